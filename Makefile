@@ -1,0 +1,38 @@
+# Each target does all of its set-up, on a fresh machine too.
+
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+
+.PHONY: help demo test lint types check wheel clean
+
+help:  ## list the targets
+	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/'
+
+$(INSTALLED): pyproject.toml constraints.txt
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "expected Python 3.11 or newer: make PYTHON=python3.11")'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	touch $@
+
+demo: $(INSTALLED)  ## profile, optimize and train a small model on this machine
+	$(BIN)/planner demo
+
+test: $(INSTALLED)  ## all tests
+	$(BIN)/python -m pytest
+
+lint: $(INSTALLED)  ## style
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(INSTALLED)  ## static types
+	$(BIN)/mypy
+
+check: test lint types  ## everything that CI runs
+
+wheel: $(INSTALLED)  ## build the wheel into dist/
+	$(BIN)/python -m build --wheel
+
+clean:  ## remove what the targets made
+	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache

@@ -1,0 +1,288 @@
+"""The command line: each command loads, makes one call, and saves or prints.
+
+`--json` and `-v` are accepted before or after the command. Exit codes: 0 done; 1 a check did not hold; 2 the user's
+input is wrong; 3 the environment failed.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import traceback
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+import click
+import typer
+
+from runtime.errors import InputError, PlannerError
+from runtime.version import __version__
+
+app = typer.Typer(add_completion=False, no_args_is_help=True, rich_markup_mode=None, pretty_exceptions_enable=False)
+
+Device = Annotated[str, typer.Option(help="auto, cpu or cuda.")]
+Backend = Annotated[str | None, typer.Option(help="Backend of torch.distributed; default: nccl on GPUs, else gloo.")]
+Ranks = Annotated[
+    int | None, typer.Option(help="Local ranks to start (default 2); under torchrun its world is joined.")
+]
+Job = Annotated[
+    str, typer.Argument(help="path/to/file.py:name or package.module:name of a function that returns a TrainingJob.")
+]
+ClusterFile = Annotated[str | None, typer.Option(help="cluster.json; default: the cluster measured with the profile.")]
+
+
+class _Options:
+    """Global flags of this call."""
+
+    as_json = False
+    verbose = False
+
+
+def _version(show: bool) -> None:
+    if show:
+        typer.echo(f"planner {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Machine-readable result on standard output.")] = False,
+    verbose: Annotated[bool, typer.Option("-v", "--verbose", help="Show tracebacks.")] = False,
+) -> None:
+    """A compiler for the communication of data-parallel PyTorch training.
+
+    --json and -v may also stand after the command.
+    """
+    _Options.as_json, _Options.verbose = as_json, verbose
+
+
+def _print_json(value: Any) -> None:
+    typer.echo(json.dumps(value, indent=1, allow_nan=False))
+
+
+def _console() -> Any:
+    from rich.console import Console
+
+    console = Console()
+    # Into a pipe or a file, tables are as wide as they need; nothing is cut off.
+    return console if console.is_terminal else Console(width=160)
+
+
+@app.command()
+def profile(
+    job: Job,
+    ranks: Ranks = None,
+    output: Annotated[str, typer.Option("-o", "--output", help="Where to write the profile.")] = "profile.json",
+    device: Device = "auto",
+    backend: Backend = None,
+) -> None:
+    """Trace a job and measure its step and the links between ranks."""
+    from planner.outputs import check_writable
+    from planner.training import profile_rank
+    from planner.world import choose_device, is_first_rank, on_ranks
+
+    check_writable(output)
+    result = on_ranks(ranks, device, backend, profile_rank, job, choose_device(device), not _Options.as_json)[0]
+    if not is_first_rank():
+        return
+    result.save(output)
+    if _Options.as_json:
+        _print_json(result.to_document())
+    else:
+        from planner.explain import profile_lines
+
+        typer.echo("\n".join([*profile_lines(result), f"wrote {output}"]))
+
+
+@app.command()
+def optimize(
+    profile: Annotated[str, typer.Argument(help="profile.json")],
+    cluster: ClusterFile = None,
+    accuracy: Annotated[
+        str, typer.Option(help="exact, bounded or relaxed: the riskiest class of plan allowed.")
+    ] = "exact",
+    output: Annotated[str, typer.Option("-o", "--output", help="Where to write the plan.")] = "plan.json",
+    passes: Annotated[str, typer.Option(help="The pipeline, for example merge{labels=4}.")] = "merge",
+    print_after: Annotated[str | None, typer.Option(help="Print the schedule after this pass, or after all.")] = None,
+) -> None:
+    """Decide how gradients travel; explain; prove how far from optimal."""
+    from planner.decide import optimize as decide
+    from planner.outputs import check_writable
+    from planner.passes import PASSES
+
+    check_writable(output)
+    if print_after is not None and print_after not in ("all", *PASSES):
+        raise InputError(f"--print-after: found {print_after!r}, expected all or one of: {', '.join(sorted(PASSES))}")
+
+    def after_pass(name: str, schedule: object, seconds: float) -> None:
+        if print_after in ("all", name):
+            typer.echo(f"after {name} ({seconds * 1e3:.1f} ms):\n{schedule}", err=True)
+
+    plan = decide(profile, cluster, accuracy=accuracy, passes=passes, after_pass=after_pass)  # type: ignore[arg-type]
+    plan.save(output)
+    if _Options.as_json:
+        _print_json(plan.to_document())
+        return
+    from planner.explain import accuracy_lines, print_plan
+
+    console = _console()
+    print_plan(plan, console, buckets=False)
+    for line in accuracy_lines(plan):
+        console.print(line, highlight=False)
+    console.print(f"wrote {output}; see `planner explain {output}`", highlight=False)
+
+
+@app.command()
+def simulate(
+    profile: Annotated[str, typer.Argument(help="profile.json")],
+    cluster: ClusterFile = None,
+    strategy: Annotated[
+        str | None,
+        typer.Option(help="Strategies, comma-separated: wfbp, wfbp:layer, single, mg_wfbp, ddp, ddp:MIB, optimal."),
+    ] = None,
+    ranks: Annotated[
+        str | None, typer.Option(help="Numbers of ranks, comma-separated; default: the cluster's.")
+    ] = None,
+) -> None:
+    """Predict strategies on a cluster."""
+    from planner.predict import DEFAULT_STRATEGIES
+    from planner.predict import simulate as predict
+
+    strategies = DEFAULT_STRATEGIES if strategy is None else tuple(_items("--strategy", strategy))
+    results = predict(profile, cluster, strategies=strategies, ranks=_counts(ranks))
+    if _Options.as_json:
+        _print_json([result.to_document() for result in results])
+        return
+    from planner.explain import simulation_table
+
+    _console().print(simulation_table(results))
+
+
+def _items(option: str, text: str) -> list[str]:
+    items = [item.strip() for item in text.split(",")]
+    if not all(items):
+        raise InputError(f"{option}: found {text!r}, expected items separated by commas")
+    return items
+
+
+def _counts(text: str | None) -> list[int] | None:
+    if text is None:
+        return None
+    items = _items("--ranks", text)
+    if not all(item.isdecimal() and int(item) >= 1 for item in items):
+        raise InputError(f"--ranks: found {text!r}, expected positive integers such as 4,8,16")
+    return [int(item) for item in items]
+
+
+@app.command()
+def explain(plan: Annotated[str, typer.Argument(help="plan.json")]) -> None:
+    """Why each bucket of a plan is what it is."""
+    from runtime.plan import load_plan
+
+    loaded = load_plan(plan)
+    if _Options.as_json:
+        _print_json(loaded.to_document())
+        return
+    from planner.explain import print_plan
+
+    print_plan(loaded, _console(), buckets=True)
+
+
+@app.command()
+def run(
+    job: Job,
+    plan: Annotated[str | None, typer.Option(help="plan.json; without one the job trains with plain DDP.")] = None,
+    ranks: Ranks = None,
+    steps: Annotated[int, typer.Option(help="Steps to train.")] = 20,
+    device: Device = "auto",
+    backend: Backend = None,
+) -> None:
+    """Train a job with a plan, or with plain DDP."""
+    if steps < 1:
+        raise InputError(f"--steps: found {steps}, expected at least 1")
+    from planner.outputs import run_document, run_lines
+    from planner.training import train_rank
+    from planner.world import choose_device, is_first_rank, on_ranks
+    from runtime.plan import load_plan
+
+    loaded = None if plan is None else load_plan(plan)
+    count = ranks if ranks is not None or loaded is None else loaded.world.ranks
+    runs = on_ranks(count, device, backend, train_rank, job, loaded, steps, choose_device(device), not _Options.as_json)
+    document = run_document(runs)
+    if not is_first_rank():
+        return
+    if _Options.as_json:
+        _print_json(document)
+    else:
+        typer.echo("\n".join(run_lines(document, runs)))
+
+
+@app.command()
+def demo(ranks: Ranks = None, device: Device = "auto", backend: Backend = None) -> None:
+    """The whole story on this machine: profile, optimize, train with DDP and with the plan, compare."""
+    from planner.demo import demo_rank
+    from planner.outputs import demo_table
+    from planner.world import choose_device, is_first_rank, on_ranks
+
+    result = on_ranks(ranks, device, backend, demo_rank, choose_device(device), not _Options.as_json)[0]
+    if not is_first_rank():
+        return
+    if _Options.as_json:
+        _print_json(result.to_document())
+        return
+    from planner.explain import print_plan, profile_lines
+
+    console = _console()
+    typer.echo("\n".join(profile_lines(result.profile)))
+    print_plan(result.plan, console, buckets=True)
+    console.print(demo_table(result))
+
+
+@app.command()
+def doctor() -> None:
+    """What is installed, which backends work here, and the cure for what does not."""
+    from planner.doctor import examine
+
+    findings = examine()
+    if _Options.as_json:
+        _print_json([finding.to_document() for finding in findings])
+    else:
+        for finding in findings:
+            mark = "ok " if finding.ok else "NO " if finding.required else "-- "
+            cure = f"  → {finding.cure}" if finding.cure and not finding.ok else ""
+            typer.echo(f"{mark} {finding.what:<20} {finding.found}{cure}")
+    if not all(finding.ok for finding in findings if finding.required):
+        raise typer.Exit(3)
+
+
+_ANYWHERE = ("--json", "-v", "--verbose")
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """The console script `planner`: runs a command and exits with its code."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    flags = [argument for argument in given if argument in _ANYWHERE]
+    rest = [argument for argument in given if argument not in _ANYWHERE]
+    sys.exit(_run([*flags, *rest]))
+
+
+def _run(arguments: list[str]) -> int:
+    try:
+        result = app(arguments, prog_name="planner", standalone_mode=False)
+        return result if isinstance(result, int) else 0
+    except click.ClickException as error:
+        error.show()
+        return 2
+    except click.Abort:
+        return 130
+    except PlannerError as error:
+        if _Options.verbose:
+            traceback.print_exc()
+        typer.echo(f"planner: {error}", err=True)
+        return error.exit_code
+    except KeyboardInterrupt:
+        typer.echo("planner: interrupted", err=True)
+        return 130

@@ -1,0 +1,90 @@
+"""A cost curve: time of one message as a piecewise linear function of its bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from planner.cost.collectives import Coefficients
+
+
+class CostCurve:
+    """Message bytes → time in microseconds; a line, or measured samples joined by lines.
+
+    Beyond the first and last sample the nearest segment goes on with slope ≥ 0; nothing is ever below 0.
+    """
+
+    def __init__(self, knots_bytes: NDArray[np.float64], knots_us: NDArray[np.float64], line: Coefficients) -> None:
+        """Use `from_line` or `from_samples`."""
+        self._bytes, self._us, self.line = knots_bytes, knots_us, line
+        self._below_slope, self._above_slope = _end_slopes(knots_bytes, knots_us)
+
+    @classmethod
+    def from_line(cls, line: Coefficients) -> CostCurve:
+        """start_up_us + per_byte_us · bytes."""
+        return cls(np.empty(0), np.empty(0), line)
+
+    @classmethod
+    def from_samples(cls, samples: Iterable[Sequence[float]], line: Coefficients | None = None) -> CostCurve:
+        """Measured (bytes, time_us) in any order; duplicates count by their median.
+
+        Args:
+            samples: at least one pair.
+            line: the line fitted to them, where one was made; otherwise least squares.
+        """
+        merged = merge_duplicates(samples)
+        knots = np.array(sorted(merged.items()), dtype=np.float64)
+        return cls(knots[:, 0].copy(), knots[:, 1].copy(), line or fit_line(list(merged.items())))
+
+    @property
+    def start_up_us(self) -> float:
+        """The a of MG-WFBP: the intercept of the line (of the fitted line, for samples)."""
+        return self.line.start_up_us
+
+    @property
+    def non_decreasing(self) -> bool:
+        """Whether a larger message never takes less time."""
+        return bool(np.all(np.diff(self._us) >= 0.0))
+
+    def __call__(self, message_bytes: ArrayLike) -> NDArray[np.float64]:
+        """Times of messages, elementwise."""
+        x = np.asarray(message_bytes, dtype=np.float64)
+        if self._bytes.size == 0:
+            return np.asarray(self.line.start_up_us + self.line.per_byte_us * x)
+        y = np.interp(x, self._bytes, self._us)
+        first, last = self._bytes[0], self._bytes[-1]
+        if self._below_slope > 0.0 and (x < first).any():
+            y = np.where(x < first, np.maximum(0.0, self._us[0] - self._below_slope * (first - x)), y)
+        if self._above_slope > 0.0 and (x > last).any():
+            y = np.where(x > last, self._us[-1] + self._above_slope * (x - last), y)
+        return np.asarray(y)
+
+    def at(self, message_bytes: float) -> float:
+        """Time of one message."""
+        return float(self(message_bytes))
+
+
+def _end_slopes(x: NDArray[np.float64], y: NDArray[np.float64]) -> tuple[float, float]:
+    if x.size < 2:
+        return 0.0, 0.0
+    slopes = np.diff(y) / np.diff(x)
+    return max(0.0, float(slopes[0])), max(0.0, float(slopes[-1]))
+
+
+def merge_duplicates(samples: Iterable[Sequence[float]]) -> dict[float, float]:
+    """bytes → median time over the samples of that size."""
+    by_size: dict[float, list[float]] = {}
+    for size_bytes, time_us in samples:
+        by_size.setdefault(float(size_bytes), []).append(float(time_us))
+    return {size: float(np.median(times)) for size, times in by_size.items()}
+
+
+def fit_line(samples: Sequence[Sequence[float]]) -> Coefficients:
+    """Least-squares line through (bytes, time_us), with intercept and slope ≥ 0; a constant for one sample."""
+    x, y = (np.array(column, dtype=np.float64) for column in zip(*samples, strict=True))
+    centred = x - x.mean()
+    spread = float(centred @ centred)
+    slope = max(0.0, float(centred @ (y - y.mean())) / spread) if spread > 0.0 else 0.0
+    return Coefficients(max(0.0, float(y.mean()) - slope * float(x.mean())), slope)

@@ -1,0 +1,117 @@
+"""From a cluster document to the cost of a collective on a number of ranks: samples, then lines, then formulas."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from planner.cost.collectives import Coefficients, collective_cost, solve_link
+from planner.cost.curve import CostCurve, fit_line
+from planner.profile.document import Cluster, Contention, Line, Link
+from runtime.errors import InputError
+
+
+@dataclass(frozen=True, kw_only=True)
+class CommunicationCost:
+    """What communication costs on one cluster with one number of ranks."""
+
+    cluster: Cluster
+    all_reduce: CostCurve
+    """The library's flat all-reduce."""
+    source: str
+    """Where the curve comes from, in words."""
+    extrapolated: bool = False
+    """Whether it was derived for another number of ranks than was measured."""
+
+    @property
+    def contention(self) -> Contention:
+        return self.cluster.contention or Contention()
+
+
+def resize(cluster: Cluster, ranks: int) -> Cluster:
+    """The same machines and links with another number of ranks; ranks per node stay.
+
+    Raises:
+        InputError: `ranks` does not fill whole nodes.
+    """
+    per_node = cluster.ranks_per_node
+    if ranks < 1 or (ranks > per_node and ranks % per_node):
+        raise InputError(
+            f"{ranks} ranks do not fill nodes of {per_node}; expected a multiple of {per_node} (ranks_per_node), "
+            f"for example {max(1, ranks // per_node) * per_node}"
+        )
+    return replace(cluster, nodes=max(1, ranks // per_node), ranks_per_node=min(ranks, per_node))
+
+
+def communication_cost(cluster: Cluster, ranks: int | None = None) -> CommunicationCost:
+    """The cost of communication on `cluster`, resized to `ranks` where given.
+
+    The most specific source wins: samples, then fitted lines, then link constants in the published formulas. Samples
+    and lines hold only for the ranks they were measured on; for others the link constants are used, or those that
+    the fit implies, and the result is marked as extrapolated.
+
+    Raises:
+        InputError: the cluster has no cost for an all-reduce; says how to measure it.
+    """
+    target = cluster if ranks is None else resize(cluster, ranks)
+    if target.ranks == 1 and cluster.ranks != 1:
+        return CommunicationCost(
+            cluster=target, all_reduce=CostCurve.from_line(Coefficients(0.0, 0.0)), source="one rank: nothing to send"
+        )
+    key = _measured_key(cluster)
+    if target.ranks == cluster.ranks:
+        measured = _measured(cluster, key)
+        if measured is not None:
+            curve, source = measured
+            return CommunicationCost(cluster=target, all_reduce=curve, source=source)
+    return _from_formula(cluster, target, key)
+
+
+def _measured_key(cluster: Cluster) -> str:
+    """The key under which the flat all-reduce was measured; with one rank a node (or one node) one link is all."""
+    known = {*(cluster.samples or {}), *(cluster.collectives or {})}
+    one_link = "inter/" if cluster.ranks_per_node == 1 else "intra/" if cluster.nodes == 1 else ""
+    return f"{one_link}all_reduce" if "all_reduce" not in known and one_link else "all_reduce"
+
+
+def _measured(cluster: Cluster, key: str) -> tuple[CostCurve, str] | None:
+    samples, line = (cluster.samples or {}).get(key), (cluster.collectives or {}).get(key)
+    fitted = None if line is None else _coefficients(line)
+    if samples is not None:
+        return CostCurve.from_samples(samples, fitted), f"{len(samples)} measured samples"
+    return None if fitted is None else (CostCurve.from_line(fitted), "fitted line")
+
+
+def _coefficients(line: Line) -> Coefficients:
+    return Coefficients(line.alpha_us, line.beta_us_per_byte)
+
+
+def _from_formula(cluster: Cluster, target: Cluster, key: str) -> CommunicationCost:
+    formula = f"all_reduce/{cluster.all_reduce_algorithm}"
+    link, origin = target.intra if target.nodes == 1 and target.ranks > 1 else target.inter, "link constants"
+    if link is None and cluster.ranks > 1:
+        link, origin = _implied_link(cluster, formula, key), f"link solved from {cluster.ranks} ranks"
+    if link is None and target.ranks > 1:
+        wanted = "intra" if target.nodes == 1 else "inter"
+        raise InputError(
+            f"cluster {cluster.name or '(unnamed)'}: no cost for an all-reduce on {target.ranks} ranks; expected "
+            f'samples.all_reduce, collectives.all_reduce or the link constants "{wanted}"; measure them with '
+            f"`planner profile` on that cluster"
+        )
+    cost = collective_cost(formula, target.ranks, link or Link(alpha_us=0.0, beta_us_per_byte=0.0))
+    measured_elsewhere = target.ranks != cluster.ranks and _measured(cluster, key) is not None
+    return CommunicationCost(
+        cluster=target,
+        all_reduce=CostCurve.from_line(cost),
+        source=f"{formula} with {origin}",
+        extrapolated=measured_elsewhere,
+    )
+
+
+def _implied_link(cluster: Cluster, formula: str, key: str) -> Link | None:
+    measured = _measured(cluster, key)
+    if measured is None:
+        return None
+    samples = (cluster.samples or {}).get(key)
+    line = (cluster.collectives or {}).get(key)
+    fitted = _coefficients(line) if line is not None else fit_line(samples or [])
+    return solve_link(formula, cluster.ranks, fitted)

@@ -1,0 +1,102 @@
+"""`planner.optimize`: profile and cluster in, plan out, with baselines and a certificate. Never imports torch."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from planner.ir import Schedule
+from planner.lower import lower, predict
+from planner.passes.merge import merge_without_contention
+from planner.pipeline import AfterPass, parse_passes, run_passes
+from planner.problem import Problem, make_problem
+from planner.profile.document import Cluster, Profile, load_cluster, load_profile
+from planner.simulator import simulate_schedule
+from planner.strategies import BASELINES, make_schedule
+from runtime.errors import InputError
+from runtime.plan import Accuracy, Certificate, Plan, Prediction
+
+ACCURACIES: tuple[Accuracy, ...] = ("exact", "bounded", "relaxed")
+
+DEFAULT_PASSES = "merge"
+
+NOTHING_TO_GAIN = 0.01
+"""Below this share of the step, a gain over DDP is not worth a claim."""
+
+
+def optimize(
+    profile: Profile | str | Path,
+    cluster: Cluster | str | Path | None = None,
+    *,
+    accuracy: Accuracy = "exact",
+    passes: str = DEFAULT_PASSES,
+    after_pass: AfterPass | None = None,
+) -> Plan:
+    """Decides how the gradients of a profiled step travel.
+
+    Args:
+        profile: a profile, or the path of profile.json.
+        cluster: a cluster, or the path of cluster.json; default: the one measured with the profile.
+        accuracy: the class of plans allowed. Every plan is `exact` so far: no lossy pass exists in this version, and
+            the plan's notes say so where more was allowed.
+        passes: the pipeline, for example `merge{labels=4}`.
+        after_pass: called with (name, schedule, seconds) after each pass.
+
+    Returns:
+        The plan with its prediction, baselines and certificate; equal inputs give equal plans.
+
+    Raises:
+        InputError: a document is wrong, there is no cluster, or an option is unknown.
+    """
+    if accuracy not in ACCURACIES:
+        raise InputError(f"--accuracy: found {accuracy!r}, expected one of: {', '.join(ACCURACIES)}")
+    problem = make_problem(_profile(profile), _cluster(cluster))
+    start = make_schedule(problem, "wfbp")
+    schedule = run_passes(parse_passes(passes), start, problem, after_pass)
+    baselines = {name: predict(problem, make_schedule(problem, name)) for name in BASELINES}
+    plan = replace(lower(problem, schedule), baselines=baselines, certificate=certify(problem, schedule))
+    return replace(plan, notes=_notes(problem, plan, baselines, accuracy))
+
+
+def _profile(profile: Profile | str | Path) -> Profile:
+    return profile if isinstance(profile, Profile) else load_profile(profile)
+
+
+def _cluster(cluster: Cluster | str | Path | None) -> Cluster | None:
+    return cluster if cluster is None or isinstance(cluster, Cluster) else load_cluster(cluster)
+
+
+def certify(problem: Problem, schedule: Schedule) -> Certificate:
+    """How far the schedule is from the best exact one under the cost model."""
+    optimum = merge_without_contention(problem)
+    bound_us = max(optimum.end_us, problem.compute_end_us) + problem.update_us
+    iteration_us = simulate_schedule(problem, schedule).iteration_us
+    contended = problem.contention.compute != 1.0 or problem.contention.network != 1.0
+    notes = []
+    if contended:
+        notes.append("the bound is the optimum on a machine where compute and network do not slow each other down")
+    if not optimum.ties_exact:
+        notes.append("the time is optimal; among plans of equal time this one may not have the fewest buckets")
+    return Certificate(
+        method="dynamic programming with labels" if contended else "dynamic programming",
+        lower_bound_us=min(bound_us, iteration_us),
+        gap=max(0.0, iteration_us / bound_us - 1.0) if bound_us > 0.0 else 0.0,
+        note="; ".join(notes) or None,
+    )
+
+
+def _notes(problem: Problem, plan: Plan, baselines: dict[str, Prediction], accuracy: Accuracy) -> tuple[str, ...]:
+    notes = [f"all-reduce: {problem.cost.source}"]
+    measured, planned = problem.profile.world.ranks, problem.ranks
+    if measured != planned:
+        notes.append(f"compute was measured on {measured} ranks, the plan is for {planned}")
+    if problem.cost.extrapolated:
+        notes.append("costs are extrapolated from another number of ranks")
+    if accuracy != "exact":
+        notes.append(f"{accuracy} was allowed, but this version has no lossy pass: the plan is exact")
+    ddp_us = baselines["ddp"].iteration_us
+    plan_us = plan.predicted.iteration_us if plan.predicted else ddp_us
+    gain = 1.0 - plan_us / ddp_us if ddp_us > 0.0 else 0.0
+    if gain < NOTHING_TO_GAIN:
+        notes.append(f"nothing to gain: the step is predicted {gain:.1%} shorter than with DDP's default buckets")
+    return tuple(notes)

@@ -1,0 +1,165 @@
+"""Plans and simulations as tables on the terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from rich.console import Console
+from rich.table import Table
+
+from planner.predict import Simulation
+from planner.profile.document import Profile
+from runtime.plan import Plan, PlanBucket, Prediction
+
+
+def milliseconds(time_us: float | None) -> str:
+    """Four significant digits, in ms."""
+    return "" if time_us is None else f"{time_us / 1000:,.4g}"
+
+
+def mebibytes(size_bytes: int | None) -> str:
+    """Bytes as people read them."""
+    if size_bytes is None:
+        return ""
+    for unit, scale in (("MiB", 2**20), ("KiB", 2**10)):
+        if size_bytes >= scale:
+            return f"{size_bytes / scale:,.1f} {unit}"
+    return f"{size_bytes} B"
+
+
+def summary_table(plan: Plan) -> Table:
+    """The plan beside its baselines."""
+    world = f"{plan.world.ranks} ranks" + (f" on {plan.world.nodes} nodes" if plan.world.nodes else "")
+    table = Table(title=f"{plan.model.name}, {world}: predicted time of one step", title_justify="left")
+    table.add_column("schedule")
+    for column in ("buckets", "step (ms)", "exposed (ms)", "step / plan"):
+        table.add_column(column, justify="right")
+    planned = plan.predicted
+    rows: list[tuple[str, Prediction]] = [(f"plan ({plan.accuracy})", planned)] if planned else []
+    rows += sorted((plan.baselines or {}).items(), key=lambda item: item[1].iteration_us)
+    for name, prediction in rows:
+        ratio = prediction.iteration_us / planned.iteration_us if planned and planned.iteration_us else 1.0
+        buckets = "" if prediction.buckets is None else str(prediction.buckets)
+        step, exposed = milliseconds(prediction.iteration_us), milliseconds(prediction.exposed_us)
+        table.add_row(name, buckets or str(len(plan.buckets)), step, exposed, f"{ratio:.3f}")
+    return table
+
+
+def bucket_table(plan: Plan) -> Table:
+    """Every bucket: what is in it, when it travels, and why it is what it is."""
+    table = Table(title="buckets in launch order", title_justify="left")
+    for column in ("#", "gradients", "size", "start (ms)", "end (ms)"):
+        table.add_column(column, justify="right" if column != "gradients" else "left")
+    table.add_column("how")
+    table.add_column("why")
+    tasks = [task for task in (plan.predicted.timeline or ()) if task.resource == "network"] if plan.predicted else []
+    for index, bucket in enumerate(plan.buckets):
+        task = tasks[index] if index < len(tasks) else None
+        times = (milliseconds(task.start_us), milliseconds(task.end_us)) if task else ("", "")
+        table.add_row(
+            str(index), _members(bucket), mebibytes(bucket.size_bytes), *times, _form(bucket), bucket.reason or ""
+        )
+    return table
+
+
+def _members(bucket: PlanBucket) -> str:
+    names = bucket.gradients
+    return names[0] if len(names) == 1 else f"{names[0]} … {names[-1]} ({len(names)})"
+
+
+def _form(bucket: PlanBucket) -> str:
+    form = f"{bucket.collective}/{bucket.algorithm}"
+    return form if bucket.compressor.name == "none" else f"{form} {bucket.compressor.name}"
+
+
+def certificate_text(plan: Plan) -> str:
+    """The certificate in a sentence or two."""
+    certificate = plan.certificate
+    if certificate is None:
+        return "no certificate"
+    if certificate.gap <= 1e-9:
+        text = f"optimal: no {plan.accuracy} schedule is faster under this cost model"
+    else:
+        text = f"within {certificate.gap:.2%} of optimal: no {plan.accuracy} schedule takes less than "
+        text += f"{milliseconds(certificate.lower_bound_us)} ms under this cost model"
+    return f"{text} ({certificate.method})" + (f"; {certificate.note}" if certificate.note else "")
+
+
+def accuracy_lines(plan: Plan) -> list[str]:
+    """One line for each class of accuracy."""
+    step = milliseconds(plan.predicted.iteration_us if plan.predicted else None)
+    return [
+        f"exact    {len(plan.buckets)} buckets, no compression, no delay: {step} ms",
+        "bounded  this version has no sparsification yet: as exact",
+        "relaxed  this version has no delay or local updaters yet: as exact",
+    ]
+
+
+def print_plan(plan: Plan, console: Console, *, buckets: bool) -> None:
+    """Summary, certificate and notes; with `buckets` the table of buckets too."""
+    console.print(summary_table(plan))
+    if buckets:
+        console.print(bucket_table(plan))
+    console.print(certificate_text(plan), highlight=False)
+    for note in plan.notes:
+        console.print(f"- {note}", highlight=False)
+
+
+def simulation_table(results: Sequence[Simulation]) -> Table:
+    """Strategies by number of ranks."""
+    best = {
+        ranks: min(r.iteration_us for r in results if r.ranks == ranks) for ranks in _unique(r.ranks for r in results)
+    }
+    table = Table(title="predicted time of one step", title_justify="left")
+    for column in ("ranks", "strategy", "buckets", "step (ms)", "exposed (ms)", "step / best", "all-reduce"):
+        table.add_column(column, justify="left" if column in ("strategy", "all-reduce") else "right")
+    for result in results:
+        source = result.cost_source + (", extrapolated" if result.extrapolated else "")
+        table.add_row(
+            str(result.ranks),
+            result.strategy,
+            str(result.buckets),
+            milliseconds(result.iteration_us),
+            milliseconds(result.exposed_us),
+            f"{result.iteration_us / best[result.ranks]:.3f}" if best[result.ranks] else "",
+            source,
+        )
+    return table
+
+
+def _unique(values: Iterable[int]) -> list[int]:
+    return list(dict.fromkeys(values))
+
+
+def profile_lines(profile: Profile) -> list[str]:
+    """A profile in a few lines."""
+    compute = profile.compute
+    size_bytes = sum(gradient.size_bytes for gradient in compute.gradients)
+    backward_us = sum(gradient.backward_us for gradient in compute.gradients)
+    lines = [
+        f"{profile.model.name}: {len(compute.gradients)} gradients, {mebibytes(size_bytes)}, "
+        f"{profile.world.ranks} ranks; forward {milliseconds(compute.forward_us)}, backward {milliseconds(backward_us)}, "
+        f"update {milliseconds(compute.update_us)} ms"
+    ]
+    tracing = profile.tracing
+    if tracing is not None:
+        lines.append(
+            f"traced by {tracing.method}" + "".join(f"; {n}: {why}" for n, why in (tracing.failures or {}).items())
+        )
+        share = tracing.grad_weight_share
+        if share is not None and share.measured is not None:
+            lines.append(
+                f"gradients of weights take {share.estimated:.0%} of backward by FLOPs, {share.measured:.0%} measured"
+            )
+    cluster = profile.cluster
+    line = (cluster.collectives or {}).get("all_reduce") if cluster else None
+    if line is not None:
+        lines.append(
+            f"all-reduce: {line.alpha_us:.0f} µs + {line.beta_us_per_byte * 1e3:.3g} µs per kB; the line is off by {line.mean_error or 0:.0%} on average, so the samples are used"
+        )
+    if cluster is not None and cluster.contention is not None:
+        lines.append(
+            f"while both are busy, compute takes {cluster.contention.compute:.2f} × and the network "
+            f"{cluster.contention.network:.2f} × as long"
+        )
+    return lines

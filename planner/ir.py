@@ -1,0 +1,91 @@
+"""The schedule: which gradients travel together, in which order, and how; each record has a text form.
+
+`parse(str(record)) == record`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from runtime.errors import InputError
+
+_BUCKET = re.compile(r"\[([0-9,\-]+)\] ([a-z0-9_]+)/([a-z0-9_]+) ([a-z0-9_]+)")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Bucket:
+    """Gradients that travel as one message per dtype; indices in readiness order.
+
+    >>> str(Bucket(gradients=(0, 1, 2, 5)))
+    '[0-2,5] all_reduce/library none'
+    """
+
+    gradients: tuple[int, ...]
+    collective: str = "all_reduce"
+    algorithm: str = "library"
+    compressor: str = "none"
+
+    def __str__(self) -> str:
+        return f"[{format_indices(self.gradients)}] {self.collective}/{self.algorithm} {self.compressor}"
+
+    @classmethod
+    def parse(cls, text: str) -> Bucket:
+        """The inverse of `str`. Raises InputError on anything else."""
+        match = _BUCKET.fullmatch(text)
+        if match is None:
+            raise InputError(f"found {text!r}, expected a bucket such as '[0-2,5] all_reduce/library none'")
+        indices, collective, algorithm, compressor = match.groups()
+        return cls(gradients=parse_indices(indices), collective=collective, algorithm=algorithm, compressor=compressor)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Schedule:
+    """Buckets in launch order; `str` gives one line each."""
+
+    buckets: tuple[Bucket, ...]
+
+    def __str__(self) -> str:
+        return "\n".join(map(str, self.buckets))
+
+    @classmethod
+    def parse(cls, text: str) -> Schedule:
+        """The inverse of `str`. Raises InputError on anything else."""
+        return cls(buckets=tuple(Bucket.parse(line) for line in text.splitlines()))
+
+    @classmethod
+    def from_boundaries(cls, stops: Iterable[int]) -> Schedule:
+        """Exact buckets [0, stops[0]), [stops[0], stops[1]), …
+
+        >>> str(Schedule.from_boundaries([2, 3]))
+        '[0-1] all_reduce/library none\\n[2] all_reduce/library none'
+        """
+        buckets, start = [], 0
+        for stop in stops:
+            buckets.append(Bucket(gradients=tuple(range(start, stop))))
+            start = stop
+        return cls(buckets=tuple(buckets))
+
+
+def format_indices(indices: Sequence[int]) -> str:
+    """Runs of consecutive indices: (0, 1, 2, 5) → '0-2,5'."""
+    runs: list[list[int]] = []
+    for index in indices:
+        if runs and index == runs[-1][1] + 1:
+            runs[-1][1] = index
+        else:
+            runs.append([index, index])
+    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
+
+
+def parse_indices(text: str) -> tuple[int, ...]:
+    """The inverse of `format_indices`."""
+    indices: list[int] = []
+    try:
+        for run in text.split(","):
+            first, _, last = run.partition("-")
+            indices.extend(range(int(first), int(last or first) + 1))
+    except ValueError:
+        raise InputError(f"found {text!r}, expected indices such as '0-2,5'") from None
+    return tuple(indices)

@@ -1,0 +1,99 @@
+"""TrainingJob: what a user hands over to be profiled and trained; and how one is found by name."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import importlib.util
+import sys
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+from runtime.errors import InputError
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+    from torch.nn import Parameter
+    from torch.optim import Optimizer
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingJob:
+    """One training task, without a loop."""
+
+    model: nn.Module
+    loss: Callable[[nn.Module, Any], Tensor]
+    """(model, batch) → scalar."""
+    batch: Callable[[int, int], Any]
+    """(step, rank) → batch, deterministic."""
+    optimizer: Callable[[Iterable[Parameter]], Optimizer]
+
+
+def load_job(spec: str) -> TrainingJob:
+    """Calls the function that `path/to/file.py:name` or `package.module:name` points at.
+
+    Raises:
+        InputError: the file, module or name is not found; the function raises or returns something else; the model
+            has no trainable parameter.
+    """
+    where, colon, name = spec.rpartition(":")
+    if not colon or not where or not name:
+        raise InputError(f"found the job {spec!r}, expected path/to/file.py:name or package.module:name")
+    module = _load_file(Path(where)) if where.endswith(".py") else _load_module(where)
+    if not hasattr(module, name):
+        near = difflib.get_close_matches(name, [n for n in vars(module) if not n.startswith("_")], n=3)
+        hint = f"; it has {', '.join(near)}" if near else ""
+        raise InputError(f"{where}: has no {name!r}, expected a function that returns a TrainingJob{hint}")
+    function = getattr(module, name)
+    if not callable(function):
+        raise InputError(f"{spec}: found a {type(function).__name__}, expected a function that returns a TrainingJob")
+    return _call(spec, function)
+
+
+def _call(spec: str, function: Callable[[], Any]) -> TrainingJob:
+    try:
+        job = function()
+    except Exception as error:
+        raise InputError(
+            f"{spec}: raised {type(error).__name__}: {error}; expected it to return a TrainingJob"
+        ) from error
+    if not isinstance(job, TrainingJob):
+        raise InputError(f"{spec}: returned {type(job).__name__}, expected a planner.TrainingJob")
+    if not any(parameter.requires_grad for parameter in job.model.parameters()):
+        raise InputError(f"{spec}: the model has no trainable parameter, expected at least one with requires_grad")
+    return job
+
+
+def _load_file(path: Path) -> ModuleType:
+    if not path.is_file():
+        raise InputError(f"{path}: no such file; expected path/to/file.py:name")
+    name = path.stem if path.stem.isidentifier() and path.stem not in sys.modules else f"_planner_job_{path.stem}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses and pickling look the module up
+    # A script finds its neighbours, as when Python runs it.
+    sys.path.insert(0, str(path.resolve().parent))
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        del sys.modules[name]
+        raise InputError(f"{path}: raised {type(error).__name__} while being imported: {error}") from error
+    return module
+
+
+def _load_module(name: str) -> ModuleType:
+    if "" not in sys.path:
+        sys.path.insert(0, "")
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name is not None and (name == error.name or name.startswith(error.name + ".")):
+            raise InputError(f"no module {name!r}; expected package.module:name or path/to/file.py:name") from None
+        raise InputError(f"{name}: needs the module {error.name!r}, which is not installed") from error
+    except Exception as error:
+        raise InputError(f"{name}: raised {type(error).__name__} while being imported: {error}") from error

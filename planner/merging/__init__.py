@@ -1,0 +1,1 @@
+"""Optimal merging of gradients into buckets."""

@@ -1,0 +1,99 @@
+"""Merging where compute and network slow each other down: the best found, by labels.
+
+After a prefix of buckets the step is in a state (time, compute progress): earlier is better, and more progress is
+better, so a prefix keeps several labels that do not dominate one another. With enough labels this is exact; with a
+bound on their number it is a heuristic, and the factor-free optimum (`planner.merging.exact`) is the lower bound.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from planner.merging.exact import TIE, MergeProblem
+from planner.simulator import Overlap, State
+
+Floats = NDArray[np.float64]
+
+LABEL_WORK = 60_000_000
+"""Pairs of (label, boundary) to look at: sets how many labels a prefix may keep (about a second at the most)."""
+
+
+def merge_contended(problem: MergeProblem, overlap: Overlap, labels: int) -> tuple[int, ...]:
+    """Where each bucket of the best schedule found stops.
+
+    Args:
+        problem: the merge problem; costs and ready times are those of an uncontended machine.
+        overlap: contention factors.
+        labels: labels to keep per prefix, at most; fewer for many gradients.
+    """
+    count = problem.count
+    width = int(np.clip(2 * LABEL_WORK / count**2, 1, labels))
+    time_us = np.full((count + 1, width), np.inf)
+    progress_us = np.zeros((count + 1, width))
+    origin = np.zeros((count + 1, width), dtype=np.int64)
+    time_us[0, 0] = 0.0
+    for i in range(1, count + 1):
+        cost_us = np.repeat(problem.cost_us(slice(0, i), i), width)
+        ends = _send_all(time_us[:i].ravel(), progress_us[:i].ravel(), float(problem.ready_us[i - 1]), cost_us, overlap)
+        kept = _best_labels(*ends, width)
+        time_us[i, : kept.size], progress_us[i, : kept.size] = ends[0][kept], ends[1][kept]
+        origin[i, : kept.size] = kept
+    return _merge_neighbours(problem, overlap, _walk_back(origin, width))
+
+
+def _send_all(
+    time_us: Floats, progress_us: Floats, ready_us: float, cost_us: Floats, overlap: Overlap
+) -> tuple[Floats, Floats]:
+    """`Overlap.send` for many states at once: (time, progress) at the end."""
+    wait_us = np.maximum(0.0, ready_us - progress_us)
+    progress_us = progress_us + wait_us
+    shared_us = np.minimum((overlap.compute_end_us - progress_us) * overlap.compute, cost_us * overlap.network)
+    end_us = time_us + wait_us + shared_us + cost_us - shared_us / overlap.network
+    return end_us, np.minimum(progress_us + shared_us / overlap.compute, overlap.compute_end_us)
+
+
+def _best_labels(time_us: Floats, progress_us: Floats, width: int) -> NDArray[np.int64]:
+    """Indices of at most `width` labels, earliest first, none of which another one dominates."""
+    if width == 1:
+        return np.array([int(time_us.argmin())])
+    # More than this many earliest labels never matter in practice, and a full sort would cost most of the run time.
+    pool = min(time_us.size, 8 * width)
+    nearest = np.argpartition(time_us, pool - 1)[:pool] if pool < time_us.size else np.arange(time_us.size)
+    order = nearest[np.lexsort((nearest, -progress_us[nearest], time_us[nearest]))]
+    order = order[np.isfinite(time_us[order])]
+    furthest = np.maximum.accumulate(progress_us[order])
+    new = np.concatenate([[True], progress_us[order][1:] > furthest[:-1]])
+    return np.asarray(order[new][:width])
+
+
+def _walk_back(origin: NDArray[np.int64], width: int) -> tuple[int, ...]:
+    stops, i, label = [], len(origin) - 1, 0
+    while i > 0:
+        stops.append(i)
+        i, label = divmod(int(origin[i, label]), width)
+    return tuple(reversed(stops))
+
+
+def end_us(problem: MergeProblem, overlap: Overlap, stops: tuple[int, ...]) -> float:
+    """When the last bucket ends."""
+    state, start = State(0.0, 0.0), 0
+    for stop in stops:
+        _, _, state = overlap.send(state, float(problem.ready_us[stop - 1]), float(problem.cost_us(start, stop)))
+        start = stop
+    return state.time_us
+
+
+def _merge_neighbours(problem: MergeProblem, overlap: Overlap, stops: tuple[int, ...]) -> tuple[int, ...]:
+    """Drops boundaries, from the front, that do not make the step shorter."""
+    if len(stops) > 300:  # each trial replays the step
+        return stops
+    best_us, k = end_us(problem, overlap, stops), 0
+    while k < len(stops) - 1:
+        trial = stops[:k] + stops[k + 1 :]
+        trial_us = end_us(problem, overlap, trial)
+        if trial_us <= best_us * (1.0 + TIE):
+            stops, best_us = trial, min(trial_us, best_us)
+        else:
+            k += 1
+    return stops

@@ -1,0 +1,164 @@
+"""Optimal merging on one network without contention: an exact dynamic program for any cost curve.
+
+With prefix finishing times f and ready times r: f(i) = min over j < i of max(f(j), r_i) + T(j, i). Finishing a prefix
+earlier is never worse, so this is exact for every T that does not depend on when a bucket starts. O(L²) in the worst
+case, vectorized; where T is non-decreasing, only prefixes that end near or after r_i are looked at.
+
+Among optimal schedules: the fewest buckets, then the earliest boundaries (lexicographically, in readiness order).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+Floats = NDArray[np.float64]
+
+TIE = 1e-12
+"""Relative difference of finishing times below which two schedules count as equal."""
+
+TIE_WORK = 300_000_000
+"""Pairs of boundaries that breaking ties may look at (about a second); beyond it, ties are broken along one optimum."""
+
+
+@dataclass(frozen=True)
+class MergeProblem:
+    """Arrays of one merge problem.
+
+    Args:
+        ready_us: when gradient i (0-based) is ready, shape (count,).
+        cost_us: `cost_us(starts, stops)` gives T of [start, stop) for a slice of starts and one stop, or the reverse.
+        non_decreasing: whether a longer range never costs less.
+    """
+
+    ready_us: Floats
+    cost_us: Callable[[slice | int, slice | int], Floats]
+    non_decreasing: bool
+
+    @property
+    def count(self) -> int:
+        return len(self.ready_us)
+
+
+@dataclass(frozen=True)
+class MergeSolution:
+    """Where each bucket stops, when the last one ends, and whether ties were broken exactly."""
+
+    stops: tuple[int, ...]
+    end_us: float
+    ties_exact: bool = True
+
+
+def merge_exact(problem: MergeProblem, tie_work: int = TIE_WORK) -> MergeSolution:
+    """The optimal buckets; see the module's text for the objective and the order among equals."""
+    finish_us, predecessor = _finish_times(problem)
+    end_us = float(finish_us[-1])
+    deadline_us = end_us * (1.0 + TIE)
+    stops = _fewest_buckets(problem, finish_us, deadline_us, tie_work)
+    if stops is not None and _end(problem, stops) <= deadline_us * (1.0 + TIE):
+        return MergeSolution(stops, _end(problem, stops))
+    stops = _drop_boundaries(problem, _walk_back(predecessor), deadline_us)
+    return MergeSolution(stops, _end(problem, stops), ties_exact=False)
+
+
+def _finish_times(problem: MergeProblem) -> tuple[Floats, NDArray[np.int64]]:
+    """f(i) for i in 0..count and the start of the last bucket of a schedule that attains it."""
+    count, ready_us = problem.count, problem.ready_us
+    finish_us = np.zeros(count + 1)
+    predecessor = np.zeros(count + 1, dtype=np.int64)
+    low = 0
+    for i in range(1, count + 1):
+        ready = ready_us[i - 1]
+        if problem.non_decreasing:
+            # Prefixes that end before `ready` all let the bucket start then: the longest one leaves the least to send.
+            while low + 1 < i and finish_us[low + 1] <= ready:
+                low += 1
+        candidates = np.maximum(finish_us[low:i], ready) + problem.cost_us(slice(low, i), i)
+        best = int(candidates.argmin())
+        finish_us[i], predecessor[i] = candidates[best], low + best
+    return finish_us, predecessor
+
+
+def _fewest_buckets(problem: MergeProblem, finish_us: Floats, deadline_us: float, work: int) -> tuple[int, ...] | None:
+    """The first, in the order among equals, of the schedules that end by the deadline; None if `work` ran out.
+
+    Level m holds, for each prefix j, the latest time at which it may end so that the rest can be sent in m buckets.
+    """
+    count, ready_us = problem.count, problem.ready_us
+    level = np.full(count + 1, -np.inf)
+    level[count] = deadline_us
+    levels, best = [level], level.copy()
+    active = np.array([count])
+    while levels[-1][0] < 0.0:
+        level = np.full(count + 1, -np.inf)
+        for i in active.tolist():
+            work -= i
+            if work < 0:
+                return None
+            latest_us = levels[-1][i] - problem.cost_us(slice(0, i), i)
+            usable = (latest_us >= ready_us[i - 1]) & (latest_us >= finish_us[:i])
+            np.maximum(level[:i], np.where(usable, latest_us, -np.inf), out=level[:i])
+        # A level that allows no later end than one with fewer buckets is of no use.
+        active = np.flatnonzero(level > best)
+        if active.size == 0:
+            return None
+        best = np.maximum(best, level)
+        levels.append(level)
+    return _earliest_boundaries(problem, levels)
+
+
+def _earliest_boundaries(problem: MergeProblem, levels: list[Floats]) -> tuple[int, ...] | None:
+    stops: list[int] = []
+    position, time_us = 0, 0.0
+    for level in reversed(levels[:-1]):
+        stop = slice(position + 1, problem.count + 1)
+        end_us = np.maximum(problem.ready_us[position:], time_us) + problem.cost_us(position, stop)
+        allowed = np.flatnonzero(end_us <= level[stop] * (1.0 + TIE))
+        if allowed.size == 0:
+            return None
+        time_us = float(end_us[allowed[0]])
+        position += 1 + int(allowed[0])
+        stops.append(position)
+    return tuple(stops)
+
+
+def _end(problem: MergeProblem, stops: tuple[int, ...]) -> float:
+    time_us, start = 0.0, 0
+    for stop in stops:
+        time_us = max(time_us, float(problem.ready_us[stop - 1])) + float(problem.cost_us(start, stop))
+        start = stop
+    return time_us
+
+
+def _walk_back(predecessor: NDArray[np.int64]) -> tuple[int, ...]:
+    stops, i = [], len(predecessor) - 1
+    while i > 0:
+        stops.append(i)
+        i = int(predecessor[i])
+    return tuple(reversed(stops))
+
+
+def _drop_boundaries(problem: MergeProblem, stops: tuple[int, ...], deadline_us: float) -> tuple[int, ...]:
+    """Merges neighbours, from the front, as long as the end stays by the deadline.
+
+    `latest[k]` is when bucket k may start at the latest; it is known from the back, so each trial is one step.
+    """
+    latest_us = [deadline_us]
+    bounds = [0, *stops]
+    for start, stop in zip(reversed(bounds[:-1]), reversed(bounds[1:]), strict=True):
+        latest_us.append(latest_us[-1] - float(problem.cost_us(start, stop)))
+    latest_us.reverse()
+    kept: list[int] = []
+    time_us, start = 0.0, 0
+    for k, stop in enumerate(stops):
+        if k + 1 < len(stops):
+            merged = max(time_us, float(problem.ready_us[stops[k + 1] - 1]))
+            if merged + float(problem.cost_us(start, stops[k + 1])) <= latest_us[k + 2]:
+                continue
+        time_us = max(time_us, float(problem.ready_us[stop - 1])) + float(problem.cost_us(start, stop))
+        kept.append(stop)
+        start = stop
+    return tuple(kept)

@@ -1,0 +1,86 @@
+"""What the commands print, and the check that they may write where they are told to."""
+
+from __future__ import annotations
+
+import os
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from runtime.errors import CheckFailed, InputError
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from planner.demo import DemoResult
+    from planner.training import RankRun
+
+
+def check_writable(path: str) -> None:
+    """Refuses, before any work is done, an output path that cannot be written."""
+    target = Path(path)
+    folder = target.parent
+    if target.is_dir():
+        raise InputError(f"{path}: found a directory, expected a file name to write to")
+    if not folder.is_dir():
+        raise InputError(f"{path}: there is no folder {folder}; make it or choose another output path")
+    if not os.access(folder, os.W_OK):
+        raise InputError(f"{path}: the folder {folder} is not writable; choose another output path")
+
+
+def run_document(runs: Sequence[RankRun]) -> dict[str, Any]:
+    """What `planner run --json` prints.
+
+    Raises:
+        CheckFailed: ranks ended with different weights.
+    """
+    weights = {run.weights_sha256 for run in runs}
+    if len(weights) > 1:
+        raise CheckFailed(
+            "ranks ended with different weights, expected equal ones: the training step is not deterministic"
+        )
+    return {
+        "steps": len(runs[0].step_us),
+        "ranks": len(runs),
+        "median_us": statistics.median(runs[0].step_us),
+        "loss_first": statistics.fmean(run.losses[0] for run in runs),
+        "loss_last": statistics.fmean(run.losses[-1] for run in runs),
+        "weights_sha256": weights.pop(),
+    }
+
+
+def run_lines(document: dict[str, Any], runs: Sequence[RankRun]) -> list[str]:
+    """A run in words."""
+    lines = [
+        f"{document['steps']} steps on {document['ranks']} ranks: median {document['median_us'] / 1e3:.2f} ms a step, "
+        f"loss {document['loss_first']:.4f} → {document['loss_last']:.4f}",
+        f"weights {document['weights_sha256']}",
+    ]
+    return [*lines, runs[0].report] if runs[0].report else lines
+
+
+def demo_table(result: DemoResult) -> Table:
+    """DDP beside the plan."""
+    from rich.table import Table
+
+    title = f"one epoch of {result.steps} steps on {result.plan.world.ranks} ranks, from the same seed, in turns"
+    error = f"prediction off by {result.error:+.1%}"
+    same = "the same weights, bit for bit" if result.ddp.weights_sha256 == result.planned.weights_sha256 else ""
+    table = Table(
+        title=title, caption="; ".join(filter(None, (error, same))), title_justify="left", caption_justify="left"
+    )
+    table.add_column("")
+    for column in ("epoch (s)", "step (ms)", "predicted (ms)", "last loss", "test accuracy"):
+        table.add_column(column, justify="right")
+    ddp_us = (result.plan.baselines or {})["ddp"].iteration_us
+    for name, epoch, predicted_us in (("DDP", result.ddp, ddp_us), ("plan", result.planned, result.predicted_us)):
+        table.add_row(
+            name,
+            f"{epoch.epoch_s:.2f}",
+            f"{epoch.median_us / 1e3:.2f}",
+            f"{predicted_us / 1e3:.2f}",
+            f"{epoch.loss_last:.3f}",
+            f"{epoch.test_accuracy:.1%}",
+        )
+    return table

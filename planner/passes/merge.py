@@ -1,0 +1,61 @@
+"""Merge gradients into buckets (the aim of MG-WFBP, Shi et al., INFOCOM 2019), optimally.
+
+Legal for exact buckets: merging changes neither what is summed nor, up to the order of summation, the result. Asks
+the cost model for the all-reduce of ranges of gradients. Without contention the result is optimal for any cost curve;
+with it, the best found.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from planner.ir import Schedule
+from planner.merging.contended import merge_contended
+from planner.merging.exact import TIE, MergeProblem, MergeSolution, merge_exact
+from planner.problem import Problem
+from planner.simulator import Overlap, simulate_schedule
+
+
+def merge_problem(problem: Problem) -> MergeProblem:
+    """The arrays that the dynamic programs work on."""
+    return MergeProblem(
+        ready_us=problem.ready_us,
+        cost_us=problem.range_cost_us,
+        # With several dtypes a range of a new dtype only adds messages, so the property carries over.
+        non_decreasing=problem.cost.all_reduce.non_decreasing,
+    )
+
+
+def merge_without_contention(problem: Problem) -> MergeSolution:
+    """The factor-free optimum: the answer without contention, a lower bound with it."""
+    return merge_exact(merge_problem(problem))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Merge:
+    """The pass `merge`."""
+
+    name: ClassVar[str] = "merge"
+
+    labels: int = 8
+    """Labels that a prefix may keep when compute and network slow each other down."""
+
+    def apply(self, schedule: Schedule, problem: Problem) -> Schedule:
+        """The best merge of the gradients, whatever the buckets were before."""
+        optimum = Schedule.from_boundaries(merge_without_contention(problem).stops)
+        factors = problem.contention
+        if factors.compute == 1.0 and factors.network == 1.0:
+            return optimum
+        overlap = Overlap(factors.compute, factors.network, problem.compute_end_us)
+        found = Schedule.from_boundaries(merge_contended(merge_problem(problem), overlap, self.labels))
+        single = Schedule.from_boundaries([problem.count])
+        return best_of(problem, [single, optimum, found, schedule])
+
+
+def best_of(problem: Problem, candidates: list[Schedule]) -> Schedule:
+    """The schedule of the shortest step; among equals the one with the fewest buckets, then the first given."""
+    times_us = [simulate_schedule(problem, candidate).iteration_us for candidate in candidates]
+    limit_us = min(times_us) * (1.0 + TIE)
+    equals = [candidate for candidate, time_us in zip(candidates, times_us, strict=True) if time_us <= limit_us]
+    return min(equals, key=lambda candidate: len(candidate.buckets))

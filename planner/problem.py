@@ -1,0 +1,135 @@
+"""The problem that passes and strategies solve: one training step and the cost of its messages, as arrays."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from planner.cost.model import CommunicationCost, communication_cost
+from planner.profile.document import Cluster, Contention, Profile
+from runtime.errors import InputError
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Problem:
+    """A profile on a cluster. Gradients are named by their index in readiness order."""
+
+    profile: Profile
+    cost: CommunicationCost
+
+    @property
+    def ranks(self) -> int:
+        return self.cost.cluster.ranks
+
+    @property
+    def contention(self) -> Contention:
+        return self.cost.contention
+
+    @property
+    def forward_us(self) -> float:
+        return self.profile.compute.forward_us
+
+    @property
+    def update_us(self) -> float:
+        return self.profile.compute.update_us
+
+    @cached_property
+    def count(self) -> int:
+        """Number of gradients."""
+        return len(self.profile.compute.gradients)
+
+    @cached_property
+    def ready_us(self) -> NDArray[np.float64]:
+        """When each gradient is ready if nothing slows compute: forward_us + sum(backward_us[0..i]). Shape (count,)."""
+        steps = [self.forward_us, *(gradient.backward_us for gradient in self.profile.compute.gradients)]
+        return np.cumsum(np.array(steps))[1:]
+
+    @property
+    def compute_end_us(self) -> float:
+        """End of backward if nothing slows it."""
+        return float(self.ready_us[-1])
+
+    @property
+    def backward_us(self) -> float:
+        return self.compute_end_us - self.forward_us
+
+    @cached_property
+    def size_bytes(self) -> NDArray[np.int64]:
+        """Bytes of each gradient. Shape (count,)."""
+        return np.array([gradient.size_bytes for gradient in self.profile.compute.gradients], dtype=np.int64)
+
+    @cached_property
+    def dtype_ids(self) -> NDArray[np.int64]:
+        """A small integer per gradient; equal for equal dtypes. Shape (count,)."""
+        ids: dict[str, int] = {}
+        return np.array([ids.setdefault(g.dtype, len(ids)) for g in self.profile.compute.gradients], dtype=np.int64)
+
+    @cached_property
+    def dtype_count(self) -> int:
+        return int(self.dtype_ids.max()) + 1
+
+    @cached_property
+    def layer_runs(self) -> tuple[tuple[int, int], ...]:
+        """(start, stop) of each run of gradients with equal `layer`."""
+        layers = [gradient.layer for gradient in self.profile.compute.gradients]
+        edges = [i for i in range(self.count) if i == 0 or layers[i] != layers[i - 1]]
+        return tuple(zip(edges, [*edges[1:], self.count], strict=True))
+
+    @cached_property
+    def _prefix_bytes(self) -> NDArray[np.float64]:
+        """Bytes of each dtype before each gradient. Shape (dtypes, count + 1)."""
+        return self._prefix(self.size_bytes)
+
+    @cached_property
+    def _prefix_messages(self) -> NDArray[np.float64]:
+        return self._prefix(np.ones(self.count, dtype=np.int64))
+
+    def _prefix(self, values: NDArray[np.int64]) -> NDArray[np.float64]:
+        table = np.zeros((self.dtype_count, self.count + 1))
+        for dtype in range(self.dtype_count):
+            table[dtype, 1:] = np.cumsum(np.where(self.dtype_ids == dtype, values, 0))
+        return table
+
+    def range_cost_us(self, starts: slice | int, stops: slice | int) -> NDArray[np.float64]:
+        """Time of the bucket [start, stop) for ranges of starts or stops: one message per dtype, their sum."""
+        total: NDArray[np.float64] | float = 0.0
+        for dtype in range(self.dtype_count):
+            prefix = self._prefix_bytes[dtype]
+            time_us = self.cost.all_reduce(prefix[stops] - prefix[starts])
+            if self.dtype_count > 1:
+                messages = self._prefix_messages[dtype]
+                time_us = np.where(messages[stops] > messages[starts], time_us, 0.0)
+            total = total + time_us
+        return np.asarray(total)
+
+    def bucket_cost_us(self, buckets: Sequence[Sequence[int]]) -> list[float]:
+        """Time of each bucket of any gradients."""
+        totals = np.zeros(len(buckets))
+        for dtype in range(self.dtype_count):
+            members = [[i for i in bucket if self.dtype_ids[i] == dtype] for bucket in buckets]
+            if self.dtype_count == 1:
+                members = [list(bucket) for bucket in buckets]
+            sizes = np.array([self.size_bytes[m].sum() if m else 0 for m in members])
+            present = np.array([bool(m) for m in members])
+            totals += np.where(present, self.cost.all_reduce(sizes), 0.0)
+        result: list[float] = totals.tolist()
+        return result
+
+
+def make_problem(profile: Profile, cluster: Cluster | None = None, ranks: int | None = None) -> Problem:
+    """Joins a profile with a cluster (default: the one measured with it), resized to `ranks` where given.
+
+    Raises:
+        InputError: no cluster in the profile and none given; no cost for an all-reduce on it.
+    """
+    chosen = cluster or profile.cluster
+    if chosen is None:
+        raise InputError(
+            "the profile holds no measured cluster and none was given; expected `--cluster FILE`, or a profile made "
+            "by `planner profile` on the machines in question"
+        )
+    return Problem(profile=profile, cost=communication_cost(chosen, ranks))

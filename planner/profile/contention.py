@@ -1,0 +1,132 @@
+"""How much backward and communication slow each other down, measured with both at once.
+
+A step runs while back-to-back all-reduces are in flight from its first gradient on. From when each of the two ends,
+and how long each takes alone, the factors follow: while both are busy, compute advances at 1/compute and the network at
+1/network of its speed.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from planner.profile.compute import Step, StepRunner
+from planner.profile.document import Contention
+from planner.profile.links import make_bucket
+from planner.progress import Progress
+from runtime.buckets import BucketBuffer
+from runtime.clock import Clock, make_clock
+from runtime.collectives import COLLECTIVES
+from runtime.communicator import Sent, make_communicator
+from runtime.world import World
+
+REPEATS = 9
+SHARE = 0.7
+"""Part of backward that the all-reduces are meant to fill."""
+MIN_BACKWARD_US = 500.0
+"""Shorter backwards are over before a collective has begun."""
+
+
+class _Flood:
+    """A communicator that sends its own messages, back to back, from the first bucket of each step on."""
+
+    def __init__(self, world: World, device: torch.device, size_bytes: int, messages: int) -> None:
+        self._inner = make_communicator(world, [COLLECTIVES[("all_reduce", "library")]], device)
+        self._buckets = [make_bucket(size_bytes, device) for _ in range(messages)]
+        self.sent: list[Sent] = []
+
+    def begin(self) -> None:
+        self.sent = [Sent() for _ in self._buckets]
+        for bucket, sent in zip(self._buckets, self.sent, strict=True):
+            self._inner.launch(bucket, sent)
+
+    def launch(self, bucket: BucketBuffer, sent: Sent) -> None:
+        """The session's own buckets are not sent."""
+
+    def wait(self) -> None:
+        self._inner.wait()
+
+    def close(self) -> None:
+        self._inner.close()
+
+
+def measure_contention(
+    model: nn.Module, step: Step, world: World, device: torch.device, backward_us: float, size_bytes: int,
+    progress: Progress,
+) -> Contention | None:  # fmt: skip
+    """The factors of this machine, the same on all ranks; None where backward is too short to tell.
+
+    Args:
+        backward_us: from the first gradient to the end of backward, alone.
+        size_bytes: bytes of the messages to send meanwhile.
+    """
+    if world.group is None or backward_us < MIN_BACKWARD_US:
+        return None
+    probe = _Flood(world, device, size_bytes, 4)
+    alone_us = _alone(probe, world, make_clock(device))
+    probe.close()
+    messages = max(2, round(SHARE * backward_us / (alone_us / 4)))
+    flood = _Flood(world, device, size_bytes, min(messages, 64))
+    runner = StepRunner(model, None, step, world, communicator=flood)
+    runner.session.recorder.on_backward = flood.begin
+    both: list[tuple[float, float]] = []
+    free: list[float] = []
+    try:
+        runner.run()
+        for _ in progress.track(range(REPEATS), "contention"):
+            marks = runner.run()
+            between = runner.clock.between_us
+            both.append((between(marks.backward, marks.backward_end), between(flood.sent[0].start, flood.sent[-1].end)))
+            world.gather(None, "timing messages alone")
+            flood.begin()
+            flood.wait()
+            free.append(between(flood.sent[0].start, flood.sent[-1].end))
+    finally:
+        runner.close()
+    return _agree(world, both, free, backward_us)
+
+
+def _alone(probe: _Flood, world: World, clock: Clock) -> float:
+    """Microseconds of the probe's messages with nothing else going on."""
+    times = []
+    for _ in range(3):
+        world.gather(None, "timing messages alone")
+        probe.begin()
+        probe.wait()
+        times.append(clock.between_us(probe.sent[0].start, probe.sent[-1].end))
+    return min(max(times) for times in world.gather(times, "timing messages alone"))
+
+
+def _agree(world: World, both: Sequence[tuple[float, float]], free: Sequence[float], backward_us: float) -> Contention:
+    mine = (
+        statistics.median(backward for backward, _ in both),
+        statistics.median(network for _, network in both),
+        statistics.median(free),
+    )
+    everyone = world.gather(mine, "comparing contention")
+    backward_both, network_both, network_us = (statistics.median(column) for column in zip(*everyone, strict=True))
+    return solve(backward_us, network_us, backward_both, network_both)
+
+
+def solve(backward_us: float, network_us: float, backward_both_us: float, network_both_us: float) -> Contention:
+    """The factors that explain what was seen when both began together.
+
+    Args:
+        backward_us, network_us: each alone.
+        backward_both_us, network_both_us: when each ended with both going.
+    """
+    if backward_both_us >= network_both_us:
+        # The network was never alone; compute was, after it.
+        shared_us = network_both_us
+        network = shared_us / network_us
+        done_us = backward_us - (backward_both_us - shared_us)
+        compute = shared_us / done_us if done_us > 0.0 else shared_us / max(backward_us, 1.0)
+    else:
+        shared_us = backward_both_us
+        compute = shared_us / backward_us
+        done_us = network_us - (network_both_us - shared_us)
+        network = shared_us / done_us if done_us > 0.0 else shared_us / max(network_us, 1.0)
+    return Contention(compute=round(max(1.0, compute), 4), network=round(max(1.0, network), 4))

@@ -1,0 +1,241 @@
+"""profile.json and cluster.json: what was measured of a training step and of the links. Torch-free."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from runtime.documents import STRICT, check_schema, dump, read_json, validate, write_json
+from runtime.errors import InputError
+from runtime.plan import ModelReference, Name, TimeUs
+
+PROFILE_SCHEMA = "planner.profile/1"
+CLUSTER_SCHEMA = "planner.cluster/1"
+
+DTYPE_BYTES = {
+    "float64": 8, "float32": 4, "float16": 2, "bfloat16": 2,
+    "float8_e4m3fn": 1, "float8_e5m2": 1, "complex64": 8, "complex128": 16,
+}  # fmt: skip
+"""Bytes per element of every gradient dtype that is known."""
+
+Positive = Annotated[int, Field(ge=1, le=2**53)]
+Rate = Annotated[float, Field(ge=0.0, le=1e12)]
+Share = Annotated[float, Field(ge=0.0, le=1.0)]
+Factor = Annotated[float, Field(ge=1.0, le=1e6)]
+Sample = tuple[Annotated[float, Field(ge=0.0, le=2**60)], TimeUs]
+"""(message_bytes, time_us)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gradient:
+    """One trainable parameter's gradient; its place in the profile is its place in readiness order."""
+
+    __pydantic_config__ = STRICT
+
+    name: Name
+    layer: str
+    numel: Annotated[int, Field(ge=0, le=2**53)]
+    dtype: Literal[tuple(DTYPE_BYTES)]  # type: ignore[valid-type]
+    backward_us: TimeUs
+    """From the previous gradient's readiness (or the start of backward) to this one's."""
+    spread_us: TimeUs | None = None
+    """Interquartile range of the readiness time over repeats."""
+
+    @property
+    def size_bytes(self) -> int:
+        return self.numel * DTYPE_BYTES[self.dtype]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ComputeProfile:
+    """Times of one step without communication, on all ranks at once."""
+
+    __pydantic_config__ = STRICT
+
+    forward_us: TimeUs
+    update_us: TimeUs
+    gradients: Annotated[tuple[Gradient, ...], Field(min_length=1)]
+    repeats: int | None = None
+    step_spread_us: TimeUs | None = None
+    """Interquartile range of forward plus backward over repeats."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layer:
+    """One layer of the traced graph."""
+
+    __pydantic_config__ = STRICT
+
+    name: str
+    kind: str
+    flops: Annotated[float, Field(ge=0.0)]
+    """Forward floating-point operations, a multiply-add counted as two."""
+    activation_bytes: Annotated[float, Field(ge=0.0)]
+    forward_us: TimeUs | None = None
+    grad_input_us: TimeUs | None = None
+    grad_weight_us: TimeUs | None = None
+    parameters: tuple[str, ...] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class GradWeightShare:
+    """Share of backward spent on gradients of weights: from FLOPs, and as measured."""
+
+    __pydantic_config__ = STRICT
+
+    estimated: Share
+    measured: Share | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tracing:
+    """Which tracer saw the model, and why better ones did not."""
+
+    __pydantic_config__ = STRICT
+
+    method: Literal["export", "symbolic_trace", "hooks"]
+    failures: dict[str, str] | None = None
+    grad_weight_share: GradWeightShare | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProfileWorld:
+    """Where and when it was measured."""
+
+    __pydantic_config__ = STRICT
+
+    ranks: Positive
+    nodes: Positive | None = None
+    backend: str | None = None
+    device: str | None = None
+    torch: str | None = None
+    measured: str | None = None
+    threads_per_rank: int | None = None
+    cores: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Link:
+    """Start-up time, time per byte and reduction time per byte of one link."""
+
+    __pydantic_config__ = STRICT
+
+    alpha_us: TimeUs
+    beta_us_per_byte: Rate
+    gamma_us_per_byte: Rate = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Line:
+    """time_us = alpha_us + beta_us_per_byte · bytes."""
+
+    __pydantic_config__ = STRICT
+
+    alpha_us: TimeUs
+    beta_us_per_byte: Rate
+    r_squared: Annotated[float, Field(le=1.0)] | None = None
+    mean_error: Annotated[float, Field(ge=0.0)] | None = None
+    """Mean of |line − sample| / sample over the samples."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Contention:
+    """Slow-down of each resource while the other one is active."""
+
+    __pydantic_config__ = STRICT
+
+    compute: Factor = 1.0
+    network: Factor = 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cluster:
+    """Nodes, ranks and links, with measured collectives where there are any."""
+
+    __pydantic_config__ = STRICT
+
+    schema: Literal["planner.cluster/1"] = CLUSTER_SCHEMA
+    name: str | None = None
+    nodes: Positive
+    ranks_per_node: Positive = 1
+    nics_per_node: Positive = 1
+    intra: Link | None = None
+    inter: Link | None = None
+    collectives: dict[str, Line] | None = None
+    samples: dict[str, Annotated[tuple[Sample, ...], Field(min_length=1)]] | None = None
+    back_to_back: dict[str, Annotated[tuple[Sample, ...], Field(min_length=1)]] | None = None
+    """As `samples`, per call when calls queue behind one another."""
+    sparsify: Line | dict[str, Line] | None = None
+    unpack: Line | dict[str, Line] | None = None
+    local_update: Line | None = None
+    all_reduce_algorithm: Literal["ring", "recursive_doubling", "halving_doubling", "binary_tree"] = "ring"
+    contention: Contention | None = None
+    source: str | None = None
+
+    @property
+    def ranks(self) -> int:
+        return self.nodes * self.ranks_per_node
+
+
+@dataclass(frozen=True, kw_only=True)
+class Profile:
+    """The contents of profile.json."""
+
+    __pydantic_config__ = STRICT
+
+    schema: Literal["planner.profile/1"] = PROFILE_SCHEMA
+    model: ModelReference
+    world: ProfileWorld
+    compute: ComputeProfile
+    layers: tuple[Layer, ...] | None = None
+    tracing: Tracing | None = None
+    cluster: Cluster | None = None
+
+    def save(self, path: str | Path) -> None:
+        """Writes profile.json atomically."""
+        write_json(path, self.to_document())
+
+    def to_document(self) -> dict[str, Any]:
+        """The profile as plain JSON types."""
+        document: dict[str, Any] = dump(self)
+        document.setdefault("cluster", {})
+        return document
+
+
+def load_profile(path: str | Path) -> Profile:
+    """Reads and checks profile.json.
+
+    Raises:
+        InputError: not a profile of this schema; unknown, missing or wrong fields; a gradient named twice.
+    """
+    return parse_profile(read_json(path), where=str(path))
+
+
+def parse_profile(document: Any, where: str = "profile") -> Profile:
+    """Checks a parsed profile document; `where` names it in messages. Raises as `load_profile` does."""
+    record = dict(check_schema(document, PROFILE_SCHEMA, where))
+    if record.get("cluster") == {}:
+        del record["cluster"]
+    profile = validate(Profile, record, where)
+    seen: dict[str, int] = {}
+    for index, gradient in enumerate(profile.compute.gradients):
+        if gradient.name in seen:
+            raise InputError(
+                f"{where}: $.compute.gradients[{index}].name: found {gradient.name!r}, which is gradient "
+                f"{seen[gradient.name]} already; expected each parameter once (a shared one too)"
+            )
+        seen[gradient.name] = index
+    return profile
+
+
+def load_cluster(path: str | Path) -> Cluster:
+    """Reads and checks cluster.json. Raises InputError as `load_profile` does."""
+    return parse_cluster(read_json(path), where=str(path))
+
+
+def parse_cluster(document: Any, where: str = "cluster") -> Cluster:
+    """Checks a parsed cluster document; `where` names it in messages."""
+    return validate(Cluster, check_schema(document, CLUSTER_SCHEMA, where), where)

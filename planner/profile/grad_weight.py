@@ -1,0 +1,60 @@
+"""The measured share of backward that goes into gradients of weights: a check on the estimate from FLOPs.
+
+With every parameter frozen but the one whose gradient is ready last, backward still carries the gradient of the loss
+through all layers, and forms one weight gradient instead of all. What that saves is the cost of weight gradients.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+
+from torch import nn
+
+from planner.profile.compute import Step
+from planner.profile.document import ComputeProfile
+from runtime.fit import trainable_parameters
+from runtime.world import World
+
+REPEATS = 3
+
+
+def measure_grad_weight_share(model: nn.Module, step: Step, compute: ComputeProfile, world: World) -> float | None:
+    """Share of backward, 0 to 1, median over ranks; None on a GPU (host times mean nothing there) or where a model
+    does not run with frozen parameters. Gradients and `requires_grad` flags are left as found.
+    """
+    parameters = trainable_parameters(model)
+    if any(parameter.device.type != "cpu" for parameter in parameters.values()):
+        mine = None
+    else:
+        mine = _measure(parameters, step, compute.gradients[-1].name)
+    known = [share for share in world.gather(mine, "comparing shares of backward") if share is not None]
+    return round(statistics.median(known), 4) if known else None
+
+
+def _measure(parameters: dict[str, nn.Parameter], step: Step, last: str) -> float | None:
+    try:
+        full_s = _backward_s(step)
+        for name, parameter in parameters.items():
+            parameter.requires_grad_(name == last)
+        chain_s = _backward_s(step)
+    except Exception:  # a user's step may do anything with a frozen parameter; the check is optional
+        return None
+    finally:
+        for parameter in parameters.values():
+            parameter.requires_grad_(True)
+    if full_s is None or chain_s is None:
+        return None
+    return min(1.0, max(0.0, 1.0 - chain_s / full_s)) if full_s > 0.0 else None
+
+
+def _backward_s(step: Step) -> float | None:
+    """Median seconds from the loss to the end of the step; None where the step does not say when backward begins."""
+    times = []
+    for _ in range(REPEATS + 1):
+        begun: list[float] = []
+        step(lambda begun=begun: begun.append(time.perf_counter()))  # type: ignore[misc]
+        if not begun:
+            return None
+        times.append(time.perf_counter() - begun[-1])
+    return statistics.median(times[1:])

@@ -1,0 +1,177 @@
+"""Times of the runtime's collectives over message sizes, alone and back to back, with arrival skew removed.
+
+Ranks reach a collective at different moments, and a rank that is early waits for the late ones. Every rank times its
+own call; the last to arrive waits for nobody, so the least of the ranks' times is the time from the last arrival. It
+needs no common clock.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from scipy import stats
+
+from planner.profile.document import Line, Sample
+from planner.progress import Progress
+from runtime.buckets import BucketBuffer, Message
+from runtime.collectives import COLLECTIVES
+from runtime.communicator import Communicator, Sent, make_communicator
+from runtime.torch_compat import all_gather_single, reduce_scatter_single
+from runtime.world import World
+
+SMALLEST_BYTES = 1024
+QUEUED_CALLS = 8
+"""Calls that queue behind one another when they are timed back to back."""
+MIN_PASSES, MAX_PASSES = 5, 25
+BUDGET_S = 2.5
+"""What one collective may take in all, once it has been timed often enough."""
+
+Run = Callable[[], None]
+"""One call (or several in a row) of a collective, until its result is there."""
+
+
+@dataclass(frozen=True)
+class LinkTimes:
+    """Curves by collective."""
+
+    samples: dict[str, tuple[Sample, ...]]
+    back_to_back: dict[str, tuple[Sample, ...]]
+    lines: dict[str, Line]
+
+
+def message_sizes(model_bytes: int, ratio: int) -> list[int]:
+    """1 KiB, times `ratio` each, up to the model's size, which is the last."""
+    sizes = [SMALLEST_BYTES]
+    while sizes[-1] * ratio < model_bytes:
+        sizes.append(sizes[-1] * ratio)
+    return [*sizes, model_bytes] if model_bytes > sizes[-1] else sizes
+
+
+def measure_links(world: World, device: torch.device, model_bytes: int, progress: Progress) -> LinkTimes:
+    """Times all-reduce (through the runtime's communicator), reduce-scatter, all-gather and broadcast."""
+    samples: dict[str, tuple[Sample, ...]] = {}
+    queued: dict[str, tuple[Sample, ...]] = {}
+    communicator = make_communicator(world, [COLLECTIVES[("all_reduce", "library")]], device)
+    try:
+        probe = _AllReduceProbe(communicator, device)
+        fine, coarse = message_sizes(model_bytes, 2), message_sizes(model_bytes, 4)
+        samples["all_reduce"] = _curve(world, device, fine, probe.once, progress, "all_reduce")
+        calls = _curve(world, device, coarse, probe.queued, progress, "all_reduce back to back")
+        queued["all_reduce"] = tuple((size, time_us / QUEUED_CALLS) for size, time_us in calls)
+        for name, make in _LIBRARY.items():
+            samples[name] = _curve(world, device, coarse, _bind(make, world, device), progress, name)
+    finally:
+        communicator.close()
+    return LinkTimes(samples, queued, {name: fit(curve) for name, curve in samples.items()})
+
+
+def _bind(make: _Maker, world: World, device: torch.device) -> Callable[[int], Run]:
+    return lambda size: make(world, device, size)
+
+
+class _AllReduceProbe:
+    """Sends buckets as a session does."""
+
+    def __init__(self, communicator: Communicator, device: torch.device) -> None:
+        self._communicator, self._device = communicator, device
+
+    def once(self, size_bytes: int) -> Run:
+        bucket = make_bucket(size_bytes, self._device)
+        return lambda: self._send([bucket])
+
+    def queued(self, size_bytes: int) -> Run:
+        buckets = [make_bucket(size_bytes, self._device) for _ in range(QUEUED_CALLS)]
+        return lambda: self._send(buckets)
+
+    def _send(self, buckets: Sequence[BucketBuffer]) -> None:
+        for bucket in buckets:
+            self._communicator.launch(bucket, Sent())
+        self._communicator.wait()
+
+
+def make_bucket(size_bytes: int, device: torch.device) -> BucketBuffer:
+    """A bucket of float32 zeros that belongs to no model."""
+    flat = torch.zeros(max(1, size_bytes // 4), device=device)
+    return BucketBuffer(0, [], [Message(flat, [])], f"a message of {size_bytes} bytes")
+
+
+_Maker = Callable[[World, torch.device, int], Run]
+
+
+def _reduce_scatter(world: World, device: torch.device, size_bytes: int) -> Run:
+    part = torch.zeros(max(1, size_bytes // 4 // world.ranks), device=device)
+    whole = torch.zeros(part.numel() * world.ranks, device=device)
+    return lambda: reduce_scatter_single(part, whole, group=world.group)
+
+
+def _all_gather(world: World, device: torch.device, size_bytes: int) -> Run:
+    part = torch.zeros(max(1, size_bytes // 4 // world.ranks), device=device)
+    whole = torch.zeros(part.numel() * world.ranks, device=device)
+    return lambda: all_gather_single(whole, part, group=world.group)
+
+
+def _broadcast(world: World, device: torch.device, size_bytes: int) -> Run:
+    whole = torch.zeros(max(1, size_bytes // 4), device=device)
+    return lambda: dist.broadcast(whole, group=world.group, group_src=0)  # type: ignore[return-value]
+
+
+_LIBRARY: dict[str, _Maker] = {
+    "reduce_scatter": _reduce_scatter,
+    "all_gather": _all_gather,
+    "broadcast": _broadcast,
+}
+
+
+def _curve(
+    world: World, device: torch.device, sizes: Sequence[int], make: Callable[[int], Run], progress: Progress, what: str
+) -> tuple[Sample, ...]:
+    """(message bytes, median over passes of the time from the last arrival) for each size.
+
+    All sizes are timed once in every pass, so that a drift of the machine hits them alike.
+    """
+    runs = [make(size) for size in sizes]
+    started = time.perf_counter()
+    for run in runs:
+        _timed(run, device, world)
+    pass_s = max(world.gather(time.perf_counter() - started, f"warming up {what}"))
+    passes = int(min(MAX_PASSES, max(MIN_PASSES, BUDGET_S / max(pass_s, 1e-9))))
+    mine = [[_timed(run, device, world) for run in runs] for _ in progress.track(range(passes), what)]
+    everyone = np.array(world.gather(mine, f"comparing times of {what}"))  # (ranks, passes, sizes)
+    # The root of a broadcast is done before anybody has received, so its time says nothing.
+    arrived = everyone[1:] if what == "broadcast" else everyone
+    times_us = np.median(arrived.min(axis=0), axis=0)
+    return tuple((float(size), round(float(time_us), 3)) for size, time_us in zip(sizes, times_us, strict=True))
+
+
+def _timed(run: Run, device: torch.device, world: World) -> float:
+    """Microseconds of one run on this rank, begun by all ranks together as nearly as a barrier allows."""
+    dist.barrier(group=world.group)
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    start = time.perf_counter()
+    run()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return (time.perf_counter() - start) * 1e6
+
+
+def fit(curve: Sequence[Sample]) -> Line:
+    """α and β by Theil-Sen (the median of all slopes, then of all intercepts), and how well the line fits."""
+    size, time_us = (np.array(column, dtype=np.float64) for column in zip(*curve, strict=True))
+    if len(curve) < 2:
+        return Line(alpha_us=float(time_us[0]), beta_us_per_byte=0.0)
+    beta = max(0.0, float(stats.theilslopes(time_us, size).slope))
+    alpha = max(0.0, float(np.median(time_us - beta * size)))
+    residual = time_us - (alpha + beta * size)
+    variance = float(((time_us - time_us.mean()) ** 2).sum())
+    return Line(
+        alpha_us=round(alpha, 3),
+        beta_us_per_byte=float(f"{beta:.6g}"),
+        r_squared=round(1.0 - float((residual**2).sum()) / variance, 6) if variance > 0.0 else None,
+        mean_error=round(float(np.mean(np.abs(residual) / time_us)), 6),
+    )

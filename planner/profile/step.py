@@ -1,0 +1,167 @@
+"""`planner.profile_step`: measures one training step and the links, inside a running script or under the CLI."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from datetime import UTC, datetime
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from planner.frontend.layers import estimated_grad_weight_share, split_backward
+from planner.frontend.trace import TracedModel, trace
+from planner.profile.compute import RankTimes, Step, combine, measure_compute
+from planner.profile.contention import measure_contention
+from planner.profile.document import (
+    Cluster,
+    ComputeProfile,
+    Contention,
+    GradWeightShare,
+    Layer,
+    Profile,
+    ProfileWorld,
+    Tracing,
+)
+from planner.profile.grad_weight import measure_grad_weight_share
+from planner.profile.links import LinkTimes, measure_links
+from planner.profile.preserve import preserved
+from planner.progress import Progress, Silent
+from runtime.errors import InputError
+from runtime.fit import model_fingerprint, trainable_parameters
+from runtime.plan import ModelReference
+from runtime.torch_compat import is_wrapped
+from runtime.world import World
+
+TIMEOUT_S = 300.0
+"""Deadline of each wait while measuring: a step of the slowest model has to fit."""
+
+CONTENTION_BYTES = (64 * 1024, 4 * 1024 * 1024)
+"""Least and largest message that contention is measured with; a quarter of the model where that lies between."""
+
+
+def profile_step(
+    model: nn.Module,
+    step: Callable[[], object],
+    optimizer: torch.optim.Optimizer | None = None,
+    process_group: dist.ProcessGroup | None = None,
+) -> Profile:
+    """Measures a step of a script that is already running, and the links between its ranks.
+
+    Args:
+        model: the bare module that `step` trains.
+        step: runs one forward and backward; may be called some dozens of times. Every rank calls `profile_step`.
+        optimizer: its `step()` is timed where given; otherwise the update counts as free.
+        process_group: the ranks that train together; default: all of torch.distributed, or this process alone.
+
+    Returns:
+        The profile, the same on every rank. Parameters, buffers, `.grad`, optimizer and generators are left as found.
+
+    Raises:
+        InputError: the model is wrapped (DDP, FSDP), or the step reaches no trainable parameter.
+        EnvironmentFailure: a rank died or missed a deadline.
+    """
+    return measure(model, lambda _: step(), optimizer, process_group, progress=Silent())
+
+
+def measure(
+    model: nn.Module,
+    step: Step,
+    optimizer: torch.optim.Optimizer | None,
+    process_group: dist.ProcessGroup | None,
+    *,
+    progress: Progress,
+    name: str | None = None,
+) -> Profile:
+    """`profile_step` for a step that says when its backward begins; `name` is the model's in the profile."""
+    _check(model)
+    world = World.join(process_group, TIMEOUT_S)
+    device = next(model.parameters()).device
+    try:
+        with preserved(model, optimizer):
+            mine = measure_compute(model, optimizer, step, world, progress)
+            everyone: list[RankTimes] = world.gather(mine, "comparing times of the step")
+            compute = combine(everyone, model)
+            links, contention = _measure_network(model, step, world, device, everyone, compute, progress)
+            layers, tracing = _trace(model, step, compute, world)
+        mine_of_all = Profile(
+            model=ModelReference(name=name or type(model).__name__, fingerprint=model_fingerprint(model)),
+            world=_describe_world(world, device),
+            compute=compute,
+            layers=layers,
+            tracing=tracing,
+            cluster=_cluster(world, links, contention),
+        )
+        agreed: Profile = world.gather(mine_of_all, "agreeing on the profile")[0]
+        return agreed
+    finally:
+        world.leave()
+
+
+def _check(model: nn.Module) -> None:
+    wrapper = is_wrapped(model)
+    if wrapper is not None:
+        raise InputError(f"the model is wrapped in {wrapper}; profile the plain module (model.module)")
+    if not trainable_parameters(model):
+        raise InputError("the model has no trainable parameter, expected at least one with requires_grad")
+
+
+def _measure_network(
+    model: nn.Module, step: Step, world: World, device: torch.device, ranks: list[RankTimes], compute: ComputeProfile,
+    progress: Progress,
+) -> tuple[LinkTimes | None, Contention | None]:  # fmt: skip
+    if world.group is None:
+        return None, None
+    model_bytes = sum(gradient.size_bytes for gradient in compute.gradients)
+    links = measure_links(world, device, model_bytes, progress)
+    overlapped_us = min(rank.backward_end_us - min(rank.ready_us.values()) for rank in ranks)
+    size_bytes = min(max(model_bytes // 4, CONTENTION_BYTES[0]), CONTENTION_BYTES[1])
+    return links, measure_contention(model, step, world, device, overlapped_us, size_bytes, progress)
+
+
+def _trace(model: nn.Module, step: Step, compute: ComputeProfile, world: World) -> tuple[tuple[Layer, ...], Tracing]:
+    """Layers from the graph, and how well its split of backward agrees with a measurement."""
+    traced: TracedModel = trace(model, lambda: step(lambda: None))
+    backward_us: dict[str, float] = {}
+    for gradient in compute.gradients:
+        backward_us[gradient.layer] = backward_us.get(gradient.layer, 0.0) + gradient.backward_us
+    layers = split_backward(traced.layers, backward_us, None, compute.forward_us)
+    share = GradWeightShare(
+        estimated=estimated_grad_weight_share(traced.layers),
+        measured=measure_grad_weight_share(model, step, compute, world),
+    )
+    tracing = Tracing(method=traced.method, failures=dict(traced.failures) or None, grad_weight_share=share)
+    return layers, tracing
+
+
+def _describe_world(world: World, device: torch.device) -> ProfileWorld:
+    return ProfileWorld(
+        ranks=world.ranks,
+        nodes=_nodes(world),
+        backend=world.backend,
+        device=device.type if device.type == "cpu" else torch.cuda.get_device_name(device),
+        torch=torch.__version__,
+        measured=datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
+        threads_per_rank=torch.get_num_threads(),
+        cores=os.cpu_count(),
+    )
+
+
+def _nodes(world: World) -> int:
+    """Machines, from the launcher's word on how many ranks share one; one rank a machine where it is silent."""
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return max(1, world.ranks // local) if local and world.ranks % local == 0 else world.ranks
+
+
+def _cluster(world: World, links: LinkTimes | None, contention: Contention | None) -> Cluster:
+    nodes = _nodes(world)
+    return Cluster(
+        name="measured",
+        nodes=nodes,
+        ranks_per_node=world.ranks // nodes,
+        samples=links.samples if links else None,
+        back_to_back=links.back_to_back if links else None,
+        collectives=links.lines if links else None,
+        contention=contention,
+    )

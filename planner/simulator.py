@@ -1,0 +1,125 @@
+"""Schedule + costs → timeline of one step: one compute resource, one network.
+
+Without contention: bucket j starts at max(end of bucket j−1, its last gradient's ready time) and takes the time of
+its messages; the step ends with the later of the last bucket and backward, plus the update.
+
+With contention factors, while both resources are busy compute advances at 1/compute and the network at 1/network of
+its speed. All times in microseconds from the start of forward.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from planner.ir import Schedule
+from planner.problem import Problem
+from runtime.timeline import Span, Timeline
+
+
+class State(NamedTuple):
+    """A moment of the step."""
+
+    time_us: float
+    """Wall time."""
+    progress_us: float
+    """Compute done by then, in uncontended time from the start of forward; stops at the end of backward."""
+
+
+@dataclass(frozen=True, slots=True)
+class Overlap:
+    """Slow-down factors (≥ 1) and the uncontended end of backward."""
+
+    compute: float
+    network: float
+    compute_end_us: float
+
+    def send(self, free: State, ready_us: float, cost_us: float) -> tuple[State, State, State]:
+        """Sends one bucket.
+
+        Args:
+            free: when the network is free.
+            ready_us: compute progress at which the bucket's last gradient is ready.
+            cost_us: its time on an idle machine.
+
+        Returns:
+            The start, the end of the time that compute and network share, and the end.
+        """
+        wait_us = max(0.0, ready_us - free.progress_us)
+        start = State(free.time_us + wait_us, free.progress_us + wait_us)
+        left_us = self.compute_end_us - start.progress_us
+        shared_us = min(left_us * self.compute, cost_us * self.network)
+        if shared_us == cost_us * self.network:
+            end = State(start.time_us + shared_us, start.progress_us + shared_us / self.compute)
+            return start, end, end
+        shared = State(start.time_us + shared_us, self.compute_end_us)
+        return start, shared, State(shared.time_us + cost_us - shared_us / self.network, self.compute_end_us)
+
+
+def simulate_schedule(problem: Problem, schedule: Schedule) -> Timeline:
+    """The timeline of one step of `schedule`."""
+    factors = problem.contention
+    if factors.compute == 1.0 and factors.network == 1.0:
+        return _simulate_free(problem, schedule)
+    return _simulate_contended(problem, schedule, Overlap(factors.compute, factors.network, problem.compute_end_us))
+
+
+def _tasks(problem: Problem, schedule: Schedule) -> list[tuple[str, float, float]]:
+    """(name, ready, cost) of each bucket."""
+    buckets = [bucket.gradients for bucket in schedule.buckets]
+    ready_us = problem.ready_us.tolist()
+    return [
+        (f"bucket {index} {schedule.buckets[index].collective}", ready_us[max(gradients)], cost_us)
+        for index, (gradients, cost_us) in enumerate(zip(buckets, problem.bucket_cost_us(buckets), strict=True))
+    ]
+
+
+def _simulate_free(problem: Problem, schedule: Schedule) -> Timeline:
+    spans: list[Span] = []
+    end_us = 0.0
+    for index, (name, ready_us, cost_us) in enumerate(_tasks(problem, schedule)):
+        start_us = max(end_us, ready_us)
+        end_us = start_us + cost_us
+        spans.append(_sent(index, name, ready_us, start_us, end_us))
+    return _timeline(problem, spans, end_us, problem.compute_end_us)
+
+
+def _simulate_contended(problem: Problem, schedule: Schedule, overlap: Overlap) -> Timeline:
+    state = State(0.0, 0.0)
+    moments = [state]
+    sent: list[tuple[int, str, float, State, State]] = []
+    for index, (name, ready_us, cost_us) in enumerate(_tasks(problem, schedule)):
+        start, shared, state = overlap.send(state, ready_us, cost_us)
+        moments += [start, shared]
+        sent.append((index, name, ready_us, start, state))
+    # Between two moments compute advances evenly, and after the last one at full speed.
+    last = moments[-1]
+    moments.append(State(last.time_us + problem.compute_end_us - last.progress_us, problem.compute_end_us))
+    progress_us, time_us = [m.progress_us for m in moments], [m.time_us for m in moments]
+    ready_wall_us = np.interp([ready for _, _, ready, _, _ in sent], progress_us, time_us).tolist()
+    spans = [
+        _sent(index, name, ready_us, start.time_us, end.time_us)
+        for (index, name, _, start, end), ready_us in zip(sent, ready_wall_us, strict=True)
+    ]
+    return _timeline(problem, spans, state.time_us, moments[-1].time_us)
+
+
+def _sent(index: int, name: str, ready_us: float, start_us: float, end_us: float) -> Span:
+    return Span(task=name, resource="network", start_us=start_us, end_us=end_us, bucket=index, ready_us=ready_us)
+
+
+def _timeline(problem: Problem, network: list[Span], network_end_us: float, backward_end_us: float) -> Timeline:
+    forward_us, end_us = problem.forward_us, max(network_end_us, backward_end_us)
+    iteration_us = end_us + problem.update_us
+    forward = Span(task="forward", resource="compute", start_us=0.0, end_us=forward_us)
+    backward = Span(task="backward", resource="compute", start_us=forward_us, end_us=backward_end_us)
+    update = Span(task="update", resource="compute", start_us=end_us, end_us=iteration_us)
+    return Timeline(
+        spans=(forward, backward, *network, update),
+        iteration_us=iteration_us,
+        forward_us=forward_us,
+        backward_us=problem.backward_us,
+        update_us=problem.update_us,
+    )

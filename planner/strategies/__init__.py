@@ -1,0 +1,42 @@
+"""Named strategies: what users could have instead, as schedules. `STRATEGIES` is the only list of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from planner.ir import Schedule
+from planner.problem import Problem
+from planner.strategies.ddp import ddp
+from planner.strategies.mg_wfbp import mg_wfbp
+from planner.strategies.optimal import optimal
+from planner.strategies.single import single
+from planner.strategies.wfbp import wfbp
+from runtime.errors import InputError
+
+Strategy = Callable[[Problem, str | None], Schedule]
+"""(problem, what stands behind the colon in the name) → schedule."""
+
+STRATEGIES: Mapping[str, Strategy] = {
+    "ddp": ddp,
+    "mg_wfbp": mg_wfbp,
+    "optimal": optimal,
+    "single": single,
+    "wfbp": wfbp,
+}
+"""Registry: name → strategy. Add one here and the contract test covers it."""
+
+BASELINES = ("wfbp", "single", "mg_wfbp", "ddp")
+"""The strategies that every plan is compared with."""
+
+
+def make_schedule(problem: Problem, strategy: str) -> Schedule:
+    """The schedule of a strategy by name, such as `mg_wfbp`, `wfbp:layer` or `ddp:50`.
+
+    Raises:
+        InputError: unknown name (lists the known ones) or argument.
+    """
+    name, colon, argument = strategy.partition(":")
+    if name not in STRATEGIES:
+        known = ", ".join([*STRATEGIES, "wfbp:layer", "ddp:SIZE_MIB"])
+        raise InputError(f"found the strategy {strategy!r}, expected one of: {known}")
+    return STRATEGIES[name](problem, argument if colon else None)

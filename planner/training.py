@@ -1,0 +1,185 @@
+"""What every rank does for `planner profile` and `planner run`: build the job, measure it or train it."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, fields, is_dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import runtime
+from planner.job import TrainingJob, load_job
+from planner.profile.document import Profile
+from planner.profile.step import measure
+from planner.progress import make_progress
+from runtime.errors import InputError, PlannerError
+from runtime.plan import Plan
+
+SEED = 0
+KEPT_BATCHES = 4
+"""Batches that are made before a step is timed, and then used in turn."""
+
+
+def rank_device(device: str) -> torch.device:
+    """This rank's device: `cpu`, or the current CUDA device for `cuda`."""
+    return torch.device("cuda", torch.cuda.current_device()) if device == "cuda" else torch.device("cpu")
+
+
+def to_device(value: Any, device: torch.device) -> Any:
+    """A batch on the device: tensors inside dicts, lists, tuples and dataclasses are moved, the rest is kept."""
+    if isinstance(value, Tensor):
+        return value.to(device)
+    if isinstance(value, Mapping):
+        moved = {key: to_device(item, device) for key, item in value.items()}
+        return moved if type(value) is dict else type(value)(moved)  # type: ignore[call-arg]
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(to_device(item, device) for item in value))
+    if isinstance(value, list | tuple):
+        return type(value)(to_device(item, device) for item in value)
+    if is_dataclass(value) and not isinstance(value, type):
+        return replace(value, **{f.name: to_device(getattr(value, f.name), device) for f in fields(value) if f.init})
+    return value
+
+
+@dataclass
+class BuiltJob:
+    """A job with its model on the device and its optimizer made."""
+
+    spec: str
+    job: TrainingJob
+    optimizer: torch.optim.Optimizer
+    device: torch.device
+
+    @property
+    def model(self) -> nn.Module:
+        return self.job.model
+
+    def batch(self, step: int) -> Any:
+        """This rank's batch of one step, on the device."""
+        rank = dist.get_rank() if dist.is_initialized() else 0
+        with blaming(f"{self.spec}: batch({step}, {rank})"):
+            return to_device(self.job.batch(step, rank), self.device)
+
+    def loss(self, model: nn.Module, batch: Any) -> Tensor:
+        """The loss, checked to be a scalar that requires a gradient."""
+        with blaming(f"{self.spec}: loss(model, batch)"):
+            loss = self.job.loss(model, batch)
+        if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
+            found = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+            raise InputError(f"{self.spec}: loss returned {found}, expected a scalar tensor that requires a gradient")
+        return loss
+
+
+@contextmanager
+def blaming(where: str) -> Iterator[None]:
+    """Turns what a user's function raises into an error that names it; errors of ours pass."""
+    try:
+        yield
+    except PlannerError:
+        raise
+    except Exception as error:
+        raise InputError(f"{where} raised {type(error).__name__}: {error}") from error
+
+
+def build(spec: str, device: str) -> BuiltJob:
+    """Loads a job, from the same seed on every rank. Raises InputError."""
+    torch.manual_seed(SEED)
+    job = load_job(spec)
+    target = rank_device(device)
+    job.model.to(target)
+    with blaming(f"{spec}: optimizer(parameters)"):
+        optimizer = job.optimizer(parameter for parameter in job.model.parameters() if parameter.requires_grad)
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise InputError(f"{spec}: optimizer returned {type(optimizer).__name__}, expected a torch.optim.Optimizer")
+    return BuiltJob(spec=spec, job=job, optimizer=optimizer, device=target)
+
+
+def profile_rank(spec: str, device: str, show_progress: bool) -> Profile:
+    """Profiles a job on this rank; every rank calls it and gets the same profile."""
+    built = build(spec, device)
+    batches = [built.batch(step) for step in range(KEPT_BATCHES)]
+    turn = 0
+
+    def step(loss_ready: Callable[[], None]) -> None:
+        nonlocal turn
+        turn += 1
+        loss = built.loss(built.model, batches[turn % KEPT_BATCHES])
+        loss_ready()
+        loss.backward()  # type: ignore[no-untyped-call]
+
+    first = not dist.is_initialized() or dist.get_rank() == 0
+    progress = make_progress(show=show_progress and first)
+    name = type(built.model).__name__.lower()
+    return measure(built.model, step, built.optimizer, None, progress=progress, name=name)
+
+
+@dataclass(frozen=True)
+class RankRun:
+    """What one rank saw of a run."""
+
+    step_us: tuple[float, ...]
+    losses: tuple[float, ...]
+    weights_sha256: str
+    report: str
+
+
+class Trainer:
+    """One model that trains step by step: plain DDP without a plan, attached with one."""
+
+    def __init__(self, built: BuiltJob, plan: Plan | None) -> None:
+        self.built = built
+        self.session = None if plan is None else runtime.attach(built.model, built.optimizer, plan)
+        alone = not dist.is_initialized() or dist.get_world_size() == 1
+        plain = self.session is not None or alone
+        self._model: nn.Module = built.model if plain else DistributedDataParallel(built.model)
+        self.step_us: list[float] = []
+        self.losses: list[float] = []
+
+    def step(self, batch: Any) -> None:
+        """One training step, timed from zero_grad to the end of the update; the batch is ready before."""
+        built = self.built
+        cuda = built.device.type == "cuda"
+        if cuda:
+            torch.cuda.synchronize(built.device)
+        start = time.perf_counter()
+        built.optimizer.zero_grad()
+        loss = built.loss(self._model, batch)
+        loss.backward()  # type: ignore[no-untyped-call]
+        built.optimizer.step()
+        if cuda:
+            torch.cuda.synchronize(built.device)
+        self.step_us.append((time.perf_counter() - start) * 1e6)
+        self.losses.append(float(loss.detach()))
+
+    def close(self) -> RankRun:
+        """Ends the run."""
+        report = "" if self.session is None else str(self.session.report())
+        if self.session is not None:
+            self.session.detach()
+        return RankRun(tuple(self.step_us), tuple(self.losses), weights_sha256(self.built.model), report)
+
+
+def train_rank(spec: str, plan: Plan | None, steps: int, device: str, show_progress: bool) -> RankRun:
+    """Trains a job for some steps on this rank."""
+    built = build(spec, device)
+    trainer = Trainer(built, plan)
+    first = not dist.is_initialized() or dist.get_rank() == 0
+    for step in make_progress(show=show_progress and first).track(range(steps), "training"):
+        trainer.step(built.batch(step))
+    return trainer.close()
+
+
+def weights_sha256(model: nn.Module) -> str:
+    """SHA-256 over the bytes of all parameters, in order of name."""
+    digest = hashlib.sha256()
+    for _, parameter in sorted(model.named_parameters()):
+        raw = parameter.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+        digest.update(raw.numpy().tobytes())
+    return digest.hexdigest()

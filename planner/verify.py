@@ -1,0 +1,62 @@
+"""What must hold of every schedule, whoever made it. Runs before the first pass and after each one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from planner.ir import Schedule, format_indices
+
+EXACT_FORMS = frozenset({("all_reduce", "library", "none")})
+"""(collective, algorithm, compressor) that leave the averaged gradient as it is, up to summation order."""
+
+
+class VerifyError(AssertionError):
+    """A schedule breaks an invariant: a defect of the pass or strategy that made it, not of the user's input."""
+
+
+def verify(schedule: Schedule, dtype_ids: Sequence[int], *, accuracy: str = "exact") -> None:
+    """Checks the invariants of a schedule.
+
+    Args:
+        schedule: the schedule.
+        dtype_ids: for each gradient in readiness order, an integer that is equal for equal dtypes.
+        accuracy: `exact` allows only forms that leave the averaged gradient as it is.
+
+    Raises:
+        VerifyError: a gradient is missing, unknown or in two buckets; a bucket is empty or leaves out, between its
+            own, a gradient of a dtype that it carries; launch order is not the order of readiness.
+    """
+    count = len(dtype_ids)
+    owner: dict[int, int] = {}
+    for position, bucket in enumerate(schedule.buckets):
+        if not bucket.gradients:
+            raise VerifyError(f"bucket {position} is empty")
+        for gradient in bucket.gradients:
+            if not 0 <= gradient < count:
+                raise VerifyError(
+                    f"bucket {position} ({bucket}): gradient {gradient} does not exist, there are {count}"
+                )
+            if gradient in owner:
+                raise VerifyError(f"gradient {gradient} is in bucket {owner[gradient]} and in bucket {position}")
+            owner[gradient] = position
+        _check_contiguous(position, bucket.gradients, dtype_ids)
+        form = (bucket.collective, bucket.algorithm, bucket.compressor)
+        if accuracy == "exact" and form not in EXACT_FORMS:
+            raise VerifyError(f"bucket {position} ({bucket}) is not exact, but the plan has to be")
+    missing = [gradient for gradient in range(count) if gradient not in owner]
+    if missing:
+        raise VerifyError(f"no bucket holds the gradients {format_indices(missing)}")
+    firsts = [min(bucket.gradients) for bucket in schedule.buckets]
+    if firsts != sorted(firsts):
+        raise VerifyError(f"launch order is not readiness order: the buckets begin with gradients {firsts}")
+
+
+def _check_contiguous(position: int, gradients: Sequence[int], dtype_ids: Sequence[int]) -> None:
+    if list(gradients) != sorted(gradients):
+        raise VerifyError(f"bucket {position}: gradients {format_indices(gradients)} are not in readiness order")
+    if gradients[-1] - gradients[0] + 1 == len(gradients):
+        return
+    members, carried = set(gradients), {dtype_ids[gradient] for gradient in gradients}
+    for between in range(gradients[0], gradients[-1]):
+        if between not in members and dtype_ids[between] in carried:
+            raise VerifyError(f"bucket {position} ({format_indices(gradients)}) leaves out gradient {between}")

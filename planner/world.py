@@ -1,0 +1,74 @@
+"""Where the ranks of a command run: local processes that it starts, or the world of a launcher that started it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from planner.launch import START_TIMEOUT_S, LocalWorld, run_ranks, threads_per_rank, under_torchrun
+from runtime.errors import EnvironmentFailure, InputError
+
+T = TypeVar("T")
+
+
+def on_ranks(
+    ranks: int | None, device: str, backend: str | None, function: Callable[..., T], *arguments: Any
+) -> list[T]:
+    """Calls a function on every rank and returns the results in order of rank.
+
+    Under torchrun this process is one rank: it joins, and gets every rank's result. Otherwise `ranks` local processes
+    are started (default 2).
+
+    Raises:
+        InputError: an option does not fit this machine or the launcher's world.
+        EnvironmentFailure: a rank died, or not all came within the deadline.
+    """
+    device = choose_device(device)
+    backend = backend or ("nccl" if device == "cuda" and torch.cuda.device_count() > 1 else "gloo")
+    if under_torchrun():
+        return _join(ranks, device, backend, function, arguments)
+    count = 2 if ranks is None else ranks
+    if count < 1:
+        raise InputError(f"--ranks: found {count}, expected at least 1")
+    return run_ranks(LocalWorld(ranks=count, device=device, backend=backend), function, *arguments)
+
+
+def is_first_rank() -> bool:
+    """Whether this process speaks for the command: prints and writes files."""
+    return os.environ.get("RANK", "0") == "0" or not under_torchrun()
+
+
+def choose_device(device: str) -> str:
+    """`auto` → `cuda` where it works, else `cpu`. Raises InputError for a device that is not here."""
+    if device not in ("auto", "cpu", "cuda"):
+        raise InputError(f"--device: found {device!r}, expected auto, cpu or cuda")
+    if device == "cuda" and not torch.cuda.is_available():
+        raise InputError("--device cuda: torch finds no CUDA device here; use --device cpu, or see `planner doctor`")
+    return "cuda" if device != "cpu" and torch.cuda.is_available() else "cpu"
+
+
+def _join(
+    ranks: int | None, device: str, backend: str, function: Callable[..., T], arguments: tuple[Any, ...]
+) -> list[T]:
+    world_size = int(os.environ["WORLD_SIZE"])
+    if ranks is not None and ranks != world_size:
+        raise InputError(f"--ranks {ranks}: torchrun started {world_size} ranks; leave --ranks out")
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(threads_per_rank(int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
+    if device == "cuda":
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
+    try:
+        dist.init_process_group(backend, timeout=timedelta(seconds=START_TIMEOUT_S))
+    except (RuntimeError, ValueError) as error:
+        raise EnvironmentFailure(f"the ranks of torchrun did not come together: {error}") from error
+    try:
+        results: list[Any] = [None] * world_size
+        dist.all_gather_object(results, function(*arguments))
+        return results
+    finally:
+        dist.destroy_process_group()

@@ -1,0 +1,171 @@
+"""Flat buffers that carry a bucket's gradients, and the gradients as views of them.
+
+An exact step passes once over each gradient: it is scaled by 1/ranks while it is copied into its place (or in place,
+where `.grad` already is the view), as DDP does, so that equal buckets give equal bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from runtime.plan import Plan
+
+
+@dataclass(eq=False)
+class Slot:
+    """One gradient's place."""
+
+    name: str
+    index: int
+    """Position in the plan's readiness order."""
+    parameter: nn.Parameter
+    bucket: int
+    view: Tensor = field(init=False)
+    """The gradient's part of the flat buffer, in the parameter's shape and strides."""
+    waiting: bool = True
+    """Whether this step's gradient has not come yet."""
+    touched: bool = False
+    """Whether a backward has produced a gradient since the last exchange (also without synchronization)."""
+
+    def take(self, scale: float) -> None:
+        """Moves `.grad`, times `scale`, into the view and makes the view the parameter's `.grad`."""
+        gradient = self.parameter.grad
+        assert gradient is not None
+        if gradient is self.view:
+            gradient.mul_(scale)
+            return
+        # detach: a backward with create_graph leaves a gradient that itself requires one.
+        torch.mul(gradient.detach(), scale, out=self.view)
+        self.parameter.grad = self.view
+
+
+@dataclass(eq=False)
+class Message:
+    """The gradients of one dtype in one bucket: what a collective gets."""
+
+    flat: Tensor
+    """1-D, all that travels."""
+    slots: list[Slot]
+
+    @property
+    def size_bytes(self) -> int:
+        return self.flat.numel() * self.flat.element_size()
+
+
+@dataclass(eq=False)
+class BucketBuffer:
+    """One bucket at run time."""
+
+    index: int
+    slots: list[Slot]
+    messages: list[Message]
+    label: str
+    """For messages to people: index, collective, first and last gradient."""
+    waiting: int = 0
+    """Gradients of this step that have not come yet."""
+
+
+def lay_out(slots: Sequence[Slot], tail_elements: int = 0) -> list[Message]:
+    """One flat buffer per dtype, in order of first appearance; the first one with `tail_elements` more at its end."""
+    by_dtype: dict[torch.dtype, list[Slot]] = {}
+    for slot in slots:
+        by_dtype.setdefault(slot.parameter.dtype, []).append(slot)
+    messages = []
+    for dtype, members in by_dtype.items():
+        numel = sum(slot.parameter.numel() for slot in members)
+        extra = tail_elements if not messages else 0
+        flat = torch.zeros(numel + extra, dtype=dtype, device=members[0].parameter.device)
+        offset = 0
+        for slot in members:
+            slot.view = _view(flat, offset, slot.parameter)
+            offset += slot.parameter.numel()
+        messages.append(Message(flat, members))
+    return messages
+
+
+def _view(flat: Tensor, offset: int, parameter: nn.Parameter) -> Tensor:
+    """The parameter's part of the buffer, with the parameter's strides where they are dense (channels-last, say)."""
+    if _is_dense(parameter):
+        return flat.as_strided(parameter.size(), parameter.stride(), offset)
+    return flat[offset : offset + parameter.numel()].view(parameter.shape)
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    """Whether the strides cover numel elements without gaps or overlap."""
+    expected = 1
+    dimensions = [(stride, size) for stride, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1]
+    for stride, size in sorted(dimensions):
+        if stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+class UsageFlags:
+    """How many ranks produced each gradient, carried by a few elements behind the last bucket.
+
+    A parameter that no rank used must keep its `.grad` as it was, and a rank cannot know what others used. So each
+    rank adds one per used parameter, several counters to an element, as many as the dtype sums exactly.
+    """
+
+    def __init__(self, parameters: int, ranks: int, dtype: torch.dtype) -> None:
+        exact_bits = {torch.float64: 52, torch.float32: 24, torch.float16: 11, torch.bfloat16: 8}.get(dtype, 1)
+        self._bits = min(exact_bits, max(1, ranks.bit_length()))
+        self._per_element = max(1, exact_bits // self._bits)
+        self._parameters, self._dtype = parameters, dtype
+        self.elements = -(-parameters // self._per_element)
+        """How many elements carry the counters of all parameters."""
+
+    def lie_in(self, tail: Tensor) -> None:
+        """Says where they travel: `tail`, 1-D, the last `elements` of a message."""
+        self._tail = tail
+        self._everything = self._pack(range(self._parameters)).to(tail.device)
+
+    def write(self, unused: Sequence[int]) -> None:
+        """Before the message leaves: counts this rank in for every parameter but the unused."""
+        left_out = set(unused)
+        used = (index for index in range(self._parameters) if index not in left_out)
+        self._tail.copy_(self._pack(used) if unused else self._everything)
+
+    def used_somewhere(self) -> set[int]:
+        """After the message has come: the parameters that any rank used. Waits for the device."""
+        values = [int(value) for value in self._tail.double().cpu().tolist()]
+        if self._per_element == 1:
+            return {index for index, value in enumerate(values) if value}
+        mask = (1 << self._bits) - 1
+        return {
+            index
+            for index in range(self._parameters)
+            if (values[index // self._per_element] >> (self._bits * (index % self._per_element))) & mask
+        }
+
+    def _pack(self, used: Iterable[int]) -> Tensor:
+        packed = [0] * self.elements
+        for index in used:
+            packed[index // self._per_element] += 1 << (self._bits * (index % self._per_element))
+        return torch.tensor(packed, dtype=torch.float64).to(self._dtype)
+
+
+def make_buckets(
+    plan: Plan, parameters: Mapping[str, nn.Parameter], ranks: int
+) -> tuple[list[Slot], list[BucketBuffer], UsageFlags]:
+    """The plan's buckets at run time, all gradients in readiness order, and the flags behind the last bucket."""
+    slots: list[Slot] = []
+    buckets: list[BucketBuffer] = []
+    last = plan.buckets[-1].gradients[0]
+    flags = UsageFlags(len(plan.gradients), ranks, parameters[last].dtype)
+    for index, planned in enumerate(plan.buckets):
+        members = [
+            Slot(name=name, index=len(slots) + position, parameter=parameters[name], bucket=index)
+            for position, name in enumerate(planned.gradients)
+        ]
+        slots += members
+        messages = lay_out(members, tail_elements=flags.elements if index == len(plan.buckets) - 1 else 0)
+        label = f"bucket {index} ({planned.collective}/{planned.algorithm}, {members[0].name} … {members[-1].name})"
+        buckets.append(BucketBuffer(index, members, messages, label))
+    flags.lie_in(buckets[-1].messages[0].flat[-flags.elements :])
+    return slots, buckets, flags

@@ -1,0 +1,56 @@
+"""Time marks that cost next to nothing where they are taken: wall clock on a CPU, events on a CUDA stream."""
+
+from __future__ import annotations
+
+import time
+from typing import Any, Protocol
+
+import torch
+
+
+class Clock(Protocol):
+    """Takes marks now, turns them into times later."""
+
+    cheap: bool
+    """Whether a mark costs so little that every gradient may have one."""
+
+    def mark(self) -> Any:
+        """A mark at this moment (of the current stream)."""
+        ...
+
+    def between_us(self, start: Any, end: Any) -> float:
+        """Microseconds from one mark to another; on CUDA the device must have reached both."""
+        ...
+
+
+class WallClock:
+    """Marks are `time.perf_counter()` readings in seconds."""
+
+    cheap = True
+    mark = staticmethod(time.perf_counter)
+
+    def between_us(self, start: float, end: float) -> float:
+        """See `Clock.between_us`."""
+        return (end - start) * 1e6
+
+
+class CudaClock:
+    """Marks are events recorded on the current stream; no host synchronization where they are taken."""
+
+    cheap = False
+
+    def mark(self) -> torch.cuda.Event:
+        """See `Clock.mark`."""
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def between_us(self, start: torch.cuda.Event, end: torch.cuda.Event) -> float:
+        """See `Clock.between_us`; waits for the device where it has not got so far."""
+        end.synchronize()
+        return float(start.elapsed_time(end)) * 1e3
+
+
+def make_clock(device: torch.device) -> Clock:
+    """The clock of a device."""
+    return CudaClock() if device.type == "cuda" else WallClock()

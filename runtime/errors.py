@@ -1,0 +1,35 @@
+"""The errors a user can meet. The command line maps each class to one exit code."""
+
+from __future__ import annotations
+
+
+class PlannerError(Exception):
+    """Base of every error raised on purpose; `str(error)` is a complete message."""
+
+    exit_code = 1
+
+
+class CheckFailed(PlannerError):
+    """A check that the user asked for did not hold (exit code 1)."""
+
+    exit_code = 1
+
+
+class InputError(PlannerError, ValueError):
+    """The user's input is wrong (exit code 2): says what was found, what was expected, where, and the cure."""
+
+    exit_code = 2
+
+
+class PlanMismatch(InputError):
+    """The plan does not fit this model, this number of ranks, or the other ranks' plans."""
+
+
+class EnvironmentFailure(PlannerError, RuntimeError):
+    """The environment failed (exit code 3): a worker died, a deadline passed, a backend is missing."""
+
+    exit_code = 3
+
+
+class CommunicationError(EnvironmentFailure):
+    """A collective failed or missed its deadline; names rank, bucket and collective."""

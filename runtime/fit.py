@@ -1,0 +1,131 @@
+"""Whether a plan fits this model, this optimizer and this runtime: every misfit in words, before any training step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import nn
+
+from runtime.collectives import COLLECTIVES
+from runtime.compressors import COMPRESSORS
+from runtime.names import canonical_name, fingerprint
+from runtime.plan import Plan
+from runtime.torch_compat import is_wrapped
+
+SHOWN = 5
+"""How many differing parameters a message lists."""
+
+
+def trainable_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Canonical name → parameter, for those that require a gradient; a shared one once."""
+    return {canonical_name(name): p for name, p in model.named_parameters() if p.requires_grad}
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """`torch.float32` → `float32`."""
+    return str(dtype).removeprefix("torch.")
+
+
+def model_fingerprint(model: nn.Module) -> str:
+    """See `runtime.names.fingerprint`."""
+    parameters = trainable_parameters(model)
+    return fingerprint((name, tuple(p.shape), dtype_name(p.dtype)) for name, p in parameters.items())
+
+
+def find_misfit(model: nn.Module, plan: Plan, ranks: int) -> str | None:
+    """The first reason why this plan cannot drive this model on this many ranks, or None."""
+    wrapper = is_wrapped(model)
+    if wrapper is not None:
+        return (
+            f"the model is wrapped in {wrapper}, which exchanges gradients itself; expected a plain module: pass the "
+            f"inner one (model.module) and drop the wrapper"
+        )
+    return (
+        _world_misfit(plan, ranks)
+        or _parameter_misfit(model, plan)
+        or _fingerprint_misfit(model, plan)
+        or _module_misfit(model)
+        or _support_misfit(plan)
+    )
+
+
+def _world_misfit(plan: Plan, ranks: int) -> str | None:
+    if plan.world.ranks == ranks:
+        return None
+    cure = f"make one with a cluster of {ranks} ranks (`planner optimize --cluster`)"
+    launch = "; to start several ranks use torchrun and torch.distributed.init_process_group" if ranks == 1 else ""
+    return f"the plan was made for {plan.world.ranks} ranks, found {ranks}; {cure}{launch}"
+
+
+def _parameter_misfit(model: nn.Module, plan: Plan) -> str | None:
+    parameters = trainable_parameters(model)
+    if not parameters:
+        return "the model has no trainable parameter; expected at least one with requires_grad"
+    planned = set(plan.gradients)
+    missing = [name for name in parameters if name not in planned]
+    if plan.model.fingerprint is not None and plan.model.fingerprint == model_fingerprint(model):
+        missing = []  # the very model, with parameters that got no gradient when it was profiled
+    unknown = [name for name in plan.gradients if name not in parameters]
+    if not missing and not unknown:
+        return None
+    parts = []
+    if missing:
+        parts.append(f"trainable in the model but not in the plan: {_listed(missing)}")
+    if unknown:
+        parts.append(f"in the plan but not trainable in the model: {_listed(unknown)}")
+    return f"the plan (for {plan.model.name}) is for another model: {'; '.join(parts)}; profile this model again"
+
+
+def _listed(names: list[str]) -> str:
+    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+    return ", ".join(names[:SHOWN]) + more
+
+
+def _fingerprint_misfit(model: nn.Module, plan: Plan) -> str | None:
+    if plan.model.fingerprint is None or plan.model.fingerprint == model_fingerprint(model):
+        return None
+    sizes = _size_misfit(trainable_parameters(model), plan)
+    return (
+        f"the plan (for {plan.model.name}) is for another model: the names of the parameters agree, their shapes or "
+        f"dtypes do not{sizes}; profile this model again"
+    )
+
+
+def _size_misfit(parameters: Mapping[str, nn.Parameter], plan: Plan) -> str:
+    for index, bucket in enumerate(plan.buckets):
+        size_bytes = sum(parameters[name].numel() * parameters[name].element_size() for name in bucket.gradients)
+        if bucket.size_bytes is not None and bucket.size_bytes != size_bytes:
+            shapes = {name: tuple(parameters[name].shape) for name in bucket.gradients[:SHOWN]}
+            return f" (first in bucket {index}: {bucket.size_bytes} bytes planned, {size_bytes} found, {shapes})"
+    return ""
+
+
+def _module_misfit(model: nn.Module) -> str | None:
+    devices = {str(p.device) for p in model.parameters()}
+    if len(devices) > 1:
+        return f"the parameters are on several devices ({', '.join(sorted(devices))}); expected one device per rank"
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
+            return f"{name or 'the model'} is an embedding with sparse=True gradients; expected sparse=False"
+    return None
+
+
+def _support_misfit(plan: Plan) -> str | None:
+    if plan.delay is not None:
+        return "the plan asks for delayed synchronization, which this version does not execute; expected delay null"
+    if plan.local_async is not None:
+        return "the plan asks for local updaters, which this version does not execute; expected local_async null"
+    if plan.updates is not None:
+        return 'the plan asks for sharded updates, which this version does not execute; leave out "updates"'
+    for index, bucket in enumerate(plan.buckets):
+        form = (bucket.collective, bucket.algorithm)
+        if form not in COLLECTIVES:
+            known = ", ".join("/".join(name) for name in sorted(COLLECTIVES))
+            return f"bucket {index} travels by {'/'.join(form)}, which is unknown here; known: {known}"
+        if bucket.compressor.name not in COMPRESSORS:
+            known = ", ".join(COMPRESSORS)
+            return (
+                f"bucket {index} has the compressor {bucket.compressor.name!r}, which is unknown here; known: {known}"
+            )
+    return None

@@ -1,0 +1,31 @@
+"""Names and fingerprints of parameters, the same for a plain, a compiled and a wrapped model. Torch-free."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Sequence
+
+
+def canonical_name(name: str) -> str:
+    """A parameter's name without what wrappers put into it (`torch.compile`: `_orig_mod.`, DDP: `module.`)."""
+    name = name.replace("_orig_mod.", "")
+    while name.startswith("module."):
+        name = name.removeprefix("module.")
+    return name
+
+
+def layer_of(name: str) -> str:
+    """The layer that owns a parameter: its name up to the last dot (the name itself when it has none)."""
+    return name.rpartition(".")[0] or name
+
+
+def fingerprint(parameters: Iterable[tuple[str, Sequence[int], str]]) -> str:
+    """SHA-256 of the compact JSON of the sorted `[name, shape, dtype]` of all trainable parameters.
+
+    Args:
+        parameters: (canonical name, shape, dtype as in `"float32"`) of each.
+    """
+    rows = sorted([name, list(shape), dtype] for name, shape, dtype in parameters)
+    text = json.dumps(rows, separators=(",", ":"))
+    return "sha256:" + hashlib.sha256(text.encode()).hexdigest()

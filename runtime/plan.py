@@ -1,0 +1,236 @@
+"""plan.json: what a runtime of this version can be told to execute. Torch-free, so that deciding stays light.
+
+A plan is data. Nothing in it is executed or imported; names are looked up in the runtime's registries.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from runtime.documents import STRICT, check_schema, dump, read_json, validate, write_json
+from runtime.errors import InputError
+
+SCHEMA = "planner.plan/1"
+
+Accuracy = Literal["exact", "bounded", "relaxed"]
+TimeUs = Annotated[float, Field(ge=0.0, le=1e15)]
+Count = Annotated[int, Field(ge=0, le=2**53)]
+Name = Annotated[str, Field(min_length=1, max_length=4096)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelReference:
+    """Which model a document is about."""
+
+    __pydantic_config__ = STRICT
+
+    name: str
+    fingerprint: Annotated[str, Field(pattern=r"^sha256:[0-9a-f]{64}$")] | None = None
+    """See `runtime.names.fingerprint`; without it only the gradients' names are compared."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanWorld:
+    """The number of ranks that a plan was made for."""
+
+    __pydantic_config__ = STRICT
+
+    ranks: Annotated[int, Field(ge=1, le=10**7)]
+    nodes: Annotated[int, Field(ge=1, le=10**7)] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompressorSpec:
+    """A compressor by name with its options; which names and options exist is the registry's affair."""
+
+    __pydantic_config__ = STRICT
+
+    name: Name
+    dtype: Name | None = None
+    selector: Name | None = None
+    k: dict[str, Annotated[int, Field(ge=1, le=2**53)]] | None = None
+    """Number of elements kept, per layer within the bucket."""
+    density: Annotated[float, Field(gt=0.0, le=1.0)] | None = None
+    scope: Literal["bucket", "layer"] | None = None
+
+
+NO_COMPRESSION = CompressorSpec(name="none")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanBucket:
+    """Gradients that travel as one message (one per dtype), and how."""
+
+    __pydantic_config__ = STRICT
+
+    gradients: Annotated[tuple[Name, ...], Field(min_length=1)]
+    """Names in readiness order, contiguous in it."""
+    collective: Name = "all_reduce"
+    algorithm: Name = "library"
+    compressor: CompressorSpec = NO_COMPRESSION
+    size_bytes: Count | None = None
+    """Dense bytes of the bucket, where the planner knew them."""
+    reason: str | None = None
+    """Why this bucket ends where it does, in words."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DelaySpec:
+    """SSD-SGD: `steps` is the paper's k."""
+
+    __pydantic_config__ = STRICT
+
+    steps: Annotated[int, Field(ge=1)]
+    warmup_steps: Annotated[int, Field(ge=0)] = 500
+    local_update: Name = "glu"
+    alpha: float = 2.0
+    beta: float = 0.5
+    local_lr_scale: float = 4.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class LocalAsyncSpec:
+    """LAP-SGD (blocks None) or LPP-SGD."""
+
+    __pydantic_config__ = STRICT
+
+    updaters: Annotated[int, Field(ge=1)]
+    blocks: tuple[tuple[Name, ...], ...] | None = None
+    full_fraction: Annotated[float, Field(ge=0.0, le=1.0)] = 0.1
+    average_every: Annotated[int, Field(ge=1)] = 1
+    then_every: Annotated[int, Field(ge=1)] = 16
+    switch_fraction: Annotated[float, Field(ge=0.0, le=1.0)] = 0.5
+
+
+@dataclass(frozen=True, kw_only=True)
+class PredictedTask:
+    """One bar of the predicted timeline."""
+
+    __pydantic_config__ = STRICT
+
+    task: str
+    resource: str
+    start_us: TimeUs
+    end_us: TimeUs
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prediction:
+    """What the simulator says of one step; times from the start of forward."""
+
+    __pydantic_config__ = STRICT
+
+    iteration_us: TimeUs
+    forward_us: TimeUs | None = None
+    backward_us: TimeUs | None = None
+    update_us: TimeUs | None = None
+    exposed_us: TimeUs | None = None
+    buckets: Count | None = None
+    extrapolated: bool | None = None
+    """True where costs were derived for another number of ranks than was measured."""
+    timeline: tuple[PredictedTask, ...] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Certificate:
+    """How far from optimal: under the cost model no schedule of this class takes less than `lower_bound_us`."""
+
+    __pydantic_config__ = STRICT
+
+    method: str
+    lower_bound_us: TimeUs
+    gap: Annotated[float, Field(ge=0.0)]
+    """iteration_us / lower_bound_us − 1."""
+    note: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """The contents of plan.json."""
+
+    __pydantic_config__ = STRICT
+
+    schema: Literal["planner.plan/1"] = SCHEMA
+    model: ModelReference
+    world: PlanWorld
+    accuracy: Accuracy
+    buckets: Annotated[tuple[PlanBucket, ...], Field(min_length=1)]
+    delay: DelaySpec | None = None
+    local_async: LocalAsyncSpec | None = None
+    predicted: Prediction | None = None
+    baselines: dict[str, Prediction] | None = None
+    certificate: Certificate | None = None
+    fallback: Plan | None = None
+    alternatives: dict[str, Plan] | None = None
+    """Accuracy class → the best plan of that class."""
+    phase_order: tuple[tuple[Count, Count], ...] | None = None
+    """(bucket, phase) pairs in launch order, for collectives of several phases."""
+    updates: dict[str, Any] | None = None
+    notes: tuple[str, ...] = field(default=())
+    """What the planner wants the reader to know."""
+
+    @property
+    def gradients(self) -> tuple[str, ...]:
+        """All gradient names in readiness order."""
+        return tuple(name for bucket in self.buckets for name in bucket.gradients)
+
+    def to_document(self) -> dict[str, Any]:
+        """The plan as plain JSON types."""
+        document: dict[str, Any] = dump(self)
+        document.setdefault("delay", None)
+        document.setdefault("local_async", None)
+        if not self.notes:
+            document.pop("notes", None)
+        order = ("schema", "model", "world", "accuracy", "notes", "buckets", "delay", "local_async")
+        return {key: document[key] for key in (*order, *document) if key in document}
+
+    def digest(self) -> str:
+        """SHA-256 over every field, as `sha256:<hex>`; equal on all ranks or nothing starts."""
+        text = json.dumps(self.to_document(), sort_keys=True, separators=(",", ":"), ensure_ascii=False)
+        return "sha256:" + hashlib.sha256(text.encode()).hexdigest()
+
+    def save(self, path: str | Path) -> None:
+        """Writes plan.json atomically."""
+        write_json(path, self.to_document())
+
+    def without_timelines(self) -> Plan:
+        """The plan with its predicted timeline left out, for a smaller file."""
+        if self.predicted is None:
+            return self
+        return replace(self, predicted=replace(self.predicted, timeline=None))
+
+
+def load_plan(path: str | Path) -> Plan:
+    """Reads and checks plan.json.
+
+    Raises:
+        InputError: not a plan of this schema; unknown, missing or wrong fields; a gradient in two buckets.
+    """
+    return parse_plan(read_json(path), where=str(path))
+
+
+def parse_plan(document: Any, where: str = "plan") -> Plan:
+    """Checks a parsed plan document; `where` names it in messages. Raises as `load_plan` does."""
+    check_schema(document, SCHEMA, where)
+    plan = validate(Plan, document, where)
+    _check_partition(plan.buckets, where)
+    return plan
+
+
+def _check_partition(buckets: Sequence[PlanBucket], where: str) -> None:
+    owner: dict[str, int] = {}
+    for index, bucket in enumerate(buckets):
+        for position, name in enumerate(bucket.gradients):
+            if name in owner:
+                raise InputError(
+                    f"{where}: $.buckets[{index}].gradients[{position}]: found {name!r}, which is in bucket "
+                    f"{owner[name]} already; expected each gradient in exactly one bucket"
+                )
+            owner[name] = index

@@ -1,0 +1,148 @@
+"""Predicted against measured, from the marks of the last steps."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from runtime.plan import Plan
+from runtime.recorder import Recorder, StepMarks
+from runtime.timeline import Span, Timeline
+from runtime.world import World
+
+
+@dataclass(frozen=True, kw_only=True)
+class BucketReport:
+    """One bucket, as measured on this rank: medians in microseconds from the start of forward."""
+
+    index: int
+    gradients: int
+    size_bytes: int | None
+    ready_us: float
+    """Its last gradient is in the buffer."""
+    launch_us: float
+    """It is handed to the communicator: later than ready where an earlier bucket is not complete."""
+    start_us: float
+    end_us: float
+    predicted_start_us: float | None = None
+    predicted_end_us: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """Medians over the last steps of one rank."""
+
+    rank: int
+    ranks: int
+    steps: int
+    iteration_us: float
+    """Forward's start to the end of the optimizer's step, without the time between backward and that step."""
+    forward_us: float
+    backward_us: float
+    """From the end of forward to the end of autograd, the loss included."""
+    update_us: float
+    wait_us: float
+    """From the end of autograd to the last averaged gradient."""
+    predicted_us: float | None
+    error: float | None
+    """predicted / measured − 1."""
+    buckets: tuple[BucketReport, ...]
+
+    @property
+    def timeline(self) -> Timeline:
+        """The measured step in the form of a predicted one."""
+        end_us = self.iteration_us - self.update_us
+        compute = [
+            Span(task="forward", resource="compute", start_us=0.0, end_us=self.forward_us),
+            Span(task="backward", resource="compute", start_us=self.forward_us, end_us=end_us - self.wait_us),
+        ]
+        network = [
+            Span(
+                task=f"bucket {bucket.index} all_reduce",
+                resource="network",
+                start_us=bucket.start_us,
+                end_us=bucket.end_us,
+                bucket=bucket.index,
+                ready_us=bucket.ready_us,
+            )
+            for bucket in self.buckets
+        ]
+        update = Span(task="update", resource="compute", start_us=end_us, end_us=self.iteration_us)
+        return Timeline(
+            spans=(*compute, *network, update),
+            iteration_us=self.iteration_us,
+            forward_us=self.forward_us,
+            backward_us=self.backward_us,
+            update_us=self.update_us,
+        )
+
+    def __str__(self) -> str:
+        lines = [
+            f"rank {self.rank} of {self.ranks}, {self.steps} steps: measured {self.iteration_us / 1e3:.2f} ms"
+            + (f", predicted {self.predicted_us / 1e3:.2f} ms ({self.error:+.1%})" if self.predicted_us else ""),
+            f"  forward {self.forward_us / 1e3:.2f}, backward {self.backward_us / 1e3:.2f}, "
+            f"waiting {self.wait_us / 1e3:.2f}, update {self.update_us / 1e3:.2f} ms",
+        ]
+        lines += [
+            f"  bucket {b.index}: {b.gradients} gradients, ready {b.ready_us / 1e3:.2f}, "
+            f"launch {b.launch_us / 1e3:.2f}, start {b.start_us / 1e3:.2f}, end {b.end_us / 1e3:.2f} ms"
+            for b in self.buckets
+        ]
+        return "\n".join(lines)
+
+
+def make_report(plan: Plan, recorder: Recorder, world: World) -> Report:
+    """Medians over the recorded steps that have forward, backward and, where there is an optimizer, an update."""
+    steps = [step for step in recorder.steps if step.forward is not None and step.forward_end is not None]
+    between = recorder.clock.between_us
+
+    def median(of: Callable[[StepMarks], tuple[Any, Any]]) -> float:
+        spans = [(start, end) for start, end in map(of, steps) if start is not None and end is not None]
+        return statistics.median(between(start, end) for start, end in spans) if spans else 0.0
+
+    update_us = median(lambda s: (s.update, s.update_end))
+    iteration_us = median(lambda s: (s.forward, s.end)) + update_us
+    predicted_us = plan.predicted.iteration_us if plan.predicted else None
+    return Report(
+        rank=world.rank,
+        ranks=world.ranks,
+        steps=len(steps),
+        iteration_us=iteration_us,
+        forward_us=median(lambda s: (s.forward, s.forward_end)),
+        backward_us=median(lambda s: (s.forward_end, s.backward_end)),
+        update_us=update_us,
+        wait_us=median(lambda s: (s.backward_end, s.end)),
+        predicted_us=predicted_us,
+        error=predicted_us / iteration_us - 1.0 if predicted_us is not None and iteration_us > 0.0 else None,
+        buckets=tuple(_buckets(plan, steps, median)),
+    )
+
+
+def _buckets(
+    plan: Plan, steps: list[StepMarks], median: Callable[[Callable[[StepMarks], tuple[Any, Any]]], float]
+) -> Iterable[BucketReport]:
+    if not any(step.sent and step.sent[0].end is not None for step in steps):
+        return
+    predicted = [t for t in (plan.predicted.timeline or ()) if t.resource == "network"] if plan.predicted else []
+    last = -1
+    for index, bucket in enumerate(plan.buckets):
+        first, last = last + 1, last + len(bucket.gradients)
+        yield BucketReport(
+            index=index,
+            gradients=len(bucket.gradients),
+            size_bytes=bucket.size_bytes,
+            ready_us=median(lambda s, a=first, b=last: (s.forward, _latest(s.ready[a : b + 1]))),  # type: ignore[misc]
+            launch_us=median(lambda s, i=index: (s.forward, s.sent[i].launch)),  # type: ignore[misc]
+            start_us=median(lambda s, i=index: (s.forward, s.sent[i].start)),  # type: ignore[misc]
+            end_us=median(lambda s, i=index: (s.forward, s.sent[i].end)),  # type: ignore[misc]
+            predicted_start_us=predicted[index].start_us if index < len(predicted) else None,
+            predicted_end_us=predicted[index].end_us if index < len(predicted) else None,
+        )
+
+
+def _latest(marks: list[Any]) -> Any:
+    """The last of a bucket's marks; gradients that came in no backward have none."""
+    known = [mark for mark in marks if mark is not None]
+    return max(known) if known else None

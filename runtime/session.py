@@ -1,0 +1,283 @@
+"""attach and the life of one training step.
+
+    first gradient ready ─▶ begin: ask autograd for a callback at the end of this backward
+    each gradient ready  ─▶ scale it into its bucket; buckets whose gradients are all there leave in plan order
+    end of backward      ─▶ fill in what no backward produced, send the rest, wait; `.grad` is the average
+
+Gradients and collectives: buckets start in plan order on every rank, whatever order autograd finishes in.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from runtime.buckets import BucketBuffer, Slot, UsageFlags, make_buckets
+from runtime.buffers import BufferSync
+from runtime.clock import make_clock
+from runtime.collectives import COLLECTIVES
+from runtime.communicator import Communicator, NullCommunicator, make_communicator
+from runtime.errors import InputError
+from runtime.fit import find_misfit, model_fingerprint, trainable_parameters
+from runtime.plan import Plan, load_plan
+from runtime.recorder import Recorder
+from runtime.report import Report, make_report
+from runtime.torch_compat import current_backward_id, queue_backward_callback
+from runtime.version import __version__
+from runtime.world import MIN_TIMEOUT_S, Credentials, World, agree
+
+STEPS_PER_DEADLINE = 20
+"""A collective may take this many predicted steps (and at least 30 s) before its peers are given up."""
+
+_attached: weakref.WeakKeyDictionary[nn.Module, Session] = weakref.WeakKeyDictionary()
+
+
+def attach(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    plan: Plan | str | Path,
+    process_group: dist.ProcessGroup | None = None,
+    *,
+    sync: bool = True,
+    broadcast_buffers: bool = True,
+    timeout_s: float | None = None,
+) -> Session:
+    """Makes `backward()` of a plain model exchange its gradients as the plan says.
+
+    Args:
+        model: the bare module, on its device; the same on every rank.
+        optimizer: its optimizer; only its step is timed. None is allowed.
+        plan: a plan, or the path of plan.json; the same on every rank.
+        process_group: the ranks that train together; default: all of torch.distributed, or this process alone.
+        sync: overwrite parameters and buffers with rank 0's, as DDP does.
+        broadcast_buffers: overwrite buffers (BatchNorm) with rank 0's before each training forward, as DDP does.
+        timeout_s: deadline of every wait; default: 20 predicted steps, at least 30 s.
+
+    Returns:
+        The session; `.grad` is the average over ranks whenever `backward()` returns.
+
+    Raises:
+        PlanMismatch: on all ranks alike, before anything is changed: the plan is for another model or number of
+            ranks, asks for what this runtime does not know, or ranks hold different plans.
+        InputError: the model is attached already.
+        EnvironmentFailure: a rank did not come within the deadline.
+    """
+    plan = plan if isinstance(plan, Plan) else load_plan(plan)
+    if model in _attached:
+        raise InputError("the model is attached already; call session.detach() first")
+    world = World.join(process_group, timeout_s if timeout_s is not None else _default_timeout_s(plan))
+    try:
+        _agree(world, model, plan)
+        if sync:
+            world.broadcast([*model.parameters(), *model.buffers()])
+        return Session(model, optimizer, plan, world, broadcast_buffers=broadcast_buffers)
+    except BaseException:
+        world.leave()
+        raise
+
+
+def _default_timeout_s(plan: Plan) -> float:
+    predicted_us = plan.predicted.iteration_us if plan.predicted else 0.0
+    return max(MIN_TIMEOUT_S, STEPS_PER_DEADLINE * predicted_us / 1e6)
+
+
+def _agree(world: World, model: nn.Module, plan: Plan) -> None:
+    devices = sorted({parameter.device.type for parameter in model.parameters()})
+    mine = Credentials(
+        version=__version__,
+        torch=torch.__version__,
+        plan_digest=plan.digest(),
+        model=model_fingerprint(model),
+        parameters=plan.gradients,
+        device=",".join(devices),
+        problem=find_misfit(model, plan, world.ranks),
+    )
+    agree(world, mine)
+
+
+class Session:
+    """A model that trains by a plan; made by `attach`."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | None,
+        plan: Plan,
+        world: World,
+        *,
+        broadcast_buffers: bool = True,
+        communicate: bool = True,
+    ) -> None:
+        """Use `attach`. With `communicate` False everything happens but the exchange of gradients (for measuring)."""
+        self.plan, self.world, self._model = plan, world, model
+        self._scale = 1.0 / world.ranks
+        self._synchronizing = True
+        self._backward_id = -1
+        self._next = 0
+        parameters = trainable_parameters(model)
+        device = next(iter(parameters.values())).device
+        self._slots: list[Slot] = []
+        self._buckets: list[BucketBuffer] = []
+        self._flags: UsageFlags | None = None
+        if world.ranks > 1 or not communicate:
+            self._slots, self._buckets, self._flags = make_buckets(plan, parameters, world.ranks)
+        self._kept: dict[Slot, Tensor | None] = {}
+        collectives = [COLLECTIVES[(bucket.collective, bucket.algorithm)] for bucket in plan.buckets]
+        self._communicator: Communicator = (
+            make_communicator(world, collectives, device) if communicate else NullCommunicator()
+        )
+        self.recorder = Recorder(make_clock(device), len(plan.buckets), len(plan.gradients))
+        self._handles: list[Any] = []
+        if broadcast_buffers:
+            self._handles += BufferSync(world, model, lambda: self._synchronizing).install()
+        # Hooked later and run before: the recorder's forward includes the exchange of buffers.
+        self._handles += self.recorder.observe(model, optimizer)
+        for name in parameters.keys() - set(plan.gradients):
+            hook = partial(_refuse_unplanned, name)
+            self._handles.append(parameters[name].register_post_accumulate_grad_hook(hook))
+        for slot in self._slots:
+            hook = partial(self._gradient_ready, slot)
+            self._handles.append(slot.parameter.register_post_accumulate_grad_hook(hook))
+        _attached[model] = self
+
+    # One step, in the order in which it happens.
+
+    def _gradient_ready(self, slot: Slot, parameter: Tensor) -> None:
+        slot.touched = True
+        if not self._synchronizing:
+            return
+        if self._backward_id != current_backward_id():
+            self._begin()
+        if not slot.waiting:
+            raise InputError(
+                f"the gradient of {slot.name} became ready twice in one backward (reentrant activation checkpointing "
+                f"of shared parameters does that); expected once: use checkpoint(..., use_reentrant=False)"
+            )
+        slot.take(self._scale)
+        slot.waiting = False
+        self.recorder.ready(slot.index)
+        bucket = self._buckets[slot.bucket]
+        bucket.waiting -= 1
+        if bucket.waiting == 0:
+            self._launch_complete()
+
+    def _begin(self) -> None:
+        """Starts a step; one that an exception left unfinished is forgotten."""
+        if self._backward_id != -1:
+            self._communicator.wait()
+        self._backward_id = current_backward_id()
+        self._next = 0
+        for bucket in self._buckets:
+            bucket.waiting = len(bucket.slots)
+        for slot in self._slots:
+            slot.waiting = True
+        self.recorder.begin_backward()
+        queue_backward_callback(self._finish)
+
+    def _launch_complete(self) -> None:
+        while self._next < len(self._buckets) and self._buckets[self._next].waiting == 0:
+            self._launch(self._buckets[self._next])
+
+    def _launch(self, bucket: BucketBuffer) -> None:
+        if self._flags is not None and bucket.index == len(self._buckets) - 1:
+            self._flags.write([slot.index for slot in self._slots if not slot.touched])
+        self._communicator.launch(bucket, self.recorder.sent(bucket.index))
+        self._next += 1
+
+    def _finish(self) -> None:
+        """The end of backward: after this, every `.grad` is final."""
+        for bucket in self._buckets[self._next :]:
+            self._fill_missing(bucket)
+            self._launch(bucket)
+        self.recorder.end_backward()
+        self._communicator.wait()
+        if self._kept:
+            self._settle_missing()
+        for slot in self._slots:
+            slot.touched = False
+        self._backward_id = -1
+        self.recorder.end_step()
+
+    def _fill_missing(self, bucket: BucketBuffer) -> None:
+        """Gradients that this backward did not produce: what `.grad` holds counts, else zeros, as with DDP."""
+        for slot in bucket.slots:
+            if not slot.waiting:
+                continue
+            gradient = slot.parameter.grad
+            self._kept[slot] = None if gradient is None else gradient.detach().clone()
+            if gradient is None:
+                slot.view.zero_()
+            else:
+                slot.take(self._scale)
+            slot.waiting = False
+
+    def _settle_missing(self) -> None:
+        """A parameter that no rank used keeps its `.grad`; one that another rank used gets the average."""
+        assert self._flags is not None
+        used = self._flags.used_somewhere()
+        for slot, before in self._kept.items():
+            slot.parameter.grad = slot.view if slot.index in used else before
+        self._kept.clear()
+
+    # What a user may ask for.
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backwards inside only accumulate into `.grad`; the next one outside exchanges the sum, as with DDP."""
+        before, self._synchronizing = self._synchronizing, False
+        try:
+            yield
+        finally:
+            self._synchronizing = before
+
+    def report(self) -> Report:
+        """Predicted against measured, over the last steps of this run on this rank."""
+        return make_report(self.plan, self.recorder, self.world)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint needs besides model and optimizer. An exact plan carries nothing from step to step."""
+        return {"plan": self.plan.digest(), "ranks": self.world.ranks}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continues from `state_dict()`. Any exact plan may continue another. Raises InputError on other state."""
+        if set(state) != {"plan", "ranks"}:
+            raise InputError(f"found session state with {sorted(state)}, expected what Session.state_dict() returned")
+
+    def use_communicator(self, communicator: Communicator) -> None:
+        """Sends buckets through another communicator from the next step on (for measuring)."""
+        self._communicator.close()
+        self._communicator = communicator
+
+    def detach(self, *, leave: bool = True) -> None:
+        """Makes the model plain again; gradients stay, as tensors of their own.
+
+        Args:
+            leave: give the process group back; False where the caller made it and goes on with it.
+        """
+        if not self._handles:
+            return
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        for slot in self._slots:
+            if slot.parameter.grad is slot.view:
+                slot.parameter.grad = slot.view.clone()
+        self._communicator.close()
+        if leave:
+            self.world.leave()
+        _attached.pop(self._model, None)
+
+
+def _refuse_unplanned(name: str, _parameter: Tensor) -> None:
+    raise InputError(
+        f"{name} got a gradient, but the plan does not hold it: it got none when the model was profiled; profile "
+        f"again with a step that uses it"
+    )

@@ -1,0 +1,38 @@
+"""Every torch call that is private, deprecated or differs between versions, in one place (torch ≥ 2.11)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+
+def queue_backward_callback(callback: Callable[[], None]) -> None:
+    """Runs `callback` at the end of the backward pass that is running now, before `backward()` returns."""
+    torch.autograd.Variable._execution_engine.queue_callback(callback)  # type: ignore[no-untyped-call,attr-defined]
+
+
+def current_backward_id() -> int:
+    """A number that is the same throughout one backward pass and differs between passes; −1 outside."""
+    return int(torch._C._current_graph_task_id())
+
+
+def is_wrapped(model: torch.nn.Module) -> str | None:
+    """The name of the wrapper that already exchanges this model's gradients, or None."""
+    from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+    from torch.nn.parallel import DataParallel, DistributedDataParallel
+
+    wrappers = (DistributedDataParallel, DataParallel, FullyShardedDataParallel, FSDPModule)
+    for module in model.modules():
+        if isinstance(module, wrappers):
+            return type(module).__name__
+    return None
+
+
+# torch 2.13 renames both and warns about the old names.
+reduce_scatter_single: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+"""(output, input, group=…): the sum over ranks of `input` (1-D, ranks · n), of which this rank gets its n."""
+all_gather_single: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+"""(output, input, group=…): every rank's `input` (1-D, n), one after the other (ranks · n)."""

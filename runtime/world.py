@@ -1,0 +1,167 @@
+"""The ranks that share a plan: a private process group with a deadline, and agreement before the first collective."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from runtime.errors import EnvironmentFailure, PlanMismatch
+
+MIN_TIMEOUT_S = 30.0
+_CHUNK_BYTES = 64 * 1024 * 1024
+
+
+@dataclass
+class World:
+    """This rank's view of the ranks that work together. One rank needs no process group."""
+
+    rank: int = 0
+    ranks: int = 1
+    group: dist.ProcessGroup | None = None
+    backend: str = "none"
+    timeout_s: float = MIN_TIMEOUT_S
+    _owned: bool = field(default=False, repr=False)
+
+    @classmethod
+    def join(cls, process_group: dist.ProcessGroup | None = None, timeout_s: float = MIN_TIMEOUT_S) -> World:
+        """Makes a private group over the ranks of `process_group` (default: all), with a deadline on every wait.
+
+        Private, so that nothing the user sends can come between the buckets. All its ranks must call this.
+
+        Raises:
+            EnvironmentFailure: not all ranks came within the deadline.
+        """
+        if not dist.is_available() or not dist.is_initialized() or dist.get_world_size(process_group) == 1:
+            return cls(timeout_s=timeout_s)
+        parent = process_group or dist.group.WORLD
+        whole = dist.get_world_size(parent) == dist.get_world_size()
+        try:
+            group = dist.new_group(
+                ranks=dist.get_process_group_ranks(parent),
+                timeout=timedelta(seconds=timeout_s),
+                backend=dist.get_backend(parent),
+                use_local_synchronization=not whole,  # only members of a subgroup are here
+            )
+        except RuntimeError as error:
+            raise EnvironmentFailure(
+                f"rank {dist.get_rank(parent)}: not all {dist.get_world_size(parent)} ranks came to make a process "
+                f"group within {timeout_s:.0f} s; every rank has to call this at the same place ({first_line(error)})"
+            ) from error
+        return cls(
+            rank=dist.get_rank(group),
+            ranks=dist.get_world_size(group),
+            group=group,
+            backend=dist.get_backend(parent),
+            timeout_s=timeout_s,
+            # torch names a locally made group after its ranks and the number of groups: given back, its name, and
+            # with it stale addresses, would come again. Such a group stays until the process ends.
+            _owned=whole,
+        )
+
+    def leave(self) -> None:
+        """Gives the private group back."""
+        if self._owned and self.group is not None and dist.is_initialized():
+            dist.destroy_process_group(self.group)
+        self._owned = False
+
+    def gather(self, value: Any, what: str) -> list[Any]:
+        """Every rank's picklable `value`, in order of rank; `what` names the exchange in the error.
+
+        Raises:
+            EnvironmentFailure: a rank died or missed the deadline.
+        """
+        if self.group is None:
+            return [value]
+        values: list[Any] = [None] * self.ranks
+        try:
+            dist.all_gather_object(values, value, group=self.group)
+        except RuntimeError as error:
+            raise EnvironmentFailure(
+                f"rank {self.rank}: {what}: another rank died or did not answer within {self.timeout_s:.0f} s "
+                f"({first_line(error)})"
+            ) from error
+        return values
+
+    def broadcast(self, tensors: Iterable[Tensor]) -> None:
+        """Overwrites the tensors with rank 0's, whatever their layout; in messages of up to 64 MiB per dtype."""
+        if self.group is None:
+            return
+        for chunk in _chunks(tensors):
+            flat = torch.cat([tensor.detach().reshape(-1) for tensor in chunk])
+            dist.broadcast(flat, group=self.group, group_src=0)
+            if self.rank != 0:
+                parts = flat.split([tensor.numel() for tensor in chunk])
+                with torch.no_grad():
+                    for tensor, part in zip(chunk, parts, strict=True):
+                        tensor.copy_(part.view(tensor.shape))
+
+
+def _chunks(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
+    by_kind: dict[tuple[torch.dtype, torch.device], list[list[Tensor]]] = {}
+    filled: dict[tuple[torch.dtype, torch.device], int] = {}
+    for tensor in tensors:
+        kind = (tensor.dtype, tensor.device)
+        chunks = by_kind.setdefault(kind, [[]])
+        size_bytes = tensor.numel() * tensor.element_size()
+        if chunks[-1] and filled[kind] + size_bytes > _CHUNK_BYTES:
+            chunks.append([])
+            filled[kind] = 0
+        chunks[-1].append(tensor)
+        filled[kind] = filled.get(kind, 0) + size_bytes
+    return [chunk for chunks in by_kind.values() for chunk in chunks]
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an error's text, for a message of our own."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
+
+
+@dataclass(frozen=True)
+class Credentials:
+    """What has to be equal on all ranks before the first collective, and what is wrong on this one."""
+
+    version: str
+    torch: str
+    plan_digest: str
+    model: str
+    parameters: tuple[str, ...]
+    """Names in the order of the flat buffers."""
+    device: str
+    problem: str | None = None
+
+
+def agree(world: World, mine: Credentials) -> None:
+    """Compares all ranks' credentials; every rank comes to the same verdict.
+
+    Raises:
+        PlanMismatch: a rank has a problem of its own, or ranks differ in plan, model, version or device.
+        EnvironmentFailure: a rank died or missed the deadline.
+    """
+    everyone: list[Credentials] = world.gather(mine, "agreeing on the plan")
+    problems = [f"rank {rank}: {one.problem}" for rank, one in enumerate(everyone) if one.problem]
+    if problems:
+        same = {one.problem for one in everyone}
+        raise PlanMismatch(everyone[0].problem if len(same) == 1 and everyone[0].problem else "\n".join(problems))
+    for attribute, what, cure in (
+        ("version", "versions of this package", "install the same one everywhere"),
+        ("torch", "versions of torch", "install the same one everywhere"),
+        ("plan_digest", "plans", "give every rank the same plan.json"),
+        ("model", "models (fingerprints of the trainable parameters)", "build the same model on every rank"),
+        ("parameters", "orders of parameters", "give every rank the same plan.json"),
+        ("device", "kinds of device", "use one kind of device"),
+    ):
+        values = [getattr(one, attribute) for one in everyone]
+        if len(set(values)) > 1:
+            raise PlanMismatch(f"ranks hold different {what}: {_by_rank(values)}; {cure}")
+
+
+def _by_rank(values: Sequence[Any]) -> str:
+    shown = [str(value) if len(str(value)) <= 80 else str(value)[:80] + "…" for value in values]
+    listed = [f"rank {rank}: {text}" for rank, text in enumerate(shown)]
+    return ", ".join(listed[:8]) + (f", and {len(listed) - 8} more" if len(listed) > 8 else "")
