@@ -138,7 +138,8 @@ def profile_lines(profile: Profile) -> list[str]:
     backward_us = sum(gradient.backward_us for gradient in compute.gradients)
     lines = [
         f"{profile.model.name}: {len(compute.gradients)} gradients, {mebibytes(size_bytes)}, "
-        f"{profile.world.ranks} ranks; forward {milliseconds(compute.forward_us)}, backward {milliseconds(backward_us)}, "
+        f"{profile.world.ranks} ranks; "
+        f"forward {milliseconds(compute.forward_us)}, backward {milliseconds(backward_us)}, "
         f"update {milliseconds(compute.update_us)} ms"
     ]
     tracing = profile.tracing
@@ -155,7 +156,8 @@ def profile_lines(profile: Profile) -> list[str]:
     line = (cluster.collectives or {}).get("all_reduce") if cluster else None
     if line is not None:
         lines.append(
-            f"all-reduce: {line.alpha_us:.0f} µs + {line.beta_us_per_byte * 1e3:.3g} µs per kB; the line is off by {line.mean_error or 0:.0%} on average, so the samples are used"
+            f"all-reduce: {line.alpha_us:.0f} µs + {line.beta_us_per_byte * 1e3:.3g} µs per kB; the line "
+            f"is off by {line.mean_error or 0:.0%} on average, so the samples are used"
         )
     if cluster is not None and cluster.contention is not None:
         lines.append(

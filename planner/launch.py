@@ -18,7 +18,8 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+from torch._C._distributed_c10d import TCPStore
+from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException, start_processes
 
 from runtime.errors import CommunicationError, EnvironmentFailure, PlannerError
 
@@ -69,10 +70,10 @@ def run_ranks(world: LocalWorld, function: Callable[..., T], *arguments: Any) ->
         EnvironmentFailure: a rank died or raised something else; names the rank.
     """
     with tempfile.TemporaryDirectory(prefix="planner-ranks-") as folder:
-        store = dist.TCPStore(
+        store = TCPStore(
             "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=world.timeout_s)
         )
-        context: Any = mp.start_processes(  # type: ignore[no-untyped-call]
+        context: Any = start_processes(
             _rank_main,
             args=(world, store.port, folder, function, arguments),
             nprocs=world.ranks,
@@ -82,7 +83,7 @@ def run_ranks(world: LocalWorld, function: Callable[..., T], *arguments: Any) ->
         try:
             while not context.join(timeout=1.0, grace_period=2.0):
                 pass
-        except (mp.ProcessExitedException, mp.ProcessRaisedException) as error:
+        except (ProcessExitedException, ProcessRaisedException) as error:
             raise _cause(Path(folder), error) from None
         finally:
             for process in context.processes:
@@ -91,7 +92,7 @@ def run_ranks(world: LocalWorld, function: Callable[..., T], *arguments: Any) ->
         return [pickle.loads((Path(folder) / f"result-{rank}").read_bytes()) for rank in range(world.ranks)]
 
 
-def _cause(folder: Path, exited: mp.ProcessExitedException | mp.ProcessRaisedException) -> PlannerError:
+def _cause(folder: Path, exited: ProcessExitedException | ProcessRaisedException) -> PlannerError:
     """The error to show: the earliest that is not a mere consequence of another rank's."""
     failures: list[_Failure] = [pickle.loads(path.read_bytes()) for path in folder.glob("error-*")]
     failures.sort(key=lambda failure: (isinstance(failure.error, CommunicationError), failure.time))
@@ -143,7 +144,7 @@ def _join(rank: int, world: LocalWorld, port: int) -> None:
     if world.device == "cuda":
         torch.cuda.set_device(rank % torch.cuda.device_count())
     timeout = timedelta(seconds=world.timeout_s)
-    store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timeout)
+    store = TCPStore("127.0.0.1", port, is_master=False, timeout=timeout)
     dist.init_process_group(world.backend, store=store, rank=rank, world_size=world.ranks, timeout=timeout)
 
 

@@ -112,7 +112,7 @@ def profile_rank(spec: str, device: str, show_progress: bool) -> Profile:
         turn += 1
         loss = built.loss(built.model, batches[turn % KEPT_BATCHES])
         loss_ready()
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
 
     first = not dist.is_initialized() or dist.get_rank() == 0
     progress = make_progress(show=show_progress and first)
@@ -151,7 +151,7 @@ class Trainer:
         start = time.perf_counter()
         built.optimizer.zero_grad()
         loss = built.loss(self._model, batch)
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         built.optimizer.step()
         if cuda:
             torch.cuda.synchronize(built.device)

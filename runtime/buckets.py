@@ -15,6 +15,10 @@ from torch import Tensor, nn
 from runtime.plan import Plan
 
 
+LARGE_BYTES = 64 * 1024
+"""Gradients of at least this size are moved into the bucket one by one, smaller ones together."""
+
+
 @dataclass(eq=False)
 class Slot:
     """One gradient's place."""
@@ -23,9 +27,11 @@ class Slot:
     index: int
     """Position in the plan's readiness order."""
     parameter: nn.Parameter
-    bucket: int
+    large: bool
+    """Whether its bytes cost more than a call: moved at once, while it is in the cache, and not with the others."""
     view: Tensor = field(init=False)
     """The gradient's part of the flat buffer, in the parameter's shape and strides."""
+    bucket: BucketBuffer = field(init=False, repr=False)
     waiting: bool = True
     """Whether this step's gradient has not come yet."""
     touched: bool = False
@@ -67,6 +73,33 @@ class BucketBuffer:
     """For messages to people: index, collective, first and last gradient."""
     waiting: int = 0
     """Gradients of this step that have not come yet."""
+    small: list[Slot] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.small = [slot for slot in self.slots if not slot.large]
+        for slot in self.slots:
+            slot.bucket = self
+
+    def take_small(self, scale: float) -> None:
+        """`Slot.take` for all small gradients at once."""
+        views, gradients = [], []
+        for slot in self.small:
+            gradient = slot.parameter.grad
+            assert gradient is not None
+            if gradient is not slot.view:
+                views.append(slot.view)
+                gradients.append(gradient.detach())
+                slot.parameter.grad = slot.view
+        if views:
+            torch._foreach_copy_(views, gradients)
+        if self.small:
+            torch._foreach_mul_([slot.view for slot in self.small], scale)
+
+
+def make_slot(name: str, index: int, parameter: nn.Parameter) -> Slot:
+    """The place of one gradient, not yet laid out."""
+    large = parameter.numel() * parameter.element_size() >= LARGE_BYTES
+    return Slot(name=name, index=index, parameter=parameter, large=large)
 
 
 def lay_out(slots: Sequence[Slot], tail_elements: int = 0) -> list[Message]:
@@ -74,7 +107,7 @@ def lay_out(slots: Sequence[Slot], tail_elements: int = 0) -> list[Message]:
     by_dtype: dict[torch.dtype, list[Slot]] = {}
     for slot in slots:
         by_dtype.setdefault(slot.parameter.dtype, []).append(slot)
-    messages = []
+    messages: list[Message] = []
     for dtype, members in by_dtype.items():
         numel = sum(slot.parameter.numel() for slot in members)
         extra = tail_elements if not messages else 0
@@ -160,8 +193,7 @@ def make_buckets(
     flags = UsageFlags(len(plan.gradients), ranks, parameters[last].dtype)
     for index, planned in enumerate(plan.buckets):
         members = [
-            Slot(name=name, index=len(slots) + position, parameter=parameters[name], bucket=index)
-            for position, name in enumerate(planned.gradients)
+            make_slot(name, len(slots) + position, parameters[name]) for position, name in enumerate(planned.gradients)
         ]
         slots += members
         messages = lay_out(members, tail_elements=flags.elements if index == len(plan.buckets) - 1 else 0)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -13,8 +13,12 @@ from runtime.communicator import describe_failure
 from runtime.world import World
 
 
+ALIGNMENT_BYTES = 16
+"""Of the largest element there is, so that any dtype may begin at a multiple of it."""
+
+
 class BufferSync:
-    """Before a training forward, overwrites all buffers with rank 0's, one message per dtype.
+    """Before a training forward, overwrites all buffers with rank 0's, in one message.
 
     As with DDP, a forward that follows one without synchronization is left alone: buffers are exchanged once per
     synchronized step. Forwards in evaluation mode or without gradients are never touched, so that one rank may
@@ -24,11 +28,8 @@ class BufferSync:
     def __init__(self, world: World, model: nn.Module, synchronizing: Callable[[], bool]) -> None:
         self._world, self._model, self._synchronizing = world, model, synchronizing
         self._due = True
-        self._buffers: dict[torch.dtype, list[Tensor]] = {}
-        for buffer in model.buffers():
-            self._buffers.setdefault(buffer.dtype, []).append(buffer)
-        self._flats = {dtype: torch.cat([b.reshape(-1) for b in group]) for dtype, group in self._buffers.items()}
-        self._views = {dtype: _views(self._flats[dtype], group) for dtype, group in self._buffers.items()}
+        self._buffers = list(model.buffers())
+        self._flat, self._views = _pack(self._buffers)
 
     def install(self) -> list[Any]:
         """Hooks the model's forward; returns the handles. Nothing to do without buffers or with one rank."""
@@ -45,17 +46,25 @@ class BufferSync:
 
     @torch.no_grad()
     def _exchange(self) -> None:
-        for dtype, buffers in self._buffers.items():
-            if self._world.rank == 0:
-                torch._foreach_copy_(self._views[dtype], buffers)
-            try:
-                dist.broadcast(self._flats[dtype], group=self._world.group, group_src=0)
-            except RuntimeError as error:
-                raise describe_failure(self._world, "the broadcast of buffers before forward", error) from error
-            if self._world.rank != 0:
-                torch._foreach_copy_(buffers, self._views[dtype])
+        if self._world.rank == 0:
+            torch._foreach_copy_(self._views, self._buffers)
+        try:
+            dist.broadcast(self._flat, group=self._world.group, group_src=0)
+        except RuntimeError as error:
+            raise describe_failure(self._world, "the broadcast of buffers before forward", error) from error
+        if self._world.rank != 0:
+            torch._foreach_copy_(self._buffers, self._views)
 
 
-def _views(flat: Tensor, buffers: list[Tensor]) -> list[Tensor]:
-    parts = flat.split([buffer.numel() for buffer in buffers])
-    return [part.view(buffer.shape) for part, buffer in zip(parts, buffers, strict=True)]
+def _pack(buffers: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
+    """One run of bytes that holds all buffers, whatever their dtypes, and a view of it for each."""
+    starts, end = [], 0
+    for buffer in buffers:
+        starts.append(end)
+        end += -(-buffer.numel() * buffer.element_size() // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+    flat = torch.zeros(end, dtype=torch.uint8, device=buffers[0].device if buffers else None)
+    views = [
+        flat[start : start + buffer.numel() * buffer.element_size()].view(buffer.dtype).view(buffer.shape)
+        for start, buffer in zip(starts, buffers, strict=True)
+    ]
+    return flat, views

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-import queue
 import threading
 import time
+from collections import deque
 from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
 from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 
-from runtime.buckets import BucketBuffer
+from runtime.buckets import BucketBuffer, Message
 from runtime.collectives import Collective
 from runtime.errors import CommunicationError
 from runtime.world import World, first_line
@@ -26,6 +29,18 @@ class Sent:
     launch: Any = None
     start: Any = None
     end: Any = None
+
+
+@dataclass(slots=True, eq=False)
+class _Task:
+    """One message on its way."""
+
+    bucket: BucketBuffer
+    message: Message
+    sent: Sent
+    last: bool
+    """Whether it is its bucket's last."""
+    work: dist.Work | None = None
 
 
 class Communicator(Protocol):
@@ -65,62 +80,86 @@ def describe_failure(world: World, label: str, error: BaseException) -> Communic
     )
 
 
-class ThreadCommunicator:
-    """CPU tensors: one thread sends the buckets, so that they never share the link with each other."""
+class HostCommunicator:
+    """CPU tensors: one message at a time, so that messages never share the link with each other.
+
+    A message that finds the link busy waits in a queue; whoever notices first that the one before it has ended, the
+    backend's own thread or the waiting main thread, starts it. No thread of ours stands between them, which would cost
+    two wake-ups per message.
+    """
 
     def __init__(self, world: World, collectives: list[Collective]) -> None:
         self._world, self._collectives = world, collectives
-        self._todo: queue.SimpleQueue[tuple[BucketBuffer, Sent] | None] = queue.SimpleQueue()
-        self._done: queue.SimpleQueue[CommunicationError | None] = queue.SimpleQueue()
-        self._in_flight = 0
+        # Reentrant: the callback of a message that has ended already runs at once, inside `_start_next`.
+        self._lock = threading.RLock()
+        self._queue: deque[_Task] = deque()
+        self._current: _Task | None = None
         self._failure: CommunicationError | None = None
-        self._thread = threading.Thread(target=self._work, name="planner-communicator", daemon=True)
-        self._thread.start()
 
     def launch(self, bucket: BucketBuffer, sent: Sent) -> None:
         """See `Communicator.launch`."""
         sent.launch = time.perf_counter()
-        self._in_flight += 1
-        self._todo.put((bucket, sent))
+        with self._lock:
+            for message in bucket.messages:
+                self._queue.append(_Task(bucket, message, sent, last=message is bucket.messages[-1]))
+            if self._current is None:
+                self._start_next()
 
     def wait(self) -> None:
         """See `Communicator.wait`. After a failure every later wait fails alike: the group is broken."""
-        while self._in_flight:
+        while (task := self._current) is not None:
+            assert task.work is not None
             try:
-                failure = self._done.get(timeout=self._world.timeout_s + GRACE_S)
-            except queue.Empty:
-                failure = describe_failure(self._world, "a bucket", TimeoutError("no answer from the backend"))
-            self._in_flight -= 1
-            self._failure = self._failure or failure
-            if self._failure is not None:
-                self._in_flight = 0
+                task.work.wait(timedelta(seconds=self._world.timeout_s + GRACE_S))
+            except RuntimeError as error:
+                self._fail(task, error)
+                break
+            self._ended(task)
         if self._failure is not None:
             raise self._failure
 
     def close(self) -> None:
         """See `Communicator.close`."""
-        self._todo.put(None)
-        self._thread.join(timeout=GRACE_S)
 
-    def _work(self) -> None:
-        failure: CommunicationError | None = None
-        while (task := self._todo.get()) is not None:
-            bucket, sent = task
-            if failure is None:
-                failure = self._send(bucket, sent)
-            self._done.put(failure)
-
-    def _send(self, bucket: BucketBuffer, sent: Sent) -> CommunicationError | None:
+    def _start_next(self) -> None:
+        """Starts the first message of the queue, if any; the lock is held."""
+        self._current = None
+        if not self._queue or self._failure is not None:
+            return
         group = self._world.group
         assert group is not None
-        sent.start = time.perf_counter()
+        task = self._current = self._queue.popleft()
+        if task.sent.start is None:
+            task.sent.start = time.perf_counter()
+        task.work = self._collectives[task.bucket.index].start(task.message.flat, group)
+        task.work.get_future().add_done_callback(partial(self._on_done, task))
+
+    def _on_done(self, task: _Task, future: torch.futures.Future[Any]) -> None:
+        """Called on the backend's thread."""
         try:
-            for message in bucket.messages:
-                self._collectives[bucket.index].start(message.flat, group).wait()
+            future.value()
         except RuntimeError as error:
-            return describe_failure(self._world, bucket.label, error)
-        sent.end = time.perf_counter()
-        return None
+            self._fail(task, error)
+        else:
+            self._ended(task)
+
+    def _ended(self, task: _Task) -> None:
+        with self._lock:
+            if self._current is not task:
+                return  # the other thread was first
+            if task.last:
+                task.sent.end = time.perf_counter()
+            try:
+                self._start_next()
+            except RuntimeError as error:
+                self._failure = describe_failure(self._world, "the next bucket", error)
+                self._current = None
+
+    def _fail(self, task: _Task, error: RuntimeError) -> None:
+        with self._lock:
+            self._failure = self._failure or describe_failure(self._world, task.bucket.label, error)
+            self._queue.clear()
+            self._current = None
 
 
 class StreamCommunicator:
@@ -129,7 +168,7 @@ class StreamCommunicator:
     def __init__(self, world: World, collectives: list[Collective], device: torch.device) -> None:
         self._world, self._collectives = world, collectives
         self._side = torch.cuda.Stream(device)
-        self._works: list[tuple[torch.distributed.Work, str]] = []
+        self._works: list[tuple[dist.Work, str]] = []
 
     def launch(self, bucket: BucketBuffer, sent: Sent) -> None:
         """See `Communicator.launch`; what the current stream has queued so far is waited for on the device."""
@@ -172,4 +211,4 @@ def make_communicator(world: World, collectives: list[Collective], device: torch
         return NullCommunicator()
     if device.type == "cuda":
         return StreamCommunicator(world, collectives, device)
-    return ThreadCommunicator(world, collectives)
+    return HostCommunicator(world, collectives)

@@ -10,7 +10,6 @@ import json
 import os
 import tempfile
 from collections.abc import Mapping
-from functools import cache
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar, cast, get_type_hints
 
@@ -131,7 +130,7 @@ def validate(record_type: type[T], document: Any, where: str, path: str = "$") -
     """
     try:
         # Strict JSON semantics, yet from Python objects: lists become tuples, integers become floats.
-        return _adapter(record_type).validate_json(_compact(document), strict=True)
+        return cast(T, _adapter(record_type).validate_json(_compact(document), strict=True))
     except ValidationError as error:
         raise InputError(_describe(error, document, record_type, where, path)) from None
 
@@ -141,9 +140,13 @@ def dump(record: Any) -> Any:
     return _adapter(type(record)).dump_python(record, mode="json", exclude_none=True, warnings="error")
 
 
-@cache
+_adapters: dict[Any, TypeAdapter[Any]] = {}
+
+
 def _adapter(record_type: type[Any]) -> TypeAdapter[Any]:
-    return TypeAdapter(record_type)
+    if record_type not in _adapters:
+        _adapters[record_type] = TypeAdapter(record_type)
+    return _adapters[record_type]
 
 
 def _compact(document: Any) -> bytes:
@@ -196,7 +199,6 @@ def _describe(error: ValidationError, document: Any, record_type: type[Any], whe
     return "\n".join(lines)
 
 
-@cache
 def _field_names(record_type: type[Any]) -> tuple[str, ...]:
     """Every field name reachable from a record type, for "did you mean"."""
     names: set[str] = set()

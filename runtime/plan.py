@@ -17,7 +17,7 @@ from pydantic import Field
 from runtime.documents import STRICT, check_schema, dump, read_json, validate, write_json
 from runtime.errors import InputError
 
-SCHEMA = "planner.plan/1"
+SCHEMA: Literal["planner.plan/1"] = "planner.plan/1"
 
 Accuracy = Literal["exact", "bounded", "relaxed"]
 TimeUs = Annotated[float, Field(ge=0.0, le=1e15)]

@@ -51,7 +51,7 @@ class Recorder:
     """Records the steps of one session; `steps` holds the last ones, complete up to the optimizer's step."""
 
     def __init__(self, clock: Clock, buckets: int, gradients: int) -> None:
-        self.clock = clock
+        self.clock, self._mark = clock, clock.mark
         self.steps: deque[StepMarks] = deque(maxlen=KEPT_STEPS)
         self.each_gradient = clock.cheap
         """Whether the readiness of every gradient is marked."""
@@ -89,7 +89,7 @@ class Recorder:
     def ready(self, gradient: int) -> None:
         """The gradient with this index is in its bucket."""
         if self.each_gradient:
-            self._now.ready[gradient] = self.clock.mark()
+            self._now.ready[gradient] = self._mark()
 
     def sent(self, bucket: int) -> Sent:
         """Where the communicator notes when it sent this bucket."""

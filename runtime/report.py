@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from runtime.plan import Plan
@@ -133,16 +134,20 @@ def _buckets(
             index=index,
             gradients=len(bucket.gradients),
             size_bytes=bucket.size_bytes,
-            ready_us=median(lambda s, a=first, b=last: (s.forward, _latest(s.ready[a : b + 1]))),  # type: ignore[misc]
-            launch_us=median(lambda s, i=index: (s.forward, s.sent[i].launch)),  # type: ignore[misc]
-            start_us=median(lambda s, i=index: (s.forward, s.sent[i].start)),  # type: ignore[misc]
-            end_us=median(lambda s, i=index: (s.forward, s.sent[i].end)),  # type: ignore[misc]
+            ready_us=median(partial(_until_ready, slice(first, last + 1))),
+            launch_us=median(partial(_until_sent, index, "launch")),
+            start_us=median(partial(_until_sent, index, "start")),
+            end_us=median(partial(_until_sent, index, "end")),
             predicted_start_us=predicted[index].start_us if index < len(predicted) else None,
             predicted_end_us=predicted[index].end_us if index < len(predicted) else None,
         )
 
 
-def _latest(marks: list[Any]) -> Any:
-    """The last of a bucket's marks; gradients that came in no backward have none."""
-    known = [mark for mark in marks if mark is not None]
-    return max(known) if known else None
+def _until_ready(members: slice, step: StepMarks) -> tuple[Any, Any]:
+    """From forward to the last of a bucket's gradients; those that came in no backward have no mark."""
+    known = [mark for mark in step.ready[members] if mark is not None]
+    return step.forward, max(known) if known else None
+
+
+def _until_sent(bucket: int, what: str, step: StepMarks) -> tuple[Any, Any]:
+    return step.forward, getattr(step.sent[bucket], what)

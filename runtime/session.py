@@ -161,13 +161,17 @@ class Session:
                 f"the gradient of {slot.name} became ready twice in one backward (reentrant activation checkpointing "
                 f"of shared parameters does that); expected once: use checkpoint(..., use_reentrant=False)"
             )
-        slot.take(self._scale)
         slot.waiting = False
-        self.recorder.ready(slot.index)
-        bucket = self._buckets[slot.bucket]
+        if slot.large:
+            slot.take(self._scale)
+        bucket = slot.bucket
         bucket.waiting -= 1
-        if bucket.waiting == 0:
-            self._launch_complete()
+        if bucket.waiting:
+            self.recorder.ready(slot.index)
+            return
+        bucket.take_small(self._scale)
+        self.recorder.ready(slot.index)
+        self._launch_complete()
 
     def _begin(self) -> None:
         """Starts a step; one that an exception left unfinished is forgotten."""
@@ -213,11 +217,14 @@ class Session:
                 continue
             gradient = slot.parameter.grad
             self._kept[slot] = None if gradient is None else gradient.detach().clone()
+            slot.waiting = False
             if gradient is None:
                 slot.view.zero_()
-            else:
+                slot.parameter.grad = slot.view
+            elif slot.large:
                 slot.take(self._scale)
-            slot.waiting = False
+        if bucket.waiting:
+            bucket.take_small(self._scale)
 
     def _settle_missing(self) -> None:
         """A parameter that no rank used keeps its `.grad`; one that another rank used gets the average."""

@@ -11,12 +11,12 @@ import torch.distributed as dist
 
 def queue_backward_callback(callback: Callable[[], None]) -> None:
     """Runs `callback` at the end of the backward pass that is running now, before `backward()` returns."""
-    torch.autograd.Variable._execution_engine.queue_callback(callback)  # type: ignore[no-untyped-call,attr-defined]
+    torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
 def current_backward_id() -> int:
     """A number that is the same throughout one backward pass and differs between passes; −1 outside."""
-    return int(torch._C._current_graph_task_id())
+    return torch._C._current_graph_task_id()
 
 
 def is_wrapped(model: torch.nn.Module) -> str | None:

@@ -31,6 +31,9 @@ MIN_REPEATS, MAX_REPEATS = 5, 40
 BUDGET_S = 6.0
 """What the repeats may take in all, once there are enough of them."""
 
+GROUP = 8
+"""Gradients per bucket while computation is measured."""
+
 Step = Callable[[Callable[[], None]], object]
 """One forward and backward; calls its argument when the loss is there and backward begins."""
 
@@ -48,14 +51,15 @@ class RankTimes:
     repeats: int
 
 
-def every_gradient_plan(model: nn.Module, ranks: int) -> Plan:
-    """A plan with one bucket of all gradients, for a session that only measures."""
+def measuring_plan(model: nn.Module, ranks: int) -> Plan:
+    """A plan for a session that only measures: buckets of a usual number of gradients, as moving them costs by bucket."""
     names = tuple(reversed(trainable_parameters(model)))
+    groups = [names[first : first + GROUP] for first in range(0, len(names), GROUP)]
     return Plan(
         model=ModelReference(name=type(model).__name__),
         world=PlanWorld(ranks=ranks),
         accuracy="exact",
-        buckets=(PlanBucket(gradients=names),),
+        buckets=tuple(PlanBucket(gradients=group) for group in groups),
     )
 
 
@@ -67,7 +71,7 @@ class StepRunner:
         communicator: Communicator | None = None,
     ) -> None:  # fmt: skip
         self._model, self._step, self._world = model, step, world
-        self.session = Session(model, optimizer, every_gradient_plan(model, world.ranks), world, communicate=False)
+        self.session = Session(model, optimizer, measuring_plan(model, world.ranks), world, communicate=False)
         if communicator is not None:
             self.session.use_communicator(communicator)
         self.clock = self.session.recorder.clock

@@ -97,7 +97,8 @@ def _alone(probe: _Flood, world: World, clock: Clock) -> float:
         probe.begin()
         probe.wait()
         times.append(clock.between_us(probe.sent[0].start, probe.sent[-1].end))
-    return min(max(times) for times in world.gather(times, "timing messages alone"))
+    everyone: list[list[float]] = world.gather(times, "timing messages alone")
+    return min(max(times) for times in everyone)
 
 
 def _agree(world: World, both: Sequence[tuple[float, float]], free: Sequence[float], backward_us: float) -> Contention:

@@ -12,8 +12,8 @@ from runtime.documents import STRICT, check_schema, dump, read_json, validate, w
 from runtime.errors import InputError
 from runtime.plan import ModelReference, Name, TimeUs
 
-PROFILE_SCHEMA = "planner.profile/1"
-CLUSTER_SCHEMA = "planner.cluster/1"
+PROFILE_SCHEMA: Literal["planner.profile/1"] = "planner.profile/1"
+CLUSTER_SCHEMA: Literal["planner.cluster/1"] = "planner.cluster/1"
 
 DTYPE_BYTES = {
     "float64": 8, "float32": 4, "float16": 2, "bfloat16": 2,

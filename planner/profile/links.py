@@ -117,7 +117,7 @@ def _all_gather(world: World, device: torch.device, size_bytes: int) -> Run:
 
 def _broadcast(world: World, device: torch.device, size_bytes: int) -> Run:
     whole = torch.zeros(max(1, size_bytes // 4), device=device)
-    return lambda: dist.broadcast(whole, group=world.group, group_src=0)  # type: ignore[return-value]
+    return lambda: dist.broadcast(whole, group=world.group, group_src=0)
 
 
 _LIBRARY: dict[str, _Maker] = {

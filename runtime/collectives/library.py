@@ -11,6 +11,5 @@ class LibraryAllReduce:
 
     def start(self, flat: Tensor, group: dist.ProcessGroup) -> dist.Work:
         """See `Collective.start`."""
-        work = dist.all_reduce(flat, group=group, async_op=True)
-        assert work is not None
+        work: dist.Work = dist.all_reduce(flat, group=group, async_op=True)
         return work
