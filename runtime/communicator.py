@@ -107,7 +107,7 @@ class HostCommunicator:
 
     def wait(self) -> None:
         """See `Communicator.wait`. After a failure every later wait fails alike: the group is broken."""
-        while (task := self._current) is not None:
+        while (task := self._in_flight()) is not None:
             assert task.work is not None
             try:
                 task.work.wait(timedelta(seconds=self._world.timeout_s + GRACE_S))
@@ -120,6 +120,10 @@ class HostCommunicator:
 
     def close(self) -> None:
         """See `Communicator.close`."""
+
+    def _in_flight(self) -> _Task | None:
+        with self._lock:  # not between one message's end and the next one's start
+            return self._current
 
     def _start_next(self) -> None:
         """Starts the first message of the queue, if any; the lock is held."""
