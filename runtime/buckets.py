@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from runtime.plan import Plan
 
-
 LARGE_BYTES = 64 * 1024
 """Gradients of at least this size are moved into the bucket one by one, smaller ones together."""
 

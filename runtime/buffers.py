@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from runtime.communicator import describe_failure
 from runtime.world import World
 
-
 ALIGNMENT_BYTES = 16
 """Of the largest element there is, so that any dtype may begin at a multiple of it."""
 

@@ -1,6 +1,6 @@
 """attach and the life of one training step.
 
-    first gradient ready ─▶ begin: ask autograd for a callback at the end of this backward
+    backward begins      ─▶ ask autograd for a callback at the end of this backward
     each gradient ready  ─▶ scale it into its bucket; buckets whose gradients are all there leave in plan order
     end of backward      ─▶ fill in what no backward produced, send the rest, wait; `.grad` is the average
 
@@ -30,14 +30,14 @@ from runtime.fit import find_misfit, model_fingerprint, trainable_parameters
 from runtime.plan import Plan, load_plan
 from runtime.recorder import Recorder
 from runtime.report import Report, make_report
-from runtime.torch_compat import current_backward_id, queue_backward_callback
+from runtime.torch_compat import OUTSIDE, current_backward_id, queue_backward_callback, tree_leaves
 from runtime.version import __version__
 from runtime.world import MIN_TIMEOUT_S, Credentials, World, agree
 
 STEPS_PER_DEADLINE = 20
 """A collective may take this many predicted steps (and at least 30 s) before its peers are given up."""
 
-_attached: weakref.WeakKeyDictionary[nn.Module, Session] = weakref.WeakKeyDictionary()
+_attached: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
 def attach(
@@ -120,7 +120,7 @@ class Session:
         self.plan, self.world, self._model = plan, world, model
         self._scale = 1.0 / world.ranks
         self._synchronizing = True
-        self._backward_id = -1
+        self._in_backward = False
         self._next = 0
         parameters = trainable_parameters(model)
         device = next(iter(parameters.values())).device
@@ -146,7 +146,9 @@ class Session:
         for slot in self._slots:
             hook = partial(self._gradient_ready, slot)
             self._handles.append(slot.parameter.register_post_accumulate_grad_hook(hook))
-        _attached[model] = self
+        self._handles.append(model.register_forward_pre_hook(self._before_forward, prepend=True))
+        self._handles.append(model.register_forward_hook(self._after_forward))
+        _attached.add(model)
 
     # One step, in the order in which it happens.
 
@@ -154,12 +156,12 @@ class Session:
         slot.touched = True
         if not self._synchronizing:
             return
-        if self._backward_id != current_backward_id():
+        if not self._in_backward:
             self._begin()
         if not slot.waiting:
             raise InputError(
-                f"the gradient of {slot.name} became ready twice in one backward (reentrant activation checkpointing "
-                f"of shared parameters does that); expected once: use checkpoint(..., use_reentrant=False)"
+                f"the gradient of {slot.name} became ready twice in one backward; expected once: reentrant activation "
+                f"checkpointing of a shared parameter does that, use checkpoint(..., use_reentrant=False)"
             )
         slot.waiting = False
         if slot.large:
@@ -173,11 +175,26 @@ class Session:
         self.recorder.ready(slot.index)
         self._launch_complete()
 
-    def _begin(self) -> None:
-        """Starts a step; one that an exception left unfinished is forgotten."""
-        if self._backward_id != -1:
+    def _before_forward(self, _module: nn.Module, _arguments: Any) -> None:
+        """A backward that an exception ended is forgotten; its messages are waited for."""
+        if self._in_backward and current_backward_id() == OUTSIDE:
+            self._in_backward = False
+            self._kept.clear()
             self._communicator.wait()
-        self._backward_id = current_backward_id()
+
+    def _after_forward(self, _module: nn.Module, _arguments: Any, output: Any) -> None:
+        """Begins the step with the outermost backward, also where a reentrant checkpoint runs backwards inside it."""
+        if torch.is_grad_enabled() and self._synchronizing and self._slots:
+            for tensor in tree_leaves(output):
+                if isinstance(tensor, Tensor) and tensor.requires_grad:
+                    tensor.register_hook(self._backward_reaches_output)
+
+    def _backward_reaches_output(self, _gradient: Tensor) -> None:
+        if self._synchronizing and not self._in_backward:
+            self._begin()
+
+    def _begin(self) -> None:
+        self._in_backward = True
         self._next = 0
         for bucket in self._buckets:
             bucket.waiting = len(bucket.slots)
@@ -207,7 +224,7 @@ class Session:
             self._settle_missing()
         for slot in self._slots:
             slot.touched = False
-        self._backward_id = -1
+        self._in_backward = False
         self.recorder.end_step()
 
     def _fill_missing(self, bucket: BucketBuffer) -> None:
@@ -280,7 +297,7 @@ class Session:
         self._communicator.close()
         if leave:
             self.world.leave()
-        _attached.pop(self._model, None)
+        _attached.discard(self._model)
 
 
 def _refuse_unplanned(name: str, _parameter: Tensor) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.utils import _pytree
 
 
 def queue_backward_callback(callback: Callable[[], None]) -> None:
@@ -14,8 +15,12 @@ def queue_backward_callback(callback: Callable[[], None]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
+OUTSIDE = -1
+"""What `current_backward_id` gives outside of a backward pass."""
+
+
 def current_backward_id() -> int:
-    """A number that is the same throughout one backward pass and differs between passes; −1 outside."""
+    """A number that is the same throughout one backward pass and differs between passes; `OUTSIDE` outside."""
     return torch._C._current_graph_task_id()
 
 
@@ -29,6 +34,11 @@ def is_wrapped(model: torch.nn.Module) -> str | None:
         if isinstance(module, wrappers):
             return type(module).__name__
     return None
+
+
+def tree_leaves(value: Any) -> list[Any]:
+    """What lies in nested dicts, lists, tuples and registered records."""
+    return _pytree.tree_leaves(value)
 
 
 # torch 2.13 renames both and warns about the old names.
