@@ -1,0 +1,79 @@
+"""What the ranks of the fault and collective tests do."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+import torch
+import torch.distributed as dist
+from session_checks import Weighted, plan_of
+
+import runtime
+from runtime.collectives import COLLECTIVES
+from runtime.errors import CommunicationError, EnvironmentFailure
+from runtime.world import World
+
+
+def sums_are_exact() -> dict[str, bool]:
+    """Every registered collective sums integers exactly, for sizes that ranks do not divide."""
+    world = World.join(timeout_s=30)
+    assert world.group is not None
+    results = {}
+    for name, collective in COLLECTIVES.items():
+        for dtype in (torch.float32, torch.float64, torch.bfloat16):
+            for numel in (1, 2, 3, 7, 1000, 4097):
+                flat = (torch.arange(numel) % 11 + world.rank).to(dtype)
+                collective.start(flat, world.group).wait()
+                expected = world.ranks * (torch.arange(numel) % 11) + sum(range(world.ranks))
+                results[f"{'/'.join(name)} {dtype} {numel}"] = torch.equal(flat, expected.to(dtype))
+    world.leave()
+    return results
+
+
+def late_rank() -> tuple[str, float]:
+    """Rank 1 never comes to the second step: (what rank 0 is told, after how many seconds)."""
+    model = Weighted()
+    session = runtime.attach(model, None, plan_of(model, 2), timeout_s=3)
+    model([torch.ones_like(w) for w in model.weights]).backward()
+    if dist.get_rank() == 1:
+        time.sleep(8)
+        return "", 0.0
+    started = time.monotonic()
+    try:
+        model([torch.ones_like(w) for w in model.weights]).backward()
+    except CommunicationError as error:
+        return str(error), time.monotonic() - started
+    session.detach()
+    return "no error", 0.0
+
+
+def missing_rank() -> tuple[str, float]:
+    """Rank 1 never attaches: (what rank 0 is told, after how many seconds)."""
+    model = Weighted()
+    if dist.get_rank() == 1:
+        time.sleep(8)
+        return "", 0.0
+    started = time.monotonic()
+    try:
+        runtime.attach(model, None, plan_of(model, 2), timeout_s=3)
+    except EnvironmentFailure as error:
+        return str(error), time.monotonic() - started
+    return "no error", 0.0
+
+
+def killed_rank() -> None:
+    """Rank 1 is killed while rank 0 waits for it in backward."""
+    model = Weighted()
+    runtime.attach(model, None, plan_of(model, 2), timeout_s=20)
+    if dist.get_rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    model([torch.ones_like(w) for w in model.weights]).backward()
+
+
+def raising_rank() -> None:
+    """Rank 1 raises something of its own."""
+    if dist.get_rank() == 1:
+        raise LookupError("on purpose")
+    time.sleep(30)

@@ -1,0 +1,45 @@
+"""Ranks that come late, never, die or raise: an error within the deadline, and no process left behind."""
+
+from __future__ import annotations
+
+import multiprocessing
+
+import fault_checks
+import pytest
+
+from planner.launch import LocalWorld, run_ranks
+from runtime.errors import EnvironmentFailure
+
+TWO = LocalWorld(ranks=2)
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_every_collective_sums_exactly(ranks: int) -> None:
+    for results in run_ranks(LocalWorld(ranks=ranks), fault_checks.sums_are_exact):
+        assert len(results) >= 18
+        assert all(results.values()), results
+
+
+def test_a_late_rank_is_named_within_the_deadline() -> None:
+    message, waited_s = run_ranks(TWO, fault_checks.late_rank)[0]
+    assert "rank 0: bucket 0 (all_reduce/library" in message
+    assert "deadline 3 s" in message
+    assert 2.0 < waited_s < 9.0
+
+
+def test_a_rank_that_never_attaches_is_given_up_within_the_deadline() -> None:
+    message, waited_s = run_ranks(TWO, fault_checks.missing_rank)[0]
+    assert "within 3 s" in message
+    assert waited_s < 9.0
+
+
+def test_a_killed_rank_ends_the_others() -> None:
+    with pytest.raises(EnvironmentFailure, match="rank 1 was killed by SIGKILL"):
+        run_ranks(TWO, fault_checks.killed_rank)
+    assert not multiprocessing.active_children()
+
+
+def test_a_rank_that_raises_is_shown_with_its_traceback() -> None:
+    with pytest.raises(EnvironmentFailure, match=r"rank 1 raised LookupError: on purpose(.|\n)*fault_checks"):
+        run_ranks(TWO, fault_checks.raising_rank)
+    assert not multiprocessing.active_children()

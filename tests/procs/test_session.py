@@ -1,0 +1,117 @@
+"""Sessions on real processes, against DDP in the same run."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import all_checks
+import pytest
+import step_checks
+
+from planner.launch import LocalWorld, run_ranks
+
+
+@pytest.fixture(scope="module")
+def pair() -> list[dict[str, Any]]:
+    """Results of both ranks of two."""
+    return run_ranks(LocalWorld(ranks=2), all_checks.pair_checks)
+
+
+@pytest.fixture(scope="module", params=[3, 4])
+def many(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
+    """Results of every rank of three and of four."""
+    return run_ranks(LocalWorld(ranks=request.param), all_checks.many_checks)
+
+
+def test_weights_equal_ddp_bit_for_bit(pair: list[dict[str, Any]]) -> None:
+    for rank in pair:
+        assert len(rank["weights_like_ddp"]) == 11
+        assert all(rank["weights_like_ddp"].values()), rank["weights_like_ddp"]
+
+
+@pytest.mark.parametrize("check", ["gradients_are_final", "accumulation_like_ddp", "mixed_dtypes"])
+def test_gradients_equal_ddp(pair: list[dict[str, Any]], check: str) -> None:
+    assert [rank[check] for rank in pair] == [True, True]
+
+
+@pytest.mark.parametrize("check", ["after_an_exception", "two_models"])
+def test_unusual_steps_equal_ddp(pair: list[dict[str, Any]], check: str) -> None:
+    assert [rank[check] for rank in pair] == [True, True]
+
+
+def test_activation_checkpointing_equals_ddp(pair: list[dict[str, Any]]) -> None:
+    assert [rank["checkpointed"] for rank in pair] == [{False: True, True: True}] * 2
+
+
+def test_integer_gradients_equal_ddp_with_any_buckets(pair: list[dict[str, Any]]) -> None:
+    assert [rank["integers_like_ddp"] for rank in pair] == [[True, True, True]] * 2
+
+
+def test_ranks_that_start_apart_end_equal(pair: list[dict[str, Any]]) -> None:
+    assert [rank["different_starts"] for rank in pair] == [(True, True)] * 2
+
+
+def test_unused_parameters_as_with_ddp(pair: list[dict[str, Any]]) -> None:
+    for rank in pair:
+        assert all(rank["unused_like_ddp"].values()), rank["unused_like_ddp"]
+
+
+def test_detach_leaves_a_plain_model(pair: list[dict[str, Any]]) -> None:
+    for rank in pair:
+        assert all(rank["detach_and_attach"].values()), rank["detach_and_attach"]
+
+
+@pytest.mark.parametrize(
+    ("case", "words"),
+    [
+        ("other model", ["another model", "in the plan but not trainable in the model: 9.bias, 9.weight"]),
+        ("other ranks", ["made for 7 ranks, found 2"]),
+        ("other plan on rank 1", ["different plans", "rank 0", "rank 1"]),
+        ("bad on rank 1 only", ["rank 1: the plan was made for 7 ranks"]),
+        ("wrapped", ["DistributedDataParallel", "model.module"]),
+        ("sparse embedding", ["sparse=True"]),
+        ("unknown collective", ["sparse/flat", "all_reduce/library"]),
+        ("unknown compressor", ["'zip'", "none"]),
+        ("delay", ["delay"]),
+        ("fingerprint", ["shapes or dtypes"]),
+    ],
+)
+def test_a_plan_that_does_not_fit_is_refused_on_all_ranks_alike(
+    pair: list[dict[str, Any]], case: str, words: list[str]
+) -> None:
+    first, second = (rank["mismatches"][case] for rank in pair)
+    assert first == second
+    assert first.startswith("PlanMismatch: ")
+    for word in words:
+        assert word in first
+
+
+def test_buckets_start_in_plan_order_one_at_a_time(pair: list[dict[str, Any]]) -> None:
+    for rank in pair:
+        timeline = rank["measured_timeline"]
+        assert timeline["steps"] == 5
+        launches = [launch for _, launch, _, _ in timeline["buckets"]]
+        assert launches == sorted(launches)
+        # The plan's first bucket is ready last: all others have to wait for its launch.
+        assert timeline["buckets"][-1][0] < timeline["buckets"][0][0] <= launches[0]
+        assert all(start <= end for start, end in timeline["network"])
+        assert f"{len(launches) - 1}: 1 gradients" in timeline["text"]
+
+
+def test_attach_adds_one_copy_of_the_gradients(pair: list[dict[str, Any]]) -> None:
+    for rank in pair:
+        buffers, gradients = rank["memory_of_attach"]
+        assert gradients <= buffers <= gradients + 64
+
+
+def test_more_ranks_agree_with_ddp(many: list[dict[str, Any]]) -> None:
+    for rank in many:
+        assert rank["integers_like_ddp"] == [True, True, True]
+        assert rank["float32"] <= 1e-6
+        assert rank["float64"] <= 1e-12
+        assert rank["different_starts"] == (True, True)
+        assert all(rank["unused_like_ddp"].values()), rank["unused_like_ddp"]
+
+
+def test_a_subgroup_trains_alone() -> None:
+    assert run_ranks(LocalWorld(ranks=3), step_checks.subgroup) == [True, None, True]
