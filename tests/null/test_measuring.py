@@ -1,0 +1,93 @@
+"""The arithmetic of measuring: fits, contention, combination of ranks."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from planner.profile.compute import RankTimes, combine
+from planner.profile.contention import solve
+from planner.profile.links import fit, message_sizes
+
+
+@pytest.mark.parametrize(
+    ("model_bytes", "ratio", "sizes"),
+    [
+        (100, 2, [1024]),
+        (1024, 2, [1024]),
+        (5000, 2, [1024, 2048, 4096, 5000]),
+        (70000, 4, [1024, 4096, 16384, 65536, 70000]),
+    ],
+)
+def test_message_sizes_end_with_the_model(model_bytes: int, ratio: int, sizes: list[int]) -> None:
+    assert message_sizes(model_bytes, ratio) == sizes
+
+
+def test_a_line_is_found_through_an_outlier() -> None:
+    samples = [(1024.0 * 2**k, 100.0 + 0.001 * 1024 * 2**k) for k in range(10)]
+    samples[3] = (samples[3][0], 50_000.0)
+    line = fit(samples)
+    assert line.alpha_us == pytest.approx(100.0, rel=0.02)
+    assert line.beta_us_per_byte == pytest.approx(0.001, rel=0.02)
+
+
+def test_a_fit_says_how_good_it_is() -> None:
+    perfect = fit([(1024.0, 10.0), (2048.0, 20.0), (4096.0, 40.0)])
+    assert perfect.r_squared == pytest.approx(1.0)
+    assert perfect.mean_error == pytest.approx(0.0, abs=1e-6)
+    assert (fit([(1024.0, 10.0), (2048.0, 90.0), (4096.0, 40.0)]).mean_error or 0.0) > 0.1
+
+
+@given(
+    st.floats(1.0, 3.0), st.floats(1.0, 10.0), st.floats(1000.0, 50_000.0), st.floats(1000.0, 50_000.0)
+)  # fmt: skip
+def test_contention_factors_are_recovered_from_what_they_cause(
+    compute: float, network: float, backward_us: float, network_us: float
+) -> None:
+    if backward_us * compute >= network_us * network:
+        network_both = network_us * network
+        backward_both = network_both + backward_us - network_both / compute
+    else:
+        backward_both = backward_us * compute
+        network_both = backward_both + network_us - backward_both / network
+    found = solve(backward_us, network_us, backward_both, network_both)
+    # The factor of the resource that was never alone is always seen; the other one where enough time was shared.
+    if backward_us * compute >= network_us * network:
+        assert found.network == pytest.approx(network, rel=1e-3)
+    else:
+        assert found.compute == pytest.approx(compute, rel=1e-3)
+    if 0.01 < backward_both / network_both < 100:
+        assert found.compute == pytest.approx(compute, rel=2e-2)
+        assert found.network == pytest.approx(network, rel=2e-2)
+
+
+def test_nothing_gets_faster_by_contention() -> None:
+    found = solve(1000.0, 1000.0, 900.0, 950.0)
+    assert (found.compute, found.network) == (1.0, 1.0)
+
+
+def times(ready_us: dict[str, float]) -> RankTimes:
+    """What a rank measured."""
+    spread = dict.fromkeys(ready_us, 1.0)
+    return RankTimes(100.0, 5.0, ready_us, spread, max(ready_us.values()), 2.0, 7)
+
+
+def test_ranks_are_combined_by_medians_in_order_of_readiness() -> None:
+    model = nn.ModuleDict({"a": nn.Linear(2, 3), "b": nn.Linear(3, 1)})
+    ranks = [
+        times({"b.bias": 110.0, "b.weight": 120.0, "a.weight": 150.0, "a.bias": 140.0}),
+        times({"b.bias": 130.0, "b.weight": 120.0, "a.weight": 150.0, "a.bias": 140.0}),
+        times({"b.bias": 131.0, "b.weight": 121.0, "a.weight": 170.0, "a.bias": 141.0}),
+    ]
+    compute = combine(ranks, model)
+    assert [g.name for g in compute.gradients] == ["b.weight", "b.bias", "a.bias", "a.weight"]
+    assert [g.backward_us for g in compute.gradients] == [20.0, 10.0, 10.0, 10.0]
+    assert [g.numel for g in compute.gradients] == [3, 1, 3, 6]
+
+
+def test_a_parameter_that_no_rank_used_is_left_out() -> None:
+    model = nn.ModuleDict({"a": nn.Linear(2, 3), "b": nn.Linear(3, 1)})
+    compute = combine([times({"b.bias": 110.0}), times({"b.bias": 112.0, "b.weight": 120.0})], model)
+    assert [g.name for g in compute.gradients] == ["b.bias", "b.weight"]
