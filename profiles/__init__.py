@@ -1,0 +1,1 @@
+"""Data: clusters that others measured, with their sources."""
