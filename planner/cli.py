@@ -12,7 +12,6 @@ import traceback
 from collections.abc import Sequence
 from typing import Annotated, Any
 
-import click
 import typer
 
 from runtime.errors import InputError, PlannerError
@@ -66,9 +65,9 @@ def _print_json(value: Any) -> None:
 def _console() -> Any:
     from rich.console import Console
 
-    console = Console()
-    # Into a pipe or a file, tables are as wide as they need; nothing is cut off.
-    return console if console.is_terminal else Console(width=160)
+    # Into a pipe or a file, tables are as wide as they need; nothing is cut off. Names are printed as they are.
+    width = None if Console().is_terminal else 160
+    return Console(width=width, markup=False, emoji=False)
 
 
 @app.command()
@@ -266,23 +265,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     given = list(sys.argv[1:] if arguments is None else arguments)
     flags = [argument for argument in given if argument in _ANYWHERE]
     rest = [argument for argument in given if argument not in _ANYWHERE]
-    sys.exit(_run([*flags, *rest]))
-
-
-def _run(arguments: list[str]) -> int:
     try:
-        result = app(arguments, prog_name="planner", standalone_mode=False)
-        return result if isinstance(result, int) else 0
-    except click.ClickException as error:
-        error.show()
-        return 2
-    except click.Abort:
-        return 130
+        app([*flags, *rest], prog_name="planner")
     except PlannerError as error:
         if _Options.verbose:
             traceback.print_exc()
         typer.echo(f"planner: {error}", err=True)
-        return error.exit_code
-    except KeyboardInterrupt:
-        typer.echo("planner: interrupted", err=True)
-        return 130
+        sys.exit(error.exit_code)

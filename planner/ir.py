@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from runtime.errors import InputError
 
 _BUCKET = re.compile(r"\[([0-9,\-]+)\] ([a-z0-9_]+)/([a-z0-9_]+) ([a-z0-9_]+)")
+_RUN = re.compile(r"([0-9]+)(?:-([0-9]+))?")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -80,12 +81,12 @@ def format_indices(indices: Sequence[int]) -> str:
 
 
 def parse_indices(text: str) -> tuple[int, ...]:
-    """The inverse of `format_indices`."""
+    """The inverse of `format_indices`. Raises InputError on anything else."""
     indices: list[int] = []
-    try:
-        for run in text.split(","):
-            first, _, last = run.partition("-")
-            indices.extend(range(int(first), int(last or first) + 1))
-    except ValueError:
-        raise InputError(f"found {text!r}, expected indices such as '0-2,5'") from None
+    for run in text.split(","):
+        match = _RUN.fullmatch(run)
+        members = range(int(match[1]), int(match[2] or match[1]) + 1) if match else range(0)
+        if not members:
+            raise InputError(f"found {text!r}, expected indices such as '0-2,5'")
+        indices.extend(members)
     return tuple(indices)

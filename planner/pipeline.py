@@ -59,7 +59,8 @@ def _convert(name: str, key: str, value: str, kind: type[Any]) -> Any:
     except ValueError:
         converted = None
     if converted is None or (kind is not str and not converted >= 1):
-        raise InputError(f"--passes: {name}{{{key}={value}}}: expected a {kind.__name__} of at least 1")
+        number = "an integer" if kind is int else "a number"
+        raise InputError(f"--passes: {name}{{{key}={value}}}: expected {number} of at least 1")
     return converted
 
 

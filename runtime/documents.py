@@ -6,12 +6,14 @@ Records are frozen dataclasses; pydantic validates them here, at the file bounda
 from __future__ import annotations
 
 import difflib
+import errno
 import json
+import math
 import os
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar, cast, get_type_hints
+from typing import Any, TypeVar, cast, get_type_hints
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
@@ -25,18 +27,45 @@ STRICT = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 MAX_FILE_BYTES = 256 * 1024 * 1024
 """A document larger than this is a mistake (10,000 gradients take about 1 MB)."""
 
+MAX_DEPTH = 100
+"""Levels of nesting in a document; ours have fewer than ten."""
 
-def _refuse_constant(text: str) -> NoReturn:
-    raise InputError(f"found the number {text}, expected a finite number")
+
+class _Twice(dict[str, Any]):
+    """An object that gave one field twice; refused where its place in the document is known."""
+
+    field: str
 
 
-def _refuse_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     record = dict(pairs)
-    if len(record) != len(pairs):
-        names = [name for name, _ in pairs]
-        twice = sorted({name for name in names if names.count(name) > 1})
-        raise InputError(f"found the field {twice[0]!r} twice in one object, expected it once")
-    return record
+    if len(record) == len(pairs):
+        return record
+    names = [name for name, _ in pairs]
+    twice = _Twice(record)
+    twice.field = next(name for index, name in enumerate(names) if name in names[:index])
+    return twice
+
+
+def _flaw(value: Any, depth: int = 0) -> str | None:
+    """What no document may hold anywhere, as `.field[0]: found …, expected …`; None for a sound value."""
+    if isinstance(value, float):
+        return None if math.isfinite(value) else f": found {json.dumps(value)}, expected a finite number"
+    if isinstance(value, str):
+        sound = value.isascii() or not any("\ud800" <= character <= "\udfff" for character in value)
+        return None if sound else f": found {_shown(value)}, expected Unicode text without lone surrogates"
+    if not isinstance(value, dict | list):
+        return None
+    if depth == MAX_DEPTH:
+        return f": found more than {MAX_DEPTH} levels of nesting, expected a document of ours"
+    if isinstance(value, _Twice):
+        return f".{value.field}: found the field twice in one object, expected it once"
+    for key, item in value.items() if isinstance(value, dict) else enumerate(value):
+        if (flaw := _flaw(key)) is not None:
+            return flaw
+        if (flaw := _flaw(item, depth + 1)) is not None:
+            return (f"[{key}]" if isinstance(key, int) else f".{key}") + flaw
+    return None
 
 
 def read_json(path: str | Path) -> Any:
@@ -60,42 +89,52 @@ def read_json(path: str | Path) -> Any:
     except OSError as error:
         raise InputError(f"{path}: cannot be read: {error.strerror}") from None
     try:
-        return json.loads(text, parse_constant=_refuse_constant, object_pairs_hook=_refuse_duplicates)
-    except InputError as error:
-        raise InputError(f"{path}: {error}") from None
+        document = json.loads(text, object_pairs_hook=_object)
     except json.JSONDecodeError as error:
         raise InputError(f"{path}: not valid JSON at line {error.lineno}, column {error.colno}: {error.msg}") from None
     except RecursionError:
         raise InputError(f"{path}: not a document of ours: nested too deeply") from None
     except ValueError as error:  # for instance an integer of more digits than Python converts
         raise InputError(f"{path}: not valid JSON: {error}") from None
+    flaw = _flaw(document)
+    if flaw is not None:
+        raise InputError(f"{path}: ${flaw}")
+    return document
 
 
 def write_text(path: str | Path, text: str) -> None:
-    """Writes a file so that it is either the old one or the whole new one.
+    """Writes a file so that it is either the old one or the whole new one. A device or pipe is written to.
 
     Raises:
         InputError: the path cannot be written.
         EnvironmentFailure: the disk is full.
     """
     path = Path(path)
-    temporary = None
     try:
         if path.is_dir():
             raise InputError(f"{path}: found a directory, expected a file name to write to")
-        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
+        if path.exists() and not path.is_file():
+            path.write_text(text, encoding="utf-8")
+        else:
+            _replace(path, text)
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise EnvironmentFailure(f"{path}: not written, the disk is full; nothing was changed") from None
+        raise InputError(f"{path}: cannot be written: {error.strerror}; choose another output path") from None
+
+
+def _replace(path: Path, text: str) -> None:
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
+    try:
         with os.fdopen(handle, "w", encoding="utf-8") as file:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())
         os.chmod(temporary, 0o666 & ~_umask())
         os.replace(temporary, path)
-    except OSError as error:
-        if temporary is not None and os.path.exists(temporary):
-            os.unlink(temporary)
-        if error.errno in (28, 122):  # ENOSPC, EDQUOT
-            raise EnvironmentFailure(f"{path}: not written, the disk is full; nothing was changed") from None
-        raise InputError(f"{path}: cannot be written: {error.strerror}; choose another output path") from None
+    except BaseException:
+        os.unlink(temporary)
+        raise
 
 
 def write_json(path: str | Path, document: Any) -> None:
@@ -191,12 +230,20 @@ def _describe(error: ValidationError, document: Any, record_type: type[Any], whe
             lines.append(f"{where}: {place}: unknown field{cure}")
         elif detail["type"] in ("missing", "missing_argument", "missing_keyword_only_argument"):
             lines.append(f"{where}: {place}: missing field; add it")
+        elif detail["type"] == "json_invalid":
+            lines.append(f"{where}: {path}: not a document of ours: {detail['msg']}")
         else:
-            expected = detail["msg"].removeprefix("Input should be ").removeprefix("Value error, ")
-            lines.append(f"{where}: {place}: found {_shown(detail['input'])}, expected {expected}")
+            lines.append(f"{where}: {place}: found {_shown(detail['input'])}, expected {_expected(detail['msg'])}")
     if len(details) > 5:
         lines.append(f"{where}: and {len(details) - 5} more")
-    return "\n".join(lines)
+    return "\n".join(dict.fromkeys(lines))  # the branches of a union may say the same
+
+
+def _expected(message: str) -> str:
+    """`Tuple should have at least 1 item after validation, not 0`, as pydantic puts it → `at least 1 item`."""
+    for start in ("Input should be ", "Value error, ", "Tuple should have ", "String should have "):
+        message = message.removeprefix(start)
+    return message.partition(" after validation")[0]
 
 
 def _field_names(record_type: type[Any]) -> tuple[str, ...]:

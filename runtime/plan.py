@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -19,8 +18,13 @@ from runtime.errors import InputError
 
 SCHEMA: Literal["planner.plan/1"] = "planner.plan/1"
 
+MAX_RANKS = 10**7
+
 Accuracy = Literal["exact", "bounded", "relaxed"]
 TimeUs = Annotated[float, Field(ge=0.0, le=1e15)]
+"""A measured time (1e15 µs are 31 years)."""
+PredictedUs = Annotated[float, Field(ge=0.0)]
+"""A computed time: the sum of any number of measured ones."""
 Count = Annotated[int, Field(ge=0, le=2**53)]
 Name = Annotated[str, Field(min_length=1, max_length=4096)]
 
@@ -32,7 +36,7 @@ class ModelReference:
     __pydantic_config__ = STRICT
 
     name: str
-    fingerprint: Annotated[str, Field(pattern=r"^sha256:[0-9a-f]{64}$")] | None = None
+    fingerprint: Annotated[str, Field(pattern=r"^sha256:")] | None = None
     """See `runtime.names.fingerprint`; without it only the gradients' names are compared."""
 
 
@@ -42,8 +46,8 @@ class PlanWorld:
 
     __pydantic_config__ = STRICT
 
-    ranks: Annotated[int, Field(ge=1, le=10**7)]
-    nodes: Annotated[int, Field(ge=1, le=10**7)] | None = None
+    ranks: Annotated[int, Field(ge=1, le=MAX_RANKS)]
+    nodes: Annotated[int, Field(ge=1, le=MAX_RANKS)] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,8 +121,8 @@ class PredictedTask:
 
     task: str
     resource: str
-    start_us: TimeUs
-    end_us: TimeUs
+    start_us: PredictedUs
+    end_us: PredictedUs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,11 +131,11 @@ class Prediction:
 
     __pydantic_config__ = STRICT
 
-    iteration_us: TimeUs
-    forward_us: TimeUs | None = None
-    backward_us: TimeUs | None = None
-    update_us: TimeUs | None = None
-    exposed_us: TimeUs | None = None
+    iteration_us: PredictedUs
+    forward_us: PredictedUs | None = None
+    backward_us: PredictedUs | None = None
+    update_us: PredictedUs | None = None
+    exposed_us: PredictedUs | None = None
     buckets: Count | None = None
     extrapolated: bool | None = None
     """True where costs were derived for another number of ranks than was measured."""
@@ -145,7 +149,7 @@ class Certificate:
     __pydantic_config__ = STRICT
 
     method: str
-    lower_bound_us: TimeUs
+    lower_bound_us: PredictedUs
     gap: Annotated[float, Field(ge=0.0)]
     """iteration_us / lower_bound_us − 1."""
     note: str | None = None
@@ -220,17 +224,21 @@ def parse_plan(document: Any, where: str = "plan") -> Plan:
     """Checks a parsed plan document; `where` names it in messages. Raises as `load_plan` does."""
     check_schema(document, SCHEMA, where)
     plan = validate(Plan, document, where)
-    _check_partition(plan.buckets, where)
+    _check_partition(plan, where, "$")
     return plan
 
 
-def _check_partition(buckets: Sequence[PlanBucket], where: str) -> None:
+def _check_partition(plan: Plan, where: str, path: str) -> None:
     owner: dict[str, int] = {}
-    for index, bucket in enumerate(buckets):
+    for index, bucket in enumerate(plan.buckets):
         for position, name in enumerate(bucket.gradients):
             if name in owner:
                 raise InputError(
-                    f"{where}: $.buckets[{index}].gradients[{position}]: found {name!r}, which is in bucket "
+                    f"{where}: {path}.buckets[{index}].gradients[{position}]: found {name!r}, which is in bucket "
                     f"{owner[name]} already; expected each gradient in exactly one bucket"
                 )
             owner[name] = index
+    if plan.fallback is not None:
+        _check_partition(plan.fallback, where, f"{path}.fallback")
+    for accuracy, alternative in (plan.alternatives or {}).items():
+        _check_partition(alternative, where, f"{path}.alternatives.{accuracy}")

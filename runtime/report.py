@@ -82,7 +82,7 @@ class Report:
     def __str__(self) -> str:
         lines = [
             f"rank {self.rank} of {self.ranks}, {self.steps} steps: measured {self.iteration_us / 1e3:.2f} ms"
-            + (f", predicted {self.predicted_us / 1e3:.2f} ms ({self.error:+.1%})" if self.predicted_us else ""),
+            + (f", predicted {self.predicted_us / 1e3:.2f} ms ({self.error:+.1%})" if self.error is not None else ""),
             f"  forward {self.forward_us / 1e3:.2f}, backward {self.backward_us / 1e3:.2f}, "
             f"waiting {self.wait_us / 1e3:.2f}, update {self.update_us / 1e3:.2f} ms",
         ]

@@ -184,7 +184,7 @@ class Session:
 
     def _after_forward(self, _module: nn.Module, _arguments: Any, output: Any) -> None:
         """Begins the step with the outermost backward, also where a reentrant checkpoint runs backwards inside it."""
-        if torch.is_grad_enabled() and self._synchronizing and self._slots:
+        if torch.is_grad_enabled() and self._synchronizing:
             for tensor in tree_leaves(output):
                 if isinstance(tensor, Tensor) and tensor.requires_grad:
                     tensor.register_hook(self._backward_reaches_output)

@@ -8,6 +8,7 @@ from planner.cost.collectives import Coefficients, collective_cost, solve_link
 from planner.cost.curve import CostCurve, fit_line
 from planner.profile.document import Cluster, Contention, Line, Link
 from runtime.errors import InputError
+from runtime.plan import MAX_RANKS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,11 +54,13 @@ def communication_cost(cluster: Cluster, ranks: int | None = None) -> Communicat
         InputError: the cluster has no cost for an all-reduce; says how to measure it.
     """
     target = cluster if ranks is None else resize(cluster, ranks)
-    if target.ranks == 1 and cluster.ranks != 1:
+    if target.ranks > MAX_RANKS:
+        raise InputError(f"found {target.ranks:.3g} ranks, expected at most {MAX_RANKS}")
+    key = _measured_key(cluster)
+    if target.ranks == 1 and (cluster.ranks != 1 or _measured(cluster, key) is None):
         return CommunicationCost(
             cluster=target, all_reduce=CostCurve.from_line(Coefficients(0.0, 0.0)), source="one rank: nothing to send"
         )
-    key = _measured_key(cluster)
     if target.ranks == cluster.ranks:
         measured = _measured(cluster, key)
         if measured is not None:

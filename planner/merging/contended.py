@@ -28,7 +28,8 @@ def merge_contended(problem: MergeProblem, overlap: Overlap, labels: int) -> tup
         labels: labels to keep per prefix, at most; fewer for many gradients.
     """
     count = problem.count
-    width = int(np.clip(2 * LABEL_WORK / count**2, 1, labels))
+    most = 2 ** min(count - 1, 40)  # ways to merge all gradients
+    width = int(np.clip(2 * LABEL_WORK / count**2, 1, min(labels, most)))
     time_us = np.full((count + 1, width), np.inf)
     progress_us = np.zeros((count + 1, width))
     origin = np.zeros((count + 1, width), dtype=np.int64)

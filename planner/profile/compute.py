@@ -52,7 +52,7 @@ class RankTimes:
 
 
 def measuring_plan(model: nn.Module, ranks: int) -> Plan:
-    """A plan for a session that only measures: buckets of a usual number of gradients, as moving them costs by bucket."""
+    """A plan for a session that only measures: in buckets of a usual number of gradients."""
     names = tuple(reversed(trainable_parameters(model)))
     groups = [names[first : first + GROUP] for first in range(0, len(names), GROUP)]
     return Plan(

@@ -37,7 +37,7 @@ class Gradient:
 
     name: Name
     layer: str
-    numel: Annotated[int, Field(ge=0, le=2**53)]
+    numel: Annotated[int, Field(ge=0, le=2**40)]
     dtype: Literal[tuple(DTYPE_BYTES)]  # type: ignore[valid-type]
     backward_us: TimeUs
     """From the previous gradient's readiness (or the start of backward) to this one's."""

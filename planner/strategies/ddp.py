@@ -18,12 +18,12 @@ BUCKET_BYTES = 25 * MIB
 def ddp(problem: Problem, argument: str | None = None) -> Schedule:
     """DDP's default buckets, or those of `bucket_cap_mb` = argument."""
     if argument is None:
-        first_limit, limit = float(FIRST_BUCKET_BYTES), float(BUCKET_BYTES)
+        first_limit, limit = FIRST_BUCKET_BYTES, BUCKET_BYTES
     else:
-        first_limit = limit = positive_number("ddp", argument, "MiB") * MIB
+        first_limit = limit = int(positive_number("ddp", argument, "MiB") * MIB)
     open_buckets: dict[int, list[int]] = {}
     open_bytes: dict[int, int] = {}
-    limits: dict[int, float] = {}
+    limits: dict[int, int] = {}
     closed: list[list[int]] = []
     sizes, dtypes = problem.size_bytes.tolist(), problem.dtype_ids.tolist()
     for gradient, (size_bytes, dtype) in enumerate(zip(sizes, dtypes, strict=True)):

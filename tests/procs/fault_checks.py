@@ -77,3 +77,17 @@ def raising_rank() -> None:
     if dist.get_rank() == 1:
         raise LookupError("on purpose")
     time.sleep(30)
+
+
+def alone() -> tuple[int, float, bool]:
+    """One rank: (steps in the report, measured µs, weights equal to a bare loop's)."""
+    from session_checks import OPTIMIZERS, convnet, digest, train
+
+    bare, model = convnet(), convnet()
+    train(bare, OPTIMIZERS["sgd"](bare.parameters()), bare, steps=4)
+    optimizer = OPTIMIZERS["sgd"](model.parameters())
+    session = runtime.attach(model, optimizer, plan_of(model, 3))
+    train(model, optimizer, model, steps=4)
+    report = session.report()
+    session.detach()
+    return report.steps, report.iteration_us, digest(bare) == digest(model)

@@ -43,3 +43,10 @@ def test_a_rank_that_raises_is_shown_with_its_traceback() -> None:
     with pytest.raises(EnvironmentFailure, match=r"rank 1 raised LookupError: on purpose(.|\n)*fault_checks"):
         run_ranks(TWO, fault_checks.raising_rank)
     assert not multiprocessing.active_children()
+
+
+def test_one_rank_trains_as_without_a_plan() -> None:
+    [(steps, iteration_us, equal)] = run_ranks(LocalWorld(ranks=1), fault_checks.alone)
+    assert steps == 4
+    assert iteration_us > 0
+    assert equal
