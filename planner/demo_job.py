@@ -129,5 +129,5 @@ def job() -> TrainingJob:
         model=ResNet20(),
         loss=loss,
         batch=batch,
-        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9),
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.01, momentum=0.9),
     )

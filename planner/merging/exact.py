@@ -20,7 +20,7 @@ Floats = NDArray[np.float64]
 TIE = 1e-12
 """Relative difference of finishing times below which two schedules count as equal."""
 
-TIE_WORK = 300_000_000
+TIE_WORK = 150_000_000
 """Pairs of boundaries that breaking ties may look at (about a second); beyond it, ties are broken along one optimum."""
 
 
