@@ -171,7 +171,7 @@ def _counts(text: str | None) -> list[int] | None:
     if text is None:
         return None
     items = _items("--ranks", text)
-    if not all(item.isdecimal() and int(item) >= 1 for item in items):
+    if not all(item.isdecimal() and len(item) < 10 and int(item) >= 1 for item in items):
         raise InputError(f"--ranks: found {text!r}, expected positive integers such as 4,8,16")
     return [int(item) for item in items]
 

@@ -92,7 +92,8 @@ def _simulate_contended(problem: Problem, schedule: Schedule, overlap: Overlap) 
     sent: list[tuple[int, str, float, State, State]] = []
     for index, (name, ready_us, cost_us) in enumerate(_tasks(problem, schedule)):
         start, shared, state = overlap.send(state, ready_us, cost_us)
-        moments += [start, shared]
+        # Once backward has ended, time goes on and progress does not: its end is the first moment there.
+        moments += [moment for moment in (start, shared) if moment.progress_us > moments[-1].progress_us]
         sent.append((index, name, ready_us, start, state))
     # Between two moments compute advances evenly, and after the last one at full speed.
     last = moments[-1]

@@ -55,7 +55,7 @@ def communication_cost(cluster: Cluster, ranks: int | None = None) -> Communicat
     """
     target = cluster if ranks is None else resize(cluster, ranks)
     if target.ranks > MAX_RANKS:
-        raise InputError(f"found {target.ranks:.3g} ranks, expected at most {MAX_RANKS}")
+        raise InputError(f"found more than {MAX_RANKS} ranks; expected fewer: check nodes and ranks_per_node")
     key = _measured_key(cluster)
     if target.ranks == 1 and (cluster.ranks != 1 or _measured(cluster, key) is None):
         return CommunicationCost(

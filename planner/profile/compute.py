@@ -6,6 +6,7 @@ exchange of buffers before forward) is in the figures; only the collectives are 
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -19,6 +20,7 @@ from torch import nn
 from planner.profile.document import ComputeProfile, Gradient
 from planner.progress import Progress
 from runtime.communicator import Communicator
+from runtime.errors import InputError
 from runtime.fit import dtype_name, trainable_parameters
 from runtime.names import layer_of
 from runtime.plan import ModelReference, Plan, PlanBucket, PlanWorld
@@ -40,15 +42,14 @@ Step = Callable[[Callable[[], None]], object]
 
 @dataclass(frozen=True)
 class RankTimes:
-    """What one rank measured; microseconds from the start of forward, medians over repeats."""
+    """What one rank measured in every repeat; microseconds, from the start of forward but for the update."""
 
-    forward_us: float
-    update_us: float
-    ready_us: dict[str, float]
-    spread_us: dict[str, float]
-    backward_end_us: float
-    step_spread_us: float
-    repeats: int
+    forward_us: list[float]
+    update_us: list[float]
+    """Empty without an optimizer."""
+    ready_us: dict[str, list[float]]
+    """By parameter; NaN in repeats that gave it no gradient."""
+    backward_end_us: list[float]
 
 
 def measuring_plan(model: nn.Module, ranks: int) -> Plan:
@@ -70,7 +71,7 @@ class StepRunner:
         self, model: nn.Module, optimizer: torch.optim.Optimizer | None, step: Step, world: World,
         communicator: Communicator | None = None,
     ) -> None:  # fmt: skip
-        self._model, self._step, self._world = model, step, world
+        self._model, self._optimizer, self._step, self._world = model, optimizer, step, world
         self.session = Session(model, optimizer, measuring_plan(model, world.ranks), world, communicate=False)
         if communicator is not None:
             self.session.use_communicator(communicator)
@@ -78,16 +79,21 @@ class StepRunner:
         self.session.recorder.each_gradient = True
 
     def run(self) -> StepMarks:
-        """One step from gradients that are None, begun by all ranks together."""
+        """One step from gradients that are None, begun by all ranks together; with the update, which leaves the
+        caches as it leaves them in training.
+        """
         for parameter in self._model.parameters():
             parameter.grad = None
         self._world.gather(None, "starting a step together")
         recorder = self.session.recorder
-        before = len(recorder.steps)
         recorder.steps.clear()
         self._step(recorder.loss_ready)
         if not recorder.steps:
-            raise RuntimeError(f"the step ran no backward that reached a trainable parameter ({before} before)")
+            raise InputError(
+                "the step gave no trainable parameter a gradient; expected one forward and backward of the model"
+            )
+        if self._optimizer is not None:
+            self._optimizer.step()
         return recorder.steps[-1]
 
     def close(self) -> None:
@@ -108,62 +114,43 @@ def measure_compute(
         repeats = int(min(MAX_REPEATS, max(MIN_REPEATS, BUDGET_S / max(each_s, 1e-9))))
         marks = [runner.run() for _ in progress.track(range(repeats), "forward and backward")]
         names = runner.session.plan.gradients
-        update_us = measure_update(optimizer, runner, world) if optimizer is not None else 0.0
     finally:
         runner.close()
-    return _summarize(marks, names, runner, update_us)
+    return _times(marks, names, runner)
 
 
-def _summarize(marks: Sequence[StepMarks], names: Sequence[str], runner: StepRunner, update_us: float) -> RankTimes:
+def _times(marks: Sequence[StepMarks], names: Sequence[str], runner: StepRunner) -> RankTimes:
     between = runner.clock.between_us
-    forward = [between(m.forward, m.loss or m.forward_end) for m in marks]
-    end = [between(m.forward, m.backward_end) for m in marks]
     ready: dict[str, list[float]] = {}
-    for mark in marks:
-        for name, at in zip(names, mark.ready, strict=True):
-            if at is not None:
-                ready.setdefault(name, []).append(between(mark.forward, at))
+    for position, name in enumerate(names):
+        at = [mark.ready[position] for mark in marks]
+        if any(mark is not None for mark in at):
+            ready[name] = [math.nan if a is None else between(m.forward, a) for m, a in zip(marks, at, strict=True)]
     return RankTimes(
-        forward_us=statistics.median(forward),
-        update_us=update_us,
-        ready_us={name: statistics.median(times) for name, times in ready.items()},
-        spread_us={name: _spread(times) for name, times in ready.items()},
-        backward_end_us=statistics.median(end),
-        step_spread_us=_spread(end),
-        repeats=len(marks),
+        forward_us=[between(m.forward, m.loss or m.forward_end) for m in marks],
+        update_us=[between(m.update, m.update_end) for m in marks if m.update is not None],
+        ready_us=ready,
+        backward_end_us=[between(m.forward, m.backward_end) for m in marks],
     )
 
 
-def _spread(values: Sequence[float]) -> float:
-    low, high = np.percentile(values, [25, 75])
-    return float(high - low)
-
-
-def measure_update(optimizer: torch.optim.Optimizer, runner: StepRunner, world: World) -> float:
-    """Median time of `optimizer.step()`, on all ranks at once, with the gradients of the last step."""
-    times = []
-    for _ in range(MIN_REPEATS):
-        world.gather(None, "starting an update together")
-        start = runner.clock.mark()
-        optimizer.step()
-        times.append((start, runner.clock.mark()))
-    return statistics.median(runner.clock.between_us(start, end) for start, end in times[1:])
-
-
 def combine(ranks: Sequence[RankTimes], model: nn.Module) -> ComputeProfile:
-    """One profile from all ranks' times: medians over ranks, gradients in order of readiness.
+    """One profile from all ranks' times, gradients in order of readiness.
 
-    A parameter that got no gradient on any rank is not in it.
+    A collective begins when its last rank has come, and which rank that is changes from step to step. So a gradient
+    counts as ready when it is on all ranks: in each repeat the latest rank, then the median over repeats. Forward and
+    update are medians over ranks and repeats. A parameter that got no gradient on any rank is not in it.
     """
     parameters = trainable_parameters(model)
     order = {name: position for position, name in enumerate(reversed(parameters))}
-    ready_us = {name: _over_ranks([r.ready_us.get(name) for r in ranks]) for name in parameters}
-    known = {name: time_us for name, time_us in ready_us.items() if time_us is not None}
-    forward_us = statistics.median(rank.forward_us for rank in ranks)
+    everywhere = {name: _latest([r.ready_us[name] for r in ranks if name in r.ready_us]) for name in parameters}
+    ready_us = {name: float(np.nanmedian(times)) for name, times in everywhere.items() if times.size}
+    forward_us = float(np.median([rank.forward_us for rank in ranks]))
+    update_us = [time_us for rank in ranks for time_us in rank.update_us]
     gradients = []
     before_us = forward_us
-    for name in sorted(known, key=lambda name: (known[name], order[name])):
-        at_us = max(before_us, known[name])
+    for name in sorted(ready_us, key=lambda name: (ready_us[name], order[name])):
+        at_us = max(before_us, ready_us[name])
         gradients.append(
             Gradient(
                 name=name,
@@ -171,22 +158,27 @@ def combine(ranks: Sequence[RankTimes], model: nn.Module) -> ComputeProfile:
                 numel=parameters[name].numel(),
                 dtype=dtype_name(parameters[name].dtype),
                 backward_us=_round(at_us - before_us),
-                spread_us=_round(_over_ranks([r.spread_us.get(name) for r in ranks]) or 0.0),
+                spread_us=_round(_spread(everywhere[name])),
             )
         )
         before_us = at_us
     return ComputeProfile(
         forward_us=_round(forward_us),
-        update_us=_round(statistics.median(rank.update_us for rank in ranks)),
+        update_us=_round(statistics.median(update_us) if update_us else 0.0),
         gradients=tuple(gradients),
-        repeats=min(rank.repeats for rank in ranks),
-        step_spread_us=_round(statistics.median(rank.step_spread_us for rank in ranks)),
+        repeats=len(ranks[0].forward_us),
+        step_spread_us=_round(_spread(_latest([rank.backward_end_us for rank in ranks]))),
     )
 
 
-def _over_ranks(values: Sequence[float | None]) -> float | None:
-    known: NDArray[np.float64] = np.array([value for value in values if value is not None])
-    return float(np.median(known)) if known.size else None
+def _latest(ranks: Sequence[Sequence[float]]) -> NDArray[np.float64]:
+    """Per repeat, the latest rank's time; NaN only where no rank has one. Shape (repeats,), or (0,) without ranks."""
+    return np.fmax.reduce(np.array(ranks, dtype=np.float64), axis=0) if ranks else np.empty(0)
+
+
+def _spread(values: NDArray[np.float64]) -> float:
+    low, high = np.nanpercentile(values, [25, 75])
+    return float(high - low)
 
 
 def _round(time_us: float) -> float:

@@ -54,8 +54,8 @@ class _Flood:
 
 
 def measure_contention(
-    model: nn.Module, step: Step, world: World, device: torch.device, backward_us: float, size_bytes: int,
-    progress: Progress,
+    model: nn.Module, optimizer: torch.optim.Optimizer | None, step: Step, world: World, device: torch.device,
+    backward_us: float, size_bytes: int, progress: Progress,
 ) -> Contention | None:  # fmt: skip
     """The factors of this machine, the same on all ranks; None where backward is too short to tell.
 
@@ -70,7 +70,7 @@ def measure_contention(
     probe.close()
     messages = max(2, round(SHARE * backward_us / (alone_us / 4)))
     flood = _Flood(world, device, size_bytes, min(messages, 64))
-    runner = StepRunner(model, None, step, world, communicator=flood)
+    runner = StepRunner(model, optimizer, step, world, communicator=flood)
     runner.session.recorder.on_backward = flood.begin
     both: list[tuple[float, float]] = []
     free: list[float] = []

@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable
 from datetime import UTC, datetime
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -83,7 +84,7 @@ def measure(
             mine = measure_compute(model, optimizer, step, world, progress)
             everyone: list[RankTimes] = world.gather(mine, "comparing times of the step")
             compute = combine(everyone, model)
-            links, contention = _measure_network(model, step, world, device, everyone, compute, progress)
+            links, contention = _measure_network(model, optimizer, step, world, device, everyone, compute, progress)
             layers, tracing = _trace(model, step, compute, world)
         mine_of_all = Profile(
             model=ModelReference(name=name or type(model).__name__, fingerprint=model_fingerprint(model)),
@@ -108,16 +109,22 @@ def _check(model: nn.Module) -> None:
 
 
 def _measure_network(
-    model: nn.Module, step: Step, world: World, device: torch.device, ranks: list[RankTimes], compute: ComputeProfile,
-    progress: Progress,
+    model: nn.Module, optimizer: torch.optim.Optimizer | None, step: Step, world: World, device: torch.device,
+    ranks: list[RankTimes], compute: ComputeProfile, progress: Progress,
 ) -> tuple[LinkTimes | None, Contention | None]:  # fmt: skip
     if world.group is None:
         return None, None
     model_bytes = sum(gradient.size_bytes for gradient in compute.gradients)
     links = measure_links(world, device, model_bytes, progress)
-    overlapped_us = min(rank.backward_end_us - min(rank.ready_us.values()) for rank in ranks)
+    overlapped_us = min(_overlapped_us(rank) for rank in ranks)
     size_bytes = min(max(model_bytes // 4, CONTENTION_BYTES[0]), CONTENTION_BYTES[1])
-    return links, measure_contention(model, step, world, device, overlapped_us, size_bytes, progress)
+    return links, measure_contention(model, optimizer, step, world, device, overlapped_us, size_bytes, progress)
+
+
+def _overlapped_us(rank: RankTimes) -> float:
+    """Median over repeats of the time from the first gradient to the end of backward."""
+    first_us = np.nanmin(np.array(list(rank.ready_us.values())), axis=0)
+    return float(np.median(np.array(rank.backward_end_us) - first_us))
 
 
 def _trace(model: nn.Module, step: Step, compute: ComputeProfile, world: World) -> tuple[tuple[Layer, ...], Tracing]:

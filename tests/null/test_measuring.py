@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -68,26 +70,30 @@ def test_nothing_gets_faster_by_contention() -> None:
     assert (found.compute, found.network) == (1.0, 1.0)
 
 
-def times(ready_us: dict[str, float]) -> RankTimes:
+def times(ready_us: dict[str, list[float]]) -> RankTimes:
     """What a rank measured."""
-    spread = dict.fromkeys(ready_us, 1.0)
-    return RankTimes(100.0, 5.0, ready_us, spread, max(ready_us.values()), 2.0, 7)
+    last = list(max(zip(*ready_us.values(), strict=True), key=sum))
+    repeats = len(next(iter(ready_us.values())))
+    return RankTimes(
+        forward_us=[100.0] * repeats, update_us=[5.0], ready_us=ready_us, backward_end_us=last[:1] * repeats
+    )
 
 
-def test_ranks_are_combined_by_medians_in_order_of_readiness() -> None:
+def test_a_gradient_is_ready_when_it_is_on_all_ranks() -> None:
     model = nn.ModuleDict({"a": nn.Linear(2, 3), "b": nn.Linear(3, 1)})
+    late = math.nan
     ranks = [
-        times({"b.bias": 110.0, "b.weight": 120.0, "a.weight": 150.0, "a.bias": 140.0}),
-        times({"b.bias": 130.0, "b.weight": 120.0, "a.weight": 150.0, "a.bias": 140.0}),
-        times({"b.bias": 131.0, "b.weight": 121.0, "a.weight": 170.0, "a.bias": 141.0}),
+        times({"b.bias": [110, 131, 110], "b.weight": [120, 120, 120], "a.weight": [150] * 3, "a.bias": [140] * 3}),
+        times({"b.bias": [130, 110, late], "b.weight": [119, 121, 122], "a.weight": [151] * 3, "a.bias": [139] * 3}),
     ]
     compute = combine(ranks, model)
     assert [g.name for g in compute.gradients] == ["b.weight", "b.bias", "a.bias", "a.weight"]
-    assert [g.backward_us for g in compute.gradients] == [20.0, 10.0, 10.0, 10.0]
+    assert [g.backward_us for g in compute.gradients] == [21.0, 9.0, 10.0, 11.0]
     assert [g.numel for g in compute.gradients] == [3, 1, 3, 6]
+    assert (compute.forward_us, compute.update_us, compute.repeats) == (100.0, 5.0, 3)
 
 
 def test_a_parameter_that_no_rank_used_is_left_out() -> None:
     model = nn.ModuleDict({"a": nn.Linear(2, 3), "b": nn.Linear(3, 1)})
-    compute = combine([times({"b.bias": 110.0}), times({"b.bias": 112.0, "b.weight": 120.0})], model)
+    compute = combine([times({"b.bias": [110.0]}), times({"b.bias": [112.0], "b.weight": [120.0]})], model)
     assert [g.name for g in compute.gradients] == ["b.bias", "b.weight"]
