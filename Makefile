@@ -32,7 +32,7 @@ types: $(INSTALLED)  ## static types
 check: test lint types  ## everything that CI runs
 
 wheel: $(INSTALLED)  ## build the wheel into dist/
-	$(BIN)/python -m build --wheel
+	$(BIN)/python -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir dist .
 
 clean:  ## remove what the targets made
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache

@@ -1,0 +1,43 @@
+"""The wheel holds all that the commands need."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_the_wheel_holds_code_data_and_licence(tmp_path: Path) -> None:
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "wheel",
+        "--quiet",
+        "--no-deps",
+        "--no-build-isolation",
+        "-w",
+        str(tmp_path),
+    ]
+    source = tmp_path / "source"
+    tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split(
+        "\n"
+    )
+    for name in filter(None, tracked):
+        target = source / name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_bytes((ROOT / name).read_bytes())
+    subprocess.run([*command, str(source)], check=True, timeout=240)
+    [wheel] = tmp_path.glob("commplanner-*.whl")
+    names = set(zipfile.ZipFile(wheel).namelist())
+    code = {name for name in tracked if name.startswith(("planner/", "runtime/")) and name.endswith(".py")}
+    assert code <= names
+    assert {name for name in tracked if name.startswith("profiles/clusters/")} <= names
+    assert {"planner/py.typed", "runtime/py.typed"} <= names
+    assert any(name.endswith("LICENSE") for name in names)
+    assert not any(name.startswith(("tests/", "examples/", "benchmarks/")) for name in names)
+    entry_points = next(name for name in names if name.endswith("entry_points.txt"))
+    assert "planner = planner.cli:main" in zipfile.ZipFile(wheel).read(entry_points).decode()
