@@ -84,7 +84,8 @@ class Report:
         if self.predicted_us is not None and self.error is not None:
             predicted = f", predicted {self.predicted_us / 1e3:.2f} ms ({self.error:+.1%})"
         lines = [
-            f"rank {self.rank} of {self.ranks}, {self.steps} steps: measured {self.iteration_us / 1e3:.2f} ms{predicted}",
+            f"rank {self.rank} of {self.ranks}, {self.steps} steps: "
+            f"measured {self.iteration_us / 1e3:.2f} ms{predicted}",
             f"  forward {self.forward_us / 1e3:.2f}, backward {self.backward_us / 1e3:.2f}, "
             f"waiting {self.wait_us / 1e3:.2f}, update {self.update_us / 1e3:.2f} ms",
         ]

@@ -28,6 +28,10 @@ SHARE = 0.7
 """Part of backward that the all-reduces are meant to fill."""
 MIN_BACKWARD_US = 500.0
 """Shorter backwards are over before a collective has begun."""
+PROBE_MESSAGES = 4
+LEAST_SHARE = 0.1
+"""Of either task that counts as done while both were busy: what remains is a difference of two measured times, and
+when it comes near zero it says nothing."""
 
 
 class _Flood:
@@ -65,10 +69,13 @@ def measure_contention(
     """
     if world.group is None or backward_us < MIN_BACKWARD_US:
         return None
-    probe = _Flood(world, device, size_bytes, 4)
+    probe = _Flood(world, device, size_bytes, PROBE_MESSAGES)
     alone_us = _alone(probe, world, make_clock(device))
     probe.close()
-    messages = max(2, round(SHARE * backward_us / (alone_us / 4)))
+    each_us = alone_us / PROBE_MESSAGES
+    if 2 * each_us > backward_us:
+        return None  # most of the messages would travel after backward
+    messages = max(2, round(SHARE * backward_us / each_us))
     flood = _Flood(world, device, size_bytes, min(messages, 64))
     runner = StepRunner(model, optimizer, step, world, communicator=flood)
     runner.session.recorder.on_backward = flood.begin
@@ -124,10 +131,10 @@ def solve(backward_us: float, network_us: float, backward_both_us: float, networ
         shared_us = network_both_us
         network = shared_us / network_us
         done_us = backward_us - (backward_both_us - shared_us)
-        compute = shared_us / done_us if done_us > 0.0 else shared_us / max(backward_us, 1.0)
+        compute = shared_us / max(done_us, LEAST_SHARE * backward_us)
     else:
         shared_us = backward_both_us
         compute = shared_us / backward_us
         done_us = network_us - (network_both_us - shared_us)
-        network = shared_us / done_us if done_us > 0.0 else shared_us / max(network_us, 1.0)
+        network = shared_us / max(done_us, LEAST_SHARE * network_us)
     return Contention(compute=round(max(1.0, compute), 4), network=round(max(1.0, network), 4))
