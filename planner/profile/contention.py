@@ -8,7 +8,6 @@ and how long each takes alone, the factors follow: while both are busy, compute 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
 
 import torch
 from torch import nn
@@ -23,12 +22,13 @@ from runtime.collectives import COLLECTIVES
 from runtime.communicator import Sent, make_communicator
 from runtime.world import World
 
-REPEATS = 9
+REPEATS = 15
 SHARE = 0.7
 """Part of backward that the all-reduces are meant to fill."""
 MIN_BACKWARD_US = 500.0
 """Shorter backwards are over before a collective has begun."""
 PROBE_MESSAGES = 4
+MAX_MESSAGES = 64
 LEAST_SHARE = 0.1
 """Of either task that counts as done while both were busy: what remains is a difference of two measured times, and
 when it comes near zero it says nothing."""
@@ -76,24 +76,34 @@ def measure_contention(
     if 2 * each_us > backward_us:
         return None  # most of the messages would travel after backward
     messages = max(2, round(SHARE * backward_us / each_us))
-    flood = _Flood(world, device, size_bytes, min(messages, 64))
+    flood = _Flood(world, device, size_bytes, min(messages, MAX_MESSAGES))
     runner = StepRunner(model, optimizer, step, world, communicator=flood)
-    runner.session.recorder.on_backward = flood.begin
-    both: list[tuple[float, float]] = []
-    free: list[float] = []
     try:
         runner.run()
-        for _ in progress.track(range(REPEATS), "contention"):
-            marks = runner.run()
-            between = runner.clock.between_us
-            both.append((between(marks.backward, marks.backward_end), between(flood.sent[0].start, flood.sent[-1].end)))
-            world.gather(None, "timing messages alone")
-            flood.begin()
-            flood.wait()
-            free.append(between(flood.sent[0].start, flood.sent[-1].end))
+        rounds = [_round(runner, flood, world) for _ in progress.track(range(REPEATS), "contention")]
     finally:
         runner.close()
-    return _agree(world, both, free, backward_us)
+    everyone = world.gather([statistics.median(column) for column in zip(*rounds, strict=True)], "comparing contention")
+    return solve(*(statistics.median(column) for column in zip(*everyone, strict=True)))
+
+
+def _round(runner: StepRunner, flood: _Flood, world: World) -> tuple[float, float, float, float]:
+    """(backward alone, messages alone, backward and messages with both going), in turn so that drift hits all alike."""
+    between = runner.clock.between_us
+    alone = runner.run()
+    world.gather(None, "timing messages alone")
+    flood.begin()
+    flood.wait()
+    network_us = between(flood.sent[0].start, flood.sent[-1].end)
+    runner.session.recorder.on_backward = flood.begin
+    both = runner.run()
+    runner.session.recorder.on_backward = None
+    return (
+        between(alone.backward, alone.backward_end),
+        network_us,
+        between(both.backward, both.backward_end),
+        between(flood.sent[0].start, flood.sent[-1].end),
+    )
 
 
 def _alone(probe: _Flood, world: World, clock: Clock) -> float:
@@ -106,17 +116,6 @@ def _alone(probe: _Flood, world: World, clock: Clock) -> float:
         times.append(clock.between_us(probe.sent[0].start, probe.sent[-1].end))
     everyone: list[list[float]] = world.gather(times, "timing messages alone")
     return min(max(times) for times in everyone)
-
-
-def _agree(world: World, both: Sequence[tuple[float, float]], free: Sequence[float], backward_us: float) -> Contention:
-    mine = (
-        statistics.median(backward for backward, _ in both),
-        statistics.median(network for _, network in both),
-        statistics.median(free),
-    )
-    everyone = world.gather(mine, "comparing contention")
-    backward_both, network_both, network_us = (statistics.median(column) for column in zip(*everyone, strict=True))
-    return solve(backward_us, network_us, backward_both, network_both)
 
 
 def solve(backward_us: float, network_us: float, backward_both_us: float, network_both_us: float) -> Contention:
