@@ -7,6 +7,8 @@ bound on their number it is a heuristic, and the factor-free optimum (`planner.m
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -14,6 +16,9 @@ from planner.merging.exact import TIE, MergeProblem
 from planner.simulator import Overlap, State
 
 Floats = NDArray[np.float64]
+
+LOCAL_WORK = 10_000
+"""Buckets that a local search may evaluate (about 0.1 s)."""
 
 LABEL_WORK = 60_000_000
 """Pairs of (label, boundary) to look at: sets how many labels a prefix may keep (about a second at the most)."""
@@ -40,7 +45,7 @@ def merge_contended(problem: MergeProblem, overlap: Overlap, labels: int) -> tup
         kept = _best_labels(*ends, width)
         time_us[i, : kept.size], progress_us[i, : kept.size] = ends[0][kept], ends[1][kept]
         origin[i, : kept.size] = kept
-    return _merge_neighbours(problem, overlap, _walk_back(origin, width))
+    return _walk_back(origin, width)
 
 
 def _send_all(
@@ -85,16 +90,34 @@ def end_us(problem: MergeProblem, overlap: Overlap, stops: tuple[int, ...]) -> f
     return state.time_us
 
 
-def _merge_neighbours(problem: MergeProblem, overlap: Overlap, stops: tuple[int, ...]) -> tuple[int, ...]:
-    """Drops boundaries, from the front, that do not make the step shorter."""
-    if len(stops) > 300:  # each trial replays the step
-        return stops
-    best_us, k = end_us(problem, overlap, stops), 0
-    while k < len(stops) - 1:
-        trial = stops[:k] + stops[k + 1 :]
-        trial_us = end_us(problem, overlap, trial)
-        if trial_us <= best_us * (1.0 + TIE):
-            stops, best_us = trial, min(trial_us, best_us)
-        else:
-            k += 1
+def improve(problem: MergeProblem, overlap: Overlap, stops: tuple[int, ...]) -> tuple[int, ...]:
+    """Local search: drops a boundary, from the front, where the step gets no longer, or moves it where it gets shorter.
+
+    Each trial replays the step, so the number of bucket evaluations is bounded; the result is never worse.
+    """
+    best_us, work, changed = end_us(problem, overlap, stops), LOCAL_WORK, True
+    while changed and work > 0:
+        changed, k = False, 0
+        while k < len(stops) - 1 and work > 0:
+            dropped = False
+            for trial in _neighbours(stops, k):
+                work -= len(trial)
+                trial_us = end_us(problem, overlap, trial)
+                fewer = len(trial) < len(stops) and trial_us <= best_us * (1.0 + TIE)
+                if fewer or trial_us < best_us * (1.0 - TIE):
+                    stops, best_us, changed, dropped = trial, min(trial_us, best_us), True, fewer
+                    break
+            k += not dropped
     return stops
+
+
+def _neighbours(stops: tuple[int, ...], k: int) -> Iterator[tuple[int, ...]]:
+    """Schedules without boundary k, or with it moved by powers of two between its neighbours."""
+    yield stops[:k] + stops[k + 1 :]
+    low, high = stops[k - 1] if k else 0, stops[k + 1]
+    step = 1
+    while step < high - low:
+        for moved in (stops[k] - step, stops[k] + step):
+            if low < moved < high:
+                yield (*stops[:k], moved, *stops[k + 1 :])
+        step *= 2

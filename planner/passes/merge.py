@@ -12,8 +12,8 @@ from functools import lru_cache
 from typing import ClassVar
 
 from planner.ir import Schedule
-from planner.merging.contended import merge_contended
-from planner.merging.exact import TIE, MergeProblem, MergeSolution, merge_exact
+from planner.merging.contended import end_us, improve, merge_contended
+from planner.merging.exact import TIE, TIE_WORK, MergeProblem, MergeSolution, merge_exact
 from planner.problem import Problem
 from planner.simulator import Overlap, simulate_schedule
 
@@ -31,7 +31,13 @@ def merge_problem(problem: Problem) -> MergeProblem:
 @lru_cache(maxsize=4)
 def merge_without_contention(problem: Problem) -> MergeSolution:
     """The factor-free optimum: the answer without contention, a lower bound with it. Kept: pass and certificate ask."""
-    return merge_exact(merge_problem(problem))
+    # Under contention it is only a bound and a start: which of its equals does not matter.
+    return merge_exact(merge_problem(problem), tie_work=0 if contended(problem) else TIE_WORK)
+
+
+def contended(problem: Problem) -> bool:
+    """Whether compute and network slow each other down."""
+    return problem.contention.compute != 1.0 or problem.contention.network != 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,13 +52,29 @@ class Merge:
     def apply(self, schedule: Schedule, problem: Problem) -> Schedule:
         """The best merge of the gradients, whatever the buckets were before."""
         optimum = Schedule.from_boundaries(merge_without_contention(problem).stops)
-        factors = problem.contention
-        if factors.compute == 1.0 and factors.network == 1.0:
+        if not contended(problem):
             return optimum
+        factors = problem.contention
         overlap = Overlap(factors.compute, factors.network, problem.compute_end_us)
-        found = Schedule.from_boundaries(merge_contended(merge_problem(problem), overlap, self.labels))
-        single = Schedule.from_boundaries([problem.count])
-        return best_of(problem, [single, optimum, found, schedule])
+        arrays = merge_problem(problem)
+        starts = [(problem.count,), merge_without_contention(problem).stops, *_baselines(problem)]
+        starts.append(merge_contended(arrays, overlap, self.labels))
+        best = min(starts, key=lambda stops: (end_us(arrays, overlap, stops), len(stops)))
+        better = [improve(arrays, overlap, stops) for stops in (best, starts[-1])]
+        return best_of(problem, [Schedule.from_boundaries(stops) for stops in [*better, *starts]] + [schedule])
+
+
+def _baselines(problem: Problem) -> list[tuple[int, ...]]:
+    """Boundaries of the strategies that users could have instead, where their buckets are contiguous."""
+    from planner.strategies import BASELINES, make_schedule  # not above: strategies are made of passes, too
+
+    found = []
+    for name in BASELINES:
+        schedule = make_schedule(problem, name)
+        stops = tuple(bucket.gradients[-1] + 1 for bucket in schedule.buckets)
+        if schedule == Schedule.from_boundaries(stops):
+            found.append(stops)
+    return found
 
 
 def best_of(problem: Problem, candidates: list[Schedule]) -> Schedule:
