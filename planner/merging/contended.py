@@ -17,8 +17,8 @@ from planner.simulator import Overlap, State
 
 Floats = NDArray[np.float64]
 
-LOCAL_WORK = 10_000
-"""Buckets that a local search may evaluate (about 0.1 s)."""
+LOCAL_WORK = 4_000
+"""Buckets that a local search may evaluate (some 0.1 s)."""
 
 LABEL_WORK = 60_000_000
 """Pairs of (label, boundary) to look at: sets how many labels a prefix may keep (about a second at the most)."""
