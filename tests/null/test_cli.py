@@ -1,0 +1,270 @@
+"""The command line: exit codes, what is on standard output, and what is left behind."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+from builders import cluster_document, usual_document, write
+
+from planner import optimize, simulate
+from planner.cli import main
+from runtime.plan import load_plan
+from runtime.version import __version__
+
+
+class Outcome(NamedTuple):
+    """What one command did."""
+
+    code: int
+    out: str
+    err: str
+
+
+Command = Callable[..., Outcome]
+
+
+@pytest.fixture
+def command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Callable[..., Outcome]:
+    """Runs `planner …` in an empty folder that holds p.json (a profile), c.json (a cluster) and bare.json."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("FORCE_COLOR", raising=False)
+    write(tmp_path / "p.json", usual_document())
+    write(tmp_path / "bare.json", usual_document(cluster={}))
+    write(tmp_path / "c.json", cluster_document((500.0, 0.002), nodes=8))
+
+    def run(*arguments: str) -> Outcome:
+        with pytest.raises(SystemExit) as exit_:
+            main(arguments)
+        captured = capsys.readouterr()
+        code = exit_.value.code
+        assert isinstance(code, int | None)
+        return Outcome(code or 0, captured.out, captured.err)
+
+    return run
+
+
+def files(folder: Path) -> list[str]:
+    """What a command left behind."""
+    return sorted(set(os.listdir(folder)) - {"p.json", "bare.json", "c.json"})
+
+
+def test_version_and_help(command: Command) -> None:
+    assert command("--version") == Outcome(0, f"planner {__version__}\n", "")
+    overview = command("--help")
+    assert overview.code == 0
+    for name in ("profile", "optimize", "simulate", "explain", "run", "demo", "doctor"):
+        assert f"  {name}" in overview.out
+        assert command(name, "--help").code == 0
+
+
+WRONG_CALLS: list[tuple[list[str], str]] = [
+    ([], ""),
+    (["--bogus"], "--bogus"),
+    (["optimise"], "optimise"),
+    (["optimize"], "Missing argument"),
+    (["optimize", "p.json", "extra"], "unexpected extra argument"),
+    (["optimize", "p.json", "--bogus"], "--bogus"),
+    (["optimize", "p.json", "-o"], "requires an argument"),
+    (["optimize", "absent.json"], "planner: absent.json: no such file; check the path"),
+    (["optimize", "."], "planner: .: found a directory, expected a JSON file"),
+    (["optimize", "bare.json"], "expected `--cluster FILE`"),
+    (["optimize", "p.json", "--cluster", "absent.json"], "absent.json: no such file"),
+    (["optimize", "p.json", "--cluster", "p.json"], 'p.json: $.schema: found schema "planner.profile/1", expected'),
+    (["optimize", "p.json", "--accuracy", "lossy"], "--accuracy: found 'lossy', expected one of: exact, bounded"),
+    (["optimize", "p.json", "--passes", "mrege"], "--passes: found 'mrege', expected one of: merge"),
+    (["optimize", "p.json", "--passes", "merge{labels=0}"], "expected an integer of at least 1"),
+    (["optimize", "p.json", "--print-after", "mrege"], "--print-after: found 'mrege', expected all or one of: merge"),
+    (["optimize", "p.json", "-o", "absent/plan.json"], "absent/plan.json: there is no folder absent"),
+    (["optimize", "p.json", "-o", "."], ".: found a directory, expected a file name to write to"),
+    (["optimize", "p.json", "-o", "p.json/plan.json"], "there is no folder p.json"),
+    (["simulate", "bare.json"], "expected `--cluster FILE`"),
+    (["simulate", "p.json", "--strategy", "best"], "found the strategy 'best', expected one of: ddp, mg_wfbp"),
+    (["simulate", "p.json", "--strategy", "ddp,"], "--strategy: found 'ddp,', expected items separated by commas"),
+    (["simulate", "p.json", "--ranks", "0"], "--ranks: found '0', expected positive integers such as 4,8,16"),
+    (["simulate", "p.json", "--ranks", "4,x"], "--ranks: found '4,x', expected positive integers"),
+    (["simulate", "p.json", "--ranks", "-4"], "--ranks: found '-4', expected positive integers"),
+    (["simulate", "p.json", "--ranks", "9" * 5000], "expected positive integers"),
+    (["simulate", "p.json", "--ranks", "99999999"], "found more than 10000000 ranks"),
+    (["explain", "absent.json"], "absent.json: no such file"),
+    (["explain", "p.json"], 'p.json: $.schema: found schema "planner.profile/1", expected "planner.plan/1"'),
+    (["run", "absent.py:job", "--steps", "0"], "--steps: found 0, expected at least 1"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "message"), WRONG_CALLS, ids=[" ".join(w[0])[:60] for w in WRONG_CALLS])
+def test_wrong_calls(command: Command, tmp_path: Path, arguments: list[str], message: str) -> None:
+    """Exit code 2, a message on standard error, no traceback, nothing on standard output, nothing left behind."""
+    outcome = command(*arguments)
+    assert outcome.code == 2
+    assert message in outcome.err + (outcome.out if not arguments else "")
+    assert "Traceback" not in outcome.err
+    assert outcome.out == "" or not arguments
+    assert files(tmp_path) == []
+
+
+def test_wrong_calls_with_json_print_nothing(command: Command) -> None:
+    for arguments in (["--json", "optimize", "absent.json"], ["simulate", "bare.json", "--json"], ["--json", "x"]):
+        outcome = command(*arguments)
+        assert (outcome.code, outcome.out) == (2, "")
+
+
+@pytest.mark.parametrize("flag", ["-v", "--verbose"])
+def test_verbose_shows_the_traceback(command: Command, flag: str) -> None:
+    for arguments in ([flag, "explain", "absent.json"], ["explain", "absent.json", flag]):
+        outcome = command(*arguments)
+        assert outcome.code == 2
+        assert "Traceback (most recent call last)" in outcome.err
+        assert outcome.err.endswith("planner: absent.json: no such file; check the path\n")
+    assert "Traceback" not in command("explain", "absent.json").err
+
+
+def test_optimize_writes_the_plan(command: Command, tmp_path: Path) -> None:
+    outcome = command("optimize", "p.json")
+    assert outcome.code == 0
+    assert files(tmp_path) == ["plan.json"]
+    assert load_plan("plan.json") == optimize("p.json")
+    assert "wrote plan.json; see `planner explain plan.json`" in outcome.out
+    for line in ("plan (exact)", "mg_wfbp", "ddp", "wfbp", "single", "exact  ", "bounded  ", "relaxed  ", "optimal: "):
+        assert line in outcome.out
+    other = command("optimize", "p.json", "--cluster", "c.json", "-o", "other.json")
+    assert other.code == 0
+    assert load_plan("other.json") == optimize("p.json", "c.json")
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_json_of_optimize(command: Command, first: bool) -> None:
+    """`--json` before or after the command: one document, the same as in the file."""
+    arguments = ["optimize", "bare.json", "--cluster", "c.json", "-o", "x.json", "--print-after", "all"]
+    outcome = command(*(["--json", *arguments] if first else [*arguments, "--json"]))
+    assert outcome.code == 0
+    assert json.loads(outcome.out) == json.loads(Path("x.json").read_text())
+    assert outcome.err.startswith("after merge (")
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_json_of_simulate(command: Command, first: bool) -> None:
+    """One array with a record per ranks and strategy."""
+    arguments = ["simulate", "p.json", "--strategy", "wfbp, ddp:1", "--ranks", "4,8"]
+    outcome = command(*(["--json", *arguments] if first else [*arguments, "--json"]))
+    assert (outcome.code, outcome.err) == (0, "")
+    records = json.loads(outcome.out)
+    assert [(r["ranks"], r["strategy"]) for r in records] == [(4, "wfbp"), (4, "ddp:1"), (8, "wfbp"), (8, "ddp:1")]
+    assert records == [r.to_document() for r in simulate("p.json", strategies=["wfbp", "ddp:1"], ranks=[4, 8])]
+    assert all({"strategy", "ranks", "iteration_us", "exposed_us", "buckets"} <= set(record) for record in records)
+    single = json.loads(command("--json", "simulate", "p.json", "--strategy", "single").out)
+    assert isinstance(single, list)
+    assert len(single) == 1
+
+
+def test_simulate_prints_a_table(command: Command) -> None:
+    outcome = command("simulate", "p.json", "--cluster", "c.json", "--ranks", "8,16")
+    assert outcome.code == 0
+    rows = [line for line in outcome.out.splitlines() if line.startswith("│")]
+    assert len(rows) == 12
+    assert sum("extrapolated" in row for row in rows) == 6
+
+
+def test_same_input_same_bytes(command: Command) -> None:
+    outs = [command("optimize", "p.json", "-o", name, "--json").out for name in ("a.json", "b.json")]
+    assert outs[0] == outs[1]
+    assert Path("a.json").read_bytes() == Path("b.json").read_bytes()
+
+
+@pytest.mark.parametrize("accuracy", ["bounded", "relaxed"])
+def test_lossy_classes_stay_exact_and_say_so(command: Command, accuracy: str) -> None:
+    outcome = command("optimize", "p.json", "--accuracy", accuracy)
+    assert outcome.code == 0
+    assert f"{accuracy} was allowed, but" in outcome.out
+    assert load_plan("plan.json").accuracy == "exact"
+    assert all(bucket.compressor.name == "none" for bucket in load_plan("plan.json").buckets)
+
+
+def test_print_after(command: Command) -> None:
+    """The schedule in its text form, on standard error, once for each pass that was asked for."""
+    for choice in ("all", "merge"):
+        outcome = command("optimize", "p.json", "--passes", "merge,merge", "--print-after", choice)
+        assert outcome.code == 0
+        assert outcome.err.count("after merge (") == 2
+        assert outcome.err.count("all_reduce/library none") == 2 * len(load_plan("plan.json").buckets)
+    assert command("optimize", "p.json").err == ""
+
+
+def test_failing_commands_keep_the_old_plan(command: Command) -> None:
+    Path("plan.json").write_text("old")
+    for arguments in (["bare.json"], ["p.json", "--passes", "x"], ["p.json", "--cluster", "p.json"]):
+        assert command("optimize", *arguments).code == 2
+        assert Path("plan.json").read_text() == "old"
+    assert command("optimize", "p.json").code == 0
+    assert load_plan("plan.json").accuracy == "exact"
+
+
+def test_unwritable_folder_is_refused_before_any_work(
+    command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`os.access` says no, as it does for a user without rights; the profile is not even looked at."""
+    monkeypatch.setattr(os, "access", lambda *_, **__: False)
+    outcome = command("optimize", "absent.json", "-o", "plan.json")
+    assert outcome.code == 2
+    assert "plan.json: the folder . is not writable; choose another output path" in outcome.err
+    assert files(tmp_path) == []
+
+
+def test_disk_full_is_the_environments_fault(command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(_: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    outcome = command("optimize", "p.json")
+    assert outcome.code == 3
+    assert "plan.json: not written, the disk is full; nothing was changed" in outcome.err
+    assert files(tmp_path) == []
+
+
+def hand_written(**fields: Any) -> dict[str, Any]:
+    """The least that a plan may hold."""
+    return {
+        "schema": "planner.plan/1",
+        "model": {"name": "mine"},
+        "world": {"ranks": 2},
+        "accuracy": "exact",
+        "buckets": [{"gradients": ["fc.bias", "fc.weight"]}, {"gradients": ["conv.weight"]}],
+        **fields,
+    }
+
+
+def test_explain_a_hand_written_plan(command: Command, tmp_path: Path) -> None:
+    write(tmp_path / "mine.json", hand_written())
+    outcome = command("explain", "mine.json")
+    assert (outcome.code, outcome.err) == (0, "")
+    for text in ("mine, 2 ranks", "fc.bias … fc.weight (2)", "conv.weight", "all_reduce/library", "no certificate"):
+        assert text in outcome.out
+    assert json.loads(command("explain", "mine.json", "--json").out) == load_plan("mine.json").to_document()
+
+
+def test_explain_our_own_plan(command: Command) -> None:
+    assert command("optimize", "p.json").code == 0
+    outcome = command("explain", "plan.json")
+    assert outcome.code == 0
+    plan = load_plan("plan.json")
+    for bucket in plan.buckets:
+        assert bucket.gradients[0] in outcome.out
+        assert (bucket.reason or "").split(";")[0] in outcome.out
+    assert json.loads(command("--json", "explain", "plan.json").out) == plan.to_document()
+
+
+def test_names_are_printed_as_they_are(command: Command, tmp_path: Path) -> None:
+    """Brackets and colons in names are no markup."""
+    names = ["blocks[0].weight", "x[/b]", "[bold]y", "a:key:b"]
+    document = hand_written(buckets=[{"gradients": [name]} for name in names], notes=["see [/i] :key:"])
+    document["model"]["name"] = "[red]net[/]"
+    write(tmp_path / "odd.json", document)
+    outcome = command("explain", "odd.json")
+    assert outcome.code == 0
+    assert all(text in outcome.out for text in [*names, "see [/i] :key:", "[red]net[/]"])

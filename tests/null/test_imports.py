@@ -1,0 +1,129 @@
+"""What may import what: deciding never touches torch, the runtime never touches the planner."""
+
+from __future__ import annotations
+
+import ast
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from builders import usual_document, write
+
+import planner
+
+ROOT = Path(planner.__file__).parents[1]
+
+HEAVY = ("torch", "ortools", "networkx", "sklearn", "scipy")
+
+DECIDING = (
+    "planner/__init__.py", "planner/__main__.py", "planner/cli.py", "planner/decide.py", "planner/explain.py",
+    "planner/ir.py", "planner/job.py", "planner/lower.py", "planner/outputs.py", "planner/pipeline.py",
+    "planner/predict.py", "planner/problem.py", "planner/progress.py", "planner/simulator.py", "planner/verify.py",
+    "planner/profile/__init__.py", "planner/profile/document.py", "planner/cost/*.py", "planner/merging/*.py",
+    "planner/passes/*.py", "planner/strategies/*.py",
+    "runtime/__init__.py", "runtime/documents.py", "runtime/errors.py", "runtime/names.py", "runtime/plan.py",
+    "runtime/timeline.py", "runtime/version.py",
+)  # fmt: skip
+"""Files that have to work where torch is not installed."""
+
+CHECK = f"""
+import json, sys
+def heavy():
+    return sorted({{name.partition(".")[0] for name in sys.modules}} & {set(HEAVY)!r})
+"""
+
+
+def loaded_after(code: str, folder: Path) -> list[str]:
+    """Which heavy packages a fresh Python holds after running `code` in a folder."""
+    program = f"{CHECK}\nsys.path.insert(0, {str(ROOT)!r})\n{code}\nprint('\\n' + json.dumps(heavy()))"
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=folder, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    result: list[str] = json.loads(done.stdout.splitlines()[-1])
+    return result
+
+
+def test_importing_the_packages_is_light(tmp_path: Path) -> None:
+    names = "planner.optimize, planner.simulate, planner.TrainingJob, runtime.load_plan, runtime.parse_plan"
+    assert loaded_after(f"import planner, runtime, planner.cli; {names}", tmp_path) == []
+
+
+def test_the_check_sees_torch(tmp_path: Path) -> None:
+    """The other way round, so that the checks above can fail."""
+    assert "torch" in loaded_after("import runtime; runtime.attach", tmp_path)
+
+
+RUN = """
+from planner.cli import main
+for arguments in {calls!r}:
+    try:
+        main(arguments)
+    except SystemExit as error:
+        assert not error.code, (arguments, error.code)
+"""
+
+
+def test_deciding_from_end_to_end_is_light(tmp_path: Path) -> None:
+    """optimize, simulate and explain, in words and as JSON."""
+    write(tmp_path / "p.json", usual_document())
+    calls = [
+        ["optimize", "p.json"],
+        ["optimize", "p.json", "--json"],
+        ["simulate", "p.json", "--ranks", "4,8"],
+        ["simulate", "p.json", "--json"],
+        ["explain", "plan.json"],
+        ["explain", "plan.json", "--json"],
+        ["--help"],
+    ]
+    assert loaded_after(RUN.format(calls=calls), tmp_path) == []
+    assert (tmp_path / "plan.json").is_file()
+
+
+def modules_of(node: ast.AST) -> list[str]:
+    if isinstance(node, ast.Import):
+        return [alias.name for alias in node.names]
+    if isinstance(node, ast.ImportFrom):
+        return [node.module or ""]
+    return []
+
+
+def top_level(tree: ast.AST) -> Iterator[ast.AST]:
+    """Everything that runs on import: not the bodies of functions, not what is for type checkers only."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+            continue
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test):
+            continue
+        yield node
+        yield from top_level(node)
+
+
+def deciding_files() -> list[Path]:
+    return sorted(path for pattern in DECIDING for path in ROOT.glob(pattern))
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "runtime").rglob("*.py")), ids=lambda p: str(p.relative_to(ROOT)))
+def test_runtime_never_imports_the_planner(path: Path) -> None:
+    """Anywhere: at the top, in a function, for types, or by name."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    for node in ast.walk(tree):
+        assert not [name for name in modules_of(node) if name.partition(".")[0] == "planner"]
+        if isinstance(node, ast.Call) and "import" in ast.unparse(node.func):
+            assert "planner" not in ast.unparse(node)
+
+
+@pytest.mark.parametrize("path", deciding_files(), ids=lambda p: str(p.relative_to(ROOT)))
+def test_deciding_files_do_not_import_heavy_packages(path: Path) -> None:
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    found = {name.partition(".")[0] for node in top_level(tree) for name in modules_of(node)}
+    assert not found & set(HEAVY)
+
+
+def test_the_list_of_deciding_files_is_complete() -> None:
+    """Each pattern matches, and together they cover what the three commands load."""
+    assert all(list(ROOT.glob(pattern)) for pattern in DECIDING)
+    assert len(deciding_files()) == len(set(deciding_files())) > 30

@@ -1,0 +1,130 @@
+"""Finding a job by name: every way in which that can fail has its own message."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from planner.job import TrainingJob, load_job
+from runtime.errors import InputError
+
+SOUND = """
+from types import SimpleNamespace
+from planner import TrainingJob
+
+def job():
+    weight = SimpleNamespace(requires_grad=True)
+    frozen = SimpleNamespace(requires_grad=False)
+    model = SimpleNamespace(parameters=lambda: [frozen, weight])
+    return TrainingJob(model=model, loss=len, batch=divmod, optimizer=list)
+
+def frozen():
+    model = SimpleNamespace(parameters=lambda: [SimpleNamespace(requires_grad=False)])
+    return TrainingJob(model=model, loss=len, batch=divmod, optimizer=list)
+
+def nothing():
+    return None
+
+def needs(argument):
+    return None
+
+def broken():
+    return 1 / 0
+
+number = 3
+"""
+
+
+@pytest.fixture(autouse=True)
+def _clean_imports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """In a folder with jobs.py and a package; what is imported is forgotten afterwards."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    (tmp_path / "jobs.py").write_text(SOUND)
+    (tmp_path / "kit").mkdir()
+    (tmp_path / "kit" / "__init__.py").touch()
+    (tmp_path / "kit" / "inner.py").write_text(SOUND)
+    (tmp_path / "kit" / "hungry.py").write_text("import no_such_library\n")
+    (tmp_path / "kit" / "sick.py").write_text("raise OSError('no data')\n")
+    before = set(sys.modules)
+    yield
+    for name in set(sys.modules) - before:
+        del sys.modules[name]
+
+
+@pytest.mark.parametrize("spec", ["jobs.py:job", "./jobs.py:job", "kit/inner.py:job", "kit.inner:job"])
+def test_job_is_found(spec: str) -> None:
+    job = load_job(spec)
+    assert isinstance(job, TrainingJob)
+    assert (job.loss, job.batch, job.optimizer) == (len, divmod, list)
+
+
+def test_absolute_path(tmp_path: Path) -> None:
+    assert isinstance(load_job(f"{tmp_path}/jobs.py:job"), TrainingJob)
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("jobs.py", "found the job 'jobs.py', expected path/to/file.py:name or package.module:name"),
+        ("jobs.py:", "found the job 'jobs.py:', expected path"),
+        (":job", "found the job ':job', expected path"),
+        ("", "found the job '', expected path"),
+        ("absent.py:job", "absent.py: no such file; expected path/to/file.py:name"),
+        ("kit/absent.py:job", "absent.py: no such file"),
+        ("jobs.py:jbo", "jobs.py: has no 'jbo', expected a function that returns a TrainingJob; it has job"),
+        ("jobs.py:number", "jobs.py:number: found a int, expected a function"),
+        ("jobs.py:nothing", "jobs.py:nothing: returned NoneType, expected a planner.TrainingJob"),
+        ("jobs.py:needs", "jobs.py:needs: raised TypeError: .*argument"),
+        ("jobs.py:broken", "jobs.py:broken: raised ZeroDivisionError: division by zero"),
+        ("jobs.py:frozen", "jobs.py:frozen: the model has no trainable parameter"),
+        ("absent:job", "no module 'absent'; expected package.module:name or path/to/file.py:name"),
+        ("kit.absent:job", "no module 'kit.absent'"),
+        ("absent.inner:job", "no module 'absent.inner'"),
+        ("kit.inner:jbo", "kit.inner: has no 'jbo'"),
+        ("kit.hungry:job", "kit.hungry: needs the module 'no_such_library', which is not installed"),
+        ("kit.sick:job", "kit.sick: raised OSError while being imported: no data"),
+        ("kit/sick.py:job", "sick.py: raised OSError while being imported: no data"),
+        (".inner:job", "inner: raised TypeError while being imported"),
+    ],
+)
+def test_what_can_go_wrong(spec: str, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        load_job(spec)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("def job(:\n", "raised SyntaxError while being imported"),
+        ("import sys\nsys.exit('usage: me')\n", "raised SystemExit while being imported: usage: me"),
+        ("import no_such_library\n", "raised ModuleNotFoundError while being imported: No module named"),
+    ],
+)
+def test_scripts_that_do_not_import(tmp_path: Path, text: str, message: str) -> None:
+    """A failed import leaves no half-made module behind."""
+    (tmp_path / "script.py").write_text(text)
+    with pytest.raises(InputError, match=message):
+        load_job("script.py:job")
+    assert "script" not in sys.modules
+
+
+def test_script_finds_its_neighbours(tmp_path: Path) -> None:
+    (tmp_path / "deep").mkdir()
+    (tmp_path / "deep" / "helper_of_job.py").write_text(SOUND)
+    (tmp_path / "deep" / "main_job.py").write_text("from helper_of_job import job\n")
+    assert isinstance(load_job("deep/main_job.py:job"), TrainingJob)
+
+
+def test_script_may_be_called_like_an_imported_module(tmp_path: Path) -> None:
+    """json.py in the user's folder is loaded, and the real json stays what it is."""
+    import json
+
+    (tmp_path / "json.py").write_text(SOUND)
+    (tmp_path / "my-job 1.py").write_text(SOUND)
+    assert isinstance(load_job("json.py:job"), TrainingJob)
+    assert isinstance(load_job("my-job 1.py:job"), TrainingJob)
+    assert sys.modules["json"] is json

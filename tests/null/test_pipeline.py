@@ -1,0 +1,252 @@
+"""Schedules as text, the verifier, pass specs, and what every registered pass has to keep."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import pytest
+from builders import line_problem, problems, usual_profile
+from hypothesis import given
+from hypothesis import strategies as st
+
+from planner import pipeline
+from planner.ir import Bucket, Schedule, format_indices, parse_indices
+from planner.passes import PASSES, Pass
+from planner.passes.merge import Merge
+from planner.pipeline import parse_passes, run_passes
+from planner.problem import Problem
+from planner.simulator import simulate_schedule
+from planner.verify import VerifyError, verify
+from runtime.errors import InputError
+
+indices = st.lists(st.integers(0, 200), min_size=1, max_size=12, unique=True).map(tuple)
+words = st.text("abcdefghijklmnopqrstuvwxyz0123456789_", min_size=1, max_size=8)
+buckets = st.builds(Bucket, gradients=indices, collective=words, algorithm=words, compressor=words)
+
+
+@given(st.lists(buckets, max_size=5).map(lambda items: Schedule(buckets=tuple(items))))
+def test_text_form_parses_back(schedule: Schedule) -> None:
+    assert Schedule.parse(str(schedule)) == schedule
+    assert all(Bucket.parse(str(bucket)) == bucket for bucket in schedule.buckets)
+
+
+@given(indices)
+def test_indices_parse_back(members: tuple[int, ...]) -> None:
+    assert parse_indices(format_indices(members)) == members
+
+
+def test_text_form_by_hand() -> None:
+    schedule = Schedule(
+        buckets=(Bucket(gradients=(0, 1, 2, 5)), Bucket(gradients=(3, 4), collective="sparse", compressor="topk"))
+    )
+    assert str(schedule) == "[0-2,5] all_reduce/library none\n[3-4] sparse/library topk"
+    assert str(Schedule(buckets=())) == ""
+    assert Schedule.from_boundaries([2, 3]) == Schedule.parse(
+        "[0-1] all_reduce/library none\n[2] all_reduce/library none"
+    )
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "[] all_reduce/library none", "[0] all_reduce none", "[0] all_reduce/library", "[0]all_reduce/library none",
+     "[a] all_reduce/library none", "[0] all_reduce/library none\n", " [0] all_reduce/library none",
+     "[0] All/library none"],
+)  # fmt: skip
+def test_wrong_bucket_text(text: str) -> None:
+    with pytest.raises(InputError, match="expected a bucket such as"):
+        Bucket.parse(text)
+
+
+@pytest.mark.parametrize("text", ["-", ",", "1,", ",1", "1-", "-1", "3-1", "1--2", "1-2-3", "1,,2"])
+def test_wrong_indices(text: str) -> None:
+    with pytest.raises(InputError, match="expected indices such as '0-2,5'"):
+        parse_indices(text)
+    with pytest.raises(InputError):
+        Bucket.parse(f"[{text}] all_reduce/library none")
+
+
+def lines(*members: str) -> Schedule:
+    """Exact buckets from their indices."""
+    return Schedule(buckets=tuple(Bucket(gradients=parse_indices(text)) for text in members))
+
+
+ONE_DTYPE = (0, 0, 0, 0)
+TWO_DTYPES = (0, 1, 0, 1)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "dtype_ids"),
+    [
+        (lines("0-3"), ONE_DTYPE),
+        (lines("0", "1", "2", "3"), ONE_DTYPE),
+        (lines("0-3"), TWO_DTYPES),
+        (lines("0,2", "1,3"), TWO_DTYPES),
+        (Schedule(buckets=()), ()),
+    ],
+)
+def test_sound_schedules(schedule: Schedule, dtype_ids: tuple[int, ...]) -> None:
+    verify(schedule, dtype_ids)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "dtype_ids", "message"),
+    [
+        (Schedule(buckets=(*lines("0-3").buckets, Bucket(gradients=()))), ONE_DTYPE, "bucket 1 is empty"),
+        (lines("0-4"), ONE_DTYPE, r"bucket 0 \(\[0-4\] .*\): gradient 4 does not exist, there are 4"),
+        (Schedule(buckets=(Bucket(gradients=(-1, 0)),)), ONE_DTYPE, "gradient -1 does not exist"),
+        (lines("0-1", "1-3"), ONE_DTYPE, "gradient 1 is in bucket 0 and in bucket 1"),
+        (lines("0,0-3"), ONE_DTYPE, "gradient 0 is in bucket 0 and in bucket 0"),
+        (lines("0", "2"), ONE_DTYPE, "no bucket holds the gradients 1,3"),
+        (Schedule(buckets=()), ONE_DTYPE, "no bucket holds the gradients 0-3"),
+        (lines("2-3", "0-1"), ONE_DTYPE, r"launch order is not readiness order: .* gradients \[2, 0\]"),
+        (lines("1,0", "2-3"), ONE_DTYPE, "bucket 0: gradients 1,0 are not in readiness order"),
+        (lines("0,2", "1,3"), ONE_DTYPE, r"bucket 0 \(0,2\) leaves out gradient 1"),
+        (lines("0,3", "1-2"), TWO_DTYPES, r"bucket 0 \(0,3\) leaves out gradient 1"),
+    ],
+)
+def test_broken_schedules(schedule: Schedule, dtype_ids: tuple[int, ...], message: str) -> None:
+    with pytest.raises(VerifyError, match=message):
+        verify(schedule, dtype_ids)
+
+
+@pytest.mark.parametrize("form", ["all_reduce/library topk", "all_reduce/tree none", "sparse/flat none"])
+def test_lossy_and_unknown_forms_are_not_exact(form: str) -> None:
+    schedule = Schedule.parse(f"[0-3] {form}")
+    with pytest.raises(VerifyError, match="is not exact, but the plan has to be"):
+        verify(schedule, ONE_DTYPE)
+    verify(schedule, ONE_DTYPE, accuracy="bounded")
+
+
+def test_verify_error_is_no_input_error() -> None:
+    """A broken schedule is our defect, not the user's."""
+    assert not issubclass(VerifyError, InputError)
+
+
+@pytest.mark.parametrize(
+    ("text", "passes"),
+    [
+        ("", ()),
+        ("merge", (Merge(),)),
+        (" merge { labels = 4 } ", (Merge(labels=4),)),
+        ("merge{}", (Merge(),)),
+        ("merge,merge{labels=1}", (Merge(), Merge(labels=1))),
+    ],
+)
+def test_pass_specs(text: str, passes: tuple[Pass, ...]) -> None:
+    assert parse_passes(text) == passes
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("mrege", "found 'mrege', expected one of: merge"),
+        ("merge,sparsify{max_ratio=1000}", "found 'sparsify', expected one of: merge"),
+        ("merge{label=4}", "merge has no option 'label'; did you mean labels?"),
+        ("merge{zzz=4}", "merge has no option 'zzz'; it has: labels"),
+        ("merge{labels}", r"merge{labels=}: expected an integer of at least 1"),
+        ("merge{labels=0}", r"merge{labels=0}: expected an integer of at least 1"),
+        ("merge{labels=2.5}", "expected an integer"),
+        ("merge{labels=many}", "expected an integer"),
+        ("merge{labels=4", r"cannot read 'merge\{labels=4', expected for example merge\{labels=8\}"),
+        ("merge}", "cannot read"),
+        ("merge merge", "cannot read"),
+        (",", "cannot read ','"),
+        ("merge,,merge", "cannot read ',merge'"),
+        ("Merge", "cannot read"),
+    ],
+)
+def test_wrong_pass_specs(text: str, message: str) -> None:
+    with pytest.raises(InputError, match="--passes: ") as caught:
+        parse_passes(text)
+    assert caught.match(message)
+
+
+@pytest.mark.parametrize("name", PASSES)
+def test_every_pass_can_be_named(name: str) -> None:
+    (made,) = parse_passes(name)
+    assert type(made) is PASSES[name]
+    assert made.name == name
+
+
+@st.composite
+def cuts(draw: st.DrawFn, problem: Problem) -> Schedule:
+    inner = draw(st.sets(st.integers(1, problem.count)))
+    return Schedule.from_boundaries(sorted(inner | {problem.count}))
+
+
+@pytest.mark.parametrize("name", PASSES)
+@given(data=st.data())
+def test_every_pass_keeps_its_promise(name: str, data: st.DataObject) -> None:
+    """Sound, deterministic, and never worse than the schedule it was given, which it leaves as it was."""
+    problem = data.draw(problems(mixed=data.draw(st.booleans()), contention=data.draw(st.booleans())))
+    schedule = data.draw(cuts(problem))
+    text = str(schedule)
+    (made,) = parse_passes(name)
+    result = run_passes([made], schedule, problem)
+    assert str(schedule) == text
+    assert made.apply(schedule, problem) == result
+    before, after = (simulate_schedule(problem, s).iteration_us for s in (schedule, result))
+    assert after <= before * (1 + 1e-12)
+
+
+@dataclass(frozen=True)
+class Fake:
+    """A pass that does what the test says."""
+
+    name: ClassVar[str] = "fake"
+    act: Callable[[Schedule], Schedule]
+
+    def apply(self, schedule: Schedule, problem: Problem) -> Schedule:
+        return self.act(schedule)
+
+
+def drop_last(schedule: Schedule) -> Schedule:
+    return Schedule(buckets=schedule.buckets[:-1])
+
+
+def test_verifier_runs_before_and_after_each_pass() -> None:
+    problem = line_problem([(1, 1.0)] * 3, 10.0, 0.1)
+    start = lines("0", "1", "2")
+    with pytest.raises(VerifyError, match="no bucket holds the gradients 2"):
+        run_passes([Fake(drop_last)], start, problem)
+    with pytest.raises(VerifyError, match="no bucket holds the gradients 2"):
+        run_passes([Fake(drop_last), Fake(lambda _: start)], start, problem)
+    with pytest.raises(VerifyError, match="no bucket holds the gradients 1-2"):
+        run_passes([], lines("0"), problem)
+
+
+def test_passes_run_in_order_and_report() -> None:
+    problem = line_problem([(1, 1.0)] * 3, 10.0, 0.1)
+    seen: list[tuple[str, str]] = []
+
+    def note(name: str, schedule: Schedule, seconds: float) -> None:
+        assert seconds >= 0.0
+        seen.append((name, str(schedule).replace(" all_reduce/library none", "")))
+
+    passes = [Fake(lambda _: lines("0", "1-2")), Merge(), Fake(lambda s: s)]
+    result = run_passes(passes, lines("0-2"), problem, note)
+    assert seen[0] == ("fake", "[0]\n[1-2]")
+    assert [name for name, _ in seen] == ["fake", "merge", "fake"]
+    assert result == Merge().apply(lines("0-2"), problem)
+
+
+def test_bad_pass_is_caught_in_optimize(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The whole way: a registered pass that loses a gradient never becomes a plan."""
+    from planner.decide import optimize
+
+    broken: dict[str, Any] = {"fake": lambda: Fake(drop_last)}
+    monkeypatch.setattr(pipeline, "_make_pass", lambda name, _: broken[name]())
+    with pytest.raises(VerifyError, match="no bucket holds the gradients 5"):
+        optimize(usual_profile(), passes="fake")
+
+
+def test_merge_fires_holds_back_and_takes_one_gradient() -> None:
+    """Fires where start-up is dear, holds back where it is free and sending hides, and copes with one gradient."""
+    dear = line_problem([(100, 10.0)] * 3, 1000.0, 0.001)
+    assert Merge().apply(lines("0", "1", "2"), dear) == lines("0-2")
+    cheap = line_problem([(100, 1000.0)] * 3, 1.0, 1.0)
+    # The first two hide under backward whether they travel together or apart: fewer buckets win.
+    assert Merge().apply(lines("0-2"), cheap) == lines("0-1", "2")
+    assert Merge().apply(lines("0"), line_problem([(1, 1.0)], 1.0, 1.0)) == lines("0")
