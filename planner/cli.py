@@ -14,7 +14,7 @@ from typing import Annotated, Any
 
 import typer
 
-from runtime.errors import InputError, PlannerError
+from runtime.errors import InputError, PlanMismatch, PlannerError
 from runtime.version import __version__
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, rich_markup_mode=None, pretty_exceptions_enable=False)
@@ -209,7 +209,12 @@ def run(
 
     loaded = None if plan is None else load_plan(plan)
     count = ranks if ranks is not None or loaded is None else loaded.world.ranks
-    runs = on_ranks(count, device, backend, train_rank, job, loaded, steps, choose_device(device), not _Options.as_json)
+    try:
+        runs = on_ranks(
+            count, device, backend, train_rank, job, loaded, steps, choose_device(device), not _Options.as_json
+        )
+    except PlanMismatch as error:
+        raise PlanMismatch(f"{plan}: {error}") from error
     document = run_document(runs)
     if not is_first_rank():
         return

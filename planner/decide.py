@@ -50,12 +50,17 @@ def optimize(
     """
     if accuracy not in ACCURACIES:
         raise InputError(f"--accuracy: found {accuracy!r}, expected one of: {', '.join(ACCURACIES)}")
-    problem = make_problem(_profile(profile), _cluster(cluster))
+    problem = make_problem(_profile(profile), _cluster(cluster), where=name_of(cluster or profile))
     start = make_schedule(problem, "wfbp")
     schedule = run_passes(parse_passes(passes), start, problem, after_pass)
     baselines = {name: predict(problem, make_schedule(problem, name)) for name in BASELINES}
     plan = replace(lower(problem, schedule), baselines=baselines, certificate=certify(problem, schedule))
     return replace(plan, notes=_notes(problem, plan, baselines, accuracy))
+
+
+def name_of(document: Profile | Cluster | str | Path) -> str:
+    """How messages name a document: by its path where it has one."""
+    return str(document) if isinstance(document, str | Path) else type(document).__name__.lower()
 
 
 def _profile(profile: Profile | str | Path) -> Profile:

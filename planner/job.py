@@ -56,7 +56,7 @@ def load_job(spec: str) -> TrainingJob:
 def _call(spec: str, function: Callable[[], Any]) -> TrainingJob:
     try:
         job = function()
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise InputError(
             f"{spec}: raised {type(error).__name__}: {error}; expected it to return a TrainingJob"
         ) from error
@@ -95,5 +95,5 @@ def _load_module(name: str) -> ModuleType:
         if error.name is not None and (name == error.name or name.startswith(error.name + ".")):
             raise InputError(f"no module {name!r}; expected package.module:name or path/to/file.py:name") from None
         raise InputError(f"{name}: needs the module {error.name!r}, which is not installed") from error
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise InputError(f"{name}: raised {type(error).__name__} while being imported: {error}") from error

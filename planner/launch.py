@@ -97,20 +97,24 @@ def _cause(folder: Path, exited: ProcessExitedException | ProcessRaisedException
     failures: list[_Failure] = [pickle.loads(path.read_bytes()) for path in folder.glob("error-*")]
     failures.sort(key=lambda failure: (isinstance(failure.error, CommunicationError), failure.time))
     signal_name = getattr(exited, "signal_name", None)
-    if signal_name is not None and (not failures or isinstance(failures[0].error, CommunicationError)):
+    if signal_name is not None:
         return EnvironmentFailure(f"rank {exited.error_index} was killed by {signal_name}")
     if not failures:
         return EnvironmentFailure(f"rank {exited.error_index} ended without a word: {exited}")
     first = failures[0]
     if first.error is not None:
+        first.error.add_note(first.trace)
         return first.error
-    return EnvironmentFailure(f"rank {first.rank} raised {first.text}\n{first.trace}")
+    failure = EnvironmentFailure(f"rank {first.rank} raised {first.text}")
+    failure.add_note(first.trace)  # shown with a traceback, which the command line prints on request
+    return failure
 
 
 def _rank_main(
     rank: int, world: LocalWorld, port: int, folder: str, function: Callable[..., Any], arguments: tuple[Any, ...]
 ) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the parent, which ends us
+    os.dup2(2, 1)  # what a job prints is not the command's result
     try:
         _join(rank, world, port)
         result = function(*arguments)
@@ -134,7 +138,8 @@ def _leave(path: Path, value: Any) -> None:
 
 
 def _join(rank: int, world: LocalWorld, port: int) -> None:
-    here = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world.ranks, "LOCAL_WORLD_SIZE": world.ranks}
+    here = {"RANK": rank, "LOCAL_RANK": rank, "GROUP_RANK": 0}
+    here |= {"WORLD_SIZE": world.ranks, "LOCAL_WORLD_SIZE": world.ranks}
     os.environ.update({name: str(value) for name, value in here.items()})
     if world.backend == "gloo" and "GLOO_SOCKET_IFNAME" not in os.environ:
         loopback = _loopback()

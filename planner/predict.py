@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from planner.decide import name_of
 from planner.lower import predict
 from planner.problem import make_problem
 from planner.profile.document import Cluster, Profile, load_cluster, load_profile
@@ -61,7 +62,7 @@ def simulate(
     machines = cluster if cluster is None or isinstance(cluster, Cluster) else load_cluster(cluster)
     results = []
     for count in ranks or (None,):
-        problem = make_problem(loaded, machines, count)
+        problem = make_problem(loaded, machines, count, where=name_of(cluster or profile))
         for strategy in strategies:
             schedule = make_schedule(problem, strategy)
             verify(schedule, problem.dtype_ids.tolist())

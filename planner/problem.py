@@ -120,8 +120,12 @@ class Problem:
         return result
 
 
-def make_problem(profile: Profile, cluster: Cluster | None = None, ranks: int | None = None) -> Problem:
+def make_problem(
+    profile: Profile, cluster: Cluster | None = None, ranks: int | None = None, where: str = "profile"
+) -> Problem:
     """Joins a profile with a cluster (default: the one measured with it), resized to `ranks` where given.
+
+    `where` names the document that holds the cluster in messages.
 
     Raises:
         InputError: no cluster in the profile and none given; no cost for an all-reduce on it.
@@ -129,7 +133,10 @@ def make_problem(profile: Profile, cluster: Cluster | None = None, ranks: int | 
     chosen = cluster or profile.cluster
     if chosen is None:
         raise InputError(
-            "the profile holds no measured cluster and none was given; expected `--cluster FILE`, or a profile made "
-            "by `planner profile` on the machines in question"
+            f"{where}: $.cluster: found none and no other was given; expected `--cluster FILE`, or a profile made by "
+            f"`planner profile` on the machines in question"
         )
-    return Problem(profile=profile, cost=communication_cost(chosen, ranks))
+    try:
+        return Problem(profile=profile, cost=communication_cost(chosen, ranks))
+    except InputError as error:
+        raise InputError(f"{where}: $.cluster: {error}" if cluster is None else f"{where}: {error}") from error

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
+import re
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any
@@ -13,14 +15,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parameter import is_lazy
 
 import runtime
 from planner.job import TrainingJob, load_job
 from planner.profile.document import Profile
+from planner.profile.preserve import preserved
 from planner.profile.step import measure
 from planner.progress import make_progress
-from runtime.errors import InputError, PlannerError
+from runtime.errors import EnvironmentFailure, InputError, PlannerError
 from runtime.plan import Plan
+from runtime.world import first_line
 
 SEED = 0
 KEPT_BATCHES = 4
@@ -34,11 +39,15 @@ def rank_device(device: str) -> torch.device:
 
 def to_device(value: Any, device: torch.device) -> Any:
     """A batch on the device: tensors inside dicts, lists, tuples and dataclasses are moved, the rest is kept."""
-    if isinstance(value, Tensor):
+    if device.type == "cpu":
+        return value  # jobs make their batches there
+    if hasattr(value, "to") and callable(value.to):
         return value.to(device)
-    if isinstance(value, Mapping):
-        moved = {key: to_device(item, device) for key, item in value.items()}
-        return moved if type(value) is dict else type(value)(moved)  # type: ignore[call-arg]
+    if isinstance(value, MutableMapping):
+        moved = copy.copy(value)
+        for key, item in value.items():
+            moved[key] = to_device(item, device)
+        return moved
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return type(value)(*(to_device(item, device) for item in value))
     if isinstance(value, list | tuple):
@@ -65,7 +74,8 @@ class BuiltJob:
         """This rank's batch of one step, on the device."""
         rank = dist.get_rank() if dist.is_initialized() else 0
         with blaming(f"{self.spec}: batch({step}, {rank})"):
-            return to_device(self.job.batch(step, rank), self.device)
+            batch = self.job.batch(step, rank)
+        return to_device(batch, self.device)
 
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
         """The loss, checked to be a scalar that requires a gradient."""
@@ -76,6 +86,16 @@ class BuiltJob:
             raise InputError(f"{self.spec}: loss returned {found}, expected a scalar tensor that requires a gradient")
         return loss
 
+    def backward(self, loss: Tensor) -> None:
+        """`loss.backward()`."""
+        with blaming(f"{self.spec}: loss.backward()"):
+            loss.backward()
+
+    def update(self) -> None:
+        """`optimizer.step()`."""
+        with blaming(f"{self.spec}: optimizer.step()"):
+            self.optimizer.step()
+
 
 @contextmanager
 def blaming(where: str) -> Iterator[None]:
@@ -84,8 +104,14 @@ def blaming(where: str) -> Iterator[None]:
         yield
     except PlannerError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
+        if isinstance(error, RuntimeError) and _LOST.search(str(error)):
+            raise EnvironmentFailure(f"{where}: lost another rank: {first_line(error)}") from error
         raise InputError(f"{where} raised {type(error).__name__}: {error}") from error
+
+
+_LOST = re.compile(r"gloo|nccl|connection closed|timed out waiting", re.IGNORECASE)
+"""What backends say when a rank is gone."""
 
 
 def build(spec: str, device: str) -> BuiltJob:
@@ -93,6 +119,9 @@ def build(spec: str, device: str) -> BuiltJob:
     torch.manual_seed(SEED)
     job = load_job(spec)
     target = rank_device(device)
+    lazy = [name for name, parameter in job.model.named_parameters() if is_lazy(parameter)]
+    if lazy:
+        raise InputError(f"{spec}: {lazy[0]} has no shape yet; expected a model whose lazy modules have seen a batch")
     job.model.to(target)
     with blaming(f"{spec}: optimizer(parameters)"):
         optimizer = job.optimizer(parameter for parameter in job.model.parameters() if parameter.requires_grad)
@@ -112,7 +141,7 @@ def profile_rank(spec: str, device: str, show_progress: bool) -> Profile:
         turn += 1
         loss = built.loss(built.model, batches[turn % KEPT_BATCHES])
         loss_ready()
-        loss.backward()
+        built.backward(loss)
 
     first = not dist.is_initialized() or dist.get_rank() == 0
     progress = make_progress(show=show_progress and first)
@@ -130,6 +159,17 @@ class RankRun:
     report: str
 
 
+def _wrap(built: BuiltJob) -> nn.Module:
+    """DDP, told of unused parameters where the first step leaves some: it would stop at the second step otherwise."""
+    with preserved(built.model):
+        built.backward(built.loss(built.model, built.batch(0)))
+        missing = any(p.requires_grad and p.grad is None for p in built.model.parameters())
+    anywhere = torch.tensor([float(missing)], device=built.device)
+    dist.all_reduce(anywhere)
+    with blaming(f"{built.spec}: DistributedDataParallel(model)"):
+        return DistributedDataParallel(built.model, find_unused_parameters=bool(anywhere))
+
+
 class Trainer:
     """One model that trains step by step: plain DDP without a plan, attached with one."""
 
@@ -138,7 +178,7 @@ class Trainer:
         self.session = None if plan is None else runtime.attach(built.model, built.optimizer, plan)
         alone = not dist.is_initialized() or dist.get_world_size() == 1
         plain = self.session is not None or alone
-        self._model: nn.Module = built.model if plain else DistributedDataParallel(built.model)
+        self._model: nn.Module = built.model if plain else _wrap(built)
         self.step_us: list[float] = []
         self.losses: list[float] = []
 
@@ -151,8 +191,8 @@ class Trainer:
         start = time.perf_counter()
         built.optimizer.zero_grad()
         loss = built.loss(self._model, batch)
-        loss.backward()
-        built.optimizer.step()
+        built.backward(loss)
+        built.update()
         if cuda:
             torch.cuda.synchronize(built.device)
         self.step_us.append((time.perf_counter() - start) * 1e6)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -29,6 +31,10 @@ def on_ranks(
         EnvironmentFailure: a rank died, or not all came within the deadline.
     """
     device = choose_device(device)
+    if backend is not None and backend not in dist.Backend.backend_list:
+        raise InputError(
+            f"--backend: found {backend!r}, expected one of: {', '.join(sorted(dist.Backend.backend_list))}"
+        )
     backend = backend or ("nccl" if device == "cuda" and torch.cuda.device_count() > 1 else "gloo")
     if under_torchrun():
         return _join(ranks, device, backend, function, arguments)
@@ -52,6 +58,20 @@ def choose_device(device: str) -> str:
     return "cuda" if device != "cpu" and torch.cuda.is_available() else "cpu"
 
 
+@contextmanager
+def _stdout_to_stderr() -> Iterator[None]:
+    """What a job prints is not the command's result."""
+    sys.stdout.flush()
+    kept = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        yield
+    finally:
+        sys.stdout.flush()
+        os.dup2(kept, 1)
+        os.close(kept)
+
+
 def _join(
     ranks: int | None, device: str, backend: str, function: Callable[..., T], arguments: tuple[Any, ...]
 ) -> list[T]:
@@ -68,7 +88,8 @@ def _join(
         raise EnvironmentFailure(f"the ranks of torchrun did not come together: {error}") from error
     try:
         results: list[Any] = [None] * world_size
-        dist.all_gather_object(results, function(*arguments))
+        with _stdout_to_stderr():
+            dist.all_gather_object(results, function(*arguments))
         return results
     finally:
         dist.destroy_process_group()

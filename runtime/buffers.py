@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from runtime.communicator import describe_failure
+from runtime.hooks import ModuleHook
 from runtime.world import World
 
 ALIGNMENT_BYTES = 16
@@ -27,14 +28,14 @@ class BufferSync:
     def __init__(self, world: World, model: nn.Module, synchronizing: Callable[[], bool]) -> None:
         self._world, self._model, self._synchronizing = world, model, synchronizing
         self._due = True
-        self._buffers = list(model.buffers())
-        self._flat, self._views = _pack(self._buffers)
+        self._buffers: list[Tensor] = []
+        self._collect()
 
     def install(self) -> list[Any]:
         """Hooks the model's forward; returns the handles. Nothing to do without buffers or with one rank."""
         if not self._buffers or self._world.group is None:
             return []
-        return [self._model.register_forward_pre_hook(self._before_forward, prepend=True)]
+        return [self._model.register_forward_pre_hook(ModuleHook(self._before_forward), prepend=True)]
 
     def _before_forward(self, _module: nn.Module, _arguments: Any) -> None:
         if not (torch.is_grad_enabled() and self._model.training):
@@ -43,8 +44,16 @@ class BufferSync:
             self._exchange()
         self._due = self._synchronizing()
 
+    def _collect(self) -> None:
+        """Takes the buffers that the model has now; a forward may have replaced some."""
+        buffers = list(self._model.buffers())
+        if len(buffers) != len(self._buffers) or any(a is not b for a, b in zip(buffers, self._buffers, strict=True)):
+            self._buffers = buffers
+            self._flat, self._views = _pack(buffers)
+
     @torch.no_grad()
     def _exchange(self) -> None:
+        self._collect()
         if self._world.rank == 0:
             torch._foreach_copy_(self._views, self._buffers)
         try:

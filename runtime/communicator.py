@@ -90,7 +90,8 @@ class HostCommunicator:
 
     def __init__(self, world: World, collectives: list[Collective]) -> None:
         self._world, self._collectives = world, collectives
-        # Reentrant: the callback of a message that has ended already runs at once, inside `_start_next`.
+        # Reentrant: the callback of a message that has ended already runs at once, inside `_start_next`, which then
+        # starts the message after it.
         self._lock = threading.RLock()
         self._queue: deque[_Task] = deque()
         self._current: _Task | None = None
@@ -103,7 +104,7 @@ class HostCommunicator:
             for message in bucket.messages:
                 self._queue.append(_Task(bucket, message, sent, last=message is bucket.messages[-1]))
             if self._current is None:
-                self._start_next()
+                self._try_next()
 
     def wait(self) -> None:
         """See `Communicator.wait`. After a failure every later wait fails alike: the group is broken."""
@@ -138,6 +139,14 @@ class HostCommunicator:
         task.work = self._collectives[task.bucket.index].start(task.message.flat, group)
         task.work.get_future().add_done_callback(partial(self._on_done, task))
 
+    def _try_next(self) -> None:
+        """`_start_next`, with a failure kept for the next `wait`; the lock is held."""
+        try:
+            self._start_next()
+        except RuntimeError as error:
+            if self._current is not None:
+                self._fail(self._current, error)
+
     def _on_done(self, task: _Task, future: torch.futures.Future[Any]) -> None:
         """Called on the backend's thread."""
         try:
@@ -153,11 +162,7 @@ class HostCommunicator:
                 return  # the other thread was first
             if task.last:
                 task.sent.end = time.perf_counter()
-            try:
-                self._start_next()
-            except RuntimeError as error:
-                self._failure = describe_failure(self._world, "the next bucket", error)
-                self._current = None
+            self._try_next()
 
     def _fail(self, task: _Task, error: RuntimeError) -> None:
         with self._lock:

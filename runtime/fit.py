@@ -9,6 +9,7 @@ from torch import nn
 
 from runtime.collectives import COLLECTIVES
 from runtime.compressors import COMPRESSORS
+from runtime.errors import InputError
 from runtime.names import canonical_name, fingerprint
 from runtime.plan import Plan
 from runtime.torch_compat import is_wrapped
@@ -18,8 +19,23 @@ SHOWN = 5
 
 
 def trainable_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Canonical name → parameter, for those that require a gradient; a shared one once."""
-    return {canonical_name(name): p for name, p in model.named_parameters() if p.requires_grad}
+    """Canonical name → parameter, for those that require a gradient; a shared one once.
+
+    Raises:
+        InputError: two parameters have the same canonical name.
+    """
+    found: dict[str, nn.Parameter] = {}
+    full: dict[str, str] = {}
+    for name, parameter in model.named_parameters():
+        short = canonical_name(name)
+        if parameter.requires_grad and short in found:
+            raise InputError(
+                f"the parameters {full[short]!r} and {name!r} are both called {short!r} once the prefixes of wrappers "
+                f"(module., _orig_mod.) are taken off; expected different names: rename one of them"
+            )
+        if parameter.requires_grad:
+            found[short], full[short] = parameter, name
+    return found
 
 
 def dtype_name(dtype: torch.dtype) -> str:

@@ -11,6 +11,7 @@ from torch import nn
 
 from runtime.clock import Clock
 from runtime.communicator import Sent
+from runtime.hooks import ModuleHook
 
 KEPT_STEPS = 50
 
@@ -62,8 +63,8 @@ class Recorder:
 
     def observe(self, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Iterator[Any]:
         """Hooks forward and the optimizer's step; yields the handles."""
-        yield model.register_forward_pre_hook(self._before_forward, prepend=True)
-        yield model.register_forward_hook(self._after_forward)
+        yield model.register_forward_pre_hook(ModuleHook(self._before_forward), prepend=True)
+        yield model.register_forward_hook(ModuleHook(self._after_forward))
         if optimizer is not None:
             yield optimizer.register_step_pre_hook(self._before_update)
             yield optimizer.register_step_post_hook(self._after_update)

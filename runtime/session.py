@@ -27,6 +27,7 @@ from runtime.collectives import COLLECTIVES
 from runtime.communicator import Communicator, NullCommunicator, make_communicator
 from runtime.errors import InputError
 from runtime.fit import find_misfit, model_fingerprint, trainable_parameters
+from runtime.hooks import ModuleHook
 from runtime.plan import Plan, load_plan
 from runtime.recorder import Recorder
 from runtime.report import Report, make_report
@@ -70,12 +71,10 @@ def attach(
         InputError: the model is attached already.
         EnvironmentFailure: a rank did not come within the deadline.
     """
-    plan = plan if isinstance(plan, Plan) else load_plan(plan)
-    if model in _attached:
-        raise InputError("the model is attached already; call session.detach() first")
-    world = World.join(process_group, timeout_s if timeout_s is not None else _default_timeout_s(plan))
+    loaded, problem = _load(model, plan)
+    world = World.join(process_group, timeout_s if timeout_s is not None else _default_timeout_s(loaded))
     try:
-        _agree(world, model, plan)
+        plan = _agree(world, model, loaded, problem)
         if sync:
             world.broadcast([*model.parameters(), *model.buffers()])
         return Session(model, optimizer, plan, world, broadcast_buffers=broadcast_buffers)
@@ -84,23 +83,33 @@ def attach(
         raise
 
 
-def _default_timeout_s(plan: Plan) -> float:
-    predicted_us = plan.predicted.iteration_us if plan.predicted else 0.0
+def _load(model: nn.Module, plan: Plan | str | Path) -> tuple[Plan | None, str | None]:
+    """The plan, and what is wrong on this rank: it is told to all ranks, so that none waits for this one."""
+    try:
+        loaded = plan if isinstance(plan, Plan) else load_plan(plan)
+    except InputError as error:
+        return None, str(error)
+    return loaded, "the model is attached already; call session.detach() first" if model in _attached else None
+
+
+def _default_timeout_s(plan: Plan | None) -> float:
+    predicted_us = plan.predicted.iteration_us if plan and plan.predicted else 0.0
     return max(MIN_TIMEOUT_S, STEPS_PER_DEADLINE * predicted_us / 1e6)
 
 
-def _agree(world: World, model: nn.Module, plan: Plan) -> None:
+def _agree(world: World, model: nn.Module, plan: Plan | None, problem: str | None) -> Plan:
+    digest, print_ = "", ""
+    parameters: tuple[str, ...] = ()
+    try:
+        if plan is not None and problem is None:
+            digest, parameters, print_ = plan.digest(), plan.gradients, model_fingerprint(model)
+            problem = find_misfit(model, plan, world.ranks)
+    except InputError as error:
+        problem = str(error)
     devices = sorted({parameter.device.type for parameter in model.parameters()})
-    mine = Credentials(
-        version=__version__,
-        torch=torch.__version__,
-        plan_digest=plan.digest(),
-        model=model_fingerprint(model),
-        parameters=plan.gradients,
-        device=",".join(devices),
-        problem=find_misfit(model, plan, world.ranks),
-    )
-    agree(world, mine)
+    agree(world, Credentials(__version__, torch.__version__, digest, print_, parameters, ",".join(devices), problem))
+    assert plan is not None
+    return plan
 
 
 class Session:
@@ -120,7 +129,7 @@ class Session:
         self.plan, self.world, self._model = plan, world, model
         self._scale = 1.0 / world.ranks
         self._synchronizing = True
-        self._in_backward = False
+        self._in_backward = self._awaiting_end = False
         self._next = 0
         parameters = trainable_parameters(model)
         device = next(iter(parameters.values())).device
@@ -146,8 +155,8 @@ class Session:
         for slot in self._slots:
             hook = partial(self._gradient_ready, slot)
             self._handles.append(slot.parameter.register_post_accumulate_grad_hook(hook))
-        self._handles.append(model.register_forward_pre_hook(self._before_forward, prepend=True))
-        self._handles.append(model.register_forward_hook(self._after_forward))
+        self._handles.append(model.register_forward_pre_hook(ModuleHook(self._before_forward), prepend=True))
+        self._handles.append(model.register_forward_hook(ModuleHook(self._after_forward)))
         _attached.add(model)
 
     # One step, in the order in which it happens.
@@ -177,31 +186,43 @@ class Session:
 
     def _before_forward(self, _module: nn.Module, _arguments: Any) -> None:
         """A backward that an exception ended is forgotten; its messages are waited for."""
-        if self._in_backward and current_backward_id() == OUTSIDE:
-            self._in_backward = False
+        if (self._in_backward or self._awaiting_end) and current_backward_id() == OUTSIDE:
+            self._in_backward = self._awaiting_end = False
             self._kept.clear()
             self._communicator.wait()
 
     def _after_forward(self, _module: nn.Module, _arguments: Any, output: Any) -> None:
-        """Begins the step with the outermost backward, also where a reentrant checkpoint runs backwards inside it."""
+        """Sees the outermost backward begin, also where a reentrant checkpoint runs backwards inside it."""
         if torch.is_grad_enabled() and self._synchronizing:
             for tensor in tree_leaves(output):
                 if isinstance(tensor, Tensor) and tensor.requires_grad:
                     tensor.register_hook(self._backward_reaches_output)
 
     def _backward_reaches_output(self, _gradient: Tensor) -> None:
-        if self._synchronizing and not self._in_backward:
-            self._begin()
+        """Whether this backward reaches parameters is not known yet: `torch.autograd.grad` does not."""
+        if self._synchronizing and not self._awaiting_end:
+            self._await_end()
+
+    def _await_end(self) -> None:
+        self._awaiting_end = True
+        queue_backward_callback(self._end_of_backward)
+
+    def _end_of_backward(self) -> None:
+        self._awaiting_end = False
+        if self._in_backward or not self._slots:  # with one rank nothing but the report is done
+            self._finish()
 
     def _begin(self) -> None:
+        """The first gradient of a step is here."""
         self._in_backward = True
+        if not self._awaiting_end:
+            self._await_end()
         self._next = 0
         for bucket in self._buckets:
             bucket.waiting = len(bucket.slots)
         for slot in self._slots:
             slot.waiting = True
         self.recorder.begin_backward()
-        queue_backward_callback(self._finish)
 
     def _launch_complete(self) -> None:
         while self._next < len(self._buckets) and self._buckets[self._next].waiting == 0:
@@ -255,7 +276,10 @@ class Session:
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backwards inside only accumulate into `.grad`; the next one outside exchanges the sum, as with DDP."""
+        """Backwards inside only accumulate into `.grad`; the next one outside exchanges the sum, as with DDP.
+
+        Where the backward runs decides (with DDP, where the forward ran): keep both on the same side.
+        """
         before, self._synchronizing = self._synchronizing, False
         try:
             yield
@@ -272,8 +296,9 @@ class Session:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continues from `state_dict()`. Any exact plan may continue another. Raises InputError on other state."""
-        if set(state) != {"plan", "ranks"}:
-            raise InputError(f"found session state with {sorted(state)}, expected what Session.state_dict() returned")
+        if not isinstance(state, dict) or set(state) != {"plan", "ranks"}:
+            found = f"a dict with {sorted(state)}" if isinstance(state, dict) else type(state).__name__
+            raise InputError(f"found {found}, expected what Session.state_dict() returned")
 
     def use_communicator(self, communicator: Communicator) -> None:
         """Sends buckets through another communicator from the next step on (for measuring)."""

@@ -59,7 +59,10 @@ def communication_cost(cluster: Cluster, ranks: int | None = None) -> Communicat
     key = _measured_key(cluster)
     if target.ranks == 1 and (cluster.ranks != 1 or _measured(cluster, key) is None):
         return CommunicationCost(
-            cluster=target, all_reduce=CostCurve.from_line(Coefficients(0.0, 0.0)), source="one rank: nothing to send"
+            cluster=target,
+            all_reduce=CostCurve.from_line(Coefficients(0.0, 0.0)),
+            source="one rank: nothing to send",
+            extrapolated=_measured(cluster, key) is not None,
         )
     if target.ranks == cluster.ranks:
         measured = _measured(cluster, key)

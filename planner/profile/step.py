@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Callable
 from datetime import UTC, datetime
 
@@ -156,9 +157,10 @@ def _describe_world(world: World, device: torch.device) -> ProfileWorld:
 
 
 def _nodes(world: World) -> int:
-    """Machines, from the launcher's word on how many ranks share one; one rank a machine where it is silent."""
-    local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    return max(1, world.ranks // local) if local and world.ranks % local == 0 else world.ranks
+    """Machines: torchrun's node numbers where it started the ranks, else host names; uneven ones count singly."""
+    mine = os.environ.get("GROUP_RANK") or socket.gethostname()
+    nodes = len(set(world.gather(mine, "counting machines")))
+    return nodes if world.ranks % nodes == 0 else world.ranks
 
 
 def _cluster(world: World, links: LinkTimes | None, contention: Contention | None) -> Cluster:

@@ -34,6 +34,9 @@ def needs(argument):
 def broken():
     return 1 / 0
 
+def leaving():
+    raise SystemExit("no data")
+
 number = 3
 """
 
@@ -49,6 +52,7 @@ def _clean_imports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[
     (tmp_path / "kit" / "inner.py").write_text(SOUND)
     (tmp_path / "kit" / "hungry.py").write_text("import no_such_library\n")
     (tmp_path / "kit" / "sick.py").write_text("raise OSError('no data')\n")
+    (tmp_path / "kit" / "leaving.py").write_text("raise SystemExit('no data')\n")
     before = set(sys.modules)
     yield
     for name in set(sys.modules) - before:
@@ -80,6 +84,7 @@ def test_absolute_path(tmp_path: Path) -> None:
         ("jobs.py:nothing", "jobs.py:nothing: returned NoneType, expected a planner.TrainingJob"),
         ("jobs.py:needs", "jobs.py:needs: raised TypeError: .*argument"),
         ("jobs.py:broken", "jobs.py:broken: raised ZeroDivisionError: division by zero"),
+        ("jobs.py:leaving", "jobs.py:leaving: raised SystemExit: no data"),
         ("jobs.py:frozen", "jobs.py:frozen: the model has no trainable parameter"),
         ("absent:job", "no module 'absent'; expected package.module:name or path/to/file.py:name"),
         ("kit.absent:job", "no module 'kit.absent'"),
@@ -87,6 +92,7 @@ def test_absolute_path(tmp_path: Path) -> None:
         ("kit.inner:jbo", "kit.inner: has no 'jbo'"),
         ("kit.hungry:job", "kit.hungry: needs the module 'no_such_library', which is not installed"),
         ("kit.sick:job", "kit.sick: raised OSError while being imported: no data"),
+        ("kit.leaving:job", "kit.leaving: raised SystemExit while being imported: no data"),
         ("kit/sick.py:job", "sick.py: raised OSError while being imported: no data"),
         (".inner:job", "inner: raised TypeError while being imported"),
     ],

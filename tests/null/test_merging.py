@@ -18,7 +18,7 @@ from planner.merging.exact import TIE, merge_exact
 from planner.passes.merge import Merge, best_of, merge_problem, merge_without_contention
 from planner.problem import Problem
 from planner.simulator import Overlap, simulate_schedule
-from planner.strategies import make_schedule
+from planner.strategies import BASELINES, make_schedule
 
 
 def step_us(problem: Problem, stops: Sequence[int]) -> float:
@@ -123,32 +123,49 @@ def test_without_work_for_ties_on_a_grid(problem: Problem) -> None:
 
 
 def test_without_work_for_ties_neighbours_still_merge() -> None:
-    """Eight gradients at once on a network without start-up: one bucket is as good as any."""
-    problem = line_problem([(8, 0.0)] * 8, 0.0, 0.25)
-    assert merge_exact(merge_problem(problem), tie_work=0).stops == (8,)
+    """The first two hide either way; apart each of them ends sooner, together there are fewer buckets."""
+    problem = line_problem([(8, 1000.0)] * 3, 0.0, 0.25)
+    assert merge_exact(merge_problem(problem), tie_work=0).stops == (2, 3)
 
 
-RIVALS = ("wfbp", "wfbp:layer", "single", "mg_wfbp", "ddp", "ddp:0.01", "ddp:1")
+RIVALS = (*BASELINES, "wfbp:layer", "ddp:0.01", "ddp:1")
 
 
 @pytest.mark.parametrize("contention", [None, (1.07, 1.12), (1.3, 1.0), (1.0, 1.5), (2.0, 3.0)])
 @pytest.mark.parametrize("kind", ["line", "monotone", "jagged"])
 def test_never_worse_than_any_strategy(kind: str, contention: tuple[float, float] | None) -> None:
+    """Under contention, where nothing is proved, that is promised of the baselines."""
     rng = np.random.default_rng(11)
     for count in (2, 5, 17, 60, 120):
         problem = random_problem(rng, count, kind, contention=contention)
         best_us = simulate_schedule(problem, make_schedule(problem, "optimal")).iteration_us
-        rivals_us = [simulate_schedule(problem, make_schedule(problem, name)).iteration_us for name in RIVALS]
+        rivals = RIVALS if contention is None else BASELINES
+        rivals_us = [simulate_schedule(problem, make_schedule(problem, name)).iteration_us for name in rivals]
         assert best_us <= min(rivals_us) * (1 + 1e-12)
 
 
 @settings(max_examples=150)
 @given(problems(max_count=9, contention=True))
-def test_contended_never_worse_than_any_strategy_on_a_grid(problem: Problem) -> None:
+def test_contended_never_worse_than_a_baseline_on_a_grid(problem: Problem) -> None:
     best_us = simulate_schedule(problem, make_schedule(problem, "optimal")).iteration_us
     free_us = step_us(problem, merge_without_contention(problem).stops)
-    rivals_us = [simulate_schedule(problem, make_schedule(problem, name)).iteration_us for name in RIVALS]
+    rivals_us = [simulate_schedule(problem, make_schedule(problem, name)).iteration_us for name in BASELINES]
     assert best_us <= min(free_us, *rivals_us) * (1 + 1e-12)
+
+
+def test_few_labels_do_not_lose_to_a_baseline() -> None:
+    """With one label the search itself loses to one of them now and then: they are candidates, too."""
+    lost = 0
+    for seed in range(200):
+        rng = np.random.default_rng(seed)
+        problem = random_problem(rng, int(rng.integers(2, 30)), "line", contention=(2.0, 1.5))
+        starts = [make_schedule(problem, name) for name in BASELINES]
+        starts.append(Schedule.from_boundaries(merge_without_contention(problem).stops))
+        best_us = min(simulate_schedule(problem, start).iteration_us for start in starts)
+        lost += step_us(problem, merge_contended(merge_problem(problem), overlap_of(problem), 1)) > best_us * (1 + 1e-9)
+        found = Merge(labels=1).apply(starts[0], problem)
+        assert simulate_schedule(problem, found).iteration_us <= best_us * (1 + 1e-12)
+    assert lost > 0
 
 
 def contended_losses(kinds: Sequence[str], cases: int, labels: int) -> list[float]:

@@ -203,7 +203,7 @@ def test_busy_time_is_the_union_of_spans() -> None:
 
 def test_problem_needs_a_cluster() -> None:
     profile = parse_profile(profile_document([(1, 1.0)]))
-    with pytest.raises(InputError, match="no measured cluster and none was given; expected `--cluster FILE`"):
+    with pytest.raises(InputError, match=r"\$\.cluster: found none and no other was given; expected `--cluster FILE`"):
         make_problem(profile)
     given_cluster = parse_cluster(cluster_document(nodes=3))
     assert make_problem(profile, given_cluster).ranks == 3

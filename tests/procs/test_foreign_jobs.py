@@ -55,3 +55,8 @@ def test_a_foreign_model_trains_with_a_plan_as_with_ddp(name: str, ddp: dict[str
     run = planner("run", job, "--device", "cpu", "--plan", files[1], "--steps", str(STEPS))
     assert (run["steps"], run["ranks"]) == (STEPS, 2)
     assert run["weights_sha256"] == ddp[name]
+
+
+def test_plain_ddp_bears_unused_parameters(ddp: dict[str, str]) -> None:
+    run = planner("run", f"{JOBS}:bert_with_idle_pooler", "--device", "cpu", "--steps", str(STEPS))
+    assert run["weights_sha256"] == ddp["bert_with_idle_pooler"]
