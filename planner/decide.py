@@ -13,6 +13,7 @@ from planner.problem import Problem, make_problem
 from planner.profile.document import Cluster, Profile, load_cluster, load_profile
 from planner.simulator import simulate_schedule
 from planner.strategies import BASELINES, make_schedule
+from planner.strategies.optimal import best_baseline
 from runtime.errors import InputError
 from runtime.plan import Accuracy, Certificate, Plan, Prediction
 
@@ -51,8 +52,7 @@ def optimize(
     if accuracy not in ACCURACIES:
         raise InputError(f"--accuracy: found {accuracy!r}, expected one of: {', '.join(ACCURACIES)}")
     problem = make_problem(_profile(profile), _cluster(cluster), where=name_of(cluster or profile))
-    start = make_schedule(problem, "wfbp")
-    schedule = run_passes(parse_passes(passes), start, problem, after_pass)
+    schedule = run_passes(parse_passes(passes), best_baseline(problem), problem, after_pass)
     baselines = {name: predict(problem, make_schedule(problem, name)) for name in BASELINES}
     plan = replace(lower(problem, schedule), baselines=baselines, certificate=certify(problem, schedule))
     return replace(plan, notes=_notes(problem, plan, baselines, accuracy))
@@ -103,6 +103,10 @@ def _notes(problem: Problem, plan: Plan, baselines: dict[str, Prediction], accur
     ddp_us = baselines["ddp"].iteration_us
     plan_us = plan.predicted.iteration_us if plan.predicted else ddp_us
     gain = 1.0 - plan_us / ddp_us if ddp_us > 0.0 else 0.0
-    if gain < NOTHING_TO_GAIN:
+    if gain < 0.0:
+        notes.append(
+            f"nothing to gain: DDP's default buckets, which interleave dtypes, are predicted {-gain:.1%} shorter"
+        )
+    elif gain < NOTHING_TO_GAIN:
         notes.append(f"nothing to gain: the step is predicted {gain:.1%} shorter than with DDP's default buckets")
     return tuple(notes)

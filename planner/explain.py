@@ -78,9 +78,9 @@ def certificate_text(plan: Plan) -> str:
     if certificate is None:
         return "no certificate"
     if certificate.gap <= 1e-9:
-        text = f"optimal: no {plan.accuracy} schedule is faster under this cost model"
+        text = f"optimal: no {plan.accuracy} plan is faster under this cost model"
     else:
-        text = f"within {certificate.gap:.2%} of optimal: no {plan.accuracy} schedule takes less than "
+        text = f"within {certificate.gap:.2%} of optimal: no {plan.accuracy} plan takes less than "
         text += f"{milliseconds(certificate.lower_bound_us)} ms under this cost model"
     return f"{text} ({certificate.method})" + (f"; {certificate.note}" if certificate.note else "")
 

@@ -46,35 +46,28 @@ class Merge:
 
     name: ClassVar[str] = "merge"
 
-    labels: int = 8
+    labels: int = 32
     """Labels that a prefix may keep when compute and network slow each other down."""
 
     def apply(self, schedule: Schedule, problem: Problem) -> Schedule:
-        """The best merge of the gradients, whatever the buckets were before."""
-        optimum = Schedule.from_boundaries(merge_without_contention(problem).stops)
+        """The best merge of the gradients: without contention whatever the buckets were before, with it never worse."""
+        optimum = merge_without_contention(problem).stops
         if not contended(problem):
-            return optimum
+            return Schedule.from_boundaries(optimum)
         factors = problem.contention
         overlap = Overlap(factors.compute, factors.network, problem.compute_end_us)
         arrays = merge_problem(problem)
-        starts = [(problem.count,), merge_without_contention(problem).stops, *_baselines(problem)]
-        starts.append(merge_contended(arrays, overlap, self.labels))
+        found = merge_contended(arrays, overlap, self.labels)
+        starts = [(problem.count,), optimum, found, _boundaries(schedule) or found]
         best = min(starts, key=lambda stops: (end_us(arrays, overlap, stops), len(stops)))
-        better = [improve(arrays, overlap, stops) for stops in (best, starts[-1])]
+        better = [improve(arrays, overlap, stops) for stops in (best, found)]
         return best_of(problem, [Schedule.from_boundaries(stops) for stops in [*better, *starts]] + [schedule])
 
 
-def _baselines(problem: Problem) -> list[tuple[int, ...]]:
-    """Boundaries of the strategies that users could have instead, where their buckets are contiguous."""
-    from planner.strategies import BASELINES, make_schedule  # not above: strategies are made of passes, too
-
-    found = []
-    for name in BASELINES:
-        schedule = make_schedule(problem, name)
-        stops = tuple(bucket.gradients[-1] + 1 for bucket in schedule.buckets)
-        if schedule == Schedule.from_boundaries(stops):
-            found.append(stops)
-    return found
+def _boundaries(schedule: Schedule) -> tuple[int, ...] | None:
+    """Where the buckets stop; None where they are not runs of consecutive gradients."""
+    stops = tuple(bucket.gradients[-1] + 1 for bucket in schedule.buckets)
+    return stops if schedule == Schedule.from_boundaries(stops) else None
 
 
 def best_of(problem: Problem, candidates: list[Schedule]) -> Schedule:

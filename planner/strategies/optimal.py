@@ -1,14 +1,24 @@
-"""The best exact schedule that this planner knows: the pass `merge`."""
+"""The best exact schedule that this planner knows: the pass `merge`, begun with the best of the baselines."""
 
 from __future__ import annotations
 
 from planner.ir import Schedule
-from planner.passes.merge import Merge
+from planner.passes.merge import Merge, best_of
 from planner.problem import Problem
 from planner.strategies.arguments import refuse_argument
+from planner.strategies.ddp import ddp
+from planner.strategies.mg_wfbp import mg_wfbp
+from planner.strategies.single import single
+from planner.strategies.wfbp import wfbp
 
 
 def optimal(problem: Problem, argument: str | None = None) -> Schedule:
     """What `planner optimize` chooses among exact plans."""
     refuse_argument("optimal", argument)
-    return Merge().apply(Schedule.from_boundaries([problem.count]), problem)
+    return Merge().apply(best_baseline(problem), problem)
+
+
+def best_baseline(problem: Problem) -> Schedule:
+    """The shortest of what users could have instead and a plan can hold: with several dtypes DDP's may interleave."""
+    candidates = [wfbp(problem), wfbp(problem, "layer"), single(problem), mg_wfbp(problem)]
+    return best_of(problem, candidates if problem.dtype_count > 1 else [*candidates, ddp(problem)])

@@ -238,7 +238,7 @@ def test_bad_pass_is_caught_in_optimize(monkeypatch: pytest.MonkeyPatch) -> None
 
     broken: dict[str, Any] = {"fake": lambda: Fake(drop_last)}
     monkeypatch.setattr(pipeline, "_make_pass", lambda name, _: broken[name]())
-    with pytest.raises(VerifyError, match="no bucket holds the gradients 5"):
+    with pytest.raises(VerifyError, match=r"no bucket holds the gradients ([0-9]-)?5"):
         optimize(usual_profile(), passes="fake")
 
 
