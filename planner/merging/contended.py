@@ -20,6 +20,9 @@ Floats = NDArray[np.float64]
 LOCAL_WORK = 4_000
 """Buckets that a local search may evaluate (some 0.1 s)."""
 
+MAX_GRID = 5_000
+"""Boundaries that labels look at, evenly spaced; the local search looks between them."""
+
 LABEL_WORK = 60_000_000
 """Pairs of (label, boundary) to look at: sets how many labels a prefix may keep (about a second at the most)."""
 
@@ -32,20 +35,21 @@ def merge_contended(problem: MergeProblem, overlap: Overlap, labels: int) -> tup
         overlap: contention factors.
         labels: labels to keep per prefix, at most; fewer for many gradients.
     """
-    count = problem.count
-    most = 2 ** min(count - 1, 40)  # ways to merge all gradients
-    width = int(np.clip(2 * LABEL_WORK / count**2, 1, min(labels, most)))
-    time_us = np.full((count + 1, width), np.inf)
-    progress_us = np.zeros((count + 1, width))
-    origin = np.zeros((count + 1, width), dtype=np.int64)
+    stride = -(-problem.count // MAX_GRID)
+    grid = [*range(0, problem.count, stride), problem.count]
+    width = int(np.clip(2 * LABEL_WORK / len(grid) ** 2, 1, min(labels, problem.count)))
+    time_us = np.full((len(grid), width), np.inf)
+    progress_us = np.zeros((len(grid), width))
+    origin = np.zeros((len(grid), width), dtype=np.int64)
     time_us[0, 0] = 0.0
-    for i in range(1, count + 1):
-        cost_us = np.repeat(problem.cost_us(slice(0, i), i), width)
-        ends = _send_all(time_us[:i].ravel(), progress_us[:i].ravel(), float(problem.ready_us[i - 1]), cost_us, overlap)
+    for g, stop in enumerate(grid[1:], start=1):
+        cost_us = np.repeat(problem.cost_us(slice(0, stop, stride), stop), width)
+        ready_us = float(problem.ready_us[stop - 1])
+        ends = _send_all(time_us[:g].ravel(), progress_us[:g].ravel(), ready_us, cost_us, overlap)
         kept = _best_labels(*ends, width)
-        time_us[i, : kept.size], progress_us[i, : kept.size] = ends[0][kept], ends[1][kept]
-        origin[i, : kept.size] = kept
-    return _walk_back(origin, width)
+        time_us[g, : kept.size], progress_us[g, : kept.size] = ends[0][kept], ends[1][kept]
+        origin[g, : kept.size] = kept
+    return tuple(grid[g] for g in _walk_back(origin, width))
 
 
 def _send_all(
@@ -70,7 +74,9 @@ def _best_labels(time_us: Floats, progress_us: Floats, width: int) -> NDArray[np
     order = order[np.isfinite(time_us[order])]
     furthest = np.maximum.accumulate(progress_us[order])
     new = np.concatenate([[True], progress_us[order][1:] > furthest[:-1]])
-    return np.asarray(order[new][:width])
+    frontier = order[new]
+    # Spread over the frontier, both ends included: the earliest alone are near-copies of one another.
+    return np.asarray(frontier[np.unique(np.linspace(0, frontier.size - 1, width).astype(np.int64))])
 
 
 def _walk_back(origin: NDArray[np.int64], width: int) -> tuple[int, ...]:

@@ -13,7 +13,7 @@ from typing import ClassVar
 
 from planner.ir import Schedule
 from planner.merging.contended import end_us, improve, merge_contended
-from planner.merging.exact import TIE, TIE_WORK, MergeProblem, MergeSolution, merge_exact
+from planner.merging.exact import TIE, MergeProblem, MergeSolution, merge_exact
 from planner.problem import Problem
 from planner.simulator import Overlap, simulate_schedule
 
@@ -31,8 +31,7 @@ def merge_problem(problem: Problem) -> MergeProblem:
 @lru_cache(maxsize=4)
 def merge_without_contention(problem: Problem) -> MergeSolution:
     """The factor-free optimum: the answer without contention, a lower bound with it. Kept: pass and certificate ask."""
-    # Under contention it is only a bound and a start: which of its equals does not matter.
-    return merge_exact(merge_problem(problem), tie_work=0 if contended(problem) else TIE_WORK)
+    return merge_exact(merge_problem(problem))
 
 
 def contended(problem: Problem) -> bool:
@@ -60,7 +59,7 @@ class Merge:
         found = merge_contended(arrays, overlap, self.labels)
         starts = [(problem.count,), optimum, found, _boundaries(schedule) or found]
         best = min(starts, key=lambda stops: (end_us(arrays, overlap, stops), len(stops)))
-        better = [improve(arrays, overlap, stops) for stops in (best, found)]
+        better = [improve(arrays, overlap, stops) for stops in dict.fromkeys([best, found, optimum])]
         return best_of(problem, [Schedule.from_boundaries(stops) for stops in [*better, *starts]] + [schedule])
 
 
