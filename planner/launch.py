@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -84,7 +84,9 @@ def run_ranks(world: LocalWorld, function: Callable[..., T], *arguments: Any) ->
             while not context.join(timeout=1.0, grace_period=2.0):
                 pass
         except (ProcessExitedException, ProcessRaisedException) as error:
-            raise _cause(Path(folder), error) from None
+            if not all((Path(folder) / f"result-{rank}").exists() for rank in range(world.ranks)):
+                raise _cause(Path(folder), error) from None
+            # Every rank had done its work; one died while it was taking its process group down.
         finally:
             for process in context.processes:
                 if process.is_alive():
@@ -121,13 +123,21 @@ def _rank_main(
         _leave(Path(folder) / f"result-{rank}", result)
         if dist.is_initialized():
             dist.destroy_process_group()
+        _end(0)
     except BaseException as error:
         ours = error if isinstance(error, PlannerError) else None
         text = f"{type(error).__name__}: {error}"
         _leave(Path(folder) / f"error-{rank}", _Failure(rank, time.time(), ours, text, traceback.format_exc()))
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(1)  # threads that wait in a broken collective must not hold the process up
+        _end(1)
+
+
+def _end(code: int) -> NoReturn:
+    """Leaves at once: threads in a broken collective must not hold the process up, and torch's sometimes abort it when
+    the interpreter takes them down in order.
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def _leave(path: Path, value: Any) -> None:
