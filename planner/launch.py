@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import pickle
 import signal
@@ -133,8 +134,10 @@ def _rank_main(
 
 def _end(code: int) -> NoReturn:
     """Leaves at once: threads in a broken collective must not hold the process up, and torch's sometimes abort it when
-    the interpreter takes them down in order.
+    the interpreter takes them down in order. What was registered to run at exit does run after a success.
     """
+    if code == 0:
+        atexit._run_exitfuncs()
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
