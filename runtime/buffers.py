@@ -47,7 +47,7 @@ class BufferSync:
 
     def _collect(self) -> None:
         """Takes the buffers that the model has now; a forward may have replaced some."""
-        buffers = [owner[name] for owner, name in self._places]
+        buffers = [buffer for owner, name in self._places if (buffer := owner.get(name)) is not None]
         if len(buffers) != len(self._buffers) or any(a is not b for a, b in zip(buffers, self._buffers, strict=True)):
             self._buffers = buffers
             self._flat, self._views = _pack(buffers)
