@@ -7,7 +7,7 @@ from pathlib import Path
 
 from planner.ir import Schedule
 from planner.lower import lower, predict
-from planner.passes.merge import contended, merge_without_contention
+from planner.passes.merge import merge_without_contention
 from planner.pipeline import AfterPass, parse_passes, run_passes
 from planner.problem import Problem, make_problem
 from planner.profile.document import Cluster, Profile, load_cluster, load_profile
@@ -77,14 +77,14 @@ def certify(problem: Problem, schedule: Schedule) -> Certificate:
     bound_us = max(optimum.end_us, problem.compute_end_us) + problem.update_us
     iteration_us = simulate_schedule(problem, schedule).iteration_us
     notes = []
-    if contended(problem):
+    if problem.contended:
         notes.append("the bound is the optimum on a machine where compute and network do not slow each other down")
     if problem.dtype_count > 1:
         notes.append("the bound is for buckets of consecutive gradients; DDP's, one dtype each, are of another class")
-    if not optimum.ties_exact and not contended(problem):
+    if not optimum.ties_exact and not problem.contended:
         notes.append("the time is optimal; among plans of equal time this one may not have the fewest buckets")
     return Certificate(
-        method="dynamic programming with labels and local search" if contended(problem) else "dynamic programming",
+        method="dynamic programming with labels and local search" if problem.contended else "dynamic programming",
         lower_bound_us=min(bound_us, iteration_us),
         gap=max(0.0, iteration_us / bound_us - 1.0) if bound_us > 0.0 else 0.0,
         note="; ".join(notes) or None,

@@ -30,6 +30,11 @@ class Problem:
         return self.cost.contention
 
     @property
+    def contended(self) -> bool:
+        """Whether compute and network slow each other down."""
+        return self.contention.compute != 1.0 or self.contention.network != 1.0
+
+    @property
     def forward_us(self) -> float:
         return self.profile.compute.forward_us
 

@@ -60,9 +60,9 @@ class Overlap:
 
 def simulate_schedule(problem: Problem, schedule: Schedule) -> Timeline:
     """The timeline of one step of `schedule`."""
-    factors = problem.contention
-    if factors.compute == 1.0 and factors.network == 1.0:
+    if not problem.contended:
         return _simulate_free(problem, schedule)
+    factors = problem.contention
     return _simulate_contended(problem, schedule, Overlap(factors.compute, factors.network, problem.compute_end_us))
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -203,12 +203,6 @@ class Plan:
     def save(self, path: str | Path) -> None:
         """Writes plan.json atomically."""
         write_json(path, self.to_document())
-
-    def without_timelines(self) -> Plan:
-        """The plan with its predicted timeline left out, for a smaller file."""
-        if self.predicted is None:
-            return self
-        return replace(self, predicted=replace(self.predicted, timeline=None))
 
 
 def load_plan(path: str | Path) -> Plan:

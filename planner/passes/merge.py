@@ -34,11 +34,6 @@ def merge_without_contention(problem: Problem) -> MergeSolution:
     return merge_exact(merge_problem(problem))
 
 
-def contended(problem: Problem) -> bool:
-    """Whether compute and network slow each other down."""
-    return problem.contention.compute != 1.0 or problem.contention.network != 1.0
-
-
 @dataclass(frozen=True, kw_only=True)
 class Merge:
     """The pass `merge`."""
@@ -51,7 +46,7 @@ class Merge:
     def apply(self, schedule: Schedule, problem: Problem) -> Schedule:
         """The best merge of the gradients: without contention whatever the buckets were before, with it never worse."""
         optimum = merge_without_contention(problem).stops
-        if not contended(problem):
+        if not problem.contended:
             return Schedule.from_boundaries(optimum)
         factors = problem.contention
         overlap = Overlap(factors.compute, factors.network, problem.compute_end_us)
