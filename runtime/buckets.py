@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 
 import torch
 from torch import Tensor, nn
@@ -43,9 +44,13 @@ class Slot:
         if gradient is self.view:
             gradient.mul_(scale)
             return
-        # detach: a backward with create_graph leaves a gradient that itself requires one.
-        torch.mul(gradient.detach(), scale, out=self.view)
+        torch.mul(_plain(gradient), scale, out=self.view)
         self.parameter.grad = self.view
+
+
+def _plain(gradient: Tensor) -> Tensor:
+    """A backward with create_graph leaves a gradient that itself requires one."""
+    return gradient.detach() if gradient.requires_grad else gradient
 
 
 @dataclass(eq=False)
@@ -73,9 +78,12 @@ class BucketBuffer:
     waiting: int = 0
     """Gradients of this step that have not come yet."""
     small: list[Slot] = field(init=False)
+    _small_runs: list[Tensor] = field(init=False, repr=False)
+    """The parts of the flat buffers that small gradients fill without a gap."""
 
     def __post_init__(self) -> None:
         self.small = [slot for slot in self.slots if not slot.large]
+        self._small_runs = [run for message in self.messages for run in _small_runs(message)]
         for slot in self.slots:
             slot.bucket = self
 
@@ -87,12 +95,22 @@ class BucketBuffer:
             assert gradient is not None
             if gradient is not slot.view:
                 views.append(slot.view)
-                gradients.append(gradient.detach())
+                gradients.append(_plain(gradient))
                 slot.parameter.grad = slot.view
         if views:
             torch._foreach_copy_(views, gradients)
-        if self.small:
-            torch._foreach_mul_([slot.view for slot in self.small], scale)
+        for run in self._small_runs:
+            run.mul_(scale)
+
+
+def _small_runs(message: Message) -> list[Tensor]:
+    runs, offset = [], 0
+    for large, neighbours in groupby(message.slots, key=lambda slot: slot.large):
+        numel = sum(slot.parameter.numel() for slot in neighbours)
+        if not large:
+            runs.append(message.flat[offset : offset + numel])
+        offset += numel
+    return runs
 
 
 def make_slot(name: str, index: int, parameter: nn.Parameter) -> Slot:
