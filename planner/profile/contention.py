@@ -8,6 +8,7 @@ and how long each takes alone, the factors follow: while both are busy, compute 
 from __future__ import annotations
 
 import statistics
+import time
 
 import torch
 from torch import nn
@@ -22,7 +23,9 @@ from runtime.collectives import COLLECTIVES
 from runtime.communicator import Sent, make_communicator
 from runtime.world import World
 
-REPEATS = 15
+MIN_REPEATS, MAX_REPEATS = 5, 15
+BUDGET_S = 15.0
+"""What the repeats may take in all, once there are enough of them."""
 SHARE = 0.7
 """Part of backward that the all-reduces are meant to fill."""
 MIN_BACKWARD_US = 500.0
@@ -80,7 +83,11 @@ def measure_contention(
     runner = StepRunner(model, optimizer, step, world, communicator=flood)
     try:
         runner.run()
-        rounds = [_round(runner, flood, world) for _ in progress.track(range(REPEATS), "contention")]
+        started = time.perf_counter()
+        rounds = [_round(runner, flood, world)]
+        round_s = max(world.gather(time.perf_counter() - started, "timing a round"))
+        repeats = int(min(MAX_REPEATS, max(MIN_REPEATS, BUDGET_S / max(round_s, 1e-9))))
+        rounds += [_round(runner, flood, world) for _ in progress.track(range(repeats - 1), "contention")]
     finally:
         runner.close()
     everyone = world.gather([statistics.median(column) for column in zip(*rounds, strict=True)], "comparing contention")

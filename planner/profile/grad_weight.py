@@ -17,6 +17,8 @@ from runtime.fit import trainable_parameters
 from runtime.world import World
 
 REPEATS = 3
+LONG_BACKWARD_US = 1e6
+"""From this length on one repeat has to do."""
 
 
 def measure_grad_weight_share(model: nn.Module, step: Step, compute: ComputeProfile, world: World) -> float | None:
@@ -27,17 +29,19 @@ def measure_grad_weight_share(model: nn.Module, step: Step, compute: ComputeProf
     if any(parameter.device.type != "cpu" for parameter in parameters.values()):
         mine = None
     else:
-        mine = _measure(parameters, step, compute.gradients[-1].name)
+        # The same number on all ranks: a step may have collectives of its own.
+        repeats = REPEATS if sum(g.backward_us for g in compute.gradients) < LONG_BACKWARD_US else 1
+        mine = _measure(parameters, step, compute.gradients[-1].name, repeats)
     known = [share for share in world.gather(mine, "comparing shares of backward") if share is not None]
     return round(statistics.median(known), 4) if known else None
 
 
-def _measure(parameters: dict[str, nn.Parameter], step: Step, last: str) -> float | None:
+def _measure(parameters: dict[str, nn.Parameter], step: Step, last: str, repeats: int) -> float | None:
     try:
-        full_s = _backward_s(step)
+        full_s = _backward_s(step, repeats)
         for name, parameter in parameters.items():
             parameter.requires_grad_(name == last)
-        chain_s = _backward_s(step)
+        chain_s = _backward_s(step, repeats)
     except Exception:  # a user's step may do anything with a frozen parameter; the check is optional
         return None
     finally:
@@ -48,10 +52,10 @@ def _measure(parameters: dict[str, nn.Parameter], step: Step, last: str) -> floa
     return min(1.0, max(0.0, 1.0 - chain_s / full_s)) if full_s > 0.0 else None
 
 
-def _backward_s(step: Step) -> float | None:
+def _backward_s(step: Step, repeats: int) -> float | None:
     """Median seconds from the loss to the end of the step; None where the step does not say when backward begins."""
     times = []
-    for _ in range(REPEATS + 1):
+    for _ in range(repeats + 1):
         begun: list[float] = []
         step(lambda begun=begun: begun.append(time.perf_counter()))  # type: ignore[misc]
         if not begun:

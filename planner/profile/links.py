@@ -15,6 +15,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from scipy import stats
+from torch import Tensor
 
 from planner.profile.document import Line, Sample
 from planner.progress import Progress
@@ -27,6 +28,8 @@ from runtime.world import World
 SMALLEST_BYTES = 1024
 QUEUED_CALLS = 8
 """Calls that queue behind one another when they are timed back to back."""
+QUEUED_BYTES = 16 * 1024 * 1024
+"""Largest message that is timed in a queue: beside the time of a larger one, what queueing saves is nothing."""
 MIN_PASSES, MAX_PASSES = 5, 25
 BUDGET_S = 2.5
 """What one collective may take in all, once it has been timed often enough."""
@@ -58,10 +61,11 @@ def measure_links(world: World, device: torch.device, model_bytes: int, progress
     queued: dict[str, tuple[Sample, ...]] = {}
     communicator = make_communicator(world, [COLLECTIVES[("all_reduce", "library")]], device)
     try:
-        probe = _AllReduceProbe(communicator, device)
         fine, coarse = message_sizes(model_bytes, 2), message_sizes(model_bytes, 4)
+        probe = _AllReduceProbe(communicator, device, fine[-1])
         samples["all_reduce"] = _curve(world, device, fine, probe.once, progress, "all_reduce")
-        calls = _curve(world, device, coarse, probe.queued, progress, "all_reduce back to back")
+        queueing = message_sizes(min(model_bytes, QUEUED_BYTES), 4)
+        calls = _curve(world, device, queueing, probe.queued, progress, "all_reduce back to back")
         queued["all_reduce"] = tuple((size, time_us / QUEUED_CALLS) for size, time_us in calls)
         for name, make in _LIBRARY.items():
             samples[name] = _curve(world, device, coarse, _bind(make, world, device), progress, name)
@@ -75,17 +79,24 @@ def _bind(make: _Maker, world: World, device: torch.device) -> Callable[[int], R
 
 
 class _AllReduceProbe:
-    """Sends buckets as a session does."""
+    """Sends buckets as a session does; messages of all sizes lie in one piece of memory, which is as large as one."""
 
-    def __init__(self, communicator: Communicator, device: torch.device) -> None:
-        self._communicator, self._device = communicator, device
+    def __init__(self, communicator: Communicator, device: torch.device, largest_bytes: int) -> None:
+        self._communicator = communicator
+        self._memory = torch.zeros(max(1, largest_bytes // 4), device=device)
+
+    def _bucket(self, size_bytes: int, place: int) -> BucketBuffer:
+        numel = max(1, size_bytes // 4)
+        places = max(1, self._memory.numel() // numel)
+        start = place % places * numel
+        return as_bucket(self._memory[start : start + numel], size_bytes)
 
     def once(self, size_bytes: int) -> Run:
-        bucket = make_bucket(size_bytes, self._device)
+        bucket = self._bucket(size_bytes, 0)
         return lambda: self._send([bucket])
 
     def queued(self, size_bytes: int) -> Run:
-        buckets = [make_bucket(size_bytes, self._device) for _ in range(QUEUED_CALLS)]
+        buckets = [self._bucket(size_bytes, place) for place in range(QUEUED_CALLS)]
         return lambda: self._send(buckets)
 
     def _send(self, buckets: Sequence[BucketBuffer]) -> None:
@@ -96,7 +107,11 @@ class _AllReduceProbe:
 
 def make_bucket(size_bytes: int, device: torch.device) -> BucketBuffer:
     """A bucket of float32 zeros that belongs to no model."""
-    flat = torch.zeros(max(1, size_bytes // 4), device=device)
+    return as_bucket(torch.zeros(max(1, size_bytes // 4), device=device), size_bytes)
+
+
+def as_bucket(flat: Tensor, size_bytes: int) -> BucketBuffer:
+    """`flat` (1-D) as a bucket that belongs to no model."""
     return BucketBuffer(0, [], [Message(flat, [])], f"a message of {size_bytes} bytes")
 
 
