@@ -56,15 +56,15 @@ class Schedule:
         return cls(buckets=tuple(Bucket.parse(line) for line in text.splitlines()))
 
     @classmethod
-    def from_boundaries(cls, stops: Iterable[int]) -> Schedule:
-        """Exact buckets [0, stops[0]), [stops[0], stops[1]), …
+    def from_boundaries(cls, stops: Iterable[int], algorithm: str = "library") -> Schedule:
+        """Exact buckets [0, stops[0]), [stops[0], stops[1]), …, all-reduced by one algorithm.
 
         >>> str(Schedule.from_boundaries([2, 3]))
         '[0-1] all_reduce/library none\\n[2] all_reduce/library none'
         """
         buckets, start = [], 0
         for stop in stops:
-            buckets.append(Bucket(gradients=tuple(range(start, stop))))
+            buckets.append(Bucket(gradients=tuple(range(start, stop)), algorithm=algorithm))
             start = stop
         return cls(buckets=tuple(buckets))
 

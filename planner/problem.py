@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -10,6 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from planner.cost.model import CommunicationCost, communication_cost
+from planner.cost.phases import PHASES, Phase
+from planner.ir import Bucket
 from planner.profile.document import Cluster, Contention, Profile
 from runtime.errors import InputError
 
@@ -101,15 +103,46 @@ class Problem:
 
     def range_cost_us(self, starts: slice | int, stops: slice | int) -> NDArray[np.float64]:
         """Time of the bucket [start, stop) for ranges of starts or stops: one message per dtype, their sum."""
+        return self.range_time_us(self.cost.all_reduce, starts, stops)
+
+    def range_time_us(
+        self, curve: Callable[[NDArray[np.float64]], NDArray[np.float64]], starts: slice | int, stops: slice | int
+    ) -> NDArray[np.float64]:
+        """As `range_cost_us`, by another curve of time over bytes."""
         total: NDArray[np.float64] | float = 0.0
         for dtype in range(self.dtype_count):
             prefix = self._prefix_bytes[dtype]
-            time_us = self.cost.all_reduce(prefix[stops] - prefix[starts])
+            time_us = curve(prefix[stops] - prefix[starts])
             if self.dtype_count > 1:
                 messages = self._prefix_messages[dtype]
                 time_us = np.where(messages[stops] > messages[starts], time_us, 0.0)
             total = total + time_us
         return np.asarray(total)
+
+    def phase_times(self, bucket: Bucket) -> list[tuple[str, str, float]]:
+        """(resource, name, time_us) of each phase of a bucket: one for a collective of the library, on `network`."""
+        key = (bucket.collective, bucket.algorithm)
+        if key not in PHASES:
+            return [("network", bucket.collective, self.bucket_cost_us([bucket.gradients])[0])]
+        sizes: dict[int, int] = {}
+        for gradient in bucket.gradients:
+            dtype = int(self.dtype_ids[gradient])
+            sizes[dtype] = sizes.get(dtype, 0) + int(self.size_bytes[gradient])
+        return [
+            (phase.link, phase.name, sum(phase.time_us(size_bytes) for size_bytes in sizes.values()))
+            for phase in self.phases(*key)
+        ]
+
+    def phases(self, collective: str, algorithm: str) -> tuple[Phase, ...]:
+        """The phases of a dense collective on this cluster."""
+        key = (collective, algorithm)
+        if key not in self._phases:
+            self._phases[key] = PHASES[key](self.cost.cluster, self.cost.all_reduce)
+        return self._phases[key]
+
+    @cached_property
+    def _phases(self) -> dict[tuple[str, str], tuple[Phase, ...]]:
+        return {}
 
     def bucket_cost_us(self, buckets: Sequence[Sequence[int]]) -> list[float]:
         """Time of each bucket of any gradients."""

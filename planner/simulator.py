@@ -1,10 +1,11 @@
-"""Schedule + costs → timeline of one step: one compute resource, one network.
+"""Schedule + costs → timeline of one step: one compute resource and one network, or two, inside and between nodes.
 
 Without contention: bucket j starts at max(end of bucket j−1, its last gradient's ready time) and takes the time of
 its messages; the step ends with the later of the last bucket and backward, plus the update.
 
 With contention factors, while both resources are busy compute advances at 1/compute and the network at 1/network of
-its speed. All times in microseconds from the start of forward.
+its speed. Collectives of several phases keep two networks busy: `planner.taskgraph` runs those. All times in
+microseconds from the start of forward.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from planner.cost.phases import PHASES
 from planner.ir import Schedule
 from planner.problem import Problem
 from runtime.timeline import Span, Timeline
@@ -60,6 +62,8 @@ class Overlap:
 
 def simulate_schedule(problem: Problem, schedule: Schedule) -> Timeline:
     """The timeline of one step of `schedule`."""
+    if any((bucket.collective, bucket.algorithm) in PHASES for bucket in schedule.buckets):
+        return _simulate_phases(problem, schedule)
     if not problem.contended:
         return _simulate_free(problem, schedule)
     factors = problem.contention
@@ -105,6 +109,26 @@ def _simulate_contended(problem: Problem, schedule: Schedule, overlap: Overlap) 
         for (index, name, _, start, end), ready_us in zip(sent, ready_wall_us, strict=True)
     ]
     return _timeline(problem, spans, state.time_us, moments[-1].time_us)
+
+
+def _simulate_phases(problem: Problem, schedule: Schedule) -> Timeline:
+    from planner.taskgraph import build_graph, run_graph  # networkx, which most commands do not need
+
+    factors = problem.contention
+    run = run_graph(build_graph(problem, schedule), {"compute": factors.compute, "network": factors.network})
+    tasks = list(zip(run.graph.tasks, run.start_us, run.end_us, strict=True))
+    gradients_end_us = [end_us for task, _, end_us in tasks if task.kind == "backward"]
+    ready_us = [gradients_end_us[max(bucket.gradients)] for bucket in schedule.buckets]
+    network = [
+        Span(
+            task=task.name, resource=task.resource, start_us=start, end_us=end, bucket=task.bucket,
+            ready_us=ready_us[task.bucket],
+        )
+        for task, start, end in tasks
+        if task.bucket is not None
+    ]  # fmt: skip
+    network.sort(key=lambda span: span.start_us)
+    return _timeline(problem, network, max((span.end_us for span in network), default=0.0), gradients_end_us[-1])
 
 
 def _sent(index: int, name: str, ready_us: float, start_us: float, end_us: float) -> Span:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from planner.ir import Schedule, format_indices
 
-EXACT_FORMS = frozenset({("all_reduce", "library", "none")})
+EXACT_FORMS = frozenset({("all_reduce", "library", "none"), ("all_reduce", "torus_2d", "none")})
 """(collective, algorithm, compressor) that leave the averaged gradient as it is, up to summation order."""
 
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 from planner.cost.collectives import Coefficients, collective_cost, solve_link
 from planner.cost.curve import CostCurve, fit_line
 from planner.profile.document import Cluster, Contention, Line, Link
 from runtime.errors import InputError
 from runtime.plan import MAX_RANKS
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +43,19 @@ def resize(cluster: Cluster, ranks: int) -> Cluster:
             f"{ranks} ranks do not fill nodes of {per_node}; expected a multiple of {per_node} (ranks_per_node), "
             f"for example {max(1, ranks // per_node) * per_node}"
         )
-    return replace(cluster, nodes=max(1, ranks // per_node), ranks_per_node=min(ranks, per_node))
+    resized = replace(cluster, nodes=max(1, ranks // per_node), ranks_per_node=min(ranks, per_node))
+    return resized if resized == cluster else _without_measurements_of_others(cluster, resized)
+
+
+def _without_measurements_of_others(cluster: Cluster, resized: Cluster) -> Cluster:
+    """Measured collectives stay where the ranks that take part are as many as they were."""
+    same = {"intra": resized.ranks_per_node == cluster.ranks_per_node, "inter": resized.nodes == cluster.nodes}
+
+    def kept(curves: dict[str, T] | None) -> dict[str, T] | None:
+        left = {key: curve for key, curve in (curves or {}).items() if same.get(key.partition("/")[0], False)}
+        return left or None
+
+    return replace(resized, samples=kept(resized.samples), collectives=kept(resized.collectives), back_to_back=None)
 
 
 def communication_cost(cluster: Cluster, ranks: int | None = None) -> CommunicationCost:

@@ -10,6 +10,7 @@ from planner.strategies.ddp import ddp
 from planner.strategies.mg_wfbp import mg_wfbp
 from planner.strategies.optimal import optimal
 from planner.strategies.single import single
+from planner.strategies.torus_2d import torus_2d
 from planner.strategies.wfbp import wfbp
 from runtime.errors import InputError
 
@@ -21,6 +22,7 @@ STRATEGIES: Mapping[str, Strategy] = {
     "mg_wfbp": mg_wfbp,
     "optimal": optimal,
     "single": single,
+    "torus_2d": torus_2d,
     "wfbp": wfbp,
 }
 """Registry: name → strategy. Add one here and the contract test covers it."""

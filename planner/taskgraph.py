@@ -1,0 +1,234 @@
+"""One or several training steps as a graph of tasks: for collectives of several phases, and for the critical path.
+
+Every task runs on one resource (`compute`, and `network`, or `intra` and `inter` where a collective has phases on
+both). A resource runs its tasks one at a time in a fixed order. Tasks that wait for others are edges of a networkx
+graph. While compute and any network are busy at once, both are slowed by the contention factors.
+
+With phases, each network takes its tasks sorted by bucket + phase, then bucket: while bucket 1 is being reduced between
+nodes, bucket 2 is scattered inside them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import networkx as nx
+
+from planner.ir import Schedule
+from planner.problem import Problem
+from runtime.timeline import Span
+
+COMPUTE = "compute"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Task:
+    """A piece of work on one resource."""
+
+    name: str
+    kind: str
+    """`forward`, `backward`, `update`, or the name of a phase such as `all_reduce`."""
+    resource: str
+    duration_us: float
+    """Alone on the machine."""
+    bucket: int | None = None
+    step: int = 0
+
+
+class TaskGraph:
+    """Tasks, what each waits for, and the order on each resource."""
+
+    def __init__(self) -> None:
+        self.graph: nx.DiGraph[int] = nx.DiGraph()
+        self.tasks: list[Task] = []
+        self.queues: dict[str, list[int]] = {}
+
+    def add(self, task: Task, after: Sequence[int] = ()) -> int:
+        """Appends a task to its resource's queue; it begins when those in `after` have ended. Returns its number."""
+        number = len(self.tasks)
+        self.tasks.append(task)
+        self.graph.add_node(number)
+        self.graph.add_edges_from((before, number) for before in after)
+        self.queues.setdefault(task.resource, []).append(number)
+        return number
+
+
+def build_graph(problem: Problem, schedule: Schedule, steps: int = 1) -> TaskGraph:
+    """The tasks of `steps` consecutive training steps of a schedule."""
+    graph = TaskGraph()
+    before: tuple[int, ...] = ()
+    for step in range(steps):
+        before = (_add_step(graph, problem, schedule, step, before),)
+    return graph
+
+
+def _add_step(graph: TaskGraph, problem: Problem, schedule: Schedule, step: int, before: tuple[int, ...]) -> int:
+    """One step that begins after `before`; returns the number of its update."""
+    last = before
+    for name, duration_us in _forward(problem):
+        task = Task(name=name, kind="forward", resource=COMPUTE, duration_us=duration_us, step=step)
+        last = (graph.add(task, last),)
+    ready: list[int] = []
+    for gradient in problem.profile.compute.gradients:
+        name, duration_us = f"backward of {gradient.name}", gradient.backward_us
+        task = Task(name=name, kind="backward", resource=COMPUTE, duration_us=duration_us, step=step)
+        last = (graph.add(task, last),)
+        ready.append(last[0])
+    ends = _add_messages(graph, problem, schedule, step, ready)
+    update = Task(name="update", kind="update", resource=COMPUTE, duration_us=problem.update_us, step=step)
+    return graph.add(update, (*last, *ends))
+
+
+def _forward(problem: Problem) -> Iterator[tuple[str, float]]:
+    """Forward by layer where the profile knows its layers, stretched to the measured sum; else in one piece."""
+    layers = [(layer.name, layer.forward_us or 0.0) for layer in problem.profile.layers or ()]
+    known_us = sum(time_us for _, time_us in layers)
+    if known_us <= 0.0:
+        yield "forward", problem.forward_us
+        return
+    for name, time_us in layers:
+        yield f"forward of {name}", time_us * problem.forward_us / known_us
+
+
+def _add_messages(
+    graph: TaskGraph, problem: Problem, schedule: Schedule, step: int, ready: Sequence[int]
+) -> Iterator[int]:
+    """The buckets' phases, in the order in which each network takes them; yields the last task of each bucket."""
+    phases = phases_of(problem, schedule)
+    order = sorted((index + phase, index, phase) for index, of in enumerate(phases) for phase in range(len(of)))
+    latest: dict[int, int] = {}
+    for _, index, phase in order:
+        resource, kind, duration_us = phases[index][phase]
+        after = latest.get(index, ready[max(schedule.buckets[index].gradients)])
+        name = f"bucket {index} {kind}"
+        task = Task(name=name, kind=kind, resource=resource, duration_us=duration_us, bucket=index, step=step)
+        latest[index] = graph.add(task, (after,))
+    yield from latest.values()
+
+
+def phases_of(problem: Problem, schedule: Schedule) -> list[list[tuple[str, str, float]]]:
+    """(resource, name, time_us) of every phase of every bucket. Beside collectives with phases on both kinds of link,
+    one of the library, which passes through all ranks, keeps the links between nodes busy.
+    """
+    phases = [problem.phase_times(bucket) for bucket in schedule.buckets]
+    if all(resource == "network" for of in phases for resource, _, _ in of):
+        return phases
+    flat = "inter" if problem.cost.cluster.nodes > 1 else "intra"
+    return [[(flat if resource == "network" else resource, name, us) for resource, name, us in of] for of in phases]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """When every task of a graph ran."""
+
+    graph: TaskGraph
+    start_us: list[float]
+    end_us: list[float]
+
+    @property
+    def total_us(self) -> float:
+        return max(self.end_us, default=0.0)
+
+    def spans(self) -> list[Span]:
+        """Every task, ordered by start."""
+        spans = [
+            Span(task=task.name, resource=task.resource, start_us=start_us, end_us=end_us, bucket=task.bucket)
+            for task, start_us, end_us in zip(self.graph.tasks, self.start_us, self.end_us, strict=True)
+        ]
+        return sorted(spans, key=lambda span: span.start_us)
+
+    def critical_path(self) -> list[int]:
+        """Tasks without a gap between them from the start to the end: shortening any other one alone gains nothing."""
+        waits_for = self._waits_for()
+        number = max(range(len(self.end_us)), key=lambda task: (self.end_us[task], task))
+        path = [number]
+        while waits_for[number]:
+            number = max(waits_for[number], key=lambda task: (self.end_us[task], task))
+            path.append(number)
+        return path[::-1]
+
+    def _waits_for(self) -> list[list[int]]:
+        waits_for = [list(self.graph.graph.predecessors(number)) for number in range(len(self.graph.tasks))]
+        for queue in self.graph.queues.values():
+            for before, after in pairwise(queue):
+                waits_for[after].append(before)
+        return waits_for
+
+    def shares(self) -> dict[str, float]:
+        """The critical path by kind of task: share of its length."""
+        times: dict[str, float] = {}
+        for number in self.critical_path():
+            kind = self.graph.tasks[number].kind
+            times[kind] = times.get(kind, 0.0) + self.end_us[number] - self.start_us[number]
+        whole = sum(times.values())
+        return {kind: time_us / whole for kind, time_us in times.items()} if whole > 0.0 else {}
+
+
+def run_graph(graph: TaskGraph, slowdown: Mapping[str, float] | None = None) -> Run:
+    """Runs the tasks; every resource works on the first of its queue as soon as that may begin.
+
+    Args:
+        graph: the tasks.
+        slowdown: by what factor a resource is slowed while compute and a network are both busy: keys `compute` and
+            `network` (for every network).
+    """
+    factors = slowdown or {}
+    state = _Running(graph, factors.get(COMPUTE, 1.0), factors.get("network", 1.0))
+    while state.begin() or state.active:
+        state.advance()
+    if any(math.isnan(end_us) for end_us in state.end_us):
+        raise ValueError("the order of tasks on the resources contradicts what they wait for")
+    return Run(graph=graph, start_us=state.start_us, end_us=state.end_us)
+
+
+class _Running:
+    """Where all resources are at one moment."""
+
+    def __init__(self, graph: TaskGraph, compute: float, network: float) -> None:
+        self._graph, self._compute, self._network = graph, compute, network
+        self._position = dict.fromkeys(graph.queues, 0)
+        self._missing = [graph.graph.in_degree(number) for number in range(len(graph.tasks))]
+        self._now_us = 0.0
+        self.active: dict[str, tuple[int, float]] = {}
+        """Resource → (task, microseconds of it that are left, alone on the machine)."""
+        self.start_us = [0.0] * len(graph.tasks)
+        self.end_us = [math.nan] * len(graph.tasks)
+
+    def begin(self) -> bool:
+        """Starts whatever may start now; whether anything did."""
+        started = False
+        for resource, queue in self._graph.queues.items():
+            position = self._position[resource]
+            if resource in self.active or position == len(queue) or self._missing[queue[position]]:
+                continue
+            number = queue[position]
+            self._position[resource] += 1
+            self.active[resource] = (number, self._graph.tasks[number].duration_us)
+            self.start_us[number] = self._now_us
+            started = True
+        return started
+
+    def advance(self) -> None:
+        """On to the next moment at which a task ends."""
+        both = COMPUTE in self.active and len(self.active) > 1
+        factors = {
+            resource: (self._compute if resource == COMPUTE else self._network) if both else 1.0
+            for resource in self.active
+        }
+        wall_us = {resource: left_us * factors[resource] for resource, (_, left_us) in self.active.items()}
+        passed_us = min(wall_us.values())
+        self._now_us += passed_us
+        for resource, (number, left_us) in list(self.active.items()):
+            if wall_us[resource] <= passed_us:
+                self._end(resource, number)
+            else:
+                self.active[resource] = (number, left_us - passed_us / factors[resource])
+
+    def _end(self, resource: str, number: int) -> None:
+        del self.active[resource]
+        self.end_us[number] = self._now_us
+        for after in self._graph.graph.successors(number):
+            self._missing[after] -= 1
