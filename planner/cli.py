@@ -140,18 +140,44 @@ def simulate(
     cluster: ClusterFile = None,
     strategy: Annotated[
         str | None,
-        typer.Option(help="Strategies, comma-separated: wfbp, wfbp:layer, single, mg_wfbp, ddp, ddp:MIB, optimal."),
+        typer.Option(
+            help="Strategies, comma-separated: wfbp, wfbp:layer, single, mg_wfbp, ddp, ddp:MIB, torus_2d, optimal."
+        ),
     ] = None,
     ranks: Annotated[
         str | None, typer.Option(help="Numbers of ranks, comma-separated; default: the cluster's.")
     ] = None,
+    compute_speed: Annotated[float, typer.Option(help="What if the accelerator were so many times as fast?")] = 1.0,
+    batch: Annotated[float, typer.Option(help="What if each rank's batch were so many times as large?")] = 1.0,
+    intra: Annotated[str | None, typer.Option(help="What if links inside nodes were like 3us,600gbit?")] = None,
+    inter: Annotated[str | None, typer.Option(help="What if links between nodes were like 5us,100gbit?")] = None,
+    straggler: Annotated[float, typer.Option(help="What if one rank computed so many times slower?")] = 1.0,
+    jitter: Annotated[
+        float, typer.Option(help="Standard deviation of ranks' compute times, as a share: gives quantiles.")
+    ] = 0.0,
+    seed: Annotated[int, typer.Option(help="Of the jitter.")] = 0,
+    critical_path: Annotated[
+        bool, typer.Option("--critical-path", help="Say what the step's length is made of.")
+    ] = False,
 ) -> None:
     """Predict strategies on a cluster."""
     from planner.predict import DEFAULT_STRATEGIES
     from planner.predict import simulate as predict
+    from planner.whatif import WhatIf, parse_link
 
     strategies = DEFAULT_STRATEGIES if strategy is None else tuple(_items("--strategy", strategy))
-    results = predict(profile, cluster, strategies=strategies, ranks=_counts(ranks))
+    change = WhatIf(
+        compute_speed=compute_speed,
+        batch=batch,
+        straggler=straggler,
+        jitter=jitter,
+        seed=seed,
+        intra=None if intra is None else parse_link("--intra", intra),
+        inter=None if inter is None else parse_link("--inter", inter),
+    )
+    results = predict(
+        profile, cluster, strategies=strategies, ranks=_counts(ranks), what_if=change, critical_path=critical_path
+    )
     if _Options.as_json:
         _print_json([result.to_document() for result in results])
         return

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from rich.console import Console
 from rich.table import Table
@@ -110,9 +110,14 @@ def simulation_table(results: Sequence[Simulation]) -> Table:
     best = {
         ranks: min(r.iteration_us for r in results if r.ranks == ranks) for ranks in _unique(r.ranks for r in results)
     }
-    table = Table(title="predicted time of one step", title_justify="left")
-    for column in ("ranks", "strategy", "buckets", "step (ms)", "exposed (ms)", "step / best", "all-reduce"):
-        table.add_column(column, justify="left" if column in ("strategy", "all-reduce") else "right")
+    changes = f", what if: {', '.join(results[0].what_if)}" if results and results[0].what_if else ""
+    table = Table(title=f"predicted time of one step{changes}", title_justify="left")
+    columns = ["ranks", "strategy", "buckets", "step (ms)", "exposed (ms)", "step / best", "all-reduce"]
+    quantiles = list((results[0].quantiles_us or {}) if results else {})
+    columns += [f"{name} (ms)" for name in quantiles]
+    columns += ["critical path"] if any(result.critical_path for result in results) else []
+    for column in columns:
+        table.add_column(column, justify="left" if column in ("strategy", "all-reduce", "critical path") else "right")
     for result in results:
         source = result.cost_source + (", extrapolated" if result.extrapolated else "")
         table.add_row(
@@ -123,8 +128,15 @@ def simulation_table(results: Sequence[Simulation]) -> Table:
             milliseconds(result.exposed_us),
             f"{result.iteration_us / best[result.ranks]:.3f}" if best[result.ranks] else "",
             source,
+            *(milliseconds((result.quantiles_us or {})[name]) for name in quantiles),
+            *([_shares(result.critical_path)] if result.critical_path else []),
         )
     return table
+
+
+def _shares(shares: Mapping[str, float]) -> str:
+    largest = sorted(shares.items(), key=lambda item: -item[1])
+    return ", ".join(f"{kind} {share:.0%}" for kind, share in largest if share >= 0.005)
 
 
 def _unique(values: Iterable[int]) -> list[int]:

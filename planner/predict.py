@@ -8,11 +8,14 @@ from pathlib import Path
 from typing import Any
 
 from planner.decide import name_of
-from planner.lower import predict
-from planner.problem import make_problem
+from planner.ir import Schedule
+from planner.problem import Problem, make_problem
 from planner.profile.document import Cluster, Profile, load_cluster, load_profile
+from planner.simulator import simulate_schedule
 from planner.strategies import make_schedule
 from planner.verify import verify
+from planner.whatif import WhatIf, describe, step_quantiles
+from runtime.timeline import Timeline, busy_us
 
 DEFAULT_STRATEGIES = ("wfbp", "wfbp:layer", "single", "mg_wfbp", "ddp", "optimal")
 
@@ -31,10 +34,20 @@ class Simulation:
     buckets: int
     extrapolated: bool
     cost_source: str
+    idle_us: dict[str, float]
+    """By resource: how long it does nothing in a step."""
+    message_bytes: dict[str, float]
+    """By network: bytes of the messages that one rank gives to the collectives of a step."""
+    critical_path: dict[str, float] | None = None
+    """By kind of task: its share of the chain of tasks that the step's length comes from."""
+    quantiles_us: dict[str, float] | None = None
+    """Of the step time, where jitter was asked for."""
+    what_if: tuple[str, ...] = ()
+    """Changes to the profile and its cluster, in words."""
 
     def to_document(self) -> dict[str, Any]:
         """The record as plain JSON types."""
-        return asdict(self)
+        return asdict(self) | {"what_if": list(self.what_if)}
 
 
 def simulate(
@@ -43,6 +56,8 @@ def simulate(
     *,
     strategies: Sequence[str] = DEFAULT_STRATEGIES,
     ranks: Sequence[int] | None = None,
+    what_if: WhatIf | None = None,
+    critical_path: bool = False,
 ) -> list[Simulation]:
     """Predicts the step of each strategy on each number of ranks.
 
@@ -51,6 +66,8 @@ def simulate(
         cluster: a cluster, or the path of cluster.json; default: the one measured with the profile.
         strategies: names such as `wfbp`, `wfbp:layer`, `single`, `mg_wfbp`, `ddp`, `ddp:SIZE_MIB`, `optimal`.
         ranks: numbers of ranks; default: the cluster's.
+        what_if: changes to the profile and the cluster before anything is predicted.
+        critical_path: also say which kinds of task the step's length comes from.
 
     Returns:
         One record per (ranks, strategy), in the order given.
@@ -58,27 +75,61 @@ def simulate(
     Raises:
         InputError: a document is wrong, there is no cluster, a strategy is unknown, or ranks do not fill nodes.
     """
-    loaded = profile if isinstance(profile, Profile) else load_profile(profile)
+    change = what_if or WhatIf()
+    loaded = change.profile(profile if isinstance(profile, Profile) else load_profile(profile))
     machines = cluster if cluster is None or isinstance(cluster, Cluster) else load_cluster(cluster)
+    machines = machines or loaded.cluster
+    where = name_of(cluster or profile)
     results = []
     for count in ranks or (None,):
-        problem = make_problem(loaded, machines, count, where=name_of(cluster or profile))
+        problem = make_problem(loaded, None if machines is None else change.cluster(machines), count, where=where)
         for strategy in strategies:
             schedule = make_schedule(problem, strategy)
             verify(schedule, problem.dtype_ids.tolist())
-            prediction = predict(problem, schedule)
-            results.append(
-                Simulation(
-                    strategy=strategy,
-                    ranks=problem.ranks,
-                    iteration_us=prediction.iteration_us,
-                    exposed_us=prediction.exposed_us or 0.0,
-                    forward_us=problem.forward_us,
-                    backward_us=problem.backward_us,
-                    update_us=problem.update_us,
-                    buckets=len(schedule.buckets),
-                    extrapolated=problem.cost.extrapolated,
-                    cost_source=problem.cost.source,
-                )
-            )
+            results.append(_simulation(problem, schedule, strategy, change, critical_path))
     return results
+
+
+def _simulation(problem: Problem, schedule: Schedule, strategy: str, change: WhatIf, path: bool) -> Simulation:
+    timeline = simulate_schedule(problem, schedule)
+    return Simulation(
+        strategy=strategy,
+        ranks=problem.ranks,
+        iteration_us=timeline.iteration_us,
+        exposed_us=timeline.exposed_us,
+        forward_us=problem.forward_us,
+        backward_us=problem.backward_us,
+        update_us=problem.update_us,
+        buckets=len(schedule.buckets),
+        extrapolated=problem.cost.extrapolated,
+        cost_source=problem.cost.source,
+        idle_us=idle_us(timeline),
+        message_bytes=message_bytes(problem, schedule),
+        critical_path=critical_shares(problem, schedule) if path else None,
+        quantiles_us=step_quantiles(problem, schedule, change) if change.jitter else None,
+        what_if=describe(change),
+    )
+
+
+def idle_us(timeline: Timeline) -> dict[str, float]:
+    """By resource: how long of the step it does nothing."""
+    resources = dict.fromkeys(["compute", *(span.resource for span in timeline.spans)])
+    return {name: max(0.0, timeline.iteration_us - busy_us(timeline.on(name))) for name in resources}
+
+
+def message_bytes(problem: Problem, schedule: Schedule) -> dict[str, float]:
+    """By network: bytes of the messages that one rank gives to the collectives of a step."""
+    total: dict[str, float] = {}
+    for bucket in schedule.buckets:
+        size_bytes = float(problem.size_bytes[list(bucket.gradients)].sum())
+        for network, share in problem.message_shares(bucket):
+            total[network] = total.get(network, 0.0) + share * size_bytes
+    return total
+
+
+def critical_shares(problem: Problem, schedule: Schedule) -> dict[str, float]:
+    """By kind of task: its share of the chain of tasks without a gap that the step's length comes from."""
+    from planner.taskgraph import build_graph, run_graph  # networkx, which takes longer to load than to use
+
+    factors = {"compute": problem.contention.compute, "network": problem.contention.network}
+    return run_graph(build_graph(problem, schedule), factors).shares()

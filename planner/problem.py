@@ -133,6 +133,11 @@ class Problem:
             for phase in self.phases(*key)
         ]
 
+    def message_shares(self, bucket: Bucket) -> list[tuple[str, float]]:
+        """(resource, share of the bucket's bytes) of each phase's message."""
+        key = (bucket.collective, bucket.algorithm)
+        return [(phase.link, phase.share) for phase in self.phases(*key)] if key in PHASES else [("network", 1.0)]
+
     def phases(self, collective: str, algorithm: str) -> tuple[Phase, ...]:
         """The phases of a dense collective on this cluster."""
         key = (collective, algorithm)
