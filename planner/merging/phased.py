@@ -1,13 +1,16 @@
-"""Merging for collectives of several phases on two networks: a flow shop, which the dynamic program cannot solve.
+"""Merging for collectives with phases inside, between, and again inside nodes: a flow shop on two networks.
 
-Started with the exact answers to two simpler problems (all phases one after the other; only the slowest phase), and
-with the usual buckets, boundaries are dropped and moved as long as the step gets shorter. What is found is the best
-known, not proven to be the optimum.
+The networks take their tasks sorted by bucket + phase, then bucket: inside the nodes the gather of bucket b−2 comes
+before the scatter of bucket b. So what a prefix of buckets leaves behind is three numbers: when the network inside is
+free for the next scatter, when the one between nodes is free, and how long the last bucket's gather will take. Smaller
+is never worse in any of them, so a program over prefixes that keeps the labels that do not dominate one another is
+exact while every prefix may keep all of them and every boundary is allowed. Where gradients are many, boundaries are
+chosen among evenly spread ones and then moved one by one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,8 +18,12 @@ from numpy.typing import NDArray
 
 from planner.merging.exact import TIE, MergeProblem, merge_exact
 
-EVALUATIONS = 4000
-"""Schedules that the search may look at: its effort is counted, not timed, so that equal inputs give equal plans."""
+MAX_PLACES = 96
+"""Places where buckets may stop before boundaries are moved one by one."""
+MAX_LABELS = 32
+"""Labels that a prefix may keep."""
+EVALUATIONS = 400
+"""Moves that are tried: the effort is counted, not timed, so that equal inputs give equal plans."""
 
 Stops = tuple[int, ...]
 
@@ -37,6 +44,10 @@ class PhasedProblem:
     cost_us: tuple[Callable[[slice | int, slice | int], NDArray[np.float64]], ...]
     non_decreasing: bool = False
 
+    def total_us(self, starts: slice | int, stops: slice | int) -> NDArray[np.float64]:
+        """All phases of a bucket, one after the other."""
+        return np.asarray(sum(cost(starts, stops) for cost in self.cost_us))
+
     def end_us(self, stops: Stops) -> float:
         """When the last phase ends; each network takes its tasks sorted by bucket + phase, then bucket."""
         starts = (0, *stops[:-1])
@@ -52,47 +63,92 @@ class PhasedProblem:
         return max(done_us)
 
 
-def merge_phased(problem: PhasedProblem, starts: Sequence[Stops], evaluations: int = EVALUATIONS) -> Stops:
+def merge_phased(problem: PhasedProblem, starts: Sequence[Stops] = ()) -> Stops:
     """The best boundaries found; `starts` are tried as well."""
-    candidates = dict.fromkeys([*starts, *_simpler(problem)])
-    best = min(candidates, key=lambda stops: (problem.end_us(stops), len(stops)))
-    best_us, left = problem.end_us(best), evaluations - len(candidates)
-    improved = True
+    if len(set(problem.links)) == 1:  # nothing overlaps: one network
+        return merge_exact(MergeProblem(problem.ready_us, problem.total_us, problem.non_decreasing)).stops
+    if len(problem.links) != 3 or problem.links[0] != problem.links[2]:
+        raise NotImplementedError(f"phases on {problem.links}: expected one network, or there, elsewhere and back")
+    places = _places(problem)
+    found = _labels(problem, places)
+    best = min([found, *starts], key=lambda stops: (problem.end_us(stops), len(stops)))
+    return best if len(places) == len(problem.ready_us) else _move(problem, best)
+
+
+def _places(problem: PhasedProblem) -> NDArray[np.int64]:
+    """Where buckets may stop: everywhere, or at `MAX_PLACES` places that are evenly spread in time and in cost."""
+    count = len(problem.ready_us)
+    if count <= MAX_PLACES:
+        return np.arange(1, count + 1)
+    to_here_us = problem.total_us(0, slice(1, count + 1))
+    scale = to_here_us / max(float(to_here_us[-1]), 1e-9) + problem.ready_us / max(float(problem.ready_us[-1]), 1e-9)
+    wanted = np.linspace(scale[0], scale[-1], MAX_PLACES)
+    return np.unique(np.append(np.searchsorted(scale, wanted, side="left").clip(0, count - 1) + 1, count))
+
+
+def _labels(problem: PhasedProblem, places: NDArray[np.int64]) -> Stops:
+    """The program over prefixes. Columns of a label: inside free, between free, pending gather, where it came from."""
+    scatter, between, gather = problem.cost_us
+    labels = np.zeros((1, 3))
+    prefix, parent = np.zeros(1, dtype=np.int64), np.full(1, -1)
+    for stop in places.tolist():
+        start = prefix
+        ready = float(problem.ready_us[stop - 1])
+        bounds = np.unique(start)
+        costs = [np.array([float(cost(int(j), stop)) for j in bounds]) for cost in (scatter, between, gather)]
+        at = np.searchsorted(bounds, start)
+        scattered = np.maximum(labels[:, 0], ready) + costs[0][at]
+        begun = np.maximum(scattered, labels[:, 1])
+        # The gather of the bucket before waits for both, as this bucket's exchange between nodes does.
+        inside = np.where(start > 0, begun + labels[:, 2], scattered)
+        new = np.column_stack([inside, begun + costs[1][at], costs[2][at]])
+        kept = _undominated(new)
+        labels = np.concatenate([labels, new[kept]])
+        prefix = np.concatenate([prefix, np.full(len(kept), stop)])
+        parent = np.concatenate([parent, kept])
+    last = np.flatnonzero(prefix == len(problem.ready_us))
+    ends_us = np.maximum(labels[last, 0], labels[last, 1]) + labels[last, 2]
+    number = int(last[np.flatnonzero(ends_us <= ends_us.min() * (1.0 + TIE))[0]])
+    stops: list[int] = []
+    while number > 0:
+        stops.append(int(prefix[number]))
+        number = int(parent[number])
+    return tuple(reversed(stops))
+
+
+def _undominated(labels: NDArray[np.float64]) -> NDArray[np.int64]:
+    """Numbers of the labels that no other is at least as good as in every column; at most `MAX_LABELS`, the best."""
+    order = np.argsort(np.maximum(labels[:, 0], labels[:, 1]) + labels[:, 2], kind="stable")
+    kept: list[int] = []
+    while order.size and len(kept) < MAX_LABELS:
+        kept.append(int(order[0]))
+        worse = (labels[order] >= labels[order[0]]).all(axis=1)
+        order = order[~worse]
+    return np.array(kept)
+
+
+def _move(problem: PhasedProblem, stops: Stops) -> Stops:
+    """Boundaries moved by powers of two, or dropped, as long as the step gets shorter."""
+    best_us, left, improved = problem.end_us(stops), EVALUATIONS, True
     while improved and left > 0:
         improved = False
-        for stops in _neighbours(best, len(problem.ready_us)):
+        for moved in _neighbours(stops):
             left -= 1
-            end_us = problem.end_us(stops)
-            if end_us < best_us * (1.0 - TIE) or (end_us <= best_us * (1.0 + TIE) and len(stops) < len(best)):
-                best, best_us, improved = stops, min(end_us, best_us), True
+            end_us = problem.end_us(moved)
+            if end_us < best_us * (1.0 - TIE):
+                stops, best_us, improved = moved, end_us, True
                 break
             if left <= 0:
                 break
-    return best
+    return stops
 
 
-def _simpler(problem: PhasedProblem) -> list[Stops]:
-    """The optimum if all phases shared one network, and if only each phase alone counted."""
-
-    def total(starts: slice | int, stops: slice | int) -> NDArray[np.float64]:
-        return np.asarray(sum(cost(starts, stops) for cost in problem.cost_us))
-
-    costs = [total, *problem.cost_us]
-    return [merge_exact(MergeProblem(problem.ready_us, cost, problem.non_decreasing)).stops for cost in costs]
-
-
-def _neighbours(stops: Stops, count: int) -> list[Stops]:
-    """One boundary less, one moved by a power of two, one more in the middle of a bucket."""
-    found: list[Stops] = []
+def _neighbours(stops: Stops) -> Iterator[Stops]:
     bounds = (0, *stops)
     for index in range(len(stops) - 1):
-        found.append(stops[:index] + stops[index + 1 :])
         low, here, high = bounds[index], stops[index], stops[index + 1]
-        for distance in (1, 2, 4, 8, 16, 32, 64):
-            for moved in (here - distance, here + distance):
-                if low < moved < high:
-                    found.append((*stops[:index], moved, *stops[index + 1 :]))
-    for low, high in zip(bounds, stops, strict=False):
-        if high - low > 1:
-            found.append(tuple(sorted({*stops, (low + high) // 2})))
-    return found
+        yield stops[:index] + stops[index + 1 :]
+        for distance in (1, 2, 4, 8, 16):
+            for place in (here - distance, here + distance):
+                if low < place < high:
+                    yield (*stops[:index], place, *stops[index + 1 :])
