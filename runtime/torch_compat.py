@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -37,8 +38,18 @@ def is_wrapped(model: torch.nn.Module) -> str | None:
 
 
 def tree_leaves(value: Any) -> list[Any]:
-    """What lies in nested dicts, lists, tuples and registered records."""
-    return _pytree.tree_leaves(value)
+    """What lies in nested dicts, lists, tuples, registered records and dataclasses (each of these looked into once)."""
+    leaves: list[Any] = []
+    seen: set[int] = set()
+    left = [value]
+    while left:
+        for leaf in _pytree.tree_leaves(left.pop()):
+            if not dataclasses.is_dataclass(leaf) or isinstance(leaf, type):
+                leaves.append(leaf)
+            elif id(leaf) not in seen:
+                seen.add(id(leaf))
+                left += [getattr(leaf, field.name, None) for field in dataclasses.fields(leaf)]
+    return leaves
 
 
 # torch 2.13 renames both and warns about the old names.
