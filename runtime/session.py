@@ -162,6 +162,8 @@ class Session:
     # One step, in the order in which it happens.
 
     def _gradient_ready(self, slot: Slot, parameter: Tensor) -> None:
+        if parameter.grad is None:
+            return  # a backward function gave None for it: as if this rank had not used it
         slot.touched = True
         if not self._synchronizing:
             return
@@ -325,7 +327,9 @@ class Session:
         _attached.discard(self._model)
 
 
-def _refuse_unplanned(name: str, _parameter: Tensor) -> None:
+def _refuse_unplanned(name: str, parameter: Tensor) -> None:
+    if parameter.grad is None:
+        return  # a backward function gave None for it
     raise InputError(
         f"{name} got a gradient, but the plan does not hold it: it got none when the model was profiled; profile "
         f"again with a step that uses it"
