@@ -191,6 +191,8 @@ class Session:
         if (self._in_backward or self._awaiting_end) and current_backward_id() == OUTSIDE:
             self._in_backward = self._awaiting_end = False
             self._kept.clear()
+            for slot in self._slots:
+                slot.touched = False
             self._communicator.wait()
 
     def _after_forward(self, _module: nn.Module, _arguments: Any, output: Any) -> None:
