@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -120,7 +121,14 @@ class HostCommunicator:
             raise self._failure
 
     def close(self) -> None:
-        """See `Communicator.close`."""
+        """Waits for what a backward that raised left on its way, then lets go of the group.
+
+        The backend's thread may still hold this object, and a group that is taken down by its own thread ends the
+        process.
+        """
+        with suppress(CommunicationError):  # whoever waited for it first has told it
+            self.wait()
+        self._world = World()
 
     def _in_flight(self) -> _Task | None:
         with self._lock:  # not between one message's end and the next one's start

@@ -320,10 +320,10 @@ class Session:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        self._communicator.close()
         for slot in self._slots:
             if slot.parameter.grad is slot.view:
                 slot.parameter.grad = slot.view.clone()
-        self._communicator.close()
         if leave:
             self.world.leave()
         _attached.discard(self._model)
