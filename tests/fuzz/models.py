@@ -33,6 +33,8 @@ PLAIN_LAYOUT = frozenset({"lstm", "gru", "attention", "weight_norm", "spectral_n
 
 OPTIMIZERS = ("sgd", "momentum", "nesterov", "adam", "adamw", "adamw_loop", "rmsprop", "adagrad", "adadelta")
 SKIPS = ("odd_steps", "even_steps", "rank_0", "rank_1", "rank_0_step_0", "first_micro", "later_micros", "always")
+BY_RANK = frozenset({"rank_0", "rank_1", "rank_0_step_0"})
+"""Skips that make ranks' graphs differ."""
 MEDDLING = ("clone", "double", "in_place", "delete", "fill", "alias", "turn")
 
 
@@ -232,6 +234,9 @@ def normal(case: Case) -> Case:
     if any(step.meddle == "turn" for step in case.steps):  # DDP keeps its strides, and in them norms add up otherwise
         case = replace(case, steps=tuple(replace(step, clip="value" if step.clip else "") for step in case.steps))
     steps = tuple(_normal_step(step, buffers, reentrant, len(nodes)) for step in case.steps)
+    if any(node.skip in BY_RANK for node in nodes):
+        # Ranks that raise after different numbers of buckets are out of step from then on: not supported.
+        steps = tuple(replace(step, raises=None) if step.syncs[0] else step for step in steps)
     values = range(len(nodes))
     return replace(
         case,

@@ -19,10 +19,10 @@ from runtime.errors import PlannerError
 
 BATCH_CASES = 50
 """Cases per start of processes."""
-os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # DDP's advice to the ranks
 SHRINKING_S = 300.0
 """How long a failing case is made smaller."""
 
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # DDP's advice, from the ranks
 
 FOUND = (
     # A reentrant checkpoint below outputs in a record that torch does not look into: backward seemed to end too early.
@@ -44,7 +44,7 @@ class Failure:
     said: str
 
     def __str__(self) -> str:
-        again = f"python -m pytest {Path(__file__).name} --fuzz-replay '{self.case.line()}'"
+        again = f"python -m pytest tests/fuzz/{Path(__file__).name} --fuzz-replay '{self.case.line()}'"
         return f"{self.said}\n{again}"
 
 
