@@ -51,8 +51,10 @@ def optimize(
     """
     if accuracy not in ACCURACIES:
         raise InputError(f"--accuracy: found {accuracy!r}, expected one of: {', '.join(ACCURACIES)}")
-    problem = make_problem(_profile(profile), _cluster(cluster), where=name_of(cluster or profile))
-    schedule = run_passes(parse_passes(passes), best_baseline(problem), problem, after_pass)
+    pipeline = parse_passes(passes)
+    where = name_of(profile if cluster is None else cluster)
+    problem = make_problem(_profile(profile), _cluster(cluster), where=where)
+    schedule = run_passes(pipeline, best_baseline(problem), problem, after_pass)
     baselines = {name: predict(problem, make_schedule(problem, name)) for name in BASELINES}
     plan = replace(lower(problem, schedule), baselines=baselines, certificate=certify(problem, schedule))
     return replace(plan, notes=_notes(problem, plan, baselines, accuracy))

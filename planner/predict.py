@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -15,6 +16,7 @@ from planner.simulator import simulate_schedule
 from planner.strategies import make_schedule
 from planner.verify import verify
 from planner.whatif import WhatIf, describe, step_quantiles
+from runtime.errors import InputError
 from runtime.timeline import Timeline, busy_us
 
 DEFAULT_STRATEGIES = ("wfbp", "wfbp:layer", "single", "mg_wfbp", "ddp", "optimal")
@@ -75,19 +77,29 @@ def simulate(
     Raises:
         InputError: a document is wrong, there is no cluster, a strategy is unknown, or ranks do not fill nodes.
     """
+    if isinstance(strategies, str):
+        raise InputError(f"strategies: found {strategies!r}, expected a list of names; pass [{strategies!r}]")
     change = what_if or WhatIf()
     loaded = change.profile(profile if isinstance(profile, Profile) else load_profile(profile))
     machines = cluster if cluster is None or isinstance(cluster, Cluster) else load_cluster(cluster)
-    machines = machines or loaded.cluster
-    where = name_of(cluster or profile)
+    machines = None if machines is None else change.cluster(machines)
     results = []
-    for count in ranks or (None,):
-        problem = make_problem(loaded, None if machines is None else change.cluster(machines), count, where=where)
+    where = name_of(profile if cluster is None else cluster)
+    for count in _checked_ranks(ranks) or (None,):
+        problem = make_problem(loaded, machines, count, where=where)
         for strategy in strategies:
             schedule = make_schedule(problem, strategy)
             verify(schedule, problem.dtype_ids.tolist())
             results.append(_simulation(problem, schedule, strategy, change, critical_path))
     return results
+
+
+def _checked_ranks(ranks: Sequence[int] | None) -> Sequence[int] | None:
+    """Numbers that come from a program may be of any type."""
+    try:
+        return None if ranks is None else [operator.index(count) for count in ranks]
+    except TypeError:
+        raise InputError(f"ranks: found {ranks!r}, expected a list of integers; pass for example [4, 8]") from None
 
 
 def _simulation(problem: Problem, schedule: Schedule, strategy: str, change: WhatIf, path: bool) -> Simulation:

@@ -57,9 +57,10 @@ class WhatIf:
             raise InputError(f"steps: found {self.steps}, expected between 1 and 100000")
 
     def profile(self, profile: Profile) -> Profile:
-        """The profile of the changed step."""
+        """The profile of the changed step, with its cluster changed too."""
         slow = self.straggler / self.compute_speed
-        return replace(profile, compute=scale_compute(profile.compute, slow * self.batch, slow))
+        cluster = None if profile.cluster is None else self.cluster(profile.cluster)
+        return replace(profile, compute=scale_compute(profile.compute, slow * self.batch, slow), cluster=cluster)
 
     def cluster(self, cluster: Cluster) -> Cluster:
         """The cluster with the changed links."""

@@ -13,12 +13,14 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from runtime.documents import STRICT, check_schema, dump, read_json, validate, write_json
+from runtime.documents import STRICT, check_schema, dump, json_step, read_json, validate, write_json
 from runtime.errors import InputError
 
 SCHEMA: Literal["planner.plan/1"] = "planner.plan/1"
 
 MAX_RANKS = 10**7
+
+CURE = "correct it, or make the plan again with `planner optimize`"
 
 Accuracy = Literal["exact", "bounded", "relaxed"]
 TimeUs = Annotated[float, Field(ge=0.0, le=1e15)]
@@ -26,6 +28,8 @@ TimeUs = Annotated[float, Field(ge=0.0, le=1e15)]
 PredictedUs = Annotated[float, Field(ge=0.0)]
 """A computed time: the sum of any number of measured ones."""
 Count = Annotated[int, Field(ge=0, le=2**53)]
+PositiveCount = Annotated[int, Field(ge=1, le=2**53)]
+Ranks = Annotated[int, Field(ge=1, le=MAX_RANKS)]
 Name = Annotated[str, Field(min_length=1, max_length=4096)]
 
 
@@ -46,8 +50,8 @@ class PlanWorld:
 
     __pydantic_config__ = STRICT
 
-    ranks: Annotated[int, Field(ge=1, le=MAX_RANKS)]
-    nodes: Annotated[int, Field(ge=1, le=MAX_RANKS)] | None = None
+    ranks: Ranks
+    nodes: Ranks | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,7 +63,7 @@ class CompressorSpec:
     name: Name
     dtype: Name | None = None
     selector: Name | None = None
-    k: dict[str, Annotated[int, Field(ge=1, le=2**53)]] | None = None
+    k: dict[str, PositiveCount] | None = None
     """Number of elements kept, per layer within the bucket."""
     density: Annotated[float, Field(gt=0.0, le=1.0)] | None = None
     scope: Literal["bucket", "layer"] | None = None
@@ -91,8 +95,8 @@ class DelaySpec:
 
     __pydantic_config__ = STRICT
 
-    steps: Annotated[int, Field(ge=1)]
-    warmup_steps: Annotated[int, Field(ge=0)] = 500
+    steps: PositiveCount
+    warmup_steps: Count = 500
     local_update: Name = "glu"
     alpha: float = 2.0
     beta: float = 0.5
@@ -105,11 +109,11 @@ class LocalAsyncSpec:
 
     __pydantic_config__ = STRICT
 
-    updaters: Annotated[int, Field(ge=1)]
+    updaters: PositiveCount
     blocks: tuple[tuple[Name, ...], ...] | None = None
     full_fraction: Annotated[float, Field(ge=0.0, le=1.0)] = 0.1
-    average_every: Annotated[int, Field(ge=1)] = 1
-    then_every: Annotated[int, Field(ge=1)] = 16
+    average_every: PositiveCount = 1
+    then_every: PositiveCount = 16
     switch_fraction: Annotated[float, Field(ge=0.0, le=1.0)] = 0.5
 
 
@@ -217,7 +221,7 @@ def load_plan(path: str | Path) -> Plan:
 def parse_plan(document: Any, where: str = "plan") -> Plan:
     """Checks a parsed plan document; `where` names it in messages. Raises as `load_plan` does."""
     check_schema(document, SCHEMA, where)
-    plan = validate(Plan, document, where)
+    plan = validate(Plan, document, where, cure=CURE)
     _check_partition(plan, where, "$")
     return plan
 
@@ -229,10 +233,10 @@ def _check_partition(plan: Plan, where: str, path: str) -> None:
             if name in owner:
                 raise InputError(
                     f"{where}: {path}.buckets[{index}].gradients[{position}]: found {name!r}, which is in bucket "
-                    f"{owner[name]} already; expected each gradient in exactly one bucket"
+                    f"{owner[name]} already; expected each gradient in exactly one bucket: take one out"
                 )
             owner[name] = index
     if plan.fallback is not None:
         _check_partition(plan.fallback, where, f"{path}.fallback")
     for accuracy, alternative in (plan.alternatives or {}).items():
-        _check_partition(alternative, where, f"{path}.alternatives.{accuracy}")
+        _check_partition(alternative, where, f"{path}.alternatives{json_step(accuracy)}")

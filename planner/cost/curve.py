@@ -9,6 +9,9 @@ from numpy.typing import ArrayLike, NDArray
 
 from planner.cost.collectives import Coefficients
 
+MAX_SLOPE = 1e30
+"""Microseconds per byte: steeper is absurd, and sums of it would leave the range of numbers."""
+
 
 class CostCurve:
     """Message bytes → time in microseconds; a line, or measured samples joined by lines.
@@ -69,7 +72,8 @@ class CostCurve:
 def _end_slopes(x: NDArray[np.float64], y: NDArray[np.float64]) -> tuple[float, float]:
     if x.size < 2:
         return 0.0, 0.0
-    slopes = np.diff(y) / np.diff(x)
+    with np.errstate(over="ignore"):  # sizes may lie as close together as numbers can
+        slopes = np.minimum(np.diff(y) / np.diff(x), MAX_SLOPE)
     return max(0.0, float(slopes[0])), max(0.0, float(slopes[-1]))
 
 
@@ -86,5 +90,5 @@ def fit_line(samples: Sequence[Sequence[float]]) -> Coefficients:
     x, y = (np.array(column, dtype=np.float64) for column in zip(*samples, strict=True))
     centred = x - x.mean()
     spread = float(centred @ centred)
-    slope = max(0.0, float(centred @ (y - y.mean())) / spread) if spread > 0.0 else 0.0
+    slope = min(max(0.0, float(centred @ (y - y.mean())) / spread), MAX_SLOPE) if spread > 0.0 else 0.0
     return Coefficients(max(0.0, float(y.mean()) - slope * float(x.mean())), slope)

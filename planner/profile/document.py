@@ -10,7 +10,7 @@ from pydantic import Field
 
 from runtime.documents import STRICT, check_schema, dump, read_json, validate, write_json
 from runtime.errors import InputError
-from runtime.plan import ModelReference, Name, TimeUs
+from runtime.plan import Count, ModelReference, Name, PositiveCount, Ranks, TimeUs
 
 PROFILE_SCHEMA: Literal["planner.profile/1"] = "planner.profile/1"
 CLUSTER_SCHEMA: Literal["planner.cluster/1"] = "planner.cluster/1"
@@ -21,7 +21,14 @@ DTYPE_BYTES = {
 }  # fmt: skip
 """Bytes per element of every gradient dtype that is known."""
 
-Positive = Annotated[int, Field(ge=1, le=2**53)]
+MAX_GRADIENTS = 20_000
+"""More would take minutes to plan."""
+
+MAX_MODEL_BYTES = 2**53
+"""9 PB; sums of bytes are exact up to here."""
+
+CURE = "correct it, or measure again with `planner profile`"
+
 Rate = Annotated[float, Field(ge=0.0, le=1e12)]
 Share = Annotated[float, Field(ge=0.0, le=1.0)]
 Factor = Annotated[float, Field(ge=1.0, le=1e6)]
@@ -57,8 +64,8 @@ class ComputeProfile:
 
     forward_us: TimeUs
     update_us: TimeUs
-    gradients: Annotated[tuple[Gradient, ...], Field(min_length=1)]
-    repeats: int | None = None
+    gradients: Annotated[tuple[Gradient, ...], Field(min_length=1, max_length=MAX_GRADIENTS)]
+    repeats: Count | None = None
     step_spread_us: TimeUs | None = None
     """Interquartile range of forward plus backward over repeats."""
 
@@ -107,14 +114,14 @@ class ProfileWorld:
 
     __pydantic_config__ = STRICT
 
-    ranks: Positive
-    nodes: Positive | None = None
+    ranks: Ranks
+    nodes: Ranks | None = None
     backend: str | None = None
     device: str | None = None
     torch: str | None = None
     measured: str | None = None
-    threads_per_rank: int | None = None
-    cores: int | None = None
+    threads_per_rank: Count | None = None
+    cores: Count | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,9 +166,9 @@ class Cluster:
 
     schema: Literal["planner.cluster/1"] = CLUSTER_SCHEMA
     name: str | None = None
-    nodes: Positive
-    ranks_per_node: Positive = 1
-    nics_per_node: Positive = 1
+    nodes: PositiveCount
+    ranks_per_node: PositiveCount = 1
+    nics_per_node: PositiveCount = 1
     intra: Link | None = None
     inter: Link | None = None
     collectives: dict[str, Line] | None = None
@@ -219,16 +226,30 @@ def parse_profile(document: Any, where: str = "profile") -> Profile:
     record = dict(check_schema(document, PROFILE_SCHEMA, where))
     if record.get("cluster") == {}:
         del record["cluster"]
-    profile = validate(Profile, record, where)
+    profile = validate(Profile, record, where, cure=CURE)
+    _check_names(profile, where)
+    _check_size(profile.compute, where)
+    return profile
+
+
+def _check_names(profile: Profile, where: str) -> None:
     seen: dict[str, int] = {}
     for index, gradient in enumerate(profile.compute.gradients):
         if gradient.name in seen:
             raise InputError(
                 f"{where}: $.compute.gradients[{index}].name: found {gradient.name!r}, which is gradient "
-                f"{seen[gradient.name]} already; expected each parameter once (a shared one too)"
+                f"{seen[gradient.name]} already; expected each parameter once (a shared one too): take one out"
             )
         seen[gradient.name] = index
-    return profile
+
+
+def _check_size(compute: ComputeProfile, where: str) -> None:
+    """Each gradient may be in its range, and their sum be no model."""
+    size_bytes = sum(gradient.size_bytes for gradient in compute.gradients)
+    if size_bytes > MAX_MODEL_BYTES:
+        raise InputError(
+            f"{where}: $.compute.gradients: found {size_bytes} bytes in all, expected at most {MAX_MODEL_BYTES}; {CURE}"
+        )
 
 
 def load_cluster(path: str | Path) -> Cluster:

@@ -13,14 +13,15 @@ def refuse_argument(strategy: str, argument: str | None) -> None:
         raise InputError(f"found the strategy {strategy}:{argument}, expected {strategy} without an argument")
 
 
-def positive_number(strategy: str, argument: str, unit: str) -> float:
-    """The argument as a positive finite number; raises InputError otherwise."""
+def positive_number(strategy: str, argument: str, unit: str, at_most: float) -> float:
+    """The argument as a positive number of `at_most`; raises InputError otherwise."""
     try:
         value = float(argument)
     except ValueError:
         value = math.nan
-    if not (math.isfinite(value) and value > 0.0):
+    if not 0.0 < value <= at_most:
         raise InputError(
-            f"found the strategy {strategy}:{argument}, expected a positive number of {unit}: {strategy}:25"
+            f"found the strategy {strategy}:{argument}, expected a positive number of {unit} up to {at_most:g}, such "
+            f"as {strategy}:25"
         )
     return value

@@ -13,6 +13,8 @@ from planner.strategies.arguments import positive_number
 MIB = 1024 * 1024
 FIRST_BUCKET_BYTES = 1 * MIB
 BUCKET_BYTES = 25 * MIB
+MAX_MIB = 2.0**33
+"""More bytes than a model can have."""
 
 
 def ddp(problem: Problem, argument: str | None = None) -> Schedule:
@@ -20,7 +22,7 @@ def ddp(problem: Problem, argument: str | None = None) -> Schedule:
     if argument is None:
         first_limit, limit = FIRST_BUCKET_BYTES, BUCKET_BYTES
     else:
-        first_limit = limit = int(positive_number("ddp", argument, "MiB") * MIB)
+        first_limit = limit = int(positive_number("ddp", argument, "MiB", at_most=MAX_MIB) * MIB)
     open_buckets: dict[int, list[int]] = {}
     open_bytes: dict[int, int] = {}
     limits: dict[int, int] = {}

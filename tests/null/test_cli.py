@@ -216,14 +216,14 @@ def test_unwritable_folder_is_refused_before_any_work(
     assert files(tmp_path) == []
 
 
-def test_disk_full_is_the_environments_fault(command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_leaves_nothing(command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(_: int) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", full)
     outcome = command("optimize", "p.json")
-    assert outcome.code == 3
-    assert "plan.json: not written, the disk is full; nothing was changed" in outcome.err
+    assert (outcome.code, outcome.out) == (2, "")
+    assert "plan.json: not written, the disk is full; nothing was changed: free some space" in outcome.err
     assert files(tmp_path) == []
 
 

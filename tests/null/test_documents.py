@@ -170,7 +170,7 @@ def test_non_finite_number_in_place(tmp_path: Path, place: str, number: str) -> 
     message = refusal(tmp_path / "x.json", "profile", json.dumps(document).replace('"HERE"', number))
     path = "$." + place.replace(".0", "[0]")
     found = number.replace("1e999", "Infinity")
-    assert message == f"{tmp_path / 'x.json'}: {path}: found {found}, expected a finite number"
+    assert message == f"{tmp_path / 'x.json'}: {path}: found {found}, expected a finite number; correct it"
 
 
 @pytest.mark.parametrize("load", LOADERS.values(), ids=LOADERS)

@@ -24,7 +24,8 @@ DECIDING = (
     "planner/predict.py", "planner/problem.py", "planner/progress.py", "planner/simulator.py", "planner/verify.py",
     "planner/profile/__init__.py", "planner/profile/document.py", "planner/cost/*.py", "planner/merging/*.py",
     "planner/passes/*.py", "planner/strategies/*.py",
-    "runtime/__init__.py", "runtime/documents.py", "runtime/errors.py", "runtime/names.py", "runtime/plan.py",
+    "runtime/__init__.py", "runtime/documents.py", "runtime/errors.py", "runtime/files.py", "runtime/names.py",
+    "runtime/plan.py",
     "runtime/timeline.py", "runtime/version.py",
 )  # fmt: skip
 """Files that have to work where torch is not installed."""
