@@ -6,10 +6,13 @@ input is wrong; 3 the environment failed.
 
 from __future__ import annotations
 
+import io
 import json
+import os
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Annotated, Any
 
 import typer
@@ -27,6 +30,9 @@ Ranks = Annotated[
 Job = Annotated[
     str, typer.Argument(help="path/to/file.py:name or package.module:name of a function that returns a TrainingJob.")
 ]
+MAX_STEPS = 10**9
+"""More steps than anybody waits for."""
+
 ClusterFile = Annotated[str | None, typer.Option(help="cluster.json; default: the cluster measured with the profile.")]
 
 
@@ -83,7 +89,7 @@ def profile(
     from planner.training import profile_rank
     from planner.world import choose_device, is_first_rank, on_ranks
 
-    check_writable(output)
+    check_writable(output, job.rpartition(":")[0])
     result = on_ranks(ranks, device, backend, profile_rank, job, choose_device(device), not _Options.as_json)[0]
     if not is_first_rank():
         return
@@ -112,7 +118,7 @@ def optimize(
     from planner.outputs import check_writable
     from planner.passes import PASSES
 
-    check_writable(output)
+    check_writable(output, profile, cluster)
     if print_after is not None and print_after not in ("all", *PASSES):
         raise InputError(f"--print-after: found {print_after!r}, expected all or one of: {', '.join(sorted(PASSES))}")
 
@@ -226,15 +232,15 @@ def run(
     backend: Backend = None,
 ) -> None:
     """Train a job with a plan, or with plain DDP."""
-    if steps < 1:
-        raise InputError(f"--steps: found {steps}, expected at least 1")
+    if not 1 <= steps <= MAX_STEPS:
+        raise InputError(f"--steps: found {steps}, expected at least 1 and at most {MAX_STEPS}; correct it")
     from planner.outputs import run_document, run_lines
     from planner.training import train_rank
-    from planner.world import choose_device, is_first_rank, on_ranks
+    from planner.world import choose_device, is_first_rank, on_ranks, planned_ranks
     from runtime.plan import load_plan
 
     loaded = None if plan is None else load_plan(plan)
-    count = ranks if ranks is not None or loaded is None else loaded.world.ranks
+    count = ranks if ranks is not None or loaded is None else planned_ranks(loaded.world.ranks, str(plan))
     try:
         runs = on_ranks(
             count, device, backend, train_rank, job, loaded, steps, choose_device(device), not _Options.as_json
@@ -288,6 +294,18 @@ def doctor() -> None:
         raise typer.Exit(3)
 
 
+@contextmanager
+def _full_output_told() -> Iterator[None]:
+    """Turns a failed write to standard output into an error of ours; files that are named are dealt with elsewhere."""
+    try:
+        yield
+    except OSError as error:
+        if isinstance(error, PlannerError) or error.filename is not None:
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # or Python would try, and fail, once more as it ends
+        raise InputError(f"standard output: cannot be written: {error.strerror}; send it somewhere else") from error
+
+
 _ANYWHERE = ("--json", "-v", "--verbose")
 
 
@@ -296,8 +314,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     given = list(sys.argv[1:] if arguments is None else arguments)
     flags = [argument for argument in given if argument in _ANYWHERE]
     rest = [argument for argument in given if argument not in _ANYWHERE]
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # names may hold what the terminal's encoding lacks
     try:
-        app([*flags, *rest], prog_name="planner")
+        with _full_output_told():
+            app([*flags, *rest], prog_name="planner")
     except PlannerError as error:
         if _Options.verbose:
             traceback.print_exc()

@@ -27,10 +27,24 @@ def mebibytes(size_bytes: int | None) -> str:
     return f"{size_bytes} B"
 
 
+SHOWN_BUCKETS = 1000
+"""Rows that people might read."""
+
+NAME_CHARACTERS, SENTENCE_CHARACTERS = 120, 2000
+"""How much is shown of a name and of a sentence."""
+
+
+def printable(text: str, characters: int = NAME_CHARACTERS) -> str:
+    """A text from a document for the terminal: control characters written out, a long one cut short."""
+    if len(text) > characters:
+        text = text[:characters] + "…"
+    return text if text.isprintable() else "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
+
+
 def summary_table(plan: Plan) -> Table:
     """The plan beside its baselines."""
     world = f"{plan.world.ranks} ranks" + (f" on {plan.world.nodes} nodes" if plan.world.nodes else "")
-    table = Table(title=f"{plan.model.name}, {world}: predicted time of one step", title_justify="left")
+    table = Table(title=f"{printable(plan.model.name)}, {world}: predicted time of one step", title_justify="left")
     table.add_column("schedule")
     for column in ("buckets", "step (ms)", "exposed (ms)", "step / plan"):
         table.add_column(column, justify="right")
@@ -41,7 +55,7 @@ def summary_table(plan: Plan) -> Table:
         ratio = prediction.iteration_us / planned.iteration_us if planned and planned.iteration_us else 1.0
         buckets = "" if prediction.buckets is None else str(prediction.buckets)
         step, exposed = milliseconds(prediction.iteration_us), milliseconds(prediction.exposed_us)
-        table.add_row(name, buckets or str(len(plan.buckets)), step, exposed, f"{ratio:.3f}")
+        table.add_row(printable(name), buckets or str(len(plan.buckets)), step, exposed, f"{ratio:.3f}")
     return table
 
 
@@ -53,23 +67,30 @@ def bucket_table(plan: Plan) -> Table:
     table.add_column("how")
     table.add_column("why")
     tasks = [task for task in (plan.predicted.timeline or ()) if task.resource == "network"] if plan.predicted else []
-    for index, bucket in enumerate(plan.buckets):
+    for index, bucket in enumerate(plan.buckets[:SHOWN_BUCKETS]):
         task = tasks[index] if index < len(tasks) else None
         times = (milliseconds(task.start_us), milliseconds(task.end_us)) if task else ("", "")
         table.add_row(
-            str(index), _members(bucket), mebibytes(bucket.size_bytes), *times, _form(bucket), bucket.reason or ""
+            str(index),
+            _members(bucket),
+            mebibytes(bucket.size_bytes),
+            *times,
+            _form(bucket),
+            printable(bucket.reason or "", SENTENCE_CHARACTERS),
         )
+    if len(plan.buckets) > SHOWN_BUCKETS:
+        table.add_row("…", f"{len(plan.buckets) - SHOWN_BUCKETS} more buckets: see --json", *[""] * 5)
     return table
 
 
 def _members(bucket: PlanBucket) -> str:
-    names = bucket.gradients
-    return names[0] if len(names) == 1 else f"{names[0]} … {names[-1]} ({len(names)})"
+    first, last, count = printable(bucket.gradients[0]), printable(bucket.gradients[-1]), len(bucket.gradients)
+    return first if count == 1 else f"{first} … {last} ({count})"
 
 
 def _form(bucket: PlanBucket) -> str:
-    form = f"{bucket.collective}/{bucket.algorithm}"
-    return form if bucket.compressor.name == "none" else f"{form} {bucket.compressor.name}"
+    form = printable(f"{bucket.collective}/{bucket.algorithm}")
+    return form if bucket.compressor.name == "none" else f"{form} {printable(bucket.compressor.name)}"
 
 
 def certificate_text(plan: Plan) -> str:
@@ -82,7 +103,8 @@ def certificate_text(plan: Plan) -> str:
     else:
         text = f"within {certificate.gap:.2%} of optimal: no {plan.accuracy} plan takes less than "
         text += f"{milliseconds(certificate.lower_bound_us)} ms under this cost model"
-    return f"{text} ({certificate.method})" + (f"; {certificate.note}" if certificate.note else "")
+    note = f"; {printable(certificate.note, SENTENCE_CHARACTERS)}" if certificate.note else ""
+    return f"{text} ({printable(certificate.method)}){note}"
 
 
 def accuracy_lines(plan: Plan) -> list[str]:
@@ -102,7 +124,7 @@ def print_plan(plan: Plan, console: Console, *, buckets: bool) -> None:
         console.print(bucket_table(plan))
     console.print(certificate_text(plan), highlight=False)
     for note in plan.notes:
-        console.print(f"- {note}", highlight=False)
+        console.print(f"- {printable(note, SENTENCE_CHARACTERS)}", highlight=False)
 
 
 def simulation_table(results: Sequence[Simulation]) -> Table:
@@ -149,7 +171,7 @@ def profile_lines(profile: Profile) -> list[str]:
     size_bytes = sum(gradient.size_bytes for gradient in compute.gradients)
     backward_us = sum(gradient.backward_us for gradient in compute.gradients)
     lines = [
-        f"{profile.model.name}: {len(compute.gradients)} gradients, {mebibytes(size_bytes)}, "
+        f"{printable(profile.model.name)}: {len(compute.gradients)} gradients, {mebibytes(size_bytes)}, "
         f"{profile.world.ranks} ranks; "
         f"forward {milliseconds(compute.forward_us)}, backward {milliseconds(backward_us)}, "
         f"update {milliseconds(compute.update_us)} ms"
@@ -157,7 +179,8 @@ def profile_lines(profile: Profile) -> list[str]:
     tracing = profile.tracing
     if tracing is not None:
         lines.append(
-            f"traced by {tracing.method}" + "".join(f"; {n}: {why}" for n, why in (tracing.failures or {}).items())
+            f"traced by {tracing.method}"
+            + "".join(f"; {n}: {printable(why, SENTENCE_CHARACTERS)}" for n, why in (tracing.failures or {}).items())
         )
         share = tracing.grad_weight_share
         if share is not None and share.measured is not None:

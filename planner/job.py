@@ -6,6 +6,7 @@ import difflib
 import importlib
 import importlib.util
 import sys
+import traceback
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -49,7 +50,9 @@ def load_job(spec: str) -> TrainingJob:
         raise InputError(f"{where}: has no {name!r}, expected a function that returns a TrainingJob{hint}")
     function = getattr(module, name)
     if not callable(function):
-        raise InputError(f"{spec}: found a {type(function).__name__}, expected a function that returns a TrainingJob")
+        raise InputError(
+            f"{spec}: found a {type(function).__name__}, expected a function that returns a TrainingJob; name one"
+        )
     return _call(spec, function)
 
 
@@ -58,18 +61,44 @@ def _call(spec: str, function: Callable[[], Any]) -> TrainingJob:
         job = function()
     except (Exception, SystemExit) as error:
         raise InputError(
-            f"{spec}: raised {type(error).__name__}: {error}; expected it to return a TrainingJob"
+            f"{spec}: raised {described(error)}; expected it to return a TrainingJob: correct it"
         ) from error
     if not isinstance(job, TrainingJob):
-        raise InputError(f"{spec}: returned {type(job).__name__}, expected a planner.TrainingJob")
-    if not any(parameter.requires_grad for parameter in job.model.parameters()):
-        raise InputError(f"{spec}: the model has no trainable parameter, expected at least one with requires_grad")
+        raise InputError(f"{spec}: returned {type(job).__name__}, expected a planner.TrainingJob; return one")
+    _check(spec, job)
     return job
+
+
+def _check(spec: str, job: TrainingJob) -> None:
+    for field in ("loss", "batch", "optimizer"):
+        if not callable(getattr(job, field)):
+            found = type(getattr(job, field)).__name__
+            raise InputError(f"{spec}: {field} is a {found}, expected a function; see planner.TrainingJob")
+    if not callable(getattr(job.model, "parameters", None)):
+        raise InputError(f"{spec}: model is a {type(job.model).__name__}, expected a torch.nn.Module; make one")
+    parameters = list(job.model.parameters())
+    if not any(parameter.requires_grad for parameter in parameters):
+        raise InputError(
+            f"{spec}: the model has no trainable parameter, expected at least one with requires_grad; unfreeze one"
+        )
+    if any(getattr(parameter, "is_meta", False) for parameter in parameters):
+        raise InputError(
+            f"{spec}: found parameters on the meta device, expected ones with values; build the model on the CPU"
+        )
+
+
+def described(error: BaseException) -> str:
+    """`ZeroDivisionError: division by zero (job.py, line 7)`: what was raised, and where in the user's file."""
+    text = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+    frames = traceback.extract_tb(error.__traceback__)
+    if isinstance(error, SyntaxError) or not frames:
+        return text  # a syntax error says where by itself
+    return f"{text} ({Path(frames[-1].filename).name}, line {frames[-1].lineno})"
 
 
 def _load_file(path: Path) -> ModuleType:
     if not path.is_file():
-        raise InputError(f"{path}: no such file; expected path/to/file.py:name")
+        raise InputError(f"{path}: no such file; expected path/to/file.py:name: check the path")
     name = path.stem if path.stem.isidentifier() and path.stem not in sys.modules else f"_planner_job_{path.stem}"
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None
@@ -82,8 +111,15 @@ def _load_file(path: Path) -> ModuleType:
         spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:
         del sys.modules[name]
-        raise InputError(f"{path}: raised {type(error).__name__} while being imported: {error}") from error
+        raise InputError(_failed_import(str(path), error)) from error
     return module
+
+
+def _failed_import(where: str, error: BaseException) -> str:
+    """The words of the error come last but for where it was raised."""
+    what = f"{where}: raised {type(error).__name__} while being imported"
+    place = described(error).removeprefix(type(error).__name__)
+    return f"{what}{place or ''}; expected a file that can be imported: correct it"
 
 
 def _load_module(name: str) -> ModuleType:
@@ -94,6 +130,6 @@ def _load_module(name: str) -> ModuleType:
     except ModuleNotFoundError as error:
         if error.name is not None and (name == error.name or name.startswith(error.name + ".")):
             raise InputError(f"no module {name!r}; expected package.module:name or path/to/file.py:name") from None
-        raise InputError(f"{name}: needs the module {error.name!r}, which is not installed") from error
+        raise InputError(f"{name}: needs the module {error.name!r}, which is not installed; install it") from error
     except (Exception, SystemExit) as error:
-        raise InputError(f"{name}: raised {type(error).__name__} while being imported: {error}") from error
+        raise InputError(_failed_import(name, error)) from error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import statistics
 from collections.abc import Sequence
@@ -9,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from runtime.errors import CheckFailed, InputError
+from runtime.files import check_output
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -17,16 +19,22 @@ if TYPE_CHECKING:
     from planner.training import RankRun
 
 
-def check_writable(path: str) -> None:
-    """Refuses, before any work is done, an output path that cannot be written."""
-    target = Path(path)
-    folder = target.parent
-    if target.is_dir():
-        raise InputError(f"{path}: found a directory, expected a file name to write to")
-    if not folder.is_dir():
-        raise InputError(f"{path}: there is no folder {folder}; make it or choose another output path")
-    if not os.access(folder, os.W_OK):
-        raise InputError(f"{path}: the folder {folder} is not writable; choose another output path")
+def check_writable(path: str, *inputs: str | None) -> None:
+    """Refuses, before any work is done, an output path that cannot be written or is one of the input files."""
+    target = check_output(path)
+    for given in inputs:
+        if given is not None and _same_file(given, target):
+            raise InputError(
+                f"{path}: found the input file {given}, expected another one to write to; choose another output path"
+            )
+
+
+def _same_file(given: str, target: Path) -> bool:
+    """Whether both lead to one file, by whatever links."""
+    try:
+        return target.is_file() and os.path.samefile(given, target)
+    except (OSError, ValueError):
+        return False  # the input cannot be read: its reader will say so
 
 
 def run_document(runs: Sequence[RankRun]) -> dict[str, Any]:
@@ -44,17 +52,26 @@ def run_document(runs: Sequence[RankRun]) -> dict[str, Any]:
         "steps": len(runs[0].step_us),
         "ranks": len(runs),
         "median_us": statistics.median(runs[0].step_us),
-        "loss_first": statistics.fmean(run.losses[0] for run in runs),
-        "loss_last": statistics.fmean(run.losses[-1] for run in runs),
+        "loss_first": _finite(statistics.fmean(run.losses[0] for run in runs)),
+        "loss_last": _finite(statistics.fmean(run.losses[-1] for run in runs)),
         "weights_sha256": weights.pop(),
     }
+
+
+def _finite(loss: float) -> float | None:
+    """JSON has no NaN or infinity."""
+    return loss if math.isfinite(loss) else None
+
+
+def _loss(loss: float | None) -> str:
+    return "not finite" if loss is None else f"{loss:.4f}"
 
 
 def run_lines(document: dict[str, Any], runs: Sequence[RankRun]) -> list[str]:
     """A run in words."""
     lines = [
         f"{document['steps']} steps on {document['ranks']} ranks: median {document['median_us'] / 1e3:.2f} ms a step, "
-        f"loss {document['loss_first']:.4f} → {document['loss_last']:.4f}",
+        f"loss {_loss(document['loss_first'])} → {_loss(document['loss_last'])}",
         f"weights {document['weights_sha256']}",
     ]
     return [*lines, runs[0].report] if runs[0].report else lines

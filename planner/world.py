@@ -13,9 +13,12 @@ import torch
 import torch.distributed as dist
 
 from planner.launch import START_TIMEOUT_S, LocalWorld, run_ranks, threads_per_rank, under_torchrun
-from runtime.errors import EnvironmentFailure, InputError
+from runtime.errors import EnvironmentFailure, InputError, PlanMismatch
 
 T = TypeVar("T")
+
+MAX_LOCAL_RANKS = 256
+"""More processes than any one machine trains with."""
 
 
 def on_ranks(
@@ -39,9 +42,28 @@ def on_ranks(
     if under_torchrun():
         return _join(ranks, device, backend, function, arguments)
     count = 2 if ranks is None else ranks
-    if count < 1:
-        raise InputError(f"--ranks: found {count}, expected at least 1")
+    if not 1 <= count <= MAX_LOCAL_RANKS:
+        raise InputError(
+            f"--ranks: found {count}, expected at least 1 and at most {MAX_LOCAL_RANKS} on one machine; correct it, or "
+            f"start more with torchrun"
+        )
     return run_ranks(LocalWorld(ranks=count, device=device, backend=backend), function, *arguments)
+
+
+def planned_ranks(ranks: int, plan: str) -> int | None:
+    """How many ranks to start for a plan; None under a launcher, which has started them.
+
+    Raises:
+        PlanMismatch: more than one machine can hold.
+    """
+    if under_torchrun():
+        return None
+    if ranks > MAX_LOCAL_RANKS:
+        raise PlanMismatch(
+            f"{plan}: $.world.ranks: found a plan for {ranks} ranks, expected at most {MAX_LOCAL_RANKS} on one "
+            f"machine; start the job with torchrun, or make a plan for fewer ranks"
+        )
+    return ranks
 
 
 def is_first_rank() -> bool:

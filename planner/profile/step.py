@@ -77,10 +77,10 @@ def measure(
     name: str | None = None,
 ) -> Profile:
     """`profile_step` for a step that says when its backward begins; `name` is the model's in the profile."""
-    _check(model)
     world = World.join(process_group, TIMEOUT_S)
-    device = next(model.parameters()).device
     try:
+        _agree(model, world)
+        device = next(model.parameters()).device
         with preserved(model, optimizer):
             mine = measure_compute(model, optimizer, step, world, progress)
             everyone: list[RankTimes] = world.gather(mine, "comparing times of the step")
@@ -101,12 +101,37 @@ def measure(
         world.leave()
 
 
-def _check(model: nn.Module) -> None:
+def _agree(model: nn.Module, world: World) -> None:
+    """Every rank comes to the same verdict, so that none waits for one that has given up.
+
+    Raises:
+        InputError: a rank's model cannot be measured, or ranks hold different models.
+    """
+    everyone: list[tuple[str | None, str]] = world.gather(_problem(model), "comparing models")
+    problems = {problem: rank for rank, (problem, _) in reversed(list(enumerate(everyone))) if problem}
+    if problems:
+        alike = len({problem for problem, _ in everyone}) == 1
+        raise InputError("\n".join(p if alike else f"rank {rank}: {p}" for p, rank in reversed(problems.items())))
+    if len({print_ for _, print_ in everyone}) > 1:
+        listed = ", ".join(f"rank {rank}: {print_}" for rank, (_, print_) in enumerate(everyone[:8]))
+        raise InputError(
+            f"ranks hold different models, by the names, shapes and dtypes of their trainable parameters ({listed}), "
+            f"expected equal ones; build the same model on every rank"
+        )
+
+
+def _problem(model: nn.Module) -> tuple[str | None, str]:
+    """(why this model cannot be measured, its fingerprint)."""
     wrapper = is_wrapped(model)
     if wrapper is not None:
-        raise InputError(f"the model is wrapped in {wrapper}; profile the plain module (model.module)")
+        return f"the model is wrapped in {wrapper}, expected a plain one; profile the inner module (model.module)", ""
+    try:
+        found = model_fingerprint(model)
+    except InputError as error:
+        return str(error), ""
     if not trainable_parameters(model):
-        raise InputError("the model has no trainable parameter, expected at least one with requires_grad")
+        return "the model has no trainable parameter, expected at least one with requires_grad; unfreeze one", ""
+    return None, found
 
 
 def _measure_network(
