@@ -5,7 +5,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: help demo test lint types check wheel clean
+.PHONY: help demo test fuzz lint types check wheel clean
 
 help:  ## list the targets
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/'
@@ -21,6 +21,9 @@ demo: $(INSTALLED)  ## profile, optimize and train a small model on this machine
 
 test: $(INSTALLED)  ## all tests
 	$(BIN)/python -m pytest
+
+fuzz: $(INSTALLED)  ## made-up documents and models, many more than `make test` takes
+	$(BIN)/python -m pytest tests/fuzz --fuzz-documents 10000 --fuzz-models 500 --timeout 0 -x -q
 
 lint: $(INSTALLED)  ## style
 	$(BIN)/ruff check .

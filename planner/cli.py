@@ -85,11 +85,12 @@ def profile(
     backend: Backend = None,
 ) -> None:
     """Trace a job and measure its step and the links between ranks."""
+    from planner.job import find_job
     from planner.outputs import check_writable
     from planner.training import profile_rank
     from planner.world import choose_device, is_first_rank, on_ranks
 
-    check_writable(output, job.rpartition(":")[0])
+    check_writable(output, find_job(job)[0])
     result = on_ranks(ranks, device, backend, profile_rank, job, choose_device(device), not _Options.as_json)[0]
     if not is_first_rank():
         return
@@ -234,11 +235,13 @@ def run(
     """Train a job with a plan, or with plain DDP."""
     if not 1 <= steps <= MAX_STEPS:
         raise InputError(f"--steps: found {steps}, expected at least 1 and at most {MAX_STEPS}; correct it")
+    from planner.job import find_job
     from planner.outputs import run_document, run_lines
     from planner.training import train_rank
     from planner.world import choose_device, is_first_rank, on_ranks, planned_ranks
     from runtime.plan import load_plan
 
+    find_job(job)
     loaded = None if plan is None else load_plan(plan)
     count = ranks if ranks is not None or loaded is None else planned_ranks(loaded.world.ranks, str(plan))
     try:

@@ -40,9 +40,7 @@ def load_job(spec: str) -> TrainingJob:
         InputError: the file, module or name is not found; the function raises or returns something else; the model
             has no trainable parameter.
     """
-    where, colon, name = spec.rpartition(":")
-    if not colon or not where or not name:
-        raise InputError(f"found the job {spec!r}, expected path/to/file.py:name or package.module:name")
+    where, name = find_job(spec)
     module = _load_file(Path(where)) if where.endswith(".py") else _load_module(where)
     if not hasattr(module, name):
         near = difflib.get_close_matches(name, [n for n in vars(module) if not n.startswith("_")], n=3)
@@ -54,6 +52,22 @@ def load_job(spec: str) -> TrainingJob:
             f"{spec}: found a {type(function).__name__}, expected a function that returns a TrainingJob; name one"
         )
     return _call(spec, function)
+
+
+def find_job(spec: str) -> tuple[str, str]:
+    """(file or module, name) of a job, before anything is imported or started.
+
+    Raises:
+        InputError: not of that form, or there is no such file.
+    """
+    where, colon, name = spec.rpartition(":")
+    if not colon or not where or not name:
+        raise InputError(
+            f"found the job {spec!r}, expected path/to/file.py:name or package.module:name; name a file and a function"
+        )
+    if where.endswith(".py") and not Path(where).is_file():
+        raise InputError(f"{where}: no such file; expected path/to/file.py:name: check the path")
+    return where, name
 
 
 def _call(spec: str, function: Callable[[], Any]) -> TrainingJob:
@@ -97,8 +111,6 @@ def described(error: BaseException) -> str:
 
 
 def _load_file(path: Path) -> ModuleType:
-    if not path.is_file():
-        raise InputError(f"{path}: no such file; expected path/to/file.py:name: check the path")
     name = path.stem if path.stem.isidentifier() and path.stem not in sys.modules else f"_planner_job_{path.stem}"
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None

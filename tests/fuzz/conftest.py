@@ -1,11 +1,20 @@
-"""Options of the fuzzers."""
-
-from __future__ import annotations
+"""Options of the fuzzing tests: a small budget by default, a long one for `make fuzz`."""
 
 import pytest
 
+DOCUMENTS, MODELS, SEED = 400, 40, 0
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--fuzz-models", type=int, default=40, help="random models to train beside DDP")
-    parser.addoption("--fuzz-seed", type=int, default=0, help="another seed draws other models")
-    parser.addoption("--fuzz-replay", default="", help="a failing model's line, to run it alone")
+    """Asked for only when this folder is named on the command line; elsewhere the defaults hold."""
+    group = parser.getgroup("fuzz")
+    group.addoption("--fuzz-documents", type=int, default=DOCUMENTS, help="documents to make up")
+    group.addoption("--fuzz-models", type=int, default=MODELS, help="random models to train beside DDP")
+    group.addoption("--fuzz-seed", type=int, default=SEED, help="another seed draws other models")
+    group.addoption("--fuzz-replay", default="", help="a failing model's line, to run it alone")
+
+
+@pytest.fixture(scope="session")
+def fuzz_documents(pytestconfig: pytest.Config) -> int:
+    """How many documents to make up."""
+    return int(pytestconfig.getoption("--fuzz-documents", DOCUMENTS))

@@ -1,0 +1,400 @@
+"""Bad input on every way in: exit code 2, one message with file, place, what was found and expected, and a cure."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import resource
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+from bad_files import FILES, KINDS, full, places, with_value
+from builders import cluster_document, usual_document, write
+
+import runtime
+from planner import load_cluster, load_profile, optimize, simulate
+from planner.cli import main
+from planner.job import load_job
+from planner.profile.document import parse_cluster, parse_profile
+from runtime import files
+from runtime.errors import InputError
+from runtime.plan import parse_plan
+
+COMMANDS: dict[str, list[list[str]]] = {
+    "profile": [["optimize", "FILE", "-o", "out.json"], ["simulate", "FILE"]],
+    "cluster": [
+        ["optimize", "p.json", "--cluster", "FILE", "-o", "out.json"],
+        ["simulate", "p.json", "--cluster", "FILE"],
+    ],
+    "plan": [["explain", "FILE"], ["run", "job.py:job", "--plan", "FILE"]],
+}
+FUNCTIONS: dict[str, list[Callable[[Any], Any]]] = {
+    "profile": [load_profile, optimize, lambda path: simulate(path, strategies=["ddp"])],
+    "cluster": [load_cluster, lambda path: optimize("p.json", path), lambda path: simulate("p.json", path)],
+    "plan": [runtime.load_plan],
+}
+PARSERS: dict[str, Callable[[Any], Any]] = {"profile": parse_profile, "cluster": parse_cluster, "plan": parse_plan}
+
+
+class Outcome(NamedTuple):
+    """What one command did."""
+
+    code: object
+    out: str
+    err: str
+
+
+Command = Callable[..., Outcome]
+
+
+@pytest.fixture
+def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Command:
+    """Runs `planner …` in a folder with p.json (a profile), c.json (a cluster), job.py and out.json (a file of old)."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(files, "PIPE_WAIT_S", 0.05)
+    write(tmp_path / "p.json", usual_document())
+    write(tmp_path / "c.json", cluster_document())
+    (tmp_path / "out.json").write_text("old")
+    (tmp_path / "job.py").write_text("def job(): return None\n")
+
+    def run(*arguments: str) -> Outcome:
+        with pytest.raises(SystemExit) as ended:
+            main(arguments)
+        return Outcome(ended.value.code, *capsys.readouterr())
+
+    return run
+
+
+def snapshot(folder: Path) -> dict[str, bytes]:
+    """Names and contents of the regular files in a folder; links by what they lead to."""
+    return {
+        entry.name: os.readlink(entry).encode() if entry.is_symlink() else entry.read_bytes()
+        for entry in folder.iterdir()
+        if (entry.is_symlink() or entry.is_file()) and entry.lstat().st_size < 10**8
+    }
+
+
+def check_message(message: str, name: str, words: str) -> None:
+    """One message: every line begins with the file; it says what was expected, or to do, after what was found."""
+    assert words in message
+    for line in message.splitlines():
+        assert line.startswith(f"{name}: ")
+        assert re.search(r"expected .*[;:] \w+|[;:] (check|add|remove|did you|make|choose|free) |and \d+ more", line), (
+            line
+        )
+    assert len(message) < 2000
+
+
+def check_refused(outcome: Outcome, name: str, words: str) -> None:
+    """Exit code 2, the message, nothing on standard output, no traceback."""
+    assert (outcome.code, outcome.out) == (2, "")
+    assert outcome.err.startswith("planner: ")
+    assert outcome.err.endswith("\n")
+    assert "Traceback" not in outcome.err
+    assert not re.search(r"^planner: ", outcome.err[1:], re.MULTILINE)
+    check_message(outcome.err.removeprefix("planner: ").removesuffix("\n"), name, words)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("fault", FILES)
+def test_wrong_files(command: Command, tmp_path: Path, kind: str, fault: str) -> None:
+    """The same message in every command and function that reads the file, and nothing is written."""
+    make, words = FILES[fault]
+    path = tmp_path / "in.json"
+    make(path, kind)
+    before = snapshot(tmp_path)
+    for arguments in COMMANDS[kind]:
+        given = [str(path) if argument == "FILE" else argument for argument in arguments]
+        check_refused(command("--json", *given), str(path), words)
+    for function in FUNCTIONS[kind]:
+        with pytest.raises(InputError) as caught:
+            function(path)
+        check_message(str(caught.value), str(path), words)
+    assert snapshot(tmp_path) == before
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may read and write everything")
+def test_forbidden_files(command: Command, tmp_path: Path) -> None:
+    (tmp_path / "p.json").chmod(0)
+    check_refused(command("optimize", "p.json", "-o", "new.json"), "p.json", "cannot be read: Permission denied")
+    (tmp_path / "p.json").chmod(0o600)
+    (tmp_path / "out.json").chmod(0o400)
+    check_refused(command("optimize", "p.json", "-o", "out.json"), "out.json", "found a file that may not be written")
+    tmp_path.chmod(0o500)
+    check_refused(command("optimize", "p.json", "-o", "new.json"), "new.json", "the folder . is not writable")
+    tmp_path.chmod(0o700)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_full_documents_are_sound(kind: str) -> None:
+    """Otherwise the next tests would be none."""
+    PARSERS[kind](full(kind))
+
+
+NUMBERS = [
+    (kind, path) for kind in KINDS for path, owner, key in places(full(kind)) if type(owner[key]) in (int, float)
+]
+ANY_SIGN = ("r_squared", "alpha", "beta", "local_lr_scale", "warmup")
+ANY_SIZE = ("flops", "activation", "iteration_us", "$.predicted", "fallback", "lower_bound", "gap", "mean_error")
+NEVER = [float("nan"), float("inf"), float("-inf"), "5", True, [], {}, [1.0], 10**400]
+
+
+@pytest.mark.parametrize(("kind", "place"), NUMBERS, ids=[" ".join(number) for number in NUMBERS])
+def test_wrong_numbers(kind: str, place: str) -> None:
+    """In every place that holds a number; the message names the place."""
+    field = place.rpartition(".")[2]
+    bad: list[Any] = [*NEVER]
+    if not (field in ANY_SIGN and "delay" in place) and field != "r_squared":
+        bad += [-1, -1e-300]
+    if not any(name in place for name in ANY_SIZE) and not (field in ANY_SIGN and "delay" in place):
+        bad += [1e300, 10**30]
+    for value in bad:
+        with pytest.raises(InputError) as caught:
+            PARSERS[kind](with_value(kind, place, value))
+        message = str(caught.value)
+        assert message.startswith(f"{kind}: {place}"), (value, message)
+        check_message(message, kind, "found ")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_fields_that_are_missing_or_unknown(kind: str) -> None:
+    """In every object: without any one of its fields it is whole or refused; with one more it is refused."""
+    maps = {"collectives", "samples", "back_to_back", "k", "updates", "baselines"}
+    refused = 0
+    for path, owner, key in places(full(kind)):
+        if isinstance(owner, dict):
+            try:
+                PARSERS[kind](with_value(kind, path, ...))
+            except InputError as error:
+                refused += 1
+                check_message(str(error), kind, path)
+        if isinstance(owner[key], dict) and key not in maps:
+            with pytest.raises(InputError) as caught:
+                PARSERS[kind](with_value(kind, path, {**owner[key], "zzz": 1}))
+            check_message(str(caught.value), kind, f"{path}.zzz: ")
+    assert refused >= 5
+
+
+@pytest.mark.parametrize("name", ["", "a" * 4097, 3, None, ["a"]])
+def test_wrong_names_of_gradients(name: Any) -> None:
+    for kind, place in (("profile", "$.compute.gradients[0].name"), ("plan", "$.buckets[0].gradients[1]")):
+        with pytest.raises(InputError) as caught:
+            PARSERS[kind](with_value(kind, place, name))
+        check_message(str(caught.value), kind, f"{place}: found ")
+
+
+@pytest.mark.parametrize(
+    "value", [{1, 2}, object(), {"a": {1: b"x"}}, {(1, 2): 3}, float("nan"), {"a": [float("inf")]}]
+)
+def test_documents_that_no_file_could_hold(value: Any) -> None:
+    """A program may hand over anything."""
+    with pytest.raises(InputError) as caught:
+        parse_plan({**full("plan"), "updates": {"a": value}})
+    check_message(str(caught.value), "plan", "$")
+    loop: dict[str, Any] = {}
+    loop["a"] = loop
+    for document in (loop, {**full("plan"), "updates": loop}):
+        with pytest.raises(InputError):
+            parse_plan(document)
+
+
+@pytest.mark.parametrize("path", [None, 3, {"schema": "planner.plan/1"}, "", "a\0b"])
+def test_what_is_no_path(path: Any) -> None:
+    for function in (load_profile, load_cluster, runtime.load_plan, optimize, simulate):
+        with pytest.raises(InputError, match=r"expected the path of a file; (pass|check)"):
+            function(path)
+
+
+OUTPUTS: dict[str, tuple[Callable[[Path], object], str]] = {
+    "absent/x.json": (lambda _: None, "there is no folder absent; make it or choose another output path"),
+    "p.json/x.json": (lambda _: None, "there is no folder p.json"),
+    "folder": (lambda folder: (folder / "folder").mkdir(), "found a directory, expected a file name to write to"),
+    "p.json": (lambda _: None, "found the input file p.json, expected another one"),
+    "c.json": (lambda _: None, "found the input file c.json, expected another one"),
+    "link.json": (lambda folder: (folder / "link.json").symlink_to("p.json"), "found the input file p.json"),
+    "hard.json": (lambda folder: os.link(folder / "p.json", folder / "hard.json"), "found the input file p.json"),
+    "loop": (lambda folder: (folder / "loop").symlink_to("loop"), "cannot be written: Too many levels"),
+    "lost": (lambda folder: (folder / "lost").symlink_to("absent/x.json"), "there is no folder"),
+    "pipe": (lambda folder: os.mkfifo(folder / "pipe"), "cannot be written: nobody came to read"),
+    "full": (lambda folder: (folder / "full").symlink_to("/dev/full"), "the disk is full"),
+    "a" * 300: (lambda _: None, "cannot be written: File name too long"),
+}
+
+
+@pytest.mark.parametrize("output", OUTPUTS)
+def test_outputs_that_cannot_be_written(command: Command, tmp_path: Path, output: str) -> None:
+    make, words = OUTPUTS[output]
+    make(tmp_path)
+    before = snapshot(tmp_path)
+    check_refused(command("optimize", "p.json", "--cluster", "c.json", "-o", output, "--json"), output, words)
+    assert snapshot(tmp_path) == before
+
+
+@pytest.mark.parametrize("output", ["", "a\0b"])
+def test_outputs_that_are_no_path(command: Command, output: str) -> None:
+    check_refused(command("optimize", "p.json", "-o", output), repr(output), "expected the path of a file; check")
+
+
+def test_profile_looks_at_its_output_before_it_measures(
+    command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("planner.world.on_ranks", lambda *_: pytest.fail("measured"))
+    before = snapshot(tmp_path)
+    for output, words in (("absent/x.json", "there is no folder"), ("job.py", "found the input file job.py")):
+        check_refused(command("profile", "job.py:job", "-o", output), output, words)
+    check_refused(command("profile", "absent.py:job"), "absent.py", "no such file; expected path/to/file.py:name")
+    check_refused(command("run", "absent.py:job"), "absent.py", "no such file; expected path/to/file.py:name")
+    assert snapshot(tmp_path) == before
+
+
+def test_a_file_system_that_takes_only_part_of_a_plan(command: Command, tmp_path: Path) -> None:
+    """A real limit, met in the middle of the file: the old one stays, and no half one beside it."""
+    before = snapshot(tmp_path)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))
+    try:
+        outcome = command("optimize", "p.json", "-o", "out.json")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    check_refused(outcome, "out.json", "cannot be written: File too large; choose another output path")
+    assert snapshot(tmp_path) == before
+
+
+def test_links_are_followed(command: Command, tmp_path: Path) -> None:
+    """The link stays a link, and the file it leads to is written whole; also where there is none yet."""
+    (tmp_path / "deep").mkdir()
+    for link, target in (("old", "out.json"), ("new", "deep/new.json")):
+        (tmp_path / link).symlink_to(target)
+        assert command("optimize", "p.json", "-o", link).code == 0
+        assert os.readlink(tmp_path / link) == target
+        assert runtime.load_plan(tmp_path / target) == optimize("p.json")
+    assert os.listdir(tmp_path / "deep") == ["new.json"]
+
+
+def test_a_pipe_carries_a_document(tmp_path: Path) -> None:
+    """As in `planner explain <(…)`."""
+    plan = optimize(write(tmp_path / "p.json", usual_document()))
+    end, start = os.pipe()
+    os.write(start, json.dumps(plan.to_document()).encode())
+    os.close(start)
+    assert runtime.load_plan(f"/dev/fd/{end}") == plan
+    os.close(end)
+
+
+OPTIONS = [
+    (["simulate", "p.json", "--ranks", "1000000000"], "expected positive integers"),
+    (["simulate", "p.json", "--ranks", "4,,8"], "expected items separated by commas"),
+    (["simulate", "p.json", "--ranks", "４.5"], "expected positive integers"),
+    (["simulate", "p.json", "--strategy", "ddp:1e308"], "found the strategy ddp:1e308, expected a positive number"),
+    (["simulate", "p.json", "--strategy", "ddp:nan"], "found the strategy ddp:nan, expected a positive number"),
+    (["simulate", "p.json", "--strategy", "ddp:-1"], "expected a positive number of MiB"),
+    (["simulate", "p.json", "--strategy", "wfbp:\0"], "expected wfbp or wfbp:layer"),
+    (["optimize", "p.json", "--passes", "merge{labels=" + "9" * 5000 + "}"], "expected an integer of at least 1"),
+    (["optimize", "p.json", "--passes", "merge{labels=nan}"], "expected an integer of at least 1"),
+    (["optimize", "p.json", "--passes", "merge{"], "cannot read 'merge{', expected for example"),
+    (["optimize", "p.json", "--passes", ",,"], "cannot read ',,', expected for example"),
+    (["optimize", "p.json", "--passes", "merge}{"], "cannot read"),
+    (["run", "job.py:job", "--steps", "1000000000000000000000000000000"], "--steps: found 10000"),
+    (["run", "job.py:job", "--ranks", "1000000000"], "--ranks: found 1000000000, expected at least 1 and at most 256"),
+    (["run", "job.py:job", "--ranks", "-1"], "--ranks: found -1, expected at least 1"),
+    (["profile", "job.py:job", "--ranks", "0"], "--ranks: found 0, expected at least 1"),
+    (["profile", "job.py:job", "--device", "tpu"], "--device: found 'tpu', expected auto, cpu or cuda"),
+    (["profile", "job.py:job", "--backend", "carrier pigeon"], "--backend: found 'carrier pigeon', expected one of"),
+    (["run", "job.py:job", "--plan", "many.json"], "many.json: $.world.ranks: found a plan for 10000000 ranks"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "words"), OPTIONS, ids=[" ".join(option[0])[:60] for option in OPTIONS])
+def test_absurd_options(command: Command, tmp_path: Path, arguments: list[str], words: str) -> None:
+    """Refused before any process is started."""
+    write(tmp_path / "many.json", {**full("plan"), "world": {"ranks": 10**7}})
+    before = snapshot(tmp_path)
+    outcome = command(*arguments)
+    assert (outcome.code, outcome.out) == (2, "")
+    assert words in outcome.err
+    assert "Traceback" not in outcome.err
+    assert snapshot(tmp_path) == before
+
+
+@pytest.mark.parametrize("ranks", [4, "48", [2.5], ["4"], [None]])
+def test_ranks_of_a_program(ranks: Any) -> None:
+    with pytest.raises(InputError, match="expected a list of integers"):
+        simulate(parse_profile(usual_document()), ranks=ranks)
+    with pytest.raises(InputError, match="expected a list of names"):
+        simulate(parse_profile(usual_document()), strategies="ddp")
+
+
+def test_totals_that_no_model_has() -> None:
+    """Each gradient is in its range; together they are not."""
+    document = usual_document()
+    document["compute"]["gradients"] = [
+        {"name": f"g{i}", "layer": "l", "numel": 2**40, "dtype": "complex128", "backward_us": 1.0} for i in range(600)
+    ]
+    with pytest.raises(InputError, match=r"profile: \$\.compute\.gradients: found \d+ bytes in all, expected at most"):
+        parse_profile(document)
+    document["compute"]["gradients"] *= 40
+    with pytest.raises(InputError, match=r"profile: \$\.compute\.gradients: found .*, expected at most 20000 items; "):
+        parse_profile(document)
+
+
+def test_a_full_standard_output(tmp_path: Path) -> None:
+    """Told in words, as for files; Python says nothing more as it ends."""
+    import subprocess
+    import sys
+
+    profile = write(tmp_path / "p.json", usual_document())
+    with open("/dev/full", "w") as full_:
+        done = subprocess.run(
+            [sys.executable, "-m", "planner", "simulate", profile],
+            stdout=full_,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=100,
+        )
+    assert done.returncode == 2
+    assert (
+        done.stderr == "planner: standard output: cannot be written: No space left on device; send it somewhere else\n"
+    )
+
+
+def test_jobs_that_are_half_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Found out before anything is started with them, with the line that raised."""
+    fields = {"model": "torch.nn.Linear(1, 1)", "loss": "len", "batch": "divmod", "optimizer": "list"}
+    cases = {
+        "loss": ("3", "loss is a int, expected a function"),
+        "batch": ("None", "batch is a NoneType, expected a function"),
+        "optimizer": ("[]", "optimizer is a list, expected a function"),
+        "model": ("'net'", "model is a str, expected a torch.nn.Module"),
+    }
+    for field, (value, words) in {**cases, "meta": ("", "on the meta device, expected ones with values")}.items():
+        changed = fields | ({"model": "torch.nn.Linear(1, 1, device='meta')"} if field == "meta" else {field: value})
+        arguments = ", ".join(f"{name}={value}" for name, value in changed.items())
+        path = tmp_path / f"job_{field}.py"
+        path.write_text(
+            f"import torch\nfrom planner import TrainingJob\ndef job():\n    return TrainingJob({arguments})\n"
+        )
+        with pytest.raises(InputError, match=words):
+            load_job(f"{path}:job")
+    (tmp_path / "raises.py").write_text("def job():\n\n    open('/absent/data')\n")
+    with pytest.raises(InputError, match=r"raised FileNotFoundError: .*/absent/data.* \(raises.py, line 3\); expected"):
+        load_job(f"{tmp_path}/raises.py:job")
+    (tmp_path / "syntax.py").write_text("x = 1\ndef job(:\n")
+    with pytest.raises(InputError, match=r"syntax.py: raised SyntaxError .*\(syntax.py, line 2\); expected a file"):
+        load_job(f"{tmp_path}/syntax.py:job")
+
+
+def test_output_in_an_encoding_that_lacks_characters(tmp_path: Path) -> None:
+    """Names and arrows are written out where the terminal cannot show them."""
+    import subprocess
+    import sys
+
+    document = {**full("plan"), "model": {"name": "möbius"}}
+    done = subprocess.run(
+        [sys.executable, "-m", "planner", "explain", write(tmp_path / "plan.json", document)],
+        capture_output=True, text=True, timeout=100, env={**os.environ, "PYTHONIOENCODING": "ascii"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "m\\xf6bius" in done.stdout
