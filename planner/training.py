@@ -21,9 +21,10 @@ import runtime
 from planner.job import TrainingJob, load_job
 from planner.profile.document import Profile
 from planner.profile.preserve import preserved
-from planner.profile.step import measure
+from planner.profile.step import check_same_model, measure
 from planner.progress import make_progress
 from runtime.errors import EnvironmentFailure, InputError, PlannerError
+from runtime.fit import model_fingerprint
 from runtime.plan import Plan
 from runtime.world import first_line
 
@@ -110,6 +111,15 @@ def blaming(where: str) -> Iterator[None]:
         raise InputError(f"{where} raised {type(error).__name__}: {error}") from error
 
 
+@contextmanager
+def naming(spec: str) -> Iterator[None]:
+    """Puts the job before the messages of wrong input that do not begin with it."""
+    try:
+        yield
+    except InputError as error:
+        raise error if str(error).startswith(spec) else InputError(f"{spec}: {error}") from error
+
+
 _LOST = re.compile(r"gloo|nccl|connection closed|timed out waiting", re.IGNORECASE)
 """What backends say when a rank is gone."""
 
@@ -146,7 +156,8 @@ def profile_rank(spec: str, device: str, show_progress: bool) -> Profile:
     first = not dist.is_initialized() or dist.get_rank() == 0
     progress = make_progress(show=show_progress and first)
     name = type(built.model).__name__.lower()
-    return measure(built.model, step, built.optimizer, None, progress=progress, name=name)
+    with naming(spec):
+        return measure(built.model, step, built.optimizer, None, progress=progress, name=name)
 
 
 @dataclass(frozen=True)
@@ -161,6 +172,10 @@ class RankRun:
 
 def _wrap(built: BuiltJob) -> nn.Module:
     """DDP, told of unused parameters where the first step leaves some: it would stop at the second step otherwise."""
+    prints = [""] * dist.get_world_size()
+    dist.all_gather_object(prints, model_fingerprint(built.model))
+    with naming(built.spec):
+        check_same_model(prints)
     with preserved(built.model):
         built.backward(built.loss(built.model, built.batch(0)))
         missing = any(p.requires_grad and p.grad is None for p in built.model.parameters())

@@ -93,12 +93,21 @@ class StepRunner:
                 "the step gave no trainable parameter a gradient; expected one forward and backward of the model"
             )
         if self._optimizer is not None:
-            self._optimizer.step()
+            _update(self._optimizer)
         return recorder.steps[-1]
 
     def close(self) -> None:
         """Takes the hooks off; the world stays."""
         self.session.detach(leave=False)
+
+
+def _update(optimizer: torch.optim.Optimizer) -> None:
+    try:
+        optimizer.step()
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise InputError(
+            f"optimizer.step() raised {type(error).__name__}: {error}; expected a step without arguments"
+        ) from error
 
 
 def measure_compute(

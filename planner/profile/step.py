@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 
 import numpy as np
@@ -112,8 +112,13 @@ def _agree(model: nn.Module, world: World) -> None:
     if problems:
         alike = len({problem for problem, _ in everyone}) == 1
         raise InputError("\n".join(p if alike else f"rank {rank}: {p}" for p, rank in reversed(problems.items())))
-    if len({print_ for _, print_ in everyone}) > 1:
-        listed = ", ".join(f"rank {rank}: {print_}" for rank, (_, print_) in enumerate(everyone[:8]))
+    check_same_model([print_ for _, print_ in everyone])
+
+
+def check_same_model(fingerprints: Sequence[str]) -> None:
+    """Raises InputError where ranks hold different models, given the fingerprints of all."""
+    if len(set(fingerprints)) > 1:
+        listed = ", ".join(f"rank {rank}: {print_}" for rank, print_ in enumerate(fingerprints[:8]))
         raise InputError(
             f"ranks hold different models, by the names, shapes and dtypes of their trainable parameters ({listed}), "
             f"expected equal ones; build the same model on every rank"
