@@ -28,7 +28,7 @@ STRICT = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 MAX_DEPTH = 100
 """Levels of nesting in a document; ours have fewer than ten."""
 
-MAX_VALUES = 2_000_000
+MAX_VALUES = 1_000_000
 """Values in a document: 10,000 gradients in as many buckets are some 200,000."""
 
 SHOWN_VIOLATIONS = 5

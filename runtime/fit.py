@@ -101,20 +101,26 @@ def _listed(names: list[str]) -> str:
 def _fingerprint_misfit(model: nn.Module, plan: Plan) -> str | None:
     if plan.model.fingerprint is None or plan.model.fingerprint == model_fingerprint(model):
         return None
-    sizes = _size_misfit(trainable_parameters(model), plan)
+    sizes = _size_misfits(trainable_parameters(model), plan)
     return (
         f"the plan (for {plan.model.name}) is for another model: the names of the parameters agree, their shapes or "
         f"dtypes do not{sizes}; profile this model again"
     )
 
 
-def _size_misfit(parameters: Mapping[str, nn.Parameter], plan: Plan) -> str:
+def _size_misfits(parameters: Mapping[str, nn.Parameter], plan: Plan) -> str:
+    """The first buckets whose bytes are not those planned, with the shapes that were found."""
+    misfits = []
     for index, bucket in enumerate(plan.buckets):
         size_bytes = sum(parameters[name].numel() * parameters[name].element_size() for name in bucket.gradients)
         if bucket.size_bytes is not None and bucket.size_bytes != size_bytes:
-            shapes = {name: tuple(parameters[name].shape) for name in bucket.gradients[:SHOWN]}
-            return f" (first in bucket {index}: {bucket.size_bytes} bytes planned, {size_bytes} found, {shapes})"
-    return ""
+            shapes = [f"{name} {tuple(parameters[name].shape)}" for name in bucket.gradients]
+            found = f"{size_bytes} bytes found, {_listed(shapes)}"
+            misfits.append(f"bucket {index}: {bucket.size_bytes} bytes planned, {found}")
+    if not misfits:
+        return ""
+    more = f"; and {len(misfits) - SHOWN} more buckets" if len(misfits) > SHOWN else ""
+    return f" (first in {'; '.join(misfits[:SHOWN])}{more})"
 
 
 def _module_misfit(model: nn.Module) -> str | None:

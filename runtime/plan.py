@@ -20,6 +20,9 @@ SCHEMA: Literal["planner.plan/1"] = "planner.plan/1"
 
 MAX_RANKS = 10**7
 
+MAX_BUCKETS = 20_000
+"""One for each gradient of the largest model that can be planned."""
+
 CURE = "correct it, or make the plan again with `planner optimize`"
 
 Accuracy = Literal["exact", "bounded", "relaxed"]
@@ -169,7 +172,7 @@ class Plan:
     model: ModelReference
     world: PlanWorld
     accuracy: Accuracy
-    buckets: Annotated[tuple[PlanBucket, ...], Field(min_length=1)]
+    buckets: Annotated[tuple[PlanBucket, ...], Field(min_length=1, max_length=MAX_BUCKETS)]
     delay: DelaySpec | None = None
     local_async: LocalAsyncSpec | None = None
     predicted: Prediction | None = None

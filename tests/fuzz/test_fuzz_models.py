@@ -17,6 +17,8 @@ from models import RANKS, Case, draw_cases, from_line
 from planner.launch import LocalWorld, run_ranks
 from runtime.errors import PlannerError
 
+MODELS, SEED = 40, 0
+"""How many random models, and which, where no option says otherwise."""
 BATCH_CASES = 50
 """Cases per start of processes."""
 SHRINKING_S = 300.0
@@ -87,8 +89,8 @@ def shrunk(failure: Failure) -> Failure:
 
 
 def test_random_models_train_like_ddp(request: pytest.FixtureRequest) -> None:
-    replay = request.config.getoption("--fuzz-replay")
-    count, seed = request.config.getoption("--fuzz-models"), request.config.getoption("--fuzz-seed")
+    replay = request.config.getoption("--fuzz-replay", "")
+    count, seed = request.config.getoption("--fuzz-models", MODELS), request.config.getoption("--fuzz-seed", SEED)
     cases = [from_line(line) for line in ([replay] if replay else FOUND)]
     if not replay:
         cases += draw_cases(count, seed)

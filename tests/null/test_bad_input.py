@@ -6,6 +6,8 @@ import json
 import os
 import re
 import resource
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,7 +19,6 @@ from builders import cluster_document, usual_document, write
 import runtime
 from planner import load_cluster, load_profile, optimize, simulate
 from planner.cli import main
-from planner.job import load_job
 from planner.profile.document import parse_cluster, parse_profile
 from runtime import files
 from runtime.errors import InputError
@@ -342,9 +343,6 @@ def test_totals_that_no_model_has() -> None:
 
 def test_a_full_standard_output(tmp_path: Path) -> None:
     """Told in words, as for files; Python says nothing more as it ends."""
-    import subprocess
-    import sys
-
     profile = write(tmp_path / "p.json", usual_document())
     with open("/dev/full", "w") as full_:
         done = subprocess.run(
@@ -360,37 +358,8 @@ def test_a_full_standard_output(tmp_path: Path) -> None:
     )
 
 
-def test_jobs_that_are_half_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Found out before anything is started with them, with the line that raised."""
-    fields = {"model": "torch.nn.Linear(1, 1)", "loss": "len", "batch": "divmod", "optimizer": "list"}
-    cases = {
-        "loss": ("3", "loss is a int, expected a function"),
-        "batch": ("None", "batch is a NoneType, expected a function"),
-        "optimizer": ("[]", "optimizer is a list, expected a function"),
-        "model": ("'net'", "model is a str, expected a torch.nn.Module"),
-    }
-    for field, (value, words) in {**cases, "meta": ("", "on the meta device, expected ones with values")}.items():
-        changed = fields | ({"model": "torch.nn.Linear(1, 1, device='meta')"} if field == "meta" else {field: value})
-        arguments = ", ".join(f"{name}={value}" for name, value in changed.items())
-        path = tmp_path / f"job_{field}.py"
-        path.write_text(
-            f"import torch\nfrom planner import TrainingJob\ndef job():\n    return TrainingJob({arguments})\n"
-        )
-        with pytest.raises(InputError, match=words):
-            load_job(f"{path}:job")
-    (tmp_path / "raises.py").write_text("def job():\n\n    open('/absent/data')\n")
-    with pytest.raises(InputError, match=r"raised FileNotFoundError: .*/absent/data.* \(raises.py, line 3\); expected"):
-        load_job(f"{tmp_path}/raises.py:job")
-    (tmp_path / "syntax.py").write_text("x = 1\ndef job(:\n")
-    with pytest.raises(InputError, match=r"syntax.py: raised SyntaxError .*\(syntax.py, line 2\); expected a file"):
-        load_job(f"{tmp_path}/syntax.py:job")
-
-
 def test_output_in_an_encoding_that_lacks_characters(tmp_path: Path) -> None:
     """Names and arrows are written out where the terminal cannot show them."""
-    import subprocess
-    import sys
-
     document = {**full("plan"), "model": {"name": "möbius"}}
     done = subprocess.run(
         [sys.executable, "-m", "planner", "explain", write(tmp_path / "plan.json", document)],

@@ -118,6 +118,32 @@ def test_scripts_that_do_not_import(tmp_path: Path, text: str, message: str) -> 
     assert "script" not in sys.modules
 
 
+def test_jobs_that_are_half_made(tmp_path: Path) -> None:
+    """Found out before anything is started with them, with the line that raised."""
+    fields = {"model": "torch.nn.Linear(1, 1)", "loss": "len", "batch": "divmod", "optimizer": "list"}
+    cases = {
+        "loss": ("3", "loss is a int, expected a function"),
+        "batch": ("None", "batch is a NoneType, expected a function"),
+        "optimizer": ("[]", "optimizer is a list, expected a function"),
+        "model": ("'net'", "model is a str, expected a torch.nn.Module"),
+    }
+    for field, (value, words) in {**cases, "meta": ("", "on the meta device, expected ones with values")}.items():
+        changed = fields | ({"model": "torch.nn.Linear(1, 1, device='meta')"} if field == "meta" else {field: value})
+        arguments = ", ".join(f"{name}={value}" for name, value in changed.items())
+        path = tmp_path / f"job_{field}.py"
+        path.write_text(
+            f"import torch\nfrom planner import TrainingJob\ndef job():\n    return TrainingJob({arguments})\n"
+        )
+        with pytest.raises(InputError, match=words):
+            load_job(f"{path}:job")
+    (tmp_path / "raises.py").write_text("def job():\n\n    open('/absent/data')\n")
+    with pytest.raises(InputError, match=r"raised FileNotFoundError: .*/absent/data.* \(raises.py, line 3\); expected"):
+        load_job(f"{tmp_path}/raises.py:job")
+    (tmp_path / "syntax.py").write_text("x = 1\ndef job(:\n")
+    with pytest.raises(InputError, match=r"syntax.py: raised SyntaxError .*\(syntax.py, line 2\); expected a file"):
+        load_job(f"{tmp_path}/syntax.py:job")
+
+
 def test_script_finds_its_neighbours(tmp_path: Path) -> None:
     (tmp_path / "deep").mkdir()
     (tmp_path / "deep" / "helper_of_job.py").write_text(SOUND)

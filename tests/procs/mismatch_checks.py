@@ -20,7 +20,7 @@ import runtime
 import runtime.session
 from planner import profile_step
 from runtime.errors import PlannerError
-from runtime.plan import Plan
+from runtime.plan import ModelReference, Plan
 
 
 def _said(function: Callable[..., Any], *arguments: Any, **options: Any) -> str:
@@ -49,6 +49,9 @@ def disagreements() -> dict[str, str]:
     said["plans"] = _said(runtime.attach, model, None, plan_of(model, 2) if odd else plan)
     said["notes of plans"] = _said(runtime.attach, model, None, replace(plan, notes=("mine",)) if odd else plan)
     said["shapes"] = _said(runtime.attach, _linear(5 if odd else 4), None, plan_of(_linear(), 2))
+    sized = [replace(bucket, size_bytes=40) for bucket in plan_of(_linear(), 1).buckets]
+    stamped = plan_of(_linear(), 1, buckets=tuple(sized), model=ModelReference(name="other", fingerprint="sha256:0"))
+    said["sizes"] = _said(runtime.attach, _linear(), None, stamped)
     kinds = torch.float64 if odd else torch.float32
     said["dtypes"] = _said(runtime.attach, _linear(dtype=kinds), None, plan_of(_linear(), 2))
     said["models"] = _said(runtime.attach, Weighted() if odd else model, None, plan)

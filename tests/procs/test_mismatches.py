@@ -22,6 +22,12 @@ DISAGREEMENTS = {
     "plans": ["different plans", "rank 0: sha256:", "rank 1: sha256:", "give every rank the same plan.json"],
     "notes of plans": ["different plans"],
     "shapes": ["different models", "build the same model on every rank"],
+    "sizes": [
+        "the plan (for other) is for another model: the names of the parameters agree, their shapes",
+        "first in bucket 0: 40 bytes planned, 8 bytes found, 1.bias (2,); ",
+        "bucket 1: 40 bytes planned, 32 bytes found, 1.weight (2, 4)",
+        "profile this model again",
+    ],
     "dtypes": ["different models", "build the same model on every rank"],
     "models": ["rank 1: the plan (for test) is for another model", "profile this model again"],
     "frozen": ["rank 1: the model has no trainable parameter"],
