@@ -27,6 +27,12 @@ Backend = Annotated[str | None, typer.Option(help="Backend of torch.distributed;
 Ranks = Annotated[
     int | None, typer.Option(help="Local ranks to start (default 2); under torchrun its world is joined.")
 ]
+Timeout = Annotated[
+    float | None,
+    typer.Option(
+        help="Deadline in seconds of every wait for other ranks; default: from the measured step, at least 30."
+    ),
+]
 Job = Annotated[
     str, typer.Argument(help="path/to/file.py:name or package.module:name of a function that returns a TrainingJob.")
 ]
@@ -83,15 +89,17 @@ def profile(
     output: Annotated[str, typer.Option("-o", "--output", help="Where to write the profile.")] = "profile.json",
     device: Device = "auto",
     backend: Backend = None,
+    timeout_s: Timeout = None,
 ) -> None:
     """Trace a job and measure its step and the links between ranks."""
     from planner.job import find_job
     from planner.outputs import check_writable
     from planner.training import profile_rank
-    from planner.world import choose_device, is_first_rank, on_ranks
+    from planner.world import RankOptions, choose_device, is_first_rank, on_ranks
 
     check_writable(output, find_job(job)[0])
-    result = on_ranks(ranks, device, backend, profile_rank, job, choose_device(device), not _Options.as_json)[0]
+    where = RankOptions(ranks, device, backend, timeout_s)
+    result = on_ranks(where, profile_rank, job, choose_device(device), not _Options.as_json, timeout_s)[0]
     if not is_first_rank():
         return
     result.save(output)
@@ -231,6 +239,7 @@ def run(
     steps: Annotated[int, typer.Option(help="Steps to train.")] = 20,
     device: Device = "auto",
     backend: Backend = None,
+    timeout_s: Timeout = None,
 ) -> None:
     """Train a job with a plan, or with plain DDP."""
     if not 1 <= steps <= MAX_STEPS:
@@ -238,16 +247,15 @@ def run(
     from planner.job import find_job
     from planner.outputs import run_document, run_lines
     from planner.training import train_rank
-    from planner.world import choose_device, is_first_rank, on_ranks, planned_ranks
+    from planner.world import RankOptions, choose_device, is_first_rank, on_ranks, planned_ranks
     from runtime.plan import load_plan
 
     find_job(job)
     loaded = None if plan is None else load_plan(plan)
     count = ranks if ranks is not None or loaded is None else planned_ranks(loaded.world.ranks, str(plan))
+    where = RankOptions(count, device, backend, timeout_s)
     try:
-        runs = on_ranks(
-            count, device, backend, train_rank, job, loaded, steps, choose_device(device), not _Options.as_json
-        )
+        runs = on_ranks(where, train_rank, job, loaded, steps, choose_device(device), not _Options.as_json, timeout_s)
     except PlanMismatch as error:
         raise PlanMismatch(f"{plan}: {error}") from error
     document = run_document(runs)
@@ -260,13 +268,14 @@ def run(
 
 
 @app.command()
-def demo(ranks: Ranks = None, device: Device = "auto", backend: Backend = None) -> None:
+def demo(ranks: Ranks = None, device: Device = "auto", backend: Backend = None, timeout_s: Timeout = None) -> None:
     """The whole story on this machine: profile, optimize, train with DDP and with the plan, compare."""
     from planner.demo import demo_rank
     from planner.outputs import demo_table
-    from planner.world import choose_device, is_first_rank, on_ranks
+    from planner.world import RankOptions, choose_device, is_first_rank, on_ranks
 
-    result = on_ranks(ranks, device, backend, demo_rank, choose_device(device), not _Options.as_json)[0]
+    where = RankOptions(ranks, device, backend, timeout_s)
+    result = on_ranks(where, demo_rank, choose_device(device), not _Options.as_json, timeout_s)[0]
     if not is_first_rank():
         return
     if _Options.as_json:

@@ -65,12 +65,12 @@ class DemoResult:
         }
 
 
-def demo_rank(device: str, show_progress: bool) -> DemoResult:
+def demo_rank(device: str, show_progress: bool, timeout_s: float | None = None) -> DemoResult:
     """The demo on one rank; every rank calls it, and all plans are equal because the profile is."""
-    profile = profile_rank(JOB, device, show_progress)
+    profile = profile_rank(JOB, device, show_progress, timeout_s)
     plan = optimize(profile)
     ranks = dist.get_world_size() if dist.is_initialized() else 1
-    ddp, planned = (Trainer(build(JOB, device), chosen) for chosen in (None, plan))
+    ddp, planned = (Trainer(build(JOB, device), chosen, timeout_s) for chosen in (None, plan))
     steps = steps_per_epoch(ranks)
     progress = make_progress(show=show_progress and (not dist.is_initialized() or dist.get_rank() == 0))
     for trainer, step in progress.track(list(_turns(ddp, planned, steps)), "DDP and plan in turn"):

@@ -21,12 +21,12 @@ import runtime
 from planner.job import TrainingJob, load_job
 from planner.profile.document import Profile
 from planner.profile.preserve import preserved
-from planner.profile.step import check_same_model, measure
+from planner.profile.step import TIMEOUT_S, check_same_model, deadline_s, measure
 from planner.progress import make_progress
-from runtime.errors import EnvironmentFailure, InputError, PlannerError
+from runtime.errors import CommunicationError, InputError, PlannerError
 from runtime.fit import model_fingerprint
 from runtime.plan import Plan
-from runtime.world import first_line
+from runtime.world import World, first_line
 
 SEED = 0
 KEPT_BATCHES = 4
@@ -87,9 +87,9 @@ class BuiltJob:
             raise InputError(f"{self.spec}: loss returned {found}, expected a scalar tensor that requires a gradient")
         return loss
 
-    def backward(self, loss: Tensor) -> None:
+    def backward(self, loss: Tensor, *, in_ddp: bool = False) -> None:
         """`loss.backward()`."""
-        with blaming(f"{self.spec}: loss.backward()"):
+        with blaming(f"{self.spec}: loss.backward(){', all_reduce of a bucket of DDP' if in_ddp else ''}"):
             loss.backward()
 
     def update(self) -> None:
@@ -100,14 +100,18 @@ class BuiltJob:
 
 @contextmanager
 def blaming(where: str) -> Iterator[None]:
-    """Turns what a user's function raises into an error that names it; errors of ours pass."""
+    """Turns what a user's function raises into an InputError that names it: on that rank the user's input is wrong, and
+    the command that shows it ends with exit code 2. A backend's error is no fault of the function: another rank is
+    gone, which is a CommunicationError (3). Errors of ours pass.
+    """
     try:
         yield
     except PlannerError:
         raise
     except (Exception, SystemExit) as error:
         if isinstance(error, RuntimeError) and _LOST.search(str(error)):
-            raise EnvironmentFailure(f"{where}: lost another rank: {first_line(error)}") from error
+            rank = dist.get_rank() if dist.is_initialized() else 0
+            raise CommunicationError(f"rank {rank}: {where}: lost another rank: {first_line(error)}") from error
         raise InputError(f"{where} raised {type(error).__name__}: {error}") from error
 
 
@@ -140,8 +144,8 @@ def build(spec: str, device: str) -> BuiltJob:
     return BuiltJob(spec=spec, job=job, optimizer=optimizer, device=target)
 
 
-def profile_rank(spec: str, device: str, show_progress: bool) -> Profile:
-    """Profiles a job on this rank; every rank calls it and gets the same profile."""
+def profile_rank(spec: str, device: str, show_progress: bool, timeout_s: float | None = None) -> Profile:
+    """Profiles a job on this rank; every rank calls it and gets the same profile. `timeout_s`: see `profile_step`."""
     built = build(spec, device)
     batches = [built.batch(step) for step in range(KEPT_BATCHES)]
     turn = 0
@@ -157,7 +161,7 @@ def profile_rank(spec: str, device: str, show_progress: bool) -> Profile:
     progress = make_progress(show=show_progress and first)
     name = type(built.model).__name__.lower()
     with naming(spec):
-        return measure(built.model, step, built.optimizer, None, progress=progress, name=name)
+        return measure(built.model, step, built.optimizer, None, progress=progress, name=name, timeout_s=timeout_s)
 
 
 @dataclass(frozen=True)
@@ -170,30 +174,46 @@ class RankRun:
     report: str
 
 
-def _wrap(built: BuiltJob) -> nn.Module:
-    """DDP, told of unused parameters where the first step leaves some: it would stop at the second step otherwise."""
-    prints = [""] * dist.get_world_size()
-    dist.all_gather_object(prints, model_fingerprint(built.model))
-    with naming(built.spec):
-        check_same_model(prints)
+def _measure_first_step(built: BuiltJob) -> tuple[bool, float]:
+    """(whether a parameter gets no gradient, microseconds of forward and backward); the model stays as it was."""
+    start = time.perf_counter()
     with preserved(built.model):
         built.backward(built.loss(built.model, built.batch(0)))
         missing = any(p.requires_grad and p.grad is None for p in built.model.parameters())
-    anywhere = torch.tensor([float(missing)], device=built.device)
-    dist.all_reduce(anywhere)
-    with blaming(f"{built.spec}: DistributedDataParallel(model)"):
-        return DistributedDataParallel(built.model, find_unused_parameters=bool(anywhere))
+    return missing, (time.perf_counter() - start) * 1e6
+
+
+def _join_for_ddp(built: BuiltJob, timeout_s: float | None) -> tuple[World, bool]:
+    """Ranks with a deadline that follows from a first step where none is given; whether one left parameters unused."""
+    world = World.join(None, TIMEOUT_S if timeout_s is None else timeout_s)
+    with naming(built.spec):
+        check_same_model(world.gather(model_fingerprint(built.model), "comparing models"))
+    mine = _measure_first_step(built)
+    everyone = world.gather(mine, "comparing the first step")
+    missing, step_us = (max(column) for column in zip(*everyone, strict=True))
+    if timeout_s is None:
+        size_bytes = sum(p.numel() * p.element_size() for p in built.model.parameters() if p.requires_grad)
+        world.leave()
+        world = World.join(None, deadline_s(step_us, size_bytes))
+    return world, bool(missing)
 
 
 class Trainer:
     """One model that trains step by step: plain DDP without a plan, attached with one."""
 
-    def __init__(self, built: BuiltJob, plan: Plan | None) -> None:
+    def __init__(self, built: BuiltJob, plan: Plan | None, timeout_s: float | None = None) -> None:
+        """`timeout_s` is the deadline of every wait for other ranks; default: 20 steps, at least 30 s."""
         self.built = built
-        self.session = None if plan is None else runtime.attach(built.model, built.optimizer, plan)
-        alone = not dist.is_initialized() or dist.get_world_size() == 1
-        plain = self.session is not None or alone
-        self._model: nn.Module = built.model if plain else _wrap(built)
+        self.session = None if plan is None else runtime.attach(built.model, built.optimizer, plan, timeout_s=timeout_s)
+        self._world = World()
+        self._model: nn.Module = built.model
+        if self.session is None and dist.is_initialized() and dist.get_world_size() > 1:
+            self._world, unused = _join_for_ddp(built, timeout_s)
+            with blaming(f"{built.spec}: DistributedDataParallel(model)"):
+                # Told of unused parameters, since it would stop at the second step otherwise.
+                self._model = DistributedDataParallel(
+                    built.model, process_group=self._world.group, find_unused_parameters=unused
+                )
         self.step_us: list[float] = []
         self.losses: list[float] = []
 
@@ -206,7 +226,7 @@ class Trainer:
         start = time.perf_counter()
         built.optimizer.zero_grad()
         loss = built.loss(self._model, batch)
-        built.backward(loss)
+        built.backward(loss, in_ddp=self._model is not built.model)
         built.update()
         if cuda:
             torch.cuda.synchronize(built.device)
@@ -218,13 +238,16 @@ class Trainer:
         report = "" if self.session is None else str(self.session.report())
         if self.session is not None:
             self.session.detach()
+        self._world.leave()
         return RankRun(tuple(self.step_us), tuple(self.losses), weights_sha256(self.built.model), report)
 
 
-def train_rank(spec: str, plan: Plan | None, steps: int, device: str, show_progress: bool) -> RankRun:
-    """Trains a job for some steps on this rank."""
+def train_rank(
+    spec: str, plan: Plan | None, steps: int, device: str, show_progress: bool, timeout_s: float | None = None
+) -> RankRun:
+    """Trains a job for some steps on this rank. `timeout_s`: see `Trainer`."""
     built = build(spec, device)
-    trainer = Trainer(built, plan)
+    trainer = Trainer(built, plan, timeout_s)
     first = not dist.is_initialized() or dist.get_rank() == 0
     for step in make_progress(show=show_progress and first).track(range(steps), "training"):
         trainer.step(built.batch(step))

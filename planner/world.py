@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import atexit
 import os
+import signal
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
-from planner.launch import START_TIMEOUT_S, LocalWorld, run_ranks, threads_per_rank, under_torchrun
-from runtime.errors import EnvironmentFailure, InputError, PlanMismatch
+from planner.launch import GRACE_S, START_TIMEOUT_S, LocalWorld, end, run_ranks, threads_per_rank, under_torchrun
+from runtime.errors import EnvironmentFailure, InputError, PlanMismatch, PlannerError
+from runtime.world import World, check_timeout_s
 
 T = TypeVar("T")
 
@@ -21,9 +26,17 @@ MAX_LOCAL_RANKS = 256
 """More processes than any one machine trains with."""
 
 
-def on_ranks(
-    ranks: int | None, device: str, backend: str | None, function: Callable[..., T], *arguments: Any
-) -> list[T]:
+@dataclass(frozen=True)
+class RankOptions:
+    """The options of every command that needs ranks."""
+
+    ranks: int | None = None
+    device: str = "auto"
+    backend: str | None = None
+    timeout_s: float | None = None
+
+
+def on_ranks(options: RankOptions, function: Callable[..., T], *arguments: Any) -> list[T]:
     """Calls a function on every rank and returns the results in order of rank.
 
     Under torchrun this process is one rank: it joins, and gets every rank's result. Otherwise `ranks` local processes
@@ -31,23 +44,27 @@ def on_ranks(
 
     Raises:
         InputError: an option does not fit this machine or the launcher's world.
-        EnvironmentFailure: a rank died, or not all came within the deadline.
+        EnvironmentFailure: a rank died or stalled, or not all came within the deadline.
     """
-    device = choose_device(device)
+    device, backend = choose_device(options.device), options.backend
+    if options.timeout_s is not None:
+        check_timeout_s(options.timeout_s, "--timeout-s")
     if backend is not None and backend not in dist.Backend.backend_list:
         raise InputError(
             f"--backend: found {backend!r}, expected one of: {', '.join(sorted(dist.Backend.backend_list))}"
         )
     backend = backend or ("nccl" if device == "cuda" and torch.cuda.device_count() > 1 else "gloo")
+    count = 2 if options.ranks is None else options.ranks
+    world = LocalWorld(ranks=count, device=device, backend=backend, timeout_s=options.timeout_s)
     if under_torchrun():
-        return _join(ranks, device, backend, function, arguments)
-    count = 2 if ranks is None else ranks
+        _join(world, given_ranks=options.ranks)
+        return _on_this_rank(world, function, arguments)
     if not 1 <= count <= MAX_LOCAL_RANKS:
         raise InputError(
             f"--ranks: found {count}, expected at least 1 and at most {MAX_LOCAL_RANKS} on one machine; correct it, or "
             f"start more with torchrun"
         )
-    return run_ranks(LocalWorld(ranks=count, device=device, backend=backend), function, *arguments)
+    return run_ranks(world, function, *arguments)
 
 
 def planned_ranks(ranks: int, plan: str) -> int | None:
@@ -94,24 +111,51 @@ def _stdout_to_stderr() -> Iterator[None]:
         os.close(kept)
 
 
-def _join(
-    ranks: int | None, device: str, backend: str, function: Callable[..., T], arguments: tuple[Any, ...]
-) -> list[T]:
+def _join(world: LocalWorld, *, given_ranks: int | None) -> None:
     world_size = int(os.environ["WORLD_SIZE"])
-    if ranks is not None and ranks != world_size:
-        raise InputError(f"--ranks {ranks}: torchrun started {world_size} ranks; leave --ranks out")
+    if given_ranks is not None and given_ranks != world_size:
+        raise InputError(f"--ranks {given_ranks}: torchrun started {world_size} ranks; leave --ranks out")
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(threads_per_rank(int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
-    if device == "cuda":
+    if world.device == "cuda":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, _on_sigterm)
     try:
-        dist.init_process_group(backend, timeout=timedelta(seconds=START_TIMEOUT_S))
+        dist.init_process_group(world.backend, timeout=timedelta(seconds=world.start_timeout_s))
     except (RuntimeError, ValueError) as error:
         raise EnvironmentFailure(f"the ranks of torchrun did not come together: {error}") from error
+
+
+def _on_this_rank(options: LocalWorld, function: Callable[..., T], arguments: tuple[Any, ...]) -> list[T]:
+    """The function's results on all ranks of the launcher's world."""
     try:
-        results: list[Any] = [None] * world_size
         with _stdout_to_stderr():
-            dist.all_gather_object(results, function(*arguments))
-        return results
-    finally:
-        dist.destroy_process_group()
+            result = function(*arguments)
+            world = World.join(None, options.timeout_s or START_TIMEOUT_S)
+            results: list[T] = world.gather(result, "collecting the results")
+    except Exception as error:
+        ours = error if isinstance(error, PlannerError) else None
+        # The group stays as it is, and the process will not be taken down in order: see `end`.
+        atexit.register(end, 3 if ours is None else ours.exit_code)
+        if ours is not None:
+            raise
+        rank = dist.get_rank() if dist.is_initialized() else os.environ["RANK"]
+        raise EnvironmentFailure(f"rank {rank} raised {type(error).__name__}: {error}") from error
+    dist.destroy_process_group()
+    return results
+
+
+def _on_sigterm(_signal: int, _frame: object) -> None:
+    """A launcher ends all ranks when one has failed. This one may have noticed, too: it gets a moment to say in which
+    collective, and ends with exit code 3 in any case.
+    """
+    timer = threading.Timer(GRACE_S, _end_for_launcher)
+    timer.daemon = True
+    timer.start()
+
+
+def _end_for_launcher() -> None:
+    rank = os.environ.get("RANK", "0")
+    print(f"planner: rank {rank}: ended by the launcher (SIGTERM), which does so when a rank failed", file=sys.stderr)
+    end(3)

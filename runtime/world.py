@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -11,10 +13,22 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from runtime.errors import EnvironmentFailure, PlanMismatch
+from runtime.errors import CommunicationError, InputError, PlanMismatch, PlannerError
 
 MIN_TIMEOUT_S = 30.0
+"""Least deadline where none is given."""
+SHORTEST_TIMEOUT_S, LONGEST_TIMEOUT_S = 1.0, 7 * 24 * 3600.0
+"""What may be given as a deadline: less fails on any busy machine, more is as good as none."""
 _CHUNK_BYTES = 64 * 1024 * 1024
+
+
+def check_timeout_s(timeout_s: float, name: str = "timeout_s") -> float:
+    """The deadline, if it is one. Raises InputError, which calls it `name`."""
+    if math.isfinite(timeout_s) and SHORTEST_TIMEOUT_S <= timeout_s <= LONGEST_TIMEOUT_S:
+        return timeout_s
+    raise InputError(
+        f"{name}: found {timeout_s:g}, expected a deadline of {SHORTEST_TIMEOUT_S:g} to {LONGEST_TIMEOUT_S:.0f} seconds"
+    )
 
 
 @dataclass
@@ -26,6 +40,8 @@ class World:
     group: dist.ProcessGroup | None = None
     backend: str = "none"
     timeout_s: float = MIN_TIMEOUT_S
+    last: str = ""
+    """The last exchange that this rank completed: says in an error how far the ranks had got."""
     _owned: bool = field(default=False, repr=False)
 
     @classmethod
@@ -35,8 +51,10 @@ class World:
         Private, so that nothing the user sends can come between the buckets. All its ranks must call this.
 
         Raises:
-            EnvironmentFailure: not all ranks came within the deadline.
+            InputError: the deadline is none.
+            CommunicationError: not all ranks came within the deadline.
         """
+        check_timeout_s(timeout_s)
         if not dist.is_available() or not dist.is_initialized() or dist.get_world_size(process_group) == 1:
             return cls(timeout_s=timeout_s)
         parent = process_group or dist.group.WORLD
@@ -49,7 +67,7 @@ class World:
                 use_local_synchronization=not whole,  # only members of a subgroup are here
             )
         except RuntimeError as error:
-            raise EnvironmentFailure(
+            raise CommunicationError(
                 f"rank {dist.get_rank(parent)}: not all {dist.get_world_size(parent)} ranks came to make a process "
                 f"group within {timeout_s:.0f} s; every rank has to call this at the same place ({first_line(error)})"
             ) from error
@@ -70,31 +88,55 @@ class World:
             dist.destroy_process_group(self.group)
         self._owned = False
 
+    @property
+    def others(self) -> str:
+        """Who may have failed when a collective does: a name where there is only one."""
+        return f"rank {1 - self.rank}" if self.ranks == 2 else "another rank"
+
+    @contextmanager
+    def naming(self, what: str) -> Iterator[None]:
+        """Turns what a backend raises inside into an error that names this rank and `what`, the exchange.
+
+        Raises:
+            CommunicationError: another rank died or missed the deadline.
+        """
+        try:
+            yield
+        except PlannerError:
+            raise
+        except RuntimeError as error:
+            after = f", after {self.last!r}" if self.last else ""
+            raise CommunicationError(
+                f"rank {self.rank}: {what}{after}: {self.others} died or did not answer within {self.timeout_s:g} s "
+                f"({first_line(error)})"
+            ) from error
+
     def gather(self, value: Any, what: str) -> list[Any]:
         """Every rank's picklable `value`, in order of rank; `what` names the exchange in the error.
 
         Raises:
-            EnvironmentFailure: a rank died or missed the deadline.
+            CommunicationError: a rank died or missed the deadline.
         """
         if self.group is None:
             return [value]
         values: list[Any] = [None] * self.ranks
-        try:
+        with self.naming(what):
             dist.all_gather_object(values, value, group=self.group)
-        except RuntimeError as error:
-            raise EnvironmentFailure(
-                f"rank {self.rank}: {what}: another rank died or did not answer within {self.timeout_s:.0f} s "
-                f"({first_line(error)})"
-            ) from error
+        self.last = what
         return values
 
     def broadcast(self, tensors: Iterable[Tensor]) -> None:
-        """Overwrites the tensors with rank 0's, whatever their layout; in messages of up to 64 MiB per dtype."""
+        """Overwrites the tensors with rank 0's, whatever their layout; in messages of up to 64 MiB per dtype.
+
+        Raises:
+            CommunicationError: a rank died or missed the deadline.
+        """
         if self.group is None:
             return
         for chunk in _chunks(tensors):
             flat = torch.cat([tensor.detach().reshape(-1) for tensor in chunk])
-            dist.broadcast(flat, group=self.group, group_src=0)
+            with self.naming("the broadcast of rank 0's parameters and buffers"):
+                dist.broadcast(flat, group=self.group, group_src=0)
             if self.rank != 0:
                 parts = flat.split([tensor.numel() for tensor in chunk])
                 with torch.no_grad():
@@ -141,7 +183,7 @@ def agree(world: World, mine: Credentials) -> None:
 
     Raises:
         PlanMismatch: a rank has a problem of its own, or ranks differ in plan, model, version or device.
-        EnvironmentFailure: a rank died or missed the deadline.
+        CommunicationError: a rank died or missed the deadline.
     """
     everyone: list[Credentials] = world.gather(mine, "agreeing on the plan")
     problems = [f"rank {rank}: {one.problem}" for rank, one in enumerate(everyone) if one.problem]

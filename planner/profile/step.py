@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import UTC, datetime
 
 import numpy as np
@@ -33,11 +34,15 @@ from planner.progress import Progress, Silent
 from runtime.errors import InputError
 from runtime.fit import model_fingerprint, trainable_parameters
 from runtime.plan import ModelReference
+from runtime.session import STEPS_PER_DEADLINE
 from runtime.torch_compat import is_wrapped
-from runtime.world import World
+from runtime.world import MIN_TIMEOUT_S, World
 
 TIMEOUT_S = 300.0
-"""Deadline of each wait while measuring: a step of the slowest model has to fit."""
+"""Deadline of each wait before a step has been measured: one of the slowest model has to fit, or its tracing."""
+
+SLOWEST_BYTES_PER_S = 10e6
+"""A collective of the whole model has to fit into the deadline on a network as slow as this."""
 
 CONTENTION_BYTES = (64 * 1024, 4 * 1024 * 1024)
 """Least and largest message that contention is measured with; a quarter of the model where that lies between."""
@@ -48,6 +53,8 @@ def profile_step(
     step: Callable[[], object],
     optimizer: torch.optim.Optimizer | None = None,
     process_group: dist.ProcessGroup | None = None,
+    *,
+    timeout_s: float | None = None,
 ) -> Profile:
     """Measures a step of a script that is already running, and the links between its ranks.
 
@@ -56,6 +63,8 @@ def profile_step(
         step: runs one forward and backward; may be called some dozens of times. Every rank calls `profile_step`.
         optimizer: its `step()` is timed where given; otherwise the update counts as free.
         process_group: the ranks that train together; default: all of torch.distributed, or this process alone.
+        timeout_s: deadline of every wait for other ranks. Default: 300 s until the step has been measured and while it
+            is traced; 20 steps, at least 30 s, while collectives are timed (see `deadline_s`).
 
     Returns:
         The profile, the same on every rank. Parameters, buffers, `.grad`, optimizer and generators are left as found.
@@ -64,7 +73,12 @@ def profile_step(
         InputError: the model is wrapped (DDP, FSDP), or the step reaches no trainable parameter.
         EnvironmentFailure: a rank died or missed a deadline.
     """
-    return measure(model, lambda _: step(), optimizer, process_group, progress=Silent())
+    return measure(model, lambda _: step(), optimizer, process_group, progress=Silent(), timeout_s=timeout_s)
+
+
+def deadline_s(step_us: float, size_bytes: int) -> float:
+    """Default deadline of ranks that exchange messages of up to `size_bytes` and whose steps take so long."""
+    return max(MIN_TIMEOUT_S, STEPS_PER_DEADLINE * step_us / 1e6, size_bytes / SLOWEST_BYTES_PER_S)
 
 
 def measure(
@@ -75,9 +89,10 @@ def measure(
     *,
     progress: Progress,
     name: str | None = None,
+    timeout_s: float | None = None,
 ) -> Profile:
     """`profile_step` for a step that says when its backward begins; `name` is the model's in the profile."""
-    world = World.join(process_group, TIMEOUT_S)
+    world = World.join(process_group, TIMEOUT_S if timeout_s is None else timeout_s)
     try:
         _agree(model, world)
         device = next(model.parameters()).device
@@ -85,7 +100,10 @@ def measure(
             mine = measure_compute(model, optimizer, step, world, progress)
             everyone: list[RankTimes] = world.gather(mine, "comparing times of the step")
             compute = combine(everyone, model)
-            links, contention = _measure_network(model, optimizer, step, world, device, everyone, compute, progress)
+            with _hurried(world, compute, process_group, timeout_s) as hurried:
+                links, contention = _measure_network(
+                    model, optimizer, step, hurried, device, everyone, compute, progress
+                )
             layers, tracing = _trace(model, step, compute, world)
         mine_of_all = Profile(
             model=ModelReference(name=name or type(model).__name__, fingerprint=model_fingerprint(model)),
@@ -99,6 +117,22 @@ def measure(
         return agreed
     finally:
         world.leave()
+
+
+@contextmanager
+def _hurried(
+    world: World, compute: ComputeProfile, process_group: dist.ProcessGroup | None, timeout_s: float | None
+) -> Iterator[World]:
+    """The same ranks, with a deadline that follows from the measured step where none was given."""
+    if world.group is None or timeout_s is not None:
+        yield world
+        return
+    step_us = compute.forward_us + sum(gradient.backward_us for gradient in compute.gradients) + compute.update_us
+    hurried = World.join(process_group, deadline_s(step_us, sum(gradient.size_bytes for gradient in compute.gradients)))
+    try:
+        yield hurried
+    finally:
+        hurried.leave()
 
 
 def _agree(model: nn.Module, world: World) -> None:
@@ -146,7 +180,8 @@ def _measure_network(
     if world.group is None:
         return None, None
     model_bytes = sum(gradient.size_bytes for gradient in compute.gradients)
-    links = measure_links(world, device, model_bytes, progress)
+    with world.naming("timing the collectives"):
+        links = measure_links(world, device, model_bytes, progress)
     overlapped_us = min(_overlapped_us(rank) for rank in ranks)
     size_bytes = min(max(model_bytes // 4, CONTENTION_BYTES[0]), CONTENTION_BYTES[1])
     return links, measure_contention(model, optimizer, step, world, device, overlapped_us, size_bytes, progress)
