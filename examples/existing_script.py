@@ -4,6 +4,9 @@ torchrun --nproc-per-node 2 examples/existing_script.py                         
 torchrun --nproc-per-node 2 examples/existing_script.py --profile-to profile.json
 planner optimize profile.json -o plan.json
 torchrun --nproc-per-node 2 examples/existing_script.py --plan plan.json
+
+With --checkpoint FILE it saves now and then, and continues from FILE where that exists; so under torchrun's
+--max-restarts a run that loses a rank ends with the weights that it would have had, bit for bit.
 """
 
 from __future__ import annotations
@@ -11,6 +14,10 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Iterator
+from datetime import timedelta
+from itertools import islice
+from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -26,6 +33,8 @@ from planner.demo_job import digits
 BATCH_SIZE = 32
 MAX_NORM = 1.0
 """Gradients are clipped to this norm."""
+DEADLINE = timedelta(minutes=2)
+"""Of the script's own collectives; those of the plan have their own (see `runtime.attach`)."""
 STEPS_PER_LINE = 20
 """How often rank 0 prints."""
 
@@ -37,7 +46,8 @@ def parse_arguments() -> argparse.Namespace:
     way.add_argument("--plan", metavar="FILE", help="train with this plan; without it with DDP")
     way.add_argument("--profile-to", metavar="FILE", help="measure a step, write the profile and stop")
     parser.add_argument("--steps", type=int, default=120, help="optimizer steps")
-    parser.add_argument("--checkpoint", metavar="FILE", help="save model and optimizer here at the end")
+    parser.add_argument("--checkpoint", metavar="FILE", help="save here, and continue from here; seen by all ranks")
+    parser.add_argument("--save-every", type=int, default=50, metavar="STEPS", help="how often; also at the end")
     return parser.parse_args()
 
 
@@ -50,7 +60,10 @@ def join_world() -> tuple[int, int, torch.device]:
         torch.cuda.set_device(device)
     if "RANK" not in os.environ:
         return 0, 1, device
-    dist.init_process_group("nccl" if cuda else "gloo")
+    store, rank, ranks = next(dist.rendezvous("env://", timeout=DEADLINE))
+    # After a restart torchrun's store still holds the addresses of the ranks that are gone: each life has its own keys.
+    store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
+    dist.init_process_group("nccl" if cuda else "gloo", store=store, rank=rank, world_size=ranks, timeout=DEADLINE)
     return dist.get_rank(), dist.get_world_size(), device
 
 
@@ -65,18 +78,19 @@ class Cnn(nn.Sequential):
         )
 
 
-def batches(rank: int, ranks: int, device: torch.device) -> Iterator[tuple[Tensor, Tensor]]:
-    """This rank's share of the training digits, epoch after epoch."""
+def batches(rank: int, ranks: int, device: torch.device, done: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
+    """This rank's share of the training digits, epoch after epoch; the first `done` batches are passed over."""
     data = digits()
     dataset = TensorDataset(data.train_images, data.train_labels)
     sampler: DistributedSampler[tuple[Tensor, ...]] = DistributedSampler(dataset, num_replicas=ranks, rank=rank, seed=0)
-    loader = DataLoader(dataset, BATCH_SIZE, sampler=sampler, drop_last=True)
-    epoch = 0
+    # A generator of its own: otherwise each epoch would draw from the one that dropout uses.
+    loader = DataLoader(dataset, BATCH_SIZE, sampler=sampler, drop_last=True, generator=torch.Generator())
+    epoch, done = divmod(done, len(loader))
     while True:
         sampler.set_epoch(epoch)
-        for images, labels in loader:
+        for images, labels in islice(loader, done, None):
             yield images.to(device), labels.to(device)
-        epoch += 1
+        epoch, done = epoch + 1, 0
 
 
 @torch.no_grad()
@@ -101,55 +115,98 @@ def measure(
     return planner.profile_step(model, step, optimizer)
 
 
-def train(
-    model: nn.Module, optimizer: torch.optim.Optimizer, data: Iterator[tuple[Tensor, Tensor]], steps: int, *, talk: bool
-) -> None:
-    """Trains for some steps; `talk` on the rank that prints."""
-    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=steps)
-    for step in range(1, steps + 1):
+class Checkpoint:
+    """Everything that the next step depends on, in one file."""
+
+    def __init__(self, path: str | None, parts: dict[str, Any], device: torch.device) -> None:
+        """`parts` have `state_dict` and `load_state_dict`, and are the same on every rank."""
+        self._path, self._parts, self._device = Path(path) if path else None, parts, device
+
+    def load(self) -> int:
+        """The number of steps that are done; 0 where there is no file yet. Every rank calls it."""
+        if self._path is None or not self._path.exists():
+            return 0
+        state = torch.load(self._path, map_location="cpu")
+        for name, part in self._parts.items():
+            part.load_state_dict(state[name])
+        self._generator("set", state["generators"][dist.get_rank() if dist.is_initialized() else 0])
+        return int(state["step"])
+
+    def save(self, step: int) -> None:
+        """Rank 0 writes the file, whole or not at all. Every rank calls it, since dropout differs between them."""
+        if self._path is None:
+            return
+        generators = [self._generator("get")]
+        if dist.is_initialized():
+            generators *= dist.get_world_size()
+            dist.all_gather_object(generators, self._generator("get"))
+            if dist.get_rank() != 0:
+                return
+        state = {name: part.state_dict() for name, part in self._parts.items()}
+        partial = self._path.with_suffix(".part")
+        torch.save({**state, "step": step, "generators": generators}, partial)
+        partial.replace(self._path)
+
+    def _generator(self, do: str, *state: Tensor) -> Any:
+        """Gets or sets the state of the generator that dropout draws from on this rank."""
+        return getattr(torch.cuda if self._device.type == "cuda" else torch, f"{do}_rng_state")(*state)
+
+
+def train(arguments: argparse.Namespace, rank: int, ranks: int, device: torch.device) -> None:
+    """Trains with the plan or with DDP; rank 0 prints."""
+    model, optimizer = make_model(rank, device)
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=arguments.steps)
+    replica: nn.Module = model
+    parts = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
+    if arguments.plan:
+        # The two added lines: from here on, backward() leaves the average over ranks in .grad, as DDP's does.
+        plan = runtime.load_plan(arguments.plan)
+        session = runtime.attach(model, optimizer, plan)
+        parts["session"] = session
+    elif ranks > 1:
+        replica = DistributedDataParallel(model)
+    checkpoint = Checkpoint(arguments.checkpoint, parts, device)
+    done = checkpoint.load()
+    if rank == 0 and done:
+        print(f"continuing after step {done}", flush=True)
+    data = batches(rank, ranks, device, done)
+    for step in range(done + 1, arguments.steps + 1):
         images, labels = next(data)
         optimizer.zero_grad()
-        loss = functional.cross_entropy(model(images), labels)
+        loss = functional.cross_entropy(replica(images), labels)
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
         optimizer.step()
         scheduler.step()
-        if talk and step % STEPS_PER_LINE == 0:
+        if step % arguments.save_every == 0 or step == arguments.steps:
+            checkpoint.save(step)
+        if rank == 0 and step % STEPS_PER_LINE == 0:
             print(f"step {step}: loss {float(loss.detach()):.4f}")
+    if rank == 0:
+        if arguments.plan:
+            print(session.report())
+        test_loss, accuracy = evaluate(model, device)
+        print(f"after {arguments.steps} steps: test loss {test_loss:.4f}, test accuracy {accuracy:.2%}")
+
+
+def make_model(rank: int, device: torch.device) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """The model on its device, and its optimizer."""
+    torch.manual_seed(rank)  # each rank drops other activations out; all begin with rank 0's weights
+    model = Cnn().to(device)
+    return model, torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
 
 
 def main() -> None:
     """Trains, or measures a step."""
     arguments = parse_arguments()
     rank, ranks, device = join_world()
-    torch.manual_seed(rank)  # each rank drops other activations out; all begin with rank 0's weights
-    model = Cnn().to(device)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    data = batches(rank, ranks, device)
-
     if arguments.profile_to:
-        profile = measure(model, optimizer, data)
+        profile = measure(*make_model(rank, device), batches(rank, ranks, device))
         if rank == 0:
             profile.save(arguments.profile_to)
             print(f"wrote {arguments.profile_to}")
     else:
-        replica: nn.Module = model
-        session = None
-        if arguments.plan:
-            # The two added lines: from here on, backward() leaves the average over ranks in .grad, as DDP's does.
-            plan = runtime.load_plan(arguments.plan)
-            session = runtime.attach(model, optimizer, plan)
-        elif ranks > 1:
-            replica = DistributedDataParallel(model)
-        train(replica, optimizer, data, arguments.steps, talk=rank == 0)
-        if rank == 0:
-            if session is not None:
-                print(session.report())
-            loss, accuracy = evaluate(model, device)
-            print(f"after {arguments.steps} steps: test loss {loss:.4f}, test accuracy {accuracy:.2%}")
-            if arguments.checkpoint:
-                torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, arguments.checkpoint)
-
+        train(arguments, rank, ranks, device)
     if dist.is_initialized():
         dist.destroy_process_group()
 

@@ -15,6 +15,8 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore
+from torch.distributed.rendezvous import rendezvous
 
 from planner.launch import GRACE_S, START_TIMEOUT_S, LocalWorld, end, run_ranks, threads_per_rank, under_torchrun
 from runtime.errors import EnvironmentFailure, InputError, PlanMismatch, PlannerError
@@ -121,8 +123,13 @@ def _join(world: LocalWorld, *, given_ranks: int | None) -> None:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, _on_sigterm)
+    timeout = timedelta(seconds=world.start_timeout_s)
     try:
-        dist.init_process_group(world.backend, timeout=timedelta(seconds=world.start_timeout_s))
+        store, rank, ranks = next(rendezvous("env://", timeout=timeout))
+        store.set_timeout(timeout)
+        # After a restart torchrun's store still holds the addresses of the ranks that are gone.
+        store = PrefixStore(f"restart-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+        dist.init_process_group(world.backend, store=store, rank=rank, world_size=ranks, timeout=timeout)
     except (RuntimeError, ValueError) as error:
         raise EnvironmentFailure(f"the ranks of torchrun did not come together: {error}") from error
 

@@ -67,9 +67,10 @@ class World:
                 use_local_synchronization=not whole,  # only members of a subgroup are here
             )
         except RuntimeError as error:
+            here = cls(rank=dist.get_rank(parent), ranks=dist.get_world_size(parent))
             raise CommunicationError(
-                f"rank {dist.get_rank(parent)}: not all {dist.get_world_size(parent)} ranks came to make a process "
-                f"group within {timeout_s:.0f} s; every rank has to call this at the same place ({first_line(error)})"
+                f"rank {here.rank}: not all {here.ranks} ranks came to make a process group, {here.others} did not "
+                f"within {timeout_s:g} s; every rank has to call this at the same place ({first_line(error)})"
             ) from error
         return cls(
             rank=dist.get_rank(group),

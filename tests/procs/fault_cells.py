@@ -58,18 +58,17 @@ def _program(phase: str) -> str:
 
 
 CELLS = (
+    Cell("backward", "stop", "torchrun", "script"),  # first: torchrun waits for half a minute before it kills
+    Cell("backward", "kill", "torchrun"),
     *(Cell(phase, fault, program=_program(phase)) for phase in PHASES for fault in FAULTS),
-    *(Cell("backward", fault, ranks=3) for fault in ("kill", "stop")),
-    *(Cell("backward", fault, program="ddp") for fault in ("kill", "stop")),
+    Cell("backward", "stop", ranks=3),
+    Cell("backward", "stop", program="ddp"),
     *(Cell("backward", fault, "ranks") for fault in FAULTS),
-    *(Cell("links", fault, "ranks", "profile") for fault in ("kill", "stop")),
-    Cell("attach", "stop", "ranks"),
+    Cell("links", "stop", "ranks", "profile"),
     Cell("end", "stop", "ranks"),
-    *(Cell("backward", fault, "ranks", "script") for fault in FAULTS),
+    *(Cell("backward", fault, "ranks", "script") for fault in ("stop", "raise")),
     Cell("attach", "stop", "ranks", "script"),
     Cell("forward", "kill", "ranks", "script", failing=0),
-    Cell("backward", "kill", "torchrun"),
-    Cell("backward", "stop", "torchrun", "script"),
 )
 
 

@@ -33,8 +33,9 @@ BUCKETS = [["4.bias", "4.weight"], ["2.bias", "2.weight"], ["0.bias", "0.weight"
 
 
 def fail_in(phase: str) -> None:
-    """Fails if this is the place."""
-    if phase != PHASE or os.environ.get("RANK", "0") != RANK:
+    """Fails if this is the place, in a rank's first life."""
+    again = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+    if again or phase != PHASE or os.environ.get("RANK", "0") != RANK:
         return
     Path(os.environ["FAULT_MOMENT"]).write_text(repr(time.time()))
     if FAULT == "kill":

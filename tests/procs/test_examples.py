@@ -8,13 +8,16 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples"
 SCRIPT = str(EXAMPLES / "existing_script.py")
+DYING = str(Path(__file__).with_name("dying_example.py"))
 STEPS = 20
 TIMEOUT_S = 100.0
 """Of one command; each takes some seconds."""
@@ -30,13 +33,13 @@ ENVIRONMENT = {
 }
 
 
-def python(folder: Path, *arguments: str) -> str:
+def python(folder: Path, *arguments: str, **environment: str) -> str:
     """What `python ARGUMENTS` prints when run in a folder; it ends within the time limit, with all that it started."""
     command = [sys.executable, *arguments]
     with subprocess.Popen(
         command,
         cwd=folder,
-        env=ENVIRONMENT,
+        env={**ENVIRONMENT, **environment},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -64,19 +67,48 @@ def test_a_job_trains_with_its_plan_as_with_ddp(name: str, tmp_path: Path) -> No
     assert planned["loss_last"] < planned["loss_first"]
 
 
-def test_two_lines_make_an_existing_script_train_with_a_plan(tmp_path: Path) -> None:
-    script = (*TORCHRUN, SCRIPT)
-    assert python(tmp_path, *script, "--profile-to", "profile.json") == "wrote profile.json\n"
-    python(tmp_path, *PLANNER, "optimize", "profile.json")
-    train = (*script, "--steps", str(STEPS), "--checkpoint")
-    planned = python(tmp_path, *train, "planned.pt", "--plan", "plan.json").splitlines()
-    plain = python(tmp_path, *train, "plain.pt").splitlines()
-    assert set(plain) <= set(planned)
-    assert f"rank 0 of 2, {STEPS} steps: measured" in "".join(set(planned) - set(plain))
-    assert planned[-1].startswith(f"after {STEPS} steps: test loss ")
-    weights, expected = (torch.load(tmp_path / name)["model"] for name in ("planned.pt", "plain.pt"))
-    assert weights.keys() == expected.keys()
-    assert all(torch.equal(weights[name], expected[name]) for name in expected)
+@pytest.fixture(scope="module")
+def planned(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
+    """A folder with plan.json and planned.pt, what training with the plan ends with; and the lines that it printed."""
+    folder = tmp_path_factory.mktemp("planned")
+    assert python(folder, *TORCHRUN, SCRIPT, "--profile-to", "profile.json") == "wrote profile.json\n"
+    python(folder, *PLANNER, "optimize", "profile.json")
+    arguments = ("--steps", str(STEPS), "--checkpoint", "planned.pt", "--plan", "plan.json")
+    return folder, python(folder, *TORCHRUN, SCRIPT, *arguments).splitlines()
+
+
+def differences(first: Any, second: Any, where: str = "") -> list[str]:
+    """Where two checkpoints differ in a bit."""
+    if isinstance(first, Tensor):
+        return [] if torch.equal(first, second) else [where]
+    if isinstance(first, dict) and isinstance(second, dict) and first.keys() == second.keys():
+        return [found for key in first for found in differences(first[key], second[key], f"{where}.{key}")]
+    if isinstance(first, list) and isinstance(second, list) and len(first) == len(second):
+        pairs = enumerate(zip(first, second, strict=True))
+        return [found for index, pair in pairs for found in differences(*pair, f"{where}[{index}]")]
+    return [] if first == second else [where]
+
+
+def test_two_lines_make_an_existing_script_train_with_a_plan(planned: tuple[Path, list[str]]) -> None:
+    folder, lines = planned
+    plain = python(folder, *TORCHRUN, SCRIPT, "--steps", str(STEPS), "--checkpoint", "plain.pt").splitlines()
+    assert set(plain) <= set(lines)
+    assert f"rank 0 of 2, {STEPS} steps: measured" in "".join(set(lines) - set(plain))
+    assert lines[-1].startswith(f"after {STEPS} steps: test loss ")
+    state, expected = (torch.load(folder / name) for name in ("planned.pt", "plain.pt"))
+    assert state.keys() - expected.keys() == {"session"}
+    assert differences({key: state[key] for key in expected}, expected) == []
+
+
+def test_a_run_that_loses_a_rank_ends_with_the_weights_of_an_undisturbed_one(planned: tuple[Path, list[str]]) -> None:
+    folder, lines = planned
+    arguments = ("--steps", str(STEPS), "--plan", "plan.json", "--checkpoint", "lost.pt", "--save-every", "4")
+    restarting = (*TORCHRUN, "--max-restarts", "1")
+    output = python(folder, *restarting, DYING, *arguments, DIES_AFTER=str(STEPS // 2 + 1)).splitlines()
+    assert "continuing after step 8" in output
+    assert output[-1] == lines[-1]
+    assert differences(torch.load(folder / "lost.pt"), torch.load(folder / "planned.pt")) == []
+    assert not list(folder.glob("*.part"))
 
 
 def test_an_existing_script_runs_on_one_rank(tmp_path: Path) -> None:
