@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -18,15 +19,27 @@ TORCHRUN_S = 30.0
 """How long torchrun waits for a stopped rank to follow SIGTERM before it kills it."""
 
 
+def shared_memory() -> set[str]:
+    """Names of the shared memory of this machine."""
+    return set(os.listdir("/dev/shm")) if os.path.isdir("/dev/shm") else set()
+
+
 class Matrix:
     """Runs the chosen cells side by side, in their order."""
 
     def __init__(self, cells: list[Cell], folder: Path) -> None:
+        self._before = shared_memory()
         self._pool = ThreadPoolExecutor(AT_ONCE)
         self._running: dict[Cell, Future[Outcome]] = {}
         for cell in cells:
             (folder / str(cell)).mkdir()
             self._running[cell] = self._pool.submit(run_cell, cell, folder / str(cell))
+
+    def shared_memory_left(self) -> set[str]:
+        """Names that came while the cells ran, all of them."""
+        for cell in self._running:
+            self.outcome(cell)
+        return shared_memory() - self._before
 
     def outcome(self, cell: Cell) -> Outcome:
         """Waits for one cell."""

@@ -7,8 +7,10 @@ import multiprocessing
 import fault_checks
 import pytest
 
+from planner.cli import main
 from planner.launch import LocalWorld, run_ranks
-from runtime.errors import EnvironmentFailure
+from runtime.errors import EnvironmentFailure, InputError
+from runtime.world import World
 
 TWO = LocalWorld(ranks=2)
 
@@ -43,6 +45,20 @@ def test_a_rank_that_raises_is_shown_with_its_traceback() -> None:
     with pytest.raises(EnvironmentFailure, match=r"rank 1 raised LookupError: on purpose(.|\n)*fault_checks"):
         run_ranks(TWO, fault_checks.raising_rank)
     assert not multiprocessing.active_children()
+
+
+@pytest.mark.parametrize("timeout_s", ["0", "-3", "nan", "inf", "1e9", "0.01"])
+def test_a_deadline_that_is_none_is_refused_before_anything_starts(
+    timeout_s: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for arguments in (["profile", "absent.py:job"], ["run", "absent.py:job"], ["demo"]):
+        with pytest.raises(SystemExit) as ended:
+            main([*arguments, "--timeout-s", timeout_s])
+        assert ended.value.code == 2
+        expected = f"planner: --timeout-s: found {float(timeout_s):g}, expected a deadline of 1 to 604800 seconds\n"
+        assert capsys.readouterr().err == expected
+    with pytest.raises(InputError, match="timeout_s: found"):
+        World.join(timeout_s=float(timeout_s))
 
 
 def test_one_rank_trains_as_without_a_plan() -> None:
