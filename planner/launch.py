@@ -118,7 +118,7 @@ class _Rank:
     process: SpawnProcess
     words: _Words
     word: _Result | _Failure | None = None
-    """What it left; known once it is over."""
+    """What it left; known when all ranks have ended."""
     stopped_since: float | None = None
     ended_because: str = ""
     """Why this parent ended it; empty where it did not."""
@@ -149,15 +149,11 @@ class _Rank:
         """Kills the rank and what it started."""
         if self.exit_code is None:
             self.ended_because = "was stopped (SIGSTOP) and did not go on" if self.is_stopped() else why
+        assert self.process.pid is not None
         with suppress(ProcessLookupError, PermissionError):
-            os.killpg(self.process.pid or 0, signal.SIGKILL)
+            os.killpg(self.process.pid, signal.SIGKILL)
         self.process.kill()  # before it has made its own process group, too
         self.process.join()
-
-    def collect(self) -> None:
-        """Makes sure that the rank is over, and takes what it left."""
-        self.end()
-        self.word = self.words.read()
 
 
 def under_torchrun() -> bool:
@@ -182,19 +178,18 @@ def run_ranks(world: LocalWorld, function: Callable[..., T], *arguments: Any) ->
     timeout = timedelta(seconds=world.start_timeout_s)
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timeout)
     ranks: list[_Rank] = []
-    try:
-        with _interrupts_ignored():  # inherited: until they have their own process group, Ctrl-C is not for ranks
-            for number in range(world.ranks):
-                words = _Words()
-                process = multiprocessing.get_context("spawn").Process(
-                    target=_rank_main, args=(number, world, store.port, words, function, arguments)
-                )
-                process.start()
-                ranks.append(_Rank(number, process, words))
-        _watch(ranks, world)
-    finally:
-        for rank in ranks:
-            rank.collect()
+    with _on_signal(signal.SIGTERM, _leave):
+        try:
+            # Inherited: until ranks have a process group of their own, Ctrl-C is not for them.
+            with _on_signal(signal.SIGINT, signal.SIG_IGN):
+                for number in range(world.ranks):
+                    ranks.append(_start(number, world, store.port, function, arguments))
+            _watch(ranks, world)
+        finally:
+            for rank in ranks:
+                rank.end()
+            for rank in ranks:
+                rank.word = rank.words.read()
     results = [rank.word.value for rank in ranks if isinstance(rank.word, _Result)]
     if len(results) < world.ranks:
         raise _cause(ranks)
@@ -202,16 +197,33 @@ def run_ranks(world: LocalWorld, function: Callable[..., T], *arguments: Any) ->
     return results
 
 
+def _start(
+    number: int, world: LocalWorld, port: int, function: Callable[..., Any], arguments: tuple[Any, ...]
+) -> _Rank:
+    words = _Words()
+    process = multiprocessing.get_context("spawn").Process(
+        target=_rank_main, args=(number, world, port, words, function, arguments)
+    )
+    process.start()
+    return _Rank(number, process, words)
+
+
 @contextmanager
-def _interrupts_ignored() -> Iterator[None]:
+def _on_signal(number: int, action: Any) -> Iterator[None]:
+    """Meanwhile a signal does this; in other threads than the main one, which gets the signals, as it did before."""
     if threading.current_thread() is not threading.main_thread():
-        yield  # only the main thread may change this, and only it is interrupted
+        yield
         return
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    before = signal.signal(number, action)
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, before)
+        signal.signal(number, signal.SIG_DFL if before is None else before)
+
+
+def _leave(number: int, _frame: object) -> NoReturn:
+    """Ends with the code of an uncaught signal, but in order: the ranks are ended on the way out."""
+    sys.exit(128 + number)
 
 
 def _watch(ranks: Sequence[_Rank], world: LocalWorld) -> None:

@@ -87,45 +87,66 @@ class Outcome:
 
 
 def run_cell(cell: Cell, folder: Path) -> Outcome:
-    """Runs a cell in an empty folder."""
-    temporary, moment, plan = folder / "tmp", folder / "moment", folder / "plan.json"
-    temporary.mkdir()
+    """Runs a cell in a new folder."""
+    codes = _wait(_start(cell, folder), cell)
+    ended, moment = time.time(), folder / "moment"
+    return _outcome(folder, codes, ended - float(moment.read_text()) if moment.exists() else float("nan"))
+
+
+def interrupt(number: int, folder: Path) -> Outcome:
+    """Sends a signal to a command that waits for its ranks, of which one is stopped; its deadline is far away."""
+    cell = Cell("forward", "stop")
+    [process] = _start(cell, folder, deadline_s=600.0)
+    until = time.monotonic() + LIMIT_S
+    while not (folder / "moment").exists() and time.monotonic() < until:
+        time.sleep(0.1)
+    sent = time.time()
+    process.send_signal(number)
+    codes = _wait([process], cell)
+    return _outcome(folder, codes, time.time() - sent)
+
+
+def _outcome(folder: Path, codes: list[int], recovery_s: float) -> Outcome:
+    left = _processes_left(str(folder / "moment"))
+    left += [path.name for path in (folder / "tmp").iterdir() if not path.name.startswith(OF_TORCH)]
+    text = "\n".join(path.read_text(errors="replace") for path in sorted(folder.glob("out-*")))
+    return Outcome(codes, text, recovery_s, left)
+
+
+def _start(cell: Cell, folder: Path, deadline_s: float = DEADLINE_S) -> list[subprocess.Popen[bytes]]:
+    (folder / "tmp").mkdir(parents=True)
+    plan = folder / "plan.json"
     buckets = [{"gradients": names, "collective": "all_reduce", "algorithm": "library"} for names in fault_jobs.BUCKETS]
     document = {"schema": "planner.plan/1", "model": {"name": "three layers"}, "world": {"ranks": cell.ranks}}
     plan.write_text(json.dumps({**document, "accuracy": "exact", "buckets": buckets}))
     environment = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), str(JOBS.parent), os.environ.get("PYTHONPATH")))),
-        "TMPDIR": str(temporary),
+        "TMPDIR": str(folder / "tmp"),
         "OMP_NUM_THREADS": "1",
         "GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo",
         "FAULT": f"{cell.phase}:{cell.fault}:{cell.failing}",
-        "FAULT_MOMENT": str(moment),
+        "FAULT_MOMENT": str(folder / "moment"),
     }
     processes = []
-    for number, (command, extra) in enumerate(_commands(cell, plan)):
+    for number, (command, extra) in enumerate(_commands(cell, plan, deadline_s)):
         with (folder / f"out-{number}").open("wb") as out:
             arguments = [sys.executable, *command]
             merged = {**environment, **extra}
             processes.append(subprocess.Popen(arguments, cwd=folder, env=merged, stdout=out, stderr=subprocess.STDOUT))
-    codes = _wait(processes, cell)
-    recovery_s = time.time() - float(moment.read_text()) if moment.exists() else float("nan")
-    left = _processes_left(str(moment))
-    left += [path.name for path in temporary.iterdir() if not path.name.startswith(OF_TORCH)]
-    text = "\n".join((folder / f"out-{number}").read_text(errors="replace") for number in range(len(processes)))
-    return Outcome(codes, text, recovery_s, left)
+    return processes
 
 
-def _commands(cell: Cell, plan: Path) -> Iterable[tuple[list[str], dict[str, str]]]:
+def _commands(cell: Cell, plan: Path, deadline_s: float) -> Iterable[tuple[list[str], dict[str, str]]]:
     """The processes that a user starts: arguments of Python, and what the environment holds besides."""
-    deadline = ["--timeout-s", f"{DEADLINE_S:g}"]
+    deadline = ["--timeout-s", f"{deadline_s:g}"]
     steps = ["--steps", str(fault_jobs.STEPS)]
     planner = ["planner", "profile" if cell.program == "profile" else "run", f"{JOBS}:job", *deadline]
     arguments = {
         "profile": ["-m", *planner, "-o", "profile.json"],
         "run": ["-m", *planner, *steps, "--plan", str(plan)],
         "ddp": ["-m", *planner, *steps],
-        "script": [str(JOBS), str(plan), f"{DEADLINE_S:g}"],
+        "script": [str(JOBS), str(plan), f"{deadline_s:g}"],
     }[cell.program]
     if cell.start == "local":
         yield [*arguments, "--ranks", str(cell.ranks)], {}

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from fault_cells import CELLS, DEADLINE_S, Cell, Outcome, run_cell, table
+from fault_cells import CELLS, DEADLINE_S, Cell, Outcome, interrupt, run_cell, table
 
 AT_ONCE = 3
 """Cells that run side by side; for a good part of its time a cell waits for its deadline."""
@@ -32,7 +33,6 @@ class Matrix:
         self._pool = ThreadPoolExecutor(AT_ONCE)
         self._running: dict[Cell, Future[Outcome]] = {}
         for cell in cells:
-            (folder / str(cell)).mkdir()
             self._running[cell] = self._pool.submit(run_cell, cell, folder / str(cell))
 
     def shared_memory_left(self) -> set[str]:
@@ -126,4 +126,19 @@ def test_the_others_end_in_time_name_the_failure_and_leave_nothing(cell: Cell, m
     assert "terminate called" not in outcome.text
     by_torchrun_s = TORCHRUN_S if cell.start == "torchrun" else 0.0
     assert outcome.recovery_s < (DEADLINE_S + by_torchrun_s if cell.fault == "stop" else 0.0) + SLACK_S
+    assert outcome.left == []
+    if cell.start == "torchrun":  # which lists its ranks at the end
+        survivor = 3 if cell.program == "run" else 1
+        assert re.search(rf"rank +: 0 .*\n +exitcode +: {survivor} ", outcome.text), outcome.text
+
+
+def test_the_matrix_leaves_no_shared_memory(matrix: Matrix) -> None:
+    assert matrix.shared_memory_left() == set()
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -9)])
+def test_ranks_end_with_their_command_even_a_stopped_one(number: int, code: int, tmp_path: Path) -> None:
+    outcome = interrupt(number, tmp_path)
+    assert outcome.codes == [code], outcome.text
+    assert outcome.text == ""
     assert outcome.left == []
