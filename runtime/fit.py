@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from itertools import chain
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from runtime.collectives import COLLECTIVES
 from runtime.compressors import COMPRESSORS
 from runtime.errors import InputError
 from runtime.names import canonical_name, fingerprint
 from runtime.plan import Plan
-from runtime.torch_compat import is_wrapped
+from runtime.torch_compat import is_sharded, is_wrapped
 
 SHOWN = 5
 """How many differing parameters a message lists."""
@@ -49,20 +50,42 @@ def model_fingerprint(model: nn.Module) -> str:
     return fingerprint((name, tuple(p.shape), dtype_name(p.dtype)) for name, p in parameters.items())
 
 
+def find_attached(model: nn.Module, attached: Iterable[nn.Module]) -> str | None:
+    """What speaks against attaching this model beside those that are attached already, or None."""
+    mine = trainable_parameters(model)
+    for other in attached:
+        if other is model:
+            return "the model is attached already; call session.detach() first"
+        theirs = {id(parameter) for parameter in other.parameters()}
+        shared = next((name for name, parameter in mine.items() if id(parameter) in theirs), None)
+        if shared is not None:
+            return (
+                f"{shared} belongs to another attached model too ({type(other).__name__}), and its gradient would be "
+                f"averaged twice; expected each parameter in one attached model: detach that one first, or attach one "
+                f"module that holds both"
+            )
+    return None
+
+
 def find_misfit(model: nn.Module, plan: Plan, ranks: int) -> str | None:
     """The first reason why this plan cannot drive this model on this many ranks, or None."""
-    wrapper = is_wrapped(model)
-    if wrapper is not None:
-        return (
-            f"the model is wrapped in {wrapper}, which exchanges gradients itself; expected a plain module: pass the "
-            f"inner one (model.module) and drop the wrapper"
-        )
     return (
-        _world_misfit(plan, ranks)
+        _wrapper_misfit(model)
+        or _module_misfit(model)
+        or _world_misfit(plan, ranks)
         or _parameter_misfit(model, plan)
         or _fingerprint_misfit(model, plan)
-        or _module_misfit(model)
         or _support_misfit(plan)
+    )
+
+
+def _wrapper_misfit(model: nn.Module) -> str | None:
+    wrapper = is_wrapped(model)
+    if wrapper is None:
+        return None
+    return (
+        f"the model is wrapped in {wrapper}, which exchanges gradients itself; expected a plain module: pass the "
+        f"inner one (model.module) and drop the wrapper"
     )
 
 
@@ -124,12 +147,30 @@ def _size_misfits(parameters: Mapping[str, nn.Parameter], plan: Plan) -> str:
 
 
 def _module_misfit(model: nn.Module) -> str | None:
+    for name, parameter in chain(model.named_parameters(), model.named_buffers()):
+        reason = _tensor_misfit(parameter)
+        if reason is not None:
+            return f"{name} {reason}"
     devices = {str(p.device) for p in model.parameters()}
     if len(devices) > 1:
         return f"the parameters are on several devices ({', '.join(sorted(devices))}); expected one device per rank"
     for name, module in model.named_modules():
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
             return f"{name or 'the model'} is an embedding with sparse=True gradients; expected sparse=False"
+    return None
+
+
+def _tensor_misfit(tensor: Tensor) -> str | None:
+    """Why a parameter or buffer cannot be handled, as what follows its name."""
+    if isinstance(tensor, nn.UninitializedParameter | nn.UninitializedBuffer):
+        return "has no shape yet (a lazy module); expected one: run one forward before attach"
+    if is_sharded(tensor):
+        return (
+            "is a DTensor (tensor parallelism or FSDP2), of which each rank holds a part; expected whole parameters, "
+            "the same on every rank: train it with the wrapper that made it"
+        )
+    if tensor.layout != torch.strided:
+        return f"is sparse ({tensor.layout}); expected dense parameters: call to_dense() on it"
     return None
 
 

@@ -10,7 +10,7 @@ Gradients and collectives: buckets start in plan order on every rank, whatever o
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -23,16 +23,24 @@ from torch import Tensor, nn
 from runtime.buckets import BucketBuffer, Slot, UsageFlags, make_buckets
 from runtime.buffers import BufferSync
 from runtime.clock import make_clock
+from runtime.closures import LossAveraging
 from runtime.collectives import COLLECTIVES
 from runtime.communicator import Communicator, NullCommunicator, make_communicator
 from runtime.errors import InputError
-from runtime.fit import find_misfit, model_fingerprint, trainable_parameters
+from runtime.fit import find_attached, find_misfit, model_fingerprint, trainable_parameters
 from runtime.hooks import ModuleHook
 from runtime.plan import Plan, load_plan
 from runtime.recorder import Recorder
 from runtime.report import Report, make_report
-from runtime.torch_compat import OUTSIDE, current_backward_id, queue_backward_callback, tree_leaves
+from runtime.torch_compat import (
+    OUTSIDE,
+    current_backward_id,
+    leave_uncompiled,
+    queue_backward_callback,
+    tree_leaves,
+)
 from runtime.version import __version__
+from runtime.watch import ModelWatch, find_changed, refuse_unplanned
 from runtime.world import MIN_TIMEOUT_S, Credentials, World, agree
 
 STEPS_PER_DEADLINE = 20
@@ -55,7 +63,8 @@ def attach(
 
     Args:
         model: the bare module, on its device; the same on every rank.
-        optimizer: its optimizer; only its step is timed. None is allowed.
+        optimizer: its optimizer; its step is timed, and LBFGS is given the average of the ranks' losses. None is
+            allowed for every other one.
         plan: a plan, or the path of plan.json; the same on every rank.
         process_group: the ranks that train together; default: all of torch.distributed, or this process alone.
         sync: overwrite parameters and buffers with rank 0's, as DDP does.
@@ -89,7 +98,7 @@ def _load(model: nn.Module, plan: Plan | str | Path) -> tuple[Plan | None, str |
         loaded = plan if isinstance(plan, Plan) else load_plan(plan)
     except InputError as error:
         return None, str(error)
-    return loaded, "the model is attached already; call session.detach() first" if model in _attached else None
+    return loaded, find_attached(model, _attached)
 
 
 def _default_timeout_s(plan: Plan | None) -> float:
@@ -102,8 +111,9 @@ def _agree(world: World, model: nn.Module, plan: Plan | None, problem: str | Non
     parameters: tuple[str, ...] = ()
     try:
         if plan is not None and problem is None:
-            digest, parameters, print_ = plan.digest(), plan.gradients, model_fingerprint(model)
             problem = find_misfit(model, plan, world.ranks)
+        if plan is not None and problem is None:
+            digest, parameters, print_ = plan.digest(), plan.gradients, model_fingerprint(model)
     except InputError as error:
         problem = str(error)
     devices = sorted({parameter.device.type for parameter in model.parameters()})
@@ -129,9 +139,13 @@ class Session:
         self.plan, self.world, self._model = plan, world, model
         self._scale = 1.0 / world.ranks
         self._synchronizing = True
+        self._reached: bool | None = None
         self._in_backward = self._awaiting_end = False
+        self._end: Callable[[], Any] = lambda: None
         self._next = 0
         parameters = trainable_parameters(model)
+        self._watch = ModelWatch(model, parameters)
+        leave_uncompiled("runtime")
         device = next(iter(parameters.values())).device
         self._slots: list[Slot] = []
         self._buckets: list[BucketBuffer] = []
@@ -149,8 +163,10 @@ class Session:
             self._handles += BufferSync(world, model, lambda: self._synchronizing).install()
         # Hooked later and run before: the recorder's forward includes the exchange of buffers.
         self._handles += self.recorder.observe(model, optimizer)
+        if communicate:
+            self._handles += LossAveraging(world).install(optimizer)
         for name in parameters.keys() - set(plan.gradients):
-            hook = partial(_refuse_unplanned, name)
+            hook = partial(refuse_unplanned, name)
             self._handles.append(parameters[name].register_post_accumulate_grad_hook(hook))
         for slot in self._slots:
             hook = partial(self._gradient_ready, slot)
@@ -165,59 +181,96 @@ class Session:
         if parameter.grad is None:
             return  # a backward function gave None for it: as if this rank had not used it
         slot.touched = True
-        if not self._synchronizing:
-            return
         if not self._in_backward:
+            if not self._exchanges():
+                return
             self._begin()
         if not slot.waiting:
-            raise InputError(
-                f"the gradient of {slot.name} became ready twice in one backward; expected once: reentrant activation "
-                f"checkpointing of a shared parameter does that, use checkpoint(..., use_reentrant=False)"
-            )
+            return self._begin_again(slot, parameter)
         slot.waiting = False
-        if slot.large:
-            slot.take(self._scale)
         bucket = slot.bucket
         bucket.waiting -= 1
-        if bucket.waiting:
-            self.recorder.ready(slot.index)
-            return
-        bucket.take_small(self._scale)
+        try:
+            if slot.large:
+                slot.take(self._scale)
+            if bucket.waiting:
+                self.recorder.ready(slot.index)
+                return
+            bucket.take_small(self._scale)
+        except RuntimeError as error:
+            raise self._explained(error) from error
         self.recorder.ready(slot.index)
         self._launch_complete()
 
     def _before_forward(self, _module: nn.Module, _arguments: Any) -> None:
         """A backward that an exception ended is forgotten; its messages are waited for."""
+        if torch.is_grad_enabled():
+            self._watch.check()
         if (self._in_backward or self._awaiting_end) and current_backward_id() == OUTSIDE:
-            self._in_backward = self._awaiting_end = False
-            self._kept.clear()
+            self._forget_backward()
             for slot in self._slots:
                 slot.touched = False
-            self._communicator.wait()
 
     def _after_forward(self, _module: nn.Module, _arguments: Any, output: Any) -> None:
         """Sees the outermost backward begin, also where a reentrant checkpoint runs backwards inside it."""
-        if torch.is_grad_enabled() and self._synchronizing:
+        if torch.is_grad_enabled():
+            reached = partial(self._backward_reaches_output, self._synchronizing)
             for tensor in tree_leaves(output):
                 if isinstance(tensor, Tensor) and tensor.requires_grad:
-                    tensor.register_hook(self._backward_reaches_output)
+                    tensor.register_hook(reached)
 
-    def _backward_reaches_output(self, _gradient: Tensor) -> None:
+    def _backward_reaches_output(self, synchronizing: bool, _gradient: Tensor) -> None:
         """Whether this backward reaches parameters is not known yet: `torch.autograd.grad` does not."""
-        if self._synchronizing and not self._awaiting_end:
+        if self._abandoned():
+            self._forget_backward()
+        self._reached = self._reached or synchronizing
+        if not self._awaiting_end:
             self._await_end()
+
+    def _exchanges(self) -> bool:
+        """As with DDP the forward decides: one outside of `no_sync` is enough. If none was seen, the backward does."""
+        return self._synchronizing if self._reached is None else self._reached
 
     def _await_end(self) -> None:
         self._awaiting_end = True
-        queue_backward_callback(self._end_of_backward)
+        callback = partial(self._end_of_backward)
+        self._end = weakref.ref(callback)
+        queue_backward_callback(callback)
+
+    def _abandoned(self) -> bool:
+        """Whether an exception ended the backward whose end is awaited: its callback is gone and has not run."""
+        return self._awaiting_end and self._end() is None
+
+    def _forget_backward(self) -> None:
+        self._in_backward = self._awaiting_end = False
+        self._reached = None
+        self._kept.clear()
+        self._communicator.wait()
+
+    def _begin_again(self, slot: Slot, parameter: Tensor) -> None:
+        """A gradient that is here already has come, which is an error unless it was an abandoned backward's."""
+        if not self._abandoned():
+            raise InputError(
+                f"the gradient of {slot.name} became ready twice in one backward; expected once: reentrant activation "
+                f"checkpointing of a shared parameter does that, use checkpoint(..., use_reentrant=False)"
+            )
+        self._forget_backward()
+        self._gradient_ready(slot, parameter)
+
+    def _explained(self, error: RuntimeError) -> RuntimeError | InputError:
+        changed = find_changed(self._slots)
+        return error if changed is None else InputError(changed)
 
     def _end_of_backward(self) -> None:
         self._awaiting_end = False
-        if self._in_backward or not self._slots:  # with one rank nothing but the report is done
+        reached, self._reached = self._reached, None
+        if self._in_backward or (reached and not self._slots):  # with one rank nothing but the report is done
             self._finish()
 
     def _begin(self) -> None:
         """The first gradient of a step is here."""
+        if self._reached is None:  # no forward of the model itself was seen
+            self._watch.check()
         self._in_backward = True
         if not self._awaiting_end:
             self._await_end()
@@ -280,9 +333,10 @@ class Session:
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backwards inside only accumulate into `.grad`; the next one outside exchanges the sum, as with DDP.
+        """Steps inside only accumulate into `.grad`; the next one outside exchanges the sum, as with DDP.
 
-        Where the backward runs decides (with DDP, where the forward ran): keep both on the same side.
+        As with DDP the forward decides: put it inside. Where the model's own forward is not called (but another of
+        its methods), the backward decides.
         """
         before, self._synchronizing = self._synchronizing, False
         try:
@@ -327,12 +381,3 @@ class Session:
         if leave:
             self.world.leave()
         _attached.discard(self._model)
-
-
-def _refuse_unplanned(name: str, parameter: Tensor) -> None:
-    if parameter.grad is None:
-        return  # a backward function gave None for it
-    raise InputError(
-        f"{name} got a gradient, but the plan does not hold it: it got none when the model was profiled; profile "
-        f"again with a step that uses it"
-    )

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils import _pytree
 
 
@@ -28,13 +30,25 @@ def current_backward_id() -> int:
 def is_wrapped(model: torch.nn.Module) -> str | None:
     """The name of the wrapper that already exchanges this model's gradients, or None."""
     from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
-    from torch.nn.parallel import DataParallel, DistributedDataParallel
+    from torch.nn.parallel import DataParallel
 
     wrappers = (DistributedDataParallel, DataParallel, FullyShardedDataParallel, FSDPModule)
     for module in model.modules():
         if isinstance(module, wrappers):
             return type(module).__name__
     return None
+
+
+def is_sharded(tensor: torch.Tensor) -> bool:
+    """Whether the tensor is a DTensor."""
+    from torch.distributed.tensor import DTensor
+
+    return isinstance(tensor, DTensor)
+
+
+def running_ddp() -> torch.nn.Module | None:
+    """The DistributedDataParallel whose forward is running now, or None."""
+    return DistributedDataParallel._active_ddp_module
 
 
 def tree_leaves(value: Any) -> list[Any]:
@@ -50,6 +64,14 @@ def tree_leaves(value: Any) -> list[Any]:
                 seen.add(id(leaf))
                 left += [getattr(leaf, field.name, None) for field in dataclasses.fields(leaf)]
     return leaves
+
+
+@functools.cache
+def leave_uncompiled(package: str) -> None:
+    """Tells `torch.compile` to run a package's functions as they are: the graph breaks where a hook is called."""
+    import torch._dynamo
+
+    torch._dynamo.trace_rules.add(package)
 
 
 # torch 2.13 renames both and warns about the old names.
