@@ -52,12 +52,12 @@ def model_fingerprint(model: nn.Module) -> str:
 
 def find_attached(model: nn.Module, attached: Iterable[nn.Module]) -> str | None:
     """What speaks against attaching this model beside those that are attached already, or None."""
-    mine = trainable_parameters(model)
+    mine = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
     for other in attached:
         if other is model:
             return "the model is attached already; call session.detach() first"
         theirs = {id(parameter) for parameter in other.parameters()}
-        shared = next((name for name, parameter in mine.items() if id(parameter) in theirs), None)
+        shared = next((name for name, parameter in mine if id(parameter) in theirs), None)
         if shared is not None:
             return (
                 f"{shared} belongs to another attached model too ({type(other).__name__}), and its gradient would be "
@@ -154,6 +154,8 @@ def _module_misfit(model: nn.Module) -> str | None:
     devices = {str(p.device) for p in model.parameters()}
     if len(devices) > 1:
         return f"the parameters are on several devices ({', '.join(sorted(devices))}); expected one device per rank"
+    if "meta" in devices:
+        return "the parameters are on the device meta and have no data; expected real ones: model.to_empty(device=...)"
     for name, module in model.named_modules():
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
             return f"{name or 'the model'} is an embedding with sparse=True gradients; expected sparse=False"

@@ -40,7 +40,7 @@ from runtime.torch_compat import (
     tree_leaves,
 )
 from runtime.version import __version__
-from runtime.watch import ModelWatch, find_changed, refuse_unplanned
+from runtime.watch import ModelWatch, ViewGuard, explain_failed_move, refuse_unplanned
 from runtime.world import MIN_TIMEOUT_S, Credentials, World, agree
 
 STEPS_PER_DEADLINE = 20
@@ -152,6 +152,7 @@ class Session:
         self._flags: UsageFlags | None = None
         if world.ranks > 1 or not communicate:
             self._slots, self._buckets, self._flags = make_buckets(plan, parameters, world.ranks)
+        self._views = ViewGuard(self._slots)
         self._kept: dict[Slot, Tensor | None] = {}
         collectives = [COLLECTIVES[(bucket.collective, bucket.algorithm)] for bucket in plan.buckets]
         self._communicator: Communicator = (
@@ -198,7 +199,7 @@ class Session:
                 return
             bucket.take_small(self._scale)
         except RuntimeError as error:
-            raise self._explained(error) from error
+            raise explain_failed_move(error, bucket) from error
         self.recorder.ready(slot.index)
         self._launch_complete()
 
@@ -257,10 +258,6 @@ class Session:
         self._forget_backward()
         self._gradient_ready(slot, parameter)
 
-    def _explained(self, error: RuntimeError) -> RuntimeError | InputError:
-        changed = find_changed(self._slots)
-        return error if changed is None else InputError(changed)
-
     def _end_of_backward(self) -> None:
         self._awaiting_end = False
         reached, self._reached = self._reached, None
@@ -271,6 +268,7 @@ class Session:
         """The first gradient of a step is here."""
         if self._reached is None:  # no forward of the model itself was seen
             self._watch.check()
+        self._views.restore()
         self._in_backward = True
         if not self._awaiting_end:
             self._await_end()

@@ -137,7 +137,8 @@ class World:
         for chunk in _chunks(tensors):
             flat = torch.cat([tensor.detach().reshape(-1) for tensor in chunk])
             with self.naming("the broadcast of rank 0's parameters and buffers"):
-                dist.broadcast(flat, group=self.group, group_src=0)
+                # As bytes: backends know few dtypes.
+                dist.broadcast(flat.view(torch.uint8), group=self.group, group_src=0)
             if self.rank != 0:
                 parts = flat.split([tensor.numel() for tensor in chunk])
                 with torch.no_grad():

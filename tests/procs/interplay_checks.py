@@ -1,0 +1,43 @@
+"""All checks of what a script does around an attached model, gathered so that each number of ranks is started once."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from interplay_compile_checks import COMPILE_CHECKS
+from interplay_harness import guarded
+from interplay_models_checks import MODEL_CHECKS
+from interplay_refusal_checks import REFUSAL_CHECKS
+from interplay_steps_checks import STEP_CHECKS
+from interplay_training_checks import TRAINING_CHECKS
+
+CHECKS: dict[str, Callable[[], dict[str, Any]]] = {
+    **STEP_CHECKS,
+    **MODEL_CHECKS,
+    **TRAINING_CHECKS,
+    **{f"refused-{name}": check for name, check in REFUSAL_CHECKS.items()},
+}
+COMPILED = {f"compile-{name}": check for name, check in COMPILE_CHECKS.items()}
+WITH_TWO = [*CHECKS, *COMPILED]
+ONLY_TWO = ("own-", "outputs-", "ema-", "optimizer-", "checkpointing-", "refused-attach-", "refused-converted")
+"""Where a third rank adds nothing: what they are about happens on each rank alone."""
+WITH_THREE = [name for name in CHECKS if not name.startswith(ONLY_TWO)]
+
+
+def run(names: list[str]) -> dict[str, dict[str, Any]]:
+    """The results of these checks on this rank; in float64 with more than two ranks, whose sums have several orders."""
+    if dist.get_world_size() > 2:
+        torch.set_default_dtype(torch.float64)
+    results = {}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # DDP's, about strides and unused parameters that are on purpose
+        for name in names:
+            started = time.perf_counter()
+            results[name] = guarded((CHECKS | COMPILED)[name])
+            results[name]["seconds"] = time.perf_counter() - started
+    return results
