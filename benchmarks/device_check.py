@@ -18,9 +18,10 @@ from datetime import UTC, datetime
 import torch
 import torch.distributed as dist
 
+import runtime
 from planner.demo_job import batch
 from planner.launch import LocalWorld, run_ranks
-from planner.training import RankRun, Trainer, build
+from planner.training import RankRun, Trainer, build, weights_sha256
 from runtime.fit import trainable_parameters
 from runtime.plan import ModelReference, Plan, PlanBucket, PlanWorld
 
@@ -56,6 +57,25 @@ def compare(device: str, blocks: int) -> tuple[RankRun, RankRun]:
     return trainers[0].close(), trainers[1].close()
 
 
+def compare_sync_batchnorm(device: str) -> bool:
+    """On one rank: whether DDP and a plan give equal parameters and statistics after some steps with SyncBatchNorm."""
+    found = []
+    for planned in (False, True):
+        built = build(JOB, device)
+        model = torch.nn.SyncBatchNorm.convert_sync_batchnorm(built.model)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+        session = runtime.attach(model, optimizer, ddp_plan(model, dist.get_world_size())) if planned else None
+        forward = model if planned else torch.nn.parallel.DistributedDataParallel(model)
+        for step in range(BLOCK_STEPS):
+            optimizer.zero_grad()
+            built.loss(forward, tuple(t.to(built.device) for t in batch(step, dist.get_rank()))).backward()
+            optimizer.step()
+        if session is not None:
+            session.detach()
+        found.append(weights_sha256(model))
+    return found[0] == found[1]
+
+
 def main() -> int:
     """Runs the comparison and prints it."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
@@ -71,6 +91,10 @@ def main() -> int:
     where = torch.cuda.get_device_name() if arguments.device == "cuda" else platform.processor() or platform.machine()
     print(f"{datetime.now(UTC):%Y-%m-%d}, {where}, torch {torch.__version__}, {RANKS} ranks over {backend}")
     print(f"weights equal bit for bit: {'yes' if equal else 'NO'}")
+    if arguments.device == "cuda":
+        synchronized = all(run_ranks(world, compare_sync_batchnorm, arguments.device))
+        print(f"weights equal bit for bit with SyncBatchNorm: {'yes' if synchronized else 'NO'}")
+        equal = equal and synchronized
     print(f"DDP {ddp_us / 1e3:.2f} ms, plan {planned_us / 1e3:.2f} ms per step, ratio {planned_us / ddp_us:.3f}")
     print(planned.report)
     return 0 if equal else 1

@@ -39,7 +39,12 @@ class ModelWatch:
         if self._unchanged():
             return
         self._refuse_newcomers()
-        self._remember()
+        if not self._borrowed():
+            self._remember()
+
+    def _borrowed(self) -> bool:
+        """Whether plain tensors stand in for parameters (`torch.func.functional_call`): to be forgotten at once."""
+        return any(not isinstance(parameter, nn.Parameter) for parameter in self._model.parameters())
 
     def _remember(self) -> None:
         tables = [table for module in self._model.modules() for table in (module._parameters, module._modules)]
@@ -67,7 +72,7 @@ class ModelWatch:
         reasons = [
             f"{canonical_name(name)} ({self._reason(canonical_name(name), parameter)})"
             for name, parameter in self._model.named_parameters()
-            if parameter.requires_grad and id(parameter) not in self._known_ids
+            if _is_trained(parameter) and id(parameter) not in self._known_ids
         ]
         if reasons:
             more = f" and {len(reasons) - _SHOWN} more" if len(reasons) > _SHOWN else ""
@@ -142,6 +147,10 @@ def explain_failed_move(error: RuntimeError, bucket: BucketBuffer) -> Exception:
             f"ones: leave sparse=True out"
         )
     return error
+
+
+def _is_trained(parameter: Tensor) -> bool:
+    return parameter.requires_grad and isinstance(parameter, nn.Parameter)
 
 
 def _form(tensor: Tensor) -> str:

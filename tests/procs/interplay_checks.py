@@ -24,7 +24,16 @@ CHECKS: dict[str, Callable[[], dict[str, Any]]] = {
 }
 COMPILED = {f"compile-{name}": check for name, check in COMPILE_CHECKS.items()}
 WITH_TWO = [*CHECKS, *COMPILED]
-ONLY_TWO = ("own-", "outputs-", "ema-", "optimizer-", "checkpointing-", "refused-attach-", "refused-converted")
+ONLY_TWO = (
+    "own-",
+    "outputs-",
+    "ema-",
+    "optimizer-",
+    "checkpointing-",
+    "refused-attach-",
+    "refused-converted",
+    "refused-unplanned",
+)
 """Where a third rank adds nothing: what they are about happens on each rank alone."""
 WITH_THREE = [name for name in CHECKS if not name.startswith(ONLY_TWO)]
 

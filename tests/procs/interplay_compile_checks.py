@@ -68,6 +68,13 @@ def _before(model: nn.Module) -> Side:
     return side
 
 
+def _fullgraph(model: nn.Module) -> Side:
+    """No graph break in the compiled model: the session's hooks are around it."""
+    side = _attached(model, torch.compile(model, backend=BACKEND, fullgraph=True))
+    _train(side)
+    return side
+
+
 def _after(model: nn.Module) -> Side:
     side = _attached(model, model)
     _train(side, torch.compile(model, backend=BACKEND))
@@ -118,6 +125,7 @@ def _warm(model: nn.Module) -> Side:
 
 WAYS: dict[str, Callable[[nn.Module], Side]] = {
     "before": _before,
+    "fullgraph": _fullgraph,
     "after": _after,
     "in place": _in_place,
     "function": _function,

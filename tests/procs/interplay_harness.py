@@ -141,9 +141,9 @@ def same(a: Any, b: Any, tolerance: float = 0.0) -> bool:
     if isinstance(a, Tensor) and isinstance(b, Tensor):
         if a.dtype != b.dtype or a.shape != b.shape:
             return False
-        if tolerance == 0.0 or not a.is_floating_point():
+        if tolerance == 0.0 or a.numel() == 0 or not (a.is_floating_point() or a.is_complex()):
             return torch.equal(a, b)
-        return bool((a - b).abs().max() <= tolerance * a.abs().max().clamp(min=1.0))
+        return bool((a - b).abs().max() <= tolerance * max(1.0, a.abs().max()))
     if isinstance(a, dict) and isinstance(b, dict):
         return a.keys() == b.keys() and all(same(a[key], b[key], tolerance) for key in a)
     if isinstance(a, list | tuple) and isinstance(b, list | tuple):

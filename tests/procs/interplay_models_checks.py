@@ -361,6 +361,39 @@ def ema(how: str) -> dict[str, bool]:
     return like_ddp(loop, make)
 
 
+def fast_weights() -> dict[str, bool]:
+    """MAML: an inner update of every weight with create_graph, then the outer loss through `functional_call`."""
+
+    def loop(side: Side) -> None:
+        for step in range(STEPS):
+            side.optimizer.zero_grad()
+            names, weights = zip(*side.forward.named_parameters(), strict=True)
+            with side.no_sync():
+                inner = loss_of(side, 10 + step)
+            slopes = torch.autograd.grad(inner, weights, create_graph=True)
+            fast = {name: w - 0.1 * g for name, w, g in zip(names, weights, slopes, strict=True)}
+            x, y = batch(step)
+            functional.cross_entropy(torch.func.functional_call(side.forward, fast, (x,)), y).backward()
+            side.optimizer.step()
+
+    return like_ddp(loop)
+
+
+def partial_backward() -> dict[str, bool]:
+    """`backward(inputs=...)` of some of the parameters, against DDP with the others frozen: its own fails."""
+    frozen = mlp()
+    frozen[0].requires_grad_(False)
+    found = []
+    for side in (with_ddp(frozen), with_plan(mlp())):
+        for step in range(STEPS):
+            side.optimizer.zero_grad()
+            loss_of(side, step).backward(inputs=list(side.model[2:].parameters()))
+            side.optimizer.step()
+        found.append(outcome(side) | {"optimizer": None})
+        side.close()
+    return compare(*found)
+
+
 MODEL_CHECKS: dict[str, Callable[[], dict[str, bool]]] = {
     **{f"batchnorm-{momentum}": partial(batchnorm, momentum) for momentum in (0.1, None)},
     "tied": tied,
@@ -381,6 +414,8 @@ MODEL_CHECKS: dict[str, Callable[[], dict[str, bool]]] = {
     },
     **{f"outputs-{kind}": partial(outputs, kind) for kind in ("dict", "tuple", "dataclass")},
     **{f"gan-{'frozen' if freeze else 'free'}": partial(gan, freeze) for freeze in (True, False)},
+    "fast_weights": fast_weights,
+    "partial_backward": partial_backward,
     "deepcopy": deepcopy_before_and_after,
     "attach_a_copy": attach_a_copy,
     **{f"ema-{how}": partial(ema, how) for how in ("AveragedModel", "by hand")},

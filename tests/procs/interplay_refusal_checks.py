@@ -9,7 +9,20 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from interplay_harness import SGD, Side, batch, clone, like_ddp, loss_of, mlp, ranks_agree, same, steps, with_plan
+from interplay_harness import (
+    SGD,
+    Side,
+    batch,
+    clone,
+    like_ddp,
+    loss_of,
+    mlp,
+    ranks_agree,
+    same,
+    steps,
+    with_ddp,
+    with_plan,
+)
 from session_checks import plan_of
 from step_checks import raised
 from torch import Tensor, nn
@@ -21,7 +34,8 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.nn.utils import parametrizations
 
 import runtime
-from runtime.plan import Plan
+from runtime.fit import model_fingerprint
+from runtime.plan import ModelReference, Plan, PlanBucket
 
 CURE = "session.detach(), profile the model again"
 
@@ -184,6 +198,18 @@ def without_forward() -> dict[str, Any]:
     return results
 
 
+def unplanned() -> dict[str, Any]:
+    """A head that the plan leaves out, since it was idle when the model was profiled."""
+    model = mlp()
+    names = plan_of(model, 2).gradients
+    idle = PlanBucket(gradients=tuple(name for name in names if not name.startswith("4.")))
+    reference = ModelReference(name="mlp", fingerprint=model_fingerprint(model))
+    session = runtime.attach(model, None, plan_of(model, 2, buckets=(idle,), model=reference), timeout_s=20)
+    message = raised(lambda: model(batch(0)[0]).sum().backward())
+    session.detach()
+    return _told(message, ["4.", "the plan does not hold it", "profile again"])
+
+
 def _other_precision(side: Side) -> None:
     side.model.double() if side.model[0].weight.dtype == torch.float32 else side.model.float()
 
@@ -287,6 +313,10 @@ def ready_twice() -> dict[str, Any]:
     message = raised(lambda: loss_of(side, 0).backward())
     side.close()
     results = _told(message, ["layer.", "ready twice", "use_reentrant=False"])
+    try:
+        loss_of(with_ddp(Shared(True)), 0).backward()
+    except RuntimeError as error:
+        results["DDP"] = "ready only once" in str(error)
     return results | like_ddp(lambda one: steps(one, range(3)), lambda: Shared(False))
 
 
@@ -437,6 +467,7 @@ REFUSAL_CHECKS: dict[str, Callable[[], dict[str, Any]]] = {
         for none in (True, False)
     },
     "functional sparse": functional_sparse,
+    "unplanned": unplanned,
     "wrapped later": wrapped_later,
     "attached twice": attached_twice,
     "ready twice": ready_twice,
