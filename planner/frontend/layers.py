@@ -6,7 +6,7 @@ which gives each operation to the layer whose parameters it uses, or else to the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from math import inf
@@ -15,9 +15,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, fx, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
+from planner.frontend.formulas import FORMULAS, multiplied, tensors_in
 from planner.profile.document import Layer
 from runtime.names import canonical_name, layer_of
 
@@ -184,7 +184,7 @@ class CostRecorder(TorchDispatchMode):
         inputs = tensors_in((args, kwargs))
         roles = [self._owner(value) for value in inputs]
         owners = [role for role in roles if role]
-        formula = _FORMULAS.get(str(op)) or flop_registry.get(op)
+        formula = FORMULAS.get(str(op)) or flop_registry.get(op)
         if formula is not None:
             flops = float(formula(*args, **kwargs, out_val=result))
             self._add_product(str(op), flops, args, owners, result)
@@ -199,7 +199,7 @@ class CostRecorder(TorchDispatchMode):
             _add(tally.elementwise, flops, flops * (None in needed), flops * any(needed))
 
     def _add_product(self, op: str, flops: float, args: tuple[Any, ...], owners: list[int], result: Any) -> None:
-        operands = _multiplied(op, args)
+        operands = multiplied(op, args)
         inputs = [value for value in operands if self._owner(value) is None]
         weights = [value for value in operands if self._owner(value) is not None]
         # Each operand's gradient is one more product of the same size; attention's two products have three operands.
@@ -255,6 +255,10 @@ class CostRecorder(TorchDispatchMode):
         )
 
 
+_ASSERTIONS = ("aten._assert", "aten.sym_constrain_range")
+"""What export found out about values and has the graph check; what is random may be another in this run."""
+
+
 class CostInterpreter(fx.Interpreter):
     """Runs a graph node by node, telling the recorder which module each node came from."""
 
@@ -283,7 +287,9 @@ class CostInterpreter(fx.Interpreter):
         return super().run_node(node)
 
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Enters the regions that export makes of `torch.no_grad()` and `torch.autocast()`."""
+        """Enters the regions that export makes of `torch.no_grad()` and `torch.autocast()`; asserts nothing."""
+        if str(target).startswith(_ASSERTIONS):
+            return None
         if str(target) in ("wrap_with_set_grad_enabled", "wrap_with_autocast"):
             args = tuple(CostInterpreter(a, self._recorder).run if isinstance(a, fx.GraphModule) else a for a in args)
         return super().call_function(target, args, kwargs)
@@ -302,11 +308,6 @@ def running(recorder: CostRecorder, path: str) -> Iterator[None]:
 def canonical_path(path: str) -> str:
     """A module's path without what wrappers put into it; "" for the model itself."""
     return canonical_name(path + ".").removesuffix(".")
-
-
-def tensors_in(value: Any) -> list[Tensor]:
-    """All tensors of a nest of lists, tuples and dicts, each once."""
-    return list({id(leaf): leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)}.values())
 
 
 def tensor_bytes(tensors: Sequence[Tensor]) -> float:
@@ -329,40 +330,6 @@ def _storage(tensor: Tensor) -> Any:
 
 def _add(sums: list[float], *values: float) -> None:
     sums[:] = [total + value for total, value in zip(sums, values, strict=True)]
-
-
-def _attention_flops(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> int:
-    """Queries times keys, then weights times values; a causal mask saves nothing here."""
-    return 2 * query.numel() * key.shape[-2] + 2 * query.numel() // query.shape[-1] * key.shape[-2] * value.shape[-1]
-
-
-def _recurrent_flops(x: Tensor, *args: Any, **_: Any) -> int:
-    """Every weight matrix meets every element of every sequence once."""
-    return 2 * x.numel() // x.shape[-1] * sum(w.numel() for w in tensors_in(args[:2]) if w.dim() == 2)
-
-
-def _grouped_flops(x: Tensor, weight: Tensor, *_: Any, **__: Any) -> int:
-    return 2 * x.numel() * weight.shape[-1]
-
-
-# Operations that torch's registry lacks.
-_FORMULAS: dict[str, Callable[..., int]] = {
-    "aten._scaled_dot_product_flash_attention_for_cpu": _attention_flops,
-    "aten._scaled_dot_product_fused_attention_overrideable": _attention_flops,
-    "aten.mkldnn_rnn_layer": _recurrent_flops,
-    "aten._cudnn_rnn": _recurrent_flops,
-    "aten.miopen_rnn": _recurrent_flops,
-    "aten._grouped_mm": _grouped_flops,
-}
-
-
-def _multiplied(op: str, args: tuple[Any, ...]) -> list[Tensor]:
-    """The operands of a matrix product, without the bias."""
-    if op in ("aten.addmm", "aten.baddbmm"):
-        return tensors_in(args[1:3])
-    if "_rnn" in op or "attention" in op:
-        return tensors_in(args[:3])
-    return tensors_in(args[:2])
 
 
 _KIND_BY_PACKAGE = {

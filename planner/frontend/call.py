@@ -1,0 +1,191 @@
+"""How a training step calls its model, and the model bound to that call: tensors in, tensors out."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, MutableMapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, fields, is_dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor, fx, nn
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+
+
+@dataclass(frozen=True)
+class Call:
+    """How the step calls the model."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    autocast: dict[str, torch.dtype]
+    """Device types under autocast, with the type they cast to."""
+    step: Callable[[], object] | None = None
+    """Runs instead of a call of the model, where the step has none."""
+
+    def tensors(self) -> list[Tensor]:
+        """The tensors among the arguments, cut off from whatever computed them."""
+        return [leaf.detach().requires_grad_(leaf.requires_grad) for leaf in leaves_of((self.args, self.kwargs))]
+
+    @contextmanager
+    def context(self) -> Iterator[None]:
+        """The surroundings of the call. No cache of casts, for it would outlive the stand-ins it is keyed by."""
+        with ExitStack() as stack:
+            for device_type, dtype in self.autocast.items():
+                stack.enter_context(torch.autocast(device_type, dtype, cache_enabled=False))
+            yield
+
+
+class Bound(nn.Module):
+    """A model bound to its arguments: tensors in, tensors out, everything else fixed.
+
+    So it can be traced whatever its signature and its containers are. The name `module` is one that
+    `canonical_name` takes off again.
+    """
+
+    def __init__(self, model: nn.Module, call: Call) -> None:
+        super().__init__()
+        self.module = model
+        self.training = model.training
+        self.mode: AbstractContextManager[Any] = nullcontext()
+        """In which the forward runs."""
+        self._call = call
+
+    def forward(self, *tensors: Any) -> tuple[Any, ...]:
+        """The tensors of what the model returns; or the loss, of a step that calls only parts of the model."""
+        with self.mode:
+            return self._forward(*tensors)
+
+    def _forward(self, *tensors: Any) -> tuple[Any, ...]:
+        if self._call.step is not None:
+            return tuple(leaves_of(until_backward(self._call.step)))
+        leaves = iter(tensors)
+        args, kwargs = map_tensors((self._call.args, self._call.kwargs), lambda _: next(leaves))
+        return tuple(leaves_of(self.module(*args, **kwargs)))
+
+
+def leaves_of(value: Any) -> list[Any]:
+    """All tensors of a nest of containers, in the order in which `map_tensors` replaces them."""
+    found: list[Any] = []
+
+    def take(leaf: Any) -> Any:
+        found.append(leaf)
+        return leaf
+
+    map_tensors(value, take)
+    return found
+
+
+def map_tensors(value: Any, function: Callable[[Any], Any]) -> Any:
+    """A copy of a nest of containers with every tensor replaced; objects of other kinds are kept."""
+    if isinstance(value, (Tensor, fx.Proxy)):
+        return function(value)
+    if isinstance(value, MutableMapping):
+        result = copy.copy(value)
+        for key in value:
+            result[key] = map_tensors(value[key], function)
+        return result
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(map_tensors(item, function) for item in value))
+    if type(value) in (list, tuple):
+        return type(value)(map_tensors(item, function) for item in value)
+    if is_dataclass(value) and not isinstance(value, type):
+        result = copy.copy(cast(Any, value))
+        for entry in fields(value):
+            object.__setattr__(result, entry.name, map_tensors(getattr(value, entry.name), function))
+        return result
+    return value
+
+
+class _CallSeen(BaseException):
+    """Ends the step at a call of the model; not an Exception, so that the step's own handlers let it pass."""
+
+
+class _BackwardSeen(BaseException):
+    """Ends the step where its forward ends, likewise; holds the loss."""
+
+
+def first_call(model: nn.Module, run_forward: Callable[[], object]) -> Call:
+    """The step's first call of the model, which ends the step; or the step itself, if it calls a part before."""
+    calls: list[Call] = []
+    wholes = levels(model)  # the step may call the wrapper or what is in it
+
+    def see(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if any(module is whole for whole in wholes):
+            calls.append(Call(args, kwargs, _autocast(model)))
+        raise _CallSeen
+
+    with ExitStack() as stack:
+        for _, module in hookable(model):
+            stack.callback(module.register_forward_pre_hook(see, with_kwargs=True, prepend=True).remove)
+        try:
+            run_forward()
+        except _CallSeen:
+            pass
+        except Exception:
+            if not calls:
+                raise
+    return calls[0] if calls else whole_step(run_forward)
+
+
+def whole_step(run_forward: Callable[[], object]) -> Call:
+    """The step's forward as a call: all calls of the model and of its parts, and the loss."""
+    return Call((), {}, {}, step=run_forward)
+
+
+def goes_on(model: nn.Module, run_forward: Callable[[], object]) -> bool:
+    """Whether the step calls the model, or a part of it, again after its first call; runs the forward."""
+    depth, calls = 0, 0
+
+    def enter(*_: Any) -> None:
+        nonlocal depth, calls
+        calls += depth == 0
+        depth += 1
+
+    def leave(*_: Any) -> None:
+        nonlocal depth
+        depth -= 1
+
+    with ExitStack() as stack:
+        for _, module in hookable(model):
+            stack.callback(module.register_forward_pre_hook(enter, prepend=True).remove)
+            stack.callback(module.register_forward_hook(leave, always_call=True).remove)
+        until_backward(run_forward)
+    return calls > 1
+
+
+def until_backward(step: Callable[[], object]) -> object:
+    """What the step returns, or the tensor on which it calls `backward`, where it ends."""
+
+    def end(tensor: Any, *_: Any, **__: Any) -> None:
+        raise _BackwardSeen(tensor)
+
+    places: tuple[Any, ...] = (Tensor, torch.autograd)
+    found = [place.backward for place in places]
+    try:
+        for place in places:
+            place.backward = end
+        return step()
+    except _BackwardSeen as seen:
+        return seen.args[0]
+    finally:
+        for place, function in zip(places, found, strict=True):
+            place.backward = function
+
+
+def hookable(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """All modules but TorchScript's, which take no hooks."""
+    return [(name, part) for name, part in model.named_modules() if not isinstance(part, torch.jit.ScriptModule)]
+
+
+def levels(model: nn.Module) -> list[nn.Module]:
+    """The model and what it wraps, outermost first."""
+    wrapped = isinstance(model, (DistributedDataParallel, DataParallel))
+    inner: Any = model.module if wrapped else getattr(model, "_orig_mod", None)
+    return [model] if inner is None else [model, *levels(inner)]
+
+
+def _autocast(model: nn.Module) -> dict[str, torch.dtype]:
+    device_types = {parameter.device.type for parameter in model.parameters()} - {"meta"}
+    return {name: torch.get_autocast_dtype(name) for name in sorted(device_types) if torch.is_autocast_enabled(name)}
