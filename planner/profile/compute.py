@@ -87,6 +87,7 @@ class StepRunner:
         self._world.gather(None, "starting a step together")
         recorder = self.session.recorder
         recorder.steps.clear()
+        begun = self.clock.mark()
         self._step(recorder.loss_ready)
         if not recorder.steps:
             raise InputError(
@@ -94,7 +95,10 @@ class StepRunner:
             )
         if self._optimizer is not None:
             _update(self._optimizer)
-        return recorder.steps[-1]
+        marks = recorder.steps[-1]
+        if marks.forward is None:  # the step calls parts of the model, never the model
+            marks.forward, marks.forward_end = begun, marks.backward
+        return marks
 
     def close(self) -> None:
         """Takes the hooks off; the world stays."""
