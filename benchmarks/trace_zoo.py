@@ -24,7 +24,6 @@ from planner.launch import LocalWorld, run_ranks
 TESTS = Path(__file__).resolve().parents[1] / "tests"
 BEGIN, END = "<!-- zoo: begin -->", "<!-- zoo: end -->"
 RANKS = 2
-LEAST_GRAPHS = 0.9
 WHY_CHARS = 110
 HEAD = (
     ("model", "family", "through", "layers", "parameters", "gradients in a layer", "buckets", "s"),
@@ -89,7 +88,7 @@ def main() -> int:
     """Walks, prints or writes, judges."""
     sys.path.insert(0, str(TESTS))  # ranks inherit it
     from zoo import ZOO
-    from zoo.walk import walk
+    from zoo.walk import LEAST_GRAPHS, walk
 
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
     parser.add_argument("models", nargs="*", metavar="MODEL", help=f"of: {', '.join(ZOO)}")

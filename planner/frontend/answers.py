@@ -1,4 +1,4 @@
-"""What a forward asks of its tensors' values (`if x.sum() > 0`, `x.item()`): recorded on data, answered without.
+"""What a forward asks of its tensors' values (`if x.sum() > 0`, `x[x > 0]`): recorded on data, answered without.
 
 With these answers a forward can be traced that would otherwise need values; the graph then holds the path that it
 takes with this batch.
@@ -13,66 +13,88 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 
+from planner.frontend.formulas import tensors_in
+
 _TENSOR: Any = Tensor
+_FAKE: Any = FakeTensor
+_FAKE_TOLIST = _FAKE.tolist
 
 QUESTIONS: frozenset[Callable[..., Any]] = frozenset(
     [
         *(_TENSOR.__bool__, _TENSOR.__int__, _TENSOR.__float__, _TENSOR.__complex__, _TENSOR.__index__),
         *(_TENSOR.item, _TENSOR.tolist, _TENSOR.__contains__, _TENSOR.is_nonzero, torch.is_nonzero),
         *(_TENSOR.equal, torch.equal, _TENSOR.allclose, torch.allclose),
-        *(_TENSOR.numpy, _TENSOR.__array__),
+        *(_TENSOR.numpy, _TENSOR.__array__, _TENSOR.__format__, _TENSOR.__repr__),
     ]
 )
 """What turns a tensor's values into something that torch does not see."""
 
-Question = tuple[Callable[..., Any], str, int]
-"""What is asked, in which file and line. Order alone would not do, for some models ask less while they are traced."""
-
-Answers = Mapping[Question, Sequence[Any]]
-"""All answers to a question, in order."""
+Site = tuple[Any, str, int]
+"""Which function is called, in which file and line. Order alone would not do: some models ask less while traced."""
 
 
 class Recorded(TorchFunctionMode):
-    """Writes down all answers that are given inside."""
+    """Writes down what is answered inside, and the shapes of all results."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.answers: dict[Question, list[Any]] = {}
+        self.answers: dict[Site, list[Any]] = {}
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
-        if func in QUESTIONS:
-            self.answers.setdefault(_question(func), []).append(copy.deepcopy(result))
+        answer = copy.deepcopy(result) if func in QUESTIONS else _shapes(result)
+        self.answers.setdefault(_site(func), []).append(answer)
         return result
 
 
 class Answered(TorchFunctionMode):
-    """Gives the same answers, from the first on each time that it is entered."""
+    """Gives the same answers, from the first on each time that it is entered.
 
-    def __init__(self, answers: Answers) -> None:
+    A size that depends on values is told to be what it was.
+    """
+
+    def __init__(self, answers: Mapping[Site, Sequence[Any]]) -> None:
         super().__init__()
         self._answers = answers
-        self._rest: dict[Question, Iterator[Any]] = {}
+        self._rest: dict[Site, Iterator[Any]] = {}
 
     def __enter__(self) -> Any:
-        self._rest = {question: iter(answers) for question, answers in self._answers.items()}
+        self._rest = {site: iter(answers) for site, answers in self._answers.items()}
+        _FAKE.tolist = _TENSOR.tolist  # its own is Python, which asks for each number, and not us
         return super().__enter__()  # type: ignore[no-untyped-call]
+
+    def __exit__(self, *error: object) -> None:
+        _FAKE.tolist = _FAKE_TOLIST
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func not in QUESTIONS:
-            return func(*args, **(kwargs or {}))
-        question = _question(func)
-        for answer in self._rest.get(question, ()):
+        answer = next(self._rest.get(_site(func), iter(())), None)
+        if func in QUESTIONS and answer is not None:
             return copy.deepcopy(answer)
-        raise RuntimeError(f"{question[1]}, line {question[2]}: asked more often while traced than before")
+        result = (_FAKE_TOLIST if func is _TENSOR.tolist else func)(*args, **(kwargs or {}))
+        if answer is not None:
+            _fix(_shapes(result), answer)
+        return result
 
 
-def _question(func: Callable[..., Any]) -> Question:
+def _site(func: Any) -> Site:
     caller = sys._getframe(2)  # who caused the call of `__torch_function__`
     return func, caller.f_code.co_filename, caller.f_lineno
+
+
+def _shapes(result: Any) -> list[tuple[Any, ...]]:
+    return [tuple(value.shape) for value in tensors_in(result) if value.layout is torch.strided]
+
+
+def _fix(shapes: Sequence[tuple[Any, ...]], were: Sequence[tuple[int, ...]]) -> None:
+    for shape, was in zip(shapes, were, strict=False):
+        for size, known in zip(shape, was, strict=False):
+            if isinstance(size, torch.SymInt):
+                torch._check(size == known)

@@ -15,9 +15,7 @@ from typing import cast
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch.distributions import Distribution
-from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from planner.frontend.call import Call, first_call, goes_on, levels, whole_step
 from planner.frontend.graphs import by_export, by_export_of_one_path, by_hooks, by_symbolic_trace
@@ -36,8 +34,6 @@ _METHODS: dict[str, Callable[[nn.Module, Call], tuple[LayerCost, ...]]] = {
     "hooks": by_hooks,
 }
 """What is tried, best first; the first word is the method."""
-
-_ASKED = (DataDependentOutputException, DynamicOutputShapeException, GuardOnDataDependentSymNode)
 
 
 def trace(model: nn.Module, run_forward: Callable[[], object]) -> TracedModel:
@@ -73,16 +69,14 @@ def trace(model: nn.Module, run_forward: Callable[[], object]) -> TracedModel:
 def _trace_call(model: nn.Module, call: Call) -> TracedModel:
     """By the first method that succeeds."""
     failures: dict[str, str] = {}
-    refusal: Exception | None = None
     for name, tracer in _METHODS.items():
-        if name == "export of one path" and refusal is not None and not _asks_for_values(refusal):
-            continue
         try:
             # Each method finds the model as it was, whatever the one before has left in its attributes.
             with unchanged(model), torch.enable_grad(), call.context(), _silenced(), _values_not_checked():
                 layers = tracer(model, call)
         except Exception as error:
-            failures[name], refusal = _reason(error), error
+            if name != "export of one path" or _reason(error) != failures.get("export"):
+                failures[name] = _reason(error)  # where values were not what export lacked, it fails as before
             continue
         return TracedModel(method=cast(Method, name.partition(" ")[0]), failures=_told(name, failures), layers=layers)
     return TracedModel(method="hooks", failures=failures, layers=CostRecorder(model).layers())
@@ -93,15 +87,6 @@ def _told(name: str, failures: dict[str, str]) -> dict[str, str]:
     if name == "export of one path" and "export" in failures:
         return {"export of all paths": failures["export"]}
     return failures
-
-
-def _asks_for_values(error: BaseException | None) -> bool:
-    """Whether tracing ended because the forward asked for a value (and not, say, because it is not Python)."""
-    while error is not None:
-        if isinstance(error, _ASKED) or "data-dependent" in str(error).lower():
-            return True
-        error = error.__cause__ or error.__context__
-    return False
 
 
 def _idle(model: nn.Module, result: TracedModel) -> set[str]:

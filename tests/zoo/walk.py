@@ -52,6 +52,9 @@ class Visit:
         return self.graph and "export of all paths" in self.failures
 
 
+LEAST_GRAPHS = 0.9
+"""Share of all models that have to come through a graph and not through hooks."""
+
 FEWEST = (
     (compute, {"WARM_UP_STEPS": 1, "MIN_REPEATS": 2, "MAX_REPEATS": 2}),
     (links, {"MIN_PASSES": 1, "MAX_PASSES": 1}),
