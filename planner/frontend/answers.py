@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
-
-from planner.frontend.formulas import tensors_in
+from torch.utils._pytree import tree_leaves, tree_map
 
 _TENSOR: Any = Tensor
 _FAKE: Any = FakeTensor
@@ -79,9 +78,7 @@ class Answered(TorchFunctionMode):
         if func in QUESTIONS and answer is not None:
             return copy.deepcopy(answer)
         result = (_FAKE_TOLIST if func is _TENSOR.tolist else func)(*args, **(kwargs or {}))
-        if answer is not None:
-            _fix(_shapes(result), answer)
-        return result
+        return result if answer is None else _with_shapes(result, answer)
 
 
 def _site(func: Any) -> Site:
@@ -90,11 +87,24 @@ def _site(func: Any) -> Site:
 
 
 def _shapes(result: Any) -> list[tuple[Any, ...]]:
-    return [tuple(value.shape) for value in tensors_in(result) if value.layout is torch.strided]
+    return [tuple(value.shape) for value in tree_leaves(result) if _strided(value)]
 
 
-def _fix(shapes: Sequence[tuple[Any, ...]], were: Sequence[tuple[int, ...]]) -> None:
-    for shape, was in zip(shapes, were, strict=False):
-        for size, known in zip(shape, was, strict=False):
-            if isinstance(size, torch.SymInt):
-                torch._check(size == known)
+def _strided(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.layout is torch.strided
+
+
+def _with_shapes(result: Any, were: Sequence[tuple[int, ...]]) -> Any:
+    """The result, with the sizes that it had where it has sizes that depend on values."""
+    if all(isinstance(size, int) for shape in _shapes(result) for size in shape):
+        return result
+    known = iter(were)
+
+    def shaped(value: Any) -> Any:
+        if not _strided(value):
+            return value
+        shape = next(known)
+        # A size of 0 or 1 is not believed when it is checked; a view has the sizes that it is given.
+        return value if all(isinstance(size, int) for size in value.shape) else value.reshape(shape)
+
+    return tree_map(shaped, result)

@@ -112,3 +112,33 @@ def test_backward_works_again_after_tracing() -> None:
     assert traced(model, x).failures  # a ModuleDict has no forward
     assert backward == (Tensor.backward, torch.autograd.backward)
     assert not any(module._forward_pre_hooks or module._forward_hooks for module in model.modules())
+
+
+class Selecting(nn.Module):
+    """Sizes that depend on values decide how many rows a layer sees, and which layers run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(3, 3) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        chosen = x[x[:, 0] > 0]
+        total = self.layers[3](chosen).sum() if len(chosen) > 1 else x.sum()
+        for number in x[:, 1].long().unique().tolist():
+            total = total + self.layers[number](x[x[:, 1] == number]).sum()
+        return total
+
+
+@pytest.mark.parametrize("positive", [0, 1, 2, 5])
+def test_sizes_that_depend_on_values_are_those_of_the_batch(positive: int) -> None:
+    x = torch.ones(5, 3)
+    x[positive:, 0] = -1.0
+    x[:, 1] = torch.tensor([0.0, 2.0, 0.0, 2.0, 2.0])
+    model = Selecting()
+    result = assert_unchanged(model, lambda: model(x))
+    assert (result.method, [*result.failures]) == ("export", ["export of all paths"])
+    flops = {layer.name: layer.flops for layer in result.layers}
+    rows = {0: 2, 1: 0, 2: 3, 3: positive if positive > 1 else 0}
+    assert {name: count for name, count in flops.items() if name} == {
+        f"layers.{number}": 2 * 3 * 3 * count for number, count in rows.items()
+    }
