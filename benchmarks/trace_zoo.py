@@ -52,7 +52,7 @@ def table(visits: Sequence[Any]) -> str:
     where = f"torch {torch.__version__}, transformers {transformers.__version__}, {RANKS} ranks on CPU"
     lines = [
         f"{len(visits)} models: {len(plans)} get a plan ({len(plans) / len(visits):.0%}), {len(graphs)} come through a "
-        f"graph ({len(graphs) / len(visits):.0%}), {paths} of these through one of a single path. "
+        f"graph ({len(graphs) / len(visits):.0%}), {paths} of these through one that holds a single path. "
         f"{datetime.now(UTC):%Y-%m-%d}, {where}.",
         "",
         *("| " + " | ".join(cells) + " |" for cells in (*HEAD, *map(row, visits))),
