@@ -9,7 +9,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from interplay_changes_checks import CHANGE_CHECKS
 from interplay_compile_checks import COMPILE_CHECKS
+from interplay_copies_checks import COPY_CHECKS
+from interplay_gradients_checks import GRADIENT_CHECKS
 from interplay_harness import guarded
 from interplay_models_checks import MODEL_CHECKS
 from interplay_refusal_checks import REFUSAL_CHECKS
@@ -18,8 +21,11 @@ from interplay_training_checks import TRAINING_CHECKS
 
 CHECKS: dict[str, Callable[[], dict[str, Any]]] = {
     **STEP_CHECKS,
+    **GRADIENT_CHECKS,
     **MODEL_CHECKS,
+    **COPY_CHECKS,
     **TRAINING_CHECKS,
+    **{f"changed-{name}": check for name, check in CHANGE_CHECKS.items()},
     **{f"refused-{name}": check for name, check in REFUSAL_CHECKS.items()},
 }
 COMPILED = {f"compile-{name}": check for name, check in COMPILE_CHECKS.items()}
@@ -31,7 +37,7 @@ ONLY_TWO = (
     "optimizer-",
     "checkpointing-",
     "refused-attach-",
-    "refused-converted",
+    "changed-converted",
     "refused-unplanned",
 )
 """Where a third rank adds nothing: what they are about happens on each rank alone."""

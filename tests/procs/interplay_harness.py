@@ -176,6 +176,12 @@ def ranks_agree(value: Any) -> bool:
     return len(set(everyone)) == 1
 
 
+def told(message: str, words: list[str]) -> dict[str, bool]:
+    """Whether a message holds all these words, and is the same on every rank."""
+    results = {f"{word!r} in {message!r}": word in message for word in words}
+    return results | {f"alike: {message!r}": ranks_agree(message)}
+
+
 def guarded(check: Callable[[], Any]) -> Any:
     """What a check found, or the error that it ended with: one that fails on all ranks alike leaves the others be."""
     try:

@@ -1,4 +1,4 @@
-"""Models that are unlike a plain stack of layers, and what scripts make of them: GANs, copies, averages."""
+"""Models that are unlike a plain stack of layers, and how they are called."""
 
 from __future__ import annotations
 
@@ -22,14 +22,18 @@ from interplay_harness import (
     loss_of,
     mlp,
     outcome,
+    ranks_agree,
+    same,
     steps,
     with_ddp,
     with_plan,
 )
+from session_checks import plan_of
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, update_bn
 from torch.utils.checkpoint import checkpoint
+
+import runtime
 
 STEPS = 4
 
@@ -247,120 +251,6 @@ def _logits(found: Any) -> Tensor:
     return found["logits"] if isinstance(found, dict) else found.logits
 
 
-def _generator() -> nn.Module:
-    torch.manual_seed(1)
-    return nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 6))
-
-
-def _discriminator() -> nn.Module:
-    torch.manual_seed(2)
-    return nn.Sequential(nn.Linear(6, 8), nn.LeakyReLU(0.2), nn.Linear(8, 1))
-
-
-def gan(freeze: bool) -> dict[str, bool]:
-    """Two attached models in turn; the generator's backward runs through the discriminator, frozen meanwhile or not."""
-
-    def train(g: Side, d: Side) -> None:
-        for step in range(STEPS):
-            real, _ = batch(step)
-            noise = torch.randn(5, 4, generator=torch.Generator().manual_seed(50 * step + dist.get_rank()))
-            d.optimizer.zero_grad()
-            scores = d.forward(torch.cat([real, g.forward(noise).detach()]))
-            functional.binary_cross_entropy_with_logits(scores[:5], torch.ones(5, 1)).backward(retain_graph=False)
-            d.optimizer.step()
-            g.optimizer.zero_grad()
-            d.model.requires_grad_(not freeze)
-            fooled = d.forward(g.forward(noise))
-            functional.binary_cross_entropy_with_logits(fooled, torch.ones(5, 1)).backward()
-            g.optimizer.step()
-            d.model.requires_grad_(True)
-            d.model.zero_grad()
-
-    found = []
-    for side in (with_ddp, partial(with_plan, group=3)):
-        pair = side(_generator(), ADAM), side(_discriminator(), ADAM)
-        train(*pair)
-        found.append([outcome(one) for one in pair])
-        for one in pair:
-            one.close()
-    results = [compare(expected, got) for expected, got in zip(*found, strict=True)]
-    return {f"{who} {kind}": good for who, one in zip("gd", results, strict=True) for kind, good in one.items()}
-
-
-def _trained_copy(copied: nn.Module) -> list[Any]:
-    """What a copy holds after steps of its own on rank 0 alone, and which hooks it has."""
-    optimizer = SGD(copied.parameters())
-    for step in range(2 if dist.get_rank() == 0 else 0):
-        x, _ = batch(step)
-        optimizer.zero_grad()
-        copied(x).square().mean().backward()
-        optimizer.step()
-    return clone(list(copied.parameters()))
-
-
-def deepcopy_before_and_after() -> dict[str, bool]:
-    """Copies made before, during and after training are plain models; training them changes nothing here."""
-
-    def loop(side: Side) -> list[Any]:
-        found = []
-        steps(side, range(2))
-        found.append(_trained_copy(copy.deepcopy(side.model)))
-        found.append(copy.deepcopy(side.optimizer).state_dict()["param_groups"][0]["lr"])
-        steps(side, range(2, STEPS))
-        side.close()
-        found.append(_trained_copy(copy.deepcopy(side.model)))
-        return found
-
-    results = like_ddp(loop)
-    return results
-
-
-def attach_a_copy() -> dict[str, bool]:
-    """A copy of an attached model is attached beside it, and both train."""
-    reference = with_ddp(mlp())
-    first = with_plan(mlp())
-    steps(first, range(2))
-    second = with_plan(copy.deepcopy(first.model))
-    steps(second, range(2, STEPS))
-    steps(first, range(2, STEPS))
-    steps(reference, range(2))
-    results = {}
-    fresh = with_ddp(copy.deepcopy(reference.model))
-    steps(reference, range(2, STEPS))
-    steps(fresh, range(2, STEPS))
-    for name, expected, found in (("first", reference, first), ("copy", fresh, second)):
-        results |= {f"{name} {kind}": good for kind, good in compare(outcome(expected), outcome(found)).items()}
-        found.close()
-    return results
-
-
-def ema(how: str) -> dict[str, bool]:
-    """An average of the weights kept beside training; evaluated with statistics of its own."""
-
-    def make() -> nn.Module:
-        torch.manual_seed(0)
-        return nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 3))
-
-    def loop(side: Side) -> list[Any]:
-        if how == "AveragedModel":
-            average: nn.Module = AveragedModel(side.model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
-        else:
-            average = copy.deepcopy(side.model).requires_grad_(False)
-        for step in range(STEPS):
-            steps(side, [step])
-            if isinstance(average, AveragedModel):
-                average.update_parameters(side.model)
-                continue
-            with torch.no_grad():
-                for mean, value in zip(average.parameters(), side.model.parameters(), strict=True):
-                    mean.lerp_(value, 0.1)
-        if isinstance(average, AveragedModel):
-            update_bn([batch(step)[0] for step in range(2)], average)
-        return [clone(list(average.parameters())), clone(average(torch.ones(4, 6)))]
-
-    return like_ddp(loop, make)
-
-
 def fast_weights() -> dict[str, bool]:
     """MAML: an inner update of every weight with create_graph, then the outer loss through `functional_call`."""
 
@@ -394,7 +284,92 @@ def partial_backward() -> dict[str, bool]:
     return compare(*found)
 
 
-MODEL_CHECKS: dict[str, Callable[[], dict[str, bool]]] = {
+class Odd(nn.Module):
+    """Complex parameters, and buffers and frozen parameters of dtypes that backends do not know."""
+
+    def __init__(self, strange: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.inner = mlp()
+        self.phase = nn.Parameter(torch.randn(3, dtype=torch.cdouble))
+        rank = dist.get_rank()
+        if strange:
+            self.table = nn.Parameter(torch.arange(5, dtype=torch.int16) + rank, requires_grad=False)
+            self.register_buffer("small", (torch.ones(3) + rank).to(torch.float8_e4m3fn))
+            self.register_buffer("mask", torch.tensor([True, rank == 0]))
+        self.register_buffer("empty", torch.zeros(0))
+        self.register_buffer("scalar", torch.tensor(rank))
+        self.register_buffer("hidden", torch.ones(2) * rank, persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(batch, 6) → (batch, 3)."""
+        return self.inner(x) * (self.phase * self.phase.conj()).real.to(x.dtype)
+
+
+def odd_dtypes() -> dict[str, Any]:
+    """DDP broadcasts neither int16 nor float8; what it does broadcast is compared, the rest has to be rank 0's."""
+    results: dict[str, Any] = like_ddp(lambda side: steps(side, range(3)), lambda: Odd(False))
+    side = with_plan(Odd(True))
+    results["begins as rank 0"] = ranks_agree([side.model.table, side.model.small, side.model.mask])
+    steps(side, range(3))
+    results["rank 0's values"] = side.model.table.tolist() == [0, 1, 2, 3, 4] and float(side.model.small[0]) == 1.0
+    side.close()
+    return results
+
+
+def evaluation_alone() -> dict[str, bool]:
+    """Between steps rank 0 alone evaluates, with and without gradients."""
+
+    def loop(side: Side) -> list[Any]:
+        found = []
+        for step in range(3):
+            steps(side, [step])
+            if dist.get_rank() == 0:
+                side.model.eval()
+                with torch.no_grad():
+                    found.append(clone(side.model(torch.ones(2, 6))))
+                with torch.inference_mode():
+                    found.append(clone(side.model(torch.ones(2, 6))).numpy().tolist())
+                side.model.train()
+        return found
+
+    def make() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 3))
+
+    return like_ddp(loop, make)
+
+
+def sync_batchnorm() -> dict[str, bool]:
+    """What can be shown without a GPU: conversion, attach, names, buffers that follow rank 0, evaluation, detach."""
+    torch.manual_seed(dist.get_rank())
+    plain = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 3))
+    model = nn.SyncBatchNorm.convert_sync_batchnorm(plain)
+    plan = plan_of(model, 2)
+    model[1].running_mean += dist.get_rank()
+    made = SGD(model.parameters())
+    session = runtime.attach(model, made, plan, timeout_s=20)
+    results = {"in the plan": {"1.weight", "1.bias"} <= set(plan.gradients)}
+    results["starts equal"] = ranks_agree([*model.parameters(), *model.buffers()])
+    model.train()
+    model[1].eval()  # its training forward is written for GPUs only
+    with torch.no_grad():
+        model[1].running_mean += dist.get_rank()
+        model[1].num_batches_tracked += 5 * dist.get_rank()
+    x, y = batch(0)
+    functional.cross_entropy(model(x), y).backward()
+    results["statistics follow rank 0"] = ranks_agree(list(model.buffers()))
+    results["tracked as on rank 0"] = int(model[1].num_batches_tracked) == 0
+    results["gradients averaged"] = ranks_agree([p.grad for p in model.parameters()])
+    made.step()
+    results["weights equal"] = ranks_agree(list(model.parameters()))
+    session.detach()
+    copied = copy.deepcopy(model)
+    results["copy"] = same(clone(list(copied.parameters())), clone(list(model.parameters())))
+    return results
+
+
+MODEL_CHECKS: dict[str, Callable[[], dict[str, Any]]] = {
     **{f"batchnorm-{momentum}": partial(batchnorm, momentum) for momentum in (0.1, None)},
     "tied": tied,
     "shared_layer": shared_layer,
@@ -413,10 +388,9 @@ MODEL_CHECKS: dict[str, Callable[[], dict[str, bool]]] = {
         for reentrant in (True, False)
     },
     **{f"outputs-{kind}": partial(outputs, kind) for kind in ("dict", "tuple", "dataclass")},
-    **{f"gan-{'frozen' if freeze else 'free'}": partial(gan, freeze) for freeze in (True, False)},
     "fast_weights": fast_weights,
     "partial_backward": partial_backward,
-    "deepcopy": deepcopy_before_and_after,
-    "attach_a_copy": attach_a_copy,
-    **{f"ema-{how}": partial(ema, how) for how in ("AveragedModel", "by hand")},
+    "odd_dtypes": odd_dtypes,
+    "evaluation_alone": evaluation_alone,
+    "SyncBatchNorm": sync_batchnorm,
 }

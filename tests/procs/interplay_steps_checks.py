@@ -1,4 +1,4 @@
-"""What scripts do between two updates: accumulation, clipping, scaling, gradients of their own, errors in backward."""
+"""What scripts do between two updates: accumulation, clipping, scaling, unused parameters, errors in backward."""
 
 from __future__ import annotations
 
@@ -153,117 +153,6 @@ def autocast() -> dict[str, bool]:
     return like_ddp(loop, lambda: mlp().float(), tolerance=LOW_PRECISION_TOLERANCE)
 
 
-def zero_grad(how: str) -> dict[str, bool]:
-    """Each form of zeroing, also of the model instead of the optimizer, and none at all."""
-
-    def loop(side: Side) -> None:
-        for step in range(STEPS):
-            if how == "model":
-                side.model.zero_grad()
-            elif how != "never":
-                side.optimizer.zero_grad(set_to_none=how == "none" or (how == "in turn" and step % 2 == 0))
-            loss_of(side, step).backward()
-            side.optimizer.step()
-
-    return like_ddp(loop, optimizer=ADAM)
-
-
-def _halved(side: Side) -> None:
-    for parameter in side.model.parameters():
-        parameter.grad = parameter.grad * 0.5
-
-
-def _deleted(side: Side) -> None:
-    del side.model[0].weight.grad
-    side.model[2].bias.grad = None
-
-
-def _in_place(side: Side) -> None:
-    for parameter in side.model.parameters():
-        parameter.grad.data.add_(0.01)
-        parameter.grad.mul_(2.0)
-
-
-def _data(side: Side) -> None:
-    for parameter in side.model.parameters():
-        parameter.grad.data = parameter.grad.data.clamp(-0.02, 0.02)
-
-
-def _swapped(side: Side) -> None:
-    first, second = side.model[0].bias, side.model[2].bias
-    first.grad, second.grad = second.grad, first.grad
-
-
-AFTER_BACKWARD: dict[str, Callable[[Side], None]] = {
-    "halved": _halved,
-    "deleted": _deleted,
-    "in place": _in_place,
-    "data": _data,
-    "swapped": _swapped,
-}
-
-
-def edited_gradients(how: str, set_to_none: bool) -> dict[str, bool]:
-    """`.grad` replaced, deleted or changed between backward and the update."""
-
-    def loop(side: Side) -> None:
-        for step in range(STEPS):
-            side.optimizer.zero_grad(set_to_none=set_to_none)
-            loss_of(side, step).backward()
-            AFTER_BACKWARD[how](side)
-            side.optimizer.step()
-
-    return like_ddp(loop)
-
-
-def own_gradients(how: str) -> dict[str, bool]:
-    """`.grad` set by the user before backward, which adds to it: every step, or once and zeroed in place after."""
-
-    def loop(side: Side) -> None:
-        for step in range(STEPS):
-            side.optimizer.zero_grad(set_to_none=False)
-            if how == "each step" or step == 1:
-                for number, parameter in enumerate(side.model.parameters()):
-                    own = torch.full_like(parameter, 0.01 * (number + dist.get_rank()))
-                    parameter.grad = own.t().contiguous().t() if how == "transposed" and own.dim() == 2 else own
-            if how == "some" and step == 1:
-                side.model[2].weight.grad = None
-            loss_of(side, step).backward()
-            side.optimizer.step()
-
-    return like_ddp(loop)
-
-
-def detached_in_place() -> dict[str, bool]:
-    """`.grad.detach_()` is refused by torch, as with DDP's gradient_as_bucket_view."""
-    results = {}
-    for name, side in (("DDP", with_ddp(mlp(), gradient_as_bucket_view=True)), ("plan", with_plan(mlp()))):
-        steps(side, [0])
-        try:
-            side.model[0].weight.grad.detach_()
-        except RuntimeError as error:
-            results[name] = "Use detach() instead" in str(error)
-        side.close()
-    return results
-
-
-def kept_gradients(cloned: bool) -> dict[str, bool]:
-    """Gradients of two losses kept side by side and joined (PCGrad); zero_grad lets go of them in between."""
-
-    def loop(side: Side) -> None:
-        for step in range(STEPS):
-            kept = []
-            for part in range(2):
-                side.optimizer.zero_grad()
-                loss_of(side, 2 * step + part).backward()
-                kept.append([p.grad.clone() if cloned else p.grad for p in side.model.parameters()])
-            for parameter, first, second in zip(side.model.parameters(), *kept, strict=True):
-                parameter.grad = first * (first * second > 0) + second
-            side.optimizer.step()
-
-    return like_ddp(loop)
-
-
 def two_losses() -> dict[str, bool]:
     """Two backwards through one forward. DDP averages only the first, so it is given their sum; float64, 1e-12."""
     reference, planned = with_ddp(mlp().double(), ADAM), with_plan(mlp().double(), ADAM)
@@ -402,12 +291,6 @@ STEP_CHECKS: dict[str, Callable[[], dict[str, bool]]] = {
     "gradient_penalty": gradient_penalty,
     "two_losses": two_losses,
     "exception_in_forward": exception_in_forward,
-    **{f"zero_grad-{how}": partial(zero_grad, how) for how in ("none", "zero", "in turn", "model", "never")},
-    **{f"edited-{how}": partial(edited_gradients, how, True) for how in AFTER_BACKWARD},
-    **{f"edited-{how}-zeroed": partial(edited_gradients, how, False) for how in AFTER_BACKWARD},
-    "detached_in_place": detached_in_place,
-    **{f"own-{how}": partial(own_gradients, how) for how in ("each step", "once", "some", "transposed")},
     **{f"unused-{where}": partial(unused, where) for where in ("somewhere", "everywhere")},
-    **{f"kept-{'cloned' if cloned else 'as they are'}": partial(kept_gradients, cloned) for cloned in (True, False)},
     **{f"exception-{then}": partial(exception, then) for then in ("new forward", "same graph")},
 }
