@@ -24,6 +24,9 @@ EXTREMES: tuple[Any, ...] = (
     *(float("nan"), float("inf"), float("-inf"), *ODD_NAMES, [], {}, [[]], [0], {"a": 1}, [None], [[1.0, 2.0]]),
 )
 
+TITLES = ("made up", "\x1b[31mred", "a\nplanner: b", "\0", "möbius", "\u202e", "[/b] :key:", "a" * 5000)
+"""Texts that a reader accepts and a terminal must not see as they are."""
+
 times = st.sampled_from([0.0, 25.0, 100.0, 1000.0]) | st.floats(0.0, 1e6) | st.sampled_from([5e-324, 1e-9, 1e12, 1e15])
 numels = st.sampled_from([0, 1, 64, 1000, 100_000]) | st.integers(0, 10**7) | st.sampled_from([2**31, 2**40])
 rates = st.sampled_from([0.0, 1e-4, 0.01, 1.0]) | st.floats(0.0, 1.0) | st.sampled_from([5e-324, 1e12])
@@ -92,7 +95,7 @@ def profiles(draw: st.DrawFn) -> dict[str, Any]:
     ]
     document: dict[str, Any] = {
         "schema": "planner.profile/1",
-        "model": {"name": "made up"},
+        "model": {"name": draw(st.sampled_from(TITLES))},
         "world": {"ranks": draw(st.integers(1, 16))},
         "compute": {"forward_us": draw(times), "update_us": draw(times), "gradients": gradients},
     }
@@ -114,9 +117,11 @@ def plans(draw: st.DrawFn, depth: int = 1) -> dict[str, Any]:
         size = draw(st.integers(1, len(names)))
         buckets.append({"gradients": names[:size], "compressor": draw(compressors)})
         names = names[size:]
+    if draw(st.booleans()):
+        buckets[0]["gradients"][0] = draw(st.sampled_from(ODD_NAMES[3:8]))
     document: dict[str, Any] = {
         "schema": "planner.plan/1",
-        "model": {"name": "made up", "fingerprint": "sha256:00"},
+        "model": {"name": draw(st.sampled_from(TITLES)), "fingerprint": "sha256:00"},
         "world": {"ranks": draw(st.integers(1, 16))},
         "accuracy": draw(st.sampled_from(["exact", "bounded", "relaxed"])),
         "buckets": buckets,
@@ -124,9 +129,9 @@ def plans(draw: st.DrawFn, depth: int = 1) -> dict[str, Any]:
     optional: dict[str, st.SearchStrategy[Any]] = {
         "predicted": predictions,
         "baselines": st.dictionaries(st.sampled_from(["ddp", "wfbp"]), predictions),
-        "certificate": st.just({"method": "by hand", "lower_bound_us": 1.0, "gap": 0.5}),
+        "certificate": st.just({"method": "by \a hand", "lower_bound_us": 1.0, "gap": 0.5}),
         "delay": st.just({"steps": 4}),
-        "notes": st.just(["a note"]),
+        "notes": st.lists(st.sampled_from(TITLES), max_size=2),
         "updates": st.just({"pto": [1, 2.5, "x"]}),
     }
     if depth:
