@@ -52,8 +52,10 @@ class Loop:
         self.case, self.rank, self.log = case, dist.get_rank(), list[tuple[str, Tensor | None]]()
         self.model = RandomModel(case)
         if case.start_apart:
+            # Where buffers are not broadcast, DDP leaves each rank's as they are; attach makes them equal at first.
+            buffers = self.model.buffers() if case.broadcast_buffers else ()
             with torch.no_grad():
-                for tensor in [*self.model.parameters(), *self.model.buffers()]:
+                for tensor in [*self.model.parameters(), *buffers]:
                     tensor.add_(self.rank)
         self.trainable = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         self.optimizer = OPTIMIZERS[case.optimizer](self.trainable)
