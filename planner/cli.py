@@ -13,6 +13,7 @@ import sys
 import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Annotated, Any
 
 import typer
@@ -97,8 +98,8 @@ def profile(
     from planner.training import profile_rank
     from planner.world import RankOptions, choose_device, is_first_rank, on_ranks
 
-    check_writable(output, find_job(job)[0])
     where = RankOptions(ranks, device, backend, timeout_s)
+    check_writable(output, find_job(job)[0])
     result = on_ranks(where, profile_rank, job, choose_device(device), not _Options.as_json, timeout_s)[0]
     if not is_first_rank():
         return
@@ -250,10 +251,11 @@ def run(
     from planner.world import RankOptions, choose_device, is_first_rank, on_ranks, planned_ranks
     from runtime.plan import load_plan
 
+    where = RankOptions(ranks, device, backend, timeout_s)
     find_job(job)
     loaded = None if plan is None else load_plan(plan)
-    count = ranks if ranks is not None or loaded is None else planned_ranks(loaded.world.ranks, str(plan))
-    where = RankOptions(count, device, backend, timeout_s)
+    if ranks is None and loaded is not None:
+        where = replace(where, ranks=planned_ranks(loaded.world.ranks, str(plan)))
     try:
         runs = on_ranks(where, train_rank, job, loaded, steps, choose_device(device), not _Options.as_json, timeout_s)
     except PlanMismatch as error:

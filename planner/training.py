@@ -205,8 +205,10 @@ class Trainer:
         """`timeout_s` is the deadline of every wait for other ranks; default: 20 steps, at least 30 s."""
         self.built = built
         self.session = None if plan is None else runtime.attach(built.model, built.optimizer, plan, timeout_s=timeout_s)
-        self._world = World()
         self._model: nn.Module = built.model
+        # After the model, and let go of after it: DDP gives a group that it is the last to hold back without letting
+        # other threads run, and waits for the group's thread, which may wait to be let run.
+        self._world = World()
         if self.session is None and dist.is_initialized() and dist.get_world_size() > 1:
             self._world, unused = _join_for_ddp(built, timeout_s)
             with blaming(f"{built.spec}: DistributedDataParallel(model)"):
@@ -238,6 +240,7 @@ class Trainer:
         report = "" if self.session is None else str(self.session.report())
         if self.session is not None:
             self.session.detach()
+        self._model = self.built.model
         self._world.leave()
         return RankRun(tuple(self.step_us), tuple(self.losses), weights_sha256(self.built.model), report)
 

@@ -37,6 +37,11 @@ class RankOptions:
     backend: str | None = None
     timeout_s: float | None = None
 
+    def __post_init__(self) -> None:
+        """Raises InputError where the deadline is none."""
+        if self.timeout_s is not None:
+            check_timeout_s(self.timeout_s, "--timeout-s")
+
 
 def on_ranks(options: RankOptions, function: Callable[..., T], *arguments: Any) -> list[T]:
     """Calls a function on every rank and returns the results in order of rank.
@@ -49,8 +54,6 @@ def on_ranks(options: RankOptions, function: Callable[..., T], *arguments: Any) 
         EnvironmentFailure: a rank died or stalled, or not all came within the deadline.
     """
     device, backend = choose_device(options.device), options.backend
-    if options.timeout_s is not None:
-        check_timeout_s(options.timeout_s, "--timeout-s")
     if backend is not None and backend not in dist.Backend.backend_list:
         raise InputError(
             f"--backend: found {backend!r}, expected one of: {', '.join(sorted(dist.Backend.backend_list))}"

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
+from sys import getrefcount
 
 import torch
 from torch import Tensor, nn
@@ -44,8 +45,61 @@ class Slot:
         if gradient is self.view:
             gradient.mul_(scale)
             return
+        self.clear_view()
         torch.mul(_plain(gradient), scale, out=self.view)
         self.parameter.grad = self.view
+
+    def place(self, view: Tensor) -> None:
+        """Makes `view` the gradient's place; a view that exists already, which may be `.grad`, becomes it."""
+        if hasattr(self, "view"):
+            self.view.data = view
+        else:
+            self.view = view
+
+    def clear_view(self) -> None:
+        """Makes the view free to be written to, while it is not the parameter's `.grad`.
+
+        Somebody may have kept the last gradient, or made it another parameter's: it goes on with memory of its own.
+        """
+        if getrefcount(self.view) > _ONLY_HERE:
+            theirs, place = self.view, self.view.detach()
+            theirs.data = place.clone()
+            self.view = place
+
+
+class _Holder:
+    def __init__(self) -> None:
+        self.view = object()
+
+    def references(self) -> int:
+        return getrefcount(self.view)
+
+
+_ONLY_HERE = _Holder().references()
+"""What `getrefcount` says of an attribute that nothing else holds."""
+
+
+@dataclass(eq=False, frozen=True)
+class Kept:
+    """The `.grad` of a parameter that a backward did not reach, to be given back if no rank's did."""
+
+    slot: Slot
+    gradient: Tensor | None
+    values: Tensor | None
+    """A copy, where `.grad` is the bucket's own memory."""
+
+    @classmethod
+    def of(cls, slot: Slot) -> Kept:
+        """As it is now."""
+        gradient = slot.parameter.grad
+        return cls(slot, gradient, gradient.detach().clone() if gradient is slot.view else None)
+
+    def give_back(self) -> None:
+        """Makes `.grad` what it was."""
+        if self.values is not None:
+            self.slot.view.copy_(self.values)
+        else:
+            self.slot.parameter.grad = self.gradient
 
 
 def _plain(gradient: Tensor) -> Tensor:
@@ -60,6 +114,19 @@ class Message:
     flat: Tensor
     """1-D, all that travels."""
     slots: list[Slot]
+    storage: torch.UntypedStorage = field(init=False, repr=False)
+    """The memory of `flat`."""
+
+    def __post_init__(self) -> None:
+        self.place(self.flat)
+
+    def place(self, flat: Tensor) -> None:
+        """Lays the gradients out in `flat`, in order; views that exist already go there."""
+        self.flat, self.storage = flat, flat.untyped_storage()
+        offset = 0
+        for slot in self.slots:
+            slot.place(_view(flat, offset, slot.parameter))
+            offset += slot.parameter.numel()
 
     @property
     def size_bytes(self) -> int:
@@ -83,22 +150,33 @@ class BucketBuffer:
 
     def __post_init__(self) -> None:
         self.small = [slot for slot in self.slots if not slot.large]
-        self._small_runs = [run for message in self.messages for run in _small_runs(message)]
+        self._find_runs()
         for slot in self.slots:
             slot.bucket = self
 
+    def _find_runs(self) -> None:
+        self._small_runs = [run for message in self.messages for run in _small_runs(message)]
+
+    def move(self, message: Message) -> None:
+        """Gives one message other memory; gradients that are views of it go along, other aliases of theirs do not."""
+        message.place(message.flat.clone())
+        self._find_runs()
+
     def take_small(self, scale: float) -> None:
         """`Slot.take` for all small gradients at once."""
-        views, gradients = [], []
+        moved: list[Slot] = []
+        gradients: list[Tensor] = []
         for slot in self.small:
             gradient = slot.parameter.grad
             assert gradient is not None
             if gradient is not slot.view:
-                views.append(slot.view)
+                slot.clear_view()
+                moved.append(slot)
                 gradients.append(_plain(gradient))
-                slot.parameter.grad = slot.view
-        if views:
-            torch._foreach_copy_(views, gradients)
+        if moved:
+            torch._foreach_copy_([slot.view for slot in moved], gradients)
+        for slot in moved:
+            slot.parameter.grad = slot.view
         for run in self._small_runs:
             run.mul_(scale)
 
@@ -129,19 +207,15 @@ def lay_out(slots: Sequence[Slot], tail_elements: int = 0) -> list[Message]:
         numel = sum(slot.parameter.numel() for slot in members)
         extra = tail_elements if not messages else 0
         flat = torch.zeros(numel + extra, dtype=dtype, device=members[0].parameter.device)
-        offset = 0
-        for slot in members:
-            slot.view = _view(flat, offset, slot.parameter)
-            offset += slot.parameter.numel()
         messages.append(Message(flat, members))
     return messages
 
 
 def _view(flat: Tensor, offset: int, parameter: nn.Parameter) -> Tensor:
     """The parameter's part of the buffer, with the parameter's strides where they are dense (channels-last, say)."""
-    if _is_dense(parameter):
-        return flat.as_strided(parameter.size(), parameter.stride(), offset)
-    return flat[offset : offset + parameter.numel()].view(parameter.shape)
+    strides = parameter.stride() if _is_dense(parameter) else torch.empty(parameter.shape, device="meta").stride()
+    # Not a view in autograd's books: those may not be changed in place by `.grad.detach_()`.
+    return flat.new_empty(0).set_(flat.untyped_storage(), offset, parameter.size(), strides)
 
 
 def _is_dense(tensor: Tensor) -> bool:
@@ -170,10 +244,14 @@ class UsageFlags:
         self.elements = -(-parameters // self._per_element)
         """How many elements carry the counters of all parameters."""
 
-    def lie_in(self, tail: Tensor) -> None:
-        """Says where they travel: `tail`, 1-D, the last `elements` of a message."""
-        self._tail = tail
-        self._everything = self._pack(range(self._parameters)).to(tail.device)
+    def lie_in(self, message: Message) -> None:
+        """Says where they travel: in the last `elements` of a message."""
+        self._message = message
+        self._everything = self._pack(range(self._parameters)).to(message.flat.device)
+
+    @property
+    def _tail(self) -> Tensor:
+        return self._message.flat[-self.elements :]
 
     def write(self, unused: Sequence[int]) -> None:
         """Before the message leaves: counts this rank in for every parameter but the unused."""
@@ -216,5 +294,5 @@ def make_buckets(
         messages = lay_out(members, tail_elements=flags.elements if index == len(plan.buckets) - 1 else 0)
         label = f"bucket {index} ({planned.collective}/{planned.algorithm}, {members[0].name} … {members[-1].name})"
         buckets.append(BucketBuffer(index, members, messages, label))
-    flags.lie_in(buckets[-1].messages[0].flat[-flags.elements :])
+    flags.lie_in(buckets[-1].messages[0])
     return slots, buckets, flags

@@ -76,8 +76,9 @@ class NullCommunicator:
 def describe_failure(world: World, label: str, error: BaseException) -> CommunicationError:
     """One message for a collective that failed: rank, bucket, collective, cause and cure."""
     return CommunicationError(
-        f"rank {world.rank}: {label} did not complete: another rank died, stalled or left the step, or the network "
-        f"failed (deadline {world.timeout_s:.0f} s; {first_line(error)}); look at the other ranks' first error"
+        f"rank {world.rank}: {label} did not complete: another rank died, stalled, left the step or had a backward "
+        f"that reached no parameter, or the network failed (deadline {world.timeout_s:.0f} s; {first_line(error)}); "
+        f"look at the other ranks' first error"
     )
 
 

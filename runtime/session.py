@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from runtime.buckets import BucketBuffer, Slot, UsageFlags, make_buckets
+from runtime.buckets import BucketBuffer, Kept, Slot, UsageFlags, make_buckets
 from runtime.buffers import BufferSync
 from runtime.clock import make_clock
 from runtime.closures import LossAveraging
@@ -40,8 +40,9 @@ from runtime.torch_compat import (
     tree_leaves,
 )
 from runtime.version import __version__
-from runtime.watch import ModelWatch, ViewGuard, explain_failed_move, refuse_unplanned
-from runtime.world import MIN_TIMEOUT_S, Credentials, World, agree
+from runtime.views import ViewGuard
+from runtime.watch import ModelWatch, explain_failed_move, refuse_unplanned
+from runtime.world import Credentials, World, agree, bounded_timeout_s
 
 STEPS_PER_DEADLINE = 20
 """A collective may take this many predicted steps (and at least 30 s) before its peers are given up."""
@@ -103,7 +104,7 @@ def _load(model: nn.Module, plan: Plan | str | Path) -> tuple[Plan | None, str |
 
 def _default_timeout_s(plan: Plan | None) -> float:
     predicted_us = plan.predicted.iteration_us if plan and plan.predicted else 0.0
-    return max(MIN_TIMEOUT_S, STEPS_PER_DEADLINE * predicted_us / 1e6)
+    return bounded_timeout_s(STEPS_PER_DEADLINE * predicted_us / 1e6)
 
 
 def _agree(world: World, model: nn.Module, plan: Plan | None, problem: str | None) -> Plan:
@@ -152,8 +153,8 @@ class Session:
         self._flags: UsageFlags | None = None
         if world.ranks > 1 or not communicate:
             self._slots, self._buckets, self._flags = make_buckets(plan, parameters, world.ranks)
-        self._views = ViewGuard(self._slots)
-        self._kept: dict[Slot, Tensor | None] = {}
+        self._views = ViewGuard(self._buckets)
+        self._kept: list[Kept] = []
         collectives = [COLLECTIVES[(bucket.collective, bucket.algorithm)] for bucket in plan.buckets]
         self._communicator: Communicator = (
             make_communicator(world, collectives, device) if communicate else NullCommunicator()
@@ -308,10 +309,10 @@ class Session:
         for slot in bucket.slots:
             if not slot.waiting:
                 continue
-            gradient = slot.parameter.grad
-            self._kept[slot] = None if gradient is None else gradient.detach().clone()
+            self._kept.append(Kept.of(slot))
             slot.waiting = False
-            if gradient is None:
+            if slot.parameter.grad is None:
+                slot.clear_view()
                 slot.view.zero_()
                 slot.parameter.grad = slot.view
             elif slot.large:
@@ -323,8 +324,9 @@ class Session:
         """A parameter that no rank used keeps its `.grad`; one that another rank used gets the average."""
         assert self._flags is not None
         used = self._flags.used_somewhere()
-        for slot, before in self._kept.items():
-            slot.parameter.grad = slot.view if slot.index in used else before
+        for kept in self._kept:
+            if kept.slot.index not in used:
+                kept.give_back()
         self._kept.clear()
 
     # What a user may ask for.

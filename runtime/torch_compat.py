@@ -51,6 +51,11 @@ def running_ddp() -> torch.nn.Module | None:
     return DistributedDataParallel._active_ddp_module
 
 
+def storage_uses(storage: torch.UntypedStorage) -> int:
+    """How many tensors of different shape, or handles, share the memory."""
+    return torch._C._storage_Use_Count(storage._cdata)
+
+
 def tree_leaves(value: Any) -> list[Any]:
     """What lies in nested dicts, lists, tuples, registered records and dataclasses (each of these looked into once)."""
     leaves: list[Any] = []

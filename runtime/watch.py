@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from itertools import chain, zip_longest
 
 from torch import Tensor, nn
 
-from runtime.buckets import BucketBuffer, Slot
+from runtime.buckets import BucketBuffer
 from runtime.errors import InputError
 from runtime.names import canonical_name
 from runtime.torch_compat import is_wrapped, running_ddp
@@ -93,31 +93,6 @@ class ModelWatch:
                 f"the model is attached and called inside a {type(outer).__name__}, which exchanges its gradients a "
                 f"second time; expected one of the two: call the bare model, or session.detach() before wrapping it"
             )
-
-
-class ViewGuard:
-    """Keeps gradients inside their flat buffers.
-
-    `parameter.grad.data = …` (also inside `model.half()`) gives the very tensor that is the bucket's view other memory:
-    what is written to it from then on would not travel. Looked at once per step, some microseconds for a ResNet.
-    """
-
-    def __init__(self, slots: Sequence[Slot]) -> None:
-        self._slots = slots
-        self._places = [slot.view.detach() for slot in slots]
-        self._addresses = [place.data_ptr() for place in self._places]
-
-    def restore(self) -> None:
-        """Points strayed views back into the buffer; what the user put there stays the parameter's `.grad`."""
-        if [slot.view.data_ptr() for slot in self._slots] == self._addresses:
-            return
-        for slot, place in zip(self._slots, self._places, strict=True):
-            if slot.view.data_ptr() == place.data_ptr():
-                continue
-            theirs = slot.view.detach()
-            slot.view.data = place
-            if slot.parameter.grad is slot.view:
-                slot.parameter.grad = theirs
 
 
 def refuse_unplanned(name: str, parameter: Tensor) -> None:

@@ -31,6 +31,11 @@ def check_timeout_s(timeout_s: float, name: str = "timeout_s") -> float:
     )
 
 
+def bounded_timeout_s(seconds: float) -> float:
+    """A default deadline: what was computed, or the least or longest one that may be given."""
+    return min(max(seconds, MIN_TIMEOUT_S), LONGEST_TIMEOUT_S)
+
+
 @dataclass
 class World:
     """This rank's view of the ranks that work together. One rank needs no process group."""

@@ -36,7 +36,7 @@ from runtime.fit import model_fingerprint, trainable_parameters
 from runtime.plan import ModelReference
 from runtime.session import STEPS_PER_DEADLINE
 from runtime.torch_compat import is_wrapped
-from runtime.world import MIN_TIMEOUT_S, World
+from runtime.world import World, bounded_timeout_s
 
 TIMEOUT_S = 300.0
 """Deadline of each wait before a step has been measured: one of the slowest model has to fit, or its tracing."""
@@ -78,7 +78,7 @@ def profile_step(
 
 def deadline_s(step_us: float, size_bytes: int) -> float:
     """Default deadline of ranks that exchange messages of up to `size_bytes` and whose steps take so long."""
-    return max(MIN_TIMEOUT_S, STEPS_PER_DEADLINE * step_us / 1e6, size_bytes / SLOWEST_BYTES_PER_S)
+    return bounded_timeout_s(max(STEPS_PER_DEADLINE * step_us / 1e6, size_bytes / SLOWEST_BYTES_PER_S))
 
 
 def measure(

@@ -7,7 +7,8 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
-from interplay_harness import ADAM, Side, like_ddp, loss_of, mlp, steps, with_ddp, with_plan
+from interplay_harness import ADAM, Side, like_ddp, loss_of
+from torch import Tensor
 
 STEPS = 4
 
@@ -94,19 +95,30 @@ def own_gradients(how: str) -> dict[str, bool]:
 
 
 def detached_in_place() -> dict[str, bool]:
-    """`.grad.detach_()` is refused by torch, as with DDP's gradient_as_bucket_view."""
-    results = {}
-    for name, side in (("DDP", with_ddp(mlp(), gradient_as_bucket_view=True)), ("plan", with_plan(mlp()))):
-        steps(side, [0])
-        try:
-            side.model[0].weight.grad.detach_()
-        except RuntimeError as error:
-            results[name] = "Use detach() instead" in str(error)
-        side.close()
-    return results
+    """`.grad.detach_()` before zeroing, as `zero_grad` of old did it."""
+
+    def loop(side: Side) -> None:
+        for step in range(STEPS):
+            for parameter in side.model.parameters():
+                if parameter.grad is not None:
+                    parameter.grad.detach_()
+                    parameter.grad.zero_()
+            loss_of(side, step).backward()
+            side.optimizer.step()
+
+    return like_ddp(loop)
 
 
-def kept_gradients(cloned: bool) -> dict[str, bool]:
+KEEP: dict[str, Callable[[Tensor], Tensor]] = {
+    "cloned": Tensor.clone,
+    "as they are": lambda gradient: gradient,
+    "detached": Tensor.detach,
+    "data": lambda gradient: gradient.data,
+    "flattened": lambda gradient: gradient.view(-1),
+}
+
+
+def kept_gradients(how: str) -> dict[str, bool]:
     """Gradients of two losses kept side by side and joined (PCGrad); zero_grad lets go of them in between."""
 
     def loop(side: Side) -> None:
@@ -115,10 +127,27 @@ def kept_gradients(cloned: bool) -> dict[str, bool]:
             for part in range(2):
                 side.optimizer.zero_grad()
                 loss_of(side, 2 * step + part).backward()
-                kept.append([p.grad.clone() if cloned else p.grad for p in side.model.parameters()])
+                kept.append([KEEP[how](p.grad) for p in side.model.parameters()])
             for parameter, first, second in zip(side.model.parameters(), *kept, strict=True):
+                first, second = first.view(parameter.shape), second.view(parameter.shape)
                 parameter.grad = first * (first * second > 0) + second
             side.optimizer.step()
+
+    return like_ddp(loop)
+
+
+def watched_gradients() -> dict[str, bool]:
+    """Aliases of `.grad` made once follow gradients that are only ever zeroed in place."""
+
+    def loop(side: Side) -> None:
+        loss_of(side, 0).backward()
+        aliases = [p.grad.detach() for p in side.model.parameters()]
+        for step in range(STEPS):
+            side.optimizer.zero_grad(set_to_none=False)
+            loss_of(side, step).backward()
+            side.optimizer.step()
+            for parameter, alias in zip(side.model.parameters(), aliases, strict=True):
+                parameter.data.sub_(alias, alpha=0.01)
 
     return like_ddp(loop)
 
@@ -129,5 +158,6 @@ GRADIENT_CHECKS: dict[str, Callable[[], dict[str, bool]]] = {
     **{f"edited-{how}-zeroed": partial(edited_gradients, how, False) for how in AFTER_BACKWARD},
     "detached_in_place": detached_in_place,
     **{f"own-{how}": partial(own_gradients, how) for how in ("each step", "once", "some", "transposed")},
-    **{f"kept-{'cloned' if cloned else 'as they are'}": partial(kept_gradients, cloned) for cloned in (True, False)},
+    **{f"kept-{how}": partial(kept_gradients, how) for how in KEEP},
+    "watched": watched_gradients,
 }

@@ -12,20 +12,6 @@ import pytest
 
 from planner.launch import LocalWorld, run_ranks
 
-KNOWN = {
-    "kept-as they are": ".grad is the bucket's own memory: the next backward overwrites what a script has kept of it",
-    "edited-swapped-zeroed": "two parameters whose .grad were swapped share their places in the bucket afterwards",
-}
-"""What differs from DDP, and is listed as such in the table."""
-
-
-def cases(names: list[str]) -> list[Any]:
-    """The checks, those that are known to differ marked so that they have to."""
-    return [
-        pytest.param(name, marks=pytest.mark.xfail(strict=True, reason=KNOWN[name])) if name in KNOWN else name
-        for name in names
-    ]
-
 
 @pytest.fixture(scope="module")
 def pair() -> list[dict[str, Any]]:
@@ -47,11 +33,11 @@ def check(ranks: list[dict[str, Any]], name: str) -> None:
         assert all(good is True for good in found.values()), (rank, found)
 
 
-@pytest.mark.parametrize("name", cases(interplay_checks.WITH_TWO))
+@pytest.mark.parametrize("name", interplay_checks.WITH_TWO)
 def test_two_ranks_as_with_ddp(pair: list[dict[str, Any]], name: str) -> None:
     check(pair, name)
 
 
-@pytest.mark.parametrize("name", cases(interplay_checks.WITH_THREE))
+@pytest.mark.parametrize("name", interplay_checks.WITH_THREE)
 def test_three_ranks_as_with_ddp(three: list[dict[str, Any]], name: str) -> None:
     check(three, name)

@@ -10,6 +10,7 @@ import pytest
 from planner.launch import LocalWorld, run_ranks
 from runtime.plan import ModelReference, Plan, PlanBucket, PlanWorld, Prediction
 from runtime.session import _default_timeout_s
+from runtime.world import LONGEST_TIMEOUT_S
 
 
 @pytest.fixture(scope="module")
@@ -73,13 +74,12 @@ def test_each_rank_may_have_its_own_deadline(pair: list[dict[str, Any]]) -> None
 def test_ranks_in_groups_of_different_sizes_do_not_hang(pair: list[dict[str, Any]]) -> None:
     """The one that is alone sees it at once; the other one waits for its deadline, 3 s, and not longer."""
     (first, first_s), (second, second_s) = (rank["groups"] for rank in pair)
-    assert first.startswith("EnvironmentFailure: rank 0: not all 2 ranks came")
+    assert first.startswith("CommunicationError: rank 0: not all 2 ranks came")
     assert second.startswith("PlanMismatch: the plan was made for 2 ranks, found 1; ")
     assert first_s < 20
     assert second_s < 20
 
 
-@pytest.mark.xfail(reason="the deadline is not bounded: such a plan overflows torch's clock, and attach fails or hangs")
 @pytest.mark.parametrize("predicted_us", [1e17, 1e30])
 def test_the_deadline_of_an_absurd_prediction_is_one_that_torch_can_hold(predicted_us: float) -> None:
     plan = Plan(
@@ -89,4 +89,4 @@ def test_the_deadline_of_an_absurd_prediction_is_one_that_torch_can_hold(predict
         buckets=(PlanBucket(gradients=("a",)),),
         predicted=Prediction(iteration_us=predicted_us),
     )
-    assert _default_timeout_s(plan) <= 30 * 24 * 3600
+    assert _default_timeout_s(plan) == LONGEST_TIMEOUT_S

@@ -58,7 +58,7 @@ LEAST_GRAPHS = 0.9
 FEWEST = (
     (compute, {"WARM_UP_STEPS": 1, "MIN_REPEATS": 2, "MAX_REPEATS": 2}),
     (links, {"MIN_PASSES": 1, "MAX_PASSES": 1}),
-    (contention, {"REPEATS": 1}),
+    (contention, {"MIN_REPEATS": 1, "MAX_REPEATS": 1}),
     (grad_weight, {"REPEATS": 1}),
 )
 """How often things are measured where it matters only that they can be."""

@@ -1,0 +1,52 @@
+"""Keeps gradients inside their flat buffers, and the buffers to themselves, whatever a script does with `.grad`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from runtime.buckets import BucketBuffer
+from runtime.torch_compat import storage_uses
+
+
+class ViewGuard:
+    """Looks once per step, some microseconds for a ResNet, at what happened to the buffers since the last one.
+
+    - `parameter.grad.data = …` (also inside `model.half()`) gives the very tensor that is the bucket's view other
+      memory: what is written to it from then on would not travel.
+    - `parameter.grad.detach()` or `.data`, kept by a script, is the bucket's memory: the next backward would write
+      over it, where plain PyTorch would make new gradients after `zero_grad()`.
+    """
+
+    def __init__(self, buckets: Sequence[BucketBuffer]) -> None:
+        self._slots = [slot for bucket in buckets for slot in bucket.slots]
+        self._buckets = buckets
+        self._remember()
+
+    def _remember(self) -> None:
+        self._places = [slot.view.detach() for slot in self._slots]
+        self._addresses = [place.data_ptr() for place in self._places]
+        messages = [(bucket, message) for bucket in self._buckets for message in bucket.messages]
+        self._uses = [(bucket, message, storage_uses(message.storage)) for bucket, message in messages]
+
+    def restore(self) -> None:
+        """Points strayed views back into the buffer; what the user put there stays the parameter's `.grad`. Moves
+        buffers that somebody else looks at to memory of their own.
+        """
+        if [slot.view.data_ptr() for slot in self._slots] != self._addresses:
+            self._restore_strayed()
+        shared = [(bucket, message) for bucket, message, uses in self._uses if storage_uses(message.storage) > uses]
+        # While every `.grad` is the view, gradients are added up in place, which whoever looks at them has to see.
+        moved = [pair for pair in shared if any(slot.parameter.grad is not slot.view for slot in pair[1].slots)]
+        for bucket, message in moved:
+            bucket.move(message)
+        if moved:
+            self._remember()
+
+    def _restore_strayed(self) -> None:
+        for slot, place in zip(self._slots, self._places, strict=True):
+            if slot.view.data_ptr() == place.data_ptr():
+                continue
+            theirs = slot.view.detach()
+            slot.view.data = place
+            if slot.parameter.grad is slot.view:
+                slot.parameter.grad = theirs
