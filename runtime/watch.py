@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from itertools import chain, zip_longest
+from itertools import chain
+from operator import is_
 
 from torch import Tensor, nn
 
@@ -57,9 +58,10 @@ class ModelWatch:
         for parameter in self._frozen:
             if parameter.requires_grad:
                 return False
-        for now, then in zip_longest(chain.from_iterable(self._values), self._members):
-            if now is not then:
-                return False
+        if sum(map(len, self._values)) != len(self._members):
+            return False
+        if not all(map(is_, chain.from_iterable(self._values), self._members)):
+            return False
         return not any(self._empty)
 
     def _refuse_newcomers(self) -> None:
