@@ -206,7 +206,7 @@ class Session:
 
     def _before_forward(self, _module: nn.Module, _arguments: Any) -> None:
         """A backward that an exception ended is forgotten; its messages are waited for."""
-        if torch.is_grad_enabled():
+        if self._slots and torch.is_grad_enabled():  # alone, nothing is missed
             self._watch.check()
         if (self._in_backward or self._awaiting_end) and current_backward_id() == OUTSIDE:
             self._forget_backward()
