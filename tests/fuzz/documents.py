@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import gzip
 import json
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -202,10 +203,8 @@ def damaged(draw: st.DrawFn, content: bytes) -> bytes:
         return draw(
             st.sampled_from([text.encode("utf-16"), b"\xef\xbb\xbf" + content, gzip.compress(content, mtime=0)])
         )
-    if damage == "twice" and b'": ' in content:
-        start = content.index(b'"', content.index(b"{"))
-        stop = content.index(b": ", start) + 2
-        return content[:start] + content[start:stop] + b"0, " + content[start:]
+    if damage == "twice" and (field := re.search(rb'"[^"]*": ', content)):
+        return content[: field.start()] + field[0] + b"0, " + content[field.start() :]
     if damage == "digits":
         return content[:at] + b"9" * draw(st.sampled_from([20, 400, 5000])) + content[at:]
     if damage == "deep":
