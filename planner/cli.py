@@ -270,6 +270,55 @@ def run(
 
 
 @app.command()
+def compare(
+    job: Job,
+    plan: Annotated[str, typer.Option(help="The plan to judge.")],
+    profile: Annotated[str | None, typer.Option(help="profile.json, for predictions of what is not the plan.")] = None,
+    strategy: Annotated[str, typer.Option(help="Further strategies, by name; needs --profile.")] = "",
+    ranks: Ranks = None,
+    steps: Annotated[int, typer.Option(help="Measured steps of each contestant.")] = 25,
+    rounds: Annotated[int, typer.Option(help="Rounds that these steps are spread over.")] = 5,
+    device: Device = "auto",
+    backend: Backend = None,
+    timeout_s: Timeout = None,
+) -> None:
+    """Measure no communication, the best DDP, DDP's hooks, strategies and the plan by turns in one run."""
+    from planner.compare.contestants import contestants, sweep
+    from planner.compare.measure import compare_rank
+    from planner.compare.report import comparison_table, failures, summarize
+    from planner.job import find_job
+    from planner.problem import make_problem
+    from planner.profile.document import load_profile
+    from planner.world import RankOptions, choose_device, is_first_rank, on_ranks, planned_ranks
+    from runtime.plan import load_plan
+
+    if not 2 <= rounds <= steps <= MAX_STEPS:
+        raise InputError(
+            f"--rounds {rounds} --steps {steps}: expected at least 2 rounds and a step for each, at most {MAX_STEPS}"
+        )
+    where = RankOptions(ranks, device, backend, timeout_s)
+    find_job(job)
+    loaded = load_plan(plan)
+    problem = None if profile is None else make_problem(load_profile(profile), None, where=profile)
+    names = [name.strip() for name in strategy.split(",") if name.strip()]
+    them, caps = contestants(loaded, problem, names), sweep(loaded, problem)
+    if ranks is None:
+        where = replace(where, ranks=planned_ranks(loaded.world.ranks, plan))
+    arguments = (job, them, caps, rounds, steps // rounds, choose_device(device), not _Options.as_json, timeout_s)
+    try:
+        comparison = summarize(on_ranks(where, compare_rank, *arguments))
+    except PlanMismatch as error:
+        raise PlanMismatch(f"{plan}: {error}") from error
+    if not is_first_rank():
+        return
+    if _Options.as_json:
+        _print_json(comparison.to_document())
+        return
+    _console().print(comparison_table(comparison))
+    typer.echo("\n".join([*comparison.verdicts, *failures(comparison)]))
+
+
+@app.command()
 def demo(ranks: Ranks = None, device: Device = "auto", backend: Backend = None, timeout_s: Timeout = None) -> None:
     """The whole story on this machine: profile, optimize, train with DDP and with the plan, compare."""
     from planner.demo import demo_rank

@@ -25,7 +25,7 @@ from runtime.buffers import BufferSync
 from runtime.clock import make_clock
 from runtime.closures import LossAveraging
 from runtime.collectives import COLLECTIVES
-from runtime.communicator import Communicator, NullCommunicator, make_communicator
+from runtime.communicator import Communicator, NullCommunicator, Sent, make_communicator
 from runtime.errors import InputError
 from runtime.fit import find_attached, find_misfit, model_fingerprint, trainable_parameters
 from runtime.hooks import ModuleHook
@@ -357,6 +357,12 @@ class Session:
         if not isinstance(state, dict) or set(state) != {"plan", "ranks"}:
             found = f"a dict with {sorted(state)}" if isinstance(state, dict) else type(state).__name__
             raise InputError(f"found {found}, expected what Session.state_dict() returned")
+
+    def exchange_alone(self) -> None:
+        """Sends every bucket once, as it is, with no backward beside it (for measuring)."""
+        for bucket in self._buckets:
+            self._communicator.launch(bucket, Sent())
+        self._communicator.wait()
 
     def use_communicator(self, communicator: Communicator) -> None:
         """Sends buckets through another communicator from the next step on (for measuring)."""

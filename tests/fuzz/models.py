@@ -231,6 +231,12 @@ def normal(case: Case) -> Case:
         if node.checkpoint == "reentrant" and (i in doubly or twice):
             nodes[i] = replace(node, checkpoint="plain")
     reentrant = any(node.checkpoint == "reentrant" for node in nodes)
+    if any(
+        node.dtype in ("bfloat16", "float16") for node in nodes
+    ):  # torch rounds `add_(…, alpha)` by its strides there
+        case = replace(
+            case, steps=tuple(replace(s, meddle="clone" if s.meddle == "turn" else s.meddle) for s in case.steps)
+        )
     if any(step.meddle == "turn" for step in case.steps):  # DDP keeps its strides, and in them norms add up otherwise
         case = replace(case, steps=tuple(replace(step, clip="value" if step.clip else "") for step in case.steps))
     steps = tuple(_normal_step(step, buffers, reentrant, len(nodes)) for step in case.steps)

@@ -1,0 +1,123 @@
+"""What is compared: the bare loop, DDP as its users tune it, named strategies and the plan. Never imports torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from planner.lower import lower
+from planner.problem import Problem
+from planner.strategies import make_schedule
+from planner.strategies.ddp import ddp_buckets
+from runtime.errors import InputError
+from runtime.plan import Plan
+
+Hook = Literal["fp16", "powersgd"]
+
+HOOKS: tuple[Hook, ...] = ("fp16", "powersgd")
+"""DDP's own communication hooks that are tried: gradients as float16, and PowerSGD of rank 1."""
+
+CAPS_MIB = (0.25, 1.0, 2.0, 5.0, 10.0, 25.0, 50.0, 100.0, 1024.0)
+"""Values of `bucket_cap_mb` that DDP is tuned over; those that give the same buckets count once."""
+
+BARE, DDP, BEST_DDP, PLAN = "none", "ddp", "ddp:best", "plan"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Contestant:
+    """One way to train a job."""
+
+    name: str
+    kind: Literal["bare", "ddp", "plan"]
+    cap_mib: float | None = None
+    """DDP's `bucket_cap_mb`; None is its default."""
+    hook: Hook | None = None
+    plan: Plan | None = None
+    """What is attached; for plain DDP its buckets, where they are known, so that they can be sent alone."""
+    predicted_us: float | None = None
+    exact: bool = True
+    """Whether its gradients are DDP's, so that its losses have to be."""
+
+
+def contestants(plan: Plan, problem: Problem | None, strategies: Sequence[str]) -> list[Contestant]:
+    """All but DDP's best bucket size, which is found by measuring.
+
+    Args:
+        plan: the plan to judge.
+        problem: the profile on its cluster, which strategies are made from; None where none was given.
+        strategies: further strategies by name.
+
+    Raises:
+        InputError: strategies without a profile, an unknown strategy, or a profile of another model or world.
+    """
+    if problem is None and strategies:
+        raise InputError(
+            f"--strategy {','.join(strategies)}: found no profile to make them from; expected --profile profile.json"
+        )
+    if problem is not None:
+        _check_same(plan, problem)
+    bare = Contestant(name=BARE, kind="bare", predicted_us=_compute_us(plan))
+    found = [bare, of_ddp(DDP, None, plan, problem)]
+    found += [Contestant(name=f"ddp:{hook}", kind="ddp", hook=hook, exact=False) for hook in HOOKS]
+    for name in strategies:
+        assert problem is not None
+        made = lower(problem, make_schedule(problem, name))
+        found.append(Contestant(name=name, kind="plan", plan=made, predicted_us=_predicted_us(made)))
+    found.append(
+        Contestant(name=PLAN, kind="plan", plan=plan, predicted_us=_predicted_us(plan), exact=plan.accuracy == "exact")
+    )
+    return found
+
+
+def of_ddp(name: str, cap_mib: float | None, plan: Plan, problem: Problem | None) -> Contestant:
+    """Plain DDP with a bucket size, with its prediction where there is one."""
+    if problem is None:
+        baseline = (plan.baselines or {}).get("ddp") if cap_mib is None else None
+        return Contestant(
+            name=name, kind="ddp", cap_mib=cap_mib, predicted_us=baseline.iteration_us if baseline else None
+        )
+    made = lower(problem, make_schedule(problem, "ddp" if cap_mib is None else f"ddp:{cap_mib:g}"))
+    return Contestant(name=name, kind="ddp", cap_mib=cap_mib, plan=made, predicted_us=_predicted_us(made))
+
+
+def sweep(plan: Plan, problem: Problem | None) -> list[tuple[float, Contestant]]:
+    """DDP's bucket sizes to try, each with what takes part if it is the best.
+
+    With a profile, sizes that give the same buckets count once.
+    """
+    caps = list(CAPS_MIB)
+    if problem is not None:
+        seen: dict[tuple[tuple[int, ...], ...], float] = {}
+        for cap_mib in CAPS_MIB:
+            buckets = ddp_buckets(problem.size_bytes.tolist(), problem.dtype_ids.tolist(), cap_mib)
+            seen.setdefault(tuple(map(tuple, buckets)), cap_mib)
+        caps = list(seen.values())
+    return [(cap, of_ddp(f"{BEST_DDP}({cap:g} MiB)", cap, plan, problem)) for cap in caps]
+
+
+def _check_same(plan: Plan, problem: Problem) -> None:
+    names = {gradient.name for gradient in problem.profile.compute.gradients}
+    planned = {name for bucket in plan.buckets for name in bucket.gradients}
+    if names != planned:
+        odd = sorted(names ^ planned)[0]
+        raise InputError(
+            f"--profile: found gradients that are not the plan's, the first {odd}; expected the profile that the plan "
+            f"was made from"
+        )
+    if problem.ranks != plan.world.ranks:
+        raise InputError(
+            f"--profile: found a cluster of {problem.ranks} ranks, expected the plan's {plan.world.ranks}; give the "
+            f"profile that the plan was made from"
+        )
+
+
+def _predicted_us(plan: Plan) -> float | None:
+    return plan.predicted.iteration_us if plan.predicted else None
+
+
+def _compute_us(plan: Plan) -> float | None:
+    predicted = plan.predicted
+    if predicted is None or predicted.exposed_us is None:
+        return None
+    return predicted.iteration_us - predicted.exposed_us

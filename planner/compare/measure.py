@@ -1,0 +1,270 @@
+"""What every rank does for `planner compare`: contestants train by turns, each from the same weights."""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from itertools import chain
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.nn.parallel import DistributedDataParallel
+
+import runtime
+from planner.compare.contestants import DDP, Contestant
+from planner.profile.step import TIMEOUT_S
+from planner.progress import Progress, make_progress
+from planner.training import KEPT_BATCHES, BuiltJob, blaming, build
+from runtime.errors import CommunicationError, InputError
+from runtime.plan import Plan
+from runtime.world import World, first_line
+
+WARM_UP_STEPS = 3
+"""Of each block: DDP lays its buckets out again after the first step, PowerSGD begins with the third."""
+
+SWEEP_ROUNDS, SWEEP_STEPS = 2, 3
+"""How DDP's bucket size is chosen; the chosen one is measured again with the others."""
+
+ALONE_REPEATS = 5
+
+ONE_BUCKET_MIB = 2.0**33
+
+
+@dataclass
+class Record:
+    """What one rank saw of one contestant."""
+
+    contestant: Contestant
+    step_us: list[list[float]] = field(default_factory=list)
+    """By round."""
+    losses: list[float] = field(default_factory=list)
+    """The last of each round."""
+    alone_us: float | None = None
+    """All its messages without a backward beside them."""
+    failure: str | None = None
+    """Why it could not be measured."""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Everything that one rank measured."""
+
+    records: list[Record]
+    backward_us: float
+    """Of the bare loop."""
+
+
+class Contest:
+    """One model on this rank, trained by one contestant after the other, each block from the first weights."""
+
+    def __init__(self, built: BuiltJob, world: World, timeout_s: float | None) -> None:
+        self.built, self.world, self._timeout_s = built, world, timeout_s
+        self._start = [tensor.detach().clone() for tensor in self._state()]
+        self._batches = [built.batch(step) for step in range(KEPT_BATCHES)]
+        self._unused = False
+        self.backward_us: list[float] = []
+
+    def _state(self) -> list[Tensor]:
+        return [*self.built.model.parameters(), *self.built.model.buffers()]
+
+    def block(self, record: Record, steps: int) -> None:
+        """Warm-up and so many steps of one contestant, after which the model is as it was."""
+        try:
+            self._block(record, steps)
+            failure = None
+        except CommunicationError:
+            raise
+        except (InputError, RuntimeError) as error:
+            if record.contestant.hook is None:
+                raise
+            failure = first_line(error)  # not every hook works with every backend and device
+        failures = self.world.gather(failure, f"the end of a block of {record.contestant.name}")
+        record.failure = next(filter(None, failures), None)
+
+    def _block(self, record: Record, steps: int) -> None:
+        model = self.built.model
+        with torch.no_grad():
+            for tensor, start in zip(self._state(), self._start, strict=True):
+                tensor.copy_(start)
+        model.zero_grad(set_to_none=True)
+        optimizer = self.built.job.optimizer(parameter for parameter in model.parameters() if parameter.requires_grad)
+        times: list[float] = []
+        with self._trained(record.contestant, optimizer) as forward:
+            self.world.gather(None, "the start of a block")
+            for step in range(WARM_UP_STEPS + steps):
+                loss = self._step(forward, optimizer, step, record.contestant.kind, times)
+                self._unused = self._unused or any(p.requires_grad and p.grad is None for p in model.parameters())
+        record.step_us.append(times[WARM_UP_STEPS:])
+        record.losses.append(loss)
+
+    def _step(
+        self, forward: nn.Module, optimizer: torch.optim.Optimizer, step: int, kind: str, times: list[float]
+    ) -> float:
+        batch = self._batches[step % KEPT_BATCHES]
+        self._synchronize()
+        start = time.perf_counter()
+        optimizer.zero_grad()
+        loss = self.built.loss(forward, batch)
+        begin = time.perf_counter()
+        self.built.backward(loss, in_ddp=kind == "ddp")
+        if kind == "bare" and step >= WARM_UP_STEPS:
+            self.backward_us.append((time.perf_counter() - begin) * 1e6)
+        optimizer.step()
+        self._synchronize()
+        times.append((time.perf_counter() - start) * 1e6)
+        return float(loss.detach())
+
+    def _synchronize(self) -> None:
+        if self.built.device.type == "cuda":
+            torch.cuda.synchronize(self.built.device)
+
+    @contextmanager
+    def _trained(self, contestant: Contestant, optimizer: torch.optim.Optimizer) -> Iterator[nn.Module]:
+        """What to call in place of the model, while its gradients travel as the contestant says."""
+        if contestant.kind == "bare":
+            yield self.built.model
+        elif contestant.kind == "ddp":
+            wrapped = [self._wrap(contestant)]
+            try:
+                yield wrapped[0]
+            finally:
+                wrapped.clear()
+                gc.collect()  # its hooks stay on the parameters until it is gone
+        else:
+            assert contestant.plan is not None
+            session = runtime.attach(
+                self.built.model, optimizer, contestant.plan, sync=False, timeout_s=self._timeout_s
+            )
+            try:
+                yield self.built.model
+            finally:
+                session.detach()
+
+    def _wrap(self, contestant: Contestant) -> DistributedDataParallel:
+        if contestant.hook == "powersgd" and self.world.backend == "gloo":
+            contestant = self._in_one_bucket(contestant)
+        with blaming(f"{self.built.spec}: DistributedDataParallel(model)"):
+            model = DistributedDataParallel(
+                self.built.model,
+                process_group=self.world.group,
+                bucket_cap_mb=contestant.cap_mib,
+                find_unused_parameters=self._unused,
+                init_sync=False,
+            )
+        if contestant.hook == "fp16":
+            model.register_comm_hook(self.world.group, default_hooks.fp16_compress_hook)
+        elif contestant.hook == "powersgd":
+            state = powerSGD_hook.PowerSGDState(
+                self.world.group, matrix_approximation_rank=1, start_powerSGD_iter=WARM_UP_STEPS - 1
+            )
+            model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+        return model
+
+    def _in_one_bucket(self, contestant: Contestant) -> Contestant:
+        """PowerSGD sends further messages when one has come. Over gloo those of several buckets go out in an order that
+        differs between ranks, which ends the process; so there is one bucket, or none of it.
+        """
+        dtypes = {parameter.dtype for parameter in self.built.model.parameters() if parameter.requires_grad}
+        if len(dtypes) > 1:
+            raise InputError("PowerSGD over gloo with gradients of several dtypes, and so several buckets, would fail")
+        return replace(contestant, cap_mib=ONE_BUCKET_MIB)
+
+    def alone(self, plan: Plan) -> float:
+        """Microseconds in which a plan's messages pass when nothing else happens: the median of some rounds, over
+        ranks the slowest."""
+        session = runtime.attach(self.built.model, None, plan, sync=False, timeout_s=self._timeout_s)
+        times = []
+        try:
+            for _ in range(ALONE_REPEATS):
+                self.world.gather(None, "messages alone")
+                self._synchronize()
+                start = time.perf_counter()
+                session.exchange_alone()
+                self._synchronize()
+                times.append((time.perf_counter() - start) * 1e6)
+        finally:
+            session.detach()
+            self.built.model.zero_grad(set_to_none=True)
+        everyone: list[list[float]] = self.world.gather(times, "messages alone")
+        slowest = [max(of_ranks) for of_ranks in zip(*everyone, strict=True)]
+        return float(statistics.median(slowest))
+
+
+def compare_rank(
+    spec: str,
+    contestants: Sequence[Contestant],
+    caps: Sequence[tuple[float, Contestant]],
+    rounds: int,
+    steps: int,
+    device: str,
+    show_progress: bool,
+    timeout_s: float | None = None,
+) -> Measured:
+    """Measures on this rank; every rank calls it.
+
+    Args:
+        spec: the job.
+        contestants: all but DDP's best bucket size; the first is the bare loop.
+        caps: bucket sizes of DDP to try, each with what takes part if it is the best.
+        rounds: each contestant has one block in each.
+        steps: measured ones of a block.
+        device: `cpu` or `cuda`.
+        show_progress: whether the first rank shows how far it has got.
+        timeout_s: deadline of every wait; default 300 s.
+
+    Raises:
+        InputError: the job or the plan is wrong.
+        CommunicationError: another rank died or missed the deadline.
+    """
+    built = build(spec, device)
+    world = World.join(None, TIMEOUT_S if timeout_s is None else timeout_s)
+    shown = make_progress(show=show_progress and world.rank == 0)
+    try:
+        if world.ranks > 1:
+            world.broadcast([*built.model.parameters(), *built.model.buffers()])
+        contest = Contest(built, world, timeout_s)
+        contest.block(Record(contestants[0]), 1)  # what is slow only once; whether parameters go unused
+        contest.backward_us.clear()
+        records = [Record(contestant) for contestant in _with_best(contest, contestants, caps, shown)]
+        for record in shown.track(list(_turns(records, rounds)), "measuring in turn"):
+            if record.failure is None:
+                contest.block(record, steps)
+        for record in records:
+            if record.contestant.plan is not None and record.failure is None:
+                record.alone_us = contest.alone(record.contestant.plan)
+        backward_us = statistics.median(contest.backward_us)
+        return Measured(records, max(world.gather(backward_us, "the time of backward")))
+    finally:
+        world.leave()
+
+
+def _turns(records: Sequence[Record], rounds: int) -> Iterator[Record]:
+    """Each round begins with another contestant, so that none always follows the same one."""
+    for number in range(rounds):
+        shift = number % len(records)
+        yield from records[shift:]
+        yield from records[:shift]
+
+
+def _with_best(
+    contest: Contest, contestants: Sequence[Contestant], caps: Sequence[tuple[float, Contestant]], progress: Progress
+) -> list[Contestant]:
+    """The contestants with DDP's best bucket size after its default."""
+    if len(caps) < 2:
+        return list(contestants)
+    sweep = {cap: Record(replace(contestant, plan=None)) for cap, contestant in caps}
+    for record in progress.track(list(_turns(list(sweep.values()), SWEEP_ROUNDS)), "DDP's best bucket size"):
+        contest.block(record, SWEEP_STEPS)
+    medians = {
+        cap: statistics.median(chain.from_iterable(record.step_us)) for cap, record in sweep.items() if record.step_us
+    }
+    everyone = contest.world.gather(medians, "DDP's best bucket size")
+    best = min(medians, key=lambda cap: statistics.fmean(rank[cap] for rank in everyone))
+    chosen = dict(caps)[best]
+    after = next(index for index, contestant in enumerate(contestants) if contestant.name == DDP) + 1
+    return [*contestants[:after], chosen, *contestants[after:]]

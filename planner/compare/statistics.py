@@ -1,0 +1,81 @@
+"""Medians, intervals and verdicts of steps that were measured in blocks by turns. Never imports torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+RESAMPLES = 4000
+SEED = 0
+
+
+@dataclass(frozen=True)
+class Interval:
+    """A value with its 95 % bootstrap interval."""
+
+    value: float
+    low: float
+    high: float
+
+
+def step_values(step_us: NDArray[np.float64], *, together: bool) -> NDArray[np.float64]:
+    """What a step took, from what each rank saw of it.
+
+    Args:
+        step_us: shape (ranks, rounds, steps).
+        together: whether ranks wait for one another in each step. Then each sees the same step, cut at another place:
+            the mean. Otherwise the slowest one counts, as it would if they waited.
+
+    Returns:
+        Shape (rounds, steps).
+    """
+    seen: NDArray[np.float64] = step_us.mean(axis=0) if together else step_us.max(axis=0)
+    return seen
+
+
+def median_interval(values: NDArray[np.float64]) -> Interval:
+    """The median of all steps; rounds are drawn again, and steps within them, since steps of one round are alike."""
+    medians = np.median(_resampled(values, _draws(values.shape)), axis=1)
+    low, high = np.quantile(medians, [0.025, 0.975])
+    return Interval(float(np.median(values)), float(low), float(high))
+
+
+def ratio_interval(values: NDArray[np.float64], reference: NDArray[np.float64]) -> Interval:
+    """The ratio of two medians; the same rounds are drawn for both, since they ran in turn within each round."""
+    rounds = np.random.default_rng(SEED).integers(len(values), size=(RESAMPLES, len(values)))
+    above = np.median(_resampled(values, _draws(values.shape, rounds, 1)), axis=1)
+    below = np.median(_resampled(reference, _draws(reference.shape, rounds, 2)), axis=1)
+    low, high = np.quantile(above / below, [0.025, 0.975])
+    return Interval(float(np.median(values) / np.median(reference)), float(low), float(high))
+
+
+def verdict(ratio: Interval, what: str, reference: str) -> str:
+    """In words; a difference inside the noise is not called one."""
+    around = f"{ratio.low:.3f} to {ratio.high:.3f}"
+    if ratio.high < 1.0:
+        return f"{what} is faster than {reference}: {ratio.value:.3f} of its step (95 % interval {around})"
+    if ratio.low > 1.0:
+        return f"{what} is slower than {reference}: {ratio.value:.3f} of its step (95 % interval {around})"
+    return f"no difference between {what} and {reference} beyond the noise: {ratio.value:.3f} (95 % interval {around})"
+
+
+def hidden_share(exposed_us: float, alone_us: float, backward_us: float) -> float | None:
+    """Share of the communication that could be hidden (the smaller of communication alone and backward) that is."""
+    could_us = min(alone_us, backward_us)
+    return None if could_us <= 0.0 else float(np.clip((alone_us - exposed_us) / could_us, 0.0, 1.0))
+
+
+def _draws(shape: tuple[int, ...], rounds: NDArray[np.int64] | None = None, stream: int = 0) -> NDArray[np.int64]:
+    """Flat indices of resampled steps. Shape (RESAMPLES, rounds · steps)."""
+    count, steps = shape
+    generator = np.random.default_rng((SEED, stream))
+    drawn = generator.integers(count, size=(RESAMPLES, count)) if rounds is None else rounds
+    within = generator.integers(steps, size=(RESAMPLES, count, steps))
+    return (drawn[:, :, None] * steps + within).reshape(RESAMPLES, -1)
+
+
+def _resampled(values: NDArray[np.float64], draws: NDArray[np.int64]) -> NDArray[np.float64]:
+    resampled: NDArray[np.float64] = values.reshape(-1)[draws]
+    return resampled

@@ -1,0 +1,199 @@
+"""What `planner compare` makes of measured steps, and whom it compares."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+from builders import cluster_document, profile_document, usual_document, usual_profile, write
+
+from planner import optimize
+from planner.cli import main
+from planner.compare.contestants import BARE, DDP, PLAN, Contestant, contestants, sweep
+from planner.compare.measure import Measured, Record
+from planner.compare.report import comparison_table, failures, summarize
+from planner.compare.statistics import (
+    Interval,
+    hidden_share,
+    median_interval,
+    ratio_interval,
+    step_values,
+    verdict,
+)
+from planner.problem import Problem, make_problem
+from planner.profile.document import parse_profile
+from planner.strategies import make_schedule
+from planner.strategies.ddp import ddp_buckets
+from runtime.errors import InputError
+
+
+def usual() -> Problem:
+    return make_problem(usual_profile())
+
+
+def noisy(center: float, seed: int, spread: float = 0.05, drift: float = 0.2) -> np.ndarray:
+    """Six rounds of five steps around `center`; whole rounds drift."""
+    rng = np.random.default_rng(seed)
+    rounds = 1.0 + drift * np.random.default_rng(0).standard_normal((6, 1))
+    return center * rounds * (1.0 + spread * rng.standard_normal((6, 5)))
+
+
+def test_intervals_hold_the_median_and_grow_with_the_noise() -> None:
+    calm, loud = median_interval(noisy(100.0, 1, 0.01, 0.0)), median_interval(noisy(100.0, 1, 0.2, 0.0))
+    for interval in (calm, loud):
+        assert interval.low <= interval.value <= interval.high
+    assert loud.high - loud.low > 3 * (calm.high - calm.low)
+    assert median_interval(np.full((3, 2), 7.0)) == Interval(7.0, 7.0, 7.0)
+
+
+def test_a_drift_that_hits_all_does_not_widen_a_ratio() -> None:
+    ratio = ratio_interval(noisy(90.0, 1, 0.01), noisy(100.0, 2, 0.01))
+    alone = median_interval(noisy(90.0, 1, 0.01))
+    assert ratio.low < 0.9 < ratio.high or ratio.value == pytest.approx(0.9, abs=0.03)
+    assert (ratio.high - ratio.low) / ratio.value < (alone.high - alone.low) / alone.value
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_noise_is_rarely_called_a_win(seed: int) -> None:
+    """Of equal contestants; 95 % intervals may miss one in twenty, none of these seeds does."""
+    ratio = ratio_interval(noisy(100.0, 2 * seed + 1), noisy(100.0, 2 * seed + 2))
+    assert "no difference" in verdict(ratio, "a", "b")
+
+
+def test_real_differences_are_told() -> None:
+    fast, slow = noisy(80.0, 1), noisy(100.0, 2)
+    assert "a is faster than b" in verdict(ratio_interval(fast, slow), "a", "b")
+    assert "a is slower than b" in verdict(ratio_interval(slow, fast), "a", "b")
+
+
+def test_ranks_that_wait_see_one_step_others_are_as_slow_as_the_slowest() -> None:
+    seen = np.array([[[10.0, 12.0]], [[14.0, 8.0]]])
+    assert step_values(seen, together=True).tolist() == [[12.0, 10.0]]
+    assert step_values(seen, together=False).tolist() == [[14.0, 12.0]]
+
+
+@pytest.mark.parametrize(
+    ("exposed_us", "alone_us", "backward_us", "share"),
+    [
+        (0.0, 50.0, 100.0, 1.0),
+        (50.0, 50.0, 100.0, 0.0),
+        (20.0, 50.0, 100.0, 0.6),
+        (100.0, 200.0, 100.0, 1.0),
+        (150.0, 200.0, 100.0, 0.5),
+        (-5.0, 50.0, 100.0, 1.0),
+        (500.0, 50.0, 100.0, 0.0),
+        (0.0, 0.0, 100.0, None),
+    ],
+)
+def test_hidden_share(exposed_us: float, alone_us: float, backward_us: float, share: float | None) -> None:
+    assert hidden_share(exposed_us, alone_us, backward_us) == share
+
+
+def test_who_is_compared() -> None:
+    problem = usual()
+    plan = optimize(problem.profile)
+    found = {one.name: one for one in contestants(plan, problem, ["wfbp", "ddp:0.1"])}
+    assert list(found) == [BARE, DDP, "ddp:fp16", "ddp:powersgd", "wfbp", "ddp:0.1", PLAN]
+    assert found[PLAN].plan is plan
+    assert found[PLAN].predicted_us == plan.predicted.iteration_us  # type: ignore[union-attr]
+    assert found[DDP].predicted_us == plan.baselines["ddp"].iteration_us  # type: ignore[index]
+    assert found[BARE].predicted_us == pytest.approx(problem.compute_end_us + problem.update_us)
+    assert len(found["wfbp"].plan.buckets) == problem.count  # type: ignore[union-attr]
+    assert not found["ddp:fp16"].exact
+    without = {one.name: one for one in contestants(plan, None, [])}
+    assert without[DDP].predicted_us == found[DDP].predicted_us
+
+
+def test_bucket_sizes_that_make_no_difference_are_tried_once() -> None:
+    problem = usual()
+    plan = optimize(problem.profile)
+    caps = [cap for cap, _ in sweep(plan, problem)]
+    sizes, dtypes = problem.size_bytes.tolist(), problem.dtype_ids.tolist()
+    tried = [ddp_buckets(sizes, dtypes, cap) for cap in caps]
+    assert all(one != other for index, one in enumerate(tried) for other in tried[:index])
+    assert len(sweep(plan, None)) > len(caps) >= 2
+    for cap, contestant in sweep(plan, problem):
+        made = make_schedule(problem, f"ddp:{cap:g}")
+        assert [len(b.gradients) for b in contestant.plan.buckets] == [len(b.gradients) for b in made.buckets]  # type: ignore[union-attr]
+
+
+def test_a_profile_of_something_else_is_refused() -> None:
+    plan = optimize(usual_profile())
+    other = parse_profile(profile_document([(10, 1.0)], cluster=cluster_document()))
+    with pytest.raises(InputError, match="gradients that are not the plan's, the first g1"):
+        contestants(plan, make_problem(other), [])
+    more = parse_profile(usual_document(cluster=cluster_document((200.0, 0.001), nodes=8)))
+    with pytest.raises(InputError, match="a cluster of 8 ranks, expected the plan's 4"):
+        contestants(plan, make_problem(more), [])
+    with pytest.raises(InputError, match="found no profile to make them from"):
+        contestants(plan, None, ["wfbp"])
+
+
+def measured(blocks: dict[str, float], losses: dict[str, float] | None = None, broken: Sequence[str] = ()) -> Measured:
+    """One rank's records, of steps without noise."""
+    plan = optimize(usual_profile())
+    records = []
+    for name, step_us in blocks.items():
+        kind = "bare" if name == BARE else "ddp" if name.startswith("ddp") else "plan"
+        record = Record(Contestant(name=name, kind=kind, plan=plan if kind == "plan" else None, predicted_us=90.0))  # type: ignore[arg-type]
+        record.step_us = [[step_us, step_us + 2.0]] * 3
+        record.losses = [(losses or {}).get(name, 1.0)]
+        record.alone_us = 40.0 if kind == "plan" else None
+        record.failure = "no such message" if name in broken else None
+        records.append(record)
+    return Measured(records, backward_us=30.0)
+
+
+def test_a_comparison_from_what_ranks_saw() -> None:
+    blocks = {BARE: 79.0, DDP: 119.0, "ddp:best(5 MiB)": 109.0, "ddp:fp16": 94.0, PLAN: 99.0}
+    comparison = summarize([measured(blocks), measured(blocks)])
+    rows = {row.name: row for row in comparison.rows}
+    assert rows[PLAN].median_us == 100.0
+    assert rows[PLAN].exposed_us == 20.0
+    assert rows[PLAN].hidden_share == pytest.approx(20.0 / 30.0)
+    assert rows[PLAN].error == pytest.approx(-0.1)
+    assert "the plan is faster than the best DDP, ddp:best(5 MiB)" in comparison.verdicts[0]
+    assert "the plan is slower than ddp:fp16, which is not exact" in comparison.verdicts[1]
+    assert len(comparison.verdicts) == 2
+    assert set(comparison.to_document()[0]) >= {
+        *("name", "median_us", "ci95_us", "exposed_us", "hidden_share", "predicted_us", "error")
+    }
+
+
+def test_other_losses_than_ddp_s_are_told() -> None:
+    blocks = {BARE: 80.0, DDP: 120.0, PLAN: 99.0}
+    assert "NOT THE SAME TRAINING: plan" in summarize([measured(blocks, {PLAN: 1.01})]).verdicts[-1]
+    assert not any("NOT" in line for line in summarize([measured(blocks, {PLAN: 1.0 + 1e-7})]).verdicts)
+    nan = dict.fromkeys(blocks, float("nan"))
+    assert not any("NOT" in line for line in summarize([measured(blocks, nan)]).verdicts)
+
+
+def test_what_does_not_work_is_listed_with_its_reason() -> None:
+    blocks = {BARE: 80.0, DDP: 120.0, "ddp:powersgd": 70.0, PLAN: 99.0}
+    comparison = summarize([measured(blocks, broken=["ddp:powersgd"])])
+    assert failures(comparison) == ["ddp:powersgd does not work here: no such message"]
+    assert comparison_table(comparison).row_count == 4
+    assert all("powersgd" not in line for line in comparison.verdicts)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--rounds", "1"], "expected at least 2 rounds"),
+        (["--steps", "3", "--rounds", "5"], "expected at least 2 rounds and a step for each"),
+        (["--strategy", "wfbp"], "expected --profile profile.json"),
+        (["--profile", "absent.json"], "absent.json: no such file"),
+    ],
+)
+def test_wrong_options(tmp_path: Path, capsys: pytest.CaptureFixture[str], options: list[str], words: str) -> None:
+    profile, plan = write(tmp_path / "profile.json", usual_document()), str(tmp_path / "plan.json")
+    with contextlib.suppress(SystemExit):
+        main(["optimize", profile, "-o", plan])
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as ended:
+        main(["compare", "examples/digits.py:job", "--plan", plan, *options])
+    assert ended.value.code == 2
+    assert words in capsys.readouterr().err
