@@ -40,7 +40,11 @@ Job = Annotated[
 MAX_STEPS = 10**9
 """More steps than anybody waits for."""
 
-ClusterFile = Annotated[str | None, typer.Option(help="cluster.json; default: the cluster measured with the profile.")]
+ProfileName = Annotated[str, typer.Argument(help="profile.json, or a name: MODEL or MODEL@CLUSTER (planner catalog).")]
+ClusterName = Annotated[
+    str | None,
+    typer.Option(help="cluster.json, or a name (planner catalog); default: the cluster measured with the profile."),
+]
 
 
 class _Options:
@@ -114,8 +118,8 @@ def profile(
 
 @app.command()
 def optimize(
-    profile: Annotated[str, typer.Argument(help="profile.json")],
-    cluster: ClusterFile = None,
+    profile: ProfileName,
+    cluster: ClusterName = None,
     accuracy: Annotated[
         str, typer.Option(help="exact, bounded or relaxed: the riskiest class of plan allowed.")
     ] = "exact",
@@ -152,8 +156,8 @@ def optimize(
 
 @app.command()
 def simulate(
-    profile: Annotated[str, typer.Argument(help="profile.json")],
-    cluster: ClusterFile = None,
+    profile: ProfileName,
+    cluster: ClusterName = None,
     strategy: Annotated[
         str | None,
         typer.Option(
@@ -216,6 +220,20 @@ def _counts(text: str | None) -> list[int] | None:
     if not all(item.isdecimal() and len(item) < 10 and int(item) >= 1 for item in items):
         raise InputError(f"--ranks: found {text!r}, expected positive integers such as 4,8,16")
     return [int(item) for item in items]
+
+
+@app.command()
+def catalog() -> None:
+    """Models and clusters that others measured: names for optimize and simulate, with their sources."""
+    from planner.catalog import entries
+
+    listed = entries()
+    if _Options.as_json:
+        _print_json([entry.to_document() for entry in listed])
+        return
+    from planner.explain import catalog_table
+
+    _console().print(catalog_table(listed))
 
 
 @app.command()

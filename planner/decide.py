@@ -5,12 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+from planner.catalog import find_cluster, find_profile
 from planner.ir import Schedule
 from planner.lower import lower, predict
 from planner.passes.merge import merge_without_contention
 from planner.pipeline import AfterPass, parse_passes, run_passes
 from planner.problem import Problem, make_problem
-from planner.profile.document import Cluster, Profile, load_cluster, load_profile
+from planner.profile.document import Cluster, Profile
 from planner.simulator import simulate_schedule
 from planner.strategies import BASELINES, make_schedule
 from planner.strategies.optimal import best_baseline
@@ -36,8 +37,8 @@ def optimize(
     """Decides how the gradients of a profiled step travel.
 
     Args:
-        profile: a profile, or the path of profile.json.
-        cluster: a cluster, or the path of cluster.json; default: the one measured with the profile.
+        profile: a profile, the path of profile.json, or a name of the catalogue: `MODEL` or `MODEL@CLUSTER`.
+        cluster: a cluster, the path of cluster.json, or a name; default: the one measured with the profile.
         accuracy: the class of plans allowed. Every plan is `exact` so far: no lossy pass exists in this version, and
             the plan's notes say so where more was allowed.
         passes: the pipeline, for example `merge{labels=4}`.
@@ -53,7 +54,8 @@ def optimize(
         raise InputError(f"--accuracy: found {accuracy!r}, expected one of: {', '.join(ACCURACIES)}")
     pipeline = parse_passes(passes)
     where = name_of(profile if cluster is None else cluster)
-    problem = make_problem(_profile(profile), _cluster(cluster), where=where)
+    machines = None if cluster is None else find_cluster(cluster)
+    problem = make_problem(find_profile(profile), machines, where=where)
     schedule = run_passes(pipeline, best_baseline(problem), problem, after_pass)
     baselines = {name: predict(problem, make_schedule(problem, name)) for name in BASELINES}
     plan = replace(lower(problem, schedule), baselines=baselines, certificate=certify(problem, schedule))
@@ -63,14 +65,6 @@ def optimize(
 def name_of(document: Profile | Cluster | str | Path) -> str:
     """How messages name a document: by its path where it has one."""
     return str(document) if isinstance(document, str | Path) else type(document).__name__.lower()
-
-
-def _profile(profile: Profile | str | Path) -> Profile:
-    return profile if isinstance(profile, Profile) else load_profile(profile)
-
-
-def _cluster(cluster: Cluster | str | Path | None) -> Cluster | None:
-    return cluster if cluster is None or isinstance(cluster, Cluster) else load_cluster(cluster)
 
 
 def certify(problem: Problem, schedule: Schedule) -> Certificate:

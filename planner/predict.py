@@ -8,10 +8,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from planner.catalog import find_cluster, find_profile
 from planner.decide import name_of
 from planner.ir import Schedule
 from planner.problem import Problem, make_problem
-from planner.profile.document import Cluster, Profile, load_cluster, load_profile
+from planner.profile.document import Cluster, Profile
 from planner.simulator import simulate_schedule
 from planner.strategies import make_schedule
 from planner.verify import verify
@@ -64,8 +65,8 @@ def simulate(
     """Predicts the step of each strategy on each number of ranks.
 
     Args:
-        profile: a profile, or the path of profile.json.
-        cluster: a cluster, or the path of cluster.json; default: the one measured with the profile.
+        profile: a profile, the path of profile.json, or a name of the catalogue: `MODEL` or `MODEL@CLUSTER`.
+        cluster: a cluster, the path of cluster.json, or a name; default: the one measured with the profile.
         strategies: names such as `wfbp`, `wfbp:layer`, `single`, `mg_wfbp`, `ddp`, `ddp:SIZE_MIB`, `optimal`.
         ranks: numbers of ranks; default: the cluster's.
         what_if: changes to the profile and the cluster before anything is predicted.
@@ -80,9 +81,8 @@ def simulate(
     if isinstance(strategies, str):
         raise InputError(f"strategies: found {strategies!r}, expected a list of names; pass [{strategies!r}]")
     change = what_if or WhatIf()
-    loaded = change.profile(profile if isinstance(profile, Profile) else load_profile(profile))
-    machines = cluster if cluster is None or isinstance(cluster, Cluster) else load_cluster(cluster)
-    machines = None if machines is None else change.cluster(machines)
+    loaded = change.profile(find_profile(profile))
+    machines = None if cluster is None else change.cluster(find_cluster(cluster))
     results = []
     where = name_of(profile if cluster is None else cluster)
     for count in _checked_ranks(ranks) or (None,):

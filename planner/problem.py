@@ -176,8 +176,8 @@ def make_problem(
     chosen = cluster or profile.cluster
     if chosen is None:
         raise InputError(
-            f"{where}: $.cluster: found none and no other was given; expected `--cluster FILE`, or a profile made by "
-            f"`planner profile` on the machines in question"
+            f"{where}: $.cluster: found none and no other was given; expected `--cluster FILE`, `--cluster NAME` "
+            f"(`planner catalog` lists names), or a profile made by `planner profile` on the machines in question"
         )
     try:
         return Problem(profile=profile, cost=communication_cost(chosen, ranks))

@@ -122,6 +122,10 @@ class ProfileWorld:
     measured: str | None = None
     threads_per_rank: Count | None = None
     cores: Count | None = None
+    accelerator: str | None = None
+    """The name of the device, for example `Tesla V100`."""
+    batch_per_rank: PositiveCount | None = None
+    """Samples that each rank computes in a step."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -181,6 +185,9 @@ class Cluster:
     all_reduce_algorithm: Literal["ring", "recursive_doubling", "halving_doubling", "binary_tree"] = "ring"
     contention: Contention | None = None
     source: str | None = None
+    """Who measured it, where it was published, and how each constant was obtained."""
+    notes: tuple[str, ...] | None = None
+    """What a reader has to know: assumptions, fits and what they were checked on."""
 
     @property
     def ranks(self) -> int:
@@ -200,6 +207,10 @@ class Profile:
     layers: tuple[Layer, ...] | None = None
     tracing: Tracing | None = None
     cluster: Cluster | None = None
+    source: str | None = None
+    """Who measured it and where it was published, where it was not measured here."""
+    notes: tuple[str, ...] | None = None
+    """What a reader has to know: assumptions, and the rule by which a known total was split."""
 
     def save(self, path: str | Path) -> None:
         """Writes profile.json atomically."""

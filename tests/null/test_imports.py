@@ -19,13 +19,12 @@ ROOT = Path(planner.__file__).parents[1]
 HEAVY = ("torch", "ortools", "networkx", "sklearn", "scipy")
 
 DECIDING = (
-    "planner/__init__.py", "planner/__main__.py", "planner/cli.py", "planner/decide.py", "planner/explain.py",
-    "planner/ir.py", "planner/job.py", "planner/lower.py", "planner/outputs.py", "planner/pipeline.py",
-    "planner/predict.py", "planner/problem.py", "planner/progress.py", "planner/simulator.py", "planner/verify.py",
-    "planner/profile/__init__.py", "planner/profile/document.py", "planner/cost/*.py", "planner/merging/*.py",
-    "planner/passes/*.py", "planner/strategies/*.py",
-    "runtime/__init__.py", "runtime/documents.py", "runtime/errors.py", "runtime/files.py", "runtime/names.py",
-    "runtime/plan.py",
+    "planner/__init__.py", "planner/__main__.py", "planner/catalog.py", "planner/cli.py", "planner/decide.py",
+    "planner/explain.py", "planner/ir.py", "planner/job.py", "planner/lower.py", "planner/outputs.py",
+    "planner/pipeline.py", "planner/predict.py", "planner/problem.py", "planner/progress.py", "planner/simulator.py",
+    "planner/verify.py", "planner/profile/__init__.py", "planner/profile/document.py", "planner/cost/*.py",
+    "planner/merging/*.py", "planner/passes/*.py", "planner/strategies/*.py", "runtime/__init__.py",
+    "runtime/documents.py", "runtime/errors.py", "runtime/files.py", "runtime/names.py", "runtime/plan.py",
     "runtime/timeline.py", "runtime/version.py",
 )  # fmt: skip
 """Files that have to work where torch is not installed."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import zipfile
@@ -35,9 +36,18 @@ def test_the_wheel_holds_code_data_and_licence(tmp_path: Path) -> None:
     names = set(zipfile.ZipFile(wheel).namelist())
     code = {name for name in tracked if name.startswith(("planner/", "runtime/")) and name.endswith(".py")}
     assert code <= names
-    assert {name for name in tracked if name.startswith("profiles/clusters/")} <= names
+    assert {name for name in tracked if name.startswith(("profiles/clusters/", "profiles/models/"))} <= names
     assert {"planner/py.typed", "runtime/py.typed"} <= names
     assert any(name.endswith("LICENSE") for name in names)
     assert not any(name.startswith(("tests/", "examples/", "benchmarks/")) for name in names)
     entry_points = next(name for name in names if name.endswith("entry_points.txt"))
     assert "planner = planner.cli:main" in zipfile.ZipFile(wheel).read(entry_points).decode()
+    installed = tmp_path / "installed"
+    zipfile.ZipFile(wheel).extractall(installed)
+    program = "from planner.cli import main; main(['simulate', 'resnet50@v100-16x8-25gbe', '--strategy', 'single'])"
+    environment = {**os.environ, "PYTHONPATH": str(installed)}
+    found = subprocess.run(
+        [sys.executable, "-c", program], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60
+    )
+    assert found.returncode == 0, found.stderr
+    assert "128" in found.stdout

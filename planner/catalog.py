@@ -1,0 +1,110 @@
+"""Profiles and clusters by name: the documents that ship with the package, in `profiles/`.
+
+A name is that of a file without its ending; `MODEL@CLUSTER` is a model on a cluster. A path that exists wins over a
+name, on either side of the `@`. Never imports torch.
+"""
+
+from __future__ import annotations
+
+import difflib
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+from planner.profile.document import Cluster, Profile, load_cluster, load_profile
+from runtime.errors import InputError
+
+Kind = Literal["model", "cluster"]
+
+# Beside this package, in a checkout as in an installed wheel; found by place, for a folder named `profiles` is common.
+FOLDER = Path(__file__).resolve().parent.parent / "profiles"
+
+MAX_SUGGESTIONS = 3
+
+Document = TypeVar("Document", Profile, Cluster)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Entry:
+    """One document of the catalogue."""
+
+    kind: Kind
+    name: str
+    summary: str
+    source: str
+
+    def to_document(self) -> dict[str, Any]:
+        """The entry as plain JSON types."""
+        return {"kind": self.kind, "name": self.name, "summary": self.summary, "source": self.source}
+
+
+def names(kind: Kind) -> list[str]:
+    """The names that the catalogue knows, sorted."""
+    return sorted(path.stem for path in (FOLDER / f"{kind}s").glob("*.json"))
+
+
+def entries() -> list[Entry]:
+    """Every document with what it is and where its numbers come from: models, then clusters."""
+    models = [
+        Entry(kind="model", name=name, summary=_model_summary(profile), source=profile.source or "")
+        for name in names("model")
+        for profile in [load_profile(_file("model", name))]
+    ]
+    clusters = [
+        Entry(kind="cluster", name=name, summary=_cluster_summary(cluster), source=cluster.source or "")
+        for name in names("cluster")
+        for cluster in [load_cluster(_file("cluster", name))]
+    ]
+    return [*models, *clusters]
+
+
+def find_profile(given: Profile | str | Path) -> Profile:
+    """A profile as given: a record, the path of profile.json, `MODEL`, or `MODEL@CLUSTER`.
+
+    Raises:
+        InputError: neither a file nor a name (lists the near and the known ones); the document is wrong.
+    """
+    if isinstance(given, Profile):
+        return given
+    model, at, cluster = str(given).rpartition("@")
+    if not at or Path(given).exists():
+        return load_profile(_locate("model", given))
+    return replace(load_profile(_locate("model", model)), cluster=find_cluster(cluster))
+
+
+def find_cluster(given: Cluster | str | Path) -> Cluster:
+    """A cluster as given: a record, the path of cluster.json, or a name. Raises as `find_profile` does."""
+    return given if isinstance(given, Cluster) else load_cluster(_locate("cluster", given))
+
+
+def _file(kind: Kind, name: str) -> Path:
+    return FOLDER / f"{kind}s" / f"{name}.json"
+
+
+def _locate(kind: Kind, given: str | Path) -> Path:
+    """The file that is meant. What looks like a path stays one, so that its message names that path."""
+    path, text, known = Path(given), str(given), names(kind)
+    if path.is_file() or isinstance(given, Path):
+        return path
+    if text in known:
+        return _file(kind, text)
+    if text and (path.exists() or path.suffix == ".json" or len(path.parts) > 1):
+        return path
+    near = difflib.get_close_matches(text.lower(), known, n=MAX_SUGGESTIONS, cutoff=0.5)
+    hint = f" (did you mean {' or '.join(near)}?)" if near else ""
+    document = "profile.json" if kind == "model" else "cluster.json"
+    raise InputError(
+        f"{text or 'empty name'}: found neither a file nor a known {kind} of that name{hint}; expected the path of a "
+        f"{document}, or one of: {', '.join(known)}"
+    )
+
+
+def _model_summary(profile: Profile) -> str:
+    gradients, world = profile.compute.gradients, profile.world
+    batch = f", batch {world.batch_per_rank}" if world.batch_per_rank else ""
+    numel = sum(gradient.numel for gradient in gradients)
+    return f"{numel / 1e6:.1f} M parameters in {len(gradients)} gradients; {world.accelerator or world.device}{batch}"
+
+
+def _cluster_summary(cluster: Cluster) -> str:
+    return f"{cluster.ranks} ranks: {cluster.nodes} nodes of {cluster.ranks_per_node}"
