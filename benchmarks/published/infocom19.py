@@ -1,0 +1,139 @@
+"""MG-WFBP, INFOCOM 2019: GoogLeNet and ResNet-50 on 1 to 8 K80 nodes, and simulations up to 64 (B-Caffe)."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+from benchmarks.published.collectives import osu_knots
+from benchmarks.published.common import DATA, STRATEGY, Comparison, model, predict_s, schedule_of, simulate_s, table
+from benchmarks.traces import layer_log_rows, make_profile, with_step
+from planner.catalog import find_cluster
+from planner.ir import Schedule
+from planner.problem import Problem, make_problem
+from planner.profile.document import Cluster, Link, Profile
+from planner.simulator import simulate_schedule
+from planner.strategies import make_schedule
+from runtime.timeline import Timeline
+
+METHODS = ("WFBP", "SyncEASGD", "MG-WFBP")
+MODELS = {"GoogLeNet": "googlenet", "ResNet-50": "resnet50-k80-b32"}
+LOG = "bcaffe_infocom19/googlenet_layers.csv"
+
+
+def simulated_cluster(nodes: int) -> Cluster:
+    """The authors' all-reduce model, with the paper's start-up 2(N − 1)·α."""
+    constants = json.loads((DATA / "bcaffe_infocom19/constants.json").read_text(encoding="utf-8"))
+    constants = constants["sim_allreduce_model_us"]
+    alpha_us = constants["paper_intercept_us"]["8"] / (2 * (8 - 1))
+    link = Link(
+        alpha_us=alpha_us,
+        beta_us_per_byte=constants["beta_s_per_byte"] * 1e6,
+        gamma_us_per_byte=constants["gamma_s_per_byte"] * 1e6,
+    )
+    return Cluster(name="k80-10gbe", nodes=nodes, inter=link)
+
+
+def start_ups() -> list[Comparison]:
+    """The paper's a on 2, 4 and 8 nodes."""
+    constants = json.loads((DATA / "bcaffe_infocom19/constants.json").read_text(encoding="utf-8"))
+    published = constants["sim_allreduce_model_us"]["paper_intercept_us"]
+    return [
+        Comparison(
+            what=f"start-up a on {nodes} nodes",
+            published=a_us,
+            ours=make_problem(model("googlenet"), simulated_cluster(int(nodes))).cost.all_reduce.start_up_us,
+            unit="µs",
+        )
+        for nodes, a_us in published.items()
+    ]
+
+
+def replay() -> Timeline:
+    """One logged iteration: every layer's own all-reduce time, in the order of backward, starting with backward."""
+    lines = [line for line in table(LOG) if line["run"] == "tmp8comm_pass2"]
+    rows = layer_log_rows(DATA / LOG, "tmp8comm_pass2")
+    times = {f"layer{line['layer_forward_index']}": float(line["allreduce_us"]) for line in lines}
+    # One byte range of its own for each message, so that a curve through samples gives each its logged time.
+    numbered = [replace(row, numel=index + 1) for index, row in enumerate(rows)]
+    profile = make_profile(numbered, name="googlenet", forward_us=0.0)
+    samples = tuple((4.0 * row.numel, times[row.name]) for row in numbered)
+    problem = make_problem(profile, Cluster(nodes=8, samples={"all_reduce": samples}))
+    return simulate_schedule(problem, make_schedule(problem, "wfbp"))
+
+
+def speed_ups(name: str, nodes: int) -> dict[str, float]:
+    """Step time of WFBP and SyncEASGD over that of the best merged schedule, simulated as the paper does."""
+    cluster, profile = simulated_cluster(nodes), model(MODELS[name])
+    best_s = predict_s(profile, cluster, "optimal")
+    return {method: predict_s(profile, cluster, STRATEGY[method]) / best_s for method in ("WFBP", "SyncEASGD")}
+
+
+PUBLISHED_SPEED_UPS = {
+    ("GoogLeNet", "WFBP"): 1.78,
+    ("GoogLeNet", "SyncEASGD"): 1.35,
+    ("ResNet-50", "WFBP"): 1.75,
+    ("ResNet-50", "SyncEASGD"): 1.45,
+}
+"""Sec. V-C, simulated on 64 nodes: MG-WFBP over the method."""
+
+
+def simulated_comparisons() -> list[Comparison]:
+    """The paper's simulations of 64 nodes."""
+    ours = {name: speed_ups(name, 64) for name in MODELS}
+    return [
+        Comparison(what=f"{name}, 64 nodes: MG-WFBP over {method}", published=value, ours=ours[name][method], unit="×")
+        for (name, method), value in PUBLISHED_SPEED_UPS.items()
+    ]
+
+
+def measured_profile(name: str) -> Profile:
+    """A model whose step takes what it took on one node there."""
+    [single] = [line for line in _throughput(name, "WFBP") if line["nodes"] == "1"]
+    return with_step(model(MODELS[name]), float(single["iteration_s_derived"]) * 1e6)
+
+
+def measured_cluster(nodes: int) -> Cluster:
+    """The OSU all-reduce on so many nodes."""
+    return Cluster(name=f"k80-{nodes}x1-10gbe-osu", nodes=nodes, samples={"all_reduce": tuple(osu_knots(nodes))})
+
+
+def believed_cluster() -> Cluster:
+    """The four points by which B-Caffe's binary decided what to merge."""
+    constants = json.loads((DATA / "bcaffe_infocom19/constants.json").read_text(encoding="utf-8"))
+    points = constants["online_predictor_points"]["bytes_us"]
+    return Cluster(nodes=8, samples={"all_reduce": tuple((float(x), float(y)) for x, y in points)})
+
+
+def measured_comparisons() -> list[Comparison]:
+    """Iteration times on two and more nodes."""
+    result = []
+    for name in MODELS:
+        profile = measured_profile(name)
+        for method in METHODS:
+            for line in _throughput(name, method):
+                nodes = int(line["nodes"])
+                if nodes == 1:
+                    continue
+                result.append(
+                    Comparison(
+                        what=f"{name} {nodes} nodes {method}",
+                        published=float(line["iteration_s_derived"]),
+                        ours=simulate_s(profile, measured_cluster(nodes), _schedule(profile, method)),
+                    )
+                )
+    return result
+
+
+def _schedule(profile: Profile, method: str) -> Schedule:
+    return schedule_of(profile, method, believed_cluster())
+
+
+def _throughput(name: str, method: str) -> list[dict[str, str]]:
+    lines = table("bcaffe_infocom19/measured_throughput.csv")
+    return [line for line in lines if line["model"] == name and line["method"] == method]
+
+
+def catalogue_problem(name: str) -> Problem:
+    """A model of the catalogue on the catalogue's measured K80 cluster."""
+    return make_problem(measured_profile(name), find_cluster("k80-8x1-10gbe-osu"))
