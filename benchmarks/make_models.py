@@ -12,7 +12,6 @@ from benchmarks.traces import (
     evenly_over_matrices,
     gap_rows,
     graph_rows,
-    in_dtype,
     layer_log_rows,
     make_profile,
     parameter_rows,
@@ -29,6 +28,10 @@ EVEN_RULE = (
     "backward on average; a split by parameters would be off by 37 % and 25 %"
 )
 FIRST_GAP = "the time from the start of backward to the first gradient is not in the trace (0 here)"
+MIXED = (
+    "mixed precision: computed in FP16; assumed, for the paper does not say: variables, and so their gradients, are "
+    "kept and sent in FP32"
+)
 NO_UPDATE = "the time of the update is not in the source (0 here)"
 
 TRACED = {
@@ -41,12 +44,12 @@ TRACED = {
 }
 
 TOTALS = {
-    "resnet50-k80-b32": ("resnet50", 0.416396, "Tesla K80", 32, "float32", "measured_throughput: 76.85 images/s"),
-    "resnet50-224px-v100-fp16-b256": ("resnet50", 256 / 1240, "Tesla V100", 256, "float16", "Table 4: 1240 images/s"),
-    "resnet50-128px-v100-fp16-b256": ("resnet50", 256 / 3010, "Tesla V100", 256, "float16", "Table 4: 3010 images/s"),
-    "resnet50-96px-v100-fp16-b256": ("resnet50", 256 / 4400, "Tesla V100", 256, "float16", "Table 4: 4400 images/s"),
+    "resnet50-k80-b32": ("resnet50", 0.416396, "Tesla K80", 32, "measured_throughput: 76.85 images/s"),
+    "resnet50-224px-v100-amp-b256": ("resnet50", 256 / 1240, "Tesla V100", 256, "Table 4: 1240 images/s"),
+    "resnet50-128px-v100-amp-b256": ("resnet50", 256 / 3010, "Tesla V100", 256, "Table 4: 3010 images/s"),
+    "resnet50-96px-v100-amp-b256": ("resnet50", 256 / 4400, "Tesla V100", 256, "Table 4: 4400 images/s"),
 }
-"""Name → (traced model, seconds of forward + backward, accelerator, batch, dtype, where the total is published)."""
+"""Name → (traced model, seconds of forward + backward, accelerator, batch, where the total is published)."""
 
 
 def models() -> Iterator[Profile]:
@@ -143,25 +146,23 @@ def _split_totals() -> Iterator[Profile]:
     )
     vgg19 = parameter_rows(DATA / "layer_sizes/vgg19.csv", evenly_over_matrices)
     forward_us, rows = split_step(vgg19, 256 / 560 * 1e6)
-    yield in_dtype(
-        make_profile(
-            rows,
-            name="vgg19-v100-fp16-b256",
-            forward_us=forward_us,
-            accelerator="Tesla V100",
-            batch=256,
-            source=(
-                f"total: {sources.COMMLIB}, Sec. 5.5.2: 560 images/s on one GPU; "
-                f"{sources.SIZES.format(package='torchvision 0.17.2')}"
-            ),
-            notes=[
-                STEP_RULE,
-                EVEN_RULE,
-                "the batch is not in the records used here; assumed: 256, as for ResNet-50 there",
-                NO_UPDATE,
-            ],
+    yield make_profile(
+        rows,
+        name="vgg19-v100-amp-b256",
+        forward_us=forward_us,
+        accelerator="Tesla V100",
+        batch=256,
+        source=(
+            f"total: {sources.COMMLIB}, Sec. 5.5.2: 560 images/s on one GPU; "
+            f"{sources.SIZES.format(package='torchvision 0.17.2')}"
         ),
-        "float16",
+        notes=[
+            STEP_RULE,
+            EVEN_RULE,
+            "the batch is not in the records used here; assumed: 256, as for ResNet-50 there",
+            NO_UPDATE,
+            MIXED,
+        ],
     )
 
 
@@ -170,35 +171,33 @@ def _transformer() -> Profile:
         DATA / "layer_sizes/transformer_wmt_base.csv", by_matrix_size, last=["shared_embedding.weight"]
     )
     forward_us, rows = split_step(rows, 1e6 / 32)
-    return in_dtype(
-        make_profile(
-            rows,
-            name="transformer",
-            forward_us=forward_us,
-            accelerator="Tesla V100",
-            batch=1,
-            source=(
-                f"total: {sources.COMMLIB}, Sec. 5.5.2: 32 samples/s on one GPU; "
-                f"{sources.SIZES.format(package='torch.nn.Transformer, 6 + 6 layers, vocabulary 37000, tied')}"
-            ),
-            notes=[
-                "per sample: the batch of the measurement is not in the source; scale it to yours",
-                "which size of Transformer was measured is not in the source; these are the base model's sizes",
-                STEP_RULE,
-                "backward of each gradient is not in the source; rule: a matrix takes time by its elements, all else "
-                "none; the tied embedding's gradient comes last",
-                NO_UPDATE,
-            ],
+    return make_profile(
+        rows,
+        name="transformer",
+        forward_us=forward_us,
+        accelerator="Tesla V100",
+        batch=1,
+        source=(
+            f"total: {sources.COMMLIB}, Sec. 5.5.2: 32 samples/s on one GPU; "
+            f"{sources.SIZES.format(package='torch.nn.Transformer, 6 + 6 layers, vocabulary 37000, tied')}"
         ),
-        "float16",
+        notes=[
+            "per sample: the batch of the measurement is not in the source; scale it to yours",
+            "which size of Transformer was measured is not in the source; these are the base model's sizes",
+            STEP_RULE,
+            "backward of each gradient is not in the source; rule: a matrix takes time by its elements, all else "
+            "none; the tied embedding's gradient comes last",
+            NO_UPDATE,
+            MIXED,
+        ],
     )
 
 
 def _rescaled() -> Iterator[Profile]:
     traced = {profile.model.name: profile for profile in _traced()}
-    for name, (base, step_s, accelerator, batch, dtype, where) in TOTALS.items():
+    for name, (base, step_s, accelerator, batch, where) in TOTALS.items():
         origin = sources.COMMLIB if "Table" in where else sources.BCAFFE.format(what="throughput on one node")
-        profile = in_dtype(with_step(traced[base], step_s * 1e6), dtype)
+        profile = with_step(traced[base], step_s * 1e6)
         gradients = tuple(
             replace(gradient, backward_us=round(gradient.backward_us, 3)) for gradient in profile.compute.gradients
         )
@@ -208,5 +207,11 @@ def _rescaled() -> Iterator[Profile]:
             world=replace(profile.world, accelerator=accelerator, batch_per_rank=batch),
             compute=replace(profile.compute, forward_us=round(profile.compute.forward_us, 3), gradients=gradients),
             source=f"total: {origin}, {where} on one GPU; shares of each gradient: {profile.source}",
-            notes=(STEP_RULE, "the shares were traced on a V100 at another batch and precision", FIRST_GAP, NO_UPDATE),
+            notes=(
+                STEP_RULE,
+                "the shares were traced on a V100 at another batch and precision",
+                FIRST_GAP,
+                NO_UPDATE,
+                *([MIXED] if "-amp-" in name else []),
+            ),
         )

@@ -107,7 +107,8 @@ def comparisons(name: str) -> list[Comparison]:
     """The rows of a model."""
     return [
         Comparison(
-            what=f"{name} {line['method']}",
+            what=name,
+            method=line["method"],
             published=float(line["iteration_s_sum"]),
             ours=predicted_s(name, line["method"]),
         )

@@ -36,9 +36,16 @@ class Comparison:
     """One published figure beside ours."""
 
     what: str
+    """The cell of the table: model, machines, quantity."""
     published: float
     ours: float
     unit: str = "s"
+    method: str = ""
+    """Which of the methods that share the cell."""
+
+    @property
+    def name(self) -> str:
+        return f"{self.what}, {self.method}" if self.method else self.what
 
     @property
     def ratio(self) -> float:

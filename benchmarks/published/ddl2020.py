@@ -83,7 +83,8 @@ def compare(row: Row, network: str, cluster: Cluster) -> Comparison:
     schedule = _schedule(row["model"], network, row["method"], ranks)
     step_s = simulate_s(profile_of(row["model"]), cluster, schedule, ranks)
     return Comparison(
-        what=f"{row['model']} {NETWORKS[network]} {ranks} GPUs {row['method']}",
+        what=f"{row['model']} {NETWORKS[network]} {ranks} GPUs",
+        method=row["method"],
         published=float(row["samples_per_s"]),
         ours=int(row["batch_per_gpu"]) * ranks / step_s,
         unit="samples/s",

@@ -117,7 +117,8 @@ def measured_comparisons() -> list[Comparison]:
                     continue
                 result.append(
                     Comparison(
-                        what=f"{name} {nodes} nodes {method}",
+                        what=f"{name} {nodes} nodes",
+                        method=method,
                         published=float(line["iteration_s_derived"]),
                         ours=simulate_s(profile, measured_cluster(nodes), _schedule(profile, method)),
                     )

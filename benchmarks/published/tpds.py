@@ -113,7 +113,8 @@ def compare(row: Row, cluster: Cluster) -> Comparison:
     """One row beside its prediction on a cluster."""
     schedule = _schedule(row["model"], row["precision"], row["compute_s"], row["network"], row["method"])
     return Comparison(
-        what=f"{row['model']} {row['precision']} {row['network']} {row['method']}",
+        what=f"{row['model']} {row['precision']} {row['network']}",
+        method=row["method"],
         published=float(row["iteration_s"]),
         ours=simulate_s(row_profile(row), cluster, schedule),
     )

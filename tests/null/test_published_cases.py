@@ -17,6 +17,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from benchmarks.published import asc, collectives, commlib, ddl2020, dgx, infocom19, omgs, ssd, tpds
 from benchmarks.published.common import Comparison, model, ordered, predict_s
+from benchmarks.traces import in_dtype
 from planner import optimize
 from planner.catalog import find_cluster
 
@@ -25,13 +26,13 @@ def check(comparisons: Iterable[Comparison], tolerance: float) -> None:
     """Every figure within its tolerance; all that are not are listed."""
     compared = list(comparisons)
     assert compared
-    off = [f"{c.what}: published {c.published:.4g}, ours {c.ours:.4g}" for c in compared if c.error > tolerance]
+    off = [f"{c.name}: published {c.published:.4g}, ours {c.ours:.4g}" for c in compared if c.error > tolerance]
     assert not off, off
 
 
 def by_method(comparisons: Iterable[Comparison]) -> dict[str, Comparison]:
-    """Method, the last word of what is compared → comparison."""
-    return {comparison.what.split()[-1]: comparison for comparison in comparisons}
+    """Method → comparison."""
+    return {comparison.method: comparison for comparison in comparisons}
 
 
 # MG-WFBP, INFOCOM 2019
@@ -60,7 +61,7 @@ def test_one_message_becomes_better_than_one_per_layer_between_16_and_64_nodes()
 
 
 def test_resnet50_on_8_k80_nodes() -> None:
-    rows = by_method(c for c in infocom19.measured_comparisons() if "ResNet-50 8 nodes" in c.what)
+    rows = by_method(c for c in infocom19.measured_comparisons() if c.what == "ResNet-50 8 nodes")
     check([rows["WFBP"], rows["MG-WFBP"]], 0.15)
     check([rows["SyncEASGD"]], 0.25)
     assert ordered({name: row.ours for name, row in rows.items()}) == ["MG-WFBP", "WFBP", "SyncEASGD"]
@@ -76,7 +77,7 @@ def test_step_times_on_16_v100(name: str, network: str) -> None:
     rows = tpds.comparisons(network, name)
     check(rows, 0.25)
     if network == "10GbE":
-        check([row for row in rows if "MG-WFBP" not in row.what], 0.10)
+        check([row for row in rows if row.method != "MG-WFBP"], 0.10)
 
 
 def test_on_infiniband_merging_gains_next_to_nothing_for_resnet152() -> None:
@@ -99,7 +100,7 @@ def test_resnet50_over_10gbe_on_8_16_and_32_gpus() -> None:
 
 def test_bert_large_over_10gbe_is_bound_by_bytes() -> None:
     published_s = {8: 2.13, 16: 2.359, 32: 2.438}
-    rows = [row for row in ddl2020.comparisons("10gbe", "BERT-Large") if "MG-WFBP" in row.what]
+    rows = [row for row in ddl2020.comparisons("10gbe", "BERT-Large") if row.method == "MG-WFBP"]
     for (ranks, step_s), row in zip(published_s.items(), rows, strict=True):
         assert f" {ranks} GPUs" in row.what
         assert 8 * ranks / row.ours == pytest.approx(step_s, rel=0.20)
@@ -159,21 +160,25 @@ def test_the_mean_step_with_delayed_synchronization() -> None:
 
 
 def test_network_cards_that_ranks_share_make_the_2d_torus_as_slow_as_it_was() -> None:
-    profile = model("resnet50-96px-v100-fp16-b256")
+    """Published: 46 ms exposed with FP16 and 96x96 images; 30 to 60 are asked for."""
+    profile = model("resnet50-96px-v100-amp-b256")
     assert 0.030 <= commlib.torus_s(profile, commlib.cluster()) <= 0.060
     assert commlib.torus_s(profile, commlib.cluster(shared_cards=False)) < 0.010
+    half = in_dtype(profile, "float16")
+    assert 0.030 <= commlib.torus_after_backward_s(half, commlib.cluster()) <= 0.060
+    assert commlib.torus_after_backward_s(half, commlib.cluster(shared_cards=False)) < 0.010
 
 
 def test_throughput_of_128_v100_on_a_public_cloud() -> None:
-    """TreeAR by order only."""
+    """The order of methods in every cell as published; TreeAR by order only."""
     rows = commlib.comparisons(3)
-    check([row for row in rows if "TreeAR" not in row.what], 0.15)
+    check([row for row in rows if "TreeAR" not in row.method], 0.15)
     for name in commlib.CELLS:
-        methods = by_method(row for row in rows if row.what.startswith(name))
-        ours = ordered({method: row.ours for method, row in methods.items()})
-        assert ours == ["(TreeAR)", "2DTAR-SGD", "MSTopK-SGD"]
-        if name != "ResNet-50 (224x224)":  # published: 2DTAR-SGD ahead of MSTopK-SGD by 1 %
-            assert ours == ordered({method: row.published for method, row in methods.items()})
+        methods = by_method(row for row in rows if row.what == name)
+        assert len(methods) == 3
+        assert ordered({method: row.ours for method, row in methods.items()}) == ordered(
+            {method: row.published for method, row in methods.items()}
+        )
     assert ordered(commlib.transformer_exposed_s()) == ["MSTopK-SGD", "2DTAR-SGD", "Dense-SGD (TreeAR)"]
 
 
