@@ -1,0 +1,86 @@
+"""Measures how true predictions are, and writes docs/truth.md.
+
+python -m benchmarks.truth --quick        # some cells, ten minutes
+python -m benchmarks.truth                # all; resumes where an earlier run was stopped
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from pathlib import Path
+
+from benchmarks.truth.cells import Cell, Result, cell_rank, summarize
+from benchmarks.truth.report import cell_lines, plan_lines, summary, write_into
+from planner.world import RankOptions, on_ranks
+from runtime.errors import PlannerError
+
+MODELS = ("resnet20", "resnet18", "vgg", "lstm", "gpt")
+RATES = ("unshaped", "1gbit", "100mbit")
+HOSTS = (2, 4)
+QUICK = (Cell("gpt", 2, "unshaped"), Cell("vgg", 2, "1gbit"), Cell("lstm", 2, "1gbit"), Cell("gpt", 2, "100mbit"))
+DOCUMENT = Path("docs/truth.md")
+
+
+def main() -> int:
+    """Measures what is missing, prints, writes; 0 even where a target is missed: the document says so."""
+    parser = argparse.ArgumentParser(description=str(__doc__).partition("\n")[0])
+    parser.add_argument("--quick", action="store_true", help="a few cells; writes nothing but the results")
+    parser.add_argument("--cells", nargs="+", default=None, help="for example gpt@2x1@1gbit")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=4, help="measured steps of a plan in each round")
+    parser.add_argument("--results", type=Path, default=None, help="JSON lines: not measured again")
+    parser.add_argument("--output", type=Path, default=None, help=f"the document to write, such as {DOCUMENT}")
+    options = parser.parse_args()
+    cells = [_cell(text) for text in options.cells] if options.cells else list(QUICK) if options.quick else _all()
+    done = _read(options.results)
+    for cell in cells:
+        if cell.key in done:
+            continue
+        started = time.monotonic()
+        try:
+            done[cell.key] = measure(cell, options.rounds, options.steps)
+        except PlannerError as error:
+            print(f"{cell.key}: {error}", file=sys.stderr)
+            continue
+        print(f"{cell.key}: {time.monotonic() - started:.0f} s", file=sys.stderr)
+        if options.results is not None:
+            with options.results.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(done[cell.key].to_document()) + "\n")
+    results = [done[cell.key] for cell in cells if cell.key in done]
+    if not results:
+        return 3
+    print("\n".join([*summary(results), "", *cell_lines(results), "", *plan_lines(results)]))
+    if options.output is not None:
+        options.output.write_text(write_into(options.output.read_text(encoding="utf-8"), results), encoding="utf-8")
+    return 0
+
+
+def _all() -> list[Cell]:
+    return [Cell(model, hosts, rate) for hosts in HOSTS for rate in RATES for model in MODELS]
+
+
+def _cell(text: str) -> Cell:
+    model, shape, rate = text.split("@")
+    return Cell(model, int(shape.partition("x")[0]), rate)
+
+
+def _read(path: Path | None) -> dict[str, Result]:
+    if path is None or not path.exists():
+        return {}
+    found = [Result.parse(json.loads(line)) for line in path.read_text(encoding="utf-8").splitlines()]
+    return {result.cell.key: result for result in found}
+
+
+def measure(cell: Cell, rounds: int, steps: int) -> Result:
+    """One start of the ranks."""
+    spec = f"benchmarks.truth.jobs:{cell.model}_job"
+    emulate = None if cell.rate == "unshaped" else f"{cell.hosts}x1@{cell.rate}"
+    options = RankOptions(cell.hosts) if emulate is None else RankOptions(None, emulate=emulate)
+    return summarize(cell, on_ranks(options, cell_rank, spec, rounds, steps))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

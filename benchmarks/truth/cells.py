@@ -1,0 +1,213 @@
+"""One cell: a model on a link, profiled and trained with every plan in one start of the ranks."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from planner.compare.contestants import Contestant
+from planner.compare.measure import Contest, Record
+from planner.compare.statistics import median_interval, ratio_interval, step_values
+from planner.ir import Schedule
+from planner.lower import lower, predict
+from planner.problem import Problem, make_problem
+from planner.profile.document import Profile
+from planner.profile.step import TIMEOUT_S
+from planner.strategies import make_schedule
+from planner.training import build, profile_rank
+from runtime.plan import Plan
+from runtime.world import World
+
+BARE = "none"
+NAMED = ("wfbp", "single", "ddp", "mg_wfbp", "optimal")
+CAPS = ("ddp:1", "ddp:5", "ddp:100")
+"""Bucket sizes beside DDP's default, of which the best counts as tuned DDP."""
+RANDOM_SEEDS = (1, 2)
+
+
+@dataclass(frozen=True)
+class Cell:
+    """What is trained where."""
+
+    model: str
+    hosts: int
+    rate: str
+    """`100mbit`, `1gbit` or `unshaped`."""
+
+    @property
+    def key(self) -> str:
+        return f"{self.model}@{self.hosts}x1@{self.rate}"
+
+
+@dataclass(frozen=True)
+class Seen:
+    """One plan: predicted from the profile before and the one after, and measured between them."""
+
+    name: str
+    buckets: int
+    predicted_us: float
+    measured_us: float
+    ci95_us: tuple[float, float]
+    alone_us: float | None
+
+    @property
+    def error(self) -> float:
+        """predicted / measured − 1."""
+        return self.predicted_us / self.measured_us - 1.0
+
+
+@dataclass(frozen=True)
+class Result:
+    """A cell's figures."""
+
+    cell: Cell
+    seen: tuple[Seen, ...]
+    repeat_error: float
+    """How far the bare loop's even rounds are from its odd ones: what no prediction can be expected to beat."""
+    profiles_apart: float
+    """How far the predictions of the profile after are from those of the one before, mean over plans."""
+    backward_us: float
+    chosen_against_best_ddp: tuple[float, float, float]
+    """Ratio of the step of `optimal` to the best DDP's, with its 95 % interval."""
+    distinct_pairs: tuple[tuple[str, str], ...]
+    """(faster, slower) of every two plans whose measured difference is beyond the noise."""
+
+    def to_document(self) -> dict[str, Any]:
+        """Plain JSON types."""
+        return asdict(self)
+
+    @classmethod
+    def parse(cls, document: dict[str, Any]) -> Result:
+        """The inverse of `to_document` after JSON."""
+        seen = tuple(Seen(**(one | {"ci95_us": tuple(one["ci95_us"])})) for one in document["seen"])
+        return cls(
+            **(
+                document
+                | {
+                    "cell": Cell(**document["cell"]),
+                    "seen": seen,
+                    "chosen_against_best_ddp": tuple(document["chosen_against_best_ddp"]),
+                    "distinct_pairs": tuple(tuple(pair) for pair in document["distinct_pairs"]),
+                }
+            )
+        )
+
+
+def schedules(problem: Problem) -> dict[str, Schedule]:
+    """The plans of a cell; plans with the same buckets are measured once, under the first name."""
+    made = {name: make_schedule(problem, name) for name in (*NAMED, *CAPS)}
+    for seed in RANDOM_SEEDS:
+        rng = random.Random(seed)
+        stops = sorted(rng.sample(range(1, problem.count), min(problem.count - 1, rng.randint(2, 8))))
+        made[f"random:{seed}"] = Schedule.from_boundaries([*stops, problem.count])
+    distinct: dict[str, Schedule] = {}
+    for name, schedule in made.items():
+        if schedule not in distinct.values():
+            distinct[name] = schedule
+    return distinct
+
+
+@dataclass(frozen=True)
+class RankCell:
+    """What one rank saw."""
+
+    before: Profile
+    after: Profile
+    records: list[Record]
+    backward_us: float
+
+
+def cell_rank(spec: str, rounds: int, steps: int, device: str = "cpu") -> RankCell:
+    """Every rank calls it: profile, rounds of all plans by turns, profile."""
+    before = profile_rank(spec, device, show_progress=False)
+    problem = make_problem(before)
+    plans: dict[str, Plan] = {name: lower(problem, schedule) for name, schedule in schedules(problem).items()}
+    built = build(spec, device)
+    world = World.join(None, TIMEOUT_S)
+    try:
+        contest = Contest(built, world, None)
+        bare = Contestant(name=BARE, kind="bare")
+        contest.block(Record(bare), 1)
+        contest.backward_us.clear()
+        records = [
+            Record(bare),
+            *(Record(Contestant(name=name, kind="plan", plan=plan)) for name, plan in plans.items()),
+        ]
+        for number in range(rounds):
+            shift = number % len(records)
+            for record in [*records[shift:], *records[:shift]]:
+                contest.block(record, steps)
+        for record in records[1:]:
+            assert record.contestant.plan is not None
+            record.alone_us = contest.alone(record.contestant.plan)
+        backward_us = max(world.gather(float(np.median(contest.backward_us)), "the time of backward"))
+    finally:
+        world.leave()
+    return RankCell(before, profile_rank(spec, device, show_progress=False), records, backward_us)
+
+
+def summarize(cell: Cell, ranks: Sequence[RankCell]) -> Result:
+    """The figures of a cell from what its ranks saw."""
+    first = ranks[0]
+    values = {
+        record.contestant.name: step_values(
+            np.array([rank.records[index].step_us for rank in ranks]), together=record.contestant.kind != "bare"
+        )
+        for index, record in enumerate(first.records)
+    }
+    problems = [make_problem(profile) for profile in (first.before, first.after)]
+    made = schedules(problems[0])
+    seen, apart = [], []
+    for record in first.records:
+        name = record.contestant.name
+        interval = median_interval(values[name])
+        if name == BARE:
+            predicted = [problem.compute_end_us + problem.update_us for problem in problems]
+        else:
+            predicted = [predict(problem, made[name]).iteration_us for problem in problems]
+        apart.append(abs(predicted[1] / predicted[0] - 1.0))
+        seen.append(
+            Seen(
+                name=name,
+                buckets=len(made[name].buckets) if name in made else 0,
+                predicted_us=float(np.mean(predicted)),
+                measured_us=interval.value,
+                ci95_us=(interval.low, interval.high),
+                alone_us=record.alone_us,
+            )
+        )
+    tuned = min((name for name in values if name.startswith("ddp")), key=lambda name: float(np.median(values[name])))
+    chosen = ratio_interval(values[_name_of("optimal", made, problems[0])], values[tuned])
+    bare = values[BARE]
+    return Result(
+        cell=cell,
+        seen=tuple(seen),
+        repeat_error=abs(float(np.median(bare[::2]) / np.median(bare[1::2])) - 1.0),
+        profiles_apart=float(np.mean(apart)),
+        backward_us=first.backward_us,
+        chosen_against_best_ddp=(chosen.value, chosen.low, chosen.high),
+        distinct_pairs=tuple(_distinct(values)),
+    )
+
+
+def _name_of(strategy: str, made: dict[str, Schedule], problem: Problem) -> str:
+    """Under which name the strategy's buckets were measured."""
+    wanted = make_schedule(problem, strategy)
+    return next(name for name, schedule in made.items() if schedule == wanted)
+
+
+def _distinct(values: dict[str, Any]) -> list[tuple[str, str]]:
+    names = [name for name in values if name != BARE]
+    pairs = []
+    for index, one in enumerate(names):
+        for other in names[index + 1 :]:
+            ratio = ratio_interval(values[one], values[other])
+            if ratio.high < 1.0:
+                pairs.append((one, other))
+            elif ratio.low > 1.0:
+                pairs.append((other, one))
+    return pairs

@@ -1,0 +1,125 @@
+"""The figures of all cells as docs/truth.md, and whether they meet the targets."""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Iterator, Sequence
+from datetime import date
+
+import numpy as np
+import torch
+
+from benchmarks.truth.cells import BARE, Result
+
+MEAN_ERROR, P95_ERROR, TAU, NOT_SLOWER, HIDDEN = 0.02, 0.05, 0.9, 1.01, 0.85
+"""Targets: mean and 95th percentile of |error|, Kendall's τ, the chosen plan against tuned DDP, hidden share."""
+
+BEGIN, END = "<!-- measured: begin -->", "<!-- measured: end -->"
+
+
+def errors(result: Result) -> list[float]:
+    """Of the plans; the bare loop has no communication to predict."""
+    return [seen.error for seen in result.seen if seen.name != BARE]
+
+
+def tau(result: Result) -> float | None:
+    """Kendall's τ over the pairs that differ by more than the noise: 1 is all in the measured order."""
+    predicted = {seen.name: seen.predicted_us for seen in result.seen}
+    if not result.distinct_pairs:
+        return None
+    signs = [np.sign(predicted[slower] - predicted[faster]) for faster, slower in result.distinct_pairs]
+    return float(np.mean(signs))
+
+
+def lost(result: Result) -> float:
+    """What trusting the prediction costs: the plan predicted best against the one measured best."""
+    plans = [seen for seen in result.seen if seen.name != BARE]
+    chosen = min(plans, key=lambda seen: seen.predicted_us)
+    return chosen.measured_us / min(seen.measured_us for seen in plans) - 1.0
+
+
+def hidden(result: Result) -> float | None:
+    """Of the communication that could be hidden, the share that the plan predicted best hides."""
+    plans = [seen for seen in result.seen if seen.name != BARE]
+    bare_us = next(seen.measured_us for seen in result.seen if seen.name == BARE)
+    chosen = min(plans, key=lambda seen: seen.predicted_us)
+    if chosen.alone_us is None:
+        return None
+    could_us = min(chosen.alone_us, result.backward_us)
+    return float(np.clip((chosen.alone_us - (chosen.measured_us - bare_us)) / could_us, 0.0, 1.0))
+
+
+def summary(results: Sequence[Result]) -> Iterator[str]:
+    """The targets, one line each, met or not."""
+    every = np.abs([error for result in results for error in errors(result)])
+    repeat = float(np.mean([result.repeat_error for result in results]))
+    taus = [value for result in results if (value := tau(result)) is not None]
+    slower = [result for result in results if result.chosen_against_best_ddp[1] > NOT_SLOWER]
+    shares = [share for result in results if (share := hidden(result)) is not None]
+    limit = max(MEAN_ERROR, repeat)
+    mean, high = float(every.mean()), float(np.quantile(every, 0.95))
+    rows = [
+        ("mean absolute error", f"{mean:.1%}", f"≤ {limit:.1%} (repeat error {repeat:.1%})", mean <= limit),
+        ("95th percentile", f"{high:.1%}", f"≤ {P95_ERROR:.0%}", high <= P95_ERROR),
+        ("cells where the chosen plan is slower than tuned DDP", str(len(slower)), "0", not slower),
+        ("lost by trusting the prediction, mean", f"{np.mean([lost(r) for r in results]):.1%}", "", True),
+    ]
+    if taus:
+        rank = float(np.mean(taus))
+        rows.append(("Kendall's τ beyond the noise, mean", f"{rank:.2f}", f"≥ {TAU}", rank >= TAU))
+    if shares:
+        share = float(np.mean(shares))
+        rows.append(("hidden share, mean", f"{share:.0%}", f"≥ {HIDDEN:.0%}", share >= HIDDEN))
+    yield "| figure | measured | target | met |"
+    yield "| --- | --- | --- | --- |"
+    for what, value, target, met in rows:
+        yield f"| {what} | {value} | {target} | {'yes' if met else '**no**'} |"
+
+
+def cell_lines(results: Sequence[Result]) -> Iterator[str]:
+    """One row per cell."""
+    yield (
+        "| model, hosts, link | no communication (ms) | repeat error | profiles apart | mean error | largest error | τ "
+        "| lost | chosen / tuned DDP (95 %) | hidden |"
+    )
+    yield "| --- " * 10 + "|"
+    for result in results:
+        bare = next(seen for seen in result.seen if seen.name == BARE)
+        found = np.abs(errors(result))
+        rank, share = tau(result), hidden(result)
+        value, low, high = result.chosen_against_best_ddp
+        yield (
+            f"| {result.cell.model} {result.cell.hosts} × {result.cell.rate} | {bare.measured_us / 1e3:.1f} | "
+            f"{result.repeat_error:.1%} | {result.profiles_apart:.1%} | {found.mean():.1%} | {found.max():.1%} | "
+            f"{'' if rank is None else f'{rank:.2f}'} | {lost(result):.1%} | {value:.3f} ({low:.3f} to {high:.3f}) | "
+            f"{'' if share is None else f'{share:.0%}'} |"
+        )
+
+
+def plan_lines(results: Sequence[Result]) -> Iterator[str]:
+    """One row per plan of each cell."""
+    yield "| cell | plan | buckets | predicted (ms) | measured (ms) | 95 % interval | error |"
+    yield "| --- " * 7 + "|"
+    for result in results:
+        for seen in result.seen:
+            low, high = (value / 1e3 for value in seen.ci95_us)
+            yield (
+                f"| {result.cell.key} | {seen.name} | {seen.buckets or ''} | {seen.predicted_us / 1e3:.2f} | "
+                f"{seen.measured_us / 1e3:.2f} | {low:.2f} to {high:.2f} | {seen.error:+.1%} |"
+            )
+
+
+def document(results: Sequence[Result]) -> str:
+    """What stands between the marks in docs/truth.md."""
+    versions = f"{platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}, gloo"
+    where = f"Measured on {date.today().isoformat()}: {versions}, {len(results)} cells."
+    parts = [where, "", *summary(results), "", *cell_lines(results), "", *plan_lines(results)]
+    return "\n".join(parts)
+
+
+def write_into(text: str, results: Sequence[Result]) -> str:
+    """The document with the measured part replaced."""
+    head, _, rest = text.partition(BEGIN)
+    _, _, tail = rest.partition(END)
+    return f"{head}{BEGIN}\n\n{document(results)}\n\n{END}{tail}"
