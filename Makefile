@@ -5,7 +5,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: help demo test fuzz lint types check zoo wheel clean
+.PHONY: help demo test fuzz lint types check zoo validation wheel clean
 
 help:  ## list the targets
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/'
@@ -36,6 +36,9 @@ check: test lint types  ## everything that CI runs
 
 zoo: $(INSTALLED)  ## profile, plan and train every model of tests/zoo; rewrites the table in docs/tracing.md
 	$(BIN)/python -m benchmarks.trace_zoo --output docs/tracing.md
+
+validation: $(INSTALLED)  ## published figures beside planner's: rewrites docs/validation.md
+	$(BIN)/python -m benchmarks.validate
 
 wheel: $(INSTALLED)  ## build the wheel into dist/
 	$(BIN)/python -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir dist .

@@ -104,6 +104,12 @@ EXPOSED: dict[str, Callable[[Profile, Cluster], float]] = {
 }
 
 
+def profile_of(cell: str) -> Profile:
+    """The model of a cell of Table 3."""
+    name, batch, rate = CELLS[cell]
+    return with_step(model(name), batch / rate * 1e6)
+
+
 def throughput(name: str, batch: int, rate: float, method: str) -> float:
     """Predicted images per second of all GPUs."""
     profile = with_step(model(name), batch / rate * 1e6)

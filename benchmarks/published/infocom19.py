@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+import statistics
 from dataclasses import replace
+from functools import cache
 
 from benchmarks.published.collectives import osu_knots
 from benchmarks.published.common import DATA, STRATEGY, Comparison, model, predict_s, schedule_of, simulate_s, table
 from benchmarks.traces import layer_log_rows, make_profile, with_step
-from planner.catalog import find_cluster
+from planner.cost.curve import CostCurve
 from planner.ir import Schedule
-from planner.problem import Problem, make_problem
+from planner.problem import make_problem
 from planner.profile.document import Cluster, Link, Profile
 from planner.simulator import simulate_schedule
 from planner.strategies import make_schedule
@@ -62,9 +64,18 @@ def replay() -> Timeline:
     return simulate_schedule(problem, make_schedule(problem, "wfbp"))
 
 
-def speed_ups(name: str, nodes: int) -> dict[str, float]:
-    """Step time of WFBP and SyncEASGD over that of the best merged schedule, simulated as the paper does."""
+def speed_ups(name: str, nodes: int, forward_order: bool = False) -> dict[str, float]:
+    """Step time of WFBP and SyncEASGD over that of the best merged schedule, simulated as the paper does.
+
+    Args:
+        name: the model.
+        nodes: number of nodes.
+        forward_order: walk the layers from first to last, as the authors' script does, and not as backward does.
+    """
     cluster, profile = simulated_cluster(nodes), model(MODELS[name])
+    if forward_order:
+        gradients = tuple(reversed(profile.compute.gradients))
+        profile = replace(profile, compute=replace(profile.compute, gradients=gradients))
     best_s = predict_s(profile, cluster, "optimal")
     return {method: predict_s(profile, cluster, STRATEGY[method]) / best_s for method in ("WFBP", "SyncEASGD")}
 
@@ -87,12 +98,57 @@ def simulated_comparisons() -> list[Comparison]:
     ]
 
 
+PUBLISHED_EFFICIENCY = 0.55
+"""Sec. V-C, "around", for WFBP and SyncEASGD alike: ResNet-50 simulated on 64 nodes."""
+
+
+def efficiency_comparisons() -> list[Comparison]:
+    """Throughput of 64 simulated nodes over 64 times that of one."""
+    profile, cluster = model(MODELS["ResNet-50"]), simulated_cluster(64)
+    compute_us = profile.compute.forward_us + sum(gradient.backward_us for gradient in profile.compute.gradients)
+    return [
+        Comparison(
+            what=f"ResNet-50, 64 nodes: scaling efficiency of {method}",
+            published=PUBLISHED_EFFICIENCY,
+            ours=compute_us / 1e6 / predict_s(profile, cluster, STRATEGY[method]),
+            unit="",
+        )
+        for method in ("WFBP", "SyncEASGD")
+    ]
+
+
+PUBLISHED_MEASURED_SPEED_UPS = {"WFBP": 1.2, "SyncEASGD": 1.36}
+"""Sec. V-B, "about", for both models on 8 nodes: MG-WFBP over the method."""
+
+
+def measured_speed_ups() -> list[Comparison]:
+    """The text's summary of the measurements on 8 nodes."""
+    result = []
+    for name in MODELS:
+        profile, cluster = measured_profile(name), measured_cluster(8)
+        steps_s = {method: simulate_s(profile, cluster, _schedule(profile, method)) for method in METHODS}
+        for method, published in PUBLISHED_MEASURED_SPEED_UPS.items():
+            what = f"{name}, 8 nodes: MG-WFBP over {method}"
+            ours = steps_s[method] / steps_s["MG-WFBP"]
+            result.append(Comparison(what=what, published=published, ours=ours, unit="×"))
+    return result
+
+
 def measured_profile(name: str) -> Profile:
     """A model whose step takes what it took on one node there."""
     [single] = [line for line in _throughput(name, "WFBP") if line["nodes"] == "1"]
     return with_step(model(MODELS[name]), float(single["iteration_s_derived"]) * 1e6)
 
 
+def logged_slow_down(run: str = "tmp8comm_pass2") -> float:
+    """All-reduces of a logged step on 8 nodes over those of the benchmark, size by size: the median."""
+    curve = CostCurve.from_samples(osu_knots(8))
+    lines = [line for line in table(LOG) if line["run"] == run]
+    ratios = [float(line["allreduce_us"]) / curve.at(4.0 * int(line["n_elements"])) for line in lines]
+    return round(statistics.median(ratios), 2)
+
+
+@cache
 def measured_cluster(nodes: int) -> Cluster:
     """The OSU all-reduce on so many nodes."""
     return Cluster(name=f"k80-{nodes}x1-10gbe-osu", nodes=nodes, samples={"all_reduce": tuple(osu_knots(nodes))})
@@ -133,8 +189,3 @@ def _schedule(profile: Profile, method: str) -> Schedule:
 def _throughput(name: str, method: str) -> list[dict[str, str]]:
     lines = table("bcaffe_infocom19/measured_throughput.csv")
     return [line for line in lines if line["model"] == name and line["method"] == method]
-
-
-def catalogue_problem(name: str) -> Problem:
-    """A model of the catalogue on the catalogue's measured K80 cluster."""
-    return make_problem(measured_profile(name), find_cluster("k80-8x1-10gbe-osu"))

@@ -65,6 +65,11 @@ def sparsify_line(names: tuple[str, ...]) -> Line:
     return Line(alpha_us=0.0, beta_us_per_byte=float(f"{sum(rates) / len(rates):.4g}"))
 
 
+def predicted_selection_s() -> float:
+    """ResNet-50's selection by the line of the two other models."""
+    return sparsify_line(("Inception-v4", "LSTM-PTB")).beta_us_per_byte * 4 * NUMEL["ResNet-50"] / 1e6
+
+
 def predicted_speed_up(name: str) -> float:
     """SLGS's step over the best merged one, both predicted from the SLGS row."""
     row, profile = measured(name, "SLGS"), model(MODELS[name])

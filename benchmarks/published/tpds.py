@@ -120,6 +120,16 @@ def compare(row: Row, cluster: Cluster) -> Comparison:
     )
 
 
+def without_contention() -> list[Comparison]:
+    """The rows with overlap as they would be if compute and network did not slow each other down."""
+    return [
+        compare(row, cluster_of(network, fit_beta(network, others(name))))
+        for network in NETWORKS
+        for name in MODELS
+        for row in rows(network, [name], ["WFBP", "MG-WFBP"])
+    ]
+
+
 def comparisons(network: str, name: str) -> list[Comparison]:
     """The rows of a model, with constants that were fitted on the other models."""
     cluster = fitted_cluster(network, others(name))

@@ -1,0 +1,50 @@
+"""docs/validation.md is what `python -m benchmarks.validate` writes, and the report's arithmetic is right."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from benchmarks import validate
+from benchmarks.published.common import Comparison
+from benchmarks.published.report import CLOSE, Section, section_lines, summary_lines, swaps
+
+
+def test_the_report_in_the_repository_is_the_one_that_the_command_writes() -> None:
+    written = validate.REPORT.read_text(encoding="utf-8")
+    assert written == validate.report(), "run `python -m benchmarks.validate`"
+
+
+def rows(**methods: tuple[float, float]) -> list[Comparison]:
+    return [Comparison(what="cell", published=p, ours=o, method=name) for name, (p, o) in methods.items()]
+
+
+def test_an_order_that_differs_is_listed_with_its_gaps() -> None:
+    [swap] = swaps(rows(a=(1.0, 2.0), b=(1.2, 1.5), c=(3.0, 3.0)))
+    assert "a and b published 18.2% apart, ours 28.8% the other way" in str(swap)
+    assert swaps(rows(a=(1.0, 2.0), b=(1.2, 2.5), c=(3.0, 3.0))) == []
+
+
+def test_equal_predictions_are_in_order_only_where_the_published_ones_are_close() -> None:
+    assert swaps(rows(a=(1.0, 2.0), b=(1.02, 2.0))) == []
+    [swap] = swaps(rows(a=(1.0, 2.0), b=(1.1, 2.0)))
+    assert str(swap).endswith("ours equal")
+
+
+def test_sections_show_every_figure_and_the_summary_counts_them() -> None:
+    section = Section(
+        title="Title", about="About.", rows=rows(a=(1.0, 1.1), b=(2.0, 1.0)), remarks="Words.", by_order_only=("b",)
+    )
+    text = "\n".join(section_lines(section))
+    assert "| cell | a | s | 1 | 1.1 | 1.100 |" in text
+    assert "as published in 0 of 1 cells" in text
+    assert list(summary_lines([section]))[-1] == "| Title | 2 | 10.0% | 10.0% | 0 of 1 |"
+
+
+def test_methods_that_are_published_well_apart_are_never_put_the_other_way_round() -> None:
+    """Equal predictions, and methods that are close in the publication, are listed in the report."""
+    found = [swap for section in validate.sections() for swap in swaps(section.rows)]
+    wrong = [swap for swap in found if not swap.equal and swap.published_gap > CLOSE]
+    assert not wrong, [str(swap) for swap in wrong]
