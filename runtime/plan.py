@@ -130,6 +130,18 @@ class PredictedTask:
     resource: str
     start_us: PredictedUs
     end_us: PredictedUs
+    bucket: Count | None = None
+    """Index of the bucket, for communication."""
+    ready_us: PredictedUs | None = None
+    """When the bucket's last gradient was ready."""
+    tasks: Annotated[int, Field(ge=1, le=2**53)] | None = None
+    """Number of neighbouring tasks that this bar stands for; absent: one."""
+    gradients: Count | None = None
+    """Their number, in timelines of baselines, whose buckets the plan does not hold."""
+    first_gradient: Count | None = None
+    """Index of the first of them in the plan's order, where they are consecutive."""
+    size_bytes: Count | None = None
+    """Dense bytes of them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,6 +159,36 @@ class Prediction:
     extrapolated: bool | None = None
     """True where costs were derived for another number of ranks than was measured."""
     timeline: tuple[PredictedTask, ...] | None = None
+
+    def bucket_times(self, count: int) -> list[tuple[float, float] | None]:
+        """(start_us, end_us) of the communication of each of `count` buckets; None where it is not known.
+
+        Tasks without `bucket` are taken in launch order, as in plans written by hand.
+        """
+        sent = [task for task in self.timeline or () if task.resource != "compute"]
+        times: list[tuple[float, float] | None] = [None] * count
+        for place, task in enumerate(sent):
+            index = place if task.bucket is None else task.bucket
+            if index < count:
+                start_us, end_us = times[index] or (task.start_us, task.end_us)
+                times[index] = min(start_us, task.start_us), max(end_us, task.end_us)
+        return times
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScalingPoint:
+    """What strategies take on another number of ranks of the same cluster."""
+
+    __pydantic_config__ = STRICT
+
+    ranks: Annotated[int, Field(ge=1, le=MAX_RANKS)]
+    nodes: Annotated[int, Field(ge=1, le=MAX_RANKS)] | None = None
+    basis: Literal["measured", "formula", "extrapolated"]
+    """Where costs come from: measured on so many ranks, computed from link constants, or derived from a measurement
+    on another number of ranks."""
+    source: str | None = None
+    iteration_us: dict[Name, PredictedUs]
+    """Strategy → predicted time of one step; `optimal` is decided anew for each number of ranks."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -178,6 +220,10 @@ class Plan:
     predicted: Prediction | None = None
     baselines: dict[str, Prediction] | None = None
     certificate: Certificate | None = None
+    scaling: tuple[ScalingPoint, ...] | None = None
+    """The strategies over numbers of ranks."""
+    sources: dict[str, str] | None = None
+    """Where the numbers came from, in words: `model`, `cluster`, `compute`, `communication`, `planner`."""
     fallback: Plan | None = None
     alternatives: dict[str, Plan] | None = None
     """Accuracy class → the best plan of that class."""

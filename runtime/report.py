@@ -6,9 +6,12 @@ import statistics
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
-from runtime.plan import Plan
+from runtime.documents import write_json
+from runtime.measured import MeasuredStep
+from runtime.plan import ModelReference, Plan
 from runtime.recorder import Recorder, StepMarks
 from runtime.timeline import Span, Timeline
 from runtime.world import World
@@ -35,6 +38,7 @@ class BucketReport:
 class Report:
     """Medians over the last steps of one rank."""
 
+    model: ModelReference
     rank: int
     ranks: int
     steps: int
@@ -79,6 +83,16 @@ class Report:
             update_us=self.update_us,
         )
 
+    def to_document(self) -> dict[str, Any]:
+        """The measured step as plain JSON types, in the form that `planner explain --measured` reads."""
+        return MeasuredStep.of(
+            self.timeline, model=self.model, rank=self.rank, ranks=self.ranks, steps=self.steps
+        ).to_document()
+
+    def save(self, path: str | Path) -> None:
+        """Writes the measured step (`to_document`) atomically."""
+        write_json(path, self.to_document())
+
     def __str__(self) -> str:
         predicted = ""
         if self.predicted_us is not None and self.error is not None:
@@ -110,6 +124,7 @@ def make_report(plan: Plan, recorder: Recorder, world: World) -> Report:
     iteration_us = median(lambda s: (s.forward, s.end)) + update_us
     predicted_us = plan.predicted.iteration_us if plan.predicted else None
     return Report(
+        model=plan.model,
         rank=world.rank,
         ranks=world.ranks,
         steps=len(steps),
@@ -129,10 +144,11 @@ def _buckets(
 ) -> Iterable[BucketReport]:
     if not any(step.sent and step.sent[0].end is not None for step in steps):
         return
-    predicted = [t for t in (plan.predicted.timeline or ()) if t.resource == "network"] if plan.predicted else []
+    predicted = plan.predicted.bucket_times(len(plan.buckets)) if plan.predicted else [None] * len(plan.buckets)
     last = -1
     for index, bucket in enumerate(plan.buckets):
         first, last = last + 1, last + len(bucket.gradients)
+        start_us, end_us = predicted[index] or (None, None)
         yield BucketReport(
             index=index,
             gradients=len(bucket.gradients),
@@ -141,8 +157,8 @@ def _buckets(
             launch_us=median(partial(_until_sent, index, "launch")),
             start_us=median(partial(_until_sent, index, "start")),
             end_us=median(partial(_until_sent, index, "end")),
-            predicted_start_us=predicted[index].start_us if index < len(predicted) else None,
-            predicted_end_us=predicted[index].end_us if index < len(predicted) else None,
+            predicted_start_us=start_us,
+            predicted_end_us=end_us,
         )
 
 

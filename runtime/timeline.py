@@ -12,7 +12,7 @@ class Span:
 
     task: str
     resource: str
-    """`compute` or `network`."""
+    """`compute`, or the network that carries it: `network`, or one of several links."""
     start_us: float
     end_us: float
     bucket: int | None = None

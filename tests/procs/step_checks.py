@@ -238,6 +238,7 @@ def measured_timeline() -> dict[str, Any]:
         "buckets": [(b.ready_us, b.launch_us, b.start_us, b.end_us) for b in report.buckets],
         "network": [(span.start_us, span.end_us) for span in report.timeline.on("network")],
         "text": str(report),
+        "document": report.to_document(),
     }
 
 

@@ -9,6 +9,8 @@ import pytest
 import step_checks
 
 from planner.launch import LocalWorld, run_ranks
+from runtime.documents import validate
+from runtime.measured import MeasuredStep
 
 
 @pytest.fixture(scope="module")
@@ -96,6 +98,19 @@ def test_buckets_start_in_plan_order_one_at_a_time(pair: list[dict[str, Any]]) -
         assert timeline["buckets"][-1][0] < timeline["buckets"][0][0] <= launches[0]
         assert all(start <= end for start, end in timeline["network"])
         assert f"{len(launches) - 1}: 1 gradients" in timeline["text"]
+
+
+def test_a_measured_step_is_written_as_it_is_read(pair: list[dict[str, Any]]) -> None:
+    for number, rank in enumerate(pair):
+        document = rank["measured_timeline"]["document"]
+        step = validate(MeasuredStep, document, "report")
+        assert step.to_document() == document
+        assert (step.rank, step.ranks, step.steps) == (number, 2, 5)
+        assert [task.bucket for task in step.timeline if task.resource == "network"] == list(
+            range(len(rank["measured_timeline"]["buckets"]))
+        )
+        assert [task.task for task in step.timeline if task.resource == "compute"] == ["forward", "backward", "update"]
+        assert step.iteration_us == rank["measured_timeline"]["iteration_us"] > 0.0
 
 
 def test_attach_adds_one_copy_of_the_gradients(pair: list[dict[str, Any]]) -> None:
