@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+from planner.bars import baseline_prediction
 from planner.catalog import find_cluster, find_profile
 from planner.ir import Schedule
 from planner.lower import lower, predict
@@ -12,11 +13,13 @@ from planner.passes.merge import merge_without_contention
 from planner.pipeline import AfterPass, parse_passes, run_passes
 from planner.problem import Problem, make_problem
 from planner.profile.document import Cluster, Profile
+from planner.scaling import OPTIMAL, scaling_curve
 from planner.simulator import simulate_schedule
+from planner.sources import describe_sources
 from planner.strategies import BASELINES, make_schedule
 from planner.strategies.optimal import best_baseline
 from runtime.errors import InputError
-from runtime.plan import Accuracy, Certificate, Plan, Prediction
+from runtime.plan import Accuracy, Certificate, Plan, Prediction, ScalingPoint
 
 ACCURACIES: tuple[Accuracy, ...] = ("exact", "bounded", "relaxed")
 
@@ -57,9 +60,25 @@ def optimize(
     machines = None if cluster is None else find_cluster(cluster)
     problem = make_problem(find_profile(profile), machines, where=where)
     schedule = run_passes(pipeline, best_baseline(problem), problem, after_pass)
-    baselines = {name: predict(problem, make_schedule(problem, name)) for name in BASELINES}
+    baselines = {name: _baseline(problem, name) for name in BASELINES}
     plan = replace(lower(problem, schedule), baselines=baselines, certificate=certify(problem, schedule))
-    return replace(plan, notes=_notes(problem, plan, baselines, accuracy))
+    return replace(
+        plan,
+        scaling=_scaling(problem, plan, baselines),
+        sources=describe_sources(problem),
+        notes=_notes(problem, plan, baselines, accuracy),
+    )
+
+
+def _baseline(problem: Problem, name: str) -> Prediction:
+    schedule = make_schedule(problem, name)
+    return baseline_prediction(problem, schedule, predict(problem, schedule, timeline=True))
+
+
+def _scaling(problem: Problem, plan: Plan, baselines: dict[str, Prediction]) -> tuple[ScalingPoint, ...]:
+    planned = {OPTIMAL: plan.predicted} if plan.predicted else {}
+    here_us = {name: prediction.iteration_us for name, prediction in (planned | baselines).items()}
+    return scaling_curve(problem, here_us)
 
 
 def name_of(document: Profile | Cluster | str | Path) -> str:

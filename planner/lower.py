@@ -26,7 +26,14 @@ def predict(problem: Problem, schedule: Schedule, *, timeline: bool = False) -> 
 
 def _tasks(timeline: Timeline) -> tuple[PredictedTask, ...]:
     return tuple(
-        PredictedTask(task=span.task, resource=span.resource, start_us=span.start_us, end_us=span.end_us)
+        PredictedTask(
+            task=span.task,
+            resource=span.resource,
+            start_us=span.start_us,
+            end_us=span.end_us,
+            bucket=span.bucket,
+            ready_us=span.ready_us,
+        )
         for span in timeline.spans
     )
 
@@ -59,8 +66,9 @@ def explain_buckets(problem: Problem, schedule: Schedule) -> list[str]:
         saved_us = sum(alone_us[gradient] for gradient in members) - span.duration_us
         waited_us = max(0.0, span.start_us - max(free_us, float(problem.ready_us[members[0]])))
         late_us = max(0.0, span.end_us - max(backward_end_us, span.start_us))
-        merge = f"one message for {len(members)} saves {_ms(saved_us)} of link time, waiting {_ms(waited_us)}"
-        text = merge if len(members) > 1 else "alone"
+        gain = f"saves {_ms(saved_us)} of latency" if saved_us >= 0.0 else f"costs {_ms(-saved_us)} of link time"
+        wait = f"waiting {_ms(waited_us)}" if waited_us > 0.0 else "without waiting it"
+        text = f"one message for {len(members)}: {wait} {gain}" if len(members) > 1 else "alone"
         reasons.append(f"{text}; {'hidden' if late_us <= 0.0 else _ms(late_us) + ' exposed'}")
         free_us = span.end_us
     return reasons

@@ -88,7 +88,18 @@ predictions = st.builds(
     exposed_us=st.none() | times,
     timeline=st.none()
     | st.lists(
-        st.builds(p.PredictedTask, task=texts, resource=texts, start_us=times, end_us=times), min_size=1, max_size=2
+        st.builds(
+            p.PredictedTask,
+            task=texts,
+            resource=texts,
+            start_us=times,
+            end_us=times,
+            bucket=st.none() | st.integers(0, 9),
+            ready_us=st.none() | times,
+            tasks=st.none() | st.integers(1, 9),
+        ),
+        min_size=1,
+        max_size=2,
     ).map(tuple),
 )
 
@@ -110,6 +121,17 @@ def plans(draw: st.DrawFn, depth: int = 1) -> p.Plan:
         predicted=draw(st.none() | predictions),
         baselines=draw(st.none() | st.dictionaries(names, predictions, max_size=2)),
         certificate=draw(st.none() | st.builds(p.Certificate, method=texts, lower_bound_us=times, gap=shares)),
+        scaling=draw(
+            st.none()
+            | st.builds(
+                p.ScalingPoint,
+                ranks=st.integers(1, 99),
+                basis=st.sampled_from(["measured", "formula", "extrapolated"]),
+                source=st.none() | texts,
+                iteration_us=st.dictionaries(names, times, max_size=2),
+            ).map(lambda point: (point,))
+        ),
+        sources=draw(st.none() | st.dictionaries(texts, texts, max_size=2)),
         fallback=draw(inner),
         phase_order=draw(st.none() | st.just(((0, 0), (0, 1)))),
         updates=draw(st.none() | st.dictionaries(names, st.none() | times | texts | st.lists(texts), max_size=2)),

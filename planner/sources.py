@@ -1,0 +1,69 @@
+"""Where the numbers of a plan came from, in words."""
+
+from __future__ import annotations
+
+from planner.problem import Problem
+from planner.profile.document import Cluster, Link, Profile
+from runtime.version import __version__
+
+
+def describe_sources(problem: Problem) -> dict[str, str]:
+    """Model, cluster, and what compute and communication times rest on."""
+    return {
+        "model": _model(problem),
+        "cluster": _cluster(problem.cost.cluster),
+        "compute": _compute(problem.profile),
+        "communication": _communication(problem),
+        "planner": f"version {__version__}",
+    }
+
+
+def _model(problem: Problem) -> str:
+    gradients = problem.profile.compute.gradients
+    dtypes = ", ".join(dict.fromkeys(gradient.dtype for gradient in gradients))
+    size_mib = int(problem.size_bytes.sum()) / 2**20
+    return f"{problem.profile.model.name}: {len(gradients)} gradients, {size_mib:,.3g} MiB, {dtypes}"
+
+
+def _cluster(cluster: Cluster) -> str:
+    ranks = f"{cluster.nodes} nodes × {cluster.ranks_per_node} ranks"
+    links = [
+        f"{name} {_link(link)}"
+        for name, link in (("inside a node", cluster.intra), ("between nodes", cluster.inter))
+        if link is not None
+    ]
+    name = cluster.name or "(no name)"
+    return "; ".join([f"{name}: {ranks}", *links, *([f"source: {cluster.source}"] if cluster.source else [])])
+
+
+def _link(link: Link) -> str:
+    speed = f"{1e-3 / link.beta_us_per_byte:,.3g} GB/s" if link.beta_us_per_byte > 0.0 else "no cost per byte"
+    return f"{link.alpha_us:,.3g} µs start-up and {speed}"
+
+
+def _compute(profile: Profile) -> str:
+    world = profile.world
+    here = [world.device, world.backend, f"torch {world.torch}" if world.torch else None]
+    if world.threads_per_rank is not None and world.cores is not None:
+        here.append(f"{world.threads_per_rank} threads a rank on {world.cores} cores")
+    text = f"profile of {world.ranks} ranks"
+    known = ", ".join(item for item in here if item)
+    text += f" ({known})" if known else ""
+    text += f", measured {world.measured}" if world.measured else ", without a date"
+    return text + (f", medians of {profile.compute.repeats} steps" if profile.compute.repeats else "")
+
+
+def _communication(problem: Problem) -> str:
+    cost = problem.cost
+    text = f"all-reduce on {problem.ranks} ranks: {cost.source}"
+    samples = cost.cluster.samples or {}
+    if "samples" in cost.source and samples:
+        sizes = [size for curve in samples.values() for size, _ in curve]
+        text += f", messages of {min(sizes):,.0f} to {max(sizes):,.0f} bytes"
+    if cost.extrapolated:
+        text += ", extrapolated from another number of ranks"
+    if problem.contended:
+        factors = problem.contention
+        text += f"; while both are busy, compute takes {factors.compute:.3g} × and the network {factors.network:.3g} ×"
+        text += " as long"
+    return text
