@@ -237,17 +237,31 @@ def catalog() -> None:
 
 
 @app.command()
-def explain(plan: Annotated[str, typer.Argument(help="plan.json")]) -> None:
-    """Why each bucket of a plan is what it is."""
-    from runtime.plan import load_plan
+def explain(
+    plan: Annotated[str, typer.Argument(help="plan.json")],
+    trace: Annotated[
+        str | None, typer.Option(help="Write Chrome trace events here, for ui.perfetto.dev or chrome://tracing.")
+    ] = None,
+    html: Annotated[str | None, typer.Option(help="Write a page here that needs no network.")] = None,
+    measured: Annotated[
+        str | None, typer.Option(help="A step measured with this plan (`session.report().save(...)`), to lay beside.")
+    ] = None,
+) -> None:
+    """Why each bucket of a plan is what it is: a table, a trace, a page."""
+    from planner.pictures.files import check_outputs, load, write
 
-    loaded = load_plan(plan)
+    outputs = check_outputs(plan, measured, {"--trace": trace, "--html": html})
+    loaded = load(plan, measured, outputs)
+    write(loaded, outputs)
     if _Options.as_json:
-        _print_json(loaded.to_document())
+        _print_json(loaded.plan.to_document())
         return
     from planner.explain import print_plan
 
-    print_plan(loaded, _console(), buckets=True)
+    console = _console()
+    print_plan(loaded.plan, console, buckets=True)
+    for path in outputs.values():
+        console.print(f"wrote {path}", highlight=False)
 
 
 @app.command()

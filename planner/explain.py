@@ -14,8 +14,10 @@ from runtime.plan import Plan, PlanBucket, Prediction
 
 
 def milliseconds(time_us: float | None) -> str:
-    """Four significant digits, in ms."""
-    return "" if time_us is None else f"{time_us / 1000:,.4g}"
+    """Four significant digits, in ms; more where the number has more before its point."""
+    if time_us is None:
+        return ""
+    return f"{time_us / 1000:,.0f}" if 1e7 <= time_us < 1e15 else f"{time_us / 1000:,.4g}"
 
 
 def mebibytes(size_bytes: int | None) -> str:
@@ -67,16 +69,16 @@ def bucket_table(plan: Plan) -> Table:
         table.add_column(column, justify="right" if column != "gradients" else "left")
     table.add_column("how")
     table.add_column("why")
-    tasks = [task for task in (plan.predicted.timeline or ()) if task.resource == "network"] if plan.predicted else []
+    sent = plan.predicted.bucket_times(len(plan.buckets)) if plan.predicted else [None] * len(plan.buckets)
     for index, bucket in enumerate(plan.buckets[:SHOWN_BUCKETS]):
-        task = tasks[index] if index < len(tasks) else None
-        times = (milliseconds(task.start_us), milliseconds(task.end_us)) if task else ("", "")
+        start_us, end_us = sent[index] or (None, None)
+        times = milliseconds(start_us), milliseconds(end_us)
         table.add_row(
             str(index),
             _members(bucket),
             mebibytes(bucket.size_bytes),
             *times,
-            _form(bucket),
+            bucket_form(bucket),
             printable(bucket.reason or "", SENTENCE_CHARACTERS),
         )
     if len(plan.buckets) > SHOWN_BUCKETS:
@@ -89,7 +91,8 @@ def _members(bucket: PlanBucket) -> str:
     return first if count == 1 else f"{first} … {last} ({count})"
 
 
-def _form(bucket: PlanBucket) -> str:
+def bucket_form(bucket: PlanBucket) -> str:
+    """How a bucket travels: collective, algorithm and compressor."""
     form = printable(f"{bucket.collective}/{bucket.algorithm}")
     return form if bucket.compressor.name == "none" else f"{form} {printable(bucket.compressor.name)}"
 

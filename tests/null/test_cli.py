@@ -94,6 +94,11 @@ WRONG_CALLS: list[tuple[list[str], str]] = [
     (["simulate", "p.json", "--ranks", "99999999"], "found more than 10000000 ranks"),
     (["explain", "absent.json"], "absent.json: no such file"),
     (["explain", "p.json"], 'p.json: $.schema: found schema "planner.profile/1", expected "planner.plan/1"'),
+    (["explain", "p.json", "--html", "absent/p.html"], "absent/p.html: there is no folder absent"),
+    (["explain", "p.json", "--trace", "."], ".: found a directory, expected a file name to write to"),
+    (["explain", "p.json", "--html", "./p.json"], "--html: found ./p.json, which is another file of this command"),
+    (["explain", "p.json", "--html", "x", "--trace", "x"], "--html: found x, which is another file of this command"),
+    (["explain", "p.json", "--measured", "m.json"], "--measured: found neither --trace nor --html; expected one"),
     (["run", "absent.py:job", "--steps", "0"], "--steps: found 0, expected at least 1"),
 ]
 
@@ -257,6 +262,33 @@ def test_explain_our_own_plan(command: Command) -> None:
         assert bucket.gradients[0] in outcome.out
         assert (bucket.reason or "").split(";")[0] in outcome.out
     assert json.loads(command("--json", "explain", "plan.json").out) == plan.to_document()
+
+
+def test_explain_in_pictures(command: Command, tmp_path: Path) -> None:
+    """Both files are written, in words and as JSON, and equal inputs give equal bytes."""
+    assert command("optimize", "p.json").code == 0
+    outcome = command("explain", "plan.json", "--trace", "trace.json", "--html", "page.html")
+    assert (outcome.code, outcome.err) == (0, "")
+    assert "wrote trace.json\nwrote page.html\n" in outcome.out
+    assert json.loads(Path("trace.json").read_text())["displayTimeUnit"] == "ms"
+    page = Path("page.html").read_bytes()
+    assert page.startswith(b"<!DOCTYPE html>")
+    document = json.loads(command("explain", "plan.json", "--json", "--html", "page.html").out)
+    assert document == load_plan("plan.json").to_document()
+    assert Path("page.html").read_bytes() == page
+    assert files(tmp_path) == ["page.html", "plan.json", "trace.json"]
+
+
+def test_pictures_that_cannot_be_drawn(command: Command, tmp_path: Path) -> None:
+    """A plan without times has no trace; a step of something else is no measurement of this plan."""
+    write(tmp_path / "mine.json", hand_written())
+    outcome = command("explain", "mine.json", "--trace", "trace.json")
+    assert outcome.code == 2
+    assert "mine.json: $.predicted.timeline: found none, expected tasks to draw" in outcome.err
+    outcome = command("explain", "mine.json", "--html", "page.html", "--measured", "p.json")
+    assert outcome.code == 2
+    assert 'p.json: $.schema: found schema "planner.profile/1", expected "planner.timeline/1"' in outcome.err
+    assert files(tmp_path) == ["mine.json"]
 
 
 def test_names_are_printed_as_they_are(command: Command, tmp_path: Path) -> None:

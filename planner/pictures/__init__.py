@@ -1,0 +1,1 @@
+"""A plan as a trace file and as a page."""

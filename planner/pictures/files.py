@@ -1,0 +1,69 @@
+"""`planner explain --trace FILE --html FILE`: what is read and what is written."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from planner.outputs import check_writable
+from planner.pictures.page import page_text
+from planner.pictures.trace import trace_text
+from runtime.documents import write_text
+from runtime.errors import InputError
+from runtime.measured import MeasuredStep, load_measured
+from runtime.plan import Plan, load_plan
+
+TRACE, HTML = "--trace", "--html"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Explained:
+    """A plan, and a step measured with it where there is one."""
+
+    plan: Plan
+    measured: MeasuredStep | None
+    measured_from: str | None
+
+
+def check_outputs(plan: str, measured: str | None, wanted: Mapping[str, str | None]) -> dict[str, str]:
+    """Option → path of the files to write.
+
+    Raises:
+        InputError: a path cannot be written, is read or written as something else too; or nothing is to be drawn.
+    """
+    outputs = {option: path for option, path in wanted.items() if path is not None}
+    if measured is not None and not outputs:
+        raise InputError(f"--measured: found neither {TRACE} nor {HTML}; expected one of them, to draw the step in")
+    taken = {Path(path).resolve(): path for path in (plan, measured) if path is not None}
+    for option, path in outputs.items():
+        check_writable(path)
+        if Path(path).resolve() in taken:
+            raise InputError(f"{option}: found {path}, which is another file of this command; expected a new one")
+        taken[Path(path).resolve()] = path
+    return outputs
+
+
+def load(plan: str, measured: str | None, outputs: Mapping[str, str]) -> Explained:
+    """Reads what is to be explained.
+
+    Raises:
+        InputError: a document is wrong, they do not belong together, or a trace is wanted of a plan without times.
+    """
+    loaded = load_plan(plan)
+    step = None if measured is None else load_measured(measured, loaded)
+    if TRACE in outputs and step is None and not (loaded.predicted and loaded.predicted.timeline):
+        raise InputError(
+            f"{plan}: $.predicted.timeline: found none, expected tasks to draw; make the plan with `planner optimize`, "
+            f"or give a measured step with --measured"
+        )
+    return Explained(plan=loaded, measured=step, measured_from=measured)
+
+
+def write(explained: Explained, outputs: Mapping[str, str]) -> None:
+    """Writes each file atomically. Raises as `write_text` does."""
+    plan, measured = explained.plan, explained.measured
+    if TRACE in outputs:
+        write_text(outputs[TRACE], trace_text(plan, measured))
+    if HTML in outputs:
+        write_text(outputs[HTML], page_text(plan, measured, explained.measured_from))

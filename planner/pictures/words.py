@@ -1,0 +1,110 @@
+"""What the page says in plain words."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from planner.explain import milliseconds
+from planner.pictures.tracks import MEASURED, Track
+from runtime.measured import MeasuredStep
+from runtime.plan import Plan, ScalingPoint
+
+
+def headline(plan: Plan, measured: MeasuredStep | None) -> list[str]:
+    """What the plan gives, in a paragraph or two."""
+    predicted = plan.predicted
+    count = f"{len(plan.buckets)} message{'s' if len(plan.buckets) != 1 else ''}"
+    text = f"{len(plan.gradients)} gradients travel in {count} a step."
+    if predicted is None:
+        return [f"{text} The plan carries no prediction; `planner optimize` makes plans that do."]
+    text += f" A step is predicted to take {milliseconds(predicted.iteration_us)} ms"
+    if predicted.exposed_us is not None:
+        text += f", of which {milliseconds(predicted.exposed_us)} ms are communication that compute does not hide"
+    lines = [f"{text}.{_against_ddp(plan)}"]
+    if measured is not None and measured.iteration_us > 0.0:
+        error = predicted.iteration_us / measured.iteration_us - 1.0
+        lines.append(
+            f"Measured: {milliseconds(measured.iteration_us)} ms on rank {measured.rank}; the prediction is off by "
+            f"{error:+.1%}."
+        )
+    return lines
+
+
+def _against_ddp(plan: Plan) -> str:
+    ddp = (plan.baselines or {}).get("ddp")
+    if ddp is None or plan.predicted is None or ddp.iteration_us <= 0.0:
+        return ""
+    gain = 1.0 - plan.predicted.iteration_us / ddp.iteration_us
+    if abs(gain) < 0.0005:
+        return " DDP with its default buckets is predicted to take as long."
+    word = "shorter" if gain > 0.0 else "longer"
+    return f" That is {abs(gain):.1%} {word} than DDP with its default buckets ({milliseconds(ddp.iteration_us)} ms)."
+
+
+def reading_words(tracks: Sequence[Track]) -> list[str]:
+    """How to read the time line."""
+    if not tracks:
+        return ["The plan holds no time line; `planner optimize` makes plans that do."]
+    joined = any(bar.tasks > 1 for track in tracks for bar in track.bars)
+    words = (
+        f"One step of each schedule on one axis; the dotted line is where {_whose(tracks[0])} ends. "
+        "Hover over a bar, or tap it, for what it is. Drag with the mouse, or use the buttons, to zoom; double-click "
+        "to go back."
+    )
+    if any(track.name == MEASURED for track in tracks):
+        words += " The measured step is the plan's, as one rank saw it."
+    if joined:
+        words += " Tasks too short to be seen are drawn together."
+    return [words]
+
+
+def _whose(track: Track) -> str:
+    return "the plan's step" if track.name.startswith("plan") else f"the step of {track.name}"
+
+
+def certificate_words(plan: Plan) -> list[str]:
+    """How far the plan is from the best one, for somebody who has not read about lower bounds."""
+    certificate, predicted = plan.certificate, plan.predicted
+    if certificate is None:
+        return ["The plan carries no certificate: nothing is known of how far it is from the best one."]
+    step = f"{milliseconds(predicted.iteration_us)} ms" if predicted is not None else "the predicted step"
+    bound = f"{milliseconds(certificate.lower_bound_us)} ms"
+    if certificate.gap <= 1e-9:
+        first = f"This is the best {plan.accuracy} plan there is: with these compute and communication times, no other "
+        first += f"one of its class has a step shorter than {step}."
+    else:
+        first = f"With these compute and communication times, no {plan.accuracy} plan has a step shorter than {bound}. "
+        first += f"This one is predicted to take {step}, {certificate.gap:.2%} more at most than the best possible."
+    how = f"Shown by {certificate.method}."
+    if certificate.note:
+        how += f" Mind: {certificate.note}."
+    return [
+        first,
+        how,
+        "The proof is about the model of the step, not about the machines: that the real step takes as long as "
+        "predicted is a matter of measuring (`session.report()`, `planner run`).",
+    ]
+
+
+BASIS_WORDS = {
+    "measured": "a filled circle: communication was measured on so many ranks",
+    "formula": "an open square: computed from the links' constants by a published formula",
+    "extrapolated": "an open circle: extrapolated from a measurement on another number of ranks",
+}
+
+
+def scaling_words(points: Sequence[ScalingPoint]) -> list[str]:
+    """How to read the curve over ranks."""
+    if len(points) < 2:
+        return [
+            "The plan holds no other numbers of ranks: either the cluster has no costs for them, or the model is so "
+            "large that they were left out. `planner simulate --ranks` computes them."
+        ]
+    kinds = dict.fromkeys(point.basis for point in points)
+    marks = "; ".join(BASIS_WORDS[kind] for kind in BASIS_WORDS if kind in kinds)
+    return [
+        "Predicted time of one step with the same batch per rank, so a flat line is perfect scaling. `optimal` is "
+        "decided anew for each number of ranks. Compute times are those of the profile everywhere. The time axis is "
+        "logarithmic where strategies lie far apart.",
+        f"Marks: {marks}.",
+    ]
