@@ -5,7 +5,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: help demo test fuzz lint types check zoo validation wheel clean
+.PHONY: help demo test chromium fuzz lint types check zoo validation wheel clean
 
 help:  ## list the targets
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/'
@@ -19,8 +19,11 @@ $(INSTALLED): pyproject.toml constraints.txt
 demo: $(INSTALLED)  ## profile, optimize and train a small model on this machine
 	$(BIN)/planner demo
 
-test: $(INSTALLED)  ## all tests
+test: $(INSTALLED) chromium  ## all tests
 	$(BIN)/python -m pytest
+
+chromium:  ## a browser for the tests of pages, where there is none
+	@sh tests/browser/install_chromium.sh
 
 fuzz: $(INSTALLED)  ## made-up documents and models, many more than `make test` takes
 	$(BIN)/python -m pytest tests/fuzz --fuzz-documents 10000 --fuzz-models 500 --timeout 0 -x -q

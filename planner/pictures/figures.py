@@ -7,7 +7,7 @@ from html import escape
 from math import ceil, floor, log10
 from typing import Any
 
-from planner.explain import mebibytes, milliseconds
+from planner.explain import mebibytes, milliseconds, printable
 from planner.pictures.tracks import ROLES, Bar, Track
 from runtime.plan import Plan, ScalingPoint
 
@@ -46,7 +46,9 @@ BASIS = {"measured": "circle", "formula": "square-open", "extrapolated": "circle
 
 
 def shorten(name: str, width: int) -> str:
-    """A name in at most `width` characters, cut in the middle."""
+    """A name in at most `width` characters, cut in the middle; control characters are written out."""
+    if not name.isprintable():
+        name = printable(name, len(name))
     if len(name) <= width:
         return name
     tail = (width - 1) // 2

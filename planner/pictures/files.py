@@ -9,8 +9,8 @@ from pathlib import Path
 from planner.outputs import check_writable
 from planner.pictures.page import page_text
 from planner.pictures.trace import trace_text
-from runtime.documents import write_text
 from runtime.errors import InputError
+from runtime.files import write_text
 from runtime.measured import MeasuredStep, load_measured
 from runtime.plan import Plan, load_plan
 

@@ -12,7 +12,7 @@ from importlib import resources
 from string import Template
 from typing import Any
 
-from planner.explain import bucket_form, mebibytes, milliseconds
+from planner.explain import SENTENCE_CHARACTERS, bucket_form, mebibytes, milliseconds, printable
 from planner.pictures.figures import scaling_figure, shorten, timeline_figure
 from planner.pictures.tracks import plan_tracks
 from planner.pictures.words import certificate_words, headline, reading_words, scaling_words
@@ -49,7 +49,7 @@ def page_text(plan: Plan, measured: MeasuredStep | None = None, measured_from: s
     nodes = f" ({plan.world.nodes} nodes)" if plan.world.nodes else ""
     return Template(_asset("page.html")).substitute(
         policy=_policy(library, script),
-        title=escape(f"{plan.model.name} on {plan.world.ranks} ranks{nodes}"),
+        title=escape(f"{shorten(plan.model.name, NAME_WIDTH)} on {plan.world.ranks} ranks{nodes}"),
         style=_asset("page.css"),
         headline=_paragraphs(headline(plan, measured)),
         summary=_summary(plan, measured),
@@ -144,7 +144,7 @@ def _summary(plan: Plan, measured: MeasuredStep | None) -> str:
     base_us = planned.iteration_us if planned is not None else 0.0
     cells = [
         (
-            escape(name),
+            escape(shorten(name, NAME_WIDTH)),
             "" if buckets is None else str(buckets),
             milliseconds(step_us),
             milliseconds(exposed_us),
@@ -171,7 +171,7 @@ def _buckets(plan: Plan) -> str:
                 milliseconds(start_us),
                 milliseconds(end_us),
                 escape(bucket_form(bucket)),
-                escape(bucket.reason or "the plan does not say"),
+                escape(printable(bucket.reason or "the plan does not say", SENTENCE_CHARACTERS)),
             )
         )
     columns = ("#", "gradients", "size", "start (ms)", "end (ms)", "how", "why")

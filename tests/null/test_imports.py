@@ -22,15 +22,14 @@ LAZY = (*HEAVY, "plotly")
 """What only the function that needs it may import."""
 
 DECIDING = (
-    "planner/__init__.py", "planner/__main__.py", "planner/bars.py", "planner/catalog.py", "planner/cli.py", "planner/decide.py",
-    "planner/explain.py", "planner/pictures/*.py", "planner/scaling.py", "planner/sources.py", "runtime/measured.py",
+    "planner/__init__.py", "planner/__main__.py", "planner/bars.py", "planner/catalog.py", "planner/cli.py",
+    "planner/decide.py", "planner/explain.py", "planner/pictures/*.py", "planner/scaling.py", "planner/sources.py",
     "planner/ir.py", "planner/job.py", "planner/lower.py", "planner/outputs.py", "planner/pipeline.py",
     "planner/predict.py", "planner/problem.py", "planner/progress.py", "planner/simulator.py", "planner/verify.py",
     "planner/profile/__init__.py", "planner/profile/document.py", "planner/cost/*.py", "planner/merging/*.py",
     "planner/passes/*.py", "planner/strategies/*.py",
-    "runtime/__init__.py", "runtime/documents.py", "runtime/errors.py", "runtime/files.py", "runtime/names.py",
-    "runtime/plan.py",
-    "runtime/timeline.py", "runtime/version.py",
+    "runtime/__init__.py", "runtime/documents.py", "runtime/errors.py", "runtime/files.py", "runtime/measured.py",
+    "runtime/names.py", "runtime/plan.py", "runtime/timeline.py", "runtime/version.py",
 )  # fmt: skip
 """Files that have to work where torch is not installed."""
 
