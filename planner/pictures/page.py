@@ -177,7 +177,11 @@ def _buckets(plan: Plan) -> str:
     columns = ("#", "gradients", "size", "start (ms)", "end (ms)", "how", "why")
     table = _table("Buckets in launch order", columns, rows, texts=(1, 5, 6), cards=True)
     left_out = len(plan.buckets) - len(shown)
-    words = [f"The first {len(shown)} of {len(plan.buckets)} buckets; `planner explain --json` lists all."] if left_out else []
+    words = (
+        [f"The first {len(shown)} of {len(plan.buckets)} buckets; `planner explain --json` lists all."]
+        if left_out
+        else []
+    )
     return f"{table}\n{_paragraphs(words)}"
 
 

@@ -63,13 +63,13 @@ def test_large_problems_get_fewer_points() -> None:
     """The plan's own always; so deciding stays quick."""
     rng = np.random.default_rng(0)
     counts = {}
-    for count in (100, 10_000, 40_000):
+    for count in (100, 10_000, 20_000):
         problem = random_problem(rng, count, "line")
         here = dict.fromkeys(("optimal", *BASELINES), 1.0)
         ranks = [point.ranks for point in scaling_curve(problem, here)]
         assert problem.ranks in ranks
         counts[count] = len(ranks)
-    assert counts == {100: 7, 10_000: 4, 40_000: 1}
+    assert counts == {100: 7, 10_000: 4, 20_000: 2}
 
 
 def test_sources_name_samples_and_contention() -> None:
