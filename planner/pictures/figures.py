@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from html import escape
-from math import ceil, floor, log10
+from math import ceil, floor, isfinite, log10
 from typing import Any
 
 from planner.explain import mebibytes, milliseconds, printable
@@ -224,7 +224,8 @@ def compute_us(plan: Plan) -> float | None:
     predicted = plan.predicted
     if predicted is None or predicted.forward_us is None or predicted.backward_us is None:
         return None
-    return predicted.forward_us + predicted.backward_us + (predicted.update_us or 0.0)
+    total_us = predicted.forward_us + predicted.backward_us + (predicted.update_us or 0.0)
+    return total_us if isfinite(total_us) else None
 
 
 def _line(number: int, name: str, points: Sequence[ScalingPoint], quiet_us: float | None) -> Figure:

@@ -19,6 +19,8 @@ from hypothesis import HealthCheck, given, settings
 from planner import load_profile, optimize, simulate
 from planner.cli import main
 from planner.ir import Bucket, Schedule
+from planner.pictures.page import page_text
+from planner.pictures.trace import trace_text
 from planner.predict import Simulation
 from planner.profile.document import Profile
 from planner.verify import verify
@@ -152,6 +154,8 @@ def check_plan_file(files: list[str]) -> bool:
     assert not any(character < " " and character != "\n" for character in outcome[1])
     assert parse_plan(json.loads(json.dumps(plan.to_document(), allow_nan=False))) == plan
     assert json.loads(command("explain", *files, "--json")[1]) == plan.to_document()
+    json.loads(trace_text(plan))
+    assert "<title>" in page_text(plan)
     return True
 
 
