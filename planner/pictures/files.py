@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
+from os.path import realpath
 
 from planner.outputs import check_writable
 from planner.pictures.page import page_text
@@ -35,12 +35,13 @@ def check_outputs(plan: str, measured: str | None, wanted: Mapping[str, str | No
     outputs = {option: path for option, path in wanted.items() if path is not None}
     if measured is not None and not outputs:
         raise InputError(f"--measured: found neither {TRACE} nor {HTML}; expected one of them, to draw the step in")
-    taken = {Path(path).resolve(): path for path in (plan, measured) if path is not None}
+    # Not Path.resolve, which raises for a link to itself.
+    taken = {realpath(path) for path in (plan, measured) if path is not None}
     for option, path in outputs.items():
         check_writable(path)
-        if Path(path).resolve() in taken:
+        if realpath(path) in taken:
             raise InputError(f"{option}: found {path}, which is another file of this command; expected a new one")
-        taken[Path(path).resolve()] = path
+        taken.add(realpath(path))
     return outputs
 
 
