@@ -10,6 +10,7 @@ from rich.table import Table
 from planner.catalog import Entry
 from planner.predict import Simulation
 from planner.profile.document import Profile
+from planner.sources import counted
 from runtime.plan import Plan, PlanBucket, Prediction
 
 
@@ -46,7 +47,8 @@ def printable(text: str, characters: int = NAME_CHARACTERS) -> str:
 
 def summary_table(plan: Plan) -> Table:
     """The plan beside its baselines."""
-    world = f"{plan.world.ranks} ranks" + (f" on {plan.world.nodes} nodes" if plan.world.nodes else "")
+    nodes = f" on {counted(plan.world.nodes, 'node')}" if plan.world.nodes else ""
+    world = f"{counted(plan.world.ranks, 'rank')}{nodes}"
     table = Table(title=f"{printable(plan.model.name)}, {world}: predicted time of one step", title_justify="left")
     table.add_column("schedule")
     for column in ("buckets", "step (ms)", "exposed (ms)", "step / plan"):
@@ -122,13 +124,16 @@ def accuracy_lines(plan: Plan) -> list[str]:
 
 
 def print_plan(plan: Plan, console: Console, *, buckets: bool) -> None:
-    """Summary, certificate and notes; with `buckets` the table of buckets too."""
+    """Summary, certificate and notes; with `buckets` the table of buckets and where the numbers came from too."""
     console.print(summary_table(plan))
     if buckets:
         console.print(bucket_table(plan))
     console.print(certificate_text(plan), highlight=False)
     for note in plan.notes:
         console.print(f"- {printable(note, SENTENCE_CHARACTERS)}", highlight=False)
+    if buckets:
+        for name, text in (plan.sources or {}).items():
+            console.print(f"{printable(name)}: {printable(text, SENTENCE_CHARACTERS)}", highlight=False)
 
 
 def simulation_table(results: Sequence[Simulation]) -> Table:

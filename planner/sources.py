@@ -7,6 +7,11 @@ from planner.profile.document import Cluster, Link, Profile
 from runtime.version import __version__
 
 
+def counted(number: int, noun: str) -> str:
+    """`1 rank`, `2 ranks`."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
 def describe_sources(problem: Problem) -> dict[str, str]:
     """Model, cluster, and what compute and communication times rest on."""
     return {
@@ -22,18 +27,23 @@ def _model(problem: Problem) -> str:
     gradients = problem.profile.compute.gradients
     dtypes = ", ".join(dict.fromkeys(gradient.dtype for gradient in gradients))
     size_mib = int(problem.size_bytes.sum()) / 2**20
-    return f"{problem.profile.model.name}: {len(gradients)} gradients, {size_mib:,.3g} MiB, {dtypes}"
+    return f"{problem.profile.model.name}: {counted(len(gradients), 'gradient')}, {size_mib:,.3g} MiB, {dtypes}"
 
 
 def _cluster(cluster: Cluster) -> str:
-    ranks = f"{cluster.nodes} nodes × {cluster.ranks_per_node} ranks"
+    ranks = f"{counted(cluster.nodes, 'node')} × {counted(cluster.ranks_per_node, 'rank')}"
     links = [
         f"{name} {_link(link)}"
         for name, link in (("inside a node", cluster.intra), ("between nodes", cluster.inter))
         if link is not None
     ]
-    name = cluster.name or "(no name)"
+    name = cluster.name or "unnamed"
     return "; ".join([f"{name}: {ranks}", *links, *([f"source: {cluster.source}"] if cluster.source else [])])
+
+
+def short_cluster(text: str) -> str:
+    """Of the words about a cluster those that name it, with its nodes and ranks."""
+    return text.partition("; ")[0]
 
 
 def _link(link: Link) -> str:
@@ -45,17 +55,17 @@ def _compute(profile: Profile) -> str:
     world = profile.world
     here = [world.device, world.backend, f"torch {world.torch}" if world.torch else None]
     if world.threads_per_rank is not None and world.cores is not None:
-        here.append(f"{world.threads_per_rank} threads a rank on {world.cores} cores")
-    text = f"profile of {world.ranks} ranks"
+        here.append(f"{counted(world.threads_per_rank, 'thread')} a rank on {counted(world.cores, 'core')}")
+    text = f"profile of {counted(world.ranks, 'rank')}"
     known = ", ".join(item for item in here if item)
     text += f" ({known})" if known else ""
     text += f", measured {world.measured}" if world.measured else ", without a date"
-    return text + (f", medians of {profile.compute.repeats} steps" if profile.compute.repeats else "")
+    return text + (f", medians of {counted(profile.compute.repeats, 'step')}" if profile.compute.repeats else "")
 
 
 def _communication(problem: Problem) -> str:
     cost = problem.cost
-    text = f"all-reduce on {problem.ranks} ranks: {cost.source}"
+    text = f"all-reduce on {counted(problem.ranks, 'rank')}: {cost.source}"
     samples = cost.cluster.samples or {}
     if "samples" in cost.source and samples:
         sizes = [size for curve in samples.values() for size, _ in curve]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Protocol
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,7 +46,16 @@ class Timeline:
         return tuple(span for span in self.spans if span.resource == resource)
 
 
-def busy_us(spans: Iterable[Span]) -> float:
+class Interval(Protocol):
+    """What takes time."""
+
+    @property
+    def start_us(self) -> float: ...
+    @property
+    def end_us(self) -> float: ...
+
+
+def busy_us(spans: Iterable[Interval]) -> float:
     """Length of the union of the spans."""
     total, reached = 0.0, float("-inf")
     for span in sorted(spans, key=lambda s: s.start_us):

@@ -9,6 +9,7 @@ from typing import Any
 
 from planner.explain import mebibytes, milliseconds, printable
 from planner.pictures.tracks import ROLES, Bar, Track
+from planner.sources import counted
 from runtime.plan import Plan, ScalingPoint
 
 Figure = dict[str, Any]
@@ -126,7 +127,7 @@ def bar_text(bar: Bar, track: str) -> str:
         lines.append(f"{bar.tasks} tasks, too short to be drawn one by one")
     if bar.gradients is not None:
         size = f", {mebibytes(bar.size_bytes)}" if bar.size_bytes is not None else ""
-        lines.append(f"{bar.gradients} gradient{'s' if bar.gradients != 1 else ''}{size}")
+        lines.append(f"{counted(bar.gradients, 'gradient')}{size}")
         lines += [_plain(name) for name in dict.fromkeys((bar.first_name, bar.last_name)) if name is not None]
     lines.append(f"{milliseconds(bar.start_us)} to {milliseconds(bar.end_us)} ms: {milliseconds(bar.duration_us)} ms")
     if bar.wait_us is not None and bar.tasks == 1:
@@ -142,7 +143,7 @@ def heading_text(track: Track) -> str:
     """A track's name and figures."""
     words = [f"{milliseconds(track.iteration_us)} ms"]
     if track.buckets is not None:
-        words.append(f"{track.buckets} bucket{'s' if track.buckets != 1 else ''}")
+        words.append(counted(track.buckets, "bucket"))
     if track.exposed_us is not None:
         words.append(f"{milliseconds(track.exposed_us)} ms exposed")
     return f"<b>{_plain(track.name)}</b>  {', '.join(words)}"
@@ -180,10 +181,9 @@ def scaling_figure(plan: Plan, points: Sequence[ScalingPoint]) -> Figure:
     """Predicted step over ranks, one line per strategy; the marks say where costs come from."""
     quiet_us = compute_us(plan)
     names = dict.fromkeys(name for point in points for name in point.iteration_us)
-    # The last line is drawn over the others: the optimum, which comes first in the legend.
-    data = [_line(number, name, points, quiet_us) for number, name in enumerate(names)][::-1]
+    data = [_line(number, name, points, quiet_us) for number, name in enumerate(names)]
     if quiet_us is not None:
-        data.insert(0, _quiet(points, quiet_us))
+        data.append(_quiet(points, quiet_us))
     times = [time for trace in data for time in trace["y"] if time > 0.0]
     far_apart = bool(times) and max(times) > FAR_APART * min(times)
     layout = {
@@ -203,7 +203,7 @@ def scaling_figure(plan: Plan, points: Sequence[ScalingPoint]) -> Figure:
             "zeroline": False,
             **(_logarithmic(times) if far_apart else {"rangemode": "tozero"}),
         },
-        "legend": LEGEND_BELOW | {"traceorder": "reversed"},
+        "legend": LEGEND_BELOW,
     }
     return {"data": data, "layout": layout}
 
@@ -229,6 +229,7 @@ def compute_us(plan: Plan) -> float | None:
 
 
 def _line(number: int, name: str, points: Sequence[ScalingPoint], quiet_us: float | None) -> Figure:
+    """The first line, the optimum, is broad and lies below the others: those that reach it stay visible."""
     known = [point for point in points if name in point.iteration_us]
     return {
         "type": "scatter",
@@ -237,8 +238,8 @@ def _line(number: int, name: str, points: Sequence[ScalingPoint], quiet_us: floa
         "meta": {"role": f"line{number % 6}"},
         "x": [point.ranks for point in known],
         "y": [_ms(point.iteration_us[name]) for point in known],
-        "marker": {"symbol": [BASIS[point.basis] for point in known], "size": 9},
-        "line": {"width": 2},
+        "marker": {"symbol": [BASIS[point.basis] for point in known], "size": 13 if number == 0 else 8},
+        "line": {"width": 5 if number == 0 else 2},
         "hovertext": [_point_text(name, point, quiet_us) for point in known],
         "hoverinfo": "text",
     }
@@ -246,8 +247,8 @@ def _line(number: int, name: str, points: Sequence[ScalingPoint], quiet_us: floa
 
 def _point_text(name: str, point: ScalingPoint, quiet_us: float | None) -> str:
     step_us = point.iteration_us[name]
-    nodes = f" on {point.nodes} nodes" if point.nodes is not None else ""
-    lines = [f"<b>{_plain(name)}</b> · {point.ranks} ranks{nodes}", f"{milliseconds(step_us)} ms a step"]
+    nodes = f" on {counted(point.nodes, 'node')}" if point.nodes is not None else ""
+    lines = [f"<b>{_plain(name)}</b> · {counted(point.ranks, 'rank')}{nodes}", f"{milliseconds(step_us)} ms a step"]
     if quiet_us is not None and step_us > 0.0:
         lines[-1] += f", {min(1.0, quiet_us / step_us):.0%} of it compute"
     return "<br>".join([*lines, f"{point.basis}: {_plain(point.source or 'source unknown')}"])

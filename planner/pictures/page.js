@@ -20,7 +20,12 @@
     const role = trace.meta.role;
     if (trace.type === "bar") {
       const shades = role === "message" ? [colour("message"), colour("message-2")] : [colour(role)];
-      trace.marker = { color: trace.x.map((_, place) => shades[place % shades.length]), line: { width: 0 } };
+      let first = 0;  // of its row
+      const shade = (y, place) => {
+        if (y !== trace.y[place - 1]) first = place;
+        return shades[(place - first) % shades.length];
+      };
+      trace.marker = { color: trace.y.map(shade), line: { width: 0 } };
     } else {
       trace.line.color = colour(role);
       if (trace.marker) trace.marker.color = colour(role);

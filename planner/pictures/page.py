@@ -15,7 +15,15 @@ from typing import Any
 from planner.explain import SENTENCE_CHARACTERS, bucket_form, mebibytes, milliseconds, printable
 from planner.pictures.figures import scaling_figure, shorten, timeline_figure
 from planner.pictures.tracks import plan_tracks
-from planner.pictures.words import certificate_words, headline, reading_words, scaling_words
+from planner.pictures.words import (
+    caption_words,
+    certificate_words,
+    headline,
+    measured_words,
+    reading_words,
+    scaling_words,
+)
+from planner.sources import counted
 from runtime.measured import MeasuredStep
 from runtime.plan import Plan, PlanBucket
 from runtime.version import __version__
@@ -27,6 +35,9 @@ MAX_NAMES = 3000
 """Names of gradients listed in it, over all rows."""
 
 NAME_WIDTH = 80
+
+LABELS = {"timeline": "Time line of the plan and its baselines", "scaling": "Predicted step over numbers of ranks"}
+"""Of the figures, for those who cannot see them."""
 
 _CODE, _AS_CODE = re.compile(r"`([^`]+)`"), r"<code>\1</code>"
 
@@ -46,17 +57,18 @@ def page_text(plan: Plan, measured: MeasuredStep | None = None, measured_from: s
         **({"timeline": timeline_figure(tracks)} if tracks else {}),
         **({"scaling": scaling_figure(plan, points)} if len(points) > 1 else {}),
     }
-    nodes = f" ({plan.world.nodes} nodes)" if plan.world.nodes else ""
+    nodes = f" ({counted(plan.world.nodes, 'node')})" if plan.world.nodes else ""
     return Template(_asset("page.html")).substitute(
         policy=_policy(library, script),
-        title=escape(f"{shorten(plan.model.name, NAME_WIDTH)} on {plan.world.ranks} ranks{nodes}"),
+        title=escape(f"{shorten(plan.model.name, NAME_WIDTH)} on {counted(plan.world.ranks, 'rank')}{nodes}"),
         style=_asset("page.css"),
         headline=_paragraphs(headline(plan, measured)),
         summary=_summary(plan, measured),
-        timeline=_figure("timeline", figures, "Time line of the plan and its baselines", reading_words(tracks)),
+        timeline_heading="One step, predicted and measured" if measured else "One step, predicted",
+        timeline=_figure("timeline", figures, reading_words(tracks), caption_words(plan, measured)),
         buckets=_buckets(plan),
         certificate=_paragraphs(certificate_words(plan)),
-        scaling=_figure("scaling", figures, "Predicted step over numbers of ranks", scaling_words(points)),
+        scaling=_figure("scaling", figures, scaling_words(points), caption_words(plan)),
         sources=_sources(plan, measured, measured_from),
         notes=_notes(plan),
         figures=_embedded(figures),
@@ -95,12 +107,13 @@ def _paragraphs(lines: Iterable[str]) -> str:
     return "\n".join(f"<p>{_CODE.sub(_AS_CODE, escape(line))}</p>" for line in lines)
 
 
-def _figure(name: str, figures: dict[str, Any], label: str, words: Sequence[str]) -> str:
+def _figure(name: str, figures: dict[str, Any], words: Sequence[str], caption: str) -> str:
     text = _paragraphs(words)
     if name not in figures:
         return text
-    height = figures[name]["layout"]["height"]
-    return f'{text}\n<div class="figure" id="{name}" role="img" aria-label="{label}" style="height:{height}px"></div>'
+    height, label = figures[name]["layout"]["height"], LABELS[name]
+    place = f'<div class="figure" id="{name}" role="img" aria-label="{label}" style="height:{height}px"></div>'
+    return f"{text}\n<figure>{place}\n<figcaption>{escape(caption)}</figcaption></figure>"
 
 
 def _table(
@@ -204,9 +217,7 @@ def _name(name: str) -> str:
 def _sources(plan: Plan, measured: MeasuredStep | None, measured_from: str | None) -> str:
     found = dict(plan.sources or {"numbers": "the plan does not say; it was written by hand or by an older version"})
     if measured is not None:
-        found["measured step"] = f"rank {measured.rank} of {measured.ranks}, medians of {measured.steps} steps" + (
-            f", from {measured_from}" if measured_from else ""
-        )
+        found["measured step"] = measured_words(measured) + (f", from {measured_from}" if measured_from else "")
     found["units"] = "ms are milliseconds; KiB and MiB are 1024 and 1024² bytes; predicted times are those of a model"
     items = "\n".join(f"<dt>{escape(name)}</dt><dd>{escape(text)}</dd>" for name, text in found.items())
     return f"<dl>\n{items}\n</dl>"

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
 from planner.bars import COMPUTE
+from planner.sources import counted, short_cluster
 from runtime.measured import MeasuredStep
 from runtime.plan import Plan
 from runtime.version import __version__
@@ -41,12 +42,15 @@ class Task(Protocol):
 def trace_document(plan: Plan, measured: MeasuredStep | None = None) -> dict[str, Any]:
     """The whole trace file as plain JSON types."""
     processes: list[tuple[str, str, Sequence[Task]]] = []
-    ranks = f"{plan.model.name}, {plan.world.ranks} ranks"
+    cluster = (plan.sources or {}).get("cluster")
+    ranks = f"{plan.model.name}, {counted(plan.world.ranks, 'rank')}" + (
+        f", {short_cluster(cluster)}" if cluster else ""
+    )
     predicted = plan.predicted.timeline if plan.predicted else None
     if predicted:
         processes.append(("predicted", ranks, predicted))
     if measured is not None:
-        where = f"{ranks}, rank {measured.rank}, medians of {measured.steps} steps"
+        where = f"{ranks}, rank {measured.rank}, medians of {counted(measured.steps, 'step')}"
         processes.append(("measured", where, measured.timeline))
     metadata: list[Event] = []
     complete: list[Event] = []

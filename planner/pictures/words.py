@@ -4,17 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from planner.explain import milliseconds
+from planner.explain import SENTENCE_CHARACTERS, milliseconds, printable
+from planner.pictures.figures import shorten
 from planner.pictures.tracks import MEASURED, Track
+from planner.sources import counted, short_cluster
 from runtime.measured import MeasuredStep
 from runtime.plan import Plan, ScalingPoint
+
+CAPTION_NAME = 80
+"""Characters of a name in a caption."""
 
 
 def headline(plan: Plan, measured: MeasuredStep | None) -> list[str]:
     """What the plan gives, in a paragraph or two."""
     predicted = plan.predicted
-    count = f"{len(plan.buckets)} message{'s' if len(plan.buckets) != 1 else ''}"
-    text = f"{len(plan.gradients)} gradients travel in {count} a step."
+    gradients, count = counted(len(plan.gradients), "gradient"), counted(len(plan.buckets), "message")
+    text = f"{gradients} {'travels' if len(plan.gradients) == 1 else 'travel'} in {count} a step."
     if predicted is None:
         return [f"{text} The plan carries no prediction; `planner optimize` makes plans that do."]
     text += f" A step is predicted to take {milliseconds(predicted.iteration_us)} ms"
@@ -28,6 +33,25 @@ def headline(plan: Plan, measured: MeasuredStep | None) -> list[str]:
             f"{error:+.1%}."
         )
     return lines
+
+
+def caption_words(plan: Plan, measured: MeasuredStep | None = None) -> str:
+    """Below each figure, so that a picture of it says what it shows: model, cluster, and what the times rest on."""
+    sources = {name: printable(text, SENTENCE_CHARACTERS) for name, text in (plan.sources or {}).items()}
+    sentences = [f"{shorten(plan.model.name, CAPTION_NAME)}, {counted(plan.world.ranks, 'rank')}"]
+    if "cluster" in sources:
+        sentences.append(f"Cluster {shorten(short_cluster(sources['cluster']), CAPTION_NAME)}")
+    sentences += [f"{name.capitalize()}: {sources[name]}" for name in ("compute", "communication") if name in sources]
+    if not sources:
+        sentences.append("The plan does not say where its numbers came from")
+    if measured is not None:
+        sentences.append(f"Measured: {measured_words(measured)}")
+    return f"{'. '.join(sentences)}."
+
+
+def measured_words(measured: MeasuredStep) -> str:
+    """Whose times a measured step holds."""
+    return f"rank {measured.rank} of {measured.ranks}, medians of {counted(measured.steps, 'step')}"
 
 
 def _against_ddp(plan: Plan) -> str:

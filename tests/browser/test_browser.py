@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -128,6 +129,15 @@ def test_page_loads_and_shows_every_span(browser: Page, folder: Path, width: int
     assert sum(w for _, w in found) == pytest.approx(sum(length for _, length in wanted), rel=0.02)
     rows = {round(y) for _, y, _, _ in boxes}
     assert len(rows) == 2 * (2 + len(plan.baselines or {}))
+
+    # Neighbours differ in shade, and each row starts with the same one.
+    fills = browser.evaluate(f"{BARS}.map(e => getComputedStyle(e).fill)")
+    for row in rows:
+        shades = [
+            fill for _, fill in sorted((x, f) for (x, y, *_), f in zip(boxes, fills, strict=True) if round(y) == row)
+        ]
+        assert all(one != next_ for one, next_ in pairwise(shades))
+    assert len({fills[boxes.index(min(box for box in boxes if round(box[1]) == row))] for row in rows}) == 2
 
     # Nothing is cut off, and the page itself does not scroll sideways.
     assert browser.evaluate("document.documentElement.scrollWidth") <= width

@@ -107,10 +107,11 @@ def test_the_page_says_what_it_rests_on() -> None:
     for text in (
         "test on 4 ranks (4 nodes)",
         "test: 6 gradients, 0.897 MiB, float32",
-        "lab: 4 nodes × 1 ranks; source: measured by us",
+        "lab: 4 nodes × 1 rank; source: measured by us",
         "profile of 4 ranks (cpu, gloo, torch 2.13.0), measured 2026-11-21T04:00:00Z",
         "all-reduce on 4 ranks: fitted line",
         "This is the best exact plan there is",
+        "test, 4 ranks. Cluster lab: 4 nodes × 1 rank. Compute: profile of 4 ranks (cpu, gloo",  # below each figure
         "ms are milliseconds",
         "step (ms)",
     ):
@@ -157,9 +158,12 @@ def test_a_measured_step_stands_below_the_plan() -> None:
         ("plan (exact)", 460.0, 100.0),
         ("measured", 500.0, 120.0),
     ]
-    words = Elements(page_text(plan, measured_step(plan), "m.json")).words
+    page = Elements(page_text(plan, measured_step(plan), "m.json"))
+    words = page.words
     assert "Measured: 0.5 ms on rank 1; the prediction is off by -8.0%." in words
     assert "rank 1 of 4, medians of 7 steps, from m.json" in words
+    assert "One step, predicted and measured" in words
+    assert "Measured: rank 1 of 4, medians of 7 steps." in words
 
 
 def test_any_resource_has_its_row() -> None:
@@ -188,11 +192,13 @@ def test_figures_are_what_the_library_expects() -> None:
 
 
 def test_marks_of_the_scaling_curve() -> None:
-    """Filled where communication was measured, open where it is derived; a line per strategy."""
+    """Filled where communication was measured, open where it is derived; a line per strategy, the optimum's below."""
     plan = optimize(usual_profile())
     figure = scaling_figure(plan, plan.scaling or ())
     lines = {trace["name"]: trace for trace in figure["data"] if "marker" in trace}
-    assert list(lines)[::-1] == ["optimal", "wfbp", "single", "mg_wfbp", "ddp"]
+    assert list(lines) == ["optimal", "wfbp", "single", "mg_wfbp", "ddp"]
+    widths = [trace["line"]["width"] for trace in lines.values()]
+    assert widths[0] > max(widths[1:])
     for trace in lines.values():
         marks = dict(zip(trace["x"], trace["marker"]["symbol"], strict=True))
         assert marks == {ranks: "circle" if ranks == 4 else "circle-open" for ranks in (1, 2, 4, 8, 16, 32, 64)}

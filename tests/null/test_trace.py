@@ -142,6 +142,8 @@ def test_the_file_says_where_numbers_came_from() -> None:
     check_chrome_trace(document)
     assert document == json.loads(json.dumps(trace_document(plan)))
     assert (plan.sources or {}).items() <= document["otherData"].items()
+    [label] = [e["args"]["labels"] for e in document["traceEvents"] if e["name"] == "process_labels"]
+    assert label == "test, 4 ranks, unnamed: 4 nodes × 1 rank"
     assert len(text.splitlines()) == len(document["traceEvents"]) + 3
 
 
@@ -172,6 +174,14 @@ def test_measured_step_is_written_and_read(tmp_path: Path) -> None:
     step = measured_step(plan)
     assert load_measured(write(tmp_path / "m.json", step.to_document()), plan) == step
     assert step.exposed_us == 120.0
+
+
+def test_exposed_time_is_what_the_tasks_show() -> None:
+    """Medians of forward, backward and update need not add up to what the median step spends on compute."""
+    step = measured_step(small_plan(), backward_us=150.0)
+    assert step.exposed_us == 120.0
+    [task] = [task for task in step.timeline if task.bucket == 0]
+    assert replace(step, timeline=(task,)).exposed_us == 500.0 - (110.0 + 150.0 + 10.0)
 
 
 WRONG: list[tuple[str, Any, str]] = [
