@@ -14,7 +14,10 @@ from runtime.errors import PlannerError
 from runtime.version import __version__
 
 NEEDED = ("torch", "numpy", "scipy", "networkx", "ortools", "pydantic", "typer", "rich")
-OPTIONAL = {"scikit-learn": "`planner demo` needs it: pip install scikit-learn"}
+OPTIONAL = {
+    "scikit-learn": "`planner demo` needs it: pip install scikit-learn",
+    "plotly": "`planner explain --html` needs it: pip install plotly",
+}
 
 
 @dataclass(frozen=True)

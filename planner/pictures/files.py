@@ -62,9 +62,12 @@ def load(plan: str, measured: str | None, outputs: Mapping[str, str]) -> Explain
 
 
 def write(explained: Explained, outputs: Mapping[str, str]) -> None:
-    """Writes each file atomically. Raises as `write_text` does."""
+    """Writes each file atomically, once all of them are made. Raises as `page_text` and `write_text` do."""
     plan, measured = explained.plan, explained.measured
+    texts = {}
     if TRACE in outputs:
-        write_text(outputs[TRACE], trace_text(plan, measured))
+        texts[TRACE] = trace_text(plan, measured)
     if HTML in outputs:
-        write_text(outputs[HTML], page_text(plan, measured, explained.measured_from))
+        texts[HTML] = page_text(plan, measured, explained.measured_from)
+    for option, text in texts.items():
+        write_text(outputs[option], text)

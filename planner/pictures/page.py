@@ -24,6 +24,7 @@ from planner.pictures.words import (
     scaling_words,
 )
 from planner.sources import counted
+from runtime.errors import EnvironmentFailure
 from runtime.measured import MeasuredStep
 from runtime.plan import Plan, PlanBucket
 from runtime.version import __version__
@@ -49,14 +50,18 @@ def page_text(plan: Plan, measured: MeasuredStep | None = None, measured_from: s
         plan: what is explained.
         measured: a step measured with this plan, drawn below it.
         measured_from: the name of its file.
+
+    Raises:
+        EnvironmentFailure: plotly is not installed.
     """
-    library, script = _plotly(), _asset("page.js")
     tracks = plan_tracks(plan, measured)
     points = plan.scaling or ()
     figures = {
         **({"timeline": timeline_figure(tracks)} if tracks else {}),
         **({"scaling": scaling_figure(plan, points)} if len(points) > 1 else {}),
     }
+    # A page without figures needs nothing to draw them.
+    library, script = _plotly() if figures else "", _asset("page.js")
     nodes = f" ({counted(plan.world.nodes, 'node')})" if plan.world.nodes else ""
     return Template(_asset("page.html")).substitute(
         policy=_policy(library, script),
@@ -83,8 +88,10 @@ def _asset(name: str) -> str:
 
 
 def _plotly() -> str:
-    from plotly.offline import get_plotlyjs
-
+    try:
+        from plotly.offline import get_plotlyjs
+    except ImportError:
+        raise EnvironmentFailure("the page is drawn by plotly, which is missing: pip install plotly") from None
     library: str = get_plotlyjs()
     return library
 

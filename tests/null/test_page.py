@@ -6,6 +6,7 @@ import base64
 import hashlib
 import json
 import re
+import sys
 from dataclasses import replace
 from html.parser import HTMLParser
 from typing import Any
@@ -25,6 +26,7 @@ from planner.pictures.page import page_text
 from planner.pictures.tracks import plan_tracks
 from planner.pictures.words import certificate_words, headline
 from planner.profile.document import parse_profile
+from runtime.errors import EnvironmentFailure
 from runtime.plan import Certificate, Plan, PredictedTask, parse_plan
 
 HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(2)>&amp;%{x}"
@@ -238,6 +240,14 @@ def test_a_plan_written_by_hand_has_a_page() -> None:
         "the plan does not say",
     ):
         assert text in words
+
+
+def test_without_plotly_the_cure_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A page without figures does not need it."""
+    monkeypatch.setitem(sys.modules, "plotly.offline", None)
+    assert len(page_text(hand_written())) < 20_000
+    with pytest.raises(EnvironmentFailure, match="pip install plotly"):
+        page_text(optimize(usual_profile()))
 
 
 def test_tasks_without_a_bucket_are_taken_in_launch_order() -> None:
