@@ -38,12 +38,24 @@ def _cluster(cluster: Cluster) -> str:
         if link is not None
     ]
     name = cluster.name or "unnamed"
-    return "; ".join([f"{name}: {ranks}", *links, *([f"source: {cluster.source}"] if cluster.source else [])])
+    return "; ".join([f"{name}: {ranks}", *links, *_origin(cluster)])
 
 
-def short_cluster(text: str) -> str:
-    """Of the words about a cluster those that name it, with its nodes and ranks."""
+def _origin(document: Cluster | Profile) -> list[str]:
+    """What a document says of where it is from, and what to mind."""
+    source = [f"source: {document.source}"] if document.source else []
+    return source + [f"note: {note}" for note in document.notes or ()]
+
+
+def short(text: str) -> str:
+    """The first of several parts: a cluster's name, nodes and ranks; what was profiled; how costs were found."""
     return text.partition("; ")[0]
+
+
+def short_with_source(text: str) -> str:
+    """The first part, and where it is from."""
+    first, *others = text.split("; ")
+    return "; ".join([first, *(part for part in others if part.startswith("source: "))])
 
 
 def _link(link: Link) -> str:
@@ -53,14 +65,17 @@ def _link(link: Link) -> str:
 
 def _compute(profile: Profile) -> str:
     world = profile.world
-    here = [world.device, world.backend, f"torch {world.torch}" if world.torch else None]
+    here = [world.accelerator or world.device, world.backend, f"torch {world.torch}" if world.torch else None]
+    if world.batch_per_rank is not None:
+        here.append(f"batch of {world.batch_per_rank} a rank")
     if world.threads_per_rank is not None and world.cores is not None:
         here.append(f"{counted(world.threads_per_rank, 'thread')} a rank on {counted(world.cores, 'core')}")
     text = f"profile of {counted(world.ranks, 'rank')}"
     known = ", ".join(item for item in here if item)
     text += f" ({known})" if known else ""
     text += f", measured {world.measured}" if world.measured else ", without a date"
-    return text + (f", medians of {counted(profile.compute.repeats, 'step')}" if profile.compute.repeats else "")
+    text += f", medians of {counted(profile.compute.repeats, 'step')}" if profile.compute.repeats else ""
+    return "; ".join([text, *_origin(profile)])
 
 
 def _communication(problem: Problem) -> str:

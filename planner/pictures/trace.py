@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
 from planner.bars import COMPUTE
-from planner.sources import counted, short_cluster
+from planner.sources import counted, short
 from runtime.measured import MeasuredStep
 from runtime.plan import Plan
 from runtime.version import __version__
@@ -43,9 +43,7 @@ def trace_document(plan: Plan, measured: MeasuredStep | None = None) -> dict[str
     """The whole trace file as plain JSON types."""
     processes: list[tuple[str, str, Sequence[Task]]] = []
     cluster = (plan.sources or {}).get("cluster")
-    ranks = f"{plan.model.name}, {counted(plan.world.ranks, 'rank')}" + (
-        f", {short_cluster(cluster)}" if cluster else ""
-    )
+    ranks = f"{plan.model.name}, {counted(plan.world.ranks, 'rank')}" + (f", {short(cluster)}" if cluster else "")
     predicted = plan.predicted.timeline if plan.predicted else None
     if predicted:
         processes.append(("predicted", ranks, predicted))

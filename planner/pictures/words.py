@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from planner.explain import SENTENCE_CHARACTERS, milliseconds, printable
 from planner.pictures.figures import shorten
 from planner.pictures.tracks import MEASURED, Track
-from planner.sources import counted, short_cluster
+from planner.sources import counted, short_with_source
 from runtime.measured import MeasuredStep
 from runtime.plan import Plan, ScalingPoint
 
@@ -40,8 +40,12 @@ def caption_words(plan: Plan, measured: MeasuredStep | None = None) -> str:
     sources = {name: printable(text, SENTENCE_CHARACTERS) for name, text in (plan.sources or {}).items()}
     sentences = [f"{shorten(plan.model.name, CAPTION_NAME)}, {counted(plan.world.ranks, 'rank')}"]
     if "cluster" in sources:
-        sentences.append(f"Cluster {shorten(short_cluster(sources['cluster']), CAPTION_NAME)}")
-    sentences += [f"{name.capitalize()}: {sources[name]}" for name in ("compute", "communication") if name in sources]
+        sentences.append(f"Cluster {short_with_source(sources['cluster'])}")
+    sentences += [
+        f"{name.capitalize()}: {short_with_source(sources[name])}"
+        for name in ("compute", "communication")
+        if name in sources
+    ]
     if not sources:
         sentences.append("The plan does not say where its numbers came from")
     if measured is not None:
@@ -106,7 +110,7 @@ def certificate_words(plan: Plan) -> list[str]:
         first,
         how,
         "The proof is about the model of the step, not about the machines: that the real step takes as long as "
-        "predicted is a matter of measuring (`session.report()`, `planner run`).",
+        "predicted is a matter of measuring (`session.report()`, `planner compare`).",
     ]
 
 

@@ -113,7 +113,8 @@ def test_the_page_says_what_it_rests_on() -> None:
         "profile of 4 ranks (cpu, gloo, torch 2.13.0), measured 2026-11-21T04:00:00Z",
         "all-reduce on 4 ranks: fitted line",
         "This is the best exact plan there is",
-        "test, 4 ranks. Cluster lab: 4 nodes × 1 rank. Compute: profile of 4 ranks (cpu, gloo",  # below each figure
+        # below each figure
+        "test, 4 ranks. Cluster lab: 4 nodes × 1 rank; source: measured by us. Compute: profile of 4 ranks (cpu, gloo",
         "ms are milliseconds",
         "step (ms)",
     ):

@@ -11,7 +11,7 @@ from builders import cluster_document, make, profile_document, random_problem, u
 from planner import optimize, simulate
 from planner.profile.document import parse_cluster, parse_profile
 from planner.scaling import scaling_curve
-from planner.sources import describe_sources
+from planner.sources import describe_sources, short, short_with_source
 from planner.strategies import BASELINES
 from runtime.plan import ScalingPoint
 
@@ -83,3 +83,19 @@ def test_sources_name_samples_and_contention() -> None:
         "takes 1.07 × and the network 1.12 × as long"
     )
     assert words["compute"] == "profile of 4 ranks, without a date"
+
+
+def test_sources_say_what_documents_say_of_themselves() -> None:
+    document = usual_document() | {"source": "a paper", "notes": ["forward is half of backward", "no update"]}
+    document["world"] |= {"device": "cuda", "accelerator": "Tesla V100", "batch_per_rank": 32}
+    words = describe_sources(make(document, cluster_document(name="lab", notes=["ring"], source="another", inter=LINK)))
+    assert words["compute"] == (
+        "profile of 4 ranks (Tesla V100, batch of 32 a rank), without a date; source: a paper; "
+        "note: forward is half of backward; note: no update"
+    )
+    assert words["cluster"].endswith("; source: another; note: ring")
+    assert short_with_source(words["cluster"]) == "lab: 4 nodes × 1 rank; source: another"
+    assert [short(words[name]) for name in ("cluster", "compute")] == [
+        "lab: 4 nodes × 1 rank",
+        "profile of 4 ranks (Tesla V100, batch of 32 a rank), without a date",
+    ]
