@@ -15,7 +15,7 @@ from planner.problem import Problem, make_problem
 from planner.profile.document import Cluster, Profile
 from planner.scaling import OPTIMAL, scaling_curve
 from planner.simulator import simulate_schedule
-from planner.sources import describe_sources
+from planner.sources import counted, describe_sources
 from planner.strategies import BASELINES, make_schedule
 from planner.strategies.optimal import best_baseline
 from runtime.errors import InputError
@@ -110,7 +110,7 @@ def _notes(problem: Problem, plan: Plan, baselines: dict[str, Prediction], accur
     notes = [f"all-reduce: {problem.cost.source}"]
     measured, planned = problem.profile.world.ranks, problem.ranks
     if measured != planned:
-        notes.append(f"compute was measured on {measured} ranks, the plan is for {planned}")
+        notes.append(f"compute was measured on {counted(measured, 'rank')}, the plan is for {planned}")
     if problem.cost.extrapolated:
         notes.append("costs are extrapolated from another number of ranks")
     if accuracy != "exact":

@@ -5,6 +5,7 @@ from __future__ import annotations
 from planner.ir import Schedule
 from planner.problem import Problem
 from planner.simulator import simulate_schedule
+from planner.sources import three_digits
 from runtime.plan import CompressorSpec, Plan, PlanBucket, PlanWorld, PredictedTask, Prediction
 from runtime.timeline import Timeline
 
@@ -75,7 +76,7 @@ def explain_buckets(problem: Problem, schedule: Schedule) -> list[str]:
 
 
 def _ms(time_us: float) -> str:
-    return f"{time_us / 1000:.3g} ms"
+    return f"{three_digits(time_us / 1000)} ms"
 
 
 def lower(problem: Problem, schedule: Schedule) -> Plan:

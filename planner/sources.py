@@ -12,6 +12,11 @@ def counted(number: int, noun: str) -> str:
     return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
+def three_digits(value: float) -> str:
+    """Three significant digits; more where the number has more before its point."""
+    return f"{value:,.0f}" if 999.5 <= value < 1e15 else f"{value:,.3g}"
+
+
 def describe_sources(problem: Problem) -> dict[str, str]:
     """Model, cluster, and what compute and communication times rest on."""
     return {
@@ -27,7 +32,9 @@ def _model(problem: Problem) -> str:
     gradients = problem.profile.compute.gradients
     dtypes = ", ".join(dict.fromkeys(gradient.dtype for gradient in gradients))
     size_mib = int(problem.size_bytes.sum()) / 2**20
-    return f"{problem.profile.model.name}: {counted(len(gradients), 'gradient')}, {size_mib:,.3g} MiB, {dtypes}"
+    return (
+        f"{problem.profile.model.name}: {counted(len(gradients), 'gradient')}, {three_digits(size_mib)} MiB, {dtypes}"
+    )
 
 
 def _cluster(cluster: Cluster) -> str:

@@ -188,7 +188,7 @@ def scaling_figure(plan: Plan, points: Sequence[ScalingPoint]) -> Figure:
     far_apart = bool(times) and max(times) > FAR_APART * min(times)
     layout = {
         "height": 420,
-        "margin": {"l": 64, "r": 16, "t": TOP_PX, "b": 110},
+        "margin": {"l": 76, "r": 16, "t": TOP_PX, "b": 110},
         "hovermode": "closest",
         "dragmode": "zoom",
         "xaxis": {

@@ -11,7 +11,7 @@ from builders import cluster_document, make, profile_document, random_problem, u
 from planner import optimize, simulate
 from planner.profile.document import parse_cluster, parse_profile
 from planner.scaling import scaling_curve
-from planner.sources import describe_sources, short, short_with_source
+from planner.sources import describe_sources, short, short_with_source, three_digits
 from planner.strategies import BASELINES
 from runtime.plan import ScalingPoint
 
@@ -99,3 +99,9 @@ def test_sources_say_what_documents_say_of_themselves() -> None:
         "lab: 4 nodes × 1 rank",
         "profile of 4 ranks (Tesla V100, batch of 32 a rank), without a date",
     ]
+
+
+def test_three_digits_are_never_an_exponent_where_people_look() -> None:
+    values = [0.0, 0.02875, 0.6, 12.34, 999.4, 999.6, 1459.2, 1234567.8]
+    texts = ["0", "0.0288", "0.6", "12.3", "999", "1,000", "1,459", "1,234,568"]
+    assert [three_digits(value) for value in values] == texts
