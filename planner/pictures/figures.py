@@ -187,19 +187,19 @@ def scaling_figure(plan: Plan, points: Sequence[ScalingPoint]) -> Figure:
     times = [time for trace in data for time in trace["y"] if time > 0.0]
     far_apart = bool(times) and max(times) > FAR_APART * min(times)
     layout = {
-        "height": 420,
-        "margin": {"l": 76, "r": 16, "t": TOP_PX, "b": 110},
+        "height": 440,
+        "margin": {"l": 76, "r": 16, "t": TOP_PX, "b": 130},
         "hovermode": "closest",
         "dragmode": "zoom",
         "xaxis": {
-            "title": {"text": "ranks"},
+            "title": {"text": "ranks", "standoff": 8},
             "type": "log",
             "tickvals": [point.ranks for point in points],
             "ticktext": [str(point.ranks) for point in points],
             "zeroline": False,
         },
         "yaxis": {
-            "title": {"text": "step (ms)"},
+            "title": {"text": "step (ms)", "standoff": 10},
             "zeroline": False,
             **(_logarithmic(times) if far_apart else {"rangemode": "tozero"}),
         },
