@@ -13,6 +13,7 @@ from typing import Any, Literal, TypeVar
 
 from planner.profile.document import Cluster, Profile, load_cluster, load_profile
 from runtime.errors import InputError
+from runtime.files import checked_path
 
 Kind = Literal["model", "cluster"]
 
@@ -66,15 +67,18 @@ def find_profile(given: Profile | str | Path) -> Profile:
     """
     if isinstance(given, Profile):
         return given
-    model, at, cluster = str(given).rpartition("@")
+    model, at, cluster = checked_path(given).rpartition("@")
     if not at or Path(given).exists():
         return load_profile(_locate("model", given))
-    return replace(load_profile(_locate("model", model)), cluster=find_cluster(cluster))
+    return replace(load_profile(_locate("model", model)), cluster=load_cluster(_locate("cluster", cluster)))
 
 
 def find_cluster(given: Cluster | str | Path) -> Cluster:
     """A cluster as given: a record, the path of cluster.json, or a name. Raises as `find_profile` does."""
-    return given if isinstance(given, Cluster) else load_cluster(_locate("cluster", given))
+    if isinstance(given, Cluster):
+        return given
+    checked_path(given)
+    return load_cluster(_locate("cluster", given))
 
 
 def _file(kind: Kind, name: str) -> Path:
