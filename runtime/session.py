@@ -4,7 +4,7 @@
     each gradient ready  ─▶ scale it into its bucket; buckets whose gradients are all there leave in plan order
     end of backward      ─▶ fill in what no backward produced, send the rest, wait; `.grad` is the average
 
-Gradients and collectives: buckets start in plan order on every rank, whatever order autograd finishes in.
+Between two steps another plan may take the place of the first one (`Session.switch`).
 """
 
 from __future__ import annotations
@@ -20,13 +20,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from runtime.buckets import BucketBuffer, Kept, Slot, UsageFlags, make_buckets
+from runtime.buckets import Slot
 from runtime.buffers import BufferSync
 from runtime.clock import make_clock
 from runtime.closures import LossAveraging
 from runtime.collectives import COLLECTIVES
 from runtime.communicator import Communicator, NullCommunicator, Sent, make_communicator
 from runtime.errors import InputError
+from runtime.exchange import Exchange
 from runtime.fit import find_attached, find_misfit, model_fingerprint, trainable_parameters
 from runtime.hooks import ModuleHook
 from runtime.plan import Plan, load_plan
@@ -40,8 +41,7 @@ from runtime.torch_compat import (
     tree_leaves,
 )
 from runtime.version import __version__
-from runtime.views import ViewGuard
-from runtime.watch import ModelWatch, explain_failed_move, refuse_unplanned
+from runtime.watch import ModelWatch
 from runtime.world import Credentials, World, agree, bounded_timeout_s
 
 STEPS_PER_DEADLINE = 20
@@ -138,28 +138,17 @@ class Session:
     ) -> None:
         """Use `attach`. With `communicate` False everything happens but the exchange of gradients (for measuring)."""
         self.plan, self.world, self._model = plan, world, model
-        self._scale = 1.0 / world.ranks
+        self._communicate = communicate
         self._synchronizing = True
         self._reached: bool | None = None
-        self._in_backward = self._awaiting_end = False
+        self._awaiting_end = False
         self._end: Callable[[], Any] = lambda: None
-        self._next = 0
-        parameters = trainable_parameters(model)
-        self._watch = ModelWatch(model, parameters)
+        self._parameters = trainable_parameters(model)
+        self._watch = ModelWatch(model, self._parameters)
         leave_uncompiled("runtime")
-        device = next(iter(parameters.values())).device
-        self._slots: list[Slot] = []
-        self._buckets: list[BucketBuffer] = []
-        self._flags: UsageFlags | None = None
-        if world.ranks > 1 or not communicate:
-            self._slots, self._buckets, self._flags = make_buckets(plan, parameters, world.ranks)
-        self._views = ViewGuard(self._buckets)
-        self._kept: list[Kept] = []
-        collectives = [COLLECTIVES[(bucket.collective, bucket.algorithm)] for bucket in plan.buckets]
-        self._communicator: Communicator = (
-            make_communicator(world, collectives, device) if communicate else NullCommunicator()
-        )
-        self.recorder = Recorder(make_clock(device), len(plan.buckets), len(plan.gradients))
+        self._device = next(iter(self._parameters.values())).device
+        self.recorder = Recorder(make_clock(self._device), len(plan.buckets), len(plan.gradients))
+        self._exchange = self._make_exchange(plan)
         self._handles: list[Any] = []
         if broadcast_buffers:
             self._handles += BufferSync(world, model, lambda: self._synchronizing).install()
@@ -167,51 +156,29 @@ class Session:
         self._handles += self.recorder.observe(model, optimizer)
         if communicate:
             self._handles += LossAveraging(world).install(optimizer)
-        for name in parameters.keys() - set(plan.gradients):
-            hook = partial(refuse_unplanned, name)
-            self._handles.append(parameters[name].register_post_accumulate_grad_hook(hook))
-        for slot in self._slots:
-            hook = partial(self._gradient_ready, slot)
-            self._handles.append(slot.parameter.register_post_accumulate_grad_hook(hook))
+        self._exchange.install(self._admit, self._begin_again)
         self._handles.append(model.register_forward_pre_hook(ModuleHook(self._before_forward), prepend=True))
         self._handles.append(model.register_forward_hook(ModuleHook(self._after_forward)))
         _attached.add(model)
 
-    # One step, in the order in which it happens.
+    def _make_exchange(self, plan: Plan) -> Exchange:
+        """Buckets of a plan, not yet hooked."""
+        collectives = [COLLECTIVES[(bucket.collective, bucket.algorithm)] for bucket in plan.buckets]
+        communicator: Communicator = NullCommunicator()
+        if self._communicate:
+            communicator = make_communicator(self.world, collectives, self._device)
+        exchanges = self.world.ranks > 1 or not self._communicate
+        return Exchange(plan, self._parameters, self.world.ranks, communicator, self.recorder, exchanges=exchanges)
 
-    def _gradient_ready(self, slot: Slot, parameter: Tensor) -> None:
-        if parameter.grad is None:
-            return  # a backward function gave None for it: as if this rank had not used it
-        slot.touched = True
-        if not self._in_backward:
-            if not self._exchanges():
-                return
-            self._begin()
-        if not slot.waiting:
-            return self._begin_again(slot, parameter)
-        slot.waiting = False
-        bucket = slot.bucket
-        bucket.waiting -= 1
-        try:
-            if slot.large:
-                slot.take(self._scale)
-            if bucket.waiting:
-                self.recorder.ready(slot.index)
-                return
-            bucket.take_small(self._scale)
-        except RuntimeError as error:
-            raise explain_failed_move(error, bucket) from error
-        self.recorder.ready(slot.index)
-        self._launch_complete()
+    # One step, in the order in which it happens.
 
     def _before_forward(self, _module: nn.Module, _arguments: Any) -> None:
         """A backward that an exception ended is forgotten; its messages are waited for."""
-        if self._slots and torch.is_grad_enabled():  # alone, nothing is missed
+        if self._exchange.slots and torch.is_grad_enabled():  # alone, nothing is missed
             self._watch.check()
-        if (self._in_backward or self._awaiting_end) and current_backward_id() == OUTSIDE:
+        if (self._exchange.open or self._awaiting_end) and current_backward_id() == OUTSIDE:
             self._forget_backward()
-            for slot in self._slots:
-                slot.touched = False
+            self._exchange.untouch()
 
     def _after_forward(self, _module: nn.Module, _arguments: Any, output: Any) -> None:
         """Sees the outermost backward begin, also where a reentrant checkpoint runs backwards inside it."""
@@ -229,9 +196,19 @@ class Session:
         if not self._awaiting_end:
             self._await_end()
 
-    def _exchanges(self) -> bool:
-        """As with DDP the forward decides: one outside of `no_sync` is enough. If none was seen, the backward does."""
-        return self._synchronizing if self._reached is None else self._reached
+    def _admit(self) -> bool:
+        """The first gradient of a backward is here: a step begins, if this backward exchanges.
+
+        As with DDP the forward decides: one outside of `no_sync` is enough. If none was seen, the backward does.
+        """
+        if not (self._synchronizing if self._reached is None else self._reached):
+            return False
+        if self._reached is None:  # no forward of the model itself was seen
+            self._watch.check()
+        self._exchange.begin()
+        if not self._awaiting_end:
+            self._await_end()
+        return True
 
     def _await_end(self) -> None:
         self._awaiting_end = True
@@ -244,10 +221,9 @@ class Session:
         return self._awaiting_end and self._end() is None
 
     def _forget_backward(self) -> None:
-        self._in_backward = self._awaiting_end = False
+        self._awaiting_end = False
         self._reached = None
-        self._kept.clear()
-        self._communicator.wait()
+        self._exchange.forget()
 
     def _begin_again(self, slot: Slot, parameter: Tensor) -> None:
         """A gradient that is here already has come, which is an error unless it was an abandoned backward's."""
@@ -257,77 +233,13 @@ class Session:
                 f"checkpointing of a shared parameter does that, use checkpoint(..., use_reentrant=False)"
             )
         self._forget_backward()
-        self._gradient_ready(slot, parameter)
+        self._exchange.gradient_ready(slot, parameter)
 
     def _end_of_backward(self) -> None:
         self._awaiting_end = False
         reached, self._reached = self._reached, None
-        if self._in_backward or (reached and not self._slots):  # with one rank nothing but the report is done
-            self._finish()
-
-    def _begin(self) -> None:
-        """The first gradient of a step is here."""
-        if self._reached is None:  # no forward of the model itself was seen
-            self._watch.check()
-        self._views.restore()
-        self._in_backward = True
-        if not self._awaiting_end:
-            self._await_end()
-        self._next = 0
-        for bucket in self._buckets:
-            bucket.waiting = len(bucket.slots)
-        for slot in self._slots:
-            slot.waiting = True
-        self.recorder.begin_backward()
-
-    def _launch_complete(self) -> None:
-        while self._next < len(self._buckets) and self._buckets[self._next].waiting == 0:
-            self._launch(self._buckets[self._next])
-
-    def _launch(self, bucket: BucketBuffer) -> None:
-        if self._flags is not None and bucket.index == len(self._buckets) - 1:
-            self._flags.write([slot.index for slot in self._slots if not slot.touched])
-        self._communicator.launch(bucket, self.recorder.sent(bucket.index))
-        self._next += 1
-
-    def _finish(self) -> None:
-        """The end of backward: after this, every `.grad` is final."""
-        for bucket in self._buckets[self._next :]:
-            self._fill_missing(bucket)
-            self._launch(bucket)
-        self.recorder.end_backward()
-        self._communicator.wait()
-        if self._kept:
-            self._settle_missing()
-        for slot in self._slots:
-            slot.touched = False
-        self._in_backward = False
-        self.recorder.end_step()
-
-    def _fill_missing(self, bucket: BucketBuffer) -> None:
-        """Gradients that this backward did not produce: what `.grad` holds counts, else zeros, as with DDP."""
-        for slot in bucket.slots:
-            if not slot.waiting:
-                continue
-            self._kept.append(Kept.of(slot))
-            slot.waiting = False
-            if slot.parameter.grad is None:
-                slot.clear_view()
-                slot.view.zero_()
-                slot.parameter.grad = slot.view
-            elif slot.large:
-                slot.take(self._scale)
-        if bucket.waiting:
-            bucket.take_small(self._scale)
-
-    def _settle_missing(self) -> None:
-        """A parameter that no rank used keeps its `.grad`; one that another rank used gets the average."""
-        assert self._flags is not None
-        used = self._flags.used_somewhere()
-        for kept in self._kept:
-            if kept.slot.index not in used:
-                kept.give_back()
-        self._kept.clear()
+        if self._exchange.open or (reached and not self._exchange.slots):  # one rank only reports
+            self._exchange.finish()
 
     # What a user may ask for.
 
@@ -366,8 +278,8 @@ class Session:
 
     def use_communicator(self, communicator: Communicator) -> None:
         """Sends buckets through another communicator from the next step on (for measuring)."""
-        self._communicator.close()
-        self._communicator = communicator
+        self._exchange.communicator.close()
+        self._exchange.communicator = communicator
 
     def detach(self, *, leave: bool = True) -> None:
         """Makes the model plain again; gradients stay, as tensors of their own.
@@ -380,10 +292,8 @@ class Session:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-        self._communicator.close()
-        for slot in self._slots:
-            if slot.parameter.grad is slot.view:
-                slot.parameter.grad = slot.view.clone()
+        self._exchange.close()
+        self._exchange.give_gradients_away()
         if leave:
             self.world.leave()
         _attached.discard(self._model)

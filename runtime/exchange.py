@@ -1,0 +1,184 @@
+"""The buckets of one plan and their hooks: gradients come in as autograd makes them, averages go out.
+
+A session has one exchange at a time. When it changes over to another plan it gets another one; the gradients that the
+old one made stay as they are, in the old one's memory, until nobody refers to them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+
+from runtime.buckets import BucketBuffer, Kept, Slot, UsageFlags, make_buckets
+from runtime.communicator import Communicator
+from runtime.plan import Plan
+from runtime.recorder import Recorder
+from runtime.views import ViewGuard
+from runtime.watch import explain_failed_move, refuse_unplanned
+
+
+class Exchange:
+    """Gradients and collectives of one plan. Buckets start in plan order on every rank, whatever order autograd
+    finishes in.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        parameters: Mapping[str, nn.Parameter],
+        ranks: int,
+        communicator: Communicator,
+        recorder: Recorder,
+        *,
+        exchanges: bool,
+    ) -> None:
+        """Lays out the buckets; nothing happens before `install`. Without `exchanges` (one rank) there are none."""
+        self.plan, self.communicator = plan, communicator
+        self.slots: list[Slot] = []
+        self.buckets: list[BucketBuffer] = []
+        self._flags: UsageFlags | None = None
+        if exchanges:
+            self.slots, self.buckets, self._flags = make_buckets(plan, parameters, ranks)
+        self._views = ViewGuard(self.buckets)
+        self._parameters, self._recorder = parameters, recorder
+        self._scale = 1.0 / ranks
+        self._kept: list[Kept] = []
+        self._next = 0
+        self.open = False
+        """Whether a backward gives its gradients now."""
+        self._handles: list[Any] = []
+
+    def install(self, admit: Callable[[], bool], again: Callable[[Slot, Tensor], None]) -> None:
+        """Hooks the parameters.
+
+        Args:
+            admit: called for the first gradient of a backward; whether it is exchanged, and if so calls `begin`.
+            again: called for a gradient that has come in this step already.
+        """
+        self._admit, self._again = admit, again
+        for name in self._parameters.keys() - set(self.plan.gradients):
+            hook = partial(refuse_unplanned, name)
+            self._handles.append(self._parameters[name].register_post_accumulate_grad_hook(hook))
+        for slot in self.slots:
+            hook = partial(self.gradient_ready, slot)
+            self._handles.append(slot.parameter.register_post_accumulate_grad_hook(hook))
+
+    # One step, in the order in which it happens.
+
+    def gradient_ready(self, slot: Slot, parameter: Tensor) -> None:
+        """The hook of each parameter: its `.grad` has been accumulated."""
+        if parameter.grad is None:
+            return  # a backward function gave None for it: as if this rank had not used it
+        slot.touched = True
+        if not self.open and not self._admit():
+            return
+        if not slot.waiting:
+            return self._again(slot, parameter)
+        slot.waiting = False
+        bucket = slot.bucket
+        bucket.waiting -= 1
+        try:
+            if slot.large:
+                slot.take(self._scale)
+            if bucket.waiting:
+                self._recorder.ready(slot.index)
+                return
+            bucket.take_small(self._scale)
+        except RuntimeError as error:
+            raise explain_failed_move(error, bucket) from error
+        self._recorder.ready(slot.index)
+        self._launch_complete()
+
+    def begin(self) -> None:
+        """The first gradient of a step is here."""
+        self._views.restore()
+        self.open = True
+        self._next = 0
+        for bucket in self.buckets:
+            bucket.waiting = len(bucket.slots)
+        for slot in self.slots:
+            slot.waiting = True
+        self._recorder.begin_backward()
+
+    def _launch_complete(self) -> None:
+        while self._next < len(self.buckets) and self.buckets[self._next].waiting == 0:
+            self._launch(self.buckets[self._next])
+
+    def _launch(self, bucket: BucketBuffer) -> None:
+        if self._flags is not None and bucket.index == len(self.buckets) - 1:
+            self._flags.write([slot.index for slot in self.slots if not slot.touched])
+        self.communicator.launch(bucket, self._recorder.sent(bucket.index))
+        self._next += 1
+
+    def finish(self) -> None:
+        """The end of backward: after this, every `.grad` is final."""
+        for bucket in self.buckets[self._next :]:
+            self._fill_missing(bucket)
+            self._launch(bucket)
+        self._recorder.end_backward()
+        self.communicator.wait()
+        if self._kept:
+            self._settle_missing()
+        self.untouch()
+        self.open = False
+        self._recorder.end_step()
+
+    def _fill_missing(self, bucket: BucketBuffer) -> None:
+        """Gradients that this backward did not produce: what `.grad` holds counts, else zeros, as with DDP."""
+        for slot in bucket.slots:
+            if not slot.waiting:
+                continue
+            self._kept.append(Kept.of(slot))
+            slot.waiting = False
+            if slot.parameter.grad is None:
+                slot.clear_view()
+                slot.view.zero_()
+                slot.parameter.grad = slot.view
+            elif slot.large:
+                slot.take(self._scale)
+        if bucket.waiting:
+            bucket.take_small(self._scale)
+
+    def _settle_missing(self) -> None:
+        """A parameter that no rank used keeps its `.grad`; one that another rank used gets the average."""
+        assert self._flags is not None
+        used = self._flags.used_somewhere()
+        for kept in self._kept:
+            if kept.slot.index not in used:
+                kept.give_back()
+        self._kept.clear()
+
+    # What ends a step in another way, and the exchange.
+
+    def untouch(self) -> None:
+        """Gradients that have come so far are of no step."""
+        for slot in self.slots:
+            slot.touched = False
+
+    def forget(self) -> None:
+        """An exception ended the backward: what it sent is waited for, what is missing is not."""
+        self.open = False
+        self._kept.clear()
+        self.communicator.wait()
+
+    def follow(self, before: Exchange) -> None:
+        """Takes over which gradients have come since the last exchange (in `no_sync`)."""
+        touched = {slot.name for slot in before.slots if slot.touched}
+        for slot in self.slots:
+            slot.touched = slot.name in touched
+
+    def close(self) -> None:
+        """Takes the hooks off. `.grad`s stay what they are: views of buckets that nobody else writes to any more."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self.communicator.close()
+
+    def give_gradients_away(self) -> None:
+        """Makes `.grad`s tensors of their own, so that the buckets' memory is free."""
+        for slot in self.slots:
+            if slot.parameter.grad is slot.view:
+                slot.parameter.grad = slot.view.clone()
