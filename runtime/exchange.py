@@ -60,11 +60,17 @@ class Exchange:
         """
         self._admit, self._again = admit, again
         for name in self._parameters.keys() - set(self.plan.gradients):
-            hook = partial(refuse_unplanned, name)
-            self._handles.append(self._parameters[name].register_post_accumulate_grad_hook(hook))
+            self._hook(self._parameters[name], partial(refuse_unplanned, name))
         for slot in self.slots:
-            hook = partial(self.gradient_ready, slot)
-            self._handles.append(slot.parameter.register_post_accumulate_grad_hook(hook))
+            self._hook(slot.parameter, partial(self.gradient_ready, slot))
+
+    def _hook(self, parameter: nn.Parameter, hook: Callable[[Tensor], None]) -> None:
+        frozen = not parameter.requires_grad
+        if frozen:  # since attach; it may thaw
+            parameter.requires_grad_(True)
+        self._handles.append(parameter.register_post_accumulate_grad_hook(hook))
+        if frozen:
+            parameter.requires_grad_(False)
 
     # One step, in the order in which it happens.
 

@@ -46,7 +46,11 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 def model_fingerprint(model: nn.Module) -> str:
     """See `runtime.names.fingerprint`."""
-    parameters = trainable_parameters(model)
+    return parameters_fingerprint(trainable_parameters(model))
+
+
+def parameters_fingerprint(parameters: Mapping[str, nn.Parameter]) -> str:
+    """`model_fingerprint`, of parameters by canonical name."""
     return fingerprint((name, tuple(p.shape), dtype_name(p.dtype)) for name, p in parameters.items())
 
 
@@ -69,14 +73,29 @@ def find_attached(model: nn.Module, attached: Iterable[nn.Module]) -> str | None
 
 def find_misfit(model: nn.Module, plan: Plan, ranks: int) -> str | None:
     """The first reason why this plan cannot drive this model on this many ranks, or None."""
+    return _wrapper_misfit(model) or _module_misfit(model) or find_plan_misfit(trainable_parameters(model), plan, ranks)
+
+
+def find_plan_misfit(parameters: Mapping[str, nn.Parameter], plan: Plan, ranks: int) -> str | None:
+    """The first reason why this plan cannot drive these trainable parameters on this many ranks, or None."""
     return (
-        _wrapper_misfit(model)
-        or _module_misfit(model)
-        or _world_misfit(plan, ranks)
-        or _parameter_misfit(model, plan)
-        or _fingerprint_misfit(model, plan)
+        _world_misfit(plan, ranks)
+        or _parameter_misfit(parameters, plan)
+        or _fingerprint_misfit(parameters, plan)
         or _support_misfit(plan)
     )
+
+
+def find_late_step(at_step: object, step: int) -> str | None:
+    """Why a plan cannot begin with step `at_step` when `step` steps are done, or None."""
+    if not isinstance(at_step, int) or isinstance(at_step, bool):
+        return f"at_step: found {at_step!r}, expected the number of a step, {step} or later"
+    if at_step < step:
+        return (
+            f"at_step: found {at_step}, but {step} steps are done; expected {step} or later: leave it out to change "
+            f"over at the next step"
+        )
+    return None
 
 
 def _wrapper_misfit(model: nn.Module) -> str | None:
@@ -97,13 +116,12 @@ def _world_misfit(plan: Plan, ranks: int) -> str | None:
     return f"the plan was made for {plan.world.ranks} ranks, found {ranks}; {cure}{launch}"
 
 
-def _parameter_misfit(model: nn.Module, plan: Plan) -> str | None:
-    parameters = trainable_parameters(model)
+def _parameter_misfit(parameters: Mapping[str, nn.Parameter], plan: Plan) -> str | None:
     if not parameters:
         return "the model has no trainable parameter; expected at least one with requires_grad"
     planned = set(plan.gradients)
     missing = [name for name in parameters if name not in planned]
-    if plan.model.fingerprint is not None and plan.model.fingerprint == model_fingerprint(model):
+    if plan.model.fingerprint is not None and plan.model.fingerprint == parameters_fingerprint(parameters):
         missing = []  # the very model, with parameters that got no gradient when it was profiled
     unknown = [name for name in plan.gradients if name not in parameters]
     if not missing and not unknown:
@@ -121,10 +139,10 @@ def _listed(names: list[str]) -> str:
     return ", ".join(names[:SHOWN]) + more
 
 
-def _fingerprint_misfit(model: nn.Module, plan: Plan) -> str | None:
-    if plan.model.fingerprint is None or plan.model.fingerprint == model_fingerprint(model):
+def _fingerprint_misfit(parameters: Mapping[str, nn.Parameter], plan: Plan) -> str | None:
+    if plan.model.fingerprint is None or plan.model.fingerprint == parameters_fingerprint(parameters):
         return None
-    sizes = _size_misfits(trainable_parameters(model), plan)
+    sizes = _size_misfits(parameters, plan)
     return (
         f"the plan (for {plan.model.name}) is for another model: the names of the parameters agree, their shapes or "
         f"dtypes do not{sizes}; profile this model again"

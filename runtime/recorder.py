@@ -61,6 +61,13 @@ class Recorder:
         self._shape = (buckets, gradients)
         self._now = StepMarks(*self._shape)
 
+    def restart(self, buckets: int, gradients: int) -> None:
+        """Forgets all steps: another plan begins. What has been seen of the step that is on its way is kept."""
+        self.steps.clear()
+        self._shape = (buckets, gradients)
+        before, self._now = self._now, StepMarks(*self._shape)
+        self._now.forward, self._now.forward_end, self._now.loss = before.forward, before.forward_end, before.loss
+
     def observe(self, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Iterator[Any]:
         """Hooks forward and the optimizer's step; yields the handles."""
         yield model.register_forward_pre_hook(ModuleHook(self._before_forward), prepend=True)

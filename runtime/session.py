@@ -28,7 +28,14 @@ from runtime.collectives import COLLECTIVES
 from runtime.communicator import Communicator, NullCommunicator, Sent, make_communicator
 from runtime.errors import InputError
 from runtime.exchange import Exchange
-from runtime.fit import find_attached, find_misfit, model_fingerprint, trainable_parameters
+from runtime.fit import (
+    find_attached,
+    find_late_step,
+    find_misfit,
+    find_plan_misfit,
+    model_fingerprint,
+    trainable_parameters,
+)
 from runtime.hooks import ModuleHook
 from runtime.plan import Plan, load_plan
 from runtime.recorder import Recorder
@@ -42,7 +49,7 @@ from runtime.torch_compat import (
 )
 from runtime.version import __version__
 from runtime.watch import ModelWatch
-from runtime.world import Credentials, World, agree, bounded_timeout_s
+from runtime.world import Credentials, World, agree, bounded_timeout_s, first_line
 
 STEPS_PER_DEADLINE = 20
 """A collective may take this many predicted steps (and at least 30 s) before its peers are given up."""
@@ -137,16 +144,19 @@ class Session:
         communicate: bool = True,
     ) -> None:
         """Use `attach`. With `communicate` False everything happens but the exchange of gradients (for measuring)."""
-        self.plan, self.world, self._model = plan, world, model
+        self.plan, self.world, self.model = plan, world, model
+        self.step = 0
+        """How many steps have been exchanged, which is the number of the next one."""
+        self._pending: tuple[int, Exchange] | None = None
         self._communicate = communicate
         self._synchronizing = True
         self._reached: bool | None = None
         self._awaiting_end = False
         self._end: Callable[[], Any] = lambda: None
-        self._parameters = trainable_parameters(model)
-        self._watch = ModelWatch(model, self._parameters)
+        self.parameters = trainable_parameters(model)
+        self._watch = ModelWatch(model, self.parameters)
         leave_uncompiled("runtime")
-        self._device = next(iter(self._parameters.values())).device
+        self._device = next(iter(self.parameters.values())).device
         self.recorder = Recorder(make_clock(self._device), len(plan.buckets), len(plan.gradients))
         self._exchange = self._make_exchange(plan)
         self._handles: list[Any] = []
@@ -168,17 +178,15 @@ class Session:
         if self._communicate:
             communicator = make_communicator(self.world, collectives, self._device)
         exchanges = self.world.ranks > 1 or not self._communicate
-        return Exchange(plan, self._parameters, self.world.ranks, communicator, self.recorder, exchanges=exchanges)
+        return Exchange(plan, self.parameters, self.world.ranks, communicator, self.recorder, exchanges=exchanges)
 
     # One step, in the order in which it happens.
 
     def _before_forward(self, _module: nn.Module, _arguments: Any) -> None:
-        """A backward that an exception ended is forgotten; its messages are waited for."""
         if self._exchange.slots and torch.is_grad_enabled():  # alone, nothing is missed
             self._watch.check()
         if (self._exchange.open or self._awaiting_end) and current_backward_id() == OUTSIDE:
-            self._forget_backward()
-            self._exchange.untouch()
+            self._forget_abandoned()
 
     def _after_forward(self, _module: nn.Module, _arguments: Any, output: Any) -> None:
         """Sees the outermost backward begin, also where a reentrant checkpoint runs backwards inside it."""
@@ -225,6 +233,12 @@ class Session:
         self._reached = None
         self._exchange.forget()
 
+    def _forget_abandoned(self) -> None:
+        """Outside of backward: one that an exception ended is forgotten; its messages are waited for."""
+        if self._exchange.open or self._awaiting_end:
+            self._forget_backward()
+            self._exchange.untouch()
+
     def _begin_again(self, slot: Slot, parameter: Tensor) -> None:
         """A gradient that is here already has come, which is an error unless it was an abandoned backward's."""
         if not self._abandoned():
@@ -240,6 +254,22 @@ class Session:
         reached, self._reached = self._reached, None
         if self._exchange.open or (reached and not self._exchange.slots):  # one rank only reports
             self._exchange.finish()
+            self._step_done()
+
+    def _step_done(self) -> None:
+        self.step += 1
+        if self._pending is not None and self._pending[0] <= self.step:
+            self._change_over()
+
+    def _change_over(self) -> None:
+        """Between two steps: the next one is the pending plan's. `.grad`s are not touched."""
+        assert self._pending is not None
+        before, (_, self._exchange), self._pending = self._exchange, self._pending, None
+        self._exchange.follow(before)
+        before.close()
+        self._exchange.install(self._admit, self._begin_again)
+        self.plan = self._exchange.plan
+        self.recorder.restart(len(self.plan.buckets), len(self.plan.gradients))
 
     # What a user may ask for.
 
@@ -255,6 +285,57 @@ class Session:
             yield
         finally:
             self._synchronizing = before
+
+    def switch(self, plan: Plan | str | Path, at_step: int | None = None) -> None:
+        """Changes over to another plan on all ranks at one step; no step, gradient or update is lost.
+
+        Every rank calls this between the same two steps. Buckets are laid out now, so that what can fail does so
+        here, and put in place when step `at_step` begins. `.grad`s, also those accumulated in `no_sync`, stay what
+        they are; `report()` begins anew. Another switch that has not happened yet is replaced. Deadlines stay those of
+        `attach`.
+
+        Args:
+            plan: a plan for the same parameters and ranks, or the path of plan.json; the same on every rank.
+            at_step: the first step with the new plan, counted from 0 as `session.step` does; default: the next one.
+
+        Raises:
+            PlanMismatch: on all ranks alike, and nothing has changed: the plan does not fit, ranks hold different
+                plans or are at different steps, or `at_step` is past.
+            InputError: called inside a backward, or after `detach`.
+            CommunicationError: a rank did not come within the deadline.
+        """
+        self.pause("session.switch")
+        at_step = self.step if at_step is None else at_step
+        prepared, problem = self._prepare(plan, at_step)
+        digest = "" if prepared is None else prepared.plan.digest()
+        mine = Credentials(__version__, torch.__version__, digest, problem=problem, step=self.step, at_step=at_step)
+        agree(self.world, mine)
+        assert prepared is not None
+        self._pending = at_step, prepared
+        if at_step == self.step:
+            self._change_over()
+
+    def pause(self, what: str) -> None:
+        """Makes sure that the link is quiet: called before ranks exchange something else between two steps.
+
+        Raises InputError where the session is detached or a backward runs; `what` is what the user called.
+        """
+        if not self._handles:
+            raise InputError(f"{what}: the session is detached; expected an attached one: call runtime.attach first")
+        if current_backward_id() != OUTSIDE:
+            raise InputError(f"{what} was called while a backward runs; expected between two steps: call it after it")
+        self._forget_abandoned()
+
+    def _prepare(self, plan: Plan | str | Path, at_step: int) -> tuple[Exchange | None, str | None]:
+        """The new plan's buckets, or what is wrong on this rank: it is told to all ranks."""
+        try:
+            loaded = plan if isinstance(plan, Plan) else load_plan(plan)
+            problem = find_late_step(at_step, self.step) or find_plan_misfit(self.parameters, loaded, self.world.ranks)
+            return (None, problem) if problem else (self._make_exchange(loaded), None)
+        except InputError as error:
+            return None, str(error)
+        except (RuntimeError, MemoryError) as error:  # no memory
+            return None, f"the plan's buckets cannot be laid out: {first_line(error)}"
 
     def report(self) -> Report:
         """Predicted against measured, over the last steps of this run on this rank."""
@@ -292,8 +373,9 @@ class Session:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        self._pending = None
         self._exchange.close()
         self._exchange.give_gradients_away()
         if leave:
             self.world.leave()
-        _attached.discard(self._model)
+        _attached.discard(self.model)

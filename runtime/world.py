@@ -178,11 +178,15 @@ class Credentials:
     version: str
     torch: str
     plan_digest: str
-    model: str
-    parameters: tuple[str, ...]
+    model: str = ""
+    parameters: tuple[str, ...] = ()
     """Names in the order of the flat buffers."""
-    device: str
+    device: str = ""
     problem: str | None = None
+    step: int = 0
+    """How many steps this rank has done with the session."""
+    at_step: int = 0
+    """The first step with the plan."""
 
 
 def agree(world: World, mine: Credentials) -> None:
@@ -204,6 +208,8 @@ def agree(world: World, mine: Credentials) -> None:
         ("model", "models (fingerprints of the trainable parameters)", "build the same model on every rank"),
         ("parameters", "orders of parameters", "give every rank the same plan.json"),
         ("device", "kinds of device", "use one kind of device"),
+        ("step", "numbers of steps done", "call switch between the same two steps on every rank"),
+        ("at_step", "steps to change plans at", "give every rank the same at_step"),
     ):
         values = [getattr(one, attribute) for one in everyone]
         if len(set(values)) > 1:
