@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from planner.predict import Simulation, simulate
     from planner.profile.document import Cluster, Profile, load_cluster, load_profile
     from planner.profile.step import profile_step
+    from planner.replanning import replan
     from runtime.plan import Plan, load_plan
 
 __all__ = [
@@ -27,6 +28,7 @@ __all__ = [
     "load_profile",
     "optimize",
     "profile_step",
+    "replan",
     "simulate",
 ]
 
@@ -41,6 +43,7 @@ _WHERE = {
     "load_profile": "planner.profile.document",
     "optimize": "planner.decide",
     "profile_step": "planner.profile.step",
+    "replan": "planner.replanning",
     "simulate": "planner.predict",
 }
 

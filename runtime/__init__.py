@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from runtime.errors import DriftWarning
 from runtime.plan import Plan, load_plan, parse_plan
 from runtime.version import __version__
 
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
     from runtime.report import Report
     from runtime.session import Session, attach
 
-__all__ = ["Plan", "Report", "Session", "__version__", "attach", "load_plan", "parse_plan"]
+__all__ = ["DriftWarning", "Plan", "Report", "Session", "__version__", "attach", "load_plan", "parse_plan"]
 
 _NEED_TORCH = {"attach": "runtime.session", "Session": "runtime.session", "Report": "runtime.report"}
 

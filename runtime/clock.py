@@ -22,6 +22,10 @@ class Clock(Protocol):
         """Microseconds from one mark to another; on CUDA the device must have reached both."""
         ...
 
+    def reached(self, mark: Any) -> bool:
+        """Whether the device has got to the mark; never waits for it."""
+        ...
+
 
 class WallClock:
     """Marks are `time.perf_counter()` readings in seconds."""
@@ -32,6 +36,10 @@ class WallClock:
     def between_us(self, start: float, end: float) -> float:
         """See `Clock.between_us`."""
         return (end - start) * 1e6
+
+    def reached(self, mark: float) -> bool:
+        """See `Clock.reached`."""
+        return True
 
 
 class CudaClock:
@@ -49,6 +57,10 @@ class CudaClock:
         """See `Clock.between_us`; waits for the device where it has not got so far."""
         end.synchronize()
         return float(start.elapsed_time(end)) * 1e3
+
+    def reached(self, mark: torch.cuda.Event) -> bool:
+        """See `Clock.reached`."""
+        return bool(mark.query())
 
 
 def make_clock(device: torch.device) -> Clock:

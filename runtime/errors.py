@@ -31,5 +31,9 @@ class EnvironmentFailure(PlannerError, RuntimeError):
     exit_code = 3
 
 
+class DriftWarning(UserWarning):
+    """Steps take longer than the plan predicts, and have for a while; the text says since when, why and what to do."""
+
+
 class CommunicationError(EnvironmentFailure):
     """A collective failed or missed its deadline; names rank, bucket and collective."""

@@ -13,7 +13,8 @@ from runtime.clock import Clock
 from runtime.communicator import Sent
 from runtime.hooks import ModuleHook
 
-KEPT_STEPS = 50
+KEPT_STEPS = 60
+"""More than `runtime.drift` judges: the last ones may still be on their way through a device."""
 
 
 class StepMarks:

@@ -26,6 +26,7 @@ from runtime.clock import make_clock
 from runtime.closures import LossAveraging
 from runtime.collectives import COLLECTIVES
 from runtime.communicator import Communicator, NullCommunicator, Sent, make_communicator
+from runtime.drift import DriftGuard
 from runtime.errors import InputError
 from runtime.exchange import Exchange
 from runtime.fit import (
@@ -66,6 +67,7 @@ def attach(
     sync: bool = True,
     broadcast_buffers: bool = True,
     timeout_s: float | None = None,
+    drift: bool = True,
 ) -> Session:
     """Makes `backward()` of a plain model exchange its gradients as the plan says.
 
@@ -78,6 +80,8 @@ def attach(
         sync: overwrite parameters and buffers with rank 0's, as DDP does.
         broadcast_buffers: overwrite buffers (BatchNorm) with rank 0's before each training forward, as DDP does.
         timeout_s: deadline of every wait; default: 20 predicted steps, at least 30 s.
+        drift: warn (`runtime.DriftWarning`, once for each plan, on each rank that sees it) when the last 50 steps took
+            more than 20 % longer than the plan predicts; see `runtime.drift`.
 
     Returns:
         The session; `.grad` is the average over ranks whenever `backward()` returns.
@@ -94,7 +98,7 @@ def attach(
         plan = _agree(world, model, loaded, problem)
         if sync:
             world.broadcast([*model.parameters(), *model.buffers()])
-        return Session(model, optimizer, plan, world, broadcast_buffers=broadcast_buffers)
+        return Session(model, optimizer, plan, world, broadcast_buffers=broadcast_buffers, drift=drift)
     except BaseException:
         world.leave()
         raise
@@ -142,6 +146,7 @@ class Session:
         *,
         broadcast_buffers: bool = True,
         communicate: bool = True,
+        drift: bool = False,
     ) -> None:
         """Use `attach`. With `communicate` False everything happens but the exchange of gradients (for measuring)."""
         self.plan, self.world, self.model = plan, world, model
@@ -158,6 +163,9 @@ class Session:
         leave_uncompiled("runtime")
         self._device = next(iter(self.parameters.values())).device
         self.recorder = Recorder(make_clock(self._device), len(plan.buckets), len(plan.gradients))
+        self.drift = DriftGuard(world.rank, self.recorder.clock)
+        """Compares steps with the plan's prediction now and then; `drift.verdict` is what came out."""
+        self._guards = drift
         self._exchange = self._make_exchange(plan)
         self._handles: list[Any] = []
         if broadcast_buffers:
@@ -169,6 +177,8 @@ class Session:
         self._exchange.install(self._admit, self._begin_again)
         self._handles.append(model.register_forward_pre_hook(ModuleHook(self._before_forward), prepend=True))
         self._handles.append(model.register_forward_hook(ModuleHook(self._after_forward)))
+        if drift:
+            self.drift.begin(plan)
         _attached.add(model)
 
     def _make_exchange(self, plan: Plan) -> Exchange:
@@ -260,6 +270,8 @@ class Session:
         self.step += 1
         if self._pending is not None and self._pending[0] <= self.step:
             self._change_over()
+        else:
+            self.drift.step_done(self.recorder.steps)
 
     def _change_over(self) -> None:
         """Between two steps: the next one is the pending plan's. `.grad`s are not touched."""
@@ -270,6 +282,8 @@ class Session:
         self._exchange.install(self._admit, self._begin_again)
         self.plan = self._exchange.plan
         self.recorder.restart(len(self.plan.buckets), len(self.plan.gradients))
+        if self._guards:
+            self.drift.begin(self.plan)
 
     # What a user may ask for.
 
@@ -353,9 +367,9 @@ class Session:
 
     def exchange_alone(self) -> None:
         """Sends every bucket once, as it is, with no backward beside it (for measuring)."""
-        for bucket in self._buckets:
-            self._communicator.launch(bucket, Sent())
-        self._communicator.wait()
+        for bucket in self._exchange.buckets:
+            self._exchange.communicator.launch(bucket, Sent())
+        self._exchange.communicator.wait()
 
     def use_communicator(self, communicator: Communicator) -> None:
         """Sends buckets through another communicator from the next step on (for measuring)."""

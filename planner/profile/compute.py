@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,6 +19,7 @@ from torch import nn
 
 from planner.profile.document import ComputeProfile, Gradient
 from planner.progress import Progress
+from runtime.clock import Clock
 from runtime.communicator import Communicator
 from runtime.errors import InputError
 from runtime.fit import dtype_name, trainable_parameters
@@ -129,11 +130,12 @@ def measure_compute(
         names = runner.session.plan.gradients
     finally:
         runner.close()
-    return _times(marks, names, runner)
+    return rank_times(marks, names, runner.clock)
 
 
-def _times(marks: Sequence[StepMarks], names: Sequence[str], runner: StepRunner) -> RankTimes:
-    between = runner.clock.between_us
+def rank_times(marks: Sequence[StepMarks], names: Sequence[str], clock: Clock) -> RankTimes:
+    """What the marks of some steps say; `names` are the gradients' in the order of the session's plan."""
+    between = clock.between_us
     ready: dict[str, list[float]] = {}
     for position, name in enumerate(names):
         at = [mark.ready[position] for mark in marks]
@@ -154,8 +156,12 @@ def combine(ranks: Sequence[RankTimes], model: nn.Module) -> ComputeProfile:
     counts as ready when it is on all ranks: in each repeat the latest rank, then the median over repeats. Forward and
     update are medians over ranks and repeats. A parameter that got no gradient on any rank is not in it.
     """
-    parameters = trainable_parameters(model)
-    order = {name: position for position, name in enumerate(reversed(parameters))}
+    return combine_parameters(ranks, trainable_parameters(model))
+
+
+def combine_parameters(ranks: Sequence[RankTimes], parameters: Mapping[str, nn.Parameter]) -> ComputeProfile:
+    """`combine`, of parameters by canonical name."""
+    order = {name: position for position, name in enumerate(reversed(list(parameters)))}
     everywhere = {name: _latest([r.ready_us[name] for r in ranks if name in r.ready_us]) for name in parameters}
     ready_us = {name: float(np.nanmedian(times)) for name, times in everywhere.items() if times.size}
     forward_us = float(np.median([rank.forward_us for rank in ranks]))

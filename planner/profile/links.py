@@ -55,23 +55,30 @@ def message_sizes(model_bytes: int, ratio: int) -> list[int]:
     return [*sizes, model_bytes] if model_bytes > sizes[-1] else sizes
 
 
-def measure_links(world: World, device: torch.device, model_bytes: int, progress: Progress) -> LinkTimes:
-    """Times all-reduce (through the runtime's communicator), reduce-scatter, all-gather and broadcast."""
-    samples: dict[str, tuple[Sample, ...]] = {}
-    queued: dict[str, tuple[Sample, ...]] = {}
+def measure_all_reduce(
+    world: World, device: torch.device, model_bytes: int, progress: Progress, budget_s: float = BUDGET_S
+) -> tuple[tuple[Sample, ...], tuple[Sample, ...]]:
+    """Times the runtime's all-reduce as sessions use it: (calls alone, calls that queue behind one another)."""
     communicator = make_communicator(world, [COLLECTIVES[("all_reduce", "library")]], device)
     try:
-        fine, coarse = message_sizes(model_bytes, 2), message_sizes(model_bytes, 4)
+        fine = message_sizes(model_bytes, 2)
         probe = _AllReduceProbe(communicator, device, fine[-1])
-        samples["all_reduce"] = _curve(world, device, fine, probe.once, progress, "all_reduce")
+        alone = _curve(world, device, fine, probe.once, progress, "all_reduce", budget_s)
         queueing = message_sizes(min(model_bytes, QUEUED_BYTES), 4)
-        calls = _curve(world, device, queueing, probe.queued, progress, "all_reduce back to back")
-        queued["all_reduce"] = tuple((size, time_us / QUEUED_CALLS) for size, time_us in calls)
-        for name, make in _LIBRARY.items():
-            samples[name] = _curve(world, device, coarse, _bind(make, world, device), progress, name)
+        calls = _curve(world, device, queueing, probe.queued, progress, "all_reduce back to back", budget_s)
+        return alone, tuple((size, time_us / QUEUED_CALLS) for size, time_us in calls)
     finally:
         communicator.close()
-    return LinkTimes(samples, queued, {name: fit(curve) for name, curve in samples.items()})
+
+
+def measure_links(world: World, device: torch.device, model_bytes: int, progress: Progress) -> LinkTimes:
+    """Times all-reduce (through the runtime's communicator), reduce-scatter, all-gather and broadcast."""
+    alone, queued = measure_all_reduce(world, device, model_bytes, progress)
+    samples = {"all_reduce": alone}
+    coarse = message_sizes(model_bytes, 4)
+    for name, make in _LIBRARY.items():
+        samples[name] = _curve(world, device, coarse, _bind(make, world, device), progress, name)
+    return LinkTimes(samples, {"all_reduce": queued}, {name: fit(curve) for name, curve in samples.items()})
 
 
 def _bind(make: _Maker, world: World, device: torch.device) -> Callable[[int], Run]:
@@ -143,7 +150,13 @@ _LIBRARY: dict[str, _Maker] = {
 
 
 def _curve(
-    world: World, device: torch.device, sizes: Sequence[int], make: Callable[[int], Run], progress: Progress, what: str
+    world: World,
+    device: torch.device,
+    sizes: Sequence[int],
+    make: Callable[[int], Run],
+    progress: Progress,
+    what: str,
+    budget_s: float = BUDGET_S,
 ) -> tuple[Sample, ...]:
     """(message bytes, median over passes of the time from the last arrival) for each size.
 
@@ -154,7 +167,7 @@ def _curve(
     for run in runs:
         _timed(run, device, world)
     pass_s = max(world.gather(time.perf_counter() - started, f"warming up {what}"))
-    passes = int(min(MAX_PASSES, max(MIN_PASSES, BUDGET_S / max(pass_s, 1e-9))))
+    passes = int(min(MAX_PASSES, max(MIN_PASSES, budget_s / max(pass_s, 1e-9))))
     mine = [[_timed(run, device, world) for run in runs] for _ in progress.track(range(passes), what)]
     everyone = np.array(world.gather(mine, f"comparing times of {what}"))  # (ranks, passes, sizes)
     # The root of a broadcast is done before anybody has received, so its time says nothing.

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from drift_checks import CHECKS as DRIFT_CHECKS
 from interplay_harness import (
     ADAM,
     SGD,
@@ -275,4 +276,4 @@ CHECKS: dict[str, Callable[[], dict[str, bool]]] = {
 
 def run() -> dict[str, dict[str, bool]]:
     """All checks in one start of processes."""
-    return {name: guarded(check) for name, check in CHECKS.items()}
+    return {name: guarded(check) for name, check in (CHECKS | DRIFT_CHECKS).items()}

@@ -1,4 +1,6 @@
-"""Plans that change in the middle of a run: nothing is lost, against DDP that never changed, bit for bit."""
+"""Plans that change in the middle of a run: nothing is lost, against DDP that never changed, bit for bit; and runs
+whose steps become slower than predicted.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +18,18 @@ def pair() -> list[dict[str, Any]]:
     return run_ranks(LocalWorld(ranks=2), switch_checks.run)
 
 
-@pytest.mark.parametrize("check", switch_checks.CHECKS)
-def test_switching_loses_nothing(pair: list[dict[str, Any]], check: str) -> None:
+def hold(pair: list[dict[str, Any]], check: str) -> None:
+    """All that the check found has to hold, on every rank."""
     for rank, results in enumerate(pair):
         assert results[check]
         assert not [what for what, good in results[check].items() if good is not True], rank
+
+
+@pytest.mark.parametrize("check", switch_checks.CHECKS)
+def test_switching_loses_nothing(pair: list[dict[str, Any]], check: str) -> None:
+    hold(pair, check)
+
+
+@pytest.mark.parametrize("check", switch_checks.DRIFT_CHECKS)
+def test_drift_is_noticed_explained_and_adapted_to(pair: list[dict[str, Any]], check: str) -> None:
+    hold(pair, check)
