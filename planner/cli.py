@@ -34,6 +34,12 @@ Timeout = Annotated[
         help="Deadline in seconds of every wait for other ranks; default: from the measured step, at least 30."
     ),
 ]
+Emulate = Annotated[
+    str | None,
+    typer.Option(
+        help="Run on an emulated cluster HOSTSxRANKS@RATE on this machine, for example 4x1@1gbit (needs root)."
+    ),
+]
 Job = Annotated[
     str, typer.Argument(help="path/to/file.py:name or package.module:name of a function that returns a TrainingJob.")
 ]
@@ -95,6 +101,7 @@ def profile(
     device: Device = "auto",
     backend: Backend = None,
     timeout_s: Timeout = None,
+    emulate: Emulate = None,
 ) -> None:
     """Trace a job and measure its step and the links between ranks."""
     from planner.job import find_job
@@ -102,7 +109,7 @@ def profile(
     from planner.training import profile_rank
     from planner.world import RankOptions, choose_device, is_first_rank, on_ranks
 
-    where = RankOptions(ranks, device, backend, timeout_s)
+    where = RankOptions(ranks, device, backend, timeout_s, emulate)
     check_writable(output, find_job(job)[0])
     result = on_ranks(where, profile_rank, job, choose_device(device), not _Options.as_json, timeout_s)[0]
     if not is_first_rank():
@@ -112,8 +119,9 @@ def profile(
         _print_json(result.to_document())
     else:
         from planner.explain import profile_lines
+        from planner.outputs import emulation_lines
 
-        typer.echo("\n".join([*profile_lines(result), f"wrote {output}"]))
+        typer.echo("\n".join([*profile_lines(result), *emulation_lines(result.world), f"wrote {output}"]))
 
 
 @app.command()
@@ -273,6 +281,7 @@ def run(
     device: Device = "auto",
     backend: Backend = None,
     timeout_s: Timeout = None,
+    emulate: Emulate = None,
 ) -> None:
     """Train a job with a plan, or with plain DDP."""
     if not 1 <= steps <= MAX_STEPS:
@@ -283,10 +292,10 @@ def run(
     from planner.world import RankOptions, choose_device, is_first_rank, on_ranks, planned_ranks
     from runtime.plan import load_plan
 
-    where = RankOptions(ranks, device, backend, timeout_s)
+    where = RankOptions(ranks, device, backend, timeout_s, emulate)
     find_job(job)
     loaded = None if plan is None else load_plan(plan)
-    if ranks is None and loaded is not None:
+    if ranks is None and emulate is None and loaded is not None:
         where = replace(where, ranks=planned_ranks(loaded.world.ranks, str(plan)))
     try:
         runs = on_ranks(where, train_rank, job, loaded, steps, choose_device(device), not _Options.as_json, timeout_s)
@@ -351,13 +360,19 @@ def compare(
 
 
 @app.command()
-def demo(ranks: Ranks = None, device: Device = "auto", backend: Backend = None, timeout_s: Timeout = None) -> None:
+def demo(
+    ranks: Ranks = None,
+    device: Device = "auto",
+    backend: Backend = None,
+    timeout_s: Timeout = None,
+    emulate: Emulate = None,
+) -> None:
     """The whole story on this machine: profile, optimize, train with DDP and with the plan, compare."""
     from planner.demo import demo_rank
     from planner.outputs import demo_table
     from planner.world import RankOptions, choose_device, is_first_rank, on_ranks
 
-    where = RankOptions(ranks, device, backend, timeout_s)
+    where = RankOptions(ranks, device, backend, timeout_s, emulate)
     result = on_ranks(where, demo_rank, choose_device(device), not _Options.as_json, timeout_s)[0]
     if not is_first_rank():
         return

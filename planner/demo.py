@@ -54,6 +54,7 @@ class DemoResult:
 
     def to_document(self) -> dict[str, Any]:
         """The figures as plain JSON types."""
+        world = self.profile.world
         return {
             "ranks": self.plan.world.ranks,
             "steps": self.steps,
@@ -62,6 +63,7 @@ class DemoResult:
             "predicted_us": self.predicted_us,
             "error": self.error,
             "buckets": len(self.plan.buckets),
+            **({} if world.emulated is None else {"emulated": world.emulated, "emulation": world.emulation}),
         }
 
 

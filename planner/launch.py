@@ -35,6 +35,8 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
 
+from planner.testbed.emulation import Emulation
+from planner.testbed.hosts import Place, hosts_for
 from runtime.errors import CommunicationError, EnvironmentFailure, PlannerError
 from runtime.world import MIN_TIMEOUT_S
 
@@ -57,6 +59,8 @@ class LocalWorld:
     device: str = "cpu"
     timeout_s: float | None = None
     """Deadline of the waits that this module does; default: 30 s for a stopped rank, 120 s for starting and ending."""
+    emulation: Emulation | None = None
+    """The emulated cluster to run on, of as many ranks."""
 
     @property
     def start_timeout_s(self) -> float:
@@ -173,17 +177,18 @@ def run_ranks(world: LocalWorld, function: Callable[..., T], *arguments: Any) ->
 
     Raises:
         PlannerError: the first error that a rank raised on purpose, as it was raised.
-        EnvironmentFailure: a rank died, stalled or raised something else; names the rank, and what the others saw.
+        EnvironmentFailure: a rank died, stalled or raised something else; names the rank, and what the others saw. Or
+            the emulated cluster did not come up.
     """
-    timeout = timedelta(seconds=world.start_timeout_s)
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timeout)
     ranks: list[_Rank] = []
-    with _on_signal(signal.SIGTERM, _leave):
+    with _on_signal(signal.SIGTERM, _leave), hosts_for(world.ranks, world.emulation) as hosts:
+        timeout = timedelta(seconds=world.start_timeout_s)
+        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timeout)
         try:
             # Inherited: until ranks have a process group of their own, Ctrl-C is not for them.
             with _on_signal(signal.SIGINT, signal.SIG_IGN):
                 for number in range(world.ranks):
-                    ranks.append(_start(number, world, store.port, function, arguments))
+                    ranks.append(_start(number, world, hosts.place(number), store.port, function, arguments))
             _watch(ranks, world)
         finally:
             for rank in ranks:
@@ -198,11 +203,11 @@ def run_ranks(world: LocalWorld, function: Callable[..., T], *arguments: Any) ->
 
 
 def _start(
-    number: int, world: LocalWorld, port: int, function: Callable[..., Any], arguments: tuple[Any, ...]
+    number: int, world: LocalWorld, place: Place, port: int, function: Callable[..., Any], arguments: tuple[Any, ...]
 ) -> _Rank:
     words = _Words()
     process = multiprocessing.get_context("spawn").Process(
-        target=_rank_main, args=(number, world, port, words, function, arguments)
+        target=_rank_main, args=(number, world, place, port, words, function, arguments)
     )
     process.start()
     return _Rank(number, process, words)
@@ -269,13 +274,14 @@ def _as_error(failure: _Failure) -> PlannerError:
 
 
 def _rank_main(
-    rank: int, world: LocalWorld, port: int, words: _Words, function: Callable[..., Any], arguments: tuple[Any, ...]
-) -> None:
+    rank: int, world: LocalWorld, place: Place, port: int, words: _Words,
+    function: Callable[..., Any], arguments: tuple[Any, ...],
+) -> None:  # fmt: skip
     os.setsid()  # Ctrl-C goes to the parent, which ends us, and what we started with us
     _end_with_parent()
     os.dup2(2, 1)  # what a job prints is not the command's result
     try:
-        _join(rank, world, port)
+        _join(rank, world, place, port)
         words.write(_Result(function(*arguments)))
         if dist.is_initialized():
             dist.destroy_process_group()
@@ -312,11 +318,9 @@ def end(code: int) -> NoReturn:
     os._exit(code)
 
 
-def _join(rank: int, world: LocalWorld, port: int) -> None:
-    here = {"RANK": rank, "LOCAL_RANK": rank, "GROUP_RANK": 0}
-    here |= {"WORLD_SIZE": world.ranks, "LOCAL_WORLD_SIZE": world.ranks}
-    os.environ.update({name: str(value) for name, value in here.items()})
-    if world.backend == "gloo" and "GLOO_SOCKET_IFNAME" not in os.environ:
+def _join(rank: int, world: LocalWorld, place: Place, port: int) -> None:
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world.ranks))
+    if world.backend == "gloo" and place.namespace is None and "GLOO_SOCKET_IFNAME" not in os.environ:
         loopback = _loopback()
         if loopback is not None:
             os.environ["GLOO_SOCKET_IFNAME"] = loopback
@@ -325,7 +329,10 @@ def _join(rank: int, world: LocalWorld, port: int) -> None:
         torch.cuda.set_device(rank % torch.cuda.device_count())
     timeout = timedelta(seconds=world.start_timeout_s)
     store = TCPStore("127.0.0.1", port, is_master=False, timeout=timeout)
-    dist.init_process_group(world.backend, store=store, rank=rank, world_size=world.ranks, timeout=timeout)
+    place.enter()  # after it has been connected: ranks find each other over the machine's loopback, wherever they are
+    dist.init_process_group(
+        place.backend(world.backend), store=store, rank=rank, world_size=world.ranks, timeout=timeout
+    )
 
 
 def threads_per_rank(local_ranks: int) -> int:

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from planner.testbed.emulation import describe
 from runtime.errors import CheckFailed, InputError
 from runtime.files import check_output
 
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from planner.demo import DemoResult
+    from planner.profile.document import ProfileWorld
     from planner.training import RankRun
 
 
@@ -48,6 +50,7 @@ def run_document(runs: Sequence[RankRun]) -> dict[str, Any]:
         raise CheckFailed(
             "ranks ended with different weights, expected equal ones: the training step is not deterministic"
         )
+    emulation = runs[0].emulation
     return {
         "steps": len(runs[0].step_us),
         "ranks": len(runs),
@@ -55,6 +58,7 @@ def run_document(runs: Sequence[RankRun]) -> dict[str, Any]:
         "loss_first": _finite(statistics.fmean(run.losses[0] for run in runs)),
         "loss_last": _finite(statistics.fmean(run.losses[-1] for run in runs)),
         "weights_sha256": weights.pop(),
+        **({} if emulation is None else {"emulated": emulation.kind, "emulation": emulation.spec}),
     }
 
 
@@ -74,7 +78,14 @@ def run_lines(document: dict[str, Any], runs: Sequence[RankRun]) -> list[str]:
         f"loss {_loss(document['loss_first'])} → {_loss(document['loss_last'])}",
         f"weights {document['weights_sha256']}",
     ]
+    if runs[0].emulation is not None:
+        lines.append(f"on the {runs[0].emulation}")
     return [*lines, runs[0].report] if runs[0].report else lines
+
+
+def emulation_lines(world: ProfileWorld) -> list[str]:
+    """That a profile was measured on an emulated cluster, where it was."""
+    return [] if world.emulated is None else [f"measured on the {describe(world.emulated, world.emulation)}"]
 
 
 def demo_table(result: DemoResult) -> Table:
@@ -82,6 +93,9 @@ def demo_table(result: DemoResult) -> Table:
     from rich.table import Table
 
     title = f"one epoch of {result.steps} steps on {result.plan.world.ranks} ranks, from the same seed, in turns"
+    world = result.profile.world
+    if world.emulated is not None:
+        title += f"; {describe(world.emulated, world.emulation)}"
     error = f"prediction off by {result.error:+.1%}"
     same = "the same weights, bit for bit" if result.ddp.weights_sha256 == result.planned.weights_sha256 else ""
     table = Table(

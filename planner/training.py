@@ -23,6 +23,7 @@ from planner.profile.document import Profile
 from planner.profile.preserve import preserved
 from planner.profile.step import TIMEOUT_S, check_same_model, deadline_s, measure
 from planner.progress import make_progress
+from planner.testbed.emulation import Emulation, emulation_here
 from runtime.errors import CommunicationError, InputError, PlannerError
 from runtime.fit import model_fingerprint
 from runtime.plan import Plan
@@ -172,6 +173,8 @@ class RankRun:
     losses: tuple[float, ...]
     weights_sha256: str
     report: str
+    emulation: Emulation | None = None
+    """The emulated cluster that it ran on, if any."""
 
 
 def _measure_first_step(built: BuiltJob) -> tuple[bool, float]:
@@ -242,7 +245,9 @@ class Trainer:
             self.session.detach()
         self._model = self.built.model
         self._world.leave()
-        return RankRun(tuple(self.step_us), tuple(self.losses), weights_sha256(self.built.model), report)
+        return RankRun(
+            tuple(self.step_us), tuple(self.losses), weights_sha256(self.built.model), report, emulation_here()
+        )
 
 
 def train_rank(

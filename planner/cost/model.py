@@ -97,9 +97,17 @@ def _measured_key(cluster: Cluster) -> str:
 def _measured(cluster: Cluster, key: str) -> tuple[CostCurve, str] | None:
     samples, line = (cluster.samples or {}).get(key), (cluster.collectives or {}).get(key)
     fitted = None if line is None else _coefficients(line)
+    where = _emulated(cluster)
     if samples is not None:
-        return CostCurve.from_samples(samples, fitted), f"{len(samples)} measured samples"
-    return None if fitted is None else (CostCurve.from_line(fitted), "fitted line")
+        return CostCurve.from_samples(samples, fitted), f"{len(samples)} measured samples{where}"
+    return None if fitted is None else (CostCurve.from_line(fitted), f"fitted line{where}")
+
+
+def _emulated(cluster: Cluster) -> str:
+    """What a source adds that was measured on an emulated cluster."""
+    if cluster.emulated is None:
+        return ""
+    return f", emulated {cluster.name or 'cluster'}" + (" by sleeping" if cluster.emulated == "sleep" else "")
 
 
 def _coefficients(line: Line) -> Coefficients:
@@ -110,7 +118,10 @@ def _from_formula(cluster: Cluster, target: Cluster, key: str) -> CommunicationC
     formula = f"all_reduce/{cluster.all_reduce_algorithm}"
     link, origin = target.intra if target.nodes == 1 and target.ranks > 1 else target.inter, "link constants"
     if link is None and cluster.ranks > 1:
-        link, origin = _implied_link(cluster, formula, key), f"link solved from {cluster.ranks} ranks"
+        link, origin = (
+            _implied_link(cluster, formula, key),
+            f"link solved from {cluster.ranks} ranks{_emulated(cluster)}",
+        )
     if link is None and target.ranks > 1:
         wanted = "intra" if target.nodes == 1 else "inter"
         raise InputError(

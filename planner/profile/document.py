@@ -32,6 +32,7 @@ CURE = "correct it, or measure again with `planner profile`"
 Rate = Annotated[float, Field(ge=0.0, le=1e12)]
 Share = Annotated[float, Field(ge=0.0, le=1.0)]
 Factor = Annotated[float, Field(ge=1.0, le=1e6)]
+Emulated = Literal["namespaces", "sleep"]
 Sample = tuple[Annotated[float, Field(ge=0.0, le=2**60)], TimeUs]
 """(message_bytes, time_us)."""
 
@@ -126,6 +127,10 @@ class ProfileWorld:
     """The name of the device, for example `Tesla V100`."""
     batch_per_rank: PositiveCount | None = None
     """Samples that each rank computes in a step."""
+    emulated: Emulated | None = None
+    """How the hosts were emulated; absent on a real cluster."""
+    emulation: str | None = None
+    """What was emulated, for example `4x1@1gbit`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -184,6 +189,8 @@ class Cluster:
     local_update: Line | None = None
     all_reduce_algorithm: Literal["ring", "recursive_doubling", "halving_doubling", "binary_tree"] = "ring"
     contention: Contention | None = None
+    emulated: Emulated | None = None
+    """As in the profile's world; the name then is what was emulated."""
     source: str | None = None
     """Who measured it, where it was published, and how each constant was obtained."""
     notes: tuple[str, ...] | None = None

@@ -31,6 +31,7 @@ from planner.profile.grad_weight import measure_grad_weight_share
 from planner.profile.links import LinkTimes, measure_links
 from planner.profile.preserve import preserved
 from planner.progress import Progress, Silent
+from planner.testbed.emulation import emulation_here
 from runtime.errors import InputError
 from runtime.fit import model_fingerprint, trainable_parameters
 from runtime.plan import ModelReference
@@ -209,6 +210,7 @@ def _trace(model: nn.Module, step: Step, compute: ComputeProfile, world: World) 
 
 
 def _describe_world(world: World, device: torch.device) -> ProfileWorld:
+    emulation = emulation_here()
     return ProfileWorld(
         ranks=world.ranks,
         nodes=_nodes(world),
@@ -218,6 +220,8 @@ def _describe_world(world: World, device: torch.device) -> ProfileWorld:
         measured=datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
         threads_per_rank=torch.get_num_threads(),
         cores=os.cpu_count(),
+        emulated=emulation.kind if emulation else None,
+        emulation=emulation.spec if emulation else None,
     )
 
 
@@ -229,9 +233,10 @@ def _nodes(world: World) -> int:
 
 
 def _cluster(world: World, links: LinkTimes | None, contention: Contention | None) -> Cluster:
-    nodes = _nodes(world)
+    nodes, emulation = _nodes(world), emulation_here()
     return Cluster(
-        name="measured",
+        name=emulation.spec if emulation else "measured",
+        emulated=emulation.kind if emulation else None,
         nodes=nodes,
         ranks_per_node=world.ranks // nodes,
         samples=links.samples if links else None,

@@ -1,0 +1,141 @@
+"""Where local ranks run: on this machine as it is, on emulated hosts, or on hosts whose links are slept."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+from planner.testbed.emulation import Emulation, mark
+from planner.testbed.namespaces import Namespace, NoNamespaces
+from planner.testbed.wiring import INTERFACE, host_address, wire
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """Where one rank is; goes to the rank's process, which enters it before it forms the process group."""
+
+    host: int = 0
+    local_rank: int
+    local_ranks: int
+    emulation: Emulation | None = None
+    namespace: Namespace | None = None
+
+    def enter(self) -> None:
+        """Moves this process to its host, and writes into its environment what programs there look for."""
+        names = {"LOCAL_RANK": self.local_rank, "GROUP_RANK": self.host, "LOCAL_WORLD_SIZE": self.local_ranks}
+        os.environ.update({name: str(value) for name, value in names.items()})
+        if self.emulation is not None:
+            os.environ.update(mark(self.emulation))
+        if self.namespace is not None:
+            self.namespace.enter()
+            self.namespace.close()
+            os.environ["GLOO_SOCKET_IFNAME"] = INTERFACE
+
+    def backend(self, name: str) -> str:
+        """What to form the process group with, for a backend that was asked for."""
+        if self.emulation is None or self.emulation.kind != "sleep":
+            return name
+        from planner.testbed.sleeping import register
+
+        return register(self.emulation)
+
+
+class Hosts:
+    """This machine as one host of all local ranks; emulated clusters differ from it."""
+
+    def __init__(self, ranks: int) -> None:
+        self.ranks = ranks
+
+    def place(self, rank: int) -> Place:
+        """Where a rank runs."""
+        return Place(local_rank=rank, local_ranks=self.ranks)
+
+
+class EmulatedHosts(Hosts):
+    """Hosts of a few ranks each."""
+
+    def __init__(
+        self, emulation: Emulation, switch: Namespace | None = None, hosts: tuple[Namespace, ...] = ()
+    ) -> None:
+        super().__init__(emulation.ranks)
+        self.emulation = emulation
+        self.switch, self.namespaces = switch, hosts
+        """Empty where links are slept."""
+
+    @classmethod
+    def make(cls, emulation: Emulation) -> EmulatedHosts:
+        """Network namespaces, wired and shaped. Raises NoNamespaces or EnvironmentFailure, and leaves nothing then."""
+        made: list[Namespace] = []
+        try:
+            for _ in range(emulation.hosts + 1):
+                made.append(Namespace.make())
+            wire(made[0], made[1:], emulation.bits_per_s)
+        except BaseException:
+            for namespace in made:
+                namespace.close()
+            raise
+        return cls(replace(emulation, kind="namespaces"), made[0], tuple(made[1:]))
+
+    def address(self, host: int) -> str:
+        """Where a host is reached from the other hosts."""
+        return host_address(host) if self.namespaces else "127.0.0.1"
+
+    def place(self, rank: int) -> Place:
+        """See `Hosts.place`."""
+        host = self.emulation.host_of(rank)
+        return Place(
+            host=host,
+            local_rank=rank % self.emulation.ranks_per_host,
+            local_ranks=self.emulation.ranks_per_host,
+            emulation=self.emulation,
+            namespace=self.namespaces[host] if self.namespaces else None,
+        )
+
+    def close(self) -> None:
+        """Lets go of the namespaces; they vanish with their last process."""
+        for namespace in (self.switch, *self.namespaces):
+            if namespace is not None:
+                namespace.close()
+
+
+@contextmanager
+def emulated_hosts(emulation: Emulation) -> Iterator[EmulatedHosts]:
+    """The hosts of an emulated cluster, for as long as the block runs.
+
+    Where namespaces cannot be had and were not asked for by name, the hosts' links are slept; that is said on standard
+    error, and results are marked so.
+
+    Raises:
+        NoNamespaces: asked for by name, and not to be had.
+        EnvironmentFailure: a host did not come up within its deadline.
+    """
+    hosts = _make(emulation)
+    try:
+        yield hosts
+    finally:
+        hosts.close()
+
+
+def _make(emulation: Emulation) -> EmulatedHosts:
+    if emulation.kind == "sleep":
+        return EmulatedHosts(emulation)
+    try:
+        return EmulatedHosts.make(emulation)
+    except NoNamespaces as error:
+        if emulation.kind == "namespaces":
+            raise NoNamespaces(f"{error}; or emulate by sleeping: --emulate sleep:{emulation.spec}") from error
+        print(f"planner: {error}. Ranks sleep instead, and results are marked so (emulated: sleep).", file=sys.stderr)
+        return EmulatedHosts(replace(emulation, kind="sleep"))
+
+
+@contextmanager
+def hosts_for(ranks: int, emulation: Emulation | None) -> Iterator[Hosts]:
+    """Where so many local ranks run."""
+    if emulation is None:
+        yield Hosts(ranks)
+        return
+    with emulated_hosts(emulation) as hosts:
+        yield hosts

@@ -1,0 +1,112 @@
+"""Network namespaces without a name: they are held by open descriptors and by the processes in them, by nothing else.
+
+So they vanish, with every interface in them, when the last of these processes ends, however it ends (`kill -9` too),
+and no earlier run can have left anything behind. Entering one is a matter of the thread: the caller stays where it is.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from multiprocessing.reduction import DupFd
+from typing import Any, TypeVar
+
+from runtime.errors import EnvironmentFailure
+
+T = TypeVar("T")
+
+_CLONE_NEWNET = 0x40000000
+
+
+class NoNamespaces(EnvironmentFailure):
+    """Network namespaces cannot be had here; says what is missing."""
+
+
+class Namespace:
+    """One network namespace, by an open descriptor. Can be handed to a process that multiprocessing spawns."""
+
+    def __init__(self, descriptor: int) -> None:
+        self.descriptor = descriptor
+
+    @classmethod
+    def make(cls) -> Namespace:
+        """A new one, empty but for a loopback interface that is down. Raises NoNamespaces."""
+        return cls(_in_thread(_unshare))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _received, (DupFd(self.descriptor),)
+
+    @property
+    def path(self) -> str:
+        """Names the namespace to commands that are given the descriptor."""
+        return f"/proc/self/fd/{self.descriptor}"
+
+    def enter(self) -> None:
+        """Moves the calling thread, and all threads and processes that it will start. Raises EnvironmentFailure."""
+        try:
+            _set_namespace(self.descriptor)
+        except OSError as error:
+            raise EnvironmentFailure(f"an emulated host cannot be entered: {error}") from error
+
+    def call(self, function: Callable[[], T]) -> T:
+        """The function's result, called inside: sockets that it makes, and processes that it starts, stay inside."""
+
+        def inside() -> T:
+            self.enter()
+            return function()
+
+        return _in_thread(inside)
+
+    def close(self) -> None:
+        """Lets go of it."""
+        with suppress(OSError):
+            os.close(self.descriptor)
+
+
+def _received(descriptor: Any) -> Namespace:
+    return Namespace(descriptor.detach())
+
+
+def _libc() -> ctypes.CDLL:
+    return ctypes.CDLL(None, use_errno=True)
+
+
+def _unshare() -> int:
+    """Moves this thread into a new network namespace; its descriptor."""
+    if not os.path.exists("/proc/thread-self/ns/net"):
+        raise NoNamespaces("network namespaces are not here; they need Linux, with /proc")
+    if _libc().unshare(_CLONE_NEWNET) != 0:
+        why = os.strerror(ctypes.get_errno())
+        raise NoNamespaces(
+            f"a network namespace cannot be made ({why}): expected root with CAP_SYS_ADMIN and CAP_NET_ADMIN, found "
+            f"user {os.geteuid()}; run as root (in a container: with --privileged, or both capabilities)"
+        )
+    return os.open("/proc/thread-self/ns/net", os.O_RDONLY | os.O_CLOEXEC)
+
+
+def _set_namespace(descriptor: int) -> None:
+    if _libc().setns(descriptor, _CLONE_NEWNET) != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))
+
+
+def _in_thread(function: Callable[[], T]) -> T:
+    """The function's result, from a thread of its own; what it raises is raised here."""
+    results: list[T] = []
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            results.append(function())
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join()
+    if errors:
+        raise errors[0]
+    return results[0]
