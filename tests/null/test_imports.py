@@ -28,7 +28,8 @@ DECIDING = (
     "planner/predict.py", "planner/problem.py", "planner/progress.py", "planner/simulator.py", "planner/verify.py",
     "planner/profile/__init__.py", "planner/profile/document.py", "planner/cost/*.py", "planner/merging/*.py",
     "planner/passes/*.py", "planner/strategies/*.py", "planner/testbed/__init__.py", "planner/testbed/emulation.py",
-    "planner/testbed/hosts.py", "planner/testbed/namespaces.py", "planner/testbed/wiring.py",
+    "planner/testbed/commands.py", "planner/testbed/host_process.py", "planner/testbed/hosts.py",
+    "planner/testbed/namespaces.py", "planner/testbed/wiring.py",
     "runtime/__init__.py", "runtime/documents.py", "runtime/errors.py", "runtime/files.py", "runtime/measured.py",
     "runtime/names.py", "runtime/plan.py", "runtime/timeline.py", "runtime/version.py",
 )  # fmt: skip
