@@ -169,7 +169,8 @@ def simulate(
     strategy: Annotated[
         str | None,
         typer.Option(
-            help="Strategies, comma-separated: wfbp, wfbp:layer, single, mg_wfbp, ddp, ddp:MIB, torus_2d, optimal."
+            help="Strategies, comma-separated: wfbp, wfbp:layer, single, mg_wfbp, ddp, ddp:MIB, torus_2d, optimal; "
+            "lossy ones, for comparison: slgs:DENSITY, lags:MAX_RATIO, hitopk:DENSITY."
         ),
     ] = None,
     ranks: Annotated[

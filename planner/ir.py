@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from runtime.errors import InputError
 
-_BUCKET = re.compile(r"\[([0-9,\-]+)\] ([a-z0-9_]+)/([a-z0-9_]+) ([a-z0-9_]+)")
+_BUCKET = re.compile(r"\[([0-9,\-]+)\] ([a-z0-9_]+)/([a-z0-9_]+) ([a-z0-9_]+)(?: k=([0-9]+))?")
 _RUN = re.compile(r"([0-9]+)(?:-([0-9]+))?")
 
 
@@ -21,15 +21,20 @@ class Bucket:
 
     >>> str(Bucket(gradients=(0, 1, 2, 5)))
     '[0-2,5] all_reduce/library none'
+    >>> str(Bucket(gradients=(3,), collective="sparse", algorithm="flat", compressor="topk", k=120))
+    '[3] sparse/flat topk k=120'
     """
 
     gradients: tuple[int, ...]
     collective: str = "all_reduce"
     algorithm: str = "library"
     compressor: str = "none"
+    k: int | None = None
+    """Elements that the compressor selects of the bucket (for `hitopk`: of each shard of a node)."""
 
     def __str__(self) -> str:
-        return f"[{format_indices(self.gradients)}] {self.collective}/{self.algorithm} {self.compressor}"
+        text = f"[{format_indices(self.gradients)}] {self.collective}/{self.algorithm} {self.compressor}"
+        return text if self.k is None else f"{text} k={self.k}"
 
     @classmethod
     def parse(cls, text: str) -> Bucket:
@@ -37,8 +42,14 @@ class Bucket:
         match = _BUCKET.fullmatch(text)
         if match is None:
             raise InputError(f"found {text!r}, expected a bucket such as '[0-2,5] all_reduce/library none'")
-        indices, collective, algorithm, compressor = match.groups()
-        return cls(gradients=parse_indices(indices), collective=collective, algorithm=algorithm, compressor=compressor)
+        indices, collective, algorithm, compressor, k = match.groups()
+        return cls(
+            gradients=parse_indices(indices),
+            collective=collective,
+            algorithm=algorithm,
+            compressor=compressor,
+            k=None if k is None else int(k),
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

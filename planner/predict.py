@@ -14,7 +14,8 @@ from planner.ir import Schedule
 from planner.problem import Problem, make_problem
 from planner.profile.document import Cluster, Profile
 from planner.simulator import simulate_schedule
-from planner.strategies import make_schedule
+from planner.strategies import accuracy_of, make_schedule
+from planner.strategies.lags import ratios
 from planner.verify import verify
 from planner.whatif import WhatIf, describe, step_quantiles
 from runtime.errors import InputError
@@ -43,6 +44,8 @@ class Simulation:
     """By network: bytes of the messages that one rank gives to the collectives of a step."""
     critical_path: dict[str, float] | None = None
     """By kind of task: its share of the chain of tasks that the step's length comes from."""
+    ratios: dict[str, float] | None = None
+    """By layer, for `lags`: its elements over those that travel."""
     quantiles_us: dict[str, float] | None = None
     """Of the step time, where jitter was asked for."""
     what_if: tuple[str, ...] = ()
@@ -67,7 +70,8 @@ def simulate(
     Args:
         profile: a profile, the path of profile.json, or a name of the catalogue: `MODEL` or `MODEL@CLUSTER`.
         cluster: a cluster, the path of cluster.json, or a name; default: the one measured with the profile.
-        strategies: names such as `wfbp`, `wfbp:layer`, `single`, `mg_wfbp`, `ddp`, `ddp:SIZE_MIB`, `optimal`.
+        strategies: names such as `wfbp`, `wfbp:layer`, `single`, `mg_wfbp`, `ddp`, `ddp:SIZE_MIB`, `optimal`, and for
+            comparison only, for plans do not have them: `torus_2d`, `slgs:DENSITY`, `lags:MAX_RATIO`, `hitopk:DENSITY`.
         ranks: numbers of ranks; default: the cluster's.
         what_if: changes to the profile and the cluster before anything is predicted.
         critical_path: also say which kinds of task the step's length comes from.
@@ -89,7 +93,7 @@ def simulate(
         problem = make_problem(loaded, machines, count, where=where)
         for strategy in strategies:
             schedule = make_schedule(problem, strategy)
-            verify(schedule, problem.dtype_ids.tolist())
+            verify(schedule, problem.dtype_ids.tolist(), accuracy=accuracy_of(strategy))
             results.append(_simulation(problem, schedule, strategy, change, critical_path))
     return results
 
@@ -118,6 +122,7 @@ def _simulation(problem: Problem, schedule: Schedule, strategy: str, change: Wha
         idle_us=idle_us(timeline),
         message_bytes=message_bytes(problem, schedule),
         critical_path=critical_shares(problem, schedule) if path else None,
+        ratios=ratios(problem, schedule) if strategy.partition(":")[0] == "lags" else None,
         quantiles_us=step_quantiles(problem, schedule, change) if change.jitter else None,
         what_if=describe(change),
     )

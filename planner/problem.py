@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from planner.cost.model import CommunicationCost, communication_cost
 from planner.cost.phases import PHASES, Phase
+from planner.cost.sparse import SPARSE_PHASES, SparsePhase, selector_line
 from planner.ir import Bucket
-from planner.profile.document import Cluster, Contention, Profile
+from planner.profile.document import Cluster, Contention, Line, Profile
 from runtime.errors import InputError
 
 
@@ -121,6 +123,12 @@ class Problem:
 
     def phase_times(self, bucket: Bucket) -> list[tuple[str, str, float]]:
         """(resource, name, time_us) of each phase of a bucket: one for a collective of the library, on `network`."""
+        if bucket.collective == "sparse":
+            flat = bucket.algorithm == "flat"  # passes through all ranks: one network
+            return [
+                ("network" if flat else phase.link, phase.name, time_us)
+                for phase, _, time_us in self._sparse_messages(bucket)
+            ]
         key = (bucket.collective, bucket.algorithm)
         if key not in PHASES:
             return [("network", bucket.collective, self.bucket_cost_us([bucket.gradients])[0])]
@@ -135,6 +143,13 @@ class Problem:
 
     def message_shares(self, bucket: Bucket) -> list[tuple[str, float]]:
         """(resource, share of the bucket's bytes) of each phase's message."""
+        if bucket.collective == "sparse":
+            dense_bytes = max(1, int(self.size_bytes[list(bucket.gradients)].sum()))
+            flat = bucket.algorithm == "flat"
+            return [
+                ("network" if flat else phase.link, sent / dense_bytes)
+                for phase, sent, _ in self._sparse_messages(bucket)
+            ]
         key = (bucket.collective, bucket.algorithm)
         return [(phase.link, phase.share) for phase in self.phases(*key)] if key in PHASES else [("network", 1.0)]
 
@@ -144,6 +159,41 @@ class Problem:
         if key not in self._phases:
             self._phases[key] = PHASES[key](self.cost.cluster, self.cost.all_reduce)
         return self._phases[key]
+
+    def _sparse_messages(self, bucket: Bucket) -> Iterator[tuple[SparsePhase, float, float]]:
+        """(phase, message bytes, time_us) of a bucket of selected elements: one message, whatever its dtypes."""
+        dense_bytes, selected = int(self.size_bytes[list(bucket.gradients)].sum()), bucket.k or 0
+        for phase in self.sparse_phases(bucket.algorithm):
+            yield phase, float(phase.message_bytes(selected, dense_bytes)), phase.time_us(selected, dense_bytes)
+
+    def sparse_phases(self, algorithm: str) -> tuple[SparsePhase, ...]:
+        """The phases of a collective of selected elements on this cluster."""
+        if algorithm not in self._sparse_phases:
+            self._sparse_phases[algorithm] = SPARSE_PHASES[algorithm](self.cost.cluster, self.cost.link)
+        return self._sparse_phases[algorithm]
+
+    @cached_property
+    def _sparse_phases(self) -> dict[str, tuple[SparsePhase, ...]]:
+        return {}
+
+    def selection_line(self, algorithm: str, field: Literal["sparsify", "unpack"] = "sparsify") -> Line:
+        """What selecting, or unpacking, costs over the dense bytes of a bucket; HiTopKComm selects from a shard."""
+        cluster = self.cost.cluster
+        selector, shards = ("mstopk", cluster.ranks_per_node) if algorithm == "hitopk" else ("exact", 1)
+        line = selector_line(getattr(cluster, field), selector, f"cluster {cluster.name or '(unnamed)'}: $.{field}")
+        return Line(alpha_us=line.alpha_us, beta_us_per_byte=line.beta_us_per_byte / shards)
+
+    def selection_us(self, bucket: Bucket, field: Literal["sparsify", "unpack"] = "sparsify") -> float:
+        """Compute time that a bucket's selection takes when it is ready, or its unpacking at the end; 0 if dense."""
+        if bucket.collective != "sparse" or self.ranks == 1:
+            return 0.0
+        line = self.selection_line(bucket.algorithm, field)
+        return line.alpha_us + line.beta_us_per_byte * float(self.size_bytes[list(bucket.gradients)].sum())
+
+    @cached_property
+    def numel(self) -> NDArray[np.int64]:
+        """Elements of each gradient. Shape (count,)."""
+        return np.array([gradient.numel for gradient in self.profile.compute.gradients], dtype=np.int64)
 
     @cached_property
     def _phases(self) -> dict[tuple[str, str], tuple[Phase, ...]]:

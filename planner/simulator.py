@@ -4,8 +4,9 @@ Without contention: bucket j starts at max(end of bucket j−1, its last gradien
 its messages; the step ends with the later of the last bucket and backward, plus the update.
 
 With contention factors, while both resources are busy compute advances at 1/compute and the network at 1/network of
-its speed. Collectives of several phases keep two networks busy: `planner.taskgraph` runs those. All times in
-microseconds from the start of forward.
+its speed. Collectives of several phases keep two networks busy, and a bucket of selected elements keeps compute busy
+with its selection when it is ready, which delays the rest of backward, and with its unpacking at the end:
+`planner.taskgraph` runs those. All times in microseconds from the start of forward.
 """
 
 from __future__ import annotations
@@ -62,7 +63,8 @@ class Overlap:
 
 def simulate_schedule(problem: Problem, schedule: Schedule) -> Timeline:
     """The timeline of one step of `schedule`."""
-    if any((bucket.collective, bucket.algorithm) in PHASES for bucket in schedule.buckets):
+    if any(bucket.collective == "sparse" or (bucket.collective, bucket.algorithm) in PHASES
+           for bucket in schedule.buckets):  # fmt: skip
         return _simulate_phases(problem, schedule)
     if not problem.contended:
         return _simulate_free(problem, schedule)
@@ -119,7 +121,7 @@ def _simulate_phases(problem: Problem, schedule: Schedule) -> Timeline:
     tasks = list(zip(run.graph.tasks, run.start_us, run.end_us, strict=True))
     gradients_end_us = [end_us for task, _, end_us in tasks if task.kind == "backward"]
     ready_us = [gradients_end_us[max(bucket.gradients)] for bucket in schedule.buckets]
-    network = [
+    messages = [
         Span(
             task=task.name, resource=task.resource, start_us=start, end_us=end, bucket=task.bucket,
             ready_us=ready_us[task.bucket],
@@ -127,8 +129,8 @@ def _simulate_phases(problem: Problem, schedule: Schedule) -> Timeline:
         for task, start, end in tasks
         if task.bucket is not None
     ]  # fmt: skip
-    network.sort(key=lambda span: span.start_us)
-    return _timeline(problem, network, max((span.end_us for span in network), default=0.0), gradients_end_us[-1])
+    messages.sort(key=lambda span: span.start_us)
+    return _timeline(problem, messages, max((span.end_us for span in messages), default=0.0), gradients_end_us[-1])
 
 
 def _sent(index: int, name: str, ready_us: float, start_us: float, end_us: float) -> Span:

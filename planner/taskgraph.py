@@ -14,6 +14,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Literal
 
 import networkx as nx
 
@@ -30,7 +31,7 @@ class Task:
 
     name: str
     kind: str
-    """`forward`, `backward`, `update`, or the name of a phase such as `all_reduce`."""
+    """`forward`, `backward`, `update`, `sparsify`, `unpack`, or the name of a phase such as `all_reduce`."""
     resource: str
     duration_us: float
     """Alone on the machine."""
@@ -72,14 +73,40 @@ def _add_step(graph: TaskGraph, problem: Problem, schedule: Schedule, step: int,
         task = Task(name=name, kind="forward", resource=COMPUTE, duration_us=duration_us, step=step)
         last = (graph.add(task, last),)
     ready: list[int] = []
-    for gradient in problem.profile.compute.gradients:
+    closes = {max(bucket.gradients): index for index, bucket in enumerate(schedule.buckets)}
+    for number, gradient in enumerate(problem.profile.compute.gradients):
         name, duration_us = f"backward of {gradient.name}", gradient.backward_us
         task = Task(name=name, kind="backward", resource=COMPUTE, duration_us=duration_us, step=step)
         last = (graph.add(task, last),)
+        if number in closes:
+            last = _add_selection(graph, problem, schedule, closes[number], "sparsify", last, step)
         ready.append(last[0])
-    ends = _add_messages(graph, problem, schedule, step, ready)
+    sent = list(_add_messages(graph, problem, schedule, step, ready))
+    ends = [
+        end
+        for index, end in enumerate(sent)
+        for end in _add_selection(graph, problem, schedule, index, "unpack", (end,), step)
+    ]
     update = Task(name="update", kind="update", resource=COMPUTE, duration_us=problem.update_us, step=step)
     return graph.add(update, (*last, *ends))
+
+
+def _add_selection(
+    graph: TaskGraph,
+    problem: Problem,
+    schedule: Schedule,
+    index: int,
+    kind: Literal["sparsify", "unpack"],
+    after: tuple[int, ...],
+    step: int,
+) -> tuple[int, ...]:
+    """Adds the selection (or unpacking) of a bucket to what compute does; `after` again where it costs nothing."""
+    duration_us = problem.selection_us(schedule.buckets[index], kind)
+    if duration_us <= 0.0:
+        return after
+    name = f"bucket {index} {kind}"
+    task = Task(name=name, kind=kind, resource=COMPUTE, duration_us=duration_us, bucket=index, step=step)
+    return (graph.add(task, after),)
 
 
 def _forward(problem: Problem) -> Iterator[tuple[str, float]]:
@@ -96,7 +123,7 @@ def _forward(problem: Problem) -> Iterator[tuple[str, float]]:
 def _add_messages(
     graph: TaskGraph, problem: Problem, schedule: Schedule, step: int, ready: Sequence[int]
 ) -> Iterator[int]:
-    """The buckets' phases, in the order in which each network takes them; yields the last task of each bucket."""
+    """The buckets' phases, in the order in which each network takes them; yields what each bucket ends with."""
     phases = phases_of(problem, schedule)
     order = sorted((index + phase, index, phase) for index, of in enumerate(phases) for phase in range(len(of)))
     latest: dict[int, int] = {}
@@ -106,7 +133,7 @@ def _add_messages(
         name = f"bucket {index} {kind}"
         task = Task(name=name, kind=kind, resource=resource, duration_us=duration_us, bucket=index, step=step)
         latest[index] = graph.add(task, (after,))
-    yield from latest.values()
+    yield from (latest.get(index, ready[max(bucket.gradients)]) for index, bucket in enumerate(schedule.buckets))
 
 
 def phases_of(problem: Problem, schedule: Schedule) -> list[list[tuple[str, str, float]]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from planner.ir import Schedule, format_indices
+from planner.ir import Bucket, Schedule, format_indices
 
 EXACT_FORMS = frozenset({("all_reduce", "library", "none"), ("all_reduce", "torus_2d", "none")})
 """(collective, algorithm, compressor) that leave the averaged gradient as it is, up to summation order."""
@@ -24,7 +24,8 @@ def verify(schedule: Schedule, dtype_ids: Sequence[int], *, accuracy: str = "exa
 
     Raises:
         VerifyError: a gradient is missing, unknown or in two buckets; a bucket is empty or leaves out, between its
-            own, a gradient of a dtype that it carries; launch order is not the order of readiness.
+            own, a gradient of a dtype that it carries; its form is not exact but has to be, or lacks its k; launch
+            order is not the order of readiness.
     """
     count = len(dtype_ids)
     owner: dict[int, int] = {}
@@ -40,15 +41,24 @@ def verify(schedule: Schedule, dtype_ids: Sequence[int], *, accuracy: str = "exa
                 raise VerifyError(f"gradient {gradient} is in bucket {owner[gradient]} and in bucket {position}")
             owner[gradient] = position
         _check_contiguous(position, bucket.gradients, dtype_ids)
-        form = (bucket.collective, bucket.algorithm, bucket.compressor)
-        if accuracy == "exact" and form not in EXACT_FORMS:
-            raise VerifyError(f"bucket {position} ({bucket}) is not exact, but the plan has to be")
+        _check_form(position, bucket, accuracy)
     missing = [gradient for gradient in range(count) if gradient not in owner]
     if missing:
         raise VerifyError(f"no bucket holds the gradients {format_indices(missing)}")
     firsts = [min(bucket.gradients) for bucket in schedule.buckets]
     if firsts != sorted(firsts):
         raise VerifyError(f"launch order is not readiness order: the buckets begin with gradients {firsts}")
+
+
+def _check_form(position: int, bucket: Bucket, accuracy: str) -> None:
+    form = (bucket.collective, bucket.algorithm, bucket.compressor)
+    if accuracy == "exact" and form not in EXACT_FORMS:
+        raise VerifyError(f"bucket {position} ({bucket}) is not exact, but the plan has to be")
+    selects = bucket.compressor == "topk"
+    if (bucket.k is not None and (bucket.k < 1 or not selects)) or (
+        bucket.k is None and selects and bucket.collective == "sparse"
+    ):
+        raise VerifyError(f"bucket {position} ({bucket}): k ≥ 1 belongs to topk, and a sparse topk needs it")
 
 
 def _check_contiguous(position: int, gradients: Sequence[int], dtype_ids: Sequence[int]) -> None:

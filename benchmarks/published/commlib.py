@@ -19,7 +19,7 @@ from functools import cache
 from benchmarks.published.common import DATA, Comparison, model, predict_s, table
 from benchmarks.traces import with_step
 from planner.catalog import find_cluster
-from planner.cost.phases import sparse_hitopk_us
+from planner.cost.sparse import sparse_us
 from planner.ir import Schedule
 from planner.problem import make_problem
 from planner.profile.document import Cluster, Profile
@@ -93,8 +93,8 @@ def hitopk_s(profile: Profile, machines: Cluster) -> float:
     """Exposed seconds of one HiTopKComm of all gradients after backward, selection left out."""
     gradients = profile.compute.gradients
     element_bytes = gradients[0].size_bytes // gradients[0].numel
-    phases = sparse_hitopk_us(machines, sum(gradient.numel for gradient in gradients), DENSITY, element_bytes)
-    return sum(time_us for _, time_us in phases) / 1e6
+    numel = sum(gradient.numel for gradient in gradients)
+    return sum(time_us for _, time_us in sparse_us("hitopk", machines, numel, DENSITY, element_bytes)) / 1e6
 
 
 EXPOSED: dict[str, Callable[[Profile, Cluster], float]] = {

@@ -25,6 +25,8 @@ class CommunicationCost:
     """Where the curve comes from, in words."""
     extrapolated: bool = False
     """Whether it was derived for another number of ranks than was measured."""
+    link: Link | None = None
+    """The link that the measured all-reduce implies, where it was fitted: for collectives that nobody measured."""
 
     @property
     def contention(self) -> Contention:
@@ -83,7 +85,8 @@ def communication_cost(cluster: Cluster, ranks: int | None = None) -> Communicat
         measured = _measured(cluster, key)
         if measured is not None:
             curve, source = measured
-            return CommunicationCost(cluster=target, all_reduce=curve, source=source)
+            implied = _implied_link(cluster, f"all_reduce/{cluster.all_reduce_algorithm}", key)
+            return CommunicationCost(cluster=target, all_reduce=curve, source=source, link=implied)
     return _from_formula(cluster, target, key)
 
 
@@ -135,13 +138,14 @@ def _from_formula(cluster: Cluster, target: Cluster, key: str) -> CommunicationC
         cluster=target,
         all_reduce=CostCurve.from_line(cost),
         source=f"{formula} with {origin}",
+        link=link,
         extrapolated=measured_elsewhere,
     )
 
 
 def _implied_link(cluster: Cluster, formula: str, key: str) -> Link | None:
     measured = _measured(cluster, key)
-    if measured is None:
+    if measured is None or cluster.ranks == 1:
         return None
     samples = (cluster.samples or {}).get(key)
     line = (cluster.collectives or {}).get(key)

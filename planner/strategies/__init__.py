@@ -7,9 +7,12 @@ from collections.abc import Callable, Mapping
 from planner.ir import Schedule
 from planner.problem import Problem
 from planner.strategies.ddp import ddp
+from planner.strategies.hitopk import hitopk
+from planner.strategies.lags import lags
 from planner.strategies.mg_wfbp import mg_wfbp
 from planner.strategies.optimal import optimal
 from planner.strategies.single import single
+from planner.strategies.slgs import slgs
 from planner.strategies.torus_2d import torus_2d
 from planner.strategies.wfbp import wfbp
 from runtime.errors import InputError
@@ -19,16 +22,27 @@ Strategy = Callable[[Problem, str | None], Schedule]
 
 STRATEGIES: Mapping[str, Strategy] = {
     "ddp": ddp,
+    "hitopk": hitopk,
+    "lags": lags,
     "mg_wfbp": mg_wfbp,
     "optimal": optimal,
     "single": single,
+    "slgs": slgs,
     "torus_2d": torus_2d,
     "wfbp": wfbp,
 }
 """Registry: name → strategy. Add one here and the contract test covers it."""
 
+BOUNDED = frozenset({"hitopk", "lags", "slgs"})
+"""Strategies that leave out a part of the gradient, which error feedback sends later; all others are exact."""
+
 BASELINES = ("wfbp", "single", "mg_wfbp", "ddp")
 """The strategies that every plan is compared with."""
+
+
+def accuracy_of(strategy: str) -> str:
+    """The class of accuracy that a strategy's schedules have."""
+    return "bounded" if strategy.partition(":")[0] in BOUNDED else "exact"
 
 
 def make_schedule(problem: Problem, strategy: str) -> Schedule:
@@ -39,6 +53,8 @@ def make_schedule(problem: Problem, strategy: str) -> Schedule:
     """
     name, colon, argument = strategy.partition(":")
     if name not in STRATEGIES:
-        known = ", ".join([*STRATEGIES, "wfbp:layer", "ddp:SIZE_MIB"])
+        known = ", ".join(
+            [*STRATEGIES, "wfbp:layer", "ddp:SIZE_MIB", "slgs:DENSITY", "lags:MAX_RATIO", "hitopk:DENSITY"]
+        )
         raise InputError(f"found the strategy {strategy!r}, expected one of: {known}")
     return STRATEGIES[name](problem, argument if colon else None)

@@ -13,15 +13,34 @@ def refuse_argument(strategy: str, argument: str | None) -> None:
         raise InputError(f"found the strategy {strategy}:{argument}, expected {strategy} without an argument")
 
 
-def positive_number(strategy: str, argument: str, unit: str, at_most: float) -> float:
-    """The argument as a positive number of `at_most`; raises InputError otherwise."""
-    try:
-        value = float(argument)
-    except ValueError:
-        value = math.nan
-    if not 0.0 < value <= at_most:
+def density(strategy: str, argument: str) -> float:
+    """The argument as a share of elements; raises InputError otherwise."""
+    value = _number(argument)
+    if not 0.0 < value <= 1.0:
         raise InputError(
-            f"found the strategy {strategy}:{argument}, expected a positive number of {unit} up to {at_most:g}, such "
-            f"as {strategy}:25"
+            f"found the strategy {strategy}:{argument}, expected a share of elements above 0 and up to 1, such as "
+            f"{strategy}:0.01"
         )
     return value
+
+
+def _number(argument: str) -> float:
+    try:
+        return float(argument)
+    except ValueError:
+        return math.nan
+
+
+def positive_number(strategy: str, argument: str, unit: str, at_most: float, at_least: float = 0.0) -> float:
+    """The argument as a positive number from `at_least` to `at_most`; raises InputError otherwise."""
+    value = _number(argument)
+    if not (0.0 < value <= at_most and value >= at_least):
+        raise InputError(
+            f"found the strategy {strategy}:{argument}, expected a positive number of {unit}{_from(at_least)} up to "
+            f"{at_most:g}, such as {strategy}:25"
+        )
+    return value
+
+
+def _from(at_least: float) -> str:
+    return f" from {at_least:g}" if at_least > 0.0 else ""

@@ -85,7 +85,10 @@ WRONG_CALLS: list[tuple[list[str], str]] = [
     (["optimize", "p.json", "-o", "."], ".: found a directory, expected a file name to write to"),
     (["optimize", "p.json", "-o", "p.json/plan.json"], "there is no folder p.json"),
     (["simulate", "bare.json"], "expected `--cluster FILE`"),
-    (["simulate", "p.json", "--strategy", "best"], "found the strategy 'best', expected one of: ddp, mg_wfbp"),
+    (
+        ["simulate", "p.json", "--strategy", "best"],
+        "found the strategy 'best', expected one of: ddp, hitopk, lags, mg_wfbp",
+    ),
     (["simulate", "p.json", "--strategy", "ddp,"], "--strategy: found 'ddp,', expected items separated by commas"),
     (["simulate", "p.json", "--ranks", "0"], "--ranks: found '0', expected positive integers such as 4,8,16"),
     (["simulate", "p.json", "--ranks", "4,x"], "--ranks: found '4,x', expected positive integers"),

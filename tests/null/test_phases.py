@@ -10,7 +10,8 @@ import pytest
 from planner.cost.collectives import Coefficients
 from planner.cost.curve import CostCurve
 from planner.cost.model import resize
-from planner.cost.phases import PHASES, SPARSE_COSTS, selected_elements
+from planner.cost.phases import PHASES
+from planner.cost.sparse import selected_elements, sparse_us
 from planner.profile.document import Cluster, Line, Link
 from runtime.errors import InputError
 
@@ -75,15 +76,15 @@ def test_a_missing_link_is_named(missing: str, words: str) -> None:
 
 def test_sparse_flat_by_hand() -> None:
     # 8 ranks, 10 elements each of 8 bytes, three doublings over shared cards.
-    assert SPARSE_COSTS["flat"](CLUSTER, 1000, 0.01, 4) == (("inter", pytest.approx(30.0 + 7 / 8 * 0.2 * 640)),)
+    assert sparse_us("flat", CLUSTER, 1000, 0.01, 4) == (("inter", pytest.approx(30.0 + 7 / 8 * 0.2 * 640)),)
     one_node = replace(CLUSTER, nodes=1)
-    assert SPARSE_COSTS["flat"](one_node, 1000, 0.01, 4) == (("intra", pytest.approx(1.0 + 0.5 * 0.01 * 160)),)
-    assert SPARSE_COSTS["flat"](replace(one_node, ranks_per_node=1), 1000, 0.01, 4) == ()
+    assert sparse_us("flat", one_node, 1000, 0.01, 4) == (("intra", pytest.approx(1.0 + 0.5 * 0.01 * 160)),)
+    assert sparse_us("flat", replace(one_node, ranks_per_node=1), 1000, 0.01, 4) == ()
 
 
 def test_sparse_hitopk_by_hand() -> None:
     # Shards of 500 elements, 5 selected of each; 4 nodes gather 4 · 5 · 8 bytes, the node 2 · 4 · 5 · 8.
-    assert SPARSE_COSTS["hitopk"](CLUSTER, 1000, 0.01, 4) == (
+    assert sparse_us("hitopk", CLUSTER, 1000, 0.01, 4) == (
         ("intra", pytest.approx(1.0 + 0.5 * 0.012 * 4000)),
         ("inter", pytest.approx(20.0 + 0.75 * 0.2 * 160)),
         ("intra", pytest.approx(1.0 + 0.5 * 0.01 * 320)),
@@ -91,7 +92,7 @@ def test_sparse_hitopk_by_hand() -> None:
 
 
 def test_hitopk_gathers_no_more_than_the_dense_tensor() -> None:
-    assert SPARSE_COSTS["hitopk"](CLUSTER, 1000, 1.0, 4)[2] == ("intra", pytest.approx(1.0 + 0.5 * 0.01 * 4000))
+    assert sparse_us("hitopk", CLUSTER, 1000, 1.0, 4)[2] == ("intra", pytest.approx(1.0 + 0.5 * 0.01 * 4000))
 
 
 @pytest.mark.parametrize(("density", "numel", "expected"), [(0.001, 10, 1), (0.5, 9, 4), (1.0, 7, 7), (2.0, 7, 7)])

@@ -1,0 +1,131 @@
+"""Collectives of selected elements (values and indices), as phases on the links inside nodes and between them.
+
+Source: CommLib (Shi et al., MLSys 2021, Eq. 7-10), with two departures: indices travel too, so a selected element takes
+8 bytes, and HiTopKComm's last gather is a ring.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from planner.cost.collectives import collective_cost
+from planner.cost.curve import CostCurve
+from planner.cost.phases import LinkName, link_of, measured_curve, phase_of
+from planner.profile.document import Cluster, Line, Link
+from runtime.errors import InputError
+
+SELECTED_BYTES = 8
+"""A selected element: four bytes of value, four of index."""
+
+LinkTimes = tuple[tuple[LinkName, float], ...]
+"""(link, time_us) of each phase, in order."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SparsePhase:
+    """One step of a collective of selected elements."""
+
+    name: str
+    """`reduce_scatter` or `all_gather`."""
+    link: LinkName
+    curve: CostCurve
+    """Time over this phase's message."""
+    message_bytes: Callable[[Any, Any], Any]
+    """(selected elements, dense bytes) → bytes of the message; elementwise for arrays."""
+
+    def time_us(self, selected: int, dense_bytes: float) -> float:
+        """Time for a number of selected elements of a tensor of so many bytes."""
+        return self.curve.at(float(self.message_bytes(selected, dense_bytes)))
+
+
+def flat(cluster: Cluster, otherwise: Link | None = None) -> tuple[SparsePhase, ...]:
+    """Every rank's selected elements, gathered by recursive doubling over all ranks; `selected` is each rank's.
+
+    Args:
+        cluster: the cluster.
+        otherwise: link constants to use where the cluster has none.
+    """
+    ranks = cluster.ranks
+    if ranks == 1:
+        return ()
+    name: LinkName = "inter" if cluster.nodes > 1 else "intra"
+    curve = measured_curve(cluster, "all_gather")
+    if curve is None and 1 in (cluster.nodes, cluster.ranks_per_node):  # one kind of link is all there is
+        curve = measured_curve(cluster, f"{name}/all_gather")
+    if curve is None:
+        link = link_of(cluster, name, otherwise)
+        curve = CostCurve.from_line(collective_cost("all_gather/recursive_doubling", ranks, link))
+    return (
+        SparsePhase(
+            name="all_gather",
+            link=name,
+            curve=curve,
+            message_bytes=lambda selected, dense_bytes: ranks * SELECTED_BYTES * selected,
+        ),
+    )
+
+
+def hitopk(cluster: Cluster, otherwise: Link | None = None) -> tuple[SparsePhase, ...]:
+    """Reduce-scatter in the node, gather of the shards' selections between nodes, gather in the node.
+
+    `selected` is each shard's. With one rank a node this is `flat`.
+    """
+    inside, nodes = cluster.ranks_per_node, cluster.nodes
+    if inside == 1:
+        return flat(cluster, otherwise)
+    steps: list[tuple[str, str, LinkName, int, Callable[[Any, Any], Any]]] = [
+        ("reduce_scatter", "ring", "intra", inside, lambda selected, dense_bytes: dense_bytes),
+        ("all_gather", "recursive_doubling", "inter", nodes, lambda selected, _: nodes * SELECTED_BYTES * selected),
+        ("all_gather", "ring", "intra", inside, lambda selected, dense_bytes: np.minimum(
+            dense_bytes, nodes * inside * SELECTED_BYTES * selected
+        )),
+    ]  # fmt: skip
+    phases = []
+    for collective, algorithm, link, ranks, message_bytes in steps:
+        phase = phase_of(cluster, collective, algorithm, link, ranks)
+        if phase is not None:
+            phases.append(SparsePhase(name=collective, link=link, curve=phase.curve, message_bytes=message_bytes))
+    return tuple(phases)
+
+
+SPARSE_PHASES: Mapping[str, Callable[[Cluster, Link | None], tuple[SparsePhase, ...]]] = {
+    "flat": flat,
+    "hitopk": hitopk,
+}
+"""Registry: algorithm of `sparse` → its phases on a cluster."""
+
+
+def selected_elements(density: float, numel: int) -> int:
+    """k = max(1, ⌊density · numel⌋), never more than there are."""
+    return min(numel, max(1, math.floor(density * numel)))
+
+
+def sparse_us(algorithm: str, cluster: Cluster, numel: int, density: float, element_bytes: int = 4) -> LinkTimes:
+    """Time of each phase for a tensor of `numel` elements; HiTopKComm selects from each shard of a node."""
+    shards = cluster.ranks_per_node if algorithm == "hitopk" else 1
+    selected = selected_elements(density, math.ceil(numel / shards))
+    phases = SPARSE_PHASES[algorithm](cluster, None)
+    return tuple((phase.link, phase.time_us(selected, numel * element_bytes)) for phase in phases)
+
+
+def selector_line(given: Line | dict[str, Line] | None, selector: str, where: str) -> Line:
+    """The cost of selecting (or unpacking) by a selector: the document's one line, or that of this selector; else 0.
+
+    Raises:
+        InputError: the document has lines by selector, and none for this one.
+    """
+    if given is None:
+        return Line(alpha_us=0.0, beta_us_per_byte=0.0)
+    if isinstance(given, Line):
+        return given
+    if selector not in given:
+        raise InputError(
+            f"{where}: no cost for the selector {selector!r}; found {', '.join(given) or 'none'}; expected "
+            f'"{selector}": {{"alpha_us": …, "beta_us_per_byte": …}} there: time its selection over a few sizes'
+        )
+    return given[selector]

@@ -1,0 +1,156 @@
+"""HiTopKComm (CommLib, MLSys 2021): top-k between nodes only, merged for its own cost.
+
+Gradients are summed inside a node, each rank selects from its shard of the sum, the selections are gathered between
+nodes and then inside them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+from numpy.typing import NDArray
+
+from planner.cost.sparse import SparsePhase, selected_elements
+from planner.ir import Bucket, Schedule
+from planner.merging.exact import TIE
+from planner.merging.phased import PhasedProblem, merge_phased
+from planner.problem import Problem
+from planner.strategies.arguments import density
+from planner.strategies.mg_wfbp import mg_wfbp
+from planner.strategies.single import single
+from planner.strategies.wfbp import wfbp
+
+ALGORITHM = "hitopk"
+DEFAULT_DENSITY = 0.01
+GUESSES = (1, 16)
+"""Numbers of buckets that are tried where each bucket's selection has a start-up."""
+CLIMBS = 4
+"""Schedules from which boundaries are moved then."""
+EVALUATIONS = 200
+"""Moves that are tried, from each."""
+
+Stops = tuple[int, ...]
+Floats = NDArray[np.float64]
+
+
+def hitopk(problem: Problem, argument: str | None = None) -> Schedule:
+    """Merged schedule of which a share of each shard travels: `hitopk:D`, by default 0.01.
+
+    Raises:
+        InputError: the cluster has no cost for one of its two kinds of link.
+    """
+    share = DEFAULT_DENSITY if argument is None else density(ALGORITHM, argument)
+    phases = problem.sparse_phases(ALGORITHM)
+    if not phases or not problem.numel.any():
+        return Schedule.from_boundaries([problem.count])
+    usual = [single(problem), wfbp(problem, "layer"), mg_wfbp(problem)]
+    found = [tuple(bucket.gradients[-1] + 1 for bucket in schedule.buckets) for schedule in usual]
+    arrays = _arrays(problem, phases, share)
+    for buckets in _guesses(problem):
+        found.append(merge_phased(arrays.guessed(buckets), found[:3]))
+    if arrays.start_up_us > 0.0:
+        thinned = [thin for stops in found for thin in _thinned(stops)]
+        best = sorted(dict.fromkeys(thinned), key=lambda stops: (arrays.end_us(stops), len(stops)))
+        found = [_climb(arrays, stops) for stops in best[:CLIMBS]]
+    return _schedule(problem, min(found, key=lambda stops: (arrays.end_us(stops), len(stops))), share)
+
+
+def _thinned(stops: Stops) -> Iterator[Stops]:
+    """All boundaries, every second one, every fourth …, the last always: where messages hide, fewer are better."""
+    stride = 1
+    while stride < 2 * len(stops):
+        yield stops[::-1][::stride][::-1]
+        stride *= 2
+
+
+def _guesses(problem: Problem) -> list[int]:
+    """Numbers of buckets by whose start-ups backward may be delayed; any one where selection has none."""
+    if problem.selection_line(ALGORITHM).alpha_us == 0.0:
+        return [1]
+    return [guess for guess in GUESSES if guess <= problem.count]
+
+
+def _schedule(problem: Problem, stops: Stops, share: float) -> Schedule:
+    """The buckets that end there. One without elements has nothing to select from and stays dense."""
+    buckets = []
+    for start, stop in zip((0, *stops[:-1]), stops, strict=True):
+        members, numel = tuple(range(start, stop)), int(problem.numel[start:stop].sum())
+        if numel == 0:
+            buckets.append(Bucket(gradients=members))
+            continue
+        selected = selected_elements(share, math.ceil(numel / problem.cost.cluster.ranks_per_node))
+        buckets.append(
+            Bucket(gradients=members, collective="sparse", algorithm=ALGORITHM, compressor="topk", k=selected)
+        )
+    return Schedule(buckets=tuple(buckets))
+
+
+@dataclass(frozen=True)
+class _Delayed(PhasedProblem):
+    """A merge problem in which each bucket's selection delays backward, by its bytes (which `ready_us` holds, for they
+    do not depend on where buckets end) and by a start-up.
+    """
+
+    start_up_us: float = 0.0
+
+    def guessed(self, buckets: int) -> PhasedProblem:
+        """The problem with the start-ups of so many buckets spread evenly over backward."""
+        count = len(self.ready_us)
+        before = np.minimum(np.arange(1, count + 1) * (buckets / count), buckets)
+        ready_us = self.ready_us + self.start_up_us * before
+        return PhasedProblem(ready_us, self.links, self.cost_us, self.non_decreasing)
+
+    def end_us(self, stops: Stops) -> float:
+        """When the last phase ends, start-ups counted where they fall."""
+        ready_us = self.ready_us.copy()
+        ready_us[np.array(stops) - 1] += self.start_up_us * np.arange(1, len(stops) + 1)
+        return PhasedProblem(ready_us, self.links, self.cost_us).end_us(stops)
+
+
+def _climb(problem: _Delayed, stops: Stops) -> Stops:
+    """Boundaries dropped or moved, as long as the step gets shorter; the effort is counted, not timed."""
+    best_us, left, improved = problem.end_us(stops), EVALUATIONS, True
+    while improved and left > 0:
+        improved = False
+        for moved in _neighbours(stops):
+            left -= 1
+            end_us = problem.end_us(moved)
+            if end_us < best_us * (1.0 - TIE):
+                stops, best_us, improved = moved, end_us, True
+                break
+            if left <= 0:
+                break
+    return stops
+
+
+def _neighbours(stops: Stops) -> Iterator[Stops]:
+    bounds = (0, *stops)
+    for index, here in enumerate(stops[:-1]):
+        yield stops[:index] + stops[index + 1 :]
+        for distance in (1, 2, 4, 8, 16):
+            for place in (here - distance, here + distance):
+                if bounds[index] < place < stops[index + 1]:
+                    yield (*stops[:index], place, *stops[index + 1 :])
+
+
+def _arrays(problem: Problem, phases: tuple[SparsePhase, ...], share: float) -> _Delayed:
+    line, size_bytes = problem.selection_line(ALGORITHM), np.cumsum(problem.size_bytes)
+    numel = np.concatenate([[0], np.cumsum(problem.numel)])
+    dense = np.concatenate([[0], size_bytes])
+
+    def cost_us(phase: SparsePhase, starts: slice | int, stops: slice | int) -> Floats:
+        shard = np.ceil((numel[stops] - numel[starts]) / problem.cost.cluster.ranks_per_node)
+        selected = np.minimum(shard, np.maximum(1.0, np.floor(share * shard)))
+        return phase.curve(phase.message_bytes(selected, dense[stops] - dense[starts]))
+
+    return _Delayed(
+        ready_us=problem.ready_us + line.beta_us_per_byte * size_bytes,
+        links=tuple(phase.link for phase in phases),
+        cost_us=tuple(partial(cost_us, phase) for phase in phases),
+        non_decreasing=all(phase.curve.non_decreasing for phase in phases),
+        start_up_us=line.alpha_us,
+    )

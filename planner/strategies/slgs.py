@@ -1,0 +1,26 @@
+"""SLGS: one top-k over all gradients at the end of backward, gathered as values and indices (TopK-SGD)."""
+
+from __future__ import annotations
+
+from planner.cost.sparse import selected_elements
+from planner.ir import Bucket, Schedule
+from planner.problem import Problem
+from planner.strategies.arguments import density
+
+DEFAULT_DENSITY = 0.001
+
+
+def slgs(problem: Problem, argument: str | None = None) -> Schedule:
+    """One bucket of which a share of the elements travels: `slgs:D`, by default 0.001."""
+    share = DEFAULT_DENSITY if argument is None else density("slgs", argument)
+    numel = int(problem.numel.sum())
+    if problem.ranks == 1 or numel == 0:
+        return Schedule.from_boundaries([problem.count])
+    bucket = Bucket(
+        gradients=tuple(range(problem.count)),
+        collective="sparse",
+        algorithm="flat",
+        compressor="topk",
+        k=selected_elements(share, numel),
+    )
+    return Schedule(buckets=(bucket,))
