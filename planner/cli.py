@@ -7,57 +7,21 @@ input is wrong; 3 the environment failed.
 from __future__ import annotations
 
 import io
-import json
 import os
 import sys
 import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
-from runtime.errors import InputError, PlanMismatch, PlannerError
+from planner.options import ClusterName, Flags, ProfileName, make_console, print_json
+from planner.rank_commands import compare, demo, profile, run
+from runtime.errors import InputError, PlannerError
 from runtime.version import __version__
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, rich_markup_mode=None, pretty_exceptions_enable=False)
-
-Device = Annotated[str, typer.Option(help="auto, cpu or cuda.")]
-Backend = Annotated[str | None, typer.Option(help="Backend of torch.distributed; default: nccl on GPUs, else gloo.")]
-Ranks = Annotated[
-    int | None, typer.Option(help="Local ranks to start (default 2); under torchrun its world is joined.")
-]
-Timeout = Annotated[
-    float | None,
-    typer.Option(
-        help="Deadline in seconds of every wait for other ranks; default: from the measured step, at least 30."
-    ),
-]
-Emulate = Annotated[
-    str | None,
-    typer.Option(
-        help="Run on an emulated cluster HOSTSxRANKS@RATE on this machine, for example 4x1@1gbit (needs root)."
-    ),
-]
-Job = Annotated[
-    str, typer.Argument(help="path/to/file.py:name or package.module:name of a function that returns a TrainingJob.")
-]
-MAX_STEPS = 10**9
-"""More steps than anybody waits for."""
-
-ProfileName = Annotated[str, typer.Argument(help="profile.json, or a name: MODEL or MODEL@CLUSTER (planner catalog).")]
-ClusterName = Annotated[
-    str | None,
-    typer.Option(help="cluster.json, or a name (planner catalog); default: the cluster measured with the profile."),
-]
-
-
-class _Options:
-    """Global flags of this call."""
-
-    as_json = False
-    verbose = False
 
 
 def _version(show: bool) -> None:
@@ -78,50 +42,10 @@ def root(
 
     --json and -v may also stand after the command.
     """
-    _Options.as_json, _Options.verbose = as_json, verbose
+    Flags.as_json, Flags.verbose = as_json, verbose
 
 
-def _print_json(value: Any) -> None:
-    typer.echo(json.dumps(value, indent=1, allow_nan=False))
-
-
-def _console() -> Any:
-    from rich.console import Console
-
-    # Into a pipe or a file, tables are as wide as they need; nothing is cut off. Names are printed as they are.
-    width = None if Console().is_terminal else 160
-    return Console(width=width, markup=False, emoji=False)
-
-
-@app.command()
-def profile(
-    job: Job,
-    ranks: Ranks = None,
-    output: Annotated[str, typer.Option("-o", "--output", help="Where to write the profile.")] = "profile.json",
-    device: Device = "auto",
-    backend: Backend = None,
-    timeout_s: Timeout = None,
-    emulate: Emulate = None,
-) -> None:
-    """Trace a job and measure its step and the links between ranks."""
-    from planner.job import find_job
-    from planner.outputs import check_writable
-    from planner.training import profile_rank
-    from planner.world import RankOptions, choose_device, is_first_rank, on_ranks
-
-    where = RankOptions(ranks, device, backend, timeout_s, emulate)
-    check_writable(output, find_job(job)[0])
-    result = on_ranks(where, profile_rank, job, choose_device(device), not _Options.as_json, timeout_s)[0]
-    if not is_first_rank():
-        return
-    result.save(output)
-    if _Options.as_json:
-        _print_json(result.to_document())
-    else:
-        from planner.explain import profile_lines
-        from planner.outputs import emulation_lines
-
-        typer.echo("\n".join([*profile_lines(result), *emulation_lines(result.world), f"wrote {output}"]))
+app.command()(profile)
 
 
 @app.command()
@@ -150,12 +74,12 @@ def optimize(
 
     plan = decide(profile, cluster, accuracy=accuracy, passes=passes, after_pass=after_pass)  # type: ignore[arg-type]
     plan.save(output)
-    if _Options.as_json:
-        _print_json(plan.to_document())
+    if Flags.as_json:
+        print_json(plan.to_document())
         return
     from planner.explain import accuracy_lines, print_plan
 
-    console = _console()
+    console = make_console()
     print_plan(plan, console, buckets=False)
     for line in accuracy_lines(plan):
         console.print(line, highlight=False)
@@ -207,12 +131,12 @@ def simulate(
     results = predict(
         profile, cluster, strategies=strategies, ranks=_counts(ranks), what_if=change, critical_path=critical_path
     )
-    if _Options.as_json:
-        _print_json([result.to_document() for result in results])
+    if Flags.as_json:
+        print_json([result.to_document() for result in results])
         return
     from planner.explain import simulation_table
 
-    _console().print(simulation_table(results))
+    make_console().print(simulation_table(results))
 
 
 def _items(option: str, text: str) -> list[str]:
@@ -237,12 +161,12 @@ def catalog() -> None:
     from planner.catalog import entries
 
     listed = entries()
-    if _Options.as_json:
-        _print_json([entry.to_document() for entry in listed])
+    if Flags.as_json:
+        print_json([entry.to_document() for entry in listed])
         return
     from planner.explain import catalog_table
 
-    _console().print(catalog_table(listed))
+    make_console().print(catalog_table(listed))
 
 
 @app.command()
@@ -262,130 +186,19 @@ def explain(
     outputs = check_outputs(plan, measured, {"--trace": trace, "--html": html})
     loaded = load(plan, measured, outputs)
     write(loaded, outputs)
-    if _Options.as_json:
-        _print_json(loaded.plan.to_document())
+    if Flags.as_json:
+        print_json(loaded.plan.to_document())
         return
     from planner.explain import print_plan
 
-    console = _console()
+    console = make_console()
     print_plan(loaded.plan, console, buckets=True)
     for path in outputs.values():
         console.print(f"wrote {path}", highlight=False)
 
 
-@app.command()
-def run(
-    job: Job,
-    plan: Annotated[str | None, typer.Option(help="plan.json; without one the job trains with plain DDP.")] = None,
-    ranks: Ranks = None,
-    steps: Annotated[int, typer.Option(help="Steps to train.")] = 20,
-    device: Device = "auto",
-    backend: Backend = None,
-    timeout_s: Timeout = None,
-    emulate: Emulate = None,
-) -> None:
-    """Train a job with a plan, or with plain DDP."""
-    if not 1 <= steps <= MAX_STEPS:
-        raise InputError(f"--steps: found {steps}, expected at least 1 and at most {MAX_STEPS}; correct it")
-    from planner.job import find_job
-    from planner.outputs import run_document, run_lines
-    from planner.training import train_rank
-    from planner.world import RankOptions, choose_device, is_first_rank, on_ranks, planned_ranks
-    from runtime.plan import load_plan
-
-    where = RankOptions(ranks, device, backend, timeout_s, emulate)
-    find_job(job)
-    loaded = None if plan is None else load_plan(plan)
-    if ranks is None and emulate is None and loaded is not None:
-        where = replace(where, ranks=planned_ranks(loaded.world.ranks, str(plan)))
-    try:
-        runs = on_ranks(where, train_rank, job, loaded, steps, choose_device(device), not _Options.as_json, timeout_s)
-    except PlanMismatch as error:
-        raise PlanMismatch(f"{plan}: {error}") from error
-    document = run_document(runs)
-    if not is_first_rank():
-        return
-    if _Options.as_json:
-        _print_json(document)
-    else:
-        typer.echo("\n".join(run_lines(document, runs)))
-
-
-@app.command()
-def compare(
-    job: Job,
-    plan: Annotated[str, typer.Option(help="The plan to judge.")],
-    profile: Annotated[str | None, typer.Option(help="profile.json, for predictions of what is not the plan.")] = None,
-    strategy: Annotated[str, typer.Option(help="Further strategies, by name; needs --profile.")] = "",
-    ranks: Ranks = None,
-    steps: Annotated[int, typer.Option(help="Measured steps of each contestant.")] = 25,
-    rounds: Annotated[int, typer.Option(help="Rounds that these steps are spread over.")] = 5,
-    device: Device = "auto",
-    backend: Backend = None,
-    timeout_s: Timeout = None,
-) -> None:
-    """Measure no communication, the best DDP, DDP's hooks, strategies and the plan by turns in one run."""
-    from planner.compare.contestants import contestants, sweep
-    from planner.compare.measure import compare_rank
-    from planner.compare.report import comparison_table, failures, summarize
-    from planner.job import find_job
-    from planner.problem import make_problem
-    from planner.profile.document import load_profile
-    from planner.world import RankOptions, choose_device, is_first_rank, on_ranks, planned_ranks
-    from runtime.plan import load_plan
-
-    if not 2 <= rounds <= steps <= MAX_STEPS:
-        raise InputError(
-            f"--rounds {rounds} --steps {steps}: expected at least 2 rounds and a step for each, at most {MAX_STEPS}"
-        )
-    where = RankOptions(ranks, device, backend, timeout_s)
-    find_job(job)
-    loaded = load_plan(plan)
-    problem = None if profile is None else make_problem(load_profile(profile), None, where=profile)
-    names = [name.strip() for name in strategy.split(",") if name.strip()]
-    them, caps = contestants(loaded, problem, names), sweep(loaded, problem)
-    if ranks is None:
-        where = replace(where, ranks=planned_ranks(loaded.world.ranks, plan))
-    arguments = (job, them, caps, rounds, steps // rounds, choose_device(device), not _Options.as_json, timeout_s)
-    try:
-        comparison = summarize(on_ranks(where, compare_rank, *arguments))
-    except PlanMismatch as error:
-        raise PlanMismatch(f"{plan}: {error}") from error
-    if not is_first_rank():
-        return
-    if _Options.as_json:
-        _print_json(comparison.to_document())
-        return
-    _console().print(comparison_table(comparison))
-    typer.echo("\n".join([*comparison.verdicts, *failures(comparison)]))
-
-
-@app.command()
-def demo(
-    ranks: Ranks = None,
-    device: Device = "auto",
-    backend: Backend = None,
-    timeout_s: Timeout = None,
-    emulate: Emulate = None,
-) -> None:
-    """The whole story on this machine: profile, optimize, train with DDP and with the plan, compare."""
-    from planner.demo import demo_rank
-    from planner.outputs import demo_table
-    from planner.world import RankOptions, choose_device, is_first_rank, on_ranks
-
-    where = RankOptions(ranks, device, backend, timeout_s, emulate)
-    result = on_ranks(where, demo_rank, choose_device(device), not _Options.as_json, timeout_s)[0]
-    if not is_first_rank():
-        return
-    if _Options.as_json:
-        _print_json(result.to_document())
-        return
-    from planner.explain import print_plan, profile_lines
-
-    console = _console()
-    typer.echo("\n".join(profile_lines(result.profile)))
-    print_plan(result.plan, console, buckets=True)
-    console.print(demo_table(result))
+for command in (run, compare, demo):
+    app.command()(command)
 
 
 @app.command()
@@ -394,8 +207,8 @@ def doctor() -> None:
     from planner.doctor import examine
 
     findings = examine()
-    if _Options.as_json:
-        _print_json([finding.to_document() for finding in findings])
+    if Flags.as_json:
+        print_json([finding.to_document() for finding in findings])
     else:
         for finding in findings:
             mark = "ok " if finding.ok else "NO " if finding.required else "-- "
@@ -432,7 +245,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         with _full_output_told():
             app([*flags, *rest], prog_name="planner")
     except PlannerError as error:
-        if _Options.verbose:
+        if Flags.verbose:
             traceback.print_exc()
         typer.echo(f"planner: {error}", err=True)
         sys.exit(error.exit_code)

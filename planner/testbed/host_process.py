@@ -1,8 +1,8 @@
 """Runs a command on an emulated host; a script of its own: host_process.py PARENT NAMESPACE COMMAND ARGUMENT…
 
 The command, and all that it starts, ends when this process does, and this process ends when its parent does, however
-that ends: they are in a process namespace of their own, which the kernel empties when its first process is gone. Where that
-cannot be had, the command takes the place of this process.
+that ends: they are in a process namespace of their own, which the kernel empties when its first process is gone. Where
+that cannot be had, the command takes the place of this process.
 """
 
 from __future__ import annotations

@@ -1,0 +1,58 @@
+"""What commands have in common: the types of their options, the global flags, and how results are printed."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any
+
+import typer
+
+Device = Annotated[str, typer.Option(help="auto, cpu or cuda.")]
+Backend = Annotated[str | None, typer.Option(help="Backend of torch.distributed; default: nccl on GPUs, else gloo.")]
+Ranks = Annotated[
+    int | None, typer.Option(help="Local ranks to start (default 2); under torchrun its world is joined.")
+]
+Timeout = Annotated[
+    float | None,
+    typer.Option(
+        help="Deadline in seconds of every wait for other ranks; default: from the measured step, at least 30."
+    ),
+]
+Emulate = Annotated[
+    str | None,
+    typer.Option(
+        help="Run on an emulated cluster HOSTSxRANKS@RATE on this machine, for example 4x1@1gbit (needs root)."
+    ),
+]
+Job = Annotated[
+    str, typer.Argument(help="path/to/file.py:name or package.module:name of a function that returns a TrainingJob.")
+]
+MAX_STEPS = 10**9
+"""More steps than anybody waits for."""
+
+ProfileName = Annotated[str, typer.Argument(help="profile.json, or a name: MODEL or MODEL@CLUSTER (planner catalog).")]
+ClusterName = Annotated[
+    str | None,
+    typer.Option(help="cluster.json, or a name (planner catalog); default: the cluster measured with the profile."),
+]
+
+
+class Flags:
+    """Global flags of this call."""
+
+    as_json = False
+    verbose = False
+
+
+def print_json(value: Any) -> None:
+    """The machine-readable result, alone on standard output."""
+    typer.echo(json.dumps(value, indent=1, allow_nan=False))
+
+
+def make_console() -> Any:
+    """Where tables go."""
+    from rich.console import Console
+
+    # Into a pipe or a file, tables are as wide as they need; nothing is cut off. Names are printed as they are.
+    width = None if Console().is_terminal else 160
+    return Console(width=width, markup=False, emoji=False)

@@ -1,0 +1,154 @@
+"""The commands that need ranks: profile, run, compare, demo."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Annotated
+
+import typer
+
+from planner.options import MAX_STEPS, Backend, Device, Emulate, Flags, Job, Ranks, Timeout, make_console, print_json
+from runtime.errors import InputError, PlanMismatch
+
+
+def profile(
+    job: Job,
+    ranks: Ranks = None,
+    output: Annotated[str, typer.Option("-o", "--output", help="Where to write the profile.")] = "profile.json",
+    device: Device = "auto",
+    backend: Backend = None,
+    timeout_s: Timeout = None,
+    emulate: Emulate = None,
+) -> None:
+    """Trace a job and measure its step and the links between ranks."""
+    from planner.job import find_job
+    from planner.outputs import check_writable
+    from planner.training import profile_rank
+    from planner.world import RankOptions, choose_device, is_first_rank, on_ranks
+
+    where = RankOptions(ranks, device, backend, timeout_s, emulate)
+    check_writable(output, find_job(job)[0])
+    result = on_ranks(where, profile_rank, job, choose_device(device), not Flags.as_json, timeout_s)[0]
+    if not is_first_rank():
+        return
+    result.save(output)
+    if Flags.as_json:
+        print_json(result.to_document())
+    else:
+        from planner.explain import profile_lines
+        from planner.outputs import emulation_lines
+
+        typer.echo("\n".join([*profile_lines(result), *emulation_lines(result.world), f"wrote {output}"]))
+
+
+def run(
+    job: Job,
+    plan: Annotated[str | None, typer.Option(help="plan.json; without one the job trains with plain DDP.")] = None,
+    ranks: Ranks = None,
+    steps: Annotated[int, typer.Option(help="Steps to train.")] = 20,
+    device: Device = "auto",
+    backend: Backend = None,
+    timeout_s: Timeout = None,
+    emulate: Emulate = None,
+) -> None:
+    """Train a job with a plan, or with plain DDP."""
+    if not 1 <= steps <= MAX_STEPS:
+        raise InputError(f"--steps: found {steps}, expected at least 1 and at most {MAX_STEPS}; correct it")
+    from planner.job import find_job
+    from planner.outputs import run_document, run_lines
+    from planner.training import train_rank
+    from planner.world import RankOptions, choose_device, is_first_rank, on_ranks, planned_ranks
+    from runtime.plan import load_plan
+
+    where = RankOptions(ranks, device, backend, timeout_s, emulate)
+    find_job(job)
+    loaded = None if plan is None else load_plan(plan)
+    if ranks is None and emulate is None and loaded is not None:
+        where = replace(where, ranks=planned_ranks(loaded.world.ranks, str(plan)))
+    try:
+        runs = on_ranks(where, train_rank, job, loaded, steps, choose_device(device), not Flags.as_json, timeout_s)
+    except PlanMismatch as error:
+        raise PlanMismatch(f"{plan}: {error}") from error
+    document = run_document(runs)
+    if not is_first_rank():
+        return
+    if Flags.as_json:
+        print_json(document)
+    else:
+        typer.echo("\n".join(run_lines(document, runs)))
+
+
+def compare(
+    job: Job,
+    plan: Annotated[str, typer.Option(help="The plan to judge.")],
+    profile: Annotated[str | None, typer.Option(help="profile.json, for predictions of what is not the plan.")] = None,
+    strategy: Annotated[str, typer.Option(help="Further strategies, by name; needs --profile.")] = "",
+    ranks: Ranks = None,
+    steps: Annotated[int, typer.Option(help="Measured steps of each contestant.")] = 25,
+    rounds: Annotated[int, typer.Option(help="Rounds that these steps are spread over.")] = 5,
+    device: Device = "auto",
+    backend: Backend = None,
+    timeout_s: Timeout = None,
+    emulate: Emulate = None,
+) -> None:
+    """Measure no communication, the best DDP, DDP's hooks, strategies and the plan by turns in one run."""
+    from planner.compare.contestants import contestants, sweep
+    from planner.compare.measure import compare_rank
+    from planner.compare.report import comparison_table, failures, summarize
+    from planner.job import find_job
+    from planner.problem import make_problem
+    from planner.profile.document import load_profile
+    from planner.world import RankOptions, choose_device, is_first_rank, on_ranks, planned_ranks
+    from runtime.plan import load_plan
+
+    if not 2 <= rounds <= steps <= MAX_STEPS:
+        raise InputError(
+            f"--rounds {rounds} --steps {steps}: expected at least 2 rounds and a step for each, at most {MAX_STEPS}"
+        )
+    where = RankOptions(ranks, device, backend, timeout_s, emulate)
+    find_job(job)
+    loaded = load_plan(plan)
+    problem = None if profile is None else make_problem(load_profile(profile), None, where=profile)
+    names = [name.strip() for name in strategy.split(",") if name.strip()]
+    them, caps = contestants(loaded, problem, names), sweep(loaded, problem)
+    if ranks is None and emulate is None:
+        where = replace(where, ranks=planned_ranks(loaded.world.ranks, plan))
+    arguments = (job, them, caps, rounds, steps // rounds, choose_device(device), not Flags.as_json, timeout_s)
+    try:
+        comparison = summarize(on_ranks(where, compare_rank, *arguments))
+    except PlanMismatch as error:
+        raise PlanMismatch(f"{plan}: {error}") from error
+    if not is_first_rank():
+        return
+    if Flags.as_json:
+        print_json(comparison.to_document())
+        return
+    make_console().print(comparison_table(comparison))
+    typer.echo("\n".join([*comparison.verdicts, *failures(comparison)]))
+
+
+def demo(
+    ranks: Ranks = None,
+    device: Device = "auto",
+    backend: Backend = None,
+    timeout_s: Timeout = None,
+    emulate: Emulate = None,
+) -> None:
+    """The whole story on this machine: profile, optimize, train with DDP and with the plan, compare."""
+    from planner.demo import demo_rank
+    from planner.outputs import demo_table
+    from planner.world import RankOptions, choose_device, is_first_rank, on_ranks
+
+    where = RankOptions(ranks, device, backend, timeout_s, emulate)
+    result = on_ranks(where, demo_rank, choose_device(device), not Flags.as_json, timeout_s)[0]
+    if not is_first_rank():
+        return
+    if Flags.as_json:
+        print_json(result.to_document())
+        return
+    from planner.explain import print_plan, profile_lines
+
+    console = make_console()
+    typer.echo("\n".join(profile_lines(result.profile)))
+    print_plan(result.plan, console, buckets=True)
+    console.print(demo_table(result))
