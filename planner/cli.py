@@ -16,7 +16,7 @@ from typing import Annotated
 
 import typer
 
-from planner.options import ClusterName, Flags, ProfileName, make_console, print_json
+from planner.options import ClusterName, Flags, ProfileName, Solver, SolverLimit, make_console, print_json
 from planner.rank_commands import compare, demo, profile, run
 from runtime.errors import InputError, PlannerError
 from runtime.version import __version__
@@ -58,6 +58,8 @@ def optimize(
     output: Annotated[str, typer.Option("-o", "--output", help="Where to write the plan.")] = "plan.json",
     passes: Annotated[str, typer.Option(help="The pipeline, for example merge{labels=4}.")] = "merge",
     print_after: Annotated[str | None, typer.Option(help="Print the schedule after this pass, or after all.")] = None,
+    solver: Solver = "dp",
+    solver_limit: SolverLimit = None,
 ) -> None:
     """Decide how gradients travel; explain; prove how far from optimal."""
     from planner.decide import optimize as decide
@@ -72,7 +74,15 @@ def optimize(
         if print_after in ("all", name):
             typer.echo(f"after {name} ({seconds * 1e3:.1f} ms):\n{schedule}", err=True)
 
-    plan = decide(profile, cluster, accuracy=accuracy, passes=passes, after_pass=after_pass)  # type: ignore[arg-type]
+    plan = decide(
+        profile,
+        cluster,
+        accuracy=accuracy,  # type: ignore[arg-type]
+        passes=passes,
+        after_pass=after_pass,
+        solver=solver,
+        solver_limit=solver_limit,
+    )
     plan.save(output)
     if Flags.as_json:
         print_json(plan.to_document())
@@ -112,6 +122,8 @@ def simulate(
     critical_path: Annotated[
         bool, typer.Option("--critical-path", help="Say what the step's length is made of.")
     ] = False,
+    solver: Solver = "dp",
+    solver_limit: SolverLimit = None,
 ) -> None:
     """Predict strategies on a cluster."""
     from planner.predict import DEFAULT_STRATEGIES
@@ -129,7 +141,14 @@ def simulate(
         inter=None if inter is None else parse_link("--inter", inter),
     )
     results = predict(
-        profile, cluster, strategies=strategies, ranks=_counts(ranks), what_if=change, critical_path=critical_path
+        profile,
+        cluster,
+        strategies=strategies,
+        ranks=_counts(ranks),
+        what_if=change,
+        critical_path=critical_path,
+        solver=solver,
+        solver_limit=solver_limit,
     )
     if Flags.as_json:
         print_json([result.to_document() for result in results])

@@ -15,11 +15,12 @@ from planner.problem import Problem, make_problem
 from planner.profile.document import Cluster, Profile
 from planner.scaling import OPTIMAL, scaling_curve
 from planner.simulator import simulate_schedule
+from planner.solvers import Solved, check_solver, solve
 from planner.sources import counted, describe_sources
 from planner.strategies import BASELINES, make_schedule
 from planner.strategies.optimal import best_baseline
 from runtime.errors import InputError
-from runtime.plan import Accuracy, Certificate, Plan, Prediction, ScalingPoint
+from runtime.plan import Accuracy, Certificate, Plan, Prediction, ScalingPoint, SolverBound
 
 ACCURACIES: tuple[Accuracy, ...] = ("exact", "bounded", "relaxed")
 
@@ -36,6 +37,8 @@ def optimize(
     accuracy: Accuracy = "exact",
     passes: str = DEFAULT_PASSES,
     after_pass: AfterPass | None = None,
+    solver: str = "dp",
+    solver_limit: float | None = None,
 ) -> Plan:
     """Decides how the gradients of a profiled step travel.
 
@@ -46,22 +49,28 @@ def optimize(
             the plan's notes say so where more was allowed.
         passes: the pipeline, for example `merge{labels=4}`.
         after_pass: called with (name, schedule, seconds) after each pass.
+        solver: `cpsat` has a constraint program look for a better plan afterwards, and its bound in the certificate.
+        solver_limit: deterministic time that it may take; equal on all machines, a second or a few for each 1.0.
 
     Returns:
         The plan with its prediction, baselines and certificate; equal inputs give equal plans.
 
     Raises:
-        InputError: a document is wrong, there is no cluster, or an option is unknown.
+        InputError: a document is wrong, there is no cluster, an option is unknown, or the solver cannot take on so many
+            gradients.
+        CheckFailed: the solver contradicts the dynamic program.
     """
     if accuracy not in ACCURACIES:
         raise InputError(f"--accuracy: found {accuracy!r}, expected one of: {', '.join(ACCURACIES)}")
-    pipeline = parse_passes(passes)
+    pipeline, limit = parse_passes(passes), check_solver(solver, solver_limit)
     where = name_of(profile if cluster is None else cluster)
     machines = None if cluster is None else find_cluster(cluster)
     problem = make_problem(find_profile(profile), machines, where=where)
     schedule = run_passes(pipeline, best_baseline(problem), problem, after_pass)
+    solved = solve(problem, schedule, limit) if solver == "cpsat" else None
+    schedule = solved.schedule if solved else schedule
     baselines = {name: _baseline(problem, name) for name in BASELINES}
-    plan = replace(lower(problem, schedule), baselines=baselines, certificate=certify(problem, schedule))
+    plan = replace(lower(problem, schedule), baselines=baselines, certificate=certify(problem, schedule, solved))
     return replace(
         plan,
         scaling=_scaling(problem, plan, baselines),
@@ -86,24 +95,34 @@ def name_of(document: Profile | Cluster | str | Path) -> str:
     return str(document) if isinstance(document, str | Path) else type(document).__name__.lower()
 
 
-def certify(problem: Problem, schedule: Schedule) -> Certificate:
-    """How far the schedule is from the best exact one under the cost model."""
+def certify(problem: Problem, schedule: Schedule, solved: Solved | None = None) -> Certificate:
+    """How far the schedule is from the best exact one under the cost model; the solver's bound counts where higher."""
     optimum = merge_without_contention(problem)
     bound_us = max(optimum.end_us, problem.compute_end_us) + problem.update_us
     iteration_us = simulate_schedule(problem, schedule).iteration_us
-    notes = []
-    if problem.contended:
+    notes = [] if solved is None else [_solver_note(solved)]
+    if problem.contended and (solved is None or solved.bound_us <= bound_us):
         notes.append("the bound is the optimum on a machine where compute and network do not slow each other down")
     if problem.dtype_count > 1:
         notes.append("the bound is for buckets of consecutive gradients; DDP's, one dtype each, are of another class")
     if not optimum.ties_exact and not problem.contended:
         notes.append("the time is optimal; among plans of equal time this one may not have the fewest buckets")
+    method = "dynamic programming with labels and local search" if problem.contended else "dynamic programming"
+    bound_us = max(bound_us, solved.bound_us) if solved else bound_us
     return Certificate(
-        method="dynamic programming with labels and local search" if problem.contended else "dynamic programming",
+        method=method if solved is None else f"{method}, then CP-SAT",
         lower_bound_us=min(bound_us, iteration_us),
         gap=max(0.0, iteration_us / bound_us - 1.0) if bound_us > 0.0 else 0.0,
         note="; ".join(notes) or None,
+        solver=None if solved is None else SolverBound("cpsat", solved.bound_us, solved.proven, solved.limit),
     )
+
+
+def _solver_note(solved: Solved) -> str:
+    bound = f"no plan takes less than {solved.bound_us / 1000:,.4g} ms"
+    if solved.proven:
+        return f"CP-SAT proved by itself that {bound}, and that bound is short by {solved.error_us:.1g} us at the most"
+    return f"CP-SAT ended at its limit of {solved.limit:g} in deterministic time, having proved that {bound}"
 
 
 def _notes(problem: Problem, plan: Plan, baselines: dict[str, Prediction], accuracy: Accuracy) -> tuple[str, ...]:

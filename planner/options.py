@@ -30,6 +30,10 @@ Job = Annotated[
 MAX_STEPS = 10**9
 """More steps than anybody waits for."""
 
+Solver = Annotated[str, typer.Option(help="dp, or cpsat: a constraint program looks again, and proves a bound.")]
+SolverLimit = Annotated[
+    float | None, typer.Option(help="Deterministic time for cpsat (default 2: less than a minute).")
+]
 ProfileName = Annotated[str, typer.Argument(help="profile.json, or a name: MODEL or MODEL@CLUSTER (planner catalog).")]
 ClusterName = Annotated[
     str | None,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from planner.ir import Schedule
 from planner.problem import Problem, make_problem
 from planner.profile.document import Cluster, Profile
 from planner.simulator import simulate_schedule
+from planner.solvers import SOLVABLE, check_solver, solve_strategy
 from planner.strategies import accuracy_of, make_schedule
 from planner.strategies.lags import ratios
 from planner.verify import verify
@@ -48,6 +49,8 @@ class Simulation:
     """By layer, for `lags`: its elements over those that travel."""
     quantiles_us: dict[str, float] | None = None
     """Of the step time, where jitter was asked for."""
+    lower_bound_us: float | None = None
+    """No schedule of the strategy's class has a shorter step, where a solver was asked."""
     what_if: tuple[str, ...] = ()
     """Changes to the profile and its cluster, in words."""
 
@@ -64,6 +67,8 @@ def simulate(
     ranks: Sequence[int] | None = None,
     what_if: WhatIf | None = None,
     critical_path: bool = False,
+    solver: str = "dp",
+    solver_limit: float | None = None,
 ) -> list[Simulation]:
     """Predicts the step of each strategy on each number of ranks.
 
@@ -75,6 +80,8 @@ def simulate(
         ranks: numbers of ranks; default: the cluster's.
         what_if: changes to the profile and the cluster before anything is predicted.
         critical_path: also say which kinds of task the step's length comes from.
+        solver: `cpsat` looks for better schedules of `optimal` and `torus_2d`, and gives `lower_bound_us`.
+        solver_limit: deterministic time that it may take for each.
 
     Returns:
         One record per (ranks, strategy), in the order given.
@@ -84,6 +91,7 @@ def simulate(
     """
     if isinstance(strategies, str):
         raise InputError(f"strategies: found {strategies!r}, expected a list of names; pass [{strategies!r}]")
+    limit = _checked_limit(solver, solver_limit, strategies)
     change = what_if or WhatIf()
     loaded = change.profile(find_profile(profile))
     machines = None if cluster is None else change.cluster(find_cluster(cluster))
@@ -93,9 +101,22 @@ def simulate(
         problem = make_problem(loaded, machines, count, where=where)
         for strategy in strategies:
             schedule = make_schedule(problem, strategy)
+            solved = solve_strategy(problem, strategy, schedule, limit) if solver == "cpsat" else None
+            schedule = solved.schedule if solved else schedule
             verify(schedule, problem.dtype_ids.tolist(), accuracy=accuracy_of(strategy))
-            results.append(_simulation(problem, schedule, strategy, change, critical_path))
+            result = _simulation(problem, schedule, strategy, change, critical_path)
+            results.append(replace(result, lower_bound_us=solved.bound_us) if solved else result)
     return results
+
+
+def _checked_limit(solver: str, limit: float | None, strategies: Sequence[str]) -> float:
+    checked = check_solver(solver, limit)
+    if solver != "dp" and not set(strategies) & set(SOLVABLE):
+        raise InputError(
+            f"--solver {solver}: found the strategies {', '.join(strategies)}, which follow fixed rules; expected "
+            f"{' or '.join(SOLVABLE)} among them; leave the option out or add one"
+        )
+    return checked
 
 
 def _checked_ranks(ranks: Sequence[int] | None) -> Sequence[int] | None:
@@ -137,8 +158,8 @@ def idle_us(timeline: Timeline) -> dict[str, float]:
 def message_bytes(problem: Problem, schedule: Schedule) -> dict[str, float]:
     """By network: bytes of the messages that one rank gives to the collectives of a step."""
     total: dict[str, float] = {}
-    for bucket in schedule.buckets:
-        size_bytes = float(problem.size_bytes[list(bucket.gradients)].sum())
+    sizes = problem.bucket_bytes([bucket.gradients for bucket in schedule.buckets])
+    for bucket, size_bytes in zip(schedule.buckets, sizes, strict=True):
         for network, share in problem.message_shares(bucket):
             total[network] = total.get(network, 0.0) + share * size_bytes
     return total

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 from typing import Literal
 
 import numpy as np
@@ -14,6 +15,7 @@ from planner.cost.model import CommunicationCost, communication_cost
 from planner.cost.phases import PHASES, Phase
 from planner.cost.sparse import SPARSE_PHASES, SparsePhase, selector_line
 from planner.ir import Bucket
+from planner.merging.exact import Places
 from planner.profile.document import Cluster, Contention, Line, Profile
 from runtime.errors import InputError
 
@@ -103,12 +105,12 @@ class Problem:
             table[dtype, 1:] = np.cumsum(np.where(self.dtype_ids == dtype, values, 0))
         return table
 
-    def range_cost_us(self, starts: slice | int, stops: slice | int) -> NDArray[np.float64]:
+    def range_cost_us(self, starts: Places, stops: Places) -> NDArray[np.float64]:
         """Time of the bucket [start, stop) for ranges of starts or stops: one message per dtype, their sum."""
         return self.range_time_us(self.cost.all_reduce, starts, stops)
 
     def range_time_us(
-        self, curve: Callable[[NDArray[np.float64]], NDArray[np.float64]], starts: slice | int, stops: slice | int
+        self, curve: Callable[[NDArray[np.float64]], NDArray[np.float64]], starts: Places, stops: Places
     ) -> NDArray[np.float64]:
         """As `range_cost_us`, by another curve of time over bytes."""
         total: NDArray[np.float64] | float = 0.0
@@ -201,16 +203,27 @@ class Problem:
 
     def bucket_cost_us(self, buckets: Sequence[Sequence[int]]) -> list[float]:
         """Time of each bucket of any gradients."""
+        members, owner = _flat(buckets)
         totals = np.zeros(len(buckets))
         for dtype in range(self.dtype_count):
-            members = [[i for i in bucket if self.dtype_ids[i] == dtype] for bucket in buckets]
-            if self.dtype_count == 1:
-                members = [list(bucket) for bucket in buckets]
-            sizes = np.array([self.size_bytes[m].sum() if m else 0 for m in members])
-            present = np.array([bool(m) for m in members])
+            of_dtype = self.dtype_ids[members] == dtype
+            sizes = np.bincount(owner[of_dtype], self.size_bytes[members[of_dtype]], len(buckets))
+            present = np.bincount(owner[of_dtype], minlength=len(buckets)) > 0
             totals += np.where(present, self.cost.all_reduce(sizes), 0.0)
         result: list[float] = totals.tolist()
         return result
+
+    def bucket_bytes(self, buckets: Sequence[Sequence[int]]) -> list[float]:
+        """Bytes of each bucket of any gradients."""
+        members, owner = _flat(buckets)
+        sizes: list[float] = np.bincount(owner, self.size_bytes[members], len(buckets)).tolist()
+        return sizes
+
+
+def _flat(buckets: Sequence[Sequence[int]]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """All gradients of all buckets, and for each the number of its bucket."""
+    members = np.fromiter(chain.from_iterable(buckets), dtype=np.int64)
+    return members, np.repeat(np.arange(len(buckets)), [len(bucket) for bucket in buckets])
 
 
 def make_problem(

@@ -72,6 +72,26 @@ def simulate_schedule(problem: Problem, schedule: Schedule) -> Timeline:
     return _simulate_contended(problem, schedule, Overlap(factors.compute, factors.network, problem.compute_end_us))
 
 
+def step_us(problem: Problem, schedule: Schedule) -> float:
+    """`simulate_schedule(…).iteration_us`, without the timeline that comparing schedules has no use for."""
+    if any((bucket.collective, bucket.algorithm) in PHASES for bucket in schedule.buckets):
+        return _simulate_phases(problem, schedule).iteration_us
+    overlap = Overlap(problem.contention.compute, problem.contention.network, problem.compute_end_us)
+    ready_us = problem.ready_us.tolist()
+    state = State(0.0, 0.0)
+    buckets = [bucket.gradients for bucket in schedule.buckets]
+    for gradients, cost_us in zip(buckets, problem.bucket_cost_us(buckets), strict=True):
+        ready = ready_us[max(gradients)]
+        if problem.contended:
+            state = overlap.send(state, ready, cost_us)[2]
+        else:
+            state = State(max(state.time_us, ready) + cost_us, ready)
+    backward_end_us = (
+        state.time_us + problem.compute_end_us - state.progress_us if problem.contended else problem.compute_end_us
+    )
+    return max(state.time_us, backward_end_us) + problem.update_us
+
+
 def _tasks(problem: Problem, schedule: Schedule) -> list[tuple[str, float, float]]:
     """(name, ready, cost) of each bucket."""
     buckets = [bucket.gradients for bucket in schedule.buckets]

@@ -191,6 +191,20 @@ class ScalingPoint:
     """Strategy → predicted time of one step; `optimal` is decided anew for each number of ranks."""
 
 
+@dataclass(frozen=True)
+class SolverBound:
+    """What a solver proved about the step, apart from the certificate's own bound."""
+
+    __pydantic_config__ = STRICT
+
+    name: str
+    bound_us: PredictedUs
+    proven: bool
+    """Whether the bound is the optimum of its model, up to rounding."""
+    limit: Annotated[float, Field(gt=0.0)]
+    """Deterministic time that it was allowed, in its own unit."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Certificate:
     """How far from optimal: under the cost model no schedule of this class takes less than `lower_bound_us`."""
@@ -202,6 +216,8 @@ class Certificate:
     gap: Annotated[float, Field(ge=0.0)]
     """iteration_us / lower_bound_us − 1."""
     note: str | None = None
+    solver: SolverBound | None = None
+    """The bound of `planner optimize --solver`; `lower_bound_us` is the highest that is known."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,7 +7,7 @@ bound on their number it is a heuristic, and the factor-free optimum (`planner.m
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,36 +20,65 @@ Floats = NDArray[np.float64]
 LOCAL_WORK = 4_000
 """Buckets that a local search may evaluate (some 0.1 s)."""
 
-MAX_GRID = 5_000
-"""Boundaries that labels look at, evenly spaced; the local search looks between them."""
-
-LABEL_WORK = 60_000_000
-"""Pairs of (label, boundary) to look at: sets how many labels a prefix may keep (about a second at the most)."""
+MAX_GRID = 200
+"""Places that labels look at, evenly spaced, beside boundaries of known schedules; the local search looks between."""
 
 
-def merge_contended(problem: MergeProblem, overlap: Overlap, labels: int) -> tuple[int, ...]:
+SPARSE_LABELS = 16
+"""Labels that a prefix may keep where gradients are more than the grid: there, places matter more than labels."""
+
+FEW = 60
+"""Boundaries of a known schedule that are added to the grid."""
+
+
+def merge_contended(
+    problem: MergeProblem, overlap: Overlap, labels: int, known: Sequence[tuple[int, ...]] = ()
+) -> tuple[int, ...]:
     """Where each bucket of the best schedule found stops.
 
     Args:
         problem: the merge problem; costs and ready times are those of an uncontended machine.
         overlap: contention factors.
-        labels: labels to keep per prefix, at most; fewer for many gradients.
+        labels: labels to keep per prefix, at most.
+        known: schedules whose boundaries are looked at in any case, where they have few.
     """
     stride = -(-problem.count // MAX_GRID)
-    grid = [*range(0, problem.count, stride), problem.count]
-    width = int(np.clip(2 * LABEL_WORK / len(grid) ** 2, 1, min(labels, problem.count)))
-    time_us = np.full((len(grid), width), np.inf)
-    progress_us = np.zeros((len(grid), width))
-    origin = np.zeros((len(grid), width), dtype=np.int64)
-    time_us[0, 0] = 0.0
-    for g, stop in enumerate(grid[1:], start=1):
-        cost_us = np.repeat(problem.cost_us(slice(0, stop, stride), stop), width)
-        ready_us = float(problem.ready_us[stop - 1])
-        ends = _send_all(time_us[:g].ravel(), progress_us[:g].ravel(), ready_us, cost_us, overlap)
+    grid = _grid(problem.count, np.arange(0, problem.count, stride), [stops for stops in known if len(stops) <= FEW])
+    found = _search(problem, overlap, labels, grid)
+    if stride == 1:
+        return found
+    # Once more around what was found: the best boundaries are seldom on the grid.
+    best = min([found, *known], key=lambda stops: (end_us(problem, overlap, stops), len(stops)))
+    reach = max(1, min(stride, MAX_GRID // (2 * len(best))))
+    near = (np.array(best)[:, None] + np.arange(-reach, reach + 1)[None, :]).ravel()
+    again = _search(problem, overlap, labels, _grid(problem.count, near[: 2 * MAX_GRID], [found]))
+    return min([found, again], key=lambda stops: (end_us(problem, overlap, stops), len(stops)))
+
+
+def _grid(count: int, places: NDArray[np.int64], schedules: Sequence[tuple[int, ...]]) -> NDArray[np.int64]:
+    """Places where buckets may stop, from 0 to `count`, sorted."""
+    inside = places[(places > 0) & (places < count)]
+    return np.unique(np.concatenate([[0], inside, *map(np.array, schedules), [count]]))
+
+
+def _search(problem: MergeProblem, overlap: Overlap, labels: int, grid: NDArray[np.int64]) -> tuple[int, ...]:
+    """The program over labels, with boundaries on the grid. Labels lie one prefix after the other."""
+    width = min(labels, problem.count if problem.count <= MAX_GRID else SPARSE_LABELS)
+    time_us, progress_us = np.zeros((2, 1 + (len(grid) - 1) * width))
+    prefix, origin = np.zeros((2, len(time_us)), dtype=np.int64)
+    used = 1
+    for g, stop in enumerate(grid[1:].tolist(), start=1):
+        cost_us = problem.cost_us(grid[:g], stop)[prefix[:used]]
+        ends = _send_all(time_us[:used], progress_us[:used], float(problem.ready_us[stop - 1]), cost_us, overlap)
         kept = _best_labels(*ends, width)
-        time_us[g, : kept.size], progress_us[g, : kept.size] = ends[0][kept], ends[1][kept]
-        origin[g, : kept.size] = kept
-    return tuple(grid[g] for g in _walk_back(origin, width))
+        new = slice(used, used + kept.size)
+        time_us[new], progress_us[new], prefix[new], origin[new] = ends[0][kept], ends[1][kept], g, kept
+        last, used = used, used + kept.size
+    stops, label = [], last
+    while label > 0:
+        stops.append(int(grid[prefix[label]]))
+        label = int(origin[label])
+    return tuple(reversed(stops))
 
 
 def _send_all(
@@ -71,50 +100,101 @@ def _best_labels(time_us: Floats, progress_us: Floats, width: int) -> NDArray[np
     pool = min(time_us.size, 8 * width)
     nearest = np.argpartition(time_us, pool - 1)[:pool] if pool < time_us.size else np.arange(time_us.size)
     order = nearest[np.lexsort((nearest, -progress_us[nearest], time_us[nearest]))]
-    order = order[np.isfinite(time_us[order])]
     furthest = np.maximum.accumulate(progress_us[order])
     new = np.concatenate([[True], progress_us[order][1:] > furthest[:-1]])
     frontier = order[new]
+    if frontier.size <= width:
+        return np.asarray(frontier)
     # Spread over the frontier, both ends included: the earliest alone are near-copies of one another.
     return np.asarray(frontier[np.unique(np.linspace(0, frontier.size - 1, width).astype(np.int64))])
 
 
-def _walk_back(origin: NDArray[np.int64], width: int) -> tuple[int, ...]:
-    stops, i, label = [], len(origin) - 1, 0
-    while i > 0:
-        stops.append(i)
-        i, label = divmod(int(origin[i, label]), width)
-    return tuple(reversed(stops))
-
-
 def end_us(problem: MergeProblem, overlap: Overlap, stops: tuple[int, ...]) -> float:
     """When the last bucket ends."""
-    state, start = State(0.0, 0.0), 0
-    for stop in stops:
-        _, _, state = overlap.send(state, float(problem.ready_us[stop - 1]), float(problem.cost_us(start, stop)))
-        start = stop
+    ends = np.array(stops)
+    costs_us: list[float] = problem.cost_us(np.append(0, ends[:-1]), ends).tolist()
+    ready_us: list[float] = problem.ready_us[ends - 1].tolist()
+    state = State(0.0, 0.0)
+    for ready, cost_us in zip(ready_us, costs_us, strict=True):
+        state = overlap.send(state, ready, cost_us)[2]
     return state.time_us
 
 
 def improve(problem: MergeProblem, overlap: Overlap, stops: tuple[int, ...]) -> tuple[int, ...]:
     """Local search: drops a boundary, from the front, where the step gets no longer, or moves it where it gets shorter.
 
-    Each trial replays the step, so the number of bucket evaluations is bounded; the result is never worse.
+    The number of bucket evaluations that full replays would take is bounded; the result is never worse.
     """
-    best_us, work, changed = end_us(problem, overlap, stops), LOCAL_WORK, True
+    replay = _Replay(problem, overlap)
+    best_us, work, changed = replay.begin(stops), LOCAL_WORK, True
     while changed and work > 0:
         changed, k = False, 0
         while k < len(stops) - 1 and work > 0:
             dropped = False
-            for trial in _neighbours(stops, k):
+            trials = list(_neighbours(stops, k))
+            replay.look_up(stops, k, trials)
+            for trial in trials:
                 work -= len(trial)
-                trial_us = end_us(problem, overlap, trial)
+                trial_us = replay.end_us(trial, k)
                 fewer = len(trial) < len(stops) and trial_us <= best_us * (1.0 + TIE)
                 if fewer or trial_us < best_us * (1.0 - TIE):
                     stops, best_us, changed, dropped = trial, min(trial_us, best_us), True, fewer
+                    replay.begin(stops)
                     break
             k += not dropped
     return stops
+
+
+class _Replay:
+    """`end_us` for many neighbours of one schedule: what they have in common is computed once."""
+
+    def __init__(self, problem: MergeProblem, overlap: Overlap) -> None:
+        self._problem, self._overlap = problem, overlap
+        self._ready_us: list[float] = problem.ready_us.tolist()
+        self._cost_us: dict[tuple[int, int], float] = {}
+        self._before: list[tuple[float, float]] = []
+        """(time, progress) before each bucket."""
+
+    def begin(self, stops: tuple[int, ...]) -> float:
+        """Takes a schedule whose neighbours will be asked for; returns its end."""
+        self._fetch(set(zip((0, *stops[:-1]), stops, strict=True)))
+        self._before = [(0.0, 0.0)]
+        for start, stop in zip((0, *stops[:-1]), stops, strict=True):
+            self._before.append(self._run(self._before[-1], start, (stop,)))
+        return self._before[-1][0]
+
+    def look_up(self, stops: tuple[int, ...], k: int, trials: Sequence[tuple[int, ...]]) -> None:
+        """Costs of the buckets that only schedules without boundary k, or with it elsewhere, have."""
+        low, high = stops[k - 1] if k else 0, stops[k + 1]
+        moved = {trial[k] for trial in trials}
+        self._fetch({(low, place) for place in moved} | {(place, high) for place in moved if place < high})
+
+    def _fetch(self, buckets: set[tuple[int, int]]) -> None:
+        missing = sorted(buckets - self._cost_us.keys())
+        if missing:
+            starts, stops = np.array(missing).T
+            self._cost_us.update(zip(missing, self._problem.cost_us(starts, stops).tolist(), strict=True))
+
+    def end_us(self, trial: tuple[int, ...], k: int) -> float:
+        """The end of a neighbour whose buckets before `k` are those of the schedule."""
+        return self._run(self._before[k], trial[k - 1] if k else 0, trial[k:])[0]
+
+    def _run(self, before: tuple[float, float], start: int, stops: tuple[int, ...]) -> tuple[float, float]:
+        """`Overlap.send` for buckets in a row: (time, progress) at the end."""
+        time_us, progress_us = before
+        compute, network, compute_end_us = self._overlap.compute, self._overlap.network, self._overlap.compute_end_us
+        for stop in stops:
+            cost_us, wait_us = self._cost_us[start, stop], self._ready_us[stop - 1] - progress_us
+            if wait_us > 0.0:
+                time_us, progress_us = time_us + wait_us, progress_us + wait_us
+            stretched_us = cost_us * network
+            shared_us = (compute_end_us - progress_us) * compute
+            if shared_us >= stretched_us:
+                time_us, progress_us = time_us + stretched_us, progress_us + stretched_us / compute
+            else:
+                time_us, progress_us = time_us + shared_us + cost_us - shared_us / network, compute_end_us
+            start = stop
+        return time_us, progress_us
 
 
 def _neighbours(stops: tuple[int, ...], k: int) -> Iterator[tuple[int, ...]]:

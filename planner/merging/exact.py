@@ -16,6 +16,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 Floats = NDArray[np.float64]
+Places = slice | int | NDArray[np.int64]
+"""Places between gradients: one, a slice or an array of them."""
+CostOf = Callable[[Places, Places], Floats]
+"""T of buckets by their starts and stops: one of them, a slice or an array."""
 
 TIE = 1e-12
 """Relative difference of finishing times below which two schedules count as equal."""
@@ -30,12 +34,13 @@ class MergeProblem:
 
     Args:
         ready_us: when gradient i (0-based) is ready, shape (count,).
-        cost_us: `cost_us(starts, stops)` gives T of [start, stop) for a slice of starts and one stop, or the reverse.
+        cost_us: `cost_us(starts, stops)` gives T of [start, stop) for a slice of starts and one stop, the reverse, or
+            arrays.
         non_decreasing: whether a longer range never costs less.
     """
 
     ready_us: Floats
-    cost_us: Callable[[slice | int, slice | int], Floats]
+    cost_us: CostOf
     non_decreasing: bool
 
     @property

@@ -10,13 +10,13 @@ chosen among evenly spread ones and then moved one by one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.merging.exact import TIE, MergeProblem, merge_exact
+from planner.merging.exact import TIE, CostOf, MergeProblem, Places, merge_exact
 
 MAX_PLACES = 96
 """Places where buckets may stop before boundaries are moved one by one."""
@@ -35,23 +35,23 @@ class PhasedProblem:
     Args:
         ready_us: when each gradient is ready, shape (count,).
         links: the network of each phase.
-        cost_us: for each phase, T of [start, stop) for a slice of starts and one stop, or the reverse.
+        cost_us: for each phase, T of [start, stop) for a slice of starts and one stop, or the reverse, or for pairs.
         non_decreasing: whether a longer range never costs less, in any phase.
     """
 
     ready_us: NDArray[np.float64]
     links: tuple[str, ...]
-    cost_us: tuple[Callable[[slice | int, slice | int], NDArray[np.float64]], ...]
+    cost_us: tuple[CostOf, ...]
     non_decreasing: bool = False
 
-    def total_us(self, starts: slice | int, stops: slice | int) -> NDArray[np.float64]:
+    def total_us(self, starts: Places, stops: Places) -> NDArray[np.float64]:
         """All phases of a bucket, one after the other."""
         return np.asarray(sum(cost(starts, stops) for cost in self.cost_us))
 
     def end_us(self, stops: Stops) -> float:
         """When the last phase ends; each network takes its tasks sorted by bucket + phase, then bucket."""
-        starts = (0, *stops[:-1])
-        times = [[float(cost(a, b)) for cost in self.cost_us] for a, b in zip(starts, stops, strict=True)]
+        starts, ends = np.array((0, *stops[:-1])), np.array(stops)
+        times = np.column_stack([cost(starts, ends) for cost in self.cost_us]).tolist()
         done_us = [float(self.ready_us[stop - 1]) for stop in stops]
         free_us = dict.fromkeys(self.links, 0.0)
         count, phases = len(stops), len(self.links)
@@ -95,7 +95,7 @@ def _labels(problem: PhasedProblem, places: NDArray[np.int64]) -> Stops:
         start = prefix
         ready = float(problem.ready_us[stop - 1])
         bounds = np.unique(start)
-        costs = [np.array([float(cost(int(j), stop)) for j in bounds]) for cost in (scatter, between, gather)]
+        costs = [cost(bounds, stop) for cost in (scatter, between, gather)]
         at = np.searchsorted(bounds, start)
         scattered = np.maximum(labels[:, 0], ready) + costs[0][at]
         begun = np.maximum(scattered, labels[:, 1])
@@ -129,26 +129,73 @@ def _undominated(labels: NDArray[np.float64]) -> NDArray[np.int64]:
 
 def _move(problem: PhasedProblem, stops: Stops) -> Stops:
     """Boundaries moved by powers of two, or dropped, as long as the step gets shorter."""
-    best_us, left, improved = problem.end_us(stops), EVALUATIONS, True
+    replay, left, improved = _Replay(problem), EVALUATIONS, True
+    best_us = replay.begin(stops)
     while improved and left > 0:
         improved = False
-        for moved in _neighbours(stops):
+        for index, moved in _neighbours(stops):
             left -= 1
-            end_us = problem.end_us(moved)
+            end_us = replay.end_us(moved, index)
             if end_us < best_us * (1.0 - TIE):
-                stops, best_us, improved = moved, end_us, True
+                stops, best_us, improved = moved, replay.begin(moved), True
                 break
             if left <= 0:
                 break
     return stops
 
 
-def _neighbours(stops: Stops) -> Iterator[Stops]:
+class _Replay:
+    """`PhasedProblem.end_us` for many neighbours of one schedule: what they have in common is computed once."""
+
+    def __init__(self, problem: PhasedProblem) -> None:
+        self._problem = problem
+        self._ready_us: list[float] = problem.ready_us.tolist()
+        self._times: dict[tuple[int, int], tuple[float, ...]] = {}
+        self._before: list[tuple[float, float, float]] = []
+        """What each prefix of the schedule leaves: see the module's text."""
+
+    def begin(self, stops: Stops) -> float:
+        """Takes a schedule whose neighbours will be asked for; returns its end."""
+        wanted = set(zip((0, *stops[:-1]), stops, strict=True))
+        for index, moved in _neighbours(stops):
+            wanted.update(zip((0, *moved)[index : index + 2], moved[index : index + 2], strict=False))
+        pairs = sorted(wanted - self._times.keys())
+        if pairs:
+            starts, ends = np.array(pairs).T
+            of_phases = [cost(starts, ends).tolist() for cost in self._problem.cost_us]
+            self._times.update(zip(pairs, zip(*of_phases, strict=True), strict=True))
+        self._before = [(0.0, 0.0, 0.0)]
+        for start, stop in zip((0, *stops[:-1]), stops, strict=True):
+            self._before.append(self._send(self._before[-1], start, stop))
+        return _end(self._before[-1])
+
+    def end_us(self, moved: Stops, index: int) -> float:
+        """The end of a neighbour whose buckets before `index` are those of the schedule."""
+        left, start = self._before[index], moved[index - 1] if index else 0
+        for stop in moved[index:]:
+            left = self._send(left, start, stop)
+            start = stop
+        return _end(left)
+
+    def _send(self, before: tuple[float, float, float], start: int, stop: int) -> tuple[float, float, float]:
+        inside_us, between_us, pending_us = before
+        scatter_us, exchange_us, gather_us = self._times[start, stop]
+        scattered_us = max(self._ready_us[stop - 1], inside_us) + scatter_us
+        begun_us = max(scattered_us, between_us)
+        return begun_us + pending_us if start else scattered_us, begun_us + exchange_us, gather_us
+
+
+def _end(left: tuple[float, float, float]) -> float:
+    return max(left[0], left[1]) + left[2]
+
+
+def _neighbours(stops: Stops) -> Iterator[tuple[int, Stops]]:
+    """Schedules with one boundary dropped or moved, each with the number of that boundary."""
     bounds = (0, *stops)
     for index in range(len(stops) - 1):
         low, here, high = bounds[index], stops[index], stops[index + 1]
-        yield stops[:index] + stops[index + 1 :]
+        yield index, stops[:index] + stops[index + 1 :]
         for distance in (1, 2, 4, 8, 16):
             for place in (here - distance, here + distance):
                 if low < place < high:
-                    yield (*stops[:index], place, *stops[index + 1 :])
+                    yield index, (*stops[:index], place, *stops[index + 1 :])

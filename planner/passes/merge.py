@@ -15,7 +15,7 @@ from planner.ir import Schedule
 from planner.merging.contended import end_us, improve, merge_contended
 from planner.merging.exact import TIE, MergeProblem, MergeSolution, merge_exact
 from planner.problem import Problem
-from planner.simulator import Overlap, simulate_schedule
+from planner.simulator import Overlap, step_us
 
 
 def merge_problem(problem: Problem) -> MergeProblem:
@@ -26,6 +26,11 @@ def merge_problem(problem: Problem) -> MergeProblem:
         # With several dtypes a range of a new dtype only adds messages, so the property carries over.
         non_decreasing=problem.cost.all_reduce.non_decreasing,
     )
+
+
+def overlap_of(problem: Problem) -> Overlap:
+    """How compute and network slow each other down."""
+    return Overlap(problem.contention.compute, problem.contention.network, problem.compute_end_us)
 
 
 @lru_cache(maxsize=4)
@@ -41,32 +46,31 @@ class Merge:
     name: ClassVar[str] = "merge"
 
     labels: int = 32
-    """Labels that a prefix may keep when compute and network slow each other down."""
+    """Labels that a prefix may keep when compute and network slow each other down; fewer where gradients are many."""
 
     def apply(self, schedule: Schedule, problem: Problem) -> Schedule:
         """The best merge of the gradients: without contention whatever the buckets were before, with it never worse."""
         optimum = merge_without_contention(problem).stops
         if not problem.contended:
             return Schedule.from_boundaries(optimum)
-        factors = problem.contention
-        overlap = Overlap(factors.compute, factors.network, problem.compute_end_us)
-        arrays = merge_problem(problem)
-        found = merge_contended(arrays, overlap, self.labels)
-        starts = [(problem.count,), optimum, found, _boundaries(schedule) or found]
+        overlap, arrays = overlap_of(problem), merge_problem(problem)
+        given = boundaries(schedule) or optimum
+        found = merge_contended(arrays, overlap, self.labels, [optimum, given])
+        starts = [(problem.count,), optimum, found, given]
         best = min(starts, key=lambda stops: (end_us(arrays, overlap, stops), len(stops)))
         better = [improve(arrays, overlap, stops) for stops in dict.fromkeys([best, found, optimum])]
         return best_of(problem, [Schedule.from_boundaries(stops) for stops in [*better, *starts]] + [schedule])
 
 
-def _boundaries(schedule: Schedule) -> tuple[int, ...] | None:
-    """Where the buckets stop; None where they are not runs of consecutive gradients."""
+def boundaries(schedule: Schedule, algorithm: str = "library") -> tuple[int, ...] | None:
+    """Where the buckets stop; None where they are not runs of consecutive gradients, all-reduced by one algorithm."""
     stops = tuple(bucket.gradients[-1] + 1 for bucket in schedule.buckets)
-    return stops if schedule == Schedule.from_boundaries(stops) else None
+    return stops if schedule == Schedule.from_boundaries(stops, algorithm) else None
 
 
 def best_of(problem: Problem, candidates: list[Schedule]) -> Schedule:
     """The schedule of the shortest step; among equals the one with the fewest buckets, then the first given."""
-    times_us = [simulate_schedule(problem, candidate).iteration_us for candidate in candidates]
+    times_us = [step_us(problem, candidate) for candidate in candidates]
     limit_us = min(times_us) * (1.0 + TIE)
     equals = [candidate for candidate, time_us in zip(candidates, times_us, strict=True) if time_us <= limit_us]
     return min(equals, key=lambda candidate: len(candidate.buckets))

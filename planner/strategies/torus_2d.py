@@ -22,15 +22,22 @@ def torus_2d(problem: Problem, argument: str | None = None) -> Schedule:
         InputError: the cluster has no cost for one of its two kinds of link.
     """
     refuse_argument(ALGORITHM, argument)
+    arrays = phased_problem(problem)
+    if arrays is None:
+        return Schedule.from_boundaries([problem.count], ALGORITHM)
+    usual = [single(problem), wfbp(problem, "layer"), mg_wfbp(problem)]
+    starts = [tuple(bucket.gradients[-1] + 1 for bucket in schedule.buckets) for schedule in usual]
+    return Schedule.from_boundaries(merge_phased(arrays, starts), ALGORITHM)
+
+
+def phased_problem(problem: Problem) -> PhasedProblem | None:
+    """The arrays that the merge works on; None for a single rank, which sends nothing."""
     phases = problem.phases("all_reduce", ALGORITHM)
     if not phases:
-        return Schedule.from_boundaries([problem.count], ALGORITHM)
-    arrays = PhasedProblem(
+        return None
+    return PhasedProblem(
         ready_us=problem.ready_us,
         links=tuple(phase.link for phase in phases),
         cost_us=tuple(partial(problem.range_time_us, phase.times_us) for phase in phases),
         non_decreasing=all(phase.curve.non_decreasing for phase in phases),
     )
-    usual = [single(problem), wfbp(problem, "layer"), mg_wfbp(problem)]
-    starts = [tuple(bucket.gradients[-1] + 1 for bucket in schedule.buckets) for schedule in usual]
-    return Schedule.from_boundaries(merge_phased(arrays, starts), ALGORITHM)

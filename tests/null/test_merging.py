@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from planner.ir import Schedule
-from planner.merging.contended import end_us, improve, merge_contended
+from planner.merging.contended import MAX_GRID, _neighbours, _Replay, end_us, improve, merge_contended
 from planner.merging.exact import TIE, merge_exact
-from planner.passes.merge import Merge, best_of, merge_problem, merge_without_contention
+from planner.passes.merge import Merge, best_of, merge_problem, merge_without_contention, overlap_of
 from planner.problem import Problem
 from planner.simulator import Overlap, simulate_schedule
 from planner.strategies import BASELINES, make_schedule
@@ -182,11 +182,6 @@ def contended_losses(kinds: Sequence[str], cases: int, labels: int) -> list[floa
     return losses
 
 
-def overlap_of(problem: Problem) -> Overlap:
-    """The problem's contention as the simulator takes it."""
-    return Overlap(problem.contention.compute, problem.contention.network, problem.compute_end_us)
-
-
 def test_contended_against_brute_force() -> None:
     """Up to eight gradients the labels find the optimum almost always, and miss it by little."""
     losses = contended_losses(["line", "monotone", "jagged"], 150, labels=8)
@@ -229,6 +224,35 @@ def test_labels_without_contention_are_exact(problem: Problem, labels: int) -> N
     overlap = Overlap(1.0, 1.0, problem.compute_end_us)
     stops = merge_contended(merge_problem(problem), overlap, labels)
     assert step_us(problem, stops) == pytest.approx(step_us(problem, reference.best_stops(problem)[0]), rel=1e-11)
+
+
+@pytest.mark.parametrize("kind", ["line", "jagged"])
+def test_more_gradients_than_places(kind: str) -> None:
+    """Labels look at some places only: what is found is near what is known, and the pass never worse than that."""
+    problem = random_problem(np.random.default_rng(7), 3 * MAX_GRID + 1, kind, contention=(1.07, 1.12))
+    arrays, overlap = merge_problem(problem), overlap_of(problem)
+    known = merge_without_contention(problem).stops
+    found = merge_contended(arrays, overlap, 32, [known])
+    assert list(found) == sorted(set(found))
+    assert found[-1] == problem.count
+    best_us = end_us(arrays, overlap, improve(arrays, overlap, found))
+    assert best_us <= 1.02 * end_us(arrays, overlap, known)
+    merged = Merge().apply(make_schedule(problem, "wfbp"), problem)
+    assert simulate_schedule(problem, merged).iteration_us <= step_us(problem, known) * (1 + 1e-12)
+
+
+@given(problems(max_count=9, contention=True), st.data())
+def test_replays_of_neighbours_equal_full_replays(problem: Problem, data: st.DataObject) -> None:
+    """What the local search computes from the middle on, bit for bit."""
+    arrays, overlap = merge_problem(problem), overlap_of(problem)
+    cuts = data.draw(st.sets(st.integers(1, problem.count)))
+    stops = tuple(sorted(cuts | {problem.count}))
+    replay = _Replay(arrays, overlap)
+    assert replay.begin(stops) == end_us(arrays, overlap, stops)
+    for k in range(len(stops) - 1):
+        trials = list(_neighbours(stops, k))
+        replay.look_up(stops, k, trials)
+        assert [replay.end_us(trial, k) for trial in trials] == [end_us(arrays, overlap, trial) for trial in trials]
 
 
 def test_any_number_of_labels() -> None:

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from planner.ir import Bucket, Schedule
 from planner.problem import Problem, make_problem
 from planner.profile.document import Contention, parse_cluster, parse_profile
-from planner.simulator import simulate_schedule
+from planner.simulator import simulate_schedule, step_us
 from planner.strategies import make_schedule
 from runtime.errors import InputError
 from runtime.timeline import Span, Timeline, busy_us
@@ -210,3 +210,9 @@ def test_problem_needs_a_cluster() -> None:
     own = parse_profile(profile_document([(1, 1.0)], cluster=cluster_document(nodes=5)))
     assert make_problem(own).ranks == 5
     assert make_problem(own, given_cluster).ranks == 3
+
+
+@given(problems(max_count=9, mixed=True, contention=True), st.sampled_from(["wfbp", "single", "ddp:0.001", "optimal"]))
+def test_the_step_without_a_timeline_is_as_long(problem: Problem, strategy: str) -> None:
+    schedule = make_schedule(problem, strategy)
+    assert step_us(problem, schedule) == pytest.approx(simulate_schedule(problem, schedule).iteration_us, rel=1e-12)

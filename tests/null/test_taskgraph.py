@@ -12,10 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from planner.ir import Schedule
-from planner.merging.phased import PhasedProblem, merge_phased
+from planner.merging.phased import PhasedProblem, _neighbours, _Replay, merge_phased
 from planner.problem import Problem
 from planner.simulator import simulate_schedule
 from planner.strategies import make_schedule
+from planner.strategies.torus_2d import phased_problem
 from planner.taskgraph import Task, TaskGraph, build_graph, run_graph
 
 LINKS = {
@@ -111,6 +112,19 @@ def test_two_links_are_merged_as_well_as_by_brute_force_nearly_always(rows: list
         for chosen in itertools.combinations(cuts, size)
     )
     assert found <= min(every) * 1.05
+
+
+@given(rows_drawn, st.data())
+def test_replays_of_moves_equal_full_replays(rows: list[tuple[int, float]], data: st.DataObject) -> None:
+    """What the search computes from the moved boundary on, bit for bit."""
+    problem = phased_problem(problem_of(rows, per_node=2))
+    assert problem is not None
+    count = len(rows)
+    stops = tuple(sorted(data.draw(st.sets(st.integers(1, count))) | {count}))
+    replay = _Replay(problem)
+    assert replay.begin(stops) == problem.end_us(stops)
+    for index, moved in _neighbours(stops):
+        assert replay.end_us(moved, index) == problem.end_us(moved)
 
 
 def test_the_search_never_loses_to_what_it_began_with() -> None:

@@ -1,0 +1,116 @@
+"""`--solver cpsat`: a second, independent word on a schedule, by constraint programming: a better one, and a bound.
+
+The dynamic programs stay the default: on one network without contention they are exact, and a thousand times as fast.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from planner.ir import Schedule
+from planner.merging.cpsat import TIME_LIMIT, Solution, solve_merge, solve_two_links
+from planner.passes.merge import best_of, boundaries, merge_problem, merge_without_contention, overlap_of
+from planner.problem import Problem
+from planner.simulator import simulate_schedule
+from planner.strategies.torus_2d import ALGORITHM, phased_problem
+from runtime.errors import CheckFailed, InputError
+
+SOLVERS = ("dp", "cpsat")
+"""The dynamic programs alone, or with the constraint program after them."""
+
+SOLVABLE = ("optimal", ALGORITHM)
+"""Strategies that look for the best schedule; the others follow a fixed rule."""
+
+MAX_LIMIT = 3600.0
+
+AGREEMENT = 1e-9
+"""Relative difference of two optima of one problem beyond which one of them is wrong."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Solved:
+    """A schedule that is no worse than the one given, and what the solver proved of the step."""
+
+    schedule: Schedule
+    bound_us: float
+    """No schedule of this class has a shorter step."""
+    proven: bool
+    error_us: float
+    limit: float
+    """Deterministic time that was allowed."""
+
+
+def check_solver(solver: str, limit: float | None = None) -> float:
+    """The limit in deterministic time (default: the solver's own).
+
+    Raises:
+        InputError: no such solver or limit.
+    """
+    if solver not in SOLVERS:
+        raise InputError(f"--solver: found {solver!r}, expected one of: {', '.join(SOLVERS)}")
+    if limit is None:
+        return TIME_LIMIT
+    if solver != "cpsat":
+        raise InputError(f"--solver-limit: found it with the solver {solver}, expected --solver cpsat; add that")
+    if not (math.isfinite(limit) and 0.0 < limit <= MAX_LIMIT):
+        raise InputError(f"--solver-limit: found {limit}, expected more than 0 and at most {MAX_LIMIT:g}; correct it")
+    return limit
+
+
+def solve(problem: Problem, schedule: Schedule, limit: float = TIME_LIMIT) -> Solved:
+    """The best exact schedule of flat all-reduces that the solver and `schedule` know.
+
+    Raises:
+        CheckFailed: solver and dynamic program contradict each other.
+        InputError: the problem is too large for this solver.
+    """
+    overlap = overlap_of(problem) if problem.contended else None
+    hint = boundaries(schedule) or merge_without_contention(problem).stops
+    solution = solve_merge(merge_problem(problem), hint, overlap, limit)
+    if overlap is None:
+        _compare(problem, solution)
+    found = [Schedule.from_boundaries(solution.stops)] if solution.stops else []
+    return _solved(problem, best_of(problem, [schedule, *found]), solution, limit)
+
+
+def solve_strategy(problem: Problem, strategy: str, schedule: Schedule, limit: float = TIME_LIMIT) -> Solved | None:
+    """As `solve`, for a strategy by name; None where that follows a fixed rule or sends nothing."""
+    if strategy == "optimal":
+        return solve(problem, schedule, limit)
+    arrays = phased_problem(problem) if strategy == ALGORITHM else None
+    if arrays is None:
+        return None
+    hint = boundaries(schedule, ALGORITHM)
+    solution = solve_two_links(arrays, hint or (problem.count,), limit)
+    found = [Schedule.from_boundaries(solution.stops, ALGORITHM)] if solution.stops else []
+    return _solved(problem, best_of(problem, [schedule, *found]), solution, limit)
+
+
+def _solved(problem: Problem, schedule: Schedule, solution: Solution, limit: float) -> Solved:
+    bound_us = max(solution.bound_us, problem.compute_end_us) + problem.update_us
+    return Solved(
+        schedule=schedule,
+        bound_us=min(bound_us, simulate_schedule(problem, schedule).iteration_us),
+        proven=solution.proven,
+        error_us=solution.error_us,
+        limit=limit,
+    )
+
+
+def _compare(problem: Problem, solution: Solution) -> None:
+    """Both are exact here, so neither may find or prove what the other excludes."""
+    optimum_us = merge_without_contention(problem).end_us
+    room_us = AGREEMENT * optimum_us
+    arrays = merge_problem(problem)
+    found_us, start = 0.0, 0
+    for stop in solution.stops:
+        found_us = max(found_us, float(arrays.ready_us[stop - 1])) + float(arrays.cost_us(start, stop))
+        start = stop
+    better = bool(solution.stops) and found_us < optimum_us - room_us
+    worse = solution.proven and solution.bound_us < optimum_us - solution.error_us - room_us
+    if better or worse or solution.bound_us > optimum_us + room_us:
+        raise CheckFailed(
+            f"the dynamic program's last bucket ends after {optimum_us} us; the solver cpsat found {found_us} us and "
+            f"the bound {solution.bound_us} us, expected the same: a defect of the planner, please report the profile"
+        )
