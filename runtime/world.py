@@ -94,6 +94,38 @@ class World:
             dist.destroy_process_group(self.group)
         self._owned = False
 
+    def split(self, parts: Sequence[Sequence[int]]) -> World:
+        """This rank's part, a group of its own, of ranks that are split into disjoint parts; all ranks must call this.
+
+        Raises:
+            CommunicationError: not all ranks came within the deadline.
+        """
+        if self.group is None:
+            return World(timeout_s=self.timeout_s)
+        known = dist.get_process_group_ranks(self.group)
+        whole = len(known) == dist.get_world_size()
+        mine = next(part for part in parts if self.rank in part)
+        for part in parts:
+            if not whole and part is not mine:
+                continue
+            with self.naming("making a group of some of the ranks"):
+                made = dist.new_group(
+                    ranks=[known[rank] for rank in part],
+                    timeout=timedelta(seconds=self.timeout_s),
+                    backend=self.backend,
+                    use_local_synchronization=not whole,
+                )
+            if part is mine:
+                group = made
+        return World(
+            rank=mine.index(self.rank),
+            ranks=len(mine),
+            group=group if len(mine) > 1 else None,
+            backend=self.backend,
+            timeout_s=self.timeout_s,
+            _owned=whole and len(mine) > 1,
+        )
+
     @property
     def others(self) -> str:
         """Who may have failed when a collective does: a name where there is only one."""

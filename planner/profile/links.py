@@ -81,6 +81,25 @@ def measure_links(world: World, device: torch.device, model_bytes: int, progress
     return LinkTimes(samples, {"all_reduce": queued}, {name: fit(curve) for name, curve in samples.items()})
 
 
+def measure_part(
+    world: World, part: World, device: torch.device, largest_bytes: int, names: Sequence[str], progress: Progress,
+    what: str,
+) -> LinkTimes:  # fmt: skip
+    """Times collectives among this rank's part of the ranks, while all other parts do the same; `what` names the part.
+
+    Times are those of the slowest part.
+    """
+    communicator = make_communicator(part, [COLLECTIVES[("all_reduce", "library")]], device)
+    sizes = message_sizes(largest_bytes, 4)
+    try:
+        probe = _AllReduceProbe(communicator, device, sizes[-1])
+        makers = {"all_reduce": probe.once, **{name: _bind(make, part, device) for name, make in _LIBRARY.items()}}
+        curves = {n: _curve(part, device, sizes, makers[n], progress, f"{what}/{n}", everybody=world) for n in names}
+    finally:
+        communicator.close()
+    return LinkTimes(curves, {}, {name: fit(curve) for name, curve in curves.items()})
+
+
 def _bind(make: _Maker, world: World, device: torch.device) -> Callable[[int], Run]:
     return lambda size: make(world, device, size)
 
@@ -150,29 +169,31 @@ _LIBRARY: dict[str, _Maker] = {
 
 
 def _curve(
-    world: World,
-    device: torch.device,
-    sizes: Sequence[int],
-    make: Callable[[int], Run],
-    progress: Progress,
-    what: str,
-    budget_s: float = BUDGET_S,
-) -> tuple[Sample, ...]:
+    world: World, device: torch.device, sizes: Sequence[int], make: Callable[[int], Run], progress: Progress, what: str,
+    budget_s: float = BUDGET_S, everybody: World | None = None,
+) -> tuple[Sample, ...]:  # fmt: skip
     """(message bytes, median over passes of the time from the last arrival) for each size.
 
-    All sizes are timed once in every pass, so that a drift of the machine hits them alike.
+    All sizes are timed once in every pass, so that a drift of the machine hits them alike. `everybody`: ranks of which
+    all do so at the same time, in groups of their own; then the time is that of the slowest group.
     """
+    everybody = everybody or world
     runs = [make(size) for size in sizes]
     started = time.perf_counter()
     for run in runs:
-        _timed(run, device, world)
-    pass_s = max(world.gather(time.perf_counter() - started, f"warming up {what}"))
+        _timed(run, device, everybody)
+    pass_s = max(everybody.gather(time.perf_counter() - started, f"warming up {what}"))
     passes = int(min(MAX_PASSES, max(MIN_PASSES, budget_s / max(pass_s, 1e-9))))
-    mine = [[_timed(run, device, world) for run in runs] for _ in progress.track(range(passes), what)]
-    everyone = np.array(world.gather(mine, f"comparing times of {what}"))  # (ranks, passes, sizes)
-    # The root of a broadcast is done before anybody has received, so its time says nothing.
-    arrived = everyone[1:] if what == "broadcast" else everyone
-    times_us = np.median(arrived.min(axis=0), axis=0)
+    mine = [[_timed(run, device, everybody) for run in runs] for _ in progress.track(range(passes), what)]
+    group = tuple(dist.get_process_group_ranks(world.group)) if world.group else ()
+    everyone = everybody.gather((group, mine), f"comparing times of {what}")
+    by_group = [np.array([times for of, times in everyone if of == one]) for one in {of for of, _ in everyone}]
+    if what == "broadcast":  # over when the last has received; of those that arrive late none is waited for
+        of_groups = [times.max(axis=0) for times in by_group]
+    else:
+        of_groups = [times.min(axis=0) for times in by_group]
+    passes_us = np.max(of_groups, axis=0)  # (passes, sizes)
+    times_us = np.median(passes_us, axis=0)
     return tuple((float(size), round(float(time_us), 3)) for size, time_us in zip(sizes, times_us, strict=True))
 
 

@@ -15,6 +15,7 @@ from torch import nn
 
 from planner.frontend.layers import estimated_grad_weight_share, split_backward
 from planner.frontend.trace import TracedModel, trace
+from planner.profile.apart import LinksApart, measure_apart
 from planner.profile.compute import RankTimes, Step, combine, measure_compute
 from planner.profile.contention import measure_contention
 from planner.profile.document import (
@@ -102,7 +103,7 @@ def measure(
             everyone: list[RankTimes] = world.gather(mine, "comparing times of the step")
             compute = combine(everyone, model)
             with _hurried(world, compute, process_group, timeout_s) as hurried:
-                links, contention = _measure_network(
+                links, apart, contention = _measure_network(
                     model, optimizer, step, hurried, device, everyone, compute, progress
                 )
             layers, tracing = _trace(model, step, compute, world)
@@ -112,7 +113,7 @@ def measure(
             compute=compute,
             layers=layers,
             tracing=tracing,
-            cluster=_cluster(world, links, contention),
+            cluster=_cluster(world, links, apart, contention),
         )
         agreed: Profile = world.gather(mine_of_all, "agreeing on the profile")[0]
         return agreed
@@ -177,15 +178,17 @@ def _problem(model: nn.Module) -> tuple[str | None, str]:
 def _measure_network(
     model: nn.Module, optimizer: torch.optim.Optimizer | None, step: Step, world: World, device: torch.device,
     ranks: list[RankTimes], compute: ComputeProfile, progress: Progress,
-) -> tuple[LinkTimes | None, Contention | None]:  # fmt: skip
+) -> tuple[LinkTimes | None, LinksApart | None, Contention | None]:  # fmt: skip
     if world.group is None:
-        return None, None
+        return None, None, None
     model_bytes = sum(gradient.size_bytes for gradient in compute.gradients)
     with world.naming("timing the collectives"):
         links = measure_links(world, device, model_bytes, progress)
+    apart = measure_apart(world, _node_names(world), device, model_bytes, progress)
     overlapped_us = min(_overlapped_us(rank) for rank in ranks)
     size_bytes = min(max(model_bytes // 4, CONTENTION_BYTES[0]), CONTENTION_BYTES[1])
-    return links, measure_contention(model, optimizer, step, world, device, overlapped_us, size_bytes, progress)
+    contention = measure_contention(model, optimizer, step, world, device, overlapped_us, size_bytes, progress)
+    return apart.beside(links) if apart else links, apart, contention
 
 
 def _overlapped_us(rank: RankTimes) -> float:
@@ -225,20 +228,27 @@ def _describe_world(world: World, device: torch.device) -> ProfileWorld:
     )
 
 
+def _node_names(world: World) -> list[str]:
+    """Every rank's machine: torchrun's node number where it started the ranks, else the host's name."""
+    names: list[str] = world.gather(os.environ.get("GROUP_RANK") or socket.gethostname(), "counting machines")
+    return names
+
+
 def _nodes(world: World) -> int:
-    """Machines: torchrun's node numbers where it started the ranks, else host names; uneven ones count singly."""
-    mine = os.environ.get("GROUP_RANK") or socket.gethostname()
-    nodes = len(set(world.gather(mine, "counting machines")))
+    """How many machines there are; uneven ones count singly."""
+    nodes = len(set(_node_names(world)))
     return nodes if world.ranks % nodes == 0 else world.ranks
 
 
-def _cluster(world: World, links: LinkTimes | None, contention: Contention | None) -> Cluster:
+def _cluster(world: World, links: LinkTimes | None, apart: LinksApart | None, contention: Contention | None) -> Cluster:
     nodes, emulation = _nodes(world), emulation_here()
     return Cluster(
         name=emulation.spec if emulation else "measured",
         emulated=emulation.kind if emulation else None,
         nodes=nodes,
         ranks_per_node=world.ranks // nodes,
+        intra=apart.intra if apart else None,
+        inter=apart.inter if apart else None,
         samples=links.samples if links else None,
         back_to_back=links.back_to_back if links else None,
         collectives=links.lines if links else None,

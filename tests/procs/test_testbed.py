@@ -181,6 +181,20 @@ def test_traffic_between_hosts_passes_at_the_rate(four: list[dict[str, Any]]) ->
 
 
 @needs_namespaces
+def test_both_kinds_of_link_are_measured_apart(four: list[dict[str, Any]]) -> None:
+    apart = four[0]["apart"]
+    assert set(apart.times.samples) == {
+        "intra/all_reduce", "intra/reduce_scatter", "intra/all_gather", "inter/all_reduce", "inter/all_gather"
+    }  # fmt: skip
+    assert set(apart.times.lines) == set(apart.times.samples)
+    # 100 Mbit/s are 0.08 µs per byte, which the two ranks of a host share.
+    assert 0.03 < apart.inter.beta_us_per_byte < 0.4
+    assert apart.inter.beta_us_per_byte > 4 * apart.intra.beta_us_per_byte
+    assert apart.times.samples["inter/all_reduce"][-1][0] == 2**17  # what is left of the message inside a host
+    assert [rank["apart"] == apart for rank in four] == [True] * 4
+
+
+@needs_namespaces
 def test_a_rank_that_dies_on_an_emulated_host_is_named(untouched: None) -> None:
     world = LocalWorld(ranks=2, emulation=parse_emulation("2x1@1gbit"))
     with pytest.raises(EnvironmentFailure, match="rank 1 was killed by SIGKILL"):

@@ -15,11 +15,14 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from planner import TrainingJob
+from planner.profile.apart import measure_apart
+from planner.progress import Silent
 from planner.testbed.commands import run_on_hosts
 from planner.testbed.emulation import emulation_here, parse_emulation
 from planner.testbed.hosts import emulated_hosts
 from planner.testbed.wiring import shaping
 from runtime.torch_compat import all_gather_single, reduce_scatter_single
+from runtime.world import World
 
 MESSAGE_BYTES = 4 * 2**20
 REPEATS = 3
@@ -59,6 +62,8 @@ def ranks_of_a_host_and_of_two() -> dict[str, Any]:
         "emulation": emulation_here(),
         "inside": all_reduce_s(inside),
     }
+    names = [str(number // 2) for number in range(4)]
+    found["apart"] = measure_apart(World.join(), names, torch.device("cpu"), 2**18, Silent())
     if rank % 2 == 0:  # one exchange at a time: the ranks of a host share its link
         found["slow"] = all_reduce_s(between)
         subprocess.run(["tc", *shaping(400e6).replace("add", "replace").split()], check=True)
