@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from planner.catalog import find_cluster, find_profile
+from planner.cost.sparse import flat_is_implied
 from planner.decide import name_of
 from planner.ir import Schedule
 from planner.problem import Problem, make_problem
@@ -138,8 +139,8 @@ def _simulation(problem: Problem, schedule: Schedule, strategy: str, change: Wha
         backward_us=problem.backward_us,
         update_us=problem.update_us,
         buckets=len(schedule.buckets),
-        extrapolated=problem.cost.extrapolated,
-        cost_source=problem.cost.source,
+        extrapolated=problem.cost.extrapolated or _gather_implied(problem, schedule),
+        cost_source=_cost_source(problem, schedule),
         idle_us=idle_us(timeline),
         message_bytes=message_bytes(problem, schedule),
         critical_path=critical_shares(problem, schedule) if path else None,
@@ -147,6 +148,24 @@ def _simulation(problem: Problem, schedule: Schedule, strategy: str, change: Wha
         quantiles_us=step_quantiles(problem, schedule, change) if change.jitter else None,
         what_if=describe(change),
     )
+
+
+def _selects(schedule: Schedule) -> bool:
+    return any(bucket.collective == "sparse" for bucket in schedule.buckets)
+
+
+def _gather_implied(problem: Problem, schedule: Schedule) -> bool:
+    return _selects(schedule) and flat_is_implied(problem.cost.cluster)
+
+
+def _cost_source(problem: Problem, schedule: Schedule) -> str:
+    """Where the costs come from; for selected elements also what is not known of them."""
+    notes = [problem.cost.source]
+    if _gather_implied(problem, schedule):
+        notes.append("gathers follow from the all-reduce")
+    if _selects(schedule) and problem.cost.cluster.sparsify is None:
+        notes.append("selection free (no `sparsify` given)")
+    return "; ".join(notes)
 
 
 def idle_us(timeline: Timeline) -> dict[str, float]:

@@ -50,13 +50,10 @@ def flat(cluster: Cluster, otherwise: Link | None = None) -> tuple[SparsePhase, 
         cluster: the cluster.
         otherwise: link constants to use where the cluster has none.
     """
-    ranks = cluster.ranks
+    ranks, name = cluster.ranks, _flat_link(cluster)
     if ranks == 1:
         return ()
-    name: LinkName = "inter" if cluster.nodes > 1 else "intra"
-    curve = measured_curve(cluster, "all_gather")
-    if curve is None and 1 in (cluster.nodes, cluster.ranks_per_node):  # one kind of link is all there is
-        curve = measured_curve(cluster, f"{name}/all_gather")
+    curve = _measured_gather(cluster)
     if curve is None:
         link = link_of(cluster, name, otherwise)
         curve = CostCurve.from_line(collective_cost("all_gather/recursive_doubling", ranks, link))
@@ -68,6 +65,23 @@ def flat(cluster: Cluster, otherwise: Link | None = None) -> tuple[SparsePhase, 
             message_bytes=lambda selected, dense_bytes: ranks * SELECTED_BYTES * selected,
         ),
     )
+
+
+def _flat_link(cluster: Cluster) -> LinkName:
+    return "inter" if cluster.nodes > 1 else "intra"
+
+
+def _measured_gather(cluster: Cluster) -> CostCurve | None:
+    one_link = 1 in (cluster.nodes, cluster.ranks_per_node)
+    return measured_curve(cluster, "all_gather") or (
+        measured_curve(cluster, f"{_flat_link(cluster)}/all_gather") if one_link else None
+    )
+
+
+def flat_is_implied(cluster: Cluster) -> bool:
+    """Whether the cluster says nothing about a flat gather, so that it follows from the all-reduce."""
+    link = cluster.inter if _flat_link(cluster) == "inter" else cluster.intra
+    return cluster.ranks > 1 and link is None and _measured_gather(cluster) is None
 
 
 def hitopk(cluster: Cluster, otherwise: Link | None = None) -> tuple[SparsePhase, ...]:

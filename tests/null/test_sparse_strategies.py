@@ -221,3 +221,17 @@ def test_the_verifier_knows_what_belongs_together(text: str) -> None:
         verify(Schedule.parse(text), [0, 0, 0], accuracy="bounded")
     with pytest.raises(VerifyError, match="not exact"):
         verify(Schedule.parse("[0-2] sparse/flat topk k=3"), [0, 0, 0])
+
+
+def test_records_say_what_is_not_known_of_selected_elements() -> None:
+    known = problem_of(sparsify={"alpha_us": 1.0, "beta_us_per_byte": 0.0})
+    [record] = simulate(known.profile, known.cost.cluster, strategies=["slgs"])
+    assert not record.extrapolated
+    assert ";" not in record.cost_source
+    guessed = problem_of(inter=None, collectives={"all_reduce": {"alpha_us": 60.0, "beta_us_per_byte": 0.015}})
+    dense, sparse = simulate(guessed.profile, guessed.cost.cluster, strategies=["single", "slgs"])
+    assert not dense.extrapolated
+    assert sparse.extrapolated
+    assert sparse.cost_source == (
+        "fitted line; gathers follow from the all-reduce; selection free (no `sparsify` given)"
+    )
