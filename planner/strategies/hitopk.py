@@ -30,8 +30,8 @@ GUESSES = (1, 16)
 """Numbers of buckets that are tried where each bucket's selection has a start-up."""
 CLIMBS = 4
 """Schedules from which boundaries are moved then."""
-EVALUATIONS = 200
-"""Moves that are tried, from each."""
+WORK = 4_000
+"""Buckets that the moves from each may evaluate."""
 
 Stops = tuple[int, ...]
 Floats = NDArray[np.float64]
@@ -113,11 +113,11 @@ class _Delayed(PhasedProblem):
 
 def _climb(problem: _Delayed, stops: Stops) -> Stops:
     """Boundaries dropped or moved, as long as the step gets shorter; the effort is counted, not timed."""
-    best_us, left, improved = problem.end_us(stops), EVALUATIONS, True
+    best_us, left, improved = problem.end_us(stops), WORK, True
     while improved and left > 0:
         improved = False
         for moved in _neighbours(stops):
-            left -= 1
+            left -= len(moved)
             end_us = problem.end_us(moved)
             if end_us < best_us * (1.0 - TIE):
                 stops, best_us, improved = moved, end_us, True
