@@ -122,7 +122,8 @@ def _commlib() -> Cluster:
             f"{sources.COMMLIB}, NVLink inside a node and one 25 Gbit/s card for each; between nodes: {sources.DDL2020}"
         ),
         notes=(
-            "the paper gives no link constants; nothing here was fitted to its tables",
+            "the paper gives no link constants; no number was fitted to its tables, but this rate between nodes was "
+            "chosen over the line rate with its Table 3 in view: docs/validation.md shows both",
             "inter: the link of hkbu-8x4-100gbe, which is what TCP between nodes did on a card of 100 Gbit/s: "
             "18.5 Gbit/s, less than this card's line rate of 25; assumed: TCP here does as well, and no better",
             NVLINK_NOTE,

@@ -25,6 +25,8 @@ class Section:
     rows: Sequence[Comparison]
     remarks: str
     """Where it differs and why."""
+    more: tuple[str, ...] = ()
+    """Further lines of Markdown."""
     by_order_only: tuple[str, ...] = ()
     """Methods that the summary leaves out of the errors."""
 
@@ -101,6 +103,7 @@ def section_lines(section: Section) -> Iterator[str]:
     if cells(section.rows):
         yield from _order_lines(section)
     yield from paragraphs(section.remarks)
+    yield from section.more
 
 
 def paragraphs(text: str) -> Iterator[str]:

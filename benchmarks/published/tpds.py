@@ -19,6 +19,7 @@ from benchmarks.published.common import (
     factor,
     mean_log_error,
     model,
+    predict_s,
     schedule_of,
     simulate_s,
     table,
@@ -128,6 +129,17 @@ def without_contention() -> list[Comparison]:
         for name in MODELS
         for row in rows(network, [name], ["WFBP", "MG-WFBP"])
     ]
+
+
+def by_tensor_instead(network: str) -> list[Comparison]:
+    """WFBP's rows with one message per tensor and not per layer, all constants as they are."""
+    result = []
+    for name in MODELS:
+        cluster = fitted_cluster(network, others(name))
+        for row in rows(network, [name], ["WFBP"]):
+            ours = predict_s(row_profile(row), cluster, "wfbp")
+            result.append(Comparison(what=name, published=float(row["iteration_s"]), ours=ours))
+    return result
 
 
 def comparisons(network: str, name: str) -> list[Comparison]:
