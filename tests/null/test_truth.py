@@ -1,0 +1,80 @@
+"""What the benchmark of predictions makes of its measurements."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from builders import usual_profile
+
+from benchmarks.truth.cells import BARE, Cell, Result, Seen, schedules
+from benchmarks.truth.report import BEGIN, END, cell_lines, errors, hidden, lost, plan_lines, summary, tau, write_into
+from planner.problem import make_problem
+
+
+def seen(name: str, predicted_us: float, measured_us: float, alone_us: float | None = 40.0) -> Seen:
+    """Without noise."""
+    return Seen(name, 3, predicted_us, measured_us, (measured_us, measured_us), alone_us)
+
+
+def result(*plans: Seen, slower: float = 0.98, pairs: tuple[tuple[str, str], ...] = ()) -> Result:
+    """A cell whose step without communication takes 100 µs, 60 of them in backward."""
+    return Result(
+        cell=Cell("gpt", 2, "1gbit"),
+        seen=(seen(BARE, 101.0, 100.0, None), *plans),
+        repeat_error=0.01,
+        profiles_apart=0.005,
+        backward_us=60.0,
+        chosen_against_best_ddp=(slower, slower - 0.01, slower + 0.01),
+        distinct_pairs=pairs,
+    )
+
+
+GOOD = result(seen("optimal", 110.0, 109.0), seen("wfbp", 130.0, 131.0), pairs=(("optimal", "wfbp"),))
+BAD = result(seen("optimal", 110.0, 140.0), seen("wfbp", 130.0, 120.0), slower=1.2, pairs=(("wfbp", "optimal"),))
+
+
+def test_figures_of_a_cell() -> None:
+    assert errors(GOOD) == pytest.approx([110.0 / 109.0 - 1.0, 130.0 / 131.0 - 1.0])
+    assert tau(GOOD) == 1.0
+    assert tau(BAD) == -1.0
+    assert tau(result(seen("a", 1.0, 1.0))) is None
+    assert lost(GOOD) == 0.0
+    assert lost(BAD) == pytest.approx(140.0 / 120.0 - 1.0)
+    assert hidden(GOOD) == pytest.approx((40.0 - 9.0) / 40.0)
+    assert hidden(BAD) == 0.0
+
+
+def test_targets_are_told_met_or_not() -> None:
+    good, bad = list(summary([GOOD])), list(summary([GOOD, BAD]))
+    assert all("**no**" not in line for line in good if "hidden" not in line)
+    for what in ("mean absolute error", "95th percentile", "τ", "slower than tuned DDP", "hidden share"):
+        assert any(what in line and "**no**" in line for line in bad), what
+
+
+def test_tables_hold_every_cell_and_plan() -> None:
+    assert len(list(cell_lines([GOOD, BAD]))) == 2 + 2
+    assert len(list(plan_lines([GOOD, BAD]))) == 2 + 6
+    columns = {line.count("|") for line in cell_lines([GOOD])}
+    assert len(columns) == 1
+    assert len({line.count("|") for line in plan_lines([GOOD])}) == 1
+
+
+def test_results_survive_a_file() -> None:
+    assert Result.parse(json.loads(json.dumps(GOOD.to_document()))) == GOOD
+
+
+def test_only_the_measured_part_of_the_document_changes() -> None:
+    text = f"before\n{BEGIN}\nold\n{END}\nafter\n"
+    written = write_into(text, [GOOD])
+    assert written.startswith(f"before\n{BEGIN}\n")
+    assert written.endswith(f"{END}\nafter\n")
+    assert "old" not in written
+    assert write_into(written, [GOOD]) == written
+
+
+def test_plans_of_a_cell_differ_and_are_the_same_for_everyone() -> None:
+    problem = make_problem(usual_profile())
+    made = schedules(problem)
+    assert list(made) == list(schedules(problem))
+    assert len(set(map(str, made.values()))) == len(made) >= 4
