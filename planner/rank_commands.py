@@ -86,6 +86,7 @@ def compare(
     ranks: Ranks = None,
     steps: Annotated[int, typer.Option(help="Measured steps of each contestant.")] = 25,
     rounds: Annotated[int, typer.Option(help="Rounds that these steps are spread over.")] = 5,
+    html: Annotated[str | None, typer.Option(help="Draw the comparison on one page.")] = None,
     device: Device = "auto",
     backend: Backend = None,
     timeout_s: Timeout = None,
@@ -94,11 +95,14 @@ def compare(
     """Measure no communication, the best DDP, DDP's hooks, strategies and the plan by turns in one run."""
     from planner.compare.contestants import contestants, sweep
     from planner.compare.measure import compare_rank
+    from planner.compare.picture import picture_text
     from planner.compare.report import comparison_table, failures, summarize
     from planner.job import find_job
+    from planner.outputs import check_writable
     from planner.problem import make_problem
     from planner.profile.document import load_profile
     from planner.world import RankOptions, choose_device, is_first_rank, on_ranks, planned_ranks
+    from runtime.files import write_text
     from runtime.plan import load_plan
 
     if not 2 <= rounds <= steps <= MAX_STEPS:
@@ -106,6 +110,8 @@ def compare(
             f"--rounds {rounds} --steps {steps}: expected at least 2 rounds and a step for each, at most {MAX_STEPS}"
         )
     where = RankOptions(ranks, device, backend, timeout_s, emulate)
+    if html is not None:
+        check_writable(html, find_job(job)[0], plan, profile)
     find_job(job)
     loaded = load_plan(plan)
     problem = None if profile is None else make_problem(load_profile(profile), None, where=profile)
@@ -120,6 +126,8 @@ def compare(
         raise PlanMismatch(f"{plan}: {error}") from error
     if not is_first_rank():
         return
+    if html is not None:
+        write_text(html, picture_text(comparison, f"{loaded.model.name}{f' on {emulate}' if emulate else ''}"))
     if Flags.as_json:
         print_json(comparison.to_document())
         return

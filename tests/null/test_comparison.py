@@ -14,6 +14,7 @@ from planner import optimize
 from planner.cli import main
 from planner.compare.contestants import BARE, DDP, PLAN, Contestant, contestants, sweep
 from planner.compare.measure import Measured, Record
+from planner.compare.picture import picture_text
 from planner.compare.report import comparison_table, failures, summarize
 from planner.compare.statistics import (
     Interval,
@@ -177,6 +178,15 @@ def test_what_does_not_work_is_listed_with_its_reason() -> None:
     assert failures(comparison) == ["ddp:powersgd does not work here: no such message"]
     assert comparison_table(comparison).row_count == 4
     assert all("powersgd" not in line for line in comparison.verdicts)
+
+
+def test_the_page_holds_every_figure() -> None:
+    blocks = {BARE: 80.0, DDP: 120.0, "ddp:powersgd": 70.0, PLAN: 99.0}
+    text = picture_text(summarize([measured(blocks, broken=["ddp:powersgd"])]), "a model on 4x1@1gbit")
+    assert "a model on 4x1@1gbit" in text
+    assert "ddp:powersgd does not work here" in text
+    assert "src=" not in text.rpartition("</script>")[0].rpartition("<script")[2].partition(">")[0]
+    assert len(text) < 6 * 2**20
 
 
 @pytest.mark.parametrize(
