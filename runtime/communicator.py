@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
 import threading
 import time
+import weakref
 from collections import deque
 from contextlib import suppress
 from dataclasses import dataclass
@@ -21,6 +23,9 @@ from runtime.world import World, first_line
 
 GRACE_S = 5.0
 """How much longer than the backend's own deadline the waiting thread gives it."""
+
+EXIT_S, SETTLING_S = 5.0, 0.01
+"""How long the end of a script waits for messages on their way, and how often it looks."""
 
 
 @dataclass(slots=True)
@@ -98,6 +103,9 @@ class HostCommunicator:
         self._queue: deque[_Task] = deque()
         self._current: _Task | None = None
         self._failure: CommunicationError | None = None
+        self._callbacks = 0
+        """How many the backend's thread has yet to call."""
+        _running.add(self)
 
     def launch(self, bucket: BucketBuffer, sent: Sent) -> None:
         """See `Communicator.launch`."""
@@ -131,6 +139,13 @@ class HostCommunicator:
             self.wait()
         self._world = World()
 
+    def settle(self, deadline: float) -> None:
+        """Starts nothing more, and gives the backend's thread until `deadline` (monotonic) for what is on its way."""
+        with self._lock:
+            self._queue.clear()
+        while self._callbacks > 0 and time.monotonic() < deadline:
+            time.sleep(SETTLING_S)
+
     def _in_flight(self) -> _Task | None:
         with self._lock:  # not between one message's end and the next one's start
             return self._current
@@ -146,6 +161,7 @@ class HostCommunicator:
         if task.sent.start is None:
             task.sent.start = time.perf_counter()
         task.work = self._collectives[task.bucket.index].start(task.message.flat, group)
+        self._callbacks += 1
         task.work.get_future().add_done_callback(partial(self._on_done, task))
 
     def _try_next(self) -> None:
@@ -164,6 +180,8 @@ class HostCommunicator:
             self._fail(task, error)
         else:
             self._ended(task)
+        with self._lock:
+            self._callbacks -= 1
 
     def _ended(self, task: _Task) -> None:
         with self._lock:
@@ -178,6 +196,22 @@ class HostCommunicator:
             self._failure = self._failure or describe_failure(self._world, task.bucket.label, error)
             self._queue.clear()
             self._current = None
+
+
+_running: weakref.WeakSet[HostCommunicator] = weakref.WeakSet()
+
+
+@atexit.register
+def _settle_all() -> None:
+    """A script that ends while messages are on their way, by an exception in backward, say: the backend's thread must
+    not call back into an interpreter that is being taken down, which would abort the process.
+    """
+    deadline = time.monotonic() + EXIT_S
+    running = list(_running)
+    for communicator in running:
+        communicator.settle(deadline)
+    if running:
+        time.sleep(SETTLING_S)  # the thread lets go of what it has called
 
 
 class StreamCommunicator:

@@ -31,6 +31,7 @@ SHARE = 0.7
 MIN_BACKWARD_US = 500.0
 """Shorter backwards are over before a collective has begun."""
 PROBE_MESSAGES = 4
+FEWEST_MESSAGES, SMALLEST_BYTES = 4, 16 * 1024
 MAX_MESSAGES = 64
 LEAST_SHARE = 0.1
 """Of either task that counts as done while both were busy: what remains is a difference of two measured times, and
@@ -68,14 +69,12 @@ def measure_contention(
 
     Args:
         backward_us: from the first gradient to the end of backward, alone.
-        size_bytes: bytes of the messages to send meanwhile.
+        size_bytes: bytes of the messages to send meanwhile; fewer where the network is so slow that not even
+            `FEWEST_MESSAGES` of them fit beside backward.
     """
     if world.group is None or backward_us < MIN_BACKWARD_US:
         return None
-    probe = _Flood(world, device, size_bytes, PROBE_MESSAGES)
-    alone_us = _alone(probe, world, make_clock(device))
-    probe.close()
-    each_us = alone_us / PROBE_MESSAGES
+    size_bytes, each_us = _fitting(world, device, size_bytes, backward_us)
     if 2 * each_us > backward_us:
         return None  # most of the messages would travel after backward
     messages = max(2, round(SHARE * backward_us / each_us))
@@ -92,6 +91,17 @@ def measure_contention(
         runner.close()
     everyone = world.gather([statistics.median(column) for column in zip(*rounds, strict=True)], "comparing contention")
     return solve(*(statistics.median(column) for column in zip(*everyone, strict=True)))
+
+
+def _fitting(world: World, device: torch.device, size_bytes: int, backward_us: float) -> tuple[int, float]:
+    """(bytes, microseconds alone) of messages of which several fit beside backward: smaller ones on a slow network."""
+    while True:
+        probe = _Flood(world, device, size_bytes, PROBE_MESSAGES)
+        each_us = _alone(probe, world, make_clock(device)) / PROBE_MESSAGES
+        probe.close()
+        if FEWEST_MESSAGES * each_us <= backward_us or size_bytes <= SMALLEST_BYTES:
+            return size_bytes, each_us
+        size_bytes = max(SMALLEST_BYTES, size_bytes // 4)
 
 
 def _round(runner: StepRunner, flood: _Flood, world: World) -> tuple[float, float, float, float]:
