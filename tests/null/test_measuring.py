@@ -5,13 +5,16 @@ from __future__ import annotations
 import math
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+from planner.profile import contention
 from planner.profile.compute import RankTimes, combine
 from planner.profile.contention import solve
 from planner.profile.links import fit, message_sizes
+from runtime.world import World
 
 
 @pytest.mark.parametrize(
@@ -102,3 +105,23 @@ def test_a_parameter_that_no_rank_used_is_left_out() -> None:
     model = nn.ModuleDict({"a": nn.Linear(2, 3), "b": nn.Linear(3, 1)})
     compute = combine([times({"b.bias": [110.0]}), times({"b.bias": [112.0], "b.weight": [120.0]})], model)
     assert [g.name for g in compute.gradients] == ["b.bias", "b.weight"]
+
+
+@pytest.mark.parametrize(
+    ("us_per_byte", "backward_us", "expected_bytes"),
+    [(1e-4, 20_000.0, 4 * 2**20), (8e-3, 20_000.0, 2**18), (8e-3, 300.0, contention.SMALLEST_BYTES)],
+)
+def test_contention_is_measured_with_messages_that_fit_beside_backward(
+    monkeypatch: pytest.MonkeyPatch, us_per_byte: float, backward_us: float, expected_bytes: int
+) -> None:
+    class Flood:
+        def __init__(self, _world: object, _device: object, size_bytes: int, messages: int) -> None:
+            self.time_us = size_bytes * us_per_byte * messages
+
+        def close(self) -> None:
+            pass
+
+    monkeypatch.setattr(contention, "_Flood", Flood)
+    monkeypatch.setattr(contention, "_alone", lambda flood, *_: flood.time_us)
+    found = contention._fitting(World(), torch.device("cpu"), 4 * 2**20, backward_us)
+    assert found == (expected_bytes, pytest.approx(expected_bytes * us_per_byte))
