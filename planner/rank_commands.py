@@ -110,9 +110,9 @@ def compare(
             f"--rounds {rounds} --steps {steps}: expected at least 2 rounds and a step for each, at most {MAX_STEPS}"
         )
     where = RankOptions(ranks, device, backend, timeout_s, emulate)
+    file = find_job(job)[0]
     if html is not None:
-        check_writable(html, find_job(job)[0], plan, profile)
-    find_job(job)
+        check_writable(html, file, plan, profile)
     loaded = load_plan(plan)
     problem = None if profile is None else make_problem(load_profile(profile), None, where=profile)
     names = [name.strip() for name in strategy.split(",") if name.strip()]

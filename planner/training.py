@@ -93,6 +93,11 @@ class BuiltJob:
         with blaming(f"{self.spec}: loss.backward(){', all_reduce of a bucket of DDP' if in_ddp else ''}"):
             loss.backward()
 
+    def synchronize(self) -> None:
+        """Waits until the device has done what it was told; before a clock is read."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
     def update(self) -> None:
         """`optimizer.step()`."""
         with blaming(f"{self.spec}: optimizer.step()"):
@@ -225,16 +230,13 @@ class Trainer:
     def step(self, batch: Any) -> None:
         """One training step, timed from zero_grad to the end of the update; the batch is ready before."""
         built = self.built
-        cuda = built.device.type == "cuda"
-        if cuda:
-            torch.cuda.synchronize(built.device)
+        built.synchronize()
         start = time.perf_counter()
         built.optimizer.zero_grad()
         loss = built.loss(self._model, batch)
         built.backward(loss, in_ddp=self._model is not built.model)
         built.update()
-        if cuda:
-            torch.cuda.synchronize(built.device)
+        built.synchronize()
         self.step_us.append((time.perf_counter() - start) * 1e6)
         self.losses.append(float(loss.detach()))
 

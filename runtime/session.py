@@ -195,7 +195,7 @@ class Session:
     def _before_forward(self, _module: nn.Module, _arguments: Any) -> None:
         if self._exchange.slots and torch.is_grad_enabled():  # alone, nothing is missed
             self._watch.check()
-        if (self._exchange.open or self._awaiting_end) and current_backward_id() == OUTSIDE:
+        if current_backward_id() == OUTSIDE:
             self._forget_abandoned()
 
     def _after_forward(self, _module: nn.Module, _arguments: Any, output: Any) -> None:

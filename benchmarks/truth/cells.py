@@ -9,20 +9,21 @@ from typing import Any
 
 import numpy as np
 
-from planner.compare.contestants import Contestant
-from planner.compare.measure import Contest, Record
-from planner.compare.statistics import median_interval, ratio_interval, step_values
+from planner.compare.contestants import BARE, Contestant
+from planner.compare.measure import Contest, Measured, Record
+from planner.compare.report import values_by_name
+from planner.compare.statistics import median_interval, ratio_interval
 from planner.ir import Schedule
 from planner.lower import lower, predict
 from planner.problem import Problem, make_problem
 from planner.profile.document import Profile
 from planner.profile.step import TIMEOUT_S
+from planner.progress import Silent
 from planner.strategies import make_schedule
 from planner.training import build, profile_rank
 from runtime.plan import Plan
 from runtime.world import World
 
-BARE = "none"
 NAMED = ("wfbp", "single", "ddp", "mg_wfbp", "optimal")
 CAPS = ("ddp:1", "ddp:5", "ddp:100")
 """Bucket sizes beside DDP's default, of which the best counts as tuned DDP."""
@@ -117,8 +118,7 @@ class RankCell:
 
     before: Profile
     after: Profile
-    records: list[Record]
-    backward_us: float
+    measured: Measured
 
 
 def cell_rank(spec: str, rounds: int, steps: int, device: str = "cpu") -> RankCell:
@@ -131,38 +131,22 @@ def cell_rank(spec: str, rounds: int, steps: int, device: str = "cpu") -> RankCe
     try:
         contest = Contest(built, world, None)
         bare = Contestant(name=BARE, kind="bare")
-        contest.block(Record(bare), 1)
-        contest.backward_us.clear()
-        records = [
-            Record(bare),
-            *(Record(Contestant(name=name, kind="plan", plan=plan)) for name, plan in plans.items()),
-        ]
-        for number in range(rounds):
-            shift = number % len(records)
-            for record in [*records[shift:], *records[:shift]]:
-                contest.block(record, steps)
-        for record in records[1:]:
-            assert record.contestant.plan is not None
-            record.alone_us = contest.alone(record.contestant.plan)
-        backward_us = max(world.gather(float(np.median(contest.backward_us)), "the time of backward"))
+        contest.warm_up(bare)
+        planned = [Contestant(name=name, kind="plan", plan=plan) for name, plan in plans.items()]
+        measured = contest.measure([Record(one) for one in (bare, *planned)], rounds, steps, Silent())
     finally:
         world.leave()
-    return RankCell(before, profile_rank(spec, device, show_progress=False), records, backward_us)
+    return RankCell(before, profile_rank(spec, device, show_progress=False), measured)
 
 
 def summarize(cell: Cell, ranks: Sequence[RankCell]) -> Result:
     """The figures of a cell from what its ranks saw."""
     first = ranks[0]
-    values = {
-        record.contestant.name: step_values(
-            np.array([rank.records[index].step_us for rank in ranks]), together=record.contestant.kind != "bare"
-        )
-        for index, record in enumerate(first.records)
-    }
+    values = values_by_name([rank.measured for rank in ranks])
     problems = [make_problem(profile) for profile in (first.before, first.after)]
     made = schedules(problems[0])
     seen, apart = [], []
-    for record in first.records:
+    for record in first.measured.records:
         name = record.contestant.name
         interval = median_interval(values[name])
         if name == BARE:
@@ -188,7 +172,7 @@ def summarize(cell: Cell, ranks: Sequence[RankCell]) -> Result:
         seen=tuple(seen),
         repeat_error=abs(float(np.median(bare[::2]) / np.median(bare[1::2])) - 1.0),
         profiles_apart=float(np.mean(apart)),
-        backward_us=first.backward_us,
+        backward_us=first.measured.backward_us,
         chosen_against_best_ddp=(chosen.value, chosen.low, chosen.high),
         distinct_pairs=tuple(_distinct(values)),
     )

@@ -10,7 +10,9 @@ from datetime import date
 import numpy as np
 import torch
 
-from benchmarks.truth.cells import BARE, Result
+from benchmarks.truth.cells import Result
+from planner.compare.contestants import BARE
+from planner.compare.statistics import hidden_share
 
 MEAN_ERROR, P95_ERROR, TAU, NOT_SLOWER, HIDDEN = 0.02, 0.05, 0.9, 1.01, 0.85
 """Targets: mean and 95th percentile of |error|, Kendall's τ, the chosen plan against tuned DDP, hidden share."""
@@ -46,8 +48,7 @@ def hidden(result: Result) -> float | None:
     chosen = min(plans, key=lambda seen: seen.predicted_us)
     if chosen.alone_us is None:
         return None
-    could_us = min(chosen.alone_us, result.backward_us)
-    return float(np.clip((chosen.alone_us - (chosen.measured_us - bare_us)) / could_us, 0.0, 1.0))
+    return hidden_share(chosen.measured_us - bare_us, chosen.alone_us, result.backward_us)
 
 
 def summary(results: Sequence[Result]) -> Iterator[str]:

@@ -86,6 +86,22 @@ class Contest:
         failures = self.world.gather(failure, f"the end of a block of {record.contestant.name}")
         record.failure = next(filter(None, failures), None)
 
+    def warm_up(self, bare: Contestant) -> None:
+        """What is slow only once; whether parameters go unused."""
+        self.block(Record(bare), 1)
+        self.backward_us.clear()
+
+    def measure(self, records: list[Record], rounds: int, steps: int, progress: Progress) -> Measured:
+        """Rounds of blocks of all contestants by turns, then their messages alone; fills and returns the records."""
+        for record in progress.track(list(_turns(records, rounds)), "measuring in turn"):
+            if record.failure is None:
+                self.block(record, steps)
+        for record in records:
+            if record.contestant.plan is not None and record.failure is None:
+                record.alone_us = self.alone(record.contestant.plan)
+        backward_us = statistics.median(self.backward_us)
+        return Measured(records, max(self.world.gather(backward_us, "the time of backward")))
+
     def _block(self, record: Record, steps: int) -> None:
         model = self.built.model
         with torch.no_grad():
@@ -106,7 +122,7 @@ class Contest:
         self, forward: nn.Module, optimizer: torch.optim.Optimizer, step: int, kind: str, times: list[float]
     ) -> float:
         batch = self._batches[step % KEPT_BATCHES]
-        self._synchronize()
+        self.built.synchronize()
         start = time.perf_counter()
         optimizer.zero_grad()
         loss = self.built.loss(forward, batch)
@@ -115,13 +131,9 @@ class Contest:
         if kind == "bare" and step >= WARM_UP_STEPS:
             self.backward_us.append((time.perf_counter() - begin) * 1e6)
         optimizer.step()
-        self._synchronize()
+        self.built.synchronize()
         times.append((time.perf_counter() - start) * 1e6)
         return float(loss.detach())
-
-    def _synchronize(self) -> None:
-        if self.built.device.type == "cuda":
-            torch.cuda.synchronize(self.built.device)
 
     @contextmanager
     def _trained(self, contestant: Contestant, optimizer: torch.optim.Optimizer) -> Iterator[nn.Module]:
@@ -182,10 +194,10 @@ class Contest:
         try:
             for _ in range(ALONE_REPEATS):
                 self.world.gather(None, "messages alone")
-                self._synchronize()
+                self.built.synchronize()
                 start = time.perf_counter()
                 session.exchange_alone()
-                self._synchronize()
+                self.built.synchronize()
                 times.append((time.perf_counter() - start) * 1e6)
         finally:
             session.detach()
@@ -228,17 +240,9 @@ def compare_rank(
         if world.ranks > 1:
             world.broadcast([*built.model.parameters(), *built.model.buffers()])
         contest = Contest(built, world, timeout_s)
-        contest.block(Record(contestants[0]), 1)  # what is slow only once; whether parameters go unused
-        contest.backward_us.clear()
+        contest.warm_up(contestants[0])
         records = [Record(contestant) for contestant in _with_best(contest, contestants, caps, shown)]
-        for record in shown.track(list(_turns(records, rounds)), "measuring in turn"):
-            if record.failure is None:
-                contest.block(record, steps)
-        for record in records:
-            if record.contestant.plan is not None and record.failure is None:
-                record.alone_us = contest.alone(record.contestant.plan)
-        backward_us = statistics.median(contest.backward_us)
-        return Measured(records, max(world.gather(backward_us, "the time of backward")))
+        return contest.measure(records, rounds, steps, shown)
     finally:
         world.leave()
 
@@ -257,7 +261,7 @@ def _with_best(
     """The contestants with DDP's best bucket size after its default."""
     if len(caps) < 2:
         return list(contestants)
-    sweep = {cap: Record(replace(contestant, plan=None)) for cap, contestant in caps}
+    sweep = {cap: Record(contestant) for cap, contestant in caps}
     for record in progress.track(list(_turns(list(sweep.values()), SWEEP_ROUNDS)), "DDP's best bucket size"):
         contest.block(record, SWEEP_STEPS)
     medians = {

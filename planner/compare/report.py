@@ -11,7 +11,6 @@ from numpy.typing import NDArray
 
 from planner.compare.contestants import BARE, BEST_DDP, DDP, PLAN
 from planner.compare.statistics import (
-    Interval,
     hidden_share,
     median_interval,
     ratio_interval,
@@ -67,11 +66,7 @@ class Comparison:
 def summarize(measured: Sequence[Measured]) -> Comparison:
     """From what each rank saw, in order of rank."""
     first = measured[0]
-    values: dict[str, NDArray[np.float64]] = {}
-    for index, record in enumerate(first.records):
-        if record.failure is None:
-            seen = np.array([rank.records[index].step_us for rank in measured])
-            values[record.contestant.name] = step_values(seen, together=record.contestant.kind != "bare")
+    values = values_by_name(measured)
     bare_us = float(np.median(values[BARE]))
     rows = []
     for record in first.records:
@@ -101,6 +96,16 @@ def summarize(measured: Sequence[Measured]) -> Comparison:
         steps=rounds * steps,
         ranks=len(measured),
     )
+
+
+def values_by_name(measured: Sequence[Measured]) -> dict[str, NDArray[np.float64]]:
+    """What each step of each contestant that works took, from what each rank saw. Shapes (rounds, steps)."""
+    values = {}
+    for index, record in enumerate(measured[0].records):
+        if record.failure is None:
+            seen = np.array([rank.records[index].step_us for rank in measured])
+            values[record.contestant.name] = step_values(seen, together=record.contestant.kind != "bare")
+    return values
 
 
 def _hidden(exposed_us: float | None, alone_us: float | None, backward_us: float) -> float | None:
@@ -165,6 +170,3 @@ def comparison_table(comparison: Comparison) -> Table:
 def failures(comparison: Comparison) -> list[str]:
     """Why what does not work does not."""
     return [f"{row.name} does not work here: {row.failure}" for row in comparison.rows if row.failure is not None]
-
-
-__all__ = ["Comparison", "Interval", "Row", "comparison_table", "failures", "summarize"]

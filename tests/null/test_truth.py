@@ -7,8 +7,9 @@ import json
 import pytest
 from builders import usual_profile
 
-from benchmarks.truth.cells import BARE, Cell, Result, Seen, schedules
+from benchmarks.truth.cells import Cell, Result, Seen, schedules
 from benchmarks.truth.report import BEGIN, END, cell_lines, errors, hidden, lost, plan_lines, summary, tau, write_into
+from planner.compare.contestants import BARE
 from planner.problem import make_problem
 
 
