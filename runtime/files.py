@@ -164,9 +164,9 @@ def check_output(path: str | Path) -> Path:
         return Path(name)
     target = Path(os.path.realpath(name))
     shown = target.parent if Path(name).is_symlink() else Path(name).parent
-    if not target.parent.is_dir():
+    if not os.path.isdir(shown):  # not by its absolute path, to which the way may be barred
         raise InputError(f"{name}: there is no folder {shown}; make it or {cure}")
-    if not os.access(target.parent, os.W_OK):
+    if not os.access(shown, os.W_OK):
         raise InputError(f"{name}: the folder {shown} is not writable; {cure}")
     return target
 
