@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
@@ -18,6 +18,10 @@ from planner.ir import Bucket
 from planner.merging.exact import Places
 from planner.profile.document import Cluster, Contention, Line, Profile
 from runtime.errors import InputError
+
+Messages = tuple[NDArray[np.float64], NDArray[np.bool_] | None]
+"""Of one dtype, by bucket: the size of its message, and whether it has one (None: all have)."""
+Factors = float | NDArray[np.float64]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -38,7 +42,8 @@ class Problem:
     @property
     def contended(self) -> bool:
         """Whether compute and network slow each other down."""
-        return self.contention.compute != 1.0 or self.contention.network != 1.0
+        factors = self.contention
+        return factors.compute != 1.0 or factors.network != 1.0 or factors.by_size is not None
 
     @property
     def forward_us(self) -> float:
@@ -113,15 +118,34 @@ class Problem:
         self, curve: Callable[[NDArray[np.float64]], NDArray[np.float64]], starts: Places, stops: Places
     ) -> NDArray[np.float64]:
         """As `range_cost_us`, by another curve of time over bytes."""
-        total: NDArray[np.float64] | float = 0.0
+        return _sum_over(self._range_messages(starts, stops), curve)
+
+    def range_factors(self, starts: Places, stops: Places) -> tuple[Factors, Factors]:
+        """By how much compute and the network slow down while the bucket [start, stop) is on its way."""
+        if self.cost.slowdown is None:
+            return self.contention.compute, self.contention.network
+        return self._factors(list(self._range_messages(starts, stops)))
+
+    def _range_messages(self, starts: Places, stops: Places) -> Iterator[Messages]:
         for dtype in range(self.dtype_count):
-            prefix = self._prefix_bytes[dtype]
-            time_us = curve(prefix[stops] - prefix[starts])
-            if self.dtype_count > 1:
-                messages = self._prefix_messages[dtype]
-                time_us = np.where(messages[stops] > messages[starts], time_us, 0.0)
-            total = total + time_us
-        return np.asarray(total)
+            prefix, messages = self._prefix_bytes[dtype], self._prefix_messages[dtype]
+            present = messages[stops] > messages[starts] if self.dtype_count > 1 else None
+            yield prefix[stops] - prefix[starts], present
+
+    def _factors(self, messages: Sequence[Messages]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        """Factors of buckets whose messages, one per dtype, have factors of their own."""
+        slowdown, curve = self.cost.slowdown, self.cost.all_reduce
+        assert slowdown is not None
+        if len(messages) == 1:
+            return slowdown(messages[0][0])
+        idle_us = _sum_over(messages, curve)
+        busy_us = _sum_over(messages, lambda sizes: curve(sizes) * slowdown(sizes)[1])
+        computed_us = _sum_over(messages, lambda sizes: curve(sizes) * slowdown(sizes)[1] / slowdown(sizes)[0])
+        takes = busy_us > 0.0
+        return (
+            np.divide(busy_us, computed_us, out=np.ones_like(busy_us), where=takes),
+            np.divide(busy_us, idle_us, out=np.ones_like(busy_us), where=takes),
+        )
 
     def phase_times(self, bucket: Bucket) -> list[tuple[str, str, float]]:
         """(resource, name, time_us) of each phase of a bucket: one for a collective of the library, on `network`."""
@@ -203,21 +227,39 @@ class Problem:
 
     def bucket_cost_us(self, buckets: Sequence[Sequence[int]]) -> list[float]:
         """Time of each bucket of any gradients."""
+        result: list[float] = _sum_over(self._bucket_messages(buckets), self.cost.all_reduce).tolist()
+        return result
+
+    def bucket_factors(self, buckets: Sequence[Sequence[int]]) -> list[tuple[float, float]]:
+        """As `range_factors`, for buckets of any gradients."""
+        if self.cost.slowdown is None:
+            return [(self.contention.compute, self.contention.network)] * len(buckets)
+        compute, network = self._factors(list(self._bucket_messages(buckets)))
+        return list(zip(compute.tolist(), network.tolist(), strict=True))
+
+    def _bucket_messages(self, buckets: Sequence[Sequence[int]]) -> Iterator[Messages]:
         members, owner = _flat(buckets)
-        totals = np.zeros(len(buckets))
         for dtype in range(self.dtype_count):
             of_dtype = self.dtype_ids[members] == dtype
             sizes = np.bincount(owner[of_dtype], self.size_bytes[members[of_dtype]], len(buckets))
-            present = np.bincount(owner[of_dtype], minlength=len(buckets)) > 0
-            totals += np.where(present, self.cost.all_reduce(sizes), 0.0)
-        result: list[float] = totals.tolist()
-        return result
+            yield sizes.astype(np.float64), np.bincount(owner[of_dtype], minlength=len(buckets)) > 0
 
     def bucket_bytes(self, buckets: Sequence[Sequence[int]]) -> list[float]:
         """Bytes of each bucket of any gradients."""
         members, owner = _flat(buckets)
         sizes: list[float] = np.bincount(owner, self.size_bytes[members], len(buckets)).tolist()
         return sizes
+
+
+def _sum_over(
+    messages: Iterable[Messages], time_us: Callable[[NDArray[np.float64]], NDArray[np.float64]]
+) -> NDArray[np.float64]:
+    """Time of buckets: the sum of their messages'."""
+    total: NDArray[np.float64] | float = 0.0
+    for sizes, present in messages:
+        of_dtype = time_us(sizes)
+        total = total + (of_dtype if present is None else np.where(present, of_dtype, 0.0))
+    return np.asarray(total)
 
 
 def _flat(buckets: Sequence[Sequence[int]]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:

@@ -4,13 +4,15 @@ Without contention: bucket j starts at max(end of bucket j−1, its last gradien
 its messages; the step ends with the later of the last bucket and backward, plus the update.
 
 With contention factors, while both resources are busy compute advances at 1/compute and the network at 1/network of
-its speed. Collectives of several phases keep two networks busy, and a bucket of selected elements keeps compute busy
-with its selection when it is ready, which delays the rest of backward, and with its unpacking at the end:
-`planner.taskgraph` runs those. All times in microseconds from the start of forward.
+its speed; the factors are the message's where they were measured by size. Collectives of several phases keep two
+networks busy, and a bucket of selected elements keeps compute busy with its selection when it is ready, which delays
+the rest of backward, and with its unpacking at the end: `planner.taskgraph` runs those. All times in microseconds from
+the start of forward.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -18,7 +20,8 @@ import numpy as np
 
 from planner.cost.phases import PHASES
 from planner.ir import Schedule
-from planner.problem import Problem
+from planner.merging.exact import Places
+from planner.problem import Factors, Problem
 from runtime.timeline import Span, Timeline
 
 
@@ -38,27 +41,45 @@ class Overlap:
     compute: float
     network: float
     compute_end_us: float
+    by_range: Callable[[Places, Places], tuple[Factors, Factors]] | None = None
+    """The factors of buckets [start, stop), where they depend on the bucket; `compute` and `network` are the least."""
 
-    def send(self, free: State, ready_us: float, cost_us: float) -> tuple[State, State, State]:
+    @classmethod
+    def of(cls, problem: Problem) -> Overlap:
+        """As the problem's machines were measured."""
+        slowdown, end_us = problem.cost.slowdown, problem.compute_end_us
+        if slowdown is None:
+            return cls(problem.contention.compute, problem.contention.network, end_us)
+        return cls(*slowdown.least, end_us, problem.range_factors)
+
+    def factors(self, starts: Places, stops: Places) -> tuple[Factors, Factors]:
+        """(compute, network) beside buckets [start, stop): one for all, or one for each."""
+        return (self.compute, self.network) if self.by_range is None else self.by_range(starts, stops)
+
+    def send(
+        self, free: State, ready_us: float, cost_us: float, factors: tuple[float, float]
+    ) -> tuple[State, State, State]:
         """Sends one bucket.
 
         Args:
             free: when the network is free.
             ready_us: compute progress at which the bucket's last gradient is ready.
             cost_us: its time on an idle machine.
+            factors: (compute, network) while it is on its way.
 
         Returns:
             The start, the end of the time that compute and network share, and the end.
         """
+        compute, network = factors
         wait_us = max(0.0, ready_us - free.progress_us)
         start = State(free.time_us + wait_us, free.progress_us + wait_us)
         left_us = self.compute_end_us - start.progress_us
-        shared_us = min(left_us * self.compute, cost_us * self.network)
-        if shared_us == cost_us * self.network:
-            end = State(start.time_us + shared_us, start.progress_us + shared_us / self.compute)
+        shared_us = min(left_us * compute, cost_us * network)
+        if shared_us == cost_us * network:
+            end = State(start.time_us + shared_us, start.progress_us + shared_us / compute)
             return start, end, end
         shared = State(start.time_us + shared_us, self.compute_end_us)
-        return start, shared, State(shared.time_us + cost_us - shared_us / self.network, self.compute_end_us)
+        return start, shared, State(shared.time_us + cost_us - shared_us / network, self.compute_end_us)
 
 
 def simulate_schedule(problem: Problem, schedule: Schedule) -> Timeline:
@@ -68,22 +89,22 @@ def simulate_schedule(problem: Problem, schedule: Schedule) -> Timeline:
         return _simulate_phases(problem, schedule)
     if not problem.contended:
         return _simulate_free(problem, schedule)
-    factors = problem.contention
-    return _simulate_contended(problem, schedule, Overlap(factors.compute, factors.network, problem.compute_end_us))
+    return _simulate_contended(problem, schedule, Overlap.of(problem))
 
 
 def step_us(problem: Problem, schedule: Schedule) -> float:
     """`simulate_schedule(…).iteration_us`, without the timeline that comparing schedules has no use for."""
     if any((bucket.collective, bucket.algorithm) in PHASES for bucket in schedule.buckets):
         return _simulate_phases(problem, schedule).iteration_us
-    overlap = Overlap(problem.contention.compute, problem.contention.network, problem.compute_end_us)
+    overlap = Overlap.of(problem)
     ready_us = problem.ready_us.tolist()
     state = State(0.0, 0.0)
     buckets = [bucket.gradients for bucket in schedule.buckets]
-    for gradients, cost_us in zip(buckets, problem.bucket_cost_us(buckets), strict=True):
+    costs_us, factors = problem.bucket_cost_us(buckets), problem.bucket_factors(buckets)
+    for gradients, cost_us, slowed in zip(buckets, costs_us, factors, strict=True):
         ready = ready_us[max(gradients)]
         if problem.contended:
-            state = overlap.send(state, ready, cost_us)[2]
+            state = overlap.send(state, ready, cost_us, slowed)[2]
         else:
             state = State(max(state.time_us, ready) + cost_us, ready)
     backward_end_us = (
@@ -116,8 +137,9 @@ def _simulate_contended(problem: Problem, schedule: Schedule, overlap: Overlap) 
     state = State(0.0, 0.0)
     moments = [state]
     sent: list[tuple[int, str, float, State, State]] = []
+    factors = problem.bucket_factors([bucket.gradients for bucket in schedule.buckets])
     for index, (name, ready_us, cost_us) in enumerate(_tasks(problem, schedule)):
-        start, shared, state = overlap.send(state, ready_us, cost_us)
+        start, shared, state = overlap.send(state, ready_us, cost_us, factors[index])
         # Once backward has ended, time goes on and progress does not: its end is the first moment there.
         moments += [moment for moment in (start, shared) if moment.progress_us > moments[-1].progress_us]
         sent.append((index, name, ready_us, start, state))

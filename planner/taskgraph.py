@@ -37,6 +37,8 @@ class Task:
     """Alone on the machine."""
     bucket: int | None = None
     step: int = 0
+    factors: tuple[float, float] | None = None
+    """By what compute and this task slow each other down, where that depends on the task."""
 
 
 class TaskGraph:
@@ -127,12 +129,19 @@ def _add_messages(
     phases = phases_of(problem, schedule)
     order = sorted((index + phase, index, phase) for index, of in enumerate(phases) for phase in range(len(of)))
     latest: dict[int, int] = {}
+    by_size = problem.cost.slowdown is not None
+    factors = problem.bucket_factors([bucket.gradients for bucket in schedule.buckets]) if by_size else None
     for _, index, phase in order:
         resource, kind, duration_us = phases[index][phase]
         after = latest.get(index, ready[max(schedule.buckets[index].gradients)])
         name = f"bucket {index} {kind}"
-        task = Task(name=name, kind=kind, resource=resource, duration_us=duration_us, bucket=index, step=step)
-        latest[index] = graph.add(task, (after,))
+        latest[index] = graph.add(
+            Task(
+                name=name, kind=kind, resource=resource, duration_us=duration_us, bucket=index, step=step,
+                factors=factors[index] if factors and schedule.buckets[index].algorithm == "library" else None,
+            ),
+            (after,),
+        )  # fmt: skip
     yield from (latest.get(index, ready[max(bucket.gradients)]) for index, bucket in enumerate(schedule.buckets))
 
 
@@ -241,10 +250,7 @@ class _Running:
     def advance(self) -> None:
         """On to the next moment at which a task ends."""
         both = COMPUTE in self.active and len(self.active) > 1
-        factors = {
-            resource: (self._compute if resource == COMPUTE else self._network) if both else 1.0
-            for resource in self.active
-        }
+        factors = self._factors() if both else dict.fromkeys(self.active, 1.0)
         wall_us = {resource: left_us * factors[resource] for resource, (_, left_us) in self.active.items()}
         passed_us = min(wall_us.values())
         self._now_us += passed_us
@@ -253,6 +259,13 @@ class _Running:
                 self._end(resource, number)
             else:
                 self.active[resource] = (number, left_us - passed_us / factors[resource])
+
+    def _factors(self) -> dict[str, float]:
+        """While compute and a network are busy; of several messages compute is slowed as by the worst."""
+        of = {resource: self._graph.tasks[number].factors for resource, (number, _) in self.active.items()}
+        slowed = {resource: given or (self._compute, self._network) for resource, given in of.items()}
+        compute = max(factors[0] for resource, factors in slowed.items() if resource != COMPUTE)
+        return {resource: compute if resource == COMPUTE else factors[1] for resource, factors in slowed.items()}
 
     def _end(self, resource: str, number: int) -> None:
         del self.active[resource]

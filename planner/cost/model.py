@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import TypeVar
 
 from planner.cost.collectives import Coefficients, collective_cost, solve_link
 from planner.cost.curve import CostCurve, fit_line
+from planner.cost.slowdown import Slowdown
 from planner.profile.document import Cluster, Contention, Line, Link
 from runtime.errors import InputError
 from runtime.plan import MAX_RANKS
@@ -31,6 +33,11 @@ class CommunicationCost:
     @property
     def contention(self) -> Contention:
         return self.cluster.contention or Contention()
+
+    @cached_property
+    def slowdown(self) -> Slowdown | None:
+        """Contention by the size of messages, where it was measured."""
+        return Slowdown.of(self.contention)
 
 
 def resize(cluster: Cluster, ranks: int) -> Cluster:
@@ -63,9 +70,9 @@ def _without_measurements_of_others(cluster: Cluster, resized: Cluster) -> Clust
 def communication_cost(cluster: Cluster, ranks: int | None = None) -> CommunicationCost:
     """The cost of communication on `cluster`, resized to `ranks` where given.
 
-    The most specific source wins: samples, then fitted lines, then link constants in the published formulas. Samples
-    and lines hold only for the ranks they were measured on; for others the link constants are used, or those that
-    the fit implies, and the result is marked as extrapolated.
+    The most specific source wins: samples (taken back to back before isolated ones), then fitted lines, then link
+    constants in the published formulas. Samples and lines hold only for the ranks they were measured on; for others the
+    link constants are used, or those that the fit implies, and the result is marked as extrapolated.
 
     Raises:
         InputError: the cluster has no cost for an all-reduce; says how to measure it.
@@ -101,6 +108,9 @@ def _measured(cluster: Cluster, key: str) -> tuple[CostCurve, str] | None:
     samples, line = (cluster.samples or {}).get(key), (cluster.collectives or {}).get(key)
     fitted = None if line is None else _coefficients(line)
     where = _emulated(cluster)
+    queued = (cluster.back_to_back or {}).get(key)
+    if queued is not None:
+        return CostCurve.from_samples(queued, fitted), f"{len(queued)} measured samples, back to back{where}"
     if samples is not None:
         return CostCurve.from_samples(samples, fitted), f"{len(samples)} measured samples{where}"
     return None if fitted is None else (CostCurve.from_line(fitted), f"fitted line{where}")

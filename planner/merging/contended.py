@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from planner.merging.exact import TIE, MergeProblem
+from planner.problem import Factors
 from planner.simulator import Overlap, State
 
 Floats = NDArray[np.float64]
@@ -68,8 +69,13 @@ def _search(problem: MergeProblem, overlap: Overlap, labels: int, grid: NDArray[
     prefix, origin = np.zeros((2, len(time_us)), dtype=np.int64)
     used = 1
     for g, stop in enumerate(grid[1:].tolist(), start=1):
-        cost_us = problem.cost_us(grid[:g], stop)[prefix[:used]]
-        ends = _send_all(time_us[:used], progress_us[:used], float(problem.ready_us[stop - 1]), cost_us, overlap)
+        of = prefix[:used]
+        cost_us = problem.cost_us(grid[:g], stop)[of]
+        compute, network = (f[of] if isinstance(f, np.ndarray) else f for f in overlap.factors(grid[:g], stop))
+        ready_us = float(problem.ready_us[stop - 1])
+        ends = _send_all(
+            time_us[:used], progress_us[:used], ready_us, cost_us, compute, network, overlap.compute_end_us
+        )
         kept = _best_labels(*ends, width)
         new = slice(used, used + kept.size)
         time_us[new], progress_us[new], prefix[new], origin[new] = ends[0][kept], ends[1][kept], g, kept
@@ -82,14 +88,15 @@ def _search(problem: MergeProblem, overlap: Overlap, labels: int, grid: NDArray[
 
 
 def _send_all(
-    time_us: Floats, progress_us: Floats, ready_us: float, cost_us: Floats, overlap: Overlap
-) -> tuple[Floats, Floats]:
+    time_us: Floats, progress_us: Floats, ready_us: float, cost_us: Floats, compute: Factors, network: Factors,
+    compute_end_us: float,
+) -> tuple[Floats, Floats]:  # fmt: skip
     """`Overlap.send` for many states at once: (time, progress) at the end."""
     wait_us = np.maximum(0.0, ready_us - progress_us)
     progress_us = progress_us + wait_us
-    shared_us = np.minimum((overlap.compute_end_us - progress_us) * overlap.compute, cost_us * overlap.network)
-    end_us = time_us + wait_us + shared_us + cost_us - shared_us / overlap.network
-    return end_us, np.minimum(progress_us + shared_us / overlap.compute, overlap.compute_end_us)
+    shared_us = np.minimum((compute_end_us - progress_us) * compute, cost_us * network)
+    end_us = time_us + wait_us + shared_us + cost_us - shared_us / network
+    return end_us, np.minimum(progress_us + shared_us / compute, compute_end_us)
 
 
 def _best_labels(time_us: Floats, progress_us: Floats, width: int) -> NDArray[np.int64]:
@@ -112,12 +119,20 @@ def _best_labels(time_us: Floats, progress_us: Floats, width: int) -> NDArray[np
 def end_us(problem: MergeProblem, overlap: Overlap, stops: tuple[int, ...]) -> float:
     """When the last bucket ends."""
     ends = np.array(stops)
-    costs_us: list[float] = problem.cost_us(np.append(0, ends[:-1]), ends).tolist()
+    sent = _sent(problem, overlap, np.append(0, ends[:-1]), ends)
     ready_us: list[float] = problem.ready_us[ends - 1].tolist()
     state = State(0.0, 0.0)
-    for ready, cost_us in zip(ready_us, costs_us, strict=True):
-        state = overlap.send(state, ready, cost_us)[2]
+    for ready, (cost_us, compute, network) in zip(ready_us, sent, strict=True):
+        state = overlap.send(state, ready, cost_us, (compute, network))[2]
     return state.time_us
+
+
+def _sent(
+    problem: MergeProblem, overlap: Overlap, starts: NDArray[np.int64], stops: NDArray[np.int64]
+) -> list[tuple[float, float, float]]:
+    """(time on an idle machine, factor of compute, of the network) of each bucket."""
+    factors = [np.broadcast_to(factor, starts.shape).tolist() for factor in overlap.factors(starts, stops)]
+    return list(zip(problem.cost_us(starts, stops).tolist(), *factors, strict=True))
 
 
 def improve(problem: MergeProblem, overlap: Overlap, stops: tuple[int, ...]) -> tuple[int, ...]:
@@ -151,7 +166,7 @@ class _Replay:
     def __init__(self, problem: MergeProblem, overlap: Overlap) -> None:
         self._problem, self._overlap = problem, overlap
         self._ready_us: list[float] = problem.ready_us.tolist()
-        self._cost_us: dict[tuple[int, int], float] = {}
+        self._sent: dict[tuple[int, int], tuple[float, float, float]] = {}
         self._before: list[tuple[float, float]] = []
         """(time, progress) before each bucket."""
 
@@ -170,10 +185,10 @@ class _Replay:
         self._fetch({(low, place) for place in moved} | {(place, high) for place in moved if place < high})
 
     def _fetch(self, buckets: set[tuple[int, int]]) -> None:
-        missing = sorted(buckets - self._cost_us.keys())
+        missing = sorted(buckets - self._sent.keys())
         if missing:
             starts, stops = np.array(missing).T
-            self._cost_us.update(zip(missing, self._problem.cost_us(starts, stops).tolist(), strict=True))
+            self._sent.update(zip(missing, _sent(self._problem, self._overlap, starts, stops), strict=True))
 
     def end_us(self, trial: tuple[int, ...], k: int) -> float:
         """The end of a neighbour whose buckets before `k` are those of the schedule."""
@@ -182,9 +197,10 @@ class _Replay:
     def _run(self, before: tuple[float, float], start: int, stops: tuple[int, ...]) -> tuple[float, float]:
         """`Overlap.send` for buckets in a row: (time, progress) at the end."""
         time_us, progress_us = before
-        compute, network, compute_end_us = self._overlap.compute, self._overlap.network, self._overlap.compute_end_us
+        compute_end_us = self._overlap.compute_end_us
         for stop in stops:
-            cost_us, wait_us = self._cost_us[start, stop], self._ready_us[stop - 1] - progress_us
+            cost_us, compute, network = self._sent[start, stop]
+            wait_us = self._ready_us[stop - 1] - progress_us
             if wait_us > 0.0:
                 time_us, progress_us = time_us + wait_us, progress_us + wait_us
             stretched_us = cost_us * network

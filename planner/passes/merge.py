@@ -30,7 +30,7 @@ def merge_problem(problem: Problem) -> MergeProblem:
 
 def overlap_of(problem: Problem) -> Overlap:
     """How compute and network slow each other down."""
-    return Overlap(problem.contention.compute, problem.contention.network, problem.compute_end_us)
+    return Overlap.of(problem)
 
 
 @lru_cache(maxsize=4)

@@ -35,6 +35,8 @@ Factor = Annotated[float, Field(ge=1.0, le=1e6)]
 Emulated = Literal["namespaces", "sleep"]
 Sample = tuple[Annotated[float, Field(ge=0.0, le=2**60)], TimeUs]
 """(message_bytes, time_us)."""
+SizeFactors = tuple[Annotated[float, Field(gt=0.0, le=2**60)], Factor, Factor]
+"""(message_bytes, compute, network)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -165,6 +167,9 @@ class Contention:
 
     compute: Factor = 1.0
     network: Factor = 1.0
+    by_size: Annotated[tuple[SizeFactors, ...], Field(min_length=1)] | None = None
+    """The same for flat all-reduces by the size of the message, where that was measured; `compute` and `network` then
+    are those of a usual size, for what has no size here."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -183,7 +188,8 @@ class Cluster:
     collectives: dict[str, Line] | None = None
     samples: dict[str, Annotated[tuple[Sample, ...], Field(min_length=1)]] | None = None
     back_to_back: dict[str, Annotated[tuple[Sample, ...], Field(min_length=1)]] | None = None
-    """As `samples`, per call when calls queue behind one another."""
+    """As `samples`, per call when calls queue behind one another: the cost of messages in a step, where it is known. In
+    `samples` all ranks and their threads have just met, which they have not at the end of a computation."""
     sparsify: Line | dict[str, Line] | None = None
     unpack: Line | dict[str, Line] | None = None
     local_update: Line | None = None
