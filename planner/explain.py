@@ -10,7 +10,7 @@ from rich.table import Table
 from planner.catalog import Entry
 from planner.predict import Simulation
 from planner.profile.document import Profile
-from planner.sources import counted
+from planner.sources import counted, slower
 from runtime.plan import Plan, PlanBucket, Prediction
 
 
@@ -214,8 +214,5 @@ def profile_lines(profile: Profile) -> list[str]:
             f"is off by {line.mean_error or 0:.0%} on average, so the samples are used"
         )
     if cluster is not None and cluster.contention is not None:
-        lines.append(
-            f"while both are busy, compute takes {cluster.contention.compute:.2f} × and the network "
-            f"{cluster.contention.network:.2f} × as long"
-        )
+        lines.append(f"while both are busy, {slower(cluster.contention)}")
     return lines

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from planner.problem import Problem
-from planner.profile.document import Cluster, Link, Profile
+from planner.profile.document import Cluster, Contention, Link, Profile
 from runtime.version import __version__
 
 
@@ -96,6 +96,14 @@ def _communication(problem: Problem) -> str:
         text += ", extrapolated from another number of ranks"
     if problem.contended:
         factors = problem.contention
-        text += f"; while both are busy, compute takes {factors.compute:.3g} × and the network {factors.network:.3g} ×"
-        text += " as long"
+        text += f"; while both are busy, {slower(factors)}"
     return text
+
+
+def slower(factors: Contention) -> str:
+    """Contention factors in words: from the largest message that was measured to the smallest."""
+    network = f"{factors.network:.3g}"
+    if factors.by_size is not None:
+        sizes = sorted(factors.by_size)
+        network = f"{sizes[-1][2]:.3g} (large messages) to {sizes[0][2]:.3g} (small ones)"
+    return f"compute takes {factors.compute:.3g} × and the network {network} × as long"

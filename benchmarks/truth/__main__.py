@@ -28,7 +28,9 @@ def main() -> int:
     """Measures what is missing, prints, writes; 0 even where a target is missed: the document says so."""
     parser = argparse.ArgumentParser(description=str(__doc__).partition("\n")[0])
     parser.add_argument("--quick", action="store_true", help="a few cells; writes nothing but the results")
-    parser.add_argument("--cells", nargs="+", default=None, help="for example gpt@2x1@1gbit")
+    parser.add_argument(
+        "--cells", nargs="+", default=None, help="for example gpt@2x1@1gbit, or path/to/job.py:job@2x1@1gbit"
+    )
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=4, help="measured steps of a plan in each round")
     parser.add_argument("--results", type=Path, default=None, help="JSON lines: not measured again")
@@ -63,7 +65,7 @@ def _all() -> list[Cell]:
 
 
 def _cell(text: str) -> Cell:
-    model, shape, rate = text.split("@")
+    model, shape, rate = text.rsplit("@", 2)
     return Cell(model, int(shape.partition("x")[0]), rate)
 
 
@@ -76,7 +78,7 @@ def _read(path: Path | None) -> dict[str, Result]:
 
 def measure(cell: Cell, rounds: int, steps: int) -> Result:
     """One start of the ranks."""
-    spec = f"benchmarks.truth.jobs:{cell.model}_job"
+    spec = cell.model if ":" in cell.model else f"benchmarks.truth.jobs:{cell.model}_job"
     emulate = None if cell.rate == "unshaped" else f"{cell.hosts}x1@{cell.rate}"
     options = RankOptions(cell.hosts) if emulate is None else RankOptions(None, emulate=emulate)
     return summarize(cell, on_ranks(options, cell_rank, spec, rounds, steps))

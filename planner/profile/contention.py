@@ -1,14 +1,19 @@
-"""How much backward and communication slow each other down, measured with both at once.
+"""How much backward and communication slow each other down, measured with both at once, by the size of messages.
 
-A step runs while back-to-back all-reduces are in flight from its first gradient on. From when each of the two ends,
-and how long each takes alone, the factors follow: while both are busy, compute advances at 1/compute and the network at
-1/network of its speed.
+A step runs while all-reduces of one size are in flight, back to back, from its first gradient on. From how many of them
+have passed when backward ends, how long that takes, and how long each takes alone, the factors follow: while both are
+busy, compute advances at 1/compute and the network at 1/network of its speed.
+
+The size matters: where every core computes, whatever a message needs a core for has to wait until the scheduler gives
+it one, some milliseconds, and that is ten times what a small message takes alone and a tenth of a large one's time.
 """
 
 from __future__ import annotations
 
 import statistics
 import time
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -18,7 +23,7 @@ from planner.profile.document import Contention
 from planner.profile.links import make_bucket
 from planner.progress import Progress
 from runtime.buckets import BucketBuffer
-from runtime.clock import Clock, make_clock
+from runtime.clock import Clock
 from runtime.collectives import COLLECTIVES
 from runtime.communicator import Sent, make_communicator
 from runtime.world import World
@@ -26,25 +31,29 @@ from runtime.world import World
 MIN_REPEATS, MAX_REPEATS = 5, 15
 BUDGET_S = 15.0
 """What the repeats may take in all, once there are enough of them."""
-SHARE = 0.7
-"""Part of backward that the all-reduces are meant to fill."""
+SHARE = 0.8
+"""Part of backward that the all-reduces are meant to fill if nothing slows them."""
 MIN_BACKWARD_US = 500.0
 """Shorter backwards are over before a collective has begun."""
-PROBE_MESSAGES = 4
-FEWEST_MESSAGES, SMALLEST_BYTES = 4, 16 * 1024
-MAX_MESSAGES = 64
-LEAST_SHARE = 0.1
-"""Of either task that counts as done while both were busy: what remains is a difference of two measured times, and
-when it comes near zero it says nothing."""
+SIZES = (1024, 8 * 1024, 64 * 1024, 512 * 1024, 4 * 1024 * 1024)
+"""Message bytes; those are left out that are larger than the model, or of which two do not fit beside backward."""
+PROBE_MESSAGES, MAX_MESSAGES = 4, 64
+LEAST_SHARE, LEAST_MESSAGES = 0.1, 0.5
+"""Of backward, and how many messages, that count as done while both were busy: near zero they would say nothing."""
 
 
 class _Flood:
-    """A communicator that sends its own messages, back to back, from the first bucket of each step on."""
+    """A communicator that sends messages of its own, back to back, when it is told to."""
 
-    def __init__(self, world: World, device: torch.device, size_bytes: int, messages: int) -> None:
+    def __init__(self, world: World, device: torch.device) -> None:
         self._inner = make_communicator(world, [COLLECTIVES[("all_reduce", "library")]], device)
-        self._buckets = [make_bucket(size_bytes, device) for _ in range(messages)]
+        self._device = device
+        self._buckets: list[BucketBuffer] = []
         self.sent: list[Sent] = []
+
+    def choose(self, size_bytes: int, messages: int) -> None:
+        """From now on so many of this size."""
+        self._buckets = [make_bucket(size_bytes, self._device) for _ in range(messages)]
 
     def begin(self) -> None:
         self.sent = [Sent() for _ in self._buckets]
@@ -61,96 +70,131 @@ class _Flood:
         self._inner.close()
 
 
+@dataclass(frozen=True)
+class Seen:
+    """One size in one round."""
+
+    backward_us: float
+    """Alone."""
+    each_us: float
+    """A message alone, in a queue."""
+    both_us: float
+    """Backward beside messages."""
+    shared_us: float
+    """How long both were busy."""
+    messages: float
+    """How many passed meanwhile; the one on its way counts in part."""
+
+
 def measure_contention(
     model: nn.Module, optimizer: torch.optim.Optimizer | None, step: Step, world: World, device: torch.device,
-    backward_us: float, size_bytes: int, progress: Progress,
+    backward_us: float, model_bytes: int, progress: Progress,
 ) -> Contention | None:  # fmt: skip
     """The factors of this machine, the same on all ranks; None where backward is too short to tell.
 
     Args:
         backward_us: from the first gradient to the end of backward, alone.
-        size_bytes: bytes of the messages to send meanwhile; fewer where the network is so slow that not even
-            `FEWEST_MESSAGES` of them fit beside backward.
+        model_bytes: of all gradients; no larger message is tried.
     """
     if world.group is None or backward_us < MIN_BACKWARD_US:
         return None
-    size_bytes, each_us = _fitting(world, device, size_bytes, backward_us)
-    if 2 * each_us > backward_us:
-        return None  # most of the messages would travel after backward
-    messages = max(2, round(SHARE * backward_us / each_us))
-    flood = _Flood(world, device, size_bytes, min(messages, MAX_MESSAGES))
+    flood = _Flood(world, device)
     runner = StepRunner(model, optimizer, step, world, communicator=flood)
     try:
+        chosen = _fitting(runner, flood, world, backward_us, model_bytes)
+        if not chosen:
+            return None
         runner.run()
         started = time.perf_counter()
-        rounds = [_round(runner, flood, world)]
+        rounds = [_round(runner, flood, world, chosen)]
         round_s = max(world.gather(time.perf_counter() - started, "timing a round"))
         repeats = int(min(MAX_REPEATS, max(MIN_REPEATS, BUDGET_S / max(round_s, 1e-9))))
-        rounds += [_round(runner, flood, world) for _ in progress.track(range(repeats - 1), "contention")]
+        rounds += [_round(runner, flood, world, chosen) for _ in progress.track(range(repeats - 1), "contention")]
     finally:
         runner.close()
-    everyone = world.gather([statistics.median(column) for column in zip(*rounds, strict=True)], "comparing contention")
-    return solve(*(statistics.median(column) for column in zip(*everyone, strict=True)))
+    everyone: list[list[list[Seen]]] = world.gather(rounds, "comparing contention")
+    by_size = []
+    for index, (size_bytes, _) in enumerate(chosen):
+        found = [solve([one[index] for one in rank]) for rank in everyone]
+        compute, network = (statistics.median(column) for column in zip(*found, strict=True))
+        by_size.append((float(size_bytes), round(compute, 4), round(network, 4)))
+    # Beside a usual bucket: a quarter of the model.
+    _, compute, network = min(by_size, key=lambda factors: abs(factors[0] - model_bytes / 4))
+    return Contention(compute=compute, network=network, by_size=tuple(by_size))
 
 
-def _fitting(world: World, device: torch.device, size_bytes: int, backward_us: float) -> tuple[int, float]:
-    """(bytes, microseconds alone) of messages of which several fit beside backward: smaller ones on a slow network."""
-    while True:
-        probe = _Flood(world, device, size_bytes, PROBE_MESSAGES)
-        each_us = _alone(probe, world, make_clock(device)) / PROBE_MESSAGES
-        probe.close()
-        if FEWEST_MESSAGES * each_us <= backward_us or size_bytes <= SMALLEST_BYTES:
-            return size_bytes, each_us
-        size_bytes = max(SMALLEST_BYTES, size_bytes // 4)
+def _fitting(
+    runner: StepRunner, flood: _Flood, world: World, backward_us: float, model_bytes: int
+) -> list[tuple[int, int]]:
+    """(bytes, how many) of messages that fill most of backward."""
+    chosen: list[tuple[int, int]] = []
+    for size_bytes in SIZES:
+        if chosen and size_bytes > model_bytes:
+            break
+        flood.choose(size_bytes, PROBE_MESSAGES)
+        each_us = _alone(flood, world, runner.clock) / PROBE_MESSAGES
+        if 2 * each_us > backward_us:
+            break  # the larger ones neither
+        chosen.append((size_bytes, max(2, min(MAX_MESSAGES, round(SHARE * backward_us / each_us)))))
+    return chosen
 
 
-def _round(runner: StepRunner, flood: _Flood, world: World) -> tuple[float, float, float, float]:
-    """(backward alone, messages alone, backward and messages with both going), in turn so that drift hits all alike."""
+def _round(runner: StepRunner, flood: _Flood, world: World, chosen: Sequence[tuple[int, int]]) -> list[Seen]:
+    """Every size once, and backward alone, in turn so that drift hits all alike; messages go before every step, so
+    that caches are alike."""
     between = runner.clock.between_us
+    flood.choose(*chosen[-1])
+    _send_alone(flood, world)
     alone = runner.run()
+    backward_us = between(alone.backward, alone.backward_end)
+    seen = []
+    for size_bytes, messages in chosen:
+        flood.choose(size_bytes, messages)
+        _send_alone(flood, world)
+        network_us = between(flood.sent[0].start, flood.sent[-1].end)
+        runner.session.recorder.on_backward = flood.begin
+        both = runner.run()
+        runner.session.recorder.on_backward = None
+        both_us = between(both.backward, both.backward_end)
+        ends_us = [between(flood.sent[0].start, sent.end) for sent in flood.sent]
+        shared_us = min(both_us, ends_us[-1])
+        seen.append(Seen(backward_us, network_us / messages, both_us, shared_us, passed(ends_us, shared_us)))
+    return seen
+
+
+def passed(ends_us: Sequence[float], until_us: float) -> float:
+    """How many messages, of which each begins when the one before ends, have passed by then."""
+    done, before_us = 0.0, 0.0
+    for end_us in ends_us:
+        if end_us > until_us:
+            return done + (until_us - before_us) / (end_us - before_us)
+        done, before_us = done + 1.0, end_us
+    return done
+
+
+def _send_alone(flood: _Flood, world: World) -> None:
     world.gather(None, "timing messages alone")
     flood.begin()
     flood.wait()
-    network_us = between(flood.sent[0].start, flood.sent[-1].end)
-    runner.session.recorder.on_backward = flood.begin
-    both = runner.run()
-    runner.session.recorder.on_backward = None
-    return (
-        between(alone.backward, alone.backward_end),
-        network_us,
-        between(both.backward, both.backward_end),
-        between(flood.sent[0].start, flood.sent[-1].end),
-    )
 
 
 def _alone(probe: _Flood, world: World, clock: Clock) -> float:
     """Microseconds of the probe's messages with nothing else going on."""
     times = []
     for _ in range(3):
-        world.gather(None, "timing messages alone")
-        probe.begin()
-        probe.wait()
+        _send_alone(probe, world)
         times.append(clock.between_us(probe.sent[0].start, probe.sent[-1].end))
     everyone: list[list[float]] = world.gather(times, "timing messages alone")
     return min(max(times) for times in everyone)
 
 
-def solve(backward_us: float, network_us: float, backward_both_us: float, network_both_us: float) -> Contention:
-    """The factors that explain what was seen when both began together.
-
-    Args:
-        backward_us, network_us: each alone.
-        backward_both_us, network_both_us: when each ended with both going.
-    """
-    if backward_both_us >= network_both_us:
-        # The network was never alone; compute was, after it.
-        shared_us = network_both_us
-        network = shared_us / network_us
-        done_us = backward_us - (backward_both_us - shared_us)
-        compute = shared_us / max(done_us, LEAST_SHARE * backward_us)
-    else:
-        shared_us = backward_both_us
-        compute = shared_us / backward_us
-        done_us = network_us - (network_both_us - shared_us)
-        network = shared_us / max(done_us, LEAST_SHARE * network_us)
-    return Contention(compute=round(max(1.0, compute), 4), network=round(max(1.0, network), 4))
+def solve(rounds: Sequence[Seen]) -> tuple[float, float]:
+    """(compute, network): the factors that explain what one rank saw of one size; medians over rounds."""
+    backward_us, each_us, both_us, shared_us = (
+        statistics.median(getattr(one, field) for one in rounds)
+        for field in ("backward_us", "each_us", "both_us", "shared_us")
+    )
+    per_message_us = statistics.median(one.shared_us / max(one.messages, LEAST_MESSAGES) for one in rounds)
+    # What of backward was left when the last message had passed went on alone.
+    done_us = max(backward_us - max(0.0, both_us - shared_us), LEAST_SHARE * backward_us)
+    return max(1.0, shared_us / done_us), max(1.0, per_message_us / each_us)

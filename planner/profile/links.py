@@ -26,11 +26,12 @@ from runtime.torch_compat import all_gather_single, reduce_scatter_single
 from runtime.world import World
 
 SMALLEST_BYTES = 1024
-QUEUED_CALLS = 8
-"""Calls that queue behind one another when they are timed back to back."""
-QUEUED_BYTES = 16 * 1024 * 1024
-"""Largest message that is timed in a queue: beside the time of a larger one, what queueing saves is nothing."""
-MIN_PASSES, MAX_PASSES = 5, 25
+QUEUE_US, QUEUED_CALLS = 20_000.0, (4, 32)
+"""How long a queue of calls is meant to take, and how many they are. Now and then a small message waits some
+milliseconds for a core, so that a typical one says little about how long many take."""
+QUEUED_US = 20_000.0
+"""Messages that take longer alone are not timed in a queue: they take longer by as much as the largest one timed."""
+MIN_PASSES, MAX_PASSES = 3, 25
 BUDGET_S = 2.5
 """What one collective may take in all, once it has been timed often enough."""
 
@@ -58,15 +59,27 @@ def message_sizes(model_bytes: int, ratio: int) -> list[int]:
 def measure_all_reduce(
     world: World, device: torch.device, model_bytes: int, progress: Progress, budget_s: float = BUDGET_S
 ) -> tuple[tuple[Sample, ...], tuple[Sample, ...]]:
-    """Times the runtime's all-reduce as sessions use it: (calls alone, calls that queue behind one another)."""
+    """Times the runtime's all-reduce as sessions use it: (calls alone, calls that queue behind one another).
+
+    Alone means right after a barrier, when all ranks are there and their threads awake. In a step they are not: after
+    a computation a message takes about as long as one in a queue.
+    """
     communicator = make_communicator(world, [COLLECTIVES[("all_reduce", "library")]], device)
     try:
         fine = message_sizes(model_bytes, 2)
         probe = _AllReduceProbe(communicator, device, fine[-1])
         alone = _curve(world, device, fine, probe.once, progress, "all_reduce", budget_s)
-        queueing = message_sizes(min(model_bytes, QUEUED_BYTES), 4)
-        calls = _curve(world, device, queueing, probe.queued, progress, "all_reduce back to back", budget_s)
-        return alone, tuple((size, time_us / QUEUED_CALLS) for size, time_us in calls)
+        short = max(1, sum(time_us <= QUEUED_US for _, time_us in alone))
+        least, most = QUEUED_CALLS
+        calls = {size: max(least, min(most, round(QUEUE_US / time_us))) for size, time_us in alone[:short]}
+        queues = _curve(
+            world, device, fine[:short], lambda size: probe.queued(size, calls[size]), progress,
+            "all_reduce back to back", budget_s,
+        )  # fmt: skip
+        queued = [(size, time_us / calls[size]) for size, time_us in queues]
+        more_us = max(0.0, queued[-1][1] - alone[short - 1][1])
+        queued += [(size, time_us + more_us) for size, time_us in alone[short:]]
+        return alone, tuple((size, round(time_us, 3)) for size, time_us in queued)
     finally:
         communicator.close()
 
@@ -121,8 +134,8 @@ class _AllReduceProbe:
         bucket = self._bucket(size_bytes, 0)
         return lambda: self._send([bucket])
 
-    def queued(self, size_bytes: int) -> Run:
-        buckets = [self._bucket(size_bytes, place) for place in range(QUEUED_CALLS)]
+    def queued(self, size_bytes: int, calls: int) -> Run:
+        buckets = [self._bucket(size_bytes, place) for place in range(calls)]
         return lambda: self._send(buckets)
 
     def _send(self, buckets: Sequence[BucketBuffer]) -> None:

@@ -46,9 +46,6 @@ TIMEOUT_S = 300.0
 SLOWEST_BYTES_PER_S = 10e6
 """A collective of the whole model has to fit into the deadline on a network as slow as this."""
 
-CONTENTION_BYTES = (64 * 1024, 4 * 1024 * 1024)
-"""Least and largest message that contention is measured with; a quarter of the model where that lies between."""
-
 
 def profile_step(
     model: nn.Module,
@@ -186,8 +183,7 @@ def _measure_network(
         links = measure_links(world, device, model_bytes, progress)
     apart = measure_apart(world, _node_names(world), device, model_bytes, progress)
     overlapped_us = min(_overlapped_us(rank) for rank in ranks)
-    size_bytes = min(max(model_bytes // 4, CONTENTION_BYTES[0]), CONTENTION_BYTES[1])
-    contention = measure_contention(model, optimizer, step, world, device, overlapped_us, size_bytes, progress)
+    contention = measure_contention(model, optimizer, step, world, device, overlapped_us, model_bytes, progress)
     return apart.beside(links) if apart else links, apart, contention
 
 

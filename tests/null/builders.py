@@ -121,13 +121,25 @@ def cluster_documents(draw: st.DrawFn, monotone: bool = False, contention: bool 
     """A line, or samples that may go up and down."""
     if draw(st.booleans()):
         line = (draw(st.integers(0, 40)) * 12.5, draw(st.integers(0, 64)) / 64)
-        return cluster_document(line, contention=draw(factors()) if contention else None)
+        return _contended(draw, cluster_document(line), contention)
     sizes = draw(st.lists(st.integers(0, 2000), min_size=1, max_size=6))
     times = [draw(st.integers(0, 60)) * 12.5 for _ in sizes]
     if monotone:
         sizes, times = sorted(set(sizes)), sorted(times)[: len(set(sizes))]
     samples = list(zip(sizes, times, strict=True))
-    return cluster_document(None, samples, draw(factors()) if contention else None)
+    return _contended(draw, cluster_document(None, samples), contention)
+
+
+def _contended(draw: st.DrawFn, cluster: dict[str, Any], contention: bool) -> dict[str, Any]:
+    """With contention factors for all messages or, as often, by their size, where that is asked for."""
+    if not contention:
+        return cluster
+    compute, network = draw(factors())
+    cluster["contention"] = {"compute": compute, "network": network}
+    if draw(st.booleans()):
+        sizes = draw(st.lists(st.sampled_from([1, 64, 4096, 100_000, 400_000]), min_size=1, max_size=4, unique=True))
+        cluster["contention"]["by_size"] = [[size, *draw(factors())] for size in sizes]
+    return cluster
 
 
 def factors() -> st.SearchStrategy[tuple[float, float]]:

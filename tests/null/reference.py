@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import statistics
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
@@ -48,6 +49,40 @@ def bucket_us(problem: Problem, gradients: Sequence[int]) -> float:
     return sum(message_us(problem, size_bytes) for size_bytes in sizes.values())
 
 
+def slowed(problem: Problem, gradients: Sequence[int]) -> tuple[float, float]:
+    """(compute, network) while a bucket is on its way: its messages one after the other, each with its own factors."""
+    contention = problem.contention
+    if contention.by_size is None:
+        return contention.compute, contention.network
+    sizes: dict[str, int] = {}
+    for index in gradients:
+        gradient = problem.profile.compute.gradients[index]
+        sizes[gradient.dtype] = sizes.get(gradient.dtype, 0) + gradient.numel * DTYPE_BYTES[gradient.dtype]
+    known = sorted(contention.by_size)
+    factors = [tuple(_between(known, size, column) for column in (1, 2)) for size in sizes.values()]
+    if len(factors) == 1:
+        return factors[0][0], factors[0][1]
+    idle_us = [message_us(problem, size) for size in sizes.values()]
+    busy_us = [us * network for us, (_, network) in zip(idle_us, factors, strict=True)]
+    if sum(busy_us) == 0.0:
+        return 1.0, 1.0
+    computed_us = [us / compute for us, (compute, _) in zip(busy_us, factors, strict=True)]
+    return sum(busy_us) / sum(computed_us), sum(busy_us) / sum(idle_us)
+
+
+def _between(known: Sequence[tuple[float, float, float]], size_bytes: int, column: int) -> float:
+    """Speeds lie on lines over the logarithm of the size."""
+    at = math.log2(max(size_bytes, 1))
+    if at <= math.log2(known[0][0]):
+        return known[0][column]
+    for low, high in itertools.pairwise(known):
+        left, right = math.log2(low[0]), math.log2(high[0])
+        if left <= at < right:
+            share = (at - left) / (right - left)
+            return 1.0 / ((1.0 - share) / low[column] + share / high[column])
+    return known[-1][column]
+
+
 def ready_us(problem: Problem) -> list[float]:
     """forward_us + sum(backward_us[0..i])."""
     steps = itertools.accumulate(gradient.backward_us for gradient in problem.profile.compute.gradients)
@@ -69,15 +104,17 @@ def iteration_us(problem: Problem, buckets: Sequence[Sequence[int]]) -> float:
 
 def contended_iteration_us(problem: Problem, buckets: Sequence[Sequence[int]]) -> float:
     """Length of the step with contention: from event to event, each resource at its speed of the moment."""
-    factors, ready = problem.contention, ready_us(problem)
-    waiting = [(ready[max(gradients)], bucket_us(problem, gradients)) for gradients in buckets]
-    time_us, computed_us, left_us = 0.0, 0.0, None
+    ready = ready_us(problem)
+    waiting = [
+        (ready[max(gradients)], bucket_us(problem, gradients), slowed(problem, gradients)) for gradients in buckets
+    ]
+    time_us, computed_us, left_us, factors = 0.0, 0.0, None, (1.0, 1.0)
     while waiting or left_us is not None or computed_us < ready[-1]:
         if left_us is None and waiting and waiting[0][0] <= computed_us:
-            left_us = waiting.pop(0)[1]
+            _, left_us, factors = waiting.pop(0)
         computing = computed_us < ready[-1]
         both = computing and left_us is not None
-        compute_factor, network_factor = (factors.compute, factors.network) if both else (1.0, 1.0)
+        compute_factor, network_factor = factors if both else (1.0, 1.0)
         events = []
         if left_us is not None:
             events.append(("sent", left_us * network_factor))

@@ -162,6 +162,9 @@ def test_most_specific_source_wins() -> None:
     assert everything.all_reduce.at(1536) == 800.0
     assert everything.all_reduce.start_up_us == 50.0  # of the line that was fitted to the samples
     assert everything.source == "2 measured samples"
+    in_a_queue = {"all_reduce": [[1024, 800.0], [2048, 1000.0]]}
+    queued = cost(samples=SAMPLES, line=(50.0, 0.01), inter=INTER, back_to_back=in_a_queue)
+    assert (queued.all_reduce.at(1536), queued.source) == (900.0, "2 measured samples, back to back")
     assert cost(samples=SAMPLES, line=None, inter=INTER).all_reduce.start_up_us == pytest.approx(500.0)
     fitted = cost(line=(50.0, 0.01), inter=INTER)
     assert fitted.all_reduce.at(1000) == 60.0
@@ -169,7 +172,7 @@ def test_most_specific_source_wins() -> None:
     links = cost(line=None, inter=INTER)
     assert links.all_reduce.at(1000) == pytest.approx(6 * 45.0 + 1.5 * 8e-4 * 1000)
     assert links.source == "all_reduce/ring with link constants"
-    assert [source.extrapolated for source in (everything, fitted, links)] == [False] * 3
+    assert [source.extrapolated for source in (everything, queued, fitted, links)] == [False] * 4
 
 
 @pytest.mark.parametrize(("algorithm", "start_up_us"), [("binary_tree", 180.0), ("recursive_doubling", 90.0)])

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
 from planner.profile import contention
 from planner.profile.compute import RankTimes, combine
-from planner.profile.contention import solve
+from planner.profile.contention import Seen, solve
 from planner.profile.links import fit, message_sizes
 from runtime.world import World
 
@@ -46,38 +46,42 @@ def test_a_fit_says_how_good_it_is() -> None:
 
 
 @given(
-    st.floats(1.0, 3.0), st.floats(1.0, 10.0), st.floats(1000.0, 50_000.0), st.floats(1000.0, 50_000.0)
+    st.floats(1.0, 3.0), st.floats(1.0, 10.0), st.floats(1000.0, 50_000.0), st.floats(50.0, 5000.0), st.integers(2, 64)
 )  # fmt: skip
 def test_contention_factors_are_recovered_from_what_they_cause(
-    compute: float, network: float, backward_us: float, network_us: float
+    compute: float, network: float, backward_us: float, each_us: float, messages: int
 ) -> None:
+    network_us = each_us * messages
     if backward_us * compute >= network_us * network:
-        network_both = network_us * network
-        backward_both = network_both + backward_us - network_both / compute
+        shared_us = network_us * network
+        both_us = shared_us + backward_us - shared_us / compute
     else:
-        backward_both = backward_us * compute
-        network_both = backward_both + network_us - backward_both / network
-    found = solve(backward_us, network_us, backward_both, network_both)
-    # The factor of the resource that was never alone is always seen; the other one where enough time was shared.
-    if backward_us * compute >= network_us * network:
-        assert found.network == pytest.approx(network, rel=1e-3)
-    else:
-        assert found.compute == pytest.approx(compute, rel=1e-3)
-    shared_us = min(backward_both, network_both)
-    if shared_us / compute > 0.12 * backward_us and shared_us / network > 0.12 * network_us:
-        assert found.compute == pytest.approx(compute, rel=2e-2)
-        assert found.network == pytest.approx(network, rel=2e-2)
+        shared_us = both_us = backward_us * compute
+    passed_us = [each_us * network * (k + 1) for k in range(messages)]
+    done = contention.passed(passed_us, shared_us)
+    assert done == pytest.approx(min(messages, shared_us / (each_us * network)))
+    found = solve([Seen(backward_us, each_us, both_us, shared_us, done)] * 3)
+    if shared_us / compute > 0.12 * backward_us:
+        assert found[0] == pytest.approx(compute, rel=1e-6)
+    if done > 0.5:
+        assert found[1] == pytest.approx(network, rel=1e-6)
 
 
-def test_factors_do_not_jump_where_little_was_shared() -> None:
-    before, after = solve(1200, 900, 1700, 2590), solve(1200, 900, 1700, 2610)
-    assert before.network == pytest.approx(after.network, rel=0.01)
-    assert before.network < 20
+def test_factors_do_not_explode_where_little_was_shared() -> None:
+    compute, network = solve([Seen(1200.0, 900.0, 1205.0, 8.0, 0.01)])
+    assert (compute, network) == (1.0, 1.0)
+    compute, network = solve([Seen(1000.0, 100.0, 1990.0, 1000.0, 0.0)])
+    assert (compute, network) == (pytest.approx(10.0), pytest.approx(20.0))
 
 
 def test_nothing_gets_faster_by_contention() -> None:
-    found = solve(1000.0, 1000.0, 900.0, 950.0)
-    assert (found.compute, found.network) == (1.0, 1.0)
+    assert solve([Seen(1000.0, 1000.0, 900.0, 900.0, 1.0)]) == (1.0, 1.0)
+
+
+def test_the_message_on_its_way_counts_in_part() -> None:
+    ends_us = [100.0, 300.0, 400.0]
+    assert [contention.passed(ends_us, at) for at in (0.0, 50.0, 100.0, 250.0, 400.0)] == [0.0, 0.5, 1.0, 1.75, 3.0]
+    assert contention.passed(ends_us, 1000.0) == 3.0
 
 
 def times(ready_us: dict[str, list[float]]) -> RankTimes:
@@ -108,20 +112,24 @@ def test_a_parameter_that_no_rank_used_is_left_out() -> None:
 
 
 @pytest.mark.parametrize(
-    ("us_per_byte", "backward_us", "expected_bytes"),
-    [(1e-4, 20_000.0, 4 * 2**20), (8e-3, 20_000.0, 2**18), (8e-3, 300.0, contention.SMALLEST_BYTES)],
+    ("us_per_byte", "backward_us", "expected"),
+    [
+        (1e-4, 20_000.0, [(1024, 64), (8192, 64), (65536, 64), (524288, 64), (4194304, 38)]),
+        (8e-3, 20_000.0, [(1024, 64), (8192, 64), (65536, 31), (524288, 4)]),
+        (8e-3, 300.0, [(1024, 29), (8192, 4)]),
+        (8e-1, 300.0, []),
+    ],
 )
 def test_contention_is_measured_with_messages_that_fit_beside_backward(
-    monkeypatch: pytest.MonkeyPatch, us_per_byte: float, backward_us: float, expected_bytes: int
+    monkeypatch: pytest.MonkeyPatch, us_per_byte: float, backward_us: float, expected: list[tuple[int, int]]
 ) -> None:
     class Flood:
-        def __init__(self, _world: object, _device: object, size_bytes: int, messages: int) -> None:
+        def choose(self, size_bytes: int, messages: int) -> None:
             self.time_us = size_bytes * us_per_byte * messages
 
-        def close(self) -> None:
-            pass
-
-    monkeypatch.setattr(contention, "_Flood", Flood)
     monkeypatch.setattr(contention, "_alone", lambda flood, *_: flood.time_us)
-    found = contention._fitting(World(), torch.device("cpu"), 4 * 2**20, backward_us)
-    assert found == (expected_bytes, pytest.approx(expected_bytes * us_per_byte))
+    runner = SimpleNamespace(clock=None)
+    fitting = contention._fitting(runner, Flood(), World(), backward_us, 5 * 2**20)  # type: ignore[arg-type]
+    assert fitting == [(size, min(64, max(2, count))) for size, count in expected]
+    smaller = contention._fitting(runner, Flood(), World(), backward_us, 10_000)  # type: ignore[arg-type]
+    assert smaller == fitting[:2]

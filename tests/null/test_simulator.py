@@ -88,6 +88,22 @@ def test_contended_step_equals_the_replay(data: st.DataObject) -> None:
     assert timeline.iteration_us == pytest.approx(expected, rel=1e-9, abs=1e-6)
 
 
+def test_factors_by_size_are_those_of_the_message() -> None:
+    """1/factor lies on a line over the logarithm of the size, and stays beyond the sizes that were measured."""
+    document = profile_document([(256, 0.0), (8192, 100.0), (10**6, 100.0)], forward_us=0.0)
+    cluster = cluster_document((10.0, 0.0), contention=(9.0, 9.0))
+    cluster["contention"]["by_size"] = [[1024, 2.0, 5.0], [1048576, 1.0, 1.0]]
+    problem = make(document, cluster)
+    assert problem.bucket_factors([(0,), (1,), (2,)]) == [
+        (2.0, 5.0),
+        (pytest.approx(1 / 0.75), pytest.approx(1 / 0.6)),
+        (1.0, 1.0),
+    ]
+    # Beside 200 us of backward: 50 us for the first; the second begins when 100 us are done.
+    ends = [span.end_us for span in simulate_schedule(problem, Schedule.from_boundaries([1, 2, 3])).on("network")]
+    assert ends == pytest.approx([50.0, 125.0 + 10 / 0.6, 125.0 + 10 / 0.6 + (100 - 12.5) + 10])
+
+
 @pytest.mark.parametrize("kind", ["line", "monotone", "jagged"])
 @pytest.mark.parametrize("contention", [None, (1.07, 1.12), (2.5, 1.0), (1.0, 2.5)])
 def test_long_steps(kind: str, contention: tuple[float, float] | None) -> None:

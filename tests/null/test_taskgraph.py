@@ -7,7 +7,7 @@ import math
 
 import numpy as np
 import pytest
-from builders import cluster_document, make, profile_document
+from builders import cluster_document, make, problems, profile_document
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -49,6 +49,14 @@ def test_agrees_with_the_recurrences(
     assert run.total_us == pytest.approx(timeline.iteration_us, rel=1e-9)
     sent = [span.end_us for span in run.spans() if span.resource == "network"]
     assert sent == pytest.approx([span.end_us for span in timeline.on("network")], rel=1e-9)
+
+
+@given(problems(contention=True, mixed=True), st.sampled_from(["wfbp", "single", "optimal"]))
+def test_agrees_where_factors_depend_on_the_size(problem: Problem, strategy: str) -> None:
+    schedule = make_schedule(problem, strategy)
+    factors = {"compute": problem.contention.compute, "network": problem.contention.network}
+    run = run_graph(build_graph(problem, schedule), factors)
+    assert run.total_us == pytest.approx(simulate_schedule(problem, schedule).iteration_us, rel=1e-9, abs=1e-6)
 
 
 @given(rows_drawn, factors_drawn, st.integers(2, 3))
