@@ -28,6 +28,8 @@ NAMED = ("wfbp", "single", "ddp", "mg_wfbp", "optimal")
 CAPS = ("ddp:1", "ddp:5", "ddp:100")
 """Bucket sizes beside DDP's default, of which the best counts as tuned DDP."""
 RANDOM_SEEDS = (1, 2)
+LONG_STEP_US = 500_000.0
+"""Of longer steps a block has one, after one to warm up: they are many milliseconds of traffic that varies little."""
 
 
 @dataclass(frozen=True)
@@ -128,12 +130,13 @@ def cell_rank(spec: str, rounds: int, steps: int, device: str = "cpu") -> RankCe
     plans: dict[str, Plan] = {name: lower(problem, schedule) for name, schedule in schedules(problem).items()}
     built = build(spec, device)
     world = World.join(None, TIMEOUT_S)
+    long = predict(problem, Schedule.from_boundaries([problem.count])).iteration_us > LONG_STEP_US
     try:
-        contest = Contest(built, world, None)
+        contest = Contest(built, world, None, 1) if long else Contest(built, world, None)
         bare = Contestant(name=BARE, kind="bare")
         contest.warm_up(bare)
         planned = [Contestant(name=name, kind="plan", plan=plan) for name, plan in plans.items()]
-        measured = contest.measure([Record(one) for one in (bare, *planned)], rounds, steps, Silent())
+        measured = contest.measure([Record(one) for one in (bare, *planned)], rounds, 1 if long else steps, Silent())
     finally:
         world.leave()
     return RankCell(before, profile_rank(spec, device, show_progress=False), measured)

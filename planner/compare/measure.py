@@ -62,8 +62,10 @@ class Measured:
 class Contest:
     """One model on this rank, trained by one contestant after the other, each block from the first weights."""
 
-    def __init__(self, built: BuiltJob, world: World, timeout_s: float | None) -> None:
-        self.built, self.world, self._timeout_s = built, world, timeout_s
+    def __init__(
+        self, built: BuiltJob, world: World, timeout_s: float | None, warm_up_steps: int = WARM_UP_STEPS
+    ) -> None:
+        self.built, self.world, self._timeout_s, self._warm_up_steps = built, world, timeout_s, warm_up_steps
         self._start = [tensor.detach().clone() for tensor in self._state()]
         self._batches = [built.batch(step) for step in range(KEPT_BATCHES)]
         self._unused = False
@@ -112,10 +114,10 @@ class Contest:
         times: list[float] = []
         with self._trained(record.contestant, optimizer) as forward:
             self.world.gather(None, "the start of a block")
-            for step in range(WARM_UP_STEPS + steps):
+            for step in range(self._warm_up_steps + steps):
                 loss = self._step(forward, optimizer, step, record.contestant.kind, times)
                 self._unused = self._unused or any(p.requires_grad and p.grad is None for p in model.parameters())
-        record.step_us.append(times[WARM_UP_STEPS:])
+        record.step_us.append(times[self._warm_up_steps :])
         record.losses.append(loss)
 
     def _step(
@@ -128,7 +130,7 @@ class Contest:
         loss = self.built.loss(forward, batch)
         begin = time.perf_counter()
         self.built.backward(loss, in_ddp=kind == "ddp")
-        if kind == "bare" and step >= WARM_UP_STEPS:
+        if kind == "bare" and step >= self._warm_up_steps:
             self.backward_us.append((time.perf_counter() - begin) * 1e6)
         optimizer.step()
         self.built.synchronize()

@@ -13,7 +13,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
@@ -115,8 +115,7 @@ def measure_contention(
     everyone: list[list[list[Seen]]] = world.gather(rounds, "comparing contention")
     by_size = []
     for index, (size_bytes, _) in enumerate(chosen):
-        found = [solve([one[index] for one in rank]) for rank in everyone]
-        compute, network = (statistics.median(column) for column in zip(*found, strict=True))
+        compute, network = solve([of_last([rank[index] for rank in ranks]) for ranks in zip(*everyone, strict=True)])
         by_size.append((float(size_bytes), round(compute, 4), round(network, 4)))
     # Beside a usual bucket: a quarter of the model.
     _, compute, network = min(by_size, key=lambda factors: abs(factors[0] - model_bytes / 4))
@@ -162,6 +161,15 @@ def _round(runner: StepRunner, flood: _Flood, world: World, chosen: Sequence[tup
     return seen
 
 
+def of_last(ranks: Sequence[Seen]) -> Seen:
+    """One round as a step feels it, which goes on when its last rank is there; messages alone as the rank sees them
+    that came last, and waits for nobody."""
+    last = max(ranks, key=lambda seen: seen.both_us)
+    return replace(
+        last, backward_us=max(seen.backward_us for seen in ranks), each_us=min(seen.each_us for seen in ranks)
+    )
+
+
 def passed(ends_us: Sequence[float], until_us: float) -> float:
     """How many messages, of which each begins when the one before ends, have passed by then."""
     done, before_us = 0.0, 0.0
@@ -189,7 +197,7 @@ def _alone(probe: _Flood, world: World, clock: Clock) -> float:
 
 
 def solve(rounds: Sequence[Seen]) -> tuple[float, float]:
-    """(compute, network): the factors that explain what one rank saw of one size; medians over rounds."""
+    """(compute, network): the factors that explain what was seen of one size; medians over rounds."""
     backward_us, each_us, both_us, shared_us = (
         statistics.median(getattr(one, field) for one in rounds)
         for field in ("backward_us", "each_us", "both_us", "shared_us")
