@@ -15,6 +15,9 @@ from runtime.names import canonical_name, fingerprint
 from runtime.plan import Plan
 from runtime.torch_compat import is_sharded, is_wrapped
 
+EXECUTED_COMPRESSORS = ("none",)
+"""What buckets may ask for: the exchange knows nothing yet of compressors that lose something."""
+
 SHOWN = 5
 """How many differing parameters a message lists."""
 
@@ -210,5 +213,10 @@ def _support_misfit(plan: Plan) -> str | None:
             known = ", ".join(COMPRESSORS)
             return (
                 f"bucket {index} has the compressor {bucket.compressor.name!r}, which is unknown here; known: {known}"
+            )
+        if bucket.compressor.name not in EXECUTED_COMPRESSORS:
+            return (
+                f"bucket {index} has the compressor {bucket.compressor.name!r}, which this version does not execute; "
+                f"expected {', '.join(EXECUTED_COMPRESSORS)}: make an exact plan with `planner optimize`"
             )
     return None

@@ -1,0 +1,87 @@
+"""What selectors share: adding residual and gradient, and comparing magnitudes.
+
+The order is total: larger magnitude first, then lower index. NaN and ±Inf are the largest magnitudes, equal to one
+another, so that they are sent and every rank learns of them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+
+CHUNK = 1 << 18
+"""Elements that are worked on together: few enough for a core's cache, enough to outweigh the calls."""
+
+
+Comparison = Callable[[Tensor, float], Tensor]
+"""`reaches`, `exceeds` or `equals`."""
+
+
+def accumulate(residual: Tensor, gradient: Tensor, total: Tensor) -> Tensor:
+    """Writes residual + gradient into `total`, in the residual's dtype, and returns it."""
+    if gradient.dtype == total.dtype:
+        return torch.add(residual, gradient, out=total)
+    return total.copy_(gradient).add_(residual)  # twice as fast as an addition that converts
+
+
+def accumulate_in_chunks(residual: Tensor, gradient: Tensor, total: Tensor) -> Iterator[tuple[int, Tensor]]:
+    """`accumulate`, piece by piece: (start, piece of `total`) while it is in the cache."""
+    for start in range(0, total.numel(), CHUNK):
+        part = slice(start, start + CHUNK)
+        yield start, accumulate(residual[part], gradient[part], total[part])
+
+
+def magnitudes(values: Tensor) -> Tensor:
+    """|values|, with +Inf for NaN."""
+    return values.abs().nan_to_num_(nan=math.inf, posinf=math.inf)
+
+
+def largest(magnitude: Tensor, k: int) -> Tensor:
+    """Positions of the k first in the order above, ascending. Waits for no device."""
+    if k == magnitude.numel():
+        return torch.arange(k, device=magnitude.device)
+    threshold = magnitude.topk(k, sorted=False).values.amin()
+    above, ties = magnitude > threshold, magnitude == threshold
+    missing = k - above.sum()
+    picked = above | (ties & (ties.cumsum(0) <= missing))
+    return torch.nonzero_static(picked, size=k).view(-1)
+
+
+def reaches(values: Tensor, threshold: float) -> Tensor:
+    """Where the magnitude is at least the threshold."""
+    return (values.abs() < threshold).logical_not_()
+
+
+def exceeds(values: Tensor, threshold: float) -> Tensor:
+    """Where the magnitude is above the threshold."""
+    if threshold == math.inf:
+        return torch.zeros_like(values, dtype=torch.bool)
+    return (values.abs() <= threshold).logical_not_()
+
+
+def equals(values: Tensor, threshold: float) -> Tensor:
+    """Where the magnitude is the threshold."""
+    return values.isfinite().logical_not_() if threshold == math.inf else values.abs() == threshold
+
+
+def positions_where(values: Tensor, test: Comparison, threshold: float, limit: int | None = None) -> Tensor:
+    """Ascending positions where `test(values, threshold)` holds; the first `limit` of them."""
+    found: list[Tensor] = []
+    left = values.numel() if limit is None else limit
+    for start in range(0, values.numel(), CHUNK):
+        if left <= 0:
+            break
+        here = test(values[start : start + CHUNK], threshold).nonzero().view(-1)[:left]
+        found.append(here.add_(start))
+        left -= here.numel()
+    return torch.cat(found) if found else torch.empty(0, dtype=torch.int64, device=values.device)
+
+
+def seed_of(name: str, step: int) -> int:
+    """A seed that is the same on all ranks and differs from step to step and from place to place."""
+    digest = hashlib.sha256(f"{name}\n{step}".encode()).digest()
+    return int.from_bytes(digest[:8], "big") >> 1
