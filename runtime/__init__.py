@@ -10,17 +10,21 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from runtime.errors import DriftWarning
+from runtime.errors import AccuracyWarning, DriftWarning, FallbackWarning
 from runtime.plan import Plan, load_plan, parse_plan
 from runtime.version import __version__
 
 if TYPE_CHECKING:
+    from runtime.attaching import attach
     from runtime.report import Report
-    from runtime.session import Session, attach
+    from runtime.session import Session
 
-__all__ = ["DriftWarning", "Plan", "Report", "Session", "__version__", "attach", "load_plan", "parse_plan"]
+__all__ = [
+    "AccuracyWarning", "DriftWarning", "FallbackWarning", "Plan", "Report", "Session", "__version__", "attach",
+    "load_plan", "parse_plan",
+]  # fmt: skip
 
-_NEED_TORCH = {"attach": "runtime.session", "Session": "runtime.session", "Report": "runtime.report"}
+_NEED_TORCH = {"attach": "runtime.attaching", "Session": "runtime.session", "Report": "runtime.report"}
 
 
 def __getattr__(name: str) -> Any:

@@ -6,15 +6,18 @@ where `.grad` already is the view), as DDP does, so that equal buckets give equa
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from sys import getrefcount
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from runtime.plan import Plan
+if TYPE_CHECKING:
+    from runtime.lossy import Lossy
+
 
 LARGE_BYTES = 64 * 1024
 """Gradients of at least this size are moved into the bucket one by one, smaller ones together."""
@@ -125,7 +128,7 @@ class Message:
         self.flat, self.storage = flat, flat.untyped_storage()
         offset = 0
         for slot in self.slots:
-            slot.place(_view(flat, offset, slot.parameter))
+            slot.place(view_of(flat, offset, slot.parameter))
             offset += slot.parameter.numel()
 
     @property
@@ -144,6 +147,8 @@ class BucketBuffer:
     """For messages to people: index, collective, first and last gradient."""
     waiting: int = 0
     """Gradients of this step that have not come yet."""
+    lossy: Lossy | None = None
+    """What of it travels, where that is not everything."""
     small: list[Slot] = field(init=False)
     _small_runs: list[Tensor] = field(init=False, repr=False)
     """The parts of the flat buffers that small gradients fill without a gap."""
@@ -153,6 +158,11 @@ class BucketBuffer:
         self._find_runs()
         for slot in self.slots:
             slot.bucket = self
+
+    @property
+    def payloads(self) -> Sequence[Any]:
+        """What its collective gets."""
+        return self.messages if self.lossy is None else [self.lossy.packed]
 
     def _find_runs(self) -> None:
         self._small_runs = [run for message in self.messages for run in _small_runs(message)]
@@ -211,7 +221,7 @@ def lay_out(slots: Sequence[Slot], tail_elements: int = 0) -> list[Message]:
     return messages
 
 
-def _view(flat: Tensor, offset: int, parameter: nn.Parameter) -> Tensor:
+def view_of(flat: Tensor, offset: int, parameter: nn.Parameter) -> Tensor:
     """The parameter's part of the buffer, with the parameter's strides where they are dense (channels-last, say)."""
     strides = parameter.stride() if _is_dense(parameter) else torch.empty(parameter.shape, device="meta").stride()
     # Not a view in autograd's books: those may not be changed in place by `.grad.detach_()`.
@@ -276,23 +286,3 @@ class UsageFlags:
         for index in used:
             packed[index // self._per_element] += 1 << (self._bits * (index % self._per_element))
         return torch.tensor(packed, dtype=torch.float64).to(self._dtype)
-
-
-def make_buckets(
-    plan: Plan, parameters: Mapping[str, nn.Parameter], ranks: int
-) -> tuple[list[Slot], list[BucketBuffer], UsageFlags]:
-    """The plan's buckets at run time, all gradients in readiness order, and the flags behind the last bucket."""
-    slots: list[Slot] = []
-    buckets: list[BucketBuffer] = []
-    last = plan.buckets[-1].gradients[0]
-    flags = UsageFlags(len(plan.gradients), ranks, parameters[last].dtype)
-    for index, planned in enumerate(plan.buckets):
-        members = [
-            make_slot(name, len(slots) + position, parameters[name]) for position, name in enumerate(planned.gradients)
-        ]
-        slots += members
-        messages = lay_out(members, tail_elements=flags.elements if index == len(plan.buckets) - 1 else 0)
-        label = f"bucket {index} ({planned.collective}/{planned.algorithm}, {members[0].name} … {members[-1].name})"
-        buckets.append(BucketBuffer(index, members, messages, label))
-    flags.lie_in(buckets[-1].messages[0])
-    return slots, buckets, flags

@@ -7,8 +7,9 @@ import threading
 import time
 import weakref
 from collections import deque
+from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
 from typing import Any, Protocol
@@ -16,7 +17,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from runtime.buckets import BucketBuffer, Message
+from runtime.buckets import BucketBuffer
 from runtime.collectives import Collective
 from runtime.errors import CommunicationError
 from runtime.world import World, first_line
@@ -42,11 +43,14 @@ class _Task:
     """One message on its way."""
 
     bucket: BucketBuffer
-    message: Message
+    message: Any
+    """See `Collective.run`."""
     sent: Sent
     last: bool
     """Whether it is its bucket's last."""
+    phases: Iterator[dist.Work] = field(default_factory=lambda: iter(()))
     work: dist.Work | None = None
+    """The phase that is on its way."""
 
 
 class Communicator(Protocol):
@@ -111,21 +115,21 @@ class HostCommunicator:
         """See `Communicator.launch`."""
         sent.launch = time.perf_counter()
         with self._lock:
-            for message in bucket.messages:
-                self._queue.append(_Task(bucket, message, sent, last=message is bucket.messages[-1]))
+            for message in bucket.payloads:
+                self._queue.append(_Task(bucket, message, sent, last=message is bucket.payloads[-1]))
             if self._current is None:
                 self._try_next()
 
     def wait(self) -> None:
         """See `Communicator.wait`. After a failure every later wait fails alike: the group is broken."""
-        while (task := self._in_flight()) is not None:
-            assert task.work is not None
+        while (flying := self._in_flight()) is not None:
+            task, work = flying
             try:
-                task.work.wait(timedelta(seconds=self._world.timeout_s + GRACE_S))
+                work.wait(timedelta(seconds=self._world.timeout_s + GRACE_S))
             except RuntimeError as error:
                 self._fail(task, error)
                 break
-            self._ended(task)
+            self._ended(task, work)
         if self._failure is not None:
             raise self._failure
 
@@ -146,9 +150,12 @@ class HostCommunicator:
         while self._callbacks > 0 and time.monotonic() < deadline:
             time.sleep(SETTLING_S)
 
-    def _in_flight(self) -> _Task | None:
+    def _in_flight(self) -> tuple[_Task, dist.Work] | None:
         with self._lock:  # not between one message's end and the next one's start
-            return self._current
+            if self._current is None:
+                return None
+            assert self._current.work is not None
+            return self._current, self._current.work
 
     def _start_next(self) -> None:
         """Starts the first message of the queue, if any; the lock is held."""
@@ -160,36 +167,48 @@ class HostCommunicator:
         task = self._current = self._queue.popleft()
         if task.sent.start is None:
             task.sent.start = time.perf_counter()
-        task.work = self._collectives[task.bucket.index].start(task.message.flat, group)
+        task.phases = self._collectives[task.bucket.index].run(task.message, group)
+        self._advance(task)
+
+    def _advance(self, task: _Task) -> None:
+        """Starts the message's next phase, or, after the last one, the next message; the lock is held."""
+        task.work = next(task.phases, None)
+        if task.work is None:
+            if task.last:
+                task.sent.end = time.perf_counter()
+            self._start_next()
+            return
         self._callbacks += 1
-        task.work.get_future().add_done_callback(partial(self._on_done, task))
+        task.work.get_future().add_done_callback(partial(self._on_done, task, task.work))
 
     def _try_next(self) -> None:
         """`_start_next`, with a failure kept for the next `wait`; the lock is held."""
+        self._kept(self._start_next)
+
+    def _kept(self, go_on: Callable[[], None]) -> None:
+        """Goes on; what is raised is kept for the next `wait`. The lock is held."""
         try:
-            self._start_next()
+            go_on()
         except RuntimeError as error:
             if self._current is not None:
                 self._fail(self._current, error)
 
-    def _on_done(self, task: _Task, future: torch.futures.Future[Any]) -> None:
+    def _on_done(self, task: _Task, work: dist.Work, future: torch.futures.Future[Any]) -> None:
         """Called on the backend's thread."""
         try:
             future.value()
         except RuntimeError as error:
             self._fail(task, error)
         else:
-            self._ended(task)
+            self._ended(task, work)
         with self._lock:
             self._callbacks -= 1
 
-    def _ended(self, task: _Task) -> None:
+    def _ended(self, task: _Task, work: dist.Work) -> None:
         with self._lock:
-            if self._current is not task:
+            if self._current is not task or task.work is not work:
                 return  # the other thread was first
-            if task.last:
-                task.sent.end = time.perf_counter()
-            self._try_next()
+            self._kept(partial(self._advance, task))
 
     def _fail(self, task: _Task, error: RuntimeError) -> None:
         with self._lock:
@@ -227,19 +246,21 @@ class StreamCommunicator:
         group = self._world.group
         assert group is not None
         sent.launch = sent.start = _mark(torch.cuda.current_stream())
-        try:
-            works = [self._collectives[bucket.index].start(message.flat, group) for message in bucket.messages]
-        except RuntimeError as error:
-            raise describe_failure(self._world, bucket.label, error) from error
-        self._works += [(work, bucket.label) for work in works]
+        self._side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._side):
-            for work in works:
-                work.wait()  # makes the side stream wait, not the host
+            try:
+                for message in bucket.payloads:
+                    for work in self._collectives[bucket.index].run(message, group):
+                        work.wait()  # makes the side stream wait, not the host
+                        self._works.append((work, bucket.label))
+            except RuntimeError as error:
+                raise describe_failure(self._world, bucket.label, error) from error
         sent.end = _mark(self._side)
 
     def wait(self) -> None:
         """See `Communicator.wait`: makes the current stream wait."""
         works, self._works = self._works, []
+        torch.cuda.current_stream().wait_stream(self._side)
         for work, label in works:
             try:
                 work.wait()

@@ -35,5 +35,13 @@ class DriftWarning(UserWarning):
     """Steps take longer than the plan predicts, and have for a while; the text says since when, why and what to do."""
 
 
+class FallbackWarning(UserWarning):
+    """A lossy plan is not faster than the exact one beside it, with which the run goes on; the text has the times."""
+
+
+class AccuracyWarning(UserWarning):
+    """A lossy bucket left too much behind for too long and sends everything from now on; the text says which."""
+
+
 class CommunicationError(EnvironmentFailure):
     """A collective failed or missed its deadline; names rank, bucket and collective."""

@@ -12,8 +12,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from runtime.buckets import BucketBuffer, Kept, Slot, UsageFlags, make_buckets
+from runtime.buckets import BucketBuffer, Kept, Slot, UsageFlags
+from runtime.carried import Carried
 from runtime.communicator import Communicator
+from runtime.layout import make_buckets
 from runtime.plan import Plan
 from runtime.recorder import Recorder
 from runtime.views import ViewGuard
@@ -34,14 +36,19 @@ class Exchange:
         recorder: Recorder,
         *,
         exchanges: bool,
+        loss_scale: Callable[[], float] | None = None,
     ) -> None:
-        """Lays out the buckets; nothing happens before `install`. Without `exchanges` (one rank) there are none."""
+        """Lays out the buckets; nothing happens before `install`. Without `exchanges` (one rank) there are none.
+        `loss_scale` gives the factor of the losses, where they are scaled.
+        """
         self.plan, self.communicator = plan, communicator
         self.slots: list[Slot] = []
         self.buckets: list[BucketBuffer] = []
         self._flags: UsageFlags | None = None
         if exchanges:
             self.slots, self.buckets, self._flags = make_buckets(plan, parameters, ranks)
+        self.carried = Carried(self.buckets, loss_scale)
+        """What lossy buckets have yet to send."""
         self._views = ViewGuard(self.buckets)
         self._parameters, self._recorder = parameters, recorder
         self._scale = 1.0 / ranks
@@ -101,6 +108,7 @@ class Exchange:
     def begin(self) -> None:
         """The first gradient of a step is here."""
         self._views.restore()
+        self.carried.begin()
         self.open = True
         self._next = 0
         for bucket in self.buckets:
@@ -116,6 +124,7 @@ class Exchange:
     def _launch(self, bucket: BucketBuffer) -> None:
         if self._flags is not None and bucket.index == len(self.buckets) - 1:
             self._flags.write([slot.index for slot in self.slots if not slot.touched])
+        self.carried.add_to(bucket)
         self.communicator.launch(bucket, self._recorder.sent(bucket.index))
         self._next += 1
 
@@ -126,6 +135,7 @@ class Exchange:
             self._launch(bucket)
         self._recorder.end_backward()
         self.communicator.wait()
+        self.carried.settle()
         if self._kept:
             self._settle_missing()
         self.untouch()
@@ -153,7 +163,8 @@ class Exchange:
         assert self._flags is not None
         used = self._flags.used_somewhere()
         for kept in self._kept:
-            if kept.slot.index not in used:
+            # What lossy buckets held back may come in a step that does not use the parameter.
+            if kept.slot.index not in used and not (self.carried.active and bool(kept.slot.view.any())):
                 kept.give_back()
         self._kept.clear()
 
@@ -171,7 +182,8 @@ class Exchange:
         self.communicator.wait()
 
     def follow(self, before: Exchange) -> None:
-        """Takes over which gradients have come since the last exchange (in `no_sync`)."""
+        """Takes over which gradients have come since the last exchange (in `no_sync`), and what has yet to travel."""
+        self.carried.take_over(before.carried.state())
         touched = {slot.name for slot in before.slots if slot.touched}
         for slot in self.slots:
             slot.touched = slot.name in touched

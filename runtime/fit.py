@@ -8,15 +8,17 @@ from itertools import chain
 import torch
 from torch import Tensor, nn
 
+from runtime.closures import DECIDE_BY_LOSS
 from runtime.collectives import COLLECTIVES
-from runtime.compressors import COMPRESSORS
+from runtime.compressors import COMPRESSORS, make_compressor
 from runtime.errors import InputError
+from runtime.lossy import layer_runs
 from runtime.names import canonical_name, fingerprint
-from runtime.plan import Plan
+from runtime.plan import Plan, PlanBucket
 from runtime.torch_compat import is_sharded, is_wrapped
 
-EXECUTED_COMPRESSORS = ("none",)
-"""What buckets may ask for: the exchange knows nothing yet of compressors that lose something."""
+SELECTING = ("topk", "randomk")
+"""Compressors that send some elements as they are, and travel by sparse collectives."""
 
 SHOWN = 5
 """How many differing parameters a message lists."""
@@ -85,7 +87,7 @@ def find_plan_misfit(parameters: Mapping[str, nn.Parameter], plan: Plan, ranks: 
         _world_misfit(plan, ranks)
         or _parameter_misfit(parameters, plan)
         or _fingerprint_misfit(parameters, plan)
-        or _support_misfit(plan)
+        or _support_misfit(parameters, plan)
     )
 
 
@@ -197,7 +199,7 @@ def _tensor_misfit(tensor: Tensor) -> str | None:
     return None
 
 
-def _support_misfit(plan: Plan) -> str | None:
+def _support_misfit(parameters: Mapping[str, nn.Parameter], plan: Plan) -> str | None:
     if plan.delay is not None:
         return "the plan asks for delayed synchronization, which this version does not execute; expected delay null"
     if plan.local_async is not None:
@@ -205,18 +207,54 @@ def _support_misfit(plan: Plan) -> str | None:
     if plan.updates is not None:
         return 'the plan asks for sharded updates, which this version does not execute; leave out "updates"'
     for index, bucket in enumerate(plan.buckets):
-        form = (bucket.collective, bucket.algorithm)
-        if form not in COLLECTIVES:
-            known = ", ".join("/".join(name) for name in sorted(COLLECTIVES))
-            return f"bucket {index} travels by {'/'.join(form)}, which is unknown here; known: {known}"
-        if bucket.compressor.name not in COMPRESSORS:
-            known = ", ".join(COMPRESSORS)
-            return (
-                f"bucket {index} has the compressor {bucket.compressor.name!r}, which is unknown here; known: {known}"
-            )
-        if bucket.compressor.name not in EXECUTED_COMPRESSORS:
-            return (
-                f"bucket {index} has the compressor {bucket.compressor.name!r}, which this version does not execute; "
-                f"expected {', '.join(EXECUTED_COMPRESSORS)}: make an exact plan with `planner optimize`"
-            )
+        problem = _form_misfit(bucket) or _lossy_misfit(parameters, plan, bucket)
+        if problem is not None:
+            return f"bucket {index} {problem}"
     return None
+
+
+def _form_misfit(bucket: PlanBucket) -> str | None:
+    """What is unknown about how a bucket travels, as what follows its number."""
+    form, compressor = (bucket.collective, bucket.algorithm), bucket.compressor.name
+    if form not in COLLECTIVES:
+        known = ", ".join("/".join(name) for name in sorted(COLLECTIVES))
+        return f"travels by {'/'.join(form)}, which is unknown here; known: {known}"
+    if compressor not in COMPRESSORS:
+        return f"has the compressor {compressor!r}, which is unknown here; known: {', '.join(COMPRESSORS)}"
+    if (bucket.collective == "sparse") != (compressor in SELECTING):
+        which = f"one of {', '.join(SELECTING)}" if bucket.collective == "sparse" else "none or wire"
+        return f"travels by {'/'.join(form)} with the compressor {compressor!r}; expected {which} there"
+    return None
+
+
+def _lossy_misfit(parameters: Mapping[str, nn.Parameter], plan: Plan, bucket: PlanBucket) -> str | None:
+    """Why a bucket cannot be compressed as it says, as what follows its number."""
+    name = bucket.compressor.name
+    if name == "none":
+        return None
+    if plan.accuracy == "exact":
+        return (
+            f"has the compressor {name!r}, but the plan's accuracy is exact; expected none in every bucket of an exact "
+            f'plan: set "accuracy" to "bounded" if sending less is meant'
+        )
+    odd = next((gradient for gradient in bucket.gradients if parameters[gradient].is_complex()), None)
+    if odd is not None:
+        return f"has the compressor {name!r}, which knows no complex numbers; expected none: {odd} is complex"
+    sizes = [(gradient, parameters[gradient].numel()) for gradient in bucket.gradients]
+    try:
+        make_compressor(bucket.compressor, layer_runs(sizes), ranks=plan.world.ranks)
+    except InputError as error:
+        return f"has a compressor that does not fit: {error}"
+    return None
+
+
+def find_optimizer_misfit(plan: Plan, optimizer: torch.optim.Optimizer | None) -> str | None:
+    """Why this optimizer cannot train by a plan that sends less than everything, or None."""
+    lossy = next((index for index, bucket in enumerate(plan.buckets) if bucket.compressor.name != "none"), None)
+    if lossy is None or not isinstance(optimizer, DECIDE_BY_LOSS):
+        return None
+    return (
+        f"bucket {lossy} sends only a part of its gradients, and {type(optimizer).__name__} compares gradients of "
+        f"several backwards in each step, which then are of different parts; expected an exact plan: `planner "
+        f"optimize` without --accuracy"
+    )

@@ -1,4 +1,4 @@
-"""attach and the life of one training step.
+"""The life of one training step.
 
     backward begins      ─▶ ask autograd for a callback at the end of this backward
     each gradient ready  ─▶ scale it into its bucket; buckets whose gradients are all there leave in plan order
@@ -10,33 +10,32 @@ Between two steps another plan may take the place of the first one (`Session.swi
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from runtime.buckets import Slot
 from runtime.buffers import BufferSync
+from runtime.carried import carried_part
 from runtime.clock import make_clock
 from runtime.closures import LossAveraging
-from runtime.collectives import COLLECTIVES
+from runtime.collectives import collective_of
 from runtime.communicator import Communicator, NullCommunicator, Sent, make_communicator
 from runtime.drift import DriftGuard
 from runtime.errors import InputError
 from runtime.exchange import Exchange
 from runtime.fit import (
-    find_attached,
     find_late_step,
-    find_misfit,
+    find_optimizer_misfit,
     find_plan_misfit,
-    model_fingerprint,
     trainable_parameters,
 )
+from runtime.guard import Guard, without
 from runtime.hooks import ModuleHook
 from runtime.plan import Plan, load_plan
 from runtime.recorder import Recorder
@@ -48,90 +47,12 @@ from runtime.torch_compat import (
     queue_backward_callback,
     tree_leaves,
 )
+from runtime.trial import Trial
 from runtime.version import __version__
 from runtime.watch import ModelWatch
-from runtime.world import Credentials, World, agree, bounded_timeout_s, first_line
+from runtime.world import Credentials, World, agree, first_line
 
-STEPS_PER_DEADLINE = 20
-"""A collective may take this many predicted steps (and at least 30 s) before its peers are given up."""
-
-_attached: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-
-
-def attach(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer | None,
-    plan: Plan | str | Path,
-    process_group: dist.ProcessGroup | None = None,
-    *,
-    sync: bool = True,
-    broadcast_buffers: bool = True,
-    timeout_s: float | None = None,
-    drift: bool = True,
-) -> Session:
-    """Makes `backward()` of a plain model exchange its gradients as the plan says.
-
-    Args:
-        model: the bare module, on its device; the same on every rank.
-        optimizer: its optimizer; its step is timed, and LBFGS is given the average of the ranks' losses. None is
-            allowed for every other one.
-        plan: a plan, or the path of plan.json; the same on every rank.
-        process_group: the ranks that train together; default: all of torch.distributed, or this process alone.
-        sync: overwrite parameters and buffers with rank 0's, as DDP does.
-        broadcast_buffers: overwrite buffers (BatchNorm) with rank 0's before each training forward, as DDP does.
-        timeout_s: deadline of every wait; default: 20 predicted steps, at least 30 s.
-        drift: warn (`runtime.DriftWarning`, once for each plan, on each rank that sees it) when the last 50 steps took
-            more than 20 % longer than the plan predicts; see `runtime.drift`.
-
-    Returns:
-        The session; `.grad` is the average over ranks whenever `backward()` returns.
-
-    Raises:
-        PlanMismatch: on all ranks alike, before anything is changed: the plan is for another model or number of
-            ranks, asks for what this runtime does not know, or ranks hold different plans.
-        InputError: the model is attached already.
-        EnvironmentFailure: a rank did not come within the deadline.
-    """
-    loaded, problem = _load(model, plan)
-    world = World.join(process_group, timeout_s if timeout_s is not None else _default_timeout_s(loaded))
-    try:
-        plan = _agree(world, model, loaded, problem)
-        if sync:
-            world.broadcast([*model.parameters(), *model.buffers()])
-        return Session(model, optimizer, plan, world, broadcast_buffers=broadcast_buffers, drift=drift)
-    except BaseException:
-        world.leave()
-        raise
-
-
-def _load(model: nn.Module, plan: Plan | str | Path) -> tuple[Plan | None, str | None]:
-    """The plan, and what is wrong on this rank: it is told to all ranks, so that none waits for this one."""
-    try:
-        loaded = plan if isinstance(plan, Plan) else load_plan(plan)
-    except InputError as error:
-        return None, str(error)
-    return loaded, find_attached(model, _attached)
-
-
-def _default_timeout_s(plan: Plan | None) -> float:
-    predicted_us = plan.predicted.iteration_us if plan and plan.predicted else 0.0
-    return bounded_timeout_s(STEPS_PER_DEADLINE * predicted_us / 1e6)
-
-
-def _agree(world: World, model: nn.Module, plan: Plan | None, problem: str | None) -> Plan:
-    digest, print_ = "", ""
-    parameters: tuple[str, ...] = ()
-    try:
-        if plan is not None and problem is None:
-            problem = find_misfit(model, plan, world.ranks)
-        if plan is not None and problem is None:
-            digest, parameters, print_ = plan.digest(), plan.gradients, model_fingerprint(model)
-    except InputError as error:
-        problem = str(error)
-    devices = sorted({parameter.device.type for parameter in model.parameters()})
-    agree(world, Credentials(__version__, torch.__version__, digest, print_, parameters, ",".join(devices), problem))
-    assert plan is not None
-    return plan
+attached: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
 class Session:
@@ -147,6 +68,8 @@ class Session:
         broadcast_buffers: bool = True,
         communicate: bool = True,
         drift: bool = False,
+        loss_scale: Callable[[], float] | None = None,
+        guard: bool = False,
     ) -> None:
         """Use `attach`. With `communicate` False everything happens but the exchange of gradients (for measuring)."""
         self.plan, self.world, self.model = plan, world, model
@@ -165,8 +88,13 @@ class Session:
         self.recorder = Recorder(make_clock(self._device), len(plan.buckets), len(plan.gradients))
         self.drift = DriftGuard(world.rank, self.recorder.clock)
         """Compares steps with the plan's prediction now and then; `drift.verdict` is what came out."""
-        self._guards = drift
+        self.trial = Trial(plan, world, self.recorder.clock) if guard and plan.fallback is not None else None
+        """Tries a lossy plan against the exact one beside it; `trial.verdict` is what came out. None where there is
+        nothing to try."""
+        self._guards, self._loss_scale, self._optimizer = drift, loss_scale, optimizer
+        self._guarded = guard
         self._exchange = self._make_exchange(plan)
+        self._guard = self._make_guard()
         self._handles: list[Any] = []
         if broadcast_buffers:
             self._handles += BufferSync(world, model, lambda: self._synchronizing).install()
@@ -179,16 +107,19 @@ class Session:
         self._handles.append(model.register_forward_hook(ModuleHook(self._after_forward)))
         if drift:
             self.drift.begin(plan)
-        _attached.add(model)
+        attached.add(model)
 
     def _make_exchange(self, plan: Plan) -> Exchange:
         """Buckets of a plan, not yet hooked."""
-        collectives = [COLLECTIVES[(bucket.collective, bucket.algorithm)] for bucket in plan.buckets]
+        collectives = [collective_of(bucket) for bucket in plan.buckets]
         communicator: Communicator = NullCommunicator()
         if self._communicate:
             communicator = make_communicator(self.world, collectives, self._device)
         exchanges = self.world.ranks > 1 or not self._communicate
-        return Exchange(plan, self.parameters, self.world.ranks, communicator, self.recorder, exchanges=exchanges)
+        return Exchange(
+            plan, self.parameters, self.world.ranks, communicator, self.recorder, exchanges=exchanges,
+            loss_scale=self._loss_scale,
+        )  # fmt: skip
 
     # One step, in the order in which it happens.
 
@@ -268,10 +199,25 @@ class Session:
 
     def _step_done(self) -> None:
         self.step += 1
+        if self._pending is None and (following := self._judged()) is not None:
+            self._pending = self.step, self._make_exchange(following)
         if self._pending is not None and self._pending[0] <= self.step:
             self._change_over()
         else:
             self.drift.step_done(self.recorder.steps)
+
+    def _make_guard(self) -> Guard | None:
+        lossy = any(bucket.lossy is not None for bucket in self._exchange.buckets)
+        return Guard(self._exchange.buckets, self.world, self.recorder.clock) if lossy and self._guarded else None
+
+    def _judged(self) -> Plan | None:
+        """The plan that the last steps speak for, the same on all ranks; None: the present one."""
+        if self.trial is not None and self.trial.verdict is None:
+            return self.trial.step_done()
+        harmful = None if self._guard is None else self._guard.step_done(self.step)
+        if harmful is None or self._guard is None:
+            return None
+        return without(self.plan, harmful, self._guard.samples[harmful])
 
     def _change_over(self) -> None:
         """Between two steps: the next one is the pending plan's. `.grad`s are not touched."""
@@ -281,6 +227,7 @@ class Session:
         before.close()
         self._exchange.install(self._admit, self._begin_again)
         self.plan = self._exchange.plan
+        self._guard = self._make_guard()
         self.recorder.restart(len(self.plan.buckets), len(self.plan.gradients))
         if self._guards:
             self.drift.begin(self.plan)
@@ -325,7 +272,7 @@ class Session:
         mine = Credentials(__version__, torch.__version__, digest, problem=problem, step=self.step, at_step=at_step)
         agree(self.world, mine)
         assert prepared is not None
-        self._pending = at_step, prepared
+        self._pending, self.trial = (at_step, prepared), None
         if at_step == self.step:
             self._change_over()
 
@@ -344,7 +291,11 @@ class Session:
         """The new plan's buckets, or what is wrong on this rank: it is told to all ranks."""
         try:
             loaded = plan if isinstance(plan, Plan) else load_plan(plan)
-            problem = find_late_step(at_step, self.step) or find_plan_misfit(self.parameters, loaded, self.world.ranks)
+            problem = (
+                find_late_step(at_step, self.step)
+                or find_plan_misfit(self.parameters, loaded, self.world.ranks)
+                or find_optimizer_misfit(loaded, self._optimizer)
+            )
             return (None, problem) if problem else (self._make_exchange(loaded), None)
         except InputError as error:
             return None, str(error)
@@ -356,14 +307,28 @@ class Session:
         return make_report(self.plan, self.recorder, self.world)
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint needs besides model and optimizer. An exact plan carries nothing from step to step."""
-        return {"plan": self.plan.digest(), "ranks": self.world.ranks}
+        """What a checkpoint needs besides model and optimizer; every rank has its own.
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continues from `state_dict()`. Any exact plan may continue another. Raises InputError on other state."""
-        if not isinstance(state, dict) or set(state) != {"plan", "ranks"}:
-            found = f"a dict with {sorted(state)}" if isinstance(state, dict) else type(state).__name__
-            raise InputError(f"found {found}, expected what Session.state_dict() returned")
+        An exact plan carries nothing from step to step. A lossy one carries what its buckets have yet to send
+        (`carried`), and a checkpoint without it loses that part of the gradients.
+        """
+        state: dict[str, Any] = {"plan": self.plan.digest(), "ranks": self.world.ranks}
+        carried = self._exchange.carried.state()
+        return state | ({"carried": carried} if carried else {})
+
+    def load_state_dict(self, state: dict[str, Any] | Sequence[dict[str, Any]]) -> None:
+        """Continues from `state_dict()`, with the same plan bit for bit. Another plan may continue, too: what its
+        buckets send in full travels with the next step.
+
+        Args:
+            state: this rank's; or, on every rank alike, those of all ranks in order of rank, for a run on another
+                number of ranks: each takes a share, and their sum stays what it was.
+
+        Raises:
+            InputError: other state, of other parameters, or of another number of ranks than there are.
+        """
+        shapes = {name: parameter.shape for name, parameter in self.parameters.items()}
+        self._exchange.carried.take_over(carried_part(state, self.world.rank, self.world.ranks, shapes))
 
     def exchange_alone(self) -> None:
         """Sends every bucket once, as it is, with no backward beside it (for measuring)."""
@@ -392,4 +357,4 @@ class Session:
         self._exchange.give_gradients_away()
         if leave:
             self.world.leave()
-        _attached.discard(self.model)
+        attached.discard(self.model)

@@ -84,3 +84,5 @@ reduce_scatter_single: Callable[..., Any] = getattr(dist, "reduce_scatter_single
 """(output, input, group=…): the sum over ranks of `input` (1-D, ranks · n), of which this rank gets its n."""
 all_gather_single: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 """(output, input, group=…): every rank's `input` (1-D, n), one after the other (ranks · n)."""
+all_to_all_single: Callable[..., Any] = dist.all_to_all_single
+"""(output, input, group=…): from every rank its part for this one (1-D, ranks · n)."""

@@ -6,6 +6,7 @@ import os
 import socket
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import UTC, datetime
 
 import numpy as np
@@ -24,6 +25,7 @@ from planner.profile.document import (
     Contention,
     GradWeightShare,
     Layer,
+    Line,
     Profile,
     ProfileWorld,
     Tracing,
@@ -31,12 +33,13 @@ from planner.profile.document import (
 from planner.profile.grad_weight import measure_grad_weight_share
 from planner.profile.links import LinkTimes, measure_links
 from planner.profile.preserve import preserved
+from planner.profile.selection import measure_selection
 from planner.progress import Progress, Silent
 from planner.testbed.emulation import emulation_here
+from runtime.attaching import STEPS_PER_DEADLINE
 from runtime.errors import InputError
 from runtime.fit import model_fingerprint, trainable_parameters
 from runtime.plan import ModelReference
-from runtime.session import STEPS_PER_DEADLINE
 from runtime.torch_compat import is_wrapped
 from runtime.world import World, bounded_timeout_s
 
@@ -45,6 +48,17 @@ TIMEOUT_S = 300.0
 
 SLOWEST_BYTES_PER_S = 10e6
 """A collective of the whole model has to fit into the deadline on a network as slow as this."""
+
+
+@dataclass(frozen=True)
+class _Network:
+    """What was measured of the links, and beside them; nothing with one rank."""
+
+    links: LinkTimes | None = None
+    apart: LinksApart | None = None
+    contention: Contention | None = None
+    sparsify: dict[str, Line] | None = None
+    unpack: dict[str, Line] | None = None
 
 
 def profile_step(
@@ -100,9 +114,7 @@ def measure(
             everyone: list[RankTimes] = world.gather(mine, "comparing times of the step")
             compute = combine(everyone, model)
             with _hurried(world, compute, process_group, timeout_s) as hurried:
-                links, apart, contention = _measure_network(
-                    model, optimizer, step, hurried, device, everyone, compute, progress
-                )
+                network = _measure_network(model, optimizer, step, hurried, device, everyone, compute, progress)
             layers, tracing = _trace(model, step, compute, world)
         mine_of_all = Profile(
             model=ModelReference(name=name or type(model).__name__, fingerprint=model_fingerprint(model)),
@@ -110,7 +122,7 @@ def measure(
             compute=compute,
             layers=layers,
             tracing=tracing,
-            cluster=_cluster(world, links, apart, contention),
+            cluster=_cluster(world, network),
         )
         agreed: Profile = world.gather(mine_of_all, "agreeing on the profile")[0]
         return agreed
@@ -175,16 +187,18 @@ def _problem(model: nn.Module) -> tuple[str | None, str]:
 def _measure_network(
     model: nn.Module, optimizer: torch.optim.Optimizer | None, step: Step, world: World, device: torch.device,
     ranks: list[RankTimes], compute: ComputeProfile, progress: Progress,
-) -> tuple[LinkTimes | None, LinksApart | None, Contention | None]:  # fmt: skip
+) -> _Network:  # fmt: skip
     if world.group is None:
-        return None, None, None
+        return _Network()
     model_bytes = sum(gradient.size_bytes for gradient in compute.gradients)
     with world.naming("timing the collectives"):
         links = measure_links(world, device, model_bytes, progress)
     apart = measure_apart(world, _node_names(world), device, model_bytes, progress)
     overlapped_us = min(_overlapped_us(rank) for rank in ranks)
     contention = measure_contention(model, optimizer, step, world, device, overlapped_us, model_bytes, progress)
-    return apart.beside(links) if apart else links, apart, contention
+    with world.naming("timing the selection of elements"):
+        chosen, added = measure_selection(world, device, model_bytes, progress)
+    return _Network(apart.beside(links) if apart else links, apart, contention, chosen, added)
 
 
 def _overlapped_us(rank: RankTimes) -> float:
@@ -236,8 +250,9 @@ def _nodes(world: World) -> int:
     return nodes if world.ranks % nodes == 0 else world.ranks
 
 
-def _cluster(world: World, links: LinkTimes | None, apart: LinksApart | None, contention: Contention | None) -> Cluster:
+def _cluster(world: World, network: _Network) -> Cluster:
     nodes, emulation = _nodes(world), emulation_here()
+    links, apart = network.links, network.apart
     return Cluster(
         name=emulation.spec if emulation else "measured",
         emulated=emulation.kind if emulation else None,
@@ -248,5 +263,7 @@ def _cluster(world: World, links: LinkTimes | None, apart: LinksApart | None, co
         samples=links.samples if links else None,
         back_to_back=links.back_to_back if links else None,
         collectives=links.lines if links else None,
-        contention=contention,
+        contention=network.contention,
+        sparsify=network.sparsify,
+        unpack=network.unpack,
     )

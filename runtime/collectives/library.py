@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
 import torch.distributed as dist
-from torch import Tensor
+
+if TYPE_CHECKING:
+    from runtime.buckets import Message
 
 
 class LibraryAllReduce:
     """`torch.distributed.all_reduce` with SUM."""
 
-    def start(self, flat: Tensor, group: dist.ProcessGroup) -> dist.Work:
-        """See `Collective.start`."""
-        work: dist.Work = dist.all_reduce(flat, group=group, async_op=True)
-        return work
+    def run(self, message: Message, group: dist.ProcessGroup) -> Iterator[dist.Work]:
+        """See `Collective.run`."""
+        yield dist.all_reduce(message.flat, group=group, async_op=True)

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from interplay_harness import SGD, Side, batch, compare, loss_of, outcome, ranks_agree, steps, told, with_ddp
 from step_checks import raised
-from torch import Tensor, nn
+from torch import nn
 
 import planner
 import runtime
@@ -22,6 +22,7 @@ from planner.lower import lower
 from planner.problem import make_problem
 from planner.profile.document import Profile, parse_profile
 from planner.strategies import make_schedule
+from runtime.buckets import Message
 from runtime.collectives import COLLECTIVES
 from runtime.fit import dtype_name, trainable_parameters
 from runtime.plan import Plan
@@ -61,10 +62,10 @@ class Link:
         self.delay_s = 0.0
         self._library = COLLECTIVES[KEY]
 
-    def start(self, flat: Tensor, group: dist.ProcessGroup) -> Any:
-        """As `Collective.start`."""
-        work = self._library.start(flat, group)
-        return LateWork(work, self.delay_s) if self.delay_s else work
+    def run(self, message: Message, group: dist.ProcessGroup) -> Iterator[Any]:
+        """As `Collective.run`."""
+        for work in self._library.run(message, group):
+            yield LateWork(work, self.delay_s) if self.delay_s else work
 
 
 @contextmanager

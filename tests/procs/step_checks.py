@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 import runtime
 from runtime.errors import PlannerError
 from runtime.fit import trainable_parameters
+from runtime.names import layer_of
 from runtime.plan import CompressorSpec, DelaySpec, ModelReference, Plan, PlanBucket, PlanWorld
 
 
@@ -192,12 +194,21 @@ def mismatches() -> dict[str, str]:
     other = nn.Sequential(nn.Linear(3, 3))
     sparse = nn.Sequential(nn.Embedding(4, 4, sparse=True))
     names = good.gradients
-    lossy = PlanBucket(gradients=names, collective="sparse", algorithm="flat")
+    elsewhere = PlanBucket(gradients=names, collective="sparse", algorithm="hitopk")
+    everything = PlanBucket(gradients=names, collective="sparse", algorithm="flat")
+    topk = CompressorSpec(name="topk", selector="exact", density=0.1)
+    lossy = PlanBucket(gradients=names, collective="sparse", algorithm="flat", compressor=topk)
+    too_many = replace(lossy, compressor=CompressorSpec(name="topk", k=dict.fromkeys(map(layer_of, names), 10**6)))
+    complex_numbers = nn.Sequential(nn.Linear(2, 2, dtype=torch.complex64))
+    lbfgs = torch.optim.LBFGS(model.parameters())
     unknown = PlanBucket(gradients=names, compressor=CompressorSpec(name="zip"))
     stamped = ModelReference(name="test", fingerprint="sha256:" + "0" * 64)
 
-    def attach(target: nn.Module, plan: Plan) -> str:
-        return raised(lambda: runtime.attach(target, None, plan, timeout_s=20))
+    def attach(target: nn.Module, plan: Plan, optimizer: torch.optim.Optimizer | None = None) -> str:
+        return raised(lambda: runtime.attach(target, optimizer, plan, timeout_s=20))
+
+    def bounded(bucket: PlanBucket, of: nn.Module = model) -> Plan:
+        return plan_of(of, 3, buckets=(replace(bucket, gradients=plan_of(of, 99).gradients),), accuracy="bounded")
 
     return {
         "other model": attach(other, good),
@@ -206,7 +217,12 @@ def mismatches() -> dict[str, str]:
         "bad on rank 1 only": attach(model, plan_of(model, 3, world=PlanWorld(ranks=7)) if rank == 1 else good),
         "wrapped": attach(DistributedDataParallel(convnet()), good),
         "sparse embedding": attach(sparse, plan_of(sparse, 1)),
-        "unknown collective": attach(model, plan_of(model, 3, buckets=(lossy,))),
+        "unknown collective": attach(model, plan_of(model, 3, buckets=(elsewhere,))),
+        "sparse, but everything": attach(model, bounded(everything)),
+        "lossy, but exact": attach(model, plan_of(model, 3, buckets=(lossy,))),
+        "more than there are": attach(model, bounded(too_many)),
+        "complex and lossy": attach(complex_numbers, bounded(lossy, complex_numbers)),
+        "optimizer that compares": attach(model, bounded(lossy), lbfgs),
         "unknown compressor": attach(model, plan_of(model, 3, buckets=(unknown,))),
         "delay": attach(model, plan_of(model, 3, delay=DelaySpec(steps=2))),
         "fingerprint": attach(model, plan_of(model, 3, model=stamped)),

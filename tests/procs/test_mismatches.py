@@ -8,8 +8,8 @@ import mismatch_checks
 import pytest
 
 from planner.launch import LocalWorld, run_ranks
+from runtime.attaching import _default_timeout_s
 from runtime.plan import ModelReference, Plan, PlanBucket, PlanWorld, Prediction
-from runtime.session import _default_timeout_s
 from runtime.world import LONGEST_TIMEOUT_S
 
 

@@ -1,0 +1,108 @@
+"""attach: a plan, a model and its ranks are checked against each other before anything is changed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from runtime.errors import InputError
+from runtime.fit import find_attached, find_misfit, find_optimizer_misfit, model_fingerprint
+from runtime.plan import Plan, load_plan
+from runtime.session import Session, attached
+from runtime.version import __version__
+from runtime.world import Credentials, World, agree, bounded_timeout_s
+
+STEPS_PER_DEADLINE = 20
+"""A collective may take this many predicted steps (and at least 30 s) before its peers are given up."""
+
+
+def attach(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    plan: Plan | str | Path,
+    process_group: dist.ProcessGroup | None = None,
+    *,
+    sync: bool = True,
+    broadcast_buffers: bool = True,
+    timeout_s: float | None = None,
+    drift: bool = True,
+    loss_scale: Callable[[], float] | None = None,
+    guard: bool = True,
+) -> Session:
+    """Makes `backward()` of a plain model exchange its gradients as the plan says.
+
+    Args:
+        model: the bare module, on its device; the same on every rank.
+        optimizer: its optimizer; its step is timed, and LBFGS is given the average of the ranks' losses. None is
+            allowed for every other one.
+        plan: a plan, or the path of plan.json; the same on every rank.
+        process_group: the ranks that train together; default: all of torch.distributed, or this process alone.
+        sync: overwrite parameters and buffers with rank 0's, as DDP does.
+        broadcast_buffers: overwrite buffers (BatchNorm) with rank 0's before each training forward, as DDP does.
+        timeout_s: deadline of every wait; default: 20 predicted steps, at least 30 s.
+        drift: warn (`runtime.DriftWarning`, once for each plan, on each rank that sees it) when the last 50 steps took
+            more than 20 % longer than the plan predicts; see `runtime.drift`.
+        loss_scale: `scaler.get_scale` of the GradScaler, where there is one: what lossy buckets hold back is rescaled
+            when the scale changes. Not needed for exact plans.
+        guard: of lossy plans. In the first steps try the exact plan beside it (`fallback`) by turns, and go on with
+            that where the lossy one is not faster (`runtime.FallbackWarning`); later sample what buckets leave behind,
+            and let those that leave too much send everything (`runtime.AccuracyWarning`).
+
+    Returns:
+        The session; `.grad` is the average over ranks whenever `backward()` returns.
+
+    Raises:
+        PlanMismatch: on all ranks alike, before anything is changed: the plan is for another model or number of
+            ranks, asks for what this runtime does not know, or ranks hold different plans.
+        InputError: the model is attached already.
+        EnvironmentFailure: a rank did not come within the deadline.
+    """
+    loaded, problem = _load(model, plan)
+    if loaded is not None and problem is None:
+        problem = find_optimizer_misfit(loaded, optimizer)
+    world = World.join(process_group, timeout_s if timeout_s is not None else _default_timeout_s(loaded))
+    try:
+        plan = _agree(world, model, loaded, problem)
+        if sync:
+            world.broadcast([*model.parameters(), *model.buffers()])
+        return Session(
+            model, optimizer, plan, world, broadcast_buffers=broadcast_buffers, drift=drift, loss_scale=loss_scale,
+            guard=guard,
+        )  # fmt: skip
+    except BaseException:
+        world.leave()
+        raise
+
+
+def _load(model: nn.Module, plan: Plan | str | Path) -> tuple[Plan | None, str | None]:
+    """The plan, and what is wrong on this rank: it is told to all ranks, so that none waits for this one."""
+    try:
+        loaded = plan if isinstance(plan, Plan) else load_plan(plan)
+    except InputError as error:
+        return None, str(error)
+    return loaded, find_attached(model, attached)
+
+
+def _default_timeout_s(plan: Plan | None) -> float:
+    predicted_us = plan.predicted.iteration_us if plan and plan.predicted else 0.0
+    return bounded_timeout_s(STEPS_PER_DEADLINE * predicted_us / 1e6)
+
+
+def _agree(world: World, model: nn.Module, plan: Plan | None, problem: str | None) -> Plan:
+    digest, print_ = "", ""
+    parameters: tuple[str, ...] = ()
+    try:
+        if plan is not None and problem is None:
+            problem = find_misfit(model, plan, world.ranks)
+        if plan is not None and problem is None:
+            digest, parameters, print_ = plan.digest(), plan.gradients, model_fingerprint(model)
+    except InputError as error:
+        problem = str(error)
+    devices = sorted({parameter.device.type for parameter in model.parameters()})
+    agree(world, Credentials(__version__, torch.__version__, digest, print_, parameters, ",".join(devices), problem))
+    assert plan is not None
+    return plan

@@ -1,0 +1,108 @@
+"""Whether what lossy buckets leave behind does no harm: δ of LAGS-SGD's Assumption 1, sampled while training.
+
+Now and then, one bucket after the other, ranks add up what they hold back of a bucket, which costs a dense all-reduce
+of it. δ compares that with what random-k of the summed gradients would leave (`runtime.compressors.delta`); while it is
+at most 1, the paper's convergence holds. A bucket whose δ stays above 1 goes dense. All ranks see the same sums, and
+rank 0's figures count, so that all decide alike.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from dataclasses import dataclass, replace
+
+import torch
+import torch.distributed as dist
+
+from runtime.buckets import BucketBuffer
+from runtime.clock import Clock
+from runtime.compressors.delta import delta
+from runtime.errors import AccuracyWarning
+from runtime.plan import NO_COMPRESSION, Plan
+from runtime.world import World
+
+FIRST_STEP = 10
+"""Residuals fill in the first steps."""
+COST = 0.005
+"""Part of the time that sampling may take."""
+FEWEST_STEPS = 20
+"""Between two samples at the least."""
+HARMFUL, SAMPLES = 1.0, 3
+"""A bucket goes dense when so many samples of it in a row are above."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampled:
+    """One bucket at one step, over all ranks."""
+
+    step: int
+    delta: float
+    energy: float
+    """‖sent‖² / ‖sent + held back‖², of the sums over ranks."""
+    residual_norm: float
+    """Of the sum over ranks of what is held back."""
+
+
+class Guard:
+    """Samples the lossy buckets of one exchange in turn."""
+
+    def __init__(self, buckets: list[BucketBuffer], world: World, clock: Clock) -> None:
+        self._buckets = [bucket for bucket in buckets if bucket.lossy is not None]
+        self._world, self._clock = world, clock
+        self._turn, self._due, self._steps = 0, FIRST_STEP, 0
+        self._last_step = clock.mark()
+        self.samples: dict[int, list[Sampled]] = {bucket.index: [] for bucket in self._buckets}
+        """By bucket."""
+
+    def step_done(self, step: int) -> int | None:
+        """After each step, before the optimizer: the bucket that has to go dense, if any. Ranks may meet here."""
+        self._steps += 1
+        if not self._buckets or self._world.group is None or self._steps < self._due:
+            return None
+        step_us = self._clock.between_us(self._last_step, self._clock.mark()) / self._steps
+        begun = self._clock.mark()
+        bucket = self._buckets[self._turn % len(self._buckets)]
+        mine = self._sample(bucket, step)
+        cost_us = self._clock.between_us(begun, self._clock.mark())
+        everyone = self._world.gather((mine, cost_us, step_us), "sampling what lossy buckets leave behind")
+        slowest_us, shortest_us = max(one[1] for one in everyone), max(1.0, min(one[2] for one in everyone))
+        self._turn += 1
+        self._due, self._steps = max(FEWEST_STEPS, math.ceil(slowest_us / (COST * shortest_us))), 0
+        self._last_step = self._clock.mark()
+        found = self.samples[bucket.index]
+        found.append(everyone[0][0])
+        last = found[-SAMPLES:]
+        harmful = len(last) == SAMPLES and all(sample.delta > HARMFUL for sample in last)
+        return bucket.index if harmful else None
+
+    def _sample(self, bucket: BucketBuffer, step: int) -> Sampled:
+        lossy = bucket.lossy
+        assert lossy is not None
+        held = lossy.carrier.residual.clone()
+        with self._world.naming(f"sampling {bucket.label}"):
+            dist.all_reduce(held, group=self._world.group)
+        sent = lossy.carrier.sums()
+        whole = float(torch.linalg.vector_norm(held + sent, dtype=torch.float64)) ** 2
+        went = float(torch.linalg.vector_norm(sent, dtype=torch.float64)) ** 2
+        return Sampled(
+            step=step,
+            delta=delta(held + sent, sent, lossy.k),
+            energy=went / whole if whole > 0.0 else 1.0,
+            residual_norm=float(torch.linalg.vector_norm(held, dtype=torch.float64)),
+        )
+
+
+def without(plan: Plan, index: int, samples: list[Sampled]) -> Plan:
+    """The plan with one bucket that sends everything; warns."""
+    bucket = plan.buckets[index]
+    values = ", ".join(f"{sample.delta:.2f}" for sample in samples[-SAMPLES:])
+    warnings.warn(
+        f"bucket {index} ({bucket.gradients[0]} … {bucket.gradients[-1]}) leaves more behind than random choice would "
+        f"(δ {values}, expected at most {HARMFUL:g}): from now on it sends everything, and steps are longer than "
+        f"predicted",
+        AccuracyWarning,
+        stacklevel=2,
+    )
+    dense = replace(bucket, collective="all_reduce", algorithm="library", compressor=NO_COMPRESSION)
+    return replace(plan, buckets=(*plan.buckets[:index], dense, *plan.buckets[index + 1 :]))

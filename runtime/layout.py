@@ -1,0 +1,77 @@
+"""A plan's buckets laid out in memory."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+from runtime.buckets import BucketBuffer, Message, Slot, UsageFlags, lay_out, make_slot
+from runtime.compressors import make_compressor
+from runtime.compressors.wire import WIRE_DTYPES, WireCompressor
+from runtime.lossy import Carrier, Lossy
+from runtime.narrowed import NarrowedBucket
+from runtime.plan import CompressorSpec, Plan, PlanBucket
+from runtime.selected import SelectedBucket
+
+EXACT = "none"
+
+
+def make_lossy(bucket: BucketBuffer, spec: CompressorSpec, ranks: int, tail: Tensor | None = None) -> Lossy:
+    """What makes a bucket lossy.
+
+    Args:
+        bucket: laid out, with nothing behind its gradients.
+        spec: its compressor, not `none`.
+        ranks: how many there are.
+        tail: 1-D (see `flags_dtype`), travels behind the message and becomes its sum over ranks.
+
+    Raises:
+        InputError: the compressor's options are wrong, or do not fit the bucket.
+    """
+    carrier = Carrier(bucket)
+    compressor = make_compressor(spec, carrier.layers, ranks=ranks)
+    if isinstance(compressor, WireCompressor):
+        return NarrowedBucket(carrier, compressor, ranks, tail)
+    assert compressor is not None
+    return SelectedBucket(carrier, compressor, ranks, tail)
+
+
+def flags_dtype(last: PlanBucket, parameters: Mapping[str, nn.Parameter]) -> torch.dtype:
+    """Of the usage flags, which travel behind the last bucket."""
+    if last.compressor.name == EXACT:
+        return parameters[last.gradients[0]].dtype
+    return WIRE_DTYPES.get(last.compressor.dtype or "", torch.float32)
+
+
+def make_buckets(
+    plan: Plan, parameters: Mapping[str, nn.Parameter], ranks: int
+) -> tuple[list[Slot], list[BucketBuffer], UsageFlags]:
+    """The plan's buckets at run time, all gradients in readiness order, and the flags behind the last bucket.
+
+    Raises:
+        InputError: a compressor's options are wrong, or do not fit its bucket.
+    """
+    slots: list[Slot] = []
+    buckets: list[BucketBuffer] = []
+    last = plan.buckets[-1]
+    dtype = flags_dtype(last, parameters)
+    flags = UsageFlags(len(plan.gradients), ranks, dtype)
+    for index, planned in enumerate(plan.buckets):
+        members = [
+            make_slot(name, len(slots) + position, parameters[name]) for position, name in enumerate(planned.gradients)
+        ]
+        slots += members
+        exact, closes = planned.compressor.name == EXACT, planned is last
+        messages = lay_out(members, tail_elements=flags.elements if exact and closes else 0)
+        label = f"bucket {index} ({planned.collective}/{planned.algorithm}, {members[0].name} … {members[-1].name})"
+        bucket = BucketBuffer(index, members, messages, label)
+        buckets.append(bucket)
+        tail = messages[0]
+        if not exact:
+            tail = Message(torch.zeros(flags.elements, dtype=dtype, device=messages[0].flat.device), [])
+            bucket.lossy = make_lossy(bucket, planned.compressor, ranks, tail.flat if closes else None)
+        if closes:
+            flags.lie_in(tail)
+    return slots, buckets, flags

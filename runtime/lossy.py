@@ -1,0 +1,122 @@
+"""Buckets of which only a part travels: what stays behind, and how both are kept apart without losing anything.
+
+    launch         ─▶ residual + gradient is split into what travels (one message) and the next residual, which goes to
+                      a second buffer
+    all has come   ─▶ the gradients become the sum of what all ranks sent; the next residual counts from now on, on all
+                      ranks alike, unless some gradient was not finite: then the step leaves residuals as they were
+
+Residuals are in units of the averaged gradient (already times 1/ranks), so that their sum over ranks is what training
+has yet to see, whatever the number of ranks. Sources: Deep Gradient Compression (Lin et al., ICLR 2018), LAGS-SGD (Shi
+et al., ECAI 2020), which puts the learning rate inside the residual: the same for a constant rate.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from itertools import groupby
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from runtime.buckets import BucketBuffer, view_of
+from runtime.names import layer_of
+
+
+def layer_runs(gradients: Iterable[tuple[str, int]]) -> list[tuple[str, int]]:
+    """(layer, elements) of neighbouring gradients of one layer, from the names and elements of a bucket's."""
+    runs = groupby(gradients, key=lambda gradient: layer_of(gradient[0]))
+    return [(layer, sum(numel for _, numel in members)) for layer, members in runs]
+
+
+class Lossy(Protocol):
+    """What makes a bucket lossy: one for each way to send less."""
+
+    carrier: Carrier
+    """The bucket's gradients and residual."""
+    packed: Any
+    """What its collective gets."""
+    k: int
+    """How many elements each rank sends."""
+
+    def pack(self, step: int) -> None:
+        """All gradients of the bucket are there: fills the message."""
+        ...
+
+    def unpack(self) -> Tensor:
+        """All ranks' messages have come: the gradients become their sum. Returns whether all of it is finite (0-d)."""
+        ...
+
+    def commit(self, finite: Tensor) -> None:
+        """What was sent counts as sent if `finite` (0-d) is true; else the residual stays what it was."""
+        ...
+
+
+class Carrier:
+    """A bucket's gradients as one vector, and what of them has not travelled yet."""
+
+    def __init__(self, bucket: BucketBuffer) -> None:
+        self.bucket = bucket
+        wide = any(message.flat.dtype == torch.float64 for message in bucket.messages)
+        self.dtype = torch.float64 if wide else torch.float32
+        self.device = bucket.messages[0].flat.device
+        self.sizes = [slot.parameter.numel() for slot in bucket.slots]
+        self.layers = layer_runs((slot.name, slot.parameter.numel()) for slot in bucket.slots)
+        self.residual = torch.zeros(sum(self.sizes), dtype=self.dtype, device=self.device)
+        """What of this rank's gradients has not travelled yet. Shape (elements of the bucket,)."""
+        self.following = torch.zeros_like(self.residual)
+        """The residual after the step that is on its way."""
+
+    def gradient(self) -> Tensor:
+        """The bucket's gradients in order of its slots. Shape (elements of the bucket,)."""
+        messages = self.bucket.messages
+        return messages[0].flat if len(messages) == 1 else torch.cat([part.to(self.dtype) for part in self._parts()])
+
+    def sums(self) -> Tensor:
+        """What came of it in the last step, until the optimizer or a script changes it. Shape as the residual's."""
+        return self.gradient().to(self.dtype)
+
+    def _parts(self) -> list[Tensor]:
+        """Each gradient's memory, in order of the slots. Shapes (elements,)."""
+        parts: dict[int, Tensor] = {}
+        for message in self.bucket.messages:
+            sizes = [slot.parameter.numel() for slot in message.slots]
+            parts.update(zip((slot.index for slot in message.slots), message.flat.split(sizes), strict=True))
+        return [parts[slot.index] for slot in self.bucket.slots]
+
+    def zeros(self) -> Tensor:
+        """Zeros to add the sum up in: the gradients' own memory where it is one vector of the right dtype."""
+        messages = self.bucket.messages
+        if len(messages) == 1 and messages[0].flat.dtype == self.dtype:
+            return messages[0].flat.zero_()
+        return torch.zeros_like(self.residual)
+
+    def give(self, sums: Tensor) -> None:
+        """Writes the sum into the gradients, where it is not their own memory."""
+        if sums is self.bucket.messages[0].flat:
+            return
+        for part, summed in zip(self._parts(), sums.split(self.sizes), strict=True):
+            part.copy_(summed)
+
+    def commit(self, finite: Tensor) -> None:
+        """See `Lossy.commit`."""
+        if finite.device.type != "cpu":
+            torch.where(finite, self.following, self.residual, out=self.residual)  # without waiting for the device
+        elif finite:
+            self.residual, self.following = self.following, self.residual
+
+    def residuals(self) -> dict[str, Tensor]:
+        """By gradient, in its shape: parts of the residual itself."""
+        parts, offset = {}, 0
+        for slot, size in zip(self.bucket.slots, self.sizes, strict=True):
+            parts[slot.name] = view_of(self.residual, offset, slot.parameter)
+            offset += size
+        return parts
+
+    def take_over(self, residuals: Mapping[str, Tensor]) -> None:
+        """Goes on with residuals of its gradients by name; those that are missing begin at zero."""
+        for name, part in self.residuals().items():
+            if name in residuals:
+                part.copy_(residuals[name])
+            else:
+                part.zero_()

@@ -1,0 +1,60 @@
+"""Lossy buckets that send some elements as they are: values and indices, gathered and added up by every rank."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from runtime.compressors.sparse import SparseCompressor
+from runtime.lossy import Carrier
+
+
+@dataclass(eq=False)
+class Packed:
+    """One rank's message: values, indices and a tail of flags, as words of four bytes."""
+
+    flat: Tensor
+    """1-D int32."""
+    gathered: Tensor
+    """Every rank's, one after the other."""
+
+
+class SelectedBucket:
+    """See `runtime.lossy.Lossy`; for the compressors `topk` and `randomk`."""
+
+    def __init__(self, carrier: Carrier, compressor: SparseCompressor, ranks: int, tail: Tensor | None) -> None:
+        """`tail` (float32) travels behind the message and becomes its sum over ranks."""
+        self.carrier, self._compressor, self._ranks, self._tail = carrier, compressor, ranks, tail
+        self.k = compressor.k
+        self._words = self.k * (carrier.dtype.itemsize // 4)
+        words = self._words + self.k + (0 if tail is None else tail.numel())
+        flat = torch.zeros(words, dtype=torch.int32, device=carrier.device)
+        self.packed = Packed(flat, flat.new_zeros(ranks * words))
+
+    def pack(self, step: int) -> None:
+        """See `Lossy.pack`."""
+        carrier, words, flat = self.carrier, self._words, self.packed.flat
+        values, indices = self._compressor.compress(carrier.gradient(), carrier.residual, carrier.following, step)
+        flat[:words] = values.view(torch.int32)
+        flat[words : words + self.k] = indices
+        if self._tail is not None:
+            flat[words + self.k :] = self._tail.view(torch.int32)
+
+    def unpack(self) -> Tensor:
+        """See `Lossy.unpack`."""
+        words, end = self._words, self._words + self.k
+        ranks = self.packed.gathered.view(self._ranks, -1)
+        values = ranks[:, :words].contiguous().view(self.carrier.dtype)
+        sums = self.carrier.zeros()
+        for rank in range(self._ranks):  # one after the other: the order of summation is the same everywhere
+            sums.index_add_(0, ranks[rank, words:end], values[rank])
+        self.carrier.give(sums)
+        if self._tail is not None:
+            self._tail.copy_(ranks[:, end:].contiguous().view(torch.float32).sum(dim=0))
+        return torch.isfinite(values).all()
+
+    def commit(self, finite: Tensor) -> None:
+        """See `Lossy.commit`."""
+        self.carrier.commit(finite)

@@ -1,0 +1,433 @@
+"""What the ranks of the tests of lossy plans do, each against a reference that knows every rank's gradients."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from itertools import groupby
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from session_checks import convnet, images, plan_of
+from step_checks import raised
+from torch import Tensor, nn
+from torch.nn import functional
+
+import runtime
+from runtime.fit import trainable_parameters
+from runtime.names import layer_of
+from runtime.plan import NO_COMPRESSION, CompressorSpec, Plan, PlanBucket
+from runtime.session import Session
+
+TOPK = CompressorSpec(name="topk", selector="exact", density=0.05)
+WIRE = CompressorSpec(name="wire", dtype="bfloat16")
+LAYERS = CompressorSpec(name="topk", selector="exact", density=0.1, scope="layer")
+
+
+def lossy(plan: Plan, compressors: Sequence[CompressorSpec | None]) -> Plan:
+    """The plan with compressors, taken in turn by its buckets; None sends everything."""
+    buckets = []
+    for index, bucket in enumerate(plan.buckets):
+        spec = compressors[index % len(compressors)]
+        sparse = spec is not None and spec.name != "wire"
+        collective, algorithm = ("sparse", "flat") if sparse else ("all_reduce", "library")
+        compressor = spec or NO_COMPRESSION
+        buckets.append(
+            PlanBucket(gradients=bucket.gradients, collective=collective, algorithm=algorithm, compressor=compressor)
+        )
+    return Plan(model=plan.model, world=plan.world, accuracy="bounded", buckets=tuple(buckets))
+
+
+class Reference:
+    """Error feedback and top-k for all ranks, in one process, one element after the other in order of magnitude."""
+
+    def __init__(self, model: nn.Module, plan: Plan) -> None:
+        self._plan = plan
+        self._shapes = {name: tuple(p.shape) for name, p in trainable_parameters(model).items()}
+        ranks = range(dist.get_world_size())
+        self.residuals = [{name: torch.zeros(shape) for name, shape in self._shapes.items()} for _ in ranks]
+
+    def step(self, gradients: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
+        """Averages from every rank's own gradients; residuals move on."""
+        scale = 1.0 / len(gradients)
+        averages: dict[str, Tensor] = {}
+        for bucket in self._plan.buckets:
+            names, spec = bucket.gradients, bucket.compressor
+            if spec.name == "none":
+                averages |= {n: torch.stack([g[n] * scale for g in gradients]).sum(dim=0) for n in names}
+                continue
+            total = torch.zeros(sum(self._numel(name) for name in names))
+            for rank, own in enumerate(gradients):
+                residual = torch.cat([self.residuals[rank][name].flatten() for name in names])
+                gradient = torch.cat([own[name].flatten() * scale for name in names])
+                total += self._split(names, spec, residual + gradient, rank)
+            averages |= self._by_name(names, total)
+        return averages
+
+    def _numel(self, name: str) -> int:
+        return int(torch.Size(self._shapes[name]).numel())
+
+    def _by_name(self, names: Sequence[str], flat: Tensor) -> dict[str, Tensor]:
+        parts = flat.split([self._numel(name) for name in names])
+        return {name: part.view(self._shapes[name]) for name, part in zip(names, parts, strict=True)}
+
+    def _split(self, names: Sequence[str], spec: CompressorSpec, accumulated: Tensor, rank: int) -> Tensor:
+        """What is sent; the rest becomes the rank's residual."""
+        runs = [list(group) for _, group in groupby(names, key=layer_of)] if spec.scope == "layer" else [list(names)]
+        sent, start = torch.zeros_like(accumulated), 0
+        for run in runs:
+            numel = sum(self._numel(name) for name in run)
+            values = accumulated[start : start + numel].tolist()
+            assert spec.density is not None
+            chosen = sorted(range(numel), key=lambda i: (-abs(values[i]), i))[: max(1, int(spec.density * numel))]
+            for index in chosen:
+                sent[start + index] = values[index]
+            start += numel
+        self.residuals[rank].update(self._by_name(names, accumulated - sent))
+        return sent
+
+
+def loss_of(model: nn.Module, step: int) -> Tensor:
+    """This rank's loss of a step."""
+    x, y = images(step)
+    return functional.cross_entropy(model(x), y)
+
+
+def everyones_gradients(model: nn.Module, step: int) -> list[dict[str, Tensor]]:
+    """Of a copy of the model, of all ranks."""
+    twin = copy.deepcopy(model)
+    twin.zero_grad()
+    loss_of(twin, step).backward()
+    mine = {name: p.grad for name, p in trainable_parameters(twin).items() if p.grad is not None}
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, mine)
+    return everyone
+
+
+def equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> bool:
+    """Bit for bit."""
+    return found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def gradients(model: nn.Module) -> dict[str, Tensor]:
+    """By name."""
+    return {name: p.grad for name, p in trainable_parameters(model).items() if p.grad is not None}
+
+
+def carried(session: Session) -> dict[str, Tensor]:
+    """What the session has yet to send, by gradient."""
+    found: dict[str, Tensor] = session.state_dict().get("carried", {}).get("residuals", {})
+    return found
+
+
+def start(compressors: Sequence[CompressorSpec | None], group: int = 4) -> tuple[nn.Module, Any, Session]:
+    """A model that trains by a lossy plan."""
+    model = convnet()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    return model, optimizer, runtime.attach(model, optimizer, lossy(plan_of(model, group), compressors))
+
+
+def against_reference() -> dict[str, bool]:
+    """Gradients and residuals, ten steps, bit for bit; in the last bucket, too, which carries the usage flags."""
+    results = {}
+    for what, compressors in {
+        "bucket": [TOPK],
+        "layer": [LAYERS],
+        "mixed": [TOPK, None],
+        "last": [None, None, LAYERS],
+    }.items():
+        model, optimizer, session = start(compressors, group=5)
+        reference, good, kept = Reference(model, session.plan), True, True
+        for step in range(10):
+            expected = reference.step(everyones_gradients(model, step))
+            optimizer.zero_grad()
+            loss_of(model, step).backward()
+            exact = {n for b in session.plan.buckets if b.compressor.name == "none" for n in b.gradients}
+            found = gradients(model)
+            good &= all(torch.allclose(found[n], expected[n], rtol=1e-6, atol=1e-8) for n in exact)
+            good &= equal(*({n: one[n] for n in found if n not in exact} for one in (found, expected)))
+            mine = reference.residuals[dist.get_rank()]
+            kept &= equal(carried(session), {name: mine[name] for name in found if name not in exact})
+            optimizer.step()
+        session.detach()
+        results |= {f"{what}: gradients": good, f"{what}: residuals": kept}
+    return results
+
+
+def not_finite() -> dict[str, bool]:
+    """A gradient that is not finite on one rank is seen by all, and no rank's residual changes."""
+    results = {}
+    for what, compressors in {"sparse": [TOPK], "dense": [None, TOPK], "narrow": [WIRE, TOPK, WIRE]}.items():
+        model, optimizer, session = start(compressors)
+        loss_of(model, 0).backward()
+        before = {name: part.clone() for name, part in carried(session).items()}
+        optimizer.zero_grad()
+        names = list(trainable_parameters(model))
+        where = names[-1]  # in the first bucket
+        handle = trainable_parameters(model)[where].register_hook(
+            lambda g: torch.full_like(g, float("inf")) if dist.get_rank() == 1 else None
+        )
+        loss_of(model, 1).backward()
+        handle.remove()
+        found = gradients(model)[where]
+        results[f"{what}: seen"] = not bool(torch.isfinite(found).all())
+        results[f"{what}: residuals"] = equal(carried(session), before)
+        optimizer.zero_grad()
+        loss_of(model, 2).backward()
+        results[f"{what}: goes on"] = bool(torch.isfinite(gradients(model)[where]).all())
+        results[f"{what}: moves on"] = not equal(carried(session), before)
+        session.detach()
+    return results
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> None:
+    """Some steps."""
+    for step in steps:
+        optimizer.zero_grad()
+        loss_of(model, step).backward()
+        optimizer.step()
+
+
+def resumed() -> dict[str, bool]:
+    """A checkpoint in the middle changes nothing, bit for bit; without its residuals it would."""
+    results = {}
+    straight, optimizer, session = start([TOPK, LAYERS, WIRE])
+    train(straight, optimizer, range(10))
+    session.detach()
+    for what, whole in (("with residuals", True), ("without", False)):
+        model, optimizer, session = start([TOPK, LAYERS, WIRE])
+        train(model, optimizer, range(4))
+        saved = copy.deepcopy((model.state_dict(), optimizer.state_dict(), session.state_dict()))
+        session.detach()
+        model, optimizer, session = start([TOPK, LAYERS, WIRE])
+        model.load_state_dict(saved[0])
+        optimizer.load_state_dict(saved[1])
+        if whole:
+            session.load_state_dict(saved[2])
+        train(model, optimizer, range(4, 10))
+        same = equal(dict(model.named_parameters()), dict(straight.named_parameters()))
+        results[what] = same is whole
+        session.detach()
+    return results
+
+
+def switched() -> dict[str, bool]:
+    """What lossy buckets held back travels with the first step of a plan that sends everything, and only then."""
+    results = {}
+    model, optimizer, session = start([TOPK])
+    train(model, optimizer, range(3))
+    held: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(held, carried(session))
+    session.switch(lossy(plan_of(model, 3), [LAYERS]))
+    results["from lossy to lossy"] = equal(carried(session), held[dist.get_rank()])
+    session.switch(plan_of(model, 2))
+    for step, late in ((3, True), (4, False)):
+        own = everyones_gradients(model, step)
+        optimizer.zero_grad()
+        loss_of(model, step).backward()
+        expected = {name: sum(g[name] for g in own) / len(own) for name in own[0]}
+        if late:
+            expected = {name: value + sum(part[name] for part in held) for name, value in expected.items()}
+        found = gradients(model)
+        results[f"step {step}"] = all(torch.allclose(found[n], expected[n], rtol=1e-5, atol=1e-7) for n in found)
+    results["nothing is left"] = session.state_dict().keys() == {"plan", "ranks"}
+    session.detach()
+    return results
+
+
+def other_ranks() -> dict[str, bool]:
+    """The residuals of five ranks, and of one, taken over by another number, have the sum that they had."""
+    model, _, session = start([TOPK])
+    generator = torch.Generator().manual_seed(5)
+    shapes = {name: p.shape for name, p in trainable_parameters(model).items()}
+    results = {}
+    for count in (1, 5):
+        states = [
+            {
+                "plan": "another",
+                "ranks": count,
+                "carried": {
+                    "residuals": {n: torch.randint(-9, 9, s, generator=generator).float() for n, s in shapes.items()},
+                    "steps": 7,
+                    "loss_scale": 1.0,
+                },
+            }
+            for _ in range(count)
+        ]
+        session.load_state_dict(states)
+        everyone: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everyone, carried(session))
+        total = {name: sum(one[name] for one in everyone) for name in shapes}
+        expected = {name: sum(s["carried"]["residuals"][name] for s in states) for name in shapes}
+        results[f"from {count}"] = equal(total, expected)
+        refusal = raised(lambda states=states: session.load_state_dict(states[0]))
+        results[f"one of {count} alone is refused"] = "pass a list of them on every rank" in refusal
+    session.detach()
+    return results
+
+
+def narrowed() -> dict[str, bool]:
+    """Sums in float32 of what travels in bfloat16 or float16: gradients are near the averages, and over some steps what
+    is missing is what is held back.
+    """
+    results = {}
+    for dtype in ("bfloat16", "float16"):
+        model, _, session = start([CompressorSpec(name="wire", dtype=dtype)], group=5)
+        total: dict[str, Any] = {}
+        near = True
+        for step in range(4):
+            own = everyones_gradients(model, step)
+            model.zero_grad()
+            loss_of(model, step).backward()
+            found = gradients(model)
+            for name, value in found.items():
+                average = torch.stack([one[name].double() for one in own]).mean(dim=0)
+                near &= torch.allclose(
+                    value.double(), average, rtol=0.02, atol=1e-6 + 0.02 * float(average.abs().max())
+                )
+                total[name] = total.get(name, 0) + average - value.double()
+        held = carried(session)
+        for part in held.values():
+            dist.all_reduce(part)
+        results[f"{dtype}: near"] = near
+        results[f"{dtype}: something is held back"] = any(bool(part.any()) for part in held.values())
+        close = [torch.allclose(part.double(), total[name], rtol=1e-3, atol=1e-7) for name, part in held.items()]
+        results[f"{dtype}: nothing is lost"] = all(close)
+        session.detach()
+    return results
+
+
+def loss_scales() -> dict[str, bool]:
+    """What is held back follows the scale of the loss: training is as without one, for powers of two bit for bit."""
+    scales = [2.0**10, 2.0**10, 2.0**9, 2.0**12, 2.0**12, 2.0**3]
+    plain, optimizer, session = start([TOPK])
+    train(plain, optimizer, range(len(scales)))
+    session.detach()
+    model = convnet()
+    optimizer, scale = torch.optim.SGD(model.parameters(), lr=0.05), scales[0]
+    session = runtime.attach(model, optimizer, lossy(plan_of(model, 4), [TOPK]), loss_scale=lambda: scale)
+    for step, scale in enumerate(scales):
+        optimizer.zero_grad()
+        (loss_of(model, step) * scale).backward()
+        for parameter in model.parameters():
+            if parameter.grad is not None:
+                parameter.grad.div_(scale)
+        optimizer.step()
+    session.detach()
+    return {"weights": equal(dict(model.named_parameters()), dict(plain.named_parameters()))}
+
+
+def accumulated() -> dict[str, bool]:
+    """Backwards in `no_sync` send nothing; the next one sends their sum."""
+    model, optimizer, session = start([TOPK])
+    reference = Reference(model, session.plan)
+    first, second = everyones_gradients(model, 0), everyones_gradients(model, 1)
+    expected = reference.step([{n: a[n] + b[n] for n in a} for a, b in zip(first, second, strict=True)])
+    optimizer.zero_grad()
+    with session.no_sync():
+        loss_of(model, 0).backward()
+    loss_of(model, 1).backward()
+    found = gradients(model)
+    close = all(torch.allclose(found[name], expected[name], rtol=1e-5, atol=1e-8) for name in found)
+    session.detach()
+    return {"gradients": close}
+
+
+class Branches(nn.Module):
+    """Two layers of which a step uses one or both."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = nn.Linear(6, 5), nn.Linear(6, 5)
+
+    def forward(self, x: Tensor, use: str) -> Tensor:
+        """(batch, 6) → (batch, 5)."""
+        both = {"left": self.left, "right": self.right}
+        result: Tensor = sum(layer(x) for name, layer in both.items() if name in use)  # type: ignore[assignment]
+        return result
+
+
+def unused() -> dict[str, bool]:
+    """What is held back of a layer comes in steps that do not use it; what nobody uses and holds back stays None."""
+    torch.manual_seed(1)
+    model = Branches()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    spec = CompressorSpec(name="topk", selector="exact", density=0.4)
+    session = runtime.attach(model, optimizer, lossy(plan_of(model, 4), [spec]))
+    x = torch.randn(4, 6, generator=torch.Generator().manual_seed(dist.get_rank()))
+    model(x, "left").square().sum().backward()
+    results = {"never used": model.right.weight.grad is None}
+    sums = torch.zeros_like(model.left.weight)
+    assert model.left.weight.grad is not None
+    sums += model.left.weight.grad
+    own = copy.deepcopy(model)
+    own.zero_grad()
+    own(x, "left").square().sum().backward()
+    assert own.left.weight.grad is not None
+    total = own.left.weight.grad / dist.get_world_size()
+    dist.all_reduce(total)
+    for _ in range(8):
+        optimizer.zero_grad()
+        (model(x, "right") * 0.0).sum().backward()
+        if model.left.weight.grad is not None:
+            sums += model.left.weight.grad
+    results["nothing is lost"] = torch.allclose(sums, total, rtol=1e-5, atol=1e-7)
+    results["nothing is left"] = not any(bool(part.any()) for part in carried(session).values())
+    session.detach()
+    return results
+
+
+def other_dtypes() -> dict[str, bool]:
+    """bfloat16 and float64 gradients, alone and together, in memory of another order: sums are conserved, up to the
+    rounding of each step's sum to bfloat16.
+    """
+    results = {}
+    for what, change in {
+        "bfloat16": lambda m: m.bfloat16(),
+        "float64": lambda m: m.double(),
+        "both": lambda m: nn.Sequential(m[:6].bfloat16(), m[6:].double()),
+        "channels last": lambda m: m.to(memory_format=torch.channels_last),
+    }.items():
+        model = change(convnet())
+        session = runtime.attach(model, None, lossy(plan_of(model, 4), [LAYERS]))
+        named, total, sent = trainable_parameters(model), {}, {}
+        for step in range(3):
+            generator = torch.Generator().manual_seed(10 * step + dist.get_rank())
+            # Multiples of the number of ranks, so that averages are integers.
+            own = {
+                n: (torch.randint(-20, 20, p.shape, generator=generator) * dist.get_world_size()).to(p.dtype)
+                for n, p in named.items()
+            }
+            for name, mine in own.items():
+                summed = mine.double().clone()  # of float64 no copy by itself
+                dist.all_reduce(summed)
+                total[name] = total.get(name, 0) + summed / dist.get_world_size()
+            model.zero_grad()
+            sum((p * own[n]).sum().double() for n, p in named.items()).backward()
+            for name, parameter in named.items():
+                assert parameter.grad is not None
+                sent[name] = sent.get(name, 0) + parameter.grad.double()
+        for name, part in carried(session).items():
+            rest = part.double()
+            dist.all_reduce(rest)
+            sent[name] = sent[name] + rest
+        rough = {name for name, parameter in named.items() if parameter.dtype == torch.bfloat16}
+        close = all(torch.allclose(sent[name], total[name], rtol=0.0, atol=3 * 0.5) for name in rough)
+        results[what] = close and equal(*({n: one[n] for n in named if n not in rough} for one in (sent, total)))
+        session.detach()
+    return results
+
+
+CHECKS: dict[str, Callable[[], dict[str, bool]]] = {
+    check.__name__: check
+    for check in (
+        against_reference, not_finite, resumed, switched, other_ranks, narrowed, loss_scales, accumulated, unused,
+        other_dtypes,
+    )
+}  # fmt: skip
+
+
+def run() -> dict[str, dict[str, bool]]:
+    """All checks, in one start of the ranks."""
+    return {name: check() for name, check in CHECKS.items()}

@@ -1,0 +1,23 @@
+"""Plans that send a part of the gradients: what travels, what stays behind, and that nothing is lost."""
+
+from __future__ import annotations
+
+import lossy_checks
+import pytest
+
+from planner.launch import LocalWorld, run_ranks
+
+Results = list[dict[str, dict[str, bool]]]
+
+
+@pytest.fixture(scope="module", params=[2, 3])
+def ranks(request: pytest.FixtureRequest) -> Results:
+    """What every rank of two and of three found."""
+    return run_ranks(LocalWorld(ranks=request.param), lossy_checks.run)
+
+
+@pytest.mark.parametrize("check", lossy_checks.CHECKS)
+def test_on_every_rank(ranks: Results, check: str) -> None:
+    for rank, results in enumerate(ranks):
+        assert results[check]
+        assert not [what for what, good in results[check].items() if good is not True], rank
