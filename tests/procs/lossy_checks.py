@@ -426,8 +426,3 @@ CHECKS: dict[str, Callable[[], dict[str, bool]]] = {
         other_dtypes,
     )
 }  # fmt: skip
-
-
-def run() -> dict[str, dict[str, bool]]:
-    """All checks, in one start of the ranks."""
-    return {name: check() for name, check in CHECKS.items()}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import lossy_checks
+import lossy_policy_checks
 import pytest
 
 from planner.launch import LocalWorld, run_ranks
@@ -13,10 +13,10 @@ Results = list[dict[str, dict[str, bool]]]
 @pytest.fixture(scope="module", params=[2, 3])
 def ranks(request: pytest.FixtureRequest) -> Results:
     """What every rank of two and of three found."""
-    return run_ranks(LocalWorld(ranks=request.param), lossy_checks.run)
+    return run_ranks(LocalWorld(ranks=request.param), lossy_policy_checks.run)
 
 
-@pytest.mark.parametrize("check", lossy_checks.CHECKS)
+@pytest.mark.parametrize("check", lossy_policy_checks.CHECKS)
 def test_on_every_rank(ranks: Results, check: str) -> None:
     for rank, results in enumerate(ranks):
         assert results[check]

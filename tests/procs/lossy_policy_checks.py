@@ -1,0 +1,117 @@
+"""What the ranks of the tests of lossy plans do: plans that are tried against exact ones, buckets that do harm."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import replace
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from drift_checks import linked
+from lossy_checks import CHECKS as LOSSY_CHECKS
+from lossy_checks import TOPK, loss_of, lossy
+from session_checks import convnet, plan_of
+from torch import nn
+
+import runtime
+from runtime import guard, trial
+from runtime.plan import CompressorSpec
+from runtime.session import Session
+
+
+def tried(delay_s: float) -> tuple[Session, list[str], list[str]]:
+    """A lossy plan with an exact one beside it, on a link that is late for dense messages: (session, the plan's
+    accuracy in each step, warnings).
+    """
+    model = convnet()
+    plan = replace(lossy(plan_of(model, 100), [TOPK]), fallback=plan_of(model, 2))
+    accuracies = []
+    with warnings.catch_warnings(record=True) as caught, linked() as link:
+        warnings.simplefilter("always")
+        link.delay_s = delay_s
+        session = runtime.attach(model, None, plan)
+        for step in range(60):
+            accuracies.append(session.plan.accuracy)
+            model.zero_grad()
+            loss_of(model, step % 4).backward()
+    return session, accuracies, [str(one.message) for one in caught if one.category is runtime.FallbackWarning]
+
+
+def fallback() -> dict[str, bool]:
+    """The faster plan of the two is what the run goes on with, on all ranks from the same step."""
+    results = {}
+    for what, delay_s, accuracy in (("faster", 0.003, "bounded"), ("not faster", -1.0, "exact")):
+        with patch.object(trial, "judge", turned(trial.judge)) if delay_s < 0.0 else nullcontext():
+            session, accuracies, said = tried(abs(delay_s) if delay_s > 0.0 else 0.003)
+        everyone: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everyone, accuracies)
+        results[f"{what}: alike"] = all(one == everyone[0] for one in everyone)
+        results[f"{what}: both were tried"] = set(accuracies[:40]) == {"bounded", "exact"}
+        results[f"{what}: chosen"] = session.plan.accuracy == accuracy and set(accuracies[-10:]) == {accuracy}
+        results[f"{what}: said"] = (
+            [] if accuracy == "bounded" else ["it is not faster, and the run goes on with the exact plan"]
+        ) == [text.partition("): ")[2] for text in said]
+        assert session.trial is not None
+        results[f"{what}: verdict"] = session.trial.verdict is not None
+        session.detach()
+    return results
+
+
+def turned(judge: Callable[[Any], trial.TrialVerdict]) -> Callable[[Any], trial.TrialVerdict]:
+    """As if the plans had been as fast as the other one."""
+    swap = {"lossy": "exact", "exact": "lossy"}
+    return lambda ranks: judge([{swap[name]: times for name, times in rank.items()} for rank in ranks])
+
+
+class Opposed(nn.Module):
+    """A weight whose largest gradients cancel over two ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(100))
+        self.other = nn.Parameter(torch.zeros(100))
+
+
+def guarded() -> dict[str, bool]:
+    """A bucket whose choice does harm sends everything soon, and what it held back is not lost; another one stays."""
+    model = Opposed()
+    plan = lossy(plan_of(model, 1), [CompressorSpec(name="topk", selector="exact", density=0.1)])
+    sign = 1.0 if dist.get_rank() % 2 == 0 else -1.0
+    large = torch.cat([torch.full((50,), 100.0 * sign), torch.ones(50)])
+    ramp = torch.arange(100.0)
+    pairs = dist.get_world_size() % 2 == 0
+    total = torch.zeros(100)
+    with warnings.catch_warnings(record=True) as caught, patch.multiple(guard, FIRST_STEP=1, FEWEST_STEPS=1, COST=1e9):
+        warnings.simplefilter("always")
+        session = runtime.attach(model, None, plan)
+        for _ in range(24):
+            model.zero_grad()
+            ((model.weight * large).sum() + (model.other * ramp).sum()).backward()
+            assert model.weight.grad is not None
+            total += model.weight.grad
+    names = {bucket.gradients[0]: bucket.compressor.name for bucket in session.plan.buckets}
+    said = [str(one.message) for one in caught if one.category is runtime.AccuracyWarning]
+    expected = large.clone()
+    dist.all_reduce(expected)
+    session.detach()
+    if not pairs:  # an odd rank's gradients are not cancelled: top-k is right there
+        return {"stays": names == {"other": "topk", "weight": "topk"}, "says nothing": not said}
+    return {
+        "goes dense": names == {"other": "topk", "weight": "none"},
+        "says so": len(said) == 1 and "(weight … weight) leaves more behind" in said[0],
+        "nothing is lost": torch.allclose(total, expected / dist.get_world_size() * 24, rtol=1e-5),
+    }
+
+
+CHECKS: dict[str, Callable[[], dict[str, bool]]] = LOSSY_CHECKS | {
+    check.__name__: check for check in (fallback, guarded)
+}
+
+
+def run() -> dict[str, dict[str, bool]]:
+    """All checks, in one start of the ranks."""
+    return {name: check() for name, check in CHECKS.items()}
