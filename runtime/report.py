@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from runtime.documents import write_json
+from runtime.guard import Sampled
 from runtime.measured import MeasuredStep
 from runtime.plan import ModelReference, Plan
 from runtime.recorder import Recorder, StepMarks
@@ -32,6 +33,23 @@ class BucketReport:
     end_us: float
     predicted_start_us: float | None = None
     predicted_end_us: float | None = None
+    compressor: str = "none"
+    sample: Sampled | None = None
+    """Of a lossy bucket, when it was last looked at."""
+
+    def __str__(self) -> str:
+        text = (
+            f"bucket {self.index}: {self.gradients} gradients, ready {self.ready_us / 1e3:.2f}, "
+            f"launch {self.launch_us / 1e3:.2f}, start {self.start_us / 1e3:.2f}, end {self.end_us / 1e3:.2f} ms"
+        )
+        if self.compressor != "none":
+            text += f"; {self.compressor}"
+        if self.sample is not None:
+            text += (
+                f", δ {self.sample.delta:.2f}, {self.sample.energy:.0%} of the energy sent, "
+                f"norm of what is held back {self.sample.residual_norm:.3g}"
+            )
+        return text
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,16 +121,16 @@ class Report:
             f"  forward {self.forward_us / 1e3:.2f}, backward {self.backward_us / 1e3:.2f}, "
             f"waiting {self.wait_us / 1e3:.2f}, update {self.update_us / 1e3:.2f} ms",
         ]
-        lines += [
-            f"  bucket {b.index}: {b.gradients} gradients, ready {b.ready_us / 1e3:.2f}, "
-            f"launch {b.launch_us / 1e3:.2f}, start {b.start_us / 1e3:.2f}, end {b.end_us / 1e3:.2f} ms"
-            for b in self.buckets
-        ]
-        return "\n".join(lines)
+        return "\n".join([*lines, *(f"  {bucket}" for bucket in self.buckets)])
 
 
-def make_report(plan: Plan, recorder: Recorder, world: World) -> Report:
-    """Medians over the recorded steps that have forward, backward and, where there is an optimizer, an update."""
+def make_report(
+    plan: Plan, recorder: Recorder, world: World, samples: Mapping[int, Sequence[Sampled]] | None = None
+) -> Report:
+    """Medians over the recorded steps that have forward, backward and, where there is an optimizer, an update.
+
+    `samples`: of lossy buckets by their index.
+    """
     steps = [step for step in recorder.steps if step.forward is not None and step.forward_end is not None]
     between = recorder.clock.between_us
 
@@ -135,12 +153,15 @@ def make_report(plan: Plan, recorder: Recorder, world: World) -> Report:
         wait_us=median(lambda s: (s.backward_end, s.end)),
         predicted_us=predicted_us,
         error=predicted_us / iteration_us - 1.0 if predicted_us is not None and iteration_us > 0.0 else None,
-        buckets=tuple(_buckets(plan, steps, median)),
+        buckets=tuple(_buckets(plan, steps, median, samples or {})),
     )
 
 
 def _buckets(
-    plan: Plan, steps: list[StepMarks], median: Callable[[Callable[[StepMarks], tuple[Any, Any]]], float]
+    plan: Plan,
+    steps: list[StepMarks],
+    median: Callable[[Callable[[StepMarks], tuple[Any, Any]]], float],
+    samples: Mapping[int, Sequence[Sampled]],
 ) -> Iterable[BucketReport]:
     if not any(step.sent and step.sent[0].end is not None for step in steps):
         return
@@ -159,6 +180,8 @@ def _buckets(
             end_us=median(partial(_until_sent, index, "end")),
             predicted_start_us=start_us,
             predicted_end_us=end_us,
+            compressor=bucket.compressor.name,
+            sample=samples[index][-1] if samples.get(index) else None,
         )
 
 

@@ -35,7 +35,7 @@ from runtime.fit import (
     find_plan_misfit,
     trainable_parameters,
 )
-from runtime.guard import Guard, without
+from runtime.guard import Guard, Sampled, without
 from runtime.hooks import ModuleHook
 from runtime.plan import Plan, load_plan
 from runtime.recorder import Recorder
@@ -304,7 +304,12 @@ class Session:
 
     def report(self) -> Report:
         """Predicted against measured, over the last steps of this run on this rank."""
-        return make_report(self.plan, self.recorder, self.world)
+        return make_report(self.plan, self.recorder, self.world, self.samples)
+
+    @property
+    def samples(self) -> dict[int, list[Sampled]]:
+        """What lossy buckets, by their index, left behind when it was looked at; see `runtime.guard`."""
+        return {} if self._guard is None else self._guard.samples
 
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint needs besides model and optimizer; every rank has its own.

@@ -1,0 +1,59 @@
+"""What LAGS-SGD's theory says, beside what this planner simulates and this runtime measures.
+
+python -m benchmarks.lags                  # prints both tables; some minutes
+python -m benchmarks.lags --part bound     # Eq. 20 against the simulator: seconds
+python -m benchmarks.lags --part accuracy --scale 0.1
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from benchmarks.lags import accuracy, bound
+from planner.catalog import find_profile
+from planner.launch import LocalWorld, run_ranks
+
+PARTS = ("bound", "accuracy")
+MODELS = ("resnet50", "vgg16", "bert-base")
+BEGIN, END = "<!-- {part}: begin -->", "<!-- {part}: end -->"
+
+
+def main() -> int:
+    """Prints, and writes where told to."""
+    parser = argparse.ArgumentParser(description=str(__doc__).partition("\n")[0])
+    parser.add_argument("--part", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--scale", type=float, default=1.0, help="of the steps that are trained")
+    parser.add_argument("--models", nargs="+", default=list(MODELS), help="of the catalogue, for the bound")
+    parser.add_argument("--output", type=Path, default=None, help="a document whose marked parts are replaced")
+    options = parser.parse_args()
+    for part in options.part:
+        text = "\n".join(_bound(options.models) if part == "bound" else _accuracy(options.scale))
+        print(text)
+        if options.output is not None:
+            options.output.write_text(_replaced(options.output.read_text("utf-8"), part, text), encoding="utf-8")
+    return 0
+
+
+def _bound(models: list[str]) -> list[str]:
+    found: list[str] = []
+    for model in models:
+        found += [f"{model}, 16 ranks, density {bound.DENSITY:.0%}:", ""]
+        found += [*bound.lines(list(bound.simulated(find_profile(model)))), ""]
+    return found
+
+
+def _accuracy(scale: float) -> list[str]:
+    outcomes = run_ranks(LocalWorld(ranks=2), accuracy.run_rank, scale)[0]
+    return list(accuracy.lines(outcomes))
+
+
+def _replaced(text: str, part: str, found: str) -> str:
+    head, _, rest = text.partition(BEGIN.format(part=part))
+    _, _, tail = rest.partition(END.format(part=part))
+    return f"{head}{BEGIN.format(part=part)}\n\n{found}\n\n{END.format(part=part)}{tail}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

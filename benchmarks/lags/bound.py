@@ -1,0 +1,81 @@
+"""Eq. 20 of LAGS-SGD: how much faster than SLGS it can be at most, beside what is simulated and what is measured.
+
+Both send the same share of every layer. SLGS sends it as one message behind backward, LAGS layer by layer beside it:
+S ≤ (t_f + t_b + t_c) / (t_f + max(t_b, t_c)), with t_c what SLGS's message takes. It is largest where t_c = t_b.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from planner.cost.sparse import flat_is_implied
+from planner.ir import Bucket, Schedule
+from planner.problem import Problem, make_problem
+from planner.profile.document import Cluster, Link, Profile
+from planner.simulator import simulate_schedule
+
+DENSITY = 0.01
+RATIOS = (0.1, 0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 4.0, 10.0)
+"""Values of r = t_c / t_b."""
+
+
+def layer_wise(problem: Problem, density: float) -> Schedule:
+    """One message for each layer with this share of its elements."""
+    buckets = []
+    for start, stop in problem.layer_runs:
+        numel = int(problem.numel[start:stop].sum())
+        buckets.append(_sparse(tuple(range(start, stop)), max(1, math.floor(density * numel))))
+    return Schedule(buckets=tuple(buckets))
+
+
+def at_once(problem: Problem, density: float) -> Schedule:
+    """The same elements in one message behind backward."""
+    k = sum(bucket.k or 0 for bucket in layer_wise(problem, density).buckets)
+    return Schedule(buckets=(_sparse(tuple(range(problem.count)), k),))
+
+
+def _sparse(gradients: tuple[int, ...], k: int) -> Bucket:
+    return Bucket(gradients=gradients, collective="sparse", algorithm="flat", compressor="topk", k=k)
+
+
+def bound(forward_us: float, backward_us: float, message_us: float) -> float:
+    """Eq. 20."""
+    return (forward_us + backward_us + message_us) / (forward_us + max(backward_us, message_us))
+
+
+def on_link(profile: Profile, ranks: int, alpha_us: float, beta_us_per_byte: float) -> Problem:
+    """The profile's step on a cluster with one kind of link, without selection costs and contention."""
+    link = Link(alpha_us=alpha_us, beta_us_per_byte=beta_us_per_byte)
+    problem = make_problem(profile, Cluster(nodes=ranks, inter=link))
+    assert not flat_is_implied(problem.cost.cluster)
+    return problem
+
+
+def message_us(problem: Problem) -> float:
+    """What SLGS's message takes."""
+    return sum(time_us for _, _, time_us in problem.phase_times(at_once(problem, DENSITY).buckets[0]))
+
+
+def simulated(profile: Profile, ranks: int = 16, alpha_us: float = 0.0) -> Iterator[tuple[float, float, float]]:
+    """(r, Eq. 20's bound, simulated speed-up of LAGS over SLGS) over links of different bandwidth."""
+    one = message_us(on_link(profile, ranks, 0.0, 1.0))
+    for ratio in RATIOS:
+        backward_us = sum(gradient.backward_us for gradient in profile.compute.gradients)
+        problem = on_link(profile, ranks, alpha_us, ratio * backward_us / one)
+        # The update is in neither of the paper's sums.
+        quiet = replace(profile, compute=replace(profile.compute, update_us=0.0))
+        problem = Problem(profile=quiet, cost=problem.cost)
+        slgs = simulate_schedule(problem, at_once(problem, DENSITY)).iteration_us
+        lags = simulate_schedule(problem, layer_wise(problem, DENSITY)).iteration_us
+        took_us = message_us(problem)
+        yield took_us / backward_us, bound(problem.forward_us, backward_us, took_us), slgs / lags
+
+
+def lines(rows: Sequence[tuple[float, float, float]]) -> Iterator[str]:
+    """One row per r."""
+    yield "| r = t_c / t_b | Eq. 20 | simulated |"
+    yield "| --- | --- | --- |"
+    for ratio, most, found in rows:
+        yield f"| {ratio:.2f} | {most:.3f} | {found:.3f} |"
