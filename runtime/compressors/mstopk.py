@@ -23,7 +23,7 @@ def select_mstopk(residual: Tensor, gradient: Tensor, total: Tensor, k: int, see
     """Writes residual + gradient into `total`; returns the ascending positions of k of its large magnitudes."""
     magnitude = torch.empty_like(total)
     for start, piece in accumulate_in_chunks(residual, gradient, total):
-        magnitude[start : start + CHUNK] = magnitudes(piece)
+        magnitude[start : start + piece.numel()] = magnitudes(piece)
     forced = positions_where(magnitude, torch.eq, math.inf, k)  # no mean and no search would bear them
     if forced.numel() == k:
         return forced

@@ -27,7 +27,8 @@ class SparseCompressor:
     """Sends k elements of a buffer, the same number in each step.
 
     Values are those of residual + gradient, NaN and ±Inf among them: with every selector but the random one these count
-    as the largest, so that all ranks see them.
+    as the largest, so that all ranks see them. Such a step is to be discarded: what does not fit into k stays in the
+    new residual as it is.
     """
 
     def __init__(self, segments: Sequence[Segment], selector: Selector) -> None:

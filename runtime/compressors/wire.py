@@ -19,7 +19,8 @@ class WireCompressor:
     """Sends residual + gradient rounded to `dtype`.
 
     Finite values stay finite, also in a sum over all ranks in the wire's dtype: they saturate at its largest number /
-    ranks, and the rest stays in the residual. NaN and ±Inf are sent as they are, so that all ranks see them.
+    ranks, for more than two ranks at half of that, since adding x may raise a rounded sum by 2x. The rest stays in the
+    residual. NaN and ±Inf are sent as they are, so that all ranks see them.
 
     Sent + new residual is residual + gradient bit for bit, though each is rounded. Below saturation the difference of
     a number and its rounded self is a multiple of the number's last place and smaller than it, so it is exact. So is
@@ -30,7 +31,7 @@ class WireCompressor:
 
     def __init__(self, dtype: torch.dtype, ranks: int) -> None:
         self.dtype = dtype
-        self.limit = _round_down(torch.finfo(dtype).max / ranks, dtype)
+        self.limit = _round_down(torch.finfo(dtype).max / (ranks if ranks <= 2 else 2 * ranks), dtype)
         """The largest finite magnitude that is sent."""
         self._last_bit = _lowest_bit(self.limit)
 

@@ -1,0 +1,189 @@
+"""Compressors, gradients and residuals for tests of compressors, and what must hold of each."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import torch
+from hypothesis import strategies as st
+from torch import Tensor
+
+from runtime.compressors import COMPRESSORS, Compressor, make_compressor
+from runtime.compressors import exact as exact_module
+from runtime.compressors import magnitudes as magnitudes_module
+from runtime.compressors import sampled as sampled_module
+from runtime.compressors.sparse import SELECTORS, SparseCompressor
+from runtime.compressors.wire import WIRE_DTYPES, WireCompressor
+from runtime.plan import CompressorSpec
+
+Layers = Sequence[tuple[str, int]]
+
+VALUES: dict[str, list[Any]] = {"selector": sorted(SELECTORS), "dtype": sorted(WIRE_DTYPES)}
+"""Every value of the options that are names; an option that is missing here fails the collection of these tests."""
+
+SELECTIONS: list[dict[str, Any]] = [
+    {"density": 0.001}, {"density": 0.03, "scope": "bucket"}, {"density": 0.3, "scope": "layer"}, {"density": 1.0},
+    {"k": "half"}, {"k": "one"},
+]  # fmt: skip
+
+
+def variants() -> Iterator[dict[str, Any]]:
+    """Every family with every value of its named options and several ways to say how much is sent."""
+    for name, family in COMPRESSORS.items():
+        named = sorted(family.options - {"k", "density", "scope"})
+        for values in itertools.product(*(VALUES[option] for option in named)):
+            for selection in SELECTIONS if "density" in family.options else [{}]:
+                yield {"name": name, **dict(zip(named, values, strict=True)), **selection}
+
+
+def make(variant: dict[str, Any], layers: Layers, ranks: int = 2) -> Compressor | None:
+    """A compressor of a variant, whose k is a rule."""
+    options = dict(variant)
+    if options.get("k") == "half":
+        options["k"] = {name: (elements + 1) // 2 for name, elements in layers if elements}
+    elif options.get("k") == "one":
+        options["k"] = {name: 1 for name, elements in layers if elements}
+    return make_compressor(CompressorSpec(**options), layers, ranks=ranks)
+
+
+def sparse(selector: str, layers: Layers, **options: Any) -> SparseCompressor:
+    made = make({"name": "topk", "selector": selector, **options}, layers)
+    assert isinstance(made, SparseCompressor)
+    return made
+
+
+KINDS = ("normal", "ties", "equal", "zeros", "few", "tiny", "huge", "clustered", "not finite", "all not finite")
+
+
+def numbers(kind: str, elements: int, seed: int, dtype: torch.dtype) -> Tensor:
+    """A gradient or residual of a kind that selections may trip over."""
+    generator = torch.Generator().manual_seed(seed)
+    normal = torch.randn(elements, generator=generator, dtype=torch.float64)
+    if kind == "ties":
+        normal = normal.mul(1.5).round()
+    elif kind == "equal":
+        normal = torch.full_like(normal, 0.75) * normal.sign()
+    elif kind == "zeros":
+        normal = normal.sign() * 0.0
+    elif kind == "few":
+        normal[torch.rand(elements, generator=generator) < 0.98] = 0.0
+    elif kind == "tiny":
+        normal *= 1e-44
+    elif kind == "huge":
+        normal *= 2.0**29 * 10.0 ** torch.randint(0, 25, (elements,), generator=generator)
+    elif kind == "clustered":
+        normal[elements // 3 : elements // 2] *= 1e4
+    elif "not finite" in kind:
+        some = torch.rand(elements, generator=generator) < (0.02 if kind == "not finite" else 1.0)
+        odd = torch.tensor([math.nan, math.inf, -math.inf], dtype=torch.float64)
+        normal = torch.where(some, odd[torch.randint(3, (elements,), generator=generator)], normal)
+    return normal.to(dtype)
+
+
+@dataclass(frozen=True)
+class Case:
+    """Layers with a gradient and a residual."""
+
+    layers: Layers
+    gradient: Tensor
+    residual: Tensor
+
+    @property
+    def total(self) -> Tensor:
+        return self.residual + self.gradient.to(self.residual.dtype)
+
+
+def make_case(sizes: list[int], kinds: tuple[str, str], seed: int, dtypes: tuple[torch.dtype, torch.dtype]) -> Case:
+    layers = [(f"layer{index}", size) for index, size in enumerate(sizes)]
+    gradient = numbers(kinds[0], sum(sizes), seed, dtypes[0])
+    return Case(layers, gradient, numbers(kinds[1], sum(sizes), seed + 1, dtypes[1]))
+
+
+DTYPES = (
+    (torch.float32, torch.float32), (torch.bfloat16, torch.float32), (torch.float16, torch.float32),
+    (torch.float64, torch.float64),
+)  # fmt: skip
+cases = st.builds(
+    make_case,
+    st.lists(st.sampled_from([0, 1, 2, 31, 64, 129, 700, 3000]), min_size=1, max_size=4),
+    st.tuples(st.sampled_from(KINDS), st.sampled_from(KINDS)),
+    st.integers(0, 10_000),
+    st.sampled_from(DTYPES),
+)
+
+
+@contextmanager
+def small_chunks() -> Iterator[None]:
+    """Makes buffers of a few hundred elements take the ways of large ones."""
+    with (
+        mock.patch.object(exact_module, "SMALL", 0),
+        mock.patch.object(sampled_module, "SMALL", 60),
+        mock.patch.object(exact_module, "CHUNK", 256),
+        mock.patch.object(magnitudes_module, "CHUNK", 256),
+    ):
+        yield
+
+
+def same_bits(one: Tensor, other: Tensor) -> bool:
+    """Equality that tells −0 from 0, and takes NaN for NaN."""
+    one, other = (torch.where(values.isnan(), math.nan, values) for values in (one, other))
+    whole = {2: torch.int16, 4: torch.int32, 8: torch.int64}[one.element_size()]
+    return one.dtype == other.dtype and torch.equal(one.view(whole), other.view(whole))
+
+
+def reference_topk(total: Tensor, k: int) -> Tensor:
+    """Indices of the k largest: a stable sort by (−|x|, index), where NaN is as large as Inf."""
+    magnitude = torch.where(total.isfinite(), total.abs(), math.inf)
+    return torch.sort(magnitude, descending=True, stable=True).indices[:k].sort().values
+
+
+def compress(compressor: Compressor, case: Case, step: int = 3) -> tuple[Any, Tensor]:
+    """What is sent and the new residual; holds that nothing else changes and that a repetition gives the same bits."""
+    gradient, residual = case.gradient.clone(), case.residual.clone()
+    results = []
+    for garbage in (math.nan, 7.0):
+        new_residual = torch.full_like(residual, garbage)
+        results.append((compressor.compress(gradient, residual, new_residual, step), new_residual))
+    assert same_bits(gradient, case.gradient)
+    assert same_bits(residual, case.residual)
+    (sent, new_residual), (again, new_again) = results
+    pairs = zip(sent, again, strict=True) if isinstance(sent, tuple) else [(sent, again)]
+    for one, other in pairs:
+        assert torch.equal(one, other) if one.dtype == torch.int32 else same_bits(one, other)
+    assert same_bits(new_residual, new_again)
+    return sent, new_residual
+
+
+def check_sparse(compressor: SparseCompressor, case: Case) -> Tensor:
+    """The contract; returns the indices."""
+    (values, indices), new_residual = compress(compressor, case)
+    assert values.dtype == case.residual.dtype
+    assert indices.dtype == torch.int32
+    assert len(values) == len(indices) == compressor.k
+    assert bool((indices[1:] > indices[:-1]).all())
+    for segment in compressor.segments:
+        inside = (indices >= segment.start) & (indices < segment.start + segment.elements)
+        assert int(inside.sum()) == segment.k
+    assert not new_residual[indices].any()
+    assert same_bits(new_residual.scatter(0, indices.long(), values), case.total)
+    return indices
+
+
+def check_wire(compressor: WireCompressor, case: Case) -> Tensor:
+    """The contract; returns what is sent."""
+    sent, new_residual = compress(compressor, case)
+    total = case.total
+    assert sent.dtype == compressor.dtype
+    assert torch.equal(sent.isfinite(), total.isfinite())
+    assert bool(new_residual.isfinite().all())
+    finite = total.isfinite()
+    assert torch.equal((sent.to(total.dtype) + new_residual)[finite], total[finite])
+    assert torch.equal(sent.to(total.dtype)[~finite].nan_to_num(), total[~finite].nan_to_num())
+    assert not new_residual[~finite].any()
+    return sent

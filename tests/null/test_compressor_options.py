@@ -1,0 +1,156 @@
+"""How compressors are asked for, and what goes with them: momentum correction, warm-up, and the measure δ."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+import contract_examples
+import pytest
+import torch
+from compressor_cases import Layers, numbers, reference_topk, sparse
+from torch import nn
+
+from runtime.compressors import COMPRESSORS, make_compressor
+from runtime.compressors.delta import delta
+from runtime.compressors.dgc import MomentumCorrection, warmup_density
+from runtime.compressors.options import MAX_ELEMENTS, Segment
+from runtime.compressors.randomk import draw
+from runtime.compressors.sparse import SparseCompressor
+from runtime.errors import InputError
+from runtime.fit import find_misfit
+from runtime.plan import CompressorSpec, ModelReference, Plan, PlanBucket, PlanWorld
+
+
+@pytest.mark.parametrize("text", contract_examples.COMPRESSORS)
+def test_specifications_of_the_contract_are_made(text: str) -> None:
+    spec = CompressorSpec(**json.loads(text))
+    made = make_compressor(spec, [("layer4.conv", 36_864), ("fc", 5130)], ranks=4)
+    expected = {0: None, 1: 171, 2: 419, 3: 368 + 51, 4: 20_997}[contract_examples.COMPRESSORS.index(text)]
+    assert (made.k if isinstance(made, SparseCompressor) else None) == expected
+
+
+TWO = [("a", 10), ("b", 5)]
+
+BAD: list[tuple[dict[str, Any], Layers, list[str]]] = [
+    ({"name": "zip"}, TWO, ["compressor: found 'zip'", "none, randomk, topk, wire"]),
+    ({"name": "topk", "selector": "best", "density": 0.1}, TWO, ["selector: found 'best'", "exact, mstopk, sampled"]),
+    ({"name": "topk"}, TWO, ["neither k nor density"]),
+    ({"name": "topk", "density": 0.1, "k": {"a": 1, "b": 1}}, TWO, ["both k and density"]),
+    ({"name": "topk", "density": 0.0}, TWO, ["density: found 0.0", "at most 1"]),
+    ({"name": "topk", "density": 1.5}, TWO, ["density: found 1.5"]),
+    ({"name": "topk", "density": math.nan, "scope": "layer"}, TWO, ["density: found nan"]),
+    ({"name": "topk", "k": {"a": 1, "c": 1}}, TWO, ["found the layers c", "expected a, b"]),
+    ({"name": "topk", "k": {"a": 1}}, TWO, ["no number for b"]),
+    ({"name": "randomk", "k": {"a": 11, "b": 1}}, TWO, ["k of the layer a: found 11", "from 1 to 10"]),
+    ({"name": "randomk", "k": {"a": 0, "b": 1}}, TWO, ["k of the layer a: found 0"]),
+    ({"name": "topk", "k": {"a": 1, "b": 1}, "scope": "bucket"}, TWO, ["leave scope out"]),
+    ({"name": "topk", "k": {"a": 1}}, [("a", 2), ("a", 3)], ["in several runs"]),
+    ({"name": "topk", "density": 0.1}, [("a", MAX_ELEMENTS), ("b", 1)], ["2147483648 elements", "several buckets"]),
+    ({"name": "topk", "density": 0.1, "dtype": "float16"}, TWO, ["options dtype", "density, k, scope, selector"]),
+    ({"name": "randomk", "density": 0.1, "selector": "exact"}, TWO, ["options selector"]),
+    ({"name": "none", "density": 0.1}, TWO, ["options density", "expected none"]),
+    ({"name": "wire"}, TWO, ["no dtype", "bfloat16, float16"]),
+    ({"name": "wire", "dtype": "int8"}, TWO, ["dtype: found 'int8'", "bfloat16, float16"]),
+    ({"name": "wire", "dtype": "float16", "scope": "layer"}, TWO, ["options scope", "only dtype"]),
+]
+
+
+@pytest.mark.parametrize(("options", "layers", "words"), BAD, ids=lambda value: str(value)[:60])
+def test_wrong_specifications_are_told_in_words(options: dict[str, Any], layers: Layers, words: list[str]) -> None:
+    with pytest.raises(InputError) as error:
+        make_compressor(CompressorSpec(**options), layers, ranks=2)
+    assert all(word in str(error.value) for word in words), str(error.value)
+
+
+def test_what_is_kept_of_each_part() -> None:
+    layers = [("a", 1000), ("none", 0), ("b", 10)]
+    assert sparse("exact", layers, density=0.015).segments == (Segment("a\nnone\nb", 0, 1010, 15),)
+    expected = (Segment("a", 0, 1000, 15), Segment("b", 1000, 10, 1))
+    assert sparse("exact", layers, density=0.015, scope="layer").segments == expected
+    assert sparse("exact", layers, k={"b": 4, "a": 2}).segments == (Segment("a", 0, 1000, 2), Segment("b", 1000, 10, 4))
+    assert sparse("exact", layers, k={"b": 4, "a": 2}).k == 6
+
+
+@pytest.mark.parametrize("name", sorted(set(COMPRESSORS) - {"none"}))
+def test_plans_that_ask_for_one_are_still_refused(name: str) -> None:
+    model = nn.Linear(2, 2)
+    bucket = PlanBucket(gradients=("bias", "weight"), compressor=CompressorSpec(name=name))
+    plan = Plan(model=ModelReference(name="linear"), world=PlanWorld(ranks=1), accuracy="bounded", buckets=(bucket,))
+    misfit = find_misfit(model, plan, 1)
+    assert misfit is not None
+    assert f"compressor {name!r}, which this version does not execute; expected none" in misfit
+
+
+def test_momentum_is_added_up_before_selection() -> None:
+    correction = MomentumCorrection(momentum=0.5)
+    velocity, new_velocity = torch.tensor([4.0, 8.0, -2.0]), torch.full((3,), math.nan)
+    gradient = torch.tensor([1.0, 1.0, 1.0], dtype=torch.bfloat16)
+    correction.correct(gradient, velocity, new_velocity)
+    assert new_velocity.tolist() == [3.0, 5.0, 0.0]
+    assert velocity.tolist() == [4.0, 8.0, -2.0]
+    MomentumCorrection(momentum=0.5, masking=False).mask(new_velocity, torch.tensor([1], dtype=torch.int32))
+    assert new_velocity.tolist() == [3.0, 5.0, 0.0]
+    correction.mask(new_velocity, torch.tensor([1], dtype=torch.int32))
+    assert new_velocity.tolist() == [3.0, 0.0, 0.0]
+    with pytest.raises(InputError, match=r"momentum: found 1\.0"):
+        MomentumCorrection(momentum=1.0)
+
+
+def test_sending_everything_with_momentum_correction_is_momentum() -> None:
+    """At density 1 without masking each step sends the velocity of heavy-ball SGD."""
+    correction = MomentumCorrection(momentum=0.75, masking=False)
+    compressor = sparse("exact", [("a", 8)], density=1.0)
+    velocity, residual, expected = torch.zeros(8), torch.zeros(8), torch.zeros(8)
+    for step in range(5):
+        gradient = numbers("ties", 8, step, torch.float32)
+        new_velocity, new_residual = torch.empty(8), torch.empty(8)
+        correction.correct(gradient, velocity, new_velocity)
+        values, _ = compressor.compress(new_velocity, residual, new_residual, step)
+        velocity, residual = new_velocity, new_residual
+        expected = 0.75 * expected + gradient
+        assert torch.equal(values, expected)
+
+
+def test_density_warms_up_in_stages() -> None:
+    stages = [warmup_density(step, 10, 0.001) for step in (0, 9, 10, 20, 30, 39, 40, 10**6)]
+    assert stages == [0.25, 0.25, 0.0625, 0.015625, 0.00390625, 0.00390625, 0.001, 0.001]
+    assert warmup_density(0, 1, 0.5) == 0.5
+    for arguments in ((-1, 10, 0.1), (0, 0, 0.1), (0, 1, 0.0), (0, 1, 0.1, 1.0)):
+        with pytest.raises(InputError, match="warm-up: found"):
+            warmup_density(*arguments)
+
+
+def test_delta_compares_with_random_selection() -> None:
+    """The denominator is the mean over drawn selections; top-k of one rank's own sum beats it."""
+    total = numbers("normal", 60, 0, torch.float32)
+    generator = torch.Generator().manual_seed(1)
+    left = []
+    for _ in range(4000):
+        rest = total.clone()
+        rest[draw(60, 12, generator)] = 0.0
+        left.append(float(rest.double().square().sum()))
+    expected = sum(left) / len(left)
+    sent = torch.zeros(60)
+    sent[:3] = total[:3]
+    assert delta(total, sent, 12) == pytest.approx(float((total - sent).double().square().sum()) / expected, rel=0.01)
+    top = torch.zeros(60)
+    chosen = reference_topk(total, 12)
+    top[chosen] = total[chosen]
+    assert delta(total, top, 12) < 0.7
+    assert delta(total, torch.zeros(60), 12) == pytest.approx(1 / 0.8)
+
+
+def test_delta_at_the_ends() -> None:
+    some, nothing = torch.tensor([3.0, -4.0]), torch.zeros(2)
+    assert delta(some, some, 2) == 0.0
+    assert delta(some, nothing, 2) == math.inf
+    assert delta(nothing, nothing, 1) == 0.0
+    assert delta(nothing, some, 1) == math.inf
+    assert delta(torch.empty(0), torch.empty(0), 0) == 0.0
+    assert delta(some, nothing, 0) == 1.0
+    assert math.isnan(delta(torch.tensor([math.nan, 1.0]), nothing, 1))
+    for arguments in ((some, nothing, 3), (some, torch.zeros(3), 1)):
+        with pytest.raises(ValueError, match="delta: found k"):
+            delta(*arguments)

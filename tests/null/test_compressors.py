@@ -1,0 +1,226 @@
+"""The contract of all compressors, driven by their registry, and what each promises beyond it."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from compressor_cases import (
+    DTYPES,
+    KINDS,
+    Case,
+    cases,
+    check_sparse,
+    check_wire,
+    compress,
+    make,
+    make_case,
+    numbers,
+    reference_topk,
+    same_bits,
+    small_chunks,
+    sparse,
+    variants,
+)
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from runtime.compressors import magnitudes as magnitudes_module
+from runtime.compressors import sampled as sampled_module
+from runtime.compressors.magnitudes import seed_of
+from runtime.compressors.randomk import draw
+from runtime.compressors.sparse import SELECTORS, SparseCompressor
+from runtime.compressors.wire import WIRE_DTYPES, WireCompressor
+
+
+@pytest.mark.parametrize("variant", list(variants()), ids=lambda v: " ".join(str(x) for x in v.values()))
+@settings(max_examples=20)
+@given(case=cases, small=st.booleans())
+@example(case=make_case([0], ("normal", "normal"), 0, DTYPES[0]), small=True)
+@example(case=make_case([700, 1, 0, 3000], ("all not finite", "equal"), 0, DTYPES[0]), small=True)
+def test_contract(variant: dict[str, Any], case: Case, small: bool) -> None:
+    compressor = make(variant, case.layers)
+    if compressor is None:
+        assert variant["name"] == "none"
+        return
+    with small_chunks() if small else mock.patch.dict({}):
+        if isinstance(compressor, SparseCompressor):
+            check_sparse(compressor, case)
+        else:
+            check_wire(compressor, case)
+
+
+@pytest.mark.parametrize("selector", ["exact", "sampled"])
+@settings(max_examples=250)
+@given(case=cases, density=st.sampled_from([0.001, 0.004, 0.012, 0.05, 0.2, 0.4]), small=st.booleans())
+@example(case=make_case([3000], ("not finite", "zeros"), 5, DTYPES[0]), density=0.004, small=True)
+@example(case=make_case([3000], ("ties", "zeros"), 5, DTYPES[0]), density=0.004, small=True)
+def test_exactly_the_largest(selector: str, case: Case, density: float, small: bool) -> None:
+    """Both have the same set in the same order as the reference, ties and NaN included."""
+    total = case.total
+    for scope in ("bucket", "layer"):
+        compressor = sparse(selector, case.layers, density=density, scope=scope)
+        with small_chunks() if small else mock.patch.dict({}):
+            indices = check_sparse(compressor, case)
+        expected = [
+            reference_topk(total[segment.start : segment.start + segment.elements], segment.k) + segment.start
+            for segment in compressor.segments
+        ]
+        assert torch.equal(indices.long(), torch.cat([torch.empty(0, dtype=torch.int64), *expected]))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("selector", ["exact", "sampled"])
+def test_exactly_the_largest_of_many(selector: str, kind: str) -> None:
+    """More than one chunk of the real size, and elements behind the last whole block."""
+    case = make_case([2 * magnitudes_module.CHUNK + 77], (kind, "zeros"), 1, DTYPES[0])
+    for density in (0.001, 0.02):
+        compressor = sparse(selector, case.layers, density=density)
+        assert torch.equal(check_sparse(compressor, case).long(), reference_topk(case.total, compressor.k))
+
+
+def test_the_sampled_threshold_leaves_a_little_more_than_needed() -> None:
+    """So that what follows is cheap; where too few elements reach it, the result is the same."""
+    case = make_case([200_000], ("normal", "zeros"), 0, DTYPES[0])
+    k = 2000
+    expected = reference_topk(case.total, k)
+    for seed in range(30):
+        threshold = sampled_module._estimate(case.total, k, seed)
+        assert k <= int((case.total.abs() >= threshold).sum()) <= 4 * k
+    compressor = sparse("sampled", case.layers, density=0.01)
+    for threshold in (1e-3, 3.5, math.inf):
+        with mock.patch.object(sampled_module, "_estimate", return_value=threshold):
+            assert torch.equal(check_sparse(compressor, case).long(), expected)
+
+
+def test_ties_are_broken_by_index() -> None:
+    """|x| = 2 twice among five ones: the first two ones go along; NaN is no larger than Inf."""
+    gradient = torch.tensor([1.0, -1.0, 2.0, 1.0, 1.0, -2.0, 1.0])
+    case = Case([("a", 7)], gradient, torch.zeros(7))
+    assert check_sparse(sparse("exact", case.layers, k={"a": 4}), case).tolist() == [0, 1, 2, 5]
+    odd = Case([("a", 5)], torch.tensor([9.0, math.inf, -math.inf, math.nan, math.nan]), torch.zeros(5))
+    assert check_sparse(sparse("exact", odd.layers, k={"a": 3}), odd).tolist() == [1, 2, 3]
+
+
+def reference_mstopk(magnitude: Tensor, k: int, seed: int) -> Tensor:
+    """Algorithm 1 of CommLib as it is printed, but for the first upper threshold, +∞; counts over all elements."""
+    mean, maximum = float(magnitude.sum(dtype=torch.float64)) / len(magnitude), float(magnitude.max())
+    left, right, k1, k2 = 0.0, 1.0, 0, len(magnitude)
+    upper, lower = math.inf, 0.0
+    for _ in range(30):
+        ratio = left + (right - left) / 2
+        threshold = mean + ratio * (maximum - mean)
+        count = int((magnitude >= threshold).sum())
+        if count <= k:
+            right = ratio
+            if count > k1:
+                k1, upper = count, threshold
+        else:
+            left = ratio
+            if count < k2:
+                k2, lower = count, threshold
+    above = (magnitude >= upper).nonzero().view(-1)
+    between = ((magnitude >= lower) & (magnitude < upper)).nonzero().view(-1)
+    start = seed % (len(between) - (k - k1) + 1)
+    return torch.cat((above, between[start : start + k - k1])).sort().values
+
+
+@settings(max_examples=150)
+@given(
+    kind=st.sampled_from([kind for kind in KINDS if "not finite" not in kind]),
+    elements=st.sampled_from([1, 5, 64, 1000, 4000]),
+    density=st.sampled_from([0.001, 0.01, 0.3, 1.0]),
+    seed=st.integers(0, 1000),
+)
+def test_mstopk_is_the_published_algorithm(kind: str, elements: int, density: float, seed: int) -> None:
+    case = make_case([elements], (kind, "zeros"), seed, DTYPES[0])
+    compressor = sparse("mstopk", case.layers, density=density)
+    expected = reference_mstopk(case.total.abs(), compressor.k, seed_of("layer0", 3))
+    with small_chunks():
+        assert torch.equal(check_sparse(compressor, case).long(), expected)
+
+
+@pytest.mark.parametrize("selector", sorted(SELECTORS))
+def test_what_is_not_finite_is_sent(selector: str) -> None:
+    """Other ranks have to see it, and no residual may keep it."""
+    gradient = numbers("normal", 40_000, 0, torch.float32)
+    gradient[[7, 20_000, 39_999]] = torch.tensor([math.nan, math.inf, -math.inf])
+    case = Case([("a", 40_000)], gradient, torch.zeros(40_000))
+    indices = check_sparse(sparse(selector, case.layers, density=0.001), case)
+    assert {7, 20_000, 39_999} < set(indices.tolist())
+    few = check_sparse(sparse(selector, case.layers, k={"a": 2}), case)
+    assert few.tolist() == [7, 20_000]
+
+
+@pytest.mark.parametrize("variant", [{"name": "topk"}, {"name": "topk", "selector": "mstopk"}, {"name": "randomk"}])
+def test_nothing_is_lost_over_steps(variant: dict[str, Any]) -> None:
+    """Whole numbers are added without rounding: all that was sent and what is left is all that came."""
+    layers = [("a", 3000), ("b", 500)]
+    compressor = make(variant | {"density": 0.02, "scope": "layer"}, layers)
+    assert isinstance(compressor, SparseCompressor)
+    residual, other, came, sent = (torch.zeros(3500) for _ in range(4))
+    for step in range(40):
+        gradient = numbers("normal", 3500, step, torch.float32).mul(50).round()
+        values, indices = compressor.compress(gradient, residual, other, step)
+        sent[indices] += values
+        came += gradient
+        residual, other = other, residual
+    assert torch.equal(sent + residual, came)
+    assert int((sent != 0).sum()) > 1000
+
+
+def test_random_indices_depend_on_bucket_and_step_alone() -> None:
+    layers = [("a", 500), ("b", 500)]
+    compressor, twin = (make({"name": "randomk", "density": 0.1}, layers) for _ in range(2))
+    other = make({"name": "randomk", "density": 0.1}, [("a", 500), ("c", 500)])
+    assert isinstance(compressor, SparseCompressor)
+    assert isinstance(twin, SparseCompressor)
+    assert isinstance(other, SparseCompressor)
+    one, two = (make_case([500, 500], ("normal", "normal"), seed, DTYPES[0]) for seed in (0, 9))
+    (_, here), _ = compress(compressor, one, step=5)
+    assert torch.equal(here, compress(twin, two, step=5)[0][1])
+    assert not torch.equal(here, compress(compressor, one, step=6)[0][1])
+    assert not torch.equal(here, compress(other, one, step=5)[0][1])
+    both = make({"name": "randomk", "density": 0.1, "scope": "layer"}, layers)
+    assert isinstance(both, SparseCompressor)
+    (_, layered), _ = compress(both, one, step=5)
+    assert not torch.equal(layered[:50], layered[50:] - 500)
+
+
+@pytest.mark.parametrize("k", [1, 20, 35, 50])
+def test_every_index_is_equally_likely(k: int) -> None:
+    draws, elements = 1500, 50
+    generator = torch.Generator().manual_seed(0)
+    counts = torch.zeros(elements)
+    for _ in range(draws):
+        counts[draw(elements, k, generator)] += 1
+    share = k / elements
+    deviation = math.sqrt(draws * share * (1 - share))
+    assert float(counts.sum()) == draws * k
+    assert float((counts - draws * share).abs().max()) <= 5 * deviation
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 7, 100])
+@pytest.mark.parametrize("name", sorted(WIRE_DTYPES))
+def test_the_wire_saturates_without_loss(name: str, ranks: int) -> None:
+    """Numbers around every power of two that float32 has, ends of range included; sums over ranks stay finite."""
+    compressor = make({"name": "wire", "dtype": name}, [("a", 1)], ranks)
+    assert isinstance(compressor, WireCompressor)
+    exponents = torch.arange(-149, 128, dtype=torch.float64)[:, None]
+    near = torch.tensor([1, 1 + 2.0**-23, 1 + 2.0**-22, 1 + 3 * 2.0**-23, 1.25, 1.5, 1.5 + 2.0**-23, 2 - 2.0**-23])
+    values = (2.0**exponents * near.double()).view(-1)
+    limits = torch.tensor([compressor.limit * (1 + step * 2.0**-23) for step in range(-4, 5)], dtype=torch.float64)
+    values = torch.cat((values, limits, -values, -limits)).float()
+    values = values[values.isfinite()]
+    for dtype in (torch.float32, torch.float64):
+        case = Case([("a", len(values))], values.to(dtype), torch.zeros(len(values), dtype=dtype))
+        sent = check_wire(compressor, case)
+        total = sum((sent for _ in range(ranks - 1)), start=sent)
+        assert bool(total.isfinite().all())
+        small = case.total.abs() <= compressor.limit
+        assert same_bits(sent[small], case.total[small].to(compressor.dtype))
+    assert compressor.limit * ranks <= torch.finfo(compressor.dtype).max < compressor.limit * ranks * 2.02
