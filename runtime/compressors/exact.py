@@ -21,9 +21,10 @@ from runtime.compressors.magnitudes import (
     accumulate_in_chunks,
     equals,
     exceeds,
+    kth_largest,
     largest,
-    magnitudes,
     positions_where,
+    reaches,
 )
 
 SMALL = 1 << 14
@@ -45,11 +46,11 @@ def select_exact(residual: Tensor, gradient: Tensor, total: Tensor, k: int, seed
     width = _block_width(elements, k)
     # Elsewhere the plain way, which keeps the host from waiting for the device.
     if elements <= SMALL or width < 2 or total.device.type != "cpu":
-        return largest(magnitudes(accumulate(residual, gradient, total)), k)
+        return largest(accumulate(residual, gradient, total), k)
     by_rows = width == BLOCK and k <= FEW_BLOCKS * (elements // BLOCK)
     maxima = _accumulate_with_maxima(residual, gradient, total, width, by_rows)
-    bound = float(maxima.topk(k, sorted=False).values.amin())
-    rows = (maxima >= bound).nonzero().view(-1) if by_rows else None
+    bound = kth_largest(maxima, k)
+    rows = reaches(maxima, bound).nonzero().view(-1) if by_rows else None
     if rows is not None and rows.numel() > FEW_BLOCKS * maxima.numel():  # many equal maxima
         rows = None
     return _pick(_Reduced(total, rows), bound, k)
@@ -78,7 +79,7 @@ def _accumulate_with_maxima(residual: Tensor, gradient: Tensor, total: Tensor, w
         else:
             torch.amax(whole.view(width, blocks), 0, out=here)
         done += blocks
-    return maxima.nan_to_num_(nan=math.inf, posinf=math.inf)
+    return maxima
 
 
 @dataclass(frozen=True)
@@ -105,6 +106,6 @@ def _pick(values: _Reduced, bound: float, k: int) -> Tensor:
     above = values.positions_where(exceeds, bound)
     missing = k - above.numel()
     if missing <= 0:
-        return above[largest(magnitudes(values.values[above]), k)]
+        return above[largest(values.values[above], k)]
     ties = values.positions_where(equals, bound, missing)
     return torch.cat((above, ties)).sort().values

@@ -40,15 +40,43 @@ def magnitudes(values: Tensor) -> Tensor:
     return values.abs().nan_to_num_(nan=math.inf, posinf=math.inf)
 
 
-def largest(magnitude: Tensor, k: int) -> Tensor:
-    """Positions of the k first in the order above, ascending. Waits for no device."""
-    if k == magnitude.numel():
-        return torch.arange(k, device=magnitude.device)
+def largest(values: Tensor, k: int) -> Tensor:
+    """Positions of the k first in the order above, ascending."""
+    if k == values.numel():
+        return torch.arange(k, device=values.device)
+    return _largest_on_cpu(values, k) if values.device.type == "cpu" else _largest_on_device(values, k)
+
+
+def _largest_on_cpu(values: Tensor, k: int) -> Tensor:
+    threshold = kth_largest(values.abs(), k)
+    found = reaches(values, threshold).nonzero().view(-1)
+    too_many = found.numel() - k
+    if not too_many:
+        return found
+    ties = equals(values[found], threshold).nonzero().view(-1)
+    kept = torch.ones_like(found, dtype=torch.bool)
+    kept[ties[-too_many:]] = False
+    return found[kept]
+
+
+def _largest_on_device(values: Tensor, k: int) -> Tensor:
+    """The same from operations whose sizes are known beforehand, so that the host does not wait for the device."""
+    magnitude = magnitudes(values)
     threshold = magnitude.topk(k, sorted=False).values.amin()
     above, ties = magnitude > threshold, magnitude == threshold
     missing = k - above.sum()
     picked = above | (ties & (ties.cumsum(0) <= missing))
     return torch.nonzero_static(picked, size=k).view(-1)
+
+
+def kth_largest(magnitude: Tensor, k: int) -> float:
+    """The k-th largest of numbers that are not negative; NaN counts as +Inf."""
+    found = float(magnitude.topk(k, sorted=False).values.amin())  # topk puts NaN first; a minimum with one is NaN
+    return _kth_with_nan(magnitude, k) if math.isnan(found) else found
+
+
+def _kth_with_nan(magnitude: Tensor, k: int) -> float:
+    return float(magnitudes(magnitude).topk(k, sorted=False).values.amin())
 
 
 def reaches(values: Tensor, threshold: float) -> Tensor:

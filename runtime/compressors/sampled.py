@@ -16,8 +16,8 @@ from torch import Tensor
 from runtime.compressors.magnitudes import (
     accumulate,
     accumulate_in_chunks,
+    kth_largest,
     largest,
-    magnitudes,
     positions_where,
     reaches,
 )
@@ -36,14 +36,14 @@ def select_sampled(residual: Tensor, gradient: Tensor, total: Tensor, k: int, se
     """Writes residual + gradient into `total`; returns the ascending positions of its k largest magnitudes."""
     elements = total.numel()
     if elements <= SMALL:
-        return largest(magnitudes(accumulate(residual, gradient, total)), k)
+        return largest(accumulate(residual, gradient, total), k)
     for _ in accumulate_in_chunks(residual, gradient, total):
         pass
     threshold = _estimate(total, k, seed)
     survivors = positions_where(total, reaches, threshold)
     if survivors.numel() < k:
-        return largest(magnitudes(total), k)
-    return survivors[largest(magnitudes(total[survivors]), k)]
+        return largest(total, k)
+    return survivors[largest(total[survivors], k)]
 
 
 def _estimate(values: Tensor, k: int, seed: int) -> float:
@@ -55,5 +55,4 @@ def _estimate(values: Tensor, k: int, seed: int) -> float:
         return 0.0
     generator = torch.Generator().manual_seed(seed)
     places = torch.randint(values.numel(), (size,), generator=generator)
-    sample = magnitudes(values[places.to(values.device)])
-    return float(sample.topk(rank, sorted=False).values.amin())
+    return kth_largest(values[places.to(values.device)].abs(), rank)

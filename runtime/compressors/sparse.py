@@ -47,13 +47,13 @@ class SparseCompressor:
             new_residual: becomes what this step does not send; other memory than `residual` and `gradient`.
             step: number of the step, the same on all ranks; selectors that draw lots draw others in each.
         """
-        chosen = [torch.empty(0, dtype=torch.int64, device=residual.device)]
+        chosen = []
         for segment in self.segments:
             part = slice(segment.start, segment.start + segment.elements)
             seed = seed_of(segment.name, step)
             found = self._selector(residual[part], gradient[part], new_residual[part], segment.k, seed)
-            chosen.append(found + segment.start)
-        indices = torch.cat(chosen)
-        values = new_residual[indices]
-        new_residual[indices] = 0.0
+            chosen.append(found.add_(segment.start))
+        indices = torch.cat(chosen) if chosen else torch.empty(0, dtype=torch.int64, device=residual.device)
+        values = new_residual.index_select(0, indices)
+        new_residual.index_fill_(0, indices, 0.0)
         return values, indices.to(torch.int32)
