@@ -22,11 +22,12 @@ class WireCompressor:
     ranks, for more than two ranks at half of that, since adding x may raise a rounded sum by 2x. The rest stays in the
     residual. NaN and ±Inf are sent as they are, so that all ranks see them.
 
-    Sent + new residual is residual + gradient bit for bit, though each is rounded. Below saturation the difference of
-    a number and its rounded self is a multiple of the number's last place and smaller than it, so it is exact. So is
-    number − limit while the number's last place (ulp) divides the limit. Above that, number − limit is rounded by less
-    than half an ulp, and adding the limit rounds back, but for one case: the limit is an odd multiple of ulp/2, where
-    the rounding may go either way. There the limit without its last bit is sent, which the ulp divides.
+    Sent + new residual is residual + gradient bit for bit (−0 may become 0), though each is rounded. Below saturation
+    the difference of a number and its rounded self is a multiple of the number's last place and smaller, so it is
+    exact. So is number − limit while the number's last place (ulp) divides the limit. Above that, number − limit is
+    rounded by less than half an ulp, and adding the limit rounds back, but for one case: the limit is an odd multiple
+    of ulp/2, where the rounding may go either way. There the limit without its last bit is sent, which the ulp
+    divides.
     """
 
     def __init__(self, dtype: torch.dtype, ranks: int) -> None:
