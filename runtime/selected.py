@@ -24,9 +24,14 @@ class Packed:
 class SelectedBucket:
     """See `runtime.lossy.Lossy`; for the compressors `topk` and `randomk`."""
 
-    def __init__(self, carrier: Carrier, compressor: SparseCompressor, ranks: int, tail: Tensor | None) -> None:
-        """`tail` (float32) travels behind the message and becomes its sum over ranks."""
+    def __init__(
+        self, carrier: Carrier, compressor: SparseCompressor, ranks: int, tail: Tensor | None, *, by_magnitude: bool
+    ) -> None:
+        """`tail` (float32) travels behind the message and becomes its sum over ranks. `by_magnitude`: what is not
+        finite is chosen first, and so is seen by all ranks without more ado.
+        """
         self.carrier, self._compressor, self._ranks, self._tail = carrier, compressor, ranks, tail
+        self._by_magnitude = by_magnitude
         self.k = compressor.k
         self._words = self.k * (carrier.dtype.itemsize // 4)
         words = self._words + self.k + (0 if tail is None else tail.numel())
@@ -37,6 +42,9 @@ class SelectedBucket:
         """See `Lossy.pack`."""
         carrier, words, flat = self.carrier, self._words, self.packed.flat
         values, indices = self._compressor.compress(carrier.gradient(), carrier.residual, carrier.following, step)
+        if not self._by_magnitude:
+            # Not finite where any element is not: all ranks must see it.
+            values[0] += 0.0 * carrier.following.sum(dtype=torch.float64)
         flat[:words] = values.view(torch.int32)
         flat[words : words + self.k] = indices
         if self._tail is not None:

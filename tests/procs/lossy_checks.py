@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from lossy_reference import LAYERS, TOPK, WIRE, Reference, equal, everyones_gradients, gradients, loss_of, lossy
+from lossy_reference import LAYERS, RANDOM, TOPK, WIRE, Reference, equal, everyones_gradients, gradients, loss_of, lossy
 from session_checks import convnet, plan_of
 from step_checks import raised
 from torch import Tensor, nn
@@ -62,7 +62,12 @@ def against_reference() -> dict[str, bool]:
 def not_finite() -> dict[str, bool]:
     """A gradient that is not finite on one rank is seen by all, and no rank's residual changes."""
     results = {}
-    for what, compressors in {"sparse": [TOPK], "dense": [None, TOPK], "narrow": [WIRE, TOPK, WIRE]}.items():
+    for what, compressors in {
+        "sparse": [TOPK],
+        "dense": [None, TOPK],
+        "narrow": [WIRE, TOPK, WIRE],
+        "random": [RANDOM],
+    }.items():
         model, optimizer, session = start(compressors)
         loss_of(model, 0).backward()
         before = {name: part.clone() for name, part in carried(session).items()}

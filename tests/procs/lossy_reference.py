@@ -18,6 +18,7 @@ from runtime.names import layer_of
 from runtime.plan import NO_COMPRESSION, CompressorSpec, Plan, PlanBucket
 
 TOPK = CompressorSpec(name="topk", selector="exact", density=0.05)
+RANDOM = CompressorSpec(name="randomk", density=0.2)
 WIRE = CompressorSpec(name="wire", dtype="bfloat16")
 LAYERS = CompressorSpec(name="topk", selector="exact", density=0.1, scope="layer")
 
