@@ -11,7 +11,9 @@ from dataclasses import dataclass
 
 from runtime.errors import InputError
 
-_BUCKET = re.compile(r"\[([0-9,\-]+)\] ([a-z0-9_]+)/([a-z0-9_]+) ([a-z0-9_]+)(?: k=([0-9]+))?")
+_BUCKET = re.compile(
+    r"\[([0-9,\-]+)\] ([a-z0-9_]+)/([a-z0-9_]+) ([a-z0-9_]+)(?: k=([0-9]+))?(?: ks=([0-9]+(?:,[0-9]+)*))?"
+)
 _RUN = re.compile(r"([0-9]+)(?:-([0-9]+))?")
 
 
@@ -23,6 +25,8 @@ class Bucket:
     '[0-2,5] all_reduce/library none'
     >>> str(Bucket(gradients=(3,), collective="sparse", algorithm="flat", compressor="topk", k=120))
     '[3] sparse/flat topk k=120'
+    >>> str(Bucket(gradients=(3, 4), collective="sparse", algorithm="flat", compressor="topk", k=121, ks=(120, 1)))
+    '[3-4] sparse/flat topk k=121 ks=120,1'
     """
 
     gradients: tuple[int, ...]
@@ -31,10 +35,13 @@ class Bucket:
     compressor: str = "none"
     k: int | None = None
     """Elements that the compressor selects of the bucket (for `hitopk`: of each shard of a node)."""
+    ks: tuple[int, ...] | None = None
+    """The same by layer: for each run of gradients of one layer in the bucket; their sum is `k`. None: from all."""
 
     def __str__(self) -> str:
         text = f"[{format_indices(self.gradients)}] {self.collective}/{self.algorithm} {self.compressor}"
-        return text if self.k is None else f"{text} k={self.k}"
+        text = text if self.k is None else f"{text} k={self.k}"
+        return text if self.ks is None else f"{text} ks={','.join(map(str, self.ks))}"
 
     @classmethod
     def parse(cls, text: str) -> Bucket:
@@ -42,13 +49,14 @@ class Bucket:
         match = _BUCKET.fullmatch(text)
         if match is None:
             raise InputError(f"found {text!r}, expected a bucket such as '[0-2,5] all_reduce/library none'")
-        indices, collective, algorithm, compressor, k = match.groups()
+        indices, collective, algorithm, compressor, k, ks = match.groups()
         return cls(
             gradients=parse_indices(indices),
             collective=collective,
             algorithm=algorithm,
             compressor=compressor,
             k=None if k is None else int(k),
+            ks=None if ks is None else tuple(map(int, ks.split(","))),
         )
 
 

@@ -65,15 +65,20 @@ def _convert(name: str, key: str, value: str, kind: type[Any]) -> Any:
 
 
 def run_passes(
-    passes: Sequence[Pass], schedule: Schedule, problem: Problem, after_pass: AfterPass | None = None
+    passes: Sequence[Pass],
+    schedule: Schedule,
+    problem: Problem,
+    after_pass: AfterPass | None = None,
+    *,
+    accuracy: str = "exact",
 ) -> Schedule:
     """Applies the passes in order; the verifier runs before the first and after each."""
-    dtype_ids = problem.dtype_ids.tolist()
-    verify(schedule, dtype_ids)
+    dtype_ids, elements = problem.dtype_ids.tolist(), problem.layer_elements
+    verify(schedule, dtype_ids, accuracy=accuracy, elements=elements)
     for current in passes:
         started = time.perf_counter()
         schedule = current.apply(schedule, problem)
-        verify(schedule, dtype_ids)
+        verify(schedule, dtype_ids, accuracy=accuracy, elements=elements)
         if after_pass is not None:
             after_pass(current.name, schedule, time.perf_counter() - started)
     return schedule

@@ -18,6 +18,7 @@ from planner.ir import Bucket
 from planner.merging.exact import Places
 from planner.profile.document import Cluster, Contention, Line, Profile
 from runtime.errors import InputError
+from runtime.names import layer_of
 
 Messages = tuple[NDArray[np.float64], NDArray[np.bool_] | None]
 """Of one dtype, by bucket: the size of its message, and whether it has one (None: all have)."""
@@ -63,6 +64,12 @@ class Problem:
         """When each gradient is ready if nothing slows compute: forward_us + sum(backward_us[0..i]). Shape (count,)."""
         steps = [self.forward_us, *(gradient.backward_us for gradient in self.profile.compute.gradients)]
         return np.cumsum(np.array(steps))[1:]
+
+    @cached_property
+    def ready_list_us(self) -> list[float]:
+        """`ready_us` as numbers of Python's own."""
+        values: list[float] = self.ready_us.tolist()
+        return values
 
     @property
     def compute_end_us(self) -> float:
@@ -215,6 +222,23 @@ class Problem:
             return 0.0
         line = self.selection_line(bucket.algorithm, field)
         return line.alpha_us + line.beta_us_per_byte * float(self.size_bytes[list(bucket.gradients)].sum())
+
+    def layer_elements(self, bucket: Bucket) -> list[int]:
+        """The elements of each run of gradients of one layer in a bucket, layers as the runtime knows them: by name."""
+        elements: list[int] = []
+        before: str | None = None
+        for index in bucket.gradients:
+            layer = self.layers_by_name[index]
+            if layer != before:
+                elements.append(0)
+            elements[-1] += int(self.numel[index])
+            before = layer
+        return elements
+
+    @cached_property
+    def layers_by_name(self) -> tuple[str, ...]:
+        """Of each gradient the layer that its name tells; usually what the profile says, too."""
+        return tuple(layer_of(gradient.name) for gradient in self.profile.compute.gradients)
 
     @cached_property
     def numel(self) -> NDArray[np.int64]:

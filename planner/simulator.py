@@ -12,14 +12,14 @@ the start of forward.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
 
 from planner.cost.phases import PHASES
-from planner.ir import Schedule
+from planner.ir import Bucket, Schedule
 from planner.merging.exact import Places
 from planner.problem import Factors, Problem
 from runtime.timeline import Span, Timeline
@@ -96,21 +96,79 @@ def step_us(problem: Problem, schedule: Schedule) -> float:
     """`simulate_schedule(…).iteration_us`, without the timeline that comparing schedules has no use for."""
     if any((bucket.collective, bucket.algorithm) in PHASES for bucket in schedule.buckets):
         return _simulate_phases(problem, schedule).iteration_us
-    overlap = Overlap.of(problem)
-    ready_us = problem.ready_us.tolist()
-    state = State(0.0, 0.0)
+    if any(bucket.collective == "sparse" for bucket in schedule.buckets):
+        return _sparse_step_us(problem, schedule)
+    ready_us = problem.ready_list_us
     buckets = [bucket.gradients for bucket in schedule.buckets]
-    costs_us, factors = problem.bucket_cost_us(buckets), problem.bucket_factors(buckets)
-    for gradients, cost_us, slowed in zip(buckets, costs_us, factors, strict=True):
-        ready = ready_us[max(gradients)]
+    ready = [ready_us[max(gradients)] for gradients in buckets]
+    ends_us = _ends_us(problem, ready, problem.bucket_cost_us(buckets), problem.bucket_factors(buckets), 0.0)
+    return max(ends_us) + problem.update_us
+
+
+def _ends_us(
+    problem: Problem,
+    ready_us: Sequence[float],
+    costs_us: Sequence[float],
+    factors: Sequence[tuple[float, float]],
+    selection_us: float,
+) -> list[float]:
+    """When each bucket ends, then when compute does; `selection_us` is what backward is longer by."""
+    overlap = Overlap.of(problem)
+    overlap = replace(overlap, compute_end_us=overlap.compute_end_us + selection_us)
+    state, ends_us = State(0.0, 0.0), []
+    for ready, cost_us, slowed in zip(ready_us, costs_us, factors, strict=True):
         if problem.contended:
             state = overlap.send(state, ready, cost_us, slowed)[2]
         else:
-            state = State(max(state.time_us, ready) + cost_us, ready)
-    backward_end_us = (
-        state.time_us + problem.compute_end_us - state.progress_us if problem.contended else problem.compute_end_us
-    )
-    return max(state.time_us, backward_end_us) + problem.update_us
+            state = State(max(state.time_us, ready) + cost_us, overlap.compute_end_us)
+        ends_us.append(state.time_us)
+    if not problem.contended:
+        return [*ends_us, overlap.compute_end_us]
+    return [*ends_us, state.time_us + overlap.compute_end_us - state.progress_us]
+
+
+Facts = tuple[int, float, float, float, tuple[float, float]]
+"""Of a bucket: its last gradient, its selection, its message and its unpacking in microseconds, and its factors."""
+
+
+def bucket_facts(problem: Problem, buckets: Sequence[Bucket]) -> list[Facts]:
+    """What the step's length follows from, for library all-reduces and flat gathers of selected elements."""
+    members = [bucket.gradients for bucket in buckets]
+    costs_us, factors = problem.bucket_cost_us(members), problem.bucket_factors(members)
+    facts: list[Facts] = []
+    for bucket, cost_us, slowed in zip(buckets, costs_us, factors, strict=True):
+        last = max(bucket.gradients)
+        if bucket.collective != "sparse":
+            facts.append((last, 0.0, cost_us, 0.0, slowed))
+            continue
+        sent_us = sum(time_us for _, _, time_us in problem.phase_times(bucket))
+        select_us, unpack_us = problem.selection_us(bucket), problem.selection_us(bucket, "unpack")
+        slowed = problem.contention.compute, problem.contention.network
+        facts.append((last, select_us, sent_us, unpack_us, slowed))
+    return facts
+
+
+def facts_step_us(problem: Problem, facts: Sequence[Facts]) -> float:
+    """As `step_us`, from facts; where compute and network slow each other down, without unpacking."""
+    ready_us, delay_us = problem.ready_list_us, 0.0
+    ready = [0.0] * len(facts)
+    for index in sorted(range(len(facts)), key=lambda index: facts[index][0]):
+        delay_us += facts[index][1]
+        ready[index] = ready_us[facts[index][0]] + delay_us
+    *ends_us, compute_us = _ends_us(problem, ready, [of[2] for of in facts], [of[4] for of in facts], delay_us)
+    for end_us, of in zip(ends_us, facts, strict=True):
+        if of[3] > 0.0:
+            compute_us = max(compute_us, end_us) + of[3]
+    return max(*ends_us, compute_us) + problem.update_us
+
+
+def _sparse_step_us(problem: Problem, schedule: Schedule) -> float:
+    """As `step_us`, where buckets of selected elements keep compute busy."""
+    known = all(bucket.algorithm in ("library", "flat") for bucket in schedule.buckets)
+    facts = bucket_facts(problem, schedule.buckets) if known else []
+    if not known or (problem.contended and any(of[3] > 0.0 for of in facts)):
+        return _simulate_phases(problem, schedule).iteration_us
+    return facts_step_us(problem, facts)
 
 
 def _tasks(problem: Problem, schedule: Schedule) -> list[tuple[str, float, float]]:

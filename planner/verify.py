@@ -2,30 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from planner.ir import Bucket, Schedule, format_indices
 
 EXACT_FORMS = frozenset({("all_reduce", "library", "none"), ("all_reduce", "torus_2d", "none")})
 """(collective, algorithm, compressor) that leave the averaged gradient as it is, up to summation order."""
 
+Elements = Callable[[Bucket], Sequence[int]]
+"""The elements of each run of gradients of one layer in a bucket."""
+
 
 class VerifyError(AssertionError):
     """A schedule breaks an invariant: a defect of the pass or strategy that made it, not of the user's input."""
 
 
-def verify(schedule: Schedule, dtype_ids: Sequence[int], *, accuracy: str = "exact") -> None:
+def verify(
+    schedule: Schedule, dtype_ids: Sequence[int], *, accuracy: str = "exact", elements: Elements | None = None
+) -> None:
     """Checks the invariants of a schedule.
 
     Args:
         schedule: the schedule.
         dtype_ids: for each gradient in readiness order, an integer that is equal for equal dtypes.
         accuracy: `exact` allows only forms that leave the averaged gradient as it is.
+        elements: where given, what buckets select is checked against what their layers have.
 
     Raises:
         VerifyError: a gradient is missing, unknown or in two buckets; a bucket is empty or leaves out, between its
-            own, a gradient of a dtype that it carries; its form is not exact but has to be, or lacks its k; launch
-            order is not the order of readiness.
+            own, a gradient of a dtype that it carries; its form is not exact but has to be, or lacks its k; it selects
+            nothing of a layer, or more than there is; launch order is not the order of readiness.
     """
     count = len(dtype_ids)
     owner: dict[int, int] = {}
@@ -42,6 +48,7 @@ def verify(schedule: Schedule, dtype_ids: Sequence[int], *, accuracy: str = "exa
             owner[gradient] = position
         _check_contiguous(position, bucket.gradients, dtype_ids)
         _check_form(position, bucket, accuracy)
+        _check_selected(position, bucket, elements)
     missing = [gradient for gradient in range(count) if gradient not in owner]
     if missing:
         raise VerifyError(f"no bucket holds the gradients {format_indices(missing)}")
@@ -59,6 +66,19 @@ def _check_form(position: int, bucket: Bucket, accuracy: str) -> None:
         bucket.k is None and selects and bucket.collective == "sparse"
     ):
         raise VerifyError(f"bucket {position} ({bucket}): k ≥ 1 belongs to topk, and a sparse topk needs it")
+
+
+def _check_selected(position: int, bucket: Bucket, elements: Elements | None) -> None:
+    if bucket.ks is not None and (bucket.k is None or sum(bucket.ks) != bucket.k or min(bucket.ks, default=0) < 1):
+        raise VerifyError(f"bucket {position} ({bucket}): ks has to hold numbers of at least 1 whose sum is k")
+    if bucket.ks is None or elements is None:
+        return
+    present = elements(bucket)
+    if len(present) != len(bucket.ks):
+        raise VerifyError(f"bucket {position} ({bucket}): found {len(bucket.ks)} ks for {len(present)} runs of layers")
+    for run, (k, numel) in enumerate(zip(bucket.ks, present, strict=True)):
+        if k > numel:
+            raise VerifyError(f"bucket {position} ({bucket}): selects {k} of the {numel} elements of run {run}")
 
 
 def _check_contiguous(position: int, gradients: Sequence[int], dtype_ids: Sequence[int]) -> None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import ClassVar, Protocol
+from typing import ClassVar, Literal, Protocol
 
 from planner.ir import Schedule
+from planner.passes.joint import Joint
 from planner.passes.merge import Merge
+from planner.passes.sparsify import Sparsify
 from planner.problem import Problem
 
 
@@ -14,11 +16,13 @@ class Pass(Protocol):
     """A frozen dataclass whose fields are its options on the command line."""
 
     name: ClassVar[str]
+    accuracy: ClassVar[Literal["exact", "bounded"]]
+    """The class of its results."""
 
     def apply(self, schedule: Schedule, problem: Problem) -> Schedule:
         """A new schedule; never worse in predicted step time than the one given."""
         ...
 
 
-PASSES: Mapping[str, type[Pass]] = {Merge.name: Merge}
+PASSES: Mapping[str, type[Pass]] = {made.name: made for made in (Joint, Merge, Sparsify)}
 """Registry: name → pass. Add a pass here and the contract test covers it."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from planner.ir import Schedule
 from planner.merging.contended import end_us, improve, merge_contended
@@ -44,6 +44,7 @@ class Merge:
     """The pass `merge`."""
 
     name: ClassVar[str] = "merge"
+    accuracy: ClassVar[Literal["exact", "bounded"]] = "exact"
 
     labels: int = 32
     """Labels that a prefix may keep when compute and network slow each other down; fewer where gradients are many."""

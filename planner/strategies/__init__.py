@@ -8,6 +8,7 @@ from planner.ir import Schedule
 from planner.problem import Problem
 from planner.strategies.ddp import ddp
 from planner.strategies.hitopk import hitopk
+from planner.strategies.joint import joint
 from planner.strategies.lags import lags
 from planner.strategies.mg_wfbp import mg_wfbp
 from planner.strategies.optimal import optimal
@@ -23,6 +24,7 @@ Strategy = Callable[[Problem, str | None], Schedule]
 STRATEGIES: Mapping[str, Strategy] = {
     "ddp": ddp,
     "hitopk": hitopk,
+    "joint": joint,
     "lags": lags,
     "mg_wfbp": mg_wfbp,
     "optimal": optimal,
@@ -33,7 +35,7 @@ STRATEGIES: Mapping[str, Strategy] = {
 }
 """Registry: name → strategy. Add one here and the contract test covers it."""
 
-BOUNDED = frozenset({"hitopk", "lags", "slgs"})
+BOUNDED = frozenset({"hitopk", "joint", "lags", "slgs"})
 """Strategies that leave out a part of the gradient, which error feedback sends later; all others are exact."""
 
 BASELINES = ("wfbp", "single", "mg_wfbp", "ddp")
@@ -53,8 +55,9 @@ def make_schedule(problem: Problem, strategy: str) -> Schedule:
     """
     name, colon, argument = strategy.partition(":")
     if name not in STRATEGIES:
-        known = ", ".join(
-            [*STRATEGIES, "wfbp:layer", "ddp:SIZE_MIB", "slgs:DENSITY", "lags:MAX_RATIO", "hitopk:DENSITY"]
-        )
+        arguments = (
+            "wfbp:layer", "ddp:SIZE_MIB", "slgs:DENSITY", "lags:MAX_RATIO", "joint:MAX_RATIO", "hitopk:DENSITY",
+        )  # fmt: skip
+        known = ", ".join([*STRATEGIES, *arguments])
         raise InputError(f"found the strategy {strategy!r}, expected one of: {known}")
     return STRATEGIES[name](problem, argument if colon else None)

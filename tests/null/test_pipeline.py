@@ -141,8 +141,10 @@ def test_pass_specs(text: str, passes: tuple[Pass, ...]) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("mrege", "found 'mrege', expected one of: merge"),
-        ("merge,sparsify{max_ratio=1000}", "found 'sparsify', expected one of: merge"),
+        ("mrege", "found 'mrege', expected one of: joint, merge, sparsify"),
+        ("merge,sparsify{ratio=1000}", "sparsify has no option 'ratio'; did you mean max_ratio?"),
+        ("sparsify{max_ratio=0.5}", "expected a number of at least 1"),
+        ("joint{max_ratio=nan}", "expected a number of at least 1"),
         ("merge{label=4}", "merge has no option 'label'; did you mean labels?"),
         ("merge{zzz=4}", "merge has no option 'zzz'; it has: labels"),
         ("merge{labels}", r"merge{labels=}: expected an integer of at least 1"),
@@ -184,7 +186,8 @@ def test_every_pass_keeps_its_promise(name: str, data: st.DataObject) -> None:
     schedule = data.draw(cuts(problem))
     text = str(schedule)
     (made,) = parse_passes(name)
-    result = run_passes([made], schedule, problem)
+    result = run_passes([made], schedule, problem, accuracy=made.accuracy)
+    assert Schedule.parse(str(result)) == result
     assert str(schedule) == text
     assert made.apply(schedule, problem) == result
     before, after = (simulate_schedule(problem, s).iteration_us for s in (schedule, result))

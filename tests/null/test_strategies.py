@@ -33,6 +33,7 @@ ARGUMENTS = {
     "slgs": ["slgs:1", "slgs:1e-9"],
     "lags": ["lags:1", "lags:25.5"],
     "hitopk": ["hitopk:0.5"],
+    "joint": ["joint:25.5"],
 }
 NAMES = [*STRATEGIES, *(name for names in ARGUMENTS.values() for name in names)]
 

@@ -1,0 +1,197 @@
+"""Merging, densities, and dense or sparse for each bucket, decided together (the aim of LAGS-SGD and MG-WFBP at once).
+
+Legal for bounded plans: what is left out of a step stays in a residual and is sent later. Asks the cost model for the
+all-reduce of ranges of gradients, and for selection, gather and unpacking of their elements. Shortest step first, then
+the least compression (smallest largest ratio, then the largest sum of densities), fewest buckets, earliest boundaries.
+Exact on the grid of densities where gradients are few and nothing contends; else the best found.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import ClassVar, Literal
+
+import numpy as np
+
+from planner.ir import Schedule
+from planner.layerwise import layer_wise
+from planner.merging.densities import Floats, joint_tables
+from planner.merging.exact import TIE
+from planner.merging.joint import JointTables, grid, least_ends_us, search
+from planner.passes.forms import Choice, Forms, improve
+from planner.problem import Problem
+from planner.selection import compression, ratio_limits, torn_places
+from planner.simulator import step_us
+from runtime.errors import InputError
+
+DENSITIES = "0.25|0.0625|0.015625|0.004|0.001"
+MAX_DENSITIES = 32
+
+MAX_PLACES = 200
+"""Places that labels look at where gradients are more, beside boundaries of known schedules."""
+FEW = 300
+"""Boundaries of a known schedule that are added to the places, at most."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Point:
+    """The best found with ratios up to `max_ratio`."""
+
+    max_ratio: float
+    schedule: Schedule
+    iteration_us: float
+    exact: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Frontier:
+    """Speed over compression: points from no compression to the most that is allowed, none slower than the one before.
+
+    `bound_us`: no choice on the grid of densities has a shorter step.
+    """
+
+    points: tuple[Point, ...]
+    bound_us: float
+
+    @property
+    def best(self) -> Point:
+        """The shortest step; of equal ones the least compression."""
+        limit_us = self.points[-1].iteration_us * (1.0 + TIE)
+        return next(point for point in self.points if point.iteration_us <= limit_us)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Joint:
+    """The pass `joint`."""
+
+    name: ClassVar[str] = "joint"
+    accuracy: ClassVar[Literal["exact", "bounded"]] = "bounded"
+
+    max_ratio: float = 0.0
+    """The largest ratio of a layer's elements to those that travel; 0: 1000, and 250 for recurrent and embedding ones.
+    """
+    protect: str = ""
+    """Names that travel whole, as patterns separated by `|`; with `none`, biases and norms need not."""
+    densities: str = DENSITIES
+    """Shares of elements that a bucket may send, separated by `|`."""
+
+    def apply(self, schedule: Schedule, problem: Problem) -> Schedule:
+        """The best schedule found; never worse than the one given."""
+        return self.frontier(schedule, problem).best.schedule
+
+    def frontier(self, schedule: Schedule, problem: Problem) -> Frontier:
+        """The best schedule for each largest ratio, beginning with the one given."""
+        limits = ratio_limits(problem, self.max_ratio or None, self.protect)
+        return _frontier(problem, schedule, tuple(limits.tolist()), parse_densities(self.densities))
+
+
+def parse_densities(text: str) -> tuple[float, ...]:
+    """Ratios, ascending, of densities such as `0.25|0.01`.
+
+    Raises:
+        InputError: none, too many, or one outside (0, 1].
+    """
+    parts = [part.strip() for part in text.split("|") if part.strip()]
+    try:
+        values = [float(part) for part in parts]
+    except ValueError:
+        values = []
+    if not 0 < len(values) <= MAX_DENSITIES or not all(1e-12 <= value <= 1.0 for value in values):
+        raise InputError(
+            f"--passes: joint{{densities={text}}}: expected 1 to {MAX_DENSITIES} shares of elements above 0 and up to "
+            f"1, separated by '|', such as 0.1|0.01"
+        )
+    return tuple(sorted({1.0 / value for value in values if value < 1.0}))
+
+
+@lru_cache(maxsize=4)
+def _frontier(problem: Problem, given: Schedule, limits_of: tuple[float, ...], ratios: tuple[float, ...]) -> Frontier:
+    limits = np.array(limits_of)
+    start_us = step_us(problem, given)
+    points = [Point(max_ratio=1.0, schedule=given, iteration_us=start_us, exact=False)]
+    most = float(limits.max())
+    ratios = (*(ratio for ratio in ratios if ratio < most), *([most] if any(r >= most for r in ratios) else []))
+    ratios = tuple(ratio for ratio in ratios if ratio > 1.0)
+    if problem.ranks == 1 or not ratios:
+        return Frontier(points=tuple(points), bound_us=start_us)
+    forms = Forms(problem, limits, (1.0, *ratios))
+    stops = [_stops(given), _stops(layer_wise(problem, limits, by_layer=True)), (problem.count,)]
+    known = [torn_places(problem, limits), *(of for of in stops if of and len(of) <= FEW)]
+    places = grid(problem.count, MAX_PLACES, known)
+    tables = joint_tables(problem, limits, ratios, places)
+    for allowed in range(1, len(ratios) + 1):
+        points.append(_point(problem, forms, tables, allowed, points[-1], limits))
+    bound_us = min(start_us, least_ends_us(tables, 1 + len(ratios)) + problem.update_us)
+    best = Frontier(points=tuple(points), bound_us=bound_us).best
+    everywhere = len(places) == problem.count + 1
+    bound_us = best.iteration_us if points[-1].exact else bound_us if everywhere else 0.0
+    compute_us = problem.compute_end_us + problem.update_us
+    return Frontier(points=tuple(points), bound_us=max(bound_us, min(compute_us, start_us)))
+
+
+def _stops(schedule: Schedule) -> tuple[int, ...] | None:
+    """Where buckets of consecutive gradients stop."""
+    stops = tuple(bucket.gradients[-1] + 1 for bucket in schedule.buckets)
+    sizes = [len(bucket.gradients) for bucket in schedule.buckets]
+    return stops if sizes == np.diff((0, *stops)).tolist() else None
+
+
+def _point(problem: Problem, forms: Forms, tables: JointTables, allowed: int, before: Point, limits: Floats) -> Point:
+    """The best with the first `allowed` densities; `before` is the best with one fewer."""
+    ratio = forms.ratios[allowed]
+    fixed = [before.schedule, layer_wise(problem, np.minimum(limits, ratio), by_layer=True)]
+    starts = _starts(problem, forms, allowed, before.schedule)
+    known = [forms.schedule(choice) for choice in starts]
+    exact = False
+    if problem.contended:
+        found = [_labels(_slowed(tables, factor), allowed, np.inf) for factor in _factors(problem)]
+        starts += [choice for choice in found if choice]
+    else:
+        ends_us = [step_us(problem, schedule) - problem.update_us for schedule in (*fixed, *known)]
+        solution = search(tables, 1 + allowed, min(ends_us))
+        if solution is not None:
+            exact = solution.exact
+            starts.append(tuple(zip(solution.stops, solution.forms, strict=True)))
+    if not exact:
+        best = min(starts, key=forms.step_us)
+        starts = [improve(forms, choice, allowed) for choice in dict.fromkeys([best, starts[-1]])]
+    schedule = _least(problem, [*fixed, *(forms.schedule(choice) for choice in starts)])
+    return Point(max_ratio=ratio, schedule=schedule, iteration_us=step_us(problem, schedule), exact=exact)
+
+
+def _starts(problem: Problem, forms: Forms, allowed: int, before: Schedule) -> list[Choice]:
+    """Every gradient in one bucket (SLGS by layer), and the buckets known so far, at each density."""
+    cuts = [(problem.count,), _stops(before)]
+    choices = [tuple((stop, form) for stop in stops) for stops in cuts if stops for form in (0, *range(1, allowed + 1))]
+    return [choice for choice in choices if forms.possible(choice)]
+
+
+def _labels(tables: JointTables, allowed: int, deadline_us: float) -> Choice | None:
+    solution = search(tables, 1 + allowed, deadline_us)
+    return tuple(zip(solution.stops, solution.forms, strict=True)) if solution else None
+
+
+def _factors(problem: Problem) -> list[float]:
+    """By what messages are slowed at the least and at the most, where labels know of no contention."""
+    by_size = problem.contention.by_size or ()
+    return sorted({1.0, problem.contention.network, *(network for _, _, network in by_size[:1])})
+
+
+def _slowed(tables: JointTables, network: float) -> JointTables:
+    return replace(tables, cost_us=tables.cost_us * network)
+
+
+def _least(problem: Problem, schedules: Sequence[Schedule]) -> Schedule:
+    """The shortest step, then the least compression, fewest buckets, earliest boundaries."""
+    unique = list(dict.fromkeys(schedules))
+    times_us = [step_us(problem, schedule) for schedule in unique]
+    limit_us = min(times_us) * (1.0 + TIE)
+    equals = [schedule for schedule, time_us in zip(unique, times_us, strict=True) if time_us <= limit_us]
+
+    def order(schedule: Schedule) -> tuple[float, float, int, tuple[int, ...]]:
+        largest, densities = compression(problem, schedule.buckets)
+        return largest, round(densities, 6), len(schedule.buckets), tuple(b.gradients[-1] for b in schedule.buckets)
+
+    return min(equals, key=order)
