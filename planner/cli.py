@@ -16,7 +16,17 @@ from typing import Annotated
 
 import typer
 
-from planner.options import ClusterName, Flags, ProfileName, Solver, SolverLimit, make_console, print_json
+from planner.options import (
+    ClusterName,
+    Flags,
+    MaxRatio,
+    ProfileName,
+    Protect,
+    Solver,
+    SolverLimit,
+    make_console,
+    print_json,
+)
 from planner.rank_commands import compare, demo, profile, run
 from runtime.errors import InputError, PlannerError
 from runtime.version import __version__
@@ -56,10 +66,14 @@ def optimize(
         str, typer.Option(help="exact, bounded or relaxed: the riskiest class of plan allowed.")
     ] = "exact",
     output: Annotated[str, typer.Option("-o", "--output", help="Where to write the plan.")] = "plan.json",
-    passes: Annotated[str, typer.Option(help="The pipeline, for example merge{labels=4}.")] = "merge",
+    passes: Annotated[
+        str, typer.Option(help="The pipeline, for example merge{labels=4}; lossy passes: joint, sparsify.")
+    ] = "merge",
     print_after: Annotated[str | None, typer.Option(help="Print the schedule after this pass, or after all.")] = None,
     solver: Solver = "dp",
     solver_limit: SolverLimit = None,
+    max_ratio: MaxRatio = None,
+    protect: Protect = None,
 ) -> None:
     """Decide how gradients travel; explain; prove how far from optimal."""
     from planner.decide import optimize as decide
@@ -82,6 +96,8 @@ def optimize(
         after_pass=after_pass,
         solver=solver,
         solver_limit=solver_limit,
+        max_ratio=max_ratio,
+        protect=protect,
     )
     plan.save(output)
     if Flags.as_json:
@@ -104,7 +120,7 @@ def simulate(
         str | None,
         typer.Option(
             help="Strategies, comma-separated: wfbp, wfbp:layer, single, mg_wfbp, ddp, ddp:MIB, torus_2d, optimal; "
-            "lossy ones, for comparison: slgs:DENSITY, lags:MAX_RATIO, hitopk:DENSITY."
+            "lossy ones: joint, joint:MAX_RATIO; for comparison: slgs:DENSITY, lags:MAX_RATIO, hitopk:DENSITY."
         ),
     ] = None,
     ranks: Annotated[

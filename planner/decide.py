@@ -8,6 +8,7 @@ from pathlib import Path
 from planner.bars import baseline_prediction
 from planner.catalog import find_cluster, find_profile
 from planner.ir import Schedule
+from planner.lossy import choose, split_passes
 from planner.lower import lower, predict
 from planner.passes.merge import merge_without_contention
 from planner.pipeline import AfterPass, parse_passes, run_passes
@@ -39,18 +40,26 @@ def optimize(
     after_pass: AfterPass | None = None,
     solver: str = "dp",
     solver_limit: float | None = None,
+    max_ratio: float | None = None,
+    protect: str | None = None,
 ) -> Plan:
     """Decides how the gradients of a profiled step travel.
 
     Args:
         profile: a profile, the path of profile.json, or a name of the catalogue: `MODEL` or `MODEL@CLUSTER`.
         cluster: a cluster, the path of cluster.json, or a name; default: the one measured with the profile.
-        accuracy: the class of plans allowed. Every plan is `exact` so far: no lossy pass exists in this version, and
-            the plan's notes say so where more was allowed.
-        passes: the pipeline, for example `merge{labels=4}`.
+        accuracy: the class of plans allowed. With `bounded` (and `relaxed`, which has nothing more in this version) a
+            sparsified plan is taken where it is predicted at least 2 % faster than the best exact one, which it
+            carries as `fallback`.
+        passes: the pipeline, for example `merge{labels=4}` or `merge,sparsify{max_ratio=250}`. Exact passes run first;
+            where lossy plans are allowed and no lossy pass is named, `joint` runs after them.
         after_pass: called with (name, schedule, seconds) after each pass.
         solver: `cpsat` has a constraint program look for a better plan afterwards, and its bound in the certificate.
         solver_limit: deterministic time that it may take; equal on all machines, a second or a few for each 1.0.
+        max_ratio: for lossy plans, the largest ratio of a layer's elements to those that travel; default: 1000, and 250
+            for recurrent and embedding layers.
+        protect: for lossy plans, patterns of gradients' names that travel whole, separated by `|`, beside biases and
+            normalization layers; with `none` among them, those are not protected.
 
     Returns:
         The plan with its prediction, baselines and certificate; equal inputs give equal plans.
@@ -62,7 +71,8 @@ def optimize(
     """
     if accuracy not in ACCURACIES:
         raise InputError(f"--accuracy: found {accuracy!r}, expected one of: {', '.join(ACCURACIES)}")
-    pipeline, limit = parse_passes(passes), check_solver(solver, solver_limit)
+    limit = check_solver(solver, solver_limit)
+    pipeline, lossy = split_passes(parse_passes(passes), accuracy, max_ratio, protect)
     where = name_of(profile if cluster is None else cluster)
     machines = None if cluster is None else find_cluster(cluster)
     problem = make_problem(find_profile(profile), machines, where=where)
@@ -71,12 +81,9 @@ def optimize(
     schedule = solved.schedule if solved else schedule
     baselines = {name: _baseline(problem, name) for name in BASELINES}
     plan = replace(lower(problem, schedule), baselines=baselines, certificate=certify(problem, schedule, solved))
-    return replace(
-        plan,
-        scaling=_scaling(problem, plan, baselines),
-        sources=describe_sources(problem),
-        notes=_notes(problem, plan, baselines, accuracy),
-    )
+    plan = replace(plan, scaling=_scaling(problem, plan, baselines), sources=describe_sources(problem))
+    plan = replace(plan, notes=_notes(problem, plan, baselines))
+    return plan if accuracy == "exact" else choose(problem, plan, schedule, accuracy, lossy, after_pass)
 
 
 def _baseline(problem: Problem, name: str) -> Prediction:
@@ -125,15 +132,13 @@ def _solver_note(solved: Solved) -> str:
     return f"CP-SAT ended at its limit of {solved.limit:g} in deterministic time, having proved that {bound}"
 
 
-def _notes(problem: Problem, plan: Plan, baselines: dict[str, Prediction], accuracy: Accuracy) -> tuple[str, ...]:
+def _notes(problem: Problem, plan: Plan, baselines: dict[str, Prediction]) -> tuple[str, ...]:
     notes = [f"all-reduce: {problem.cost.source}"]
     measured, planned = problem.profile.world.ranks, problem.ranks
     if measured != planned:
         notes.append(f"compute was measured on {counted(measured, 'rank')}, the plan is for {planned}")
     if problem.cost.extrapolated:
         notes.append("costs are extrapolated from another number of ranks")
-    if accuracy != "exact":
-        notes.append(f"{accuracy} was allowed, but this version has no lossy pass: the plan is exact")
     ddp_us = baselines["ddp"].iteration_us
     plan_us = plan.predicted.iteration_us if plan.predicted else ddp_us
     gain = 1.0 - plan_us / ddp_us if ddp_us > 0.0 else 0.0

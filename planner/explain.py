@@ -104,10 +104,11 @@ def certificate_text(plan: Plan) -> str:
     certificate = plan.certificate
     if certificate is None:
         return "no certificate"
+    kind = "exact plan" if plan.accuracy == "exact" else f"{plan.accuracy} plan of those looked at"
     if certificate.gap <= 1e-9:
-        text = f"optimal: no {plan.accuracy} plan is faster under this cost model"
+        text = f"optimal: no {kind} is faster under this cost model"
     else:
-        text = f"within {certificate.gap:.2%} of optimal: no {plan.accuracy} plan takes less than "
+        text = f"within {certificate.gap:.2%} of optimal: no {kind} takes less than "
         text += f"{milliseconds(certificate.lower_bound_us)} ms under this cost model"
     note = f"; {printable(certificate.note, SENTENCE_CHARACTERS)}" if certificate.note else ""
     return f"{text} ({printable(certificate.method)}){note}"
@@ -115,12 +116,34 @@ def certificate_text(plan: Plan) -> str:
 
 def accuracy_lines(plan: Plan) -> list[str]:
     """One line for each class of accuracy."""
-    step = milliseconds(plan.predicted.iteration_us if plan.predicted else None)
+    classes = {plan.accuracy: plan, **(plan.alternatives or {})}
+    looked = "no compression makes the step shorter" if plan.frontier else "not looked at: --accuracy bounded does"
+    bounded = classes.get("bounded")
     return [
-        f"exact    {len(plan.buckets)} buckets, no compression, no delay: {step} ms",
-        "bounded  this version has no sparsification yet: as exact",
-        "relaxed  this version has no delay or local updaters yet: as exact",
+        f"exact    {_accuracy_line(classes['exact'])}" if "exact" in classes else "exact    not kept in this plan",
+        f"bounded  {_accuracy_line(bounded) if bounded else looked}",
+        "relaxed  this version has no delay or local updaters yet: as bounded",
     ]
+
+
+def _accuracy_line(plan: Plan) -> str:
+    """Buckets, what is left out, and the step."""
+    kept = [k for bucket in plan.buckets for k in (bucket.compressor.k or {}).values()]
+    sparse = sum(bucket.compressor.k is not None for bucket in plan.buckets)
+    how = f"{sparse} of them sparse, {sum(kept):,} elements of these travel" if sparse else "no compression"
+    step = milliseconds(plan.predicted.iteration_us if plan.predicted else None)
+    return f"{len(plan.buckets)} buckets, {how}, no delay: {step} ms"
+
+
+def frontier_table(plan: Plan) -> Table:
+    """The step by the largest ratio allowed."""
+    table = Table(title="speed over compression", title_justify="left")
+    for column in ("largest ratio", "buckets", "sparse", "elements sent", "step (ms)"):
+        table.add_column(column, justify="right")
+    for point in plan.frontier or ():
+        sent, step = f"{point.sent_share:.2%}", milliseconds(point.iteration_us)
+        table.add_row(f"{point.max_ratio:,g}", str(point.buckets), str(point.sparse_buckets), sent, step)
+    return table
 
 
 def print_plan(plan: Plan, console: Console, *, buckets: bool) -> None:
@@ -128,6 +151,8 @@ def print_plan(plan: Plan, console: Console, *, buckets: bool) -> None:
     console.print(summary_table(plan))
     if buckets:
         console.print(bucket_table(plan))
+    if plan.frontier:
+        console.print(frontier_table(plan))
     console.print(certificate_text(plan), highlight=False)
     for note in plan.notes:
         console.print(f"- {printable(note, SENTENCE_CHARACTERS)}", highlight=False)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from planner.ir import Schedule
+from planner.ir import Bucket, Schedule
 from planner.problem import Problem
 from planner.simulator import simulate_schedule
 from planner.sources import three_digits
-from runtime.plan import CompressorSpec, Plan, PlanBucket, PlanWorld, PredictedTask, Prediction
-from runtime.timeline import Timeline
+from runtime.errors import InputError
+from runtime.plan import Accuracy, CompressorSpec, Plan, PlanBucket, PlanWorld, PredictedTask, Prediction
+from runtime.timeline import Span, Timeline
 
 
 def predict(problem: Problem, schedule: Schedule, *, timeline: bool = False) -> Prediction:
@@ -48,7 +49,7 @@ def lower_buckets(problem: Problem, schedule: Schedule) -> tuple[PlanBucket, ...
             gradients=tuple(gradients[index].name for index in bucket.gradients),
             collective=bucket.collective,
             algorithm=bucket.algorithm,
-            compressor=CompressorSpec(name=bucket.compressor),
+            compressor=compressor_of(problem, bucket),
             size_bytes=int(problem.size_bytes[list(bucket.gradients)].sum()),
             reason=reason,
         )
@@ -56,14 +57,39 @@ def lower_buckets(problem: Problem, schedule: Schedule) -> tuple[PlanBucket, ...
     )
 
 
+def compressor_of(problem: Problem, bucket: Bucket) -> CompressorSpec:
+    """The compressor by name, with k for each layer; a layer that comes back in the bucket is numbered: `conv#2`."""
+    if bucket.ks is None:
+        return CompressorSpec(name=bucket.compressor)
+    names = [problem.layers_by_name[index] for index in bucket.gradients]
+    runs = [name for index, name in enumerate(names) if index == 0 or name != names[index - 1]]
+    taken, seen, k = set(runs), dict.fromkeys(runs, 0), {}
+    for name, count in zip(runs, bucket.ks, strict=True):
+        seen[name] += 1
+        numbered = name if seen[name] == 1 else f"{name}#{seen[name]}"
+        if numbered in k or (seen[name] > 1 and numbered in taken):
+            raise InputError(
+                f"the layer {numbered!r}: found it beside two runs of gradients of the layer {name!r} in one bucket, "
+                f"expected names that tell them apart; rename the layer, or add --protect '{name}.*'"
+            )
+        k[numbered] = count
+    return CompressorSpec(name=bucket.compressor, selector="exact", k=k)
+
+
 def explain_buckets(problem: Problem, schedule: Schedule) -> list[str]:
-    """One phrase per bucket: what merging its gradients saves on the link, and what it waits for."""
+    """One phrase per bucket: what merging its gradients saves on the link, and what it waits for; of a sparse one how
+    much travels, and what that saves.
+    """
     spans = simulate_schedule(problem, schedule).on("network")
     alone_us = problem.bucket_cost_us([(gradient,) for gradient in range(problem.count)])
     backward_end_us = problem.compute_end_us
     reasons, free_us = [], 0.0
     for bucket, span in zip(schedule.buckets, spans, strict=True):
         members = bucket.gradients
+        if bucket.collective == "sparse":
+            reasons.append(_explain_sparse(problem, bucket, span, backward_end_us))
+            free_us = span.end_us
+            continue
         saved_us = sum(alone_us[gradient] for gradient in members) - span.duration_us
         waited_us = max(0.0, span.start_us - max(free_us, float(problem.ready_us[members[0]])))
         late_us = max(0.0, span.end_us - max(backward_end_us, span.start_us))
@@ -75,17 +101,33 @@ def explain_buckets(problem: Problem, schedule: Schedule) -> list[str]:
     return reasons
 
 
+def _explain_sparse(problem: Problem, bucket: Bucket, span: Span, backward_end_us: float) -> str:
+    elements, k = int(problem.numel[list(bucket.gradients)].sum()), bucket.k or 0
+    dense_us = problem.bucket_cost_us([bucket.gradients])[0]
+    spent_us = problem.selection_us(bucket) + problem.selection_us(bucket, "unpack")
+    late_us = max(0.0, span.end_us - max(backward_end_us, span.start_us))
+    saved_us = dense_us - span.duration_us
+    saved = f"{_ms(abs(saved_us))} {'less' if saved_us >= 0.0 else 'more'} on the link than dense"
+    saved += f", {_ms(spent_us)} more of compute"
+    return f"{k:,} of {elements:,} elements: {saved}; {'hidden' if late_us <= 0.0 else _ms(late_us) + ' exposed'}"
+
+
 def _ms(time_us: float) -> str:
     return f"{three_digits(time_us / 1000)} ms"
 
 
+def accuracy_of_schedule(schedule: Schedule) -> Accuracy:
+    """The class of a schedule: bounded where a part of a gradient stays behind."""
+    return "exact" if all(bucket.compressor == "none" for bucket in schedule.buckets) else "bounded"
+
+
 def lower(problem: Problem, schedule: Schedule) -> Plan:
-    """The plan of a schedule, with its prediction and no baselines."""
+    """The plan of a schedule, with its prediction and no baselines. It is exact, or else bounded."""
     cluster = problem.cost.cluster
     return Plan(
         model=problem.profile.model,
         world=PlanWorld(ranks=cluster.ranks, nodes=cluster.nodes),
-        accuracy="exact",
+        accuracy=accuracy_of_schedule(schedule),
         buckets=lower_buckets(problem, schedule),
         predicted=predict(problem, schedule, timeline=True),
     )

@@ -34,6 +34,20 @@ Solver = Annotated[str, typer.Option(help="dp, or cpsat: a constraint program lo
 SolverLimit = Annotated[
     float | None, typer.Option(help="Deterministic time for cpsat (default 2: less than a minute).")
 ]
+MaxRatio = Annotated[
+    float | None,
+    typer.Option(
+        help="Lossy plans: at most so many elements of a layer for each that is sent "
+        "(default 1000; 250 for recurrent and embedding layers)."
+    ),
+]
+Protect = Annotated[
+    str | None,
+    typer.Option(
+        help="Lossy plans: gradients to send whole, as patterns of names separated by |, beside biases and "
+        "normalization layers; with 'none', not those."
+    ),
+]
 ProfileName = Annotated[str, typer.Argument(help="profile.json, or a name: MODEL or MODEL@CLUSTER (planner catalog).")]
 ClusterName = Annotated[
     str | None,

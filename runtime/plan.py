@@ -191,6 +191,21 @@ class ScalingPoint:
     """Strategy → predicted time of one step; `optimal` is decided anew for each number of ranks."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class FrontierPoint:
+    """What more compression would gain: the best plan found whose layers are compressed at most so much."""
+
+    __pydantic_config__ = STRICT
+
+    max_ratio: Annotated[float, Field(ge=1.0)]
+    """The largest ratio of a layer's elements to those that travel, as allowed; 1: nothing is left out."""
+    iteration_us: PredictedUs
+    buckets: Count
+    sparse_buckets: Count
+    sent_share: Annotated[float, Field(ge=0.0, le=1.0)]
+    """Share of the model's elements that a rank sends."""
+
+
 @dataclass(frozen=True)
 class SolverBound:
     """What a solver proved about the step, apart from the certificate's own bound."""
@@ -238,6 +253,8 @@ class Plan:
     certificate: Certificate | None = None
     scaling: tuple[ScalingPoint, ...] | None = None
     """The strategies over numbers of ranks."""
+    frontier: tuple[FrontierPoint, ...] | None = None
+    """Speed over compression, from none to the most that was allowed; where lossy plans were asked for."""
     sources: dict[str, str] | None = None
     """Where the numbers came from, in words: `model`, `cluster`, `compute`, `communication`, `planner`."""
     fallback: Plan | None = None

@@ -1,0 +1,189 @@
+"""Where more than exact plans are allowed: the best bounded plan beside the best exact one, and which of them it is.
+
+A riskier class has to win by 2 % of the predicted step; if it does not, the plan stays exact and says what compression
+would give.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from planner.cost.sparse import SELECTED_BYTES, flat_is_implied
+from planner.ir import Bucket, Schedule
+from planner.lower import lower
+from planner.passes import Pass
+from planner.passes.joint import Frontier, Joint
+from planner.passes.sparsify import Sparsify
+from planner.pipeline import AfterPass, run_passes
+from planner.problem import Problem
+from planner.selection import check_max_ratio, ratio_limits, ratio_of
+from planner.simulator import step_us
+from planner.sources import counted, three_digits
+from runtime.errors import InputError
+from runtime.plan import Accuracy, Certificate, FrontierPoint, Plan
+
+GAIN = 0.02
+"""Share of the step that a lossy plan has to save."""
+
+
+def split_passes(
+    passes: Sequence[Pass], accuracy: Accuracy, max_ratio: float | None = None, protect: str | None = None
+) -> tuple[tuple[Pass, ...], tuple[Pass, ...]]:
+    """(exact passes, lossy ones with the options given; default `joint`, where lossy plans are allowed).
+
+    Raises:
+        InputError: a lossy pass, or an option of one, where only exact plans are allowed; an option is wrong.
+    """
+    exact = tuple(each for each in passes if each.accuracy == "exact")
+    lossy = [each for each in passes if each.accuracy != "exact"]
+    if max_ratio is not None:
+        check_max_ratio(max_ratio)
+    if accuracy == "exact":
+        given = {"--max-ratio": max_ratio is not None, "--protect": protect is not None}
+        found = [option for option, is_given in given.items() if is_given] + [f"the pass {each.name}" for each in lossy]
+        if found:
+            raise InputError(
+                f"--accuracy exact: found {' and '.join(found)}, expected neither, for exact plans leave nothing out; "
+                f"add --accuracy bounded"
+            )
+        return exact, ()
+    return exact, tuple(_with_options(each, max_ratio, protect) for each in lossy or [Joint()])
+
+
+def _with_options(lossy: Pass, max_ratio: float | None, protect: str | None) -> Pass:
+    """The pass with options of the command, where it has no values of its own."""
+    if not isinstance(lossy, Joint | Sparsify):
+        return lossy
+    return replace(lossy, max_ratio=lossy.max_ratio or max_ratio or 0.0, protect=lossy.protect or protect or "")
+
+
+def choose(
+    problem: Problem,
+    exact: Plan,
+    schedule: Schedule,
+    accuracy: Accuracy,
+    passes: Sequence[Pass],
+    after_pass: AfterPass | None = None,
+) -> Plan:
+    """The bounded plan, with the exact one as its fallback, where it wins by enough; else the exact one, which says so.
+
+    Args:
+        problem: the step.
+        exact: the best exact plan, complete but for what is said of lossy ones.
+        schedule: its schedule.
+        accuracy: the class allowed.
+        passes: lossy passes.
+        after_pass: called after each pass.
+    """
+    found = run_passes(passes, schedule, problem, after_pass, accuracy="bounded")
+    joint = next((each for each in passes if isinstance(each, Joint)), None)
+    options = next((each for each in passes if isinstance(each, Joint | Sparsify)), Joint())
+    joint = joint or Joint(max_ratio=options.max_ratio, protect=options.protect)
+    frontier = joint.frontier(schedule, problem)
+    exact = replace(exact, frontier=_points(problem, frontier))
+    exact_us, found_us = step_us(problem, schedule), step_us(problem, found)
+    gain = 1.0 - found_us / exact_us if exact_us > 0.0 else 0.0
+    if not _sparse(found):
+        return replace(exact, notes=(*exact.notes, _refusal(accuracy, "no compression would make the step shorter")))
+    bounded = replace(lower(problem, found), certificate=_certificate(problem, found, frontier, joint, passes))
+    if found_us > exact_us * (1.0 - GAIN):
+        why = f"compression would make the step {gain:.2%} shorter, and has to win {GAIN:.0%}"
+        notes = (*exact.notes, _refusal(accuracy, why))
+        return replace(exact, alternatives={"bounded": bounded}, notes=notes)
+    beside = replace(exact, baselines=None, scaling=None, sources=None, frontier=None, notes=())
+    return replace(
+        bounded,
+        baselines=exact.baselines,
+        scaling=exact.scaling,
+        sources=exact.sources,
+        frontier=exact.frontier,
+        fallback=beside,
+        alternatives={"exact": beside},
+        notes=(*exact.notes, *_notes(problem, found, frontier, gain, joint)),
+    )
+
+
+def _refusal(accuracy: Accuracy, why: str) -> str:
+    missing = "; delay and local updaters are not in this version" if accuracy == "relaxed" else ""
+    return f"{accuracy} was allowed, but {why}{missing}: the plan is exact"
+
+
+def _sparse(schedule: Schedule) -> list[Bucket]:
+    return [bucket for bucket in schedule.buckets if bucket.collective == "sparse"]
+
+
+def _points(problem: Problem, frontier: Frontier) -> tuple[FrontierPoint, ...]:
+    return tuple(
+        FrontierPoint(
+            max_ratio=point.max_ratio,
+            iteration_us=point.iteration_us,
+            buckets=len(point.schedule.buckets),
+            sparse_buckets=len(_sparse(point.schedule)),
+            sent_share=_sent_share(problem, point.schedule),
+        )
+        for point in frontier.points
+    )
+
+
+def _sent_share(problem: Problem, schedule: Schedule) -> float:
+    total = max(1, int(problem.numel.sum()))
+    kept_back = sum(int(problem.numel[list(b.gradients)].sum()) - (b.k or 0) for b in _sparse(schedule))
+    return 1.0 - kept_back / total
+
+
+def _certificate(
+    problem: Problem, schedule: Schedule, frontier: Frontier, joint: Joint, passes: Sequence[Pass]
+) -> Certificate:
+    iteration_us = step_us(problem, schedule)
+    bound_us = min(frontier.bound_us, iteration_us)
+    ratios = ", ".join(f"{point.max_ratio:g}" for point in frontier.points[1:])
+    notes = [f"among plans whose buckets are dense or have, in each layer not limited further, a ratio of {ratios}"]
+    if problem.contended:
+        notes.append("the bound is for a machine where compute and network do not slow each other down")
+    if joint not in passes:
+        notes.append(f"decided by {', '.join(each.name for each in passes)}, which does not look at all of them")
+    exact = frontier.points[-1].exact
+    return Certificate(
+        method="labels over merging and densities" + ("" if exact else ", a part of them, and local search"),
+        lower_bound_us=bound_us,
+        gap=max(0.0, iteration_us / bound_us - 1.0) if bound_us > 0.0 else 0.0,
+        note="; ".join(notes),
+    )
+
+
+def _mib(size_bytes: int) -> str:
+    return f"{three_digits(size_bytes / 2**20)} MiB"
+
+
+def _notes(problem: Problem, schedule: Schedule, frontier: Frontier, gain: float, joint: Joint) -> list[str]:
+    """What the reader of a bounded plan should know."""
+    sparse = _sparse(schedule)
+    members = [index for bucket in sparse for index in bucket.gradients]
+    dense_bytes = int(problem.size_bytes.sum() - problem.size_bytes[members].sum())
+    sent_bytes = SELECTED_BYTES * sum(bucket.k or 0 for bucket in sparse)
+    limits = ratio_limits(problem, joint.max_ratio or None, joint.protect)
+    protected = [index for index in range(problem.count) if limits[index] <= 1.0]
+    notes = [
+        f"bounded: predicted {gain:.1%} shorter than the best exact plan, which is the fallback",
+        f"{counted(len(sparse), 'sparse bucket')} of {len(schedule.buckets)}: "
+        f"{_mib(int(problem.size_bytes[members].sum()))} of gradients travel as {_mib(sent_bytes)} of values "
+        f"and indices from each rank, {_mib(dense_bytes)} travel dense; largest ratio "
+        f"{max(ratio_of(problem, bucket) for bucket in sparse):,.4g}",
+        "step by largest ratio allowed: "
+        + ", ".join(f"{point.max_ratio:,g}: {three_digits(point.iteration_us / 1000)} ms" for point in frontier.points),
+    ]
+    if protected:
+        share = int(problem.numel[protected].sum()) / max(1, int(problem.numel.sum()))
+        notes.append(
+            f"{counted(len(protected), 'gradient')} of {problem.count} travel whole ({share:.2%} of the elements)"
+        )
+    cluster = problem.cost.cluster
+    if cluster.sparsify is None:
+        notes.append(
+            "selection is taken as free, for the cluster has no `sparsify` cost: the gain may be less, or none; "
+            "time it on that machine and add it"
+        )
+    if flat_is_implied(cluster):
+        notes.append("gathers are taken to cost what follows from the all-reduce")
+    return notes
