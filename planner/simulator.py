@@ -12,6 +12,7 @@ the start of forward.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -149,10 +150,13 @@ def bucket_facts(problem: Problem, buckets: Sequence[Bucket]) -> list[Facts]:
 
 
 def facts_step_us(problem: Problem, facts: Sequence[Facts]) -> float:
-    """As `step_us`, from facts; where compute and network slow each other down, without unpacking."""
+    """As `step_us`, from facts."""
     ready_us, delay_us = problem.ready_list_us, 0.0
     ready = [0.0] * len(facts)
-    for index in sorted(range(len(facts)), key=lambda index: facts[index][0]):
+    order = sorted(range(len(facts)), key=lambda index: facts[index][0])
+    if problem.contended and any(of[3] > 0.0 for of in facts):
+        return _replay_us(problem, facts, order) + problem.update_us
+    for index in order:
         delay_us += facts[index][1]
         ready[index] = ready_us[facts[index][0]] + delay_us
     *ends_us, compute_us = _ends_us(problem, ready, [of[2] for of in facts], [of[4] for of in facts], delay_us)
@@ -162,13 +166,49 @@ def facts_step_us(problem: Problem, facts: Sequence[Facts]) -> float:
     return max(*ends_us, compute_us) + problem.update_us
 
 
+def _replay_us(problem: Problem, facts: Sequence[Facts], order: Sequence[int]) -> float:
+    """When all has ended, from event to event: what is unpacked slows messages, and is slowed by them, too.
+
+    Args:
+        problem: the step.
+        facts: of each bucket, in launch order.
+        order: the buckets, sorted by their last gradients.
+    """
+    compute: list[tuple[float, int]] = []
+    """(time, the bucket that has to have arrived), in order."""
+    made, done_us = [0] * len(facts), 0.0
+    for index in order:
+        ready_us = problem.ready_list_us[facts[index][0]]
+        made[index] = len(compute)
+        compute.append((ready_us - done_us + facts[index][1], -1))
+        done_us = ready_us
+    compute.append((problem.compute_end_us - done_us, -1))
+    compute += [(of[3], index) for index, of in enumerate(facts) if of[3] > 0.0]
+    now_us, task, message, task_us, message_us = 0.0, 0, 0, compute[0][0], facts[0][2]
+    while task < len(compute) or message < len(facts):
+        computing = task < len(compute) and compute[task][1] < message
+        sending = message < len(facts) and made[message] < task
+        slow_task, slow_message = facts[message][4] if computing and sending else (1.0, 1.0)
+        task_left_us = task_us * slow_task if computing else math.inf
+        message_left_us = message_us * slow_message if sending else math.inf
+        passed_us = min(task_left_us, message_left_us)
+        now_us += passed_us
+        task_us -= passed_us / slow_task if computing else 0.0
+        message_us -= passed_us / slow_message if sending else 0.0
+        if task_left_us <= passed_us:
+            task += 1
+            task_us = compute[task][0] if task < len(compute) else 0.0
+        if message_left_us <= passed_us:
+            message += 1
+            message_us = facts[message][2] if message < len(facts) else 0.0
+    return now_us
+
+
 def _sparse_step_us(problem: Problem, schedule: Schedule) -> float:
     """As `step_us`, where buckets of selected elements keep compute busy."""
-    known = all(bucket.algorithm in ("library", "flat") for bucket in schedule.buckets)
-    facts = bucket_facts(problem, schedule.buckets) if known else []
-    if not known or (problem.contended and any(of[3] > 0.0 for of in facts)):
+    if any(bucket.algorithm not in ("library", "flat") for bucket in schedule.buckets):
         return _simulate_phases(problem, schedule).iteration_us
-    return facts_step_us(problem, facts)
+    return facts_step_us(problem, bucket_facts(problem, schedule.buckets))
 
 
 def _tasks(problem: Problem, schedule: Schedule) -> list[tuple[str, float, float]]:

@@ -10,15 +10,13 @@ from planner.merging.densities import Floats
 from planner.merging.exact import TIE
 from planner.problem import Problem
 from planner.selection import bucket_at, density_sum, ratio_of
-from planner.simulator import bucket_facts, facts_step_us, step_us
+from planner.simulator import bucket_facts, facts_step_us
 
 Choice = tuple[tuple[int, int], ...]
 """(stop, form) of each bucket; form 0 is dense."""
 
 LOCAL_WORK = 40_000
 """Buckets that a local search may evaluate (some 0.1 s)."""
-GRAPH_WORK = 20
-"""As how many buckets each gradient counts where only the graph of tasks can tell."""
 
 
 class Forms:
@@ -27,9 +25,6 @@ class Forms:
     def __init__(self, problem: Problem, limits: Floats, ratios: Sequence[float]) -> None:
         self.problem, self.ratios, self._limits = problem, tuple(ratios), limits
         self._known: dict[tuple[int, int, int], _Known | None] = {}
-        unpacks = problem.selection_line("flat", "unpack")
-        self.graphs = problem.contended and (unpacks.alpha_us > 0.0 or unpacks.beta_us_per_byte > 0.0)
-        """Whether only the graph of tasks tells how long a step is."""
 
     def known(self, start: int, stop: int, form: int) -> _Known | None:
         """The bucket [start, stop) in a form; None where it cannot have that."""
@@ -55,8 +50,6 @@ class Forms:
 
     def step_us(self, choice: Choice) -> float:
         """How long the step is, as the simulator says."""
-        if self.graphs:
-            return step_us(self.problem, self.schedule(choice))
         return facts_step_us(self.problem, [known.facts for known in self._buckets(choice) if known is not None])
 
     def compression(self, choice: Choice) -> tuple[float, float]:
@@ -91,7 +84,7 @@ def improve(forms: Forms, choice: Choice, allowed: int) -> Choice:
             for trial in _neighbours(choice, index, allowed):
                 if not forms.possible(trial):
                     continue
-                work -= GRAPH_WORK * forms.problem.count if forms.graphs else len(trial)
+                work -= len(trial)
                 time_us = forms.step_us(trial)
                 if time_us > best[0] * (1.0 + TIE):
                     continue

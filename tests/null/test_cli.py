@@ -78,21 +78,43 @@ WRONG_CALLS: list[tuple[list[str], str]] = [
     (["optimize", "p.json", "--cluster", "absent.json"], "absent.json: no such file"),
     (["optimize", "p.json", "--cluster", "p.json"], 'p.json: $.schema: found schema "planner.profile/1", expected'),
     (["optimize", "p.json", "--accuracy", "lossy"], "--accuracy: found 'lossy', expected one of: exact, bounded"),
-    (["optimize", "p.json", "--passes", "mrege"], "--passes: found 'mrege', expected one of: merge"),
+    (["optimize", "p.json", "--passes", "mrege"], "--passes: found 'mrege', expected one of: joint, merge"),
     (["optimize", "p.json", "--passes", "merge{labels=0}"], "expected an integer of at least 1"),
     (["optimize", "p.json", "--solver", "cplex"], "--solver: found 'cplex', expected one of: dp, cpsat"),
     (["optimize", "p.json", "--solver", "cpsat", "--solver-limit", "nan"], "--solver-limit: found nan, expected more"),
     (["optimize", "p.json", "--solver-limit", "3"], "--solver-limit: found it with the solver dp, expected --solver"),
     (["simulate", "p.json", "--solver", ""], "--solver: found '', expected one of: dp, cpsat"),
     (["simulate", "p.json", "--solver", "cpsat", "--strategy", "ddp"], "found the strategies ddp, which follow fixed"),
-    (["optimize", "p.json", "--print-after", "mrege"], "--print-after: found 'mrege', expected all or one of: merge"),
+    (["optimize", "p.json", "--print-after", "mrege"], "--print-after: found 'mrege', expected all or one of: joint"),
+    (
+        ["optimize", "p.json", "--passes", "joint"],
+        "--accuracy exact: found the pass joint, expected neither, for exact",
+    ),
+    (["optimize", "p.json", "--protect", "fc.*"], "--accuracy exact: found --protect, expected neither"),
+    (
+        ["optimize", "p.json", "--accuracy", "bounded", "--max-ratio", "0.5"],
+        "--max-ratio: found 0.5, expected a number",
+    ),
+    (
+        ["optimize", "p.json", "--accuracy", "bounded", "--max-ratio", "nan"],
+        "--max-ratio: found nan, expected a number",
+    ),
+    (
+        ["optimize", "p.json", "--accuracy", "bounded", "--protect", "fc.*"],
+        "found 'fc.*', which is the name of no grad",
+    ),
+    (
+        ["optimize", "p.json", "--accuracy", "bounded", "--passes", "joint{densities=0.1|2}"],
+        "--passes: joint{densities=0.1|2}: expected 1 to 32 shares of elements above 0 and up to 1",
+    ),
+    (["simulate", "p.json", "--strategy", "joint:0.5"], "found the strategy joint:0.5, expected a positive number"),
     (["optimize", "p.json", "-o", "absent/plan.json"], "absent/plan.json: there is no folder absent"),
     (["optimize", "p.json", "-o", "."], ".: found a directory, expected a file name to write to"),
     (["optimize", "p.json", "-o", "p.json/plan.json"], "there is no folder p.json"),
     (["simulate", "bare.json"], "expected `--cluster FILE`"),
     (
         ["simulate", "p.json", "--strategy", "best"],
-        "found the strategy 'best', expected one of: ddp, hitopk, lags, mg_wfbp",
+        "found the strategy 'best', expected one of: ddp, hitopk, joint, lags, mg_wfbp",
     ),
     (["simulate", "p.json", "--strategy", "ddp,"], "--strategy: found 'ddp,', expected items separated by commas"),
     (["simulate", "p.json", "--ranks", "0"], "--ranks: found '0', expected positive integers such as 4,8,16"),
@@ -191,10 +213,19 @@ def test_same_input_same_bytes(command: Command) -> None:
 
 
 @pytest.mark.parametrize("accuracy", ["bounded", "relaxed"])
-def test_lossy_classes_stay_exact_and_say_so(command: Command, accuracy: str) -> None:
-    outcome = command("optimize", "p.json", "--accuracy", accuracy)
+def test_lossy_plans_where_they_pay_and_exact_ones_that_say_so_where_not(command: Command, accuracy: str) -> None:
+    outcome = command("optimize", "p.json", "--accuracy", accuracy, "--print-after", "joint")
     assert outcome.code == 0
-    assert f"{accuracy} was allowed, but" in outcome.out
+    assert outcome.err.startswith("after joint (")
+    plan = load_plan("plan.json")
+    assert plan.accuracy == "bounded"
+    for line in ("plan (bounded)", "speed over compression", "the best exact plan, which is the fallback", "sparse"):
+        assert line in outcome.out
+    explained = command("explain", "plan.json")
+    assert "sparse/flat topk" in explained.out
+    assert "elements: " in explained.out
+    outcome = command("optimize", "p.json", "--accuracy", accuracy, "--max-ratio", "1")
+    assert f"{accuracy} was allowed, but no compression would make the step shorter" in outcome.out
     assert load_plan("plan.json").accuracy == "exact"
     assert all(bucket.compressor.name == "none" for bucket in load_plan("plan.json").buckets)
 

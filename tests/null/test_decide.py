@@ -121,18 +121,6 @@ def test_equal_inputs_give_equal_plans(tmp_path: Path) -> None:
     assert len(contents) == 1
 
 
-@pytest.mark.parametrize("accuracy", ["bounded", "relaxed"])
-def test_lossy_classes_stay_exact_and_say_so(accuracy: Any) -> None:
-    plan = optimize(usual_profile(), accuracy=accuracy)
-    exact = optimize(usual_profile())
-    assert plan.accuracy == "exact"
-    assert plan.buckets == exact.buckets
-    said = [note for note in plan.notes if note not in exact.notes]
-    assert len(said) == 1
-    assert said[0].startswith(f"{accuracy} was allowed, but")
-    assert said[0].endswith("the plan is exact")
-
-
 def test_nothing_to_gain_is_said() -> None:
     """Communication that hides in any case: DDP's default buckets are as good."""
     idle = line_problem([(10, 1000.0)] * 3, 0.0, 0.0)

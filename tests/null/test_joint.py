@@ -1,0 +1,302 @@
+"""The passes `sparsify` and `joint`: against trying everything, and against what else is known."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import sparse_reference
+from builders import cluster_document, make, problems, profile_document, random_problem
+from hypothesis import given
+from hypothesis import strategies as st
+
+from planner.ir import Bucket, Schedule
+from planner.layerwise import apportion, layer_wise
+from planner.merging.densities import joint_tables
+from planner.passes.joint import Joint, parse_densities
+from planner.passes.sparsify import Sparsify
+from planner.problem import Problem
+from planner.selection import bucket_at, compression, ratio_limits
+from planner.simulator import simulate_schedule, step_us
+from planner.strategies import make_schedule
+from planner.verify import VerifyError, verify
+from runtime.errors import InputError
+
+RATIOS = (4.0, 16.0, 64.0)
+DENSITIES = "0.25|0.0625|0.015625"
+
+
+@st.composite
+def sparse_problems(draw: st.DrawFn, max_count: int = 5) -> Problem:
+    """Layers of a weight and perhaps a bias, on a coarse grid of numbers; with and without selection costs."""
+    count = draw(st.integers(1, max_count))
+    numel = st.one_of(st.integers(1, 80).map(lambda n: 64 * n), st.sampled_from([0, 1, 3, 64]))
+    rows = [(draw(numel), draw(st.integers(0, 8)) * 10.0) for _ in range(count)]
+    layers = [f"l{draw(st.integers(0, 2))}" for _ in range(count)]
+    document = profile_document(rows, layers=layers)
+    for index, gradient in enumerate(document["compute"]["gradients"]):
+        gradient["name"] = f"{layers[index]}.{draw(st.sampled_from(['bias', 'weight']))}_{index}"
+    line = st.sampled_from([None, (0.0, 0.001), (5.0, 0.0), (20.0, 0.002)])
+    fields = {
+        field: {"alpha_us": given_line[0], "beta_us_per_byte": given_line[1]}
+        for field in ("sparsify", "unpack")
+        if (given_line := draw(line))
+    }
+    link = {"alpha_us": draw(st.sampled_from([1.0, 20.0])), "beta_us_per_byte": draw(st.sampled_from([0.001, 0.02]))}
+    fitted = (draw(st.integers(1, 12)) * 10.0, draw(st.sampled_from([0.002, 0.01, 0.05])))
+    return make(document, cluster_document(fitted, inter=link, **fields))
+
+
+def sent(schedule: Schedule) -> list[sparse_reference.Sent]:
+    """A schedule as the reference has it."""
+    return [
+        sparse_reference.Sent(range(bucket.gradients[0], bucket.gradients[-1] + 1), bucket.ks)
+        for bucket in schedule.buckets
+    ]
+
+
+def exact_of(problem: Problem) -> Schedule:
+    return make_schedule(problem, "optimal")
+
+
+@given(sparse_problems(), st.sampled_from(["none", "", "none|l0.*"]))
+def test_joint_finds_what_trying_everything_finds(problem: Problem, protect: str) -> None:
+    """The shortest step on the grid of densities or, off the grid, Eq. 19's; of equals the one that comes first."""
+    names = [gradient.name for gradient in problem.profile.compute.gradients]
+    protect = protect if any(name.startswith("l0.") for name in names) else protect.partition("|")[0]
+    limits = ratio_limits(problem, 64.0, protect)
+    frontier = Joint(max_ratio=64.0, protect=protect, densities=DENSITIES).frontier(exact_of(problem), problem)
+    found = frontier.best
+    best_us, best = sparse_reference.best(problem, limits.tolist(), RATIOS)
+    assert found.iteration_us == pytest.approx(sparse_reference.step_us(problem, sent(found.schedule)), rel=1e-12)
+    eq19_us = step_us(problem, layer_wise(problem, limits, by_layer=True))
+    assert found.iteration_us <= min(best_us, eq19_us) * (1 + 1e-12)
+    order = sparse_reference.order(problem, sent(found.schedule))
+    if found.iteration_us >= best_us * (1 - 1e-12):
+        assert order <= best
+    if found.max_ratio > 1.0:
+        assert order[0] <= found.max_ratio
+
+
+def test_joint_at_six_gradients_and_three_densities() -> None:
+    """The labels alone, without what Eq. 19 adds, against 12,500 schedules each."""
+    rng = np.random.default_rng(5)
+    gained = 0
+    for _ in range(4):
+        rows = [(int(n) * 64, float(t)) for n, t in zip(rng.integers(1, 90, 6), rng.uniform(0, 60, 6), strict=True)]
+        lines = {
+            name: {"alpha_us": float(rng.uniform(0, 9)), "beta_us_per_byte": 5e-4} for name in ("sparsify", "unpack")
+        }
+        link = {"alpha_us": 9.0, "beta_us_per_byte": 0.004}
+        problem = make(profile_document(rows), cluster_document((60.0, 0.01), inter=link, **lines))
+        best_us, best = sparse_reference.best(problem, [64.0] * 6, RATIOS)
+        found = Joint(max_ratio=64.0, protect="none", densities=DENSITIES).frontier(exact_of(problem), problem)
+        assert found.points[-1].exact
+        assert found.best.iteration_us == pytest.approx(best_us, rel=1e-12)
+        assert sparse_reference.order(problem, sent(found.best.schedule)) == best
+        assert found.bound_us == pytest.approx(best_us, rel=1e-12)
+        gained += step_us(problem, exact_of(problem)) > 1.02 * best_us and best[2] > 1
+    assert gained >= 2
+
+
+@given(sparse_problems(max_count=7))
+def test_tables_hold_the_buckets_that_plans_get(problem: Problem) -> None:
+    limits = ratio_limits(problem, 64.0)
+    places = np.arange(problem.count + 1)
+    tables = joint_tables(problem, limits, RATIOS, places)
+    for start, stop in itertools.combinations(range(problem.count + 1), 2):
+        for form, ratio in enumerate((1.0, *RATIOS)):
+            bucket = bucket_at(problem, limits, start, stop, ratio)
+            cost_us = tables.cost_us[form, start, stop]
+            if bucket is None:
+                assert math.isinf(cost_us)
+                assert sparse_reference.sparse(problem, limits.tolist(), range(start, stop), ratio) is None
+                continue
+            assert cost_us == pytest.approx(sum(time_us for _, _, time_us in problem.phase_times(bucket)))
+            assert tables.select_us[form, start, stop] == pytest.approx(problem.selection_us(bucket))
+            assert tables.unpack_us[form, start, stop] == pytest.approx(problem.selection_us(bucket, "unpack"))
+            _, densities = compression(problem, [bucket])
+            assert tables.densities[form, start, stop] == pytest.approx(-densities)
+
+
+@given(data=st.data())
+def test_never_slower_than_what_is_known_within_the_limits(data: st.DataObject) -> None:
+    """Contention, several dtypes and jagged costs included."""
+    problem = data.draw(problems(max_count=8, mixed=data.draw(st.booleans()), contention=data.draw(st.booleans())))
+    max_ratio = data.draw(st.sampled_from([1.0, 3.0, 64.0, 1000.0]))
+    limits = ratio_limits(problem, max_ratio, "none")
+    exact = exact_of(problem)
+    result = Joint(max_ratio=max_ratio, protect="none").apply(exact, problem)
+    verify(result, problem.dtype_ids.tolist(), accuracy="bounded", elements=problem.layer_elements)
+    known = [exact]
+    # At 1 everything is protected, so that no bucket is sparse; gradients without elements travel dense.
+    if max_ratio > 1.0 and problem.numel.all():
+        known.append(make_schedule(problem, f"lags:{max_ratio}"))
+    if problem.ranks > 1:
+        whole = bucket_at(problem, limits, 0, problem.count, max_ratio)  # SLGS with a share of each layer
+        known += [Schedule(buckets=(whole,))] if whole else []
+    assert step_us(problem, result) <= min(step_us(problem, other) for other in known) * (1 + 1e-12)
+    assert all(compression(problem, [bucket])[0] <= max_ratio * (1 + 1e-12) for bucket in result.buckets)
+    assert max_ratio > 1.0 or all(bucket.collective == "all_reduce" for bucket in result.buckets)
+
+
+@pytest.mark.parametrize("contention", [None, (1.2, 1.5)])
+@pytest.mark.parametrize("unpack_us", [0.0, 30.0])
+def test_large_problems_beat_what_is_known_and_come_out_the_same(contention: Any, unpack_us: float) -> None:
+    rng = np.random.default_rng(11)
+    for count in (40, 220) if contention is None and unpack_us else (40,):
+        small = random_problem(rng, count, "line", contention=contention)
+        fields = {
+            "sparsify": {"alpha_us": 20.0, "beta_us_per_byte": 1e-5},
+            "unpack": {"alpha_us": unpack_us, "beta_us_per_byte": 0.0},
+        }
+        rows = [(gradient.numel, gradient.backward_us) for gradient in small.profile.compute.gradients]
+        link = {"alpha_us": 30.0, "beta_us_per_byte": 1e-3}
+        problem = make(profile_document(rows), cluster_document((300.0, 0.01), None, contention, inter=link, **fields))
+        exact = exact_of(problem)
+        result = Joint().apply(exact, problem)
+        known = [exact, make_schedule(problem, "lags")]
+        whole = bucket_at(problem, ratio_limits(problem), 0, count, 1000.0)
+        known += [Schedule(buckets=(whole,))] if whole else []
+        assert step_us(problem, result) <= min(step_us(problem, other) for other in known) * (1 + 1e-12)
+        copy = make(profile_document(rows), cluster_document((300.0, 0.01), None, contention, inter=link, **fields))
+        assert str(Joint().apply(exact_of(copy), copy)) == str(result)
+
+
+@given(sparse_problems(), st.sampled_from([1.5, 7.0, 50.0]))
+def test_equation_19_by_trying_every_k(problem: Problem, max_ratio: float) -> None:
+    """Largest k whose gather, selection and unpacking hide behind the next layer's backward; dense where that hides."""
+    gradients = problem.profile.compute.gradients
+    runs = problem.layer_runs
+    schedule = layer_wise(problem, np.full(problem.count, max_ratio))
+    assert [bucket.gradients for bucket in schedule.buckets] == [tuple(range(*run)) for run in runs]
+    for bucket, following in zip(schedule.buckets, [*runs[1:], (0, 0)], strict=True):
+        budget_us = math.fsum(gradient.backward_us for gradient in gradients[slice(*following)])
+        numel = sum(gradients[index].numel for index in bucket.gradients)
+        dense_us = float(problem.range_cost_us(bucket.gradients[0], bucket.gradients[-1] + 1))
+        if numel == 0 or dense_us <= budget_us:
+            assert bucket.k is None
+            continue
+        spent_us = sum(sparse_reference.line_us(problem, field, bucket.gradients) for field in ("sparsify", "unpack"))
+        hidden = [k for k in range(1, numel + 1) if sparse_reference.gather_us(problem, k) + spent_us <= budget_us]
+        assert bucket.k == max([math.ceil(numel / max_ratio), *hidden[-1:]])
+
+
+@given(sparse_problems(), st.sampled_from(["", "none", "*.weight*"]))
+def test_sparsify_keeps_to_limits_and_is_the_strategy_without_protection(problem: Problem, protect: str) -> None:
+    protect = protect if any("weight" in gradient.name for gradient in problem.profile.compute.gradients) else ""
+    limits = ratio_limits(problem, 20.0, protect)
+    found = layer_wise(problem, limits, by_layer=True)
+    verify(found, problem.dtype_ids.tolist(), accuracy="bounded", elements=problem.layer_elements)
+    for bucket in found.buckets:
+        assert compression(problem, [bucket])[0] <= 20.0 * (1 + 1e-12)
+        assert bucket.k is None or all(limits[index] > 1.0 for index in bucket.gradients)
+    if protect == "none" and all(gradient.numel for gradient in problem.profile.compute.gradients):
+        strategy = make_schedule(problem, "lags:20")
+        apart = [len(problem.layer_elements(bucket)) > 1 for bucket in strategy.buckets]
+        assert [b.k for b in found.buckets] == [b.k for b in strategy.buckets] or any(apart)
+    start = exact_of(problem)
+    result = Sparsify(max_ratio=20.0, protect=protect).apply(start, problem)
+    assert result == (found if step_us(problem, found) < step_us(problem, start) * (1 - 1e-12) else start)
+
+
+@given(st.lists(st.integers(1, 50), min_size=1, max_size=6), st.integers(0, 300), st.sampled_from([1.0, 4.0, 100.0]))
+def test_shares_of_k_keep_to_the_limit(elements: list[int], k: int, limit: float) -> None:
+    k = min(k, sum(elements))
+    shares = apportion(k, elements, limit)
+    assert sum(shares) >= k
+    assert all(math.ceil(numel / limit) <= share <= numel for share, numel in zip(shares, elements, strict=True))
+    assert limit < 100.0 or k < sum(elements) or shares == elements
+
+
+@given(data=st.data())
+def test_steps_of_sparse_buckets_are_as_long_with_and_without_a_timeline(data: st.DataObject) -> None:
+    base = data.draw(sparse_problems(max_count=6))
+    cluster = base.cost.cluster
+    factors = data.draw(st.sampled_from([None, (1.2, 1.5)]))
+    rows = [(gradient.numel, gradient.backward_us) for gradient in base.profile.compute.gradients]
+    lines = {
+        field: {"alpha_us": line.alpha_us, "beta_us_per_byte": line.beta_us_per_byte}
+        for field in ("inter", "sparsify", "unpack")
+        if (line := getattr(cluster, field))
+    }
+    document = cluster_document((50.0, 0.01), None, factors, **lines)
+    if factors and data.draw(st.booleans()):
+        document["contention"]["by_size"] = [[64, 1.5, 2.0], [9999, 1.2, 1.5]]
+    problem = make(profile_document(rows), document)
+    buckets, start = [], 0
+    while start < problem.count:
+        stop = data.draw(st.integers(start + 1, problem.count))
+        numel = int(problem.numel[start:stop].sum())
+        k = data.draw(st.one_of(st.none(), st.integers(1, numel))) if numel else None
+        form: dict[str, Any] = {} if k is None else {"collective": "sparse", "algorithm": "flat", "compressor": "topk"}
+        buckets.append(Bucket(gradients=tuple(range(start, stop)), k=k, **form))
+        start = stop
+    schedule = Schedule(buckets=tuple(buckets))
+    assert step_us(problem, schedule) == pytest.approx(simulate_schedule(problem, schedule).iteration_us, rel=1e-12)
+
+
+def named(kinds: dict[str, str] | None = None) -> Problem:
+    """A few layers as models have them."""
+    names = ["fc.bias", "fc.weight", "norm1.weight", "down.1.weight", "down.1.bias", "conv.weight", "rnn.weight_hh_l0",
+             "rnn.bias_hh_l0", "embed.weight", "scale"]  # fmt: skip
+    numels = [10, 1000, 64, 64, 64, 5000, 4000, 80, 9000, 1]
+    document = profile_document(
+        [(numel, 10.0) for numel in numels], layers=[name.rpartition(".")[0] or name for name in names]
+    )
+    for gradient, name in zip(document["compute"]["gradients"], names, strict=True):
+        gradient["name"] = name
+    if kinds:
+        document["layers"] = [
+            {"name": name, "kind": kind, "flops": 1.0, "activation_bytes": 1.0} for name, kind in kinds.items()
+        ]
+    return make(document, cluster_document())
+
+
+def test_limits_by_kind_and_what_is_protected() -> None:
+    assert ratio_limits(named()).tolist() == [1, 1000, 1, 1, 1, 1000, 1000, 1, 1000, 1000]
+    told = named({"rnn": "recurrent", "embed": "embedding", "scale": "norm", "down.1": "conv"})
+    assert ratio_limits(told).tolist() == [1, 1000, 1, 1000, 1, 1000, 250, 1, 250, 1]
+    assert ratio_limits(told, 50.0, "none").tolist() == [50.0] * 10
+    assert ratio_limits(told, 50.0, "none|fc.*|conv.weight").tolist() == [1, 1, *[50] * 3, 1, *[50] * 4]
+    assert ratio_limits(told, 2.0, "embed.*").tolist() == [1, 2, 1, 2, 1, 2, 2, 1, 1, 1]
+
+
+def test_wrong_limits() -> None:
+    with pytest.raises(InputError, match=r"--max-ratio: found 0.5, expected a number from 1 \(nothing is left out\)"):
+        ratio_limits(named(), 0.5)
+    with pytest.raises(InputError, match=r"--protect: found 'fc.wieght', which is the name of no gradient; expected"):
+        ratio_limits(named(), None, "fc.bias|fc.wieght")
+    for text in ("", "0", "1.5", "-0.1", "0.1|nan", "0.1;0.2", "|".join(f"0.{n:03}" for n in range(1, 40))):
+        with pytest.raises(InputError, match="shares of elements above 0 and up to 1, separated by"):
+            parse_densities(text)
+    assert parse_densities("0.5|1|0.25|0.5") == (2.0, 4.0)
+
+
+def test_a_layer_that_is_protected_in_part_is_cut_there() -> None:
+    problem = named()
+    limits = ratio_limits(problem)
+    assert bucket_at(problem, limits, 0, 2, 10.0) is None
+    assert str(bucket_at(problem, limits, 1, 7, 10.0)) == "[1-6] sparse/flat topk k=1192 ks=100,64,128,500,400"
+    assert bucket_at(problem, limits, 2, 5, 10.0) is None  # nothing would be left out
+    assert str(bucket_at(problem, limits, 2, 5, 1.0)) == "[2-4] all_reduce/library none"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[0-2] sparse/flat topk k=3 ks=1,1", "numbers of at least 1 whose sum is k"),
+        ("[0-2] sparse/flat topk k=3 ks=3,0", "numbers of at least 1 whose sum is k"),
+        ("[0-2] sparse/flat topk k=3 ks=1,1,1", "found 3 ks for 2 runs of layers"),
+        ("[0-2] sparse/flat topk k=16 ks=5,11", "selects 11 of the 10 elements of run 1"),
+    ],
+)
+def test_the_verifier_checks_what_layers_send(text: str, message: str) -> None:
+    assert Schedule.parse(text) == Schedule.parse(str(Schedule.parse(text)))
+    with pytest.raises(VerifyError, match=message):
+        verify(Schedule.parse(text), [0, 0, 0], accuracy="bounded", elements=lambda bucket: [20, 10])
+    with pytest.raises(VerifyError, match="not exact"):
+        verify(Schedule.parse(text), [0, 0, 0])

@@ -1,0 +1,236 @@
+"""`optimize` where lossy plans are allowed: when they are taken, what they carry, and what they say."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from builders import cluster_document, line_problem, make, problems, profile_document, usual_profile
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from rich.console import Console
+
+from planner import optimize, simulate
+from planner.explain import accuracy_lines, print_plan
+from planner.lossy import GAIN
+from planner.lower import compressor_of, lower
+from planner.passes.joint import Joint
+from planner.problem import Problem
+from planner.profile.document import parse_cluster
+from planner.selection import bucket_at, ratio_limits
+from planner.strategies import make_schedule
+from runtime.errors import InputError
+from runtime.plan import Plan, parse_plan
+
+ACCURACIES = ["bounded", "relaxed"]
+
+
+def slow(**fields: Any) -> Any:
+    """A network on which the usual profile is sent for long."""
+    link = {"alpha_us": 20.0, "beta_us_per_byte": 0.01}
+    return parse_cluster(cluster_document((200.0, 0.05), inter=link, **fields))
+
+
+def written(plan: Plan) -> str:
+    return json.dumps(plan.to_document())
+
+
+def printed(plan: Plan) -> str:
+    console = Console(width=200, record=True, file=io.StringIO())
+    print_plan(plan, console, buckets=True)
+    return console.export_text()
+
+
+@settings(max_examples=40)
+@given(problems(max_count=7, mixed=True, contention=True), st.sampled_from(ACCURACIES))
+def test_any_plan_is_sound_and_no_slower(problem: Problem, accuracy: Any) -> None:
+    """Lossy only where it wins by enough; reads back; equal inputs give equal bytes; `exact` never selects."""
+    exact = optimize(problem.profile, problem.cost.cluster)
+    plan = optimize(problem.profile, problem.cost.cluster, accuracy=accuracy, protect="none")
+    assert exact.accuracy == "exact"
+    assert exact.frontier is None
+    assert {bucket.compressor.name for bucket in exact.buckets} == {"none"}
+    assert parse_plan(json.loads(written(plan))) == plan
+    assert written(optimize(problem.profile, problem.cost.cluster, accuracy=accuracy, protect="none")) == written(plan)
+    assert plan.predicted is not None
+    assert exact.predicted is not None
+    assert plan.certificate is not None
+    assert plan.certificate.lower_bound_us <= plan.predicted.iteration_us
+    if plan.accuracy == "exact":
+        assert plan.buckets == exact.buckets
+        assert plan.predicted == exact.predicted
+        assert next(note for note in plan.notes if note not in exact.notes).startswith(f"{accuracy} was allowed, but")
+        return
+    assert plan.accuracy == "bounded"
+    assert plan.predicted.iteration_us <= (1 - GAIN) * exact.predicted.iteration_us
+    assert plan.fallback is not None
+    assert plan.fallback.buckets == exact.buckets
+    assert plan.alternatives == {"exact": plan.fallback}
+    assert plan.baselines == exact.baselines
+    assert plan.gradients == exact.gradients
+
+
+def test_exact_plans_are_what_they_were() -> None:
+    """Nothing of lossy plans is in a plan that was not asked for them."""
+    document = optimize(usual_profile(), slow()).to_document()
+    assert not {"frontier", "fallback", "alternatives"} & set(document)
+    assert all(set(bucket["compressor"]) == {"name"} for bucket in document["buckets"])
+
+
+def test_a_lossy_plan_by_layer() -> None:
+    plan = optimize(usual_profile(), slow(), accuracy="bounded", max_ratio=100.0)
+    gradients = usual_profile().compute.gradients
+    numel = {gradient.name: gradient.numel for gradient in gradients}
+    assert plan.accuracy == "bounded"
+    for bucket in plan.buckets:
+        k = bucket.compressor.k
+        if bucket.collective == "all_reduce":
+            assert (bucket.compressor.name, k) == ("none", None)
+            continue
+        assert (bucket.collective, bucket.algorithm) == ("sparse", "flat")
+        assert (bucket.compressor.name, bucket.compressor.selector) == ("topk", "exact")
+        assert k is not None
+        assert list(k) == list(bucket.gradients)  # each gradient of this profile is a layer by its name
+        assert all(-(-numel[name] // 100) <= count <= numel[name] for name, count in k.items())
+    assert any(bucket.compressor.k for bucket in plan.buckets)
+    notes = " ".join(plan.notes)
+    assert "shorter than the best exact plan, which is the fallback" in notes
+    assert "of values and indices from each rank" in notes
+    assert "step by largest ratio allowed: 1: " in notes
+    assert "selection is taken as free, for the cluster has no `sparsify` cost" in notes
+    known = optimize(usual_profile(), slow(sparsify={"alpha_us": 1.0, "beta_us_per_byte": 0.0}), accuracy="bounded")
+    assert known.accuracy == "bounded"
+    assert "taken as free" not in " ".join(known.notes)
+
+
+def test_the_frontier_goes_down() -> None:
+    plan = optimize(usual_profile(), slow(), accuracy="bounded", max_ratio=100.0)
+    assert plan.frontier is not None
+    assert [point.max_ratio for point in plan.frontier] == [1.0, 4.0, 16.0, 64.0, 100.0]
+    times_us = [point.iteration_us for point in plan.frontier]
+    assert times_us == sorted(times_us, reverse=True)
+    assert plan.predicted is not None
+    assert plan.fallback is not None
+    assert plan.fallback.predicted is not None
+    assert times_us[0] == plan.fallback.predicted.iteration_us
+    assert times_us[-1] == plan.predicted.iteration_us
+    assert (plan.frontier[0].sparse_buckets, plan.frontier[0].sent_share) == (0, 1.0)
+    assert 0.0 < plan.frontier[-1].sent_share < 0.1
+    text = printed(plan)
+    assert "speed over compression" in text
+    assert "of those looked at" in text
+    assert "sparse/flat topk" in text
+
+
+@pytest.mark.parametrize(("beta", "accuracy"), [(0.0101, "exact"), (0.02, "bounded")])
+def test_a_lossy_plan_has_to_win_by_two_percent(beta: float, accuracy: str) -> None:
+    """One gradient of 4 kB beside 10 ms of backward; its all-reduce is all that is exposed."""
+    link = {"alpha_us": 0.0, "beta_us_per_byte": 1e-6}
+    sparsify = {"alpha_us": 0.0, "beta_us_per_byte": 0.01}
+    rows = [(100_000, 9890.0)]
+    cluster = parse_cluster(cluster_document((0.0, beta), inter=link, sparsify=sparsify))
+    problem = make(profile_document(rows), cluster_document())
+    plan = optimize(problem.profile, cluster, accuracy="bounded")
+    assert plan.accuracy == accuracy
+    if accuracy == "bounded":
+        return
+    assert plan.alternatives is not None
+    bounded = plan.alternatives["bounded"]
+    assert bounded.predicted is not None
+    assert plan.predicted is not None
+    gain = 1.0 - bounded.predicted.iteration_us / plan.predicted.iteration_us
+    assert 0.0 < gain < GAIN
+    assert plan.notes[-1] == (
+        f"bounded was allowed, but compression would make the step {gain:.2%} shorter, and has to win 2%: the plan is "
+        f"exact"
+    )
+    assert plan.fallback is None
+    lines = accuracy_lines(plan)
+    assert lines[0].startswith("exact    1 buckets, no compression")
+    assert lines[1].startswith("bounded  1 buckets, 1 of them sparse, ")
+
+
+def test_on_one_rank_nothing_is_compressed() -> None:
+    plan = optimize(usual_profile(), slow(nodes=1), accuracy="bounded")
+    assert plan.accuracy == "exact"
+    assert len(plan.frontier or ()) == 1
+
+
+def test_passes_by_name() -> None:
+    """Exact ones run first; a lossy one that is named takes the place of `joint`."""
+    seen: list[str] = []
+    plan = optimize(
+        usual_profile(),
+        slow(),
+        accuracy="bounded",
+        passes="sparsify{max_ratio=50},merge",
+        after_pass=lambda name, schedule, seconds: seen.append(name),
+    )
+    assert seen == ["merge", "sparsify"]
+    assert plan.accuracy == "bounded"
+    assert [len(bucket.gradients) for bucket in plan.buckets] == [2, 1, 1, 2]
+    assert "decided by sparsify" in ((plan.certificate and plan.certificate.note) or "")
+    assert [point.max_ratio for point in plan.frontier or ()][-1] == 50.0
+    own = optimize(usual_profile(), slow(), accuracy="bounded", passes="joint{max_ratio=20}", max_ratio=500.0)
+    assert [point.max_ratio for point in own.frontier or ()] == [1.0, 4.0, 16.0, 20.0]
+
+
+def test_lossy_options_are_for_lossy_plans() -> None:
+    for options in ({"max_ratio": 10.0}, {"protect": "g1"}, {"passes": "merge,joint"}):
+        with pytest.raises(InputError, match=r"--accuracy exact: found .*, expected neither, .*add --accuracy bounded"):
+            optimize(usual_profile(), **options)  # type: ignore[arg-type]
+    with pytest.raises(InputError, match="--max-ratio: found inf"):
+        optimize(usual_profile(), accuracy="bounded", max_ratio=float("inf"))
+
+
+def test_protected_gradients_travel_whole() -> None:
+    free = optimize(usual_profile(), slow(), accuracy="bounded")
+    kept = optimize(usual_profile(), slow(), accuracy="bounded", protect="g3|g5")
+    whole = {name: count for bucket in kept.buckets for name, count in (bucket.compressor.k or {}).items()}
+    numel = {gradient.name: gradient.numel for gradient in usual_profile().compute.gradients}
+    assert all(whole.get(name, numel[name]) == numel[name] for name in ("g3", "g5"))
+    assert free.predicted is not None
+    assert kept.predicted is not None
+    assert free.predicted.iteration_us < kept.predicted.iteration_us
+
+
+def named(names: list[str]) -> Problem:
+    document = profile_document([(100, 10.0)] * len(names), layers=[name.rpartition(".")[0] for name in names])
+    for gradient, name in zip(document["compute"]["gradients"], names, strict=True):
+        gradient["name"] = name
+    return make(document, cluster_document())
+
+
+def test_layers_that_come_back_in_a_bucket_are_numbered() -> None:
+    problem = named(["a.w", "a.v", "b.w", "a.u"])
+    bucket = bucket_at(problem, ratio_limits(problem), 0, 4, 10.0)
+    assert bucket is not None
+    assert compressor_of(problem, bucket).k == {"a": 20, "b": 10, "a#2": 10}
+    clash = named(["a.w", "a#2.w", "a.v"])
+    bucket = bucket_at(clash, ratio_limits(clash), 0, 3, 10.0)
+    assert bucket is not None
+    with pytest.raises(InputError, match=r"the layer 'a#2': found it beside two runs of gradients of the layer 'a'"):
+        compressor_of(clash, bucket)
+
+
+def test_the_strategy_is_what_a_plan_gets() -> None:
+    problem = line_problem([(1000, 50.0), (9000, 100.0), (100, 30.0)], 300.0, 0.05)
+    [record] = simulate(problem.profile, problem.cost.cluster, strategies=["joint"])
+    plan = optimize(problem.profile, problem.cost.cluster, accuracy="bounded")
+    assert plan.predicted is not None
+    assert record.iteration_us == plan.predicted.iteration_us
+    assert record.cost_source.endswith("selection free (no `sparsify` given)")
+    [limited] = simulate(problem.profile, problem.cost.cluster, strategies=["joint:5"])
+    assert limited.iteration_us > record.iteration_us
+    schedule = make_schedule(problem, "joint")
+    assert schedule == Joint().apply(make_schedule(problem, "optimal"), problem)
+    assert lower(problem, schedule).accuracy == "bounded"
+
+
+def test_plans_come_out_the_same_as_files(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        optimize(usual_profile(), slow(contention=(1.1, 1.2)), accuracy="bounded").save(tmp_path / name)
+    assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
