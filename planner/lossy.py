@@ -12,6 +12,7 @@ from dataclasses import replace
 from planner.cost.sparse import SELECTED_BYTES, flat_is_implied
 from planner.ir import Bucket, Schedule
 from planner.lower import lower
+from planner.merging.cpsat_joint import MAX_PLACES, solve_joint
 from planner.passes import Pass
 from planner.passes.joint import Frontier, Joint
 from planner.passes.sparsify import Sparsify
@@ -21,7 +22,7 @@ from planner.selection import check_max_ratio, ratio_limits, ratio_of
 from planner.simulator import step_us
 from planner.sources import counted, three_digits
 from runtime.errors import InputError
-from runtime.plan import Accuracy, Certificate, FrontierPoint, Plan
+from runtime.plan import Accuracy, Certificate, FrontierPoint, Plan, SolverBound
 
 GAIN = 0.02
 """Share of the step that a lossy plan has to save."""
@@ -65,6 +66,7 @@ def choose(
     accuracy: Accuracy,
     passes: Sequence[Pass],
     after_pass: AfterPass | None = None,
+    solver_limit: float | None = None,
 ) -> Plan:
     """The bounded plan, with the exact one as its fallback, where it wins by enough; else the exact one, which says so.
 
@@ -75,6 +77,7 @@ def choose(
         accuracy: the class allowed.
         passes: lossy passes.
         after_pass: called after each pass.
+        solver_limit: deterministic time in which the constraint program bounds the lossy plan; None: not asked for.
     """
     found = run_passes(passes, schedule, problem, after_pass, accuracy="bounded")
     joint = next((each for each in passes if isinstance(each, Joint)), None)
@@ -87,6 +90,8 @@ def choose(
     if not _sparse(found):
         return replace(exact, notes=(*exact.notes, _refusal(accuracy, "no compression would make the step shorter")))
     bounded = replace(lower(problem, found), certificate=_certificate(problem, found, frontier, joint, passes))
+    if solver_limit is not None:
+        bounded = _solved(problem, bounded, frontier, solver_limit)
     if found_us > exact_us * (1.0 - GAIN):
         why = f"compression would make the step {gain:.2%} shorter, and has to win {GAIN:.0%}"
         notes = (*exact.notes, _refusal(accuracy, why))
@@ -150,6 +155,27 @@ def _certificate(
         gap=max(0.0, iteration_us / bound_us - 1.0) if bound_us > 0.0 else 0.0,
         note="; ".join(notes),
     )
+
+
+def _solved(problem: Problem, plan: Plan, frontier: Frontier, limit: float) -> Plan:
+    """The plan with the constraint program's bound in its certificate."""
+    certificate, tables = plan.certificate, frontier.tables
+    assert certificate is not None
+    if tables is None or len(tables.places) > MAX_PLACES:
+        note = f"CP-SAT was not asked: up to {MAX_PLACES - 1} gradients and no contention are what its model can take"
+        return replace(plan, certificate=replace(certificate, note=f"{certificate.note}; {note}"))
+    iteration_us = plan.predicted.iteration_us if plan.predicted else 0.0
+    solution = solve_joint(tables, len(frontier.points), iteration_us - problem.update_us, limit)
+    solver_us = min(solution.bound_us + problem.update_us, iteration_us)
+    bound_us = max(certificate.lower_bound_us, solver_us)
+    solved = replace(
+        certificate,
+        method=f"{certificate.method}, then CP-SAT",
+        lower_bound_us=bound_us,
+        gap=max(0.0, iteration_us / bound_us - 1.0) if bound_us > 0.0 else 0.0,
+        solver=SolverBound("cpsat", solver_us, solution.proven, limit),
+    )
+    return replace(plan, certificate=solved)
 
 
 def _mib(size_bytes: int) -> str:

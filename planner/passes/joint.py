@@ -54,6 +54,8 @@ class Frontier:
 
     points: tuple[Point, ...]
     bound_us: float
+    tables: JointTables | None = None
+    """What the last point was decided on, where every place between gradients was looked at and nothing contends."""
 
     @property
     def best(self) -> Point:
@@ -128,7 +130,11 @@ def _frontier(problem: Problem, given: Schedule, limits_of: tuple[float, ...], r
     everywhere = len(places) == problem.count + 1
     bound_us = best.iteration_us if points[-1].exact else bound_us if everywhere else 0.0
     compute_us = problem.compute_end_us + problem.update_us
-    return Frontier(points=tuple(points), bound_us=max(bound_us, min(compute_us, start_us)))
+    return Frontier(
+        points=tuple(points),
+        bound_us=max(bound_us, min(compute_us, start_us)),
+        tables=tables if everywhere and not problem.contended else None,
+    )
 
 
 def _stops(schedule: Schedule) -> tuple[int, ...] | None:
