@@ -132,6 +132,9 @@ def plans(draw: st.DrawFn, depth: int = 1) -> dict[str, Any]:
         "baselines": st.dictionaries(st.sampled_from(["ddp", "wfbp"]), predictions),
         "certificate": st.just({"method": "by \a hand", "lower_bound_us": 1.0, "gap": 0.5}),
         "delay": st.just({"steps": 4}),
+        "frontier": st.just(
+            [{"max_ratio": 4.0, "iteration_us": 9.0, "buckets": 2, "sparse_buckets": 1, "sent_share": 0.5}]
+        ),
         "notes": st.lists(st.sampled_from(TITLES), max_size=2),
         "updates": st.just({"pto": [1, 2.5, "x"]}),
     }
