@@ -1,0 +1,228 @@
+"""Where compression pays: models of the catalogue × links × ranks, decided on one set of costs and judged on others.
+
+python -m benchmarks.when_to_compress                                   # all settings; some minutes
+python -m benchmarks.when_to_compress --models vgg16 --ranks 16
+python -m benchmarks.when_to_compress --output docs/when-to-compress.md
+
+In each setting the lossy plan is taken where it is predicted 2 % faster than the best exact one, as `planner optimize
+--accuracy bounded` does. Then every cost is changed at random by up to 10 %, by itself, and the plan that was taken is
+held against the best exact one, and against the best lossy one, that could have been decided knowing those costs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import zlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+
+from planner.catalog import find_profile
+from planner.ir import Schedule
+from planner.lossy import GAIN
+from planner.passes.joint import Joint
+from planner.passes.merge import Merge
+from planner.problem import Problem, make_problem
+from planner.profile.document import Cluster, ComputeProfile, Contention, Line, Link, Profile
+from planner.simulator import step_us
+from planner.strategies.optimal import best_baseline
+
+MODELS = (
+    "alexnet", "bert-base", "bert-large", "densenet161", "googlenet", "gpt2", "inception-v4", "resnet50", "resnet101",
+    "resnet152", "transformer", "vgg16",
+)  # fmt: skip
+LINKS = {
+    "1": (50.0, 1.0), "10": (30.0, 10.0), "25": (20.0, 25.0), "50": (15.0, 50.0), "100": (10.0, 100.0),
+    "400": (5.0, 400.0),
+}  # fmt: skip
+"""Gbit/s → (α in µs, Gbit/s)."""
+RANKS = (4, 16, 64)
+SELECTORS = {
+    "one pass": Line(alpha_us=20.0, beta_us_per_byte=6.7e-6),
+    "torch.topk": Line(alpha_us=200.0, beta_us_per_byte=2.3e-3),
+}
+"""What selecting costs over dense bytes: error feedback and selection in about one pass over memory at 0.9 TB/s, twice
+the time that three times the bytes take; or as CommLib (MLSys 2021) measured for torch's top-k of ResNet-50's gradients
+on a V100: 0.239 s for 102 MB."""
+CONTENTION = Contention(compute=1.1, network=1.2)
+DRAWS, SPREAD = 3, 0.1
+HARM, TAKEN = 0.02, 0.95
+"""A plan that was taken does harm where it is this much slower than the best exact one; and takes this share of what
+the best lossy one would gain."""
+
+BEGIN, END = "<!-- measured: begin -->", "<!-- measured: end -->"
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One row."""
+
+    model: str
+    gbit: str
+    ranks: int
+    selector: str
+
+
+@dataclass(frozen=True)
+class Judged:
+    """What came out; times in microseconds, of the draws the worst or the median as named."""
+
+    setting: Setting
+    exact_us: float
+    lossy_us: float
+    taken: bool
+    """Whether the lossy plan was."""
+    sent: float
+    """Share of the elements that travel in a step."""
+    worst_against_exact: float
+    """The plan that was taken over the best exact one for the changed costs, largest of the draws."""
+    gain_taken: float | None
+    """Of the gain of the best lossy plan for the changed costs, median of the draws; None where there is none."""
+
+
+def settings(models: Sequence[str], ranks: Sequence[int], selectors: Sequence[str]) -> Iterator[Setting]:
+    """All of them."""
+    for model in models:
+        for gbit in LINKS:
+            for count in ranks:
+                for selector in selectors:
+                    yield Setting(model, gbit, count, selector)
+
+
+def cluster_of(setting: Setting) -> Cluster:
+    """So many machines with one rank each."""
+    alpha_us, gbit = LINKS[setting.gbit]
+    line = SELECTORS[setting.selector]
+    return Cluster(
+        nodes=setting.ranks,
+        inter=Link(alpha_us=alpha_us, beta_us_per_byte=8e-3 / gbit),
+        contention=CONTENTION,
+        sparsify=line,
+        unpack=Line(alpha_us=10.0, beta_us_per_byte=2.2e-6),
+    )
+
+
+def judge(setting: Setting, profile: Profile) -> Judged:
+    """Decides, changes the costs, and compares."""
+    problem = make_problem(profile, cluster_of(setting))
+    exact, lossy = decide(problem)
+    exact_us, lossy_us = step_us(problem, exact), step_us(problem, lossy)
+    taken = lossy_us <= exact_us * (1.0 - GAIN)
+    plan = lossy if taken else exact
+    rng = np.random.default_rng(zlib.crc32(str(setting).encode()))
+    against, gains = [], []
+    for _ in range(DRAWS):
+        changed = perturbed(problem, rng)
+        best_exact, best_lossy = decide(changed)
+        dense_us, sparse_us, plan_us = (step_us(changed, one) for one in (best_exact, best_lossy, plan))
+        against.append(plan_us / dense_us)
+        if sparse_us <= dense_us * (1.0 - GAIN):
+            gains.append((dense_us - plan_us) / (dense_us - sparse_us))
+    return Judged(setting, exact_us, lossy_us, taken, sent_share(problem, lossy), max(against),
+                  statistics.median(gains) if gains else None)  # fmt: skip
+
+
+def decide(problem: Problem) -> tuple[Schedule, Schedule]:
+    """(best exact, best bounded)."""
+    exact = Merge().apply(best_baseline(problem), problem)
+    return exact, Joint().apply(exact, problem)
+
+
+def sent_share(problem: Problem, schedule: Schedule) -> float:
+    """Of all elements, those that travel."""
+    total = int(problem.numel.sum())
+    sent = sum(b.k if b.k is not None else int(problem.numel[list(b.gradients)].sum()) for b in schedule.buckets)
+    return sent / total
+
+
+def perturbed(problem: Problem, rng: np.random.Generator) -> Problem:
+    """Every cost times a factor of its own."""
+
+    def by() -> float:
+        return float(rng.uniform(1.0 - SPREAD, 1.0 + SPREAD))
+
+    def line(given: Line) -> Line:
+        return Line(alpha_us=given.alpha_us * by(), beta_us_per_byte=given.beta_us_per_byte * by())
+
+    compute, cluster = problem.profile.compute, problem.cost.cluster
+    assert cluster.inter is not None
+    assert isinstance(cluster.sparsify, Line)
+    assert isinstance(cluster.unpack, Line)
+    changed: ComputeProfile = replace(
+        compute,
+        forward_us=compute.forward_us * by(),
+        update_us=compute.update_us * by(),
+        gradients=tuple(replace(gradient, backward_us=gradient.backward_us * by()) for gradient in compute.gradients),
+    )
+    machines = replace(
+        cluster,
+        inter=Link(alpha_us=cluster.inter.alpha_us * by(), beta_us_per_byte=cluster.inter.beta_us_per_byte * by()),
+        contention=Contention(compute=max(1.0, CONTENTION.compute * by()), network=max(1.0, CONTENTION.network * by())),
+        sparsify=line(cluster.sparsify),
+        unpack=line(cluster.unpack),
+    )
+    return make_problem(replace(problem.profile, compute=changed), machines)
+
+
+def summary(rows: Sequence[Judged]) -> Iterator[str]:
+    """The figures, each with what is aimed at."""
+    taken = [row for row in rows if row.taken]
+    harmed = [row for row in rows if row.worst_against_exact > 1.0 + HARM]
+    gains = [row.gain_taken for row in rows if row.gain_taken is not None]
+    yield f"- {len(rows)} settings; compression is taken in {len(taken)} of them."
+    yield f"- Taken and more than {HARM:.0%} slower than the best exact plan: {len(harmed)} (aim: 0)."
+    if gains:
+        short = sum(gain < TAKEN for gain in gains)
+        yield (
+            f"- Where the best lossy plan wins, {statistics.fmean(gains):.1%} of its gain is taken on average, less "
+            f"than {TAKEN:.0%} in {short} of {len(gains)} settings."
+        )
+
+
+def table(rows: Sequence[Judged]) -> Iterator[str]:
+    """Per model and number of ranks: the gain by link, in bold where compression is taken."""
+    links = list(LINKS)
+    yield "| model | ranks | selection | " + " | ".join(f"{gbit} Gbit/s" for gbit in links) + " |"
+    yield "| --- " * (3 + len(links)) + "|"
+    keys = dict.fromkeys((row.setting.model, row.setting.ranks, row.setting.selector) for row in rows)
+    for model, ranks, selector in keys:
+        cells = []
+        for gbit in links:
+            row = next(r for r in rows if r.setting == Setting(model, gbit, ranks, selector))
+            ratio = row.exact_us / row.lossy_us
+            cells.append(f"**{ratio:.2f} ×** ({row.sent:.1%})" if row.taken else "–")
+        yield f"| {model} | {ranks} | {selector} | " + " | ".join(cells) + " |"
+
+
+def write_into(text: str, lines: Sequence[str]) -> str:
+    """The document with the measured part replaced."""
+    head, _, rest = text.partition(BEGIN)
+    _, _, tail = rest.partition(END)
+    return "\n".join([f"{head}{BEGIN}\n", *lines, f"\n{END}{tail}"])
+
+
+def main() -> int:
+    """Prints; writes where told to; 1 where a plan that was taken does harm."""
+    parser = argparse.ArgumentParser(description=str(__doc__).partition("\n")[0])
+    parser.add_argument("--models", nargs="+", default=list(MODELS))
+    parser.add_argument("--ranks", nargs="+", type=int, default=list(RANKS))
+    parser.add_argument("--selectors", nargs="+", choices=list(SELECTORS), default=["one pass"])
+    parser.add_argument("--output", type=Path, default=None)
+    options = parser.parse_args()
+    rows = []
+    for setting in settings(options.models, options.ranks, options.selectors):
+        rows.append(judge(setting, find_profile(setting.model)))
+        print(f"{setting}: {rows[-1].exact_us / rows[-1].lossy_us:.2f}", file=sys.stderr)
+    lines = [*summary(rows), "", *table(rows)]
+    print("\n".join(lines))
+    if options.output is not None:
+        options.output.write_text(write_into(options.output.read_text("utf-8"), lines), encoding="utf-8")
+    return 1 if any(row.worst_against_exact > 1.0 + HARM for row in rows) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
