@@ -6,8 +6,11 @@ What is measured, and where it comes from:
   combines them. The messages beside them slowed them; where the old profile says by how much, that is taken off again.
 - the all-reduce over sizes: timed anew while training pauses, some seconds. Rescaling the old curve by how long buckets
   took would mix up start-up time and bandwidth, and with one bucket nothing could tell them apart.
-- how compute and network slow each other down: the old profile's, where it is given. It is about the machines, and
-  measuring it takes steps of its own.
+- how compute and network slow each other down, and what selecting elements costs: the old profile's, where it is given.
+  Both are about the machines, and measuring them takes steps of its own.
+
+The class of plans stays what it is: an exact plan is followed by an exact one. With a lossy plan, readiness as measured
+holds some of the time that selecting took, so that the new plan's prediction is a little too long.
 """
 
 from __future__ import annotations
@@ -92,7 +95,7 @@ def replan(
     Args:
         session: attached, with some steps of the present plan done.
         profile: the profile that the plan was made from, or its path: says how compute and network slow each other
-            down, and on CUDA, where only buckets are timed in training, how readiness is spread within them.
+            down, what selecting elements costs, and on CUDA, where only buckets are timed in training, how readiness is spread within them.
         passes: the pipeline, as for `optimize`.
         switch: change over to the plan, with `session.switch`.
         at_step: the first step with it; default: the next one.
@@ -228,7 +231,8 @@ def _decide_on_first(
     plan, problem = None, None
     if session.world.rank == 0:
         try:
-            found = optimize(_profile(session, old, everyone, curves), passes=passes)
+            profile = _profile(session, old, everyone, curves)
+            found = optimize(profile, passes=passes, accuracy=session.plan.accuracy)
             plan = replace(found, notes=(*found.notes, *_findings(session, everyone)))
         except InputError as error:
             problem = str(error)
@@ -257,6 +261,8 @@ def _profile(
         back_to_back={"all_reduce": queued},
         collectives={"all_reduce": fit(alone)},
         contention=before.contention if before is not None else None,
+        sparsify=before.sparsify if before is not None else None,
+        unpack=before.unpack if before is not None else None,
     )
     return Profile(
         model=plan.model,
