@@ -59,6 +59,10 @@ def lower_buckets(problem: Problem, schedule: Schedule) -> tuple[PlanBucket, ...
 
 def compressor_of(problem: Problem, bucket: Bucket) -> CompressorSpec:
     """The compressor by name, with k for each layer; a layer that comes back in the bucket is numbered: `conv#2`."""
+    if bucket.ks is None and bucket.k is not None and bucket.algorithm == "flat":
+        elements = int(problem.numel[list(bucket.gradients)].sum())
+        density = min(1.0, (bucket.k + 0.5) / elements)  # of which the floor is k, whatever is rounded
+        return CompressorSpec(name=bucket.compressor, selector="exact", density=density, scope="bucket")
     if bucket.ks is None:
         return CompressorSpec(name=bucket.compressor)
     names = [problem.layers_by_name[index] for index in bucket.gradients]

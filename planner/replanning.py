@@ -95,7 +95,8 @@ def replan(
     Args:
         session: attached, with some steps of the present plan done.
         profile: the profile that the plan was made from, or its path: says how compute and network slow each other
-            down, what selecting elements costs, and on CUDA, where only buckets are timed in training, how readiness is spread within them.
+            down, what selecting elements costs, and on CUDA, where only buckets are timed in training, how readiness is
+            spread within them.
         passes: the pipeline, as for `optimize`.
         switch: change over to the plan, with `session.switch`.
         at_step: the first step with it; default: the next one.

@@ -24,9 +24,16 @@ from runtime.names import layer_of
 
 
 def layer_runs(gradients: Iterable[tuple[str, int]]) -> list[tuple[str, int]]:
-    """(layer, elements) of neighbouring gradients of one layer, from the names and elements of a bucket's."""
-    runs = groupby(gradients, key=lambda gradient: layer_of(gradient[0]))
-    return [(layer, sum(numel for _, numel in members)) for layer, members in runs]
+    """(layer, elements) of neighbouring gradients of one layer, from the names and elements of a bucket's.
+
+    A layer that comes back is numbered: `conv`, `conv#2`.
+    """
+    runs, seen = [], dict[str, int]()
+    for layer, members in groupby(gradients, key=lambda gradient: layer_of(gradient[0])):
+        seen[layer] = seen.get(layer, 0) + 1
+        name = layer if seen[layer] == 1 else f"{layer}#{seen[layer]}"
+        runs.append((name, sum(numel for _, numel in members)))
+    return runs
 
 
 class Lossy(Protocol):

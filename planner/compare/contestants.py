@@ -63,7 +63,8 @@ def contestants(plan: Plan, problem: Problem | None, strategies: Sequence[str]) 
     for name in strategies:
         assert problem is not None
         made = lower(problem, make_schedule(problem, name))
-        found.append(Contestant(name=name, kind="plan", plan=made, predicted_us=_predicted_us(made)))
+        exact = made.accuracy == "exact"
+        found.append(Contestant(name=name, kind="plan", plan=made, predicted_us=_predicted_us(made), exact=exact))
     found.append(
         Contestant(name=PLAN, kind="plan", plan=plan, predicted_us=_predicted_us(plan), exact=plan.accuracy == "exact")
     )

@@ -73,14 +73,33 @@ def test_what_is_kept_of_each_part() -> None:
     assert sparse("exact", layers, k={"b": 4, "a": 2}).k == 6
 
 
+OPTIONS: dict[str, dict[str, Any]] = {
+    "topk": {"density": 0.5},
+    "randomk": {"density": 0.5},
+    "wire": {"dtype": "bfloat16"},
+}
+
+
 @pytest.mark.parametrize("name", sorted(set(COMPRESSORS) - {"none"}))
-def test_plans_that_ask_for_one_are_still_refused(name: str) -> None:
+def test_plans_may_ask_for_each_where_it_fits(name: str) -> None:
     model = nn.Linear(2, 2)
-    bucket = PlanBucket(gradients=("bias", "weight"), compressor=CompressorSpec(name=name))
-    plan = Plan(model=ModelReference(name="linear"), world=PlanWorld(ranks=1), accuracy="bounded", buckets=(bucket,))
-    misfit = find_misfit(model, plan, 1)
-    assert misfit is not None
-    assert f"compressor {name!r}, which this version does not execute; expected none" in misfit
+    spec = CompressorSpec(name=name, **OPTIONS[name])
+    fitting = "all_reduce" if name == "wire" else "sparse"
+
+    def misfit(spec: CompressorSpec, collective: str, accuracy: Any = "bounded") -> str | None:
+        algorithm = "library" if collective == "all_reduce" else "flat"
+        bucket = PlanBucket(gradients=("bias", "weight"), collective=collective, algorithm=algorithm, compressor=spec)
+        plan = Plan(model=ModelReference(name="linear"), world=PlanWorld(ranks=1), accuracy=accuracy, buckets=(bucket,))
+        return find_misfit(model, plan, 1)
+
+    assert misfit(spec, fitting) is None
+    for wrong, expected in (
+        (misfit(spec, "sparse" if fitting == "all_reduce" else "all_reduce"), "expected"),
+        (misfit(spec, fitting, "exact"), "the plan's accuracy is exact"),
+        (misfit(CompressorSpec(name=name), fitting), "bucket 0 has a compressor that does not fit"),
+    ):
+        assert wrong is not None
+        assert expected in wrong
 
 
 def test_momentum_is_added_up_before_selection() -> None:

@@ -22,7 +22,10 @@ from planner.problem import Problem
 from planner.profile.document import parse_cluster
 from planner.selection import bucket_at, ratio_limits
 from planner.strategies import make_schedule
+from runtime.compressors import make_compressor
+from runtime.compressors.wire import WireCompressor
 from runtime.errors import InputError
+from runtime.lossy import layer_runs
 from runtime.plan import Plan, parse_plan
 
 ACCURACIES = ["bounded", "relaxed"]
@@ -234,3 +237,19 @@ def test_plans_come_out_the_same_as_files(tmp_path: Path) -> None:
     for name in ("a", "b"):
         optimize(usual_profile(), slow(contention=(1.1, 1.2)), accuracy="bounded").save(tmp_path / name)
     assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
+
+
+@pytest.mark.parametrize("strategy", ["slgs:0.3", "slgs:0.0123", "lags:8", "joint"])
+@settings(max_examples=40)
+@given(problem=problems(max_count=12))
+def test_a_plan_keeps_as_many_elements_as_its_schedule(strategy: str, problem: Problem) -> None:
+    """As the runtime reads it: by layer, numbered where it comes back, or of a whole bucket."""
+    schedule = make_schedule(problem, strategy)
+    numel = {gradient.name: gradient.numel for gradient in problem.profile.compute.gradients}
+    for bucket, planned in zip(schedule.buckets, lower(problem, schedule).buckets, strict=True):
+        sizes = layer_runs((name, numel[name]) for name in planned.gradients)
+        made = make_compressor(planned.compressor, sizes, ranks=4)
+        assert (bucket.k is None) == (made is None)
+        assert not isinstance(made, WireCompressor)
+        if made is not None:
+            assert made.k == bucket.k
