@@ -25,6 +25,8 @@ from runtime.plan import Plan
 from runtime.world import World
 
 NAMED = ("wfbp", "single", "ddp", "mg_wfbp", "optimal")
+LOSSY = ("single", "ddp", "optimal", "slgs:0.001", "lags:250", "joint")
+"""Plans of a cell with lossy ones, which are held against the best of the exact ones."""
 CAPS = ("ddp:1", "ddp:5", "ddp:100")
 """Bucket sizes beside DDP's default, of which the best counts as tuned DDP."""
 RANDOM_SEEDS = (1, 2)
@@ -40,10 +42,12 @@ class Cell:
     hosts: int
     rate: str
     """`100mbit`, `1gbit` or `unshaped`."""
+    lossy: bool = False
+    """Whether lossy plans take part."""
 
     @property
     def key(self) -> str:
-        return f"{self.model}@{self.hosts}x1@{self.rate}"
+        return f"{self.model}@{self.hosts}x1@{self.rate}" + (" lossy" if self.lossy else "")
 
 
 @dataclass(frozen=True)
@@ -100,10 +104,10 @@ class Result:
         )
 
 
-def schedules(problem: Problem) -> dict[str, Schedule]:
+def schedules(problem: Problem, lossy: bool = False) -> dict[str, Schedule]:
     """The plans of a cell; plans with the same buckets are measured once, under the first name."""
-    made = {name: make_schedule(problem, name) for name in (*NAMED, *CAPS)}
-    for seed in RANDOM_SEEDS:
+    made = {name: make_schedule(problem, name) for name in (LOSSY if lossy else (*NAMED, *CAPS))}
+    for seed in () if lossy else RANDOM_SEEDS:
         rng = random.Random(seed)
         stops = sorted(rng.sample(range(1, problem.count), min(problem.count - 1, rng.randint(2, 8))))
         made[f"random:{seed}"] = Schedule.from_boundaries([*stops, problem.count])
@@ -123,11 +127,11 @@ class RankCell:
     measured: Measured
 
 
-def cell_rank(spec: str, rounds: int, steps: int, device: str = "cpu") -> RankCell:
+def cell_rank(spec: str, rounds: int, steps: int, lossy: bool = False, device: str = "cpu") -> RankCell:
     """Every rank calls it: profile, rounds of all plans by turns, profile."""
     before = profile_rank(spec, device, show_progress=False)
     problem = make_problem(before)
-    plans: dict[str, Plan] = {name: lower(problem, schedule) for name, schedule in schedules(problem).items()}
+    plans: dict[str, Plan] = {name: lower(problem, schedule) for name, schedule in schedules(problem, lossy).items()}
     built = build(spec, device)
     world = World.join(None, TIMEOUT_S)
     long = predict(problem, Schedule.from_boundaries([problem.count])).iteration_us > LONG_STEP_US
@@ -147,7 +151,7 @@ def summarize(cell: Cell, ranks: Sequence[RankCell]) -> Result:
     first = ranks[0]
     values = values_by_name([rank.measured for rank in ranks])
     problems = [make_problem(profile) for profile in (first.before, first.after)]
-    made = schedules(problems[0])
+    made = schedules(problems[0], cell.lossy)
     seen, apart = [], []
     for record in first.measured.records:
         name = record.contestant.name
@@ -167,8 +171,10 @@ def summarize(cell: Cell, ranks: Sequence[RankCell]) -> Result:
                 alone_us=record.alone_us,
             )
         )
-    tuned = min((name for name in values if name.startswith("ddp")), key=lambda name: float(np.median(values[name])))
-    chosen = ratio_interval(values[_name_of("optimal", made, problems[0])], values[tuned])
+    # DDP as it can be tuned; or, where lossy plans take part, every exact plan that there is.
+    rivals = [name for name in values if name.startswith("ddp") or (cell.lossy and name in ("single", "optimal"))]
+    tuned = min(rivals, key=lambda name: float(np.median(values[name])))
+    chosen = ratio_interval(values[_name_of("joint" if cell.lossy else "optimal", made, problems[0])], values[tuned])
     bare = values[BARE]
     return Result(
         cell=cell,
