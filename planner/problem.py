@@ -261,6 +261,17 @@ class Problem:
         compute, network = self._factors(list(self._bucket_messages(buckets)))
         return list(zip(compute.tolist(), network.tolist(), strict=True))
 
+    def factors_of(self, buckets: Sequence[Bucket]) -> list[tuple[float, float]]:
+        """As `bucket_factors`, for buckets of which some send selected elements: those count by what is gathered."""
+        factors, slowdown = self.bucket_factors([bucket.gradients for bucket in buckets]), self.cost.slowdown
+        if slowdown is None:
+            return factors
+        for index, bucket in enumerate(buckets):
+            if bucket.collective == "sparse" and bucket.algorithm == "flat":
+                compute, network = slowdown(sum(size for _, size, _ in self._sparse_messages(bucket)))
+                factors[index] = float(compute), float(network)
+        return factors
+
     def _bucket_messages(self, buckets: Sequence[Sequence[int]]) -> Iterator[Messages]:
         members, owner = _flat(buckets)
         for dtype in range(self.dtype_count):

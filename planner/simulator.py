@@ -135,7 +135,7 @@ Facts = tuple[int, float, float, float, tuple[float, float]]
 def bucket_facts(problem: Problem, buckets: Sequence[Bucket]) -> list[Facts]:
     """What the step's length follows from, for library all-reduces and flat gathers of selected elements."""
     members = [bucket.gradients for bucket in buckets]
-    costs_us, factors = problem.bucket_cost_us(members), problem.bucket_factors(members)
+    costs_us, factors = problem.bucket_cost_us(members), problem.factors_of(buckets)
     facts: list[Facts] = []
     for bucket, cost_us, slowed in zip(buckets, costs_us, factors, strict=True):
         last = max(bucket.gradients)
@@ -144,7 +144,6 @@ def bucket_facts(problem: Problem, buckets: Sequence[Bucket]) -> list[Facts]:
             continue
         sent_us = sum(time_us for _, _, time_us in problem.phase_times(bucket))
         select_us, unpack_us = problem.selection_us(bucket), problem.selection_us(bucket, "unpack")
-        slowed = problem.contention.compute, problem.contention.network
         facts.append((last, select_us, sent_us, unpack_us, slowed))
     return facts
 

@@ -23,6 +23,8 @@ from planner.problem import Problem
 from runtime.timeline import Span
 
 COMPUTE = "compute"
+ONE_NETWORK = ("library", "flat")
+"""Algorithms whose messages pass through all ranks, for which contention by size was measured."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -130,7 +132,7 @@ def _add_messages(
     order = sorted((index + phase, index, phase) for index, of in enumerate(phases) for phase in range(len(of)))
     latest: dict[int, int] = {}
     by_size = problem.cost.slowdown is not None
-    factors = problem.bucket_factors([bucket.gradients for bucket in schedule.buckets]) if by_size else None
+    factors = problem.factors_of(schedule.buckets) if by_size else None
     for _, index, phase in order:
         resource, kind, duration_us = phases[index][phase]
         after = latest.get(index, ready[max(schedule.buckets[index].gradients)])
@@ -138,7 +140,7 @@ def _add_messages(
         latest[index] = graph.add(
             Task(
                 name=name, kind=kind, resource=resource, duration_us=duration_us, bucket=index, step=step,
-                factors=factors[index] if factors and schedule.buckets[index].algorithm == "library" else None,
+                factors=factors[index] if factors and schedule.buckets[index].algorithm in ONE_NETWORK else None,
             ),
             (after,),
         )  # fmt: skip
