@@ -84,9 +84,12 @@ def explain_buckets(problem: Problem, schedule: Schedule) -> list[str]:
     """One phrase per bucket: what merging its gradients saves on the link, and what it waits for; of a sparse one how
     much travels, and what that saves.
     """
-    spans = simulate_schedule(problem, schedule).on("network")
+    timeline = simulate_schedule(problem, schedule)
+    spans = timeline.on("network")
     alone_us = problem.bucket_cost_us([(gradient,) for gradient in range(problem.count)])
     backward_end_us = problem.compute_end_us
+    if any(bucket.collective == "sparse" for bucket in schedule.buckets):  # selection makes backward longer
+        backward_end_us = next(span.end_us for span in timeline.spans if span.task == "backward")
     reasons, free_us = [], 0.0
     for bucket, span in zip(schedule.buckets, spans, strict=True):
         members = bucket.gradients

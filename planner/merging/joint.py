@@ -23,7 +23,7 @@ EXACT_PLACES = 16
 """Up to so many gradients labels also tell apart what they leave out, so that ties are broken exactly."""
 EXACT_LABELS = 256
 """Labels that a prefix may keep there; more is beyond the exact search."""
-LABELS = 12
+LABELS = 40
 """Labels that a prefix may keep otherwise."""
 
 _DENSITY_UNIT = 2.0**30
@@ -126,8 +126,9 @@ def search(tables: JointTables, forms: int, deadline_us: float, labels: int = LA
         if stop < len(tables.places) - 1:
             ends_us = np.maximum(ends_us, ends.network_us + rest_us[stop])
             ends_us = np.maximum(ends_us, tables.ready_us[-1] + ends.delay_us + last_us)
-        ends = ends.take(np.flatnonzero(ends_us <= latest_us))
-        kept = _exact_frontier(ends, tables.unpacks) if exact else _some_frontier(ends, tables.unpacks, labels)
+        hopeful = np.flatnonzero(ends_us <= latest_us)
+        ends, ends_us = ends.take(hopeful), ends_us[hopeful]
+        kept = _exact_frontier(ends, tables.unpacks) if exact else _some_frontier(ends, ends_us, tables.unpacks, labels)
         complete &= exact and kept.size < EXACT_LABELS
         last = ends.take(kept)
         all_labels = all_labels.join(last)
@@ -197,16 +198,18 @@ def _exact_frontier(labels: _Labels, unpacks: bool) -> Ints:
     return np.asarray(order[kept])
 
 
-def _some_frontier(labels: _Labels, unpacks: bool, width: int) -> Ints:
-    """Some labels of the frontier, spread over it, both ends included."""
+def _some_frontier(labels: _Labels, ends_us: Floats, unpacks: bool, width: int) -> Ints:
+    """Some labels of the frontier: spread over it, both ends included, and as many that might end earliest."""
     if not unpacks:
-        return _spread(labels.network_us, labels.delay_us, width)
+        return _some(labels.network_us, labels.delay_us, ends_us, width)
     latest_us = np.maximum(labels.network_us, labels.arrived_us)
-    halves = [_spread(labels.network_us, labels.delay_us, width), _spread(latest_us, labels.extra_us, width)]
+    halves = [
+        _some(labels.network_us, labels.delay_us, ends_us, width), _some(latest_us, labels.extra_us, ends_us, width)
+    ]  # fmt: skip
     return np.unique(np.concatenate(halves))
 
 
-def _spread(first: Floats, second: Floats, width: int) -> Ints:
+def _some(first: Floats, second: Floats, ends_us: Floats, width: int) -> Ints:
     order = np.lexsort((second, first))
     if order.size == 0:
         return np.asarray(order)
@@ -214,7 +217,9 @@ def _spread(first: Floats, second: Floats, width: int) -> Ints:
     frontier = order[np.concatenate([[True], second[order][1:] < lowest[:-1]])]
     if frontier.size <= width:
         return np.asarray(frontier)
-    return np.asarray(frontier[np.unique(np.linspace(0, frontier.size - 1, width).astype(np.int64))])
+    evenly = frontier[np.linspace(0, frontier.size - 1, width // 2).astype(np.int64)]
+    earliest = frontier[np.argsort(ends_us[frontier], kind="stable")[: width - width // 2]]
+    return np.unique(np.concatenate([evenly, earliest]))
 
 
 def _read(tables: JointTables, labels: _Labels, last: _Labels, exact: bool) -> JointSolution:

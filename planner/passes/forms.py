@@ -76,7 +76,7 @@ def improve(forms: Forms, choice: Choice, allowed: int) -> Choice:
     A step that is no longer is taken for less compression or fewer buckets, too. The effort is counted, not timed; the
     result is never worse.
     """
-    work = LOCAL_WORK
+    work = LOCAL_WORK // 3 if forms.problem.contended else LOCAL_WORK  # there each takes three times as long
     best, changed = (forms.step_us(choice), *forms.compression(choice), len(choice)), True
     while changed and work > 0:
         changed, index = False, 0

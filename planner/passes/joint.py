@@ -31,6 +31,8 @@ MAX_DENSITIES = 32
 
 MAX_PLACES = 200
 """Places that labels look at where gradients are more, beside boundaries of known schedules."""
+CONTENDED_LABELS = 8
+"""Labels of a prefix where compute and network slow each other down: what they give is only where to begin then."""
 FEW = 300
 """Boundaries of a known schedule that are added to the places, at most."""
 
@@ -175,7 +177,7 @@ def _starts(problem: Problem, forms: Forms, allowed: int, before: Schedule) -> l
 
 
 def _labels(tables: JointTables, allowed: int, deadline_us: float) -> Choice | None:
-    solution = search(tables, 1 + allowed, deadline_us)
+    solution = search(tables, 1 + allowed, deadline_us, labels=CONTENDED_LABELS)
     return tuple(zip(solution.stops, solution.forms, strict=True)) if solution else None
 
 
