@@ -42,7 +42,7 @@ from runtime.drift import bucket_times, complete, measured_times, predicted_time
 from runtime.errors import InputError
 from runtime.fit import dtype_name
 from runtime.names import layer_of
-from runtime.plan import Plan
+from runtime.plan import Accuracy, Plan
 
 if TYPE_CHECKING:
     from runtime.clock import Clock
@@ -233,14 +233,20 @@ def _decide_on_first(
     if session.world.rank == 0:
         try:
             profile = _profile(session, old, everyone, curves)
-            found = optimize(profile, passes=passes, accuracy=session.plan.accuracy)
+            found = optimize(profile, passes=passes, accuracy=_accuracy(session))
             plan = replace(found, notes=(*found.notes, *_findings(session, everyone)))
-        except InputError as error:
-            problem = str(error)
+        except Exception as error:  # the other ranks wait for the answer
+            problem = str(error) if isinstance(error, InputError) else f"{type(error).__name__}: {error}"
     decided: tuple[Plan | None, str | None] = session.world.gather((plan, problem), "waiting for rank 0's plan")[0]
     if decided[0] is None:
         raise InputError(f"planner.replan: {decided[1]}")
     return decided[0]
+
+
+def _accuracy(session: Session) -> Accuracy:
+    """The class of the run's plans: that of the lossy one while it is tried against the exact one beside it."""
+    trying = session.trial is not None and session.trial.verdict is None
+    return session.trial.lossy.accuracy if trying and session.trial is not None else session.plan.accuracy
 
 
 def _profile(

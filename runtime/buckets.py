@@ -97,6 +97,12 @@ class Kept:
         gradient = slot.parameter.grad
         return cls(slot, gradient, gradient.detach().clone() if gradient is slot.view else None)
 
+    def add(self) -> None:
+        """Adds what it was to what has come."""
+        before = self.values if self.values is not None else self.gradient
+        if before is not None:
+            self.slot.view.add_(_plain(before))
+
     def give_back(self) -> None:
         """Makes `.grad` what it was."""
         if self.values is not None:

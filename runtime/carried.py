@@ -7,14 +7,16 @@ everything follows one whose buckets did not, what was held back travels with it
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from runtime.buckets import BucketBuffer
 from runtime.errors import InputError
+from runtime.lossy import all_finite
 
 State = dict[str, Any]
 """`residuals` (by gradient, in its shape, times 1/ranks), `steps`, `loss_scale`."""
@@ -25,30 +27,38 @@ class Carried:
 
     def __init__(self, buckets: Sequence[BucketBuffer], loss_scale: Callable[[], float] | None = None) -> None:
         self._buckets = buckets
-        self._lossy = [bucket.lossy for bucket in buckets if bucket.lossy is not None]
+        self._lossy = [(bucket, bucket.lossy) for bucket in buckets if bucket.lossy is not None]
         self._late: dict[str, Tensor] = {}
         """Of gradients whose buckets send everything: what has yet to travel."""
         self._steps = 0
-        self._loss_scale, self._scale = loss_scale, 1.0 if loss_scale is None else loss_scale()
+        self._loss_scale, self._scale = loss_scale, 1.0
+        self._read: float | None = None
+        """The scale of this step's loss, where it has been asked for."""
 
     @property
     def active(self) -> bool:
-        """Whether anything is carried."""
+        """Whether anything is carried: on all ranks alike."""
         return bool(self._lossy or self._late)
+
+    def read_scale(self) -> None:
+        """Asks for the scale of the loss: before backward, for on a device the answer has to be waited for."""
+        if self._loss_scale is not None and self.active:
+            self._read = checked_scale(self._loss_scale())
 
     def begin(self) -> None:
         """A step begins: residuals follow the scale of the loss."""
-        if self._loss_scale is None:
+        if self._loss_scale is None or not self.active:
             return
-        scale = self._loss_scale()
-        if scale == self._scale or not self.active:
-            return
-        for tensor in self._tensors():
-            tensor.mul_(scale / self._scale)
-        self._scale = scale
+        if self._read is None:  # no forward of the model itself was seen
+            self.read_scale()
+        scale, self._read = self._read or self._scale, None
+        if scale != self._scale:
+            for tensor in self._tensors():
+                tensor.mul_(scale / self._scale)
+            self._scale = scale
 
     def _tensors(self) -> Iterator[Tensor]:
-        yield from (lossy.carrier.residual for lossy in self._lossy)
+        yield from (lossy.carrier.residual for _, lossy in self._lossy)
         yield from self._late.values()
 
     def add_to(self, bucket: BucketBuffer) -> None:
@@ -60,75 +70,89 @@ class Carried:
                 if slot.name in self._late:
                     slot.view.add_(self._late[slot.name])
 
-    def settle(self) -> None:
-        """Everything has come: gradients become the sums, and what was sent counts as sent if all of it is finite."""
-        if not self.active:
-            return
-        finite = [lossy.unpack() for lossy in self._lossy]
+    def settle(self, wait: Callable[[BucketBuffer | None], None], parameters: Mapping[str, nn.Parameter]) -> None:
+        """Gradients become the sums, and what was sent counts as sent if all of it is finite.
+
+        Args:
+            wait: returns when a bucket has come, or all have.
+            parameters: by name; of a rank alone, which has no buckets, what is late is added to their gradients.
+        """
+        finite = []
+        for bucket, lossy in self._lossy:
+            wait(bucket)
+            finite.append(lossy.unpack())
+        wait(None)
         finite += [
-            torch.isfinite(message.flat.sum(dtype=torch.float64))
-            for bucket in self._buckets
-            if bucket.lossy is None
-            for message in bucket.messages
+            all_finite(message.flat) for bucket in self._buckets if bucket.lossy is None for message in bucket.messages
         ]
-        everything = torch.stack(finite).all()
-        for lossy in self._lossy:
+        if not self._buckets:
+            self._add_late(parameters)
+            finite = [all_finite(p.grad) for p in parameters.values() if p.grad is not None]
+        everything = torch.stack(finite).all() if finite else torch.tensor(True)
+        for _, lossy in self._lossy:
             lossy.commit(everything)
         if self._late and bool(everything):  # once after a change of plans: the host may wait
             self._late.clear()
         self._steps += 1
 
+    def _add_late(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        for name, part in self._late.items():
+            parameter = parameters[name]
+            if parameter.grad is not None:
+                parameter.grad.add_(part)
+            elif bool(part.any()):
+                parameter.grad = part.to(parameter.dtype)
+
     def state(self) -> State:
         """Copies; what `take_over` continues from. Empty where nothing is carried."""
         if not self.active:
             return {}
-        residuals = {name: part.clone() for lossy in self._lossy for name, part in lossy.carrier.residuals().items()}
+        residuals = {name: part.clone() for _, lossy in self._lossy for name, part in lossy.carrier.residuals().items()}
         late = {name: part.clone() for name, part in self._late.items()}
         return {"residuals": residuals | late, "steps": self._steps, "loss_scale": self._scale}
 
-    def take_over(self, state: State) -> None:
-        """Goes on from another exchange's `state`, whatever its buckets were."""
-        if not state:
-            return
-        residuals: Mapping[str, Tensor] = state["residuals"]
-        factor = self._scale / state["loss_scale"]
-        self._late = {}
-        for bucket in self._buckets:
-            here = {slot.name: slot for slot in bucket.slots}
-            mine = {name: residuals[name] * factor for name in here if name in residuals}
-            if bucket.lossy is not None:
-                bucket.lossy.carrier.take_over(mine)
-            else:
-                late = {name: part.to(here[name].view.device) for name, part in mine.items() if bool(part.any())}
-                self._late.update(late)
-        self._steps = state["steps"]
+    def take_over(self, state: State, parameters: Mapping[str, nn.Parameter]) -> None:
+        """Goes on from another exchange's `state`, whatever its buckets were; from an empty one with nothing."""
+        residuals: Mapping[str, Tensor] = state.get("residuals", {})
+        self._steps, self._scale = state.get("steps", 0), state.get("loss_scale", 1.0)
+        held = {name: part.to(parameters[name].device) for name, part in residuals.items() if name in parameters}
+        for bucket, lossy in self._lossy:
+            names = [slot.name for slot in bucket.slots]
+            lossy.carrier.take_over({name: held.pop(name) for name in names if name in held})
+        self._late = {name: part.clone() for name, part in held.items()}
+
+
+def checked_scale(scale: Any) -> float:
+    """The scale of the loss; raises InputError where it is none."""
+    if not isinstance(scale, float | int) or not 0.0 < scale < math.inf:
+        raise InputError(
+            f"loss_scale: found {scale!r} from it, expected a positive number; pass for example scaler.get_scale"
+        )
+    return float(scale)
 
 
 def carried_part(given: Any, rank: int, ranks: int, shapes: Mapping[str, torch.Size]) -> State:
     """What a rank takes over from `Session.state_dict()`s: its own, or those of all ranks of a run with any number.
 
     Raises:
-        InputError: other state, of other parameters, or one rank's of another number of ranks.
+        InputError: other state, of other parameters, or another rank's.
     """
     several = isinstance(given, Sequence) and not isinstance(given, str | bytes)
     everyone: Sequence[Any] = given if several else [given]
-    for one in everyone:
-        if not isinstance(one, dict) or not {"plan", "ranks"} <= set(one) <= {"plan", "ranks", "carried"}:
-            found = f"a dict with {sorted(map(str, one))}" if isinstance(one, dict) else type(one).__name__
-            raise InputError(f"found {found}, expected what Session.state_dict() returned")
-        _check_residuals(one.get("carried", {}), shapes)
+    for one in everyone or [None]:
+        _check_state(one, shapes)
     states: list[State] = [one.get("carried", {}) for one in everyone]
     if several:
-        if {one["ranks"] for one in everyone} != {len(everyone)}:
+        if [one.get("rank", index) for index, one in enumerate(everyone)] != list(range(everyone[0]["ranks"])):
             raise InputError(
-                f"found the state of {len(everyone)} ranks, of a run with {everyone[0]['ranks']}; expected those of "
+                f"found the states of {len(everyone)} ranks, of a run with {everyone[0]['ranks']}; expected those of "
                 f"all its ranks, in order"
             )
         return states[rank] if len(states) == ranks else merged(states, rank, ranks)
-    if states[0] and everyone[0]["ranks"] != ranks:
+    if states[0] and (everyone[0]["ranks"], everyone[0]["rank"]) != (ranks, rank):
         raise InputError(
-            f"found one rank's state of a run with {everyone[0]['ranks']} ranks, there are {ranks} now; expected those "
-            f"of all its ranks, so that each takes a share: pass a list of them on every rank"
+            f"found the state of rank {everyone[0]['rank']} of {everyone[0]['ranks']}, this is rank {rank} of {ranks}; "
+            f"expected its own, or those of all ranks, of which each takes a share: pass a list of them on every rank"
         )
     return states[0]
 
@@ -138,16 +162,31 @@ def merged(states: Sequence[State], rank: int, ranks: int) -> State:
     known = next((state for state in states if state), None)
     if known is None:
         return {}
-    total: dict[str, Tensor] = {}
+    total = {name: torch.zeros_like(part) for name, part in known["residuals"].items()}
     for state in states[rank::ranks]:
         for name, part in state.get("residuals", {}).items():
-            scaled = part * (known["loss_scale"] / state["loss_scale"])
-            total[name] = total[name] + scaled if name in total else scaled
+            scaled = part.to(total[name].device) * (known["loss_scale"] / state["loss_scale"])
+            total[name] = total[name] + scaled
     return {"residuals": total, "steps": known["steps"], "loss_scale": known["loss_scale"]}
 
 
-def _check_residuals(state: State, shapes: Mapping[str, torch.Size]) -> None:
-    for name, part in state.get("residuals", {}).items():
+def _check_state(one: Any, shapes: Mapping[str, torch.Size]) -> None:
+    """Raises InputError where it is no state of a session with these parameters."""
+    carried = one.get("carried", {}) if isinstance(one, dict) else None
+    whole = {"residuals", "steps", "loss_scale"}
+    good = (
+        isinstance(one, dict)
+        and {"plan", "ranks"} <= set(one) <= {"plan", "ranks", "rank", "tried", "carried"}
+        and isinstance(carried, dict)
+        and (not carried or ("rank" in one and set(carried) == whole and isinstance(carried["residuals"], dict)))
+    )
+    if not good:
+        found = f"a dict with {sorted(map(str, one))}" if isinstance(one, dict) else type(one).__name__
+        raise InputError(f"found {found}, expected what Session.state_dict() returned")
+    assert isinstance(carried, dict)
+    if carried:
+        checked_scale(carried["loss_scale"])
+    for name, part in carried.get("residuals", {}).items():
         if name not in shapes or part.shape != shapes[name]:
             found = f"{name} {tuple(part.shape)}"
             expected = f"shape {tuple(shapes[name])}" if name in shapes else "a parameter of this model"

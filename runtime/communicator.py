@@ -60,8 +60,8 @@ class Communicator(Protocol):
         """Hands the bucket over; returns at once. Fills `sent`."""
         ...
 
-    def wait(self) -> None:
-        """Returns when every bucket launched so far has its sums. Raises CommunicationError."""
+    def wait(self, until: Sent | None = None) -> None:
+        """Returns when every bucket launched so far, or that one, has come. Raises CommunicationError."""
         ...
 
     def close(self) -> None:
@@ -75,7 +75,7 @@ class NullCommunicator:
     def launch(self, bucket: BucketBuffer, sent: Sent) -> None:
         """Does nothing."""
 
-    def wait(self) -> None:
+    def wait(self, until: Sent | None = None) -> None:
         """Returns at once."""
 
     def close(self) -> None:
@@ -120,9 +120,9 @@ class HostCommunicator:
             if self._current is None:
                 self._try_next()
 
-    def wait(self) -> None:
+    def wait(self, until: Sent | None = None) -> None:
         """See `Communicator.wait`. After a failure every later wait fails alike: the group is broken."""
-        while (flying := self._in_flight()) is not None:
+        while (flying := self._in_flight()) is not None and (until is None or until.end is None):
             task, work = flying
             try:
                 work.wait(timedelta(seconds=self._world.timeout_s + GRACE_S))
@@ -189,7 +189,7 @@ class HostCommunicator:
         """Goes on; what is raised is kept for the next `wait`. The lock is held."""
         try:
             go_on()
-        except RuntimeError as error:
+        except Exception as error:  # nobody else hears of it on the backend's thread
             if self._current is not None:
                 self._fail(self._current, error)
 
@@ -201,8 +201,9 @@ class HostCommunicator:
             self._fail(task, error)
         else:
             self._ended(task, work)
-        with self._lock:
-            self._callbacks -= 1
+        finally:
+            with self._lock:
+                self._callbacks -= 1
 
     def _ended(self, task: _Task, work: dist.Work) -> None:
         with self._lock:
@@ -210,7 +211,7 @@ class HostCommunicator:
                 return  # the other thread was first
             self._kept(partial(self._advance, task))
 
-    def _fail(self, task: _Task, error: RuntimeError) -> None:
+    def _fail(self, task: _Task, error: Exception) -> None:
         with self._lock:
             self._failure = self._failure or describe_failure(self._world, task.bucket.label, error)
             self._queue.clear()
@@ -257,8 +258,8 @@ class StreamCommunicator:
                 raise describe_failure(self._world, bucket.label, error) from error
         sent.end = _mark(self._side)
 
-    def wait(self) -> None:
-        """See `Communicator.wait`: makes the current stream wait."""
+    def wait(self, until: Sent | None = None) -> None:
+        """See `Communicator.wait`: makes the current stream wait, for all that was launched."""
         works, self._works = self._works, []
         torch.cuda.current_stream().wait_stream(self._side)
         for work, label in works:

@@ -134,22 +134,33 @@ class Exchange:
             self._fill_missing(bucket)
             self._launch(bucket)
         self._recorder.end_backward()
+        carries = self.carried.active
+        if carries:
+            self.carried.settle(self._wait_for, self._parameters)
         self.communicator.wait()
-        self.carried.settle()
         if self._kept:
-            self._settle_missing()
+            self._settle_missing(carries)
         self.untouch()
         self.open = False
         self._recorder.end_step()
 
+    def _wait_for(self, bucket: BucketBuffer | None) -> None:
+        """Until a bucket has come, or all have: later ones travel while it is unpacked."""
+        self.communicator.wait(None if bucket is None else self._recorder.sent(bucket.index))
+
     def _fill_missing(self, bucket: BucketBuffer) -> None:
-        """Gradients that this backward did not produce: what `.grad` holds counts, else zeros, as with DDP."""
+        """Gradients that this backward did not produce: what `.grad` holds counts, else zeros, as with DDP.
+
+        In a lossy bucket what `.grad` holds from a step before does not count: it would be held back, in part, though
+        it has been used.
+        """
         for slot in bucket.slots:
             if not slot.waiting:
                 continue
             self._kept.append(Kept.of(slot))
             slot.waiting = False
-            if slot.parameter.grad is None:
+            stale = bucket.lossy is not None and not slot.touched
+            if slot.parameter.grad is None or stale:
                 slot.clear_view()
                 slot.view.zero_()
                 slot.parameter.grad = slot.view
@@ -158,13 +169,19 @@ class Exchange:
         if bucket.waiting:
             bucket.take_small(self._scale)
 
-    def _settle_missing(self) -> None:
-        """A parameter that no rank used keeps its `.grad`; one that another rank used gets the average."""
+    def _settle_missing(self, carries: bool) -> None:
+        """A parameter that no rank used keeps its `.grad`; one that another rank used gets the average.
+
+        What was held back of a parameter, where any is carried, may come in a step that nobody uses it in: it is added.
+        """
         assert self._flags is not None
         used = self._flags.used_somewhere()
         for kept in self._kept:
-            # What lossy buckets held back may come in a step that does not use the parameter.
-            if kept.slot.index not in used and not (self.carried.active and bool(kept.slot.view.any())):
+            if kept.slot.index in used:
+                continue
+            if carries and bool(kept.slot.view.any()):
+                kept.add()
+            else:
                 kept.give_back()
         self._kept.clear()
 
@@ -183,7 +200,7 @@ class Exchange:
 
     def follow(self, before: Exchange) -> None:
         """Takes over which gradients have come since the last exchange (in `no_sync`), and what has yet to travel."""
-        self.carried.take_over(before.carried.state())
+        self.carried.take_over(before.carried.state(), self._parameters)
         touched = {slot.name for slot in before.slots if slot.touched}
         for slot in self.slots:
             slot.touched = slot.name in touched
@@ -194,6 +211,11 @@ class Exchange:
             handle.remove()
         self._handles.clear()
         self.communicator.close()
+        # Cycles, whose memory would wait for the garbage collector.
+        for bucket in self.buckets:
+            bucket.lossy = None
+        for slot in self.slots:
+            slot.__dict__.pop("bucket", None)
 
     def give_gradients_away(self) -> None:
         """Makes `.grad`s tensors of their own, so that the buckets' memory is free."""

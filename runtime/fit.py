@@ -14,7 +14,7 @@ from runtime.compressors import COMPRESSORS, make_compressor
 from runtime.errors import InputError
 from runtime.lossy import layer_runs
 from runtime.names import canonical_name, fingerprint
-from runtime.plan import Plan, PlanBucket
+from runtime.plan import CURE, Plan, PlanBucket
 from runtime.torch_compat import is_sharded, is_wrapped
 
 SELECTING = ("topk", "randomk")
@@ -88,7 +88,17 @@ def find_plan_misfit(parameters: Mapping[str, nn.Parameter], plan: Plan, ranks: 
         or _parameter_misfit(parameters, plan)
         or _fingerprint_misfit(parameters, plan)
         or _support_misfit(parameters, plan)
+        or _fallback_misfit(parameters, plan, ranks)
     )
+
+
+def _fallback_misfit(parameters: Mapping[str, nn.Parameter], plan: Plan, ranks: int) -> str | None:
+    if plan.fallback is None:
+        return None
+    if plan.fallback.accuracy != "exact":
+        return f"the plan's fallback has the accuracy {plan.fallback.accuracy}; expected exact: {CURE}"
+    problem = find_plan_misfit(parameters, plan.fallback, ranks)
+    return None if problem is None else f"the plan's fallback: {problem}"
 
 
 def find_late_step(at_step: object, step: int) -> str | None:

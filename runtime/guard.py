@@ -45,10 +45,10 @@ class Sampled:
 
 
 class Guard:
-    """Samples the lossy buckets of one exchange in turn."""
+    """Samples the buckets of one exchange that send their largest elements, in turn."""
 
     def __init__(self, buckets: list[BucketBuffer], world: World, clock: Clock) -> None:
-        self._buckets = [bucket for bucket in buckets if bucket.lossy is not None]
+        self._buckets = [bucket for bucket in buckets if bucket.lossy is not None and bucket.lossy.by_magnitude]
         self._world, self._clock = world, clock
         self._turn, self._due, self._steps = 0, FIRST_STEP, 0
         self._last_step = clock.mark()

@@ -36,6 +36,12 @@ def layer_runs(gradients: Iterable[tuple[str, int]]) -> list[tuple[str, int]]:
     return runs
 
 
+def all_finite(flat: Tensor) -> Tensor:
+    """Whether all elements are, as a 0-d tensor: one pass without memory of its own."""
+    real = torch.view_as_real(flat) if flat.is_complex() else flat
+    return torch.isfinite(real.sum(dtype=torch.float64))
+
+
 class Lossy(Protocol):
     """What makes a bucket lossy: one for each way to send less."""
 
@@ -45,6 +51,8 @@ class Lossy(Protocol):
     """What its collective gets."""
     k: int
     """How many elements each rank sends."""
+    by_magnitude: bool
+    """Whether these are the largest: what `runtime.guard` looks at."""
 
     def pack(self, step: int) -> None:
         """All gradients of the bucket are there: fills the message."""
@@ -98,12 +106,15 @@ class Carrier:
             return messages[0].flat.zero_()
         return torch.zeros_like(self.residual)
 
-    def give(self, sums: Tensor) -> None:
-        """Writes the sum into the gradients, where it is not their own memory."""
-        if sums is self.bucket.messages[0].flat:
-            return
-        for part, summed in zip(self._parts(), sums.split(self.sizes), strict=True):
-            part.copy_(summed)
+    def give(self, sums: Tensor) -> Tensor:
+        """Writes the sum into the gradients, where it is not their own memory.
+
+        Returns whether they are finite (0-d).
+        """
+        if sums is not self.bucket.messages[0].flat:
+            for part, summed in zip(self._parts(), sums.split(self.sizes), strict=True):
+                part.copy_(summed)
+        return torch.stack([all_finite(message.flat) for message in self.bucket.messages]).all()
 
     def commit(self, finite: Tensor) -> None:
         """See `Lossy.commit`."""

@@ -43,6 +43,8 @@ class Narrowed:
 class NarrowedBucket:
     """See `runtime.lossy.Lossy`; for the compressor `wire`."""
 
+    by_magnitude = False
+
     def __init__(self, carrier: Carrier, compressor: WireCompressor, ranks: int, tail: Tensor | None) -> None:
         """`tail` (float32, small integers) travels behind the elements and becomes its sum over ranks."""
         self.carrier, self._compressor, self._tail = carrier, compressor, tail
@@ -61,13 +63,13 @@ class NarrowedBucket:
         """See `Lossy.unpack`."""
         sums = self.carrier.zeros()
         torch.add(sums, self.packed.gathered[: self.k], out=sums)
-        self.carrier.give(sums)
+        finite = self.carrier.give(sums)
         if self._tail is not None:
             self._tail.copy_(self.packed.gathered[self.k : self.k + self._tail.numel()])
         first = self.packed.rank * self.packed.share
         mine = self.carrier.following[first : first + self.packed.share]
         mine.add_(self.packed.lost[: mine.numel()])
-        return torch.isfinite(self.packed.gathered).all()
+        return finite
 
     def commit(self, finite: Tensor) -> None:
         """See `Lossy.commit`."""

@@ -31,7 +31,7 @@ class SelectedBucket:
         finite is chosen first, and so is seen by all ranks without more ado.
         """
         self.carrier, self._compressor, self._ranks, self._tail = carrier, compressor, ranks, tail
-        self._by_magnitude = by_magnitude
+        self.by_magnitude = by_magnitude
         self.k = compressor.k
         self._words = self.k * (carrier.dtype.itemsize // 4)
         words = self._words + self.k + (0 if tail is None else tail.numel())
@@ -42,7 +42,7 @@ class SelectedBucket:
         """See `Lossy.pack`."""
         carrier, words, flat = self.carrier, self._words, self.packed.flat
         values, indices = self._compressor.compress(carrier.gradient(), carrier.residual, carrier.following, step)
-        if not self._by_magnitude:
+        if not self.by_magnitude:
             # Not finite where any element is not: all ranks must see it.
             values[0] += 0.0 * carrier.following.sum(dtype=torch.float64)
         flat[:words] = values.view(torch.int32)
@@ -58,10 +58,10 @@ class SelectedBucket:
         sums = self.carrier.zeros()
         for rank in range(self._ranks):  # one after the other: the order of summation is the same everywhere
             sums.index_add_(0, ranks[rank, words:end], values[rank])
-        self.carrier.give(sums)
+        finite = self.carrier.give(sums)
         if self._tail is not None:
             self._tail.copy_(ranks[:, end:].contiguous().view(torch.float32).sum(dim=0))
-        return torch.isfinite(values).all()
+        return finite
 
     def commit(self, finite: Tensor) -> None:
         """See `Lossy.commit`."""

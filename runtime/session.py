@@ -9,6 +9,7 @@ Between two steps another plan may take the place of the first one (`Session.swi
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -27,7 +28,7 @@ from runtime.closures import LossAveraging
 from runtime.collectives import collective_of
 from runtime.communicator import Communicator, NullCommunicator, Sent, make_communicator
 from runtime.drift import DriftGuard
-from runtime.errors import InputError
+from runtime.errors import FallbackWarning, InputError
 from runtime.exchange import Exchange
 from runtime.fit import (
     find_late_step,
@@ -88,7 +89,8 @@ class Session:
         self.recorder = Recorder(make_clock(self._device), len(plan.buckets), len(plan.gradients))
         self.drift = DriftGuard(world.rank, self.recorder.clock)
         """Compares steps with the plan's prediction now and then; `drift.verdict` is what came out."""
-        self.trial = Trial(plan, world, self.recorder.clock) if guard and plan.fallback is not None else None
+        tries = guard and world.ranks > 1 and plan.fallback is not None and plan.accuracy != "exact"
+        self.trial = Trial(plan, world, self.recorder.clock) if tries else None
         """Tries a lossy plan against the exact one beside it; `trial.verdict` is what came out. None where there is
         nothing to try."""
         self._guards, self._loss_scale, self._optimizer = drift, loss_scale, optimizer
@@ -128,6 +130,8 @@ class Session:
             self._watch.check()
         if current_backward_id() == OUTSIDE:
             self._forget_abandoned()
+            if torch.is_grad_enabled():
+                self._exchange.carried.read_scale()
 
     def _after_forward(self, _module: nn.Module, _arguments: Any, output: Any) -> None:
         """Sees the outermost backward begin, also where a reentrant checkpoint runs backwards inside it."""
@@ -200,11 +204,21 @@ class Session:
     def _step_done(self) -> None:
         self.step += 1
         if self._pending is None and (following := self._judged()) is not None:
-            self._pending = self.step, self._make_exchange(following)
+            self._pending = self._laid_out(following)
         if self._pending is not None and self._pending[0] <= self.step:
             self._change_over()
         else:
             self.drift.step_done(self.recorder.steps)
+
+    def _laid_out(self, plan: Plan) -> tuple[int, Exchange] | None:
+        """A plan's buckets, to begin with the next step; None on all ranks alike where one has no memory for them."""
+        prepared, problem = self._prepare(plan, self.step)
+        problems = [one for one in self.world.gather(problem, "changing plans") if one]
+        if problems or prepared is None:
+            self.trial = None
+            warnings.warn(f"the run stays with its plan: {problems[0]}", FallbackWarning, stacklevel=2)
+            return None
+        return self.step, prepared
 
     def _make_guard(self) -> Guard | None:
         lossy = any(bucket.lossy is not None for bucket in self._exchange.buckets)
@@ -318,12 +332,16 @@ class Session:
         (`carried`), and a checkpoint without it loses that part of the gradients.
         """
         state: dict[str, Any] = {"plan": self.plan.digest(), "ranks": self.world.ranks}
+        if self.trial is not None:
+            state["tried"] = self.trial.verdict is not None
         carried = self._exchange.carried.state()
-        return state | ({"carried": carried} if carried else {})
+        return state | ({"rank": self.world.rank, "carried": carried} if carried else {})
 
     def load_state_dict(self, state: dict[str, Any] | Sequence[dict[str, Any]]) -> None:
-        """Continues from `state_dict()`, with the same plan bit for bit. Another plan may continue, too: what its
-        buckets send in full travels with the next step.
+        """Continues from `state_dict()`, before the first step, with the same plan bit for bit.
+
+        A trial that was over is not repeated; buckets that went dense begin lossy again. Another plan may continue,
+        too: what its buckets send in full travels with the next step.
 
         Args:
             state: this rank's; or, on every rank alike, those of all ranks in order of rank, for a run on another
@@ -333,7 +351,14 @@ class Session:
             InputError: other state, of other parameters, or of another number of ranks than there are.
         """
         shapes = {name: parameter.shape for name, parameter in self.parameters.items()}
-        self._exchange.carried.take_over(carried_part(state, self.world.rank, self.world.ranks, shapes))
+        held = carried_part(state, self.world.rank, self.world.ranks, shapes)
+        self._exchange.carried.take_over(held, self.parameters)
+        one = state if isinstance(state, dict) else state[0]
+        if one.get("tried") and self.trial is not None:
+            fallback, self.trial = self.plan.fallback, None
+            if fallback is not None and one["plan"] == fallback.digest():
+                self._pending = self.step, self._make_exchange(fallback)
+                self._change_over()
 
     def exchange_alone(self) -> None:
         """Sends every bucket once, as it is, with no backward beside it (for measuring)."""

@@ -54,6 +54,7 @@ class Trial:
     def __init__(self, plan: Plan, world: World, clock: Clock) -> None:
         """`plan` has a fallback."""
         assert plan.fallback is not None
+        self.lossy = plan
         self._plans = {"lossy": plan, "exact": plan.fallback}
         self._world, self._clock = world, clock
         order = [("lossy", "exact") if number % 2 == 0 else ("exact", "lossy") for number in range(ROUNDS)]

@@ -86,7 +86,7 @@ class AfterBackward:
     def launch(self, bucket: BucketBuffer, sent: Sent) -> None:
         """The session's own buckets are not sent."""
 
-    def wait(self) -> None:
+    def wait(self, until: Sent | None = None) -> None:
         """See `Communicator.wait`."""
         self._inner.launch(self._bucket, Sent())
         self._inner.wait()

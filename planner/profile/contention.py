@@ -63,7 +63,7 @@ class _Flood:
     def launch(self, bucket: BucketBuffer, sent: Sent) -> None:
         """The session's own buckets are not sent."""
 
-    def wait(self) -> None:
+    def wait(self, until: Sent | None = None) -> None:
         self._inner.wait()
 
     def close(self) -> None:

@@ -22,8 +22,8 @@ from runtime.layout import make_lossy
 from runtime.plan import CompressorSpec
 from runtime.world import World
 
-SIZES = tuple(2**exponent for exponent in (16, 18, 20, 22, 24))
-"""Bytes of a bucket; none larger than the model, whose size is the last."""
+SIZES = tuple(2**exponent for exponent in (16, 18, 20, 22, 24, 26))
+"""Bytes of a bucket; none larger than the model. Beyond them the line goes on: no memory has to be found for more."""
 DENSITIES = (0.001, 0.01)
 WARM_UPS, REPEATS = 2, 5
 """Residuals fill in the first steps."""
@@ -33,7 +33,8 @@ def measure_selection(
     world: World, device: torch.device, model_bytes: int, progress: Progress
 ) -> tuple[dict[str, Line], dict[str, Line]]:
     """(select and pack, unpack) by selector, the same on all ranks."""
-    sizes = [*(size for size in SIZES if size < model_bytes), max(model_bytes, 4)]
+    sizes = [*(size for size in SIZES if size < model_bytes), min(max(model_bytes, 4), SIZES[-1])]
+    sizes = sorted(set(sizes))
     chosen, added = {}, {}
     for selector in progress.track(list(SELECTORS), "selection"):
         times = [_time(world, device, selector, size) for size in sizes]

@@ -196,8 +196,7 @@ def _measure_network(
     apart = measure_apart(world, _node_names(world), device, model_bytes, progress)
     overlapped_us = min(_overlapped_us(rank) for rank in ranks)
     contention = measure_contention(model, optimizer, step, world, device, overlapped_us, model_bytes, progress)
-    with world.naming("timing the selection of elements"):
-        chosen, added = measure_selection(world, device, model_bytes, progress)
+    chosen, added = measure_selection(world, device, model_bytes, progress)
     return _Network(apart.beside(links) if apart else links, apart, contention, chosen, added)
 
 

@@ -156,13 +156,14 @@ def other_ranks() -> dict[str, bool]:
             {
                 "plan": "another",
                 "ranks": count,
+                "rank": rank,
                 "carried": {
                     "residuals": {n: torch.randint(-9, 9, s, generator=generator).float() for n, s in shapes.items()},
                     "steps": 7,
                     "loss_scale": 1.0,
                 },
             }
-            for _ in range(count)
+            for rank in range(count)
         ]
         session.load_state_dict(states)
         everyone: list[Any] = [None] * dist.get_world_size()
@@ -172,6 +173,21 @@ def other_ranks() -> dict[str, bool]:
         results[f"from {count}"] = equal(total, expected)
         refusal = raised(lambda states=states: session.load_state_dict(states[0]))
         results[f"one of {count} alone is refused"] = "pass a list of them on every rank" in refusal
+    mine = session.state_dict()
+    wrong: dict[str, Any] = {
+        "another rank's": mine | {"rank": mine["rank"] + 1},
+        "nothing": [],
+        "some ranks": [mine],
+        "no residuals": mine | {"carried": {"steps": 1}},
+        "a number": 5,
+        "no scale": mine | {"carried": mine["carried"] | {"loss_scale": 0.0}},
+        "another model": mine | {"carried": mine["carried"] | {"residuals": {"x": torch.zeros(1)}}},
+    }
+    for what, state in wrong.items():
+        results[f"{what} is refused"] = raised(lambda state=state: session.load_state_dict(state)).startswith("InputE")
+    results["nothing has changed"] = equal(carried(session), mine["carried"]["residuals"])
+    session.load_state_dict({"plan": "an exact one", "ranks": dist.get_world_size()})
+    results["an exact plan held nothing back"] = not any(bool(part.any()) for part in carried(session).values())
     session.detach()
     return results
 
@@ -287,6 +303,51 @@ def unused() -> dict[str, bool]:
     return results
 
 
+def stale() -> dict[str, bool]:
+    """What `.grad` still holds from a step before is not held back again where a step does not use the parameter: it
+    stays, and what was held back is added to it.
+    """
+    torch.manual_seed(1)
+    model = Branches()
+    spec = CompressorSpec(name="topk", selector="exact", density=0.2)
+    session = runtime.attach(model, None, lossy(plan_of(model, 4), [spec]))
+    x = torch.randn(4, 6, generator=torch.Generator().manual_seed(dist.get_rank()))
+    model(x, "left").square().sum().backward()
+    assert model.left.weight.grad is not None
+    held: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(held, carried(session))
+    expected = model.left.weight.grad + sum(one["left.weight"] for one in held)
+    for _ in range(12):
+        model.right.zero_grad()
+        (model(x, "right") * 0.0).sum().backward()
+    results = {"added": torch.allclose(model.left.weight.grad, expected, rtol=1e-5, atol=1e-7)}
+    results["nothing is left"] = not any(bool(part.any()) for part in carried(session).values())
+    session.detach()
+    return results
+
+
+def late_and_unused() -> dict[str, bool]:
+    """After a change to a plan that sends everything, what was held back comes also where nobody uses the parameter."""
+    torch.manual_seed(1)
+    model = Branches()
+    spec = CompressorSpec(name="topk", selector="exact", density=0.2)
+    session = runtime.attach(model, None, lossy(plan_of(model, 4), [spec]))
+    x = torch.randn(4, 6, generator=torch.Generator().manual_seed(dist.get_rank()))
+    model(x, "left").square().sum().backward()
+    held: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(held, carried(session))
+    session.switch(plan_of(model, 4))
+    model.zero_grad()
+    model(x, "right").square().sum().backward()
+    found, expected = model.left.weight.grad, sum(one["left.weight"] for one in held)
+    results = {"comes": found is not None and torch.allclose(found, expected, rtol=1e-5, atol=1e-7)}
+    model.zero_grad()
+    model(x, "right").square().sum().backward()
+    results["and only once"] = model.left.weight.grad is None
+    session.detach()
+    return results
+
+
 def other_dtypes() -> dict[str, bool]:
     """bfloat16 and float64 gradients, alone and together, in memory of another order: sums are conserved, up to the
     rounding of each step's sum to bfloat16.
@@ -332,6 +393,6 @@ CHECKS: dict[str, Callable[[], dict[str, bool]]] = {
     check.__name__: check
     for check in (
         against_reference, not_finite, resumed, switched, other_ranks, narrowed, loss_scales, accumulated, unused,
-        other_dtypes,
+        other_dtypes, stale, late_and_unused,
     )
 }  # fmt: skip

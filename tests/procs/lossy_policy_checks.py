@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from drift_checks import linked
 from lossy_checks import CHECKS as LOSSY_CHECKS
-from lossy_reference import TOPK, loss_of, lossy
+from lossy_reference import RANDOM, TOPK, WIRE, loss_of, lossy
 from session_checks import convnet, plan_of
 from torch import nn
 
@@ -109,8 +109,22 @@ def guarded() -> dict[str, bool]:
     }
 
 
+def others_are_not_judged() -> dict[str, bool]:
+    """What δ compares with says nothing of buckets that round, or choose at random: these stay what they are."""
+    model = convnet()
+    with warnings.catch_warnings(record=True) as caught, patch.multiple(guard, FIRST_STEP=1, FEWEST_STEPS=1, COST=1e9):
+        warnings.simplefilter("always")
+        session = runtime.attach(model, None, lossy(plan_of(model, 3), [WIRE, RANDOM]))
+        for step in range(12):
+            model.zero_grad()
+            loss_of(model, step).backward()
+    found = {bucket.compressor.name for bucket in session.plan.buckets}
+    session.detach()
+    return {"stay": found == {"wire", "randomk"}, "no warning": not caught}
+
+
 CHECKS: dict[str, Callable[[], dict[str, bool]]] = LOSSY_CHECKS | {
-    check.__name__: check for check in (fallback, guarded)
+    check.__name__: check for check in (fallback, guarded, others_are_not_judged)
 }
 
 

@@ -221,6 +221,8 @@ def mismatches() -> dict[str, str]:
         "sparse, but everything": attach(model, bounded(everything)),
         "lossy, but exact": attach(model, plan_of(model, 3, buckets=(lossy,))),
         "more than there are": attach(model, bounded(too_many)),
+        "bad fallback": attach(model, replace(bounded(lossy), fallback=plan_of(other, 1))),
+        "lossy fallback": attach(model, replace(bounded(lossy), fallback=bounded(lossy))),
         "complex and lossy": attach(complex_numbers, bounded(lossy, complex_numbers)),
         "optimizer that compares": attach(model, bounded(lossy), lbfgs),
         "unknown compressor": attach(model, plan_of(model, 3, buckets=(unknown,))),

@@ -76,6 +76,8 @@ def test_detach_leaves_a_plain_model(pair: list[dict[str, Any]]) -> None:
         ("sparse, but everything", ["'none'", "expected one of topk, randomk"]),
         ("lossy, but exact", ["bucket 0", "'topk'", "accuracy is exact", "bounded"]),
         ("more than there are", ["bucket 0", "does not fit", "1000000"]),
+        ("bad fallback", ["the plan's fallback: ", "another model"]),
+        ("lossy fallback", ["fallback has the accuracy bounded", "expected exact"]),
         ("complex and lossy", ["'topk'", "is complex", "expected none"]),
         ("optimizer that compares", ["LBFGS", "bucket 0", "exact plan"]),
         ("unknown compressor", ["'zip'", "none"]),
