@@ -64,6 +64,9 @@ def attach(
     loaded, problem = _load(model, plan)
     if loaded is not None and problem is None:
         problem = find_optimizer_misfit(loaded, optimizer)
+    scale: object = loss_scale  # of any type, where callers are not checked
+    if problem is None and scale is not None and not callable(scale):
+        problem = f"loss_scale: found {scale!r}, expected a function such as scaler.get_scale; pass that"
     world = World.join(process_group, timeout_s if timeout_s is not None else _default_timeout_s(loaded))
     try:
         plan = _agree(world, model, loaded, problem)

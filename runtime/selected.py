@@ -42,7 +42,7 @@ class SelectedBucket:
         """See `Lossy.pack`."""
         carrier, words, flat = self.carrier, self._words, self.packed.flat
         values, indices = self._compressor.compress(carrier.gradient(), carrier.residual, carrier.following, step)
-        if not self.by_magnitude:
+        if not self.by_magnitude and self.k:
             # Not finite where any element is not: all ranks must see it.
             values[0] += 0.0 * carrier.following.sum(dtype=torch.float64)
         flat[:words] = values.view(torch.int32)
