@@ -81,7 +81,7 @@ class AfterBackward:
 
     def __init__(self, world: World, device: torch.device, size_bytes: int) -> None:
         self._inner = make_communicator(world, [COLLECTIVES[("all_reduce", "library")]], device)
-        self._bucket = make_bucket(size_bytes, device)
+        self._bucket = make_bucket(size_bytes, device, "the message behind a measured step")
 
     def launch(self, bucket: BucketBuffer, sent: Sent) -> None:
         """The session's own buckets are not sent."""

@@ -144,14 +144,14 @@ class _AllReduceProbe:
         self._communicator.wait()
 
 
-def make_bucket(size_bytes: int, device: torch.device) -> BucketBuffer:
-    """A bucket of float32 zeros that belongs to no model."""
-    return as_bucket(torch.zeros(max(1, size_bytes // 4), device=device), size_bytes)
+def make_bucket(size_bytes: int, device: torch.device, label: str | None = None) -> BucketBuffer:
+    """A bucket of float32 zeros that belongs to no model; `label` names it in errors."""
+    return as_bucket(torch.zeros(max(1, size_bytes // 4), device=device), size_bytes, label)
 
 
-def as_bucket(flat: Tensor, size_bytes: int) -> BucketBuffer:
+def as_bucket(flat: Tensor, size_bytes: int, label: str | None = None) -> BucketBuffer:
     """`flat` (1-D) as a bucket that belongs to no model."""
-    return BucketBuffer(0, [], [Message(flat, [])], f"a message of {size_bytes} bytes")
+    return BucketBuffer(0, [], [Message(flat, [])], label or f"a message of {size_bytes} bytes")
 
 
 _Maker = Callable[[World, torch.device, int], Run]

@@ -75,7 +75,7 @@ LOCAL: dict[str, str] = {
     "stop": r"^planner: rank 1 was stopped \(SIGSTOP\) and did not go on",
 }
 SEEN: dict[str, str] = {
-    "compute": r"rank 0: starting a step together",
+    "compute": r"rank 0: (starting a step together|the message behind a measured step did not complete)",
     "links": r"rank 0: timing the collectives, after 'warming up all_reduce'",
     "attach": r"rank 0: the broadcast of rank 0's parameters and buffers",
     "forward": r"rank 0: bucket 0 \(all_reduce/library, 4\.bias … 4\.weight\) did not complete",
