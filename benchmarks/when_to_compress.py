@@ -23,7 +23,7 @@ import numpy as np
 
 from planner.catalog import find_profile
 from planner.ir import Schedule
-from planner.lossy import GAIN
+from planner.lossy import GAIN, sent_share
 from planner.passes.joint import Joint
 from planner.passes.merge import Merge
 from planner.problem import Problem, make_problem
@@ -130,13 +130,6 @@ def decide(problem: Problem) -> tuple[Schedule, Schedule]:
     """(best exact, best bounded)."""
     exact = Merge().apply(best_baseline(problem), problem)
     return exact, Joint().apply(exact, problem)
-
-
-def sent_share(problem: Problem, schedule: Schedule) -> float:
-    """Of all elements, those that travel."""
-    total = int(problem.numel.sum())
-    sent = sum(b.k if b.k is not None else int(problem.numel[list(b.gradients)].sum()) for b in schedule.buckets)
-    return sent / total
 
 
 def perturbed(problem: Problem, rng: np.random.Generator) -> Problem:

@@ -125,13 +125,14 @@ def _points(problem: Problem, frontier: Frontier) -> tuple[FrontierPoint, ...]:
             iteration_us=point.iteration_us,
             buckets=len(point.schedule.buckets),
             sparse_buckets=len(_sparse(point.schedule)),
-            sent_share=_sent_share(problem, point.schedule),
+            sent_share=sent_share(problem, point.schedule),
         )
         for point in frontier.points
     )
 
 
-def _sent_share(problem: Problem, schedule: Schedule) -> float:
+def sent_share(problem: Problem, schedule: Schedule) -> float:
+    """Of all elements, those that travel in a step."""
     total = max(1, int(problem.numel.sum()))
     kept_back = sum(int(problem.numel[list(b.gradients)].sum()) - (b.k or 0) for b in _sparse(schedule))
     return 1.0 - kept_back / total

@@ -7,6 +7,7 @@ from planner.problem import Problem
 from planner.simulator import simulate_schedule
 from planner.sources import three_digits
 from runtime.errors import InputError
+from runtime.names import numbered
 from runtime.plan import Accuracy, CompressorSpec, Plan, PlanBucket, PlanWorld, PredictedTask, Prediction
 from runtime.timeline import Span, Timeline
 
@@ -67,16 +68,14 @@ def compressor_of(problem: Problem, bucket: Bucket) -> CompressorSpec:
         return CompressorSpec(name=bucket.compressor)
     names = [problem.layers_by_name[index] for index in bucket.gradients]
     runs = [name for index, name in enumerate(names) if index == 0 or name != names[index - 1]]
-    taken, seen, k = set(runs), dict.fromkeys(runs, 0), {}
-    for name, count in zip(runs, bucket.ks, strict=True):
-        seen[name] += 1
-        numbered = name if seen[name] == 1 else f"{name}#{seen[name]}"
-        if numbered in k or (seen[name] > 1 and numbered in taken):
+    k: dict[str, int] = {}
+    for name, unique, count in zip(runs, numbered(runs), bucket.ks, strict=True):
+        if unique in k or (unique != name and unique in runs):
             raise InputError(
-                f"the layer {numbered!r}: found it beside two runs of gradients of the layer {name!r} in one bucket, "
+                f"the layer {unique!r}: found it beside two runs of gradients of the layer {name!r} in one bucket, "
                 f"expected names that tell them apart; rename the layer, or add --protect '{name}.*'"
             )
-        k[numbered] = count
+        k[unique] = count
     return CompressorSpec(name=bucket.compressor, selector="exact", k=k)
 
 

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from runtime.buckets import BucketBuffer, view_of
-from runtime.names import layer_of
+from runtime.names import layer_of, numbered
 
 
 def layer_runs(gradients: Iterable[tuple[str, int]]) -> list[tuple[str, int]]:
@@ -28,12 +28,11 @@ def layer_runs(gradients: Iterable[tuple[str, int]]) -> list[tuple[str, int]]:
 
     A layer that comes back is numbered: `conv`, `conv#2`.
     """
-    runs, seen = [], dict[str, int]()
-    for layer, members in groupby(gradients, key=lambda gradient: layer_of(gradient[0])):
-        seen[layer] = seen.get(layer, 0) + 1
-        name = layer if seen[layer] == 1 else f"{layer}#{seen[layer]}"
-        runs.append((name, sum(numel for _, numel in members)))
-    return runs
+    runs = [
+        (layer, sum(numel for _, numel in members))
+        for layer, members in groupby(gradients, key=lambda gradient: layer_of(gradient[0]))
+    ]
+    return list(zip(numbered(layer for layer, _ in runs), (numel for _, numel in runs), strict=True))
 
 
 def all_finite(flat: Tensor) -> Tensor:
@@ -106,15 +105,18 @@ class Carrier:
             return messages[0].flat.zero_()
         return torch.zeros_like(self.residual)
 
-    def give(self, sums: Tensor) -> Tensor:
-        """Writes the sum into the gradients, where it is not their own memory.
-
-        Returns whether they are finite (0-d).
-        """
+    def give(self, sums: Tensor) -> None:
+        """Writes the sum into the gradients, where it is not their own memory."""
         if sums is not self.bucket.messages[0].flat:
             for part, summed in zip(self._parts(), sums.split(self.sizes), strict=True):
                 part.copy_(summed)
-        return torch.stack([all_finite(message.flat) for message in self.bucket.messages]).all()
+
+    def finite(self, places: Tensor | None = None) -> Tensor:
+        """Whether the gradients are (0-d); only `places` of them are looked at, where all others are known to be 0."""
+        messages = self.bucket.messages
+        if places is not None and len(messages) == 1:
+            return torch.isfinite(messages[0].flat[places]).all()
+        return torch.stack([all_finite(message.flat) for message in messages]).all()
 
     def commit(self, finite: Tensor) -> None:
         """See `Lossy.commit`."""

@@ -20,6 +20,16 @@ def layer_of(name: str) -> str:
     return name.rpartition(".")[0] or name
 
 
+def numbered(layers: Iterable[str]) -> list[str]:
+    """Names that tell runs of gradients of one layer apart, where it comes back: `conv`, `conv#2`."""
+    names: list[str] = []
+    seen: dict[str, int] = {}
+    for layer in layers:
+        seen[layer] = seen.get(layer, 0) + 1
+        names.append(layer if seen[layer] == 1 else f"{layer}#{seen[layer]}")
+    return names
+
+
 def fingerprint(parameters: Iterable[tuple[str, Sequence[int], str]]) -> str:
     """SHA-256 of the compact JSON of the sorted `[name, shape, dtype]` of all trainable parameters.
 

@@ -63,13 +63,13 @@ class NarrowedBucket:
         """See `Lossy.unpack`."""
         sums = self.carrier.zeros()
         torch.add(sums, self.packed.gathered[: self.k], out=sums)
-        finite = self.carrier.give(sums)
+        self.carrier.give(sums)
         if self._tail is not None:
             self._tail.copy_(self.packed.gathered[self.k : self.k + self._tail.numel()])
         first = self.packed.rank * self.packed.share
         mine = self.carrier.following[first : first + self.packed.share]
         mine.add_(self.packed.lost[: mine.numel()])
-        return finite
+        return self.carrier.finite()
 
     def commit(self, finite: Tensor) -> None:
         """See `Lossy.commit`."""

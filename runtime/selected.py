@@ -58,10 +58,10 @@ class SelectedBucket:
         sums = self.carrier.zeros()
         for rank in range(self._ranks):  # one after the other: the order of summation is the same everywhere
             sums.index_add_(0, ranks[rank, words:end], values[rank])
-        finite = self.carrier.give(sums)
+        self.carrier.give(sums)
         if self._tail is not None:
             self._tail.copy_(ranks[:, end:].contiguous().view(torch.float32).sum(dim=0))
-        return finite
+        return self.carrier.finite(ranks[:, words:end].reshape(-1))
 
     def commit(self, finite: Tensor) -> None:
         """See `Lossy.commit`."""

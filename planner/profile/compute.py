@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from torch import nn
 
 from planner.profile.document import ComputeProfile, Gradient
-from planner.profile.links import make_bucket
+from planner.profile.links import make_bucket, timed_us
 from planner.progress import Progress
 from runtime.buckets import BucketBuffer
 from runtime.clock import Clock
@@ -104,11 +104,7 @@ def _make_communicator(world: World, model: nn.Module) -> Communicator | None:
     size_bytes = min(MESSAGE_BYTES, sum(p.numel() * p.element_size() for p in parameters))
     while True:
         communicator = AfterBackward(world, parameters[0].device, size_bytes)
-        start = time.perf_counter()
-        communicator.wait()
-        if parameters[0].device.type == "cuda":
-            torch.cuda.synchronize(parameters[0].device)
-        took_s = max(world.gather(time.perf_counter() - start, "timing a message"))
+        took_s = max(world.gather(timed_us(communicator.wait, parameters[0].device) / 1e6, "timing a message"))
         if took_s <= MESSAGE_S or size_bytes <= LEAST_MESSAGE_BYTES:
             return communicator
         communicator.close()

@@ -213,6 +213,11 @@ def _curve(
 def _timed(run: Run, device: torch.device, world: World) -> float:
     """Microseconds of one run on this rank, begun by all ranks together as nearly as a barrier allows."""
     dist.barrier(group=world.group)
+    return timed_us(run, device)
+
+
+def timed_us(run: Callable[[], object], device: torch.device) -> float:
+    """Microseconds of one run, until the device is through with it."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     start = time.perf_counter()

@@ -7,14 +7,13 @@ bucket's dense bytes, which every pass reads; how many elements are chosen matte
 from __future__ import annotations
 
 import statistics
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import nn
 
 from planner.profile.document import Line, Sample
-from planner.profile.links import fit
+from planner.profile.links import fit, timed_us
 from planner.progress import Progress
 from runtime.buckets import BucketBuffer, lay_out, make_slot
 from runtime.compressors.sparse import SELECTORS
@@ -52,9 +51,9 @@ def _time(world: World, device: torch.device, selector: str, size_bytes: int) ->
         packs, unpacks = [], []
         for step in range(WARM_UPS + REPEATS):
             gradient.normal_()
-            packs.append(_timed(lambda step=step, lossy=lossy: lossy.pack(step), device))  # type: ignore[misc]
+            packs.append(timed_us(lambda step=step, lossy=lossy: lossy.pack(step), device))  # type: ignore[misc]
             lossy.packed.gathered.copy_(lossy.packed.flat.repeat(world.ranks))
-            unpacks.append(_timed(lossy.unpack, device))
+            unpacks.append(timed_us(lossy.unpack, device))
             lossy.commit(torch.tensor(True, device=device))
         found.append((statistics.median(packs[WARM_UPS:]), statistics.median(unpacks[WARM_UPS:])))
     packed, unpacked = (statistics.fmean(column) for column in zip(*found, strict=True))
@@ -65,16 +64,6 @@ def _bucket(size_bytes: int, device: torch.device) -> BucketBuffer:
     parameter = nn.Parameter(torch.zeros(max(1, size_bytes // 4), device=device))
     slots = [make_slot("parameter", 0, parameter)]
     return BucketBuffer(0, slots, lay_out(slots), f"a bucket of {size_bytes} bytes")
-
-
-def _timed(run: Callable[[], object], device: torch.device) -> float:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    start = time.perf_counter()
-    run()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return (time.perf_counter() - start) * 1e6
 
 
 def _line(world: World, sizes: Sequence[int], times_us: Sequence[float]) -> Line:

@@ -9,6 +9,7 @@ from planner.layerwise import layer_wise
 from planner.problem import Problem
 from planner.selection import DEFAULT_MAX_RATIO, MAX_RATIO
 from planner.strategies.arguments import positive_number
+from runtime.names import numbered
 
 
 def lags(problem: Problem, argument: str | None = None) -> Schedule:
@@ -22,10 +23,7 @@ def lags(problem: Problem, argument: str | None = None) -> Schedule:
 def ratios(problem: Problem, schedule: Schedule) -> dict[str, float]:
     """Layer → c, its elements over those that travel. A name that comes back later is numbered: `conv`, `conv#2`."""
     result: dict[str, float] = {}
-    seen: dict[str, int] = {}
-    for bucket in schedule.buckets:
-        layer = problem.profile.compute.gradients[bucket.gradients[0]].layer
-        seen[layer] = seen.get(layer, 0) + 1
-        name = layer if seen[layer] == 1 else f"{layer}#{seen[layer]}"
+    layers = [problem.profile.compute.gradients[bucket.gradients[0]].layer for bucket in schedule.buckets]
+    for name, bucket in zip(numbered(layers), schedule.buckets, strict=True):
         result[name] = 1.0 if bucket.k is None else int(problem.numel[list(bucket.gradients)].sum()) / bucket.k
     return result
