@@ -38,7 +38,9 @@ def layer_runs(gradients: Iterable[tuple[str, int]]) -> list[tuple[str, int]]:
 def all_finite(flat: Tensor) -> Tensor:
     """Whether all elements are, as a 0-d tensor: one pass without memory of its own."""
     real = torch.view_as_real(flat) if flat.is_complex() else flat
-    return torch.isfinite(real.sum(dtype=torch.float64))
+    if not real.numel():
+        return torch.ones((), dtype=torch.bool, device=flat.device)
+    return torch.stack(torch.aminmax(real)).isfinite().all()  # a NaN is the least and the largest of any
 
 
 class Lossy(Protocol):
