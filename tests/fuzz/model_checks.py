@@ -10,7 +10,7 @@ import hashlib
 import json
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from models import Case, Step, ddp_can, from_line
 from torch import Tensor, nn
 
 import runtime
-from runtime.buckets import Slot, UsageFlags
+from runtime.buckets import Message, Slot, UsageFlags
 from runtime.buffers import BufferSync
 from runtime.collectives.library import LibraryAllReduce
 from runtime.plan import ModelReference, Plan, PlanBucket, PlanWorld
@@ -240,12 +240,13 @@ def check_cases(lines: list[str], folder: str) -> None:
 # Faults that the fuzzer must find.
 
 
-def _alone(_self: Any, flat: Tensor, group: dist.ProcessGroup) -> dist.Work:
-    return dist.all_reduce(flat.clone(), group=group, async_op=True)
+def _alone(_self: Any, message: Message, group: dist.ProcessGroup) -> Iterator[dist.Work]:
+    yield dist.all_reduce(message.flat.clone(), group=group, async_op=True)
 
 
-def _all_but_the_last(_self: Any, flat: Tensor, group: dist.ProcessGroup) -> dist.Work:
-    return dist.all_reduce(flat[:-1] if flat.numel() > 1 else flat.clone(), group=group, async_op=True)
+def _all_but_the_last(_self: Any, message: Message, group: dist.ProcessGroup) -> Iterator[dist.Work]:
+    flat = message.flat
+    yield dist.all_reduce(flat[:-1] if flat.numel() > 1 else flat.clone(), group=group, async_op=True)
 
 
 def _unscaled(slot: Slot, _scale: float) -> None:
@@ -254,8 +255,8 @@ def _unscaled(slot: Slot, _scale: float) -> None:
 
 
 FAULTS: dict[str, tuple[type, str, Any]] = {
-    "nothing is summed": (LibraryAllReduce, "start", _alone),
-    "the last element is not summed": (LibraryAllReduce, "start", _all_but_the_last),
+    "nothing is summed": (LibraryAllReduce, "run", _alone),
+    "the last element is not summed": (LibraryAllReduce, "run", _all_but_the_last),
     "large gradients are not scaled": (Slot, "take", _unscaled),
     "unused parameters count as used": (UsageFlags, "used_somewhere", lambda flags: set(range(flags._parameters))),
     "buffers stay apart": (BufferSync, "_exchange", lambda _self: None),
