@@ -47,8 +47,8 @@ class Exchange:
         self._flags: UsageFlags | None = None
         if exchanges:
             self.slots, self.buckets, self._flags = make_buckets(plan, parameters, ranks)
-        self.carried = Carried(self.buckets, loss_scale)
-        """What lossy buckets have yet to send."""
+        self.carried = Carried(self.buckets, loss_scale, plan.momentum_correction, ranks)
+        """What lossy buckets have yet to send, and momentum."""
         self._views = ViewGuard(self.buckets)
         self._parameters, self._recorder = parameters, recorder
         self._scale = 1.0 / ranks
@@ -200,7 +200,9 @@ class Exchange:
 
     def follow(self, before: Exchange) -> None:
         """Takes over which gradients have come since the last exchange (in `no_sync`), and what has yet to travel."""
-        self.carried.take_over(before.carried.state(), self._parameters)
+        # An exact plan has no state, and yet its steps count: densities warm up once in a run.
+        state = {"residuals": {}, **before.carried.state(), "steps": before.carried.steps}
+        self.carried.take_over(state, self._parameters)
         touched = {slot.name for slot in before.slots if slot.touched}
         for slot in self.slots:
             slot.touched = slot.name in touched

@@ -97,6 +97,8 @@ def _fallback_misfit(parameters: Mapping[str, nn.Parameter], plan: Plan, ranks: 
         return None
     if plan.fallback.accuracy != "exact":
         return f"the plan's fallback has the accuracy {plan.fallback.accuracy}; expected exact: {CURE}"
+    if plan.fallback.momentum_correction != plan.momentum_correction:
+        return f"the plan and its fallback correct momentum differently; expected the same of both: {CURE}"
     problem = find_plan_misfit(parameters, plan.fallback, ranks)
     return None if problem is None else f"the plan's fallback: {problem}"
 
@@ -258,8 +260,21 @@ def _lossy_misfit(parameters: Mapping[str, nn.Parameter], plan: Plan, bucket: Pl
     return None
 
 
+def _has_momentum(optimizer: torch.optim.Optimizer | None) -> str | None:
+    """What is not plain SGD about an optimizer, or None."""
+    if not isinstance(optimizer, torch.optim.SGD):
+        return "no optimizer" if optimizer is None else type(optimizer).__name__
+    found = next((group["momentum"] for group in optimizer.param_groups if group["momentum"]), None)
+    return None if found is None else f"SGD with momentum {found}"
+
+
 def find_optimizer_misfit(plan: Plan, optimizer: torch.optim.Optimizer | None) -> str | None:
-    """Why this optimizer cannot train by a plan that sends less than everything, or None."""
+    """Why this optimizer cannot train by the plan, or None."""
+    if plan.momentum_correction is not None and (odd := _has_momentum(optimizer)):
+        return (
+            f"the plan corrects momentum, which is added up before the optimizer then, but found {odd}; expected "
+            f"torch.optim.SGD without momentum: leave it out there, or momentum_correction in the plan"
+        )
     lossy = next((index for index, bucket in enumerate(plan.buckets) if bucket.compressor.name != "none"), None)
     if lossy is None or not isinstance(optimizer, DECIDE_BY_LOSS):
         return None

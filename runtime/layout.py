@@ -35,7 +35,9 @@ def make_lossy(bucket: BucketBuffer, spec: CompressorSpec, ranks: int, tail: Ten
     if isinstance(compressor, WireCompressor):
         return NarrowedBucket(carrier, compressor, ranks, tail)
     assert compressor is not None
-    return SelectedBucket(carrier, compressor, ranks, tail, by_magnitude=spec.name != "randomk")
+    return SelectedBucket(
+        carrier, compressor, ranks, tail, by_magnitude=spec.name != "randomk", warmup_steps=spec.warmup_steps
+    )
 
 
 def flags_dtype(last: PlanBucket, parameters: Mapping[str, nn.Parameter]) -> torch.dtype:

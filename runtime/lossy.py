@@ -12,7 +12,7 @@ et al., ECAI 2020), which puts the learning rate inside the residual: the same f
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from itertools import groupby
 from typing import Any, Protocol
 
@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from runtime.buckets import BucketBuffer, view_of
+from runtime.compressors.dgc import MomentumCorrection
 from runtime.names import layer_of, numbered
 
 
@@ -52,6 +53,8 @@ class Lossy(Protocol):
     """What its collective gets."""
     k: int
     """How many elements each rank sends."""
+    selects: bool
+    """Whether these are fewer than all, each rank's own."""
     by_magnitude: bool
     """Whether these are the largest: what `runtime.guard` looks at."""
 
@@ -82,6 +85,27 @@ class Carrier:
         """What of this rank's gradients has not travelled yet. Shape (elements of the bucket,)."""
         self.following = torch.zeros_like(self.residual)
         """The residual after the step that is on its way."""
+        self.velocity: Tensor | None = None
+        """With momentum correction, the momentum of this rank's gradients. Shape as the residual's."""
+        self._correction: MomentumCorrection | None = None
+
+    def correct_momentum(self, correction: MomentumCorrection) -> None:
+        """From now on velocities are added up instead of gradients."""
+        self._correction = correction
+        self.velocity = torch.zeros_like(self.residual)
+        self._following_velocity = torch.zeros_like(self.residual)
+
+    def addend(self) -> Tensor:
+        """What is added to the residual before it is selected from. Shape (elements of the bucket,)."""
+        if self._correction is None or self.velocity is None:
+            return self.gradient()
+        self._correction.correct(self.gradient(), self.velocity, self._following_velocity)
+        return self._following_velocity
+
+    def mask(self, indices: Tensor) -> None:
+        """What has been selected loses its velocity, where that is asked for."""
+        if self._correction is not None:
+            self._correction.mask(self._following_velocity, indices)
 
     def gradient(self) -> Tensor:
         """The bucket's gradients in order of its slots. Shape (elements of the bucket,)."""
@@ -124,21 +148,24 @@ class Carrier:
         """See `Lossy.commit`."""
         if finite.device.type != "cpu":
             torch.where(finite, self.following, self.residual, out=self.residual)  # without waiting for the device
+            if self.velocity is not None:
+                torch.where(finite, self._following_velocity, self.velocity, out=self.velocity)
         elif finite:
             self.residual, self.following = self.following, self.residual
+            if self.velocity is not None:
+                self.velocity, self._following_velocity = self._following_velocity, self.velocity
 
     def residuals(self) -> dict[str, Tensor]:
         """By gradient, in its shape: parts of the residual itself."""
+        return self._by_name(self.residual)
+
+    def velocities(self) -> dict[str, Tensor]:
+        """By gradient, in its shape: parts of the velocity itself; none without momentum correction."""
+        return {} if self.velocity is None else self._by_name(self.velocity)
+
+    def _by_name(self, flat: Tensor) -> dict[str, Tensor]:
         parts, offset = {}, 0
         for slot, size in zip(self.bucket.slots, self.sizes, strict=True):
-            parts[slot.name] = view_of(self.residual, offset, slot.parameter)
+            parts[slot.name] = view_of(flat, offset, slot.parameter)
             offset += size
         return parts
-
-    def take_over(self, residuals: Mapping[str, Tensor]) -> None:
-        """Goes on with residuals of its gradients by name; those that are missing begin at zero."""
-        for name, part in self.residuals().items():
-            if name in residuals:
-                part.copy_(residuals[name])
-            else:
-                part.zero_()

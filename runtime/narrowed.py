@@ -43,7 +43,7 @@ class Narrowed:
 class NarrowedBucket:
     """See `runtime.lossy.Lossy`; for the compressor `wire`."""
 
-    by_magnitude = False
+    selects, by_magnitude = False, False
 
     def __init__(self, carrier: Carrier, compressor: WireCompressor, ranks: int, tail: Tensor | None) -> None:
         """`tail` (float32, small integers) travels behind the elements and becomes its sum over ranks."""

@@ -70,6 +70,8 @@ class CompressorSpec:
     """Number of elements kept, per layer within the bucket."""
     density: Annotated[float, Field(gt=0.0, le=1.0)] | None = None
     scope: Literal["bucket", "layer"] | None = None
+    warmup_steps: PositiveCount | None = None
+    """Steps in which the density comes down to the plan's: a quarter of them each at 25, 6.25, 1.5625 and 0.39 %."""
 
 
 NO_COMPRESSION = CompressorSpec(name="none")
@@ -90,6 +92,17 @@ class PlanBucket:
     """Dense bytes of the bucket, where the planner knew them."""
     reason: str | None = None
     """Why this bucket ends where it does, in words."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MomentumSpec:
+    """Momentum that the runtime adds up in place of the optimizer: before it selects (Deep Gradient Compression)."""
+
+    __pydantic_config__ = STRICT
+
+    momentum: Annotated[float, Field(ge=0.0, lt=1.0)]
+    masking: bool = True
+    """Whether elements that are sent lose their velocity."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -246,6 +259,7 @@ class Plan:
     world: PlanWorld
     accuracy: Accuracy
     buckets: Annotated[tuple[PlanBucket, ...], Field(min_length=1, max_length=MAX_BUCKETS)]
+    momentum_correction: MomentumSpec | None = None
     delay: DelaySpec | None = None
     local_async: LocalAsyncSpec | None = None
     predicted: Prediction | None = None

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from runtime.compressors.dgc import warmup_density
 from runtime.compressors.sparse import SparseCompressor
 from runtime.lossy import Carrier
 
@@ -24,24 +25,44 @@ class Packed:
 class SelectedBucket:
     """See `runtime.lossy.Lossy`; for the compressors `topk` and `randomk`."""
 
+    selects = True
+
     def __init__(
-        self, carrier: Carrier, compressor: SparseCompressor, ranks: int, tail: Tensor | None, *, by_magnitude: bool
+        self,
+        carrier: Carrier,
+        compressor: SparseCompressor,
+        ranks: int,
+        tail: Tensor | None,
+        *,
+        by_magnitude: bool,
+        warmup_steps: int | None = None,
     ) -> None:
         """`tail` (float32) travels behind the message and becomes its sum over ranks. `by_magnitude`: what is not
-        finite is chosen first, and so is seen by all ranks without more ado.
+        finite is chosen first, and so is seen by all ranks without more ado. In the first `warmup_steps` more is sent.
         """
-        self.carrier, self._compressor, self._ranks, self._tail = carrier, compressor, ranks, tail
-        self.by_magnitude = by_magnitude
-        self.k = compressor.k
-        self._words = self.k * (carrier.dtype.itemsize // 4)
-        words = self._words + self.k + (0 if tail is None else tail.numel())
-        flat = torch.zeros(words, dtype=torch.int32, device=carrier.device)
-        self.packed = Packed(flat, flat.new_zeros(ranks * words))
+        self.carrier, self._planned, self._ranks, self._tail = carrier, compressor, ranks, tail
+        self.by_magnitude, self._warmup_steps = by_magnitude, warmup_steps
+        self._send_by(compressor)
+
+    def _send_by(self, compressor: SparseCompressor) -> None:
+        self._compressor, self.k = compressor, compressor.k
+        self._words = self.k * (self.carrier.dtype.itemsize // 4)
+        words = self._words + self.k + (0 if self._tail is None else self._tail.numel())
+        flat = torch.zeros(words, dtype=torch.int32, device=self.carrier.device)
+        self.packed = Packed(flat, flat.new_zeros(self._ranks * words))
+
+    def _warm_up(self, step: int, warmup_steps: int) -> None:
+        compressor = self._planned.at_least(warmup_density(step, warmup_steps))
+        if compressor.k != self.k:
+            self._send_by(compressor)
 
     def pack(self, step: int) -> None:
         """See `Lossy.pack`."""
+        if self._warmup_steps is not None:
+            self._warm_up(step, self._warmup_steps)
         carrier, words, flat = self.carrier, self._words, self.packed.flat
-        values, indices = self._compressor.compress(carrier.gradient(), carrier.residual, carrier.following, step)
+        values, indices = self._compressor.compress(carrier.addend(), carrier.residual, carrier.following, step)
+        carrier.mask(indices)
         if not self.by_magnitude and self.k:
             # Not finite where any element is not: all ranks must see it.
             values[0] += 0.0 * carrier.following.sum(dtype=torch.float64)

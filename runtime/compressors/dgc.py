@@ -9,6 +9,9 @@ from torch import Tensor
 
 from runtime.errors import InputError
 
+START, STAGES = 0.25, 4
+"""The first density of the warm-up, whose powers follow, and how many."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class MomentumCorrection:
@@ -40,17 +43,8 @@ class MomentumCorrection:
             new_velocity[indices.long()] = 0.0
 
 
-def warmup_density(step: int, steps_per_stage: int, target: float, start: float = 0.25) -> float:
-    """The density of a step while training begins: start, start², start³, …, and from then on `target`.
-
-    With 0.25 these are the paper's 25 %, 6.25 %, 1.5625 %, 0.4 %, then 0.1 %.
-    """
-    if steps_per_stage < 1 or step < 0:
-        raise InputError(f"warm-up: found step {step} of stages of {steps_per_stage} steps; expected 0 and 1 or more")
-    if not (0.0 < target <= 1.0 and 0.0 < start < 1.0):
-        raise InputError(
-            f"warm-up: found the densities {start} to {target}; expected a start between 0 and 1 and a target of more "
-            f"than 0 and at most 1: correct them"
-        )
-    density: float = start ** (1 + step // steps_per_stage)
-    return max(target, density)
+def warmup_density(step: int, warmup_steps: int) -> float:
+    """The least density of a step while training begins: the paper's 25 %, 6.25 %, 1.5625 %, 0.39 %; then 0."""
+    if warmup_steps < 1 or step < 0:
+        raise InputError(f"warm-up: found step {step} of {warmup_steps} steps; expected 0 or more, of 1 or more")
+    return 0.0 if step >= warmup_steps else float(START ** (1 + step * STAGES // warmup_steps))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from types import MappingProxyType
 
 import torch
@@ -37,6 +39,11 @@ class SparseCompressor:
         self.k = sum(segment.k for segment in segments)
         """Elements that are sent in all."""
         self._selector = selector
+
+    def at_least(self, density: float) -> SparseCompressor:
+        """The same, with k of each part raised to this share of its elements."""
+        segments = [replace(one, k=max(one.k, math.floor(density * one.elements))) for one in self.segments]
+        return SparseCompressor(segments, self._selector)
 
     def compress(self, gradient: Tensor, residual: Tensor, new_residual: Tensor, step: int) -> tuple[Tensor, Tensor]:
         """(values, indices) of what is sent; indices are int32, ascending, in the whole buffer.

@@ -133,12 +133,18 @@ def test_sending_everything_with_momentum_correction_is_momentum() -> None:
 
 
 def test_density_warms_up_in_stages() -> None:
-    stages = [warmup_density(step, 10, 0.001) for step in (0, 9, 10, 20, 30, 39, 40, 10**6)]
-    assert stages == [0.25, 0.25, 0.0625, 0.015625, 0.00390625, 0.00390625, 0.001, 0.001]
-    assert warmup_density(0, 1, 0.5) == 0.5
-    for arguments in ((-1, 10, 0.1), (0, 0, 0.1), (0, 1, 0.0), (0, 1, 0.1, 1.0)):
+    stages = [warmup_density(step, 40) for step in (0, 9, 10, 20, 30, 39, 40, 10**6)]
+    assert stages == [0.25, 0.25, 0.0625, 0.015625, 0.00390625, 0.00390625, 0.0, 0.0]
+    assert [warmup_density(step, 2) for step in range(3)] == [0.25, 0.015625, 0.0]
+    for arguments in ((-1, 10), (0, 0)):
         with pytest.raises(InputError, match="warm-up: found"):
             warmup_density(*arguments)
+
+
+def test_a_denser_compressor_keeps_what_was_more() -> None:
+    made = sparse("exact", [("a", 100), ("b", 10)], k={"a": 2, "b": 5})
+    assert [segment.k for segment in made.at_least(0.25).segments] == [25, 5]
+    assert [segment.k for segment in made.at_least(0.0).segments] == [2, 5]
 
 
 def test_delta_compares_with_random_selection() -> None:

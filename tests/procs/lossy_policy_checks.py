@@ -14,6 +14,7 @@ import torch.distributed as dist
 from drift_checks import linked
 from lossy_checks import CHECKS as LOSSY_CHECKS
 from lossy_reference import RANDOM, TOPK, WIRE, loss_of, lossy
+from momentum_checks import CHECKS as MOMENTUM_CHECKS
 from session_checks import convnet, plan_of
 from torch import nn
 
@@ -123,9 +124,9 @@ def others_are_not_judged() -> dict[str, bool]:
     return {"stay": found == {"wire", "randomk"}, "no warning": not caught}
 
 
-CHECKS: dict[str, Callable[[], dict[str, bool]]] = LOSSY_CHECKS | {
-    check.__name__: check for check in (fallback, guarded, others_are_not_judged)
-}
+CHECKS: dict[str, Callable[[], dict[str, bool]]] = (
+    LOSSY_CHECKS | MOMENTUM_CHECKS | {check.__name__: check for check in (fallback, guarded, others_are_not_judged)}
+)
 
 
 def run() -> dict[str, dict[str, bool]]:
