@@ -259,7 +259,10 @@ class StreamCommunicator:
         sent.end = _mark(self._side)
 
     def wait(self, until: Sent | None = None) -> None:
-        """See `Communicator.wait`: makes the current stream wait, for all that was launched."""
+        """See `Communicator.wait`: makes the current stream wait, for all that was launched or for that bucket."""
+        if until is not None and isinstance(until.end, torch.cuda.Event):
+            torch.cuda.current_stream().wait_event(until.end)
+            return
         works, self._works = self._works, []
         torch.cuda.current_stream().wait_stream(self._side)
         for work, label in works:

@@ -46,7 +46,7 @@ class Exchange:
         self.buckets: list[BucketBuffer] = []
         self._flags: UsageFlags | None = None
         if exchanges:
-            self.slots, self.buckets, self._flags = make_buckets(plan, parameters, ranks)
+            self.slots, self.buckets, self._flags = self._lay_out(parameters, ranks)
         self.carried = Carried(self.buckets, loss_scale, plan.momentum_correction, ranks)
         """What lossy buckets have yet to send, and momentum."""
         self._views = ViewGuard(self.buckets)
@@ -57,6 +57,11 @@ class Exchange:
         self.open = False
         """Whether a backward gives its gradients now."""
         self._handles: list[Any] = []
+
+    def _lay_out(
+        self, parameters: Mapping[str, nn.Parameter], ranks: int
+    ) -> tuple[list[Slot], list[BucketBuffer], UsageFlags | None]:
+        return make_buckets(self.plan, parameters, ranks)
 
     def install(self, admit: Callable[[], bool], again: Callable[[Slot, Tensor], None]) -> None:
         """Hooks the parameters.

@@ -12,9 +12,10 @@ from runtime.closures import DECIDE_BY_LOSS
 from runtime.collectives import COLLECTIVES
 from runtime.compressors import COMPRESSORS, make_compressor
 from runtime.errors import InputError
+from runtime.local_updates import LOCAL_UPDATES
 from runtime.lossy import layer_runs
 from runtime.names import canonical_name, fingerprint
-from runtime.plan import CURE, Plan, PlanBucket
+from runtime.plan import CURE, DelaySpec, Plan, PlanBucket
 from runtime.torch_compat import is_sharded, is_wrapped
 
 SELECTING = ("topk", "randomk")
@@ -212,8 +213,8 @@ def _tensor_misfit(tensor: Tensor) -> str | None:
 
 
 def _support_misfit(parameters: Mapping[str, nn.Parameter], plan: Plan) -> str | None:
-    if plan.delay is not None:
-        return "the plan asks for delayed synchronization, which this version does not execute; expected delay null"
+    if plan.delay is not None and (problem := _delay_misfit(plan, plan.delay)):
+        return problem
     if plan.local_async is not None:
         return "the plan asks for local updaters, which this version does not execute; expected local_async null"
     if plan.updates is not None:
@@ -223,6 +224,37 @@ def _support_misfit(parameters: Mapping[str, nn.Parameter], plan: Plan) -> str |
         if problem is not None:
             return f"bucket {index} {problem}"
     return None
+
+
+def _delay_misfit(plan: Plan, delay: DelaySpec) -> str | None:
+    """Why a plan cannot be executed with its delay."""
+    if plan.accuracy != "relaxed":
+        return f'the plan has a delay and the accuracy {plan.accuracy}; expected "relaxed": set it if delay is meant'
+    if delay.local_update not in LOCAL_UPDATES:
+        known = ", ".join(LOCAL_UPDATES)
+        return f"the delay's local_update is {delay.local_update!r}, which is unknown; known: {known}"
+    if delay.warmup_steps % delay.steps:
+        return (
+            f"the delay has {delay.warmup_steps} warmup_steps, expected a multiple of its {delay.steps} steps, such as "
+            f"{-(-delay.warmup_steps // delay.steps) * delay.steps}"
+        )
+    lossy = next((index for index, bucket in enumerate(plan.buckets) if bucket.compressor.name != "none"), None)
+    if lossy is not None:
+        return f"bucket {lossy} is compressed, which this version does not do with a delay; expected none: {CURE}"
+    nodes = plan.world.nodes or plan.world.ranks
+    if nodes != plan.world.ranks:
+        return (
+            f"the plan has a delay for {plan.world.ranks} ranks on {nodes} nodes, and this version delays one rank a "
+            f"node; expected as many nodes as ranks: {CURE}"
+        )
+    return None
+
+
+def find_late_delay(plan: Plan) -> str | None:
+    """Why a run that has begun cannot change over to the plan, or None."""
+    if plan.delay is None:
+        return None
+    return "the plan has a delay, whose warm-up begins with a run; expected delay null: attach with that plan"
 
 
 def _form_misfit(bucket: PlanBucket) -> str | None:
@@ -260,6 +292,14 @@ def _lossy_misfit(parameters: Mapping[str, nn.Parameter], plan: Plan, bucket: Pl
     return None
 
 
+def _no_plain_sgd(optimizer: torch.optim.Optimizer | None) -> str | None:
+    """What owners of weights cannot do of an optimizer, or None."""
+    if not isinstance(optimizer, torch.optim.SGD):
+        return "no optimizer" if optimizer is None else type(optimizer).__name__
+    options = ("dampening", "maximize", "differentiable")
+    return next((f"SGD with {o}" for group in optimizer.param_groups for o in options if group[o]), None)
+
+
 def _has_momentum(optimizer: torch.optim.Optimizer | None) -> str | None:
     """What is not plain SGD about an optimizer, or None."""
     if not isinstance(optimizer, torch.optim.SGD):
@@ -270,6 +310,12 @@ def _has_momentum(optimizer: torch.optim.Optimizer | None) -> str | None:
 
 def find_optimizer_misfit(plan: Plan, optimizer: torch.optim.Optimizer | None) -> str | None:
     """Why this optimizer cannot train by the plan, or None."""
+    if plan.delay is not None and (odd := _no_plain_sgd(optimizer)):
+        return (
+            f"the plan has a delay, for which owners of the weights and ranks do what torch.optim.SGD does, but found "
+            f"{odd}; expected torch.optim.SGD with momentum, weight decay or Nesterov's momentum: use that, or plan "
+            f"without --accuracy relaxed"
+        )
     if plan.momentum_correction is not None and (odd := _has_momentum(optimizer)):
         return (
             f"the plan corrects momentum, which is added up before the optimizer then, but found {odd}; expected "

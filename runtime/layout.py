@@ -55,25 +55,34 @@ def make_buckets(
     Raises:
         InputError: a compressor's options are wrong, or do not fit its bucket.
     """
-    slots: list[Slot] = []
-    buckets: list[BucketBuffer] = []
     last = plan.buckets[-1]
     dtype = flags_dtype(last, parameters)
     flags = UsageFlags(len(plan.gradients), ranks, dtype)
+    exact = last.compressor.name == EXACT
+    slots, buckets = make_plain_buckets(plan, parameters, tail_elements=flags.elements if exact else 0)
+    tail = buckets[-1].messages[0]
+    if not exact:
+        tail = Message(torch.zeros(flags.elements, dtype=dtype, device=tail.flat.device), [])
+    for bucket, planned in zip(buckets, plan.buckets, strict=True):
+        if planned.compressor.name != EXACT:
+            behind = tail.flat if planned is last else None
+            bucket.lossy = make_lossy(bucket, planned.compressor, ranks, behind)
+    flags.lie_in(tail)
+    return slots, buckets, flags
+
+
+def make_plain_buckets(
+    plan: Plan, parameters: Mapping[str, nn.Parameter], tail_elements: int = 0
+) -> tuple[list[Slot], list[BucketBuffer]]:
+    """All gradients in readiness order, and buckets that send them as they are; `tail_elements` behind the last."""
+    slots: list[Slot] = []
+    buckets: list[BucketBuffer] = []
     for index, planned in enumerate(plan.buckets):
         members = [
             make_slot(name, len(slots) + position, parameters[name]) for position, name in enumerate(planned.gradients)
         ]
         slots += members
-        exact, closes = planned.compressor.name == EXACT, planned is last
-        messages = lay_out(members, tail_elements=flags.elements if exact and closes else 0)
+        messages = lay_out(members, tail_elements=tail_elements if index == len(plan.buckets) - 1 else 0)
         label = f"bucket {index} ({planned.collective}/{planned.algorithm}, {members[0].name} … {members[-1].name})"
-        bucket = BucketBuffer(index, members, messages, label)
-        buckets.append(bucket)
-        tail = messages[0]
-        if not exact:
-            tail = Message(torch.zeros(flags.elements, dtype=dtype, device=messages[0].flat.device), [])
-            bucket.lossy = make_lossy(bucket, planned.compressor, ranks, tail.flat if closes else None)
-        if closes:
-            flags.lie_in(tail)
-    return slots, buckets, flags
+        buckets.append(BucketBuffer(index, members, messages, label))
+    return slots, buckets

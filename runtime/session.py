@@ -1,10 +1,6 @@
-"""The life of one training step.
+"""A model that trains by a plan: its exchange, what watches over it, and how another plan takes its place.
 
-    backward begins      ─▶ ask autograd for a callback at the end of this backward
-    each gradient ready  ─▶ scale it into its bucket; buckets whose gradients are all there leave in plan order
-    end of backward      ─▶ fill in what no backward produced, send the rest, wait; `.grad` is the average
-
-Between two steps another plan may take the place of the first one (`Session.switch`).
+What happens in one step is told in `runtime.backward`.
 """
 
 from __future__ import annotations
@@ -12,42 +8,36 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from functools import partial
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from runtime.buckets import Slot
+from runtime.backward import BackwardLife
 from runtime.buffers import BufferSync
 from runtime.carried import carried_part
 from runtime.clock import make_clock
 from runtime.closures import LossAveraging
 from runtime.collectives import collective_of
 from runtime.communicator import Communicator, NullCommunicator, Sent, make_communicator
+from runtime.delay import Delay, delays_of
 from runtime.drift import DriftGuard
 from runtime.errors import FallbackWarning, InputError
 from runtime.exchange import Exchange
 from runtime.fit import (
+    find_late_delay,
     find_late_step,
     find_optimizer_misfit,
     find_plan_misfit,
     trainable_parameters,
 )
 from runtime.guard import Guard, Sampled, without
-from runtime.hooks import ModuleHook
 from runtime.plan import Plan, load_plan
 from runtime.recorder import Recorder
 from runtime.report import Report, make_report
-from runtime.torch_compat import (
-    OUTSIDE,
-    current_backward_id,
-    leave_uncompiled,
-    queue_backward_callback,
-    tree_leaves,
-)
+from runtime.torch_compat import OUTSIDE, current_backward_id, leave_uncompiled
 from runtime.trial import Trial
 from runtime.version import __version__
 from runtime.watch import ModelWatch
@@ -78,18 +68,16 @@ class Session:
         """How many steps have been exchanged, which is the number of the next one."""
         self._pending: tuple[int, Exchange] | None = None
         self._communicate = communicate
-        self._synchronizing = True
-        self._reached: bool | None = None
-        self._awaiting_end = False
-        self._end: Callable[[], Any] = lambda: None
         self.parameters = trainable_parameters(model)
-        self._watch = ModelWatch(model, self.parameters)
+        self._backward = BackwardLife(
+            model, ModelWatch(model, self.parameters), lambda: self._exchange, self._step_done
+        )
         leave_uncompiled("runtime")
         self._device = next(iter(self.parameters.values())).device
         self.recorder = Recorder(make_clock(self._device), len(plan.buckets), len(plan.gradients))
         self.drift = DriftGuard(world.rank, self.recorder.clock)
         """Compares steps with the plan's prediction now and then; `drift.verdict` is what came out."""
-        tries = guard and world.ranks > 1 and plan.fallback is not None and plan.accuracy != "exact"
+        tries = guard and world.ranks > 1 and plan.fallback is not None and plan.accuracy != "exact" and not plan.delay
         self.trial = Trial(plan, world, self.recorder.clock) if tries else None
         """Tries a lossy plan against the exact one beside it; `trial.verdict` is what came out. None where there is
         nothing to try."""
@@ -98,18 +86,35 @@ class Session:
         self._exchange = self._make_exchange(plan)
         self._guard = self._make_guard()
         self._handles: list[Any] = []
+        self.delay = self._make_delay(optimizer) if communicate else None
+        """The stages of a plan with delay; None for other plans."""
         if broadcast_buffers:
-            self._handles += BufferSync(world, model, lambda: self._synchronizing).install()
+            self._handles += BufferSync(world, model, self._buffers_follow).install()
         # Hooked later and run before: the recorder's forward includes the exchange of buffers.
         self._handles += self.recorder.observe(model, optimizer)
         if communicate:
             self._handles += LossAveraging(world).install(optimizer)
-        self._exchange.install(self._admit, self._begin_again)
-        self._handles.append(model.register_forward_pre_hook(ModuleHook(self._before_forward), prepend=True))
-        self._handles.append(model.register_forward_hook(ModuleHook(self._after_forward)))
-        if drift:
+        self._backward.admit_to(self._exchange)
+        self._handles += self._backward.install()
+        if drift and self.delay is None:
             self.drift.begin(plan)
+        if self.delay is not None:
+            self.delay.start()
         attached.add(model)
+
+    def _make_delay(self, optimizer: torch.optim.Optimizer | None) -> Delay | None:
+        if self.plan.delay is None or optimizer is None or self.world.ranks == 1:
+            return None
+        delay = Delay(
+            self.plan, optimizer, self.world, self.parameters, list(self.model.buffers()), self.recorder,
+            put=self._put, steps_done=lambda: self.step, loss_scale=self._loss_scale,
+        )  # fmt: skip
+        self._handles += delay.install()
+        return delay
+
+    def _buffers_follow(self) -> bool:
+        """Whether the forward after this one begins with rank 0's buffers."""
+        return self._backward.synchronizing and not (self.delay is not None and self.delay.active)
 
     def _make_exchange(self, plan: Plan) -> Exchange:
         """Buckets of a plan, not yet hooked."""
@@ -123,89 +128,17 @@ class Session:
             loss_scale=self._loss_scale,
         )  # fmt: skip
 
-    # One step, in the order in which it happens.
-
-    def _before_forward(self, _module: nn.Module, _arguments: Any) -> None:
-        if self._exchange.slots and torch.is_grad_enabled():  # alone, nothing is missed
-            self._watch.check()
-        if current_backward_id() == OUTSIDE:
-            self._forget_abandoned()
-            if torch.is_grad_enabled():
-                self._exchange.carried.read_scale()
-
-    def _after_forward(self, _module: nn.Module, _arguments: Any, output: Any) -> None:
-        """Sees the outermost backward begin, also where a reentrant checkpoint runs backwards inside it."""
-        if torch.is_grad_enabled():
-            reached = partial(self._backward_reaches_output, self._synchronizing)
-            for tensor in tree_leaves(output):
-                if isinstance(tensor, Tensor) and tensor.requires_grad:
-                    tensor.register_hook(reached)
-
-    def _backward_reaches_output(self, synchronizing: bool, _gradient: Tensor) -> None:
-        """Whether this backward reaches parameters is not known yet: `torch.autograd.grad` does not."""
-        if self._abandoned():
-            self._forget_backward()
-        self._reached = self._reached or synchronizing
-        if not self._awaiting_end:
-            self._await_end()
-
-    def _admit(self) -> bool:
-        """The first gradient of a backward is here: a step begins, if this backward exchanges.
-
-        As with DDP the forward decides: one outside of `no_sync` is enough. If none was seen, the backward does.
-        """
-        if not (self._synchronizing if self._reached is None else self._reached):
-            return False
-        if self._reached is None:  # no forward of the model itself was seen
-            self._watch.check()
-        self._exchange.begin()
-        if not self._awaiting_end:
-            self._await_end()
-        return True
-
-    def _await_end(self) -> None:
-        self._awaiting_end = True
-        callback = partial(self._end_of_backward)
-        self._end = weakref.ref(callback)
-        queue_backward_callback(callback)
-
-    def _abandoned(self) -> bool:
-        """Whether an exception ended the backward whose end is awaited: its callback is gone and has not run."""
-        return self._awaiting_end and self._end() is None
-
-    def _forget_backward(self) -> None:
-        self._awaiting_end = False
-        self._reached = None
-        self._exchange.forget()
-
-    def _forget_abandoned(self) -> None:
-        """Outside of backward: one that an exception ended is forgotten; its messages are waited for."""
-        if self._exchange.open or self._awaiting_end:
-            self._forget_backward()
-            self._exchange.untouch()
-
-    def _begin_again(self, slot: Slot, parameter: Tensor) -> None:
-        """A gradient that is here already has come, which is an error unless it was an abandoned backward's."""
-        if not self._abandoned():
-            raise InputError(
-                f"the gradient of {slot.name} became ready twice in one backward; expected once: reentrant activation "
-                f"checkpointing of a shared parameter does that, use checkpoint(..., use_reentrant=False)"
-            )
-        self._forget_backward()
-        self._exchange.gradient_ready(slot, parameter)
-
-    def _end_of_backward(self) -> None:
-        self._awaiting_end = False
-        reached, self._reached = self._reached, None
-        if self._exchange.open or (reached and not self._exchange.slots):  # one rank only reports
-            self._exchange.finish()
-            self._step_done()
-
     def _step_done(self) -> None:
+        """All gradients of a step are there; the optimizer's step comes next."""
         self.step += 1
         if self._pending is None and (following := self._judged()) is not None:
             self._pending = self._laid_out(following)
-        if self._pending is not None and self._pending[0] <= self.step:
+        due = self._pending is not None and self._pending[0] <= self.step
+        if self.delay is not None and self.delay.active and (due or self.delay.failed):
+            self.delay.end()
+            if not due:
+                self._put(self._make_exchange(self.plan))
+        if due:
             self._change_over()
         else:
             self.drift.step_done(self.recorder.steps)
@@ -236,14 +169,19 @@ class Session:
     def _change_over(self) -> None:
         """Between two steps: the next one is the pending plan's. `.grad`s are not touched."""
         assert self._pending is not None
-        before, (_, self._exchange), self._pending = self._exchange, self._pending, None
-        self._exchange.follow(before)
+        (_, following), self._pending = self._pending, None
+        self.plan = following.plan
+        self._put(following)
+
+    def _put(self, following: Exchange) -> None:
+        """Another exchange takes the place of the present one."""
+        before, self._exchange = self._exchange, following
+        following.follow(before)
         before.close()
-        self._exchange.install(self._admit, self._begin_again)
-        self.plan = self._exchange.plan
+        self._backward.admit_to(following)
         self._guard = self._make_guard()
         self.recorder.restart(len(self.plan.buckets), len(self.plan.gradients))
-        if self._guards:
+        if self._guards and (self.plan.delay is None or (self.delay is not None and self.delay.active)):
             self.drift.begin(self.plan)
 
     # What a user may ask for.
@@ -255,11 +193,26 @@ class Session:
         As with DDP the forward decides: put it inside. Where the model's own forward is not called (but another of
         its methods), the backward decides.
         """
-        before, self._synchronizing = self._synchronizing, False
+        before, self._backward.synchronizing = self._backward.synchronizing, False
         try:
             yield
         finally:
-            self._synchronizing = before
+            self._backward.synchronizing = before
+
+    @contextmanager
+    def global_weights(self) -> Iterator[None]:
+        """Inside, the model has the synchronized weights and buffers: to evaluate, and to save them.
+
+        Only plans with a delay leave ranks with weights of their own; with others nothing happens. Every rank calls it
+        between the same two steps. What a script changes inside is lost.
+
+        Raises:
+            InputError: called inside a backward, or after `detach`.
+            CommunicationError: a rank did not come within the deadline.
+        """
+        self.pause("session.global_weights")
+        with nullcontext() if self.delay is None else self.delay.global_weights():
+            yield
 
     def switch(self, plan: Plan | str | Path, at_step: int | None = None) -> None:
         """Changes over to another plan on all ranks at one step; no step, gradient or update is lost.
@@ -299,7 +252,7 @@ class Session:
             raise InputError(f"{what}: the session is detached; expected an attached one: call runtime.attach first")
         if current_backward_id() != OUTSIDE:
             raise InputError(f"{what} was called while a backward runs; expected between two steps: call it after it")
-        self._forget_abandoned()
+        self._backward.forget_abandoned()
 
     def _prepare(self, plan: Plan | str | Path, at_step: int) -> tuple[Exchange | None, str | None]:
         """The new plan's buckets, or what is wrong on this rank: it is told to all ranks."""
@@ -309,6 +262,7 @@ class Session:
                 find_late_step(at_step, self.step)
                 or find_plan_misfit(self.parameters, loaded, self.world.ranks)
                 or find_optimizer_misfit(loaded, self._optimizer)
+                or find_late_delay(loaded)
             )
             return (None, problem) if problem else (self._make_exchange(loaded), None)
         except InputError as error:
@@ -334,6 +288,8 @@ class Session:
         state: dict[str, Any] = {"plan": self.plan.digest(), "ranks": self.world.ranks}
         if self.trial is not None:
             state["tried"] = self.trial.verdict is not None
+        if self.delay is not None:
+            return state | {"rank": self.world.rank, "delay": self.delay.state()}
         carried = self._exchange.carried.state()
         return state | ({"rank": self.world.rank, "carried": carried} if carried else {})
 
@@ -351,6 +307,10 @@ class Session:
             InputError: other state, of other parameters, or of another number of ranks than there are.
         """
         shapes = {name: parameter.shape for name, parameter in self.parameters.items()}
+        if self.delay is not None:
+            states, same_ranks = delays_of(state, self.world.rank, self.world.ranks)
+            self.step = self.delay.load(states, same_ranks=same_ranks)
+            return
         held = carried_part(state, self.world.rank, self.world.ranks, shapes)
         self._exchange.carried.take_over(held, self.parameters)
         one = state if isinstance(state, dict) else state[0]
@@ -384,6 +344,8 @@ class Session:
         self._handles.clear()
         self._pending = None
         self._exchange.close()
+        if self.delay is not None:
+            self.delay.close()
         self._exchange.give_gradients_away()
         if leave:
             self.world.leave()

@@ -39,6 +39,15 @@ class Contestant:
     exact: bool = True
     """Whether its gradients are DDP's, so that its losses have to be."""
 
+    @property
+    def delay(self) -> int:
+        """k of its plan, 0 without a delay."""
+        return 0 if self.plan is None or self.plan.delay is None else self.plan.delay.steps
+
+    def in_turns(self, steps: int) -> int:
+        """At least so many steps, as whole turns of k."""
+        return -(-steps // self.delay) * self.delay if self.delay else steps
+
 
 def contestants(plan: Plan, problem: Problem | None, strategies: Sequence[str]) -> list[Contestant]:
     """All but DDP's best bucket size, which is found by measuring.

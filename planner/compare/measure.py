@@ -99,7 +99,7 @@ class Contest:
             if record.failure is None:
                 self.block(record, steps)
         for record in records:
-            if record.contestant.plan is not None and record.failure is None:
+            if record.contestant.plan is not None and not record.contestant.delay and record.failure is None:
                 record.alone_us = self.alone(record.contestant.plan)
         backward_us = statistics.median(self.backward_us)
         return Measured(records, max(self.world.gather(backward_us, "the time of backward")))
@@ -114,10 +114,12 @@ class Contest:
         times: list[float] = []
         with self._trained(record.contestant, optimizer) as forward:
             self.world.gather(None, "the start of a block")
-            for step in range(self._warm_up_steps + steps):
+            for step in range(self._warm_up_steps + record.contestant.in_turns(steps)):
                 loss = self._step(forward, optimizer, step, record.contestant.kind, times)
                 self._unused = self._unused or any(p.requires_grad and p.grad is None for p in model.parameters())
-        record.step_us.append(times[self._warm_up_steps :])
+        measured = times[self._warm_up_steps :]
+        # Steps of a delay differ from each other: what counts is their mean over whole turns of k.
+        record.step_us.append([statistics.fmean(measured)] * steps if record.contestant.delay else measured)
         record.losses.append(loss)
 
     def _step(
@@ -152,8 +154,9 @@ class Contest:
         else:
             assert contestant.plan is not None
             session = runtime.attach(
-                self.built.model, optimizer, contestant.plan, sync=False, timeout_s=self._timeout_s, guard=False
-            )
+                self.built.model, optimizer, delayed_at_once(contestant.plan), sync=False, timeout_s=self._timeout_s,
+                guard=False,
+            )  # fmt: skip
             try:
                 yield self.built.model
             finally:
@@ -247,6 +250,11 @@ def compare_rank(
         return contest.measure(records, rounds, steps, shown)
     finally:
         world.leave()
+
+
+def delayed_at_once(plan: Plan) -> Plan:
+    """The plan without the synchronous steps that its run begins with, where it has a delay: these are not measured."""
+    return plan if plan.delay is None else replace(plan, delay=replace(plan.delay, warmup_steps=0))
 
 
 def _turns(records: Sequence[Record], rounds: int) -> Iterator[Record]:

@@ -15,14 +15,16 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from scipy import stats
-from torch import Tensor
+from torch import Tensor, nn
 
 from planner.profile.document import Line, Sample
 from planner.progress import Progress
-from runtime.buckets import BucketBuffer, Message
+from runtime.buckets import BucketBuffer, Message, lay_out, make_slot
 from runtime.collectives import COLLECTIVES
+from runtime.collectives.delayed import push
 from runtime.communicator import Communicator, Sent, make_communicator
-from runtime.torch_compat import all_gather_single, reduce_scatter_single
+from runtime.shards import Shard
+from runtime.torch_compat import all_gather_single
 from runtime.world import World
 
 SMALLEST_BYTES = 1024
@@ -158,9 +160,17 @@ _Maker = Callable[[World, torch.device, int], Run]
 
 
 def _reduce_scatter(world: World, device: torch.device, size_bytes: int) -> Run:
-    part = torch.zeros(max(1, size_bytes // 4 // world.ranks), device=device)
-    whole = torch.zeros(part.numel() * world.ranks, device=device)
-    return lambda: reduce_scatter_single(part, whole, group=world.group)
+    """As plans with delay push gradients: libraries' own reduce-scatters can take several times as long."""
+    slots = [make_slot("parameter", 0, nn.Parameter(torch.zeros(max(1, size_bytes // 4), device=device)))]
+    shard = Shard(lay_out(slots)[0], world.rank, world.ranks)
+    group = world.group
+    assert group is not None
+
+    def run() -> None:
+        for work in push(shard, group):
+            work.wait()
+
+    return run
 
 
 def _all_gather(world: World, device: torch.device, size_bytes: int) -> Run:

@@ -32,6 +32,7 @@ from planner.profile.document import (
 )
 from planner.profile.grad_weight import measure_grad_weight_share
 from planner.profile.links import LinkTimes, measure_links
+from planner.profile.local_update import measure_local_update
 from planner.profile.preserve import preserved
 from planner.profile.selection import measure_selection
 from planner.progress import Progress, Silent
@@ -59,6 +60,7 @@ class _Network:
     contention: Contention | None = None
     sparsify: dict[str, Line] | None = None
     unpack: dict[str, Line] | None = None
+    local_update: Line | None = None
 
 
 def profile_step(
@@ -197,7 +199,8 @@ def _measure_network(
     overlapped_us = min(_overlapped_us(rank) for rank in ranks)
     contention = measure_contention(model, optimizer, step, world, device, overlapped_us, model_bytes, progress)
     chosen, added = measure_selection(world, device, model_bytes, progress)
-    return _Network(apart.beside(links) if apart else links, apart, contention, chosen, added)
+    local_update = measure_local_update(world, device, model_bytes, progress)
+    return _Network(apart.beside(links) if apart else links, apart, contention, chosen, added, local_update)
 
 
 def _overlapped_us(rank: RankTimes) -> float:
@@ -265,4 +268,5 @@ def _cluster(world: World, network: _Network) -> Cluster:
         contention=network.contention,
         sparsify=network.sparsify,
         unpack=network.unpack,
+        local_update=network.local_update,
     )

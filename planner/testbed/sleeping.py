@@ -150,6 +150,13 @@ class SleepingGroup(ProcessGroup):
 
     _reduce_scatter_base = reduce_scatter_single  # type: ignore[assignment]  # its name before torch 2.13
 
+    def all_to_all_single(self, output: Any, given: Any, received: Any, sent: Any, opts: Any = None) -> Work:
+        """See torch. The bytes that cross the link are a reduce-scatter's."""
+        inner = self._inner.alltoall_base(output, given, received, sent, opts or dist.AllToAllOptions())
+        return self._held(inner, "reduce_scatter", _bytes([given]), output)
+
+    alltoall_base = all_to_all_single  # type: ignore[assignment]  # its name before torch 2.13
+
     def getBackendName(self) -> str:
         """See torch, which asks from C++ too."""
         return NAME

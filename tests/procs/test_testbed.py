@@ -264,9 +264,10 @@ def test_commands_of_planner_leave_nothing_however_they_end(tmp_path: Path, unto
 def test_ranks_sleep_where_namespaces_cannot_be_had() -> None:
     world = LocalWorld(ranks=2, emulation=parse_emulation("sleep:2x1@100mbit"))
     for rank in run_ranks(world, testbed_checks.sleeping_collectives):
-        summed, sent, whole, part, received = rank["results"]
+        summed, sent, whole, part, received, swapped = rank["results"]
         assert (summed, sent, whole, received) == ([3.0, 7.0], [2.0, 4.0], [1.0, 3.0, 2.0, 4.0], [1.0, 3.0])
         assert part in ([3.0], [7.0])
+        assert swapped in ([1.0, 2.0], [3.0, 4.0])
         assert rank["objects"] == ["rank 0", "rank 1"]
         assert rank["gradient"] == [[1.5, 0.0]]
         assert (rank["backend"], rank["emulation"].kind) == ("sleeping", "sleep")

@@ -21,7 +21,7 @@ from planner.testbed.commands import run_on_hosts
 from planner.testbed.emulation import emulation_here, parse_emulation
 from planner.testbed.hosts import emulated_hosts
 from planner.testbed.wiring import shaping
-from runtime.torch_compat import all_gather_single, reduce_scatter_single
+from runtime.torch_compat import all_gather_single, all_to_all_single, reduce_scatter_single
 from runtime.world import World
 
 MESSAGE_BYTES = 4 * 2**20
@@ -85,6 +85,8 @@ def sleeping_collectives() -> dict[str, Any]:
     whole, part = torch.zeros(4), torch.zeros(1)
     all_gather_single(whole, mine)
     reduce_scatter_single(part, mine)
+    swapped = torch.zeros(2)
+    all_to_all_single(swapped, mine)
     objects: list[Any] = [None, None]
     dist.all_gather_object(objects, f"rank {rank}")
     if rank == 0:
@@ -100,7 +102,7 @@ def sleeping_collectives() -> dict[str, Any]:
     model(torch.tensor([[1.0 + rank, 0.0]])).sum().backward()
     gradient = model.module.weight.grad
     return {
-        "results": [summed.tolist(), sent.tolist(), whole.tolist(), part.tolist(), mine.tolist()],
+        "results": [summed.tolist(), sent.tolist(), whole.tolist(), part.tolist(), mine.tolist(), swapped.tolist()],
         "objects": objects,
         "took_s": took_s,
         "gradient": None if gradient is None else gradient.tolist(),

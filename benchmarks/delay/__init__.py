@@ -1,0 +1,1 @@
+"""What delay costs in accuracy, and what it gives in speed."""

@@ -1,0 +1,36 @@
+"""Accuracy of plans with delay over k; how fast they are is measured with `python -m benchmarks.truth --delayed`.
+
+python -m benchmarks.delay                                # some minutes
+python -m benchmarks.delay --scale 0.2                    # shorter runs
+python -m benchmarks.delay --output docs/delay.md
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from benchmarks.delay import accuracy
+from planner.launch import LocalWorld, run_ranks
+
+BEGIN, END = "<!-- accuracy: begin -->", "<!-- accuracy: end -->"
+
+
+def main() -> int:
+    """Prints, and writes where told to."""
+    parser = argparse.ArgumentParser(description=str(__doc__).partition("\n")[0])
+    parser.add_argument("--scale", type=float, default=1.0, help="of the steps that are trained")
+    parser.add_argument("--output", type=Path, default=None, help="a document whose marked part is replaced")
+    options = parser.parse_args()
+    text = "\n".join(accuracy.lines(run_ranks(LocalWorld(ranks=2), accuracy.run_rank, options.scale)[0]))
+    print(text)
+    if options.output is not None:
+        head, _, rest = options.output.read_text("utf-8").partition(BEGIN)
+        _, _, tail = rest.partition(END)
+        options.output.write_text(f"{head}{BEGIN}\n\n{text}\n\n{END}{tail}", encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

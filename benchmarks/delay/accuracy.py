@@ -1,0 +1,97 @@
+"""Final metrics of synchronous and delayed training after the same number of steps."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+import runtime
+from benchmarks.lags.accuracy import SEEDS, Task, plan_of, tasks
+from runtime.plan import DelaySpec, Plan
+
+TASKS = ("digits, ResNet-20", "characters, LSTM")
+"""Those that are trained with SGD and momentum."""
+WARMUP_SHARE = 1 / 6
+"""Of the steps, rounded to a multiple of 60, which 1 to 5 divide."""
+WAYS: dict[str, DelaySpec | None] = {
+    "synchronous": None,
+    **{f"k = {k}": DelaySpec(steps=k) for k in range(1, 6)},
+    "k = 4, plain local SGD": DelaySpec(steps=4, local_update="sgd"),
+}
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One run."""
+
+    task: str
+    seed: int
+    way: str
+    metric: float
+    distance: float | None
+    """Median over pulls of how far ranks are from the global weights, over what the warm-up moved them by."""
+    k: int
+    """At the end: the guard may have shortened it."""
+
+
+def run_rank(scale: float) -> list[Outcome]:
+    """All tasks, seeds and ways, on this rank."""
+    wanted = [task for task in tasks(scale) if task.name in TASKS]
+    return [_train(task, seed, way) for task in wanted for seed in SEEDS for way in WAYS]
+
+
+def _plan(model: torch.nn.Module, steps: int, spec: DelaySpec | None) -> Plan:
+    plan = plan_of(model, None)
+    if spec is None:
+        return plan
+    warmup = max(60, round(steps * WARMUP_SHARE / 60) * 60)
+    values = {name: getattr(spec, name) for name in ("steps", "local_update")}
+    return Plan(
+        model=plan.model, world=plan.world, accuracy="relaxed", buckets=plan.buckets,
+        delay=DelaySpec(**values, warmup_steps=warmup),
+    )  # fmt: skip
+
+
+def _train(task: Task, seed: int, way: str) -> Outcome:
+    torch.manual_seed(seed)
+    model = task.model()
+    optimizer = task.optimizer(model.parameters())
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, task.steps)
+    session = runtime.attach(model, optimizer, _plan(model, task.steps, WAYS[way]), drift=False)
+    for step in range(task.steps):
+        optimizer.zero_grad()
+        task.loss(model, task.batch(step + 10_000 * seed, dist.get_rank())).backward()
+        optimizer.step()
+        schedule.step()
+    with session.global_weights():
+        metric = task.metric(model)
+    delay = session.delay
+    distances = [sample.relative for sample in delay.staleness.samples] if delay else []
+    session.detach()
+    return Outcome(
+        task.name, seed, way, metric, statistics.median(distances) if distances else None, delay.steps if delay else 0
+    )
+
+
+def lines(outcomes: list[Outcome]) -> Iterator[str]:
+    """One row per task and way."""
+    yield "| task | way | metric, mean over seeds (range) | against synchronous | distance of ranks |"
+    yield "| --- " * 5 + "|"
+    for name in dict.fromkeys(outcome.task for outcome in outcomes):
+        first = statistics.fmean(o.metric for o in outcomes if o.task == name and WAYS[o.way] is None)
+        for way, spec in WAYS.items():
+            found = [o for o in outcomes if o.task == name and o.way == way]
+            metrics = [o.metric for o in found]
+            mean = statistics.fmean(metrics)
+            distances = [o.distance for o in found if o.distance is not None]
+            far = f"{statistics.fmean(distances):.2f}" if distances else ""
+            if spec is not None and any(o.k != spec.steps for o in found):
+                far += f" (shortened to {', '.join(str(o.k) for o in found)})"
+            yield (
+                f"| {name} | {way} | {mean:.4f} ({min(metrics):.4f} to {max(metrics):.4f}) | {mean / first - 1.0:+.2%} "
+                f"| {far} |"
+            )

@@ -1,0 +1,116 @@
+"""How far ranks are from the global weights while they are delayed, and when that is too far.
+
+At each pull a rank knows how far its own weights have gone from the global ones, and tells the others behind its next
+push. The measure is what synchronous training moved by at the end of the warm-up, both per unit of learning rate, which
+schedulers change. Where ranks stay too far for some pulls, k is halved; with k = 1 the run goes back to synchronous
+steps. All ranks have the same figures at the same step, and decide alike.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from runtime.errors import AccuracyWarning
+
+BOUND, PULLS = 20.0, 3
+"""Ranks are too far when in so many pulls in a row their mean distance is above this many times the warm-up's."""
+KEPT = 1000
+"""Samples, at most."""
+NOTHING = (0.0, 0.0)
+"""Told in steps without a pull: (whether there is a distance, distance)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Distance:
+    """At one pull, over all ranks."""
+
+    step: int
+    mean: float
+    """‖own weights − global weights‖ per unit of learning rate, mean over ranks."""
+    largest: float
+    relative: float
+    """The mean over what the weights moved by in as many steps of the warm-up."""
+
+
+def norm(tensors: Mapping[str, Tensor], others: Mapping[str, Tensor]) -> float:
+    """‖tensors − others‖ over all of the names in `others`."""
+    squares = [
+        torch.linalg.vector_norm(tensors[name].detach() - other.to(tensors[name].device), dtype=torch.float64) ** 2
+        for name, other in others.items()
+    ]
+    return math.sqrt(float(torch.stack(squares).sum())) if squares else 0.0
+
+
+class Staleness:
+    """Distances of one run."""
+
+    def __init__(self) -> None:
+        self._snapshot: dict[str, Tensor] | None = None
+        self._base: float | None = None
+        self.samples: deque[Distance] = deque(maxlen=KEPT)
+        """The last ones."""
+
+    def state(self) -> dict[str, Any]:
+        """What `load` continues from."""
+        return {"base": self._base, "samples": [asdict(sample) for sample in self.samples]}
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Goes on from a `state`."""
+        self._base = state["base"]
+        self.samples = deque((Distance(**sample) for sample in state["samples"]), maxlen=KEPT)
+
+    def see_warmup(self, parameters: Mapping[str, nn.Parameter], lr_sum: float, *, last: bool) -> None:
+        """In the last steps of the warm-up, after each; `lr_sum` is that of the steps since the first call."""
+        if self._snapshot is None:
+            self._snapshot = {name: parameter.detach().clone() for name, parameter in parameters.items()}
+        if last:
+            moved = norm(parameters, self._snapshot)
+            self._base = moved / lr_sum if moved > 0.0 and lr_sum > 0.0 else None
+            self._snapshot = {}
+
+    def measure(
+        self, parameters: Mapping[str, nn.Parameter], weights: Mapping[str, Tensor], lr_sum: float
+    ) -> tuple[float, float]:
+        """What this rank tells the others: how far its weights are from the global ones; `lr_sum` of the same steps."""
+        return (1.0, norm(parameters, weights) / lr_sum) if lr_sum > 0.0 else NOTHING
+
+    def judge(self, told: Tensor, step: int, steps: int) -> int:
+        """How long the delay is to be from now on, 0 for synchronous steps; warns where that is another.
+
+        Args:
+            told: what each rank measured. Shape (ranks, 2).
+            step: for the record.
+            steps: how long it is now.
+        """
+        fresh = told[:, 0] > 0.0
+        if not bool(fresh.any()):
+            return steps
+        distances = told[fresh, 1]
+        mean = float(distances.mean())
+        if self._base is None and math.isfinite(mean) and mean > 0.0:  # no warm-up: by the first pull
+            self._base = mean
+        relative = mean / self._base if self._base else math.inf if not math.isfinite(mean) else 0.0
+        self.samples.append(Distance(step=step, mean=mean, largest=float(distances.max()), relative=relative))
+        last = list(self.samples)[-PULLS:]
+        if len(last) < PULLS or not all(sample.relative > BOUND for sample in last):
+            return steps
+        self.samples.clear()
+        following = steps // 2
+        what = f"weights are pulled every {following} steps" if following > 1 else "weights are pulled in every step"
+        values = ", ".join(f"{sample.relative:.1f}" for sample in last)
+        warnings.warn(
+            f"ranks' weights are far from the global ones ({values} times what the warm-up moved them by, expected at "
+            f"most {BOUND:g}): from step {step + 1} on {what if following else 'steps are synchronous'}, and take "
+            f"longer than predicted",
+            AccuracyWarning,
+            stacklevel=2,
+        )
+        return following

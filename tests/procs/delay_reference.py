@@ -1,0 +1,113 @@
+"""SSD-SGD in one process: all workers and servers, written down from the algorithms and not from the runtime."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from runtime.plan import DelaySpec
+
+Weights = list[Tensor]
+Gradient = Callable[[Weights, int, int], Weights]
+"""(weights, rank, step) → gradients."""
+
+
+@dataclass
+class Sgd:
+    """Momentum SGD as the user sets it up."""
+
+    lr: Callable[[int], float]
+    momentum: float = 0.0
+    weight_decay: float = 0.0
+    nesterov: bool = False
+
+
+@dataclass
+class Reference:
+    """The state of everybody after some steps."""
+
+    gradient: Gradient
+    first: Weights
+    ranks: int
+    spec: DelaySpec
+    sgd: Sgd
+    velocity: list[Tensor | None] = field(init=False)
+    lrs: list[float] = field(default_factory=list)
+    squares: dict[tuple[int, int], Tensor] = field(default_factory=dict)
+    pulled: Weights | None = None
+
+    def __post_init__(self) -> None:
+        self.weights = [w.clone() for w in self.first]
+        """The servers'."""
+        self.local = [[w.clone() for w in self.first] for _ in range(self.ranks)]
+        self.before = [w.clone() for w in self.first]
+        self.velocity = [None] * len(self.first)
+        if not self.spec.warmup_steps:
+            self.lrs = [self.sgd.lr(0)] * self.spec.steps
+
+    def run(self, steps: int) -> Reference:
+        """Trains from step 0 on."""
+        for step in range(steps):
+            self.step(step)
+        return self
+
+    def step(self, step: int) -> None:
+        """One step of all workers."""
+        lr = self.sgd.lr(step)
+        everyone = [self.gradient(self.local[rank], rank, step) for rank in range(self.ranks)]
+        average = []
+        for parts in zip(*everyone, strict=True):
+            total = parts[0] * (1.0 / self.ranks)
+            for part in parts[1:]:
+                total = total + part * (1.0 / self.ranks)
+            average.append(total)
+        self.serve(average, lr)
+        if step < self.spec.warmup_steps:
+            self.local = [[w.clone() for w in self.weights] for _ in range(self.ranks)]
+            self.before = [w.clone() for w in self.weights]
+        else:
+            lr_sum = sum(self.lrs[-self.spec.steps :])
+            for rank, gradients in enumerate(everyone):
+                if self.pulled is not None:
+                    self.local[rank] = [w.clone() for w in self.pulled]
+                for index, gradient in enumerate(gradients):
+                    self.update(rank, index, gradient, lr, lr_sum)
+            if self.pulled is not None:
+                self.before = self.pulled
+            pulls = (step + 1) % self.spec.steps == 0
+            self.pulled = [w.clone() for w in self.weights] if pulls else None
+        self.lrs.append(lr)
+
+    def serve(self, average: Weights, lr: float) -> None:
+        """The servers' update."""
+        for index, gradient in enumerate(average):
+            if self.sgd.weight_decay:
+                gradient = gradient.add(self.weights[index], alpha=self.sgd.weight_decay)
+            if self.sgd.momentum:
+                velocity = self.velocity[index]
+                velocity = gradient.clone() if velocity is None else velocity.mul(self.sgd.momentum).add(gradient)
+                self.velocity[index] = velocity
+                gradient = gradient.add(velocity, alpha=self.sgd.momentum) if self.sgd.nesterov else velocity
+            self.weights[index] = self.weights[index].add(gradient, alpha=-lr)
+
+    def update(self, rank: int, index: int, gradient: Tensor, lr: float, lr_sum: float) -> None:
+        """One parameter's local update."""
+        spec, weight = self.spec, self.local[rank][index]
+        if spec.local_update == "glu":
+            direction = gradient * spec.alpha
+            direction = direction.add(weight, alpha=self.sgd.weight_decay)
+            sync = (self.before[index] - weight) * ((1.0 - self.sgd.momentum) / lr_sum)
+            direction = direction.add(sync, alpha=spec.beta)
+        elif spec.local_update == "sgd":
+            direction = gradient.add(weight, alpha=self.sgd.weight_decay)
+        else:
+            square = gradient**2
+            mean = self.squares.get((rank, index))
+            mean = square if mean is None else 0.95 * mean + 0.05 * square
+            self.squares[rank, index] = mean
+            strength = 2.0 / (mean.sqrt() + 1e-7)
+            direction = gradient + strength * square * (weight - self.before[index])
+            direction = direction + self.sgd.weight_decay * weight
+        self.local[rank][index] = weight.add(direction, alpha=-lr * spec.local_lr_scale)

@@ -1,0 +1,62 @@
+"""Plans with delay: against a reference that plays all workers and servers, resumed, resharded, guarded and left."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import delay_checks
+import pytest
+import torch
+
+from planner.launch import LocalWorld, run_ranks
+
+Results = list[dict[str, dict[str, bool]]]
+
+
+@pytest.fixture(scope="module", params=[2, 3, 4])
+def ranks(request: pytest.FixtureRequest) -> Results:
+    """What every rank of two, three and four found."""
+    return run_ranks(LocalWorld(ranks=request.param), delay_checks.run)
+
+
+@pytest.mark.parametrize("check", delay_checks.CHECKS)
+def test_on_every_rank(ranks: Results, check: str) -> None:
+    for rank, results in enumerate(ranks):
+        assert results[check]
+        assert not [what for what, good in results[check].items() if good is not True], rank
+
+
+def _run(folder: Path, **environment: str) -> str:
+    """The script's words, of a run that may restart once."""
+    script = Path(__file__).with_name("delayed_example.py")
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--max-restarts", "1"]
+    command += ["--standalone", str(script), str(folder)]
+    root = Path(__file__).resolve().parents[2]
+    done = subprocess.run(
+        command,
+        env=os.environ | environment | {"PYTHONPATH": os.pathsep.join((str(root), str(root / "tests" / "procs")))},
+        text=True,
+        capture_output=True,
+        timeout=150,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout + done.stderr
+
+
+def test_a_rank_that_dies_between_push_and_pull_is_told_and_costs_nothing(tmp_path: Path) -> None:
+    """The other one ends with an error that says where, and both go on from the last checkpoint."""
+    ends = {}
+    for name, environment in {"undisturbed": {}, "disturbed": {"DIES_AT": "13"}}.items():
+        folder = tmp_path / name
+        folder.mkdir()
+        said = _run(folder, **environment)
+        assert ("rank 0 goes on after step 12" in said) is bool(environment)
+        assert ("CommunicationError: rank 0: bucket" in said) is bool(environment)
+        ends[name] = [torch.load(folder / f"end{rank}.pt") for rank in range(2)]
+    for one, other in zip(*ends.values(), strict=True):
+        for part in ("own", "global"):
+            assert all(torch.equal(a, b) for a, b in zip(one[part], other[part], strict=True))
