@@ -19,6 +19,7 @@ import typer
 from planner.options import (
     ClusterName,
     Flags,
+    MaxDelay,
     MaxRatio,
     ProfileName,
     Protect,
@@ -67,13 +68,14 @@ def optimize(
     ] = "exact",
     output: Annotated[str, typer.Option("-o", "--output", help="Where to write the plan.")] = "plan.json",
     passes: Annotated[
-        str, typer.Option(help="The pipeline, for example merge{labels=4}; lossy passes: joint, sparsify.")
+        str, typer.Option(help="The pipeline, for example merge{labels=4}; lossy passes: joint, sparsify, delay.")
     ] = "merge",
     print_after: Annotated[str | None, typer.Option(help="Print the schedule after this pass, or after all.")] = None,
     solver: Solver = "dp",
     solver_limit: SolverLimit = None,
     max_ratio: MaxRatio = None,
     protect: Protect = None,
+    max_delay: MaxDelay = None,
 ) -> None:
     """Decide how gradients travel; explain; prove how far from optimal."""
     from planner.decide import optimize as decide
@@ -98,6 +100,7 @@ def optimize(
         solver_limit=solver_limit,
         max_ratio=max_ratio,
         protect=protect,
+        max_delay=max_delay,
     )
     plan.save(output)
     if Flags.as_json:
@@ -120,7 +123,8 @@ def simulate(
         str | None,
         typer.Option(
             help="Strategies, comma-separated: wfbp, wfbp:layer, single, mg_wfbp, ddp, ddp:MIB, torus_2d, optimal; "
-            "lossy ones: joint, joint:MAX_RATIO; for comparison: slgs:DENSITY, lags:MAX_RATIO, hitopk:DENSITY."
+            "lossy ones: joint, joint:MAX_RATIO; ssd:STEPS; for comparison: slgs:DENSITY, lags:MAX_RATIO, "
+            "hitopk:DENSITY."
         ),
     ] = None,
     ranks: Annotated[

@@ -8,7 +8,7 @@ from pathlib import Path
 from planner.bars import baseline_prediction
 from planner.catalog import find_cluster, find_profile
 from planner.ir import Schedule
-from planner.lossy import choose, split_passes
+from planner.lossy import ACCURACIES, choose, split_passes
 from planner.lower import lower, predict
 from planner.passes.merge import merge_without_contention
 from planner.pipeline import AfterPass, parse_passes, run_passes
@@ -22,8 +22,6 @@ from planner.strategies import BASELINES, make_schedule
 from planner.strategies.optimal import best_baseline
 from runtime.errors import InputError
 from runtime.plan import Accuracy, Certificate, Plan, Prediction, ScalingPoint, SolverBound
-
-ACCURACIES: tuple[Accuracy, ...] = ("exact", "bounded", "relaxed")
 
 DEFAULT_PASSES = "merge"
 
@@ -42,17 +40,18 @@ def optimize(
     solver_limit: float | None = None,
     max_ratio: float | None = None,
     protect: str | None = None,
+    max_delay: int | None = None,
 ) -> Plan:
     """Decides how the gradients of a profiled step travel.
 
     Args:
         profile: a profile, the path of profile.json, or a name of the catalogue: `MODEL` or `MODEL@CLUSTER`.
         cluster: a cluster, the path of cluster.json, or a name; default: the one measured with the profile.
-        accuracy: the class of plans allowed. With `bounded` (and `relaxed`, which has nothing more in this version) a
-            sparsified plan is taken where it is predicted at least 2 % faster than the best exact one, which it
-            carries as `fallback`.
+        accuracy: the class of plans allowed: `bounded` looks at sparsified plans too, `relaxed` also at delay. A
+            riskier one is taken where it is predicted at least 2 % faster than the best less risky one; it carries the
+            exact one as `fallback`.
         passes: the pipeline, for example `merge{labels=4}` or `merge,sparsify{max_ratio=250}`. Exact passes run first;
-            where lossy plans are allowed and no lossy pass is named, `joint` runs after them.
+            where lossy plans are allowed, `joint` and `delay` run after them, or what is named in their place.
         after_pass: called with (name, schedule, seconds) after each pass.
         solver: `cpsat` has a constraint program look for a better plan afterwards, and its bound in the certificate.
         solver_limit: deterministic time that it may take; equal on all machines, a second or a few for each 1.0.
@@ -60,6 +59,7 @@ def optimize(
             for recurrent and embedding layers.
         protect: for lossy plans, patterns of gradients' names that travel whole, separated by `|`, beside biases and
             normalization layers; with `none` among them, those are not protected.
+        max_delay: for relaxed plans, the largest k: after so many steps at the most come new weights; default: 4.
 
     Returns:
         The plan with its prediction, baselines and certificate; equal inputs give equal plans.
@@ -72,7 +72,7 @@ def optimize(
     if accuracy not in ACCURACIES:
         raise InputError(f"--accuracy: found {accuracy!r}, expected one of: {', '.join(ACCURACIES)}")
     limit = check_solver(solver, solver_limit)
-    pipeline, lossy = split_passes(parse_passes(passes), accuracy, max_ratio, protect)
+    pipeline, lossy = split_passes(parse_passes(passes), accuracy, max_ratio, protect, max_delay)
     where = name_of(profile if cluster is None else cluster)
     machines = None if cluster is None else find_cluster(cluster)
     problem = make_problem(find_profile(profile), machines, where=where)

@@ -118,11 +118,12 @@ def accuracy_lines(plan: Plan) -> list[str]:
     """One line for each class of accuracy."""
     classes = {plan.accuracy: plan, **(plan.alternatives or {})}
     looked = "no compression makes the step shorter" if plan.frontier else "not looked at: --accuracy bounded does"
-    bounded = classes.get("bounded")
+    delayed = "no delay makes the step shorter" if plan.delays else "not looked at: --accuracy relaxed does"
+    bounded, relaxed = classes.get("bounded"), classes.get("relaxed")
     return [
         f"exact    {_accuracy_line(classes['exact'])}" if "exact" in classes else "exact    not kept in this plan",
         f"bounded  {_accuracy_line(bounded) if bounded else looked}",
-        "relaxed  this version has no delay or local updaters yet: as bounded",
+        f"relaxed  {_accuracy_line(relaxed) if relaxed else delayed}",
     ]
 
 
@@ -132,7 +133,8 @@ def _accuracy_line(plan: Plan) -> str:
     sparse = sum(bucket.compressor.k is not None for bucket in plan.buckets)
     how = f"{sparse} of them sparse, {sum(kept):,} elements of these travel" if sparse else "no compression"
     step = milliseconds(plan.predicted.iteration_us if plan.predicted else None)
-    return f"{len(plan.buckets)} buckets, {how}, no delay: {step} ms"
+    delay = "no delay" if plan.delay is None else f"delay k = {plan.delay.steps}"
+    return f"{len(plan.buckets)} buckets, {how}, {delay}: {step} ms"
 
 
 def frontier_table(plan: Plan) -> Table:
@@ -146,6 +148,28 @@ def frontier_table(plan: Plan) -> Table:
     return table
 
 
+def delay_table(plan: Plan) -> Table:
+    """The mean step by k: as simulated, and in closed form."""
+    table = Table(title="speed over delay", title_justify="left")
+    for column in ("k", "buckets", "mean step (ms)", "by Eq. 4 (ms)", "case of Eq. 4"):
+        table.add_column(column, justify="right")
+    for point in plan.delays or ():
+        times = milliseconds(point.iteration_us), milliseconds(point.closed_form_us)
+        table.add_row(str(point.steps), str(point.buckets), *times, str(point.case))
+    return table
+
+
+def delay_line(plan: Plan) -> str:
+    """What a plan with delay does, and what it asks for."""
+    spec = plan.delay
+    if spec is None:
+        return ""
+    every = "step" if spec.steps == 1 else f"{spec.steps} steps"
+    first = counted(spec.warmup_steps, "synchronous step")
+    needs = "the optimizer has to be torch.optim.SGD"
+    return f"delay k = {spec.steps}: new weights after every {every}, {first} first; {needs}"
+
+
 def print_plan(plan: Plan, console: Console, *, buckets: bool) -> None:
     """Summary, certificate and notes; with `buckets` the table of buckets and where the numbers came from too."""
     console.print(summary_table(plan))
@@ -153,6 +177,10 @@ def print_plan(plan: Plan, console: Console, *, buckets: bool) -> None:
         console.print(bucket_table(plan))
     if plan.frontier:
         console.print(frontier_table(plan))
+    if plan.delays:
+        console.print(delay_table(plan))
+    if plan.delay is not None:
+        console.print(f"accuracy {plan.accuracy}; {delay_line(plan)}", highlight=False)
     console.print(certificate_text(plan), highlight=False)
     for note in plan.notes:
         console.print(f"- {printable(note, SENTENCE_CHARACTERS)}", highlight=False)

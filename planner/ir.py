@@ -14,6 +14,7 @@ from runtime.errors import InputError
 _BUCKET = re.compile(
     r"\[([0-9,\-]+)\] ([a-z0-9_]+)/([a-z0-9_]+) ([a-z0-9_]+)(?: k=([0-9]+))?(?: ks=([0-9]+(?:,[0-9]+)*))?"
 )
+_DELAY = re.compile(r"delay k=([1-9][0-9]*)")
 _RUN = re.compile(r"([0-9]+)(?:-([0-9]+))?")
 
 
@@ -62,17 +63,27 @@ class Bucket:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Schedule:
-    """Buckets in launch order; `str` gives one line each."""
+    """Buckets in launch order; `str` gives one line each, after one of the delay where there is one.
+
+    >>> str(Schedule(buckets=(Bucket(gradients=(0,)),), delay=4))
+    'delay k=4\\n[0] all_reduce/library none'
+    """
 
     buckets: tuple[Bucket, ...]
+    delay: int | None = None
+    """SSD-SGD's k: buckets are pushed in every step, and new weights pulled after every k-th one. None: synchronous."""
 
     def __str__(self) -> str:
-        return "\n".join(map(str, self.buckets))
+        head = [] if self.delay is None else [f"delay k={self.delay}"]
+        return "\n".join([*head, *map(str, self.buckets)])
 
     @classmethod
     def parse(cls, text: str) -> Schedule:
         """The inverse of `str`. Raises InputError on anything else."""
-        return cls(buckets=tuple(Bucket.parse(line) for line in text.splitlines()))
+        lines = text.splitlines()
+        delay = _DELAY.fullmatch(lines[0]) if lines else None
+        buckets = tuple(Bucket.parse(line) for line in lines[delay is not None :])
+        return cls(buckets=buckets, delay=int(delay[1]) if delay else None)
 
     @classmethod
     def from_boundaries(cls, stops: Iterable[int], algorithm: str = "library") -> Schedule:

@@ -1,7 +1,7 @@
-"""Where more than exact plans are allowed: the best bounded plan beside the best exact one, and which of them it is.
+"""Where more than exact plans are allowed: the best of each class beside the best exact one, and which of them it is.
 
-A riskier class has to win by 2 % of the predicted step; if it does not, the plan stays exact and says what compression
-would give.
+A riskier class has to win by 2 % of the predicted step over the best less risky one; if none does, the plan stays exact
+and says what they would give. Bounded plans are looked for here, relaxed ones in `planner.relaxed`.
 """
 
 from __future__ import annotations
@@ -13,47 +13,74 @@ from planner.cost.sparse import SELECTED_BYTES, flat_is_implied
 from planner.ir import Bucket, Schedule
 from planner.lower import lower
 from planner.merging.cpsat_joint import MAX_PLACES, solve_joint
+from planner.offer import GAIN, Offer, choose_offer
 from planner.passes import Pass
+from planner.passes.delay import Delay, check_max_delay
 from planner.passes.joint import Frontier, Joint
 from planner.passes.sparsify import Sparsify
 from planner.pipeline import AfterPass, run_passes
 from planner.problem import Problem
+from planner.relaxed import relaxed_offer
 from planner.selection import check_max_ratio, ratio_limits, ratio_of
 from planner.simulator import step_us
 from planner.sources import counted, three_digits
 from runtime.errors import InputError
-from runtime.plan import Accuracy, Certificate, FrontierPoint, Plan, SolverBound
+from runtime.plan import Accuracy, Certificate, DelayPoint, FrontierPoint, Plan, SolverBound
 
-GAIN = 0.02
-"""Share of the step that a lossy plan has to save."""
+ACCURACIES: tuple[Accuracy, ...] = ("exact", "bounded", "relaxed")
+"""The classes, from the least risky to the riskiest."""
+
+
+__all__ = ["ACCURACIES", "GAIN", "choose", "sent_share", "split_passes"]
 
 
 def split_passes(
-    passes: Sequence[Pass], accuracy: Accuracy, max_ratio: float | None = None, protect: str | None = None
+    passes: Sequence[Pass],
+    accuracy: Accuracy,
+    max_ratio: float | None = None,
+    protect: str | None = None,
+    max_delay: int | None = None,
 ) -> tuple[tuple[Pass, ...], tuple[Pass, ...]]:
-    """(exact passes, lossy ones with the options given; default `joint`, where lossy plans are allowed).
+    """(exact passes, lossy ones with the options given; default `joint` and `delay`, as far as they are allowed).
 
     Raises:
-        InputError: a lossy pass, or an option of one, where only exact plans are allowed; an option is wrong.
+        InputError: a pass, or an option of one, of a riskier class than is allowed; an option is wrong.
     """
     exact = tuple(each for each in passes if each.accuracy == "exact")
-    lossy = [each for each in passes if each.accuracy != "exact"]
     if max_ratio is not None:
         check_max_ratio(max_ratio)
-    if accuracy == "exact":
-        given = {"--max-ratio": max_ratio is not None, "--protect": protect is not None}
-        found = [option for option, is_given in given.items() if is_given] + [f"the pass {each.name}" for each in lossy]
-        if found:
-            raise InputError(
-                f"--accuracy exact: found {' and '.join(found)}, expected neither, for exact plans leave nothing out; "
-                f"add --accuracy bounded"
-            )
-        return exact, ()
-    return exact, tuple(_with_options(each, max_ratio, protect) for each in lossy or [Joint()])
+    if max_delay is not None:
+        check_max_delay(max_delay)
+    given = {"--max-ratio": max_ratio, "--protect": protect, "--max-delay": max_delay}
+    options = [option for option, value in given.items() if value is not None]
+    asked = [(option, "relaxed" if option == "--max-delay" else "bounded") for option in options]
+    _refuse_riskier(accuracy, [*asked, *((f"the pass {each.name}", str(each.accuracy)) for each in passes)])
+    lossy: list[Pass] = []
+    defaults: dict[str, Pass] = {"bounded": Joint(), "relaxed": Delay()}
+    for risk, default in defaults.items():
+        if ACCURACIES.index(accuracy) >= ACCURACIES.index(risk):
+            lossy += [each for each in passes if each.accuracy == risk] or [default]
+    return exact, tuple(_with_options(each, max_ratio, protect, max_delay) for each in lossy)
 
 
-def _with_options(lossy: Pass, max_ratio: float | None, protect: str | None) -> Pass:
+def _refuse_riskier(accuracy: Accuracy, asked: Sequence[tuple[str, str]]) -> None:
+    """Raises InputError where something is asked for (what, the class it needs) that is riskier than allowed."""
+    allowed = ACCURACIES.index(accuracy)
+    riskier = [(what, needs) for what, needs in asked if ACCURACIES.index(needs) > allowed]
+    if not riskier:
+        return
+    why = "exact plans leave nothing out" if accuracy == "exact" else "bounded plans synchronize in every step"
+    cure = "relaxed" if any(needs == "relaxed" for _, needs in riskier) else "bounded"
+    raise InputError(
+        f"--accuracy {accuracy}: found {' and '.join(what for what, _ in riskier)}, expected neither, for {why}; add "
+        f"--accuracy {cure}"
+    )
+
+
+def _with_options(lossy: Pass, max_ratio: float | None, protect: str | None, max_delay: int | None) -> Pass:
     """The pass with options of the command, where it has no values of its own."""
+    if isinstance(lossy, Delay):
+        return replace(lossy, max_delay=lossy.max_delay or max_delay or 0)
     if not isinstance(lossy, Joint | Sparsify):
         return lossy
     return replace(lossy, max_ratio=lossy.max_ratio or max_ratio or 0.0, protect=lossy.protect or protect or "")
@@ -68,7 +95,8 @@ def choose(
     after_pass: AfterPass | None = None,
     solver_limit: float | None = None,
 ) -> Plan:
-    """The bounded plan, with the exact one as its fallback, where it wins by enough; else the exact one, which says so.
+    """The plan of the riskiest class that wins by enough, with the exact one as its fallback; else the exact one, which
+    says so.
 
     Args:
         problem: the step.
@@ -79,39 +107,57 @@ def choose(
         after_pass: called after each pass.
         solver_limit: deterministic time in which the constraint program bounds the lossy plan; None: not asked for.
     """
+    bounded = [each for each in passes if each.accuracy == "bounded"]
+    offer, frontier = _bounded_offer(problem, schedule, bounded, after_pass, solver_limit)
+    offers = [offer]
+    delays: tuple[DelayPoint, ...] | None = None
+    if accuracy == "relaxed":
+        relaxed = [each for each in passes if each.accuracy == "relaxed"]
+        offer, delays = relaxed_offer(problem, schedule, relaxed, after_pass)
+        offers.append(offer)
+    beside = replace(exact, baselines=None, scaling=None, sources=None, notes=())
+    exact = replace(exact, frontier=_points(problem, frontier), delays=delays)
+    chosen, refused = choose_offer(step_us(problem, schedule), offers)
+    others: dict[str, Plan] = {offer.accuracy: offer.plan for offer in offers if offer is not chosen and offer.plan is not None}
+    if chosen is None or chosen.plan is None:
+        why = f"{accuracy} was allowed, but {', and '.join(refused)}: the plan is exact"
+        return replace(exact, alternatives=others or None, notes=(*exact.notes, why))
+    beyond = [f"relaxed was allowed, but {refused[-1]}"] if accuracy == "relaxed" and chosen is not offers[-1] else []
+    return replace(
+        chosen.plan,
+        baselines=exact.baselines,
+        scaling=exact.scaling,
+        sources=exact.sources,
+        frontier=exact.frontier,
+        delays=exact.delays,
+        fallback=beside,
+        alternatives={"exact": beside, **others},
+        notes=(*exact.notes, *chosen.notes, *beyond),
+    )
+
+
+def _bounded_offer(
+    problem: Problem,
+    schedule: Schedule,
+    passes: Sequence[Pass],
+    after_pass: AfterPass | None,
+    solver_limit: float | None,
+) -> tuple[Offer, Frontier]:
+    """The best bounded plan found, beginning with the best exact schedule, and speed over compression."""
     found = run_passes(passes, schedule, problem, after_pass, accuracy="bounded")
     joint = next((each for each in passes if isinstance(each, Joint)), None)
     options = next((each for each in passes if isinstance(each, Joint | Sparsify)), Joint())
     joint = joint or Joint(max_ratio=options.max_ratio, protect=options.protect)
     frontier = joint.frontier(schedule, problem)
-    exact = replace(exact, frontier=_points(problem, frontier))
     exact_us, found_us = step_us(problem, schedule), step_us(problem, found)
-    gain = 1.0 - found_us / exact_us if exact_us > 0.0 else 0.0
     if not _sparse(found):
-        return replace(exact, notes=(*exact.notes, _refusal(accuracy, "no compression would make the step shorter")))
-    bounded = replace(lower(problem, found), certificate=_certificate(problem, found, frontier, joint, passes))
+        return Offer(accuracy="bounded", what="compression", plan=None, step_us=exact_us), frontier
+    plan = replace(lower(problem, found), certificate=_certificate(problem, found, frontier, joint, passes))
     if solver_limit is not None:
-        bounded = _solved(problem, bounded, frontier, solver_limit)
-    if found_us > exact_us * (1.0 - GAIN):
-        why = f"compression would make the step {gain:.2%} shorter, and has to win {GAIN:.0%}"
-        notes = (*exact.notes, _refusal(accuracy, why))
-        return replace(exact, alternatives={"bounded": bounded}, notes=notes)
-    beside = replace(exact, baselines=None, scaling=None, sources=None, frontier=None, notes=())
-    return replace(
-        bounded,
-        baselines=exact.baselines,
-        scaling=exact.scaling,
-        sources=exact.sources,
-        frontier=exact.frontier,
-        fallback=beside,
-        alternatives={"exact": beside},
-        notes=(*exact.notes, *_notes(problem, found, frontier, gain, joint)),
-    )
-
-
-def _refusal(accuracy: Accuracy, why: str) -> str:
-    missing = "; delay and local updaters are not in this version" if accuracy == "relaxed" else ""
-    return f"{accuracy} was allowed, but {why}{missing}: the plan is exact"
+        plan = _solved(problem, plan, frontier, solver_limit)
+    gain = 1.0 - found_us / exact_us if exact_us > 0.0 else 0.0
+    notes = tuple(_notes(problem, found, frontier, gain, joint))
+    return Offer(accuracy="bounded", what="compression", plan=plan, step_us=found_us, notes=notes), frontier
 
 
 def _sparse(schedule: Schedule) -> list[Bucket]:

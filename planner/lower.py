@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from planner.delayed import PULL, PUSH, Load, StepSpan
 from planner.ir import Bucket, Schedule
 from planner.problem import Problem
 from planner.simulator import simulate_schedule
 from planner.sources import three_digits
 from runtime.errors import InputError
 from runtime.names import numbered
-from runtime.plan import Accuracy, CompressorSpec, Plan, PlanBucket, PlanWorld, PredictedTask, Prediction
+from runtime.plan import Accuracy, CompressorSpec, DelaySpec, Plan, PlanBucket, PlanWorld, PredictedTask, Prediction
 from runtime.timeline import Span, Timeline
+
+WARMUP_STEPS = 500
+"""Synchronous steps before delay, rounded up to a multiple of k."""
 
 
 def predict(problem: Problem, schedule: Schedule, *, timeline: bool = False) -> Prediction:
@@ -36,6 +40,7 @@ def _tasks(timeline: Timeline) -> tuple[PredictedTask, ...]:
             end_us=span.end_us,
             bucket=span.bucket,
             ready_us=span.ready_us,
+            step=span.step if isinstance(span, StepSpan) else None,
         )
         for span in timeline.spans
     )
@@ -83,6 +88,8 @@ def explain_buckets(problem: Problem, schedule: Schedule) -> list[str]:
     """One phrase per bucket: what merging its gradients saves on the link, and what it waits for; of a sparse one how
     much travels, and what that saves.
     """
+    if schedule.delay is not None:
+        return _explain_pushes(problem, schedule, schedule.delay)
     timeline = simulate_schedule(problem, schedule)
     spans = timeline.on("network")
     alone_us = problem.bucket_cost_us([(gradient,) for gradient in range(problem.count)])
@@ -107,6 +114,20 @@ def explain_buckets(problem: Problem, schedule: Schedule) -> list[str]:
     return reasons
 
 
+def _explain_pushes(problem: Problem, schedule: Schedule, k: int) -> list[str]:
+    """What merging saves in every push, and what push and pull of a bucket take."""
+    alone_us = problem.bucket_cost_us([(gradient,) for gradient in range(problem.count)], problem.push.curve)
+    load, reasons = Load.of(problem, schedule), []
+    often = "step" if k == 1 else f"{k} steps"
+    for bucket, push_us, pull_us in zip(schedule.buckets, load.push_us, load.pull_us, strict=True):
+        saved_us = sum(alone_us[gradient] for gradient in bucket.gradients) - push_us
+        count = len(bucket.gradients)
+        gain = f"saves {_ms(saved_us)} of latency" if saved_us >= 0.0 else f"costs {_ms(-saved_us)} of link time"
+        text = f"one push for {count} {gain}" if count > 1 else "alone"
+        reasons.append(f"{text}; {PUSH} {_ms(push_us)} a step, {PULL} {_ms(pull_us)} every {often}")
+    return reasons
+
+
 def _explain_sparse(problem: Problem, bucket: Bucket, span: Span, backward_end_us: float) -> str:
     elements, k = int(problem.numel[list(bucket.gradients)].sum()), bucket.k or 0
     dense_us = problem.bucket_cost_us([bucket.gradients])[0]
@@ -123,17 +144,25 @@ def _ms(time_us: float) -> str:
 
 
 def accuracy_of_schedule(schedule: Schedule) -> Accuracy:
-    """The class of a schedule: bounded where a part of a gradient stays behind."""
+    """The class of a schedule: relaxed with delay, bounded where a part of a gradient stays behind."""
+    if schedule.delay is not None:
+        return "relaxed"
     return "exact" if all(bucket.compressor == "none" for bucket in schedule.buckets) else "bounded"
 
 
+def delay_spec(k: int) -> DelaySpec:
+    """SSD-SGD with the paper's constants; its synchronous steps are a multiple of k, as the paper asks."""
+    return DelaySpec(steps=k, warmup_steps=-(-WARMUP_STEPS // k) * k)
+
+
 def lower(problem: Problem, schedule: Schedule) -> Plan:
-    """The plan of a schedule, with its prediction and no baselines. It is exact, or else bounded."""
+    """The plan of a schedule, with its prediction and no baselines; its class is what the schedule needs."""
     cluster = problem.cost.cluster
     return Plan(
         model=problem.profile.model,
         world=PlanWorld(ranks=cluster.ranks, nodes=cluster.nodes),
         accuracy=accuracy_of_schedule(schedule),
         buckets=lower_buckets(problem, schedule),
+        delay=None if schedule.delay is None else delay_spec(schedule.delay),
         predicted=predict(problem, schedule, timeline=True),
     )

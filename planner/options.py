@@ -48,6 +48,12 @@ Protect = Annotated[
         "normalization layers; with 'none', not those."
     ),
 ]
+MaxDelay = Annotated[
+    int | None,
+    typer.Option(
+        help="Relaxed plans: the largest number of steps from one pull of new weights to the next (default 4)."
+    ),
+]
 ProfileName = Annotated[str, typer.Argument(help="profile.json, or a name: MODEL or MODEL@CLUSTER (planner catalog).")]
 ClusterName = Annotated[
     str | None,

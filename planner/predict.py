@@ -11,6 +11,7 @@ from typing import Any
 from planner.catalog import find_cluster, find_profile
 from planner.cost.sparse import flat_is_implied
 from planner.decide import name_of
+from planner.delayed import CycleTimeline
 from planner.ir import Schedule
 from planner.problem import Problem, make_problem
 from planner.profile.document import Cluster, Profile
@@ -43,7 +44,7 @@ class Simulation:
     idle_us: dict[str, float]
     """By resource: how long it does nothing in a step."""
     message_bytes: dict[str, float]
-    """By network: bytes of the messages that one rank gives to the collectives of a step."""
+    """By network: bytes of the messages that one rank gives to the collectives of a step (a mean one, with delay)."""
     critical_path: dict[str, float] | None = None
     """By kind of task: its share of the chain of tasks that the step's length comes from."""
     ratios: dict[str, float] | None = None
@@ -78,6 +79,7 @@ def simulate(
         cluster: a cluster, the path of cluster.json, or a name; default: the one measured with the profile.
         strategies: names such as `wfbp`, `wfbp:layer`, `single`, `mg_wfbp`, `ddp`, `ddp:SIZE_MIB`, `optimal`, and for
             comparison only, for plans do not have them: `torus_2d`, `slgs:DENSITY`, `lags:MAX_RATIO`, `hitopk:DENSITY`.
+            Of `ssd:STEPS`, delayed synchronization, the mean step in its steady state.
         ranks: numbers of ranks; default: the cluster's.
         what_if: changes to the profile and the cluster before anything is predicted.
         critical_path: also say which kinds of task the step's length comes from.
@@ -137,9 +139,11 @@ def _simulation(problem: Problem, schedule: Schedule, strategy: str, change: Wha
         exposed_us=timeline.exposed_us,
         forward_us=problem.forward_us,
         backward_us=problem.backward_us,
-        update_us=problem.update_us,
+        update_us=timeline.update_us,
         buckets=len(schedule.buckets),
-        extrapolated=problem.cost.extrapolated or _gather_implied(problem, schedule),
+        extrapolated=problem.cost.extrapolated
+        or _gather_implied(problem, schedule)
+        or _halves_implied(problem, schedule),
         cost_source=_cost_source(problem, schedule),
         idle_us=idle_us(timeline),
         message_bytes=message_bytes(problem, schedule),
@@ -158,6 +162,10 @@ def _gather_implied(problem: Problem, schedule: Schedule) -> bool:
     return _selects(schedule) and flat_is_implied(problem.cost.cluster)
 
 
+def _halves_implied(problem: Problem, schedule: Schedule) -> bool:
+    return schedule.delay is not None and (problem.push.implied or problem.pull.implied)
+
+
 def _cost_source(problem: Problem, schedule: Schedule) -> str:
     """Where the costs come from; for selected elements also what is not known of them."""
     notes = [problem.cost.source]
@@ -165,22 +173,28 @@ def _cost_source(problem: Problem, schedule: Schedule) -> str:
         notes.append("gathers follow from the all-reduce")
     if _selects(schedule) and problem.cost.cluster.sparsify is None:
         notes.append("selection free (no `sparsify` given)")
+    if schedule.delay is not None:
+        notes.append(f"push: {problem.push.source}, pull: {problem.pull.source}")
+        if problem.cost.cluster.local_update is None:
+            notes.append("local update free (no `local_update` given)")
     return "; ".join(notes)
 
 
 def idle_us(timeline: Timeline) -> dict[str, float]:
-    """By resource: how long of the step it does nothing."""
+    """By resource: how long of the step it does nothing; of several steps, of a mean one."""
+    steps = timeline.steps if isinstance(timeline, CycleTimeline) else 1
     resources = dict.fromkeys(["compute", *(span.resource for span in timeline.spans)])
-    return {name: max(0.0, timeline.iteration_us - busy_us(timeline.on(name))) for name in resources}
+    return {name: max(0.0, timeline.iteration_us - busy_us(timeline.on(name)) / steps) for name in resources}
 
 
 def message_bytes(problem: Problem, schedule: Schedule) -> dict[str, float]:
     """By network: bytes of the messages that one rank gives to the collectives of a step."""
     total: dict[str, float] = {}
+    often = 1.0 if schedule.delay is None else 1.0 + 1.0 / schedule.delay  # pushed, and pulled every k-th step
     sizes = problem.bucket_bytes([bucket.gradients for bucket in schedule.buckets])
     for bucket, size_bytes in zip(schedule.buckets, sizes, strict=True):
         for network, share in problem.message_shares(bucket):
-            total[network] = total.get(network, 0.0) + share * size_bytes
+            total[network] = total.get(network, 0.0) + often * share * size_bytes
     return total
 
 

@@ -11,6 +11,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from planner.cost.halves import ALL_GATHER, REDUCE_SCATTER, Half, half
 from planner.cost.model import CommunicationCost, communication_cost
 from planner.cost.phases import PHASES, Phase
 from planner.cost.sparse import SPARSE_PHASES, SparsePhase, selector_line
@@ -249,10 +250,30 @@ class Problem:
     def _phases(self) -> dict[tuple[str, str], tuple[Phase, ...]]:
         return {}
 
-    def bucket_cost_us(self, buckets: Sequence[Sequence[int]]) -> list[float]:
-        """Time of each bucket of any gradients."""
-        result: list[float] = _sum_over(self._bucket_messages(buckets), self.cost.all_reduce).tolist()
+    def bucket_cost_us(
+        self,
+        buckets: Sequence[Sequence[int]],
+        curve: Callable[[NDArray[np.float64]], NDArray[np.float64]] | None = None,
+    ) -> list[float]:
+        """Time of each bucket of any gradients: all-reduced, or by another curve of time over bytes."""
+        result: list[float] = _sum_over(self._bucket_messages(buckets), curve or self.cost.all_reduce).tolist()
         return result
+
+    @cached_property
+    def push(self) -> Half:
+        """What a reduce-scatter over all ranks costs."""
+        return half(self.cost, REDUCE_SCATTER)
+
+    @cached_property
+    def pull(self) -> Half:
+        """What an all-gather over all ranks costs."""
+        return half(self.cost, ALL_GATHER)
+
+    @cached_property
+    def local_update_us(self) -> float:
+        """SSD-SGD's h_loc: what a rank's own update of all its weights takes; 0 where the cluster does not say."""
+        line = self.cost.cluster.local_update
+        return 0.0 if line is None else line.alpha_us + line.beta_us_per_byte * float(self.size_bytes.sum())
 
     def bucket_factors(self, buckets: Sequence[Sequence[int]]) -> list[tuple[float, float]]:
         """As `range_factors`, for buckets of any gradients."""

@@ -19,7 +19,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -42,7 +42,7 @@ from runtime.drift import bucket_times, complete, measured_times, predicted_time
 from runtime.errors import InputError
 from runtime.fit import dtype_name
 from runtime.names import layer_of
-from runtime.plan import Accuracy, Plan
+from runtime.plan import Plan
 
 if TYPE_CHECKING:
     from runtime.clock import Clock
@@ -233,7 +233,7 @@ def _decide_on_first(
     if session.world.rank == 0:
         try:
             profile = _profile(session, old, everyone, curves)
-            found = optimize(profile, passes=passes, accuracy=_accuracy(session))
+            found = optimize(profile, passes=passes, **_limits(session))
             plan = replace(found, notes=(*found.notes, *_findings(session, everyone)))
         except Exception as error:  # the other ranks wait for the answer
             problem = str(error) if isinstance(error, InputError) else f"{type(error).__name__}: {error}"
@@ -243,10 +243,14 @@ def _decide_on_first(
     return decided[0]
 
 
-def _accuracy(session: Session) -> Accuracy:
-    """The class of the run's plans: that of the lossy one while it is tried against the exact one beside it."""
+def _limits(session: Session) -> dict[str, Any]:
+    """The class of the run's plans, and how much delay they have: that of the lossy one while it is tried against the
+    exact one beside it.
+    """
     trying = session.trial is not None and session.trial.verdict is None
-    return session.trial.lossy.accuracy if trying and session.trial is not None else session.plan.accuracy
+    plan = session.trial.lossy if trying and session.trial is not None else session.plan
+    limits: dict[str, Any] = {"accuracy": plan.accuracy}
+    return limits if plan.delay is None else limits | {"max_delay": plan.delay.steps}
 
 
 def _profile(
@@ -270,6 +274,7 @@ def _profile(
         contention=before.contention if before is not None else None,
         sparsify=before.sparsify if before is not None else None,
         unpack=before.unpack if before is not None else None,
+        local_update=before.local_update if before is not None else None,
     )
     return Profile(
         model=plan.model,

@@ -6,8 +6,8 @@ its messages; the step ends with the later of the last bucket and backward, plus
 With contention factors, while both resources are busy compute advances at 1/compute and the network at 1/network of
 its speed; the factors are the message's where they were measured by size. Collectives of several phases keep two
 networks busy, and a bucket of selected elements keeps compute busy with its selection when it is ready, which delays
-the rest of backward, and with its unpacking at the end: `planner.taskgraph` runs those. All times in microseconds from
-the start of forward.
+the rest of backward, and with its unpacking at the end: `planner.taskgraph` runs those. With delay, messages of a step
+go on beside the next ones: `planner.delayed` finds the mean step. All times in microseconds from the start of forward.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from typing import NamedTuple
 import numpy as np
 
 from planner.cost.phases import PHASES
+from planner.delayed import delayed_step_us, simulate_delayed
 from planner.ir import Bucket, Schedule
 from planner.merging.exact import Places
 from planner.problem import Factors, Problem
@@ -84,7 +85,9 @@ class Overlap:
 
 
 def simulate_schedule(problem: Problem, schedule: Schedule) -> Timeline:
-    """The timeline of one step of `schedule`."""
+    """The timeline of one step of `schedule`; with delay of one cycle of steps, and the mean of them."""
+    if schedule.delay is not None:
+        return simulate_delayed(problem, schedule)
     if any(bucket.collective == "sparse" or (bucket.collective, bucket.algorithm) in PHASES
            for bucket in schedule.buckets):  # fmt: skip
         return _simulate_phases(problem, schedule)
@@ -95,6 +98,8 @@ def simulate_schedule(problem: Problem, schedule: Schedule) -> Timeline:
 
 def step_us(problem: Problem, schedule: Schedule) -> float:
     """`simulate_schedule(…).iteration_us`, without the timeline that comparing schedules has no use for."""
+    if schedule.delay is not None:
+        return delayed_step_us(problem, schedule)
     if any((bucket.collective, bucket.algorithm) in PHASES for bucket in schedule.buckets):
         return _simulate_phases(problem, schedule).iteration_us
     if any(bucket.collective == "sparse" for bucket in schedule.buckets):

@@ -18,6 +18,7 @@ from typing import Literal
 
 import networkx as nx
 
+from planner.delayed import Load, pieces
 from planner.ir import Schedule
 from planner.problem import Problem
 from runtime.timeline import Span
@@ -33,7 +34,9 @@ class Task:
 
     name: str
     kind: str
-    """`forward`, `backward`, `update`, `sparsify`, `unpack`, or the name of a phase such as `all_reduce`."""
+    """`forward`, `backward`, `update`, `sparsify`, `unpack`, or the name of a phase such as `all_reduce`; with delay also
+    `pack` (waits for the bucket's last push) and `owner_update`.
+    """
     resource: str
     duration_us: float
     """Alone on the machine."""
@@ -62,11 +65,28 @@ class TaskGraph:
 
 
 def build_graph(problem: Problem, schedule: Schedule, steps: int = 1) -> TaskGraph:
-    """The tasks of `steps` consecutive training steps of a schedule."""
+    """The tasks of `steps` consecutive training steps of a schedule; with delay, at least of three cycles."""
+    if schedule.delay is not None:
+        return _delayed_graph(problem, schedule, schedule.delay, max(steps, 3 * schedule.delay))
     graph = TaskGraph()
     before: tuple[int, ...] = ()
     for step in range(steps):
         before = (_add_step(graph, problem, schedule, step, before),)
+    return graph
+
+
+def _delayed_graph(problem: Problem, schedule: Schedule, k: int, steps: int) -> TaskGraph:
+    """From an idle network; steps 0, k, 2k, … pull."""
+    graph, lanes = TaskGraph(), pieces(Load.of(problem, schedule), k, steps)
+    firsts, resources = (0, len(lanes[0])), (COMPUTE, "network")
+    for lane, resource in enumerate(resources):
+        for piece in lanes[lane]:
+            task = Task(
+                name=f"{piece.kind} {piece.step}" if piece.bucket is None else f"bucket {piece.bucket} {piece.kind}",
+                kind=piece.kind, resource=resource, duration_us=piece.time_us, bucket=piece.bucket, step=piece.step,
+                factors=piece.factors,
+            )  # fmt: skip
+            graph.add(task, () if piece.after < 0 else (firsts[1 - lane] + piece.after,))
     return graph
 
 

@@ -9,6 +9,9 @@ from planner.ir import Bucket, Schedule, format_indices
 EXACT_FORMS = frozenset({("all_reduce", "library", "none"), ("all_reduce", "torus_2d", "none")})
 """(collective, algorithm, compressor) that leave the averaged gradient as it is, up to summation order."""
 
+PUSHED_FORM = ("all_reduce", "library", "none")
+"""What buckets of schedules with delay say; the halves of it travel apart."""
+
 Elements = Callable[[Bucket], Sequence[int]]
 """The elements of each run of gradients of one layer in a bucket."""
 
@@ -25,14 +28,16 @@ def verify(
     Args:
         schedule: the schedule.
         dtype_ids: for each gradient in readiness order, an integer that is equal for equal dtypes.
-        accuracy: `exact` allows only forms that leave the averaged gradient as it is.
+        accuracy: `exact` allows only forms that leave the averaged gradient as it is; delay is for `relaxed` alone.
         elements: where given, what buckets select is checked against what their layers have.
 
     Raises:
         VerifyError: a gradient is missing, unknown or in two buckets; a bucket is empty or leaves out, between its
             own, a gradient of a dtype that it carries; its form is not exact but has to be, or lacks its k; it selects
-            nothing of a layer, or more than there is; launch order is not the order of readiness.
+            nothing of a layer, or more than there is; launch order is not the order of readiness; delay is less than
+            one step, not allowed, or together with buckets that are not whole and dense.
     """
+    _check_delay(schedule, accuracy)
     count = len(dtype_ids)
     owner: dict[int, int] = {}
     for position, bucket in enumerate(schedule.buckets):
@@ -55,6 +60,18 @@ def verify(
     firsts = [min(bucket.gradients) for bucket in schedule.buckets]
     if firsts != sorted(firsts):
         raise VerifyError(f"launch order is not readiness order: the buckets begin with gradients {firsts}")
+
+
+def _check_delay(schedule: Schedule, accuracy: str) -> None:
+    if schedule.delay is None:
+        return
+    if schedule.delay < 1:
+        raise VerifyError(f"a delay of {schedule.delay} steps is none: k has to be at least 1")
+    if accuracy != "relaxed":
+        raise VerifyError(f"a delay of k = {schedule.delay} is not {accuracy}, but the plan has to be")
+    for position, bucket in enumerate(schedule.buckets):
+        if (bucket.collective, bucket.algorithm, bucket.compressor) != PUSHED_FORM:
+            raise VerifyError(f"bucket {position} ({bucket}): with delay, buckets are pushed dense, by the library")
 
 
 def _check_form(position: int, bucket: Bucket, accuracy: str) -> None:

@@ -155,6 +155,8 @@ class PredictedTask:
     """Index of the first of them in the plan's order, where they are consecutive."""
     size_bytes: Count | None = None
     """Dense bytes of them."""
+    step: Count | None = None
+    """With delay: the step, of those that the timeline shows, that the task belongs to."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -176,13 +178,14 @@ class Prediction:
     def bucket_times(self, count: int) -> list[tuple[float, float] | None]:
         """(start_us, end_us) of the communication of each of `count` buckets; None where it is not known.
 
-        Tasks without `bucket` are taken in launch order, as in plans written by hand.
+        Tasks without `bucket` are taken in launch order, as in plans written by hand. With delay it is the bucket's
+        first push.
         """
         sent = [task for task in self.timeline or () if task.resource != "compute"]
         times: list[tuple[float, float] | None] = [None] * count
         for place, task in enumerate(sent):
             index = place if task.bucket is None else task.bucket
-            if index < count:
+            if index < count and (task.step is None or times[index] is None):
                 start_us, end_us = times[index] or (task.start_us, task.end_us)
                 times[index] = min(start_us, task.start_us), max(end_us, task.end_us)
         return times
@@ -217,6 +220,23 @@ class FrontierPoint:
     sparse_buckets: Count
     sent_share: Annotated[float, Field(ge=0.0, le=1.0)]
     """Share of the model's elements that a rank sends."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DelayPoint:
+    """What delay of k steps would give, with the best buckets found for it."""
+
+    __pydantic_config__ = STRICT
+
+    steps: PositiveCount
+    """k."""
+    iteration_us: PredictedUs
+    """The mean step in the steady state, simulated."""
+    closed_form_us: PredictedUs
+    """The same by SSD-SGD's Eq. 4."""
+    case: Annotated[int, Field(ge=1, le=3)]
+    """Of Eq. 4: 1, pulls are late; 2, the network is never idle; 3, nothing is exposed."""
+    buckets: Count
 
 
 @dataclass(frozen=True)
@@ -269,6 +289,8 @@ class Plan:
     """The strategies over numbers of ranks."""
     frontier: tuple[FrontierPoint, ...] | None = None
     """Speed over compression, from none to the most that was allowed; where lossy plans were asked for."""
+    delays: tuple[DelayPoint, ...] | None = None
+    """Speed over delay, for k from 1 to the most that was allowed; where relaxed plans were asked for."""
     sources: dict[str, str] | None = None
     """Where the numbers came from, in words: `model`, `cluster`, `compute`, `communication`, `planner`."""
     fallback: Plan | None = None

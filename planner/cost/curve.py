@@ -41,6 +41,11 @@ class CostCurve:
         knots = np.array(sorted(merged.items()), dtype=np.float64)
         return cls(knots[:, 0].copy(), knots[:, 1].copy(), line or fit_line(list(merged.items())))
 
+    def scaled(self, factor: float) -> CostCurve:
+        """The curve of messages that take `factor` times as long."""
+        line = Coefficients(factor * self.line.start_up_us, factor * self.line.per_byte_us)
+        return CostCurve(self._bytes, factor * self._us, line)
+
     @property
     def start_up_us(self) -> float:
         """The a of MG-WFBP: the intercept of the line (of the fitted line, for samples)."""

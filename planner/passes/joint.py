@@ -71,7 +71,7 @@ class Joint:
     """The pass `joint`."""
 
     name: ClassVar[str] = "joint"
-    accuracy: ClassVar[Literal["exact", "bounded"]] = "bounded"
+    accuracy: ClassVar[Literal["exact", "bounded", "relaxed"]] = "bounded"
 
     max_ratio: float = 0.0
     """The largest ratio of a layer's elements to those that travel; 0: 1000, and 250 for recurrent and embedding ones.

@@ -44,7 +44,7 @@ class Merge:
     """The pass `merge`."""
 
     name: ClassVar[str] = "merge"
-    accuracy: ClassVar[Literal["exact", "bounded"]] = "exact"
+    accuracy: ClassVar[Literal["exact", "bounded", "relaxed"]] = "exact"
 
     labels: int = 32
     """Labels that a prefix may keep when compute and network slow each other down; fewer where gradients are many."""

@@ -23,7 +23,7 @@ class Sparsify:
     """The pass `sparsify`."""
 
     name: ClassVar[str] = "sparsify"
-    accuracy: ClassVar[Literal["exact", "bounded"]] = "bounded"
+    accuracy: ClassVar[Literal["exact", "bounded", "relaxed"]] = "bounded"
 
     max_ratio: float = 0.0
     """The largest ratio of a layer's elements to those that travel; 0: 1000, and 250 for recurrent and embedding ones.

@@ -14,6 +14,7 @@ from planner.strategies.mg_wfbp import mg_wfbp
 from planner.strategies.optimal import optimal
 from planner.strategies.single import single
 from planner.strategies.slgs import slgs
+from planner.strategies.ssd import ssd
 from planner.strategies.torus_2d import torus_2d
 from planner.strategies.wfbp import wfbp
 from runtime.errors import InputError
@@ -30,13 +31,17 @@ STRATEGIES: Mapping[str, Strategy] = {
     "optimal": optimal,
     "single": single,
     "slgs": slgs,
+    "ssd": ssd,
     "torus_2d": torus_2d,
     "wfbp": wfbp,
 }
 """Registry: name → strategy. Add one here and the contract test covers it."""
 
 BOUNDED = frozenset({"hitopk", "joint", "lags", "slgs"})
-"""Strategies that leave out a part of the gradient, which error feedback sends later; all others are exact."""
+"""Strategies that leave out a part of the gradient, which error feedback sends later."""
+
+RELAXED = frozenset({"ssd"})
+"""Strategies that delay synchronization; all that are in neither set are exact."""
 
 BASELINES = ("wfbp", "single", "mg_wfbp", "ddp")
 """The strategies that every plan is compared with."""
@@ -44,7 +49,8 @@ BASELINES = ("wfbp", "single", "mg_wfbp", "ddp")
 
 def accuracy_of(strategy: str) -> str:
     """The class of accuracy that a strategy's schedules have."""
-    return "bounded" if strategy.partition(":")[0] in BOUNDED else "exact"
+    name = strategy.partition(":")[0]
+    return "relaxed" if name in RELAXED else "bounded" if name in BOUNDED else "exact"
 
 
 def make_schedule(problem: Problem, strategy: str) -> Schedule:
@@ -57,6 +63,7 @@ def make_schedule(problem: Problem, strategy: str) -> Schedule:
     if name not in STRATEGIES:
         arguments = (
             "wfbp:layer", "ddp:SIZE_MIB", "slgs:DENSITY", "lags:MAX_RATIO", "joint:MAX_RATIO", "hitopk:DENSITY",
+            "ssd:STEPS",
         )  # fmt: skip
         known = ", ".join([*STRATEGIES, *arguments])
         raise InputError(f"found the strategy {strategy!r}, expected one of: {known}")

@@ -44,3 +44,13 @@ def positive_number(strategy: str, argument: str, unit: str, at_most: float, at_
 
 def _from(at_least: float) -> str:
     return f" from {at_least:g}" if at_least > 0.0 else ""
+
+
+def whole_number(strategy: str, argument: str, unit: str, at_most: int) -> int:
+    """The argument as a whole number from 1 to `at_most`; raises InputError otherwise."""
+    if not (argument.isascii() and argument.isdecimal() and len(argument) < 10 and 1 <= int(argument) <= at_most):
+        raise InputError(
+            f"found the strategy {strategy}:{argument}, expected a whole number of {unit} from 1 to {at_most}, such as "
+            f"{strategy}:4"
+        )
+    return int(argument)

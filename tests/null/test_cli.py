@@ -78,14 +78,14 @@ WRONG_CALLS: list[tuple[list[str], str]] = [
     (["optimize", "p.json", "--cluster", "absent.json"], "absent.json: no such file"),
     (["optimize", "p.json", "--cluster", "p.json"], 'p.json: $.schema: found schema "planner.profile/1", expected'),
     (["optimize", "p.json", "--accuracy", "lossy"], "--accuracy: found 'lossy', expected one of: exact, bounded"),
-    (["optimize", "p.json", "--passes", "mrege"], "--passes: found 'mrege', expected one of: joint, merge"),
+    (["optimize", "p.json", "--passes", "mrege"], "--passes: found 'mrege', expected one of: delay, joint"),
     (["optimize", "p.json", "--passes", "merge{labels=0}"], "expected an integer of at least 1"),
     (["optimize", "p.json", "--solver", "cplex"], "--solver: found 'cplex', expected one of: dp, cpsat"),
     (["optimize", "p.json", "--solver", "cpsat", "--solver-limit", "nan"], "--solver-limit: found nan, expected more"),
     (["optimize", "p.json", "--solver-limit", "3"], "--solver-limit: found it with the solver dp, expected --solver"),
     (["simulate", "p.json", "--solver", ""], "--solver: found '', expected one of: dp, cpsat"),
     (["simulate", "p.json", "--solver", "cpsat", "--strategy", "ddp"], "found the strategies ddp, which follow fixed"),
-    (["optimize", "p.json", "--print-after", "mrege"], "--print-after: found 'mrege', expected all or one of: joint"),
+    (["optimize", "p.json", "--print-after", "mrege"], "--print-after: found 'mrege', expected all or one of: delay"),
     (
         ["optimize", "p.json", "--passes", "joint"],
         "--accuracy exact: found the pass joint, expected neither, for exact",
@@ -107,6 +107,16 @@ WRONG_CALLS: list[tuple[list[str], str]] = [
         ["optimize", "p.json", "--accuracy", "bounded", "--passes", "joint{densities=0.1|2}"],
         "--passes: joint{densities=0.1|2}: expected 1 to 32 shares of elements above 0 and up to 1",
     ),
+    (["optimize", "p.json", "--max-delay", "2"], "--accuracy exact: found --max-delay, expected neither, for exact"),
+    (
+        ["optimize", "p.json", "--accuracy", "bounded", "--max-delay", "2"],
+        "--accuracy bounded: found --max-delay, expected neither, for bounded plans synchronize in every step",
+    ),
+    (
+        ["optimize", "p.json", "--accuracy", "relaxed", "--max-delay", "0"],
+        "--max-delay: found 0, expected a whole number of steps from 1 to 32, such as 4; correct it",
+    ),
+    (["simulate", "p.json", "--strategy", "ssd:0"], "found the strategy ssd:0, expected a whole number of steps"),
     (["simulate", "p.json", "--strategy", "joint:0.5"], "found the strategy joint:0.5, expected a positive number"),
     (["optimize", "p.json", "-o", "absent/plan.json"], "absent/plan.json: there is no folder absent"),
     (["optimize", "p.json", "-o", "."], ".: found a directory, expected a file name to write to"),
@@ -212,9 +222,8 @@ def test_same_input_same_bytes(command: Command) -> None:
     assert Path("a.json").read_bytes() == Path("b.json").read_bytes()
 
 
-@pytest.mark.parametrize("accuracy", ["bounded", "relaxed"])
-def test_lossy_plans_where_they_pay_and_exact_ones_that_say_so_where_not(command: Command, accuracy: str) -> None:
-    outcome = command("optimize", "p.json", "--accuracy", accuracy, "--print-after", "joint")
+def test_lossy_plans_where_they_pay_and_exact_ones_that_say_so_where_not(command: Command) -> None:
+    outcome = command("optimize", "p.json", "--accuracy", "bounded", "--print-after", "joint")
     assert outcome.code == 0
     assert outcome.err.startswith("after joint (")
     plan = load_plan("plan.json")
@@ -224,10 +233,39 @@ def test_lossy_plans_where_they_pay_and_exact_ones_that_say_so_where_not(command
     explained = command("explain", "plan.json")
     assert "sparse/flat topk" in explained.out
     assert "elements: " in explained.out
-    outcome = command("optimize", "p.json", "--accuracy", accuracy, "--max-ratio", "1")
-    assert f"{accuracy} was allowed, but no compression would make the step shorter" in outcome.out
+    outcome = command("optimize", "p.json", "--accuracy", "bounded", "--max-ratio", "1")
+    assert "bounded was allowed, but no compression would make the step shorter" in outcome.out
     assert load_plan("plan.json").accuracy == "exact"
     assert all(bucket.compressor.name == "none" for bucket in load_plan("plan.json").buckets)
+
+
+def test_delay_where_it_pays(command: Command) -> None:
+    """Without compression all that is exposed can hide behind the next step."""
+    arguments = ["optimize", "p.json", "--accuracy", "relaxed", "--max-ratio", "1", "--max-delay", "3"]
+    outcome = command(*arguments, "--print-after", "delay")
+    assert outcome.code == 0
+    assert outcome.err.startswith("after delay (")
+    assert "\ndelay k=" in outcome.err
+    plan = load_plan("plan.json")
+    assert plan.accuracy == "relaxed"
+    assert plan.delay is not None
+    assert len(plan.delays or ()) == 3
+    for line in (
+        "plan (relaxed)",
+        "speed over delay",
+        f"relaxed  {len(plan.buckets)} buckets, no compression, delay k",
+    ):
+        assert line in outcome.out
+    explained = command("explain", "plan.json", "--trace", "trace.json", "--html", "page.html")
+    assert explained.code == 0
+    assert f"accuracy relaxed; delay k = {plan.delay.steps}: new weights after every" in explained.out
+    names = [event["name"] for event in json.loads(Path("trace.json").read_text())["traceEvents"]]
+    assert "bucket 0 all_gather" in names
+    [record] = json.loads(command("--json", "simulate", "p.json", "--strategy", "ssd:2").out)
+    assert (record["strategy"], record["ranks"]) == ("ssd:2", 4)
+    assert record["iteration_us"] <= json.loads(command("--json", "simulate", "p.json", "--strategy", "ssd:1").out)[0][
+        "iteration_us"
+    ] * (1 + 1e-9)
 
 
 def test_print_after(command: Command) -> None:

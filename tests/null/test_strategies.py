@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 from planner.ir import Schedule
 from planner.problem import Problem
 from planner.simulator import simulate_schedule
-from planner.strategies import BASELINES, BOUNDED, STRATEGIES, accuracy_of, make_schedule
+from planner.strategies import BASELINES, BOUNDED, RELAXED, STRATEGIES, accuracy_of, make_schedule
 from planner.verify import verify
 from runtime.errors import InputError
 
@@ -34,6 +34,7 @@ ARGUMENTS = {
     "lags": ["lags:1", "lags:25.5"],
     "hitopk": ["hitopk:0.5"],
     "joint": ["joint:25.5"],
+    "ssd": ["ssd:1", "ssd:3"],
 }
 NAMES = [*STRATEGIES, *(name for names in ARGUMENTS.values() for name in names)]
 
@@ -73,7 +74,9 @@ def test_baselines_are_strategies() -> None:
     assert set(BASELINES) <= set(STRATEGIES)
     assert list(STRATEGIES) == sorted(STRATEGIES)
     assert set(STRATEGIES) > BOUNDED
-    assert not BOUNDED & set(BASELINES)
+    assert set(STRATEGIES) > RELAXED
+    assert not (BOUNDED | RELAXED) & set(BASELINES)
+    assert not BOUNDED & RELAXED
 
 
 @pytest.mark.parametrize("name", ["best", "", ":", "WFBP", "ddp2", "optimal "])
@@ -89,7 +92,7 @@ def test_unknown_names_list_the_known(name: str) -> None:
     "name",
     ["wfbp:", "wfbp:bucket", "single:1", "mg_wfbp:", "optimal:2", "ddp:", "ddp:0", "ddp:-1", "ddp:x", "ddp:nan",
      "ddp:inf", "ddp:1:2", "slgs:", "slgs:0", "slgs:1.1", "slgs:nan", "lags:0.5", "lags:", "lags:inf", "hitopk:-1",
-     "hitopk:x"],
+     "hitopk:x", "ssd:", "ssd:0", "ssd:-1", "ssd:1.5", "ssd:33", "ssd:x"],
 )  # fmt: skip
 def test_wrong_arguments(name: str) -> None:
     problem = line_problem([(5, 1.0)], 10.0, 0.1)

@@ -1,0 +1,53 @@
+"""What a class of lossy plans has to offer beside the best exact plan, and which offer is taken."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from runtime.plan import Accuracy, Plan
+
+GAIN = 0.02
+"""Share of the step that a riskier class has to save."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Offer:
+    """The best plan found of one class."""
+
+    accuracy: Accuracy
+    what: str
+    """What it does, in a word: compression, delay."""
+    plan: Plan | None
+    """None: nothing of this class makes the step shorter."""
+    step_us: float
+    """What the plan is judged by; without one, the exact plan's step."""
+    notes: tuple[str, ...] = ()
+    """What its reader should know."""
+
+
+def choose_offer(exact_us: float, offers: Sequence[Offer]) -> tuple[Offer | None, list[str]]:
+    """The offer that is taken, or None for the exact plan; and of each that is not, why.
+
+    Args:
+        exact_us: the step of the exact plan.
+        offers: from the least risky class to the riskiest; each has to win by 2 % over the best less risky one.
+    """
+    chosen: Offer | None = None
+    best_us, best = exact_us, ""
+    refused: list[str] = []
+    for offer in offers:
+        gain = 1.0 - offer.step_us / best_us if best_us > 0.0 else 0.0
+        if offer.plan is None:
+            refused.append(f"no {offer.what} would make the step shorter")
+            continue
+        if offer.step_us <= best_us * (1.0 - GAIN):
+            chosen = offer
+        elif gain < 0.0:
+            refused.append(f"{offer.what} would gain less than {best}")
+        else:
+            than = f" than {best} does" if best else ""
+            refused.append(f"{offer.what} would make the step {gain:.2%} shorter{than}, and has to win {GAIN:.0%}")
+        if offer.step_us < best_us:
+            best_us, best = offer.step_us, offer.what
+    return chosen, refused

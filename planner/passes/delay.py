@@ -1,0 +1,145 @@
+"""Delayed synchronization (SSD-SGD, arXiv 2012.05396): push in every step, pull after every k-th, update locally.
+
+Legal for relaxed plans: between pulls each rank goes on with weights of its own. Asks the cost model for reduce-scatter
+and all-gather of ranges of gradients, the local update, and contention. k is the smallest whose simulated mean step is
+within 2 % of the best up to `max_delay`, for less delay harms less; how pushes are merged is chosen among the buckets
+given, the best merge for the costs of a push, one bucket, and DDP's.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import lru_cache, partial
+from typing import ClassVar, Literal
+
+from planner.cost.ssd import mean_step_us
+from planner.delayed import Load, delayed_step_us, steady_state
+from planner.ir import Schedule
+from planner.merging.exact import TIE, MergeProblem, merge_exact
+from planner.problem import Problem
+from planner.simulator import step_us
+from planner.verify import PUSHED_FORM
+from runtime.errors import InputError
+
+DEFAULT_MAX_DELAY = 4
+"""Table 2 of SSD-SGD shows loss of accuracy at 5."""
+MAX_DELAY = 32
+"""More than anybody trained with, by far."""
+
+NEAR = 0.02
+"""Share of the best mean step that a smaller k may cost."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    """The best buckets found for one k."""
+
+    k: int
+    schedule: Schedule
+    iteration_us: float
+    """The simulated mean step."""
+    closed_form_us: float
+    """The same by Eq. 4."""
+    case: int
+    """Of Eq. 4."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Delay:
+    """The pass `delay`."""
+
+    name: ClassVar[str] = "delay"
+    accuracy: ClassVar[Literal["exact", "bounded", "relaxed"]] = "relaxed"
+
+    max_delay: int = 0
+    """The largest k that may be chosen; 0: 4."""
+
+    def apply(self, schedule: Schedule, problem: Problem) -> Schedule:
+        """The chosen k with its buckets where that makes the step shorter, else the schedule as it was.
+
+        A local update that nobody measured is not taken as free here: it has to be worth it when it takes as long as
+        the optimizer's update.
+        """
+        choices = self.choices(schedule, problem)
+        if not choices:
+            return schedule
+        found = best_choice(choices)
+        before_us = step_us(problem, schedule) * (1.0 - TIE)
+        worth = found.iteration_us < before_us and cautious_step_us(problem, found.schedule) < before_us
+        return found.schedule if worth else schedule
+
+    def choices(self, schedule: Schedule, problem: Problem) -> tuple[Choice, ...]:
+        """The best buckets for each k up to the largest; none on one rank, which sends nothing.
+
+        Raises:
+            InputError: the largest k is out of range.
+        """
+        largest = check_max_delay(self.max_delay or DEFAULT_MAX_DELAY)
+        return () if problem.ranks == 1 else _choices(problem, schedule, largest)
+
+
+def check_max_delay(value: int, where: str = "--max-delay") -> int:
+    """The largest k; raises InputError where it is none."""
+    if not 1 <= value <= MAX_DELAY:
+        raise InputError(
+            f"{where}: found {value}, expected a whole number of steps from 1 to {MAX_DELAY}, such as "
+            f"{DEFAULT_MAX_DELAY}; correct it"
+        )
+    return value
+
+
+def best_choice(choices: tuple[Choice, ...]) -> Choice:
+    """The smallest k within 2 % of the best."""
+    limit_us = min(choice.iteration_us for choice in choices) * (1.0 + NEAR)
+    return next(choice for choice in choices if choice.iteration_us <= limit_us)
+
+
+def cautious_step_us(problem: Problem, schedule: Schedule) -> float:
+    """The mean step with a local update that takes as long as the optimizer's, where the cluster does not say."""
+    known = problem.cost.cluster.local_update is not None
+    return delayed_step_us(problem, schedule, None if known else problem.update_us)
+
+
+def candidates(problem: Problem, given: Schedule | None = None) -> tuple[Schedule, ...]:
+    """Buckets that pushes may travel in, without delay: those given (if dense), merged for pushes, one, and DDP's."""
+    from planner.strategies.ddp import ddp  # strategies import passes
+
+    pushes = MergeProblem(
+        ready_us=problem.ready_us,
+        cost_us=partial(problem.range_time_us, problem.push.curve),
+        non_decreasing=problem.push.curve.non_decreasing,
+    )
+    found = [Schedule.from_boundaries(merge_exact(pushes).stops), Schedule.from_boundaries([problem.count])]
+    if problem.dtype_count == 1:  # with several, DDP's may interleave, which a plan cannot hold
+        found.append(ddp(problem))
+    if given is not None and all((b.collective, b.algorithm, b.compressor) == PUSHED_FORM for b in given.buckets):
+        found.insert(0, replace(given, delay=None))
+    return tuple(dict.fromkeys(found))
+
+
+def delayed_schedule(problem: Problem, k: int, options: tuple[Schedule, ...]) -> Schedule:
+    """The shortest mean step among the options with delay of k steps; of equal ones the fewest buckets."""
+    made = [replace(option, delay=k) for option in options]
+    times_us = [delayed_step_us(problem, schedule) for schedule in made]
+    limit_us = min(times_us) * (1.0 + TIE)
+    equals = [schedule for schedule, time_us in zip(made, times_us, strict=True) if time_us <= limit_us]
+    return min(equals, key=lambda schedule: len(schedule.buckets))
+
+
+@lru_cache(maxsize=4)
+def _choices(problem: Problem, given: Schedule, largest: int) -> tuple[Choice, ...]:
+    """Kept: the pass and what is said of it ask."""
+    options = candidates(problem, given)
+    return tuple(_choice(problem, k, options) for k in range(1, largest + 1))
+
+
+def _choice(problem: Problem, k: int, options: tuple[Schedule, ...]) -> Choice:
+    schedule = delayed_schedule(problem, k, options)
+    load = Load.of(problem, schedule)
+    return Choice(
+        k=k,
+        schedule=schedule,
+        iteration_us=steady_state(load, k).mean_us,
+        closed_form_us=mean_step_us(load.terms, k),
+        case=load.terms.case,
+    )
