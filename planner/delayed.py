@@ -31,6 +31,8 @@ REPEATS = 1e-9
 """A state repeats where it differs by less than this share of the step."""
 CYCLES = (3, 12, 48)
 """Cycles that are simulated, until the state repeats."""
+WORK = 20_000
+"""Buckets, over all steps, beyond which no more cycles are simulated (some 0.1 s)."""
 SHOWN = 4
 """Cycles that a timeline shows, where it takes several until the state repeats."""
 
@@ -143,6 +145,8 @@ def steady_state(load: Load, k: int) -> Steady:
     behind_us = 2.0 * (load.compute_us + load.terms.exchange_us)
     best: Steady | None = None
     for cycles in CYCLES:
+        if best is not None and cycles * k * len(load.ready_us) > WORK:
+            break
         for head_us in (0.0, behind_us):
             found = _simulate(load, k, cycles, head_us)
             if best is None or found.error_us < best.error_us:

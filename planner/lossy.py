@@ -118,7 +118,9 @@ def choose(
     beside = replace(exact, baselines=None, scaling=None, sources=None, notes=())
     exact = replace(exact, frontier=_points(problem, frontier), delays=delays)
     chosen, refused = choose_offer(step_us(problem, schedule), offers)
-    others: dict[str, Plan] = {offer.accuracy: offer.plan for offer in offers if offer is not chosen and offer.plan is not None}
+    others: dict[str, Plan] = {
+        offer.accuracy: offer.plan for offer in offers if offer is not chosen and offer.plan is not None
+    }
     if chosen is None or chosen.plan is None:
         why = f"{accuracy} was allowed, but {', and '.join(refused)}: the plan is exact"
         return replace(exact, alternatives=others or None, notes=(*exact.notes, why))

@@ -34,8 +34,8 @@ class Task:
 
     name: str
     kind: str
-    """`forward`, `backward`, `update`, `sparsify`, `unpack`, or the name of a phase such as `all_reduce`; with delay also
-    `pack` (waits for the bucket's last push) and `owner_update`.
+    """`forward`, `backward`, `update`, `sparsify`, `unpack`, or the name of a phase such as `all_reduce`; with delay
+    also `pack` (waits for the bucket's last push) and `owner_update`.
     """
     resource: str
     duration_us: float

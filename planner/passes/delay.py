@@ -80,9 +80,9 @@ class Delay:
 
 def check_max_delay(value: int, where: str = "--max-delay") -> int:
     """The largest k; raises InputError where it is none."""
-    if not 1 <= value <= MAX_DELAY:
+    if not (isinstance(value, int) and 1 <= value <= MAX_DELAY):  # programs may give anything
         raise InputError(
-            f"{where}: found {value}, expected a whole number of steps from 1 to {MAX_DELAY}, such as "
+            f"{where}: found {value!r}, expected a whole number of steps from 1 to {MAX_DELAY}, such as "
             f"{DEFAULT_MAX_DELAY}; correct it"
         )
     return value

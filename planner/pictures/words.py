@@ -26,6 +26,12 @@ def headline(plan: Plan, measured: MeasuredStep | None) -> list[str]:
     if predicted.exposed_us is not None:
         text += f", of which {milliseconds(predicted.exposed_us)} ms are communication that compute does not hide"
     lines = [f"{text}.{_against_ddp(plan)}"]
+    if plan.delay is not None:
+        every = "step" if plan.delay.steps == 1 else f"{plan.delay.steps} steps"
+        lines.append(
+            f"With delay: gradients are pushed in every step, and new weights come after every {every}. That is the "
+            f"mean step; the time line shows a whole cycle, from a step that new weights follow."
+        )
     if measured is not None and measured.iteration_us > 0.0:
         error = predicted.iteration_us / measured.iteration_us - 1.0
         lines.append(

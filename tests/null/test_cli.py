@@ -261,6 +261,7 @@ def test_delay_where_it_pays(command: Command) -> None:
     assert f"accuracy relaxed; delay k = {plan.delay.steps}: new weights after every" in explained.out
     names = [event["name"] for event in json.loads(Path("trace.json").read_text())["traceEvents"]]
     assert "bucket 0 all_gather" in names
+    assert "With delay: gradients are pushed in every step" in Path("page.html").read_text()
     [record] = json.loads(command("--json", "simulate", "p.json", "--strategy", "ssd:2").out)
     assert (record["strategy"], record["ranks"]) == ("ssd:2", 4)
     assert record["iteration_us"] <= json.loads(command("--json", "simulate", "p.json", "--strategy", "ssd:1").out)[0][

@@ -300,9 +300,11 @@ def test_less_delay_may_be_asked_for() -> None:
     assert seen == ["merge", "joint", "delay"]
 
 
-@pytest.mark.parametrize("value", [0, -1, MAX_DELAY + 1])
-def test_wrong_delays(value: int) -> None:
-    with pytest.raises(InputError, match=f"--max-delay: found {value}, expected a whole number of steps from 1 to 32"):
+@pytest.mark.parametrize("value", [0, -1, MAX_DELAY + 1, 2.5, "2"])
+def test_wrong_delays(value: Any) -> None:
+    with pytest.raises(
+        InputError, match=f"--max-delay: found {value!r}, expected a whole number of steps from 1 to 32"
+    ):
         decided(max_delay=value)
 
 

@@ -97,6 +97,7 @@ predictions = st.builds(
             bucket=st.none() | st.integers(0, 9),
             ready_us=st.none() | times,
             tasks=st.none() | st.integers(1, 9),
+            step=st.none() | st.integers(0, 9),
         ),
         min_size=1,
         max_size=2,
@@ -129,6 +130,17 @@ def plans(draw: st.DrawFn, depth: int = 1) -> p.Plan:
                 basis=st.sampled_from(["measured", "formula", "extrapolated"]),
                 source=st.none() | texts,
                 iteration_us=st.dictionaries(names, times, max_size=2),
+            ).map(lambda point: (point,))
+        ),
+        delays=draw(
+            st.none()
+            | st.builds(
+                p.DelayPoint,
+                steps=st.integers(1, 9),
+                iteration_us=times,
+                closed_form_us=times,
+                case=st.integers(1, 3),
+                buckets=st.integers(0, 9),
             ).map(lambda point: (point,))
         ),
         sources=draw(st.none() | st.dictionaries(texts, texts, max_size=2)),
