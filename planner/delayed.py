@@ -72,7 +72,7 @@ class Load:
 
     @property
     def terms(self) -> Terms:
-        """What Eq. 4 is made of."""
+        """What Eq. 4 is made of; its sync is a part of the reduce-scatter here."""
         return Terms(
             forward_us=self.forward_us,
             backward_us=max(self.ready_us) - self.forward_us,
