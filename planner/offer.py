@@ -24,6 +24,8 @@ class Offer:
     """What the plan is judged by; without one, the exact plan's step."""
     notes: tuple[str, ...] = ()
     """What its reader should know."""
+    why_not: str = ""
+    """Why there is no plan, where it is not that none makes the step shorter."""
 
 
 def choose_offer(exact_us: float, offers: Sequence[Offer]) -> tuple[Offer | None, list[str]]:
@@ -39,7 +41,7 @@ def choose_offer(exact_us: float, offers: Sequence[Offer]) -> tuple[Offer | None
     for offer in offers:
         gain = 1.0 - offer.step_us / best_us if best_us > 0.0 else 0.0
         if offer.plan is None:
-            refused.append(f"no {offer.what} would make the step shorter")
+            refused.append(offer.why_not or f"no {offer.what} would make the step shorter")
             continue
         if offer.step_us <= best_us * (1.0 - GAIN):
             chosen = offer

@@ -36,7 +36,10 @@ def relaxed_offer(
     choices = delay.choices(schedule, problem)
     points = tuple(map(_point, choices)) or None
     if found.delay is None:
-        return Offer(accuracy="relaxed", what="delay", plan=None, step_us=step_us(problem, schedule)), points
+        shared = problem.cost.cluster.ranks_per_node > 1
+        why_not = "delay is for one rank a node, and here several share one" if shared and problem.ranks > 1 else ""
+        exact_us = step_us(problem, schedule)
+        return Offer(accuracy="relaxed", what="delay", plan=None, step_us=exact_us, why_not=why_not), points
     plan = replace(lower(problem, found), certificate=_certificate(problem, found))
     found_us, exact_us = step_us(problem, found), step_us(problem, schedule)
     gain = f"relaxed: predicted {1.0 - found_us / exact_us:.1%} shorter than the best exact plan, which is the fallback"

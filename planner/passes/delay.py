@@ -69,13 +69,16 @@ class Delay:
         return found.schedule if worth else schedule
 
     def choices(self, schedule: Schedule, problem: Problem) -> tuple[Choice, ...]:
-        """The best buckets for each k up to the largest; none on one rank, which sends nothing.
+        """The best buckets for each k up to the largest; none on one rank, which sends nothing, and none where ranks
+        share a node: the paper's worker is the node, and plans delay single ranks.
 
         Raises:
             InputError: the largest k is out of range.
         """
         largest = check_max_delay(self.max_delay or DEFAULT_MAX_DELAY)
-        return () if problem.ranks == 1 else _choices(problem, schedule, largest)
+        if problem.ranks == 1 or problem.cost.cluster.ranks_per_node > 1:
+            return ()
+        return _choices(problem, schedule, largest)
 
 
 def check_max_delay(value: int, where: str = "--max-delay") -> int:

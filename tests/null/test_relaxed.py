@@ -130,6 +130,15 @@ def test_on_one_rank_and_where_nothing_is_exposed_there_is_no_delay() -> None:
     assert "and no delay would make the step shorter: the plan is exact" in plan.notes[-1]
 
 
+def test_ranks_that_share_a_node_are_not_delayed() -> None:
+    """What attach would refuse is not planned."""
+    alone = optimize(usual_profile(), slow(nodes=4, ranks_per_node=1), accuracy="relaxed")
+    assert alone.accuracy == "relaxed"
+    plan = optimize(usual_profile(), slow(nodes=2, ranks_per_node=2), accuracy="relaxed")
+    assert (plan.accuracy, plan.delay, plan.delays) == ("exact", None, None)
+    assert "delay is for one rank a node, and here several share one" in plan.notes[-1]
+
+
 def make_one_rank() -> Problem:
     return make(profile_document([(10, 1.0)] * 6), cluster_document(nodes=1))
 
