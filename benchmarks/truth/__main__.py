@@ -3,6 +3,7 @@
 python -m benchmarks.truth --quick        # some cells, ten minutes
 python -m benchmarks.truth                # all; resumes where an earlier run was stopped
 python -m benchmarks.truth --lossy        # the same cells with lossy plans
+python -m benchmarks.truth --delayed      # with plans with delay
 """
 
 from __future__ import annotations
@@ -34,13 +35,14 @@ def main() -> int:
         "--cells", nargs="+", default=None, help="for example gpt@2x1@1gbit, or path/to/job.py:job@2x1@1gbit"
     )
     parser.add_argument("--lossy", action="store_true", help="with plans that send a part of the gradients")
+    parser.add_argument("--delayed", action="store_true", help="with plans with delay")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=4, help="measured steps of a plan in each round")
     parser.add_argument("--results", type=Path, default=None, help="JSON lines: not measured again")
     parser.add_argument("--output", type=Path, default=None, help=f"the document to write, such as {DOCUMENT}")
     options = parser.parse_args()
     cells = [_cell(text) for text in options.cells] if options.cells else list(QUICK) if options.quick else _all()
-    cells = [replace(cell, lossy=options.lossy) for cell in cells]
+    cells = [replace(cell, lossy=options.lossy, delayed=options.delayed) for cell in cells]
     done = _read(options.results)
     for cell in cells:
         if cell.key in done:
@@ -85,7 +87,7 @@ def measure(cell: Cell, rounds: int, steps: int) -> Result:
     spec = cell.model if ":" in cell.model else f"benchmarks.truth.jobs:{cell.model}_job"
     emulate = None if cell.rate == "unshaped" else f"{cell.hosts}x1@{cell.rate}"
     options = RankOptions(cell.hosts) if emulate is None else RankOptions(None, emulate=emulate)
-    return summarize(cell, on_ranks(options, cell_rank, spec, rounds, steps, cell.lossy))
+    return summarize(cell, on_ranks(options, cell_rank, spec, rounds, steps, cell))
 
 
 if __name__ == "__main__":

@@ -27,6 +27,8 @@ from runtime.world import World
 NAMED = ("wfbp", "single", "ddp", "mg_wfbp", "optimal")
 LOSSY = ("single", "ddp", "optimal", "slgs:0.001", "lags:250", "joint")
 """Plans of a cell with lossy ones, which are held against the best of the exact ones."""
+DELAYED = ("single", "ddp", "optimal", "ssd:1", "ssd:2", "ssd:3", "ssd:4")
+"""Plans of a cell with delay, which are held against DDP."""
 CAPS = ("ddp:1", "ddp:5", "ddp:100")
 """Bucket sizes beside DDP's default, of which the best counts as tuned DDP."""
 RANDOM_SEEDS = (1, 2)
@@ -44,10 +46,22 @@ class Cell:
     """`100mbit`, `1gbit` or `unshaped`."""
     lossy: bool = False
     """Whether lossy plans take part."""
+    delayed: bool = False
+    """Whether plans with delay do."""
 
     @property
     def key(self) -> str:
-        return f"{self.model}@{self.hosts}x1@{self.rate}" + (" lossy" if self.lossy else "")
+        kind = " lossy" if self.lossy else " delayed" if self.delayed else ""
+        return f"{self.model}@{self.hosts}x1@{self.rate}{kind}"
+
+    @property
+    def strategies(self) -> tuple[str, ...]:
+        return LOSSY if self.lossy else DELAYED if self.delayed else (*NAMED, *CAPS)
+
+    @property
+    def chosen(self) -> str:
+        """The strategy that is held against the others."""
+        return "joint" if self.lossy else "ssd:4" if self.delayed else "optimal"
 
 
 @dataclass(frozen=True)
@@ -104,10 +118,10 @@ class Result:
         )
 
 
-def schedules(problem: Problem, lossy: bool = False) -> dict[str, Schedule]:
+def schedules(problem: Problem, cell: Cell) -> dict[str, Schedule]:
     """The plans of a cell; plans with the same buckets are measured once, under the first name."""
-    made = {name: make_schedule(problem, name) for name in (LOSSY if lossy else (*NAMED, *CAPS))}
-    for seed in () if lossy else RANDOM_SEEDS:
+    made = {name: make_schedule(problem, name) for name in cell.strategies}
+    for seed in () if cell.lossy or cell.delayed else RANDOM_SEEDS:
         rng = random.Random(seed)
         stops = sorted(rng.sample(range(1, problem.count), min(problem.count - 1, rng.randint(2, 8))))
         made[f"random:{seed}"] = Schedule.from_boundaries([*stops, problem.count])
@@ -127,11 +141,11 @@ class RankCell:
     measured: Measured
 
 
-def cell_rank(spec: str, rounds: int, steps: int, lossy: bool = False, device: str = "cpu") -> RankCell:
+def cell_rank(spec: str, rounds: int, steps: int, cell: Cell, device: str = "cpu") -> RankCell:
     """Every rank calls it: profile, rounds of all plans by turns, profile."""
     before = profile_rank(spec, device, show_progress=False)
     problem = make_problem(before)
-    plans: dict[str, Plan] = {name: lower(problem, schedule) for name, schedule in schedules(problem, lossy).items()}
+    plans: dict[str, Plan] = {name: lower(problem, schedule) for name, schedule in schedules(problem, cell).items()}
     built = build(spec, device)
     world = World.join(None, TIMEOUT_S)
     long = predict(problem, Schedule.from_boundaries([problem.count])).iteration_us > LONG_STEP_US
@@ -151,7 +165,7 @@ def summarize(cell: Cell, ranks: Sequence[RankCell]) -> Result:
     first = ranks[0]
     values = values_by_name([rank.measured for rank in ranks])
     problems = [make_problem(profile) for profile in (first.before, first.after)]
-    made = schedules(problems[0], cell.lossy)
+    made = schedules(problems[0], cell)
     seen, apart = [], []
     for record in first.measured.records:
         name = record.contestant.name
@@ -174,7 +188,7 @@ def summarize(cell: Cell, ranks: Sequence[RankCell]) -> Result:
     # DDP as it can be tuned; or, where lossy plans take part, every exact plan that there is.
     rivals = [name for name in values if name.startswith("ddp") or (cell.lossy and name in ("single", "optimal"))]
     tuned = min(rivals, key=lambda name: float(np.median(values[name])))
-    chosen = ratio_interval(values[_name_of("joint" if cell.lossy else "optimal", made, problems[0])], values[tuned])
+    chosen = ratio_interval(values[_name_of(cell.chosen, made, problems[0])], values[tuned])
     bare = values[BARE]
     return Result(
         cell=cell,

@@ -78,6 +78,22 @@ def summary(results: Sequence[Result]) -> Iterator[str]:
         yield f"| {what} | {value} | {target} | {'yes' if met else '**no**'} |"
 
 
+def group_lines(results: Sequence[Result]) -> Iterator[str]:
+    """One row for each number of hosts and link."""
+    yield "| hosts, link | cells | mean error | 95th percentile | repeat error | τ | lost | hidden |"
+    yield "| --- " * 8 + "|"
+    for hosts, rate in dict.fromkeys((result.cell.hosts, result.cell.rate) for result in results):
+        group = [result for result in results if (result.cell.hosts, result.cell.rate) == (hosts, rate)]
+        every = np.abs([error for result in group for error in errors(result)])
+        taus = [value for result in group if (value := tau(result)) is not None]
+        shares = [share for result in group if (share := hidden(result)) is not None]
+        yield (
+            f"| {hosts} × {rate} | {len(group)} | {every.mean():.1%} | {np.quantile(every, 0.95):.1%} | "
+            f"{np.mean([result.repeat_error for result in group]):.1%} | {f'{np.mean(taus):.2f}' if taus else ''} | "
+            f"{np.mean([lost(result) for result in group]):.1%} | {f'{np.mean(shares):.0%}' if shares else ''} |"
+        )
+
+
 def cell_lines(results: Sequence[Result]) -> Iterator[str]:
     """One row per cell."""
     yield (
@@ -117,7 +133,8 @@ def document(results: Sequence[Result]) -> str:
     """What stands between the marks in docs/truth.md."""
     versions = f"{platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}, gloo"
     where = f"Measured on {date.today().isoformat()}: {versions}, {len(results)} cells."
-    parts = [where, "", *summary(results), "", *cell_lines(results), "", *plan_lines(results)]
+    tables = (summary(results), group_lines(results), cell_lines(results), plan_lines(results))
+    parts = [where, *(line for table in tables for line in ("", *table))]
     return "\n".join(parts)
 
 

@@ -8,7 +8,19 @@ import pytest
 from builders import usual_profile
 
 from benchmarks.truth.cells import Cell, Result, Seen, schedules
-from benchmarks.truth.report import BEGIN, END, cell_lines, errors, hidden, lost, plan_lines, summary, tau, write_into
+from benchmarks.truth.report import (
+    BEGIN,
+    END,
+    cell_lines,
+    errors,
+    group_lines,
+    hidden,
+    lost,
+    plan_lines,
+    summary,
+    tau,
+    write_into,
+)  # fmt: skip
 from planner.compare.contestants import BARE
 from planner.problem import make_problem
 
@@ -77,6 +89,15 @@ def test_only_the_measured_part_of_the_document_changes() -> None:
 
 def test_plans_of_a_cell_differ_and_are_the_same_for_everyone() -> None:
     problem = make_problem(usual_profile())
-    made = schedules(problem)
-    assert list(made) == list(schedules(problem))
-    assert len(set(map(str, made.values()))) == len(made) >= 4
+    for cell in (Cell("gpt", 2, "1gbit"), Cell("gpt", 2, "1gbit", delayed=True)):
+        made = schedules(problem, cell)
+        assert list(made) == list(schedules(problem, cell))
+        assert len(set(map(str, made.values()))) == len(made) >= 4
+    assert {name for name, schedule in made.items() if schedule.delay} == {"ssd:1", "ssd:2", "ssd:3", "ssd:4"}
+
+
+def test_groups_of_cells() -> None:
+    lines = list(group_lines([GOOD, BAD]))
+    assert len(lines) == 2 + 1
+    assert lines[2].startswith("| 2 × 1gbit | 2 |")
+    assert len({line.count("|") for line in lines}) == 1
