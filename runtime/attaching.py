@@ -50,7 +50,8 @@ def attach(
             when the scale changes. Not needed for exact plans.
         guard: of lossy plans. In the first steps try the exact plan beside it (`fallback`) by turns, and go on with
             that where the lossy one is not faster (`runtime.FallbackWarning`); later sample what buckets leave behind,
-            and let those that leave too much send everything (`runtime.AccuracyWarning`).
+            and let those that leave too much send everything; with a delay, shorten it where ranks' weights are too far
+            from each other (`runtime.AccuracyWarning`).
 
     Returns:
         The session; `.grad` is the average over ranks whenever `backward()` returns.

@@ -14,6 +14,7 @@ Source: SSD-SGD (Xu et al., arXiv 2012.05396), Algorithms 1 and 2.
 from __future__ import annotations
 
 import copy
+import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -26,7 +27,7 @@ from torch import Tensor, nn
 from runtime.collectives.delayed import PushPull
 from runtime.communicator import make_communicator
 from runtime.delayed import DelayedExchange
-from runtime.errors import InputError
+from runtime.errors import AccuracyWarning, InputError
 from runtime.exchange import Exchange
 from runtime.local_updates import LOCAL_UPDATES, LocalStep
 from runtime.plan import Plan
@@ -59,6 +60,7 @@ class Delay:
         put: Callable[[Exchange], None],
         steps_done: Callable[[], int],
         loss_scale: Callable[[], float] | None,
+        guard: bool,
     ) -> None:
         """Every rank of `world` must call this: it makes a group of its own, whose messages cross nobody else's.
 
@@ -67,6 +69,7 @@ class Delay:
             put: gives the session another exchange.
             steps_done: how many steps the session has exchanged.
             loss_scale: gives the factor of this rank's losses.
+            guard: shorten the delay where ranks are too far from each other, and say so where there is no warm-up.
         """
         assert plan.delay is not None
         self.plan, self.spec = plan, plan.delay
@@ -76,7 +79,7 @@ class Delay:
         self.staleness = Staleness()
         self._optimizer, self._parameters, self._buffers = optimizer, parameters, buffers
         self._recorder, self._put, self._steps_done = recorder, put, steps_done
-        self._loss_scale = loss_scale or _unscaled
+        self._loss_scale, self._guarded = loss_scale or _unscaled, guard
         self._session_world = world
         self._world = world.split([range(world.ranks)])
         names = {id(parameter): name for name, parameter in parameters.items()}
@@ -106,6 +109,13 @@ class Delay:
     def start(self) -> None:
         """The session is complete: without warm-up, ranks are delayed from the first step on."""
         if self.spec.warmup_steps == 0:
+            if self._guarded and self._world.rank == 0:
+                warnings.warn(
+                    "the delay begins without synchronous steps, in which weights change most: it may cost accuracy; "
+                    "give the plan's delay warmup_steps, such as the 500 of the paper",
+                    AccuracyWarning,
+                    stacklevel=4,
+                )
             self._begin()
 
     # One step, in the order in which it happens.
@@ -183,7 +193,7 @@ class Delay:
 
     def _pulls_at(self, step: int, told: Tensor | None) -> bool:
         """Called by the exchange; what all ranks said decides how long the delay is from this step on."""
-        if told is not None:
+        if told is not None and self._guarded:
             self.steps = self.staleness.judge(told, step, self.steps)
             if self.steps:
                 self._lrs = deque(self._lrs, maxlen=self.steps)

@@ -108,6 +108,7 @@ class Session:
         delay = Delay(
             self.plan, optimizer, self.world, self.parameters, list(self.model.buffers()), self.recorder,
             put=self._put, steps_done=lambda: self.step, loss_scale=self._loss_scale,
+            guard=self._guarded,
         )  # fmt: skip
         self._handles += delay.install()
         return delay

@@ -366,6 +366,20 @@ def habits() -> dict[str, bool]:
     return results
 
 
+def without_warm_up() -> dict[str, bool]:
+    """It is said, on one rank, unless nothing is to be guarded."""
+    said = []
+    for guard in (True, False):
+        model = Net()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            plan = plan_of(model, DelaySpec(steps=1, warmup_steps=0))
+            runtime.attach(model, optimizer, plan, drift=False, guard=guard).detach()
+        said.append([one.category is runtime.AccuracyWarning and "500" in str(one.message) for one in caught])
+    return {"said": said == [[True] if dist.get_rank() == 0 else [], []]}
+
+
 def refused() -> dict[str, bool]:
     """What a plan with delay cannot be, in words."""
     model = Net()
@@ -397,7 +411,7 @@ CHECKS: dict[str, Callable[[], dict[str, bool]]] = {
     check.__name__: check
     for check in (
         against_reference, variants, warm_up_is_synchronous, two_groups, resumed, resharded, not_finite, left, guarded,
-        habits, refused,
+        habits, without_warm_up, refused,
     )
 }  # fmt: skip
 
