@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from runtime.errors import AccuracyWarning
 
-BOUND, PULLS = 20.0, 3
+BOUND, PULLS = 10.0, 3
 """Ranks are too far when in so many pulls in a row their mean distance is above this many times the warm-up's."""
 KEPT = 1000
 """Samples, at most."""

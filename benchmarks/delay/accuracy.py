@@ -45,7 +45,7 @@ def run_rank(scale: float) -> list[Outcome]:
 
 
 def _plan(model: torch.nn.Module, steps: int, spec: DelaySpec | None) -> Plan:
-    plan = plan_of(model, None)
+    plan = plan_of(model)
     if spec is None:
         return plan
     warmup = max(60, round(steps * WARMUP_SHARE / 60) * 60)
