@@ -105,12 +105,17 @@ def replan(
         The plan, the same on every rank; its notes say what has changed. With one rank the plan that there is.
 
     Raises:
-        InputError: on all ranks alike: too few steps, a profile of another model, ranks at different steps.
+        InputError: on all ranks alike: too few steps, a profile of another model, ranks at different steps, a delay.
         CommunicationError: a rank did not come within the deadline.
     """
     session.pause("planner.replan")
     if session.world.ranks == 1:
         return session.plan
+    if session.plan.delay is not None:
+        raise InputError(
+            "planner.replan: the run has a delay, which begins with a run and cannot be decided again in it; expected "
+            "a plan without: profile again and attach anew, or session.switch to an exact plan"
+        )
     old, mine = _measure_rank(session, profile)
     everyone: list[RankSteps] = session.world.gather(mine, "comparing the last steps")
     _refuse(everyone)
@@ -244,13 +249,10 @@ def _decide_on_first(
 
 
 def _limits(session: Session) -> dict[str, Any]:
-    """The class of the run's plans, and how much delay they have: that of the lossy one while it is tried against the
-    exact one beside it.
-    """
+    """The class of the run's plans: that of the lossy one while it is tried against the exact one beside it."""
     trying = session.trial is not None and session.trial.verdict is None
     plan = session.trial.lossy if trying and session.trial is not None else session.plan
-    limits: dict[str, Any] = {"accuracy": plan.accuracy}
-    return limits if plan.delay is None else limits | {"max_delay": plan.delay.steps}
+    return {"accuracy": plan.accuracy}
 
 
 def _profile(

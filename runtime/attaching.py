@@ -38,7 +38,7 @@ def attach(
     Args:
         model: the bare module, on its device; the same on every rank.
         optimizer: its optimizer; its step is timed, and LBFGS is given the average of the ranks' losses. None is
-            allowed for every other one.
+            allowed for every other one, but not with a delay.
         plan: a plan, or the path of plan.json; the same on every rank.
         process_group: the ranks that train together; default: all of torch.distributed, or this process alone.
         sync: overwrite parameters and buffers with rank 0's, as DDP does.
@@ -47,14 +47,15 @@ def attach(
         drift: warn (`runtime.DriftWarning`, once for each plan, on each rank that sees it) when the last 50 steps took
             more than 20 % longer than the plan predicts; see `runtime.drift`.
         loss_scale: `scaler.get_scale` of the GradScaler, where there is one: what lossy buckets hold back is rescaled
-            when the scale changes. Not needed for exact plans.
+            when the scale changes, and what a delay pushes is unscaled. Not needed for exact plans.
         guard: of lossy plans. In the first steps try the exact plan beside it (`fallback`) by turns, and go on with
             that where the lossy one is not faster (`runtime.FallbackWarning`); later sample what buckets leave behind,
             and let those that leave too much send everything; with a delay, shorten it where ranks' weights are too far
             from each other (`runtime.AccuracyWarning`).
 
     Returns:
-        The session; `.grad` is the average over ranks whenever `backward()` returns.
+        The session; `.grad` is the average over ranks whenever `backward()` returns (with a delay, while ranks are
+        delayed, a rank's own).
 
     Raises:
         PlanMismatch: on all ranks alike, before anything is changed: the plan is for another model or number of
@@ -64,7 +65,7 @@ def attach(
     """
     loaded, problem = _load(model, plan)
     if loaded is not None and problem is None:
-        problem = find_optimizer_misfit(loaded, optimizer)
+        problem = find_optimizer_misfit(loaded, optimizer, dict(model.named_parameters()))
     scale: object = loss_scale  # of any type, where callers are not checked
     if problem is None and scale is not None and not callable(scale):
         problem = f"loss_scale: found {scale!r}, expected a function such as scaler.get_scale; pass that"

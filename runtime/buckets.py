@@ -231,7 +231,7 @@ def lay_out(slots: Sequence[Slot], tail_elements: int = 0) -> list[Message]:
     return messages
 
 
-def view_of(flat: Tensor, offset: int, parameter: nn.Parameter) -> Tensor:
+def view_of(flat: Tensor, offset: int, parameter: Tensor) -> Tensor:
     """The parameter's part of the buffer, with the parameter's strides where they are dense (channels-last, say)."""
     strides = parameter.stride() if _is_dense(parameter) else torch.empty(parameter.shape, device="meta").stride()
     # Not a view in autograd's books: those may not be changed in place by `.grad.detach_()`.

@@ -113,7 +113,8 @@ class HostCommunicator:
 
     def launch(self, bucket: BucketBuffer, sent: Sent) -> None:
         """See `Communicator.launch`."""
-        sent.launch = time.perf_counter()
+        # A step that was given up may have marked it.
+        sent.launch, sent.start, sent.end = time.perf_counter(), None, None
         with self._lock:
             for message in bucket.payloads:
                 self._queue.append(_Task(bucket, message, sent, last=message is bucket.payloads[-1]))
@@ -246,6 +247,7 @@ class StreamCommunicator:
         """See `Communicator.launch`; what the current stream has queued so far is waited for on the device."""
         group = self._world.group
         assert group is not None
+        self._works = [(work, label) for work, label in self._works if not work.is_completed()]
         sent.launch = sent.start = _mark(torch.cuda.current_stream())
         self._side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._side):

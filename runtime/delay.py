@@ -13,7 +13,6 @@ Source: SSD-SGD (Xu et al., arXiv 2012.05396), Algorithms 1 and 2.
 
 from __future__ import annotations
 
-import copy
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -26,16 +25,16 @@ from torch import Tensor, nn
 
 from runtime.collectives.delayed import PushPull
 from runtime.communicator import make_communicator
+from runtime.delay_state import check_state, clones, copy_all, joined, kept_on_host
 from runtime.delayed import DelayedExchange
-from runtime.errors import AccuracyWarning, InputError
+from runtime.errors import AccuracyWarning, FallbackWarning, InputError
 from runtime.exchange import Exchange
 from runtime.local_updates import LOCAL_UPDATES, LocalStep
 from runtime.plan import Plan
 from runtime.recorder import Recorder
-from runtime.shards import Rates, Shard, check_state, joined, rates_of
+from runtime.shards import Rates, rates_of
 from runtime.staleness import Staleness
-from runtime.torch_compat import all_gather_single
-from runtime.world import World
+from runtime.world import World, first_line
 
 Stage = Literal["warm-up", "delayed", "synchronous"]
 
@@ -54,10 +53,10 @@ class Delay:
         optimizer: torch.optim.Optimizer,
         world: World,
         parameters: Mapping[str, nn.Parameter],
-        buffers: Sequence[Tensor],
+        buffers: Callable[[], list[Tensor]],
         recorder: Recorder,
         *,
-        put: Callable[[Exchange], None],
+        put: Callable[[Exchange | None], None],
         steps_done: Callable[[], int],
         loss_scale: Callable[[], float] | None,
         guard: bool,
@@ -65,8 +64,8 @@ class Delay:
         """Every rank of `world` must call this: it makes a group of its own, whose messages cross nobody else's.
 
         Args:
-            buffers: the model's, which stay a rank's own while it is delayed.
-            put: gives the session another exchange.
+            buffers: the model's that follow rank 0; while a rank is delayed they stay its own.
+            put: gives the session another exchange; None: a synchronous one.
             steps_done: how many steps the session has exchanged.
             loss_scale: gives the factor of this rank's losses.
             guard: shorten the delay where ranks are too far from each other, and say so where there is no warm-up.
@@ -77,22 +76,25 @@ class Delay:
         self.steps = plan.delay.steps
         """k: shortened where ranks drift apart."""
         self.staleness = Staleness()
-        self._optimizer, self._parameters, self._buffers = optimizer, parameters, buffers
+        self._optimizer, self._buffers = optimizer, buffers
+        self._all, self._parameters = parameters, {name: parameters[name] for name in plan.gradients}
         self._recorder, self._put, self._steps_done = recorder, put, steps_done
-        self._loss_scale, self._guarded = loss_scale or _unscaled, guard
+        self._loss_scale, self._guarded = loss_scale or (lambda: 1.0), guard
         self._session_world = world
         self._world = world.split([range(world.ranks)])
-        names = {id(parameter): name for name, parameter in parameters.items()}
+        names = {id(parameter): name for name, parameter in self._parameters.items()}
         groups = [group["params"] for group in optimizer.param_groups]
         self._groups = [[(names[id(p)], p) for p in group if id(p) in names] for group in groups]
         self._lrs: deque[Rates] = deque(maxlen=self.steps)
         self._exchange: DelayedExchange | None = None
         self._before: dict[str, Tensor] = {}
-        self._memory: dict[int, dict[int, Any]] = {}
-        """What local updaters remember, by group."""
+        self._memory: dict[str, Tensor] = {}
+        """What local updaters remember, by parameter."""
         self._hidden: list[tuple[nn.Parameter, Tensor]] = []
-        self._passes_over = False
-        """Whether the optimizer's next step has been done already."""
+        self._updated = 0
+        """How many steps had been exchanged at the optimizer's last one."""
+        self._done_by_owners: int | None = None
+        """The step whose gradients owners have used, so that the optimizer has to pass over them."""
 
     @property
     def active(self) -> bool:
@@ -120,14 +122,21 @@ class Delay:
 
     # One step, in the order in which it happens.
 
-    def _before_step(self, _optimizer: torch.optim.Optimizer, arguments: Any, keywords: Any) -> None:
-        if self._exchange is None and not self._passes_over:
+    def _before_step(self, optimizer: torch.optim.Optimizer, arguments: Any, keywords: Any) -> None:
+        if self.stage == "synchronous" and self._done_by_owners != self._steps_done():
             return
         if any(callable(one) for one in (*arguments[1:], *keywords.values())):
             raise InputError(
                 "optimizer.step(closure): found a closure, expected none, for a plan with delay takes the place of the "
                 "optimizer's step: call backward before it"
             )
+        if len(optimizer.param_groups) != len(self._groups):
+            raise InputError(
+                f"found {len(optimizer.param_groups)} groups of parameters in the optimizer, expected the "
+                f"{len(self._groups)} that it had at attach: with a delay, owners of the weights update them, too"
+            )
+        if self.stage == "warm-up":
+            return
         self._hidden = [(p, p.grad) for group in self._groups for _, p in group if p.grad is not None]
         for parameter, _ in self._hidden:
             parameter.grad = None  # the optimizer passes over it
@@ -138,15 +147,15 @@ class Delay:
             self._update(rates)
         for parameter, gradient in self._hidden:
             parameter.grad = gradient
-        self._hidden, self._passes_over = [], False
+        self._hidden, self._updated = [], self._steps_done()
         self._lrs.append(rates)
         if self.stage == "warm-up":
-            self._warm_up()
+            self._warm_up(sum(group["lr"] for group in rates))
 
-    def _warm_up(self) -> None:
+    def _warm_up(self, lr: float) -> None:
         left = self.spec.warmup_steps - self._steps_done()
         if left <= self.steps:
-            self.staleness.see_warmup(self._parameters, sum(self._lr_sums()), last=left <= 0)
+            self.staleness.see_warmup(self._parameters, lr, last=left <= 0)
         if left <= 0:
             self._begin()
 
@@ -162,34 +171,31 @@ class Delay:
         weights = {} if pulled is None else exchange.weights(pulled.whole)
         if weights:
             exchange.words = self.staleness.measure(self._parameters, weights, sum(self._lr_sums()))
-            _copy([self._parameters[name] for name in weights], list(weights.values()))
-        gradients = {id(parameter): gradient for parameter, gradient in self._hidden}
-        for index, group in enumerate(self._groups):
-            if group:
-                self._update_group(index, group, gradients, rates[index])
+            copy_all([self._parameters[name] for name in weights], list(weights.values()))
+        # What is not finite is no gradient; on a device nobody waits to know it.
+        if exchange.finite.device.type != "cpu" or exchange.finite:
+            gradients = {id(parameter): gradient for parameter, gradient in self._hidden}
+            for index, group in enumerate(self._groups):
+                self._update_group(index, [(n, p, gradients[id(p)]) for n, p in group if id(p) in gradients], rates)
         for name, weight in weights.items():
             self._before[name].copy_(weight, non_blocking=True)
         if pulled is not None:
             exchange.give_back(pulled)
 
-    def _update_group(
-        self,
-        index: int,
-        group: Sequence[tuple[str, nn.Parameter]],
-        gradients: Mapping[int, Tensor],
-        rates: Mapping[str, Any],
-    ) -> None:
-        weights = [parameter.detach() for _, parameter in group]
+    def _update_group(self, index: int, group: Sequence[tuple[str, nn.Parameter, Tensor]], rates: Rates) -> None:
+        """Those of a group that have a gradient: (name, parameter, gradient)."""
         step = LocalStep(
-            weights=weights,
-            gradients=[gradients.get(id(p), torch.zeros_like(w)) for (_, p), w in zip(group, weights, strict=True)],
-            before=[self._before[name].to(p.device, non_blocking=True) for name, p in group],
-            rates=rates,
+            names=[name for name, _, _ in group],
+            weights=[parameter.detach() for _, parameter, _ in group],
+            gradients=[gradient for _, _, gradient in group],
+            before=[self._before[name].to(p.device, non_blocking=True) for name, p, _ in group],
+            rates=rates[index],
             lr_sum=self._lr_sums()[index],
             spec=self.spec,
-            state=self._memory.setdefault(index, {}),
+            state=self._memory,
         )
-        LOCAL_UPDATES[self.spec.local_update](step)
+        if group:
+            LOCAL_UPDATES[self.spec.local_update](step)
 
     def _pulls_at(self, step: int, told: Tensor | None) -> bool:
         """Called by the exchange; what all ranks said decides how long the delay is from this step on."""
@@ -200,64 +206,82 @@ class Delay:
         return self.steps > 0 and (step + 1) % self.steps == 0
 
     @property
-    def failed(self) -> bool:
+    def has_to_end(self) -> bool:
         """Whether ranks are too far from each other, so that this step has to be the last one with a delay."""
         return self._exchange is not None and self.steps == 0
 
     # Stages.
 
     def _begin(self) -> None:
-        """Ranks have the same weights: from now on each has its own."""
-        rates = rates_of(self._optimizer)
-        self._exchange = DelayedExchange(
-            synchronous(self.plan), self._parameters, self._world.ranks,
-            make_communicator(self._world, [PushPull()] * len(self.plan.buckets), _device(self._parameters)),
-            self._recorder, optimizer=self._optimizer, rank=self._world.rank,
-            rates=lambda: rates_of(self._optimizer), pulls_at=self._pulls_at, scale=self._loss_scale,
-        )  # fmt: skip
-        self._exchange.step = self._steps_done()
-        self._before = {name: _kept(parameter) for name, parameter in self._parameters.items()}
+        """Ranks have the same weights: from now on each has its own, if all have memory for it."""
+        rates, exchange, problem = rates_of(self._optimizer), None, None
+        try:
+            exchange = self._make_exchange()
+            self._before = {name: kept_on_host(parameter) for name, parameter in self._parameters.items()}
+        except (RuntimeError, MemoryError) as error:
+            problem = first_line(error)
+        problems = [one for one in self._session_world.gather(problem, "beginning a delay") if one]
+        if problems or exchange is None:
+            warnings.warn(
+                f"the run stays synchronous: no memory for a delay ({problems[0]})", FallbackWarning, stacklevel=4
+            )
+            self.stage = "synchronous"
+            return
         while len(self._lrs) < self.steps:  # with less warm-up than k
             self._lrs.append(rates)
-        self.stage = "delayed"
-        self._put(self._exchange)
+        self.stage, self._exchange = "delayed", exchange
+        self._put(exchange)
+
+    def _make_exchange(self) -> DelayedExchange:
+        communicator = make_communicator(self._world, [PushPull()] * len(self.plan.buckets), _device(self._parameters))
+        made = DelayedExchange(
+            synchronous(self.plan), self._all, self._world.ranks, communicator, self._recorder,
+            optimizer=self._optimizer, rank=self._world.rank, rates=lambda: rates_of(self._optimizer),
+            pulls_at=self._pulls_at, scale=self._loss_scale,
+        )  # fmt: skip
+        made.step = self._steps_done()
+        return made
 
     def end(self) -> None:
-        """Ranks have the same weights and momentum again. All of them call this at the end of the same backward, whose
-        gradients owners have used: the optimizer's next step passes over them.
+        """Ranks have the same weights and momentum again; all of them call this at the same step.
+
+        Where owners have used the gradients of a backward whose optimizer's step is yet to come, that step passes over.
         """
-        exchange = self._exchange
-        assert exchange is not None
-        exchange.communicator.wait()
-        weights, momenta = self._gathered(lambda shard: shard.weights), self._momenta()
+        exchange, self.stage = self._exchange, "synchronous"
+        if exchange is None:
+            return
+        exchange.settle()
+        weights, momenta = self._weights(), self._momenta()
         with torch.no_grad():
             for name, parameter in self._parameters.items():
                 parameter.copy_(weights[name])
                 if name in momenta:
                     self._optimizer.state[parameter]["momentum_buffer"] = momenta[name].clone()
-        self._session_world.broadcast(self._buffers)
-        self.stage, self._exchange, self._passes_over = "synchronous", None, True
+        self._session_world.broadcast(self._buffers())
+        if self._updated != self._steps_done():
+            self._done_by_owners = self._steps_done()
+        self._check_scales()
+        self._exchange, self._before, self._memory = None, {}, {}
 
-    def _gathered(self, part_of: Callable[[Shard], Tensor]) -> dict[str, Tensor]:
-        """What all owners have, by name, in the parameters' shapes."""
+    def _check_scales(self) -> None:
+        scales = self._session_world.gather(self._loss_scale(), "comparing loss scales")
+        if len(set(scales)) > 1:
+            text = (
+                f"ranks scale losses differently now ({', '.join(f'{scale:g}' for scale in scales)}), and synchronous "
+            )
+            text += "steps average their gradients: give all scalers one scale, scaler.update(new_scale=…)"
+            warnings.warn(text, AccuracyWarning, stacklevel=4)
+
+    def _weights(self) -> dict[str, Tensor]:
         assert self._exchange is not None
-        found: dict[str, Tensor] = {}
-        for shards in self._exchange.server.shards:
-            for shard in shards:
-                whole = torch.zeros_like(shard.pushed)
-                with self._world.naming("gathering the global weights"):
-                    all_gather_single(
-                        whole.view(torch.uint8), part_of(shard).view(torch.uint8), group=self._world.group
-                    )
-                found |= shard.views(whole)
-        return found
+        return self._exchange.server.gathered(lambda shard: shard.weights, self._world)
 
     def _momenta(self) -> dict[str, Tensor]:
         assert self._exchange is not None
         server = self._exchange.server
         if not any(group["momentum"] for group in self._optimizer.param_groups):
             return {}
-        return self._gathered(server.momenta)
+        return server.gathered(server.momenta, self._world)
 
     @contextmanager
     def global_weights(self) -> Iterator[None]:
@@ -266,17 +290,18 @@ class Delay:
             yield
             return
         self._exchange.communicator.wait()
-        weights = self._gathered(lambda shard: shard.weights)
+        weights = self._weights()
         pairs = [(parameter, weights[name]) for name, parameter in self._parameters.items()]
         own = [parameter.detach().clone() for parameter, _ in pairs]
-        own_buffers = [buffer.detach().clone() for buffer in self._buffers]
-        self._session_world.broadcast(self._buffers)
-        _copy([parameter for parameter, _ in pairs], [weight for _, weight in pairs])
+        buffers = self._buffers()
+        own_buffers = [buffer.detach().clone() for buffer in buffers]
+        self._session_world.broadcast(buffers)
+        copy_all([parameter for parameter, _ in pairs], [weight for _, weight in pairs])
         try:
             yield
         finally:
-            _copy([parameter for parameter, _ in pairs], own)
-            _copy(self._buffers, own_buffers)
+            copy_all([parameter for parameter, _ in pairs], own)
+            copy_all(buffers, own_buffers)
 
     def close(self) -> None:
         """Gives the group back."""
@@ -286,7 +311,15 @@ class Delay:
     # Checkpoints.
 
     def state(self) -> dict[str, Any]:
-        """What `load` continues from, of this rank; copies. Waits for what is on its way."""
+        """What `load` continues from, of this rank; copies. Waits for what is on its way.
+
+        Raises:
+            InputError: the session is detached.
+        """
+        if self.stage == "delayed" and self._exchange is None:
+            raise InputError(
+                "state_dict: the session is detached; expected one with its weights: call it before detach"
+            )
         state: dict[str, Any] = {
             "spec": asdict(self.spec), "stage": self.stage, "step": self._steps_done(), "steps": self.steps,
             "rates": list(self._lrs), "staleness": self.staleness.state(),
@@ -295,13 +328,16 @@ class Delay:
         if exchange is None:
             return state
         exchange.settle()
-        pulls = [(pulled.step, _clones(exchange.weights(pulled.whole))) for pulled in exchange.pulls]
+        if _device(self._parameters).type == "cuda":
+            torch.cuda.current_stream().synchronize()  # pre_weight may still be on its way to the host
+        pulls = [(pulled.step, clones(exchange.weights(pulled.whole))) for pulled in exchange.pulls]
         return state | {
+            "pushed": exchange.step,
             "pieces": exchange.server.state(),
-            "weights": _clones(self._parameters),
-            "buffers": [buffer.detach().clone() for buffer in self._buffers],
-            "pre_weight": _clones(self._before),
-            "pulls": pulls, "told": exchange.told, "words": exchange.words, "memory": copy.deepcopy(self._memory),
+            "weights": clones(self._parameters),
+            "buffers": [buffer.detach().clone() for buffer in self._buffers()],
+            "pre_weight": clones(self._before),
+            "pulls": pulls, "told": exchange.told, "words": exchange.words, "memory": clones(self._memory),
         }  # fmt: skip
 
     def load(self, states: Sequence[Mapping[str, Any]], *, same_ranks: bool) -> int:
@@ -325,6 +361,9 @@ class Delay:
             self._go_on(states, same_ranks=same_ranks)
         else:
             self.stage = first["stage"]
+            if self._exchange is not None:  # the plan has no warm-up
+                self._exchange = None
+                self._put(None)
         step: int = first["step"]
         return step
 
@@ -335,68 +374,25 @@ class Delay:
             self._begin()
         exchange = self._exchange
         assert exchange is not None
-        exchange.step = first["step"]
+        exchange.step = first["pushed"] if same_ranks else first["step"]
         for name, before in first["pre_weight"].items():
             self._before[name].copy_(before)
         if not same_ranks:
             weights, momenta = joined([one["pieces"] for one in states], self._parameters)
             exchange.server.set_weights(weights)
             exchange.server.set_momenta(momenta)
-            _copy([self._parameters[name] for name in weights], list(weights.values()))
+            copy_all([self._parameters[name] for name in weights], list(weights.values()))
             return
         exchange.server.load(first["pieces"])
-        _copy([self._parameters[name] for name in first["weights"]], list(first["weights"].values()))
-        _copy(self._buffers, first["buffers"])
+        copy_all([self._parameters[name] for name in first["weights"]], list(first["weights"].values()))
+        copy_all(self._buffers(), first["buffers"])
         for step, pulled in first["pulls"]:
             exchange.put_back(step, pulled)
-        exchange.told, exchange.words, self._memory = first["told"], first["words"], copy.deepcopy(first["memory"])
-
-
-def _clones(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {name: tensor.detach().clone() for name, tensor in tensors.items()}
-
-
-def _unscaled() -> float:
-    return 1.0
+        exchange.told, exchange.words = first["told"], first["words"]
+        self._memory = {
+            name: kept.to(self._parameters[name].device, copy=True) for name, kept in first["memory"].items()
+        }
 
 
 def _device(parameters: Mapping[str, nn.Parameter]) -> torch.device:
     return next(iter(parameters.values())).device
-
-
-def _kept(parameter: nn.Parameter) -> Tensor:
-    """A copy for `pre_weight`: on the host, for a device has better uses of its memory."""
-    copy = parameter.detach().to("cpu", copy=True)
-    return copy.pin_memory() if parameter.is_cuda else copy
-
-
-@torch.no_grad()
-def _copy(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
-    for target, source in zip(targets, sources, strict=True):
-        target.copy_(source)
-
-
-def delays_of(given: Any, rank: int, ranks: int) -> tuple[list[Any], bool]:
-    """(what `Delay.load` continues from, whether the run had as many ranks), from `Session.state_dict()`s.
-
-    Raises:
-        InputError: no state of a run with delay; another rank's, or not those of all ranks.
-    """
-    several = isinstance(given, Sequence) and not isinstance(given, str | bytes)
-    everyone: list[Any] = list(given) if several else [given]
-    for one in everyone or [None]:
-        if not isinstance(one, Mapping) or not {"ranks", "rank", "delay"} <= set(one):
-            raise InputError(
-                "found no state of a run with delay, expected what Session.state_dict() returned of one: go on with "
-                "the plan that the run began with"
-            )
-    count = everyone[0]["ranks"]
-    if several and [one["rank"] for one in everyone] == list(range(count)):
-        states = [one["delay"] for one in everyone]
-        return ([states[rank]], True) if count == ranks else (states, False)
-    if several or (count, everyone[0]["rank"]) != (ranks, rank):
-        raise InputError(
-            f"found the states of ranks {[one['rank'] for one in everyone]} of {count}, this is rank {rank} of "
-            f"{ranks}; expected its own, or those of all ranks in order: pass a list of them on every rank"
-        )
-    return [everyone[0]["delay"]], True

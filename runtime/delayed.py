@@ -29,6 +29,8 @@ from runtime.recorder import Recorder
 from runtime.shards import Rates, Server
 from runtime.staleness import NOTHING
 
+HEAD = 1 + len(NOTHING)
+"""Entries of what ranks tell each other, before those of gradients."""
 KEPT_PULLS = 2
 """With k = 1 the next pull begins before the last one is taken."""
 
@@ -51,7 +53,8 @@ class StepEnd:
     server: Server
     rates: Rates
     own: Tensor
-    """What the other ranks have to know, float64: whether this rank's gradients are finite, and `Staleness.measure`."""
+    """What the other ranks have to know, float64: whether this rank's gradients are finite, what `Staleness.measure`
+    says, and whether each gradient has come."""
     pulled: Pulled | None
     told: Tensor = field(init=False)
     """Every rank's `own`. Shape (ranks, entries)."""
@@ -61,7 +64,8 @@ class StepEnd:
         ranks = dist.get_world_size(group)
         self.told = self.own.new_zeros(ranks, self.own.numel())
         yield from compare(self.told.view(-1), self.own, group)
-        self.server.update(self.rates, self.told[:, 0].bool().all())  # alike on all ranks
+        used = self.told[:, HEAD:].bool().any(dim=0)
+        self.server.update(self.rates, self.told[:, 0].bool().all(), used)  # alike on all ranks
         if self.pulled is not None:
             for shards, whole in zip(self.server.shards, self.pulled.whole, strict=True):
                 for shard, parts in zip(shards, whole, strict=True):
@@ -101,6 +105,8 @@ class DelayedExchange(Exchange):
         self._before: dict[int, Sent] = {}
         """Of each bucket, its last push."""
         self._finite: list[Tensor] = []
+        self.finite = torch.tensor(True)
+        """Whether this rank's gradients of the last step are (0-d)."""
         self.words = NOTHING
         """What this rank tells the others behind its next push, beside whether its gradients are finite."""
         self._end: StepEnd | None = None
@@ -141,11 +147,12 @@ class DelayedExchange(Exchange):
     def _step_end(self) -> StepEnd:
         finite = torch.stack(self._finite).all()
         self._finite.clear()
-        own = torch.tensor([0.0, *self.words], dtype=torch.float64).to(finite.device)
-        own[0], self.words = finite, NOTHING
+        touched = [float(slot.touched) for slot in self.slots]
+        own = torch.tensor([0.0, *self.words, *touched], dtype=torch.float64).to(finite.device)
+        own[0], self.words, self.finite = finite, NOTHING, finite
         if self._end is not None:
             self.told = self._end.told  # its bucket's push has ended
-        pulls = self._pulls_at(self.step, None if self.told is None else self.told[:, 1:])
+        pulls = self._pulls_at(self.step, None if self.told is None else self.told[:, 1:HEAD])
         pulled = Pulled(self.step, Sent(), self._take_spare()) if pulls else None
         return StepEnd(self.server, self._rates(), own, pulled)
 
@@ -217,7 +224,9 @@ class DelayedExchange(Exchange):
         self._recorder.end_step()
 
     def forget(self) -> None:
-        """An exception ended the backward. What other ranks pushed needs this rank's part: it cannot be left out."""
+        """An exception ended the backward. Where it did so on all ranks, what they have pushed is no step of anybody's;
+        a rank that goes on alone waits for the others until the deadline.
+        """
         self.open = False
         self._kept.clear()
         self._finite.clear()

@@ -241,6 +241,8 @@ def _delay_misfit(plan: Plan, delay: DelaySpec) -> str | None:
     lossy = next((index for index, bucket in enumerate(plan.buckets) if bucket.compressor.name != "none"), None)
     if lossy is not None:
         return f"bucket {lossy} is compressed, which this version does not do with a delay; expected none: {CURE}"
+    if plan.momentum_correction is not None:
+        return f"the plan has a delay and corrects momentum, which are not done together; expected one of them: {CURE}"
     nodes = plan.world.nodes or plan.world.ranks
     if nodes != plan.world.ranks:
         return (
@@ -296,7 +298,8 @@ def _no_plain_sgd(optimizer: torch.optim.Optimizer | None) -> str | None:
     """What owners of weights cannot do of an optimizer, or None."""
     if not isinstance(optimizer, torch.optim.SGD):
         return "no optimizer" if optimizer is None else type(optimizer).__name__
-    options = ("dampening", "maximize", "differentiable")
+    # A fused step is scaled by a GradScaler itself, and what takes its place here is not.
+    options = ("dampening", "maximize", "differentiable", "fused")
     return next((f"SGD with {o}" for group in optimizer.param_groups for o in options if group[o]), None)
 
 
@@ -308,13 +311,28 @@ def _has_momentum(optimizer: torch.optim.Optimizer | None) -> str | None:
     return None if found is None else f"SGD with momentum {found}"
 
 
-def find_optimizer_misfit(plan: Plan, optimizer: torch.optim.Optimizer | None) -> str | None:
+def _find_unowned(optimizer: torch.optim.Optimizer | None, parameters: Mapping[str, nn.Parameter]) -> str | None:
+    """A parameter that owners of the weights would have no optimizer for, or None."""
+    groups = [] if optimizer is None else optimizer.param_groups
+    known = {id(parameter) for group in groups for parameter in group["params"]}
+    return next((name for name, parameter in parameters.items() if id(parameter) not in known), None)
+
+
+def find_optimizer_misfit(
+    plan: Plan, optimizer: torch.optim.Optimizer | None, parameters: Mapping[str, nn.Parameter]
+) -> str | None:
     """Why this optimizer cannot train by the plan, or None."""
     if plan.delay is not None and (odd := _no_plain_sgd(optimizer)):
         return (
             f"the plan has a delay, for which owners of the weights and ranks do what torch.optim.SGD does, but found "
             f"{odd}; expected torch.optim.SGD with momentum, weight decay or Nesterov's momentum: use that, or plan "
             f"without --accuracy relaxed"
+        )
+    planned = {name: parameters[name] for name in plan.gradients if name in parameters}
+    if plan.delay is not None and (odd := _find_unowned(optimizer, planned)):
+        return (
+            f"the plan has a delay and the gradient {odd}, whose parameter is not in the optimizer; expected all of "
+            f"them in it, for owners of the weights do what it does: add that parameter, or freeze it before profiling"
         )
     if plan.momentum_correction is not None and (odd := _has_momentum(optimizer)):
         return (

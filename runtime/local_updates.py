@@ -24,6 +24,7 @@ COMPENSATION, MEMORY, TINY = 2.0, 0.95, 1e-7
 class LocalStep:
     """What a local update works on; lists have one tensor for each parameter of a group."""
 
+    names: Sequence[str]
     weights: Sequence[Tensor]
     """This rank's; changed in place."""
     gradients: Sequence[Tensor]
@@ -35,8 +36,8 @@ class LocalStep:
     lr_sum: float
     """Of the learning rates of the k steps that led from `before` to the global weights after them: lr · k."""
     spec: DelaySpec
-    state: dict[int, Any] = field(default_factory=dict)
-    """The updater's own, by the parameter's position; it is saved with the session's state."""
+    state: dict[str, Tensor] = field(default_factory=dict)
+    """The updater's own, by name; it is saved with the session's state."""
 
     @property
     def local_lr(self) -> float:
@@ -73,11 +74,11 @@ def sgd(step: LocalStep) -> None:
 
 def dc_asgd(step: LocalStep) -> None:
     """Delay-compensated: w ← w − lr_loc·(g + λ·g⊙g⊙(w − pre_weight) + wd·w), λ = λ₀ / √(mean square of g)."""
-    for index, (weight, gradient, before) in enumerate(zip(step.weights, step.gradients, step.before, strict=True)):
+    for name, weight, gradient, before in zip(step.names, step.weights, step.gradients, step.before, strict=True):
         square = gradient * gradient
-        mean = step.state.get(index)
+        mean = step.state.get(name)
         mean = square.clone() if mean is None else mean.mul_(MEMORY).add_(square, alpha=1.0 - MEMORY)
-        step.state[index] = mean
+        step.state[name] = mean
         compensation = square.mul_(weight - before).div_(mean.sqrt().add_(TINY)).mul_(COMPENSATION)
         direction = compensation.add_(gradient).add_(weight, alpha=step.rates["weight_decay"])
         weight.add_(direction, alpha=-step.local_lr)

@@ -114,9 +114,9 @@ class DelaySpec:
     steps: PositiveCount
     warmup_steps: Count = 500
     local_update: Name = "glu"
-    alpha: float = 2.0
-    beta: float = 0.5
-    local_lr_scale: float = 4.0
+    alpha: Annotated[float, Field(ge=0.0)] = 2.0
+    beta: Annotated[float, Field(ge=0.0)] = 0.5
+    local_lr_scale: Annotated[float, Field(gt=0.0)] = 4.0
 
 
 @dataclass(frozen=True, kw_only=True)

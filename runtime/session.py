@@ -22,7 +22,8 @@ from runtime.clock import make_clock
 from runtime.closures import LossAveraging
 from runtime.collectives import collective_of
 from runtime.communicator import Communicator, NullCommunicator, Sent, make_communicator
-from runtime.delay import Delay, delays_of
+from runtime.delay import Delay
+from runtime.delay_state import delays_of
 from runtime.drift import DriftGuard
 from runtime.errors import FallbackWarning, InputError
 from runtime.exchange import Exchange
@@ -82,7 +83,7 @@ class Session:
         """Tries a lossy plan against the exact one beside it; `trial.verdict` is what came out. None where there is
         nothing to try."""
         self._guards, self._loss_scale, self._optimizer = drift, loss_scale, optimizer
-        self._guarded = guard
+        self._guarded, self._broadcast_buffers = guard, broadcast_buffers
         self._exchange = self._make_exchange(plan)
         self._guard = self._make_guard()
         self._handles: list[Any] = []
@@ -106,7 +107,8 @@ class Session:
         if self.plan.delay is None or optimizer is None or self.world.ranks == 1:
             return None
         delay = Delay(
-            self.plan, optimizer, self.world, self.parameters, list(self.model.buffers()), self.recorder,
+            self.plan, optimizer, self.world, self.parameters,
+            lambda: list(self.model.buffers()) if self._broadcast_buffers else [], self.recorder,
             put=self._put, steps_done=lambda: self.step, loss_scale=self._loss_scale,
             guard=self._guarded,
         )  # fmt: skip
@@ -135,10 +137,9 @@ class Session:
         if self._pending is None and (following := self._judged()) is not None:
             self._pending = self._laid_out(following)
         due = self._pending is not None and self._pending[0] <= self.step
-        if self.delay is not None and self.delay.active and (due or self.delay.failed):
+        if self.delay is not None and self.delay.has_to_end and not due:
             self.delay.end()
-            if not due:
-                self._put(self._make_exchange(self.plan))
+            self._put(None)
         if due:
             self._change_over()
         else:
@@ -171,11 +172,14 @@ class Session:
         """Between two steps: the next one is the pending plan's. `.grad`s are not touched."""
         assert self._pending is not None
         (_, following), self._pending = self._pending, None
+        if self.delay is not None:
+            self.delay.end()
         self.plan = following.plan
         self._put(following)
 
-    def _put(self, following: Exchange) -> None:
-        """Another exchange takes the place of the present one."""
+    def _put(self, following: Exchange | None) -> None:
+        """Another exchange, None: a synchronous one of the plan, takes the place of the present one."""
+        following = following or self._make_exchange(self.plan)
         before, self._exchange = self._exchange, following
         following.follow(before)
         before.close()
@@ -254,6 +258,7 @@ class Session:
         if current_backward_id() != OUTSIDE:
             raise InputError(f"{what} was called while a backward runs; expected between two steps: call it after it")
         self._backward.forget_abandoned()
+        self._exchange.communicator.wait()
 
     def _prepare(self, plan: Plan | str | Path, at_step: int) -> tuple[Exchange | None, str | None]:
         """The new plan's buckets, or what is wrong on this rank: it is told to all ranks."""
@@ -262,7 +267,7 @@ class Session:
             problem = (
                 find_late_step(at_step, self.step)
                 or find_plan_misfit(self.parameters, loaded, self.world.ranks)
-                or find_optimizer_misfit(loaded, self._optimizer)
+                or find_optimizer_misfit(loaded, self._optimizer, self.parameters)
                 or find_late_delay(loaded)
             )
             return (None, problem) if problem else (self._make_exchange(loaded), None)
@@ -284,12 +289,13 @@ class Session:
         """What a checkpoint needs besides model and optimizer; every rank has its own.
 
         An exact plan carries nothing from step to step. A lossy one carries what its buckets have yet to send
-        (`carried`), and a checkpoint without it loses that part of the gradients.
+        (`carried`), and a checkpoint without it loses that part of the gradients. One with a delay carries this rank's
+        part of the global weights and momenta, and its own weights (`delay`).
         """
         state: dict[str, Any] = {"plan": self.plan.digest(), "ranks": self.world.ranks}
         if self.trial is not None:
             state["tried"] = self.trial.verdict is not None
-        if self.delay is not None:
+        if self.delay is not None and self.plan.delay is not None:
             return state | {"rank": self.world.rank, "delay": self.delay.state()}
         carried = self._exchange.carried.state()
         return state | ({"rank": self.world.rank, "carried": carried} if carried else {})
@@ -299,6 +305,8 @@ class Session:
 
         A trial that was over is not repeated; buckets that went dense begin lossy again. Another plan may continue,
         too: what its buckets send in full travels with the next step.
+
+        With a delay, load model and optimizer first: the session's weights count.
 
         Args:
             state: this rank's; or, on every rank alike, those of all ranks in order of rank, for a run on another

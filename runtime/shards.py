@@ -7,24 +7,26 @@ servers' arithmetic is the user's optimizer's. Source: SSD-SGD (Xu et al., arXiv
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from runtime.buckets import BucketBuffer, Message, view_of
+from runtime.buckets import BucketBuffer, Message, Slot, view_of
 from runtime.collectives.delayed import push
 from runtime.errors import InputError
-from runtime.plan import DelaySpec
+from runtime.torch_compat import all_gather_single
+from runtime.world import World
 
 HYPERPARAMETERS = ("lr", "momentum", "dampening", "weight_decay", "nesterov")
 """Of a parameter group, what its owners need."""
 
 Pieces = dict[str, dict[str, Any]]
-"""What a rank owns of each parameter: `start`, `weights` and `momentum` (None: none yet), 1-D in memory order."""
+"""What a rank owns of each parameter: `start`, `weights` and `momentum` (None: none yet), 1-D in memory order, whose
+`stride` it has."""
 
 Rates = Sequence[Mapping[str, Any]]
 """The hyperparameters of each of the optimizer's groups, as they are at one step."""
@@ -43,13 +45,20 @@ def rates_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
 class Piece:
     """A part of one parameter that this rank owns."""
 
-    name: str
+    slot: Slot
+    """Of the parameter."""
     start: int
     """In the parameter's elements, in memory order."""
+    place: slice
+    """In the shard."""
     weights: nn.Parameter
     """1-D; a part of the shard."""
     gradient: Tensor
     """Likewise, of the sum of what was pushed."""
+
+    @property
+    def name(self) -> str:
+        return self.slot.name
 
 
 class Shard:
@@ -76,7 +85,7 @@ class Shard:
             start, stop = max(offset, first), min(offset + slot.parameter.numel(), first + self.share)
             if start < stop:
                 part = slice(start - first, stop - first)
-                yield Piece(slot.name, start - offset, nn.Parameter(self.weights[part]), self.total[part])
+                yield Piece(slot, start - offset, part, nn.Parameter(self.weights[part]), self.total[part])
             offset += slot.parameter.numel()
 
     def flatten(self, tensors: Mapping[str, Tensor]) -> Tensor:
@@ -90,8 +99,8 @@ class Shard:
     def views(self, whole: Tensor) -> dict[str, Tensor]:
         """The gradients' or weights' places in a vector of all parts. Shapes as the parameters'."""
         found, offset = {}, 0
-        for slot in self.message.slots:
-            found[slot.name] = view_of(whole, offset, slot.parameter)
+        for slot in self.message.slots:  # laid out as gradients are, whatever becomes of the parameter's own layout
+            found[slot.name] = view_of(whole, offset, slot.view)
             offset += slot.parameter.numel()
         return found
 
@@ -123,7 +132,7 @@ class Server:
         self._groups = {id(p): index for index, group in enumerate(optimizer.param_groups) for p in group["params"]}
         parameters = {slot.name: slot.parameter for bucket in buckets for slot in bucket.slots}
         self._sgd = self._make_optimizer(parameters, len(optimizer.param_groups))
-        momenta = {name: optimizer.state[p].get("momentum_buffer") for name, p in parameters.items()}
+        momenta = {name: optimizer.state.get(p, {}).get("momentum_buffer") for name, p in parameters.items()}
         self.set_momenta({name: buffer for name, buffer in momenta.items() if buffer is not None})
 
     @property
@@ -147,12 +156,11 @@ class Server:
     def set_momenta(self, momenta: Mapping[str, Tensor]) -> None:
         """Goes on with momentum buffers by name, in the shapes of their parameters."""
         for shard in (shard for shards in self.shards for shard in shards):
-            flat, start = shard.flatten(momenta), 0
+            flat = shard.flatten(momenta)
             for piece in shard.pieces:
-                stop = start + piece.weights.numel()
-                if piece.name in momenta:
-                    self._set_momentum(piece, flat[start:stop])
-                start = stop
+                # On a device all have one: a first step that is left out there leaves none undefined.
+                if piece.name in momenta or piece.weights.device.type != "cpu":
+                    self._set_momentum(piece, flat[piece.place])
 
     def _momentum_of(self, piece: Piece) -> Tensor | None:
         return None if self._sgd is None else self._sgd.state.get(piece.weights, {}).get("momentum_buffer")
@@ -164,13 +172,26 @@ class Server:
 
     def momenta(self, shard: Shard) -> Tensor:
         """The momentum buffers of what is owned, zero where there is none yet. Shape (share,)."""
-        flat, start = torch.zeros_like(shard.weights), 0
-        for piece in shard.pieces:  # they lie one behind the other, from the shard's beginning
-            buffer, stop = self._momentum_of(piece), start + piece.weights.numel()
+        flat = torch.zeros_like(shard.weights)
+        for piece in shard.pieces:
+            buffer = self._momentum_of(piece)
             if buffer is not None:
-                flat[start:stop] = buffer
-            start = stop
+                flat[piece.place] = buffer
         return flat
+
+    def gathered(self, part_of: Callable[[Shard], Tensor], world: World) -> dict[str, Tensor]:
+        """What all owners have, by name, in the parameters' shapes; all ranks must call this.
+
+        Raises:
+            CommunicationError: a rank did not come within the deadline.
+        """
+        found: dict[str, Tensor] = {}
+        for shard in (shard for shards in self.shards for shard in shards):
+            whole = torch.zeros_like(shard.pushed)
+            with world.naming("gathering the global weights"):
+                all_gather_single(whole.view(torch.uint8), part_of(shard).view(torch.uint8), group=world.group)
+            found |= shard.views(whole)
+        return found
 
     def set_weights(self, weights: Mapping[str, Tensor]) -> None:
         """Goes on with weights by name, in the shapes of their parameters."""
@@ -181,35 +202,47 @@ class Server:
         """Copies of what is owned, by parameter."""
         found: Pieces = {}
         for shard in (shard for shards in self.shards for shard in shards):
-            momenta, start = self.momenta(shard), 0
             for piece in shard.pieces:
-                stop = start + piece.weights.numel()
-                has = self._momentum_of(piece) is not None
+                buffer = self._momentum_of(piece)
                 found[piece.name] = {
                     "start": piece.start,
+                    "stride": piece.slot.view.stride(),
                     "weights": piece.weights.detach().clone(),
-                    "momentum": momenta[start:stop].clone() if has else None,
+                    "momentum": None if buffer is None else buffer.clone(),
                 }
-                start = stop
         return found
 
     @torch.no_grad()
     def load(self, pieces: Pieces) -> None:
-        """Goes on from the `state` of the same rank of as many."""
+        """Goes on from the `state` of the same rank of as many.
+
+        Raises:
+            InputError: the parameters were laid out in memory in another way.
+        """
         for piece in self.pieces:
             saved = pieces[piece.name]
+            if tuple(saved["stride"]) != piece.slot.view.stride():
+                raise InputError(
+                    f"found {piece.name} saved with the strides {tuple(saved['stride'])}, expected "
+                    f"{piece.slot.view.stride()}: give the model the memory format that it had, before attach"
+                )
             piece.weights.copy_(saved["weights"])
             self._set_momentum(piece, saved["momentum"])
 
-    def update(self, rates: Rates, finite: Tensor) -> None:
+    def update(self, rates: Rates, finite: Tensor, used: Tensor) -> None:
         """One step of momentum SGD with weight decay, with the averaged gradients that have come.
 
         Args:
             rates: hyperparameters of the user's groups.
             finite: 0-d; whether to make the step at all. The host does not wait for a device to know it.
+            used: whether any rank has a gradient, of each in order of readiness; without one nothing happens to a
+                parameter. On a device, where the host would have to wait for this, it counts as used.
         """
         if self._sgd is None:
             return
+        if used.device.type == "cpu":
+            for piece in self.pieces:
+                piece.weights.grad = piece.gradient if used[piece.slot.index] else None
         for group, index in zip(self._sgd.param_groups, self._mirrored, strict=True):
             group.update(rates[index])
         if finite.device.type == "cpu":
@@ -218,44 +251,3 @@ class Server:
             return
         self._sgd.found_inf = 1.0 - finite.float()  # type: ignore[attr-defined]  # the fused step looks at it
         self._sgd.step()
-
-
-def joined(
-    owned: Sequence[Pieces], parameters: Mapping[str, nn.Parameter]
-) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """(weights, momenta) by name, in the parameters' shapes, from what all ranks of a run owned."""
-    weights: dict[str, Tensor] = {}
-    momenta: dict[str, Tensor] = {}
-    for name, parameter in parameters.items():
-        pieces = sorted((one[name] for one in owned if name in one), key=lambda piece: int(piece["start"]))
-        empty = parameter.detach().new_empty(0)  # a parameter without elements has no owner
-        flat = torch.cat([empty.cpu(), *(piece["weights"].cpu() for piece in pieces)]).to(parameter.device)
-        weights[name] = view_of(flat, 0, parameter)
-        buffers = [piece["momentum"] for piece in pieces]
-        if buffers and all(buffer is not None for buffer in buffers):
-            momenta[name] = view_of(torch.cat(buffers).to(parameter.device), 0, parameter)
-    return weights, momenta
-
-
-KEYS = {"spec", "stage", "step", "steps", "rates", "staleness"}
-DELAYED_KEYS = KEYS | {"pieces", "weights", "buffers", "pre_weight", "pulls", "told", "words", "memory"}
-
-
-def check_state(state: Any, spec: DelaySpec, parameters: Mapping[str, nn.Parameter]) -> None:
-    """Raises InputError where it is no state of a run with this delay and this model."""
-    keys = set(state) if isinstance(state, Mapping) else set()
-    if keys not in (KEYS, DELAYED_KEYS):
-        raise InputError("found no state of a run with delay, expected what Session.state_dict() returned of one")
-    if state["spec"] != asdict(spec):
-        raise InputError(
-            f"found the state of a run with the delay {state['spec']}, expected {asdict(spec)}: go on with the plan "
-            f"that the run began with"
-        )
-    shapes = {name: tuple(weight.shape) for name, weight in state.get("weights", {}).items()}
-    expected = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
-    if keys == DELAYED_KEYS and shapes != expected:
-        odd = next(name for name in shapes.keys() | expected.keys() if shapes.get(name) != expected.get(name))
-        raise InputError(
-            f"found weights of {odd} with the shape {shapes.get(odd)}, expected {expected.get(odd)}: load the "
-            f"checkpoint of this model"
-        )

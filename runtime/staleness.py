@@ -8,6 +8,7 @@ steps. All ranks have the same figures at the same step, and decide alike.
 
 from __future__ import annotations
 
+import copy
 import math
 import warnings
 from collections import deque
@@ -42,10 +43,11 @@ class Distance:
 
 def norm(tensors: Mapping[str, Tensor], others: Mapping[str, Tensor]) -> float:
     """‖tensors − others‖ over all of the names in `others`."""
-    squares = [
-        torch.linalg.vector_norm(tensors[name].detach() - other.to(tensors[name].device), dtype=torch.float64) ** 2
-        for name, other in others.items()
-    ]
+    squares = []
+    for name, other in others.items():
+        apart = tensors[name].detach() - other.to(tensors[name].device)
+        real = torch.view_as_real(apart) if apart.is_complex() else apart
+        squares.append(torch.linalg.vector_norm(real, dtype=torch.float64) ** 2)
     return math.sqrt(float(torch.stack(squares).sum())) if squares else 0.0
 
 
@@ -54,26 +56,35 @@ class Staleness:
 
     def __init__(self) -> None:
         self._snapshot: dict[str, Tensor] | None = None
+        self._lr_since = 0.0
         self._base: float | None = None
+        self._alarms = 0
+        """Pulls in a row in which ranks were too far."""
         self.samples: deque[Distance] = deque(maxlen=KEPT)
         """The last ones."""
 
     def state(self) -> dict[str, Any]:
         """What `load` continues from."""
-        return {"base": self._base, "samples": [asdict(sample) for sample in self.samples]}
+        return {
+            "base": self._base, "alarms": self._alarms, "snapshot": copy.deepcopy(self._snapshot),
+            "lr_since": self._lr_since, "samples": [asdict(sample) for sample in self.samples],
+        }  # fmt: skip
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Goes on from a `state`."""
-        self._base = state["base"]
+        self._base, self._alarms = state["base"], state["alarms"]
+        self._snapshot, self._lr_since = copy.deepcopy(state["snapshot"]), state["lr_since"]
         self.samples = deque((Distance(**sample) for sample in state["samples"]), maxlen=KEPT)
 
-    def see_warmup(self, parameters: Mapping[str, nn.Parameter], lr_sum: float, *, last: bool) -> None:
-        """In the last steps of the warm-up, after each; `lr_sum` is that of the steps since the first call."""
+    def see_warmup(self, parameters: Mapping[str, nn.Parameter], lr: float, *, last: bool) -> None:
+        """In the last steps of the warm-up, after each; `lr` is the step's learning rate (of all groups, added up)."""
         if self._snapshot is None:
             self._snapshot = {name: parameter.detach().clone() for name, parameter in parameters.items()}
+        else:
+            self._lr_since += lr
         if last:
             moved = norm(parameters, self._snapshot)
-            self._base = moved / lr_sum if moved > 0.0 and lr_sum > 0.0 else None
+            self._base = moved / self._lr_since if moved > 0.0 and self._lr_since > 0.0 else None
             self._snapshot = {}
 
     def measure(
@@ -99,10 +110,10 @@ class Staleness:
             self._base = mean
         relative = mean / self._base if self._base else math.inf if not math.isfinite(mean) else 0.0
         self.samples.append(Distance(step=step, mean=mean, largest=float(distances.max()), relative=relative))
-        last = list(self.samples)[-PULLS:]
-        if len(last) < PULLS or not all(sample.relative > BOUND for sample in last):
+        self._alarms = self._alarms + 1 if relative > BOUND else 0
+        if self._alarms < PULLS:
             return steps
-        self.samples.clear()
+        self._alarms, last = 0, list(self.samples)[-PULLS:]
         following = steps // 2
         what = f"weights are pulled every {following} steps" if following > 1 else "weights are pulled in every step"
         values = ", ".join(f"{sample.relative:.1f}" for sample in last)

@@ -35,6 +35,6 @@ def measure_local_update(world: World, device: torch.device, model_bytes: int, p
 def _time_us(size_bytes: int, device: torch.device) -> float:
     weights, gradients, before = (torch.ones(max(1, size_bytes // 4), device=device) for _ in range(3))
     rates = {"lr": 0.0, "momentum": 0.9, "weight_decay": 1e-4}
-    step = LocalStep([weights], [gradients], [before], rates, 1.0, DelaySpec(steps=1))
+    step = LocalStep(["weights"], [weights], [gradients], [before], rates, 1.0, DelaySpec(steps=1))
     times = [timed_us(lambda: glu(step), device) for _ in range(WARM_UPS + REPEATS)]
     return statistics.median(times[WARM_UPS:])

@@ -22,7 +22,7 @@ def a_step(**changes: object) -> LocalStep:
     weights, gradients, before = (
         [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in ((3,), (2, 2))] for _ in range(3)
     )
-    step = LocalStep(weights, gradients, before, RATES, 0.25, SPEC)
+    step = LocalStep(["a", "b"], weights, gradients, before, RATES, 0.25, SPEC)
     return replace(step, **changes)  # type: ignore[arg-type]
 
 
@@ -70,7 +70,7 @@ def test_a_pull_shows_the_mean_global_gradient() -> None:
     spec = replace(SPEC, alpha=0.0, beta=1.0, local_lr_scale=1.0)
     rates = {"lr": lr, "momentum": momentum, "weight_decay": 0.0}
     weights = [pulled.clone()]
-    LOCAL_UPDATES["glu"](LocalStep(weights, [torch.zeros_like(g)], [before], rates, lr * k, spec))
+    LOCAL_UPDATES["glu"](LocalStep(["a"], weights, [torch.zeros_like(g)], [before], rates, lr * k, spec))
     torch.testing.assert_close((pulled - weights[0]) / lr, g)
 
 
@@ -80,4 +80,4 @@ def test_compensation_remembers_the_mean_square() -> None:
     first = step.gradients[0][0].item() ** 2
     following = replace(step, gradients=[2.0 * gradient for gradient in step.gradients])
     LOCAL_UPDATES["dc_asgd"](following)
-    assert math.isclose(step.state[0][0].item(), MEMORY * first + (1 - MEMORY) * 4 * first, rel_tol=1e-12)
+    assert math.isclose(step.state["a"][0].item(), MEMORY * first + (1 - MEMORY) * 4 * first, rel_tol=1e-12)

@@ -9,7 +9,10 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from runtime.buckets import BucketBuffer, lay_out, make_slot
-from runtime.shards import Server, joined, rates_of
+from runtime.delay_state import joined
+from runtime.shards import Server, rates_of
+
+USED = torch.ones(20, dtype=torch.bool)
 
 
 def parameters_of(shapes: list[tuple[int, ...]]) -> dict[str, nn.Parameter]:
@@ -69,7 +72,7 @@ def test_owners_do_what_the_optimizer_does(shapes: list[tuple[int, ...]], ranks:
         gradients = [{n: torch.full_like(p, 4.0 * rank + step) for n, p in parameters.items()} for rank in range(ranks)]
         exchange(everyone, gradients)
         for server in everyone:
-            server.update(rates_of(optimizer), torch.tensor(True))
+            server.update(rates_of(optimizer), torch.tensor(True), USED)
         for name, p in parameters.items():
             p.grad = torch.stack([own[name] / ranks for own in gradients]).sum(dim=0)
         optimizer.step()
@@ -87,7 +90,7 @@ def test_a_state_continues(ranks: int) -> None:
     everyone = servers(parameters, optimizer, ranks)
     exchange(everyone, [{n: torch.ones_like(p) for n, p in parameters.items()}] * ranks)
     for server in everyone:
-        server.update(rates_of(optimizer), torch.tensor(True))
+        server.update(rates_of(optimizer), torch.tensor(True), USED)
     others = parameters_of([(3,), (2, 4), (5,)])
     again = servers(others, torch.optim.SGD(others.values(), lr=0.1, momentum=0.5), ranks)
     for old, new in zip(everyone, again, strict=True):
@@ -104,6 +107,6 @@ def test_a_step_that_is_not_finite_changes_nothing() -> None:
     [server] = servers(parameters, optimizer, 1)
     before = server.shards[0][0].weights.clone()
     exchange([server], [{"p0": torch.full((4,), float("nan"))}])
-    server.update(rates_of(optimizer), torch.tensor(False))
+    server.update(rates_of(optimizer), torch.tensor(False), USED)
     assert torch.equal(server.shards[0][0].weights, before)
     assert server.state()["p0"]["momentum"] is None

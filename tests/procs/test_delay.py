@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-import delay_checks
+import delay_life_checks
 import pytest
 import torch
 
@@ -19,10 +19,10 @@ Results = list[dict[str, dict[str, bool]]]
 @pytest.fixture(scope="module", params=[2, 3, 4])
 def ranks(request: pytest.FixtureRequest) -> Results:
     """What every rank of two, three and four found."""
-    return run_ranks(LocalWorld(ranks=request.param), delay_checks.run)
+    return run_ranks(LocalWorld(ranks=request.param), delay_life_checks.run)
 
 
-@pytest.mark.parametrize("check", delay_checks.CHECKS)
+@pytest.mark.parametrize("check", delay_life_checks.CHECKS)
 def test_on_every_rank(ranks: Results, check: str) -> None:
     for rank, results in enumerate(ranks):
         assert results[check]

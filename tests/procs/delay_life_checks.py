@@ -1,0 +1,296 @@
+"""What the ranks of the tests of plans with delay do: checkpoints, changes of plans, guards, and users' habits."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from delay_checks import CHECKS as DELAY_CHECKS
+from delay_checks import FEW, Net, attach, batch, close, expected_of, net_loss, plan_of, train
+from delay_reference import Sgd
+from step_checks import raised
+from torch import Tensor, nn
+
+import runtime
+from runtime import staleness
+from runtime.delay_state import joined
+from runtime.plan import CompressorSpec, DelaySpec, MomentumSpec, PlanBucket, PlanWorld
+from runtime.session import Session
+
+
+def _started(spec: DelaySpec = FEW) -> tuple[nn.Module, torch.optim.Optimizer, Session]:
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9, weight_decay=1e-3)
+    return model, optimizer, attach(model, optimizer, spec, 2)
+
+
+def resumed() -> dict[str, bool]:
+    """A checkpoint in the warm-up, at a pull and between two changes nothing, bit for bit."""
+    results = {}
+    for k, at in ((1, 9), (2, 3), (2, 10), (2, 11), (3, 11), (3, 13)):
+        spec = DelaySpec(steps=k, warmup_steps=6)
+        straight, optimizer, session = _started(spec)
+        train(straight, optimizer, net_loss, range(20))
+        session.detach()
+        model, optimizer, session = _started(spec)
+        train(model, optimizer, net_loss, range(at))
+        saved = copy.deepcopy((model.state_dict(), optimizer.state_dict(), session.state_dict()))
+        session.detach()
+        model, optimizer, session = _started(spec)
+        model.load_state_dict(saved[0])
+        optimizer.load_state_dict(saved[1])
+        session.load_state_dict(saved[2])
+        train(model, optimizer, net_loss, range(at, 20))
+        results[f"k={k} at {at}"] = session.step == 20 and close(model.parameters(), list(straight.parameters()), 0.0)
+        session.detach()
+    return results
+
+
+def resharded() -> dict[str, bool]:
+    """Another number of ranks goes on with the same global weights and momenta."""
+    model, optimizer, session = _started()
+    train(model, optimizer, net_loss, range(11))
+    with session.global_weights():
+        weights = [p.detach().clone() for p in model.parameters()]
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, session.state_dict())
+    assert session.delay is not None
+    momenta = session.delay._momenta()
+    session.detach()
+    alone = copy.deepcopy(everyone[0]) | {"ranks": 1}
+    shapes = {name: p for name, p in model.named_parameters()}
+    whole, buffers = joined([one["delay"]["pieces"] for one in everyone], shapes)
+    alone["delay"]["pieces"] = {
+        name: {
+            "start": 0,
+            "stride": whole[name].stride(),
+            "weights": whole[name].flatten(),
+            "momentum": buffers[name].flatten(),
+        }
+        for name in whole
+    }
+    model, optimizer, session = _started()
+    session.load_state_dict([alone])
+    results = {"own": close(model.parameters(), weights, 0.0), "step": session.step == 11}
+    with session.global_weights():
+        results["global"] = close(model.parameters(), weights, 0.0)
+    assert session.delay is not None
+    results["momenta"] = close(session.delay._momenta().values(), list(momenta.values()), 0.0)
+    train(model, optimizer, net_loss, range(11, 14))
+    session.detach()
+    wrong: Mapping[str, Any] = {
+        "an exact plan's": {"plan": "x", "ranks": dist.get_world_size()},
+        "another delay's": everyone[dist.get_rank()] | {"delay": everyone[0]["delay"] | {"spec": {"steps": 9}}},
+        "another rank's": everyone[dist.get_rank() - 1],
+        "some ranks'": everyone[1:],
+        "nothing": {},
+    }
+    model, optimizer, session = _started()
+    for what, state in wrong.items():
+        results[f"{what} is refused"] = raised(lambda state=state: session.load_state_dict(state)).startswith("InputE")
+    session.detach()
+    return results
+
+
+def not_finite() -> dict[str, bool]:
+    """A gradient that is not finite on one rank is no step of the global weights, on all ranks alike."""
+    model, optimizer, session = _started()
+    train(model, optimizer, net_loss, range(9))
+    with session.global_weights():
+        before = [p.detach().clone() for p in model.parameters()]
+    optimizer.zero_grad()
+    factor = float("nan") if dist.get_rank() == 0 else 1.0
+    (net_loss(model, dist.get_rank(), 9) * factor).backward()
+    with session.global_weights():
+        same = close(model.parameters(), before, 0.0)
+    session.detach()
+    return {"skipped": same}
+
+
+def left() -> dict[str, bool]:
+    """A change of plans ends the delay: weights and momenta are the global ones everywhere, and no update is lost."""
+    model, optimizer, session = _started()
+    train(model, optimizer, net_loss, range(10))
+    session.switch(plan_of(model, None, 4), at_step=11)
+    train(model, optimizer, net_loss, range(10, 11))
+    reference = expected_of(Net, net_loss, FEW, Sgd(lambda _: 0.02, 0.9, 1e-3), 11)
+    results = {"global at once": close(model.parameters(), reference.weights, 1e-9)}
+    plain = replace(FEW, warmup_steps=1000)
+    reference.spec, reference.local = plain, [[w.clone() for w in reference.weights] for _ in reference.local]
+    for step in range(11, 15):
+        reference.step(step)
+    train(model, optimizer, net_loss, range(11, 15))
+    results["goes on with its momentum"] = close(model.parameters(), reference.weights, 1e-9)
+    model, optimizer, session = _started()
+    train(model, optimizer, net_loss, range(10))
+    session.switch(plan_of(model, None, 4))  # after the optimizer's step
+    reference = expected_of(Net, net_loss, FEW, Sgd(lambda _: 0.02, 0.9, 1e-3), 10)
+    results["at once: global"] = close(model.parameters(), reference.weights, 1e-9)
+    reference.spec, reference.local = plain, [[w.clone() for w in reference.weights] for _ in reference.local]
+    reference.step(10)
+    train(model, optimizer, net_loss, range(10, 11))
+    results["at once: goes on"] = close(model.parameters(), reference.weights, 1e-9)
+    results["at once: nothing of the delay is saved"] = "delay" not in session.state_dict()
+    session.detach()
+    model, optimizer, session = _started()
+    train(model, optimizer, net_loss, range(2))
+    session.switch(plan_of(model, None, 1))  # in the warm-up
+    train(model, optimizer, net_loss, range(2, 9))
+    alone = expected_of(Net, net_loss, plain, Sgd(lambda _: 0.02, 0.9, 1e-3), 9)
+    results["in the warm-up: none begins"] = close(model.parameters(), alone.weights, 1e-9)
+    results["delays cannot begin late"] = "whose warm-up begins with a run" in raised(
+        lambda: session.switch(plan_of(model, FEW))
+    )
+    session.detach()
+    return results
+
+
+def guarded() -> dict[str, bool]:
+    """Ranks that are too far from each other shorten the delay, then go on without, all at one step."""
+    model, optimizer, session = _started(DelaySpec(steps=4, warmup_steps=8))
+    seen = []
+    with warnings.catch_warnings(record=True) as caught, patch.multiple(staleness, BOUND=0.0, PULLS=2):
+        warnings.simplefilter("always")
+        for step in range(60):
+            train(model, optimizer, net_loss, range(step, step + 1))
+            assert session.delay is not None
+            seen.append((session.delay.steps, session.delay.stage))
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, (seen, [p.detach() for p in model.parameters()]))
+    texts = [str(one.message) for one in caught if one.category is runtime.AccuracyWarning]
+    session.detach()
+    return {
+        "alike": all(one[0] == seen for one in everyone),
+        "shortened, then synchronous": list(dict.fromkeys(k for k, _ in seen)) == [4, 2, 1, 0],
+        "said": len(texts) == 3 and "every 2 steps" in texts[0] and "steps are synchronous" in texts[2],
+        "same weights at the end": all(close(one[1], everyone[0][1], 0.0) for one in everyone),
+        "stage": seen[-1][1] == "synchronous",
+    }
+
+
+@patch.multiple(staleness, BOUND=1e9)
+def habits() -> dict[str, bool]:
+    """Steps that are left out, accumulated gradients, unused parameters, closures."""
+    model, optimizer, session = _started(DelaySpec(steps=1, warmup_steps=2))
+    train(model, optimizer, net_loss, range(5))
+    for step in range(5, 9):  # no optimizer's step, on one rank alone
+        optimizer.zero_grad()
+        net_loss(model, dist.get_rank(), step).backward()
+        if dist.get_rank() != 0:
+            optimizer.step()
+    with session.no_sync():
+        net_loss(model, dist.get_rank(), 9).backward()
+    results = {"accumulating is no step": session.step == 9}
+    train(model, optimizer, net_loss, range(10, 12))
+    model.two.requires_grad_(True)
+    optimizer.zero_grad()
+    model.one(batch(0, 0)[0]).sum().backward()
+    results["unused stay none"] = model.two.weight.grad is None
+    optimizer.step()
+    results["closures are refused"] = "found a closure" in raised(lambda: optimizer.step(lambda: 0.0))
+    with session.global_weights():
+        everyone: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everyone, [p.detach() for p in model.parameters()])
+    results["global weights are the same"] = all(close(one, everyone[0], 0.0) for one in everyone)
+    optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(1))]})
+    results["new groups are refused"] = "2 groups of parameters" in raised(optimizer.step)
+    session.detach()
+    return results
+
+
+def untouched() -> dict[str, bool]:
+    """Parameters that no rank uses any more stay what they were, here and at their owners; a backward that fails on all
+    ranks is no step."""
+    model, optimizer, session = _started()
+    train(model, optimizer, net_loss, range(8))
+    with session.global_weights():
+        before = [p.detach().clone() for p in model.two.parameters()]
+    for step in range(8, 14):
+        optimizer.zero_grad()
+        model.one(batch(dist.get_rank(), step)[0]).square().mean().backward()
+        optimizer.step()
+    with session.global_weights():
+        results = {"unused stay": close(model.two.parameters(), before, 0.0)}
+        weights = [p.detach().clone() for p in model.parameters()]
+    handle = model.one.weight.register_hook(_fail)
+    optimizer.zero_grad()
+    with contextlib.suppress(ArithmeticError):
+        net_loss(model, dist.get_rank(), 14).backward()
+    handle.remove()
+    with session.global_weights():
+        results["no step"] = close(model.parameters(), weights, 0.0)
+    train(model, optimizer, net_loss, range(14, 18))
+    session.detach()
+    return results
+
+
+def _fail(_gradient: Tensor) -> None:
+    raise ArithmeticError("on purpose")
+
+
+def without_warm_up() -> dict[str, bool]:
+    """It is said, on one rank, unless nothing is to be guarded."""
+    said = []
+    for guard in (True, False):
+        model = Net()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            plan = plan_of(model, DelaySpec(steps=1, warmup_steps=0))
+            runtime.attach(model, optimizer, plan, drift=False, guard=guard).detach()
+        said.append([one.category is runtime.AccuracyWarning and "500" in str(one.message) for one in caught])
+    return {"said": said == [[True] if dist.get_rank() == 0 else [], []]}
+
+
+def refused() -> dict[str, bool]:
+    """What a plan with delay cannot be, in words."""
+    model = Net()
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    topk = CompressorSpec(name="topk", density=0.5)
+    bucket = PlanBucket(
+        gradients=tuple(n for n, _ in model.named_parameters()), collective="sparse", algorithm="flat", compressor=topk
+    )
+    ranks = dist.get_world_size()
+    cases: dict[str, tuple[DelaySpec, Any, dict[str, Any]]] = {
+        "AdamW": (FEW, torch.optim.AdamW(model.parameters()), {}),
+        "no optimizer": (FEW, None, {}),
+        "SGD with dampening": (FEW, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5, dampening=0.1), {}),
+        "SGD with maximize": (FEW, torch.optim.SGD(model.parameters(), lr=0.1, maximize=True), {}),
+        'expected "relaxed"': (FEW, sgd, {"accuracy": "exact"}),
+        "expected a multiple of its 3 steps, such as 6": (DelaySpec(steps=3, warmup_steps=4), sgd, {}),
+        "which is unknown; known: glu, sgd, dc_asgd": (replace(FEW, local_update="lu"), sgd, {}),
+        "is compressed": (FEW, sgd, {"buckets": (bucket,)}),
+        "one rank a node": (FEW, sgd, {"world": PlanWorld(ranks=ranks, nodes=1)}),
+        "SGD with fused": (FEW, torch.optim.SGD(model.parameters(), lr=0.1, fused=True), {}),
+        "corrects momentum": (FEW, sgd, {"momentum_correction": MomentumSpec(momentum=0.5)}),
+        "the gradient one.weight, whose parameter is not in": (
+            FEW,
+            torch.optim.SGD([model.one.bias, *model.two.parameters()], lr=0.1),
+            {},
+        ),
+    }
+    results = {}
+    for words, (spec, optimizer, changes) in cases.items():
+        found = raised(lambda o=optimizer, s=spec, c=changes: attach(model, o, s, **c))
+        results[words] = found.startswith("PlanMismatch") and words in found
+    return results
+
+
+CHECKS: dict[str, Callable[[], dict[str, bool]]] = DELAY_CHECKS | {
+    check.__name__: check
+    for check in (
+        resumed, resharded, not_finite, left, guarded, habits, untouched, without_warm_up, refused,
+    )
+}  # fmt: skip
+
+
+def run() -> dict[str, dict[str, bool]]:
+    """All checks, in one start of the ranks."""
+    return {name: check() for name, check in CHECKS.items()}
