@@ -13,6 +13,9 @@ import torch
 from benchmarks.truth.cells import Result
 from planner.compare.contestants import BARE
 
+WORTH_HIDING = 0.1
+"""Share of the step of `single`: where less could be hidden, the difference of two steps says nothing about it."""
+
 MEAN_ERROR, P95_ERROR, TAU, NOT_SLOWER, HIDDEN = 0.02, 0.05, 0.9, 1.01, 0.85
 """Targets: mean and 95th percentile of |error|, Kendall's τ, the chosen plan against tuned DDP, hidden share."""
 
@@ -42,13 +45,17 @@ def lost(result: Result) -> float:
 
 def hidden(result: Result) -> float | None:
     """Of the communication that could be hidden, the share that the plan predicted best hides: by so much its step is
-    shorter than with one message behind backward, which hides nothing and else costs the same."""
+    shorter than with one message behind backward, which hides nothing and else costs the same.
+
+    None where that is so little of a step that noise is more.
+    """
     plans = {seen.name: seen for seen in result.seen if seen.name != BARE}
     chosen, single = min(plans.values(), key=lambda seen: seen.predicted_us), plans.get("single")
     if single is None or single.alone_us is None:
         return None
     could_us = min(single.alone_us, result.backward_us)
-    return (single.measured_us - chosen.measured_us) / could_us if could_us > 0.0 else None
+    worth = could_us >= WORTH_HIDING * single.measured_us
+    return (single.measured_us - chosen.measured_us) / could_us if worth else None
 
 
 def summary(results: Sequence[Result]) -> Iterator[str]:

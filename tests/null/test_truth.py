@@ -57,6 +57,8 @@ def test_figures_of_a_cell() -> None:
     assert hidden(GOOD) == pytest.approx((145.0 - 109.0) / 40.0)
     assert hidden(BAD) == pytest.approx((120.0 - 140.0) / 40.0)
     assert hidden(result(seen("optimal", 1.0, 1.0))) is None
+    assert hidden(result(seen("optimal", 390.0, 400.0), seen("single", 399.0, 399.0))) is not None
+    assert hidden(result(seen("optimal", 390.0, 400.0), seen("single", 399.0, 411.0))) is None
 
 
 def test_targets_are_told_met_or_not() -> None:
