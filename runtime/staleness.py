@@ -1,9 +1,10 @@
 """How far ranks are from the global weights while they are delayed, and when that is too far.
 
 At each pull a rank knows how far its own weights have gone from the global ones, and tells the others behind its next
-push. The measure is what synchronous training moved by at the end of the warm-up, both per unit of learning rate, which
-schedulers change. Where ranks stay too far for some pulls, k is halved; with k = 1 the run goes back to synchronous
-steps. All ranks have the same figures at the same step, and decide alike.
+push. Two measures say whether that is far: the weights themselves, and what synchronous training moved them by at the
+end of the warm-up, per unit of learning rate, which schedulers change. Where ranks stay too far by both for some pulls,
+k is halved; with k = 1 the run goes back to synchronous steps. All ranks have the same figures at the same step, and
+decide alike.
 """
 
 from __future__ import annotations
@@ -21,12 +22,13 @@ from torch import Tensor, nn
 
 from runtime.errors import AccuracyWarning
 
-BOUND, PULLS = 10.0, 3
-"""Ranks are too far when in so many pulls in a row their mean distance is above this many times the warm-up's."""
+BOUND, FAR, PULLS = 10.0, 0.05, 3
+"""Ranks are too far when in so many pulls in a row their mean distance is above this many times the warm-up's movement,
+and above this share of the weights: after convergence a single noisy step is many times what a step moves by."""
 KEPT = 1000
 """Samples, at most."""
-NOTHING = (0.0, 0.0)
-"""Told in steps without a pull: (whether there is a distance, distance)."""
+NOTHING = (0.0, 0.0, 0.0)
+"""Told in steps without a pull: (whether there is a distance, per unit of learning rate, as a share of the weights)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,6 +41,8 @@ class Distance:
     largest: float
     relative: float
     """The mean over what the weights moved by in as many steps of the warm-up."""
+    share: float
+    """‖own weights − global weights‖ / ‖global weights‖, mean over ranks."""
 
 
 def norm(tensors: Mapping[str, Tensor], others: Mapping[str, Tensor]) -> float:
@@ -89,15 +93,18 @@ class Staleness:
 
     def measure(
         self, parameters: Mapping[str, nn.Parameter], weights: Mapping[str, Tensor], lr_sum: float
-    ) -> tuple[float, float]:
+    ) -> tuple[float, float, float]:
         """What this rank tells the others: how far its weights are from the global ones; `lr_sum` of the same steps."""
-        return (1.0, norm(parameters, weights) / lr_sum) if lr_sum > 0.0 else NOTHING
+        if lr_sum <= 0.0:
+            return NOTHING
+        apart, size = norm(parameters, weights), norm(weights, {name: torch.zeros(()) for name in weights})
+        return 1.0, apart / lr_sum, apart / size if size > 0.0 else math.inf
 
     def judge(self, told: Tensor, step: int, steps: int) -> int:
         """How long the delay is to be from now on, 0 for synchronous steps; warns where that is another.
 
         Args:
-            told: what each rank measured. Shape (ranks, 2).
+            told: what each rank measured. Shape (ranks, 3).
             step: for the record.
             steps: how long it is now.
         """
@@ -109,19 +116,20 @@ class Staleness:
         if self._base is None and math.isfinite(mean) and mean > 0.0:  # no warm-up: by the first pull
             self._base = mean
         relative = mean / self._base if self._base else math.inf if not math.isfinite(mean) else 0.0
-        self.samples.append(Distance(step=step, mean=mean, largest=float(distances.max()), relative=relative))
-        self._alarms = self._alarms + 1 if relative > BOUND else 0
+        share = float(told[fresh, 2].mean())
+        found = Distance(step=step, mean=mean, largest=float(distances.max()), relative=relative, share=share)
+        self.samples.append(found)
+        self._alarms = self._alarms + 1 if relative > BOUND and not share <= FAR else 0
         if self._alarms < PULLS:
             return steps
         self._alarms, last = 0, list(self.samples)[-PULLS:]
         following = steps // 2
         what = f"weights are pulled every {following} steps" if following > 1 else "weights are pulled in every step"
-        values = ", ".join(f"{sample.relative:.1f}" for sample in last)
-        warnings.warn(
-            f"ranks' weights are far from the global ones ({values} times what the warm-up moved them by, expected at "
-            f"most {BOUND:g}): from step {step + 1} on {what if following else 'steps are synchronous'}, and take "
-            f"longer than predicted",
-            AccuracyWarning,
-            stacklevel=2,
+        values = ", ".join(f"{sample.relative:.1f} ({sample.share:.0%})" for sample in last)
+        text = (
+            f"ranks' weights are far from the global ones (by {values} times what the warm-up moved them by, expected "
         )
+        text += f"at most {BOUND:g} or {FAR:.0%} of the weights): from step {step + 1} on "
+        text += f"{what if following else 'steps are synchronous'}, and take longer than predicted"
+        warnings.warn(text, AccuracyWarning, stacklevel=2)
         return following

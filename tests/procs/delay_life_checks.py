@@ -156,7 +156,7 @@ def guarded() -> dict[str, bool]:
     """Ranks that are too far from each other shorten the delay, then go on without, all at one step."""
     model, optimizer, session = _started(DelaySpec(steps=4, warmup_steps=8))
     seen = []
-    with warnings.catch_warnings(record=True) as caught, patch.multiple(staleness, BOUND=0.0, PULLS=2):
+    with warnings.catch_warnings(record=True) as caught, patch.multiple(staleness, BOUND=0.0, FAR=0.0, PULLS=2):
         warnings.simplefilter("always")
         for step in range(60):
             train(model, optimizer, net_loss, range(step, step + 1))
