@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ import torch.distributed as dist
 
 import runtime
 from benchmarks.lags.accuracy import SEEDS, Task, plan_of, tasks
+from runtime import staleness
 from runtime.plan import DelaySpec, Plan
 
 TASKS = ("digits, ResNet-20", "characters, LSTM")
@@ -34,12 +36,13 @@ class Outcome:
     metric: float
     distance: float | None
     """Median over pulls of how far ranks are from the global weights, over what the warm-up moved them by."""
-    k: int
-    """At the end: the guard may have shortened it."""
+    share: float | None
+    """Likewise, as a share of the weights."""
 
 
 def run_rank(scale: float) -> list[Outcome]:
     """All tasks, seeds and ways, on this rank."""
+    staleness.BOUND = math.inf  # what delay does by itself
     wanted = [task for task in tasks(scale) if task.name in TASKS]
     return [_train(task, seed, way) for task in wanted for seed in SEEDS for way in WAYS]
 
@@ -70,28 +73,28 @@ def _train(task: Task, seed: int, way: str) -> Outcome:
     with session.global_weights():
         metric = task.metric(model)
     delay = session.delay
-    distances = [sample.relative for sample in delay.staleness.samples] if delay else []
+    samples = list(delay.staleness.samples) if delay else []
     session.detach()
-    return Outcome(
-        task.name, seed, way, metric, statistics.median(distances) if distances else None, delay.steps if delay else 0
+    relative, share = (
+        statistics.median(values) if values else None
+        for values in ([one.relative for one in samples], [one.share for one in samples])
     )
+    return Outcome(task.name, seed, way, metric, relative, share)
 
 
 def lines(outcomes: list[Outcome]) -> Iterator[str]:
     """One row per task and way."""
-    yield "| task | way | metric, mean over seeds (range) | against synchronous | distance of ranks |"
+    yield "| task | way | metric, mean over seeds (range) | against synchronous | distance (× warm-up, share of weights) |"
     yield "| --- " * 5 + "|"
     for name in dict.fromkeys(outcome.task for outcome in outcomes):
         first = statistics.fmean(o.metric for o in outcomes if o.task == name and WAYS[o.way] is None)
-        for way, spec in WAYS.items():
+        for way in WAYS:
             found = [o for o in outcomes if o.task == name and o.way == way]
             metrics = [o.metric for o in found]
             mean = statistics.fmean(metrics)
-            distances = [o.distance for o in found if o.distance is not None]
-            far = f"{statistics.fmean(distances):.2f}" if distances else ""
-            if spec is not None and any(o.k != spec.steps for o in found):
-                far += f" (shortened to {', '.join(str(o.k) for o in found)})"
+            far = [(o.distance, o.share) for o in found if o.distance is not None and o.share is not None]
+            told = " and ".join(f"{statistics.fmean(column):.3g}" for column in zip(*far, strict=True))
             yield (
                 f"| {name} | {way} | {mean:.4f} ({min(metrics):.4f} to {max(metrics):.4f}) | {mean / first - 1.0:+.2%} "
-                f"| {far} |"
+                f"| {told} |"
             )
