@@ -84,7 +84,7 @@ def _train(task: Task, seed: int, way: str) -> Outcome:
 
 def lines(outcomes: list[Outcome]) -> Iterator[str]:
     """One row per task and way."""
-    yield "| task | way | metric, mean over seeds (range) | against synchronous | distance (× warm-up, share of weights) |"
+    yield "| task | way | metric, mean over seeds (range) | against synchronous | distance: × warm-up, share |"
     yield "| --- " * 5 + "|"
     for name in dict.fromkeys(outcome.task for outcome in outcomes):
         first = statistics.fmean(o.metric for o in outcomes if o.task == name and WAYS[o.way] is None)
