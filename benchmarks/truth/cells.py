@@ -186,7 +186,9 @@ def summarize(cell: Cell, ranks: Sequence[RankCell]) -> Result:
             )
         )
     # DDP as it can be tuned; or, where lossy plans take part, every exact plan that there is.
-    rivals = [name for name in values if name.startswith("ddp") or (cell.lossy and name in ("single", "optimal"))]
+    exact = ("single", "optimal") if cell.lossy else ()
+    asked = [name for name in cell.strategies if name.startswith("ddp") or name in exact]
+    rivals = dict.fromkeys(_name_of(name, made, problems[0]) for name in asked)
     tuned = min(rivals, key=lambda name: float(np.median(values[name])))
     chosen = ratio_interval(values[_name_of(cell.chosen, made, problems[0])], values[tuned])
     bare = values[BARE]

@@ -46,9 +46,9 @@ class Reference:
         ranks = range(dist.get_world_size())
         self.residuals = [{name: torch.zeros(shape) for name, shape in self._shapes.items()} for _ in ranks]
 
-    def step(self, gradients: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
-        """Averages from every rank's own gradients; residuals move on."""
-        scale = 1.0 / len(gradients)
+    def step(self, gradients: Sequence[dict[str, Tensor]], scale: float | None = None) -> dict[str, Tensor]:
+        """Averages from every rank's own gradients; residuals move on. `scale`: in place of 1/ranks."""
+        scale = 1.0 / len(gradients) if scale is None else scale
         averages: dict[str, Tensor] = {}
         for bucket in self._plan.buckets:
             names, spec = bucket.gradients, bucket.compressor

@@ -30,14 +30,20 @@ def test_on_every_rank(ranks: Results, check: str) -> None:
 
 
 def _run(folder: Path, **environment: str) -> str:
-    """The script's words, of a run that may restart once."""
+    """The script's words, of a run that may restart; only its first life is disturbed."""
     script = Path(__file__).with_name("delayed_example.py")
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--max-restarts", "1"]
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--max-restarts", "3"]
     command += ["--standalone", str(script), str(folder)]
     root = Path(__file__).resolve().parents[2]
     done = subprocess.run(
         command,
-        env=os.environ | environment | {"PYTHONPATH": os.pathsep.join((str(root), str(root / "tests" / "procs")))},
+        env=os.environ
+        | environment
+        | {
+            "PYTHONPATH": os.pathsep.join((str(root), str(root / "tests" / "procs"))),
+            "GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo",
+            "OMP_NUM_THREADS": "1",
+        },
         text=True,
         capture_output=True,
         timeout=150,
