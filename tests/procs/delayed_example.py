@@ -29,8 +29,11 @@ def last_saved(folder: Path) -> int:
 
 def main(folder: Path) -> None:
     """Trains, from the last checkpoint on where there is one."""
-    dist.init_process_group("gloo")
-    rank = dist.get_rank()
+    rank = int(os.environ["RANK"])
+    # A store of this life's own: in torchrun's a rank may find the address that another one had before it died.
+    agent = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+    store = dist.PrefixStore(f"life {os.environ['TORCHELASTIC_RESTART_COUNT']}", agent)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=int(os.environ["WORLD_SIZE"]))
     if "DIES_AT" in os.environ:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun's, so that the other one lives to see the error
     model = Net()
