@@ -21,6 +21,7 @@ from pathlib import Path
 
 import numpy as np
 
+from benchmarks.marked import replace_part
 from planner.catalog import find_profile
 from planner.ir import Schedule
 from planner.lossy import GAIN, sent_share
@@ -54,7 +55,7 @@ HARM, TAKEN = 0.02, 0.95
 """A plan that was taken does harm where it is this much slower than the best exact one; and takes this share of what
 the best lossy one would gain."""
 
-BEGIN, END = "<!-- measured: begin -->", "<!-- measured: end -->"
+PART = "measured"
 
 
 @dataclass(frozen=True)
@@ -218,13 +219,6 @@ def table(rows: Sequence[Judged]) -> Iterator[str]:
         yield f"| {model} | {ranks} | {selector} | " + " | ".join(cells) + " |"
 
 
-def write_into(text: str, lines: Sequence[str]) -> str:
-    """The document with the measured part replaced."""
-    head, _, rest = text.partition(BEGIN)
-    _, _, tail = rest.partition(END)
-    return "\n".join([f"{head}{BEGIN}\n", *lines, f"\n{END}{tail}"])
-
-
 def main() -> int:
     """Prints; writes where told to; 1 where a plan that was taken does harm."""
     parser = argparse.ArgumentParser(description=str(__doc__).partition("\n")[0])
@@ -240,7 +234,9 @@ def main() -> int:
     lines = [*summary(rows), "", *table(rows)]
     print("\n".join(lines))
     if options.output is not None:
-        options.output.write_text(write_into(options.output.read_text("utf-8"), lines), encoding="utf-8")
+        options.output.write_text(
+            replace_part(options.output.read_text("utf-8"), PART, "\n".join(lines)), encoding="utf-8"
+        )
     return 1 if harmed(rows) else 0
 
 

@@ -12,9 +12,10 @@ import sys
 from pathlib import Path
 
 from benchmarks.delay import accuracy
+from benchmarks.marked import replace_part
 from planner.launch import LocalWorld, run_ranks
 
-BEGIN, END = "<!-- accuracy: begin -->", "<!-- accuracy: end -->"
+PART = "accuracy"
 
 
 def main() -> int:
@@ -26,9 +27,7 @@ def main() -> int:
     text = "\n".join(accuracy.lines(run_ranks(LocalWorld(ranks=2), accuracy.run_rank, options.scale)[0]))
     print(text)
     if options.output is not None:
-        head, _, rest = options.output.read_text("utf-8").partition(BEGIN)
-        _, _, tail = rest.partition(END)
-        options.output.write_text(f"{head}{BEGIN}\n\n{text}\n\n{END}{tail}", encoding="utf-8")
+        options.output.write_text(replace_part(options.output.read_text("utf-8"), PART, text), encoding="utf-8")
     return 0
 
 

@@ -12,12 +12,12 @@ import sys
 from pathlib import Path
 
 from benchmarks.lags import accuracy, bound
+from benchmarks.marked import replace_part
 from planner.catalog import find_profile
 from planner.launch import LocalWorld, run_ranks
 
 PARTS = ("bound", "accuracy")
 MODELS = ("resnet50", "vgg16", "bert-base")
-BEGIN, END = "<!-- {part}: begin -->", "<!-- {part}: end -->"
 
 
 def main() -> int:
@@ -32,7 +32,7 @@ def main() -> int:
         text = "\n".join(_bound(options.models) if part == "bound" else _accuracy(options.scale))
         print(text)
         if options.output is not None:
-            options.output.write_text(_replaced(options.output.read_text("utf-8"), part, text), encoding="utf-8")
+            options.output.write_text(replace_part(options.output.read_text("utf-8"), part, text), encoding="utf-8")
     return 0
 
 
@@ -47,12 +47,6 @@ def _bound(models: list[str]) -> list[str]:
 def _accuracy(scale: float) -> list[str]:
     outcomes = run_ranks(LocalWorld(ranks=2), accuracy.run_rank, scale)[0]
     return list(accuracy.lines(outcomes))
-
-
-def _replaced(text: str, part: str, found: str) -> str:
-    head, _, rest = text.partition(BEGIN.format(part=part))
-    _, _, tail = rest.partition(END.format(part=part))
-    return f"{head}{BEGIN.format(part=part)}\n\n{found}\n\n{END.format(part=part)}{tail}"
 
 
 if __name__ == "__main__":

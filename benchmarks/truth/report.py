@@ -10,6 +10,7 @@ from datetime import date
 import numpy as np
 import torch
 
+from benchmarks.marked import marks, replace_part
 from benchmarks.truth.cells import Result
 from planner.compare.contestants import BARE
 
@@ -19,7 +20,8 @@ WORTH_HIDING = 0.1
 MEAN_ERROR, P95_ERROR, TAU, NOT_SLOWER, HIDDEN = 0.02, 0.05, 0.9, 1.01, 0.85
 """Targets: mean and 95th percentile of |error|, Kendall's τ, the chosen plan against tuned DDP, hidden share."""
 
-BEGIN, END = "<!-- measured: begin -->", "<!-- measured: end -->"
+PART = "measured"
+BEGIN, END = marks(PART)
 
 
 def errors(result: Result) -> list[float]:
@@ -147,6 +149,4 @@ def document(results: Sequence[Result]) -> str:
 
 def write_into(text: str, results: Sequence[Result]) -> str:
     """The document with the measured part replaced."""
-    head, _, rest = text.partition(BEGIN)
-    _, _, tail = rest.partition(END)
-    return f"{head}{BEGIN}\n\n{document(results)}\n\n{END}{tail}"
+    return replace_part(text, PART, document(results))
