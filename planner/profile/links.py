@@ -237,6 +237,18 @@ def timed_us(run: Callable[[], object], device: torch.device) -> float:
     return (time.perf_counter() - start) * 1e6
 
 
+def sizes_up_to(sizes: Sequence[int], model_bytes: int) -> list[int]:
+    """Those below the model's size, and that, or the largest of them if it is less."""
+    return sorted({*(size for size in sizes if size < model_bytes), min(max(model_bytes, 4), sizes[-1])})
+
+
+def slowest_line(world: World, sizes: Sequence[int], times_us: Sequence[float], what: str) -> Line:
+    """The line over the slowest rank's times, the same on all ranks; `what` names the exchange in errors."""
+    everyone: list[Sequence[float]] = world.gather(times_us, what)
+    slowest = [max(column) for column in zip(*everyone, strict=True)]
+    return fit([(float(size), time_us) for size, time_us in zip(sizes, slowest, strict=True)])
+
+
 def fit(curve: Sequence[Sample]) -> Line:
     """α and β by Theil-Sen (the median of all slopes, then of all intercepts), and how well the line fits."""
     size, time_us = (np.array(column, dtype=np.float64) for column in zip(*curve, strict=True))

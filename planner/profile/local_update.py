@@ -9,8 +9,8 @@ import statistics
 
 import torch
 
-from planner.profile.document import Line, Sample
-from planner.profile.links import fit, timed_us
+from planner.profile.document import Line
+from planner.profile.links import sizes_up_to, slowest_line, timed_us
 from planner.progress import Progress
 from runtime.local_updates import LocalStep, glu
 from runtime.plan import DelaySpec
@@ -23,13 +23,9 @@ WARM_UPS, REPEATS = 2, 5
 
 def measure_local_update(world: World, device: torch.device, model_bytes: int, progress: Progress) -> Line:
     """The line, the same on all ranks."""
-    sizes = sorted({*(size for size in SIZES if size < model_bytes), min(max(model_bytes, 4), SIZES[-1])})
-    mine = [_time_us(size, device) for size in progress.track(sizes, "local updates")]
-    everyone: list[list[float]] = world.gather(mine, "comparing times of local updates")
-    curve: list[Sample] = [
-        (float(size), max(times)) for size, times in zip(sizes, zip(*everyone, strict=True), strict=True)
-    ]
-    return fit(curve)
+    sizes = sizes_up_to(SIZES, model_bytes)
+    times_us = [_time_us(size, device) for size in progress.track(sizes, "local updates")]
+    return slowest_line(world, sizes, times_us, "comparing times of local updates")
 
 
 def _time_us(size_bytes: int, device: torch.device) -> float:

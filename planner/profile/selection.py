@@ -7,13 +7,12 @@ bucket's dense bytes, which every pass reads; how many elements are chosen matte
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
 
 import torch
 from torch import nn
 
-from planner.profile.document import Line, Sample
-from planner.profile.links import fit, timed_us
+from planner.profile.document import Line
+from planner.profile.links import sizes_up_to, slowest_line, timed_us
 from planner.progress import Progress
 from runtime.buckets import BucketBuffer, lay_out, make_slot
 from runtime.compressors.sparse import SELECTORS
@@ -32,12 +31,13 @@ def measure_selection(
     world: World, device: torch.device, model_bytes: int, progress: Progress
 ) -> tuple[dict[str, Line], dict[str, Line]]:
     """(select and pack, unpack) by selector, the same on all ranks."""
-    sizes = [*(size for size in SIZES if size < model_bytes), min(max(model_bytes, 4), SIZES[-1])]
-    sizes = sorted(set(sizes))
+    sizes, what = sizes_up_to(SIZES, model_bytes), "comparing times of selection"
     chosen, added = {}, {}
     for selector in progress.track(list(SELECTORS), "selection"):
         times = [_time(world, device, selector, size) for size in sizes]
-        chosen[selector], added[selector] = (_line(world, sizes, column) for column in zip(*times, strict=True))
+        chosen[selector], added[selector] = (
+            slowest_line(world, sizes, column, what) for column in zip(*times, strict=True)
+        )
     return chosen, added
 
 
@@ -64,11 +64,3 @@ def _bucket(size_bytes: int, device: torch.device) -> BucketBuffer:
     parameter = nn.Parameter(torch.zeros(max(1, size_bytes // 4), device=device))
     slots = [make_slot("parameter", 0, parameter)]
     return BucketBuffer(0, slots, lay_out(slots), f"a bucket of {size_bytes} bytes")
-
-
-def _line(world: World, sizes: Sequence[int], times_us: Sequence[float]) -> Line:
-    """Over the slowest rank's times."""
-    everyone: list[Sequence[float]] = world.gather(times_us, "comparing times of selection")
-    slowest = [max(column) for column in zip(*everyone, strict=True)]
-    curve: list[Sample] = [(float(size), time_us) for size, time_us in zip(sizes, slowest, strict=True)]
-    return fit(curve)
