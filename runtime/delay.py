@@ -175,22 +175,25 @@ class Delay:
         # What is not finite is no gradient; on a device nobody waits to know it.
         if exchange.finite.device.type != "cpu" or exchange.finite:
             gradients = {id(parameter): gradient for parameter, gradient in self._hidden}
-            for index, group in enumerate(self._groups):
-                self._update_group(index, [(n, p, gradients[id(p)]) for n, p in group if id(p) in gradients], rates)
+            for group, values, lr_sum in zip(self._groups, rates, self._lr_sums(), strict=True):
+                found = [(name, p, gradients[id(p)]) for name, p in group if id(p) in gradients]
+                self._update_group(found, values, lr_sum)
         for name, weight in weights.items():
             self._before[name].copy_(weight, non_blocking=True)
         if pulled is not None:
             exchange.give_back(pulled)
 
-    def _update_group(self, index: int, group: Sequence[tuple[str, nn.Parameter, Tensor]], rates: Rates) -> None:
+    def _update_group(
+        self, group: Sequence[tuple[str, nn.Parameter, Tensor]], rates: Mapping[str, Any], lr_sum: float
+    ) -> None:
         """Those of a group that have a gradient: (name, parameter, gradient)."""
         step = LocalStep(
             names=[name for name, _, _ in group],
             weights=[parameter.detach() for _, parameter, _ in group],
             gradients=[gradient for _, _, gradient in group],
             before=[self._before[name].to(p.device, non_blocking=True) for name, p, _ in group],
-            rates=rates[index],
-            lr_sum=self._lr_sums()[index],
+            rates=rates,
+            lr_sum=lr_sum,
             spec=self.spec,
             state=self._memory,
         )
@@ -252,11 +255,9 @@ class Delay:
             return
         exchange.settle()
         weights, momenta = self._weights(), self._momenta()
-        with torch.no_grad():
-            for name, parameter in self._parameters.items():
-                parameter.copy_(weights[name])
-                if name in momenta:
-                    self._optimizer.state[parameter]["momentum_buffer"] = momenta[name].clone()
+        copy_all([self._parameters[name] for name in weights], list(weights.values()))
+        for name, momentum in momenta.items():
+            self._optimizer.state[self._parameters[name]]["momentum_buffer"] = momentum.clone()
         self._session_world.broadcast(self._buffers())
         if self._updated != self._steps_done():
             self._done_by_owners = self._steps_done()

@@ -52,7 +52,8 @@ class SelectedBucket:
         self.packed = Packed(flat, flat.new_zeros(self._ranks * words))
 
     def _warm_up(self, step: int, warmup_steps: int) -> None:
-        compressor = self._planned.at_least(warmup_density(step, warmup_steps))
+        warms = step < warmup_steps
+        compressor = self._planned.at_least(warmup_density(step, warmup_steps)) if warms else self._planned
         if compressor.k != self.k:
             self._send_by(compressor)
 

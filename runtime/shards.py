@@ -129,33 +129,39 @@ class Server:
         """Takes over the parameters' weights and the optimizer's momentum, which are the same on all ranks."""
         self.shards = [[Shard(message, rank, ranks) for message in bucket.messages] for bucket in buckets]
         """By bucket and message."""
-        self._groups = {id(p): index for index, group in enumerate(optimizer.param_groups) for p in group["params"]}
+        groups = {id(p): index for index, group in enumerate(optimizer.param_groups) for p in group["params"]}
         parameters = {slot.name: slot.parameter for bucket in buckets for slot in bucket.slots}
-        self._sgd = self._make_optimizer(parameters, len(optimizer.param_groups))
+        self._sgd = self._make_optimizer(parameters, groups)
         momenta = {name: optimizer.state.get(p, {}).get("momentum_buffer") for name, p in parameters.items()}
         self.set_momenta({name: buffer for name, buffer in momenta.items() if buffer is not None})
 
     @property
     def pieces(self) -> Iterator[Piece]:
         """Of all parameters."""
-        return (piece for shards in self.shards for shard in shards for piece in shard.pieces)
+        return (piece for shard in self._all_shards for piece in shard.pieces)
 
-    def _make_optimizer(self, parameters: Mapping[str, nn.Parameter], groups: int) -> torch.optim.SGD | None:
+    @property
+    def _all_shards(self) -> Iterator[Shard]:
+        return (shard for shards in self.shards for shard in shards)
+
+    def _make_optimizer(
+        self, parameters: Mapping[str, nn.Parameter], groups: Mapping[int, int]
+    ) -> torch.optim.SGD | None:
         """One group for each of the user's of which this rank owns something."""
         owned: dict[int, list[nn.Parameter]] = {}
         for piece in self.pieces:
             piece.weights.grad = piece.gradient
-            group = self._groups.get(id(parameters[piece.name]))
+            group = groups.get(id(parameters[piece.name]))
             if group is not None:
                 owned.setdefault(group, []).append(piece.weights)
-        self._mirrored = [group for group in range(groups) if group in owned]
+        self._mirrored = sorted(owned)
         listed = [{"params": owned[group]} for group in self._mirrored]
         on_device = any(piece.weights.device.type != "cpu" for piece in self.pieces)
         return torch.optim.SGD(listed, lr=0.0, fused=on_device or None) if listed else None
 
     def set_momenta(self, momenta: Mapping[str, Tensor]) -> None:
         """Goes on with momentum buffers by name, in the shapes of their parameters."""
-        for shard in (shard for shards in self.shards for shard in shards):
+        for shard in self._all_shards:
             flat = shard.flatten(momenta)
             for piece in shard.pieces:
                 # On a device all have one: a first step that is left out there leaves none undefined.
@@ -186,7 +192,7 @@ class Server:
             CommunicationError: a rank did not come within the deadline.
         """
         found: dict[str, Tensor] = {}
-        for shard in (shard for shards in self.shards for shard in shards):
+        for shard in self._all_shards:
             whole = torch.zeros_like(shard.pushed)
             with world.naming("gathering the global weights"):
                 all_gather_single(whole.view(torch.uint8), part_of(shard).view(torch.uint8), group=world.group)
@@ -195,13 +201,13 @@ class Server:
 
     def set_weights(self, weights: Mapping[str, Tensor]) -> None:
         """Goes on with weights by name, in the shapes of their parameters."""
-        for shard in (shard for shards in self.shards for shard in shards):
+        for shard in self._all_shards:
             shard.weights.copy_(shard.flatten(weights))
 
     def state(self) -> Pieces:
         """Copies of what is owned, by parameter."""
         found: Pieces = {}
-        for shard in (shard for shards in self.shards for shard in shards):
+        for shard in self._all_shards:
             for piece in shard.pieces:
                 buffer = self._momentum_of(piece)
                 found[piece.name] = {
