@@ -15,7 +15,7 @@ from torch import Tensor
 from runtime.kernels.backend import Backend, backend_for
 from runtime.kernels.checks import check_memory, check_unpack_memory
 from runtime.kernels.reference import ef_topk_torch, ms_topk_torch, unpack_torch
-from runtime.kernels.source import Program, Shape
+from runtime.kernels.source import UNPACK, UNPACK_PART, Program, Shape
 from runtime.kernels.state import TopkState, layout_of
 from runtime.kernels.tables import point_to
 
@@ -120,13 +120,13 @@ def unpack_operator(sums: Tensor, values: Tensor, indices: Tensor, factor: float
     if backend is None or not values.numel():
         sums.copy_(unpack_torch(values, indices, sums.numel(), factor=factor, dtype=sums.dtype))
         return
-    program, kernel = Program(name="unpack"), f"unpack_{_name(values)}_{_name(sums)}"
+    kernel = f"unpack_{_name(values)}_{_name(sums)}"
     ranks, k = values.shape
     (bits,) = struct.unpack("<I", struct.pack("<f", factor))
     words = [values.data_ptr(), indices.data_ptr(), sums.data_ptr(), ranks, k, values.stride(0), indices.stride(0)]
-    warps = program.shape.threads // 32
-    grid = min(backend.blocks(program, kernel), -(-sums.numel() // (512 * warps)))
-    backend.launch(program, kernel, grid, _words([*words, sums.numel(), bits]))
+    elements = UNPACK_PART * UNPACK.shape.threads // 32  # of a block at a time
+    grid = min(backend.blocks(UNPACK, kernel), -(-sums.numel() // elements))
+    backend.launch(UNPACK, kernel, grid, _words([*words, sums.numel(), bits]))
 
 
 @unpack_operator.register_fake

@@ -56,3 +56,10 @@ class Program:
     def fingerprint(self, *more: str) -> str:
         """Of the text and whatever else the result of a compilation depends on."""
         return hashlib.sha256("\n".join((*more, self.text)).encode()).hexdigest()
+
+
+UNPACK = Program(name="unpack", shape=Shape(threads=256))
+"""32 KiB of shared memory: 512 sums, and 512 ranks' places, for each warp."""
+
+UNPACK_PART = 512
+"""Elements that a warp adds up at a time: `PART` in unpack.cu."""
