@@ -173,7 +173,7 @@ struct Place {
         if (position >= lead && position + 3 - lead < elements) return 15u;
         u32 found = 0;
         for (u32 j = 0; j < 4; j++)
-            if (position + j >= lead && position + j - lead < elements) found |= 1u << j;
+            if (position + j - lead < elements) found |= 1u << j;  // a place before the first is a very high one
         return found;
     }
 };

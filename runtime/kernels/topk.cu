@@ -90,7 +90,7 @@ struct Kernel {
         }
         for (u32 i = lane; i < TILE; i += WARP) {
             const u32 position = tile * TILE + i;
-            const bool exists = position >= place.lead && position - place.lead < place.elements;
+            const bool exists = position - place.lead < place.elements;
             visitor(exists, position - place.lead, exists ? load<R16>(place.following, position - place.lead) : 0u);
         }
     }

@@ -59,7 +59,6 @@ struct Unpack {
             if (taken < WARP) break;
             found = index(rank, at + lane), added = value(rank, at + lane);
         }
-        __syncwarp();
         if (lane == 0) position[rank] = at;
         __syncwarp();
     }

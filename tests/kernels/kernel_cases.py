@@ -13,7 +13,8 @@ from runtime.kernels import TopkState, ef_topk_, ef_topk_torch
 from runtime.kernels.backend import Backend, installed
 
 FLOATS = (torch.float32, torch.bfloat16)
-GARBAGE = 7.0
+GUARD = 64
+"""Elements around what a kernel writes, which it must leave alone."""
 
 
 def bits(tensor: Tensor) -> Tensor:
@@ -29,14 +30,22 @@ def same(found: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> bool:
 def select(
     backend: Backend, state: TopkState, gradient: Tensor, residual: Tensor, **options: object
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(values, indices, new residual) by the kernel."""
-    new_residual = torch.full_like(residual, GARBAGE)
-    values = torch.full((state.k,), GARBAGE, dtype=residual.dtype)
-    indices = torch.full((state.k,), -1, dtype=torch.int32)
-    before = residual.clone()
+    """(values, indices, new residual) by the kernel, which writes nowhere else."""
+    rooms = [
+        torch.full((count + 3 * GUARD,), 7, dtype=dtype)
+        for count, dtype in ((state.k, residual.dtype), (state.k, torch.int32), (residual.numel(), residual.dtype))
+    ]
+    values, indices = (room[GUARD : GUARD + state.k] for room in rooms[:2])
+    begin = GUARD + residual.data_ptr() // residual.element_size() % 4  # so that vectors may be read
+    new_residual = rooms[2][begin : begin + residual.numel()]
+    before = residual.clone(), gradient.clone()
     with installed("cpu", backend):
         ef_topk_(gradient, residual, new_residual, values, indices, state, **options)  # type: ignore[arg-type]
-    assert same((residual,), (before,))
+    assert same((residual, gradient), before)
+    ends = (GUARD + state.k, GUARD + state.k, begin + residual.numel())
+    starts = (GUARD, GUARD, begin)
+    for room, start, end in zip(rooms, starts, ends, strict=True):
+        assert bool((torch.cat((room[:start], room[end:])) == 7).all())
     return values, indices, new_residual
 
 

@@ -7,7 +7,7 @@ import functools
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -27,9 +27,16 @@ STRUCTS = {"topk": ("ef_topk", "Arguments"), "unpack": ("unpack", "UnpackArgumen
 class HostBackend:
     """See `runtime.kernels.backend.Backend`."""
 
-    def __init__(self, library: ctypes.CDLL, *, grid: int = 3, resident: int = 2, seed: int = 1) -> None:
-        """`resident` of a grid's blocks run at once; `seed`: in which order threads run."""
+    def __init__(
+        self, library: ctypes.CDLL, *, grid: int = 3, resident: int = 2, seed: int = 1,
+        names: Mapping[str, str] | None = None,
+    ) -> None:  # fmt: skip
+        """`resident` of a grid's blocks run at once; `seed`: in which order threads run.
+
+        `names`: under which name a program is in the library, where that is another.
+        """
         self._library, self._grid, self._resident, self.seed = library, grid, resident, seed
+        self._names = names or {}
 
     def blocks(self, program: Program, kernel: str) -> int:
         """Any number will do."""
@@ -38,7 +45,7 @@ class HostBackend:
     def launch(self, program: Program, kernel: str, grid: int, arguments: ctypes.Array[ctypes.c_uint64]) -> None:
         """Runs the kernel to its end. Raises RuntimeError where blocks wait for ever."""
         self.seed += 1
-        run = self._library[f"launch_{program.name}"]
+        run = self._library[f"launch_{self._names.get(program.name, program.name)}"]
         run.restype = ctypes.c_char_p
         failure = run(
             kernel.encode(), arguments, ctypes.c_uint(grid), ctypes.c_uint(program.shape.threads),
@@ -48,13 +55,19 @@ class HostBackend:
             raise RuntimeError(f"{kernel}: {failure.decode()}")
 
 
-def translation_unit(programs: Mapping[str, Program], texts: Mapping[str, str] | None = None) -> str:
-    """C++ of several programs, each in a namespace of its name, with a function launch_NAME for each."""
+def translation_unit(
+    programs: Mapping[str, Program], texts: Mapping[str, str] | None = None, gradients: Sequence[str] = DTYPES
+) -> str:
+    """C++ of several programs, each in a namespace of its name, with a function launch_NAME for each.
+
+    `texts` may stand for what programs are; only kernels for these dtypes of gradients, or values, are compiled.
+    """
     pieces = [f'#include "{HEADER}"']
     for name, program in programs.items():
         text = (texts or {}).get(name, program.text).replace('extern "C" __global__', "__global__")
+        text = "\n".join(line for line in text.splitlines() if not _is_kernel_of_others(line, gradients))
         prefix, struct = STRUCTS[program.name]
-        kernels = [f"{prefix}_{one}_{other}" for one in DTYPES for other in DTYPES]
+        kernels = [f"{prefix}_{one}_{other}" for one in gradients for other in DTYPES]
         cases = "".join(
             f'    if (!strcmp(kernel, "{k}")) return host::run([] {{ {k}(given); }}, grid, size, resident, seed);\n'
             for k in kernels
@@ -67,6 +80,11 @@ def translation_unit(programs: Mapping[str, Program], texts: Mapping[str, str] |
             f'    return "no such kernel";\n}}\n}}\n'
         )
     return "\n".join(pieces)
+
+
+def _is_kernel_of_others(line: str, gradients: Sequence[str]) -> bool:
+    others = [dtype for dtype in DTYPES if dtype not in gradients]
+    return any(line.startswith((f"EF_TOPK(ef_topk_{dtype}_", f"UNPACK(unpack_{dtype}_")) for dtype in others)
 
 
 def compiled(text: str, folder: Path, *options: str) -> ctypes.CDLL:
