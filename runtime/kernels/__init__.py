@@ -44,8 +44,8 @@ def ef_topk_(
 ) -> None:  # fmt: skip
     """Selects the k largest magnitudes of residual + gradient, of each segment of the state, in one launch.
 
-    The residual stays as it was, so that a step can be undone by not exchanging it with the new one. Equal magnitudes are
-    taken by index. NaN and ±Inf are the largest; `state.nonfinite` says whether there was any.
+    The residual stays as it was, so that a step can be undone by not exchanging it with the new one. Equal magnitudes
+    are taken by index. NaN and ±Inf are the largest; `state.nonfinite` says whether there was any.
 
     Args:
         gradient: 1-D, float32 or bfloat16, all segments one behind the other; unchanged.

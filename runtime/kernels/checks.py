@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 import torch
@@ -21,7 +22,11 @@ def check_selection(
     """Shapes, dtypes, devices and strides of the arguments of `ef_topk_`."""
     device, s = state.memory.device, "s" if plural else ""
     elements = state.layout.elements if plural else (state.elements,)
-    for name, tensors in ((f"gradient{s}", gradients), (f"residual{s}", residuals), (f"new_residual{s}", new_residuals)):
+    for name, tensors in (
+        (f"gradient{s}", gradients),
+        (f"residual{s}", residuals),
+        (f"new_residual{s}", new_residuals),
+    ):
         if len(tensors) != len(elements):
             raise ValueError(f"{name}: found {len(tensors)} tensors; expected {len(elements)}, one for each segment")
         for i, (tensor, count) in enumerate(zip(tensors, elements, strict=True)):
@@ -68,7 +73,7 @@ def check_apart(named: Sequence[tuple[str, Tensor]]) -> None:
         for name, tensor in named
         if tensor.numel()
     )
-    for (_, end, one), (start, _, other) in zip(spans, spans[1:], strict=False):
+    for (_, end, one), (start, _, other) in itertools.pairwise(spans):
         if start < end:
             raise ValueError(f"{other}: found memory that {one} uses, too; expected memory of its own")
 

@@ -36,6 +36,8 @@ typedef unsigned long long u64;
 
 const u32 WARP = 32, WARPS = THREADS / WARP, FULL = 0xffffffffu;
 const u32 ITEMS = 4 * VECTORS, TILE = ITEMS * THREADS;
+static_assert(VECTORS >= 1 && VECTORS <= 4, "VECTORS: expected 1 to 4");
+
 const u32 BIN_BITS = 12, BINS = 1u << BIN_BITS, KEY_BITS = 31;
 const u32 COARSE = KEY_BITS - BIN_BITS;  // bins so wide that they cover all keys
 const u32 FINE = 12;                     // bins of a warm window: 2048 to an octave

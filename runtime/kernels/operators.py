@@ -62,7 +62,9 @@ def ef_topk_operator(
     counts = [len(elements), sum(layout.tiles), sum(layout.chunks)]
     options = [int(random_ties), seed & (2**64 - 1)]
     kernel = f"ef_topk_{_name(gradients[0])}_{_name(values)}"
-    _launch(backend, Program(name="topk", shape=sizes), kernel, [*pointers, *outputs, *where, *counts], options, launches)
+    _launch(
+        backend, Program(name="topk", shape=sizes), kernel, [*pointers, *outputs, *where, *counts], options, launches
+    )
 
 
 @ef_topk_operator.register_fake

@@ -83,6 +83,8 @@ __device__ void flush(Shared &shared, u32 *histogram) {
     }
 }
 
+static_assert(BINS % THREADS == 0 && THREADS % WARP == 0, "THREADS: expected a power of two from 32 to 1024");
+
 // In which bin, from the highest down, two ranks lie, how many are above it and in it (0: the rank is in none), and how
 // many there are in all. Leaves zeros. All threads.
 __device__ void rank(Shared &shared, u32 *histogram, const u32 *wanted) {

@@ -1,4 +1,4 @@
-"""What the kernels compute, in torch operations: the definition to the bit. On any device, slowly, in memory of its own.
+"""What the kernels compute, in torch operations: the definition to the bit. On any device, slowly, with new memory.
 
 The order is total: larger magnitude first, then lower index. NaN and ±Inf are the largest magnitudes, equal to one
 another, so that a step with any of them is seen by all ranks. Every NaN comes out as the one quiet NaN without payload.

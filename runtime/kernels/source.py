@@ -1,4 +1,4 @@
-"""The kernels' source: CUDA C++ without headers, in parts that are one file each, and the sizes that host and device share."""
+"""The kernels' source: CUDA C++ without headers, in several files; and the sizes that host and device share."""
 
 from __future__ import annotations
 

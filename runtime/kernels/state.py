@@ -186,7 +186,7 @@ class TopkState:
 
     @property
     def nonfinite(self) -> Tensor:
-        """1 where a segment's sum held NaN or an infinity in the last call: for a loss scaler. Shape (segments,), int32."""
+        """1 where a segment held NaN or ±Inf in the last call, for loss scalers. Shape (segments,), int32."""
         return self.warm[:, WARM.index("flags")]
 
     def counters(self) -> list[dict[str, int]]:
@@ -227,12 +227,12 @@ def make_state(
 
 def _check(elements: Sequence[int], k: Sequence[int]) -> None:
     if not elements or len(elements) != len(k):
-        raise ValueError(f"k: found {len(k)} numbers for {len(elements)} segments; expected one for each, and a segment")
+        raise ValueError(
+            f"k: found {len(k)} numbers for {len(elements)} segments; expected one for each, and a segment"
+        )
     for i, (n, kept) in enumerate(zip(elements, k, strict=True)):
         if not (1 <= kept <= n or kept == n == 0):
-            raise ValueError(
-                f"k: found {kept} for segment {i} of {n} elements; expected from 1 to its elements (0 where it has none)"
-            )
+            raise ValueError(f"k: found {kept} for segment {i} of {n} elements; expected from 1 to these (0 of none)")
     if sum(elements) > MAX_ELEMENTS:
         raise ValueError(
             f"elements: found {sum(elements)} in all; expected at most {MAX_ELEMENTS}, which int32 indices reach: "

@@ -10,6 +10,7 @@ from torch import Tensor
 from runtime.kernels.checks import check_apart
 from runtime.kernels.state import POINTED, WORDS_OF_SEGMENT, TopkState
 
+
 def point_to(
     state: TopkState, gradients: Sequence[Tensor], residuals: Sequence[Tensor], new_residuals: Sequence[Tensor],
     values: Tensor, indices: Tensor,
@@ -49,7 +50,7 @@ def _write(state: TopkState, tensors: Sequence[Sequence[Tensor]] | None) -> None
     if tensors is not None:
         rows = zip(*tensors, strict=True)
         places = [tuple(tensor.data_ptr() // tensor.element_size() for tensor in row) for row in rows]
-    table = state.layout.table(places)  # type: ignore[arg-type]
+    table = state.layout.table(places)
     here = state.part("segments").view(torch.int64).view(-1, WORDS_OF_SEGMENT)
     if memory.device.type != "cuda":
         here.copy_(table)

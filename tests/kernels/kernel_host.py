@@ -1,4 +1,4 @@
-"""The kernels' own source on the host: compiled with g++ and kernel_host.h, launched like on a device, on CPU tensors."""
+"""The kernels' own source on the host: compiled by g++ with kernel_host.h, launched as on a device."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import pytest
 from runtime.kernels.source import DTYPES, UNPACK, Program, Shape
 
 COMPILER = shutil.which("g++") or shutil.which("clang++")
-needs_compiler = pytest.mark.skipif(COMPILER is None, reason="no C++ compiler: g++ or clang++ compiles the kernels' source")
+needs_compiler = pytest.mark.skipif(COMPILER is None, reason="no C++ compiler (g++, clang++) for the kernels' source")
 
 SMALL = Shape(threads=64, vectors=2, min_blocks=1)
 """Tiles of 512 elements, so that few elements are many tiles."""

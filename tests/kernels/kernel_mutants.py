@@ -90,7 +90,9 @@ def noticed(library: ctypes.CDLL, number: int, name: str) -> bool:
     if child:
         return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) != 0
     program, _ = sources(name)
-    backend = HostBackend(library, grid=1 if program.name == "unpack" else 4, resident=3, names={program.name: f"mutant{number}"})
+    backend = HostBackend(
+        library, grid=1 if program.name == "unpack" else 4, resident=3, names={program.name: f"mutant{number}"}
+    )
     try:
         (check_unpack if program.name == "unpack" else check)(backend)
     except BaseException:
@@ -103,9 +105,8 @@ def main() -> int:
     share, of = int(sys.argv[1]), int(sys.argv[2])
     mine = dict(list(enumerate(MUTANTS))[share::of])
     found = {f"mutant{number}": sources(name) for number, name in mine.items()}
-    text = translation_unit(
-        {key: program for key, (program, _) in found.items()}, {key: text for key, (_, text) in found.items()}, ("float32",)
-    )
+    programs = {key: program for key, (program, _) in found.items()}
+    text = translation_unit(programs, {key: text for key, (_, text) in found.items()}, ("float32",))
     with tempfile.TemporaryDirectory() as folder:
         library = compiled(text, Path(folder), "-O0")
     print("\n".join(name for number, name in mine.items() if not noticed(library, number, name)))

@@ -1,4 +1,4 @@
-"""Every way that a selection can go is taken when the prediction is made wrong on purpose, and gives the same result."""
+"""Every way that a selection can go is taken when the prediction is made wrong, and gives the same result."""
 
 from __future__ import annotations
 
@@ -24,7 +24,9 @@ def set_warm(state: TopkState, **words: int) -> None:
         state.warm[:, WARM.index(name)] = word
 
 
-def counted(state: TopkState, name: str = "normal", dtype: torch.dtype = torch.float32, seed: int = 9) -> dict[str, int]:
+def counted(
+    state: TopkState, name: str = "normal", dtype: torch.dtype = torch.float32, seed: int = 9
+) -> dict[str, int]:
     """Compares one call with the reference; returns what it counted."""
     before = state.counters()[0]
     (elements,) = state.layout.elements

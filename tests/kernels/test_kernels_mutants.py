@@ -17,11 +17,10 @@ SHARES = 2
 
 def test_every_mutant_is_noticed() -> None:
     script = Path(__file__).with_name("kernel_mutants.py")
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(script.parents[2]), *sys.path])}
-    running = [
-        subprocess.Popen([sys.executable, script, str(share), str(SHARES)], env=environment, stdout=-1, stderr=-1, text=True)
-        for share in range(SHARES)
-    ]
+    path = os.pathsep.join([str(script.parents[2]), *sys.path])
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path}
+    commands = [[sys.executable, str(script), str(share), str(SHARES)] for share in range(SHARES)]
+    running = [subprocess.Popen(one, env=environment, stdout=-1, stderr=-1, text=True) for one in commands]
     ended = [process.communicate(timeout=240) for process in running]
     assert [process.returncode for process in running] == [0] * SHARES, ended
     missed = [line for out, _ in ended for line in out.splitlines() if line]

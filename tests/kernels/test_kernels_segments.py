@@ -33,7 +33,9 @@ def host(seed: int = 1) -> HostBackend:
 
 
 def parts(step: int, order: Sequence[int], dtype: torch.dtype = torch.float32) -> list[Tensor]:
-    return [family(NAMES[i], SIZES[i], 10 * step + i, dtype) if SIZES[i] else torch.empty(0, dtype=dtype) for i in order]
+    return [
+        family(NAMES[i], SIZES[i], 10 * step + i, dtype) if SIZES[i] else torch.empty(0, dtype=dtype) for i in order
+    ]
 
 
 def by_reference(gradients: Sequence[Tensor], residuals: Sequence[Tensor], k: Sequence[int]) -> tuple[Tensor, ...]:
@@ -87,7 +89,11 @@ def test_mstopk_takes_a_run_of_what_is_about_as_large_as_the_last(name: str, dty
     state = make_state([n], [k], "cpu", shape=SMALL)
     for step in range(3):
         gradient, residual = family(name, n, step, torch.float32), family("normal", n, 50, dtype)
-        new, values, indices = torch.empty_like(residual), torch.empty(k, dtype=dtype), torch.empty(k, dtype=torch.int32)
+        new, values, indices = (
+            torch.empty_like(residual),
+            torch.empty(k, dtype=dtype),
+            torch.empty(k, dtype=torch.int32),
+        )
         with installed("cpu", host(step)):
             ms_topk_(gradient, residual, new, values, indices, state, seed=step)
         assert same((values, indices, new), ms_topk_torch(gradient, residual, k, seed=step))
@@ -113,7 +119,9 @@ def messages(ranks: int, n: int, k: int, dtype: torch.dtype) -> Tensor:
     return torch.stack(rows)
 
 
-@pytest.mark.parametrize(("ranks", "n", "k"), [(1, 1, 1), (3, 700, 700), (8, 9000, 90), (40, 3000, 31), (2, 70_000, 500)])
+@pytest.mark.parametrize(
+    ("ranks", "n", "k"), [(1, 1, 1), (3, 700, 700), (8, 9000, 90), (40, 3000, 31), (2, 70_000, 500)]
+)
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 def test_unpack_adds_in_order_of_ranks(ranks: int, n: int, k: int, dtype: torch.dtype) -> None:
     rows = messages(ranks, n, k, dtype)

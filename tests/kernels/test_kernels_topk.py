@@ -1,4 +1,4 @@
-"""The kernels' source, run on the host, selects what the reference says: on all kinds of input, however it is launched."""
+"""The kernels' source, run on the host, selects what the reference says, whatever the input and the launch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from kernel_cases import FAMILIES, FLOATS, bits, expect_equal, family, left_clea
 from kernel_host import SMALL, HostBackend, needs_compiler, small_library
 from torch import Tensor
 
-from runtime.kernels import ONE_BY_ONE, ef_topk_torch, make_state
+from runtime.kernels import ONE_BY_ONE, ef_topk_, ef_topk_torch, make_state
+from runtime.kernels.backend import installed
 from runtime.kernels.state import WARM
 
 pytestmark = needs_compiler
@@ -38,7 +39,9 @@ def test_every_kind_of_input(name: str, gradient_dtype: torch.dtype, residual_dt
         for step in range(3):  # cold, then warm
             gradient = family(name, n, step, gradient_dtype)
             new = expect_equal(host(seed=step), state, gradient, residual)
-            assert bool(state.nonfinite) == (not bool((residual.float() + gradient.float()).to(residual_dtype).isfinite().all()))
+            assert bool(state.nonfinite) == (
+                not bool((residual.float() + gradient.float()).to(residual_dtype).isfinite().all())
+            )
             residual = residual if state.nonfinite else new
 
 
@@ -58,7 +61,9 @@ def test_nothing_to_select_from() -> None:
 
 @pytest.mark.parametrize("density", [0.01, 0.001])
 @pytest.mark.parametrize(("gradient_dtype", "residual_dtype"), DTYPES, ids=str)
-def test_steady_state_of_error_feedback(density: float, gradient_dtype: torch.dtype, residual_dtype: torch.dtype) -> None:
+def test_steady_state_of_error_feedback(
+    density: float, gradient_dtype: torch.dtype, residual_dtype: torch.dtype
+) -> None:
     """Residuals pile up below the threshold; after the first steps nothing is read twice."""
     n = 40 * TILE
     k = int(density * n)
@@ -79,7 +84,9 @@ def test_long_run_with_shocks() -> None:
     generator, residual = torch.Generator().manual_seed(2), torch.zeros(n)
     state = make_state([n], [k], "cpu", shape=SMALL, capacity=6 * k)
     for step in range(300):
-        scale = {60: 10.0, 120: 0.1, 180: 0.0}.get(step, 1.0) * math.exp(0.3 * float(torch.randn(1, generator=generator)))
+        scale = {60: 10.0, 120: 0.1, 180: 0.0}.get(step, 1.0) * math.exp(
+            0.3 * float(torch.randn(1, generator=generator))
+        )
         scale *= 1.0 if step < 240 else 1e-3
         residual = expect_equal(host(seed=step), state, scale * torch.randn(n, generator=generator), residual)
     (counters,) = state.counters()
@@ -142,9 +149,6 @@ def test_swapped_buffers_change_places() -> None:
     n, k = 3 * TILE, 20
     one, other, gradient = torch.zeros(n), torch.full((n,), 3.0), family("normal", n, 1, torch.float32)
     state = make_state([n], [k], "cpu", shape=SMALL)
-    from runtime.kernels import ef_topk_
-    from runtime.kernels.backend import installed
-
     values, indices = torch.empty(k), torch.empty(k, dtype=torch.int32)
     expected = ef_topk_torch(gradient, other, k)
     with installed("cpu", host()):
