@@ -46,6 +46,17 @@ def backend_for(device: torch.device) -> Backend | None:
     return cuda_backend(torch.cuda.current_device() if device.index is None else device.index)
 
 
+def usable(device: torch.device) -> str | None:
+    """Why kernels do not run on a device; None: they do. Never raises."""
+    if device.type in _installed:
+        return None
+    if device.type != "cuda":
+        return f"there are none for {device.type}"
+    from runtime.kernels.cuda import working
+
+    return working(torch.cuda.current_device() if device.index is None else device.index)
+
+
 @contextmanager
 def installed(device_type: str, backend: Backend) -> Iterator[None]:
     """Within it, kernels of a type of device run elsewhere: the source itself on the host, in tests."""

@@ -99,9 +99,18 @@ def compiled(text: str, folder: Path, *options: str) -> ctypes.CDLL:
     return ctypes.CDLL(str(library))
 
 
+def _library(shape: Shape) -> ctypes.CDLL:
+    with tempfile.TemporaryDirectory() as folder:
+        return compiled(translation_unit({"topk": Program(name="topk", shape=shape), "unpack": UNPACK}), Path(folder))
+
+
 @functools.cache
 def small_library() -> ctypes.CDLL:
     """Both programs, selection with small tiles."""
-    programs = {"topk": Program(name="topk", shape=SMALL), "unpack": UNPACK}
-    with tempfile.TemporaryDirectory() as folder:
-        return compiled(translation_unit(programs), Path(folder))
+    return _library(SMALL)
+
+
+@functools.cache
+def usual_library() -> ctypes.CDLL:
+    """Both programs as they run on devices."""
+    return _library(Shape())
