@@ -53,14 +53,14 @@ class _Task:
     """The phase that is on its way."""
 
 
-def _nothing() -> None:
-    pass
+def nothing() -> None:
+    """What a bucket needs whose messages are filled already."""
 
 
 class Communicator(Protocol):
     """Launches buckets in the order of the calls and waits for all of them."""
 
-    def launch(self, bucket: BucketBuffer, sent: Sent, prepare: Callable[[], None] = _nothing) -> None:
+    def launch(self, bucket: BucketBuffer, sent: Sent, prepare: Callable[[], None] = nothing) -> None:
         """Hands the bucket over; returns at once. Fills `sent`.
 
         `prepare` fills the bucket's messages: on a device, beside what is computed there meanwhile.
@@ -79,7 +79,7 @@ class Communicator(Protocol):
 class NullCommunicator:
     """Sends nothing: for one rank, and for measuring computation without communication."""
 
-    def launch(self, bucket: BucketBuffer, sent: Sent, prepare: Callable[[], None] = _nothing) -> None:
+    def launch(self, bucket: BucketBuffer, sent: Sent, prepare: Callable[[], None] = nothing) -> None:
         """Prepares only."""
         prepare()
 
@@ -119,7 +119,7 @@ class HostCommunicator:
         """How many the backend's thread has yet to call."""
         _running.add(self)
 
-    def launch(self, bucket: BucketBuffer, sent: Sent, prepare: Callable[[], None] = _nothing) -> None:
+    def launch(self, bucket: BucketBuffer, sent: Sent, prepare: Callable[[], None] = nothing) -> None:
         """See `Communicator.launch`."""
         prepare()
         # A step that was given up may have marked it.
@@ -252,7 +252,7 @@ class StreamCommunicator:
         self._side = torch.cuda.Stream(device)
         self._works: list[tuple[dist.Work, str]] = []
 
-    def launch(self, bucket: BucketBuffer, sent: Sent, prepare: Callable[[], None] = _nothing) -> None:
+    def launch(self, bucket: BucketBuffer, sent: Sent, prepare: Callable[[], None] = nothing) -> None:
         """See `Communicator.launch`; what the current stream has queued so far is waited for on the device."""
         group = self._world.group
         assert group is not None

@@ -1,7 +1,7 @@
 """What a lossy bucket holds back, and what it will after the step on its way: two buffers that change places.
 
-On a device the host does not know whether a step counts. So there the device keeps which buffer is which, kernels look it
-up, and nothing is copied until somebody else asks for the residual.
+On a device the host does not know whether a step counts. So there the device keeps which buffer is which, kernels look
+it up, and nothing is copied until somebody else asks for the residual.
 """
 
 from __future__ import annotations

@@ -29,8 +29,8 @@ def _warn_once(device: torch.device, why: str) -> None:
 
 
 def has_kernels(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether buckets of a dtype on a device are selected from by kernels. Warns where they would be, but do not work."""
-    if dtype not in FLOATS or device.type == "cpu" and usable(device) is not None:
+    """Whether buckets of a dtype on a device are selected from by kernels; warns where these should work and do not."""
+    if dtype not in FLOATS or (device.type == "cpu" and usable(device) is not None):
         return False
     why = usable(device)
     if why is not None:

@@ -63,6 +63,7 @@ class CudaBackend:
         if key not in self._blocks:
             each = ctypes.c_int()
             with torch.cuda.device(self._device):
+                self._enter_context()
                 function = self._function(program, kernel)
                 result = _driver().cuOccupancyMaxActiveBlocksPerMultiprocessor(
                     ctypes.byref(each), function, ctypes.c_int(program.shape.threads), ctypes.c_size_t(0)
@@ -75,10 +76,18 @@ class CudaBackend:
         """See `Backend.launch`."""
         with torch.cuda.device(self._device):
             function = self._function(program, kernel)
+            self._enter_context()
             parameters = (ctypes.c_void_p * 1)(ctypes.addressof(arguments))
             stream = ctypes.c_void_p(torch.cuda.current_stream(self._device).cuda_stream)
             sizes = (ctypes.c_uint(value) for value in (grid, 1, 1, program.shape.threads, 1, 1, 0))
             _check(_driver().cuLaunchKernel(function, *sizes, stream, parameters, None), f"cuLaunchKernel of {kernel}")
+
+    def _enter_context(self) -> None:
+        """A thread that has not used the device yet has no context, which the driver's calls expect."""
+        context = ctypes.c_void_p()
+        _check(_driver().cuCtxGetCurrent(ctypes.byref(context)), "cuCtxGetCurrent")
+        if not context.value:
+            torch.cuda.current_stream(self._device).query()
 
     def _function(self, program: Program, kernel: str) -> ctypes.c_void_p:
         key = (program, kernel)
@@ -97,7 +106,7 @@ class CudaBackend:
 
     def _module(self, program: Program) -> ctypes.c_void_p:
         if program not in self._modules:
-            torch.cuda.current_stream(self._device).query()  # the device's context exists, and is this thread's
+            self._enter_context()
             module = ctypes.c_void_p()
             code = machine_code(program, self.capability)
             _check(_driver().cuModuleLoadData(ctypes.byref(module), ctypes.c_char_p(code)), "cuModuleLoadData")

@@ -95,7 +95,7 @@ def test_bad_tensors_of_segments_are_named() -> None:
         new, indices = [torch.zeros(3), torch.zeros(4)], torch.zeros(2, dtype=torch.int32)
         ef_topk_segments_(gradients, residuals, new, torch.zeros(2), indices, state)
 
-    with pytest.raises(ValueError, match="^gradients: found 1 tensors; expected 2, one for each segment"):
+    with pytest.raises(ValueError, match=r"^gradients: found 1 tensors; expected 2, one for each segment"):
         call(good[:1], good)
     with pytest.raises(ValueError, match=r"^residuals\[1\]: found the shape \(3,\); expected \(4,\)"):
         call(good, [torch.zeros(3), torch.zeros(3)])
