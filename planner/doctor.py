@@ -41,7 +41,7 @@ def examine() -> list[Finding]:
     findings += [_package(name) for name in NEEDED]
     findings += [_package(name, cure, required=False) for name, cure in OPTIONAL.items()]
     if all(finding.ok for finding in findings if finding.what == "torch"):
-        findings += [_device(), *_backends(), _two_ranks()]
+        findings += [_device(), _kernels(), *_backends(), _two_ranks()]
     return findings
 
 
@@ -71,6 +71,21 @@ def _device() -> Finding:
         return Finding("cuda", False, f"{why}; {cores} CPU cores", cure, required=False)
     names = ", ".join(torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count()))
     return Finding("cuda", True, names, required=False)
+
+
+def _kernels() -> Finding:
+    """What selects elements of sparse gradients on a GPU."""
+    import torch
+
+    from runtime.kernels.cuda import why_not, working
+    from runtime.kernels.nvrtc import compiler
+
+    what, instead = "kernels", "torch's own operations select instead"
+    cure = "fine for CPU training; on GPUs lossy plans select several times slower without them"
+    why = why_not() or working(torch.cuda.current_device())
+    if why is not None:
+        return Finding(what, False, f"none: {why}; {instead}", cure, required=False)
+    return Finding(what, True, f"CUDA C++, compiled by NVRTC {compiler().version}", required=False)
 
 
 def _backends() -> list[Finding]:

@@ -11,11 +11,11 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from runtime.errors import AccuracyWarning, DriftWarning, FallbackWarning
-from runtime.plan import Plan, load_plan, parse_plan
 from runtime.version import __version__
 
 if TYPE_CHECKING:
     from runtime.attaching import attach
+    from runtime.plan import Plan, load_plan, parse_plan
     from runtime.report import Report
     from runtime.session import Session
 
@@ -24,10 +24,18 @@ __all__ = [
     "load_plan", "parse_plan",
 ]  # fmt: skip
 
-_NEED_TORCH = {"attach": "runtime.attaching", "Session": "runtime.session", "Report": "runtime.report"}
+_WHERE = {
+    "Plan": "runtime.plan",
+    "Report": "runtime.report",
+    "Session": "runtime.session",
+    "attach": "runtime.attaching",
+    "load_plan": "runtime.plan",
+    "parse_plan": "runtime.plan",
+}
+"""What is imported when it is asked for: plans need pydantic, sessions torch, the kernels only torch."""
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _NEED_TORCH:
+    if name not in _WHERE:
         raise AttributeError(f"module 'runtime' has no attribute {name!r}")
-    return getattr(importlib.import_module(_NEED_TORCH[name]), name)
+    return getattr(importlib.import_module(_WHERE[name]), name)

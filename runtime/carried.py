@@ -70,6 +70,7 @@ class Carried:
 
     def begin(self) -> None:
         """A step begins: residuals follow the scale of the loss."""
+        self._drop()
         if self._loss_scale is None or not self.active:
             return
         if self._read is None:  # no forward of the model itself was seen
@@ -79,6 +80,11 @@ class Carried:
             for tensor in self._tensors():
                 tensor.mul_(scale / self._scale)
             self._scale = scale
+
+    def _drop(self) -> None:
+        """What a backward that was given up has begun to hold back counts no more."""
+        for _, lossy in self._lossy:
+            lossy.carrier.held.drop()
 
     def _tensors(self) -> Iterator[Tensor]:
         for _, lossy in self._lossy:
@@ -160,6 +166,7 @@ class Carried:
         """Goes on from another exchange's `state`, whatever its buckets were; from an empty one with nothing."""
         self._steps, self._scale = state.get("steps", 0), state.get("loss_scale", 1.0)
         self._late = {}
+        self._drop()
         for tensor in self._tensors():
             tensor.zero_()
         places = dict(self._places())

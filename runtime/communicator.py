@@ -53,11 +53,18 @@ class _Task:
     """The phase that is on its way."""
 
 
+def nothing() -> None:
+    """What a bucket needs whose messages are filled already."""
+
+
 class Communicator(Protocol):
     """Launches buckets in the order of the calls and waits for all of them."""
 
-    def launch(self, bucket: BucketBuffer, sent: Sent) -> None:
-        """Hands the bucket over; returns at once. Fills `sent`."""
+    def launch(self, bucket: BucketBuffer, sent: Sent, prepare: Callable[[], None] = nothing) -> None:
+        """Hands the bucket over; returns at once. Fills `sent`.
+
+        `prepare` fills the bucket's messages: on a device, beside what is computed there meanwhile.
+        """
         ...
 
     def wait(self, until: Sent | None = None) -> None:
@@ -72,8 +79,9 @@ class Communicator(Protocol):
 class NullCommunicator:
     """Sends nothing: for one rank, and for measuring computation without communication."""
 
-    def launch(self, bucket: BucketBuffer, sent: Sent) -> None:
-        """Does nothing."""
+    def launch(self, bucket: BucketBuffer, sent: Sent, prepare: Callable[[], None] = nothing) -> None:
+        """Prepares only."""
+        prepare()
 
     def wait(self, until: Sent | None = None) -> None:
         """Returns at once."""
@@ -111,8 +119,9 @@ class HostCommunicator:
         """How many the backend's thread has yet to call."""
         _running.add(self)
 
-    def launch(self, bucket: BucketBuffer, sent: Sent) -> None:
+    def launch(self, bucket: BucketBuffer, sent: Sent, prepare: Callable[[], None] = nothing) -> None:
         """See `Communicator.launch`."""
+        prepare()
         # A step that was given up may have marked it.
         sent.launch, sent.start, sent.end = time.perf_counter(), None, None
         with self._lock:
@@ -243,7 +252,7 @@ class StreamCommunicator:
         self._side = torch.cuda.Stream(device)
         self._works: list[tuple[dist.Work, str]] = []
 
-    def launch(self, bucket: BucketBuffer, sent: Sent) -> None:
+    def launch(self, bucket: BucketBuffer, sent: Sent, prepare: Callable[[], None] = nothing) -> None:
         """See `Communicator.launch`; what the current stream has queued so far is waited for on the device."""
         group = self._world.group
         assert group is not None
@@ -251,6 +260,7 @@ class StreamCommunicator:
         sent.launch = sent.start = _mark(torch.cuda.current_stream())
         self._side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._side):
+            prepare()
             try:
                 for message in bucket.payloads:
                     for work in self._collectives[bucket.index].run(message, group):

@@ -129,8 +129,8 @@ class Exchange:
     def _launch(self, bucket: BucketBuffer) -> None:
         if self._flags is not None and bucket.index == len(self.buckets) - 1:
             self._flags.write([slot.index for slot in self.slots if not slot.touched])
-        self.carried.add_to(bucket)
-        self.communicator.launch(bucket, self._recorder.sent(bucket.index))
+        sent = self._recorder.sent(bucket.index)
+        self.communicator.launch(bucket, sent, partial(self.carried.add_to, bucket))
         self._next += 1
 
     def finish(self) -> None:

@@ -20,7 +20,9 @@ import torch
 from torch import Tensor
 
 from runtime.buckets import BucketBuffer, view_of
+from runtime.compressors.device import has_kernels
 from runtime.compressors.dgc import MomentumCorrection
+from runtime.held import Held
 from runtime.names import layer_of, numbered
 
 
@@ -81,19 +83,27 @@ class Carrier:
         self.device = bucket.messages[0].flat.device
         self.sizes = [slot.parameter.numel() for slot in bucket.slots]
         self.layers = layer_runs((slot.name, slot.parameter.numel()) for slot in bucket.slots)
-        self.residual = torch.zeros(sum(self.sizes), dtype=self.dtype, device=self.device)
-        """What of this rank's gradients has not travelled yet. Shape (elements of the bucket,)."""
-        self.following = torch.zeros_like(self.residual)
-        """The residual after the step that is on its way."""
+        on_device = has_kernels(self.device, self.dtype)
+        self.held = Held(sum(self.sizes), self.dtype, self.device, on_device=on_device)
         self.velocity: Tensor | None = None
         """With momentum correction, the momentum of this rank's gradients. Shape as the residual's."""
         self._correction: MomentumCorrection | None = None
 
+    @property
+    def residual(self) -> Tensor:
+        """What of this rank's gradients has not travelled yet. Shape (elements of the bucket,)."""
+        return self.held.residual
+
+    @property
+    def following(self) -> Tensor:
+        """The residual after the step that is on its way, where no kernel writes it. Shape as the residual's."""
+        return self.held.following
+
     def correct_momentum(self, correction: MomentumCorrection) -> None:
         """From now on velocities are added up instead of gradients."""
         self._correction = correction
-        self.velocity = torch.zeros_like(self.residual)
-        self._following_velocity = torch.zeros_like(self.residual)
+        self.velocity = torch.zeros_like(self.held.following)
+        self._following_velocity = torch.zeros_like(self.held.following)
 
     def addend(self) -> Tensor:
         """What is added to the residual before it is selected from. Shape (elements of the bucket,)."""
@@ -125,11 +135,15 @@ class Carrier:
         return [parts[slot.index] for slot in self.bucket.slots]
 
     def zeros(self) -> Tensor:
-        """Zeros to add the sum up in: the gradients' own memory where it is one vector of the right dtype."""
+        """Zeros to add the sum up in: see `room`."""
+        return self.room().zero_()
+
+    def room(self) -> Tensor:
+        """Memory for the sum: the gradients' own where it is one vector of the right dtype. Shape as the residual's."""
         messages = self.bucket.messages
         if len(messages) == 1 and messages[0].flat.dtype == self.dtype:
-            return messages[0].flat.zero_()
-        return torch.zeros_like(self.residual)
+            return messages[0].flat
+        return torch.empty(sum(self.sizes), dtype=self.dtype, device=self.device)
 
     def give(self, sums: Tensor) -> None:
         """Writes the sum into the gradients, where it is not their own memory."""
@@ -146,14 +160,13 @@ class Carrier:
 
     def commit(self, finite: Tensor) -> None:
         """See `Lossy.commit`."""
-        if finite.device.type != "cpu":
-            torch.where(finite, self.following, self.residual, out=self.residual)  # without waiting for the device
-            if self.velocity is not None:
-                torch.where(finite, self._following_velocity, self.velocity, out=self.velocity)
+        self.held.commit(finite)
+        if self.velocity is None:
+            return
+        if finite.device.type != "cpu":  # without waiting for the device
+            torch.where(finite, self._following_velocity, self.velocity, out=self.velocity)
         elif finite:
-            self.residual, self.following = self.following, self.residual
-            if self.velocity is not None:
-                self.velocity, self._following_velocity = self._following_velocity, self.velocity
+            self.velocity, self._following_velocity = self._following_velocity, self.velocity
 
     def residuals(self) -> dict[str, Tensor]:
         """By gradient, in its shape: parts of the residual itself."""

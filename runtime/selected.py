@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from runtime.compressors.device import unpack, unpacks
 from runtime.compressors.dgc import warmup_density
 from runtime.compressors.sparse import SparseCompressor
 from runtime.lossy import Carrier
@@ -62,28 +63,46 @@ class SelectedBucket:
         if self._warmup_steps is not None:
             self._warm_up(step, self._warmup_steps)
         carrier, words, flat = self.carrier, self._words, self.packed.flat
-        values, indices = self._compressor.compress(carrier.addend(), carrier.residual, carrier.following, step)
+        self._fill(flat[:words].view(carrier.dtype), flat[words : words + self.k], step)
+        if self._tail is not None:
+            flat[words + self.k :] = self._tail.view(torch.int32)
+
+    def _fill(self, values: Tensor, indices: Tensor, step: int) -> None:
+        """Selects what travels into the message."""
+        carrier, addend = self.carrier, self.carrier.addend()
+        by_kernel = self._compressor.selects_on(carrier.device, carrier.dtype, addend.dtype)
+        buffers = carrier.held.for_kernels() if by_kernel else None
+        if buffers is not None:
+            self._compressor.select_on_device(addend, buffers, (values, indices), step)
+        else:
+            found = self._compressor.compress(addend, carrier.residual, carrier.following, step)
+            values.copy_(found[0]), indices.copy_(found[1])
         carrier.mask(indices)
         if not self.by_magnitude and self.k:
             # Not finite where any element is not: all ranks must see it.
             values[0] += 0.0 * carrier.following.sum(dtype=torch.float64)
-        flat[:words] = values.view(torch.int32)
-        flat[words : words + self.k] = indices
-        if self._tail is not None:
-            flat[words + self.k :] = self._tail.view(torch.int32)
 
     def unpack(self) -> Tensor:
         """See `Lossy.unpack`."""
         words, end = self._words, self._words + self.k
         ranks = self.packed.gathered.view(self._ranks, -1)
-        values = ranks[:, :words].contiguous().view(self.carrier.dtype)
-        sums = self.carrier.zeros()
-        for rank in range(self._ranks):  # one after the other: the order of summation is the same everywhere
-            sums.index_add_(0, ranks[rank, words:end], values[rank])
+        sums = self._add_up(ranks[:, :words], ranks[:, words:end])
         self.carrier.give(sums)
         if self._tail is not None:
             self._tail.copy_(ranks[:, end:].contiguous().view(torch.float32).sum(dim=0))
         return self.carrier.finite(ranks[:, words:end].reshape(-1))
+
+    def _add_up(self, words: Tensor, indices: Tensor) -> Tensor:
+        """In order of ranks: it is the same everywhere."""
+        dtype = self.carrier.dtype
+        if dtype == torch.float32 and unpacks(words.view(dtype), self.carrier.held.following):
+            sums = self.carrier.room()
+            unpack(sums, words.view(dtype), indices)
+            return sums
+        values, sums = words.contiguous().view(dtype), self.carrier.zeros()
+        for rank in range(self._ranks):
+            sums.index_add_(0, indices[rank], values[rank])
+        return sums
 
     def commit(self, finite: Tensor) -> None:
         """See `Lossy.commit`."""

@@ -25,7 +25,7 @@ from planner.progress import Progress
 from runtime.buckets import BucketBuffer
 from runtime.clock import Clock
 from runtime.collectives import COLLECTIVES
-from runtime.communicator import Communicator, Sent, make_communicator
+from runtime.communicator import Communicator, Sent, make_communicator, nothing
 from runtime.errors import InputError
 from runtime.fit import dtype_name, trainable_parameters
 from runtime.names import layer_of
@@ -83,8 +83,9 @@ class AfterBackward:
         self._inner = make_communicator(world, [COLLECTIVES[("all_reduce", "library")]], device)
         self._bucket = make_bucket(size_bytes, device, "the message behind a measured step")
 
-    def launch(self, bucket: BucketBuffer, sent: Sent) -> None:
-        """The session's own buckets are not sent."""
+    def launch(self, bucket: BucketBuffer, sent: Sent, prepare: Callable[[], None] = nothing) -> None:
+        """The session's own buckets are filled, and not sent."""
+        prepare()
 
     def wait(self, until: Sent | None = None) -> None:
         """See `Communicator.wait`."""

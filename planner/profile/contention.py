@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -25,7 +25,7 @@ from planner.progress import Progress
 from runtime.buckets import BucketBuffer
 from runtime.clock import Clock
 from runtime.collectives import COLLECTIVES
-from runtime.communicator import Sent, make_communicator
+from runtime.communicator import Sent, make_communicator, nothing
 from runtime.world import World
 
 MIN_REPEATS, MAX_REPEATS = 5, 15
@@ -60,8 +60,9 @@ class _Flood:
         for bucket, sent in zip(self._buckets, self.sent, strict=True):
             self._inner.launch(bucket, sent)
 
-    def launch(self, bucket: BucketBuffer, sent: Sent) -> None:
-        """The session's own buckets are not sent."""
+    def launch(self, bucket: BucketBuffer, sent: Sent, prepare: Callable[[], None] = nothing) -> None:
+        """The session's own buckets are filled, and not sent."""
+        prepare()
 
     def wait(self, until: Sent | None = None) -> None:
         self._inner.wait()

@@ -10,6 +10,7 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
+from runtime.compressors.device import DeviceSelection, has_kernels
 from runtime.compressors.exact import select_exact
 from runtime.compressors.magnitudes import seed_of
 from runtime.compressors.mstopk import select_mstopk
@@ -39,11 +40,35 @@ class SparseCompressor:
         self.k = sum(segment.k for segment in segments)
         """Elements that are sent in all."""
         self._selector = selector
+        by_kernel = selector in (select_exact, select_mstopk)
+        self._on_device = DeviceSelection(segments, random_ties=selector is select_mstopk) if by_kernel else None
 
     def at_least(self, density: float) -> SparseCompressor:
         """The same, with k of each part raised to this share of its elements."""
         segments = [replace(one, k=max(one.k, math.floor(density * one.elements))) for one in self.segments]
         return SparseCompressor(segments, self._selector)
+
+    def selects_on(self, device: torch.device, *dtypes: torch.dtype) -> bool:
+        """Whether kernels of the device do it: then `select_on_device` does what `compress` does."""
+        if self._on_device is None or not self.k:
+            return False
+        return all(has_kernels(device, dtype) for dtype in dtypes)
+
+    def select_on_device(
+        self, gradient: Tensor, buffers: tuple[Tensor, Tensor, Tensor], out: tuple[Tensor, Tensor], step: int
+    ) -> None:
+        """In one launch, without memory of its own.
+
+        Args:
+            gradient: 1-D, float32 or bfloat16; unchanged.
+            buffers: of the residual, the next one, and whether they have changed places (one int32).
+            out: (values, indices), become what is sent.
+            step: see `compress`.
+        """
+        assert self._on_device is not None
+        one, other, swapped = buffers
+        seed = seed_of(self.segments[0].name, step)
+        self._on_device.select(gradient, one, other, out, swapped=swapped, seed=seed)
 
     def compress(self, gradient: Tensor, residual: Tensor, new_residual: Tensor, step: int) -> tuple[Tensor, Tensor]:
         """(values, indices) of what is sent; indices are int32, ascending, in the whole buffer.
@@ -54,6 +79,12 @@ class SparseCompressor:
             new_residual: becomes what this step does not send; other memory than `residual` and `gradient`.
             step: number of the step, the same on all ranks; selectors that draw lots draw others in each.
         """
+        if self.selects_on(residual.device, residual.dtype, gradient.dtype):
+            values = residual.new_empty(self.k)
+            indices = torch.empty(self.k, dtype=torch.int32, device=residual.device)
+            unswapped = torch.zeros(1, dtype=torch.int32, device=residual.device)
+            self.select_on_device(gradient, (residual, new_residual, unswapped), (values, indices), step)
+            return values, indices
         chosen = []
         for segment in self.segments:
             part = slice(segment.start, segment.start + segment.elements)

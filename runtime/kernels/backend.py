@@ -1,0 +1,69 @@
+"""What runs the kernels of a device, and why nothing does."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Protocol
+
+import torch
+
+from runtime.errors import EnvironmentFailure
+from runtime.kernels.source import Program
+
+
+class Backend(Protocol):
+    """Launches kernels of a program on one device."""
+
+    def blocks(self, program: Program, kernel: str) -> int:
+        """How many blocks of it the device runs at once."""
+        ...
+
+    def launch(self, program: Program, kernel: str, grid: int, arguments: ctypes.Array[ctypes.c_uint64]) -> None:
+        """Queues a kernel of `grid` blocks on the current stream; `arguments` are the words of its struct."""
+        ...
+
+
+_installed: dict[str, Backend] = {}
+"""By type of device; in place of what `backend_for` would find."""
+
+
+def backend_for(device: torch.device) -> Backend | None:
+    """What runs kernels on a device; None on a CPU, where the torch reference stands for them.
+
+    Raises:
+        EnvironmentFailure: the device could run them, but something is missing.
+    """
+    if device.type in _installed:
+        return _installed[device.type]
+    if device.type == "cpu":
+        return None
+    if device.type != "cuda":
+        raise EnvironmentFailure(f"kernels: found the device {device}, expected cuda: use the torch reference there")
+    from runtime.kernels.cuda import cuda_backend
+
+    return cuda_backend(torch.cuda.current_device() if device.index is None else device.index)
+
+
+def usable(device: torch.device) -> str | None:
+    """Why kernels do not run on a device; None: they do. Never raises."""
+    if device.type in _installed:
+        return None
+    if device.type != "cuda":
+        return f"there are none for {device.type}"
+    from runtime.kernels.cuda import working
+
+    return working(torch.cuda.current_device() if device.index is None else device.index)
+
+
+@contextmanager
+def installed(device_type: str, backend: Backend) -> Iterator[None]:
+    """Within it, kernels of a type of device run elsewhere: the source itself on the host, in tests."""
+    before: Mapping[str, Backend] = dict(_installed)
+    _installed[device_type] = backend
+    try:
+        yield
+    finally:
+        _installed.clear()
+        _installed.update(before)

@@ -1,0 +1,136 @@
+"""The kernels as custom operators of torch: `torch.compile` leaves them whole, and they launch without waiting.
+
+An operator takes a state's memory, and its segments as numbers, from which its layout follows.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from runtime.kernels.backend import Backend, backend_for
+from runtime.kernels.checks import check_memory, check_unpack_memory
+from runtime.kernels.reference import ef_topk_torch, ms_topk_torch, unpack_torch
+from runtime.kernels.source import UNPACK, UNPACK_PART, Program, Shape
+from runtime.kernels.state import TopkState, layout_of
+from runtime.kernels.tables import point_to
+
+ALL_AT_ONCE, ONE_BY_ONE = 0, 1
+"""How phases are launched: all by one kernel, or by one kernel each (for comparison)."""
+
+PHASES = 6
+
+
+@torch.library.custom_op(
+    "commplanner::ef_topk_", mutates_args=("residuals", "new_residuals", "values", "indices", "memory")
+)
+def ef_topk_operator(
+    gradients: Sequence[Tensor],
+    residuals: Sequence[Tensor],
+    new_residuals: Sequence[Tensor],
+    values: Tensor,
+    indices: Tensor,
+    memory: Tensor,
+    swapped: Tensor | None,
+    elements: Sequence[int],
+    k: Sequence[int],
+    shape: Sequence[int],
+    capacity: int | None,
+    random_ties: bool,
+    seed: int,
+    launches: int,
+) -> None:
+    """See `runtime.kernels.ef_topk_`; gradients of one element are one flat buffer of all segments."""
+    threads, vectors, min_blocks = shape
+    sizes = Shape(threads=threads, vectors=vectors, min_blocks=min_blocks)
+    layout = layout_of(tuple(elements), tuple(k), sizes, capacity)
+    check_memory(layout, memory)
+    if not sum(elements):
+        return
+    state = TopkState(layout, memory)
+    pointers = point_to(state, gradients, residuals, new_residuals, values, indices)
+    backend = backend_for(memory.device)
+    if backend is None:
+        _by_reference(state, gradients, residuals, new_residuals, values, indices, swapped, random_ties, seed)
+        return
+    where = [state.memory.data_ptr() + part.start_bytes for part in layout.parts.values()]
+    outputs = [values.data_ptr(), indices.data_ptr(), 0 if swapped is None else swapped.data_ptr()]
+    counts = [len(elements), sum(layout.tiles), sum(layout.chunks)]
+    options = [int(random_ties), seed & (2**64 - 1)]
+    kernel = f"ef_topk_{_name(gradients[0])}_{_name(values)}"
+    _launch(
+        backend, Program(name="topk", shape=sizes), kernel, [*pointers, *outputs, *where, *counts], options, launches
+    )
+
+
+@ef_topk_operator.register_fake
+def _(*arguments: object) -> None:
+    return None
+
+
+def _launch(
+    backend: Backend, program: Program, kernel: str, words: list[int], options: list[int], launches: int
+) -> None:
+    grid = min(backend.blocks(program, kernel), words[-2])
+    spans = [(0, PHASES - 1)] if launches == ALL_AT_ONCE else [(phase, phase) for phase in range(PHASES)]
+    for first, last in spans:
+        backend.launch(program, kernel, grid, _words([*words, first, last, *options]))
+
+
+def _words(values: list[int]) -> ctypes.Array[ctypes.c_uint64]:
+    return (ctypes.c_uint64 * len(values))(*values)
+
+
+def _name(tensor: Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def _by_reference(
+    state: TopkState, gradients: Sequence[Tensor], residuals: Sequence[Tensor], new_residuals: Sequence[Tensor],
+    values: Tensor, indices: Tensor, swapped: Tensor | None, random_ties: bool, seed: int,
+) -> None:  # fmt: skip
+    if swapped is not None and bool(swapped):
+        residuals, new_residuals = new_residuals, residuals
+    sources: list[Sequence[Tensor]] = [gradients, residuals, new_residuals]
+    if len(gradients) == 1:
+        sources = [column[0].split(list(state.layout.elements)) for column in sources]
+    layout = state.layout
+    at = start = 0
+    for i, (gradient, residual, new_residual) in enumerate(zip(*sources, strict=True)):
+        kept = slice(at, at + layout.k[i])
+        if random_ties:
+            found = ms_topk_torch(gradient, residual, layout.k[i], seed=seed, segment=i)
+        else:
+            found = ef_topk_torch(gradient, residual, layout.k[i])
+        values[kept], indices[kept] = found[0], found[1] + start
+        new_residual.copy_(found[2])
+        state.nonfinite[i] = int(not bool(found[0].isfinite().all()))
+        at, start = kept.stop, start + gradient.numel()
+
+
+@torch.library.custom_op("commplanner::unpack_", mutates_args=("sums",))
+def unpack_operator(sums: Tensor, values: Tensor, indices: Tensor, factor: float) -> None:
+    """See `runtime.kernels.unpack_`."""
+    check_unpack_memory(sums, values, indices)
+    if not sums.numel():
+        return
+    backend = backend_for(sums.device)
+    if backend is None or not values.numel():
+        sums.copy_(unpack_torch(values, indices, sums.numel(), factor=factor, dtype=sums.dtype))
+        return
+    kernel = f"unpack_{_name(values)}_{_name(sums)}"
+    ranks, k = values.shape
+    (bits,) = struct.unpack("<I", struct.pack("<f", factor))
+    words = [values.data_ptr(), indices.data_ptr(), sums.data_ptr(), ranks, k, values.stride(0), indices.stride(0)]
+    elements = UNPACK_PART * UNPACK.shape.threads // 32  # of a block at a time
+    grid = min(backend.blocks(UNPACK, kernel), -(-sums.numel() // elements))
+    backend.launch(UNPACK, kernel, grid, _words([*words, sums.numel(), bits]))
+
+
+@unpack_operator.register_fake
+def _(*arguments: object) -> None:
+    return None

@@ -1,0 +1,65 @@
+"""The kernels' source: CUDA C++ without headers, in several files; and the sizes that host and device share."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from importlib import resources
+from types import MappingProxyType
+
+PARTS: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {"topk": ("keys.cu", "plan.cu", "topk.cu"), "unpack": ("keys.cu", "unpack.cu")}
+)
+"""Program → the files that it is, one after the other."""
+
+DTYPES = ("float32", "bfloat16")
+"""What gradients, residuals and sums may be; kernels are named after two of them: `ef_topk_bfloat16_float32`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """How many threads work on how many elements; results do not depend on it."""
+
+    threads: int = 512
+    """Per block."""
+    vectors: int = 2
+    """Runs of four neighbouring elements per thread and tile; at most 4."""
+    min_blocks: int = 2
+    """Per multiprocessor, at least: bounds the registers of a thread."""
+
+    @property
+    def tile(self) -> int:
+        """Elements that a block works on together."""
+        return 4 * self.vectors * self.threads
+
+    def macros(self) -> dict[str, int]:
+        """As the source names them."""
+        return {"THREADS": self.threads, "VECTORS": self.vectors, "MIN_BLOCKS": self.min_blocks}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Program:
+    """One translation unit with its macros."""
+
+    name: str
+    """A key of `PARTS`."""
+    shape: Shape = field(default_factory=Shape)
+
+    @property
+    def text(self) -> str:
+        """CUDA C++ that includes nothing."""
+        macros = "".join(f"#define {name} {value}\n" for name, value in self.shape.macros().items())
+        files = resources.files("runtime.kernels")
+        return macros + "\n".join(files.joinpath(part).read_text(encoding="utf-8") for part in PARTS[self.name])
+
+    def fingerprint(self, *more: str) -> str:
+        """Of the text and whatever else the result of a compilation depends on."""
+        return hashlib.sha256("\n".join((*more, self.text)).encode()).hexdigest()
+
+
+UNPACK = Program(name="unpack", shape=Shape(threads=256))
+"""32 KiB of shared memory: 512 sums, and 512 ranks' places, for each warp."""
+
+UNPACK_PART = 512
+"""Elements that a warp adds up at a time: `PART` in unpack.cu."""

@@ -1,0 +1,240 @@
+"""What a selection keeps on its device: where segments lie, what a step leaves to the next, and room to work in.
+
+Everything is allocated once, in one piece, so that a step allocates nothing and can be captured in a CUDA graph.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from runtime.kernels.source import Shape
+
+MAX_ELEMENTS = 2**31 - 1
+"""Of all segments together: indices are int32."""
+
+BINS, MOST_CHUNKS = 4096, 1024
+"""Of a histogram; pieces of a segment in the later phases, at most."""
+
+SPARE, ROOM = 4096, 6
+"""Room for candidates: SPARE + ROOM · k."""
+
+DENSE, SMALL = 4, 65536
+"""A segment of more than SMALL elements of which more than a DENSE-th is sent has no candidates: it is read again."""
+
+LEAD = 3
+"""Tiles may begin so many elements before their segment, so that vectors are aligned."""
+
+WARM = (
+    "floor", "base", "shift", "multiple", "flags", "threshold", "candidates", "calls", "cold", "hits", "misses",
+    "overflows", "filtered", "restarted", "direct", "passes",
+)  # fmt: skip
+"""The words of `struct Warm` (plan.cu)."""
+
+WORDS_OF_SEGMENT, WORDS_OF_CONTROL = 16, 32
+
+POINTED: dict[int, tuple[bool, tuple[int, ...]]] = {}
+"""By address of a state's memory: (whether its table has addresses, the addresses of the last call). See tables.py."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """A piece of the memory."""
+
+    start_bytes: int
+    size_bytes: int
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where everything lies. The same for all states of the same segments."""
+
+    elements: tuple[int, ...]
+    k: tuple[int, ...]
+    shape: Shape
+    capacity: int | None
+    """Room for candidates in each segment; None: as `make_state` finds right."""
+
+    @functools.cached_property
+    def capacities(self) -> tuple[int, ...]:
+        """Candidates that there is room for, by segment."""
+        if self.capacity is not None:
+            return tuple(self.capacity if n else 0 for n in self.elements)
+        return tuple(_capacity(n, k) for n, k in zip(self.elements, self.k, strict=True))
+
+    @functools.cached_property
+    def tiles(self) -> tuple[int, ...]:
+        """By segment."""
+        return tuple(-(-(n + LEAD) // self.shape.tile) if n else 0 for n in self.elements)
+
+    @functools.cached_property
+    def tiles_per_chunk(self) -> tuple[int, ...]:
+        """By segment."""
+        return tuple(max(1, -(-tiles // MOST_CHUNKS)) for tiles in self.tiles)
+
+    @functools.cached_property
+    def chunks(self) -> tuple[int, ...]:
+        """By segment."""
+        return tuple(-(-tiles // each) for tiles, each in zip(self.tiles, self.tiles_per_chunk, strict=True))
+
+    @functools.cached_property
+    def parts(self) -> dict[str, Part]:
+        """By name, in order, each beginning at a multiple of 256 bytes."""
+        segments, tiles, chunks = len(self.elements), sum(self.tiles), sum(self.chunks)
+        sizes = {
+            "segments": 8 * WORDS_OF_SEGMENT * segments,
+            "tile_segments": 4 * tiles,
+            "chunk_segments": 4 * chunks,
+            "warm": 4 * len(WARM) * segments,
+            "progress": 4 * 16 * segments,
+            "control": 4 * WORDS_OF_CONTROL,
+            "histograms": 4 * BINS * segments,
+            "candidates": 8 * sum(self.capacities),
+            "tiles": 8 * tiles,
+            "tile_counts": 8 * tiles,
+            "chunk_counts": 8 * chunks,
+        }
+        parts, start = {}, 0
+        for name, size_bytes in sizes.items():
+            parts[name] = Part(start, size_bytes)
+            start += -(-size_bytes // 256) * 256
+        return parts
+
+    @functools.cached_property
+    def size_bytes(self) -> int:
+        """Of the memory."""
+        last = list(self.parts.values())[-1]
+        return last.start_bytes + -(-last.size_bytes // 256) * 256
+
+    def table(self, places: Sequence[tuple[int, int, int]] | None = None) -> Tensor:
+        """`struct Segment` (keys.cu) of each segment. Shape (segments, 16), int64, on the CPU.
+
+        Args:
+            places: of gradient, residual and new residual of each segment, counted in elements from the bases that the
+                kernel gets; None: one behind the other.
+        """
+        starts = _sums(self.elements)
+        rows = []
+        if places is None:
+            places = [(start, start, start) for start in starts]
+        columns = zip(
+            places, self.elements, self.k, _sums(self.k), starts, _sums(self.tiles), self.tiles, _sums(self.chunks),
+            self.chunks, self.tiles_per_chunk, _sums(self.capacities), self.capacities, strict=True,
+        )  # fmt: skip
+        for place, *rest in columns:
+            rows.append([*place, *rest, 0, 0])
+        return torch.tensor(rows, dtype=torch.int64).view(-1, WORDS_OF_SEGMENT)
+
+    def owners(self, counts: Sequence[int]) -> Tensor:
+        """Which segment each tile, or chunk, belongs to. 1-D int32, on the CPU."""
+        return torch.repeat_interleave(torch.arange(len(counts), dtype=torch.int32), torch.tensor(counts))
+
+
+def _sums(values: Sequence[int]) -> list[int]:
+    """Of everything before each."""
+    return list(itertools.accumulate(values, initial=0))[:-1]
+
+
+@functools.lru_cache(maxsize=256)
+def layout_of(elements: tuple[int, ...], k: tuple[int, ...], shape: Shape, capacity: int | None = None) -> Layout:
+    """The layout of segments, which follows from them."""
+    return Layout(elements, k, shape, capacity)
+
+
+def _capacity(elements: int, k: int) -> int:
+    if elements > SMALL and k * DENSE > elements:
+        return 0
+    return min(elements, SPARE + ROOM * k)
+
+
+@dataclass(eq=False)
+class TopkState:
+    """Of one place that selects, for `ef_topk_` and its like: made by `make_state`.
+
+    What a step leaves to the next makes it faster and never changes a result, so a state need not be saved; zeros, and
+    even garbage in `warm`, are sound. One state serves one call after another on one stream, never two at once.
+    """
+
+    layout: Layout
+    memory: Tensor
+    """1-D int64, on the device; zeros but for the tables."""
+
+    @property
+    def k(self) -> int:
+        """Elements that are selected in all segments together."""
+        return sum(self.layout.k)
+
+    @property
+    def elements(self) -> int:
+        """Of all segments together."""
+        return sum(self.layout.elements)
+
+    def part(self, name: str) -> Tensor:
+        """A piece of the memory as int32."""
+        part = self.layout.parts[name]
+        return self.memory.view(torch.int32)[part.start_bytes // 4 : (part.start_bytes + part.size_bytes) // 4]
+
+    @property
+    def warm(self) -> Tensor:
+        """What a step leaves to the next. Shape (segments, 16), int32; see `WARM`."""
+        return self.part("warm").view(-1, len(WARM))
+
+    @property
+    def nonfinite(self) -> Tensor:
+        """1 where a segment held NaN or ±Inf in the last call, for loss scalers. Shape (segments,), int32."""
+        return self.warm[:, WARM.index("flags")]
+
+    def counters(self) -> list[dict[str, int]]:
+        """`warm` by name, for each segment. Waits for the device."""
+        return [dict(zip(WARM, row, strict=True)) for row in self.warm.tolist()]
+
+    def reset(self) -> None:
+        """The next call begins cold."""
+        self.warm.zero_()
+
+
+def make_state(
+    elements: Sequence[int], k: Sequence[int], device: torch.device | str, *, shape: Shape | None = None,
+    capacity: int | None = None,
+) -> TopkState:  # fmt: skip
+    """Room for a selection of k[i] of elements[i] elements for each segment i.
+
+    Args:
+        elements: of each segment, at least 0; together less than 2³¹.
+        k: of each segment, from 1 to its elements (0 where it has none).
+        device: where the gradients are.
+        shape: threads and elements that work together; results do not depend on it.
+        capacity: room for candidates, for tests.
+
+    Raises:
+        ValueError: names the argument.
+    """
+    _check(elements, k)
+    layout = layout_of(tuple(elements), tuple(k), shape or Shape(), capacity)
+    memory = torch.zeros(layout.size_bytes // 8, dtype=torch.int64, device=device)
+    POINTED.pop(memory.data_ptr(), None)
+    state = TopkState(layout, memory)
+    state.part("segments").view(torch.int64).view(-1, WORDS_OF_SEGMENT).copy_(layout.table())
+    state.part("tile_segments").copy_(layout.owners(layout.tiles))
+    state.part("chunk_segments").copy_(layout.owners(layout.chunks))
+    return state
+
+
+def _check(elements: Sequence[int], k: Sequence[int]) -> None:
+    if not elements or len(elements) != len(k):
+        raise ValueError(
+            f"k: found {len(k)} numbers for {len(elements)} segments; expected one for each, and a segment"
+        )
+    for i, (n, kept) in enumerate(zip(elements, k, strict=True)):
+        if not (1 <= kept <= n or kept == n == 0):
+            raise ValueError(f"k: found {kept} for segment {i} of {n} elements; expected from 1 to these (0 of none)")
+    if sum(elements) > MAX_ELEMENTS:
+        raise ValueError(
+            f"elements: found {sum(elements)} in all; expected at most {MAX_ELEMENTS}, which int32 indices reach: "
+            f"select from parts of them"
+        )

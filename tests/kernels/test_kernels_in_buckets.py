@@ -1,0 +1,143 @@
+"""Lossy buckets whose device has kernels do what others do, bit for bit: here the device is the host."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from kernel_cases import bits, same
+from kernel_host import HostBackend, needs_compiler, usual_library
+from torch import Tensor, nn
+
+from runtime.buckets import BucketBuffer, lay_out, make_slot
+from runtime.communicator import NullCommunicator, Sent
+from runtime.compressors import device
+from runtime.kernels.backend import installed
+from runtime.layout import make_lossy
+from runtime.plan import CompressorSpec
+from runtime.selected import SelectedBucket
+
+pytestmark = needs_compiler
+RANKS = 2
+LAYERS = {"b": (30, 100), "a": (4000,), "c": (7,)}
+TOPK = CompressorSpec(name="topk", density=0.02, scope="layer")
+
+
+@pytest.fixture
+def on_host() -> Iterator[None]:
+    with installed("cpu", HostBackend(usual_library(), grid=2, resident=2)):
+        yield
+
+
+def make(spec: CompressorSpec, tail: Tensor | None = None) -> SelectedBucket:
+    parameters = [nn.Parameter(torch.zeros(shape)) for shape in LAYERS.values()]
+    slots = [make_slot(f"{name}.weight", i, p) for i, (name, p) in enumerate(zip(LAYERS, parameters, strict=True))]
+    lossy = make_lossy(BucketBuffer(0, slots, lay_out(slots), "a bucket"), spec, RANKS, tail)
+    assert isinstance(lossy, SelectedBucket)
+    return lossy
+
+
+def step(lossy: SelectedBucket, seed: int, *, spoiled: float | None = None, before: float = 0.0) -> tuple[Tensor, ...]:
+    """One step of two ranks that are alike; returns (message, sums, residual after it)."""
+    gradient = lossy.carrier.bucket.messages[0].flat
+    gradient.copy_(torch.randn(gradient.numel(), generator=torch.Generator().manual_seed(seed)))
+    if spoiled is not None:
+        gradient[11] = spoiled
+    lossy.pack(seed)
+    lossy.packed.gathered.copy_(lossy.packed.flat.repeat(RANKS))
+    message = lossy.packed.flat.clone()
+    finite = lossy.unpack()
+    assert bool(finite) == (spoiled is None)
+    lossy.commit(finite)
+    return message, lossy.carrier.sums().clone(), lossy.carrier.residual.clone() if before else torch.zeros(0)
+
+
+STEPS = [None, None, float("inf"), None, float("nan"), float("nan"), None, None]
+
+
+@pytest.mark.parametrize("spec", [TOPK, CompressorSpec(name="topk", density=0.01)], ids=["layers", "whole"])
+@pytest.mark.parametrize("looks", [0.0, 1.0], ids=["nobody looks at residuals", "residuals are looked at"])
+def test_buckets_are_the_same_bit_for_bit(spec: CompressorSpec, looks: float) -> None:
+    """Steps that are not finite leave residuals as they were, without anything being copied."""
+    plain, found = make(spec, torch.zeros(3)), []
+    expected = [step(plain, i, spoiled=spoiled, before=looks) for i, spoiled in enumerate(STEPS)]
+    with installed("cpu", HostBackend(usual_library(), grid=2, resident=2)):
+        kernel = make(spec, torch.zeros(3))
+        assert kernel.carrier.held.for_kernels() is not None
+        found = [step(kernel, i, spoiled=spoiled, before=looks) for i, spoiled in enumerate(STEPS)]
+        residual = kernel.carrier.residual
+    for one, other, spoiled in zip(found, expected, STEPS, strict=True):
+        if spoiled is None:
+            assert same(one, other)
+    assert torch.equal(bits(residual), bits(plain.carrier.residual))
+
+
+@pytest.mark.usefixtures("on_host")
+def test_a_residual_that_is_looked_at_in_the_middle_of_a_step_is_the_one_before() -> None:
+    lossy = make(TOPK)
+    step(lossy, 0)
+    before = lossy.carrier.residual.clone()
+    gradient = lossy.carrier.bucket.messages[0].flat
+    gradient.normal_()
+    added = before + gradient
+    lossy.pack(1)
+    assert torch.equal(lossy.carrier.residual, before)
+    lossy.packed.gathered.copy_(lossy.packed.flat.repeat(RANKS))
+    lossy.commit(lossy.unpack())
+    after = lossy.carrier.residual
+    sent = lossy.carrier.sums() / RANKS
+    assert torch.equal(after + sent, added)
+
+
+@pytest.mark.usefixtures("on_host")
+def test_a_step_that_was_given_up_leaves_the_residual() -> None:
+    lossy = make(TOPK)
+    for seed in (0, 1):
+        step(lossy, seed)
+    before = lossy.carrier.residual.clone()
+    lossy.carrier.bucket.messages[0].flat.normal_()
+    lossy.pack(2)
+    lossy.carrier.held.drop()
+    assert torch.equal(lossy.carrier.residual, before)
+    lossy.carrier.residual.mul_(2.0)
+    assert torch.equal(lossy.carrier.residual, 2.0 * before)
+
+
+def test_mstopk_and_momentum_correction_keep_what_they_do_not_send() -> None:
+    with installed("cpu", HostBackend(usual_library(), grid=2, resident=2)):
+        lossy = make(CompressorSpec(name="topk", selector="mstopk", density=0.05))
+        flat = lossy.carrier.bucket.messages[0].flat
+        total = torch.zeros_like(flat, dtype=torch.float64)
+        for seed in range(4):
+            step(lossy, seed)
+            total += torch.randn(flat.numel(), generator=torch.Generator().manual_seed(seed))
+            total -= lossy.carrier.sums() / RANKS
+        assert torch.allclose(lossy.carrier.residual.double(), total, atol=1e-5)
+
+
+def test_buckets_in_double_precision_do_without() -> None:
+    with installed("cpu", HostBackend(usual_library())):
+        parameter = nn.Parameter(torch.zeros(50, dtype=torch.float64))
+        slots = [make_slot("w", 0, parameter)]
+        lossy = make_lossy(BucketBuffer(0, slots, lay_out(slots), "double"), TOPK, RANKS, None)
+        assert lossy.carrier.held.for_kernels() is None
+        lossy.pack(0)
+
+
+def test_where_kernels_do_not_work_it_is_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    where = torch.device("cuda", 0)
+    monkeypatch.setattr(device, "usable", lambda found: "no compiler" if found == where else None)
+    device._warn_once.cache_clear()
+    with pytest.warns(RuntimeWarning, match="selection on cuda:0 .* no compiler; `planner doctor`"):
+        assert not device.has_kernels(where, torch.float32)
+    assert not device.has_kernels(where, torch.float32)
+    assert not device.has_kernels(where, torch.float64)
+
+
+def test_buckets_are_filled_by_whoever_sends_them() -> None:
+    """On a device that is the side stream, so that selection runs beside backward."""
+    done: list[str] = []
+    slots = [make_slot("w", 0, nn.Parameter(torch.zeros(5)))]
+    NullCommunicator().launch(BucketBuffer(0, slots, lay_out(slots), "one"), Sent(), lambda: done.append("filled"))
+    assert done == ["filled"]

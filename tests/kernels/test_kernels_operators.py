@@ -1,0 +1,171 @@
+"""The kernels as operators: bad input is refused by name, `torch.compile` leaves them whole, no device is needed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from kernel_cases import same
+
+from runtime.kernels import ef_topk_, ef_topk_segments_, ef_topk_torch, make_state, ms_topk_, unpack_
+from runtime.kernels.operators import ef_topk_operator, unpack_operator
+from runtime.kernels.state import MAX_ELEMENTS
+
+N, K = 100, 5
+
+
+def arguments(**changed: Any) -> dict[str, Any]:
+    """Sound ones, but for those that are given."""
+    sound = {
+        "gradient": torch.randn(N),
+        "residual": torch.zeros(N),
+        "new_residual": torch.zeros(N),
+        "values": torch.zeros(K),
+        "indices": torch.zeros(K, dtype=torch.int32),
+        "state": make_state([N], [K], "cpu"),
+    }
+    return sound | changed
+
+
+SHARED = torch.zeros(2 * N)
+BAD: dict[str, tuple[dict[str, Any], str]] = {
+    "a strided gradient": ({"gradient": torch.zeros(2 * N)[::2]}, r"^gradient: found the stride \(2,\)"),
+    "a gradient of two dimensions": ({"gradient": torch.zeros(10, 10)}, r"^gradient: found the shape \(10, 10\)"),
+    "a gradient in float16": ({"gradient": torch.zeros(N).half()}, r"^gradient: found torch.float16"),
+    "a residual in float64": ({"residual": torch.zeros(N).double()}, r"^residual: found torch.float64"),
+    "a residual too short": (
+        {"residual": torch.zeros(N - 1)},
+        r"^residual: found the shape \(99,\); expected \(100,\)",
+    ),
+    "residuals of two dtypes": ({"new_residual": torch.zeros(N).bfloat16()}, r"^new_residual: found torch.bfloat16"),
+    "values of another dtype": ({"values": torch.zeros(K).bfloat16()}, r"^values: found torch.bfloat16"),
+    "values for another k": ({"values": torch.zeros(K + 1)}, r"^values: found the shape \(6,\); expected \(5,\)"),
+    "indices in int64": ({"indices": torch.zeros(K).long()}, r"^indices: found torch.int64; expected torch.int32"),
+    "a gradient on another device": ({"gradient": torch.zeros(N, device="meta")}, r"^gradient: found .* meta; .* cpu"),
+    "swapped in bool": ({"swapped": torch.zeros(1, dtype=torch.bool)}, r"^swapped: found torch.bool"),
+    "residual and new residual the same": (
+        {"residual": SHARED[:N], "new_residual": SHARED[:N]},
+        r"^(new_)?residual: found memory that (new_)?residual uses, too",
+    ),
+    "residual and new residual overlapping": (
+        {"residual": SHARED[:N], "new_residual": SHARED[N - 1 : 2 * N - 1]},
+        r"^new_residual: found memory that residual uses, too",
+    ),
+    "values inside the gradient": (
+        {"gradient": SHARED[:N], "values": SHARED[3 : 3 + K]},
+        r"^values: found memory that gradient uses, too",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", list(BAD))
+def test_bad_arguments_are_named(what: str) -> None:
+    changed, message = BAD[what]
+    with pytest.raises(ValueError, match=message):
+        ef_topk_(**arguments(**changed))
+    with pytest.raises(ValueError, match=message):
+        ms_topk_(**arguments(**changed), seed=0)
+
+
+@pytest.mark.parametrize(
+    ("elements", "k", "message"),
+    [
+        ([10], [0], "^k: found 0 for segment 0 of 10 elements"),
+        ([10, 7], [1, 8], "^k: found 8 for segment 1 of 7 elements"),
+        ([10], [-1], "^k: found -1"),
+        ([0], [1], "^k: found 1 for segment 0 of 0 elements"),
+        ([], [], "^k: found 0 numbers for 0 segments"),
+        ([10, 10], [1], "^k: found 1 numbers for 2 segments"),
+        ([MAX_ELEMENTS + 1], [1], f"^elements: found {MAX_ELEMENTS + 1} in all"),
+        ([2**30, 2**30], [1, 1], f"^elements: found {2**31} in all; expected at most {MAX_ELEMENTS}"),
+    ],
+)
+def test_bad_segments_are_named(elements: list[int], k: list[int], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make_state(elements, k, "cpu")
+
+
+def test_bad_tensors_of_segments_are_named() -> None:
+    state = make_state([3, 4], [1, 1], "cpu")
+    good = [torch.zeros(3), torch.zeros(4)]
+
+    def call(gradients: list[torch.Tensor], residuals: list[torch.Tensor]) -> None:
+        new, indices = [torch.zeros(3), torch.zeros(4)], torch.zeros(2, dtype=torch.int32)
+        ef_topk_segments_(gradients, residuals, new, torch.zeros(2), indices, state)
+
+    with pytest.raises(ValueError, match=r"^gradients: found 1 tensors; expected 2, one for each segment"):
+        call(good[:1], good)
+    with pytest.raises(ValueError, match=r"^residuals\[1\]: found the shape \(3,\); expected \(4,\)"):
+        call(good, [torch.zeros(3), torch.zeros(3)])
+    with pytest.raises(ValueError, match=r"^residuals\[1\]: found memory that residuals\[0\] uses, too"):
+        call(good, [SHARED[:3], SHARED[2:6]])
+
+
+def test_a_state_of_other_segments_is_refused() -> None:
+    state, other = make_state([N], [K], "cpu"), make_state([2 * N], [K], "cpu")
+    state.memory = other.memory
+    with pytest.raises(ValueError, match=r"^state: found a memory of"):
+        ef_topk_(**arguments(state=state))
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"values": torch.zeros(2, 3, dtype=torch.float16)}, "^values: found torch.float16"),
+        ({"indices": torch.zeros(2, 3)}, "^indices: found torch.float32; expected torch.int32"),
+        ({"indices": torch.zeros(2, 4, dtype=torch.int32)}, r"^indices: found the shape \(2, 4\)"),
+        ({"values": torch.zeros(3, 2).T}, r"^values: found the strides \(1, 2\)"),
+        ({"values": torch.zeros(513, 3)}, "^values: found 513 ranks; expected at most 512|^indices"),
+        ({"sums": torch.zeros(4, 2)}, r"^sums: found the shape \(4, 2\)"),
+        ({"sums": SHARED[:9], "values": SHARED[8:14].view(2, 3)}, "^sums: found memory that values uses, too"),
+    ],
+)
+def test_bad_arguments_of_unpack_are_named(changed: dict[str, Any], message: str) -> None:
+    sound = {"sums": torch.zeros(9), "values": torch.zeros(2, 3), "indices": torch.zeros(2, 3, dtype=torch.int32)}
+    with pytest.raises(ValueError, match=message):
+        unpack_(**(sound | changed))
+
+
+def test_on_a_cpu_the_reference_runs() -> None:
+    given = arguments(gradient=torch.randn(N).bfloat16())
+    ef_topk_(**given)
+    expected = ef_topk_torch(given["gradient"], given["residual"], K)
+    assert same((given["values"], given["indices"], given["new_residual"]), expected)
+    assert int(given["state"].nonfinite) == 0
+    given["gradient"][7] = float("nan")
+    ef_topk_(**given)
+    assert int(given["state"].nonfinite) == 1
+
+
+def checked(operator: Any, *values: Any) -> None:
+    torch.library.opcheck(operator, values)
+
+
+def test_operators_are_what_torch_expects() -> None:
+    a = arguments()
+    layout = a["state"].layout
+    tensors = ([a["gradient"]], [a["residual"]], [a["new_residual"]], a["values"], a["indices"], a["state"].memory)
+    checked(ef_topk_operator, *tensors, None, [N], [K], [layout.shape.threads, 2, 2], None, False, 0, 0)
+    checked(unpack_operator, torch.zeros(9), torch.zeros(2, 3), torch.zeros(2, 3, dtype=torch.int32), 0.5)
+
+
+def test_compiled_programs_call_them_whole() -> None:
+    """One graph, without a break, with the operator in it as it is; the same result as without."""
+    graphs: list[list[str]] = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[..., Any]:
+        graphs.append([str(node.target) for node in graph.graph.nodes if node.op == "call_function"])
+        return graph.forward
+
+    def step(a: dict[str, Any]) -> torch.Tensor:
+        ef_topk_(**a)
+        return a["values"] * 2
+
+    given = arguments()
+    expected = ef_topk_torch(given["gradient"], given["residual"], K)
+    doubled = torch.compile(step, backend=backend, fullgraph=True)(given)
+    assert same((given["values"], given["indices"], given["new_residual"]), expected)
+    assert torch.equal(doubled, 2 * expected[0])
+    assert sum("ef_topk_" in target for target in graphs[0]) == 1
