@@ -151,7 +151,7 @@ class Database:
         connection.execute("PRAGMA journal_mode = WAL")
         # The log is on the disk before the database follows it: nothing is torn when the machine stops.
         connection.execute("PRAGMA synchronous = NORMAL")
-        log_pages = max(4, min(1000, self.bound_bytes // _LOG_SHARE // PAGE_BYTES))
+        log_pages = max(4, min(1000, log_bytes(self.bound_bytes) // 2 // PAGE_BYTES - 8))
         connection.execute(f"PRAGMA wal_autocheckpoint = {log_pages}")
         connection.execute(f"PRAGMA journal_size_limit = {log_pages * PAGE_BYTES}")
         if version == 0:
@@ -221,7 +221,7 @@ class Database:
 
     def _fitting(self, connection: sqlite3.Connection, samples: Sequence[tuple[int, bytes]]) -> list[tuple[int, bytes]]:
         """The first samples for which there is room, or room is made."""
-        bound_bytes = self.bound_bytes - self.bound_bytes // _LOG_SHARE
+        bound_bytes = self.bound_bytes - log_bytes(self.bound_bytes)
         used_bytes = self.used_bytes(connection)
         sizes_bytes = [stored_bytes(len(raw)) for _, raw in samples]
         if used_bytes + sum(sizes_bytes) > bound_bytes:
@@ -324,9 +324,19 @@ def stored_bytes(size_bytes: int) -> int:
     return -(-(size_bytes + 64) // (PAGE_BYTES - 64)) * PAGE_BYTES
 
 
+def log_bytes(bound_bytes: int) -> int:
+    """How much of a bound is for SQLite's log, which may hold a batch more than it is told to, and the log's index."""
+    return max(bound_bytes // _LOG_SHARE, 24 * PAGE_BYTES)
+
+
+def batch_bytes(bound_bytes: int) -> int:
+    """How much is written in one transaction, at the most, or else one sample."""
+    return min(4 * 2**20, log_bytes(bound_bytes) // 4)
+
+
 def least_bound_bytes(size_bytes: int) -> int:
     """The least bound under which one sample of so many bytes is kept: tables and log need some pages too."""
-    return (8 * PAGE_BYTES + stored_bytes(size_bytes)) * _LOG_SHARE // (_LOG_SHARE - 1) + PAGE_BYTES
+    return 24 * PAGE_BYTES + 3 * (8 * PAGE_BYTES + stored_bytes(size_bytes))
 
 
 def _checksum(number: int, raw: bytes) -> int:

@@ -196,6 +196,9 @@ class CachedDataset(Dataset[Any]):
         flat = self._held(index)
         if flat is not None:
             return unpack(flat)
+        if self._disk is None and not self._memory.shape.slots:
+            self._memory.count("source_reads")
+            return self._source.sample(index)
         try:
             raw = self._read(index)
             # Alike in all epochs: what decoding gives is taken apart and put together in the first one, too.

@@ -22,13 +22,12 @@ from typing import Any
 
 import numpy as np
 
-from runtime.datacache.database import DAMAGED, FILE, Damaged, Database
+from runtime.datacache.database import DAMAGED, FILE, Damaged, Database, batch_bytes
 from runtime.datacache.memory import NodeMemory
 from runtime.errors import CacheWarning
 
 WAITING_BYTES = 32 * 2**20
 """Samples that wait to be written, in each process; where the disk is slower than the storage, the rest is not kept."""
-BATCH_BYTES = 4 * 2**20
 PAUSE_S = 30.0
 """After a failure, and where the bound is reached, nothing is written for so long."""
 LOOK_S = 1.0
@@ -170,7 +169,7 @@ class DiskStore:
             return True
 
     def _next_batch(self) -> list[tuple[int, bytes]]:
-        limit_bytes = min(BATCH_BYTES, self.bound_bytes // 32)
+        limit_bytes = batch_bytes(self.bound_bytes)
         batch: list[tuple[int, bytes]] = []
         size_bytes = 0
         while self._waiting and (not batch or size_bytes + len(self._waiting[0][1]) <= limit_bytes):

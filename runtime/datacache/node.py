@@ -16,6 +16,7 @@ from runtime.datacache.database import Database, least_bound_bytes
 from runtime.datacache.disk import DiskStore
 from runtime.datacache.memory import NodeMemory, overhead_bytes
 from runtime.datacache.partition import Partition
+from runtime.datacache.samples import ALIGNMENT
 from runtime.datacache.source import PROBED, Source, probe
 from runtime.errors import EnvironmentFailure, InputError, PlannerError
 from runtime.files import checked_path
@@ -188,7 +189,7 @@ def _make(wishes: Wishes, source: Source, partition: Partition, node: int) -> Sh
     part = partition.part(node)
     memory = NodeMemory.make(partition.size(node) if wishes.memory_bytes else 0, wishes.memory_bytes)
     disk = _disk(wishes, _disk_bound_bytes(wishes), memory, partition, node)
-    if not wishes.probe:
+    if not wishes.probe or not (wishes.memory_bytes or disk or wishes.fetch):
         return Shared(memory, disk, 0, 0)
     chosen = {0, len(source) - 1} if not len(part) else {int(part[0]), int(part[-1])}
     chosen |= {int(index) for index in np.random.default_rng().choice(part, min(len(part), PROBED - len(chosen)))}
@@ -200,7 +201,7 @@ def _make(wishes: Wishes, source: Source, partition: Partition, node: int) -> Sh
 
 
 def _check_bounds(wishes: Wishes, slots: int, disk: DiskStore | None, raw_bytes: int, flat_bytes: int) -> None:
-    least = overhead_bytes(slots) + flat_bytes
+    least = overhead_bytes(slots) + -(-flat_bytes // ALIGNMENT) * ALIGNMENT
     if 0 < wishes.memory_bytes < least:
         raise InputError(
             f"memory_bytes: found {wishes.memory_bytes}, expected at least {least}: one decoded sample has "
@@ -209,8 +210,8 @@ def _check_bounds(wishes: Wishes, slots: int, disk: DiskStore | None, raw_bytes:
     if disk is not None and disk.bound_bytes < least_bound_bytes(raw_bytes):
         raise InputError(
             f"disk_bytes: found {disk.bound_bytes}{'' if wishes.disk_bytes is not None else ' free'}, expected at "
-            f"least {least_bound_bytes(raw_bytes)}: one raw sample has {raw_bytes} bytes, and the database needs some; give "
-            f"more, or no local_dir to keep none on the disk"
+            f"least {least_bound_bytes(raw_bytes)}: one raw sample has {raw_bytes} bytes, and the database needs "
+            f"some; give more, or no local_dir to keep none on the disk"
         )
 
 

@@ -122,8 +122,8 @@ class CachedSampler(Sampler[int]):
             if name not in state or state[name] != here:
                 found = repr(state[name]) if name in state else "nothing"
                 raise InputError(
-                    f"state of the sampler: {name}: found {found}, expected {here!r}; give the same dataset and options "
-                    f"as when it was saved, or begin the epoch anew"
+                    f"state of the sampler: {name}: found {found}, expected {here!r}; give the same dataset and "
+                    f"options as when it was saved, or begin the epoch anew"
                 )
         try:
             epoch, stages = int(state["epoch"]), to_stages(state["stages"])

@@ -5,8 +5,8 @@ A flat sample is a header, which says how the sample is built, and the buffers o
     length of the header (4 bytes) | header (JSON) | 0… | leaf | 0… | leaf …
 
 Leaves begin at multiples of 64 bytes. Whatever differs between samples of one kind is in the leaves, numbers and
-texts too, so that a dataset has few different headers and each is parsed once. Nothing is pickled: reading a flat sample
-runs no code of whoever wrote it.
+texts too, so that a dataset has few different headers and each is parsed once. Nothing is pickled: reading a flat
+sample runs no code of whoever wrote it.
 """
 
 from __future__ import annotations

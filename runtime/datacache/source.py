@@ -81,6 +81,10 @@ class Source:
             )
         return bytes(found)
 
+    def sample(self, index: int) -> Any:
+        """A sample from the storage, as the dataset gives it."""
+        return self.dataset.decode(self.read(index)) if self.raw else self.dataset[index]
+
     def decode(self, raw: bytes) -> Any:
         """The sample of raw bytes."""
         return self.dataset.decode(raw) if self.raw else from_bytes(raw)
