@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.table import Table
 
 from planner.catalog import Entry
+from planner.loading import loading_lines
 from planner.predict import Simulation
 from planner.profile.document import Profile
 from planner.sources import counted, slower
@@ -185,6 +186,8 @@ def print_plan(plan: Plan, console: Console, *, buckets: bool) -> None:
     for note in plan.notes:
         console.print(f"- {printable(note, SENTENCE_CHARACTERS)}", highlight=False)
     if buckets:
+        for line in loading_lines(plan):
+            console.print(line, highlight=False)
         for name, text in (plan.sources or {}).items():
             console.print(f"{printable(name)}: {printable(text, SENTENCE_CHARACTERS)}", highlight=False)
 

@@ -123,6 +123,8 @@ class CachedDataset(Dataset[Any]):
             shared = share(world, mine, self._source, self.partition, self._node)
             self._memory: NodeMemory = shared.memory
             self._disk = shared.disk
+            self.raw_bytes = shared.raw_bytes
+            """Size of the largest raw sample that was read at the start; 0 without `probe`."""
             self._fetcher = self._make_fetcher(world, timeout_s) if fetch and self.partition.nodes > 1 else None
         finally:
             world.leave()

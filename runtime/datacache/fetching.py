@@ -24,6 +24,9 @@ from runtime.errors import CommunicationError, InputError, PlannerError
 from runtime.torch_compat import all_to_all_uneven, meet, store_address
 from runtime.world import first_line
 
+_INHERITED: list[Any] = []
+"""Groups of the process that this one was forked from: to end one would wait for threads that did not come along."""
+
 FAILED = -1
 """In place of a size: the rank that holds the sample could not read it."""
 
@@ -53,6 +56,7 @@ class Fetcher:
     def _joined(self) -> Any:
         """The group of this process; made with the first exchange in it."""
         if self._process != os.getpid():
+            _INHERITED.append(self._group)
             worker = get_worker_info()
             key = f"{self._key}/{'rank' if worker is None else worker.id}"
             self._group = meet(self._address, key, self.rank, self.ranks, timedelta(seconds=self.timeout_s))

@@ -126,7 +126,9 @@ def test_a_read_only_directory_is_read(tmp_path: Path) -> None:
         assert cached.stats().disk_hits == COUNT  # half of them, twice
         cached.close()
     assert len(texts) == 1
-    assert "cannot be written to; samples that are there are used, new ones are not stored. Make it writable" in texts[0]
+    assert (
+        "cannot be written to; samples that are there are used, new ones are not stored. Make it writable" in texts[0]
+    )
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
