@@ -229,9 +229,7 @@ def measure(folder: str, workers: int, cache: Path) -> Iterator[Row]:
     later = CachedDataset(Jpegs(folder), local_dir=cache / "both", transform=flip, probe=False)
     later_s = epoch_s(later, workers, train)
     yield Row("training an epoch without a cache", f"{plain_s:.2f} s, {samples / plain_s:,.0f} samples/s", "")
-    yield over(
-        "training in epoch 1, which fills both levels", first_s, plain_s, "≤ 1.05 ×", first_s <= 1.05 * plain_s
-    )
+    yield over("training in epoch 1, which fills both levels", first_s, plain_s, "≤ 1.05 ×", first_s <= 1.05 * plain_s)
     yield under("training in epoch 2, from memory", plain_s, second_s, "≥ 2 × the samples/s", plain_s >= 2 * second_s)
     yield Row("training in a later run's epoch 1, from the disk", f"{later_s:.2f} s, {plain_s / later_s:.1f} ×", "")
 
