@@ -73,7 +73,8 @@ def _memory(loading: Loading) -> str:
     spread = "on one node" if loading.nodes == 1 else f"over {loading.nodes} nodes"
     text = (
         f"input: runtime.datacache needs memory_bytes={need_bytes} ({_gib(need_bytes)}) on each node for all "
-        f"{loading.samples:,} decoded samples {spread}, and {_gib(disk_bytes)} of its disk for raw ones; {_gib(there_bytes)} of memory are available: "
+        f"{loading.samples:,} decoded samples {spread}, and {_gib(disk_bytes)} of its disk for raw ones; "
+        f"{_gib(there_bytes)} of memory are available: "
     )
     if need_bytes <= AMPLE * there_bytes:
         return text + "it fits"

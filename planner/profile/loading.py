@@ -47,7 +47,7 @@ def measure_loading(dataset: Any, batch: int, world: World) -> Loading:
     """Times single samples, in one process of each rank, on all ranks at once; the slowest rank's medians count.
 
     Each rank has caches and samples of its own, as if it were a node. The operating system keeps what it has read, so
-    `cold_us` is that of a first epoch only where it has not read these samples lately.
+    `cold_us` is that of a first epoch only where these samples were not read lately.
 
     Args:
         dataset: the job's.
