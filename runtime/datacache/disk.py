@@ -34,7 +34,10 @@ LOOK_S = 1.0
 """How often a process looks whether the file is still there."""
 TOUCH_S = 60.0
 """How often a process that only reads says that the dataset is in use."""
+LINGER_S = 0.1
+"""How long the first sample to be written waits for others."""
 IDLE_S = 2.0
+"""A writer that has had nothing to do for so long ends; the next sample starts another one."""
 FLUSH_S = 4.0
 """How long a process that ends waits for what is not written yet; DataLoader gives its workers 5 s."""
 
@@ -49,6 +52,7 @@ class DiskStore:
         self.folder = folder
         self.bound_bytes = bound_bytes
         self._memory = memory
+        self._batch_bytes = batch_bytes(bound_bytes)
         # Readers do not wait for writers, where each has a connection.
         self._reader = Database(folder, bound_bytes, dataset, owned)
         self._writer = Database(folder, bound_bytes, dataset, owned)
@@ -66,7 +70,7 @@ class DiskStore:
         self._wake = threading.Condition()
         self._thread: threading.Thread | None = None
         self._batch: list[tuple[int, bytes]] = []
-        self._touch = self._flushed_at_end = False
+        self._touch = self._hurry = self._flushed_at_end = False
         self._paused_until_s = self._unread_until_s = self._look_at_s = 0.0
         self._touch_at_s = time.monotonic() + TOUCH_S
 
@@ -119,13 +123,16 @@ class DiskStore:
         """Stores a raw sample some time later; where that cannot be, counts it."""
         if self._process != os.getpid():
             self._begin()
-        if time.monotonic() < self._paused_until_s or self._waiting_bytes + len(raw) > WAITING_BYTES:
+        many = self._waiting and self._waiting_bytes + len(raw) > WAITING_BYTES
+        if many or time.monotonic() < self._paused_until_s:
             self._memory.count("not_stored")
             return
         with self._wake:
             self._waiting.append((index, raw))
             self._waiting_bytes += len(raw)
-        self._start_writer()
+            wake = len(self._waiting) == 1 or self._waiting_bytes >= self._batch_bytes
+        if wake:
+            self._start_writer()
 
     def _start_writer(self) -> None:
         with self._wake:
@@ -140,11 +147,14 @@ class DiskStore:
 
     def flush(self, timeout_s: float = 60.0) -> bool:
         """Waits until all that this process has put is on the disk, or given up; False where the time did not do."""
-        if self._process != os.getpid() or self._thread is None:
+        if self._process != os.getpid() or not (self._waiting or self._batch):
             return True
+        self._hurry = True
+        self._start_writer()
         with self._wake:
-            self._wake.notify_all()
-            return self._wake.wait_for(lambda: not self._waiting and not self._batch, timeout_s)
+            done = self._wake.wait_for(lambda: not self._waiting and not self._batch, timeout_s)
+            self._hurry = False
+            return done
 
     def _write_all(self) -> None:
         """The thread that writes; it ends when there has been nothing to do for a while."""
@@ -158,21 +168,23 @@ class DiskStore:
                         self._wake.notify_all()
         finally:
             with self._wake:
-                self._thread = None
+                if self._thread is threading.current_thread():
+                    self._thread = None
 
     def _wait_for_work(self) -> bool:
         with self._wake:
             if not self._wake.wait_for(lambda: self._waiting or self._touch, IDLE_S):
                 self._thread = None
                 return False
+            # A transaction costs as much as some samples, so it waits for a few.
+            self._wake.wait_for(lambda: self._hurry or self._waiting_bytes >= self._batch_bytes, LINGER_S)
             self._batch, self._touch = self._next_batch(), False
             return True
 
     def _next_batch(self) -> list[tuple[int, bytes]]:
-        limit_bytes = batch_bytes(self.bound_bytes)
         batch: list[tuple[int, bytes]] = []
         size_bytes = 0
-        while self._waiting and (not batch or size_bytes + len(self._waiting[0][1]) <= limit_bytes):
+        while self._waiting and (not batch or size_bytes + len(self._waiting[0][1]) <= self._batch_bytes):
             batch.append(self._waiting.popleft())
             size_bytes += len(batch[-1][1])
         self._waiting_bytes -= size_bytes

@@ -110,8 +110,9 @@ def pack(sample: Any) -> Packed:
 
 def unpack(flat: Tensor) -> Any:
     """The sample of `flat` (uint8, one dimension), whose memory it shares: give a copy, aligned to 64 bytes or so."""
-    length = int.from_bytes(flat[:4].numpy().tobytes(), "little")
-    return _reader(flat[4 : 4 + length].numpy().tobytes())(flat)
+    head = flat.numpy()
+    length = int.from_bytes(head[:4].tobytes(), "little")
+    return _reader(head[4 : 4 + length].tobytes())(flat)
 
 
 def from_bytes(raw: bytes) -> Any:
