@@ -15,6 +15,7 @@ from torch import nn
 
 from planner import TrainingJob, optimize
 from planner.cli import main
+from planner.explain import profile_lines
 from planner.job import load_job
 from planner.loading import loading_lines, node_memory_bytes, workers_needed
 from planner.profile.document import load_profile
@@ -124,6 +125,7 @@ def test_profile_optimize_and_explain_carry_it(tmp_path: Path, capsys: pytest.Ca
     assert found is not None
     assert (found.samples, found.batch_samples) == (40, 8)
     assert load_plan(plan).loading == found
+    assert "one of 40 samples takes " in "\n".join(profile_lines(load_profile(profile)))
     assert json.loads(Path(plan).read_text())["loading"]["samples"] == 40
     capsys.readouterr()
     command("explain", plan)
