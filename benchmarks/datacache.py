@@ -161,7 +161,9 @@ class Training:
     """A small network that is trained on whatever comes."""
 
     def __init__(self) -> None:
-        self.model = nn.Sequential(nn.Conv2d(3, 8, 8, stride=8), nn.ReLU(), nn.Flatten(), nn.Linear(8 * (CROP // 8) ** 2, 10))
+        self.model = nn.Sequential(
+            nn.Conv2d(3, 8, 8, stride=8), nn.ReLU(), nn.Flatten(), nn.Linear(8 * (CROP // 8) ** 2, 10)
+        )
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-3)
 
     def __call__(self, images: Tensor) -> None:
@@ -218,13 +220,21 @@ def measure(folder: str, workers: int, cache: Path) -> Iterator[Row]:
     plain_s = (plain_s + epoch_s(Files(folder), workers, ignore)) / 2  # before and after: machines drift
     assert files.stats().disk_hits > 0.95 * samples, files.stats()
     files.close()
-    yield Row("I/O of an epoch without a cache, mean of two", f"{plain_s:.2f} s, {plain_s / samples * 1e3:.2f} ms a sample", "")
+    yield Row(
+        "I/O of an epoch without a cache, mean of two",
+        f"{plain_s:.2f} s, {plain_s / samples * 1e3:.2f} ms a sample",
+        "",
+    )
     yield over("I/O of epoch 1, which fills the disk", first_s, plain_s, "≤ 1.05 × of that", first_s <= 1.05 * plain_s)
     yield under("I/O of epoch 2, from the disk", plain_s, second_s, "≥ 10 × faster", plain_s >= 10 * second_s)
     train = Training()
     plain_s = epoch_s(Augmented(folder), workers, train)
     both = CachedDataset(
-        Jpegs(folder), local_dir=cache / "both", memory_bytes=2 * samples * 3 * SIDE * SIDE, transform=augment, probe=False
+        Jpegs(folder),
+        local_dir=cache / "both",
+        memory_bytes=2 * samples * 3 * SIDE * SIDE,
+        transform=augment,
+        probe=False,
     )
     first_s = epoch_s(both, workers, train)
     second_s = epoch_s(both, workers, train)
