@@ -83,9 +83,9 @@ def optimize(
     plan = replace(lower(problem, schedule), baselines=baselines, certificate=certify(problem, schedule, solved))
     plan = replace(plan, scaling=_scaling(problem, plan, baselines), sources=describe_sources(problem))
     plan = replace(plan, notes=_notes(problem, plan, baselines))
-    return plan if accuracy == "exact" else choose(
-        problem, plan, schedule, accuracy, lossy, after_pass, limit if solver == "cpsat" else None
-    )  # fmt: skip
+    if accuracy != "exact":
+        plan = choose(problem, plan, schedule, accuracy, lossy, after_pass, limit if solver == "cpsat" else None)
+    return replace(plan, loading=problem.profile.loading)
 
 
 def _baseline(problem: Problem, name: str) -> Prediction:

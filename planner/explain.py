@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.table import Table
 
 from planner.catalog import Entry
+from planner.loading import levels, loading_lines
 from planner.predict import Simulation
 from planner.profile.document import Profile
 from planner.sources import counted, slower
@@ -185,6 +186,8 @@ def print_plan(plan: Plan, console: Console, *, buckets: bool) -> None:
     for note in plan.notes:
         console.print(f"- {printable(note, SENTENCE_CHARACTERS)}", highlight=False)
     if buckets:
+        for line in loading_lines(plan):
+            console.print(line, highlight=False)
         for name, text in (plan.sources or {}).items():
             console.print(f"{printable(name)}: {printable(text, SENTENCE_CHARACTERS)}", highlight=False)
 
@@ -268,4 +271,7 @@ def profile_lines(profile: Profile) -> list[str]:
         )
     if cluster is not None and cluster.contention is not None:
         lines.append(f"while both are busy, {slower(cluster.contention)}")
+    if profile.loading is not None:
+        times = ", ".join(f"{milliseconds(us)} ms from {name}" for name, us in levels(profile.loading).items())
+        lines.append(f"one of {profile.loading.samples:,} samples takes {times}, on the slowest rank")
     return lines

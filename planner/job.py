@@ -31,6 +31,10 @@ class TrainingJob:
     batch: Callable[[int, int], Any]
     """(step, rank) → batch, deterministic."""
     optimizer: Callable[[Iterable[Parameter]], Optimizer]
+    dataset: Any = None
+    """The map-style dataset that batches come from, if `planner profile` is to time loading (`runtime.datacache`)."""
+    batch_samples: int | None = None
+    """Samples of a batch; default: the first dimension of the first tensor in one."""
 
 
 def load_job(spec: str) -> TrainingJob:
@@ -88,6 +92,9 @@ def _check(spec: str, job: TrainingJob) -> None:
         if not callable(getattr(job, field)):
             found = type(getattr(job, field)).__name__
             raise InputError(f"{spec}: {field} is a {found}, expected a function; see planner.TrainingJob")
+    count = job.batch_samples
+    if count is not None and (isinstance(count, bool) or not isinstance(count, int) or count < 1):
+        raise InputError(f"{spec}: batch_samples is {count!r}, expected a number of samples, at least 1; correct it")
     if not callable(getattr(job.model, "parameters", None)):
         raise InputError(f"{spec}: model is a {type(job.model).__name__}, expected a torch.nn.Module; make one")
     parameters = list(job.model.parameters())

@@ -20,13 +20,14 @@ from torch.nn.parameter import is_lazy
 import runtime
 from planner.job import TrainingJob, load_job
 from planner.profile.document import Profile
+from planner.profile.loading import batch_samples, measure_loading
 from planner.profile.preserve import preserved
 from planner.profile.step import TIMEOUT_S, check_same_model, deadline_s, measure
 from planner.progress import make_progress
 from planner.testbed.emulation import Emulation, emulation_here
 from runtime.errors import CommunicationError, InputError, PlannerError
 from runtime.fit import model_fingerprint
-from runtime.plan import Plan
+from runtime.plan import Loading, Plan
 from runtime.world import World, first_line
 
 SEED = 0
@@ -167,7 +168,17 @@ def profile_rank(spec: str, device: str, show_progress: bool, timeout_s: float |
     progress = make_progress(show=show_progress and first)
     name = type(built.model).__name__.lower()
     with naming(spec):
-        return measure(built.model, step, built.optimizer, None, progress=progress, name=name, timeout_s=timeout_s)
+        found = measure(built.model, step, built.optimizer, None, progress=progress, name=name, timeout_s=timeout_s)
+        return found if built.job.dataset is None else replace(found, loading=_loading(built, batches[0], timeout_s))
+
+
+def _loading(built: BuiltJob, batch: Any, timeout_s: float | None) -> Loading:
+    """What it takes to load the job's samples; every rank calls it."""
+    world = World.join(None, TIMEOUT_S if timeout_s is None else timeout_s)
+    try:
+        return measure_loading(built.job.dataset, built.job.batch_samples or batch_samples(batch), world)
+    finally:
+        world.leave()
 
 
 @dataclass(frozen=True)

@@ -43,5 +43,9 @@ class AccuracyWarning(UserWarning):
     """A lossy bucket left too much behind for too long and sends everything from now on; the text says which."""
 
 
+class CacheWarning(UserWarning):
+    """A data cache works less well than asked for: a full disk, a corrupted entry; the text says which and the cure."""
+
+
 class CommunicationError(EnvironmentFailure):
     """A collective failed or missed its deadline; names rank, bucket and collective."""

@@ -269,6 +269,31 @@ class Certificate:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Loading:
+    """What it takes to load the job's samples, by one process of each rank, all ranks at once."""
+
+    __pydantic_config__ = STRICT
+
+    samples: PositiveCount
+    """In the dataset."""
+    batch_samples: PositiveCount
+    """Of each rank and step."""
+    cold_us: TimeUs
+    """One sample from its storage, decoded; the median on the slowest rank."""
+    disk_us: TimeUs
+    """One from `runtime.datacache` on the local disk, decoded."""
+    memory_us: TimeUs
+    """One from the memory of the node."""
+    raw_bytes: PositiveCount
+    """Of one sample, as it is kept on the disk."""
+    decoded_bytes: PositiveCount
+    """Of one, as it is kept in memory; the mean."""
+    nodes: Ranks
+    memory_available_bytes: Count
+    """On the node that has least."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Plan:
     """The contents of plan.json."""
 
@@ -291,6 +316,8 @@ class Plan:
     """Speed over compression, from none to the most that was allowed; where lossy plans were asked for."""
     delays: tuple[DelayPoint, ...] | None = None
     """Speed over delay, for k from 1 to the most that was allowed; where relaxed plans were asked for."""
+    loading: Loading | None = None
+    """What input takes, where the job has a dataset."""
     sources: dict[str, str] | None = None
     """Where the numbers came from, in words: `model`, `cluster`, `compute`, `communication`, `planner`."""
     fallback: Plan | None = None

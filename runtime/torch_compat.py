@@ -5,10 +5,12 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, TCPStore
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils import _pytree
 
@@ -86,3 +88,25 @@ all_gather_single: Callable[..., Any] = getattr(dist, "all_gather_single", None)
 """(output, input, group=…): every rank's `input` (1-D, n), one after the other (ranks · n)."""
 all_to_all_single: Callable[..., Any] = dist.all_to_all_single
 """(output, input, group=…): from every rank its part for this one (1-D, ranks · n)."""
+
+
+def store_address() -> tuple[str, int] | None:
+    """(host, port) of the TCP store that the default process group was formed by, or None where it was another one."""
+    store = dist.distributed_c10d._get_default_store()
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store
+    return (store.host, store.port) if isinstance(store, TCPStore) else None
+
+
+def meet(address: tuple[str, int], key: str, rank: int, ranks: int, timeout: timedelta) -> Any:
+    """A gloo group of processes that are no ranks themselves, DataLoader workers say; torch.distributed knows nothing
+    of it. They meet at a TCP store under `key`; each rank's n-th process to come there is of one group.
+    """
+    store = TCPStore(*address, is_master=False, timeout=timeout)
+    life = store.add(f"{key}/{rank}", 1)
+    return ProcessGroupGloo(PrefixStore(f"{key}/life{life}", store), rank, ranks, timeout)
+
+
+def all_to_all_uneven(group: Any, output: torch.Tensor, given: torch.Tensor, gets: list[int], gives: list[int]) -> None:
+    """From every rank of such a group its part for this one: `gets` and `gives` are lengths by rank (1-D tensors)."""
+    group.alltoall_base(output, given, gets, gives).wait()

@@ -10,7 +10,7 @@ from pydantic import Field
 
 from runtime.documents import STRICT, check_schema, dump, read_json, validate, write_json
 from runtime.errors import InputError
-from runtime.plan import Count, ModelReference, Name, PositiveCount, Ranks, TimeUs
+from runtime.plan import Count, Loading, ModelReference, Name, PositiveCount, Ranks, TimeUs
 
 PROFILE_SCHEMA: Literal["planner.profile/1"] = "planner.profile/1"
 CLUSTER_SCHEMA: Literal["planner.cluster/1"] = "planner.cluster/1"
@@ -220,6 +220,8 @@ class Profile:
     layers: tuple[Layer, ...] | None = None
     tracing: Tracing | None = None
     cluster: Cluster | None = None
+    loading: Loading | None = None
+    """What input takes, where the job has a dataset."""
     source: str | None = None
     """Who measured it and where it was published, where it was not measured here."""
     notes: tuple[str, ...] | None = None

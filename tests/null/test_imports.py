@@ -24,8 +24,8 @@ LAZY = (*HEAVY, "plotly")
 DECIDING = (
     "planner/__init__.py", "planner/__main__.py", "planner/bars.py", "planner/catalog.py", "planner/cli.py",
     "planner/decide.py", "planner/explain.py", "planner/layerwise.py", "planner/lossy.py", "planner/options.py",
-    "planner/delayed.py", "planner/lanes.py", "planner/offer.py", "planner/rank_commands.py", "planner/relaxed.py",
-    "planner/selection.py",
+    "planner/delayed.py", "planner/lanes.py", "planner/loading.py", "planner/offer.py", "planner/rank_commands.py",
+    "planner/relaxed.py", "planner/selection.py",
     "planner/pictures/*.py", "planner/scaling.py", "planner/sources.py",
     "planner/ir.py", "planner/job.py", "planner/lower.py", "planner/outputs.py", "planner/pipeline.py",
     "planner/predict.py", "planner/problem.py", "planner/progress.py", "planner/simulator.py", "planner/solvers.py",

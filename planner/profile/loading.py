@@ -1,0 +1,115 @@
+"""What it takes to load a job's samples: from their storage, from the local disk, and from memory, with DataCache."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+import time
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from runtime.datacache import CachedDataset
+from runtime.datacache.memory import available_bytes, overhead_bytes
+from runtime.datacache.node import node_name
+from runtime.datacache.samples import pack
+from runtime.errors import InputError
+from runtime.plan import Loading
+from runtime.torch_compat import tree_leaves
+from runtime.world import World
+
+TIMED = 64
+"""Samples that are timed on each rank."""
+LONGEST_S = 20.0
+"""No more are timed after so long, as on very slow storage, but a few are in any case."""
+FEWEST = 4
+
+
+def batch_samples(batch: Any) -> int:
+    """How many samples a batch has: the first dimension of its first tensor.
+
+    Raises:
+        InputError: it holds no tensor that has one.
+    """
+    for leaf in tree_leaves(batch):
+        if isinstance(leaf, Tensor) and leaf.dim() and leaf.shape[0]:
+            return leaf.shape[0]
+    raise InputError("batch(0, rank): found no tensor with a first dimension, expected samples; say how many there "
+                     "are: TrainingJob(batch_samples=…)")  # fmt: skip
+
+
+def measure_loading(dataset: Any, batch: int, world: World) -> Loading:
+    """Times single samples, in one process of each rank, on all ranks at once; the slowest rank's medians count.
+
+    Each rank has caches and samples of its own, as if it were a node. The operating system keeps what it has read, so
+    `cold_us` is that of a first epoch only where these samples were not read lately.
+
+    Args:
+        dataset: the job's.
+        batch: samples of a step on each rank.
+        world: all ranks; each calls this.
+
+    Raises:
+        InputError: the dataset cannot be cached, or ranks have different ones.
+        CommunicationError: a rank died or missed the deadline.
+    """
+    folder = Path(tempfile.mkdtemp(prefix="planner-loading-"))
+    make = partial(CachedDataset, node=f"rank {world.rank}", group=world.group, timeout_s=world.timeout_s)
+    try:
+        on_disk = make(dataset, local_dir=folder, name="timed")
+        chosen = _chosen(on_disk)
+        cold_us = _times_us(on_disk, chosen)
+        chosen = chosen[: len(cold_us)]
+        on_disk.flush()
+        disk_us = _times_us(on_disk, chosen)
+        sizes_bytes = [pack(on_disk[index]).size_bytes for index in chosen[:FEWEST]]
+        room_bytes = overhead_bytes(len(on_disk)) + 2 * len(chosen) * max(sizes_bytes)
+        in_memory = make(on_disk, memory_bytes=room_bytes, probe=False)
+        _times_us(in_memory, chosen)
+        memory_us = _times_us(in_memory, chosen)
+        on_disk.close()
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    times = median(cold_us), median(disk_us), median(memory_us)
+    found = (*times, fmean(sizes_bytes), on_disk.raw_bytes, available_bytes(), node_name(None))
+    everyone: list[tuple[Any, ...]] = world.gather(found, "comparing times of loading")
+    cold, disk, memory, decoded, raw, available, names = zip(*everyone, strict=True)
+    return Loading(
+        samples=len(on_disk),
+        batch_samples=batch,
+        cold_us=max(cold),
+        disk_us=max(disk),
+        memory_us=max(memory),
+        raw_bytes=max(1, *raw),
+        decoded_bytes=int(fmean(decoded)),
+        nodes=len(set(names)),
+        memory_available_bytes=min(available),
+    )
+
+
+def _chosen(cached: CachedDataset) -> list[int]:
+    """Samples of this rank's part, in random order: the storage shall not read ahead."""
+    part = cached.partition.part(cached.partition.node_of_rank[cached.rank])
+    if not len(part):  # fewer samples than ranks
+        part = np.arange(len(cached))
+    chosen: list[int] = np.random.default_rng(cached.rank).permutation(part)[:TIMED].tolist()
+    return chosen
+
+
+def _times_us(dataset: CachedDataset, indices: Sequence[int]) -> list[float]:
+    """How long each sample took, of as many as the time allowed."""
+    times_us: list[float] = []
+    began = last = time.perf_counter()
+    for index in indices:
+        dataset[index]
+        now = time.perf_counter()
+        times_us.append((now - last) * 1e6)
+        if now - began > LONGEST_S and len(times_us) >= FEWEST:
+            break
+        last = now
+    return times_us

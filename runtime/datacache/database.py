@@ -1,0 +1,398 @@
+"""The file that raw samples are kept in: a SQLite database in write-ahead mode, in the user's directory.
+
+SQLite gives what is hard about a cache that many processes share: one writer at a time beside any number of readers,
+transactions that are there whole or not at all after a crash of the process or of the machine, and errors, not
+signals, where a file is damaged or a disk full. Each sample carries a checksum over its bytes and its number, which
+SQLite does not.
+
+A database must not be carried through a fork. So connections are closed before every fork of Python's, and opened
+again by whoever needs one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import sqlite3
+import threading
+import time
+import weakref
+import zlib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+FILE = "samples.sqlite"
+LOCK = "samples.lock"
+SUFFIXES = ("", "-wal", "-shm")
+"""SQLite's files: the database, its log, and the log's index."""
+VERSION = 1
+PAGE_BYTES = 16 * 1024
+"""Large pages: samples of tens of kB are written twice as fast as with SQLite's usual 4 KiB, for 8 kB lost in each."""
+BUSY_S = 10.0
+"""How long a transaction may wait for another process's."""
+KEPT_FOR_S = 600.0
+"""A dataset that has been read so recently is in use: another one does not push it out."""
+_NUMBER_BITS = 40
+_LOG_SHARE = 16
+"""One part in so many of the bound is for SQLite's log of what is not in the database yet."""
+
+SCHEMA = """
+CREATE TABLE IF NOT EXISTS dataset (
+    id INTEGER PRIMARY KEY AUTOINCREMENT, name TEXT UNIQUE NOT NULL, used_s REAL NOT NULL);
+CREATE TABLE IF NOT EXISTS sample (id INTEGER PRIMARY KEY, checksum INTEGER NOT NULL, raw BLOB NOT NULL);
+"""
+"""A sample's id is its dataset's, then its number in 40 bits. No dataset gets the id of one that was taken out, so a
+process that has not heard of that yet finds nothing."""
+
+DAMAGED = ("SQLITE_CORRUPT", "SQLITE_NOTADB", "SQLITE_FORMAT")
+"""Errors that a new database cures."""
+
+
+class Damaged(Exception):
+    """A sample's bytes are not what was stored."""
+
+
+class Database:
+    """One process's connection to the file, for one dataset. Every method may raise `sqlite3.Error` or `OSError`."""
+
+    def __init__(self, folder: Path, bound_bytes: int, dataset: str, owned: np.ndarray | None = None) -> None:
+        """Names the file; nothing is opened yet.
+
+        Args:
+            folder: the directory, made where there is none.
+            bound_bytes: of all files in it, for all datasets.
+            dataset: what tells this dataset from others in the directory.
+            owned: per sample, whether this node reads it (bool); None: it reads all.
+        """
+        self.path = folder / FILE
+        self.folder = folder
+        self.bound_bytes = bound_bytes
+        self.dataset = dataset
+        self.owned = owned
+        self._swept = False
+        self.read_only = False
+        self._lock = threading.RLock()
+        self._connection: sqlite3.Connection | None = None
+        self._inode = 0
+        self._first = 0
+        _OPEN.add(self)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Database, (self.folder, self.bound_bytes, self.dataset, self.owned)
+
+    @contextlib.contextmanager
+    def opened(self) -> Iterator[sqlite3.Connection]:
+        """The connection, for this thread alone."""
+        with self._lock:
+            if self._connection is None:
+                self._connection = self._open()
+            yield self._connection
+
+    def close(self) -> None:
+        """Lets go of the file; the next use opens it again."""
+        with self._lock:
+            if self._connection is not None:
+                self._connection.close()
+            self._connection = None
+
+    def before_fork(self) -> None:
+        """Closes, and holds off every other thread until `after_fork`."""
+        self._lock.acquire()
+        with contextlib.suppress(sqlite3.Error):
+            self.close()
+        self._connection = None
+
+    def after_fork(self) -> None:
+        """In the parent."""
+        self._lock.release()
+
+    def after_fork_in_child(self) -> None:
+        """The thread that held the lock is this one; whoever waited for it stayed with the parent."""
+        self._lock = threading.RLock()
+
+    def _open(self) -> sqlite3.Connection:
+        self.read_only = not _writable(self.folder)
+        if self.read_only:
+            return self._open_read_only()
+        self.folder.mkdir(parents=True, exist_ok=True)
+        with _held(self.folder / LOCK):
+            connection = self._connect(f"file:{_quoted(self.path)}")
+            try:
+                self._prepare(connection)
+            except BaseException:
+                connection.close()
+                raise
+        self._inode = os.stat(self.path).st_ino
+        return connection
+
+    def _connect(self, address: str) -> sqlite3.Connection:
+        return sqlite3.connect(address, uri=True, timeout=BUSY_S, isolation_level=None, check_same_thread=False)
+
+    def _open_read_only(self) -> sqlite3.Connection:
+        """Of a directory that nobody can write to, so that the file needs no locks, which could not be taken either."""
+        connection = self._connect(f"file:{_quoted(self.path)}?mode=ro&immutable=1")
+        found = connection.execute("SELECT id FROM dataset WHERE name = ?", (self.dataset,)).fetchone()
+        self._first = (found[0] if found else 0) << _NUMBER_BITS
+        self._inode = os.stat(self.path).st_ino
+        return connection
+
+    def _prepare(self, connection: sqlite3.Connection) -> None:
+        """Makes the tables where there are none, and this dataset's entry."""
+        version = connection.execute("PRAGMA user_version").fetchone()[0]
+        if version not in (0, VERSION):
+            raise sqlite3.NotSupportedError(f"found version {version}, expected {VERSION}")
+        if version == 0:
+            connection.execute(f"PRAGMA page_size = {PAGE_BYTES}")
+            connection.execute("PRAGMA auto_vacuum = INCREMENTAL")
+        connection.execute("PRAGMA journal_mode = WAL")
+        # The log is on the disk before the database follows it: nothing is torn when the machine stops.
+        connection.execute("PRAGMA synchronous = NORMAL")
+        log_pages = max(4, min(1000, log_bytes(self.bound_bytes) // 2 // PAGE_BYTES - 8))
+        connection.execute(f"PRAGMA wal_autocheckpoint = {log_pages}")
+        connection.execute(f"PRAGMA journal_size_limit = {log_pages * PAGE_BYTES}")
+        if version == 0:
+            connection.executescript(f"BEGIN IMMEDIATE; {SCHEMA} PRAGMA user_version = {VERSION}; COMMIT;")
+        self._enter(connection)
+
+    def _enter(self, connection: sqlite3.Connection) -> None:
+        connection.execute(
+            "INSERT INTO dataset (name, used_s) VALUES (?, ?) "
+            "ON CONFLICT (name) DO UPDATE SET used_s = excluded.used_s",
+            (self.dataset, time.time()),
+        )
+        number = connection.execute("SELECT id FROM dataset WHERE name = ?", (self.dataset,)).fetchone()[0]
+        self._first = number << _NUMBER_BITS
+
+    def is_there(self) -> bool:
+        """Whether the file that is open still has its name; True where none is open."""
+        with self._lock:
+            if self._connection is None:
+                return True
+            try:
+                return os.stat(self.path).st_ino == self._inode
+            except OSError:
+                return False
+
+    def get(self, index: int) -> bytes | None:
+        """The raw sample, or None.
+
+        Raises:
+            Damaged: its bytes are not those that were stored.
+        """
+        with self.opened() as connection:
+            row = connection.execute("SELECT checksum, raw FROM sample WHERE id = ?", (self._first + index,)).fetchone()
+        if row is None:
+            return None
+        checksum, raw = row
+        if not isinstance(raw, bytes) or checksum != _checksum(self._first + index, raw):
+            raise Damaged
+        return raw
+
+    def delete(self, index: int) -> None:
+        """Takes a sample out."""
+        with self.opened() as connection:
+            connection.execute("DELETE FROM sample WHERE id = ?", (self._first + index,))
+
+    def put(self, samples: Sequence[tuple[int, bytes]]) -> int:
+        """Stores samples in one transaction, within the bound; those that are there stay. Returns how many had room.
+
+        Where the bound is reached, datasets that nobody has read for long are taken out, then samples of this one that
+        are not `owned`: those that other nodes read now.
+        """
+        with self.opened() as connection:
+            connection.execute("BEGIN IMMEDIATE")
+            try:
+                self._enter(connection)
+                kept = self._fitting(connection, samples)
+                connection.executemany(
+                    "INSERT OR IGNORE INTO sample VALUES (?, ?, ?)",
+                    [(self._first + index, _checksum(self._first + index, raw), raw) for index, raw in kept],
+                )
+                connection.execute("COMMIT")
+            except BaseException:
+                with contextlib.suppress(sqlite3.Error):
+                    connection.execute("ROLLBACK")
+                raise
+            return len(kept)
+
+    def _fitting(self, connection: sqlite3.Connection, samples: Sequence[tuple[int, bytes]]) -> list[tuple[int, bytes]]:
+        """The first samples for which there is room, or room is made."""
+        bound_bytes = self.bound_bytes - log_bytes(self.bound_bytes)
+        used_bytes = self.used_bytes(connection)
+        sizes_bytes = [stored_bytes(len(raw)) for _, raw in samples]
+        if used_bytes + sum(sizes_bytes) > bound_bytes:
+            used_bytes = self._evict(connection, bound_bytes - sum(sizes_bytes))
+        kept = []
+        for sample, size_bytes in zip(samples, sizes_bytes, strict=True):
+            used_bytes += size_bytes
+            if used_bytes <= bound_bytes:
+                kept.append(sample)
+        return kept
+
+    def used_bytes(self, connection: sqlite3.Connection) -> int:
+        """Bytes of the database that hold something."""
+        pages, free = (connection.execute(f"PRAGMA {name}").fetchone()[0] for name in ("page_count", "freelist_count"))
+        return int(pages - free) * PAGE_BYTES
+
+    def size_bytes(self) -> int:
+        """Bytes of the files now."""
+        size_bytes = 0
+        for suffix in SUFFIXES:
+            with contextlib.suppress(OSError):
+                size_bytes += self.path.with_name(FILE + suffix).stat().st_size
+        return size_bytes
+
+    def _evict(self, connection: sqlite3.Connection, target_bytes: int) -> int:
+        """Takes out what is needed least, until at most `target_bytes` are used, if it can; returns what is used."""
+        old = connection.execute(
+            "SELECT id FROM dataset WHERE name != ? AND used_s < ? ORDER BY used_s",
+            (self.dataset, time.time() - KEPT_FOR_S),
+        ).fetchall()
+        for (number,) in old:
+            self._evict_dataset(connection, number, target_bytes)
+        if self.owned is not None and not self._swept:
+            numbers = np.array(self._stored(connection), dtype=np.int64)
+            foreign = numbers[~self.owned[numbers]].tolist()
+            self._swept = not self._delete_until(connection, foreign, target_bytes)
+        surplus = connection.execute("PRAGMA page_count").fetchone()[0] - self.bound_bytes // PAGE_BYTES
+        if surplus > 0:
+            connection.execute(f"PRAGMA incremental_vacuum({surplus})").fetchall()
+        return self.used_bytes(connection)
+
+    def _delete_until(self, connection: sqlite3.Connection, indices: Sequence[int], target_bytes: int) -> bool:
+        """Takes samples of this dataset out, a hundred at a time, until few enough bytes are used; whether that was so
+        before the last of them was gone."""
+        for start in range(0, len(indices), 100):
+            if self.used_bytes(connection) <= target_bytes:
+                return True
+            ids = [(self._first + index,) for index in indices[start : start + 100]]
+            connection.executemany("DELETE FROM sample WHERE id = ?", ids)
+        return False
+
+    def _evict_dataset(self, connection: sqlite3.Connection, number: int, target_bytes: int) -> None:
+        """Takes samples of another dataset out, until few enough bytes are used or it is gone."""
+        first = number << _NUMBER_BITS
+        while self.used_bytes(connection) > target_bytes:
+            done = connection.execute(
+                "DELETE FROM sample WHERE id IN (SELECT id FROM sample WHERE id >= ? AND id < ? LIMIT 100)",
+                (first, first + (1 << _NUMBER_BITS)),
+            )
+            if not done.rowcount:
+                connection.execute("DELETE FROM dataset WHERE id = ?", (number,))
+                return
+
+    def forget(self) -> None:
+        """Takes out every sample of this dataset."""
+        with self.opened() as connection:
+            last = self._first + (1 << _NUMBER_BITS)
+            connection.execute("DELETE FROM sample WHERE id >= ? AND id < ?", (self._first, last))
+
+    def stored(self) -> list[int]:
+        """Numbers of the samples that are there; looks at every one."""
+        with self.opened() as connection:
+            return self._stored(connection)
+
+    def _stored(self, connection: sqlite3.Connection) -> list[int]:
+        rows = connection.execute(
+            "SELECT id FROM sample WHERE id >= ? AND id < ?", (self._first, self._first + (1 << _NUMBER_BITS))
+        )
+        return [number - self._first for (number,) in rows]
+
+    def touch(self) -> None:
+        """Says that the dataset is in use."""
+        with self.opened() as connection:
+            self._enter(connection)
+
+    def remove(self) -> None:
+        """Removes the file, so that the next use makes a new one; nothing where another process just did."""
+        with self._lock:
+            there = self.is_there()
+            self.close()
+            if not there:
+                return
+            with _held(self.folder / LOCK):
+                for suffix in SUFFIXES:
+                    self.path.with_name(FILE + suffix).unlink(missing_ok=True)
+
+
+def stored_bytes(size_bytes: int) -> int:
+    """What a sample of so many bytes takes in the database, at the most."""
+    return -(-(size_bytes + 64) // (PAGE_BYTES - 64)) * PAGE_BYTES
+
+
+def log_bytes(bound_bytes: int) -> int:
+    """How much of a bound is for SQLite's log, which may hold a batch more than it is told to, and the log's index."""
+    return max(bound_bytes // _LOG_SHARE, 24 * PAGE_BYTES)
+
+
+def batch_bytes(bound_bytes: int) -> int:
+    """How much is written in one transaction, at the most, or else one sample."""
+    return min(4 * 2**20, log_bytes(bound_bytes) // 4)
+
+
+def least_bound_bytes(size_bytes: int) -> int:
+    """The least bound under which one sample of so many bytes is kept: tables and log need some pages too."""
+    return 24 * PAGE_BYTES + 3 * (8 * PAGE_BYTES + stored_bytes(size_bytes))
+
+
+def _checksum(number: int, raw: bytes) -> int:
+    """CRC-32 over the sample's id and bytes: a sample found in another's place is as wrong as a damaged one."""
+    return zlib.crc32(raw, zlib.crc32(number.to_bytes(8, "little")))
+
+
+def _quoted(path: Path) -> str:
+    return str(path.absolute()).replace("%", "%25").replace("?", "%3f").replace("#", "%23")
+
+
+def _writable(folder: Path) -> bool:
+    """Whether files can be made in a directory, or in the nearest one above it that is there."""
+    while not folder.exists() and folder != folder.parent:
+        folder = folder.parent
+    return os.access(folder, os.W_OK) and not os.statvfs(folder).f_flag & os.ST_RDONLY
+
+
+@contextlib.contextmanager
+def _held(path: Path) -> Iterator[None]:
+    """A lock among processes, by a file; the kernel gives it back when its holder dies."""
+    handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    try:
+        deadline_s = time.monotonic() + BUSY_S
+        while True:
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > deadline_s:
+                    raise
+                time.sleep(0.01)
+        yield
+    finally:
+        os.close(handle)
+
+
+_OPEN: weakref.WeakSet[Database] = weakref.WeakSet()
+_STILL: list[Database] = []
+"""Those that are held still while the process forks."""
+
+
+def _before_fork() -> None:
+    for database in list(_OPEN):
+        database.before_fork()
+        _STILL.append(database)
+
+
+def _after_fork() -> None:
+    while _STILL:
+        _STILL.pop().after_fork()
+
+
+def _after_fork_in_child() -> None:
+    while _STILL:
+        _STILL.pop().after_fork_in_child()
+
+
+os.register_at_fork(before=_before_fork, after_in_parent=_after_fork, after_in_child=_after_fork_in_child)

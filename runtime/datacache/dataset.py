@@ -1,0 +1,285 @@
+"""A dataset whose samples come from slow storage once: then from the local disk, then from the memory of the node."""
+
+from __future__ import annotations
+
+import operator
+import os
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from runtime.datacache.fetching import Fetcher, rendezvous
+from runtime.datacache.memory import NodeMemory
+from runtime.datacache.node import Wishes, agree, check_bytes, check_folder, node_name, raise_all, share
+from runtime.datacache.partition import Partition, numbered
+from runtime.datacache.sampler import CachedSampler
+from runtime.datacache.samples import STORABLE, Unstorable, unpack
+from runtime.datacache.source import Source, identity
+from runtime.errors import CacheWarning, InputError, PlannerError
+from runtime.world import World, check_timeout_s
+
+TIMEOUT_S = 600.0
+"""Deadline of an exchange between nodes: a rank may evaluate or save meanwhile."""
+
+
+@dataclass(frozen=True)
+class CacheStats:
+    """What a node's caches did so far, in all its ranks and workers."""
+
+    memory_hits: int
+    disk_hits: int
+    source_reads: int
+    """Samples that came from slow storage."""
+    fetched: int
+    """Samples that came from other nodes."""
+    corrupted: int
+    """Samples on the disk whose bytes were not those that were stored."""
+    not_stored: int
+    """Samples that the disk did not take: its bound, a full or slow disk."""
+    unstorable: int
+    """Samples of types that cannot be stored."""
+    samples_in_memory: int
+    memory_used_bytes: int
+    disk_used_bytes: int
+
+
+class CachedDataset(Dataset[Any]):
+    """A map-style dataset behind two caches. Every rank that shares it makes one, at the same place.
+
+    Level 1 keeps raw samples in `local_dir`, for all ranks of the node and for later runs; level 2 keeps decoded ones
+    in memory that the node's ranks and their DataLoader workers share, in the run. With several nodes each holds a part
+    of the indices; `sampler()` keeps ranks to their node's part.
+
+    What is cached is the dataset's sample: random augmentation has to come after it, in `transform`. The disk holds
+    bytes as they come from the storage where the dataset has `read(index) -> bytes` and `decode(bytes) -> sample`
+    (`datacache.RawDataset`), else decoded samples, which usually are larger.
+
+    Nothing about the caches changes what a sample is, and nothing that goes wrong with them ends the run: then samples
+    come from the storage, which is counted (`stats()`) and said once (`runtime.CacheWarning`).
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        *,
+        local_dir: str | Path | None = None,
+        memory_bytes: int = 0,
+        group: dist.ProcessGroup | None = None,
+        transform: Callable[[Any], Any] | None = None,
+        disk_bytes: int | None = None,
+        name: str | None = None,
+        node: str | None = None,
+        seed: int = 0,
+        fetch: bool = False,
+        probe: bool = True,
+        timeout_s: float = TIMEOUT_S,
+    ) -> None:
+        """Args:
+        dataset: map-style; equal samples from equal indices.
+        local_dir: a directory on a local disk, for level 1; None: none.
+        memory_bytes: of each node, for level 2; 0: none.
+        group: the ranks that read the dataset together; default: all of torch.distributed, or this process alone.
+        transform: (sample) → what the DataLoader gets; runs for every access.
+        disk_bytes: bound of everything in `local_dir`; default: what is there, and 90 % of what is free.
+        name: of the dataset in `local_dir`; default: a digest of everything that the object holds. Give one where it
+            cannot be pickled, or holds what differs between runs; and another one when the data changes.
+        node: names this machine; default: torchrun's node number, the host, and its view of processes.
+        seed: of the partition among nodes; equal on all ranks.
+        fetch: samples that another node holds are asked of it, batch by batch over the process group; needed for a
+            sampler with `full=True`. Then every rank has to read batches at the same steps.
+        probe: read some samples twice first, to find augmentation inside, types that cannot be stored, and data that
+            has changed.
+        timeout_s: deadline of waits for other ranks.
+
+        Raises:
+            InputError: on all ranks alike: a dataset, directory or bound is no good, or ranks differ in them.
+            EnvironmentFailure: a rank died or missed the deadline; memory cannot be shared.
+        """
+        self.transform = transform
+        world = World.join(group, check_timeout_s(timeout_s))
+        try:
+            mine: Wishes | PlannerError
+            try:
+                self._source = Source(dataset)
+                check_bytes("memory_bytes", memory_bytes)
+                check_bytes("disk_bytes", disk_bytes, may_be_none=True)
+                folder = None if local_dir is None else check_folder(local_dir)
+                known_as = "" if folder is None else name or identity(dataset)
+                mine = Wishes(folder, int(memory_bytes), disk_bytes, known_as, node_name(node), len(self._source), seed,
+                              fetch, probe)  # fmt: skip
+            except PlannerError as error:
+                mine = error
+            everyone = agree(world, mine)
+            assert isinstance(mine, Wishes)
+            self.rank = world.rank
+            self.partition = Partition(len(self._source), numbered([one.node for one in everyone]), seed)
+            self._node = self.partition.node_of_rank[self.rank]
+            shared = share(world, mine, self._source, self.partition, self._node)
+            self._memory: NodeMemory = shared.memory
+            self._disk = shared.disk
+            self.raw_bytes = shared.raw_bytes
+            """Size of the largest raw sample that was read at the start; 0 without `probe`."""
+            self._fetcher = self._make_fetcher(world, timeout_s) if fetch and self.partition.nodes > 1 else None
+        finally:
+            world.leave()
+
+    def _make_fetcher(self, world: World, timeout_s: float) -> Fetcher:
+        found: tuple[tuple[str, int], str] | PlannerError
+        try:
+            found = rendezvous(), os.urandom(8).hex()
+        except PlannerError as error:
+            found = error
+        everyone = world.gather(found, "agreeing on where workers meet")
+        raise_all(everyone, found)
+        assert isinstance(found, tuple)
+        return Fetcher(world.rank, world.ranks, found[0], f"datacache/{everyone[0][1]}", timeout_s)
+
+    def __len__(self) -> int:
+        """The number of samples when this was made."""
+        return len(self._source)
+
+    def check_length(self) -> None:
+        """Raises InputError where the dataset's length is not what it was when this was made."""
+        now = self._source.length()
+        if now != len(self):
+            raise InputError(
+                f"dataset: found {now} samples, expected {len(self)}, as when the cache was made: ranks would not "
+                f"agree on who reads what; make a new CachedDataset, on all ranks, when the data has changed"
+            )
+
+    def __getitem__(self, index: int) -> Any:
+        """A sample, transformed. Raises IndexError, and whatever the dataset raises."""
+        return self._finished(self._sample(self._checked(index)))
+
+    def __getitems__(self, indices: Sequence[int]) -> list[Any]:
+        """A batch of samples, transformed; with `fetch` every rank has to read one at the same time.
+
+        Raises:
+            CommunicationError: with `fetch`, a rank died or missed the deadline.
+        """
+        chosen = [self._checked(index) for index in indices]
+        if self._fetcher is None:
+            return [self._finished(self._sample(index)) for index in chosen]
+        samples = self._fetched(self._fetcher, chosen)
+        return [self._finished(samples[i] if i in samples else self._sample(index)) for i, index in enumerate(chosen)]
+
+    def _fetched(self, fetcher: Fetcher, indices: Sequence[int]) -> dict[int, Any]:
+        """The samples that other nodes hold, by their place in the batch."""
+        places: list[list[int]] = [[] for _ in range(fetcher.ranks)]
+        for place, node in enumerate(self.partition.owners(indices)):
+            if node != self._node:
+                there = self.partition.ranks_of(int(node))
+                places[there[self.rank % len(there)]].append(place)
+        wanted = [[indices[place] for place in one] for one in places]
+        found = fetcher.exchange(wanted, self._flat)
+        self._memory.count("fetched", sum(map(len, wanted)))
+        return {
+            place: unpack(flat)
+            for places_there, flats in zip(places, found, strict=True)
+            for place, flat in zip(places_there, flats, strict=True)
+        }
+
+    def _checked(self, index: int) -> int:
+        found = operator.index(index)
+        if not -len(self) <= found < len(self):
+            raise IndexError(f"index {found} of a dataset of {len(self)} samples")
+        return found % len(self)
+
+    def _finished(self, sample: Any) -> Any:
+        return sample if self.transform is None else self.transform(sample)
+
+    def _sample(self, index: int) -> Any:
+        flat = self._held(index)
+        if flat is not None:
+            return unpack(flat)
+        if self._disk is None and not self._memory.shape.slots:
+            self._memory.count("source_reads")
+            return self._source.sample(index)
+        try:
+            raw = self._read(index)
+            # Alike in all epochs: what decoding gives is taken apart and put together in the first one, too.
+            return unpack(self._keep(index, raw)) if self._memory.shape.slots else self._source.decode(raw)
+        except Unstorable as error:
+            self._warn_unstorable(index, error)
+            return error.sample
+
+    def _flat(self, index: int) -> Tensor:
+        """The flat sample of an index, for another node."""
+        flat = self._held(index)
+        try:
+            return self._keep(index, self._read(index)) if flat is None else flat
+        except Unstorable as error:
+            raise InputError(f"dataset: sample {index}: {error}, which cannot be sent to another node; convert it in "
+                             f"the dataset") from None  # fmt: skip
+
+    def _held(self, index: int) -> Tensor | None:
+        """A copy of the flat sample in this node's memory, or None."""
+        if not self._memory.shape.slots:
+            return None
+        slot = self.partition.slot(index, self._node)
+        flat = self._memory.get(slot) if slot >= 0 else None
+        if flat is not None:
+            self._memory.count("memory_hits")
+        return flat
+
+    def _read(self, index: int) -> bytes:
+        """The raw sample from the disk, or else from the storage, and then it is stored. Raises Unstorable."""
+        raw = None if self._disk is None else self._disk.get(index)
+        if raw is not None:
+            self._memory.count("disk_hits")
+            return raw
+        raw = self._source.read(index)
+        self._memory.count("source_reads")
+        if self._disk is not None:
+            self._disk.put(index, raw)
+        return raw
+
+    def _keep(self, index: int, raw: bytes) -> Tensor:
+        """The flat sample of raw bytes, which the node's memory gets where it has a place for it. Raises Unstorable."""
+        flat = self._source.flat(raw)
+        slot = self.partition.slot(index, self._node) if self._memory.shape.slots else -1
+        if slot >= 0:
+            self._memory.put(slot, flat)
+        return flat
+
+    def _warn_unstorable(self, index: int, error: Unstorable) -> None:
+        self._memory.count("unstorable")
+        if self._memory.first("unstorable"):
+            warnings.warn(
+                f"dataset: sample {index}: {error}, which cannot be stored, so it is made anew every time. "
+                f"stats().unstorable counts such samples; expected {STORABLE}",
+                CacheWarning,
+                stacklevel=2,
+            )
+
+    def sampler(
+        self, *, shuffle: bool = True, full: bool = False, seed: int = 0, drop_last: bool = False
+    ) -> CachedSampler:
+        """The sampler for this rank; see `CachedSampler`."""
+        return CachedSampler(self, shuffle=shuffle, full=full, seed=seed, drop_last=drop_last)
+
+    def stats(self) -> CacheStats:
+        """What this node's caches did so far."""
+        return CacheStats(
+            **self._memory.counts(),
+            samples_in_memory=self._memory.held,
+            memory_used_bytes=self._memory.used_bytes,
+            disk_used_bytes=0 if self._disk is None else self._disk.used_bytes(),
+        )
+
+    def flush(self, timeout_s: float = 60.0) -> bool:
+        """Waits until what this process has read is on the disk; False where it is not in time. Workers do so as they
+        end; this is for measurements and tests.
+        """
+        return self._disk is None or self._disk.flush(timeout_s)
+
+    def close(self) -> None:
+        """Lets go of the local disk; the next access opens it again."""
+        if self._disk is not None:
+            self._disk.close()

@@ -1,0 +1,294 @@
+"""Level 1: raw samples of slow storage on the local disk, shared by the processes of a node and by later runs.
+
+A disk that does not work never stops a run: whatever goes wrong here, samples come from the storage again, which is
+counted, and said once on the node.
+"""
+
+from __future__ import annotations
+
+import errno
+import math
+import os
+import sqlite3
+import threading
+import time
+import warnings
+import weakref
+from collections import deque
+from collections.abc import Mapping
+from multiprocessing import util
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from runtime.datacache.database import DAMAGED, FILE, Damaged, Database, batch_bytes
+from runtime.datacache.memory import NodeMemory
+from runtime.errors import CacheWarning
+
+WAITING_BYTES = 32 * 2**20
+"""Samples that wait to be written, in each process; where the disk is slower than the storage, the rest is not kept."""
+PAUSE_S = 30.0
+"""After a failure, and where the bound is reached, nothing is written for so long."""
+LOOK_S = 1.0
+"""How often a process looks whether the file is still there."""
+TOUCH_S = 60.0
+"""How often a process that only reads says that the dataset is in use."""
+LINGER_S = 0.1
+"""How long the first sample to be written waits for others."""
+IDLE_S = 2.0
+"""A writer that has had nothing to do for so long ends; the next sample starts another one."""
+FLUSH_S = 4.0
+"""How long a process that ends waits for what is not written yet; DataLoader gives its workers 5 s."""
+
+
+class DiskStore:
+    """The local disk of a node, for one dataset. Methods raise nothing but what `warnings` is told to raise."""
+
+    def __init__(
+        self, folder: Path, bound_bytes: int, dataset: str, memory: NodeMemory, owned: np.ndarray | None = None
+    ) -> None:
+        """See `Database`; `memory` is where the node counts, and remembers what was said."""
+        self.folder = folder
+        self.bound_bytes = bound_bytes
+        self._memory = memory
+        self._batch_bytes = batch_bytes(bound_bytes)
+        # Readers do not wait for writers, where each has a connection.
+        self._reader = Database(folder, bound_bytes, dataset, owned)
+        self._writer = Database(folder, bound_bytes, dataset, owned)
+        self._begin()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        reader = self._reader
+        return DiskStore, (self.folder, self.bound_bytes, reader.dataset, self._memory, reader.owned)
+
+    def _begin(self) -> None:
+        """In a process that has not used this yet: what its parent was to write, the parent writes."""
+        self._process = os.getpid()
+        self._waiting: deque[tuple[int, bytes]] = deque()
+        self._waiting_bytes = 0
+        self._wake = threading.Condition()
+        self._thread: threading.Thread | None = None
+        self._batch: list[tuple[int, bytes]] = []
+        self._touch = self._hurry = self._flushed_at_end = False
+        self._paused_until_s = self._unread_until_s = self._look_at_s = 0.0
+        self._touch_at_s = time.monotonic() + TOUCH_S
+
+    def get(self, index: int) -> bytes | None:
+        """The raw sample, or None where it is not there, or damaged, or the disk does not work."""
+        if self._process != os.getpid():
+            self._begin()
+        now_s = time.monotonic()
+        if now_s < self._unread_until_s:
+            return None
+        try:
+            if now_s >= self._look_at_s:
+                self._look_at_s = now_s + LOOK_S
+                self._look()
+            raw = self._reader.get(index)
+        except Damaged:
+            self._corrupted(index)
+            return None
+        except (sqlite3.Error, OSError) as error:
+            self._unread_until_s = time.monotonic() + PAUSE_S
+            self._failed(error, "read", self._reader)
+            return None
+        if raw is not None and now_s >= self._touch_at_s:
+            self._touch_at_s, self._touch = now_s + TOUCH_S, True
+            self._start_writer()
+        return raw
+
+    def _look(self) -> None:
+        """Finds out that somebody has deleted the file; then a new one is made."""
+        if self._reader.is_there():
+            return
+        self._reader.close()
+        if self._memory.first("deleted"):
+            self._say(f"{self._reader.path} was deleted while in use; a new one is made, and filled again")
+
+    def _corrupted(self, index: int) -> None:
+        self._memory.count("corrupted")
+        if self._memory.first("corrupted"):
+            self._say(
+                f"{self._reader.path}: the bytes of sample {index} are not those that were stored; it is read again "
+                f"from the storage. Check the disk; stats().corrupted counts further ones"
+            )
+        try:
+            if not self._reader.read_only:
+                self._reader.delete(index)
+        except (sqlite3.Error, OSError) as error:
+            self._failed(error, "write", self._reader)
+
+    def put(self, index: int, raw: bytes) -> None:
+        """Stores a raw sample some time later; where that cannot be, counts it."""
+        if self._process != os.getpid():
+            self._begin()
+        many = self._waiting and self._waiting_bytes + len(raw) > WAITING_BYTES
+        if many or time.monotonic() < self._paused_until_s:
+            self._memory.count("not_stored")
+            return
+        with self._wake:
+            self._waiting.append((index, raw))
+            self._waiting_bytes += len(raw)
+            wake = len(self._waiting) == 1 or self._waiting_bytes >= self._batch_bytes
+        if wake:
+            self._start_writer()
+
+    def _start_writer(self) -> None:
+        with self._wake:
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._write_all, name="datacache", daemon=True)
+                self._thread.start()
+            if not self._flushed_at_end:
+                self._flushed_at_end = True
+                # Runs at the end of DataLoader workers too, which atexit's functions do not.
+                util.Finalize(None, _flush, args=(weakref.ref(self),), exitpriority=100)
+            self._wake.notify_all()
+
+    def flush(self, timeout_s: float = 60.0) -> bool:
+        """Waits until all that this process has put is on the disk, or given up; False where the time did not do."""
+        if self._process != os.getpid() or not (self._waiting or self._batch):
+            return True
+        self._hurry = True
+        self._start_writer()
+        with self._wake:
+            done = self._wake.wait_for(lambda: not self._waiting and not self._batch, timeout_s)
+            self._hurry = False
+            return done
+
+    def _write_all(self) -> None:
+        """The thread that writes; it ends when there has been nothing to do for a while."""
+        try:
+            while self._wait_for_work():
+                try:
+                    self._write(self._batch)
+                finally:
+                    with self._wake:
+                        self._batch = []
+                        self._wake.notify_all()
+        finally:
+            with self._wake:
+                if self._thread is threading.current_thread():
+                    self._thread = None
+
+    def _wait_for_work(self) -> bool:
+        with self._wake:
+            if not self._wake.wait_for(lambda: self._waiting or self._touch, IDLE_S):
+                self._thread = None
+                return False
+            # A transaction costs as much as some samples, so it waits for a few.
+            self._wake.wait_for(lambda: self._hurry or self._waiting_bytes >= self._batch_bytes, LINGER_S)
+            self._batch, self._touch = self._next_batch(), False
+            return True
+
+    def _next_batch(self) -> list[tuple[int, bytes]]:
+        batch: list[tuple[int, bytes]] = []
+        size_bytes = 0
+        while self._waiting and (not batch or size_bytes + len(self._waiting[0][1]) <= self._batch_bytes):
+            batch.append(self._waiting.popleft())
+            size_bytes += len(batch[-1][1])
+        self._waiting_bytes -= size_bytes
+        return batch
+
+    def _write(self, batch: list[tuple[int, bytes]]) -> None:
+        try:
+            if not self._writer.is_there():
+                self._writer.close()
+            with self._writer.opened():
+                if self._writer.read_only:
+                    self._read_only(len(batch))
+                    return
+                stored = self._writer.put(batch)
+        except (sqlite3.Error, OSError) as error:
+            self._memory.count("not_stored", len(batch))
+            self._paused_until_s = time.monotonic() + PAUSE_S
+            self._failed(error, "write", self._writer)
+            return
+        if stored < len(batch):
+            self._memory.count("not_stored", len(batch) - stored)
+            self._paused_until_s = time.monotonic() + PAUSE_S
+
+    def _read_only(self, samples: int) -> None:
+        self._memory.count("not_stored", samples)
+        self._paused_until_s = time.monotonic() + PAUSE_S
+        if self._memory.first("read_only"):
+            self._say(
+                f"local_dir {self.folder}: cannot be written to; samples that are there are used, new ones are not "
+                f"stored. Make it writable, or name another directory"
+            )
+
+    def _failed(self, error: Exception, doing: str, database: Database) -> None:
+        """Says what is wrong with the disk; a damaged file is made anew."""
+        name = getattr(error, "sqlite_errorname", "") or ""
+        if name.startswith(DAMAGED) or isinstance(error, sqlite3.NotSupportedError):
+            self._make_anew(error, database)
+            return
+        if not database.path.exists() and database.read_only:
+            self._read_only(0)
+        elif name == "SQLITE_FULL" or getattr(error, "errno", None) in _FULL:
+            if self._memory.first("full"):
+                self._say(
+                    f"local_dir {self.folder}: the disk is full; no more samples are stored, those that are there are "
+                    f"used. Free some space, or give a smaller disk_bytes"
+                )
+        elif self._memory.first(doing):
+            self._say(
+                f"local_dir {self.folder}: cannot {doing} {FILE} ({error}); samples come from the storage. "
+                f"Check the disk and its permissions"
+            )
+
+    def _make_anew(self, error: Exception, database: Database) -> None:
+        if self._memory.first("rebuilt"):
+            self._say(f"{database.path} is damaged ({error}); a new one is made, and filled again. Check the disk")
+        try:
+            database.remove()
+        except OSError:
+            return  # said already; the next try comes after a pause
+        self._unread_until_s = self._paused_until_s = 0.0
+
+    def _say(self, text: str) -> None:
+        warnings.warn(text, CacheWarning, stacklevel=2)
+
+    def compare(self, samples: Mapping[int, bytes]) -> None:
+        """Throws the dataset's samples away where those that are stored are not what the storage has now."""
+        try:
+            stored = [(self._reader.get(index), raw) for index, raw in samples.items()]
+            if all(found is None or found == raw for found, raw in stored):
+                return
+            if self._reader.read_only:
+                self._unread_until_s = math.inf
+            else:
+                self._reader.forget()
+        except Damaged:
+            return  # found again, and said, when that sample's turn comes
+        except (sqlite3.Error, OSError) as error:
+            self._failed(error, "read", self._reader)
+            return
+        if self._memory.first("changed"):
+            self._say(
+                f"local_dir {self.folder}: the dataset has changed since its samples were stored there under this "
+                f"name; they are not used, and stored anew"
+            )
+
+    def used_bytes(self) -> int:
+        """Bytes of the directory's files now."""
+        return self._reader.size_bytes()
+
+    def close(self) -> None:
+        """Writes what waits, and lets go of the file."""
+        self.flush()
+        for database in (self._reader, self._writer):
+            try:
+                database.close()
+            except sqlite3.Error as error:
+                self._failed(error, "write", database)
+
+
+def _flush(store: weakref.ref[DiskStore]) -> None:
+    """At the end of a process."""
+    alive = store()
+    if alive is not None:
+        alive.flush(FLUSH_S)
+
+
+_FULL = (errno.ENOSPC, errno.EDQUOT)

@@ -1,0 +1,152 @@
+"""Samples from the nodes that hold them: exchanged batch by batch between ranks, for shuffling over all samples.
+
+Every rank reads a batch at the same step, as data-parallel training does. The same DataLoader worker of each rank makes
+the same batches, so that the workers of one number form a process group of their own: they exchange beside training,
+and samples are augmented in parallel after that. Ranks that load in the training process form one, too.
+
+An exchange has four messages in which every rank sends something to each other: how many samples it wants, which, how
+large they are, and their bytes.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import get_worker_info
+
+from runtime.errors import CommunicationError, InputError, PlannerError
+from runtime.torch_compat import all_to_all_uneven, meet, store_address
+from runtime.world import first_line
+
+_INHERITED: list[Any] = []
+"""Groups of the process that this one was forked from: to end one would wait for threads that did not come along."""
+
+FAILED = -1
+"""In place of a size: the rank that holds the sample could not read it."""
+
+
+class Fetcher:
+    """This rank's, or one of its workers', connection to the same of the other ranks."""
+
+    def __init__(self, rank: int, ranks: int, address: tuple[str, int], key: str, timeout_s: float) -> None:
+        """Args:
+        rank: this rank among those that share the cache.
+        ranks: their number.
+        address: of the TCP store at which groups form.
+        key: tells this cache from others there; equal on all ranks.
+        timeout_s: deadline of each exchange.
+        """
+        self.rank = rank
+        self.ranks = ranks
+        self.timeout_s = timeout_s
+        self._address = address
+        self._key = key
+        self._process = 0
+        self._group: Any = None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Fetcher, (self.rank, self.ranks, self._address, self._key, self.timeout_s)
+
+    def _joined(self) -> Any:
+        """The group of this process; made with the first exchange in it."""
+        if self._process != os.getpid():
+            _INHERITED.append(self._group)
+            worker = get_worker_info()
+            key = f"{self._key}/{'rank' if worker is None else worker.id}"
+            self._group = meet(self._address, key, self.rank, self.ranks, timedelta(seconds=self.timeout_s))
+            self._process = os.getpid()
+        return self._group
+
+    def exchange(self, wanted: Sequence[Sequence[int]], load: Callable[[int], Tensor]) -> list[list[Tensor]]:
+        """Every rank calls this for the same batch.
+
+        Args:
+            wanted: by rank, the indices to get from it.
+            load: gives a flat sample (uint8) that this rank is asked for.
+
+        Returns:
+            By rank, the flat samples, in the order in which they were asked for.
+
+        Raises:
+            CommunicationError: a rank died, missed the deadline, or could not read a sample.
+            Whatever `load` raises here, after the other ranks have been told.
+        """
+        with self._naming():
+            group = self._joined()
+            counts = self._to_all(group, torch.tensor([len(indices) for indices in wanted]), [1] * self.ranks)
+            asked = self._to_all(
+                group, torch.tensor([index for indices in wanted for index in indices], dtype=torch.int64),
+                [len(indices) for indices in wanted], counts.tolist(),
+            )  # fmt: skip
+        samples, trouble = self._load(asked.tolist(), load)
+        sizes = torch.tensor([sample.numel() for sample in samples] or [FAILED] * len(asked), dtype=torch.int64)
+        with self._naming():
+            got = self._to_all(group, sizes, counts.tolist(), [len(indices) for indices in wanted])
+            gives = [int(part.clamp(min=0).sum()) for part in sizes.split(counts.tolist())]
+            gets = [int(part.clamp(min=0).sum()) for part in got.split([len(indices) for indices in wanted])]
+            given = torch.cat(samples) if samples else torch.empty(0, dtype=torch.uint8)
+            flat = self._to_all(group, given, gives, gets)
+        if trouble is not None:
+            raise trouble
+        return self._split(wanted, got.tolist(), flat)
+
+    def _load(self, indices: Sequence[int], load: Callable[[int], Tensor]) -> tuple[list[Tensor], BaseException | None]:
+        """(samples, what was raised): the others wait for an answer in any case."""
+        try:
+            return [load(index) for index in indices], None
+        except Exception as error:
+            return [], error
+
+    def _split(self, wanted: Sequence[Sequence[int]], sizes: list[int], flat: Tensor) -> list[list[Tensor]]:
+        found: list[list[Tensor]] = []
+        end = place = 0
+        for rank, indices in enumerate(wanted):
+            if indices and sizes[place] == FAILED:
+                raise CommunicationError(
+                    f"rank {self.rank}: rank {rank} could not read one of the samples {list(indices)[:8]}, which its "
+                    f"node holds; its own error says why"
+                )
+            here = []
+            for size_bytes in sizes[place : place + len(indices)]:
+                here.append(flat[end : end + size_bytes].clone())  # leaves begin at multiples of 64 bytes again
+                end += size_bytes
+            found.append(here)
+            place += len(indices)
+        return found
+
+    def _to_all(self, group: Any, given: Tensor, gives: list[int], gets: list[int] | None = None) -> Tensor:
+        """Parts of `given` of these lengths to ranks, and what came from them, one after the other."""
+        gets = gives if gets is None else gets
+        output = torch.empty(sum(gets), dtype=given.dtype)
+        all_to_all_uneven(group, output, given, gets, gives)
+        return output
+
+    @contextmanager
+    def _naming(self) -> Any:
+        try:
+            yield
+        except PlannerError:
+            raise
+        except RuntimeError as error:
+            worker = get_worker_info()
+            who = f"rank {self.rank}" + (f", worker {worker.id}" if worker else "")
+            raise CommunicationError(
+                f"{who}: exchanging samples between nodes: another rank died, or did not read a batch within "
+                f"{self.timeout_s:g} s; every rank has to read equally many batches, with equally many workers "
+                f"({first_line(error)})"
+            ) from error
+
+
+def rendezvous() -> tuple[str, int]:
+    """Where groups of workers can form. Raises InputError where torch.distributed was not started by TCP."""
+    address = store_address()
+    if address is None:
+        raise InputError("fetch=True: found a process group that was formed by a file, expected one formed over TCP, "
+                         "where workers can meet too; use init_method='env://' or torchrun")  # fmt: skip
+    return address

@@ -1,0 +1,234 @@
+"""The ranks that share a cache: they agree on what it is, and those of one node on its memory and disk."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from runtime.datacache.database import Database, least_bound_bytes
+from runtime.datacache.disk import DiskStore
+from runtime.datacache.memory import NodeMemory, overhead_bytes
+from runtime.datacache.partition import Partition
+from runtime.datacache.samples import ALIGNMENT
+from runtime.datacache.source import PROBED, Source, probe
+from runtime.errors import EnvironmentFailure, InputError, PlannerError
+from runtime.files import checked_path
+from runtime.world import World
+
+FREE_SHARE = 0.1
+"""How much of the disk's free space a cache without a bound leaves."""
+
+REMOTE = frozenset(("nfs", "nfs4", "cifs", "smb3", "smbfs", "9p", "ceph", "lustre", "glusterfs", "afs", "fuse.sshfs",
+                    "fuse.glusterfs", "beegfs", "gpfs", "wekafs", "fuse.s3fs", "fuse.gcsfuse"))  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Wishes:
+    """What a rank was asked for."""
+
+    local_dir: Path | None
+    memory_bytes: int
+    disk_bytes: int | None
+    dataset: str
+    """See `source.identity`, or the name that was given."""
+    node: str
+    samples: int
+    seed: int
+    fetch: bool
+    probe: bool
+
+
+@dataclass(frozen=True)
+class Shared:
+    """What the ranks of a node have in common."""
+
+    memory: NodeMemory
+    disk: DiskStore | None
+    flat_bytes: int
+    """The largest decoded sample that was looked at."""
+    raw_bytes: int
+
+
+def node_name(node: str | None) -> str:
+    """This machine: the name given, or torchrun's node number, host and the view of its processes."""
+    if node is not None:
+        return str(node)
+    try:
+        view = os.readlink("/proc/self/ns/pid")  # containers on one host may not see each other's memory
+    except OSError:
+        view = ""
+    return f"{os.environ.get('GROUP_RANK', '')} {socket.gethostname()} {view}"
+
+
+def check_bytes(name: str, value: object, *, may_be_none: bool = False) -> None:
+    """Raises InputError where a number of bytes is none."""
+    if value is None and may_be_none:
+        return
+    if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 0:
+        raise InputError(f"{name}: found {value!r}, expected a number of bytes, such as 8 * 2**30")
+
+
+def check_folder(local_dir: object) -> Path:
+    """The directory of the cache, made where its parent is there.
+
+    Raises:
+        InputError: not a path; a file; on a network file system, which SQLite's locks do not work on.
+    """
+    folder = Path(checked_path(local_dir)).absolute()
+    if folder.exists() and not folder.is_dir():
+        raise InputError(f"local_dir: {folder} is a file, expected a directory; name another one")
+    kind = file_system(folder)
+    if kind in REMOTE:
+        raise InputError(
+            f"local_dir: {folder} is on a network file system ({kind}), expected a disk of this node; name another one"
+        )
+    return folder
+
+
+def file_system(folder: Path) -> str:
+    """The kind of file system that a path is on, by the kernel's table of mounts; empty where that is not known."""
+    best, kind = "", ""
+    try:
+        with open("/proc/self/mounts", encoding="utf-8", errors="replace") as mounts:
+            for line in mounts:
+                _, point, found, *_ = line.split(" ")
+                if len(point) >= len(best) and folder.is_relative_to(point):
+                    best, kind = point, found
+    except (OSError, ValueError):
+        return ""
+    return kind
+
+
+def agree(world: World, mine: Wishes | PlannerError) -> list[Wishes]:
+    """All ranks' wishes; every rank comes to the same verdict.
+
+    Raises:
+        InputError: a rank has a problem, or ranks differ where they must not.
+    """
+    everyone: list[Wishes | PlannerError] = world.gather(mine, "agreeing on a data cache")
+    raise_all(everyone, mine)
+    wishes = [one for one in everyone if isinstance(one, Wishes)]
+    for name, what in (("samples", "lengths of the dataset"), ("seed", "seeds"), ("fetch", "values of fetch")):
+        values = [getattr(one, name) for one in wishes]
+        if len(set(values)) > 1:
+            listed = ", ".join(f"rank {rank}: {value}" for rank, value in enumerate(values[:8]))
+            raise InputError(f"ranks have different {what} ({listed}), expected equal ones; give every rank the same")
+    for node in {one.node for one in wishes}:
+        here = {(one.memory_bytes, one.disk_bytes, one.local_dir, one.dataset) for one in wishes if one.node == node}
+        if len(here) > 1:
+            raise InputError(
+                "ranks of one node gave different datasets, memory_bytes, disk_bytes or local_dir, expected equal "
+                "ones, which they share; give every rank the same"
+            )
+    return wishes
+
+
+def raise_all(everyone: Sequence[object], mine: object) -> None:
+    """Raises where any rank has a problem: on it, its own; on others, theirs.
+
+    Raises:
+        InputError, EnvironmentFailure.
+    """
+    if isinstance(mine, BaseException):
+        raise mine
+    for rank, one in enumerate(everyone):
+        if isinstance(one, BaseException):
+            kind = InputError if isinstance(one, InputError) else EnvironmentFailure
+            raise kind(f"rank {rank}: {one}")
+
+
+def share(world: World, wishes: Wishes, source: Source, partition: Partition, node: int) -> Shared:
+    """The memory and disk of this node. Its first rank makes and checks them, the others open them.
+
+    Raises:
+        InputError: a bound is smaller than one sample; see `probe`.
+        EnvironmentFailure: there is no memory, or it cannot be seen.
+    """
+    first = partition.ranks_of(node)[0] == world.rank
+    made: Shared | None = None
+    told: Any = None
+    if first:
+        try:
+            made = _make(wishes, source, partition, node)
+            told = made.memory.address, made.disk and made.disk.bound_bytes, made.flat_bytes, made.raw_bytes
+        except Exception as error:  # the dataset's own errors too: other ranks wait for a word
+            told = error if isinstance(error, PlannerError) else _Foreign(error)
+    everyone = world.gather(told if not isinstance(told, _Foreign) else told.words(), "sharing memory")
+    raise_all(everyone, told.error if isinstance(told, _Foreign) else told)
+    problem: PlannerError | None = None
+    if made is None:
+        try:
+            address, bound_bytes, flat_bytes, raw_bytes = everyone[partition.ranks_of(node)[0]]
+            memory = NodeMemory.open(address)
+            made = Shared(memory, _disk(wishes, bound_bytes, memory, partition, node), flat_bytes, raw_bytes)
+        except PlannerError as error:
+            problem = error
+    raise_all(world.gather(problem, "opening the memory of the nodes"), problem)
+    assert made is not None
+    return made
+
+
+@dataclass(frozen=True)
+class _Foreign:
+    """What a dataset raised when it was read first: told in words to other ranks, raised as it is here."""
+
+    error: Exception
+
+    def words(self) -> EnvironmentFailure:
+        return EnvironmentFailure(f"the dataset raised {type(self.error).__name__}: {self.error}")
+
+
+def _make(wishes: Wishes, source: Source, partition: Partition, node: int) -> Shared:
+    part = partition.part(node)
+    memory = NodeMemory.make(partition.size(node) if wishes.memory_bytes else 0, wishes.memory_bytes)
+    disk = _disk(wishes, _disk_bound_bytes(wishes), memory, partition, node)
+    if not wishes.probe or not (wishes.memory_bytes or disk or wishes.fetch):
+        return Shared(memory, disk, 0, 0)
+    chosen = {0, len(source) - 1} if not len(part) else {int(part[0]), int(part[-1])}
+    chosen |= {int(index) for index in np.random.default_rng().choice(part, min(len(part), PROBED - len(chosen)))}
+    found, raw_bytes, flat_bytes = probe(source, sorted(chosen), decoded=wishes.memory_bytes > 0 or wishes.fetch)
+    _check_bounds(wishes, partition.size(node), disk, raw_bytes, flat_bytes)
+    if disk is not None:
+        disk.compare(found)
+    return Shared(memory, disk, flat_bytes, raw_bytes)
+
+
+def _check_bounds(wishes: Wishes, slots: int, disk: DiskStore | None, raw_bytes: int, flat_bytes: int) -> None:
+    least = overhead_bytes(slots) + -(-flat_bytes // ALIGNMENT) * ALIGNMENT
+    if 0 < wishes.memory_bytes < least:
+        raise InputError(
+            f"memory_bytes: found {wishes.memory_bytes}, expected at least {least}: one decoded sample has "
+            f"{flat_bytes} bytes, and the table {least - flat_bytes}; give more, or 0 to keep none in memory"
+        )
+    if disk is not None and disk.bound_bytes < least_bound_bytes(raw_bytes):
+        raise InputError(
+            f"disk_bytes: found {disk.bound_bytes}{'' if wishes.disk_bytes is not None else ' free'}, expected at "
+            f"least {least_bound_bytes(raw_bytes)}: one raw sample has {raw_bytes} bytes, and the database needs "
+            f"some; give more, or no local_dir to keep none on the disk"
+        )
+
+
+def _disk(
+    wishes: Wishes, bound_bytes: int | None, memory: NodeMemory, partition: Partition, node: int
+) -> DiskStore | None:
+    if wishes.local_dir is None or bound_bytes is None:
+        return None
+    return DiskStore(wishes.local_dir, bound_bytes, wishes.dataset, memory, partition.owned(node))
+
+
+def _disk_bound_bytes(wishes: Wishes) -> int | None:
+    """The bound given; else what the files take now, and most of what is free."""
+    if wishes.local_dir is None or wishes.disk_bytes is not None:
+        return wishes.disk_bytes
+    folder = wishes.local_dir
+    while not folder.exists():
+        folder = folder.parent
+    here = Database(wishes.local_dir, 0, "").size_bytes()
+    return here + int(shutil.disk_usage(folder).free * (1.0 - FREE_SHARE))

@@ -1,0 +1,139 @@
+"""The sampler of a cached dataset: which indices this rank reads in an epoch, so that the caches are hit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from torch.utils.data import Sampler
+
+from runtime.datacache.orders import Rules, Stage, epoch_orders, per_rank, to_stages
+from runtime.errors import InputError
+
+if TYPE_CHECKING:
+    from runtime.datacache.dataset import CachedDataset
+
+
+class CachedSampler(Sampler[int]):
+    """A `DistributedSampler` that keeps each node to the samples that it holds.
+
+    Every epoch shuffles each node's samples anew and deals them out to its ranks. Its contract is DistributedSampler's:
+    `set_epoch` before each epoch, as many samples on every rank, each sample once where ranks divide their number, else
+    some twice (or, with `drop_last`, some not at all). Equal on all ranks: everything but the rank.
+    """
+
+    def __init__(
+        self,
+        dataset: CachedDataset,
+        *,
+        shuffle: bool = True,
+        full: bool = False,
+        seed: int = 0,
+        drop_last: bool = False,
+    ) -> None:
+        """Args:
+        dataset: knows the ranks, and which node holds what.
+        shuffle: anew in each epoch; else in ascending order.
+        full: shuffle over all samples, in the very order of DistributedSampler, instead of within each node's.
+            Samples of other nodes then come from the storage, or from these nodes with `CachedDataset(fetch=True)`.
+        seed: of the shuffling.
+        drop_last: leave out what ranks do not divide, instead of reading some samples twice.
+        """
+        self.dataset = dataset
+        self.rules = Rules(shuffle, full, seed, drop_last)
+        self.epoch = 0
+        self._before: tuple[Stage, ...] = ()
+        """What other numbers of ranks did of this epoch."""
+        self._skip = 0
+        """How many samples each of these ranks did of it, before that was cut off."""
+        self._begun = False
+
+    @property
+    def rank(self) -> int:
+        """This rank."""
+        return self.dataset.rank
+
+    @property
+    def num_replicas(self) -> int:
+        """Number of ranks, by DistributedSampler's name."""
+        return len(self.dataset.partition.node_of_rank)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Names the epoch that the next iteration is. One that a checkpoint left in the middle goes on there."""
+        if epoch != self.epoch:
+            self._before, self._skip, self._begun = (), 0, False
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        """Samples that this rank reads in this iteration, or the next one where none has begun."""
+        return int(self._orders().shape[1]) - self._skip if self._before else self._whole() - self._skip
+
+    def _whole(self) -> int:
+        return per_rank(len(self.dataset), self.num_replicas, self.rules.drop_last)
+
+    def __iter__(self) -> Iterator[int]:
+        """Raises InputError where the dataset's length has changed."""
+        self.dataset.check_length()
+        if self._begun:  # once more, without set_epoch: the whole epoch
+            self._before, self._skip = (), 0
+        self._begun = True
+        return iter(self._orders()[self.rank, self._skip :].tolist())
+
+    def _orders(self) -> np.ndarray:
+        return epoch_orders(self.dataset.partition, self.rules, self.epoch, self._before)
+
+    def state_dict(self, samples_done: int) -> dict[str, Any]:
+        """What `load_state_dict` needs to go on in the middle of the epoch, on as many ranks or others: plain JSON.
+
+        Args:
+            samples_done: how many samples of this iteration each rank has trained on: its steps × batch size. The
+                sampler cannot know, since workers read ahead.
+
+        Raises:
+            InputError: there are not so many.
+        """
+        if not 0 <= samples_done <= len(self):
+            raise InputError(f"samples_done: found {samples_done}, expected 0 to {len(self)}, the samples of a rank in "
+                             f"this iteration; count steps × batch size since it began")  # fmt: skip
+        here = Stage(self.dataset.partition.node_of_rank, self._skip + samples_done)
+        return {
+            "epoch": self.epoch,
+            "stages": [[list(stage.node_of_rank), stage.done] for stage in (*self._before, here)],
+            **self._identity(),
+        }
+
+    def _identity(self) -> dict[str, Any]:
+        """What has to be as it was for an epoch to go on."""
+        rules = self.rules
+        return {"samples": len(self.dataset), "partition_seed": self.dataset.partition.seed, "shuffle": rules.shuffle,
+                "full": rules.full, "seed": rules.seed, "drop_last": rules.drop_last}  # fmt: skip
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Goes on where `state_dict` was called: the next iteration reads what remains of that epoch, each sample once.
+
+        Every rank calls it with the same state. With other ranks than then, what remains is dealt out anew, and read by
+        whichever rank, whoever holds it.
+
+        Raises:
+            InputError: the state is of another dataset or other rules, or is none.
+        """
+        for name, here in self._identity().items():
+            if name not in state or state[name] != here:
+                found = repr(state[name]) if name in state else "nothing"
+                raise InputError(
+                    f"state of the sampler: {name}: found {found}, expected {here!r}; give the same dataset and "
+                    f"options as when it was saved, or begin the epoch anew"
+                )
+        try:
+            epoch, stages = int(state["epoch"]), to_stages(state["stages"])
+        except (KeyError, TypeError, ValueError) as error:
+            raise InputError(
+                f"state of the sampler: found a damaged one ({error!r}), expected what state_dict returned; begin the "
+                f"epoch anew"
+            ) from None
+        self.epoch, self._begun = epoch, False
+        self._before, self._skip = tuple(stage for stage in stages if stage.done), 0
+        if self._before and self._before[-1].node_of_rank == self.dataset.partition.node_of_rank:
+            *earlier, last = self._before
+            self._before, self._skip = tuple(earlier), last.done

@@ -1,0 +1,180 @@
+"""The dataset that is cached: how its raw samples are read, decoded and told from another dataset's."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import IterableDataset
+
+from runtime.datacache.samples import STORABLE, Unstorable, from_bytes, pack
+from runtime.errors import InputError
+
+PROBED = 4
+"""Samples that are read at the start: twice, to see that they are the same; and compared with what is on the disk."""
+
+
+@runtime_checkable
+class RawDataset(Protocol):
+    """A dataset whose samples are bytes first. Then the disk holds these, which are several times smaller."""
+
+    def __len__(self) -> int: ...
+
+    def read(self, index: int) -> bytes:
+        """The raw sample, from slow storage: the bytes of a JPEG, say."""
+        ...
+
+    def decode(self, raw: bytes) -> Any:
+        """The sample, by computation alone; equal bytes give equal samples."""
+        ...
+
+
+class Source:
+    """A map-style dataset, raw or not, behind one interface."""
+
+    def __init__(self, dataset: Any) -> None:
+        """Raises InputError where the dataset is none, or has no samples."""
+        self.dataset = dataset
+        self.raw = isinstance(dataset, RawDataset)
+        indexed = callable(getattr(type(dataset), "__getitem__", None)) and not isinstance(dataset, IterableDataset)
+        if not self.raw and not indexed:
+            raise InputError(
+                f"dataset: found a {type(dataset).__name__}, expected a map-style dataset: __getitem__(index), or "
+                f"read(index) and decode(bytes); an iterable one cannot be cached by index"
+            )
+        self.samples = self.length()
+        if self.samples == 0:
+            raise InputError("dataset: found one without samples, expected at least one; check where it looks for them")
+
+    def __len__(self) -> int:
+        """The length at the start."""
+        return self.samples
+
+    def length(self) -> int:
+        """The dataset's length now."""
+        try:
+            return len(self.dataset)
+        except TypeError as error:
+            raise InputError(
+                f"dataset: {type(self.dataset).__name__} has no length ({error}), expected a map-style dataset; "
+                f"give it a __len__"
+            ) from None
+
+    def read(self, index: int) -> bytes:
+        """A sample from the storage: its raw bytes, or those of the flat sample where it is not raw.
+
+        Raises:
+            Unstorable: it is not raw, and holds something that cannot be stored. Whatever the dataset raises.
+        """
+        if not self.raw:
+            return pack(self.dataset[index]).to_bytes()
+        found = self.dataset.read(index)
+        if not isinstance(found, bytes | bytearray | memoryview):
+            raise InputError(
+                f"dataset.read({index}): found a {type(found).__name__}, expected bytes; let decode make the sample"
+            )
+        return bytes(found)
+
+    def sample(self, index: int) -> Any:
+        """A sample from the storage, as the dataset gives it."""
+        return self.dataset.decode(self.read(index)) if self.raw else self.dataset[index]
+
+    def decode(self, raw: bytes) -> Any:
+        """The sample of raw bytes."""
+        return self.dataset.decode(raw) if self.raw else from_bytes(raw)
+
+    def flat(self, raw: bytes) -> Tensor:
+        """The flat sample of raw bytes. Raises Unstorable."""
+        if self.raw:
+            return pack(self.dataset.decode(raw)).flat()
+        return torch.frombuffer(bytearray(raw), dtype=torch.uint8)
+
+
+def identity(dataset: Any) -> str:
+    """What tells the dataset from others: a digest of everything that it holds (paths, labels, options).
+
+    Raises:
+        InputError: it cannot be pickled, which is how that is found out.
+    """
+    from joblib import hash as digest
+
+    kind = type(dataset)
+    try:
+        return f"{kind.__module__}.{kind.__qualname__} {digest(dataset, hash_name='sha1')}"
+    except Exception as error:
+        raise InputError(
+            f"dataset: {kind.__name__} cannot be pickled ({type(error).__name__}: {error}), so that nothing tells it "
+            f"from another one in local_dir; give CachedDataset a name=, and another one whenever the data changes"
+        ) from error
+
+
+@contextmanager
+def generators_kept() -> Iterator[None]:
+    """Leaves the random numbers of Python, NumPy and torch as if nobody had drawn any."""
+    kept = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    try:
+        yield
+    finally:
+        random.setstate(kept[0])
+        np.random.set_state(kept[1])
+        torch.set_rng_state(kept[2])
+
+
+@contextmanager
+def _apart(source: Source) -> Iterator[Source]:
+    """The source with a copy of the dataset, so that files which it opens when it is first read are not inherited by
+    forked workers."""
+    kept = source.dataset
+    try:
+        source.dataset = copy.copy(kept)
+    except Exception:
+        source.dataset = kept  # not every object can be copied
+    try:
+        yield source
+    finally:
+        source.dataset = kept
+
+
+def probe(source: Source, indices: Sequence[int], *, decoded: bool) -> tuple[dict[int, bytes], int, int]:
+    """Reads samples twice: (raw bytes by index, size of the largest one raw, decoded and flat).
+
+    Args:
+        source: is read as by a copy of its dataset.
+        indices: at least one.
+        decoded: whether decoded samples will be stored; else sizes of those are 0, where they cannot be.
+
+    Raises:
+        InputError: two reads of one sample differ, so that augmentation is inside, or it cannot be stored.
+    """
+    found: dict[int, bytes] = {}
+    flat_bytes = 0
+    with generators_kept(), _apart(source):
+        for index in indices:
+            try:
+                raw = found[index] = source.read(index)
+                again = raw if source.raw else source.read(index)
+                same = raw == again
+                if source.raw:
+                    flat, flat_again = source.flat(raw), source.flat(raw)
+                    same = torch.equal(flat, flat_again)
+                    flat_bytes = max(flat_bytes, flat.numel())
+            except Unstorable as error:
+                if source.raw and not decoded:
+                    continue
+                raise InputError(
+                    f"dataset: sample {index}: {error}, which cannot be stored; expected {STORABLE}: convert it in the "
+                    f"dataset, or, where it is made at random, in transform="
+                ) from None
+            if not same:
+                raise InputError(
+                    f"dataset: sample {index} differs between two reads, expected the same; a cache would repeat one "
+                    f"of them for ever: move random augmentation to transform=, which runs after the cache"
+                )
+    raw_bytes = max(map(len, found.values()))
+    return found, raw_bytes, flat_bytes if source.raw else raw_bytes
