@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from runtime.errors import AccuracyWarning, DriftWarning, FallbackWarning
+from runtime.errors import AccuracyWarning, AdaptedWarning, DriftWarning, FallbackWarning
 from runtime.plan import Plan, load_plan, parse_plan
 from runtime.version import __version__
 
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from runtime.session import Session
 
 __all__ = [
-    "AccuracyWarning", "DriftWarning", "FallbackWarning", "Plan", "Report", "Session", "__version__", "attach",
-    "load_plan", "parse_plan",
+    "AccuracyWarning", "AdaptedWarning", "DriftWarning", "FallbackWarning", "Plan", "Report", "Session", "__version__",
+    "attach", "load_plan", "parse_plan",
 ]  # fmt: skip
 
 _NEED_TORCH = {"attach": "runtime.attaching", "Session": "runtime.session", "Report": "runtime.report"}
