@@ -13,10 +13,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from runtime.buckets import BucketBuffer
-from runtime.collectives.phases import add_up, bounds, share_of
+from runtime.collectives.phases import Scatter, add_up, bounds, exchange, share_of
 from runtime.compressors.dgc import warmup_density
 from runtime.compressors.sparse import SparseCompressor
 from runtime.lossy import Carrier
@@ -29,6 +30,7 @@ class ShardCarrier(Carrier):
 
     def __init__(self, bucket: BucketBuffer, parts: int, part: int) -> None:
         """The bucket is divided into as many parts as the node has ranks; this rank has number `part`."""
+        self.parts, self.part = parts, part
         self.elements = sum(slot.parameter.numel() for slot in bucket.slots)
         self.share = share_of(self.elements, parts)
         """Elements of a shard; of the last ones some, or all, lie behind the bucket's and stay 0."""
@@ -77,16 +79,18 @@ class ShardCarrier(Carrier):
 
 
 class Shard:
-    """What a bucket gives to HiTopKComm: one row of memory for each rank of the node, and one for each node."""
+    """What a bucket gives to HiTopKComm, and the memory for what comes back."""
 
     def __init__(self, bucket: HitopkBucket) -> None:
         carrier, tail = bucket.carrier, bucket.tail_elements
         self._bucket = bucket
-        self.row = carrier.share + tail
-        """Elements of a shard and what travels behind it."""
+        self.scatter: Scatter | None = None
+        """This rank's gradients, and its shard of those of the node's other ranks."""
         new = carrier.residual.new_zeros
-        self.given, self.received = new(bucket.per_node * self.row), new(bucket.per_node * self.row)
-        """This rank's gradients, and its shard from every rank of the node."""
+        self.tails = torch.zeros(carrier.parts, tail, device=carrier.device)
+        """What travels behind the gradients, of every rank of the node."""
+        self.summed = new(carrier.share)
+        """This rank's shard of the node's sum."""
         words = bucket.compressor.k * carrier.dtype.itemsize // WORD_BYTES + bucket.compressor.k + tail
         self.selected = torch.zeros(words, dtype=torch.int32, device=carrier.device)
         """Values, indices within the shard, and the tail, as words of four bytes."""
@@ -97,8 +101,24 @@ class Shard:
         """Whether the shards' selected elements are fewer bytes than their sums."""
         self.own = self.selected.new_zeros(selected_words) if self.sparse else new(carrier.share)
         """What the ranks of the node need of this shard: the elements selected on all nodes, or their sum."""
-        self.whole = self.own.new_zeros(bucket.per_node * self.own.numel())
+        self.whole = self.own.new_zeros(carrier.parts * self.own.numel())
         """Every shard's."""
+
+    def give(self, vector: Tensor) -> None:
+        """What this rank's gradients are, 1-D; they may be changed."""
+        if self.scatter is None or self.scatter.vector is not vector:
+            self.scatter = Scatter(vector, self._bucket.carrier.parts, self._bucket.carrier.part)
+
+    def operations(self, group: dist.ProcessGroup) -> list[dist.P2POp]:
+        """What ranks of the node send each other."""
+        if self.scatter is None:  # before the first step
+            self.give(self._bucket.carrier.gradient())
+        assert self.scatter is not None
+        operations, mine = self.scatter.operations(group), self._bucket.carrier.part
+        for peer, tail in enumerate(self.tails):
+            if peer != mine:
+                operations += exchange(self.tails[mine], tail, peer, group)
+        return operations
 
     def select(self) -> None:
         """The node's gradients have come: adds them up, and selects what travels between nodes."""
@@ -144,31 +164,25 @@ class HitopkBucket:
             compressor = self._planned.at_least(warmup_density(step, self._warmup_steps)) if warms else self._planned
             if compressor.k != self.compressor.k:
                 self._send_by(compressor)
-        self._step, share = step, self.carrier.share
-        rows = self.packed.given.view(self.per_node, -1)
-        gradient, late = self.carrier.gradient(), self.carrier.late
-        for part in range(self.per_node):
-            start, stop = bounds(self.carrier.elements, self.per_node, part)
-            row = rows[part, : stop - start]
-            row.copy_(gradient[start:stop])
-            if late is not None:
-                row += late[start:stop]
+        self._step = step
+        vector, late = self.carrier.gradient().to(self.carrier.dtype), self.carrier.late
+        if late is not None:
+            vector += late  # sums come in its place
+        self.packed.give(vector)
         if self._tail is not None:
-            rows[:, share:] = self._tail
+            self.packed.tails[self.carrier.part] = self._tail
 
     def select(self) -> None:
         """Step 2 of the algorithm, on this rank's shard of the node's sum."""
         message, carrier = self.packed, self.carrier
-        summed = message.received.view(self.per_node, -1)
-        total = add_up(summed, message.received.new_empty(message.row))
-        values, indices = self.compressor.compress(
-            total[: carrier.share], carrier.residual, carrier.following, self._step
-        )
+        assert message.scatter is not None
+        add_up(message.scatter.rows, message.summed[: carrier.stop - carrier.start])
+        values, indices = self.compressor.compress(message.summed, carrier.residual, carrier.following, self._step)
         words = values.view(torch.int32)
         message.selected[: words.numel()] = words
         message.selected[words.numel() : words.numel() + indices.numel()] = indices
         if self._tail is not None:
-            message.selected[-self.tail_elements :] = total[carrier.share :].float().view(torch.int32)
+            message.selected[-self.tail_elements :] = message.tails.sum(dim=0).view(torch.int32)
 
     def add_nodes(self) -> None:
         """After step 3: every node's part of this shard is here."""

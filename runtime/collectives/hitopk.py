@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from runtime.collectives.phases import Phase, Works, gather, present, scatter
+from runtime.collectives.phases import Phase, Works, gather, present, start
 from runtime.grid import Grid
 from runtime.topology import Topology
 
@@ -36,8 +36,7 @@ class HiTopK:
 def _scatter(message: Shard, grid: Grid) -> Works:
     group = grid.inside.group
     assert group is not None
-    sizes = [message.row] * grid.per_node
-    yield from scatter(message.given, message.received, sizes, grid.inside.rank, group)
+    yield from start(message.operations(group))
     message.select()
 
 

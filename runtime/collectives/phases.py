@@ -12,7 +12,7 @@ from torch import Tensor
 
 from runtime.grid import Grid
 from runtime.topology import LinkName, Topology
-from runtime.torch_compat import all_gather_single, all_to_all_single
+from runtime.torch_compat import all_gather_single
 
 Works = Iterator[dist.Work]
 """What a phase starts, one after the other: the generator goes on when the work that it has given has ended."""
@@ -54,25 +54,47 @@ def bounds(numel: int, parts: int, part: int) -> tuple[int, int]:
     return min(numel, part * share), min(numel, (part + 1) * share)
 
 
-def scatter(vector: Tensor, received: Tensor, sizes: Sequence[int], rank: int, group: dist.ProcessGroup) -> Works:
-    """Sends part r of `vector` to rank r; `received` becomes this rank's part from every rank, one after the other.
+class Scatter:
+    """Of a vector every rank of a group gets its part, from every other one: a reduce-scatter before the adding up.
 
-    Libraries' own reduce-scatters can take several times as long, and add up in an order of their own.
-
-    Args:
-        vector: 1-D.
-        received: 1-D, as many elements as ranks have in this one's part together.
-        sizes: elements of each part.
-        rank: this rank's number in the group.
-        group: the ranks.
+    Libraries' own reduce-scatters can take several times as long, and add up in an order of their own; what a rank
+    keeps for itself is not copied.
     """
-    width = vector.element_size()
-    out = [sizes[rank] * width] * len(sizes)
+
+    def __init__(self, vector: Tensor, parts: int, rank: int) -> None:
+        """`vector` (1-D) is divided into as many parts as the group has ranks; this one has number `rank`."""
+        self.vector, self.rank = vector, rank
+        self.limits = [bounds(vector.numel(), parts, part) for part in range(parts)]
+        self.start, self.stop = self.limits[rank]
+        self.received = vector.new_zeros(parts - 1, self.stop - self.start)
+        """This rank's part of the other ranks' vectors, in order of rank."""
+
+    def operations(self, group: dist.ProcessGroup) -> list[dist.P2POp]:
+        """What is sent and received; parts without elements are not."""
+        rows, operations = iter(self.received), []
+        for peer, (start, stop) in enumerate(self.limits):
+            if peer != self.rank:
+                operations += exchange(self.vector[start:stop], next(rows), peer, group)
+        return operations
+
+    @property
+    def rows(self) -> list[Tensor]:
+        """This rank's part of every rank's vector, in order of rank; all have been received."""
+        rows = list(self.received)
+        return [*rows[: self.rank], self.vector[self.start : self.stop], *rows[self.rank :]]
+
+
+def exchange(given: Tensor, received: Tensor, peer: int, group: dist.ProcessGroup) -> list[dist.P2POp]:
+    """Sends to a rank of the group and receives from it; what has no elements does not travel."""
     # As bytes: backends know few dtypes.
-    yield all_to_all_single(
-        received.view(torch.uint8), vector.view(torch.uint8), out, [size * width for size in sizes], group=group,
-        async_op=True,
-    )  # fmt: skip
+    kinds = ((dist.isend, given), (dist.irecv, received))
+    return [dist.P2POp(k, t.view(torch.uint8), group=group, group_peer=peer) for k, t in kinds if t.numel()]
+
+
+def start(operations: list[dist.P2POp]) -> Works:
+    """Starts all of them at once."""
+    if operations:
+        yield from dist.batch_isend_irecv(operations)
 
 
 def gather(whole: Tensor, part: Tensor, group: dist.ProcessGroup) -> Works:
@@ -80,9 +102,11 @@ def gather(whole: Tensor, part: Tensor, group: dist.ProcessGroup) -> Works:
     yield all_gather_single(whole.view(torch.uint8), part.view(torch.uint8), group=group, async_op=True)
 
 
-def add_up(parts: Tensor, out: Tensor) -> Tensor:
-    """`out` (1-D, n) becomes the sum of the rows of `parts`, (ranks, n), in order of rank."""
-    out.copy_(parts[0])
-    for row in parts[1:]:
+def add_up(rows: Sequence[Tensor], out: Tensor) -> Tensor:
+    """`out` becomes the sum of the rows, which have its shape, in their order; it may be none of them."""
+    if len(rows) == 1:
+        return out.copy_(rows[0])
+    torch.add(rows[0], rows[1], out=out)
+    for row in rows[2:]:
         out += row
     return out

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch.distributed as dist
 from torch import Tensor
 
-from runtime.collectives.phases import Phase, Works, add_up, bounds, gather, present, scatter, share_of
+from runtime.collectives.phases import Phase, Scatter, Works, add_up, gather, present, share_of, start
 from runtime.grid import Grid
 from runtime.topology import Topology
 
@@ -38,17 +38,15 @@ class _Shards:
     """Memory of a message, kept from step to step."""
 
     def __init__(self, flat: Tensor, grid: Grid) -> None:
-        parts, rank = grid.per_node, grid.inside.rank
-        limits = [bounds(flat.numel(), parts, part) for part in range(parts)]
+        parts = grid.per_node
         self.flat = flat
-        self.sizes = [stop - start for start, stop in limits]
+        self.scatter = Scatter(flat, parts, grid.inside.rank)
         share = share_of(flat.numel(), parts)
-        self.whole = flat.new_zeros(parts * share)
-        """What comes from the ranks of this node; then, of a message that ranks do not divide, all shards."""
         self.part = flat.new_zeros(share)
-        self.mine = self.part[: self.sizes[rank]]
+        self.mine = self.part[: self.scatter.stop - self.scatter.start]
         """This rank's shard."""
-        self.even = parts * share == flat.numel()
+        self.whole = flat if parts * share == flat.numel() else flat.new_zeros(parts * share)
+        """All shards: the message itself, where ranks divide it."""
 
 
 def _shards(message: Message, grid: Grid) -> _Shards:
@@ -61,9 +59,8 @@ def _shards(message: Message, grid: Grid) -> _Shards:
 def _scatter(message: Message, grid: Grid) -> Works:
     shards, group = _shards(message, grid), grid.inside.group
     assert group is not None
-    received = shards.whole[: grid.per_node * shards.mine.numel()]
-    yield from scatter(message.flat, received, shards.sizes, grid.inside.rank, group)
-    add_up(received.view(grid.per_node, -1), shards.mine)
+    yield from start(shards.scatter.operations(group))
+    add_up(shards.scatter.rows, shards.mine)
 
 
 def _all_reduce(message: Message, grid: Grid) -> Works:
@@ -75,6 +72,6 @@ def _all_reduce(message: Message, grid: Grid) -> Works:
 def _gather(message: Message, grid: Grid) -> Works:
     shards, group = _shards(message, grid), grid.inside.group
     assert group is not None
-    yield from gather(message.flat if shards.even else shards.whole, shards.part, group)
-    if not shards.even:
+    yield from gather(shards.whole, shards.part, group)
+    if shards.whole is not message.flat:
         message.flat.copy_(shards.whole[: message.flat.numel()])
