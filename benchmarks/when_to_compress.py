@@ -1,6 +1,6 @@
 """Where compression pays: models of the catalogue × links × ranks, decided on one set of costs and judged on others.
 
-python -m benchmarks.when_to_compress                                   # all settings; some minutes
+python -m benchmarks.when_to_compress --results rows.jsonl              # all settings; goes on where it was stopped
 python -m benchmarks.when_to_compress --models vgg16 --ranks 16
 python -m benchmarks.when_to_compress --output docs/when-to-compress.md
 
@@ -12,11 +12,12 @@ held against the best exact one, and against the best lossy one, that could have
 from __future__ import annotations
 
 import argparse
+import json
 import statistics
 import sys
 import zlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -219,18 +220,33 @@ def table(rows: Sequence[Judged]) -> Iterator[str]:
         yield f"| {model} | {ranks} | {selector} | " + " | ".join(cells) + " |"
 
 
+def _read(path: Path | None) -> dict[Setting, Judged]:
+    if path is None or not path.exists():
+        return {}
+    found = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    rows = [Judged(**(one | {"setting": Setting(**one["setting"])})) for one in found]
+    return {row.setting: row for row in rows}
+
+
 def main() -> int:
     """Prints; writes where told to; 1 where a plan that was taken does harm."""
     parser = argparse.ArgumentParser(description=str(__doc__).partition("\n")[0])
     parser.add_argument("--models", nargs="+", default=list(MODELS))
     parser.add_argument("--ranks", nargs="+", type=int, default=list(RANKS))
     parser.add_argument("--selectors", nargs="+", choices=list(SELECTORS), default=["one pass"])
+    parser.add_argument("--results", type=Path, default=None, help="JSON lines: not judged again")
     parser.add_argument("--output", type=Path, default=None)
     options = parser.parse_args()
+    done = _read(options.results)
     rows = []
     for setting in settings(options.models, options.ranks, options.selectors):
-        rows.append(judge(setting, find_profile(setting.model)))
-        print(f"{setting}: {rows[-1].exact_us / rows[-1].lossy_us:.2f}", file=sys.stderr)
+        if setting not in done:
+            done[setting] = judge(setting, find_profile(setting.model))
+            print(f"{setting}: {done[setting].exact_us / done[setting].lossy_us:.2f}", file=sys.stderr)
+            if options.results is not None:
+                with options.results.open("a", encoding="utf-8") as file:
+                    file.write(json.dumps(asdict(done[setting])) + "\n")
+        rows.append(done[setting])
     lines = [*summary(rows), "", *table(rows)]
     print("\n".join(lines))
     if options.output is not None:

@@ -44,7 +44,7 @@ T = TypeVar("T")
 
 START_TIMEOUT_S = 120.0
 """Least deadline for all ranks to import torch and find each other; also for the last rank to end after the first."""
-GRACE_S = 5.0
+GRACE_S = 10.0
 """How long the others may go on once a rank has failed: they notice by themselves and say in which collective."""
 POLL_S = 0.2
 _PR_SET_PDEATHSIG = 1

@@ -12,8 +12,8 @@ import sys
 from pathlib import Path
 
 from benchmarks.delay import accuracy
+from benchmarks.learning import SEEDS, outcomes
 from benchmarks.marked import replace_part
-from planner.launch import LocalWorld, run_ranks
 
 PART = "accuracy"
 
@@ -22,9 +22,15 @@ def main() -> int:
     """Prints, and writes where told to."""
     parser = argparse.ArgumentParser(description=str(__doc__).partition("\n")[0])
     parser.add_argument("--scale", type=float, default=1.0, help="of the steps that are trained")
+    parser.add_argument("--seeds", type=int, nargs="+", default=list(SEEDS))
+    parser.add_argument("--results", type=Path, default=None, help="JSON lines: not trained again")
     parser.add_argument("--output", type=Path, default=None, help="a document whose marked part is replaced")
     options = parser.parse_args()
-    text = "\n".join(accuracy.lines(run_ranks(LocalWorld(ranks=2), accuracy.run_rank, options.scale)[0]))
+    ways, seeds = list(accuracy.WAYS), options.seeds
+    found = outcomes(
+        accuracy.train, accuracy.parse, accuracy.TASKS, ways, seeds, options.scale, options.results
+    )  # fmt: skip
+    text = "\n".join(accuracy.lines(found))
     print(text)
     if options.output is not None:
         options.output.write_text(replace_part(options.output.read_text("utf-8"), PART, text), encoding="utf-8")

@@ -6,12 +6,12 @@ import math
 import statistics
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
-import torch.distributed as dist
 
-import runtime
-from benchmarks.lags.accuracy import SEEDS, Task, plan_of, tasks
+from benchmarks.lags.accuracy import plan_of
+from benchmarks.learning import Task, learn
 from runtime import staleness
 from runtime.plan import DelaySpec, Plan
 
@@ -40,13 +40,6 @@ class Outcome:
     """Likewise, as a share of the weights."""
 
 
-def run_rank(scale: float) -> list[Outcome]:
-    """All tasks, seeds and ways, on this rank."""
-    staleness.BOUND = math.inf  # what delay does by itself
-    wanted = [task for task in tasks(scale) if task.name in TASKS]
-    return [_train(task, seed, way) for task in wanted for seed in SEEDS for way in WAYS]
-
-
 def _plan(model: torch.nn.Module, steps: int, spec: DelaySpec | None) -> Plan:
     plan = plan_of(model)
     if spec is None:
@@ -59,17 +52,10 @@ def _plan(model: torch.nn.Module, steps: int, spec: DelaySpec | None) -> Plan:
     )  # fmt: skip
 
 
-def _train(task: Task, seed: int, way: str) -> Outcome:
-    torch.manual_seed(seed)
-    model = task.model()
-    optimizer = task.optimizer(model.parameters())
-    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, task.steps)
-    session = runtime.attach(model, optimizer, _plan(model, task.steps, WAYS[way]), drift=False)
-    for step in range(task.steps):
-        optimizer.zero_grad()
-        task.loss(model, task.batch(step + 10_000 * seed, dist.get_rank())).backward()
-        optimizer.step()
-        schedule.step()
+def train(task: Task, seed: int, way: str) -> Outcome:
+    """One run on this rank."""
+    staleness.BOUND = math.inf  # what delay does by itself
+    model, session = learn(task, seed, lambda model, _: _plan(model, task.steps, WAYS[way]))
     with session.global_weights():
         metric = task.metric(model)
     delay = session.delay
@@ -80,6 +66,11 @@ def _train(task: Task, seed: int, way: str) -> Outcome:
         for values in ([one.relative for one in samples], [one.share for one in samples])
     )
     return Outcome(task.name, seed, way, metric, relative, share)
+
+
+def parse(document: dict[str, Any]) -> Outcome:
+    """From JSON."""
+    return Outcome(**document)
 
 
 def lines(outcomes: list[Outcome]) -> Iterator[str]:

@@ -3,6 +3,7 @@
 python -m benchmarks.lags                  # prints both tables; some minutes
 python -m benchmarks.lags --part bound     # Eq. 20 against the simulator: seconds
 python -m benchmarks.lags --part accuracy --scale 0.1
+python -m benchmarks.lags --part accuracy --results runs.jsonl   # goes on where it was stopped
 """
 
 from __future__ import annotations
@@ -12,9 +13,9 @@ import sys
 from pathlib import Path
 
 from benchmarks.lags import accuracy, bound
+from benchmarks.learning import SEEDS, outcomes
 from benchmarks.marked import replace_part
 from planner.catalog import find_profile
-from planner.launch import LocalWorld, run_ranks
 
 PARTS = ("bound", "accuracy")
 MODELS = ("resnet50", "vgg16", "bert-base")
@@ -25,11 +26,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=str(__doc__).partition("\n")[0])
     parser.add_argument("--part", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--scale", type=float, default=1.0, help="of the steps that are trained")
+    parser.add_argument("--seeds", type=int, nargs="+", default=list(SEEDS))
+    parser.add_argument("--results", type=Path, default=None, help="JSON lines: not trained again")
     parser.add_argument("--models", nargs="+", default=list(MODELS), help="of the catalogue, for the bound")
     parser.add_argument("--output", type=Path, default=None, help="a document whose marked parts are replaced")
     options = parser.parse_args()
     for part in options.part:
-        text = "\n".join(_bound(options.models) if part == "bound" else _accuracy(options.scale))
+        text = "\n".join(_bound(options.models) if part == "bound" else _accuracy(options))
         print(text)
         if options.output is not None:
             options.output.write_text(replace_part(options.output.read_text("utf-8"), part, text), encoding="utf-8")
@@ -44,9 +47,12 @@ def _bound(models: list[str]) -> list[str]:
     return found
 
 
-def _accuracy(scale: float) -> list[str]:
-    outcomes = run_ranks(LocalWorld(ranks=2), accuracy.run_rank, scale)[0]
-    return list(accuracy.lines(outcomes))
+def _accuracy(options: argparse.Namespace) -> list[str]:
+    ways, seeds = list(accuracy.WAYS), options.seeds
+    found = outcomes(
+        accuracy.train, accuracy.parse, accuracy.TASKS, ways, seeds, options.scale, options.results
+    )  # fmt: skip
+    return list(accuracy.lines(found))
 
 
 if __name__ == "__main__":

@@ -3,107 +3,39 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.nn.parameter import Parameter
+from torch import nn
 
-import runtime
-from examples import charlm
-from planner.demo_job import ResNet20, batch, loss, test_accuracy
+from benchmarks.learning import Task, learn
 from runtime.fit import trainable_parameters
 from runtime.names import layer_of
 from runtime.plan import CompressorSpec, ModelReference, MomentumSpec, Plan, PlanBucket, PlanWorld
 
-SEEDS = (0, 1, 2)
+TASKS = ("digits, ResNet-20", "characters, GPT", "characters, LSTM")
 
 
 @dataclass(frozen=True)
 class Way:
     """How much of the weights' gradients travels; norms and biases always travel whole."""
 
-    name: str
     density: float | None
     """None: everything."""
     dgc: bool = False
     """With density warm-up over a sixth of the steps, and momentum correction where the optimizer has momentum."""
 
 
-WAYS = (Way("dense", None), Way("1 %", 0.01), Way("0.1 %", 0.001), Way("0.1 %, DGC", 0.001, dgc=True))
+DENSE = "dense"
+WAYS = {DENSE: Way(None), "1 %": Way(0.01), "0.1 %": Way(0.001), "0.1 %, DGC": Way(0.001, dgc=True)}
 FEWEST_ELEMENTS = 1000
 """Smaller gradients travel whole."""
-CHECKED = 40
-"""Batches of held-out text."""
 
 
-@dataclass(frozen=True)
-class Task:
-    """What is learnt."""
-
-    name: str
-    model: Callable[[], nn.Module]
-    loss: Callable[[nn.Module, Any], Tensor]
-    batch: Callable[[int, int], Any]
-    optimizer: Callable[[Iterable[Parameter]], torch.optim.Optimizer]
-    metric: Callable[[nn.Module], float]
-    better: str
-    """`higher` or `lower`."""
-    steps: int
-    momentum: float = 0.0
-    """Of its SGD."""
-
-
-class CharLstm(nn.Module):
-    """Two LSTM layers over characters."""
-
-    def __init__(self, characters: int, width: int = 128) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(characters, width)
-        self.lstm = nn.LSTM(width, width, num_layers=2, batch_first=True)
-        self.output = nn.Linear(width, characters)
-
-    def forward(self, characters: Tensor) -> Tensor:
-        """(batch, length) → (batch, length, characters known)."""
-        scores: Tensor = self.output(self.lstm(self.embedding(characters))[0])
-        return scores
-
-
-def _known() -> int:
-    return charlm.text()[1]
-
-
-@torch.no_grad()
-def _held_out_loss(model: nn.Module) -> float:
-    """On batches that no rank has drawn: of ranks that do not exist."""
-    model.eval()
-    losses = [float(charlm.loss(model, charlm.batch(10**6 + step, 999))) for step in range(CHECKED)]
-    model.train()
-    return statistics.fmean(losses)
-
-
-def tasks(scale: float = 1.0) -> list[Task]:
-    """The three tasks; `scale` times their steps."""
-    return [
-        Task(
-            "digits, ResNet-20", ResNet20, loss, batch,
-            lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9), test_accuracy, "higher", round(360 * scale), 0.9,
-        ),
-        Task(
-            "characters, GPT", lambda: charlm.CharLM(_known()), charlm.loss, charlm.batch,
-            lambda p: torch.optim.AdamW(p, lr=2e-3), _held_out_loss, "lower", round(600 * scale),
-        ),
-        Task(
-            "characters, LSTM", lambda: CharLstm(_known()), charlm.loss, charlm.batch,
-            lambda p: torch.optim.SGD(p, lr=1.0, momentum=0.9), _held_out_loss, "lower", round(600 * scale), 0.9,
-        ),
-    ]  # fmt: skip
-
-
-def plan_of(model: nn.Module, way: Way = WAYS[0], warmup_steps: int | None = None, momentum: float = 0.0) -> Plan:
+def plan_of(model: nn.Module, way: Way = WAYS[DENSE], warmup_steps: int | None = None, momentum: float = 0.0) -> Plan:
     """One bucket for each layer's weights, with so many of their elements, and the rest in whole."""
     names = list(reversed(trainable_parameters(model)))
     return Plan(
@@ -142,34 +74,30 @@ class Outcome:
     seed: int
     way: str
     metric: float
-    deltas: tuple[float, ...]
+    deltas: Sequence[float]
     """Every sampled δ, of all buckets."""
 
 
-def run_rank(scale: float) -> list[Outcome]:
-    """All tasks, seeds and ways, on this rank."""
-    return [_train(task, seed, way) for task in tasks(scale) for seed in SEEDS for way in WAYS]
+def train(task: Task, seed: int, way: str) -> Outcome:
+    """One run on this rank."""
+    chosen = WAYS[way]
 
-
-def _train(task: Task, seed: int, way: Way) -> Outcome:
-    torch.manual_seed(seed)
-    model = task.model()
-    optimizer = task.optimizer(model.parameters())
-    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, task.steps)
-    plan = plan_of(model, way)
-    if way.dgc:
-        plan = plan_of(model, way, max(1, task.steps // 6), task.momentum)
+    def make_plan(model: nn.Module, optimizer: torch.optim.Optimizer) -> Plan:
+        if not chosen.dgc:
+            return plan_of(model, chosen)
         for group in optimizer.param_groups if task.momentum else ():
             group["momentum"] = 0.0  # the plan's takes its place
-    session = runtime.attach(model, optimizer, plan, drift=False)
-    for step in range(task.steps):
-        optimizer.zero_grad()
-        task.loss(model, task.batch(step + 10_000 * seed, dist.get_rank())).backward()
-        optimizer.step()
-        schedule.step()
+        return plan_of(model, chosen, max(1, task.steps // 6), task.momentum)
+
+    model, session = learn(task, seed, make_plan)
     deltas = tuple(sample.delta for samples in session.samples.values() for sample in samples)
     session.detach()
-    return Outcome(task.name, seed, way.name, task.metric(model), deltas)
+    return Outcome(task.name, seed, way, task.metric(model), deltas)
+
+
+def parse(document: dict[str, Any]) -> Outcome:
+    """From JSON."""
+    return Outcome(**document)
 
 
 def lines(outcomes: list[Outcome]) -> Iterator[str]:
@@ -177,9 +105,9 @@ def lines(outcomes: list[Outcome]) -> Iterator[str]:
     yield "| task | sent | metric, mean over seeds | against dense | δ, median | δ, largest | samples above 1 |"
     yield "| --- " * 7 + "|"
     for name in dict.fromkeys(outcome.task for outcome in outcomes):
-        dense = statistics.fmean(o.metric for o in outcomes if o.task == name and o.way == WAYS[0].name)
+        dense = statistics.fmean(o.metric for o in outcomes if o.task == name and o.way == DENSE)
         for way in WAYS:
-            found = [o for o in outcomes if o.task == name and o.way == way.name]
+            found = [o for o in outcomes if o.task == name and o.way == way]
             mean = statistics.fmean(o.metric for o in found)
             deltas = [delta for o in found for delta in o.deltas]
             sampled = (
@@ -188,4 +116,4 @@ def lines(outcomes: list[Outcome]) -> Iterator[str]:
                 else " | | "
             )
             spread = f"{min(o.metric for o in found):.4f} to {max(o.metric for o in found):.4f}"
-            yield f"| {name} | {way.name} | {mean:.4f} ({spread}) | {mean / dense - 1.0:+.2%} | {sampled} |"
+            yield f"| {name} | {way} | {mean:.4f} ({spread}) | {mean / dense - 1.0:+.2%} | {sampled} |"

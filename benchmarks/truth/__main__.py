@@ -2,6 +2,7 @@
 
 python -m benchmarks.truth --quick        # some cells, ten minutes
 python -m benchmarks.truth                # all; resumes where an earlier run was stopped
+python -m benchmarks.truth --foreign      # models that this project did not write
 python -m benchmarks.truth --lossy        # the same cells with lossy plans
 python -m benchmarks.truth --delayed      # with plans with delay
 """
@@ -24,6 +25,18 @@ MODELS = ("resnet20", "resnet18", "vgg", "lstm", "gpt")
 RATES = ("unshaped", "1gbit", "100mbit")
 HOSTS = (2, 4)
 QUICK = (Cell("gpt", 2, "unshaped"), Cell("vgg", 2, "1gbit"), Cell("lstm", 2, "1gbit"), Cell("gpt", 2, "100mbit"))
+FOREIGN = tuple(
+    Cell(f"benchmarks.truth.foreign:{model}_job", hosts, rate)
+    for model, hosts, rate in (
+        ("bert", 2, "1gbit"), ("vit", 2, "1gbit"), ("gpt2", 2, "1gbit"), ("vit", 4, "1gbit"), ("bert", 4, "100mbit"),
+        ("gpt2", 2, "unshaped"),
+    )
+)  # fmt: skip
+LOSSY = tuple(
+    Cell(model, hosts, rate, lossy=True)
+    for hosts in HOSTS for rate in ("1gbit", "100mbit") for model in ("resnet18", "vgg", "lstm", "gpt")
+)  # fmt: skip
+DELAYED = tuple(Cell(model, 4, rate, delayed=True) for rate in ("1gbit", "100mbit") for model in ("resnet18", "vgg"))
 DOCUMENT = Path("docs/truth.md")
 
 
@@ -34,15 +47,16 @@ def main() -> int:
     parser.add_argument(
         "--cells", nargs="+", default=None, help="for example gpt@2x1@1gbit, or path/to/job.py:job@2x1@1gbit"
     )
-    parser.add_argument("--lossy", action="store_true", help="with plans that send a part of the gradients")
-    parser.add_argument("--delayed", action="store_true", help="with plans with delay")
+    kinds = parser.add_mutually_exclusive_group()
+    kinds.add_argument("--foreign", action="store_true", help="models that this project did not write")
+    kinds.add_argument("--lossy", action="store_true", help="with plans that send a part of the gradients")
+    kinds.add_argument("--delayed", action="store_true", help="with plans with delay")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=4, help="measured steps of a plan in each round")
     parser.add_argument("--results", type=Path, default=None, help="JSON lines: not measured again")
     parser.add_argument("--output", type=Path, default=None, help=f"the document to write, such as {DOCUMENT}")
     options = parser.parse_args()
-    cells = [_cell(text) for text in options.cells] if options.cells else list(QUICK) if options.quick else _all()
-    cells = [replace(cell, lossy=options.lossy, delayed=options.delayed) for cell in cells]
+    cells = _cells(options)
     done = _read(options.results)
     for cell in cells:
         if cell.key in done:
@@ -66,6 +80,14 @@ def main() -> int:
     return 0
 
 
+def _cells(options: argparse.Namespace) -> list[Cell]:
+    if options.cells:
+        named = [_cell(text) for text in options.cells]
+        return [replace(cell, lossy=options.lossy, delayed=options.delayed) for cell in named]
+    chosen = [(options.quick, QUICK), (options.foreign, FOREIGN), (options.lossy, LOSSY), (options.delayed, DELAYED)]
+    return list(next((cells for wanted, cells in chosen if wanted), _all()))
+
+
 def _all() -> list[Cell]:
     return [Cell(model, hosts, rate) for hosts in HOSTS for rate in RATES for model in MODELS]
 
@@ -84,7 +106,7 @@ def _read(path: Path | None) -> dict[str, Result]:
 
 def measure(cell: Cell, rounds: int, steps: int) -> Result:
     """One start of the ranks."""
-    spec = cell.model if ":" in cell.model else f"benchmarks.truth.jobs:{cell.model}_job"
+    spec = cell.model if cell.foreign else f"benchmarks.truth.jobs:{cell.model}_job"
     emulate = None if cell.rate == "unshaped" else f"{cell.hosts}x1@{cell.rate}"
     options = RankOptions(cell.hosts) if emulate is None else RankOptions(None, emulate=emulate)
     return summarize(cell, on_ranks(options, cell_rank, spec, rounds, steps, cell))

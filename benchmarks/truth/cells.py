@@ -50,7 +50,13 @@ class Cell:
     """Whether plans with delay do."""
 
     @property
+    def foreign(self) -> bool:
+        """Whether this project did not write the model."""
+        return ":" in self.model
+
+    @property
     def key(self) -> str:
+        """What is measured once."""
         kind = " lossy" if self.lossy else " delayed" if self.delayed else ""
         return f"{self.model}@{self.hosts}x1@{self.rate}{kind}"
 

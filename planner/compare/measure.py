@@ -42,8 +42,8 @@ class Record:
     contestant: Contestant
     step_us: list[list[float]] = field(default_factory=list)
     """By round."""
-    losses: list[float] = field(default_factory=list)
-    """The last of each round."""
+    losses: list[list[float]] = field(default_factory=list)
+    """Of all steps, by round."""
     alone_us: float | None = None
     """All its messages without a backward beside them."""
     failure: str | None = None
@@ -112,15 +112,16 @@ class Contest:
         model.zero_grad(set_to_none=True)
         optimizer = self.built.job.optimizer(parameter for parameter in model.parameters() if parameter.requires_grad)
         times: list[float] = []
+        losses: list[float] = []
         with self._trained(record.contestant, optimizer) as forward:
             self.world.gather(None, "the start of a block")
             for step in range(self._warm_up_steps + record.contestant.in_turns(steps)):
-                loss = self._step(forward, optimizer, step, record.contestant.kind, times)
+                losses.append(self._step(forward, optimizer, step, record.contestant.kind, times))
                 self._unused = self._unused or any(p.requires_grad and p.grad is None for p in model.parameters())
         measured = times[self._warm_up_steps :]
         # Steps of a delay differ from each other: what counts is their mean over whole turns of k.
         record.step_us.append([statistics.fmean(measured)] * steps if record.contestant.delay else measured)
-        record.losses.append(loss)
+        record.losses.append(losses)
 
     def _step(
         self, forward: nn.Module, optimizer: torch.optim.Optimizer, step: int, kind: str, times: list[float]

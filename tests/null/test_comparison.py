@@ -133,7 +133,9 @@ def test_a_profile_of_something_else_is_refused() -> None:
         contestants(plan, None, ["wfbp"])
 
 
-def measured(blocks: dict[str, float], losses: dict[str, float] | None = None, broken: Sequence[str] = ()) -> Measured:
+def measured(
+    blocks: dict[str, float], losses: dict[str, list[float]] | None = None, broken: Sequence[str] = ()
+) -> Measured:
     """One rank's records, of steps without noise."""
     plan = optimize(usual_profile())
     records = []
@@ -141,7 +143,7 @@ def measured(blocks: dict[str, float], losses: dict[str, float] | None = None, b
         kind = "bare" if name == BARE else "ddp" if name.startswith("ddp") else "plan"
         record = Record(Contestant(name=name, kind=kind, plan=plan if kind == "plan" else None, predicted_us=90.0))  # type: ignore[arg-type]
         record.step_us = [[step_us, step_us + 2.0]] * 3
-        record.losses = [(losses or {}).get(name, 1.0)]
+        record.losses = [(losses or {}).get(name, [3.0, 2.0, 1.5, 1.0])]
         record.alone_us = 40.0 if kind == "plan" else None
         record.failure = "no such message" if name in broken else None
         records.append(record)
@@ -166,10 +168,18 @@ def test_a_comparison_from_what_ranks_saw() -> None:
 
 def test_other_losses_than_ddp_s_are_told() -> None:
     blocks = {BARE: 80.0, DDP: 120.0, PLAN: 99.0}
-    assert "NOT THE SAME TRAINING: plan" in summarize([measured(blocks, {PLAN: 1.01})]).verdicts[-1]
-    assert not any("NOT" in line for line in summarize([measured(blocks, {PLAN: 1.0 + 1e-7})]).verdicts)
-    nan = dict.fromkeys(blocks, float("nan"))
-    assert not any("NOT" in line for line in summarize([measured(blocks, nan)]).verdicts)
+
+    def told(ranks: int, *losses: float) -> list[str]:
+        seen = measured(blocks, {PLAN: list(losses)})
+        return [line for line in summarize([seen] * ranks).verdicts if "NOT THE SAME TRAINING: plan" in line]
+
+    assert told(2, 3.0, 2.0, 1.5 + 1e-7, 1.0) == []
+    assert "had the loss 1.01 in step 4 of its block, DDP 1" in told(2, 3.0, 2.0, 1.5, 1.01)[0]
+    # Of more ranks sums are rounded in another order, which training multiplies from step to step.
+    assert told(3, 3.0, 2.0, 1.5, 1.01) == []
+    assert "step 2" in told(3, 3.0, 2.01, 1.6, 1.2)[0]
+    nan = [float("nan")] * 4
+    assert not any("NOT" in line for line in summarize([measured(blocks, dict.fromkeys(blocks, nan))]).verdicts)
 
 
 def test_what_does_not_work_is_listed_with_its_reason() -> None:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 from builders import usual_profile
 
+from benchmarks.marked import marks
 from benchmarks.truth.cells import Cell, Result, Seen, schedules
 from benchmarks.truth.report import (
-    BEGIN,
-    END,
     cell_lines,
     errors,
     group_lines,
@@ -80,13 +80,30 @@ def test_results_survive_a_file() -> None:
     assert Result.parse(json.loads(json.dumps(GOOD.to_document()))) == GOOD
 
 
-def test_only_the_measured_part_of_the_document_changes() -> None:
-    text = f"before\n{BEGIN}\nold\n{END}\nafter\n"
-    written = write_into(text, [GOOD])
-    assert written.startswith(f"before\n{BEGIN}\n")
-    assert written.endswith(f"{END}\nafter\n")
-    assert "old" not in written
-    assert write_into(written, [GOOD]) == written
+KINDS = {
+    "measured": GOOD.cell,
+    "foreign": replace(GOOD.cell, model="some/job.py:job"),
+    "lossy": replace(GOOD.cell, lossy=True),
+    "delayed": replace(GOOD.cell, delayed=True),
+}
+
+
+@pytest.mark.parametrize("part", KINDS)
+def test_only_the_part_of_these_cells_changes(part: str) -> None:
+    begin, end = marks(part)
+    others = "".join(f"{one}old{two}" for one, two in map(marks, KINDS) if one != begin)
+    written = write_into(f"before\n{begin}\nnew\n{end}\nafter\n{others}", [replace(GOOD, cell=KINDS[part])])
+    assert written.startswith(f"before\n{begin}\n")
+    assert written.endswith(f"{end}\nafter\n{others}")
+    assert "new" not in written
+    assert write_into(written, [replace(GOOD, cell=KINDS[part])]) == written
+
+
+def test_lossy_cells_have_targets_of_their_own_and_hide_nothing() -> None:
+    told = "\n".join(summary([replace(GOOD, cell=KINDS["lossy"])]))
+    assert "≤ 8%" in told
+    assert "the best exact plan" in told
+    assert "hidden" not in told
 
 
 def test_plans_of_a_cell_differ_and_are_the_same_for_everyone() -> None:

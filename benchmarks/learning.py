@@ -1,0 +1,167 @@
+"""Tasks that are learnt again and again with one thing changed, and what comes out of each run.
+
+Runs are kept as JSON lines where a file for them is given, so that a table goes on where it was stopped.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parameter import Parameter
+
+import runtime
+from examples import charlm
+from planner.demo_job import ResNet20, batch, loss, test_accuracy
+from planner.launch import LocalWorld, run_ranks
+from runtime.plan import Plan
+
+RANKS = 2
+SEEDS = (0, 1, 2)
+CHECKED = 40
+"""Batches of held-out text."""
+
+
+@dataclass(frozen=True)
+class Task:
+    """What is learnt."""
+
+    name: str
+    model: Callable[[], nn.Module]
+    loss: Callable[[nn.Module, Any], Tensor]
+    batch: Callable[[int, int], Any]
+    optimizer: Callable[[Iterable[Parameter]], torch.optim.Optimizer]
+    metric: Callable[[nn.Module], float]
+    better: str
+    """`higher` or `lower`."""
+    steps: int
+    momentum: float = 0.0
+    """Of its SGD."""
+
+
+class CharLstm(nn.Module):
+    """Two LSTM layers over characters."""
+
+    def __init__(self, characters: int, width: int = 128) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(characters, width)
+        self.lstm = nn.LSTM(width, width, num_layers=2, batch_first=True)
+        self.output = nn.Linear(width, characters)
+
+    def forward(self, characters: Tensor) -> Tensor:
+        """(batch, length) → (batch, length, characters known)."""
+        scores: Tensor = self.output(self.lstm(self.embedding(characters))[0])
+        return scores
+
+
+def _known() -> int:
+    return charlm.text()[1]
+
+
+@torch.no_grad()
+def _held_out_loss(model: nn.Module) -> float:
+    """On batches that no rank has drawn: of ranks that do not exist."""
+    model.eval()
+    losses = [float(charlm.loss(model, charlm.batch(10**6 + step, 999))) for step in range(CHECKED)]
+    model.train()
+    return statistics.fmean(losses)
+
+
+def tasks(scale: float = 1.0) -> list[Task]:
+    """The three tasks; `scale` times their steps."""
+    return [
+        Task(
+            "digits, ResNet-20", ResNet20, loss, batch,
+            lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9), test_accuracy, "higher", round(360 * scale), 0.9,
+        ),
+        Task(
+            "characters, GPT", lambda: charlm.CharLM(_known()), charlm.loss, charlm.batch,
+            lambda p: torch.optim.AdamW(p, lr=2e-3), _held_out_loss, "lower", round(600 * scale),
+        ),
+        Task(
+            "characters, LSTM", lambda: CharLstm(_known()), charlm.loss, charlm.batch,
+            lambda p: torch.optim.SGD(p, lr=1.0, momentum=0.9), _held_out_loss, "lower", round(600 * scale), 0.9,
+        ),
+    ]  # fmt: skip
+
+
+def learn(
+    task: Task, seed: int, make_plan: Callable[[nn.Module, torch.optim.Optimizer], Plan]
+) -> tuple[nn.Module, runtime.Session]:
+    """Trains once on this rank, with a cosine schedule; the session is still attached.
+
+    Args:
+        task: what.
+        seed: of the first weights, and of where in the data training begins.
+        make_plan: may also change the optimizer to what the plan needs.
+    """
+    torch.manual_seed(seed)
+    model = task.model()
+    optimizer = task.optimizer(model.parameters())
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, task.steps)
+    session = runtime.attach(model, optimizer, make_plan(model, optimizer), drift=False)
+    for step in range(task.steps):
+        optimizer.zero_grad()
+        task.loss(model, task.batch(step + 10_000 * seed, dist.get_rank())).backward()
+        optimizer.step()
+        schedule.step()
+    return model, session
+
+
+class Outcome(Protocol):
+    """A dataclass of plain JSON types."""
+
+    @property
+    def task(self) -> str: ...
+    @property
+    def seed(self) -> int: ...
+    @property
+    def way(self) -> str: ...
+
+
+Run = TypeVar("Run", bound=Outcome)
+
+
+def outcomes(
+    train: Callable[[Task, int, str], Run],
+    parse: Callable[[dict[str, Any]], Run],
+    names: Sequence[str],
+    ways: Sequence[str],
+    seeds: Sequence[int],
+    scale: float,
+    results: Path | None,
+) -> list[Run]:
+    """All tasks, seeds and ways; those that the file holds are not run again.
+
+    Args:
+        train: one run on a rank; a module's function, as ranks are processes of their own.
+        parse: an outcome from its JSON document.
+        names: of tasks.
+        ways: names of what is changed.
+        seeds: of the runs.
+        scale: times the tasks' steps.
+        results: JSON lines of runs with this scale.
+    """
+    lines = results.read_text(encoding="utf-8").splitlines() if results is not None and results.exists() else []
+    done = {(one.task, one.seed, one.way): one for one in (parse(json.loads(line)) for line in lines)}
+    for name in names:
+        for seed in seeds:
+            missing = [way for way in ways if (name, seed, way) not in done]
+            found = run_ranks(LocalWorld(ranks=RANKS), _rank, train, scale, name, seed, missing)[0] if missing else []
+            done |= {(one.task, one.seed, one.way): one for one in found}
+            if results is not None:
+                with results.open("a", encoding="utf-8") as file:
+                    file.writelines(json.dumps(asdict(one)) + "\n" for one in found)
+    return [done[name, seed, way] for name in names for seed in seeds for way in ways]
+
+
+def _rank(train: Callable[[Task, int, str], Run], scale: float, name: str, seed: int, ways: Sequence[str]) -> list[Run]:
+    task = next(task for task in tasks(scale) if task.name == name)
+    return [train(task, seed, way) for way in ways]
