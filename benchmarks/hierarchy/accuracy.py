@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 import torch
 import torch.distributed as dist
 
-import runtime
-from benchmarks.lags.accuracy import SEEDS, Task, Way, plan_of, tasks
+from benchmarks.lags.accuracy import Way, plan_of
+from benchmarks.learning import SEEDS, Task, learn, tasks
 from runtime.fit import trainable_parameters
 from runtime.plan import CompressorSpec, Plan, PlanBucket
 
@@ -43,7 +43,7 @@ def run_rank(names: Sequence[str], scale: float) -> list[Outcome]:
 
 def _plan(model: torch.nn.Module, way: str) -> Plan:
     density, algorithm = WAYS[way]
-    plan = plan_of(model, Way(way, density))
+    plan = plan_of(model, Way(density))
     parameters = trainable_parameters(model)
 
     def form(bucket: PlanBucket) -> PlanBucket:
@@ -57,16 +57,7 @@ def _plan(model: torch.nn.Module, way: str) -> Plan:
 
 
 def _train(task: Task, seed: int, way: str) -> Outcome:
-    torch.manual_seed(seed)
-    model = task.model()
-    optimizer = task.optimizer(model.parameters())
-    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, task.steps)
-    session = runtime.attach(model, optimizer, _plan(model, way), drift=False, guard=False)
-    for step in range(task.steps):
-        optimizer.zero_grad()
-        task.loss(model, task.batch(step + 10_000 * seed, dist.get_rank())).backward()
-        optimizer.step()
-        schedule.step()
+    model, session = learn(task, seed, lambda model, _: _plan(model, way))
     session.detach()
     return Outcome(task.name, seed, way, task.metric(model))
 
