@@ -23,7 +23,7 @@ from planner.strategies.optimal import best_baseline
 from runtime.errors import InputError
 from runtime.plan import Accuracy, Certificate, Plan, Prediction, ScalingPoint, SolverBound
 
-DEFAULT_PASSES = "merge"
+DEFAULT_PASSES = "merge,topology"
 
 NOTHING_TO_GAIN = 0.01
 """Below this share of the step, a gain over DDP is not worth a claim."""
@@ -109,6 +109,14 @@ def certify(problem: Problem, schedule: Schedule, solved: Solved | None = None) 
     optimum = merge_without_contention(problem)
     bound_us = max(optimum.end_us, problem.compute_end_us) + problem.update_us
     iteration_us = simulate_schedule(problem, schedule).iteration_us
+    if any(bucket.algorithm != "library" for bucket in schedule.buckets):
+        compute_us = problem.compute_end_us + problem.update_us
+        return Certificate(
+            method="local search over buckets and collectives on two kinds of link",
+            lower_bound_us=compute_us,
+            gap=max(0.0, iteration_us / compute_us - 1.0) if compute_us > 0.0 else 0.0,
+            note="the bound is computation alone",
+        )
     notes = [] if solved is None else [_solver_note(solved)]
     if problem.contended and (solved is None or solved.bound_us <= bound_us):
         notes.append("the bound is the optimum on a machine where compute and network do not slow each other down")

@@ -182,8 +182,14 @@ def _points(problem: Problem, frontier: Frontier) -> tuple[FrontierPoint, ...]:
 def sent_share(problem: Problem, schedule: Schedule) -> float:
     """Of all elements, those that travel in a step."""
     total = max(1, int(problem.numel.sum()))
-    kept_back = sum(int(problem.numel[list(b.gradients)].sum()) - (b.k or 0) for b in _sparse(schedule))
+    kept_back = sum(int(problem.numel[list(b.gradients)].sum()) - _sent(problem, b) for b in _sparse(schedule))
     return 1.0 - kept_back / total
+
+
+def _sent(problem: Problem, bucket: Bucket) -> int:
+    """Elements of a sparse bucket that each rank, or of `hitopk` each node, sends."""
+    shards = problem.cost.cluster.ranks_per_node if bucket.algorithm == "hitopk" else 1
+    return min(int(problem.numel[list(bucket.gradients)].sum()), shards * (bucket.k or 0))
 
 
 def _certificate(
@@ -236,7 +242,7 @@ def _notes(problem: Problem, schedule: Schedule, frontier: Frontier, gain: float
     sparse = _sparse(schedule)
     members = [index for bucket in sparse for index in bucket.gradients]
     dense_bytes = int(problem.size_bytes.sum() - problem.size_bytes[members].sum())
-    sent_bytes = SELECTED_BYTES * sum(bucket.k or 0 for bucket in sparse)
+    sent_bytes = SELECTED_BYTES * sum(_sent(problem, bucket) for bucket in sparse)
     limits = ratio_limits(problem, joint.max_ratio or None, joint.protect)
     protected = [index for index in range(problem.count) if limits[index] <= 1.0]
     notes = [

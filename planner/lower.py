@@ -5,6 +5,7 @@ from __future__ import annotations
 from planner.delayed import PULL, PUSH, Load, StepSpan
 from planner.ir import Bucket, Schedule
 from planner.problem import Problem
+from planner.selection import shard_elements
 from planner.simulator import simulate_schedule
 from planner.sources import three_digits
 from runtime.errors import InputError
@@ -69,6 +70,10 @@ def compressor_of(problem: Problem, bucket: Bucket) -> CompressorSpec:
         elements = int(problem.numel[list(bucket.gradients)].sum())
         density = min(1.0, (bucket.k + 0.5) / elements)  # of which the floor is k, whatever is rounded
         return CompressorSpec(name=bucket.compressor, selector="exact", density=density, scope="bucket")
+    if bucket.algorithm == "hitopk" and bucket.k is not None:
+        shard = shard_elements(problem, int(problem.numel[list(bucket.gradients)].sum()))
+        density = min(1.0, (bucket.k + 0.5) / shard)
+        return CompressorSpec(name=bucket.compressor, selector=problem.hitopk_selector, density=density, scope="bucket")
     if bucket.ks is None:
         return CompressorSpec(name=bucket.compressor)
     names = [problem.layers_by_name[index] for index in bucket.gradients]
@@ -91,6 +96,8 @@ def explain_buckets(problem: Problem, schedule: Schedule) -> list[str]:
     if schedule.delay is not None:
         return _explain_pushes(problem, schedule, schedule.delay)
     timeline = simulate_schedule(problem, schedule)
+    if timeline.on("intra") or timeline.on("inter"):
+        return _explain_phases(problem, schedule, timeline)
     spans = timeline.on("network")
     alone_us = problem.bucket_cost_us([(gradient,) for gradient in range(problem.count)])
     backward_end_us = problem.compute_end_us
@@ -111,6 +118,28 @@ def explain_buckets(problem: Problem, schedule: Schedule) -> list[str]:
         text = f"one message for {len(members)}: {wait} {gain}" if len(members) > 1 else "alone"
         reasons.append(f"{text}; {'hidden' if late_us <= 0.0 else _ms(late_us) + ' exposed'}")
         free_us = span.end_us
+    return reasons
+
+
+def _explain_phases(problem: Problem, schedule: Schedule, timeline: Timeline) -> list[str]:
+    """What each kind of link carries of a bucket, and what is exposed of it."""
+    backward_end_us = next(span.end_us for span in timeline.spans if span.task == "backward")
+    reasons = []
+    for index, bucket in enumerate(schedule.buckets):
+        spans = [span for span in timeline.spans if span.bucket == index and span.resource != "compute"]
+        end_us = max((span.end_us for span in spans), default=0.0)
+        late_us = max(0.0, end_us - max(backward_end_us, min((span.start_us for span in spans), default=0.0)))
+        links = {"intra": "inside nodes", "inter": "between them"}
+        times = [
+            f"{_ms(sum(span.duration_us for span in spans if span.resource == link))} {where}"
+            for link, where in links.items()
+            if any(span.resource == link for span in spans)
+        ]
+        saved_us = problem.bucket_cost_us([bucket.gradients])[0] - sum(span.duration_us for span in spans)
+        what = f"{len(bucket.gradients)} gradients" if bucket.k is None else f"k = {bucket.k:,}"
+        flat = f"{_ms(abs(saved_us))} {'less' if saved_us >= 0.0 else 'more'} than a flat all-reduce"
+        hidden = "hidden" if late_us <= 0.0 else f"{_ms(late_us)} exposed"
+        reasons.append(f"{what}: {' and '.join(times) or 'nothing to send'}, {flat}; {hidden}")
     return reasons
 
 
@@ -155,6 +184,15 @@ def delay_spec(k: int) -> DelaySpec:
     return DelaySpec(steps=k, warmup_steps=-(-WARMUP_STEPS // k) * k)
 
 
+def phase_order(problem: Problem, schedule: Schedule) -> tuple[tuple[int, int], ...] | None:
+    """(bucket, phase) in the order that the simulator assumes; None where no bucket has several."""
+    counts = [len(problem.phase_times(bucket)) for bucket in schedule.buckets]
+    if all(count <= 1 for count in counts):
+        return None
+    order = [(bucket, phase) for bucket, count in enumerate(counts) for phase in range(count)]
+    return tuple(sorted(order, key=lambda entry: (sum(entry), entry[0])))
+
+
 def lower(problem: Problem, schedule: Schedule) -> Plan:
     """The plan of a schedule, with its prediction and no baselines; its class is what the schedule needs."""
     cluster = problem.cost.cluster
@@ -164,5 +202,6 @@ def lower(problem: Problem, schedule: Schedule) -> Plan:
         accuracy=accuracy_of_schedule(schedule),
         buckets=lower_buckets(problem, schedule),
         delay=None if schedule.delay is None else delay_spec(schedule.delay),
+        phase_order=phase_order(problem, schedule),
         predicted=predict(problem, schedule, timeline=True),
     )

@@ -177,13 +177,30 @@ def bucket_at(problem: Problem, limits: Floats, start: int, stop: int, ratio: fl
     return sparse_bucket(members, ks)
 
 
+def hitopk_at(problem: Problem, limits: Floats, start: int, stop: int, ratio: float) -> Bucket | None:
+    """The bucket [start, stop) at a ratio, selected from the shards of a node; None where one of its gradients is
+    protected, or has no elements: shards do not follow gradients, so what must travel whole cannot be told apart there.
+    """
+    numel = problem.numel[start:stop]
+    limit = min(float(limits[start:stop].min()), ratio)
+    if limit <= 1.0 or not numel.all():
+        return None
+    k = selected(shard_elements(problem, int(numel.sum())), limit, ratio)
+    return Bucket(gradients=tuple(range(start, stop)), collective="sparse", algorithm="hitopk", compressor="topk", k=k)
+
+
+def shard_elements(problem: Problem, numel: int) -> int:
+    """Elements of each shard of a node."""
+    return math.ceil(numel / problem.cost.cluster.ranks_per_node)
+
+
 def ratio_of(problem: Problem, bucket: Bucket) -> float:
     """The largest ratio among a bucket's layers; 1 where it travels whole."""
     if bucket.k is None or bucket.collective != "sparse":
         return 1.0
     elements = problem.layer_elements(bucket)
     if bucket.ks is None:
-        return sum(elements) / bucket.k
+        return _selected_from(problem, bucket, sum(elements)) / bucket.k
     return max(numel / k for numel, k in zip(elements, bucket.ks, strict=True))
 
 
@@ -198,8 +215,14 @@ def density_sum(problem: Problem, bucket: Bucket) -> float:
         layer = problem.layers_by_name[index]
         position += layer != before
         before = layer
-        total += ks[position] / elements[position] if bucket.ks else bucket.k / max(1, sum(elements))
+        whole = max(1, _selected_from(problem, bucket, sum(elements)))
+        total += ks[position] / elements[position] if bucket.ks else bucket.k / whole
     return total
+
+
+def _selected_from(problem: Problem, bucket: Bucket, elements: int) -> int:
+    """Of how many elements a bucket's k are selected."""
+    return shard_elements(problem, elements) if bucket.algorithm == "hitopk" else elements
 
 
 def compression(problem: Problem, buckets: Sequence[Bucket]) -> tuple[float, float]:

@@ -4,17 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from runtime.errors import InputError
-from runtime.fit import find_attached, find_misfit, find_optimizer_misfit, model_fingerprint
+from runtime.adapt import adapt, find_topology_misfit
+from runtime.errors import InputError, PlanMismatch
+from runtime.fit import find_attached, find_misfit, find_optimizer_misfit, model_fingerprint, trainable_parameters
 from runtime.plan import Plan, load_plan
 from runtime.session import Session, attached
+from runtime.topology import Whereabouts, find_topology, whereabouts
 from runtime.version import __version__
 from runtime.world import Credentials, World, agree, bounded_timeout_s
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 STEPS_PER_DEADLINE = 20
 """A collective may take this many predicted steps (and at least 30 s) before its peers are given up."""
@@ -32,6 +38,7 @@ def attach(
     drift: bool = True,
     loss_scale: Callable[[], float] | None = None,
     guard: bool = True,
+    mesh: DeviceMesh | None = None,
 ) -> Session:
     """Makes `backward()` of a plain model exchange its gradients as the plan says.
 
@@ -52,6 +59,9 @@ def attach(
             that where the lossy one is not faster (`runtime.FallbackWarning`); later sample what buckets leave behind,
             and let those that leave too much send everything; with a delay, shorten it where ranks' weights are too far
             from each other (`runtime.AccuracyWarning`).
+        mesh: for plans with collectives on two kinds of link: the ranks as rows of nodes, the same on every rank, such
+            as `init_device_mesh("cuda", (nodes, ranks_per_node))`; default: what torchrun says (GROUP_RANK,
+            LOCAL_WORLD_SIZE), or the machines' names.
 
     Returns:
         The session; `.grad` is the average over ranks whenever `backward()` returns (with a delay, while ranks are
@@ -71,7 +81,7 @@ def attach(
         problem = f"loss_scale: found {scale!r}, expected a function such as scaler.get_scale; pass that"
     world = World.join(process_group, timeout_s if timeout_s is not None else _default_timeout_s(loaded))
     try:
-        plan = _agree(world, model, loaded, problem)
+        plan = _agree(world, model, loaded, problem, mesh)
         if sync:
             world.broadcast([*model.parameters(), *model.buffers()])
         return Session(
@@ -97,10 +107,13 @@ def _default_timeout_s(plan: Plan | None) -> float:
     return bounded_timeout_s(STEPS_PER_DEADLINE * predicted_us / 1e6)
 
 
-def _agree(world: World, model: nn.Module, plan: Plan | None, problem: str | None) -> Plan:
+def _agree(world: World, model: nn.Module, plan: Plan | None, problem: str | None, mesh: DeviceMesh | None) -> Plan:
+    """The plan as it is executed here."""
     digest, print_ = "", ""
     parameters: tuple[str, ...] = ()
+    where: Whereabouts | None = None
     try:
+        where = whereabouts(world.group, mesh)
         if plan is not None and problem is None:
             problem = find_misfit(model, plan, world.ranks)
         if plan is not None and problem is None:
@@ -108,6 +121,13 @@ def _agree(world: World, model: nn.Module, plan: Plan | None, problem: str | Non
     except InputError as error:
         problem = str(error)
     devices = sorted({parameter.device.type for parameter in model.parameters()})
-    agree(world, Credentials(__version__, torch.__version__, digest, print_, parameters, ",".join(devices), problem))
+    mine = Credentials(
+        __version__, torch.__version__, digest, print_, parameters, ",".join(devices), problem, where=where
+    )
+    everyone = agree(world, mine)
     assert plan is not None
-    return plan
+    world.topology = find_topology([one.where for one in everyone if one.where is not None])
+    misfit = find_topology_misfit(plan, world.topology)
+    if misfit is not None:
+        raise PlanMismatch(misfit)
+    return adapt(plan, world, trainable_parameters(model))

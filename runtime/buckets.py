@@ -125,6 +125,8 @@ class Message:
     slots: list[Slot]
     storage: torch.UntypedStorage = field(init=False, repr=False)
     """The memory of `flat`."""
+    scratch: Any = field(default=None, repr=False)
+    """What its collective keeps from step to step."""
 
     def __post_init__(self) -> None:
         self.place(self.flat)

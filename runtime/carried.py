@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,7 +17,7 @@ from torch import Tensor, nn
 from runtime.buckets import BucketBuffer
 from runtime.compressors.dgc import MomentumCorrection
 from runtime.errors import InputError
-from runtime.lossy import all_finite
+from runtime.lossy import Lossy, all_finite
 from runtime.momenta import Momenta, Owed
 from runtime.plan import MomentumSpec
 
@@ -88,9 +87,7 @@ class Carried:
 
     def _tensors(self) -> Iterator[Tensor]:
         for _, lossy in self._lossy:
-            yield lossy.carrier.residual
-            if lossy.carrier.velocity is not None:
-                yield lossy.carrier.velocity
+            yield from lossy.carrier.held()
         yield from self._late.values()
         if self._momenta is not None:
             yield from self._momenta.velocities.values()
@@ -169,42 +166,37 @@ class Carried:
         self._drop()
         for tensor in self._tensors():
             tensor.zero_()
-        places = dict(self._places())
+        lossy = {slot.name: one for bucket, one in self._lossy for slot in bucket.slots}
+        residuals: dict[str, Tensor] = {}
+        velocities: dict[str, Tensor] = {}
         for name in dict.fromkeys((*state.get("residuals", {}), *state.get("momenta", {}))):
-            if name in parameters:
-                self._take_over(name, state, parameters[name], places.get(name))
+            if name not in parameters:
+                continue
+            rest, velocity = self._continued(name, state, parameters[name], lossy.get(name))
+            if name in lossy:
+                residuals[name], velocities[name] = rest, velocity
+            elif name in state["residuals"] or (self._momentum != state.get("momentum", 0.0)):
+                self._late[name] = rest.clone()
+        for _, one in self._lossy:
+            one.carrier.put(residuals, velocities)
 
-    def _places(self) -> Iterator[tuple[str, _Place]]:
-        for _, lossy in self._lossy:
-            velocities = lossy.carrier.velocities()
-            for name, residual in lossy.carrier.residuals().items():
-                yield name, _Place(lossy.selects, residual, velocities.get(name))
+    @property
+    def _momentum(self) -> float:
+        return 0.0 if self._momenta is None else self._momenta.momentum
 
-    def _take_over(self, name: str, state: State, parameter: nn.Parameter, place: _Place | None) -> None:
-        """One gradient's. Where it is selected from now and was not, or the other way round, nothing of it is lost."""
+    def _continued(
+        self, name: str, state: State, parameter: nn.Parameter, lossy: Lossy | None
+    ) -> tuple[Tensor, Tensor]:
+        """(residual, velocity) of one gradient. Where it is selected from now and was not, or the other way round,
+        nothing of it is lost.
+        """
         owed = _owed(name, state, parameter, self._ranks)
-        momentum = 0.0 if self._momenta is None else self._momenta.momentum
-        selected = place is not None and place.selected
-        same = momentum == owed.momentum
+        selected = lossy is not None and lossy.selects
+        same = self._momentum == owed.momentum
         velocity = owed.velocity if same and (selected or not owed.selected) else torch.zeros_like(owed.velocity)
-        rest = owed.rest(velocity, momentum, selected=selected)
         if self._momenta is not None and same and not selected and name in state.get("momenta", {}):
             self._momenta.velocities[name] = state["momenta"][name].to(parameter.device, copy=True)
-        if place is not None:
-            place.residual.copy_(rest)
-            if place.velocity is not None:
-                place.velocity.copy_(velocity)
-        elif name in state["residuals"] or not same:
-            self._late[name] = rest.clone()
-
-
-@dataclass(frozen=True)
-class _Place:
-    """Where a gradient's residual and velocity lie."""
-
-    selected: bool
-    residual: Tensor
-    velocity: Tensor | None
+        return owed.rest(velocity, self._momentum, selected=selected), velocity
 
 
 def _owed(name: str, state: State, parameter: nn.Parameter, ranks: int) -> Owed:

@@ -36,6 +36,8 @@ class Sent:
     launch: Any = None
     start: Any = None
     end: Any = None
+    phases: list[tuple[str, str, Any, Any]] = field(default_factory=list)
+    """(name, link, start, end) of each phase, of collectives that have several."""
 
 
 @dataclass(slots=True, eq=False)
@@ -257,7 +259,7 @@ class StreamCommunicator:
         group = self._world.group
         assert group is not None
         self._works = [(work, label) for work, label in self._works if not work.is_completed()]
-        sent.launch = sent.start = _mark(torch.cuda.current_stream())
+        sent.launch = sent.start = mark_on(torch.cuda.current_stream())
         self._side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._side):
             prepare()
@@ -268,7 +270,7 @@ class StreamCommunicator:
                         self._works.append((work, bucket.label))
             except RuntimeError as error:
                 raise describe_failure(self._world, bucket.label, error) from error
-        sent.end = _mark(self._side)
+        sent.end = mark_on(self._side)
 
     def wait(self, until: Sent | None = None) -> None:
         """See `Communicator.wait`: makes the current stream wait, for all that was launched or for that bucket."""
@@ -288,7 +290,8 @@ class StreamCommunicator:
         self._works.clear()
 
 
-def _mark(stream: torch.cuda.Stream) -> torch.cuda.Event:
+def mark_on(stream: torch.cuda.Stream) -> torch.cuda.Event:
+    """A mark of what the stream has queued so far."""
     event = torch.cuda.Event(enable_timing=True)
     event.record(stream)
     return event

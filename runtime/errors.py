@@ -39,6 +39,10 @@ class FallbackWarning(UserWarning):
     """A lossy plan is not faster than the exact one beside it, with which the run goes on; the text has the times."""
 
 
+class AdaptedWarning(UserWarning):
+    """A plan is executed in another form than it says, for the ranks lie on other nodes; the text says how."""
+
+
 class AccuracyWarning(UserWarning):
     """A lossy bucket left too much behind for too long and sends everything from now on; the text says which."""
 

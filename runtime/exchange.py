@@ -18,6 +18,7 @@ from runtime.communicator import Communicator
 from runtime.layout import make_buckets
 from runtime.plan import Plan
 from runtime.recorder import Recorder
+from runtime.topology import Position
 from runtime.views import ViewGuard
 from runtime.watch import explain_failed_move, refuse_unplanned
 
@@ -37,11 +38,13 @@ class Exchange:
         *,
         exchanges: bool,
         loss_scale: Callable[[], float] | None = None,
+        position: Position | None = None,
     ) -> None:
         """Lays out the buckets; nothing happens before `install`. Without `exchanges` (one rank) there are none.
-        `loss_scale` gives the factor of the losses, where they are scaled.
+        `loss_scale` gives the factor of the losses, where they are scaled; `position` tells where this rank is, where
+        ranks have agreed on that.
         """
-        self.plan, self.communicator = plan, communicator
+        self.plan, self.communicator, self._position = plan, communicator, position
         self.slots: list[Slot] = []
         self.buckets: list[BucketBuffer] = []
         self._flags: UsageFlags | None = None
@@ -61,7 +64,7 @@ class Exchange:
     def _lay_out(
         self, parameters: Mapping[str, nn.Parameter], ranks: int
     ) -> tuple[list[Slot], list[BucketBuffer], UsageFlags | None]:
-        return make_buckets(self.plan, parameters, ranks)
+        return make_buckets(self.plan, parameters, ranks, self._position)
 
     def install(self, admit: Callable[[], bool], again: Callable[[Slot, Tensor], None]) -> None:
         """Hooks the parameters.

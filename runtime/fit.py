@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from runtime.closures import DECIDE_BY_LOSS
-from runtime.collectives import COLLECTIVES
+from runtime.collectives import COLLECTIVES, HITOPK, PHASED, form_of
 from runtime.compressors import COMPRESSORS, make_compressor
 from runtime.errors import InputError
 from runtime.local_updates import LOCAL_UPDATES
@@ -217,6 +217,11 @@ def _support_misfit(parameters: Mapping[str, nn.Parameter], plan: Plan) -> str |
         return problem
     if plan.local_async is not None:
         return "the plan asks for local updaters, which this version does not execute; expected local_async null"
+    if plan.momentum_correction is not None and any(form_of(bucket) == HITOPK for bucket in plan.buckets):
+        return (
+            "the plan corrects momentum and has buckets of sparse/hitopk, which this version does not do together; "
+            "expected sparse/flat there, or momentum_correction null"
+        )
     if plan.updates is not None:
         return 'the plan asks for sharded updates, which this version does not execute; leave out "updates"'
     for index, bucket in enumerate(plan.buckets):
@@ -241,6 +246,10 @@ def _delay_misfit(plan: Plan, delay: DelaySpec) -> str | None:
     lossy = next((index for index, bucket in enumerate(plan.buckets) if bucket.compressor.name != "none"), None)
     if lossy is not None:
         return f"bucket {lossy} is compressed, which this version does not do with a delay; expected none: {CURE}"
+    other = next((i for i, bucket in enumerate(plan.buckets) if bucket.algorithm != "library"), None)
+    if other is not None:
+        found = "/".join(form_of(plan.buckets[other]))
+        return f"bucket {other} travels by {found}, but with a delay all are pushed alike; expected all_reduce/library"
     if plan.momentum_correction is not None:
         return f"the plan has a delay and corrects momentum, which are not done together; expected one of them: {CURE}"
     nodes = plan.world.nodes or plan.world.ranks
@@ -262,14 +271,23 @@ def find_late_delay(plan: Plan) -> str | None:
 def _form_misfit(bucket: PlanBucket) -> str | None:
     """What is unknown about how a bucket travels, as what follows its number."""
     form, compressor = (bucket.collective, bucket.algorithm), bucket.compressor.name
-    if form not in COLLECTIVES:
-        known = ", ".join("/".join(name) for name in sorted(COLLECTIVES))
+    if form not in COLLECTIVES and form not in PHASED:
+        known = ", ".join("/".join(name) for name in sorted((*COLLECTIVES, *PHASED)))
         return f"travels by {'/'.join(form)}, which is unknown here; known: {known}"
     if compressor not in COMPRESSORS:
         return f"has the compressor {compressor!r}, which is unknown here; known: {', '.join(COMPRESSORS)}"
     if (bucket.collective == "sparse") != (compressor in SELECTING):
         which = f"one of {', '.join(SELECTING)}" if bucket.collective == "sparse" else "none or wire"
         return f"travels by {'/'.join(form)} with the compressor {compressor!r}; expected {which} there"
+    if compressor == "wire" and bucket.algorithm != "library":
+        return f"travels by {'/'.join(form)} with the compressor 'wire'; expected all_reduce/library, or none"
+    if form == HITOPK and (
+        compressor != "topk" or bucket.compressor.density is None or bucket.compressor.scope == "layer"
+    ):
+        return (
+            "travels by sparse/hitopk, which selects from shards, not from layers; expected the compressor topk with "
+            'one density and no scope "layer"'
+        )
     return None
 
 
@@ -283,6 +301,8 @@ def _lossy_misfit(parameters: Mapping[str, nn.Parameter], plan: Plan, bucket: Pl
             f"has the compressor {name!r}, but the plan's accuracy is exact; expected none in every bucket of an exact "
             f'plan: set "accuracy" to "bounded" if sending less is meant'
         )
+    if form_of(bucket) == HITOPK and not any(parameters[gradient].numel() for gradient in bucket.gradients):
+        return f"has the compressor {name!r}, and no elements to select from; expected all_reduce/library and none"
     odd = next((gradient for gradient in bucket.gradients if parameters[gradient].is_complex()), None)
     if odd is not None:
         return f"has the compressor {name!r}, which knows no complex numbers; expected none: {odd} is complex"

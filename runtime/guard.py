@@ -79,7 +79,7 @@ class Guard:
     def _sample(self, bucket: BucketBuffer, step: int) -> Sampled:
         lossy = bucket.lossy
         assert lossy is not None
-        held = lossy.carrier.residual.clone()
+        held = lossy.carrier.held_back()
         with self._world.naming(f"sampling {bucket.label}"):
             dist.all_reduce(held, group=self._world.group)
         sent = lossy.carrier.sums()
@@ -104,5 +104,7 @@ def without(plan: Plan, index: int, samples: list[Sampled]) -> Plan:
         AccuracyWarning,
         stacklevel=2,
     )
-    dense = replace(bucket, collective="all_reduce", algorithm="library", compressor=NO_COMPRESSION)
+    # With the same phases, so that the plan's order of phases stands.
+    algorithm = "torus_2d" if bucket.algorithm == "hitopk" else "library"
+    dense = replace(bucket, collective="all_reduce", algorithm=algorithm, compressor=NO_COMPRESSION)
     return replace(plan, buckets=(*plan.buckets[:index], dense, *plan.buckets[index + 1 :]))

@@ -8,14 +8,27 @@ import torch
 from torch import Tensor, nn
 
 from runtime.buckets import BucketBuffer, Message, Slot, UsageFlags, lay_out, make_slot
+from runtime.collectives import HITOPK, form_of
 from runtime.compressors import make_compressor
+from runtime.compressors.sparse import SparseCompressor
 from runtime.compressors.wire import WIRE_DTYPES, WireCompressor
+from runtime.hierarchical import HitopkBucket, ShardCarrier
 from runtime.lossy import Carrier, Lossy
 from runtime.narrowed import NarrowedBucket
 from runtime.plan import CompressorSpec, Plan, PlanBucket
 from runtime.selected import SelectedBucket
+from runtime.topology import Position
 
 EXACT = "none"
+
+
+def make_hitopk(bucket: BucketBuffer, spec: CompressorSpec, position: Position, tail: Tensor | None = None) -> Lossy:
+    """What makes a bucket of HiTopKComm lossy; as `make_lossy`, which selects from each rank's own gradients."""
+    topology = position.topology
+    carrier = ShardCarrier(bucket, topology.per_node, position.place)
+    compressor = make_compressor(spec, [("shard", carrier.share)], ranks=topology.count)
+    assert isinstance(compressor, SparseCompressor)
+    return HitopkBucket(carrier, compressor, topology.count, topology.per_node, tail, warmup_steps=spec.warmup_steps)
 
 
 def make_lossy(bucket: BucketBuffer, spec: CompressorSpec, ranks: int, tail: Tensor | None = None) -> Lossy:
@@ -48,9 +61,11 @@ def flags_dtype(last: PlanBucket, parameters: Mapping[str, nn.Parameter]) -> tor
 
 
 def make_buckets(
-    plan: Plan, parameters: Mapping[str, nn.Parameter], ranks: int
+    plan: Plan, parameters: Mapping[str, nn.Parameter], ranks: int, position: Position | None = None
 ) -> tuple[list[Slot], list[BucketBuffer], UsageFlags]:
     """The plan's buckets at run time, all gradients in readiness order, and the flags behind the last bucket.
+
+    `position`: where this rank is, for buckets of HiTopKComm.
 
     Raises:
         InputError: a compressor's options are wrong, or do not fit its bucket.
@@ -66,7 +81,11 @@ def make_buckets(
     for bucket, planned in zip(buckets, plan.buckets, strict=True):
         if planned.compressor.name != EXACT:
             behind = tail.flat if planned is last else None
-            bucket.lossy = make_lossy(bucket, planned.compressor, ranks, behind)
+            if form_of(planned) == HITOPK:
+                assert position is not None
+                bucket.lossy = make_hitopk(bucket, planned.compressor, position, behind)
+            else:
+                bucket.lossy = make_lossy(bucket, planned.compressor, ranks, behind)
     flags.lie_in(tail)
     return slots, buckets, flags
 

@@ -12,7 +12,7 @@ et al., ECAI 2020), which puts the learning rate inside the residual: the same f
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import groupby
 from typing import Any, Protocol
 
@@ -49,8 +49,6 @@ def all_finite(flat: Tensor) -> Tensor:
 class Lossy(Protocol):
     """What makes a bucket lossy: one for each way to send less."""
 
-    carrier: Carrier
-    """The bucket's gradients and residual."""
     packed: Any
     """What its collective gets."""
     k: int
@@ -59,6 +57,11 @@ class Lossy(Protocol):
     """Whether these are fewer than all, each rank's own."""
     by_magnitude: bool
     """Whether these are the largest: what `runtime.guard` looks at."""
+
+    @property
+    def carrier(self) -> Carrier:
+        """The bucket's gradients and residual."""
+        ...
 
     def pack(self, step: int) -> None:
         """All gradients of the bucket are there: fills the message."""
@@ -76,15 +79,16 @@ class Lossy(Protocol):
 class Carrier:
     """A bucket's gradients as one vector, and what of them has not travelled yet."""
 
-    def __init__(self, bucket: BucketBuffer) -> None:
+    def __init__(self, bucket: BucketBuffer, elements: int | None = None) -> None:
+        """`elements`: of the residual, where it is not one for each of the bucket's."""
         self.bucket = bucket
         wide = any(message.flat.dtype == torch.float64 for message in bucket.messages)
         self.dtype = torch.float64 if wide else torch.float32
         self.device = bucket.messages[0].flat.device
         self.sizes = [slot.parameter.numel() for slot in bucket.slots]
         self.layers = layer_runs((slot.name, slot.parameter.numel()) for slot in bucket.slots)
-        on_device = has_kernels(self.device, self.dtype)
-        self.held = Held(sum(self.sizes), self.dtype, self.device, on_device=on_device)
+        kept = sum(self.sizes) if elements is None else elements
+        self.held = Held(kept, self.dtype, self.device, on_device=has_kernels(self.device, self.dtype))
         self.velocity: Tensor | None = None
         """With momentum correction, the momentum of this rank's gradients. Shape as the residual's."""
         self._correction: MomentumCorrection | None = None
@@ -168,13 +172,29 @@ class Carrier:
         elif finite:
             self.velocity, self._following_velocity = self._following_velocity, self.velocity
 
+    def memory(self) -> Iterator[Tensor]:
+        """All memory that is carried from step to step."""
+        yield self.residual
+        if self.velocity is not None:
+            yield self.velocity
+
+    def held_back(self) -> Tensor:
+        """A copy of what this rank holds back of the bucket. Shape (elements of the bucket,)."""
+        return self.residual.clone()
+
     def residuals(self) -> dict[str, Tensor]:
-        """By gradient, in its shape: parts of the residual itself."""
+        """By gradient, in its shape."""
         return self._by_name(self.residual)
 
     def velocities(self) -> dict[str, Tensor]:
-        """By gradient, in its shape: parts of the velocity itself; none without momentum correction."""
+        """By gradient, in its shape; none without momentum correction."""
         return {} if self.velocity is None else self._by_name(self.velocity)
+
+    def put(self, residuals: Mapping[str, Tensor], velocities: Mapping[str, Tensor]) -> None:
+        """Takes over what gradients, by name, hold back, and their velocities; of others nothing is held back."""
+        for own, given in ((self.residuals(), residuals), (self.velocities(), velocities)):
+            for name, part in own.items():
+                part.copy_(given[name]) if name in given else part.zero_()
 
     def _by_name(self, flat: Tensor) -> dict[str, Tensor]:
         parts, offset = {}, 0

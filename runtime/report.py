@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -16,6 +16,18 @@ from runtime.plan import ModelReference, Plan
 from runtime.recorder import Recorder, StepMarks
 from runtime.timeline import Span, Timeline
 from runtime.world import World
+
+
+@dataclass(frozen=True, kw_only=True)
+class PhaseReport:
+    """One phase of a bucket on one kind of link: medians in microseconds from the start of forward."""
+
+    name: str
+    """Such as `reduce_scatter`."""
+    link: str
+    """`intra` or `inter`."""
+    start_us: float
+    end_us: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,6 +48,20 @@ class BucketReport:
     compressor: str = "none"
     sample: Sampled | None = None
     """Of a lossy bucket, when it was last looked at."""
+    phases: tuple[PhaseReport, ...] = ()
+    """Where the plan's collectives have several."""
+
+    @property
+    def spans(self) -> list[Span]:
+        """What it keeps busy, and when."""
+        parts = [(phase.name, phase.link, phase.start_us, phase.end_us) for phase in self.phases]
+        return [
+            Span(
+                task=f"bucket {self.index} {name}", resource=resource, start_us=start_us, end_us=end_us,
+                bucket=self.index, ready_us=self.ready_us,
+            )
+            for name, resource, start_us, end_us in parts or [("all_reduce", "network", self.start_us, self.end_us)]
+        ]  # fmt: skip
 
     def __str__(self) -> str:
         text = (
@@ -81,17 +107,7 @@ class Report:
             Span(task="forward", resource="compute", start_us=0.0, end_us=self.forward_us),
             Span(task="backward", resource="compute", start_us=self.forward_us, end_us=end_us - self.wait_us),
         ]
-        network = [
-            Span(
-                task=f"bucket {bucket.index} all_reduce",
-                resource="network",
-                start_us=bucket.start_us,
-                end_us=bucket.end_us,
-                bucket=bucket.index,
-                ready_us=bucket.ready_us,
-            )
-            for bucket in self.buckets
-        ]
+        network = [span for bucket in self.buckets for span in bucket.spans]
         update = Span(task="update", resource="compute", start_us=end_us, end_us=self.iteration_us)
         return Timeline(
             spans=(*compute, *network, update),
@@ -182,7 +198,22 @@ def _buckets(
             predicted_end_us=end_us,
             compressor=bucket.compressor.name,
             sample=samples[index][-1] if samples.get(index) else None,
+            phases=tuple(_phases(index, steps, median)),
         )
+
+
+def _phases(
+    bucket: int, steps: list[StepMarks], median: Callable[[Callable[[StepMarks], tuple[Any, Any]]], float]
+) -> Iterator[PhaseReport]:
+    kinds = next((step.sent[bucket].phases for step in reversed(steps) if step.sent[bucket].phases), [])
+    for number, (name, link, _, _) in enumerate(kinds):
+        start_us, end_us = (median(partial(_until_phase, bucket, number, side)) for side in (2, 3))
+        yield PhaseReport(name=name, link=link, start_us=start_us, end_us=end_us)
+
+
+def _until_phase(bucket: int, number: int, side: int, step: StepMarks) -> tuple[Any, Any]:
+    phases = step.sent[bucket].phases
+    return step.forward, phases[number][side] if number < len(phases) else None
 
 
 def _until_ready(members: slice, step: StepMarks) -> tuple[Any, Any]:

@@ -21,6 +21,8 @@ class Packed:
     """1-D int32."""
     gathered: Tensor
     """Every rank's, one after the other."""
+    value_words: int = 0
+    """How many of the words, the first ones, are values."""
 
 
 class SelectedBucket:
@@ -50,7 +52,7 @@ class SelectedBucket:
         self._words = self.k * (self.carrier.dtype.itemsize // 4)
         words = self._words + self.k + (0 if self._tail is None else self._tail.numel())
         flat = torch.zeros(words, dtype=torch.int32, device=self.carrier.device)
-        self.packed = Packed(flat, flat.new_zeros(self._ranks * words))
+        self.packed = Packed(flat, flat.new_zeros(self._ranks * words), self._words)
 
     def _warm_up(self, step: int, warmup_steps: int) -> None:
         warms = step < warmup_steps

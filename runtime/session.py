@@ -15,12 +15,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from runtime.adapt import adapt, find_topology_misfit
 from runtime.backward import BackwardLife
 from runtime.buffers import BufferSync
 from runtime.carried import carried_part
 from runtime.clock import make_clock
 from runtime.closures import LossAveraging
-from runtime.collectives import collective_of
+from runtime.collectives import collective_of, has_phases
 from runtime.communicator import Communicator, NullCommunicator, Sent, make_communicator
 from runtime.delay import Delay
 from runtime.delay_state import delays_of
@@ -34,10 +35,13 @@ from runtime.fit import (
     find_plan_misfit,
     trainable_parameters,
 )
+from runtime.grid import Grid
 from runtime.guard import Guard, Sampled, without
+from runtime.phased import make_phased_communicator
 from runtime.plan import Plan, load_plan
 from runtime.recorder import Recorder
 from runtime.report import Report, make_report
+from runtime.topology import Position, Topology
 from runtime.torch_compat import OUTSIDE, current_backward_id, leave_uncompiled
 from runtime.trial import Trial
 from runtime.version import __version__
@@ -84,7 +88,9 @@ class Session:
         nothing to try."""
         self._guards, self._loss_scale, self._optimizer = drift, loss_scale, optimizer
         self._guarded, self._broadcast_buffers = guard, broadcast_buffers
+        self._grid: Grid | None = None
         self._exchange = self._make_exchange(plan)
+        self._connect(self._exchange)
         self._guard = self._make_guard()
         self._handles: list[Any] = []
         self.delay = self._make_delay(optimizer) if communicate else None
@@ -121,15 +127,27 @@ class Session:
 
     def _make_exchange(self, plan: Plan) -> Exchange:
         """Buckets of a plan, not yet hooked."""
-        collectives = [collective_of(bucket) for bucket in plan.buckets]
         communicator: Communicator = NullCommunicator()
-        if self._communicate:
+        if self._communicate and not has_phases(plan):
+            collectives = [collective_of(bucket) for bucket in plan.buckets]
             communicator = make_communicator(self.world, collectives, self._device)
         exchanges = self.world.ranks > 1 or not self._communicate
         return Exchange(
             plan, self.parameters, self.world.ranks, communicator, self.recorder, exchanges=exchanges,
-            loss_scale=self._loss_scale,
+            loss_scale=self._loss_scale, position=Position(self._topology, self.world.rank),
         )  # fmt: skip
+
+    @property
+    def _topology(self) -> Topology:
+        found = self.world.topology
+        return found if isinstance(found, Topology) else Topology.of_one_rank_each(self.world.ranks)
+
+    def _connect(self, exchange: Exchange) -> None:
+        """Gives an exchange whose collectives have phases its communicator; all ranks are here, for groups are made."""
+        if not self._communicate or self.world.group is None or not has_phases(exchange.plan):
+            return
+        self._grid = self._grid or Grid.make(self.world, self._topology)
+        exchange.communicator = make_phased_communicator(self._grid, exchange.plan, self._device)
 
     def _step_done(self) -> None:
         """All gradients of a step are there; the optimizer's step comes next."""
@@ -180,6 +198,7 @@ class Session:
     def _put(self, following: Exchange | None) -> None:
         """Another exchange, None: a synchronous one of the plan, takes the place of the present one."""
         following = following or self._make_exchange(self.plan)
+        self._connect(following)
         before, self._exchange = self._exchange, following
         following.follow(before)
         before.close()
@@ -269,8 +288,11 @@ class Session:
                 or find_plan_misfit(self.parameters, loaded, self.world.ranks)
                 or find_optimizer_misfit(loaded, self._optimizer, self.parameters)
                 or find_late_delay(loaded)
+                or find_topology_misfit(loaded, self.world.topology)
             )
-            return (None, problem) if problem else (self._make_exchange(loaded), None)
+            if problem:
+                return None, problem
+            return self._make_exchange(adapt(loaded, self.world, self.parameters)), None
         except InputError as error:
             return None, str(error)
         except (RuntimeError, MemoryError) as error:  # no memory
@@ -356,6 +378,8 @@ class Session:
         if self.delay is not None:
             self.delay.close()
         self._exchange.give_gradients_away()
+        if self._grid is not None:
+            self._grid.leave()
         if leave:
             self.world.leave()
         attached.discard(self.model)

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from runtime.errors import CommunicationError, InputError, PlanMismatch, PlannerError
+from runtime.topology import Topology, Whereabouts
 
 MIN_TIMEOUT_S = 30.0
 """Least deadline where none is given."""
@@ -47,6 +48,8 @@ class World:
     timeout_s: float = MIN_TIMEOUT_S
     last: str = ""
     """The last exchange that this rank completed: says in an error how far the ranks had got."""
+    topology: Topology | str | None = None
+    """Which ranks share a node, or why that cannot be told; None where ranks have not agreed on it."""
     _owned: bool = field(default=False, repr=False)
 
     @classmethod
@@ -219,10 +222,12 @@ class Credentials:
     """How many steps this rank has done with the session."""
     at_step: int = 0
     """The first step with the plan."""
+    where: Whereabouts | None = None
+    """Where this rank runs."""
 
 
-def agree(world: World, mine: Credentials) -> None:
-    """Compares all ranks' credentials; every rank comes to the same verdict.
+def agree(world: World, mine: Credentials) -> list[Credentials]:
+    """Compares all ranks' credentials, and returns them; every rank comes to the same verdict.
 
     Raises:
         PlanMismatch: a rank has a problem of its own, or ranks differ in plan, model, version or device.
@@ -246,6 +251,7 @@ def agree(world: World, mine: Credentials) -> None:
         values = [getattr(one, attribute) for one in everyone]
         if len(set(values)) > 1:
             raise PlanMismatch(f"ranks hold different {what}: {_by_rank(values)}; {cure}")
+    return everyone
 
 
 def _by_rank(values: Sequence[Any]) -> str:

@@ -10,6 +10,7 @@ from planner.passes.delay import Delay
 from planner.passes.joint import Joint
 from planner.passes.merge import Merge
 from planner.passes.sparsify import Sparsify
+from planner.passes.topology import Topology
 from planner.problem import Problem
 
 
@@ -25,5 +26,5 @@ class Pass(Protocol):
         ...
 
 
-PASSES: Mapping[str, type[Pass]] = {made.name: made for made in (Delay, Joint, Merge, Sparsify)}
+PASSES: Mapping[str, type[Pass]] = {made.name: made for made in (Delay, Joint, Merge, Sparsify, Topology)}
 """Registry: name → pass. Add a pass here and the contract test covers it."""

@@ -19,8 +19,11 @@ from planner.ir import Schedule
 from planner.layerwise import layer_wise
 from planner.merging.densities import Floats, joint_tables
 from planner.merging.exact import TIE
-from planner.merging.joint import JointTables, grid, least_ends_us, search
+from planner.merging.joint import JointTables, grid, least_ends_us
+from planner.merging.joint import search as search_joint
+from planner.merging.links import LinkForms, forms_of, has_two_links, search
 from planner.passes.forms import Choice, Forms, improve
+from planner.passes.topology import known_stops
 from planner.problem import Problem
 from planner.selection import compression, ratio_limits, torn_places
 from planner.simulator import step_us
@@ -129,7 +132,7 @@ def _frontier(problem: Problem, given: Schedule, limits_of: tuple[float, ...], r
         points.append(_point(problem, forms, tables, allowed, points[-1], limits))
     bound_us = min(start_us, least_ends_us(tables, 1 + len(ratios)) + problem.update_us)
     best = Frontier(points=tuple(points), bound_us=bound_us).best
-    everywhere = len(places) == problem.count + 1
+    everywhere = len(places) == problem.count + 1 and not has_two_links(problem)
     bound_us = best.iteration_us if points[-1].exact else bound_us if everywhere else 0.0
     compute_us = problem.compute_end_us + problem.update_us
     return Frontier(
@@ -158,14 +161,19 @@ def _point(problem: Problem, forms: Forms, tables: JointTables, allowed: int, be
         starts += [choice for choice in found if choice]
     else:
         ends_us = [step_us(problem, schedule) - problem.update_us for schedule in (*fixed, *known)]
-        solution = search(tables, 1 + allowed, min(ends_us))
+        solution = search_joint(tables, 1 + allowed, min(ends_us))
         if solution is not None:
             exact = solution.exact
             starts.append(tuple(zip(solution.stops, solution.forms, strict=True)))
     if not exact:
         best = min(starts, key=forms.step_us)
         starts = [improve(forms, choice, allowed) for choice in dict.fromkeys([best, starts[-1]])]
-    schedule = _least(problem, [*fixed, *(forms.schedule(choice) for choice in starts)])
+    candidates = [*fixed, *(forms.schedule(choice) for choice in starts)]
+    if has_two_links(problem):
+        links = LinkForms(problem, forms_of(forms.ratios[: allowed + 1]), limits)
+        candidates += search(links, known_stops([_least(problem, candidates), *fixed[:1]]))
+        exact = False
+    schedule = _least(problem, candidates)
     return Point(max_ratio=ratio, schedule=schedule, iteration_us=step_us(problem, schedule), exact=exact)
 
 
@@ -177,7 +185,7 @@ def _starts(problem: Problem, forms: Forms, allowed: int, before: Schedule) -> l
 
 
 def _labels(tables: JointTables, allowed: int, deadline_us: float) -> Choice | None:
-    solution = search(tables, 1 + allowed, deadline_us, labels=CONTENDED_LABELS)
+    solution = search_joint(tables, 1 + allowed, deadline_us, labels=CONTENDED_LABELS)
     return tuple(zip(solution.stops, solution.forms, strict=True)) if solution else None
 
 

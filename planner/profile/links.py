@@ -22,6 +22,7 @@ from planner.progress import Progress
 from runtime.buckets import BucketBuffer, Message, lay_out, make_slot
 from runtime.collectives import COLLECTIVES
 from runtime.collectives.delayed import push
+from runtime.collectives.phases import Scatter, add_up, start
 from runtime.communicator import Communicator, Sent, make_communicator
 from runtime.shards import Shard
 from runtime.torch_compat import all_gather_single
@@ -109,6 +110,7 @@ def measure_part(
     try:
         probe = _AllReduceProbe(communicator, device, sizes[-1])
         makers = {"all_reduce": probe.once, **{name: _bind(make, part, device) for name, make in _LIBRARY.items()}}
+        makers["reduce_scatter"] = _bind(_scatter, part, device)
         curves = {n: _curve(part, device, sizes, makers[n], progress, f"{what}/{n}", everybody=world) for n in names}
     finally:
         communicator.close()
@@ -169,6 +171,21 @@ def _reduce_scatter(world: World, device: torch.device, size_bytes: int) -> Run:
     def run() -> None:
         for work in push(shard, group):
             work.wait()
+
+    return run
+
+
+def _scatter(world: World, device: torch.device, size_bytes: int) -> Run:
+    """As phases inside nodes do it."""
+    vector = torch.zeros(max(1, size_bytes // 4), device=device)
+    scatter = Scatter(vector, world.ranks, world.rank)
+    summed, group = torch.zeros_like(scatter.received[0]), world.group
+    assert group is not None
+
+    def run() -> None:
+        for work in start(scatter.operations(group)):
+            work.wait()
+        add_up(scatter.rows, summed)
 
     return run
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -41,6 +40,7 @@ from runtime.attaching import STEPS_PER_DEADLINE
 from runtime.errors import InputError
 from runtime.fit import model_fingerprint, trainable_parameters
 from runtime.plan import ModelReference
+from runtime.topology import node_name
 from runtime.torch_compat import is_wrapped
 from runtime.world import World, bounded_timeout_s
 
@@ -242,7 +242,7 @@ def _describe_world(world: World, device: torch.device) -> ProfileWorld:
 
 def _node_names(world: World) -> list[str]:
     """Every rank's machine: torchrun's node number where it started the ranks, else the host's name."""
-    names: list[str] = world.gather(os.environ.get("GROUP_RANK") or socket.gethostname(), "counting machines")
+    names: list[str] = world.gather(node_name(), "counting machines")
     return names
 
 

@@ -1,4 +1,4 @@
-"""Collectives that a bucket can travel by, one file each. `COLLECTIVES` is the only list of them."""
+"""Collectives that a bucket can travel by, one file each. `COLLECTIVES` and `PHASED` are the only lists of them."""
 
 from __future__ import annotations
 
@@ -7,10 +7,15 @@ from typing import Any, Protocol
 
 import torch.distributed as dist
 
+from runtime.collectives.hitopk import HiTopK
 from runtime.collectives.library import LibraryAllReduce
+from runtime.collectives.naive_all_gather import NaiveAllGather
 from runtime.collectives.narrowed import NarrowedAllReduce
+from runtime.collectives.phases import PhasedCollective
 from runtime.collectives.sparse_flat import SparseFlat
-from runtime.plan import PlanBucket
+from runtime.collectives.torus_2d import Torus2d
+from runtime.collectives.tree import TreeAllReduce
+from runtime.plan import Plan, PlanBucket
 
 
 class Collective(Protocol):
@@ -31,13 +36,41 @@ class Collective(Protocol):
 COLLECTIVES: Mapping[tuple[str, str], Collective] = {
     ("all_reduce", "library"): LibraryAllReduce(),
     ("sparse", "flat"): SparseFlat(),
+    ("sparse", "naive_all_gather"): NaiveAllGather(),
 }
 """Registry: (collective, algorithm) → implementation. Add one here and the contract test covers it."""
+
+PHASED: Mapping[tuple[str, str], PhasedCollective] = {
+    ("all_reduce", "torus_2d"): Torus2d(),
+    ("all_reduce", "tree"): TreeAllReduce(),
+    ("sparse", "hitopk"): HiTopK(),
+}
+"""Registry of those that a thread of ours carries (`runtime.phased`): several phases, or sends and receives."""
+
+TORUS, HITOPK = ("all_reduce", "torus_2d"), ("sparse", "hitopk")
+HIERARCHICAL = frozenset({TORUS, HITOPK})
+"""Those that ask on which node a rank is."""
 
 NARROWED = NarrowedAllReduce()
 """What takes the place of the library's all-reduce for buckets with the compressor `wire`."""
 
 
+def form_of(bucket: PlanBucket) -> tuple[str, str]:
+    """How a bucket travels, as the registries call it."""
+    return bucket.collective, bucket.algorithm
+
+
 def collective_of(bucket: PlanBucket) -> Collective:
-    """The implementation that carries a bucket."""
-    return NARROWED if bucket.compressor.name == "wire" else COLLECTIVES[(bucket.collective, bucket.algorithm)]
+    """The implementation that carries a bucket, one of those without phases."""
+    return NARROWED if bucket.compressor.name == "wire" else COLLECTIVES[form_of(bucket)]
+
+
+def asks_for_nodes(plan: Plan) -> bool:
+    """Whether the plan, or the one that it falls back to, has collectives on two kinds of link."""
+    fallback = plan.fallback is not None and asks_for_nodes(plan.fallback)
+    return fallback or any(form_of(bucket) in HIERARCHICAL for bucket in plan.buckets)
+
+
+def has_phases(plan: Plan) -> bool:
+    """Whether a thread of ours carries the plan's buckets."""
+    return any(form_of(bucket) in PHASED for bucket in plan.buckets)

@@ -47,7 +47,8 @@ def carry(collective: Collective, kind: str, flat: Tensor, world: World) -> Tens
         message = Message(flat, [])
         run_phases(collective, message, world)
         return message.flat
-    words = Packed(flat.view(torch.uint8), torch.zeros(world.ranks * flat.nbytes, dtype=torch.uint8))
+    gathered = torch.zeros(world.ranks * flat.nbytes, dtype=torch.uint8)
+    words = Packed(flat.view(torch.uint8), gathered, value_words=flat.nbytes // 2)
     run_phases(collective, words, world)
     return words.gathered.view(flat.dtype).view(world.ranks, -1).sum(dim=0)
 

@@ -194,7 +194,7 @@ def mismatches() -> dict[str, str]:
     other = nn.Sequential(nn.Linear(3, 3))
     sparse = nn.Sequential(nn.Embedding(4, 4, sparse=True))
     names = good.gradients
-    elsewhere = PlanBucket(gradients=names, collective="sparse", algorithm="hitopk")
+    elsewhere = PlanBucket(gradients=names, collective="sparse", algorithm="gossip")
     everything = PlanBucket(gradients=names, collective="sparse", algorithm="flat")
     topk = CompressorSpec(name="topk", selector="exact", density=0.1)
     lossy = PlanBucket(gradients=names, collective="sparse", algorithm="flat", compressor=topk)

@@ -191,7 +191,7 @@ def refusals() -> dict[str, bool]:
         model, good = side.model, plan_of(side.model, 3)
         short = plan_of(model, 1, buckets=(PlanBucket(gradients=good.gradients[:-1]),))
         other = plan_of(nn.Sequential(nn.Linear(2, 2)), 1)
-        unknown = plan_of(model, 1, buckets=(PlanBucket(gradients=good.gradients, algorithm="tree"),))
+        unknown = plan_of(model, 1, buckets=(PlanBucket(gradients=good.gradients, algorithm="gossip"),))
         session.switch(good, at_step=6)
 
         def case(name: str, words: list[str], plan: Any, at_step: Any = None) -> None:
@@ -206,7 +206,7 @@ def refusals() -> dict[str, bool]:
              plan_of(model, 3, world=PlanWorld(ranks=7)) if rank else good)  # fmt: skip
         case("short", ["trainable in the model but not in the plan: 0.weight"], short)
         case("other model", ["another model", "not in the plan: 2.weight"], other)
-        case("collective", ["all_reduce/tree, which is unknown here"], unknown)
+        case("collective", ["all_reduce/gossip, which is unknown here"], unknown)
         case("file", ["/nowhere/plan.json: no such file"], "/nowhere/plan.json")
         steps(side, range(3, 8))
         assert session.plan == good

@@ -72,7 +72,7 @@ def test_detach_leaves_a_plain_model(pair: list[dict[str, Any]]) -> None:
         ("bad on rank 1 only", ["rank 1: the plan was made for 7 ranks"]),
         ("wrapped", ["DistributedDataParallel", "model.module"]),
         ("sparse embedding", ["sparse=True"]),
-        ("unknown collective", ["sparse/hitopk", "all_reduce/library", "sparse/flat"]),
+        ("unknown collective", ["sparse/gossip", "all_reduce/library", "sparse/flat", "sparse/hitopk"]),
         ("sparse, but everything", ["'none'", "expected one of topk, randomk"]),
         ("lossy, but exact", ["bucket 0", "'topk'", "accuracy is exact", "bounded"]),
         ("more than there are", ["bucket 0", "does not fit", "1000000"]),

@@ -1,0 +1,146 @@
+"""Which ranks share a node: what collectives on two kinds of link have to know, and all ranks have to agree on.
+
+A launcher says it (torchrun's GROUP_RANK and LOCAL_WORLD_SIZE; without one, machines are told apart by their names), or
+a `DeviceMesh` of two dimensions does, whose rows are nodes.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+import torch.distributed as dist
+
+from runtime.errors import InputError
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+LinkName = Literal["intra", "inter"]
+"""The links inside a node, and those between nodes."""
+Rows = tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True)
+class Whereabouts:
+    """What one rank knows of where it runs."""
+
+    node: str
+    local_ranks: str | None = None
+    """How many ranks its launcher says to have started on that node; None where nobody said, or where not all train
+    together."""
+    mesh: Rows | None = None
+    """Ranks by node, as a DeviceMesh says."""
+
+
+@dataclass(frozen=True)
+class Topology:
+    """Ranks by node; every node has as many, in ascending order."""
+
+    nodes: Rows
+
+    @property
+    def count(self) -> int:
+        """How many nodes there are."""
+        return len(self.nodes)
+
+    @classmethod
+    def of_one_rank_each(cls, ranks: int) -> Topology:
+        """Every rank a node of its own."""
+        return cls(tuple((rank,) for rank in range(ranks)))
+
+    @property
+    def per_node(self) -> int:
+        """Ranks on each."""
+        return len(self.nodes[0])
+
+    @property
+    def places(self) -> Rows:
+        """Ranks by their place within their node: those that exchange a shard between nodes."""
+        return tuple(tuple(sorted(ranks)) for ranks in zip(*self.nodes, strict=True))
+
+    def __str__(self) -> str:
+        return f"{self.count} nodes of {self.per_node} ranks"
+
+
+def node_name(environment: Mapping[str, str] = os.environ) -> str:
+    """This process's machine: torchrun's node number where it started the ranks, else the host's name."""
+    return environment.get("GROUP_RANK") or socket.gethostname()
+
+
+def whereabouts(
+    group: dist.ProcessGroup | None = None,
+    mesh: DeviceMesh | None = None,
+    environment: Mapping[str, str] = os.environ,
+) -> Whereabouts:
+    """Of this rank, in a process group (default: all ranks).
+
+    Raises:
+        InputError: the mesh has other than two dimensions, or ranks of other groups.
+    """
+    node = node_name(environment)
+    if mesh is not None:
+        return Whereabouts(node, mesh=_rows(mesh, group))
+    whole = group is None or dist.get_world_size(group) == dist.get_world_size()
+    return Whereabouts(node, environment.get("LOCAL_WORLD_SIZE") if whole else None)
+
+
+def _rows(mesh: DeviceMesh, group: dist.ProcessGroup | None) -> Rows:
+    if mesh.mesh.ndim != 2:
+        raise InputError(
+            f"mesh: found a DeviceMesh of {mesh.mesh.ndim} dimensions, expected two, nodes by ranks of a node: such as "
+            f'init_device_mesh("cuda", (nodes, ranks_per_node))'
+        )
+    known = dist.get_process_group_ranks(group) if group is not None else list(range(mesh.mesh.numel()))
+    ranks = mesh.mesh.tolist()
+    if sorted(rank for row in ranks for rank in row) != sorted(known):
+        raise InputError(
+            f"mesh: found a DeviceMesh of the ranks {ranks}, expected each of {sorted(known)} once: the ranks that "
+            f"train together"
+        )
+    return tuple(sorted(tuple(sorted(known.index(rank) for rank in row)) for row in ranks))
+
+
+def find_topology(everyone: Sequence[Whereabouts]) -> Topology | str:
+    """The topology, or what is wrong with it, from what every rank knows: all ranks come to the same answer."""
+    meshes = {one.mesh for one in everyone}
+    if len(meshes) > 1:
+        return f"ranks were given different meshes ({_by_rank([str(one.mesh) for one in everyone])}); give all the same"
+    [mesh] = meshes
+    if mesh is not None:
+        return Topology(mesh)
+    members: dict[str, list[int]] = {}
+    for rank, one in enumerate(everyone):
+        members.setdefault(one.node, []).append(rank)
+    counts = {node: len(ranks) for node, ranks in members.items()}
+    if len(set(counts.values())) > 1:
+        listed = ", ".join(f"node {node} has {count}" for node, count in list(counts.items())[:8])
+        return f"the nodes are uneven: {listed}; expected as many ranks on each: start as many, or give a mesh"
+    for rank, one in enumerate(everyone):
+        if one.local_ranks not in (None, str(counts[one.node])):
+            return (
+                f"rank {rank} was told that its node has {one.local_ranks} ranks (LOCAL_WORLD_SIZE), while "
+                f"{counts[one.node]} say that they are on node {one.node} (GROUP_RANK); start all with the same "
+                f"launcher, or give a mesh"
+            )
+    return Topology(tuple(tuple(ranks) for ranks in members.values()))
+
+
+def _by_rank(values: Sequence[str]) -> str:
+    return ", ".join(f"rank {rank}: {value}" for rank, value in list(enumerate(values))[:4])
+
+
+@dataclass(frozen=True)
+class Position:
+    """Where one rank is in a topology."""
+
+    topology: Topology
+    rank: int
+
+    @property
+    def place(self) -> int:
+        """Its number within its node."""
+        return next(ranks.index(self.rank) for ranks in self.topology.nodes if self.rank in ranks)
