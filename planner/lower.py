@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from planner.delayed import PULL, PUSH, Load, StepSpan
 from planner.ir import Bucket, Schedule
+from planner.norms import updates_of
 from planner.problem import Problem
 from planner.simulator import simulate_schedule
 from planner.sources import three_digits
@@ -165,4 +166,5 @@ def lower(problem: Problem, schedule: Schedule) -> Plan:
         buckets=lower_buckets(problem, schedule),
         delay=None if schedule.delay is None else delay_spec(schedule.delay),
         predicted=predict(problem, schedule, timeline=True),
+        updates=updates_of(problem, schedule),
     )

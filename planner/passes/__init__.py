@@ -9,6 +9,7 @@ from planner.ir import Schedule
 from planner.passes.delay import Delay
 from planner.passes.joint import Joint
 from planner.passes.merge import Merge
+from planner.passes.shard_updates import ShardUpdates
 from planner.passes.sparsify import Sparsify
 from planner.problem import Problem
 
@@ -25,5 +26,5 @@ class Pass(Protocol):
         ...
 
 
-PASSES: Mapping[str, type[Pass]] = {made.name: made for made in (Delay, Joint, Merge, Sparsify)}
+PASSES: Mapping[str, type[Pass]] = {made.name: made for made in (Delay, Joint, Merge, ShardUpdates, Sparsify)}
 """Registry: name → pass. Add a pass here and the contract test covers it."""
