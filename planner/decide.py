@@ -10,6 +10,7 @@ from planner.catalog import find_cluster, find_profile
 from planner.ir import Schedule
 from planner.lossy import ACCURACIES, choose, split_passes
 from planner.lower import lower, predict
+from planner.norms import describe, update_bound_us
 from planner.passes.merge import merge_without_contention
 from planner.pipeline import AfterPass, parse_passes, run_passes
 from planner.problem import Problem, make_problem
@@ -23,7 +24,7 @@ from planner.strategies.optimal import best_baseline
 from runtime.errors import InputError
 from runtime.plan import Accuracy, Certificate, Plan, Prediction, ScalingPoint, SolverBound
 
-DEFAULT_PASSES = "merge,topology"
+DEFAULT_PASSES = "merge,topology,shard_updates"
 
 NOTHING_TO_GAIN = 0.01
 """Below this share of the step, a gain over DDP is not worth a claim."""
@@ -107,10 +108,10 @@ def name_of(document: Profile | Cluster | str | Path) -> str:
 def certify(problem: Problem, schedule: Schedule, solved: Solved | None = None) -> Certificate:
     """How far the schedule is from the best exact one under the cost model; the solver's bound counts where higher."""
     optimum = merge_without_contention(problem)
-    bound_us = max(optimum.end_us, problem.compute_end_us) + problem.update_us
+    bound_us = max(optimum.end_us, problem.compute_end_us) + update_bound_us(problem)
     iteration_us = simulate_schedule(problem, schedule).iteration_us
     if any(bucket.algorithm != "library" for bucket in schedule.buckets):
-        compute_us = problem.compute_end_us + problem.update_us
+        compute_us = problem.compute_end_us + update_bound_us(problem)
         return Certificate(
             method="local search over buckets and collectives on two kinds of link",
             lower_bound_us=compute_us,
@@ -158,4 +159,4 @@ def _notes(problem: Problem, plan: Plan, baselines: dict[str, Prediction]) -> tu
         )
     elif gain < NOTHING_TO_GAIN:
         notes.append(f"nothing to gain: the step is predicted {gain:.1%} shorter than with DDP's default buckets")
-    return tuple(notes)
+    return (*notes, *describe(problem, plan.updates))

@@ -15,6 +15,7 @@ _BUCKET = re.compile(
     r"\[([0-9,\-]+)\] ([a-z0-9_]+)/([a-z0-9_]+) ([a-z0-9_]+)(?: k=([0-9]+))?(?: ks=([0-9]+(?:,[0-9]+)*))?"
 )
 _DELAY = re.compile(r"delay k=([1-9][0-9]*)")
+_NORMS = re.compile(r"norms ([0-9]+(?:,[0-9]+)*)")
 _RUN = re.compile(r"([0-9]+)(?:-([0-9]+))?")
 
 
@@ -63,18 +64,23 @@ class Bucket:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Schedule:
-    """Buckets in launch order; `str` gives one line each, after one of the delay where there is one.
+    """Buckets in launch order; `str` gives one line each, after one of the delay and one of norms where there are any.
 
     >>> str(Schedule(buckets=(Bucket(gradients=(0,)),), delay=4))
     'delay k=4\\n[0] all_reduce/library none'
+    >>> str(Schedule(buckets=(Bucket(gradients=(0,)),), norms=(0, 2)))
+    'norms 0,2\\n[0] all_reduce/library none'
     """
 
     buckets: tuple[Bucket, ...]
     delay: int | None = None
     """SSD-SGD's k: buckets are pushed in every step, and new weights pulled after every k-th one. None: synchronous."""
+    norms: tuple[int, ...] | None = None
+    """By layer of `Problem.norm_layers`, the rank that computes its norms for all. None: every rank does."""
 
     def __str__(self) -> str:
         head = [] if self.delay is None else [f"delay k={self.delay}"]
+        head += [] if self.norms is None else [f"norms {','.join(map(str, self.norms))}"]
         return "\n".join([*head, *map(str, self.buckets)])
 
     @classmethod
@@ -82,8 +88,14 @@ class Schedule:
         """The inverse of `str`. Raises InputError on anything else."""
         lines = text.splitlines()
         delay = _DELAY.fullmatch(lines[0]) if lines else None
-        buckets = tuple(Bucket.parse(line) for line in lines[delay is not None :])
-        return cls(buckets=buckets, delay=int(delay[1]) if delay else None)
+        lines = lines[1:] if delay else lines
+        norms = _NORMS.fullmatch(lines[0]) if lines else None
+        lines = lines[1:] if norms else lines
+        return cls(
+            buckets=tuple(map(Bucket.parse, lines)),
+            delay=int(delay[1]) if delay else None,
+            norms=tuple(map(int, norms[1].split(","))) if norms else None,
+        )
 
     @classmethod
     def from_boundaries(cls, stops: Iterable[int], algorithm: str = "library") -> Schedule:

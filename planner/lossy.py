@@ -13,6 +13,7 @@ from planner.cost.sparse import SELECTED_BYTES, flat_is_implied
 from planner.ir import Bucket, Schedule
 from planner.lower import lower
 from planner.merging.cpsat_joint import MAX_PLACES, solve_joint
+from planner.norms import update_us
 from planner.offer import GAIN, Offer, choose_offer
 from planner.passes import Pass
 from planner.passes.delay import Delay, check_max_delay
@@ -150,7 +151,8 @@ def _bounded_offer(
     joint = next((each for each in passes if isinstance(each, Joint)), None)
     options = next((each for each in passes if isinstance(each, Joint | Sparsify)), Joint())
     joint = joint or Joint(max_ratio=options.max_ratio, protect=options.protect)
-    frontier = joint.frontier(schedule, problem)
+    saved_us = problem.update_us - update_us(problem, schedule)
+    frontier = _sooner(joint.frontier(replace(schedule, norms=None), problem), saved_us)
     exact_us, found_us = step_us(problem, schedule), step_us(problem, found)
     if not _sparse(found):
         return Offer(accuracy="bounded", what="compression", plan=None, step_us=exact_us), frontier
@@ -160,6 +162,12 @@ def _bounded_offer(
     gain = 1.0 - found_us / exact_us if exact_us > 0.0 else 0.0
     notes = tuple(_notes(problem, found, frontier, gain, joint))
     return Offer(accuracy="bounded", what="compression", plan=plan, step_us=found_us, notes=notes), frontier
+
+
+def _sooner(frontier: Frontier, saved_us: float) -> Frontier:
+    """The frontier of steps whose update is shorter by what sharing norms saves."""
+    points = tuple(replace(point, iteration_us=point.iteration_us - saved_us) for point in frontier.points)
+    return replace(frontier, points=points, bound_us=frontier.bound_us - saved_us) if saved_us else frontier
 
 
 def _sparse(schedule: Schedule) -> list[Bucket]:
@@ -220,8 +228,9 @@ def _solved(problem: Problem, plan: Plan, frontier: Frontier, limit: float) -> P
         note = f"CP-SAT was not asked: up to {MAX_PLACES - 1} gradients and no contention are what its model can take"
         return replace(plan, certificate=replace(certificate, note=f"{certificate.note}; {note}"))
     iteration_us = plan.predicted.iteration_us if plan.predicted else 0.0
-    solution = solve_joint(tables, len(frontier.points), iteration_us - problem.update_us, limit)
-    solver_us = min(solution.bound_us + problem.update_us, iteration_us)
+    updating_us = plan.predicted.update_us if plan.predicted and plan.predicted.update_us else 0.0
+    solution = solve_joint(tables, len(frontier.points), iteration_us - updating_us, limit)
+    solver_us = min(solution.bound_us + updating_us, iteration_us)
     bound_us = max(certificate.lower_bound_us, solver_us)
     solved = replace(
         certificate,

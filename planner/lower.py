@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from planner.delayed import PULL, PUSH, Load, StepSpan
 from planner.ir import Bucket, Schedule
+from planner.norms import updates_of
 from planner.problem import Problem
 from planner.selection import shard_elements
 from planner.simulator import simulate_schedule
@@ -204,4 +205,5 @@ def lower(problem: Problem, schedule: Schedule) -> Plan:
         delay=None if schedule.delay is None else delay_spec(schedule.delay),
         phase_order=phase_order(problem, schedule),
         predicted=predict(problem, schedule, timeline=True),
+        updates=updates_of(problem, schedule),
     )

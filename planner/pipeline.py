@@ -7,10 +7,12 @@ import difflib
 import re
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from planner.ir import Schedule
 from planner.passes import PASSES, Pass
+from planner.passes.shard_updates import ShardUpdates
 from planner.problem import Problem
 from planner.verify import verify
 from runtime.errors import InputError
@@ -72,13 +74,19 @@ def run_passes(
     *,
     accuracy: str = "exact",
 ) -> Schedule:
-    """Applies the passes in order; the verifier runs before the first and after each."""
+    """Applies the passes in order; the verifier runs before the first and after each.
+
+    Who computes norms does not depend on how gradients travel, so passes that decide on that do not see it.
+    """
     dtype_ids, elements = problem.dtype_ids.tolist(), problem.layer_elements
-    verify(schedule, dtype_ids, accuracy=accuracy, elements=elements)
+    norms = (len(problem.norm_layers), problem.ranks)
+    verify(schedule, dtype_ids, accuracy=accuracy, elements=elements, norms=norms)
     for current in passes:
         started = time.perf_counter()
-        schedule = current.apply(schedule, problem)
-        verify(schedule, dtype_ids, accuracy=accuracy, elements=elements)
+        before, schedule = schedule.norms, current.apply(replace(schedule, norms=None), problem)
+        if schedule.norms is None and not isinstance(current, ShardUpdates):
+            schedule = replace(schedule, norms=None if schedule.delay is not None else before)
+        verify(schedule, dtype_ids, accuracy=accuracy, elements=elements, norms=norms)
         if after_pass is not None:
             after_pass(current.name, schedule, time.perf_counter() - started)
     return schedule

@@ -106,7 +106,12 @@ def simulate(
             schedule = make_schedule(problem, strategy)
             solved = solve_strategy(problem, strategy, schedule, limit) if solver == "cpsat" else None
             schedule = solved.schedule if solved else schedule
-            verify(schedule, problem.dtype_ids.tolist(), accuracy=accuracy_of(strategy))
+            verify(
+                schedule,
+                problem.dtype_ids.tolist(),
+                accuracy=accuracy_of(strategy),
+                norms=(len(problem.norm_layers), problem.ranks),
+            )
             result = _simulation(problem, schedule, strategy, change, critical_path)
             results.append(replace(result, lower_bound_us=solved.bound_us) if solved else result)
     return results

@@ -17,7 +17,7 @@ from planner.cost.phases import PHASES, Phase
 from planner.cost.sparse import SPARSE_PHASES, SparsePhase, selector_line
 from planner.ir import Bucket
 from planner.merging.exact import Places
-from planner.profile.document import Cluster, Contention, Line, Profile
+from planner.profile.document import Cluster, Contention, LayerNorm, Line, Profile
 from runtime.errors import InputError
 from runtime.names import layer_of
 
@@ -54,6 +54,12 @@ class Problem:
     @property
     def update_us(self) -> float:
         return self.profile.compute.update_us
+
+    @property
+    def norm_layers(self) -> tuple[LayerNorm, ...]:
+        """The layers whose norms the optimizer needs; none for most optimizers."""
+        norms = self.profile.compute.norms
+        return () if norms is None else norms.layers
 
     @cached_property
     def count(self) -> int:

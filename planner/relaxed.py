@@ -31,6 +31,11 @@ def relaxed_offer(
         passes: relaxed passes.
         after_pass: called after each pass.
     """
+    norms = problem.profile.compute.norms
+    if norms is not None:
+        why_not = f"delay needs torch.optim.SGD, and this step's optimizer is {norms.optimizer}"
+        exact_us = step_us(problem, schedule)
+        return Offer(accuracy="relaxed", what="delay", plan=None, step_us=exact_us, why_not=why_not), None
     found = run_passes(passes, schedule, problem, after_pass, accuracy="relaxed")
     delay = next((each for each in passes if isinstance(each, Delay)), Delay())
     choices = delay.choices(schedule, problem)

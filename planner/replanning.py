@@ -298,7 +298,7 @@ def _compute(session: Session, old: Profile | None, ranks: Sequence[RankTimes]) 
             for name, p in planned.items()
             if name not in names
         )
-        return replace(seen, gradients=(*seen.gradients, *unseen))
+        return replace(seen, gradients=(*seen.gradients, *unseen), norms=old.compute.norms if old else None)
     assert old is not None
     end_us = float(np.median(np.array([rank.backward_end_us for rank in ranks]).max(axis=0)))
     before_us = old.compute.forward_us + sum(gradient.backward_us for gradient in old.compute.gradients)

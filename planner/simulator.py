@@ -23,6 +23,7 @@ from planner.cost.phases import PHASES
 from planner.delayed import delayed_step_us, simulate_delayed
 from planner.ir import Bucket, Schedule
 from planner.merging.exact import Places
+from planner.norms import update_us
 from planner.problem import Factors, Problem
 from runtime.timeline import Span, Timeline
 
@@ -100,15 +101,17 @@ def step_us(problem: Problem, schedule: Schedule) -> float:
     """`simulate_schedule(…).iteration_us`, without the timeline that comparing schedules has no use for."""
     if schedule.delay is not None:
         return delayed_step_us(problem, schedule)
+    updating_us = update_us(problem, schedule)
     if any((bucket.collective, bucket.algorithm) in PHASES for bucket in schedule.buckets):
         return _simulate_phases(problem, schedule).iteration_us
     if any(bucket.collective == "sparse" for bucket in schedule.buckets):
-        return _sparse_step_us(problem, schedule)
+        sparse_us = _sparse_step_us(problem, schedule)
+        return sparse_us if schedule.norms is None else sparse_us - problem.update_us + updating_us
     ready_us = problem.ready_list_us
     buckets = [bucket.gradients for bucket in schedule.buckets]
     ready = [ready_us[max(gradients)] for gradients in buckets]
     ends_us = _ends_us(problem, ready, problem.bucket_cost_us(buckets), problem.bucket_factors(buckets), 0.0)
-    return max(ends_us) + problem.update_us
+    return max(ends_us) + updating_us
 
 
 def _ends_us(
@@ -232,7 +235,7 @@ def _simulate_free(problem: Problem, schedule: Schedule) -> Timeline:
         start_us = max(end_us, ready_us)
         end_us = start_us + cost_us
         spans.append(_sent(index, name, ready_us, start_us, end_us))
-    return _timeline(problem, spans, end_us, problem.compute_end_us)
+    return _timeline(problem, schedule, spans, end_us, problem.compute_end_us)
 
 
 def _simulate_contended(problem: Problem, schedule: Schedule, overlap: Overlap) -> Timeline:
@@ -254,7 +257,7 @@ def _simulate_contended(problem: Problem, schedule: Schedule, overlap: Overlap) 
         _sent(index, name, ready_us, start.time_us, end.time_us)
         for (index, name, _, start, end), ready_us in zip(sent, ready_wall_us, strict=True)
     ]
-    return _timeline(problem, spans, state.time_us, moments[-1].time_us)
+    return _timeline(problem, schedule, spans, state.time_us, moments[-1].time_us)
 
 
 def _simulate_phases(problem: Problem, schedule: Schedule) -> Timeline:
@@ -274,16 +277,20 @@ def _simulate_phases(problem: Problem, schedule: Schedule) -> Timeline:
         if task.bucket is not None
     ]  # fmt: skip
     messages.sort(key=lambda span: span.start_us)
-    return _timeline(problem, messages, max((span.end_us for span in messages), default=0.0), gradients_end_us[-1])
+    network_end_us = max((span.end_us for span in messages), default=0.0)
+    return _timeline(problem, schedule, messages, network_end_us, gradients_end_us[-1])
 
 
 def _sent(index: int, name: str, ready_us: float, start_us: float, end_us: float) -> Span:
     return Span(task=name, resource="network", start_us=start_us, end_us=end_us, bucket=index, ready_us=ready_us)
 
 
-def _timeline(problem: Problem, network: list[Span], network_end_us: float, backward_end_us: float) -> Timeline:
+def _timeline(
+    problem: Problem, schedule: Schedule, network: list[Span], network_end_us: float, backward_end_us: float
+) -> Timeline:
     forward_us, end_us = problem.forward_us, max(network_end_us, backward_end_us)
-    iteration_us = end_us + problem.update_us
+    updating_us = update_us(problem, schedule)
+    iteration_us = end_us + updating_us
     forward = Span(task="forward", resource="compute", start_us=0.0, end_us=forward_us)
     backward = Span(task="backward", resource="compute", start_us=forward_us, end_us=backward_end_us)
     update = Span(task="update", resource="compute", start_us=end_us, end_us=iteration_us)
@@ -292,5 +299,5 @@ def _timeline(problem: Problem, network: list[Span], network_end_us: float, back
         iteration_us=iteration_us,
         forward_us=forward_us,
         backward_us=problem.backward_us,
-        update_us=problem.update_us,
+        update_us=updating_us,
     )

@@ -6,10 +6,11 @@ The dynamic programs stay the default: on one network without contention they ar
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from planner.ir import Schedule
 from planner.merging.cpsat import TIME_LIMIT, Solution, solve_merge, solve_two_links
+from planner.norms import update_bound_us
 from planner.passes.merge import best_of, boundaries, merge_problem, merge_without_contention, overlap_of
 from planner.problem import Problem
 from planner.simulator import simulate_schedule
@@ -70,7 +71,7 @@ def solve(problem: Problem, schedule: Schedule, limit: float = TIME_LIMIT) -> So
     solution = solve_merge(merge_problem(problem), hint, overlap, limit)
     if overlap is None:
         _compare(problem, solution)
-    found = [Schedule.from_boundaries(solution.stops)] if solution.stops else []
+    found = [replace(Schedule.from_boundaries(solution.stops), norms=schedule.norms)] if solution.stops else []
     return _solved(problem, best_of(problem, [schedule, *found]), solution, limit)
 
 
@@ -88,7 +89,7 @@ def solve_strategy(problem: Problem, strategy: str, schedule: Schedule, limit: f
 
 
 def _solved(problem: Problem, schedule: Schedule, solution: Solution, limit: float) -> Solved:
-    bound_us = max(solution.bound_us, problem.compute_end_us) + problem.update_us
+    bound_us = max(solution.bound_us, problem.compute_end_us) + update_bound_us(problem)
     return Solved(
         schedule=schedule,
         bound_us=min(bound_us, simulate_schedule(problem, schedule).iteration_us),

@@ -20,6 +20,7 @@ import networkx as nx
 
 from planner.delayed import Load, pieces
 from planner.ir import Schedule
+from planner.norms import update_us
 from planner.problem import Problem
 from runtime.timeline import Span
 
@@ -111,7 +112,7 @@ def _add_step(graph: TaskGraph, problem: Problem, schedule: Schedule, step: int,
         for index, end in enumerate(sent)
         for end in _add_selection(graph, problem, schedule, index, "unpack", (end,), step)
     ]
-    update = Task(name="update", kind="update", resource=COMPUTE, duration_us=problem.update_us, step=step)
+    update = Task(name="update", kind="update", resource=COMPUTE, duration_us=update_us(problem, schedule), step=step)
     return graph.add(update, (*last, *ends))
 
 

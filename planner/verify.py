@@ -21,7 +21,12 @@ class VerifyError(AssertionError):
 
 
 def verify(
-    schedule: Schedule, dtype_ids: Sequence[int], *, accuracy: str = "exact", elements: Elements | None = None
+    schedule: Schedule,
+    dtype_ids: Sequence[int],
+    *,
+    accuracy: str = "exact",
+    elements: Elements | None = None,
+    norms: tuple[int, int] = (0, 1),
 ) -> None:
     """Checks the invariants of a schedule.
 
@@ -30,14 +35,17 @@ def verify(
         dtype_ids: for each gradient in readiness order, an integer that is equal for equal dtypes.
         accuracy: `exact` allows only forms that leave the averaged gradient as it is; delay is for `relaxed` alone.
         elements: where given, what buckets select is checked against what their layers have.
+        norms: the number of layers whose norms the optimizer needs, and of ranks.
 
     Raises:
         VerifyError: a gradient is missing, unknown or in two buckets; a bucket is empty or leaves out, between its
             own, a gradient of a dtype that it carries; its form is not exact but has to be, or lacks its k; it selects
             nothing of a layer, or more than there is; launch order is not the order of readiness; delay is less than
-            one step, not allowed, or together with buckets that are not whole and dense.
+            one step, not allowed, or together with buckets that are not whole and dense; norms of other layers, or of
+            ranks that do not exist, are shared, or together with delay.
     """
     _check_delay(schedule, accuracy)
+    _check_norms(schedule, *norms)
     count = len(dtype_ids)
     owner: dict[int, int] = {}
     for position, bucket in enumerate(schedule.buckets):
@@ -72,6 +80,18 @@ def _check_delay(schedule: Schedule, accuracy: str) -> None:
     for position, bucket in enumerate(schedule.buckets):
         if (bucket.collective, bucket.algorithm, bucket.compressor) != PUSHED_FORM:
             raise VerifyError(f"bucket {position} ({bucket}): with delay, buckets are pushed dense, by the library")
+
+
+def _check_norms(schedule: Schedule, layers: int, ranks: int) -> None:
+    if schedule.norms is None:
+        return
+    if schedule.delay is not None:
+        raise VerifyError("norms are shared in a schedule with delay, whose optimizer needs none")
+    if len(schedule.norms) != layers:
+        raise VerifyError(f"norms of {len(schedule.norms)} layers are shared, but there are {layers} that need them")
+    odd = next((rank for rank in schedule.norms if not 0 <= rank < ranks), None)
+    if odd is not None:
+        raise VerifyError(f"norms are computed by rank {odd}, but there are {ranks} ranks")
 
 
 def _check_form(position: int, bucket: Bucket, accuracy: str) -> None:

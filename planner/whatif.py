@@ -18,7 +18,7 @@ import numpy as np
 from planner.cost.phases import LinkName
 from planner.ir import Schedule
 from planner.problem import Problem
-from planner.profile.document import Cluster, ComputeProfile, Link, Profile
+from planner.profile.document import Cluster, ComputeProfile, Link, NormProfile, Profile
 from planner.simulator import simulate_schedule
 from runtime.errors import InputError
 
@@ -78,8 +78,15 @@ def scale_compute(compute: ComputeProfile, step: float, update: float) -> Comput
         compute,
         forward_us=compute.forward_us * step,
         update_us=compute.update_us * update,
+        norms=_scale_norms(compute.norms, update),
         gradients=tuple(replace(g, backward_us=g.backward_us * step) for g in compute.gradients),
     )
+
+
+def _scale_norms(norms: NormProfile | None, update: float) -> NormProfile | None:
+    if norms is None:
+        return None
+    return replace(norms, layers=tuple(replace(layer, norm_us=layer.norm_us * update) for layer in norms.layers))
 
 
 def relink(cluster: Cluster, name: LinkName, link: Link) -> Cluster:

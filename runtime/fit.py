@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from itertools import chain
 
@@ -15,6 +16,7 @@ from runtime.errors import InputError
 from runtime.local_updates import LOCAL_UPDATES
 from runtime.lossy import layer_runs
 from runtime.names import canonical_name, fingerprint
+from runtime.optimizers import LayerwiseOptimizer
 from runtime.plan import CURE, DelaySpec, Plan, PlanBucket
 from runtime.torch_compat import is_sharded, is_wrapped
 
@@ -222,8 +224,8 @@ def _support_misfit(parameters: Mapping[str, nn.Parameter], plan: Plan) -> str |
             "the plan corrects momentum and has buckets of sparse/hitopk, which this version does not do together; "
             "expected sparse/flat there, or momentum_correction null"
         )
-    if plan.updates is not None:
-        return 'the plan asks for sharded updates, which this version does not execute; leave out "updates"'
+    if (problem := _norms_misfit(parameters, plan)) is not None:
+        return problem
     for index, bucket in enumerate(plan.buckets):
         problem = _form_misfit(bucket) or _lossy_misfit(parameters, plan, bucket)
         if problem is not None:
@@ -259,6 +261,24 @@ def _delay_misfit(plan: Plan, delay: DelaySpec) -> str | None:
             f"node; expected as many nodes as ranks: {CURE}"
         )
     return None
+
+
+def _norms_misfit(parameters: Mapping[str, nn.Parameter], plan: Plan) -> str | None:
+    """Why ranks cannot share norms as a plan says, or None."""
+    shares = plan.updates.norms.shares if plan.updates and plan.updates.norms else None
+    if shares is None:
+        return None
+    where = "the plan's updates.norms.shares"
+    if plan.delay is not None:
+        return f"{where}: found shares in a plan with a delay, which needs torch.optim.SGD; expected none: {CURE}"
+    if len(shares) != plan.world.ranks:
+        return f"{where}: found {len(shares)} for {plan.world.ranks} ranks; expected one for each: {CURE}"
+    listed = [name for share in shares for name in share]
+    unknown = next((name for name in listed if name not in parameters), None)
+    if unknown is not None:
+        return f"{where}: found {unknown!r}, which is no trainable parameter of the model; expected its own: {CURE}"
+    twice = next((name for name, times in Counter(listed).items() if times > 1), None)
+    return None if twice is None else f"{where}: found {twice!r} twice; expected each parameter in one share: {CURE}"
 
 
 def find_late_delay(plan: Plan) -> str | None:
@@ -358,6 +378,13 @@ def find_optimizer_misfit(
         return (
             f"the plan corrects momentum, which is added up before the optimizer then, but found {odd}; expected "
             f"torch.optim.SGD without momentum: leave it out there, or momentum_correction in the plan"
+        )
+    shared = plan.updates is not None and plan.updates.norms is not None and plan.updates.norms.shares is not None
+    if shared and not isinstance(optimizer, LayerwiseOptimizer):
+        return (
+            f"the plan shares norms of layers between ranks, but found "
+            f"{'no optimizer' if optimizer is None else type(optimizer).__name__}, which has none to share; expected "
+            f"runtime.optimizers.LARS or LAMB: use the optimizer that was profiled, or profile again"
         )
     lossy = next((index for index, bucket in enumerate(plan.buckets) if bucket.compressor.name != "none"), None)
     if lossy is None or not isinstance(optimizer, DECIDE_BY_LOSS):

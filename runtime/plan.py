@@ -134,6 +134,42 @@ class LocalAsyncSpec:
 
 
 @dataclass(frozen=True, kw_only=True)
+class NormPlan:
+    """Norms of layers, which LARS and LAMB need: whether ranks share the work (PTO), and what was predicted."""
+
+    __pydantic_config__ = STRICT
+
+    shares: tuple[tuple[Name, ...], ...] | None = None
+    """By rank, the parameters whose norms it computes for all; None: each rank computes all of them."""
+    replicated_us: PredictedUs | None = None
+    """What they take where each rank computes all of them."""
+    shared_us: PredictedUs | None = None
+    """What they take shared: the largest share and the all-gather."""
+    gather_us: PredictedUs | None = None
+    """The all-gather alone."""
+    message_bytes: Count | None = None
+    """What it gathers."""
+    bound_us: PredictedUs | None = None
+    """No split has a largest share that takes less."""
+    method: str | None = None
+    """How the split was found."""
+
+    @property
+    def predicted_us(self) -> float | None:
+        """What they take as planned."""
+        return self.replicated_us if self.shares is None else self.shared_us
+
+
+@dataclass(frozen=True, kw_only=True)
+class UpdatePlan:
+    """How ranks go about the optimizer's step."""
+
+    __pydantic_config__ = STRICT
+
+    norms: NormPlan | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
 class PredictedTask:
     """One bar of the predicted timeline."""
 
@@ -325,7 +361,8 @@ class Plan:
     """Accuracy class → the best plan of that class."""
     phase_order: tuple[tuple[Count, Count], ...] | None = None
     """(bucket, phase) pairs in launch order, for collectives of several phases."""
-    updates: dict[str, Any] | None = None
+    updates: UpdatePlan | None = None
+    """What ranks share of the optimizer's step; None: each does all of it."""
     notes: tuple[str, ...] = field(default=())
     """What the planner wants the reader to know."""
 

@@ -44,6 +44,7 @@ from runtime.report import Report, make_report
 from runtime.topology import Position, Topology
 from runtime.torch_compat import OUTSIDE, current_backward_id, leave_uncompiled
 from runtime.trial import Trial
+from runtime.updates import Updates
 from runtime.version import __version__
 from runtime.watch import ModelWatch
 from runtime.world import Credentials, World, agree, first_line
@@ -93,6 +94,8 @@ class Session:
         self._connect(self._exchange)
         self._guard = self._make_guard()
         self._handles: list[Any] = []
+        self._updates = Updates(optimizer if communicate else None, self.parameters, world, self.recorder.clock)
+        self._updates.follow(plan)
         self.delay = self._make_delay(optimizer) if communicate else None
         """The stages of a plan with delay; None for other plans."""
         if broadcast_buffers:
@@ -205,6 +208,7 @@ class Session:
         self._backward.admit_to(following)
         self._guard = self._make_guard()
         self.recorder.restart(len(self.plan.buckets), len(self.plan.gradients))
+        self._updates.follow(self.plan)
         if self._guards and (self.plan.delay is None or (self.delay is not None and self.delay.active)):
             self.drift.begin(self.plan)
 
@@ -300,7 +304,7 @@ class Session:
 
     def report(self) -> Report:
         """Predicted against measured, over the last steps of this run on this rank."""
-        return make_report(self.plan, self.recorder, self.world, self.samples)
+        return make_report(self.plan, self.recorder, self.world, self.samples, self._updates.report())
 
     @property
     def samples(self) -> dict[int, list[Sampled]]:
@@ -380,6 +384,7 @@ class Session:
         self._exchange.give_gradients_away()
         if self._grid is not None:
             self._grid.leave()
+        self._updates.leave()
         if leave:
             self.world.leave()
         attached.discard(self.model)

@@ -91,6 +91,20 @@ class World:
             _owned=whole,
         )
 
+    @classmethod
+    def over(cls, process_group: dist.ProcessGroup | None = None, timeout_s: float = MIN_TIMEOUT_S) -> World:
+        """The ranks of `process_group` (default: all) with that group itself: what is sent on it has to be in order."""
+        if not dist.is_available() or not dist.is_initialized() or dist.get_world_size(process_group) == 1:
+            return cls(timeout_s=timeout_s)
+        group = process_group or dist.group.WORLD
+        return cls(
+            rank=dist.get_rank(group),
+            ranks=dist.get_world_size(group),
+            group=group,
+            backend=dist.get_backend(group),
+            timeout_s=timeout_s,
+        )
+
     def leave(self) -> None:
         """Gives the private group back."""
         if self._owned and self.group is not None and dist.is_initialized():

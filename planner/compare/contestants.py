@@ -130,4 +130,8 @@ def _compute_us(plan: Plan) -> float | None:
     predicted = plan.predicted
     if predicted is None or predicted.exposed_us is None:
         return None
-    return predicted.iteration_us - predicted.exposed_us
+    norms = plan.updates.norms if plan.updates else None
+    alone_us = 0.0  # ranks that exchange nothing share no norms
+    if norms is not None and norms.shares is not None:
+        alone_us = (norms.replicated_us or 0.0) - (norms.shared_us or 0.0)
+    return predicted.iteration_us - predicted.exposed_us + alone_us

@@ -9,6 +9,7 @@ from planner.ir import Schedule
 from planner.passes.delay import Delay
 from planner.passes.joint import Joint
 from planner.passes.merge import Merge
+from planner.passes.shard_updates import ShardUpdates
 from planner.passes.sparsify import Sparsify
 from planner.passes.topology import Topology
 from planner.problem import Problem
@@ -26,5 +27,5 @@ class Pass(Protocol):
         ...
 
 
-PASSES: Mapping[str, type[Pass]] = {made.name: made for made in (Delay, Joint, Merge, Sparsify, Topology)}
+PASSES: Mapping[str, type[Pass]] = {made.name: made for made in (Delay, Joint, Merge, ShardUpdates, Sparsify, Topology)}
 """Registry: name → pass. Add a pass here and the contract test covers it."""

@@ -7,7 +7,7 @@ with it, the best found.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import ClassVar, Literal
 
@@ -66,7 +66,7 @@ class Merge:
 def boundaries(schedule: Schedule, algorithm: str = "library") -> tuple[int, ...] | None:
     """Where the buckets stop; None where they are not runs of consecutive gradients, all-reduced by one algorithm."""
     stops = tuple(bucket.gradients[-1] + 1 for bucket in schedule.buckets)
-    return stops if schedule == Schedule.from_boundaries(stops, algorithm) else None
+    return stops if replace(schedule, norms=None) == Schedule.from_boundaries(stops, algorithm) else None
 
 
 def best_of(problem: Problem, candidates: list[Schedule]) -> Schedule:

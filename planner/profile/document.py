@@ -60,6 +60,29 @@ class Gradient:
 
 
 @dataclass(frozen=True, kw_only=True)
+class LayerNorm:
+    """What the two norms take that an optimizer needs of one layer."""
+
+    __pydantic_config__ = STRICT
+
+    name: Name
+    """The parameter's."""
+    norm_us: TimeUs
+
+
+@dataclass(frozen=True, kw_only=True)
+class NormProfile:
+    """Norms of layers, a part of the update of LARS and LAMB, where every rank computes all of them."""
+
+    __pydantic_config__ = STRICT
+
+    optimizer: Name
+    row_bytes: Annotated[int, Field(ge=1, le=1024)] = 8
+    """What a layer's norms are in a message."""
+    layers: Annotated[tuple[LayerNorm, ...], Field(min_length=1, max_length=MAX_GRADIENTS)]
+
+
+@dataclass(frozen=True, kw_only=True)
 class ComputeProfile:
     """Times of one step without communication, on all ranks at once."""
 
@@ -68,6 +91,8 @@ class ComputeProfile:
     forward_us: TimeUs
     update_us: TimeUs
     gradients: Annotated[tuple[Gradient, ...], Field(min_length=1, max_length=MAX_GRADIENTS)]
+    norms: NormProfile | None = None
+    """Absent: the optimizer needs none."""
     repeats: Count | None = None
     step_spread_us: TimeUs | None = None
     """Interquartile range of forward plus backward over repeats."""
@@ -255,6 +280,7 @@ def parse_profile(document: Any, where: str = "profile") -> Profile:
     profile = validate(Profile, record, where, cure=CURE)
     _check_names(profile, where)
     _check_size(profile.compute, where)
+    _check_norms(profile.compute, where)
     return profile
 
 
@@ -267,6 +293,17 @@ def _check_names(profile: Profile, where: str) -> None:
                 f"{seen[gradient.name]} already; expected each parameter once (a shared one too): take one out"
             )
         seen[gradient.name] = index
+
+
+def _check_norms(compute: ComputeProfile, where: str) -> None:
+    known, seen = {gradient.name for gradient in compute.gradients}, set()
+    for index, layer in enumerate(compute.norms.layers if compute.norms else ()):
+        path = f"{where}: $.compute.norms.layers[{index}].name: found {layer.name!r}"
+        if layer.name not in known:
+            raise InputError(f"{path}, which is none of the gradients; expected one of them: {CURE}")
+        if layer.name in seen:
+            raise InputError(f"{path} once more; expected each layer once: take one out")
+        seen.add(layer.name)
 
 
 def _check_size(compute: ComputeProfile, where: str) -> None:

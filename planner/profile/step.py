@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 
 import numpy as np
@@ -32,6 +32,7 @@ from planner.profile.document import (
 from planner.profile.grad_weight import measure_grad_weight_share
 from planner.profile.links import LinkTimes, measure_links
 from planner.profile.local_update import measure_local_update
+from planner.profile.norms import measure_norms
 from planner.profile.preserve import preserved
 from planner.profile.selection import measure_selection
 from planner.progress import Progress, Silent
@@ -115,6 +116,9 @@ def measure(
             mine = measure_compute(model, optimizer, step, world, progress)
             everyone: list[RankTimes] = world.gather(mine, "comparing times of the step")
             compute = combine(everyone, model)
+            parameters = trainable_parameters(model)
+            norms = measure_norms(parameters, optimizer, compute, world, device, progress)
+            compute = replace(compute, norms=norms)
             with _hurried(world, compute, process_group, timeout_s) as hurried:
                 network = _measure_network(model, optimizer, step, hurried, device, everyone, compute, progress)
             layers, tracing = _trace(model, step, compute, world)

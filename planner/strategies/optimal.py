@@ -1,9 +1,10 @@
-"""The best exact schedule that this planner knows: the pass `merge`, begun with the best of the baselines."""
+"""The best exact schedule that this planner knows: `merge`, begun with the best of the baselines, and shared norms."""
 
 from __future__ import annotations
 
 from planner.ir import Schedule
 from planner.passes.merge import Merge, best_of
+from planner.passes.shard_updates import ShardUpdates
 from planner.problem import Problem
 from planner.strategies.arguments import refuse_argument
 from planner.strategies.ddp import ddp
@@ -15,7 +16,7 @@ from planner.strategies.wfbp import wfbp
 def optimal(problem: Problem, argument: str | None = None) -> Schedule:
     """What `planner optimize` chooses among exact plans."""
     refuse_argument("optimal", argument)
-    return Merge().apply(best_baseline(problem), problem)
+    return ShardUpdates(method="lpt").apply(Merge().apply(best_baseline(problem), problem), problem)
 
 
 def best_baseline(problem: Problem) -> Schedule:

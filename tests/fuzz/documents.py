@@ -136,7 +136,7 @@ def plans(draw: st.DrawFn, depth: int = 1) -> dict[str, Any]:
             [{"max_ratio": 4.0, "iteration_us": 9.0, "buckets": 2, "sparse_buckets": 1, "sent_share": 0.5}]
         ),
         "notes": st.lists(st.sampled_from(TITLES), max_size=2),
-        "updates": st.just({"pto": [1, 2.5, "x"]}),
+        "updates": st.just({"norms": {"shares": [["a"], []], "replicated_us": 2.5}}),
     }
     if depth:
         optional["fallback"] = plans(depth - 1)

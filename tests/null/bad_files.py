@@ -27,11 +27,14 @@ def full(kind: str) -> dict[str, Any]:
         document["layers"] = json.loads(contract_examples.LAYERS)
         document["tracing"] = {"method": "hooks", "grad_weight_share": {"estimated": 0.5, "measured": 0.4}}
         document["compute"] |= {"repeats": 5, "step_spread_us": 1.0}
+        norms = [{"name": "fc.bias", "norm_us": 3.0}]
+        document["compute"]["norms"] = {"optimizer": "LARS", "row_bytes": 8, "layers": norms}
         document["compute"]["gradients"][0]["spread_us"] = 2.0
         document["world"] |= {"threads_per_rank": 1, "cores": 2}
         return document | {"cluster": cluster}
     document = json.loads(contract_examples.PLAN)
-    document |= {"delay": json.loads(contract_examples.DELAY), "phase_order": [[0, 0]], "updates": {"pto": ["fc"]}}
+    document |= {"delay": json.loads(contract_examples.DELAY), "phase_order": [[0, 0]]}
+    document["updates"] = {"norms": {"shares": [["fc.bias"], []], "replicated_us": 9.5, "shared_us": 1.5}}
     document["local_async"] = json.loads(contract_examples.LOCAL_ASYNC)
     document["buckets"][0] |= {"size_bytes": 40, "reason": "alone"}
     document["buckets"][0]["compressor"] = json.loads(contract_examples.COMPRESSORS[1]) | {"density": 0.5}

@@ -24,8 +24,8 @@ LAZY = (*HEAVY, "plotly")
 DECIDING = (
     "planner/__init__.py", "planner/__main__.py", "planner/bars.py", "planner/catalog.py", "planner/cli.py",
     "planner/decide.py", "planner/explain.py", "planner/layerwise.py", "planner/lossy.py", "planner/options.py",
-    "planner/delayed.py", "planner/lanes.py", "planner/loading.py", "planner/offer.py", "planner/rank_commands.py",
-    "planner/relaxed.py", "planner/selection.py",
+    "planner/delayed.py", "planner/lanes.py", "planner/loading.py", "planner/norms.py", "planner/offer.py",
+    "planner/partition.py", "planner/rank_commands.py", "planner/relaxed.py", "planner/selection.py",
     "planner/pictures/*.py", "planner/scaling.py", "planner/sources.py",
     "planner/ir.py", "planner/job.py", "planner/lower.py", "planner/outputs.py", "planner/pipeline.py",
     "planner/predict.py", "planner/problem.py", "planner/progress.py", "planner/simulator.py", "planner/solvers.py",
@@ -35,7 +35,7 @@ DECIDING = (
     "planner/testbed/commands.py", "planner/testbed/host_process.py", "planner/testbed/hosts.py",
     "planner/testbed/namespaces.py", "planner/testbed/wiring.py",
     "runtime/__init__.py", "runtime/documents.py", "runtime/errors.py", "runtime/files.py", "runtime/measured.py",
-    "runtime/names.py", "runtime/plan.py", "runtime/timeline.py", "runtime/version.py",
+    "runtime/names.py", "runtime/partition.py", "runtime/plan.py", "runtime/timeline.py", "runtime/version.py",
 )  # fmt: skip
 """Files that have to work where torch is not installed."""
 

@@ -306,7 +306,7 @@ def test_less_delay_may_be_asked_for() -> None:
     assert own.delay.steps == 1
     seen: list[str] = []
     decided(after_pass=lambda name, schedule, seconds: seen.append(name))
-    assert seen == ["merge", "topology", "joint", "delay"]
+    assert seen == ["merge", "topology", "shard_updates", "joint", "delay"]
 
 
 @pytest.mark.parametrize("value", [0, -1, MAX_DELAY + 1, 2.5, "2"])

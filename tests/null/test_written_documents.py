@@ -105,6 +105,16 @@ predictions = st.builds(
 )
 
 
+norm_plans = st.builds(
+    p.NormPlan,
+    shares=st.none() | st.lists(st.lists(names, max_size=2).map(tuple), max_size=3).map(tuple),
+    replicated_us=st.none() | times,
+    shared_us=st.none() | times,
+    message_bytes=st.none() | st.integers(0, 9999),
+    method=st.none() | texts,
+)
+
+
 @st.composite
 def plans(draw: st.DrawFn, depth: int = 1) -> p.Plan:
     """Plans with every optional part now and then, and plans inside plans."""
@@ -146,7 +156,7 @@ def plans(draw: st.DrawFn, depth: int = 1) -> p.Plan:
         sources=draw(st.none() | st.dictionaries(texts, texts, max_size=2)),
         fallback=draw(inner),
         phase_order=draw(st.none() | st.just(((0, 0), (0, 1)))),
-        updates=draw(st.none() | st.dictionaries(names, st.none() | times | texts | st.lists(texts), max_size=2)),
+        updates=draw(st.none() | st.builds(p.UpdatePlan, norms=st.none() | norm_plans)),
         notes=tuple(draw(st.lists(texts, max_size=2))),
     )
 
@@ -189,8 +199,9 @@ def test_digest_covers_every_field() -> None:
         small_plan(notes=("x",)),
         small_plan(predicted=p.Prediction(iteration_us=1.0)),
         small_plan(delay=p.DelaySpec(steps=1)),
-        small_plan(updates={"a": 1}),
-        small_plan(updates={"a": None}),
+        small_plan(updates=p.UpdatePlan()),
+        small_plan(updates=p.UpdatePlan(norms=p.NormPlan(shares=(("a",), ("b",))))),
+        small_plan(updates=p.UpdatePlan(norms=p.NormPlan(shares=(("b",), ("a",))))),
     ]
     digests = {plan.digest() for plan in plans}
     assert len(digests) == len(plans)

@@ -1,0 +1,76 @@
+"""What the norms of layers take that LARS and LAMB need: each layer's share of the time of all of them.
+
+Timed on all ranks at once, as every rank computes all of them, on the weights and gradients of the last step. Layers
+are timed one by one and all together; a small one alone takes longer than beside others, and what a rank takes now and
+then for something else hits all of them, so the sum is that of all together.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+from planner.profile.document import ComputeProfile, LayerNorm, NormProfile
+from planner.profile.links import timed_us
+from planner.progress import Progress
+from runtime.optimizers import LayerwiseOptimizer
+from runtime.optimizers.norms import Pair, norm_dtype, pair_norms
+from runtime.world import World
+
+WARM_UPS, REPEATS = 1, 9
+
+
+def measure_norms(
+    parameters: Mapping[str, nn.Parameter],
+    optimizer: torch.optim.Optimizer | None,
+    compute: ComputeProfile,
+    world: World,
+    device: torch.device,
+    progress: Progress,
+) -> NormProfile | None:
+    """The norms of the adapted layers that got a gradient, the same on all ranks; None where there are none."""
+    if not isinstance(optimizer, LayerwiseOptimizer):
+        return None
+    adapted = {id(layer) for layer in optimizer.adapted()}
+    layers = {g.name: parameters[g.name] for g in compute.gradients if id(parameters[g.name]) in adapted}
+    if not layers:
+        return None
+    dtype = norm_dtype(optimizer.adapted())
+    mine = _times_us(list(layers.values()), dtype, world, device, progress)
+    everyone: list[tuple[list[float], list[float]]] = world.gather(mine, "comparing times of norms")
+    # Whoever comes last is waited for at the next message.
+    total_us = statistics.median(max(column) for column in zip(*(totals for totals, _ in everyone), strict=True))
+    each_us = [statistics.median(column) for column in zip(*(singles for _, singles in everyone), strict=True)]
+    share = total_us / max(sum(each_us), 1e-9)
+    return NormProfile(
+        optimizer=type(optimizer).__name__,
+        row_bytes=2 * dtype.itemsize,
+        layers=tuple(
+            LayerNorm(name=name, norm_us=round(time_us * share, 3))
+            for name, time_us in zip(layers, each_us, strict=True)
+        ),
+    )
+
+
+def _times_us(
+    layers: list[nn.Parameter], dtype: torch.dtype, world: World, device: torch.device, progress: Progress
+) -> tuple[list[float], list[float]]:
+    """Microseconds of this rank: of all layers together in every repeat, and of each, its median over repeats."""
+    pairs: list[Pair] = [(layer.detach(), _beside(layer)) for layer in layers]
+    totals: list[float] = []
+    singles: list[list[float]] = []
+    for _ in progress.track(range(WARM_UPS + REPEATS), "norms of layers"):
+        world.gather(None, "beginning to time norms")
+        totals.append(timed_us(lambda: pair_norms(pairs, dtype), device))
+        world.gather(None, "beginning to time norms")
+        singles.append([timed_us(lambda pair=pair: pair_norms([pair], dtype), device) for pair in pairs])  # type: ignore[misc]
+    each_us = [statistics.median(column) for column in zip(*singles[WARM_UPS:], strict=True)]
+    return totals[WARM_UPS:], each_us
+
+
+def _beside(layer: nn.Parameter) -> Tensor:
+    """The layer's gradient, or something of its size."""
+    return torch.ones_like(layer) if layer.grad is None else layer.grad
