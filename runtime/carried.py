@@ -87,7 +87,7 @@ class Carried:
 
     def _tensors(self) -> Iterator[Tensor]:
         for _, lossy in self._lossy:
-            yield from lossy.carrier.held()
+            yield from lossy.carrier.memory()
         yield from self._late.values()
         if self._momenta is not None:
             yield from self._momenta.velocities.values()

@@ -39,8 +39,8 @@ class ShardCarrier(Carrier):
         self.late: Tensor | None = None
         """What belongs to other ranks' shards, and travels with the next gradients. Shape (elements of the bucket,)."""
 
-    def held(self) -> Iterator[Tensor]:
-        """See `Carrier.held`."""
+    def memory(self) -> Iterator[Tensor]:
+        """See `Carrier.memory`."""
         yield self.residual
         if self.late is not None:
             yield self.late

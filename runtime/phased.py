@@ -12,7 +12,7 @@ import atexit
 import threading
 import time
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any
@@ -23,7 +23,7 @@ import torch.distributed as dist
 from runtime.buckets import BucketBuffer
 from runtime.collectives import PHASED, collective_of, form_of
 from runtime.collectives.phases import Phase
-from runtime.communicator import EXIT_S, GRACE_S, Communicator, Sent, describe_failure, mark_on
+from runtime.communicator import EXIT_S, GRACE_S, Communicator, Sent, describe_failure, mark_on, nothing
 from runtime.errors import CommunicationError
 from runtime.grid import Grid
 from runtime.plan import Plan, PlanBucket
@@ -125,10 +125,11 @@ class PhasedHostCommunicator:
         self._threads: list[threading.Thread] = []
         _running.add(self)
 
-    def launch(self, bucket: BucketBuffer, sent: Sent) -> None:
+    def launch(self, bucket: BucketBuffer, sent: Sent, prepare: Callable[[], None] = nothing) -> None:
         """See `Communicator.launch`."""
         if self._queues.over(bucket.index):
             self.wait()
+        prepare()
         sent.launch, sent.start, sent.end = time.perf_counter(), None, None
         sent.phases.clear()
         with self._changed:
@@ -255,10 +256,11 @@ class PhasedStreamCommunicator:
         self._events: dict[int, torch.cuda.Event] = {}
         self._works: list[tuple[dist.Work, str]] = []
 
-    def launch(self, bucket: BucketBuffer, sent: Sent) -> None:
+    def launch(self, bucket: BucketBuffer, sent: Sent, prepare: Callable[[], None] = nothing) -> None:
         """See `Communicator.launch`; what the current stream has queued so far is waited for on the device."""
         if self._queues.over(bucket.index):
             self.wait()
+        prepare()
         self._works = [(work, label) for work, label in self._works if not work.is_completed()]
         sent.launch = sent.start = sent.end = mark_on(torch.cuda.current_stream())
         sent.phases.clear()

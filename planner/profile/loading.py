@@ -39,8 +39,10 @@ def batch_samples(batch: Any) -> int:
     for leaf in tree_leaves(batch):
         if isinstance(leaf, Tensor) and leaf.dim() and leaf.shape[0]:
             return leaf.shape[0]
-    raise InputError("batch(0, rank): found no tensor with a first dimension, expected samples; say how many there "
-                     "are: TrainingJob(batch_samples=…)")  # fmt: skip
+    raise InputError(
+        "batch(0, rank): found no tensor with a first dimension, expected samples; say how many there are: "
+        "TrainingJob(batch_samples=…)"
+    )
 
 
 def measure_loading(dataset: Any, batch: int, world: World) -> Loading:
