@@ -14,6 +14,8 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+import torch
+
 from runtime.errors import EnvironmentFailure
 from runtime.kernels.source import Program
 
@@ -113,7 +115,7 @@ def _load_beside(path: str) -> None:
 
 
 def _candidates() -> Iterator[str]:
-    """Files of NVIDIA's packages, newest first; then those of a toolkit; then names for the loader."""
+    """Files of NVIDIA's packages and of a toolkit, of torch's CUDA first, then the newest; names for the loader."""
     found: list[Path] = []
     package = importlib.util.find_spec("nvidia")
     for place in (package.submodule_search_locations or []) if package is not None else []:
@@ -122,8 +124,9 @@ def _candidates() -> Iterator[str]:
         if variable in os.environ:
             found += Path(os.environ[variable]).glob("lib*/libnvrtc.so.*")
     named = [path for path in found if re.fullmatch(r"libnvrtc\.so\.\d+(\.\d+)*", path.name)]
-    yield from (str(path) for path in sorted(named, key=_version, reverse=True))
-    yield from ("libnvrtc.so.13", "libnvrtc.so.12", "libnvrtc.so")
+    major = (torch.version.cuda or "0").partition(".")[0]  # drivers may be too old for what a newer one makes
+    yield from (str(p) for p in sorted(named, key=lambda p: (_version(p)[0] == int(major), _version(p)), reverse=True))
+    yield from (f"libnvrtc.so.{major}", "libnvrtc.so.13", "libnvrtc.so.12", "libnvrtc.so")
 
 
 def _version(path: Path) -> list[int]:

@@ -65,13 +65,13 @@ struct Meeting {  // of the lanes of a warp, or of a block's threads
     u32 arrived = 0;
     const char *what = nullptr;
     std::vector<Fiber *> waiting;
+    unsigned long long given[32], got[32];  // by lanes; what they get stays until all have come to the next meeting
 };
 
 struct Fiber {
     Context context;
     Block *block;
     u32 thread;
-    unsigned long long given, got[32];
 };
 
 struct Block {
@@ -125,17 +125,14 @@ inline bool arrive(Meeting &meeting, u32 expected, const char *what) {  // wheth
 // Every lane gives a number and gets all lanes'.
 inline const unsigned long long *exchange(unsigned long long given, u32 mask, const char *what) {
     if (mask != 0xffffffffu) fail("only whole warps may meet");
-    Block &block = *current->block;
-    const u32 warp = current->thread / 32;
-    current->given = given;
-    if (arrive(block.warps[warp], 32, what)) {
-        for (u32 to = 0; to < 32; to++)
-            for (u32 from = 0; from < 32; from++)
-                block.fibers[32 * warp + to].got[from] = block.fibers[32 * warp + from].given;
-        release(block.warps[warp]);
+    Meeting &meeting = current->block->warps[current->thread / 32];
+    meeting.given[current->thread % 32] = given;
+    if (arrive(meeting, 32, what)) {
+        memcpy(meeting.got, meeting.given, sizeof meeting.got);
+        release(meeting);
         let_others();
     }
-    return current->got;
+    return meeting.got;
 }
 
 inline void sync_block() {

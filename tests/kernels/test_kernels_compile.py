@@ -30,6 +30,7 @@ def test_compiles(compiler: nvrtc.Compiler, program: Program, capability: int) -
     code, log = compiler.compile(program, capability, "--ptxas-options=-v")
     assert code.startswith(ELF)
     assert "warning" not in log
+    assert log.count("0 bytes spill stores, 0 bytes spill loads") == 4, log
     used = [line for line in log.splitlines() if "registers" in line]
     assert len(used) == 4, log
     for line in used:

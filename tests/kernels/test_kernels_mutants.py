@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from kernel_host import SMALL, HostBackend, needs_compiler, small_library
 from kernel_mutants import MUTANTS, check, check_unpack
 
@@ -15,13 +16,14 @@ SHARES = 2
 """Processes that compile and run at once."""
 
 
+@pytest.mark.timeout(600)
 def test_every_mutant_is_noticed() -> None:
     script = Path(__file__).with_name("kernel_mutants.py")
     path = os.pathsep.join([str(script.parents[2]), *sys.path])
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path}
     commands = [[sys.executable, str(script), str(share), str(SHARES)] for share in range(SHARES)]
     running = [subprocess.Popen(one, env=environment, stdout=-1, stderr=-1, text=True) for one in commands]
-    ended = [process.communicate(timeout=240) for process in running]
+    ended = [process.communicate(timeout=540) for process in running]
     assert [process.returncode for process in running] == [0] * SHARES, ended
     missed = [line for out, _ in ended for line in out.splitlines() if line]
     assert not missed, missed
