@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from planner.ir import Schedule
 from planner.problem import Problem
-from runtime.plan import PredictedTask, Prediction
+from runtime.predicted import PredictedTask, Prediction
 
 MAX_BARS = 500
 """Per resource: a page a thousand pixels wide shows no more."""

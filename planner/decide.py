@@ -22,7 +22,8 @@ from planner.sources import counted, describe_sources
 from planner.strategies import BASELINES, make_schedule
 from planner.strategies.optimal import best_baseline
 from runtime.errors import InputError
-from runtime.plan import Accuracy, Certificate, Plan, Prediction, ScalingPoint, SolverBound
+from runtime.plan import Accuracy, Plan
+from runtime.predicted import Certificate, Prediction, ScalingPoint, SolverBound
 
 DEFAULT_PASSES = "merge,topology,shard_updates"
 

@@ -12,7 +12,8 @@ from planner.loading import levels, loading_lines
 from planner.predict import Simulation
 from planner.profile.document import Profile
 from planner.sources import counted, slower
-from runtime.plan import Plan, PlanBucket, Prediction
+from runtime.plan import Plan, PlanBucket
+from runtime.predicted import Prediction
 
 
 def milliseconds(time_us: float | None) -> str:

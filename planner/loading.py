@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 
-from runtime.plan import Loading, Plan
+from runtime.plan import Plan
+from runtime.predicted import Loading
 
 ALIGNMENT = 64
 """Of samples in the memory of a node."""

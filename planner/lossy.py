@@ -26,7 +26,8 @@ from planner.selection import check_max_ratio, ratio_limits, ratio_of
 from planner.simulator import step_us
 from planner.sources import counted, three_digits
 from runtime.errors import InputError
-from runtime.plan import Accuracy, Certificate, DelayPoint, FrontierPoint, Plan, SolverBound
+from runtime.plan import Accuracy, Plan
+from runtime.predicted import Certificate, DelayPoint, FrontierPoint, SolverBound
 
 ACCURACIES: tuple[Accuracy, ...] = ("exact", "bounded", "relaxed")
 """The classes, from the least risky to the riskiest."""

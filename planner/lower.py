@@ -11,7 +11,8 @@ from planner.simulator import simulate_schedule
 from planner.sources import three_digits
 from runtime.errors import InputError
 from runtime.names import numbered
-from runtime.plan import Accuracy, CompressorSpec, DelaySpec, Plan, PlanBucket, PlanWorld, PredictedTask, Prediction
+from runtime.plan import Accuracy, CompressorSpec, DelaySpec, Plan, PlanBucket, PlanWorld
+from runtime.predicted import PredictedTask, Prediction
 from runtime.timeline import Span, Timeline
 
 WARMUP_STEPS = 500

@@ -15,7 +15,8 @@ from planner.pipeline import AfterPass, run_passes
 from planner.problem import Problem
 from planner.simulator import simulate_schedule, step_us
 from planner.sources import three_digits
-from runtime.plan import Certificate, DelayPoint, Plan
+from runtime.plan import Plan
+from runtime.predicted import Certificate, DelayPoint
 
 CASES = {1: "pulls are late", 2: "the network is never idle", 3: "nothing is exposed"}
 

@@ -11,7 +11,7 @@ from planner.problem import Problem
 from planner.profile.document import Cluster
 from planner.strategies import BASELINES, make_schedule
 from runtime.errors import InputError
-from runtime.plan import ScalingPoint
+from runtime.predicted import ScalingPoint
 
 OPTIMAL = "optimal"
 

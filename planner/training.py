@@ -27,7 +27,8 @@ from planner.progress import make_progress
 from planner.testbed.emulation import Emulation, emulation_here
 from runtime.errors import CommunicationError, InputError, PlannerError
 from runtime.fit import model_fingerprint
-from runtime.plan import Loading, Plan
+from runtime.plan import Plan
+from runtime.predicted import Loading
 from runtime.world import World, first_line
 
 SEED = 0

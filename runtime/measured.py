@@ -13,7 +13,8 @@ from pydantic import Field
 
 from runtime.documents import STRICT, check_schema, dump, read_json, validate
 from runtime.errors import InputError
-from runtime.plan import MAX_RANKS, Count, ModelReference, Name, Plan, TimeUs
+from runtime.plan import ModelReference, Plan
+from runtime.quantities import MAX_RANKS, Count, Name, TimeUs
 from runtime.timeline import Timeline, busy_us
 
 TIMELINE_SCHEMA: Literal["planner.timeline/1"] = "planner.timeline/1"

@@ -11,7 +11,7 @@ from planner.cost.curve import CostCurve, fit_line
 from planner.cost.slowdown import Slowdown
 from planner.profile.document import Cluster, Contention, Line, Link
 from runtime.errors import InputError
-from runtime.plan import MAX_RANKS
+from runtime.quantities import MAX_RANKS
 
 T = TypeVar("T")
 

@@ -10,7 +10,8 @@ from typing import Any
 from planner.explain import mebibytes, milliseconds, printable
 from planner.pictures.tracks import ROLES, Bar, Track
 from planner.sources import counted
-from runtime.plan import Plan, ScalingPoint
+from runtime.plan import Plan
+from runtime.predicted import ScalingPoint
 
 Figure = dict[str, Any]
 

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 from planner.bars import COMPUTE, join_neighbours, kind_of
 from runtime.measured import MeasuredStep
-from runtime.plan import Plan, PredictedTask, Prediction
+from runtime.plan import Plan
+from runtime.predicted import PredictedTask, Prediction
 
 ROLES = ("forward", "backward", "update", "compute", "message")
 """What a bar is drawn as; `compute` is everything else on that resource."""

@@ -9,7 +9,8 @@ from planner.pictures.figures import shorten
 from planner.pictures.tracks import MEASURED, Track
 from planner.sources import counted, short_with_source
 from runtime.measured import MeasuredStep
-from runtime.plan import Plan, ScalingPoint
+from runtime.plan import Plan
+from runtime.predicted import ScalingPoint
 
 CAPTION_NAME = 80
 """Characters of a name in a caption."""

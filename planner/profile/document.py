@@ -10,7 +10,9 @@ from pydantic import Field
 
 from runtime.documents import STRICT, check_schema, dump, read_json, validate, write_json
 from runtime.errors import InputError
-from runtime.plan import Count, Loading, ModelReference, Name, PositiveCount, Ranks, TimeUs
+from runtime.plan import ModelReference
+from runtime.predicted import Loading
+from runtime.quantities import Count, Name, PositiveCount, Ranks, TimeUs
 
 PROFILE_SCHEMA: Literal["planner.profile/1"] = "planner.profile/1"
 CLUSTER_SCHEMA: Literal["planner.cluster/1"] = "planner.cluster/1"

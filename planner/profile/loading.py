@@ -19,7 +19,7 @@ from runtime.datacache.memory import available_bytes, overhead_bytes
 from runtime.datacache.node import node_name
 from runtime.datacache.samples import pack
 from runtime.errors import InputError
-from runtime.plan import Loading
+from runtime.predicted import Loading
 from runtime.torch_compat import tree_leaves
 from runtime.world import World
 

@@ -20,7 +20,8 @@ from planner.replanning import find_late_rank, without_contention
 from runtime.clock import WallClock
 from runtime.drift import DriftGuard, StepTimes, Verdict, complete, find_cause, judge, measured_times, predicted_times
 from runtime.errors import DriftWarning, InputError
-from runtime.plan import ModelReference, Plan, PlanBucket, PlanWorld, PredictedTask, Prediction
+from runtime.plan import ModelReference, Plan, PlanBucket, PlanWorld
+from runtime.predicted import PredictedTask, Prediction
 from runtime.recorder import StepMarks
 
 CLOCK = WallClock()

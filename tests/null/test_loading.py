@@ -22,7 +22,8 @@ from planner.profile.document import load_profile
 from planner.profile.loading import batch_samples, measure_loading
 from planner.training import profile_rank
 from runtime.errors import InputError
-from runtime.plan import Loading, Prediction, load_plan
+from runtime.plan import load_plan
+from runtime.predicted import Loading, Prediction
 from runtime.world import World
 
 LOADING = Loading(

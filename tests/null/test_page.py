@@ -27,7 +27,8 @@ from planner.pictures.tracks import plan_tracks
 from planner.pictures.words import certificate_words, headline
 from planner.profile.document import parse_profile
 from runtime.errors import EnvironmentFailure
-from runtime.plan import Certificate, Plan, PredictedTask, parse_plan
+from runtime.plan import Plan, parse_plan
+from runtime.predicted import Certificate, PredictedTask
 
 HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(2)>&amp;%{x}"
 

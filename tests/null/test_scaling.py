@@ -13,7 +13,7 @@ from planner.profile.document import parse_cluster, parse_profile
 from planner.scaling import scaling_curve
 from planner.sources import describe_sources, short, short_with_source, three_digits
 from planner.strategies import BASELINES
-from runtime.plan import ScalingPoint
+from runtime.predicted import ScalingPoint
 
 LINK = {"alpha_us": 5.0, "beta_us_per_byte": 1e-3}
 

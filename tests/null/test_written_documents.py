@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from planner.profile import document as d
 from runtime import plan as p
+from runtime import predicted
 from runtime.documents import dump, write_json
 from runtime.errors import InputError
 from runtime.files import write_text
@@ -83,13 +84,13 @@ compressors = st.builds(
     scope=st.sampled_from([None, "bucket", "layer"]),
 )
 predictions = st.builds(
-    p.Prediction,
+    predicted.Prediction,
     iteration_us=times,
     exposed_us=st.none() | times,
     timeline=st.none()
     | st.lists(
         st.builds(
-            p.PredictedTask,
+            predicted.PredictedTask,
             task=texts,
             resource=texts,
             start_us=times,
@@ -131,11 +132,11 @@ def plans(draw: st.DrawFn, depth: int = 1) -> p.Plan:
         local_async=draw(st.none() | st.builds(p.LocalAsyncSpec, updaters=st.integers(1, 9))),
         predicted=draw(st.none() | predictions),
         baselines=draw(st.none() | st.dictionaries(names, predictions, max_size=2)),
-        certificate=draw(st.none() | st.builds(p.Certificate, method=texts, lower_bound_us=times, gap=shares)),
+        certificate=draw(st.none() | st.builds(predicted.Certificate, method=texts, lower_bound_us=times, gap=shares)),
         scaling=draw(
             st.none()
             | st.builds(
-                p.ScalingPoint,
+                predicted.ScalingPoint,
                 ranks=st.integers(1, 99),
                 basis=st.sampled_from(["measured", "formula", "extrapolated"]),
                 source=st.none() | texts,
@@ -145,7 +146,7 @@ def plans(draw: st.DrawFn, depth: int = 1) -> p.Plan:
         delays=draw(
             st.none()
             | st.builds(
-                p.DelayPoint,
+                predicted.DelayPoint,
                 steps=st.integers(1, 9),
                 iteration_us=times,
                 closed_form_us=times,
@@ -197,7 +198,7 @@ def test_digest_covers_every_field() -> None:
     plans = [
         small_plan(),
         small_plan(notes=("x",)),
-        small_plan(predicted=p.Prediction(iteration_us=1.0)),
+        small_plan(predicted=predicted.Prediction(iteration_us=1.0)),
         small_plan(delay=p.DelaySpec(steps=1)),
         small_plan(updates=p.UpdatePlan()),
         small_plan(updates=p.UpdatePlan(norms=p.NormPlan(shares=(("a",), ("b",))))),
@@ -209,7 +210,7 @@ def test_digest_covers_every_field() -> None:
 
 
 def test_same_plan_same_bytes(tmp_path: Path) -> None:
-    plan = small_plan(baselines={"wfbp": p.Prediction(iteration_us=0.1 + 0.2)})
+    plan = small_plan(baselines={"wfbp": predicted.Prediction(iteration_us=0.1 + 0.2)})
     plan.save(tmp_path / "a.json")
     p.load_plan(tmp_path / "a.json").save(tmp_path / "b.json")
     content = (tmp_path / "a.json").read_bytes()
@@ -220,7 +221,7 @@ def test_same_plan_same_bytes(tmp_path: Path) -> None:
 
 def test_hand_order_of_a_plan() -> None:
     """What a reader looks for comes first."""
-    keys = list(small_plan(notes=("x",), predicted=p.Prediction(iteration_us=1.0)).to_document())
+    keys = list(small_plan(notes=("x",), predicted=predicted.Prediction(iteration_us=1.0)).to_document())
     assert keys == ["schema", "model", "world", "accuracy", "notes", "buckets", "delay", "local_async", "predicted"]
 
 

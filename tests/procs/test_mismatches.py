@@ -9,7 +9,8 @@ import pytest
 
 from planner.launch import LocalWorld, run_ranks
 from runtime.attaching import _default_timeout_s
-from runtime.plan import ModelReference, Plan, PlanBucket, PlanWorld, Prediction
+from runtime.plan import ModelReference, Plan, PlanBucket, PlanWorld
+from runtime.predicted import Prediction
 from runtime.world import LONGEST_TIMEOUT_S
 
 
