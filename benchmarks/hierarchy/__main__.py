@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 
 from benchmarks.hierarchy import accuracy, messages, steps
+from benchmarks.learning import SEEDS
 from benchmarks.marked import replace_part
 from planner.launch import LocalWorld, run_ranks
 from planner.world import RankOptions, on_ranks
@@ -31,6 +32,7 @@ def main() -> int:
     parser.add_argument("--jobs", nargs="+", default=list(JOBS))
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--tasks", nargs="+", default=["digits, ResNet-20"], help="of benchmarks.lags.accuracy")
+    parser.add_argument("--seeds", nargs="+", type=int, default=list(SEEDS), help="of the runs for accuracy")
     parser.add_argument("--scale", type=float, default=1.0, help="of the steps that are trained for accuracy")
     parser.add_argument("--output", type=Path, default=None, help="a document whose marked parts are replaced")
     options = parser.parse_args()
@@ -51,7 +53,7 @@ def _messages(options: argparse.Namespace) -> list[str]:
 
 
 def _accuracy(options: argparse.Namespace) -> list[str]:
-    outcomes = run_ranks(LocalWorld(ranks=4), accuracy.run_rank, options.tasks, options.scale)[0]
+    outcomes = run_ranks(LocalWorld(ranks=4), accuracy.run_rank, options.tasks, options.seeds, options.scale)[0]
     return list(accuracy.lines(outcomes))
 
 

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.lags.accuracy import Way, plan_of
-from benchmarks.learning import SEEDS, Task, learn, tasks
+from benchmarks.learning import Task, learn, tasks
 from runtime.fit import trainable_parameters
 from runtime.plan import CompressorSpec, Plan, PlanBucket
 
@@ -33,12 +33,12 @@ class Outcome:
     metric: float
 
 
-def run_rank(names: Sequence[str], scale: float) -> list[Outcome]:
-    """The tasks of these names, all seeds and ways, on this rank."""
+def run_rank(names: Sequence[str], seeds: Sequence[int], scale: float) -> list[Outcome]:
+    """The tasks of these names with these seeds, all ways, on this rank."""
     per_node = dist.get_world_size() // NODES
     os.environ.update(GROUP_RANK=str(dist.get_rank() // per_node), LOCAL_WORLD_SIZE=str(per_node))
     chosen = [task for task in tasks(scale) if task.name in names]
-    return [_train(task, seed, way) for task in chosen for seed in SEEDS for way in WAYS]
+    return [_train(task, seed, way) for task in chosen for seed in seeds for way in WAYS]
 
 
 def _plan(model: torch.nn.Module, way: str) -> Plan:
