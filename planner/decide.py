@@ -86,7 +86,9 @@ def optimize(
     plan = replace(plan, scaling=_scaling(problem, plan, baselines), sources=describe_sources(problem))
     plan = replace(plan, notes=_notes(problem, plan, baselines))
     if accuracy != "exact":
-        plan = choose(problem, plan, schedule, accuracy, lossy, after_pass, limit if solver == "cpsat" else None)
+        asked = any(each.accuracy == "bounded" for each in parse_passes(passes))
+        bound = limit if solver == "cpsat" else None
+        plan = choose(problem, plan, schedule, accuracy, lossy, after_pass, bound, asked=asked)
     return replace(plan, loading=problem.profile.loading)
 
 

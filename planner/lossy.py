@@ -96,6 +96,8 @@ def choose(
     passes: Sequence[Pass],
     after_pass: AfterPass | None = None,
     solver_limit: float | None = None,
+    *,
+    asked: bool = False,
 ) -> Plan:
     """The plan of the riskiest class that wins by enough, with the exact one as its fallback; else the exact one, which
     says so.
@@ -108,10 +110,11 @@ def choose(
         passes: lossy passes.
         after_pass: called after each pass.
         solver_limit: deterministic time in which the constraint program bounds the lossy plan; None: not asked for.
+        asked: for bounded passes by name, so that a step whose optimizer they do not suit gets their plan, too.
     """
     bounded = [each for each in passes if each.accuracy == "bounded"]
     offer, frontier = _bounded_offer(problem, schedule, bounded, after_pass, solver_limit)
-    offers = [offer]
+    offers = [offer if asked else _for_optimizer(problem, offer)]
     delays: tuple[DelayPoint, ...] | None = None
     if accuracy == "relaxed":
         relaxed = [each for each in passes if each.accuracy == "relaxed"]
@@ -163,6 +166,18 @@ def _bounded_offer(
     gain = 1.0 - found_us / exact_us if exact_us > 0.0 else 0.0
     notes = tuple(_notes(problem, found, frontier, gain, joint))
     return Offer(accuracy="bounded", what="compression", plan=plan, step_us=found_us, notes=notes), frontier
+
+
+def _for_optimizer(problem: Problem, offer: Offer) -> Offer:
+    """The offer, but for optimizers with which selected elements train far worse: see `runtime.adaptive`."""
+    optimizer = problem.profile.compute.optimizer
+    if offer.plan is None or optimizer is None or not optimizer.adaptive:
+        return offer
+    why_not = (
+        f"selected elements train a worse model with {optimizer.name}, which divides gradients by their own size "
+        f"(docs/lags.md; --passes merge,joint asks for them nevertheless)"
+    )
+    return replace(offer, plan=None, why_not=why_not)
 
 
 def _sooner(frontier: Frontier, saved_us: float) -> Frontier:

@@ -32,9 +32,10 @@ def relaxed_offer(
         passes: relaxed passes.
         after_pass: called after each pass.
     """
-    norms = problem.profile.compute.norms
-    if norms is not None:
-        why_not = f"delay needs torch.optim.SGD, and this step's optimizer is {norms.optimizer}"
+    optimizer, norms = problem.profile.compute.optimizer, problem.profile.compute.norms
+    name = optimizer.name if optimizer is not None else norms.optimizer if norms is not None else "SGD"
+    if name != "SGD":
+        why_not = f"delay needs torch.optim.SGD, and this step's optimizer is {name}"
         exact_us = step_us(problem, schedule)
         return Offer(accuracy="relaxed", what="delay", plan=None, step_us=exact_us, why_not=why_not), None
     found = run_passes(passes, schedule, problem, after_pass, accuracy="relaxed")

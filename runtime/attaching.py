@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from runtime.adapt import adapt, find_topology_misfit
+from runtime.adaptive import warn_of_selection
 from runtime.errors import InputError, PlanMismatch
 from runtime.fit import find_attached, find_misfit, find_optimizer_misfit, model_fingerprint, trainable_parameters
 from runtime.plan import Plan, load_plan
@@ -82,6 +83,8 @@ def attach(
     world = World.join(process_group, timeout_s if timeout_s is not None else _default_timeout_s(loaded))
     try:
         plan = _agree(world, model, loaded, problem, mesh)
+        if world.rank == 0 and world.ranks > 1:
+            warn_of_selection(plan, optimizer)
         if sync:
             world.broadcast([*model.parameters(), *model.buffers()])
         return Session(

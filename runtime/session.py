@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from runtime.adapt import adapt, find_topology_misfit
+from runtime.adaptive import warn_of_selection
 from runtime.backward import BackwardLife
 from runtime.buffers import BufferSync
 from runtime.carried import carried_part
@@ -296,6 +297,8 @@ class Session:
             )
             if problem:
                 return None, problem
+            if self.world.rank == 0 and self.world.ranks > 1:
+                warn_of_selection(loaded, self._optimizer)
             return self._make_exchange(adapt(loaded, self.world, self.parameters)), None
         except InputError as error:
             return None, str(error)

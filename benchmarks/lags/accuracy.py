@@ -30,7 +30,11 @@ class Way:
 
 
 DENSE = "dense"
-WAYS = {DENSE: Way(None), "1 %": Way(0.01), "0.1 %": Way(0.001), "0.1 %, DGC": Way(0.001, dgc=True)}
+WAYS = {
+    DENSE: Way(None),
+    **{f"{share:g} %": Way(share / 100) for share in (25, 10, 3, 1, 0.1)},
+    "0.1 %, DGC": Way(0.001, dgc=True),
+}
 FEWEST_ELEMENTS = 1000
 """Smaller gradients travel whole."""
 

@@ -85,6 +85,18 @@ class NormProfile:
 
 
 @dataclass(frozen=True, kw_only=True)
+class OptimizerProfile:
+    """Whose update was timed."""
+
+    __pydantic_config__ = STRICT
+
+    name: Name
+    """Of its class."""
+    adaptive: bool
+    """Whether it divides gradients by a measure of their own size, as Adam does."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class ComputeProfile:
     """Times of one step without communication, on all ranks at once."""
 
@@ -93,6 +105,7 @@ class ComputeProfile:
     forward_us: TimeUs
     update_us: TimeUs
     gradients: Annotated[tuple[Gradient, ...], Field(min_length=1, max_length=MAX_GRADIENTS)]
+    optimizer: OptimizerProfile | None = None
     norms: NormProfile | None = None
     """Absent: the optimizer needs none."""
     repeats: Count | None = None

@@ -25,6 +25,7 @@ from planner.profile.document import (
     GradWeightShare,
     Layer,
     Line,
+    OptimizerProfile,
     Profile,
     ProfileWorld,
     Tracing,
@@ -37,6 +38,7 @@ from planner.profile.preserve import preserved
 from planner.profile.selection import measure_selection
 from planner.progress import Progress, Silent
 from planner.testbed.emulation import emulation_here
+from runtime.adaptive import is_adaptive
 from runtime.attaching import STEPS_PER_DEADLINE
 from runtime.errors import InputError
 from runtime.fit import model_fingerprint, trainable_parameters
@@ -118,7 +120,7 @@ def measure(
             compute = combine(everyone, model)
             parameters = trainable_parameters(model)
             norms = measure_norms(parameters, optimizer, compute, world, device, progress)
-            compute = replace(compute, norms=norms)
+            compute = replace(compute, optimizer=_describe(optimizer), norms=norms)
             with _hurried(world, compute, process_group, timeout_s) as hurried:
                 network = _measure_network(model, optimizer, step, hurried, device, everyone, compute, progress)
             layers, tracing = _trace(model, step, compute, world)
@@ -134,6 +136,12 @@ def measure(
         return agreed
     finally:
         world.leave()
+
+
+def _describe(optimizer: torch.optim.Optimizer | None) -> OptimizerProfile | None:
+    if optimizer is None:
+        return None
+    return OptimizerProfile(name=type(optimizer).__name__, adaptive=is_adaptive(optimizer))
 
 
 @contextmanager

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from builders import cluster_document, line_problem, make, problems, profile_document, usual_profile
+from builders import cluster_document, line_problem, make, problems, profile_document, usual_document, usual_profile
 from hypothesis import given, settings
 from rich.console import Console
 
@@ -18,7 +18,7 @@ from planner.lossy import GAIN
 from planner.lower import compressor_of, lower
 from planner.passes.joint import Joint
 from planner.problem import Problem
-from planner.profile.document import parse_cluster
+from planner.profile.document import parse_cluster, parse_profile
 from planner.selection import bucket_at, ratio_limits
 from planner.strategies import make_schedule
 from runtime.compressors import make_compressor
@@ -177,6 +177,19 @@ def test_passes_by_name() -> None:
     assert [point.max_ratio for point in plan.frontier or ()][-1] == 50.0
     own = optimize(usual_profile(), slow(), accuracy="bounded", passes="joint{max_ratio=20}", max_ratio=500.0)
     assert [point.max_ratio for point in own.frontier or ()] == [1.0, 4.0, 16.0, 20.0]
+
+
+def test_optimizers_that_divide_by_the_size_of_gradients_get_no_selected_elements_unasked() -> None:
+    document = usual_document()
+    document["compute"]["optimizer"] = {"name": "AdamW", "adaptive": True}
+    profile = parse_profile(document)
+    plan = optimize(profile, slow(), accuracy="bounded")
+    assert plan.accuracy == "exact"
+    assert "train a worse model with AdamW" in plan.notes[-1]
+    assert plan.frontier is not None
+    assert optimize(profile, slow(), accuracy="bounded", passes="merge,joint").accuracy == "bounded"
+    document["compute"]["optimizer"] = {"name": "SGD", "adaptive": False}
+    assert optimize(parse_profile(document), slow(), accuracy="bounded").accuracy == "bounded"
 
 
 def test_lossy_options_are_for_lossy_plans() -> None:

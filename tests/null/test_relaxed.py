@@ -11,7 +11,7 @@ from typing import Any
 import delayed_reference
 import numpy as np
 import pytest
-from builders import cluster_document, make, problems, profile_document, random_problem, usual_profile
+from builders import cluster_document, make, problems, profile_document, random_problem, usual_document, usual_profile
 from hypothesis import given, settings
 from rich.console import Console
 
@@ -24,7 +24,7 @@ from planner.lower import lower
 from planner.offer import Offer, choose_offer
 from planner.passes.delay import MAX_DELAY, NEAR, Delay, best_choice, candidates
 from planner.problem import Problem, make_problem
-from planner.profile.document import Cluster, parse_cluster
+from planner.profile.document import Cluster, parse_cluster, parse_profile
 from planner.simulator import step_us
 from planner.strategies import make_schedule
 from runtime.errors import InputError
@@ -307,6 +307,15 @@ def test_less_delay_may_be_asked_for() -> None:
     seen: list[str] = []
     decided(after_pass=lambda name, schedule, seconds: seen.append(name))
     assert seen == ["merge", "topology", "shard_updates", "joint", "delay"]
+
+
+def test_delay_is_offered_for_sgd_only() -> None:
+    for name, delayed in (("SGD", True), ("AdamW", False), ("LAMB", False)):
+        document = usual_document()
+        document["compute"]["optimizer"] = {"name": name, "adaptive": name != "SGD"}
+        plan = optimize(parse_profile(document), slow(), accuracy="relaxed")
+        assert (plan.delay is not None) == delayed
+        assert delayed or f"this step's optimizer is {name}" in plan.notes[-1]
 
 
 @pytest.mark.parametrize("value", [0, -1, MAX_DELAY + 1, 2.5, "2"])

@@ -124,8 +124,31 @@ def others_are_not_judged() -> dict[str, bool]:
     return {"stay": found == {"wire", "randomk"}, "no warning": not caught}
 
 
+def adaptive_optimizers() -> dict[str, bool]:
+    """Rank 0 says that selected elements do not suit them, at attach and when a run changes over; nothing else does."""
+
+    def told(optimizer: type[torch.optim.Optimizer], specs: list[CompressorSpec]) -> int:
+        model = convnet()
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            plan = lossy(plan_of(model, 3), specs)
+            session = runtime.attach(model, optimizer(model.parameters(), lr=0.1), plan, guard=False)
+            session.switch(plan)
+            session.detach()
+        return sum(one.category is runtime.AccuracyWarning for one in caught)
+
+    said = 2 if dist.get_rank() == 0 else 0
+    return {
+        "Adam": told(torch.optim.AdamW, [TOPK]) == said,
+        "SGD": told(torch.optim.SGD, [TOPK]) == 0,
+        "rounded": told(torch.optim.AdamW, [WIRE]) == 0,
+    }
+
+
 CHECKS: dict[str, Callable[[], dict[str, bool]]] = (
-    LOSSY_CHECKS | MOMENTUM_CHECKS | {check.__name__: check for check in (fallback, guarded, others_are_not_judged)}
+    LOSSY_CHECKS
+    | MOMENTUM_CHECKS
+    | {check.__name__: check for check in (fallback, guarded, others_are_not_judged, adaptive_optimizers)}
 )
 
 
