@@ -74,7 +74,8 @@ def optimize(
     if accuracy not in ACCURACIES:
         raise InputError(f"--accuracy: found {accuracy!r}, expected one of: {', '.join(ACCURACIES)}")
     limit = check_solver(solver, solver_limit)
-    pipeline, lossy = split_passes(parse_passes(passes), accuracy, max_ratio, protect, max_delay)
+    parsed = parse_passes(passes)
+    pipeline, lossy = split_passes(parsed, accuracy, max_ratio, protect, max_delay)
     where = name_of(profile if cluster is None else cluster)
     machines = None if cluster is None else find_cluster(cluster)
     problem = make_problem(find_profile(profile), machines, where=where)
@@ -86,7 +87,7 @@ def optimize(
     plan = replace(plan, scaling=_scaling(problem, plan, baselines), sources=describe_sources(problem))
     plan = replace(plan, notes=_notes(problem, plan, baselines))
     if accuracy != "exact":
-        asked = any(each.accuracy == "bounded" for each in parse_passes(passes))
+        asked = any(each.accuracy == "bounded" for each in parsed)
         bound = limit if solver == "cpsat" else None
         plan = choose(problem, plan, schedule, accuracy, lossy, after_pass, bound, asked=asked)
     return replace(plan, loading=problem.profile.loading)

@@ -8,7 +8,7 @@ what is found by the simulator.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from planner.ir import Bucket, Schedule
 from planner.merging.exact import TIE
+from planner.merging.neighbours import Choice, neighbours
 from planner.problem import Problem
 from planner.selection import bucket_at, hitopk_at
 from runtime.errors import InputError
@@ -25,9 +26,6 @@ WORK = 12_000
 """Buckets that a search may evaluate: the effort is counted, not timed."""
 DENSE = ("library", "torus_2d")
 SPARSE = ("flat", "hitopk")
-
-Choice = tuple[tuple[int, int], ...]
-"""(stop, form) of each bucket."""
 
 
 @dataclass(frozen=True)
@@ -138,7 +136,7 @@ def improve(forms: LinkForms, choice: Choice) -> Choice:
     while improved and left > 0:
         improved = False
         for index in range(len(choice)):
-            for trial in _neighbours(choice, index, len(forms.forms)):
+            for trial in neighbours(choice, index, len(forms.forms)):
                 left -= len(trial)
                 end_us = forms.end_us(trial)
                 if end_us < best_us * (1.0 - TIE):
@@ -149,24 +147,6 @@ def improve(forms: LinkForms, choice: Choice) -> Choice:
             if improved:
                 break
     return choice
-
-
-def _neighbours(choice: Choice, index: int, forms: int) -> Iterator[Choice]:
-    """Bucket `index` in another form, merged with the next one, or ending elsewhere."""
-    stop, form = choice[index]
-    for other in range(forms):
-        if other != form:
-            yield (*choice[:index], (stop, other), *choice[index + 1 :])
-    if index + 1 == len(choice):
-        return
-    following = choice[index + 1]
-    for other in sorted({form, following[1]}):
-        yield (*choice[:index], (following[0], other), *choice[index + 2 :])
-    before = choice[index - 1][0] if index else 0
-    for distance in (1, 2, 4, 8, 16):
-        for place in (stop - distance, stop + distance):
-            if before < place < following[0]:
-                yield (*choice[:index], (place, form), *choice[index + 1 :])
 
 
 def starts(forms: LinkForms, boundaries: Sequence[tuple[int, ...]]) -> list[Choice]:

@@ -8,12 +8,10 @@ from typing import NamedTuple
 from planner.ir import Bucket, Schedule
 from planner.merging.densities import Floats
 from planner.merging.exact import TIE
+from planner.merging.neighbours import Choice, neighbours
 from planner.problem import Problem
 from planner.selection import bucket_at, density_sum, ratio_of
 from planner.simulator import bucket_facts, facts_step_us
-
-Choice = tuple[tuple[int, int], ...]
-"""(stop, form) of each bucket; form 0 is dense."""
 
 LOCAL_WORK = 40_000
 """Buckets that a local search may evaluate (some 0.1 s)."""
@@ -81,7 +79,7 @@ def improve(forms: Forms, choice: Choice, allowed: int) -> Choice:
     while changed and work > 0:
         changed, index = False, 0
         while index < len(choice) and work > 0:
-            for trial in _neighbours(choice, index, allowed):
+            for trial in neighbours(choice, index, allowed + 1):
                 if not forms.possible(trial):
                     continue
                 work -= len(trial)
@@ -95,21 +93,3 @@ def improve(forms: Forms, choice: Choice, allowed: int) -> Choice:
             else:
                 index += 1
     return choice
-
-
-def _neighbours(choice: Choice, index: int, allowed: int) -> Iterator[Choice]:
-    """Bucket `index` in another form, merged with the next one, or ending elsewhere."""
-    stop, form = choice[index]
-    for other in range(allowed + 1):
-        if other != form:
-            yield (*choice[:index], (stop, other), *choice[index + 1 :])
-    if index + 1 == len(choice):
-        return
-    following = choice[index + 1]
-    for other in sorted({form, following[1]}):
-        yield (*choice[:index], (following[0], other), *choice[index + 2 :])
-    before = choice[index - 1][0] if index else 0
-    for distance in (1, 2, 4, 8, 16):
-        for place in (stop - distance, stop + distance):
-            if before < place < following[0]:
-                yield (*choice[:index], (place, form), *choice[index + 1 :])

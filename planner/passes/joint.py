@@ -22,7 +22,8 @@ from planner.merging.exact import TIE
 from planner.merging.joint import JointTables, grid, least_ends_us
 from planner.merging.joint import search as search_joint
 from planner.merging.links import LinkForms, forms_of, has_two_links, search
-from planner.passes.forms import Choice, Forms, improve
+from planner.merging.neighbours import Choice
+from planner.passes.forms import Forms, improve
 from planner.passes.topology import known_stops
 from planner.problem import Problem
 from planner.selection import compression, ratio_limits, torn_places
