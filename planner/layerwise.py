@@ -106,11 +106,9 @@ def _sent_us(problem: Problem, bucket: Bucket) -> float:
 
 def _most_that_hide(problem: Problem, members: tuple[int, ...], numel: int, budget_us: float) -> int:
     """The largest k whose gather and selection fit into the budget; 0 if none does."""
-    spent_us = sum(problem.selection_us(_sparse(members, 1), field) for field in ("sparsify", "unpack"))
 
     def fits(k: int) -> bool:
-        sent_us = sum(time_us for _, _, time_us in problem.phase_times(_sparse(members, k)))
-        return sent_us + spent_us <= budget_us
+        return _sent_us(problem, _sparse(members, k)) <= budget_us
 
     low, high = 0, numel
     while low < high:

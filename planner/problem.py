@@ -14,10 +14,11 @@ from numpy.typing import NDArray
 from planner.cost.halves import ALL_GATHER, REDUCE_SCATTER, Half, half
 from planner.cost.model import CommunicationCost, communication_cost
 from planner.cost.phases import PHASES, Phase
-from planner.cost.sparse import SPARSE_PHASES, SparsePhase, selector_line
+from planner.cost.selection import SelectionCost, selector_line
+from planner.cost.sparse import SPARSE_PHASES, SparsePhase
 from planner.ir import Bucket
 from planner.merging.exact import Places
-from planner.profile.document import Cluster, Contention, LayerNorm, Line, Profile
+from planner.profile.document import Cluster, Contention, LayerNorm, Profile
 from runtime.errors import InputError
 from runtime.names import layer_of
 
@@ -216,12 +217,12 @@ class Problem:
     def _sparse_phases(self) -> dict[str, tuple[SparsePhase, ...]]:
         return {}
 
-    def selection_line(self, algorithm: str, field: Literal["sparsify", "unpack"] = "sparsify") -> Line:
+    def selection_cost(self, algorithm: str, field: Literal["sparsify", "unpack"] = "sparsify") -> SelectionCost:
         """What selecting, or unpacking, costs over the dense bytes of a bucket; HiTopKComm selects from a shard."""
         cluster = self.cost.cluster
-        selector, shards = (self.hitopk_selector, cluster.ranks_per_node) if algorithm == "hitopk" else ("exact", 1)
+        selector, shards = self.hitopk_selector if algorithm == "hitopk" else "exact", self._shards(algorithm)
         line = selector_line(getattr(cluster, field), selector, f"cluster {cluster.name or '(unnamed)'}: $.{field}")
-        return Line(alpha_us=line.alpha_us, beta_us_per_byte=line.beta_us_per_byte / shards)
+        return SelectionCost.of(line, shards)
 
     @property
     def hitopk_selector(self) -> str:
@@ -235,8 +236,13 @@ class Problem:
         """Compute time that a bucket's selection takes when it is ready, or its unpacking at the end; 0 if dense."""
         if bucket.collective != "sparse" or self.ranks == 1:
             return 0.0
-        line = self.selection_line(bucket.algorithm, field)
-        return line.alpha_us + line.beta_us_per_byte * float(self.size_bytes[list(bucket.gradients)].sum())
+        members, shards = list(bucket.gradients), self._shards(bucket.algorithm)
+        density = (bucket.k or 0) * shards / max(1, int(self.numel[members].sum()))
+        return float(self.selection_cost(bucket.algorithm, field)(self.size_bytes[members].sum(), density))
+
+    def _shards(self, algorithm: str) -> int:
+        """Over how many ranks a bucket is shared out before each selects from its own."""
+        return self.cost.cluster.ranks_per_node if algorithm == "hitopk" else 1
 
     def layer_elements(self, bucket: Bucket) -> list[int]:
         """The elements of each run of gradients of one layer in a bucket, layers as the runtime knows them: by name."""
@@ -301,9 +307,10 @@ class Problem:
         factors, slowdown = self.bucket_factors([bucket.gradients for bucket in buckets]), self.cost.slowdown
         if slowdown is None:
             return factors
+        gathers = self.cost.slowdown_of_gathers or slowdown
         for index, bucket in enumerate(buckets):
             if bucket.collective == "sparse" and bucket.algorithm == "flat":
-                compute, network = slowdown(sum(size for _, size, _ in self._sparse_messages(bucket)))
+                compute, network = gathers(sum(size for _, size, _ in self._sparse_messages(bucket)))
                 factors[index] = float(compute), float(network)
         return factors
 

@@ -2,6 +2,7 @@
 
 python -m benchmarks.lags                  # prints both tables; some minutes
 python -m benchmarks.lags --part bound     # Eq. 20 against the simulator: seconds
+python -m benchmarks.lags --part measured  # Eq. 20 against emulated hosts: minutes; as root
 python -m benchmarks.lags --part accuracy --scale 0.1
 python -m benchmarks.lags --part accuracy --results runs.jsonl   # goes on where it was stopped
 """
@@ -12,12 +13,12 @@ import argparse
 import sys
 from pathlib import Path
 
-from benchmarks.lags import accuracy, bound
+from benchmarks.lags import accuracy, bound, measured
 from benchmarks.learning import SEEDS, outcomes
 from benchmarks.marked import replace_part
 from planner.catalog import find_profile
 
-PARTS = ("bound", "accuracy")
+PARTS = ("bound", "measured", "accuracy")
 MODELS = ("resnet50", "vgg16", "bert-base")
 
 
@@ -29,22 +30,30 @@ def main() -> int:
     parser.add_argument("--seeds", type=int, nargs="+", default=list(SEEDS))
     parser.add_argument("--results", type=Path, default=None, help="JSON lines: not trained again")
     parser.add_argument("--models", nargs="+", default=list(MODELS), help="of the catalogue, for the bound")
+    parser.add_argument("--job", default="benchmarks.truth.jobs:resnet18_job", help="whose steps are measured")
+    parser.add_argument("--links", nargs="+", default=list(measured.LINKS), help="emulated, for measured steps")
+    parser.add_argument("--rounds", type=int, default=5, help="of measured steps")
     parser.add_argument("--output", type=Path, default=None, help="a document whose marked parts are replaced")
     options = parser.parse_args()
     for part in options.part:
-        text = "\n".join(_bound(options.models) if part == "bound" else _accuracy(options))
+        text = "\n".join({"bound": _bound, "measured": _measured, "accuracy": _accuracy}[part](options))
         print(text)
         if options.output is not None:
             options.output.write_text(replace_part(options.output.read_text("utf-8"), part, text), encoding="utf-8")
     return 0
 
 
-def _bound(models: list[str]) -> list[str]:
+def _bound(options: argparse.Namespace) -> list[str]:
     found: list[str] = []
-    for model in models:
+    for model in options.models:
         found += [f"{model}, 16 ranks, density {bound.DENSITY:.0%}:", ""]
         found += [*bound.lines(list(bound.simulated(find_profile(model)))), ""]
     return found
+
+
+def _measured(options: argparse.Namespace) -> list[str]:
+    rows = [measured.on_link(options.job, link, options.rounds) for link in options.links]
+    return [f"{options.job}, density {bound.DENSITY:.0%}:", "", *measured.lines(rows)]
 
 
 def _accuracy(options: argparse.Namespace) -> list[str]:

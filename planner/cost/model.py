@@ -37,7 +37,12 @@ class CommunicationCost:
     @cached_property
     def slowdown(self) -> Slowdown | None:
         """Contention by the size of messages, where it was measured."""
-        return Slowdown.of(self.contention)
+        return Slowdown.of(self.contention.by_size)
+
+    @cached_property
+    def slowdown_of_gathers(self) -> Slowdown | None:
+        """The same for flat gathers of selected elements, where it was measured apart."""
+        return Slowdown.of(self.contention.gathers_by_size)
 
 
 def resize(cluster: Cluster, ranks: int) -> Cluster:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from planner.profile.document import Contention
+from planner.profile.document import SizeFactors
 
 Floats = NDArray[np.float64]
 
@@ -26,11 +27,11 @@ class Slowdown:
     network_speed: Floats
 
     @classmethod
-    def of(cls, contention: Contention) -> Slowdown | None:
+    def of(cls, by_size: Sequence[SizeFactors] | None) -> Slowdown | None:
         """None where the factors are the same for all sizes."""
-        if contention.by_size is None:
+        if by_size is None:
             return None
-        size, compute, network = np.array(sorted(contention.by_size), dtype=np.float64).T
+        size, compute, network = np.array(sorted(by_size), dtype=np.float64).T
         return cls(np.log2(size), 1.0 / compute, 1.0 / network)
 
     def __call__(self, message_bytes: ArrayLike) -> tuple[Floats, Floats]:

@@ -16,8 +16,7 @@ import numpy as np
 from planner.cost.collectives import collective_cost
 from planner.cost.curve import CostCurve
 from planner.cost.phases import LinkName, link_of, measured_curve, phase_of
-from planner.profile.document import Cluster, Line, Link
-from runtime.errors import InputError
+from planner.profile.document import Cluster, Link
 
 SELECTED_BYTES = 8
 """A selected element: four bytes of value, four of index."""
@@ -125,21 +124,3 @@ def sparse_us(algorithm: str, cluster: Cluster, numel: int, density: float, elem
     selected = selected_elements(density, math.ceil(numel / shards))
     phases = SPARSE_PHASES[algorithm](cluster, None)
     return tuple((phase.link, phase.time_us(selected, numel * element_bytes)) for phase in phases)
-
-
-def selector_line(given: Line | dict[str, Line] | None, selector: str, where: str) -> Line:
-    """The cost of selecting (or unpacking) by a selector: the document's one line, or that of this selector; else 0.
-
-    Raises:
-        InputError: the document has lines by selector, and none for this one.
-    """
-    if given is None:
-        return Line(alpha_us=0.0, beta_us_per_byte=0.0)
-    if isinstance(given, Line):
-        return given
-    if selector not in given:
-        raise InputError(
-            f"{where}: no cost for the selector {selector!r}; found {', '.join(given) or 'none'}; expected "
-            f'"{selector}": {{"alpha_us": …, "beta_us_per_byte": …}} there: time its selection over a few sizes'
-        )
-    return given[selector]

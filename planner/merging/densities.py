@@ -28,11 +28,13 @@ def joint_tables(problem: Problem, limits: Floats, ratios: Sequence[float], plac
     cost_us, select_us, unpack_us, densities = np.full(shape, np.inf), *np.zeros((3, *shape))
     counts = [_Counts(problem, limits, ratio) for ratio in ratios]
     prefix_bytes = np.concatenate([[0], np.cumsum(problem.size_bytes)])
-    lines = problem.selection_line("flat"), problem.selection_line("flat", "unpack")
+    prefix_numel = np.concatenate([[0], np.cumsum(problem.numel)])
+    costs = problem.selection_cost("flat"), problem.selection_cost("flat", "unpack")
     (phase,) = problem.sparse_phases("flat")
     for column, stop in enumerate(places[1:].tolist(), start=1):
         starts = places[:column]
         dense_bytes = (prefix_bytes[stop] - prefix_bytes[starts]).astype(np.float64)
+        numel = np.maximum(1, prefix_numel[stop] - prefix_numel[starts])
         cost_us[0, :column, column] = problem.range_cost_us(starts, stop)
         densities[0, :column, column] = stop - starts
         for form, count in enumerate(counts, start=1):
@@ -40,8 +42,8 @@ def joint_tables(problem: Problem, limits: Floats, ratios: Sequence[float], plac
             selected, densities[at] = count(starts, stop)
             gathered = phase.curve(phase.message_bytes(selected, dense_bytes))
             cost_us[at] = np.where(count.possible(starts, stop), gathered, np.inf)
-            for table, line in zip((select_us, unpack_us), lines, strict=True):
-                table[at] = line.alpha_us + line.beta_us_per_byte * dense_bytes
+            for table, cost in zip((select_us, unpack_us), costs, strict=True):
+                table[at] = cost(dense_bytes, selected / numel)
     return JointTables(
         places=places,
         ready_us=np.concatenate([[0.0], problem.ready_us])[places],

@@ -192,8 +192,8 @@ def _labels(tables: JointTables, allowed: int, deadline_us: float) -> Choice | N
 
 def _factors(problem: Problem) -> list[float]:
     """By what messages are slowed at the least and at the most, where labels know of no contention."""
-    by_size = problem.contention.by_size or ()
-    return sorted({1.0, problem.contention.network, *(network for _, _, network in by_size[:1])})
+    measured = [by_size for by_size in (problem.contention.by_size, problem.contention.gathers_by_size) if by_size]
+    return sorted({1.0, problem.contention.network, *(by_size[0][2] for by_size in measured)})
 
 
 def _slowed(tables: JointTables, network: float) -> JointTables:

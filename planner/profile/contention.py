@@ -1,8 +1,9 @@
 """How much backward and communication slow each other down, measured with both at once, by the size of messages.
 
-A step runs while all-reduces of one size are in flight, back to back, from its first gradient on. From how many of them
-have passed when backward ends, how long that takes, and how long each takes alone, the factors follow: while both are
-busy, compute advances at 1/compute and the network at 1/network of its speed.
+A step runs while messages of one kind and size are in flight, back to back, from its first gradient on: all-reduces, or
+gathers of selected elements. From how many of them have passed when backward ends, how long that takes, and how long
+each takes alone, the factors follow: while both are busy, compute advances at 1/compute and the network at 1/network of
+its speed.
 
 The size matters: where every core computes, whatever a message needs a core for has to wait until the scheduler gives
 it one, some milliseconds, and that is ten times what a small message takes alone and a tenth of a large one's time.
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import statistics
 import time
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -19,41 +21,57 @@ import torch
 from torch import nn
 
 from planner.profile.compute import Step, StepRunner
-from planner.profile.document import Contention
+from planner.profile.document import Contention, SizeFactors
 from planner.profile.links import make_bucket
 from planner.progress import Progress
 from runtime.buckets import BucketBuffer
 from runtime.clock import Clock
 from runtime.collectives import COLLECTIVES
 from runtime.communicator import Sent, make_communicator, nothing
+from runtime.selected import Packed
 from runtime.world import World
 
 MIN_REPEATS, MAX_REPEATS = 5, 15
-BUDGET_S = 15.0
+BUDGET_S = 20.0
 """What the repeats may take in all, once there are enough of them."""
 SHARE = 0.8
-"""Part of backward that the all-reduces are meant to fill if nothing slows them."""
+"""Part of backward that the messages are meant to fill if nothing slows them."""
 MIN_BACKWARD_US = 500.0
 """Shorter backwards are over before a collective has begun."""
+KINDS = (("all_reduce", "library"), ("sparse", "flat"))
+"""What is sent."""
 SIZES = (1024, 8 * 1024, 64 * 1024, 512 * 1024, 4 * 1024 * 1024)
-"""Message bytes; those are left out that are larger than the model, or of which two do not fit beside backward."""
+"""Message bytes, of gathers those of all ranks; left out are those that are larger than the model, or of which two do
+not fit beside backward."""
 PROBE_MESSAGES, MAX_MESSAGES = 4, 64
 LEAST_SHARE, LEAST_MESSAGES = 0.1, 0.5
 """Of backward, and how many messages, that count as done while both were busy: near zero they would say nothing."""
+
+
+Sort = tuple[int, int, int]
+"""(kind, bytes, how many) of messages: the kind is a place in KINDS."""
 
 
 class _Flood:
     """A communicator that sends messages of its own, back to back, when it is told to."""
 
     def __init__(self, world: World, device: torch.device) -> None:
-        self._inner = make_communicator(world, [COLLECTIVES[("all_reduce", "library")]], device)
-        self._device = device
+        self._inner = make_communicator(world, [COLLECTIVES[kind] for kind in KINDS], device)
+        self._device, self._ranks = device, world.ranks
         self._buckets: list[BucketBuffer] = []
         self.sent: list[Sent] = []
 
-    def choose(self, size_bytes: int, messages: int) -> None:
-        """From now on so many of this size."""
-        self._buckets = [make_bucket(size_bytes, self._device) for _ in range(messages)]
+    def choose(self, kind: int, size_bytes: int, messages: int) -> None:
+        """From now on so many of this kind (its place in KINDS) and size."""
+        self._buckets = [self._bucket(kind, size_bytes) for _ in range(messages)]
+
+    def _bucket(self, kind: int, size_bytes: int) -> BucketBuffer:
+        if not kind:
+            return make_bucket(size_bytes, self._device)
+        bucket = make_bucket(size_bytes // self._ranks, self._device)
+        flat = bucket.messages[0].flat
+        bucket.index, bucket.sends = kind, [Packed(flat, flat.new_zeros(self._ranks * flat.numel()))]
+        return bucket
 
     def begin(self) -> None:
         self.sent = [Sent() for _ in self._buckets]
@@ -114,42 +132,45 @@ def measure_contention(
     finally:
         runner.close()
     everyone: list[list[list[Seen]]] = world.gather(rounds, "comparing contention")
-    by_size = []
-    for index, (size_bytes, _) in enumerate(chosen):
+    found: defaultdict[int, list[SizeFactors]] = defaultdict(list)
+    for index, (kind, size_bytes, _) in enumerate(chosen):
         compute, network = solve([of_last([rank[index] for rank in ranks]) for ranks in zip(*everyone, strict=True)])
-        by_size.append((float(size_bytes), round(compute, 4), round(network, 4)))
+        found[kind].append((float(size_bytes), round(compute, 4), round(network, 4)))
     # Beside a usual bucket: a quarter of the model.
-    _, compute, network = min(by_size, key=lambda factors: abs(factors[0] - model_bytes / 4))
-    return Contention(compute=compute, network=network, by_size=tuple(by_size))
+    _, compute, network = min(found[0], key=lambda factors: abs(factors[0] - model_bytes / 4))
+    return Contention(
+        compute=compute, network=network, by_size=tuple(found[0]), gathers_by_size=tuple(found[1]) or None
+    )
 
 
-def _fitting(
-    runner: StepRunner, flood: _Flood, world: World, backward_us: float, model_bytes: int
-) -> list[tuple[int, int]]:
-    """(bytes, how many) of messages that fill most of backward."""
-    chosen: list[tuple[int, int]] = []
-    for size_bytes in SIZES:
-        if chosen and size_bytes > model_bytes:
+def _fitting(runner: StepRunner, flood: _Flood, world: World, backward_us: float, model_bytes: int) -> list[Sort]:
+    """Messages that fill most of backward; none where not even the smallest all-reduces do."""
+    chosen: list[Sort] = []
+    for kind in range(len(KINDS)):
+        for size_bytes in SIZES:
+            if chosen and size_bytes > model_bytes:
+                break
+            flood.choose(kind, size_bytes, PROBE_MESSAGES)
+            each_us = _alone(flood, world, runner.clock) / PROBE_MESSAGES
+            if 2 * each_us > backward_us:
+                break  # the larger ones neither
+            chosen.append((kind, size_bytes, max(2, min(MAX_MESSAGES, round(SHARE * backward_us / each_us)))))
+        if not chosen:
             break
-        flood.choose(size_bytes, PROBE_MESSAGES)
-        each_us = _alone(flood, world, runner.clock) / PROBE_MESSAGES
-        if 2 * each_us > backward_us:
-            break  # the larger ones neither
-        chosen.append((size_bytes, max(2, min(MAX_MESSAGES, round(SHARE * backward_us / each_us)))))
     return chosen
 
 
-def _round(runner: StepRunner, flood: _Flood, world: World, chosen: Sequence[tuple[int, int]]) -> list[Seen]:
-    """Every size once, and backward alone, in turn so that drift hits all alike; messages go before every step, so
-    that caches are alike."""
+def _round(runner: StepRunner, flood: _Flood, world: World, chosen: Sequence[Sort]) -> list[Seen]:
+    """Every kind and size once, and backward alone, in turn so that drift hits all alike; messages go before every
+    step, so that caches are alike."""
     between = runner.clock.between_us
     flood.choose(*chosen[-1])
     _send_alone(flood, world)
     alone = runner.run()
     backward_us = between(alone.backward, alone.backward_end)
     seen = []
-    for size_bytes, messages in chosen:
-        flood.choose(size_bytes, messages)
+    for kind, size_bytes, messages in chosen:
+        flood.choose(kind, size_bytes, messages)
         _send_alone(flood, world)
         network_us = between(flood.sent[0].start, flood.sent[-1].end)
         runner.session.recorder.on_backward = flood.begin

@@ -39,6 +39,8 @@ Sample = tuple[Annotated[float, Field(ge=0.0, le=2**60)], TimeUs]
 """(message_bytes, time_us)."""
 SizeFactors = tuple[Annotated[float, Field(gt=0.0, le=2**60)], Factor, Factor]
 """(message_bytes, compute, network)."""
+DensityLine = tuple[Annotated[float, Field(gt=0.0, le=1.0)], TimeUs, Rate]
+"""(density, alpha_us, beta_us_per_byte)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -200,6 +202,15 @@ class Line:
 
 
 @dataclass(frozen=True, kw_only=True)
+class SelectionLine(Line):
+    """What selecting (or adding up what was selected) costs over a bucket's dense bytes."""
+
+    by_density: Annotated[tuple[DensityLine, ...], Field(min_length=1)] | None = None
+    """The same by the share of elements that is selected, where that was measured; `alpha_us` and `beta_us_per_byte`
+    then are those of one share."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Contention:
     """Slow-down of each resource while the other one is active."""
 
@@ -210,6 +221,8 @@ class Contention:
     by_size: Annotated[tuple[SizeFactors, ...], Field(min_length=1)] | None = None
     """The same for flat all-reduces by the size of the message, where that was measured; `compute` and `network` then
     are those of a usual size, for what has no size here."""
+    gathers_by_size: Annotated[tuple[SizeFactors, ...], Field(min_length=1)] | None = None
+    """The same for flat gathers of selected elements, by what all ranks send; where absent, `by_size` holds."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -230,8 +243,8 @@ class Cluster:
     back_to_back: dict[str, Annotated[tuple[Sample, ...], Field(min_length=1)]] | None = None
     """As `samples`, per call when calls queue behind one another: the cost of messages in a step, where it is known. In
     `samples` all ranks and their threads have just met, which they have not at the end of a computation."""
-    sparsify: Line | dict[str, Line] | None = None
-    unpack: Line | dict[str, Line] | None = None
+    sparsify: SelectionLine | dict[str, SelectionLine] | None = None
+    unpack: SelectionLine | dict[str, SelectionLine] | None = None
     local_update: Line | None = None
     all_reduce_algorithm: Literal["ring", "recursive_doubling", "halving_doubling", "binary_tree"] = "ring"
     contention: Contention | None = None

@@ -1,17 +1,18 @@
 """What it costs to choose the elements of a lossy bucket and pack them, and to add up those of all ranks, by selector.
 
 Timed on all ranks at once, with the runtime's own buckets, over sizes and densities. The costs are lines over the
-bucket's dense bytes, which every pass reads; how many elements are chosen matters little beside that.
+bucket's dense bytes, one for each density: a tenth of the elements takes `exact` five times as long as a thousandth.
 """
 
 from __future__ import annotations
 
 import statistics
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import nn
 
-from planner.profile.document import Line
+from planner.profile.document import DensityLine, SelectionLine
 from planner.profile.links import sizes_up_to, slowest_line, timed_us
 from planner.progress import Progress
 from runtime.buckets import BucketBuffer, lay_out, make_slot
@@ -22,42 +23,76 @@ from runtime.world import World
 
 SIZES = tuple(2**exponent for exponent in (16, 18, 20, 22, 24, 26))
 """Bytes of a bucket; none larger than the model. Beyond them the line goes on: no memory has to be found for more."""
-DENSITIES = (0.001, 0.01)
-WARM_UPS, REPEATS = 2, 5
+USUAL = 0.01
+"""The density whose line stands for all where only one is asked for."""
+DENSITIES = (0.001, USUAL, 0.1)
+MORE = {"exact": (0.001, 0.003, USUAL, 0.03, 0.1, 0.3)}
+"""By selector: this is the one whose densities are decided."""
+WARM_UPS, REPEATS = 2, 3
 """Residuals fill in the first steps."""
+SCRATCH_BYTES, LAYERS, WIDTH = 2**25, 16, 256
+"""Of what is computed in between, as in training: it leaves neither data nor code of the selection in the caches, which
+costs a small bucket five times as much as one that is selected from again and again."""
 
 
 def measure_selection(
     world: World, device: torch.device, model_bytes: int, progress: Progress
-) -> tuple[dict[str, Line], dict[str, Line]]:
+) -> tuple[dict[str, SelectionLine], dict[str, SelectionLine]]:
     """(select and pack, unpack) by selector, the same on all ranks."""
-    sizes, what = sizes_up_to(SIZES, model_bytes), "comparing times of selection"
-    chosen, added = {}, {}
+    sizes, between = sizes_up_to(SIZES, model_bytes), _Between(device)
+    chosen: dict[str, SelectionLine] = {}
+    added: dict[str, SelectionLine] = {}
     for selector in progress.track(list(SELECTORS), "selection"):
-        times = [_time(world, device, selector, size) for size in sizes]
-        chosen[selector], added[selector] = (
-            slowest_line(world, sizes, column, what) for column in zip(*times, strict=True)
-        )
+        densities = MORE.get(selector, DENSITIES)
+        times = {density: [_time(world, between, selector, density, size) for size in sizes] for density in densities}
+        for which, lines in enumerate((chosen, added)):
+            of_density = {density: [pair[which] for pair in pairs] for density, pairs in times.items()}
+            lines[selector] = _by_density(world, sizes, of_density)
     return chosen, added
 
 
-def _time(world: World, device: torch.device, selector: str, size_bytes: int) -> tuple[float, float]:
-    """Microseconds of this rank: (select and pack, unpack), the mean over densities of the medians over repeats."""
-    found = []
-    for density in DENSITIES:
-        bucket = _bucket(size_bytes, device)
-        lossy = make_lossy(bucket, CompressorSpec(name="topk", selector=selector, density=density), world.ranks)
-        gradient = bucket.messages[0].flat
-        packs, unpacks = [], []
-        for step in range(WARM_UPS + REPEATS):
-            gradient.normal_()
-            packs.append(timed_us(lambda step=step, lossy=lossy: lossy.pack(step), device))  # type: ignore[misc]
-            lossy.packed.gathered.copy_(lossy.packed.flat.repeat(world.ranks))
-            unpacks.append(timed_us(lossy.unpack, device))
-            lossy.commit(torch.tensor(True, device=device))
-        found.append((statistics.median(packs[WARM_UPS:]), statistics.median(unpacks[WARM_UPS:])))
-    packed, unpacked = (statistics.fmean(column) for column in zip(*found, strict=True))
-    return packed, unpacked
+def _by_density(world: World, sizes: Sequence[int], times_us: Mapping[float, Sequence[float]]) -> SelectionLine:
+    """Over the slowest rank's times."""
+    what = "comparing times of selection"
+    lines = {density: slowest_line(world, sizes, of, what) for density, of in times_us.items()}
+    rows: list[DensityLine] = [(density, line.alpha_us, line.beta_us_per_byte) for density, line in lines.items()]
+    usual = lines[USUAL]
+    return SelectionLine(
+        alpha_us=usual.alpha_us, beta_us_per_byte=usual.beta_us_per_byte, r_squared=usual.r_squared,
+        mean_error=usual.mean_error, by_density=tuple(rows),
+    )  # fmt: skip
+
+
+class _Between:
+    """Another model's step, and a pass over memory."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, device=device) for _ in range(LAYERS)))
+        self._batch = torch.zeros(WIDTH // 4, WIDTH, device=device)
+        self._scratch = torch.zeros(SCRATCH_BYTES // 4, device=device)
+
+    def __call__(self) -> None:
+        self._model(self._batch).sum().backward()
+        self._scratch.add_(1.0)
+
+
+def _time(world: World, between: _Between, selector: str, density: float, size_bytes: int) -> tuple[float, float]:
+    """Microseconds of this rank: (select and pack, unpack), medians over repeats."""
+    device = between.device
+    bucket = _bucket(size_bytes, device)
+    lossy = make_lossy(bucket, CompressorSpec(name="topk", selector=selector, density=density), world.ranks)
+    gradient, finite = bucket.messages[0].flat, torch.tensor(True, device=device)
+    packs, unpacks = [], []
+    for step in range(WARM_UPS + REPEATS):
+        between()
+        gradient.normal_()
+        packs.append(timed_us(lambda step=step: lossy.pack(step), device))  # type: ignore[misc]
+        lossy.packed.gathered.copy_(lossy.packed.flat.repeat(world.ranks))
+        between()
+        unpacks.append(timed_us(lossy.unpack, device))
+        lossy.commit(finite)
+    return statistics.median(packs[WARM_UPS:]), statistics.median(unpacks[WARM_UPS:])
 
 
 def _bucket(size_bytes: int, device: torch.device) -> BucketBuffer:

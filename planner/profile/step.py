@@ -28,6 +28,7 @@ from planner.profile.document import (
     OptimizerProfile,
     Profile,
     ProfileWorld,
+    SelectionLine,
     Tracing,
 )
 from planner.profile.grad_weight import measure_grad_weight_share
@@ -61,8 +62,8 @@ class _Network:
     links: LinkTimes | None = None
     apart: LinksApart | None = None
     contention: Contention | None = None
-    sparsify: dict[str, Line] | None = None
-    unpack: dict[str, Line] | None = None
+    sparsify: dict[str, SelectionLine] | None = None
+    unpack: dict[str, SelectionLine] | None = None
     local_update: Line | None = None
 
 

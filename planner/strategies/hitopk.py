@@ -69,7 +69,7 @@ def _thinned(stops: Stops) -> Iterator[Stops]:
 
 def _guesses(problem: Problem) -> list[int]:
     """Numbers of buckets by whose start-ups backward may be delayed; any one where selection has none."""
-    if problem.selection_line(ALGORITHM).alpha_us == 0.0:
+    if not problem.selection_cost(ALGORITHM).alpha_us.any():
         return [1]
     return [guess for guess in GUESSES if guess <= problem.count]
 
@@ -138,7 +138,8 @@ def _neighbours(stops: Stops) -> Iterator[Stops]:
 
 
 def _arrays(problem: Problem, phases: tuple[SparsePhase, ...], share: float) -> _Delayed:
-    line, size_bytes = problem.selection_line(ALGORITHM), np.cumsum(problem.size_bytes)
+    size_bytes = np.cumsum(problem.size_bytes)
+    alpha_us, beta_us_per_byte = problem.selection_cost(ALGORITHM).line(share)
     numel = np.concatenate([[0], np.cumsum(problem.numel)])
     dense = np.concatenate([[0], size_bytes])
 
@@ -148,9 +149,9 @@ def _arrays(problem: Problem, phases: tuple[SparsePhase, ...], share: float) -> 
         return phase.curve(phase.message_bytes(selected, dense[stops] - dense[starts]))
 
     return _Delayed(
-        ready_us=problem.ready_us + line.beta_us_per_byte * size_bytes,
+        ready_us=problem.ready_us + beta_us_per_byte * size_bytes,
         links=tuple(phase.link for phase in phases),
         cost_us=tuple(partial(cost_us, phase) for phase in phases),
         non_decreasing=all(phase.curve.non_decreasing for phase in phases),
-        start_up_us=line.alpha_us,
+        start_up_us=float(alpha_us),
     )

@@ -7,6 +7,7 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
+import numpy as np
 import reference
 
 from planner.problem import Problem
@@ -27,11 +28,16 @@ def gather_us(problem: Problem, k: int) -> float:
     return math.ceil(math.log2(ranks)) * link.alpha_us + (ranks - 1) / ranks * link.beta_us_per_byte * total_bytes
 
 
-def line_us(problem: Problem, field: str, members: Sequence[int]) -> float:
-    """`sparsify` or `unpack` of a bucket of float32."""
+def line_us(problem: Problem, field: str, members: Sequence[int], k: int) -> float:
+    """`sparsify` or `unpack` of a bucket of float32, of which k elements are sent."""
     line = getattr(problem.cost.cluster, field)
-    dense_bytes = sum(4 * problem.profile.compute.gradients[index].numel for index in members)
-    return 0.0 if line is None else line.alpha_us + line.beta_us_per_byte * dense_bytes
+    numel = sum(problem.profile.compute.gradients[index].numel for index in members)
+    if line is None:
+        return 0.0
+    rows = sorted(line.by_density or [(1.0, line.alpha_us, line.beta_us_per_byte)])
+    density, alphas_us, betas = zip(*rows, strict=True)
+    alpha_us, beta = (float(np.interp(k / max(1, numel), density, column)) for column in (alphas_us, betas))
+    return alpha_us + beta * (4 * numel)
 
 
 def step_us(problem: Problem, buckets: Sequence[Sent]) -> float:
@@ -43,11 +49,11 @@ def step_us(problem: Problem, buckets: Sequence[Sent]) -> float:
         if ks is None:
             network_us = max(network_us, clock_us) + reference.bucket_us(problem, members)
             continue
-        clock_us += line_us(problem, "sparsify", members)
+        clock_us += line_us(problem, "sparsify", members, sum(ks))
         network_us = max(network_us, clock_us) + gather_us(problem, sum(ks))
-        arrivals.append((network_us, members))
-    for arrived_us, members in arrivals:
-        clock_us = max(clock_us, arrived_us) + line_us(problem, "unpack", members)
+        arrivals.append((network_us, members, sum(ks)))
+    for arrived_us, members, k in arrivals:
+        clock_us = max(clock_us, arrived_us) + line_us(problem, "unpack", members, k)
     return max(clock_us, network_us) + problem.profile.compute.update_us
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
@@ -45,6 +46,9 @@ def sparse_problems(draw: st.DrawFn, max_count: int = 5) -> Problem:
         for field in ("sparsify", "unpack")
         if (given_line := draw(line))
     }
+    for of_field in fields.values():
+        if draw(st.booleans()):
+            of_field["by_density"] = [[0.02, 3.0, 0.001], [0.3, draw(st.sampled_from([5.0, 30.0])), 0.003]]
     link = {"alpha_us": draw(st.sampled_from([1.0, 20.0])), "beta_us_per_byte": draw(st.sampled_from([0.001, 0.02]))}
     fitted = (draw(st.integers(1, 12)) * 10.0, draw(st.sampled_from([0.002, 0.01, 0.05])))
     return make(document, cluster_document(fitted, inter=link, **fields))
@@ -180,8 +184,11 @@ def test_equation_19_by_trying_every_k(problem: Problem, max_ratio: float) -> No
         if numel == 0 or dense_us <= budget_us:
             assert bucket.k is None
             continue
-        spent_us = sum(sparse_reference.line_us(problem, field, bucket.gradients) for field in ("sparsify", "unpack"))
-        hidden = [k for k in range(1, numel + 1) if sparse_reference.gather_us(problem, k) + spent_us <= budget_us]
+
+        def spent_us(k: int, members: tuple[int, ...] = bucket.gradients) -> float:
+            return sum(sparse_reference.line_us(problem, field, members, k) for field in ("sparsify", "unpack"))
+
+        hidden = [k for k in range(1, numel + 1) if sparse_reference.gather_us(problem, k) + spent_us(k) <= budget_us]
         assert bucket.k == max([math.ceil(numel / max_ratio), *hidden[-1:]])
 
 
@@ -219,13 +226,15 @@ def test_steps_of_sparse_buckets_are_as_long_with_and_without_a_timeline(data: s
     factors = data.draw(st.sampled_from([None, (1.2, 1.5)]))
     rows = [(gradient.numel, gradient.backward_us) for gradient in base.profile.compute.gradients]
     lines = {
-        field: {"alpha_us": line.alpha_us, "beta_us_per_byte": line.beta_us_per_byte}
+        field: {key: value for key, value in asdict(line).items() if value is not None}
         for field in ("inter", "sparsify", "unpack")
         if (line := getattr(cluster, field))
     }
     document = cluster_document((50.0, 0.01), None, factors, **lines)
     if factors and data.draw(st.booleans()):
         document["contention"]["by_size"] = [[64, 1.5, 2.0], [9999, 1.2, 1.5]]
+        if data.draw(st.booleans()):
+            document["contention"]["gathers_by_size"] = [[256, 1.3, 4.0], [5000, 1.1, 1.2]]
     problem = make(profile_document(rows), document)
     buckets, start = [], 0
     while start < problem.count:

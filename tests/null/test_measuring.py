@@ -124,12 +124,13 @@ def test_contention_is_measured_with_messages_that_fit_beside_backward(
     monkeypatch: pytest.MonkeyPatch, us_per_byte: float, backward_us: float, expected: list[tuple[int, int]]
 ) -> None:
     class Flood:
-        def choose(self, size_bytes: int, messages: int) -> None:
+        def choose(self, kind: int, size_bytes: int, messages: int) -> None:
             self.time_us = size_bytes * us_per_byte * messages
 
     monkeypatch.setattr(contention, "_alone", lambda flood, *_: flood.time_us)
     runner = SimpleNamespace(clock=None)
     fitting = contention._fitting(runner, Flood(), World(), backward_us, 5 * 2**20)  # type: ignore[arg-type]
-    assert fitting == [(size, min(64, max(2, count))) for size, count in expected]
+    sizes = [(size, min(64, max(2, count))) for size, count in expected]
+    assert fitting == [(kind, *sort) for kind in (0, 1) for sort in sizes]
     smaller = contention._fitting(runner, Flood(), World(), backward_us, 10_000)  # type: ignore[arg-type]
-    assert smaller == fitting[:2]
+    assert smaller == [(kind, *sort) for kind in (0, 1) for sort in sizes[:2]]

@@ -15,7 +15,7 @@ from planner import simulate
 from planner.cli import main
 from planner.ir import Bucket, Schedule
 from planner.problem import Problem, make_problem
-from planner.profile.document import Cluster, Line, Link, parse_profile
+from planner.profile.document import Cluster, Link, SelectionLine, parse_profile
 from planner.simulator import simulate_schedule
 from planner.strategies import make_schedule
 from planner.strategies.lags import ratios
@@ -129,7 +129,7 @@ def test_layers_that_come_back_are_numbered() -> None:
 
 def test_hitopk_by_hand() -> None:
     """One bucket: 5100 elements in shards of 2550, 25 selected; 2 · 25 · 8 bytes between nodes, twice that inside."""
-    problem = two_links(sparsify=Line(alpha_us=7.0, beta_us_per_byte=0.001))
+    problem = two_links(sparsify=SelectionLine(alpha_us=7.0, beta_us_per_byte=0.001))
     one = Bucket(gradients=(0, 1, 2), collective="sparse", algorithm="hitopk", compressor="topk", k=25)
     steps = (1.0 + 0.5 * 0.001 * 20400, 10.0 + 0.5 * 0.02 * 400, 1.0 + 0.5 * 0.001 * 800)
     select_us = 7.0 + 0.001 * 20400 / 2
@@ -145,7 +145,7 @@ def test_hitopk_is_merged_nearly_as_well_as_can_be(start_up_us: float) -> None:
     worst = 1.0
     for _ in range(12):
         rows = [(int(n), float(t)) for n, t in zip(rng.integers(1, 9000, 7), rng.uniform(0, 60, 7), strict=True)]
-        problem = two_links(rows, sparsify=Line(alpha_us=start_up_us, beta_us_per_byte=0.001))
+        problem = two_links(rows, sparsify=SelectionLine(alpha_us=start_up_us, beta_us_per_byte=0.001))
         found_us = iteration_us(problem, make_schedule(problem, "hitopk:0.05"))
         best_us = min(iteration_us(problem, partition) for partition in partitions(problem, 0.05))
         worst = max(worst, found_us / best_us)
