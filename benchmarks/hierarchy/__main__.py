@@ -2,6 +2,7 @@
 
 python -m benchmarks.hierarchy                                    # messages of 16 MB, on 2x2@200mbit
 python -m benchmarks.hierarchy --part steps --jobs benchmarks.truth.jobs:vgg_job
+python -m benchmarks.hierarchy --part accuracy --results runs.jsonl   # goes on where it was stopped
 python -m benchmarks.hierarchy --output docs/hierarchy.md
 """
 
@@ -12,9 +13,8 @@ import sys
 from pathlib import Path
 
 from benchmarks.hierarchy import accuracy, messages, steps
-from benchmarks.learning import SEEDS
+from benchmarks.learning import SEEDS, Outcome, outcomes
 from benchmarks.marked import replace_part
-from planner.launch import LocalWorld, run_ranks
 from planner.world import RankOptions, on_ranks
 
 PARTS = ("messages", "steps", "accuracy")
@@ -33,6 +33,8 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--tasks", nargs="+", default=["digits, ResNet-20"], help="of benchmarks.lags.accuracy")
     parser.add_argument("--seeds", nargs="+", type=int, default=list(SEEDS), help="of the runs for accuracy")
+    parser.add_argument("--ways", nargs="+", default=list(accuracy.WAYS), help="to train for accuracy")
+    parser.add_argument("--results", type=Path, default=None, help="JSON lines of runs that are not trained again")
     parser.add_argument("--scale", type=float, default=1.0, help="of the steps that are trained for accuracy")
     parser.add_argument("--output", type=Path, default=None, help="a document whose marked parts are replaced")
     options = parser.parse_args()
@@ -53,8 +55,11 @@ def _messages(options: argparse.Namespace) -> list[str]:
 
 
 def _accuracy(options: argparse.Namespace) -> list[str]:
-    outcomes = run_ranks(LocalWorld(ranks=4), accuracy.run_rank, options.tasks, options.seeds, options.scale)[0]
-    return list(accuracy.lines(outcomes))
+    found = outcomes(
+        accuracy.train, Outcome, options.tasks, options.ways, options.seeds, options.scale, options.results,
+        accuracy.RANKS,
+    )  # fmt: skip
+    return list(accuracy.lines(found))
 
 
 def _steps(options: argparse.Namespace) -> list[str]:
