@@ -27,6 +27,8 @@ RANKS = 2
 SEEDS = (0, 1, 2)
 CHECKED = 40
 """Batches of held-out text."""
+TIMEOUT_S = 300.0
+"""Machines that are busy otherwise may leave a rank waiting."""
 
 
 @dataclass(frozen=True)
@@ -106,7 +108,7 @@ def learn(
     model = task.model()
     optimizer = task.optimizer(model.parameters())
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, task.steps)
-    session = runtime.attach(model, optimizer, make_plan(model, optimizer), drift=False)
+    session = runtime.attach(model, optimizer, make_plan(model, optimizer), drift=False, timeout_s=TIMEOUT_S)
     for step in range(task.steps):
         optimizer.zero_grad()
         task.loss(model, task.batch(step + 10_000 * seed, dist.get_rank())).backward()

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from planner.cost.halves import ALL_GATHER, REDUCE_SCATTER, Half, half
 from planner.cost.model import CommunicationCost, communication_cost
 from planner.cost.phases import PHASES, Phase
-from planner.cost.sparse import SPARSE_PHASES, SparsePhase, selector_line
+from planner.cost.sparse import FLAT_GATHERS, SPARSE_PHASES, SparsePhase, selector_line
 from planner.ir import Bucket
 from planner.merging.exact import Places
 from planner.profile.document import Cluster, Contention, LayerNorm, Line, Profile
@@ -164,7 +164,7 @@ class Problem:
     def phase_times(self, bucket: Bucket) -> list[tuple[str, str, float]]:
         """(resource, name, time_us) of each phase of a bucket: one for a collective of the library, on `network`."""
         if bucket.collective == "sparse":
-            flat = bucket.algorithm == "flat"  # passes through all ranks: one network
+            flat = bucket.algorithm in FLAT_GATHERS  # passes through all ranks: one network
             return [
                 ("network" if flat else phase.link, phase.name, time_us)
                 for phase, _, time_us in self._sparse_messages(bucket)
@@ -185,7 +185,7 @@ class Problem:
         """(resource, share of the bucket's bytes) of each phase's message."""
         if bucket.collective == "sparse":
             dense_bytes = max(1, int(self.size_bytes[list(bucket.gradients)].sum()))
-            flat = bucket.algorithm == "flat"
+            flat = bucket.algorithm in FLAT_GATHERS
             return [
                 ("network" if flat else phase.link, sent / dense_bytes)
                 for phase, sent, _ in self._sparse_messages(bucket)
@@ -197,7 +197,7 @@ class Problem:
         """The phases of a dense collective on this cluster."""
         key = (collective, algorithm)
         if key not in self._phases:
-            self._phases[key] = PHASES[key](self.cost.cluster, self.cost.all_reduce)
+            self._phases[key] = PHASES[key](self.cost.cluster, self.cost.all_reduce, self.cost.link)
         return self._phases[key]
 
     def _sparse_messages(self, bucket: Bucket) -> Iterator[tuple[SparsePhase, float, float]]:
@@ -302,7 +302,7 @@ class Problem:
         if slowdown is None:
             return factors
         for index, bucket in enumerate(buckets):
-            if bucket.collective == "sparse" and bucket.algorithm == "flat":
+            if bucket.collective == "sparse" and bucket.algorithm in FLAT_GATHERS:
                 compute, network = slowdown(sum(size for _, size, _ in self._sparse_messages(bucket)))
                 factors[index] = float(compute), float(network)
         return factors
