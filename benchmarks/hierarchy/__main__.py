@@ -3,6 +3,7 @@
 python -m benchmarks.hierarchy                                    # messages of 16 MB, on 2x2@200mbit
 python -m benchmarks.hierarchy --part steps --jobs benchmarks.truth.jobs:vgg_job
 python -m benchmarks.hierarchy --part accuracy --results runs.jsonl   # goes on where it was stopped
+python -m benchmarks.hierarchy --part crossover --output docs/hierarchy.md             # predicted: seconds, not as root
 python -m benchmarks.hierarchy --output docs/hierarchy.md
 """
 
@@ -12,12 +13,12 @@ import argparse
 import sys
 from pathlib import Path
 
-from benchmarks.hierarchy import accuracy, messages, steps
+from benchmarks.hierarchy import accuracy, crossover, messages, steps
 from benchmarks.learning import SEEDS, Outcome, outcomes
 from benchmarks.marked import replace_part
 from planner.world import RankOptions, on_ranks
 
-PARTS = ("messages", "steps", "accuracy")
+PARTS = ("messages", "steps", "accuracy", "crossover")
 JOBS = ("benchmarks.truth.jobs:resnet18_job", "benchmarks.truth.jobs:vgg_job")
 
 
@@ -39,7 +40,8 @@ def main() -> int:
     parser.add_argument("--output", type=Path, default=None, help="a document whose marked parts are replaced")
     options = parser.parse_args()
     for part in options.part:
-        text = "\n".join({"messages": _messages, "steps": _steps, "accuracy": _accuracy}[part](options))
+        made = {"messages": _messages, "steps": _steps, "accuracy": _accuracy, "crossover": _crossover}
+        text = "\n".join(made[part](options))
         print(text, flush=True)
         if options.output is not None:
             options.output.write_text(replace_part(options.output.read_text("utf-8"), part, text), encoding="utf-8")
@@ -60,6 +62,10 @@ def _accuracy(options: argparse.Namespace) -> list[str]:
         accuracy.RANKS,
     )  # fmt: skip
     return list(accuracy.lines(found))
+
+
+def _crossover(_: argparse.Namespace) -> list[str]:
+    return list(crossover.lines())
 
 
 def _steps(options: argparse.Namespace) -> list[str]:

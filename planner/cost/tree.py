@@ -8,8 +8,8 @@ further one, for it gives rounds to transfers in their order and not by colours 
 
 Ranks of a node share its cards, so that in a round several chunks may follow one another there. Nodes hold consecutive
 ranks; then the chunks that a card takes one after the other depend on the number of nodes alone: 5⌈log2 m⌉ + 1 for two,
-and for each further one `_more_on_cards`. Tests hold these numbers against the rounds
-themselves, on 2 to 128 ranks: times come within 15 % where ranks share a card, and rounds within a fifth (or 4).
+and for each further one `_more_on_cards`. Tests hold these numbers against the rounds themselves, on 2 to 128 ranks:
+times come within 15 % where ranks share a card, and rounds within 22 %, or 4 of them.
 """
 
 from __future__ import annotations

@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from builders import cluster_document, make, profile_document
 
+from benchmarks.hierarchy import crossover
+from benchmarks.marked import marks
+from planner.catalog import find_cluster
 from planner.cost.curve import CostCurve
 from planner.cost.phases import PHASES
 from planner.cost.sparse import SPARSE_PHASES
 from planner.cost.tree import CHUNK_BYTES, MOST_CHUNKS, chunks_of, double_binary_tree, rounds, tree_curve
 from planner.profile.document import Cluster, Link, parse_cluster
-from planner.simulator import simulate_schedule
+from planner.simulator import simulate_schedule, step_us
 from planner.strategies import make_schedule
 from runtime.collectives import tree as runtime_tree
 from runtime.collectives.tree import tree_rounds
 from runtime.errors import InputError
 
+DOCUMENT = Path(__file__).parents[2] / "docs" / "hierarchy.md"
 FAST, SLOW = Link(alpha_us=2.0, beta_us_per_byte=1e-5), Link(alpha_us=20.0, beta_us_per_byte=4e-4)
 
 
@@ -120,3 +125,15 @@ def test_naive_all_gather_starts_up_twice() -> None:
     made = [make_schedule(of, name) for name in ("slgs:0.01", "naive_all_gather:0.01")]
     slgs_us, naive_us = (simulate_schedule(of, schedule).iteration_us for schedule in made)
     assert naive_us == step_us(of, made[1]) == pytest.approx(slgs_us + 60.0)
+
+
+def test_the_document_has_the_crossovers_as_predicted() -> None:
+    begin, end = marks("crossover")
+    written = DOCUMENT.read_text("utf-8").partition(begin)[2].partition(end)[0]
+    found = "\n".join(crossover.lines())
+    assert written.strip() == found.strip(), (
+        "python -m benchmarks.hierarchy --part crossover --output docs/hierarchy.md"
+    )
+    starts = {name: dict(crossover.crossings(find_cluster(name), crossover.DENSE)) for name in crossover.CLUSTERS}
+    assert {starts[name][crossover.SMALLEST] for name in starts} == {"tree"}
+    assert {list(starts[name].values())[-1] for name in starts} == {"torus_2d"}
