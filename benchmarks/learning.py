@@ -10,7 +10,7 @@ import statistics
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -27,6 +27,8 @@ RANKS = 2
 SEEDS = (0, 1, 2)
 CHECKED = 40
 """Batches of held-out text."""
+TIMEOUT_S = 300.0
+"""Machines that are busy otherwise may leave a rank waiting."""
 
 
 @dataclass(frozen=True)
@@ -106,7 +108,7 @@ def learn(
     model = task.model()
     optimizer = task.optimizer(model.parameters())
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, task.steps)
-    session = runtime.attach(model, optimizer, make_plan(model, optimizer), drift=False)
+    session = runtime.attach(model, optimizer, make_plan(model, optimizer), drift=False, timeout_s=TIMEOUT_S)
     for step in range(task.steps):
         optimizer.zero_grad()
         task.loss(model, task.batch(step + 10_000 * seed, dist.get_rank())).backward()
@@ -115,15 +117,19 @@ def learn(
     return model, session
 
 
-class Outcome(Protocol):
-    """A dataclass of plain JSON types."""
+@dataclass(frozen=True)
+class Outcome:
+    """One run. What else a benchmark wants to know of it, in plain JSON types, its own record adds."""
+
+    task: str
+    seed: int
+    way: str
+    metric: float
 
     @property
-    def task(self) -> str: ...
-    @property
-    def seed(self) -> int: ...
-    @property
-    def way(self) -> str: ...
+    def key(self) -> tuple[str, int, str]:
+        """What was run."""
+        return self.task, self.seed, self.way
 
 
 Run = TypeVar("Run", bound=Outcome)
@@ -131,37 +137,51 @@ Run = TypeVar("Run", bound=Outcome)
 
 def outcomes(
     train: Callable[[Task, int, str], Run],
-    parse: Callable[[dict[str, Any]], Run],
+    record: type[Run],
     names: Sequence[str],
     ways: Sequence[str],
     seeds: Sequence[int],
     scale: float,
     results: Path | None,
+    ranks: int = RANKS,
 ) -> list[Run]:
     """All tasks, seeds and ways; those that the file holds are not run again.
 
     Args:
         train: one run on a rank; a module's function, as ranks are processes of their own.
-        parse: an outcome from its JSON document.
+        record: what it returns.
         names: of tasks.
         ways: names of what is changed.
         seeds: of the runs.
         scale: times the tasks' steps.
         results: JSON lines of runs with this scale.
+        ranks: that train together.
     """
     lines = results.read_text(encoding="utf-8").splitlines() if results is not None and results.exists() else []
-    done = {(one.task, one.seed, one.way): one for one in (parse(json.loads(line)) for line in lines)}
+    done = {one.key: one for one in (record(**json.loads(line)) for line in lines)}
     for name in names:
         for seed in seeds:
             missing = [way for way in ways if (name, seed, way) not in done]
-            found = run_ranks(LocalWorld(ranks=RANKS), _rank, train, scale, name, seed, missing)[0] if missing else []
-            done |= {(one.task, one.seed, one.way): one for one in found}
-            if results is not None:
-                with results.open("a", encoding="utf-8") as file:
-                    file.writelines(json.dumps(asdict(one)) + "\n" for one in found)
+            if missing:
+                found = run_ranks(LocalWorld(ranks=ranks), _rank, train, scale, name, seed, missing, results)[0]
+                done |= {one.key: one for one in found}
     return [done[name, seed, way] for name in names for seed in seeds for way in ways]
 
 
-def _rank(train: Callable[[Task, int, str], Run], scale: float, name: str, seed: int, ways: Sequence[str]) -> list[Run]:
+def _rank(
+    train: Callable[[Task, int, str], Run],
+    scale: float,
+    name: str,
+    seed: int,
+    ways: Sequence[str],
+    results: Path | None,
+) -> list[Run]:
+    """Each run is kept as soon as it has ended."""
     task = next(task for task in tasks(scale) if task.name == name)
-    return [train(task, seed, way) for way in ways]
+    found = []
+    for way in ways:
+        found.append(train(task, seed, way))
+        if results is not None and dist.get_rank() == 0:
+            with results.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(asdict(found[-1])) + "\n")
+    return found

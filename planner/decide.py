@@ -10,8 +10,10 @@ from planner.catalog import find_cluster, find_profile
 from planner.ir import Schedule
 from planner.lossy import ACCURACIES, choose, split_passes
 from planner.lower import lower, predict
+from planner.merging.link_forms import has_two_links
 from planner.norms import describe, update_bound_us
 from planner.passes.merge import merge_without_contention
+from planner.passes.topology import links_without_contention
 from planner.pipeline import AfterPass, parse_passes, run_passes
 from planner.problem import Problem, make_problem
 from planner.profile.document import Cluster, Profile
@@ -111,25 +113,19 @@ def name_of(document: Profile | Cluster | str | Path) -> str:
 
 def certify(problem: Problem, schedule: Schedule, solved: Solved | None = None) -> Certificate:
     """How far the schedule is from the best exact one under the cost model; the solver's bound counts where higher."""
-    optimum = merge_without_contention(problem)
-    bound_us = max(optimum.end_us, problem.compute_end_us) + update_bound_us(problem)
+    method, end_us, exact, ties_exact = _optimum(problem)
+    bound_us = max(end_us, problem.compute_end_us) + update_bound_us(problem)
     iteration_us = simulate_schedule(problem, schedule).iteration_us
-    if any(bucket.algorithm != "library" for bucket in schedule.buckets):
-        compute_us = problem.compute_end_us + update_bound_us(problem)
-        return Certificate(
-            method="local search over buckets and collectives on two kinds of link",
-            lower_bound_us=compute_us,
-            gap=max(0.0, iteration_us / compute_us - 1.0) if compute_us > 0.0 else 0.0,
-            note="the bound is computation alone",
-        )
     notes = [] if solved is None else [_solver_note(solved)]
     if problem.contended and (solved is None or solved.bound_us <= bound_us):
-        notes.append("the bound is the optimum on a machine where compute and network do not slow each other down")
+        what = "optimum" if exact else "bound"
+        notes.append(f"the bound is the {what} on a machine where compute and network do not slow each other down")
+    if not exact and not problem.contended and (solved is None or solved.bound_us <= bound_us):
+        notes.append("the bound is for links inside nodes that no two buckets share")
     if problem.dtype_count > 1:
         notes.append("the bound is for buckets of consecutive gradients; DDP's, one dtype each, are of another class")
-    if not optimum.ties_exact and not problem.contended:
+    if not ties_exact and not problem.contended:
         notes.append("the time is optimal; among plans of equal time this one may not have the fewest buckets")
-    method = "dynamic programming with labels and local search" if problem.contended else "dynamic programming"
     bound_us = max(bound_us, solved.bound_us) if solved else bound_us
     return Certificate(
         method=method if solved is None else f"{method}, then CP-SAT",
@@ -138,6 +134,19 @@ def certify(problem: Problem, schedule: Schedule, solved: Solved | None = None) 
         note="; ".join(notes) or None,
         solver=None if solved is None else SolverBound("cpsat", solved.bound_us, solved.proven, solved.limit),
     )
+
+
+def _optimum(problem: Problem) -> tuple[str, float, bool, bool]:
+    """(method, when the last of the best buckets has come at the earliest, whether some come then, whether ties were
+    broken exactly), where compute and network do not slow each other down.
+    """
+    if has_two_links(problem):
+        found = links_without_contention(problem)
+        part = "" if found.exact and not problem.contended else ", a part of them, and local search"
+        return f"labels over buckets and collectives on two kinds of link{part}", found.bound_us, found.exact, True
+    optimum = merge_without_contention(problem)
+    method = "dynamic programming with labels and local search" if problem.contended else "dynamic programming"
+    return method, optimum.end_us, True, optimum.ties_exact
 
 
 def _solver_note(solved: Solved) -> str:

@@ -12,7 +12,7 @@ from dataclasses import replace
 from planner.cost.sparse import SELECTED_BYTES, flat_is_implied
 from planner.ir import Bucket, Schedule
 from planner.lower import lower
-from planner.merging.cpsat_joint import MAX_PLACES, solve_joint
+from planner.merging.cpsat_joint import MAX_PLACES, fits, solve_joint
 from planner.norms import update_us
 from planner.offer import GAIN, Offer, choose_offer
 from planner.passes import Pass
@@ -240,12 +240,12 @@ def _solved(problem: Problem, plan: Plan, frontier: Frontier, limit: float) -> P
     """The plan with the constraint program's bound in its certificate."""
     certificate, tables = plan.certificate, frontier.tables
     assert certificate is not None
-    if tables is None or len(tables.places) > MAX_PLACES:
+    if tables is None or not fits(tables):
         note = f"CP-SAT was not asked: up to {MAX_PLACES - 1} gradients and no contention are what its model can take"
         return replace(plan, certificate=replace(certificate, note=f"{certificate.note}; {note}"))
     iteration_us = plan.predicted.iteration_us if plan.predicted else 0.0
     updating_us = plan.predicted.update_us if plan.predicted and plan.predicted.update_us else 0.0
-    solution = solve_joint(tables, len(frontier.points), iteration_us - updating_us, limit)
+    solution = solve_joint(tables, len(tables.cost_us), iteration_us - updating_us, limit)
     solver_us = min(solution.bound_us + updating_us, iteration_us)
     bound_us = max(certificate.lower_bound_us, solver_us)
     solved = replace(

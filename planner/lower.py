@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from planner.cost.sparse import FLAT_GATHERS
 from planner.delayed import PULL, PUSH, Load, StepSpan
 from planner.ir import Bucket, Schedule
 from planner.norms import updates_of
@@ -68,7 +69,7 @@ def lower_buckets(problem: Problem, schedule: Schedule) -> tuple[PlanBucket, ...
 
 def compressor_of(problem: Problem, bucket: Bucket) -> CompressorSpec:
     """The compressor by name, with k for each layer; a layer that comes back in the bucket is numbered: `conv#2`."""
-    if bucket.ks is None and bucket.k is not None and bucket.algorithm == "flat":
+    if bucket.ks is None and bucket.k is not None and bucket.algorithm in FLAT_GATHERS:
         elements = int(problem.numel[list(bucket.gradients)].sum())
         density = min(1.0, (bucket.k + 0.5) / elements)  # of which the floor is k, whatever is rounded
         return CompressorSpec(name=bucket.compressor, selector="exact", density=density, scope="bucket")

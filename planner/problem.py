@@ -15,7 +15,7 @@ from planner.cost.halves import ALL_GATHER, REDUCE_SCATTER, Half, half
 from planner.cost.model import CommunicationCost, communication_cost
 from planner.cost.phases import PHASES, Phase
 from planner.cost.selection import SelectionCost, selector_line
-from planner.cost.sparse import SPARSE_PHASES, SparsePhase
+from planner.cost.sparse import FLAT_GATHERS, SPARSE_PHASES, SparsePhase
 from planner.ir import Bucket
 from planner.merging.exact import Places
 from planner.profile.document import Cluster, Contention, LayerNorm, Profile
@@ -165,7 +165,7 @@ class Problem:
     def phase_times(self, bucket: Bucket) -> list[tuple[str, str, float]]:
         """(resource, name, time_us) of each phase of a bucket: one for a collective of the library, on `network`."""
         if bucket.collective == "sparse":
-            flat = bucket.algorithm == "flat"  # passes through all ranks: one network
+            flat = bucket.algorithm in FLAT_GATHERS  # passes through all ranks: one network
             return [
                 ("network" if flat else phase.link, phase.name, time_us)
                 for phase, _, time_us in self._sparse_messages(bucket)
@@ -186,7 +186,7 @@ class Problem:
         """(resource, share of the bucket's bytes) of each phase's message."""
         if bucket.collective == "sparse":
             dense_bytes = max(1, int(self.size_bytes[list(bucket.gradients)].sum()))
-            flat = bucket.algorithm == "flat"
+            flat = bucket.algorithm in FLAT_GATHERS
             return [
                 ("network" if flat else phase.link, sent / dense_bytes)
                 for phase, sent, _ in self._sparse_messages(bucket)
@@ -198,7 +198,7 @@ class Problem:
         """The phases of a dense collective on this cluster."""
         key = (collective, algorithm)
         if key not in self._phases:
-            self._phases[key] = PHASES[key](self.cost.cluster, self.cost.all_reduce)
+            self._phases[key] = PHASES[key](self.cost.cluster, self.cost.all_reduce, self.cost.link)
         return self._phases[key]
 
     def _sparse_messages(self, bucket: Bucket) -> Iterator[tuple[SparsePhase, float, float]]:
@@ -220,7 +220,7 @@ class Problem:
     def selection_cost(self, algorithm: str, field: Literal["sparsify", "unpack"] = "sparsify") -> SelectionCost:
         """What selecting, or unpacking, costs over the dense bytes of a bucket; HiTopKComm selects from a shard."""
         cluster = self.cost.cluster
-        selector, shards = self.hitopk_selector if algorithm == "hitopk" else "exact", self._shards(algorithm)
+        selector, shards = self.hitopk_selector if algorithm == "hitopk" else "exact", self.shards(algorithm)
         line = selector_line(getattr(cluster, field), selector, f"cluster {cluster.name or '(unnamed)'}: $.{field}")
         return SelectionCost.of(line, shards)
 
@@ -236,11 +236,11 @@ class Problem:
         """Compute time that a bucket's selection takes when it is ready, or its unpacking at the end; 0 if dense."""
         if bucket.collective != "sparse" or self.ranks == 1:
             return 0.0
-        members, shards = list(bucket.gradients), self._shards(bucket.algorithm)
+        members, shards = list(bucket.gradients), self.shards(bucket.algorithm)
         density = (bucket.k or 0) * shards / max(1, int(self.numel[members].sum()))
         return float(self.selection_cost(bucket.algorithm, field)(self.size_bytes[members].sum(), density))
 
-    def _shards(self, algorithm: str) -> int:
+    def shards(self, algorithm: str) -> int:
         """Over how many ranks a bucket is shared out before each selects from its own."""
         return self.cost.cluster.ranks_per_node if algorithm == "hitopk" else 1
 
@@ -309,7 +309,7 @@ class Problem:
             return factors
         gathers = self.cost.slowdown_of_gathers or slowdown
         for index, bucket in enumerate(buckets):
-            if bucket.collective == "sparse" and bucket.algorithm == "flat":
+            if bucket.collective == "sparse" and bucket.algorithm in FLAT_GATHERS:
                 compute, network = gathers(sum(size for _, size, _ in self._sparse_messages(bucket)))
                 factors[index] = float(compute), float(network)
         return factors

@@ -7,6 +7,7 @@ from typing import Literal
 
 from planner.cost.model import communication_cost, resize
 from planner.lower import predict
+from planner.merging.link_forms import has_two_links
 from planner.problem import Problem
 from planner.profile.document import Cluster
 from planner.strategies import BASELINES, make_schedule
@@ -18,7 +19,7 @@ OPTIMAL = "optimal"
 LEAST_RANKS, MOST_RANKS, FACTOR = 64, 16384, 16
 """The curve goes up to FACTOR times the plan's ranks, within these limits."""
 
-GRADIENTS_SOLVED, GRADIENTS_SOLVED_CONTENDED = 30_000, 3_000
+GRADIENTS_SOLVED, GRADIENTS_SOLVED_CONTENDED, GRADIENTS_SOLVED_ON_LINKS = 30_000, 3_000, 2_000
 """Gradients over all points of a curve that the optimum is computed for: about one second."""
 
 
@@ -34,6 +35,7 @@ def scaling_curve(problem: Problem, here_us: Mapping[str, float]) -> tuple[Scali
     """
     others = {ranks: there for ranks in _rank_counts(problem.cost.cluster) if (there := _at(problem, ranks))}
     solved = GRADIENTS_SOLVED_CONTENDED if problem.contended else GRADIENTS_SOLVED
+    solved = GRADIENTS_SOLVED_ON_LINKS if has_two_links(problem) else solved
     kept = _thinned(sorted(others), solved // problem.count)
     points = [_point(problem, here_us, problem.cost.cluster)]
     for ranks in kept:

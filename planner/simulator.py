@@ -20,6 +20,7 @@ from typing import NamedTuple
 import numpy as np
 
 from planner.cost.phases import PHASES
+from planner.cost.sparse import FLAT_GATHERS
 from planner.delayed import delayed_step_us, simulate_delayed
 from planner.ir import Bucket, Schedule
 from planner.merging.exact import Places
@@ -213,7 +214,7 @@ def _replay_us(problem: Problem, facts: Sequence[Facts], order: Sequence[int]) -
 
 def _sparse_step_us(problem: Problem, schedule: Schedule) -> float:
     """As `step_us`, where buckets of selected elements keep compute busy."""
-    if any(bucket.algorithm not in ("library", "flat") for bucket in schedule.buckets):
+    if any(bucket.algorithm not in ("library", *FLAT_GATHERS) for bucket in schedule.buckets):
         return _simulate_phases(problem, schedule).iteration_us
     return facts_step_us(problem, bucket_facts(problem, schedule.buckets))
 

@@ -7,11 +7,19 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from typing import NoReturn
+
+import numpy as np
 
 from planner.ir import Schedule
 from planner.merging.cpsat import TIME_LIMIT, Solution, solve_merge, solve_two_links
+from planner.merging.cpsat_joint import MAX_LINK_PLACES, solve_joint
+from planner.merging.link_forms import dense_algorithms, forms_of, has_two_links
+from planner.merging.link_tables import link_tables
+from planner.merging.links import LinkForms
 from planner.norms import update_bound_us
 from planner.passes.merge import best_of, boundaries, merge_problem, merge_without_contention, overlap_of
+from planner.passes.topology import links_without_contention
 from planner.problem import Problem
 from planner.simulator import simulate_schedule
 from planner.strategies.torus_2d import ALGORITHM, phased_problem
@@ -60,12 +68,15 @@ def check_solver(solver: str, limit: float | None = None) -> float:
 
 
 def solve(problem: Problem, schedule: Schedule, limit: float = TIME_LIMIT) -> Solved:
-    """The best exact schedule of flat all-reduces that the solver and `schedule` know.
+    """The best exact schedule that the solver and `schedule` know: of flat all-reduces, and on two kinds of link of all
+    forms of dense buckets.
 
     Raises:
         CheckFailed: solver and dynamic program contradict each other.
         InputError: the problem is too large for this solver.
     """
+    if has_two_links(problem):
+        return _solve_links(problem, schedule, limit)
     overlap = overlap_of(problem) if problem.contended else None
     hint = boundaries(schedule) or merge_without_contention(problem).stops
     solution = solve_merge(merge_problem(problem), hint, overlap, limit)
@@ -73,6 +84,34 @@ def solve(problem: Problem, schedule: Schedule, limit: float = TIME_LIMIT) -> So
         _compare(problem, solution)
     found = [replace(Schedule.from_boundaries(solution.stops), norms=schedule.norms)] if solution.stops else []
     return _solved(problem, best_of(problem, [schedule, *found]), solution, limit)
+
+
+def _solve_links(problem: Problem, schedule: Schedule, limit: float) -> Solved:
+    """On two kinds of link, as where compute and network do not slow each other down."""
+    if problem.count >= MAX_LINK_PLACES:
+        raise InputError(
+            f"the solver cpsat: found {problem.count} gradients on two kinds of link, expected at most "
+            f"{MAX_LINK_PLACES - 1}; use the solver dp, which has no such limit"
+        )
+    known = links_without_contention(problem)
+    forms = LinkForms(problem, forms_of((), dense_algorithms(problem)))
+    tables = link_tables(problem, forms.forms, forms.limits, np.arange(problem.count + 1))
+    known_us = known.end_us
+    solution = solve_joint(tables, len(forms.forms), known_us, limit)
+    found = tuple(zip(solution.stops, solution.forms, strict=True))
+    found_us = forms.end_us(found) if found else known_us
+    room_us = AGREEMENT * known_us
+    excluded = solution.proven and solution.bound_us < known_us - solution.error_us - room_us
+    if known.exact and (excluded or solution.bound_us > known_us + room_us or found_us < known_us - room_us):
+        _contradiction("labels", known_us, found_us, solution.bound_us)
+    schedules = [replace(forms.schedule(found), norms=schedule.norms)] if found else []
+    return Solved(
+        schedule=best_of(problem, [schedule, *schedules]),
+        bound_us=max(solution.bound_us, problem.compute_end_us) + update_bound_us(problem),
+        proven=solution.proven,
+        error_us=solution.error_us,
+        limit=limit,
+    )
 
 
 def solve_strategy(problem: Problem, strategy: str, schedule: Schedule, limit: float = TIME_LIMIT) -> Solved | None:
@@ -111,7 +150,11 @@ def _compare(problem: Problem, solution: Solution) -> None:
     better = bool(solution.stops) and found_us < optimum_us - room_us
     worse = solution.proven and solution.bound_us < optimum_us - solution.error_us - room_us
     if better or worse or solution.bound_us > optimum_us + room_us:
-        raise CheckFailed(
-            f"the dynamic program's last bucket ends after {optimum_us} us; the solver cpsat found {found_us} us and "
-            f"the bound {solution.bound_us} us, expected the same: a defect of the planner, please report the profile"
-        )
+        _contradiction("dynamic program", optimum_us, found_us, solution.bound_us)
+
+
+def _contradiction(other: str, optimum_us: float, found_us: float, bound_us: float) -> NoReturn:
+    raise CheckFailed(
+        f"{other}: the last bucket ends after {optimum_us} us; the solver cpsat found {found_us} us and the bound "
+        f"{bound_us} us, expected the same: a defect of the planner, please report the profile"
+    )

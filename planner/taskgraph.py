@@ -18,6 +18,7 @@ from typing import Literal
 
 import networkx as nx
 
+from planner.cost.sparse import FLAT_GATHERS
 from planner.delayed import Load, pieces
 from planner.ir import Schedule
 from planner.norms import update_us
@@ -25,7 +26,7 @@ from planner.problem import Problem
 from runtime.timeline import Span
 
 COMPUTE = "compute"
-ONE_NETWORK = ("library", "flat")
+ONE_NETWORK = ("library", "tree", *FLAT_GATHERS)
 """Algorithms whose messages pass through all ranks, for which contention by size was measured."""
 
 

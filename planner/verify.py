@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 from planner.ir import Bucket, Schedule, format_indices
 
-EXACT_FORMS = frozenset({("all_reduce", "library", "none"), ("all_reduce", "torus_2d", "none")})
+EXACT_FORMS = frozenset(("all_reduce", algorithm, "none") for algorithm in ("library", "torus_2d", "tree"))
 """(collective, algorithm, compressor) that leave the averaged gradient as it is, up to summation order."""
 
 PUSHED_FORM = ("all_reduce", "library", "none")

@@ -28,7 +28,7 @@ def main() -> int:
     options = parser.parse_args()
     ways, seeds = list(accuracy.WAYS), options.seeds
     found = outcomes(
-        accuracy.train, accuracy.parse, accuracy.TASKS, ways, seeds, options.scale, options.results
+        accuracy.train, accuracy.Stale, accuracy.TASKS, ways, seeds, options.scale, options.results
     )  # fmt: skip
     text = "\n".join(accuracy.lines(found))
     print(text)

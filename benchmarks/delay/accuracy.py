@@ -6,12 +6,11 @@ import math
 import statistics
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
 from benchmarks.lags.accuracy import plan_of
-from benchmarks.learning import Task, learn
+from benchmarks.learning import Outcome, Task, learn
 from runtime import staleness
 from runtime.plan import DelaySpec, Plan
 
@@ -27,13 +26,9 @@ WAYS: dict[str, DelaySpec | None] = {
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """One run."""
+class Stale(Outcome):
+    """One run, and how far ranks were apart."""
 
-    task: str
-    seed: int
-    way: str
-    metric: float
     distance: float | None
     """Median over pulls of how far ranks are from the global weights, over what the warm-up moved them by."""
     share: float | None
@@ -52,7 +47,7 @@ def _plan(model: torch.nn.Module, steps: int, spec: DelaySpec | None) -> Plan:
     )  # fmt: skip
 
 
-def train(task: Task, seed: int, way: str) -> Outcome:
+def train(task: Task, seed: int, way: str) -> Stale:
     """One run on this rank."""
     staleness.BOUND = math.inf  # what delay does by itself
     model, session = learn(task, seed, lambda model, _: _plan(model, task.steps, WAYS[way]))
@@ -65,15 +60,10 @@ def train(task: Task, seed: int, way: str) -> Outcome:
         statistics.median(values) if values else None
         for values in ([one.relative for one in samples], [one.share for one in samples])
     )
-    return Outcome(task.name, seed, way, metric, relative, share)
+    return Stale(task.name, seed, way, metric, relative, share)
 
 
-def parse(document: dict[str, Any]) -> Outcome:
-    """From JSON."""
-    return Outcome(**document)
-
-
-def lines(outcomes: list[Outcome]) -> Iterator[str]:
+def lines(outcomes: list[Stale]) -> Iterator[str]:
     """One row per task and way."""
     yield "| task | way | metric, mean over seeds (range) | against synchronous | distance: × warm-up, share |"
     yield "| --- " * 5 + "|"

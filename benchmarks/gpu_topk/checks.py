@@ -23,9 +23,9 @@ from runtime.kernels import (
     unpack_,
     unpack_torch,
 )
+from runtime.kernels.checks import FLOATS
 from runtime.kernels.state import WARM
 
-FLOATS = (torch.float32, torch.bfloat16)
 Found = tuple[Tensor, Tensor, Tensor]
 
 

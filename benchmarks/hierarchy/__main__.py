@@ -2,6 +2,8 @@
 
 python -m benchmarks.hierarchy                                    # messages of 16 MB, on 2x2@200mbit
 python -m benchmarks.hierarchy --part steps --jobs benchmarks.truth.jobs:vgg_job
+python -m benchmarks.hierarchy --part accuracy --results runs.jsonl   # goes on where it was stopped
+python -m benchmarks.hierarchy --part crossover --output docs/hierarchy.md             # predicted: seconds, not as root
 python -m benchmarks.hierarchy --output docs/hierarchy.md
 """
 
@@ -11,13 +13,12 @@ import argparse
 import sys
 from pathlib import Path
 
-from benchmarks.hierarchy import accuracy, messages, steps
-from benchmarks.learning import SEEDS
+from benchmarks.hierarchy import accuracy, crossover, messages, steps
+from benchmarks.learning import SEEDS, Outcome, outcomes
 from benchmarks.marked import replace_part
-from planner.launch import LocalWorld, run_ranks
 from planner.world import RankOptions, on_ranks
 
-PARTS = ("messages", "steps", "accuracy")
+PARTS = ("messages", "steps", "accuracy", "crossover")
 JOBS = ("benchmarks.truth.jobs:resnet18_job", "benchmarks.truth.jobs:vgg_job")
 
 
@@ -33,11 +34,14 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--tasks", nargs="+", default=["digits, ResNet-20"], help="of benchmarks.lags.accuracy")
     parser.add_argument("--seeds", nargs="+", type=int, default=list(SEEDS), help="of the runs for accuracy")
+    parser.add_argument("--ways", nargs="+", default=list(accuracy.WAYS), help="to train for accuracy")
+    parser.add_argument("--results", type=Path, default=None, help="JSON lines of runs that are not trained again")
     parser.add_argument("--scale", type=float, default=1.0, help="of the steps that are trained for accuracy")
     parser.add_argument("--output", type=Path, default=None, help="a document whose marked parts are replaced")
     options = parser.parse_args()
     for part in options.part:
-        text = "\n".join({"messages": _messages, "steps": _steps, "accuracy": _accuracy}[part](options))
+        made = {"messages": _messages, "steps": _steps, "accuracy": _accuracy, "crossover": _crossover}
+        text = "\n".join(made[part](options))
         print(text, flush=True)
         if options.output is not None:
             options.output.write_text(replace_part(options.output.read_text("utf-8"), part, text), encoding="utf-8")
@@ -53,8 +57,15 @@ def _messages(options: argparse.Namespace) -> list[str]:
 
 
 def _accuracy(options: argparse.Namespace) -> list[str]:
-    outcomes = run_ranks(LocalWorld(ranks=4), accuracy.run_rank, options.tasks, options.seeds, options.scale)[0]
-    return list(accuracy.lines(outcomes))
+    found = outcomes(
+        accuracy.train, Outcome, options.tasks, options.ways, options.seeds, options.scale, options.results,
+        accuracy.RANKS,
+    )  # fmt: skip
+    return list(accuracy.lines(found))
+
+
+def _crossover(_: argparse.Namespace) -> list[str]:
+    return list(crossover.lines())
 
 
 def _steps(options: argparse.Namespace) -> list[str]:

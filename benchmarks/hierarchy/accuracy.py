@@ -5,40 +5,22 @@ from __future__ import annotations
 import os
 import statistics
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
 
 from benchmarks.lags.accuracy import Way, plan_of
-from benchmarks.learning import Task, learn, tasks
+from benchmarks.learning import Outcome, Task, learn
 from runtime.fit import trainable_parameters
 from runtime.plan import CompressorSpec, Plan, PlanBucket
 
-NODES = 2
+NODES, RANKS = 2, 4
 WAYS = {
     "dense": (None, "flat"), "flat, 1 %": (0.01, "flat"), "hitopk, 1 %": (0.01, "hitopk"),
     "flat, 0.1 %": (0.001, "flat"), "hitopk, 0.1 %": (0.001, "hitopk"),
 }  # fmt: skip
 """Name → density and algorithm; norms, biases and small gradients always travel whole."""
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """One run."""
-
-    task: str
-    seed: int
-    way: str
-    metric: float
-
-
-def run_rank(names: Sequence[str], seeds: Sequence[int], scale: float) -> list[Outcome]:
-    """The tasks of these names with these seeds, all ways, on this rank."""
-    per_node = dist.get_world_size() // NODES
-    os.environ.update(GROUP_RANK=str(dist.get_rank() // per_node), LOCAL_WORLD_SIZE=str(per_node))
-    chosen = [task for task in tasks(scale) if task.name in names]
-    return [_train(task, seed, way) for task in chosen for seed in seeds for way in WAYS]
 
 
 def _plan(model: torch.nn.Module, way: str) -> Plan:
@@ -56,7 +38,10 @@ def _plan(model: torch.nn.Module, way: str) -> Plan:
     return replace(plan, buckets=tuple(form(bucket) for bucket in plan.buckets))
 
 
-def _train(task: Task, seed: int, way: str) -> Outcome:
+def train(task: Task, seed: int, way: str) -> Outcome:
+    """One run on this rank."""
+    per_node = dist.get_world_size() // NODES
+    os.environ.update(GROUP_RANK=str(dist.get_rank() // per_node), LOCAL_WORLD_SIZE=str(per_node))
     model, session = learn(task, seed, lambda model, _: _plan(model, way))
     session.detach()
     return Outcome(task.name, seed, way, task.metric(model))

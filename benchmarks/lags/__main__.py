@@ -59,7 +59,7 @@ def _measured(options: argparse.Namespace) -> list[str]:
 def _accuracy(options: argparse.Namespace) -> list[str]:
     ways, seeds = list(accuracy.WAYS), options.seeds
     found = outcomes(
-        accuracy.train, accuracy.parse, accuracy.TASKS, ways, seeds, options.scale, options.results
+        accuracy.train, accuracy.Sampled, accuracy.TASKS, ways, seeds, options.scale, options.results
     )  # fmt: skip
     return list(accuracy.lines(found))
 

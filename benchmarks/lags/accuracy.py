@@ -5,13 +5,12 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from benchmarks.learning import Task, learn
+from benchmarks.learning import Outcome, Task, learn
 from runtime.fit import trainable_parameters
 from runtime.names import layer_of
 from runtime.plan import CompressorSpec, ModelReference, MomentumSpec, Plan, PlanBucket, PlanWorld
@@ -71,18 +70,14 @@ def _buckets(
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """One run."""
+class Sampled(Outcome):
+    """One run, and δ."""
 
-    task: str
-    seed: int
-    way: str
-    metric: float
     deltas: Sequence[float]
     """Every sampled δ, of all buckets."""
 
 
-def train(task: Task, seed: int, way: str) -> Outcome:
+def train(task: Task, seed: int, way: str) -> Sampled:
     """One run on this rank."""
     chosen = WAYS[way]
 
@@ -96,15 +91,10 @@ def train(task: Task, seed: int, way: str) -> Outcome:
     model, session = learn(task, seed, make_plan)
     deltas = tuple(sample.delta for samples in session.samples.values() for sample in samples)
     session.detach()
-    return Outcome(task.name, seed, way, task.metric(model), deltas)
+    return Sampled(task.name, seed, way, task.metric(model), deltas)
 
 
-def parse(document: dict[str, Any]) -> Outcome:
-    """From JSON."""
-    return Outcome(**document)
-
-
-def lines(outcomes: list[Outcome]) -> Iterator[str]:
+def lines(outcomes: list[Sampled]) -> Iterator[str]:
     """One row per task and way."""
     yield "| task | sent | metric, mean over seeds | against dense | δ, median | δ, largest | samples above 1 |"
     yield "| --- " * 7 + "|"

@@ -46,6 +46,11 @@ class CostCurve:
         line = Coefficients(factor * self.line.start_up_us, factor * self.line.per_byte_us)
         return CostCurve(self._bytes, factor * self._us, line)
 
+    def repeated(self, times: int) -> CostCurve:
+        """The curve of messages that travel in so many equal parts, one after the other."""
+        line = Coefficients(times * self.line.start_up_us, self.line.per_byte_us)
+        return CostCurve(times * self._bytes, times * self._us, line)
+
     @property
     def start_up_us(self) -> float:
         """The a of MG-WFBP: the intercept of the line (of the fitted line, for samples)."""

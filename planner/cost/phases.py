@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from planner.cost.collectives import Coefficients, collective_cost
 from planner.cost.curve import CostCurve
+from planner.cost.tree import tree_curve
 from planner.profile.document import Cluster, Link
 from runtime.errors import InputError
 
@@ -43,11 +44,11 @@ class Phase:
         return self.curve(self.share * size_bytes)
 
 
-PhasesOf = Callable[[Cluster, CostCurve], tuple[Phase, ...]]
-"""(cluster, its flat all-reduce) → phases."""
+PhasesOf = Callable[[Cluster, CostCurve, Link | None], tuple[Phase, ...]]
+"""(cluster, its flat all-reduce, link constants to use where the cluster has none) → phases."""
 
 
-def torus_2d(cluster: Cluster, flat: CostCurve) -> tuple[Phase, ...]:
+def torus_2d(cluster: Cluster, flat: CostCurve, otherwise: Link | None = None) -> tuple[Phase, ...]:
     """Reduce-scatter inside the node, all-reduce of each rank's part between nodes, all-gather inside the node.
 
     With one rank a node it is the flat all-reduce, by whatever that was measured to cost.
@@ -66,7 +67,25 @@ def torus_2d(cluster: Cluster, flat: CostCurve) -> tuple[Phase, ...]:
     return tuple(phase for phase in phases if phase is not None)
 
 
-PHASES: Mapping[tuple[str, str], PhasesOf] = {("all_reduce", "torus_2d"): torus_2d}
+def tree(cluster: Cluster, flat: CostCurve, otherwise: Link | None = None) -> tuple[Phase, ...]:
+    """Two binary trees through all ranks: measured (`tree`), or as `planner.cost.tree` has it.
+
+    Raises:
+        InputError: no cost for one of its kinds of link.
+    """
+    if cluster.ranks == 1:
+        return ()
+    over: LinkName = "inter" if cluster.nodes > 1 else "intra"
+    curve = measured_curve(cluster, "tree")
+    if curve is None:
+        one_link = 1 in (cluster.nodes, cluster.ranks_per_node)
+        intra = None if cluster.ranks_per_node == 1 else link_of(cluster, "intra", otherwise if one_link else None)
+        inter = None if cluster.nodes == 1 else unshared(cluster, otherwise if one_link else None)
+        curve = tree_curve(cluster.nodes, cluster.ranks_per_node, intra, inter, cluster.nics_per_node)
+    return (Phase(name="all_reduce", link=over, curve=curve),)
+
+
+PHASES: Mapping[tuple[str, str], PhasesOf] = {("all_reduce", "torus_2d"): torus_2d, ("all_reduce", "tree"): tree}
 """Registry: (collective, algorithm) → phases of a dense collective, linear in the tensor's bytes."""
 
 
@@ -109,3 +128,8 @@ def link_of(cluster: Cluster, name: LinkName, otherwise: Link | None = None) -> 
         )
     sharing = 1.0 if name == "intra" else max(1.0, cluster.ranks_per_node / cluster.nics_per_node)
     return replace(link, beta_us_per_byte=link.beta_us_per_byte * sharing)
+
+
+def unshared(cluster: Cluster, otherwise: Link | None = None) -> Link:
+    """The link between nodes as one message alone sees it. See `link_of`."""
+    return link_of(replace(cluster, ranks_per_node=1), "inter", otherwise)

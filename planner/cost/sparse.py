@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -66,6 +66,11 @@ def flat(cluster: Cluster, otherwise: Link | None = None) -> tuple[SparsePhase, 
     )
 
 
+def naive_all_gather(cluster: Cluster, otherwise: Link | None = None) -> tuple[SparsePhase, ...]:
+    """CommLib's NaiveAG: the same bytes, but values and indices apart, each of which starts up by itself."""
+    return tuple(replace(phase, curve=phase.curve.repeated(2)) for phase in flat(cluster, otherwise))
+
+
 def _flat_link(cluster: Cluster) -> LinkName:
     return "inter" if cluster.nodes > 1 else "intra"
 
@@ -109,8 +114,13 @@ def hitopk(cluster: Cluster, otherwise: Link | None = None) -> tuple[SparsePhase
 SPARSE_PHASES: Mapping[str, Callable[[Cluster, Link | None], tuple[SparsePhase, ...]]] = {
     "flat": flat,
     "hitopk": hitopk,
+    "naive_all_gather": naive_all_gather,
 }
 """Registry: algorithm of `sparse` → its phases on a cluster."""
+
+
+FLAT_GATHERS = frozenset({"flat", "naive_all_gather"})
+"""Algorithms of `sparse` that pass through all ranks: one network."""
 
 
 def selected_elements(density: float, numel: int) -> int:

@@ -26,7 +26,7 @@ def joint_tables(problem: Problem, limits: Floats, ratios: Sequence[float], plac
     """
     shape = (1 + len(ratios), len(places), len(places))
     cost_us, select_us, unpack_us, densities = np.full(shape, np.inf), *np.zeros((3, *shape))
-    counts = [_Counts(problem, limits, ratio) for ratio in ratios]
+    counts = [Counts(problem, limits, ratio) for ratio in ratios]
     prefix_bytes = np.concatenate([[0], np.cumsum(problem.size_bytes)])
     prefix_numel = np.concatenate([[0], np.cumsum(problem.numel)])
     costs = problem.selection_cost("flat"), problem.selection_cost("flat", "unpack")
@@ -55,10 +55,11 @@ def joint_tables(problem: Problem, limits: Floats, ratios: Sequence[float], plac
     )
 
 
-class _Counts:
-    """k of buckets at one ratio: the sum over their layers, of which the first and the last may be cut."""
+class Counts:
+    """k of `flat` buckets at one ratio: the sum over their layers, of which the first and the last may be cut."""
 
     def __init__(self, problem: Problem, limits: Floats, ratio: float) -> None:
+        """`limits`: the largest ratio of each gradient."""
         runs = segments(problem, limits)
         self._start = np.array([start for start, _ in runs])
         self._stop = np.array([stop for _, stop in runs])

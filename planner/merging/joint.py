@@ -31,11 +31,10 @@ _ORDER_BITS, _BUCKET_BITS = EXACT_PLACES + 1, 5
 
 
 @dataclass(frozen=True, kw_only=True)
-class JointTables:
+class BucketTables:
     """Every bucket between two places of a grid, in every form. Tables have shape (forms, places, places).
 
-    Form 0 is dense; the others are densities, from the least compression to the most. Where a bucket cannot have a
-    form, its cost is infinite.
+    Where a bucket cannot have a form, its cost is infinite.
     """
 
     places: Ints
@@ -44,16 +43,23 @@ class JointTables:
     """When all gradients before each place are ready, without selection. Shape (places,)."""
     compute_end_us: float
     cost_us: Floats
+    """On the network; of two kinds of link, on those between nodes."""
     select_us: Floats
     """Compute time before the bucket is sent."""
     unpack_us: Floats
     """Compute time after backward and after it has arrived."""
-    densities: Floats
-    """Summed over the gradients of the bucket."""
 
     @property
     def unpacks(self) -> bool:
         return bool(self.unpack_us.any())
+
+
+@dataclass(frozen=True, kw_only=True)
+class JointTables(BucketTables):
+    """On one network. Form 0 is dense; the others are densities, from the least compression to the most."""
+
+    densities: Floats
+    """Summed over the gradients of the bucket."""
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,9 @@
-"""Which buckets, and by which of the collectives on one or two kinds of link each: a local search.
+"""Which buckets, and by which of the collectives on one or two kinds of link each.
 
-A bucket goes flat through all ranks, or by phases inside nodes and between them; dense, or at a density. Choices are
-judged by a replay of the step on two networks without contention, in the simulator's order of phases; the caller judges
-what is found by the simulator.
+A bucket goes flat through all ranks, or by phases inside nodes and between them; dense, or at a density. Labels
+(`link_labels.py`) find the best where gradients are few, and else where to begin; then boundaries and forms are moved.
+Choices are judged by a replay of the step on two networks without contention, in the simulator's order of phases; the
+caller judges what is found by the simulator.
 """
 
 from __future__ import annotations
@@ -17,23 +18,22 @@ from numpy.typing import NDArray
 
 from planner.ir import Bucket, Schedule
 from planner.merging.exact import TIE
+from planner.merging.joint import grid
+from planner.merging.link_forms import Form
+from planner.merging.link_labels import least_ends_us
+from planner.merging.link_labels import search as search_labels
+from planner.merging.link_tables import LinkTables, link_tables
 from planner.merging.neighbours import Choice, neighbours
 from planner.problem import Problem
 from planner.selection import bucket_at, hitopk_at
-from runtime.errors import InputError
 
 WORK = 12_000
 """Buckets that a search may evaluate: the effort is counted, not timed."""
-DENSE = ("library", "torus_2d")
-SPARSE = ("flat", "hitopk")
-
-
-@dataclass(frozen=True)
-class Form:
-    """How a bucket may travel."""
-
-    algorithm: str
-    ratio: float = 1.0
+MAX_CELLS = 28_000
+"""Places squared times forms that labels look at, so that they take some tenths of a second."""
+MAX_PLACES = 96
+BOUNDED_CELLS = 600_000
+"""Likewise, of all places, where a bound is computed from them."""
 
 
 class _Known(NamedTuple):
@@ -44,39 +44,26 @@ class _Known(NamedTuple):
     phases: list[tuple[str, float]]
 
 
-def has_two_links(problem: Problem) -> bool:
-    """Whether there are several nodes of several ranks, and costs for both kinds of link."""
-    cluster = problem.cost.cluster
-    if cluster.nodes == 1 or cluster.ranks_per_node == 1:
-        return False
-    try:
-        return bool(problem.phases("all_reduce", "torus_2d"))
-    except InputError:
-        return False
-
-
-def forms_of(ratios: Sequence[float]) -> tuple[Form, ...]:
-    """Flat and by phases, dense (first) and at every ratio above 1."""
-    dense = [Form(algorithm) for algorithm in DENSE]
-    return (*dense, *(Form(algorithm, ratio) for ratio in ratios if ratio > 1.0 for algorithm in SPARSE))
-
-
 class LinkForms:
     """The forms of one problem's buckets; what is known of a bucket is computed once."""
 
     def __init__(self, problem: Problem, forms: Sequence[Form], limits: NDArray[np.float64] | None = None) -> None:
         """`limits`: the largest ratio of each gradient; only needed for forms with a ratio."""
         self.problem, self.forms = problem, tuple(forms)
-        self._limits = np.ones(problem.count) if limits is None else limits
+        self.limits = np.ones(problem.count) if limits is None else limits
         self._flat = "inter" if problem.cost.cluster.nodes > 1 else "intra"
         self._known: dict[tuple[int, int, int], _Known | None] = {}
+
+    def dense(self, algorithm: str) -> int:
+        """The number of a dense form."""
+        return self.forms.index(Form(algorithm))
 
     def _bucket(self, start: int, stop: int, form: Form) -> Bucket | None:
         if form.ratio <= 1.0:
             return Bucket(gradients=tuple(range(start, stop)), algorithm=form.algorithm)
         if form.algorithm == "hitopk":
-            return hitopk_at(self.problem, self._limits, start, stop, form.ratio)
-        return bucket_at(self.problem, self._limits, start, stop, form.ratio)
+            return hitopk_at(self.problem, self.limits, start, stop, form.ratio)
+        return bucket_at(self.problem, self.limits, start, stop, form.ratio)
 
     def known(self, start: int, stop: int, form: int) -> _Known | None:
         """The bucket [start, stop) in a form; None where it cannot have that."""
@@ -131,7 +118,7 @@ class LinkForms:
 
 
 def improve(forms: LinkForms, choice: Choice) -> Choice:
-    """Other forms, boundaries dropped or moved, as long as the step gets shorter; never worse than what is given."""
+    """Other forms, boundaries dropped or moved, as long as the step gets shorter, or no longer with fewer buckets."""
     best_us, left, improved = forms.end_us(choice), WORK, True
     while improved and left > 0:
         improved = False
@@ -139,8 +126,9 @@ def improve(forms: LinkForms, choice: Choice) -> Choice:
             for trial in neighbours(choice, index, len(forms.forms)):
                 left -= len(trial)
                 end_us = forms.end_us(trial)
-                if end_us < best_us * (1.0 - TIE):
-                    choice, best_us, improved = trial, end_us, True
+                fewer = len(trial) < len(choice) and end_us <= best_us * (1.0 + TIE)
+                if fewer or end_us < best_us * (1.0 - TIE):
+                    choice, best_us, improved = trial, min(end_us, best_us), True
                     break
                 if left <= 0:
                     return choice
@@ -154,7 +142,7 @@ def starts(forms: LinkForms, boundaries: Sequence[tuple[int, ...]]) -> list[Choi
     found: list[Choice] = []
     for stops in boundaries:
         for form, like in enumerate(forms.forms):
-            fallback = DENSE.index("torus_2d" if like.algorithm == "hitopk" else "library")
+            fallback = forms.dense("torus_2d" if like.algorithm == "hitopk" else "library")
             bounds = zip((0, *stops[:-1]), stops, strict=True)
             found.append(
                 tuple(
@@ -164,7 +152,58 @@ def starts(forms: LinkForms, boundaries: Sequence[tuple[int, ...]]) -> list[Choi
     return list(dict.fromkeys(found))
 
 
-def search(forms: LinkForms, boundaries: Sequence[tuple[int, ...]], climbs: int = 3) -> list[Schedule]:
-    """The best found from the best few starts."""
-    known = sorted(starts(forms, boundaries), key=lambda choice: (forms.end_us(choice), len(choice)))
-    return [forms.schedule(improve(forms, choice)) for choice in known[:climbs] if forms.of(choice) is not None]
+@dataclass(frozen=True, kw_only=True)
+class Found:
+    """What a search found on two kinds of link."""
+
+    schedules: tuple[Schedule, ...]
+    """The best in the eyes of the replay is among them."""
+    end_us: float
+    """When that one ends, the update left out."""
+    bound_us: float
+    """No choice ends earlier."""
+    exact: bool
+    """Whether the bound is when the best one ends."""
+    tables: LinkTables | None = None
+    """With every place between gradients, where these are not too many."""
+
+
+def search(forms: LinkForms, boundaries: Sequence[tuple[int, ...]], climbs: int = 3) -> Found:
+    """The best found by labels, and from the best of known boundaries with all buckets in one form."""
+    known, problem, count = _known(forms, boundaries), forms.problem, len(forms.forms)
+    everywhere = np.arange(problem.count + 1)
+    whole = len(everywhere) ** 2 * count <= BOUNDED_CELLS
+    tables = link_tables(problem, forms.forms, forms.limits, everywhere) if whole else None
+    bound_us = problem.compute_end_us if tables is None else least_ends_us(tables, count)
+    shorter = [stops for stops in boundaries if len(stops) <= MAX_PLACES]
+    places = grid(problem.count, min(MAX_PLACES, int(math.sqrt(MAX_CELLS / count))), shorter)
+    if tables is None:
+        looked_at = link_tables(problem, forms.forms, forms.limits, places)
+    else:
+        looked_at = tables if len(places) == len(everywhere) else tables.only(places)
+    solution = search_labels(looked_at, count, forms.end_us(known[0]))
+    found = [] if solution is None else [tuple(zip(solution.stops, solution.forms, strict=True))]
+    exact = solution is not None and solution.exact and looked_at is tables
+    if not exact and not (found and forms.end_us(found[0]) <= bound_us * (1.0 + TIE)):
+        found += known[: max(1, climbs - 1)]
+    found = [improve(forms, choice) for choice in dict.fromkeys(found)]
+    end_us = min(forms.end_us(choice) for choice in found)
+    exact = exact or end_us <= bound_us * (1.0 + TIE)
+    return Found(
+        schedules=tuple(dict.fromkeys(forms.schedule(choice) for choice in found)),
+        end_us=end_us,
+        bound_us=end_us if exact else bound_us,
+        exact=exact,
+        tables=tables,
+    )
+
+
+def climb(forms: LinkForms, boundaries: Sequence[tuple[int, ...]], climbs: int) -> list[Schedule]:
+    """The best found from the best few of known boundaries alone."""
+    return [forms.schedule(improve(forms, choice)) for choice in _known(forms, boundaries)[:climbs]]
+
+
+def _known(forms: LinkForms, boundaries: Sequence[tuple[int, ...]]) -> list[Choice]:
+    """Possible choices, the best first."""
+    possible = [choice for choice in starts(forms, boundaries) if forms.of(choice) is not None]
+    return sorted(possible, key=lambda choice: (forms.end_us(choice), len(choice)))

@@ -19,9 +19,10 @@ from planner.ir import Schedule
 from planner.layerwise import layer_wise
 from planner.merging.densities import Floats, joint_tables
 from planner.merging.exact import TIE
-from planner.merging.joint import JointTables, grid, least_ends_us
+from planner.merging.joint import BucketTables, JointTables, grid, least_ends_us
 from planner.merging.joint import search as search_joint
-from planner.merging.links import LinkForms, forms_of, has_two_links, search
+from planner.merging.link_forms import dense_algorithms, forms_of, has_two_links
+from planner.merging.links import Found, LinkForms, search
 from planner.merging.neighbours import Choice
 from planner.passes.forms import Forms, improve
 from planner.passes.topology import known_stops
@@ -60,7 +61,7 @@ class Frontier:
 
     points: tuple[Point, ...]
     bound_us: float
-    tables: JointTables | None = None
+    tables: BucketTables | None = None
     """What the last point was decided on, where every place between gradients was looked at and nothing contends."""
 
     @property
@@ -129,17 +130,22 @@ def _frontier(problem: Problem, given: Schedule, limits_of: tuple[float, ...], r
     known = [torn_places(problem, limits), *(of for of in stops if of and len(of) <= FEW)]
     places = grid(problem.count, MAX_PLACES, known)
     tables = joint_tables(problem, limits, ratios, places)
+    links: Found | None = None
     for allowed in range(1, len(ratios) + 1):
-        points.append(_point(problem, forms, tables, allowed, points[-1], limits))
-    bound_us = min(start_us, least_ends_us(tables, 1 + len(ratios)) + problem.update_us)
+        point, links = _point(problem, forms, tables, allowed, points[-1], limits)
+        points.append(point)
+    everywhere = len(places) == problem.count + 1
+    bound_us = least_ends_us(tables, 1 + len(ratios)) if everywhere else 0.0
+    if links is not None:
+        bound_us, everywhere = links.bound_us, links.tables is not None
+    bound_us = min(start_us, bound_us + problem.update_us)
     best = Frontier(points=tuple(points), bound_us=bound_us).best
-    everywhere = len(places) == problem.count + 1 and not has_two_links(problem)
-    bound_us = best.iteration_us if points[-1].exact else bound_us if everywhere else 0.0
+    bound_us = best.iteration_us if points[-1].exact else bound_us
     compute_us = problem.compute_end_us + problem.update_us
     return Frontier(
         points=tuple(points),
         bound_us=max(bound_us, min(compute_us, start_us)),
-        tables=tables if everywhere and not problem.contended else None,
+        tables=(links.tables if links else tables) if everywhere and not problem.contended else None,
     )
 
 
@@ -150,8 +156,12 @@ def _stops(schedule: Schedule) -> tuple[int, ...] | None:
     return stops if sizes == np.diff((0, *stops)).tolist() else None
 
 
-def _point(problem: Problem, forms: Forms, tables: JointTables, allowed: int, before: Point, limits: Floats) -> Point:
-    """The best with the first `allowed` densities; `before` is the best with one fewer."""
+def _point(
+    problem: Problem, forms: Forms, tables: JointTables, allowed: int, before: Point, limits: Floats
+) -> tuple[Point, Found | None]:
+    """The best with the first `allowed` densities, and what was found on two kinds of link; `before` is the best with
+    one density fewer.
+    """
     ratio = forms.ratios[allowed]
     fixed = [before.schedule, layer_wise(problem, np.minimum(limits, ratio), by_layer=True)]
     starts = _starts(problem, forms, allowed, before.schedule)
@@ -170,12 +180,15 @@ def _point(problem: Problem, forms: Forms, tables: JointTables, allowed: int, be
         best = min(starts, key=forms.step_us)
         starts = [improve(forms, choice, allowed) for choice in dict.fromkeys([best, starts[-1]])]
     candidates = [*fixed, *(forms.schedule(choice) for choice in starts)]
+    links: Found | None = None
     if has_two_links(problem):
-        links = LinkForms(problem, forms_of(forms.ratios[: allowed + 1]), limits)
-        candidates += search(links, known_stops([_least(problem, candidates), *fixed[:1]]))
-        exact = False
+        both = forms_of(forms.ratios[: allowed + 1], dense_algorithms(problem))
+        known_here = known_stops([_least(problem, candidates), *fixed[:1]])
+        links = search(LinkForms(problem, both, limits), known_here)
+        candidates += links.schedules
+        exact = links.exact and not problem.contended
     schedule = _least(problem, candidates)
-    return Point(max_ratio=ratio, schedule=schedule, iteration_us=step_us(problem, schedule), exact=exact)
+    return Point(max_ratio=ratio, schedule=schedule, iteration_us=step_us(problem, schedule), exact=exact), links
 
 
 def _starts(problem: Problem, forms: Forms, allowed: int, before: Schedule) -> list[Choice]:

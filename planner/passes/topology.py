@@ -1,8 +1,9 @@
-"""Flat or by a 2D-torus for each bucket, and which buckets, on a cluster with two kinds of link.
+"""Flat, by a 2D-torus or by trees for each bucket, and which buckets, on a cluster with two kinds of link.
 
-Legal for exact plans: a torus sums what a flat all-reduce does, in another order. Asks the cost model for both over
-ranges of gradients; buckets of the two may be inside nodes and between them at the same time. Elsewhere, and where the
-cluster has no costs for both kinds of link, the schedule stays as it is. Source of the torus: Mikami et al., 2018.
+Legal for exact plans: a torus and trees sum what a flat all-reduce does, in another order. Asks the cost model for all
+of them over ranges of gradients; buckets may be inside nodes and between them at the same time. Elsewhere, and where
+the cluster has no costs for both kinds of link, the schedule stays as it is. Source of the torus: Mikami et al., 2018;
+of the trees: Sanders, Speck, Träff, 2009.
 """
 
 from __future__ import annotations
@@ -12,8 +13,9 @@ from functools import lru_cache
 from typing import ClassVar, Literal
 
 from planner.ir import Schedule
-from planner.merging.links import LinkForms, forms_of, has_two_links, search
-from planner.passes.merge import best_of
+from planner.merging.link_forms import dense_algorithms, forms_of, has_two_links
+from planner.merging.links import Found, LinkForms, climb, search
+from planner.passes.merge import best_of, merge_without_contention
 from planner.problem import Problem
 
 
@@ -35,13 +37,27 @@ class Topology:
 
 
 @lru_cache(maxsize=4)
+def links_without_contention(problem: Problem, climbs: int = 3) -> Found:
+    """The best exact buckets that are known where nothing slows anything else. Kept: pass and certificate ask.
+
+    Raises:
+        InputError: no costs for both kinds of link; see `has_two_links`.
+    """
+    forms = LinkForms(problem, forms_of((), dense_algorithms(problem)))
+    flat = Schedule.from_boundaries(merge_without_contention(problem).stops)
+    return search(forms, known_stops([flat, _torus(problem)]), climbs)
+
+
+@lru_cache(maxsize=4)
 def _found(problem: Problem, schedule: Schedule, climbs: int) -> Schedule:
-    forms = LinkForms(problem, forms_of(()))
-    torus = _torus(problem)
-    candidates = [schedule, torus, *search(forms, known_stops([schedule, torus]), climbs)]
+    candidates = [schedule, _torus(problem), *links_without_contention(problem, climbs).schedules]
+    if problem.contended:  # where what is given knows more of contention than the labels do
+        forms = LinkForms(problem, forms_of((), dense_algorithms(problem)))
+        candidates += climb(forms, known_stops([schedule]), climbs)
     return best_of(problem, candidates)
 
 
+@lru_cache(maxsize=4)
 def _torus(problem: Problem) -> Schedule:
     from planner.strategies.torus_2d import torus_2d  # strategies know passes
 

@@ -13,9 +13,10 @@ from planner.strategies.lags import lags
 from planner.strategies.mg_wfbp import mg_wfbp
 from planner.strategies.optimal import optimal
 from planner.strategies.single import single
-from planner.strategies.slgs import slgs
+from planner.strategies.slgs import naive_all_gather, slgs
 from planner.strategies.ssd import ssd
 from planner.strategies.torus_2d import torus_2d
+from planner.strategies.tree import tree
 from planner.strategies.wfbp import wfbp
 from runtime.errors import InputError
 
@@ -28,16 +29,18 @@ STRATEGIES: Mapping[str, Strategy] = {
     "joint": joint,
     "lags": lags,
     "mg_wfbp": mg_wfbp,
+    "naive_all_gather": naive_all_gather,
     "optimal": optimal,
     "single": single,
     "slgs": slgs,
     "ssd": ssd,
     "torus_2d": torus_2d,
+    "tree": tree,
     "wfbp": wfbp,
 }
 """Registry: name → strategy. Add one here and the contract test covers it."""
 
-BOUNDED = frozenset({"hitopk", "joint", "lags", "slgs"})
+BOUNDED = frozenset({"hitopk", "joint", "lags", "naive_all_gather", "slgs"})
 """Strategies that leave out a part of the gradient, which error feedback sends later."""
 
 RELAXED = frozenset({"ssd"})
@@ -63,7 +66,7 @@ def make_schedule(problem: Problem, strategy: str) -> Schedule:
     if name not in STRATEGIES:
         arguments = (
             "wfbp:layer", "ddp:SIZE_MIB", "slgs:DENSITY", "lags:MAX_RATIO", "joint:MAX_RATIO", "hitopk:DENSITY",
-            "ssd:STEPS",
+            "naive_all_gather:DENSITY", "ssd:STEPS",
         )  # fmt: skip
         known = ", ".join([*STRATEGIES, *arguments])
         raise InputError(f"found the strategy {strategy!r}, expected one of: {known}")

@@ -1,10 +1,15 @@
-"""The best exact schedule that this planner knows: `merge`, begun with the best of the baselines, and shared norms."""
+"""The best exact schedule that this planner knows: what `planner optimize` decides without options.
+
+`merge`, begun with the best of the baselines, then `topology`, which only two kinds of link give something to choose,
+and shared norms.
+"""
 
 from __future__ import annotations
 
 from planner.ir import Schedule
 from planner.passes.merge import Merge, best_of
 from planner.passes.shard_updates import ShardUpdates
+from planner.passes.topology import Topology
 from planner.problem import Problem
 from planner.strategies.arguments import refuse_argument
 from planner.strategies.ddp import ddp
@@ -16,7 +21,8 @@ from planner.strategies.wfbp import wfbp
 def optimal(problem: Problem, argument: str | None = None) -> Schedule:
     """What `planner optimize` chooses among exact plans."""
     refuse_argument("optimal", argument)
-    return ShardUpdates(method="lpt").apply(Merge().apply(best_baseline(problem), problem), problem)
+    merged = Topology().apply(Merge().apply(best_baseline(problem), problem), problem)
+    return ShardUpdates(method="lpt").apply(merged, problem)
 
 
 def best_baseline(problem: Problem) -> Schedule:

@@ -111,7 +111,7 @@ def test_broken_schedules(schedule: Schedule, dtype_ids: tuple[int, ...], messag
         verify(schedule, dtype_ids)
 
 
-@pytest.mark.parametrize("form", ["all_reduce/library topk", "all_reduce/tree none", "sparse/flat none"])
+@pytest.mark.parametrize("form", ["all_reduce/library topk", "all_reduce/star none", "sparse/flat none"])
 def test_lossy_and_unknown_forms_are_not_exact(form: str) -> None:
     schedule = Schedule.parse(f"[0-3] {form}")
     with pytest.raises(VerifyError, match="is not exact, but the plan has to be"):

@@ -33,6 +33,7 @@ ARGUMENTS = {
     "slgs": ["slgs:1", "slgs:1e-9"],
     "lags": ["lags:1", "lags:25.5"],
     "hitopk": ["hitopk:0.5"],
+    "naive_all_gather": ["naive_all_gather:0.5"],
     "joint": ["joint:25.5"],
     "ssd": ["ssd:1", "ssd:3"],
 }
@@ -58,7 +59,7 @@ def test_every_strategy_is_sound(name: str, data: st.DataObject) -> None:
     verify(schedule, problem.dtype_ids.tolist(), accuracy=accuracy_of(name))
     assert make_schedule(problem, name) == schedule
     assert Schedule.parse(str(schedule)) == schedule
-    if not mixed and accuracy_of(name) == "exact":
+    if not mixed and accuracy_of(name) == "exact" and name != "tree":  # which is no all-reduce of the library
         _, end_us = reference.best_stops(problem)
         bound_us = max(end_us, problem.compute_end_us) + problem.update_us
         assert simulate_schedule(problem, schedule).iteration_us >= bound_us * (1 - 1e-12)
