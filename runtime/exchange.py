@@ -167,7 +167,7 @@ class Exchange:
                 continue
             self._kept.append(Kept.of(slot))
             slot.waiting = False
-            stale = bucket.lossy is not None and not slot.touched
+            stale = self._holds_back(bucket) and not slot.touched
             if slot.parameter.grad is None or stale:
                 slot.clear_view()
                 slot.view.zero_()
@@ -176,6 +176,10 @@ class Exchange:
                 slot.take(self._scale)
         if bucket.waiting:
             bucket.take_small(self._scale)
+
+    def _holds_back(self, bucket: BucketBuffer) -> bool:
+        """Whether something of a bucket may travel in later steps."""
+        return bucket.lossy is not None
 
     def _settle_missing(self, carries: bool) -> None:
         """A parameter that no rank used keeps its `.grad`; one that another rank used gets the average.

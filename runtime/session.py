@@ -24,13 +24,13 @@ from runtime.clock import make_clock
 from runtime.closures import LossAveraging
 from runtime.collectives import collective_of, has_phases
 from runtime.communicator import Communicator, NullCommunicator, Sent, make_communicator
-from runtime.delay import Delay
+from runtime.delay import Delay, synchronous
+from runtime.delay_fit import find_late_delay
 from runtime.delay_state import delays_of
 from runtime.drift import DriftGuard
 from runtime.errors import FallbackWarning, InputError
 from runtime.exchange import Exchange
 from runtime.fit import (
-    find_late_delay,
     find_late_step,
     find_optimizer_misfit,
     find_plan_misfit,
@@ -130,7 +130,8 @@ class Session:
         return self._backward.synchronizing and not (self.delay is not None and self.delay.active)
 
     def _make_exchange(self, plan: Plan) -> Exchange:
-        """Buckets of a plan, not yet hooked."""
+        """Buckets of a plan, not yet hooked; of one with a delay, those of its synchronous steps."""
+        plan = synchronous(plan)
         communicator: Communicator = NullCommunicator()
         if self._communicate and not has_phases(plan):
             collectives = [collective_of(bucket) for bucket in plan.buckets]
@@ -346,7 +347,7 @@ class Session:
         """
         shapes = {name: parameter.shape for name, parameter in self.parameters.items()}
         if self.delay is not None:
-            states, same_ranks = delays_of(state, self.world.rank, self.world.ranks)
+            states, same_ranks = delays_of(state, self.world.rank, self.world.ranks, self.delay.workers.count)
             self.step = self.delay.load(states, same_ranks=same_ranks)
             return
         held = carried_part(state, self.world.rank, self.world.ranks, shapes)

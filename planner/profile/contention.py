@@ -22,7 +22,7 @@ from planner.profile.compute import Step, StepRunner
 from planner.profile.document import Contention
 from planner.profile.links import make_bucket
 from planner.progress import Progress
-from runtime.buckets import BucketBuffer
+from runtime.buckets import BucketBuffer, Parcel
 from runtime.clock import Clock
 from runtime.collectives import COLLECTIVES
 from runtime.communicator import Sent, make_communicator, nothing
@@ -48,7 +48,7 @@ class _Flood:
     def __init__(self, world: World, device: torch.device) -> None:
         self._inner = make_communicator(world, [COLLECTIVES[("all_reduce", "library")]], device)
         self._device = device
-        self._buckets: list[BucketBuffer] = []
+        self._buckets: list[BucketBuffer | Parcel] = []
         self.sent: list[Sent] = []
 
     def choose(self, size_bytes: int, messages: int) -> None:
@@ -60,7 +60,7 @@ class _Flood:
         for bucket, sent in zip(self._buckets, self.sent, strict=True):
             self._inner.launch(bucket, sent)
 
-    def launch(self, bucket: BucketBuffer, sent: Sent, prepare: Callable[[], None] = nothing) -> None:
+    def launch(self, bucket: BucketBuffer | Parcel, sent: Sent, prepare: Callable[[], None] = nothing) -> None:
         """The session's own buckets are filled, and not sent."""
         prepare()
 

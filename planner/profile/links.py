@@ -21,7 +21,6 @@ from planner.profile.document import Line, Sample
 from planner.progress import Progress
 from runtime.buckets import BucketBuffer, Message, lay_out, make_slot
 from runtime.collectives import COLLECTIVES
-from runtime.collectives.delayed import push
 from runtime.collectives.phases import Scatter, add_up, start
 from runtime.communicator import Communicator, Sent, make_communicator
 from runtime.shards import Shard
@@ -169,7 +168,7 @@ def _reduce_scatter(world: World, device: torch.device, size_bytes: int) -> Run:
     assert group is not None
 
     def run() -> None:
-        for work in push(shard, group):
+        for work in shard.phases(group):
             work.wait()
 
     return run
