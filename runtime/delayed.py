@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -51,6 +51,8 @@ class Pulled:
     sent: Sent
     whole: list[list[Tensor]]
     """By bucket and message, all parts one after the other."""
+    parts: list[list[Tensor]]
+    """Likewise, where nodes have several ranks, what comes to this one between nodes."""
 
 
 @dataclass(eq=False)
@@ -73,14 +75,15 @@ class StepEnd:
         self.server.update(self.rates, self.told[:, 0].bool().all(), used)  # alike on all ranks
         if self.pulled is None:
             return
-        for shards, whole in zip(self.server.shards, self.pulled.whole, strict=True):
-            for shard, parts in zip(shards, whole, strict=True):
+        for index, shards in enumerate(self.server.shards):
+            for number, shard in enumerate(shards):
+                whole = self.pulled.whole[index][number]
                 if shard.of_node is None:
-                    yield from gather(parts, shard.weights, group)
+                    yield from gather(whole, shard.weights, group)
                     continue
-                part = shard.weights.new_empty(shard.node_share)
+                part = self.pulled.parts[index][number]
                 yield from gather(part, shard.weights, group)
-                self.spread(shard, parts, part)
+                self.spread(shard, whole, part)
 
 
 def words_of(head: Tensor, used: Tensor) -> Tensor:
@@ -168,7 +171,7 @@ class DelayedExchange(Exchange):
         """Number of the next step to push."""
         self.pulls: deque[Pulled] = deque()
         """The last ones, until a local update takes them."""
-        self._spare: list[list[list[Tensor]]] = []
+        self._spare: list[Pulled] = []
 
     def _lay_out(
         self, parameters: Mapping[str, nn.Parameter], ranks: int
@@ -240,7 +243,7 @@ class DelayedExchange(Exchange):
         if self._end is not None:
             self.told = self._end.told  # its bucket's push has ended
         pulls = self._pulls_at(self.step, None if self.told is None else self.told[:, 1:HEAD])
-        pulled = Pulled(self.step, sent, self._take_spare()) if pulls else None
+        pulled = self._room(self.step, sent) if pulls else None
         self._end = StepEnd(self.server, self._rates(), torch.empty(0), pulled, self._spread)
         if pulled is not None:
             self.pulls.append(pulled)
@@ -254,11 +257,15 @@ class DelayedExchange(Exchange):
         bucket = shard.message.slots[0].bucket
         self._links.spread.launch(Parcel(bucket.index, bucket.label, [Spread(whole, part)]), Sent())
 
-    def _take_spare(self) -> list[list[Tensor]]:
+    def _room(self, step: int, sent: Sent) -> Pulled:
         """Memory for all weights that nothing on its way is written to and nobody reads."""
         if self._spare:
-            return self._spare.pop()
-        return [[shard.whole() for shard in shards] for shards in self.server.shards]
+            return replace(self._spare.pop(), step=step, sent=sent)
+        whole = [[shard.whole() for shard in shards] for shards in self.server.shards]
+        parts = [
+            [torch.zeros_like(s.of_node) for s in shards if s.of_node is not None] for shards in self.server.shards
+        ]
+        return Pulled(step, sent, whole, parts)
 
     def take(self) -> Pulled | None:
         """The newest pull that a step before the last one began, when it has come; None where there is none.
@@ -282,14 +289,14 @@ class DelayedExchange(Exchange):
 
     def put_back(self, step: int, weights: Mapping[str, Tensor]) -> None:
         """A pull that had come before the run was interrupted."""
-        pulled = Pulled(step, Sent(end=0.0), self._take_spare())
+        pulled = self._room(step, Sent(end=0.0))
         for name, place in self.weights(pulled.whole).items():
             place.copy_(weights[name])
         self.pulls.append(pulled)
 
     def give_back(self, pulled: Pulled) -> None:
         """Nobody reads it any more."""
-        self._spare.append(pulled.whole)
+        self._spare.append(pulled)
 
     def weights(self, whole: list[list[Tensor]]) -> dict[str, Tensor]:
         """Pulled weights by name, in the parameters' shapes."""

@@ -182,7 +182,7 @@ def _valley(steps: int, lr: float, k: int, *, guard: bool) -> tuple[float, list[
     with torch.no_grad():
         model.weight.fill_(3.0)
     optimizer = torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9)
-    plan = plan_of(model, DelaySpec(steps=k, warmup_steps=40))
+    plan = plan_of(model, DelaySpec(steps=k, warmup_steps=48))
     session = runtime.attach(model, optimizer, plan, drift=False, guard=guard)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
