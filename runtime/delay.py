@@ -30,12 +30,11 @@ from runtime.delayed import DelayedExchange
 from runtime.errors import AccuracyWarning, FallbackWarning, InputError
 from runtime.exchange import Exchange
 from runtime.local_weights import LocalWeights
-from runtime.nodewise import NodeGroups, communicator_of
+from runtime.nodewise import NodeGroups, communicator_of, workers_of
 from runtime.plan import NO_COMPRESSION, Plan
 from runtime.recorder import Recorder
 from runtime.shards import Rates, rates_of
 from runtime.staleness import Staleness
-from runtime.topology import Topology
 from runtime.world import World, first_line
 
 Stage = Literal["warm-up", "delayed", "synchronous"]
@@ -48,14 +47,6 @@ def synchronous(plan: Plan) -> Plan:
     buckets = (replace(bucket, collective="all_reduce", compressor=NO_COMPRESSION) for bucket in plan.buckets)
     library = tuple(replace(bucket, algorithm="library") for bucket in buckets)
     return replace(plan, delay=None, buckets=library)
-
-
-def workers_of(plan: Plan, world: World) -> Topology:
-    """The nodes that are the workers of a plan with delay: of one rank each where it has as many nodes as ranks."""
-    if (plan.world.nodes or world.ranks) == world.ranks:
-        return Topology.of_one_rank_each(world.ranks)
-    assert isinstance(world.topology, Topology)  # else the plan has been refused
-    return world.topology
 
 
 class Delay:
@@ -204,6 +195,12 @@ class Delay:
     def has_to_end(self) -> bool:
         """Whether ranks are too far from each other, so that this step has to be the last one with a delay."""
         return self._exchange is not None and self.steps == 0
+
+    def push_whole(self, bucket: int) -> bool:
+        """Whether ranks are delayed: then a bucket pushes everything from the next step on. All ranks call it alike."""
+        if self._exchange is not None:
+            self._exchange.push_whole(bucket)
+        return self._exchange is not None
 
     # Stages.
 

@@ -26,6 +26,7 @@ from runtime.carried import Carried, State
 from runtime.collectives.phases import gather
 from runtime.communicator import Communicator, Sent
 from runtime.exchange import Exchange
+from runtime.guard import Watched
 from runtime.layout import make_plain_buckets
 from runtime.lossy import all_finite
 from runtime.nodewise import Average, NodeLinks, Spread, averages_of
@@ -110,6 +111,32 @@ class HeldPushes(Carried):
         return {"residuals": residuals, "steps": self.steps, "loss_scale": 1.0} if residuals else {}
 
 
+@dataclass(frozen=True)
+class PushedBucket:
+    """See `runtime.guard.Watched`; nobody but the owners has the sums."""
+
+    bucket: BucketBuffer
+    shard: Shard
+
+    @property
+    def index(self) -> int:
+        return self.bucket.index
+
+    @property
+    def label(self) -> str:
+        return self.bucket.label
+
+    @property
+    def k(self) -> int:
+        return self.shard.k
+
+    def sums(self, group: dist.ProcessGroup | None) -> tuple[Tensor, Tensor]:
+        """See `Watched`."""
+        both = self.shard.held_and_sent()
+        dist.all_reduce(both, group=group)
+        return both[0], both[1]
+
+
 class DelayedExchange(Exchange):
     """Gradients and weights of one plan with delay."""
 
@@ -182,6 +209,21 @@ class DelayedExchange(Exchange):
 
     def _holds_back(self, bucket: BucketBuffer) -> bool:
         return any(shard.holds_back for shard in self.server.shards[bucket.index])
+
+    def watched(self) -> list[Watched]:
+        """See `Exchange.watched`: the pushes that are selected from by magnitude."""
+        return [
+            PushedBucket(bucket, self.server.shards[bucket.index][0])
+            for bucket, planned in zip(self.buckets, self.plan.buckets, strict=True)
+            if planned.compressor.name == "topk" and self.server.shards[bucket.index][0].k
+        ]
+
+    def push_whole(self, index: int) -> None:
+        """From the next step on a bucket pushes everything, and first what it has held back."""
+        if index in self._before:
+            self._pushes.wait(self._before[index])
+        for shard in self.server.shards[index]:
+            shard.push_whole()
 
     def _launch(self, bucket: BucketBuffer) -> None:
         before = self._before.get(bucket.index)

@@ -23,6 +23,7 @@ from runtime.collectives.delayed import PushPull
 from runtime.collectives.phases import gather
 from runtime.communicator import Communicator, Sent, make_communicator, nothing
 from runtime.grid import Grid
+from runtime.plan import Plan
 from runtime.pushes import Rows, lay
 from runtime.shards import Shard
 from runtime.topology import Topology
@@ -133,3 +134,11 @@ def communicator_of(groups: NodeGroups | None, world: World, buckets: int, devic
     if groups is not None:
         return NodeLinks(groups, buckets, device)
     return make_communicator(world, [PushPull()] * buckets, device)
+
+
+def workers_of(plan: Plan, world: World) -> Topology:
+    """The nodes that are the workers of a plan with delay: of one rank each where it has as many nodes as ranks."""
+    if (plan.world.nodes or world.ranks) == world.ranks:
+        return Topology.of_one_rank_each(world.ranks)
+    assert isinstance(world.topology, Topology)  # else the plan has been refused
+    return world.topology

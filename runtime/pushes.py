@@ -107,9 +107,17 @@ class WholePush:
         self.rows = Rows(peers, share * dtype.itemsize, words_bytes, device)
         self._sent, self._received = (self.rows.body(of, dtype, share) for of in (self.rows.sent, self.rows.received))
 
+        self.late: Tensor | None = None
+        """What was held back before everything was pushed: it travels with the next vector that is finite."""
+
     def pack(self, vector: Tensor, scale: float, finite: Tensor, step: int) -> None:
         """See `Push.pack`."""
-        lay(self._sent, vector, scale)
+        if self.late is None:
+            lay(self._sent, vector, scale)
+            return
+        lay(self._sent, torch.mul(vector.to(self.late.dtype), scale).add_(self.late))
+        if finite:  # once: the host may wait for it
+            self.late = None
 
     def add_up(self, total: Tensor) -> None:
         """See `Push.add_up`."""
@@ -117,9 +125,9 @@ class WholePush:
         for row in self._received[1:]:
             total.add_(row)
 
-    def residual(self) -> None:
-        """Nothing is held back."""
-        return
+    def residual(self) -> Tensor | None:
+        """See `Push.residual`."""
+        return self.late
 
 
 class _Held:
@@ -154,6 +162,18 @@ class SelectedPush(_Held):
         assert isinstance(made, SparseCompressor)
         self._planned = made
         self._select_by(made)
+
+    @property
+    def selected(self) -> int:
+        """Elements that are sent in all."""
+        return self._compressor.k
+
+    def sent(self) -> Tensor:
+        """What was sent last, zero elsewhere. Shape as the residual's."""
+        whole = self.held.residual.new_zeros(self._peers, self._share)
+        for part, values, indices in zip(whole, self._values[0], self._indices[0], strict=True):
+            part.index_add_(0, indices, values)
+        return whole.view(-1)[: self._addend.numel()]
 
     def _select_by(self, compressor: SparseCompressor) -> None:
         self._compressor = compressor

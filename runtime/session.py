@@ -179,8 +179,8 @@ class Session:
         return self.step, prepared
 
     def _make_guard(self) -> Guard | None:
-        lossy = any(bucket.lossy is not None for bucket in self._exchange.buckets)
-        return Guard(self._exchange.buckets, self.world, self.recorder.clock) if lossy and self._guarded else None
+        watched = self._exchange.watched() if self._guarded else []
+        return Guard(watched, self.world, self.recorder.clock) if watched else None
 
     def _judged(self) -> Plan | None:
         """The plan that the last steps speak for, the same on all ranks; None: the present one."""
@@ -189,7 +189,11 @@ class Session:
         harmful = None if self._guard is None else self._guard.step_done(self.step)
         if harmful is None or self._guard is None:
             return None
-        return without(self.plan, harmful, self._guard.samples[harmful])
+        following = without(self.plan, harmful, self._guard.samples[harmful])
+        if self.delay is None or not self.delay.push_whole(harmful):
+            return following
+        self.plan, self._guard = following, self._make_guard()
+        return None
 
     def _change_over(self) -> None:
         """Between two steps: the next one is the pending plan's. `.grad`s are not touched."""

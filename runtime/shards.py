@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from runtime.buckets import BucketBuffer, Message, Slot, view_of
 from runtime.errors import InputError
 from runtime.plan import NO_COMPRESSION, CompressorSpec
-from runtime.pushes import make_push
+from runtime.pushes import SelectedPush, WholePush, make_push
 from runtime.torch_compat import all_gather_single
 from runtime.world import World
 
@@ -99,6 +99,7 @@ class Shard:
         first = self.place.start
         self._mine = slice(first, max(first, min(first + self.node_share, self.numel)))
         elements = self._mine.stop - first
+        self._per_node, self._words_bytes = per_node, words_bytes
         self.push = make_push(compressor, elements, self.share, ranks // per_node, flat.dtype, flat.device, words_bytes)
         """How gradients travel to their owners."""
         self.holds_back = compressor != NO_COMPRESSION
@@ -157,6 +158,26 @@ class Shard:
         if self.of_node is None:
             return self.message.flat[: self.numel]
         return self.of_node[: self._mine.stop - self._mine.start]
+
+    @property
+    def k(self) -> int:
+        """How many elements each worker pushes; 0 where they are not selected."""
+        push = self.push
+        return min(self.numel, self._per_node * push.selected) if isinstance(push, SelectedPush) else 0
+
+    def held_and_sent(self) -> Tensor:
+        """What this rank has yet to push, and what it pushed last. Shape (2, elements of the message)."""
+        push = self.push
+        assert isinstance(push, SelectedPush)
+        both = push.residual().new_zeros(2, self.numel)
+        both[0, self._mine], both[1, self._mine] = push.residual(), push.sent()
+        return both
+
+    def push_whole(self) -> None:
+        """From the next step on everything is pushed, and first what was held back; nothing may be on its way."""
+        flat, workers = self.message.flat, self.ranks // self._per_node
+        whole = WholePush(self.share, workers, flat.dtype, flat.device, self._words_bytes)
+        whole.late, self.push = self.push.residual(), whole
 
     def phases(self, group: dist.ProcessGroup) -> Iterator[dist.Work]:
         """See `Collective.run`."""

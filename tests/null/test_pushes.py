@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from runtime.plan import NO_COMPRESSION, CompressorSpec
-from runtime.pushes import Push, lay, make_push
+from runtime.pushes import Push, SelectedPush, WholePush, lay, make_push
 
 SPECS = {
     "none": NO_COMPRESSION,
@@ -73,6 +73,24 @@ def test_every_owner_gets_the_largest_of_its_part() -> None:
     rest = push.residual()
     assert rest is not None
     assert rest.tolist() == [1, 0, 2, 0, 0, 0, 0, 0, 0, 7]  # two of each part of four, one of the last one's two
+
+
+def test_what_was_sent_and_what_follows_when_everything_is() -> None:
+    """Three parts of four, four and two; the rest goes with the first whole vector that is finite."""
+    push = make_push(CompressorSpec(name="topk", density=0.5), 10, 4, 3, torch.float32, torch.device("cpu"))
+    assert isinstance(push, SelectedPush)
+    vector = torch.tensor([1.0, -9, 2, 3, 0, 0, 5, -6, 8, 7])
+    push.pack(vector, 1.0, FINITE, 0)
+    assert push.selected == 5
+    assert torch.equal(push.sent() + push.residual(), vector)
+    whole = WholePush(4, 3, torch.float32, torch.device("cpu"), 0)
+    whole.late = push.residual()
+    whole.pack(vector, 1.0, torch.tensor(False), 1)
+    assert whole.residual() is not None
+    whole.pack(vector, 1.0, FINITE, 2)
+    assert whole.residual() is None
+    sent = whole.rows.body(whole.rows.sent, torch.float32, 4).flatten()[:10]
+    assert torch.equal(sent, vector + push.residual())
 
 
 def test_what_is_not_finite_counts_as_not_sent() -> None:

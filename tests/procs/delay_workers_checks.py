@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import copy
 import os
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -16,6 +18,7 @@ from delay_reference import Lossy, Sgd
 from step_checks import raised
 from torch import Tensor, nn
 
+from runtime import guard
 from runtime.plan import CompressorSpec, DelaySpec, PlanBucket, PlanWorld
 from runtime.session import Session
 
@@ -206,6 +209,32 @@ def end_of_compressed() -> dict[str, bool]:
     return results
 
 
+def harmful_pushes() -> dict[str, bool]:
+    """A push that leaves too much behind sends everything soon, and what it held back is not lost."""
+    per_node = 2 if dist.get_world_size() == 4 else 1
+    model, optimizer, session = _started(per_node, **compressed(Net(), 2, TOPK))
+    with (
+        warnings.catch_warnings(record=True) as caught,
+        patch.multiple(guard, FIRST_STEP=1, FEWEST_STEPS=1, COST=1e9, HARMFUL=-1.0),
+    ):
+        warnings.simplefilter("always")
+        train(model, optimizer, net_loss, range(FEW.warmup_steps + 1))
+        first = session.samples
+        train(model, optimizer, net_loss, range(FEW.warmup_steps + 1, 30))
+        held = gathered(session)
+    said = [str(one.message) for one in caught if "leaves more behind" in str(one.message)]
+    results = {"sampled": any(first.values()) and all(s.delta >= 0.0 for of in first.values() for s in of)}
+    results["all go dense"] = len(said) == 2 and {b.compressor.name for b in session.plan.buckets} == {"none"}
+    results["nothing stays behind"] = not any(bool(part.any()) for one in held for part in one.values())
+    results["still delayed"] = session.delay is not None and session.delay.stage == "delayed"
+    with session.global_weights():
+        everyone: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everyone, [p.detach() for p in model.parameters()])
+    results["global weights are the same"] = all(close(one, everyone[0], 0.0) for one in everyone)
+    session.detach()
+    return results
+
+
 def averaged_in_nodes() -> dict[str, bool]:
     """`.grad` is the node's, also of a parameter that only one of its ranks uses; what is not finite on one rank is no
     step for anybody."""
@@ -273,6 +302,7 @@ def workers_refused() -> dict[str, bool]:
 CHECKS: dict[str, Callable[[], dict[str, bool]]] = {
     check.__name__: check
     for check in (
-        nodes_as_workers, compressed_pushes, workers_resumed, end_of_compressed, averaged_in_nodes, workers_refused,
+        nodes_as_workers, compressed_pushes, workers_resumed, end_of_compressed, harmful_pushes, averaged_in_nodes,
+        workers_refused,
     )
 }  # fmt: skip
