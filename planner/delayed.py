@@ -7,18 +7,24 @@ next step, whose local update waits for them. The local update takes the optimiz
 the next forward begins at once. Nothing else waits for the network, but that no rank is more than one step ahead of its
 pushes: a bucket is packed again only when its last push has ended, and backward waits for that.
 
+Where nodes have several ranks, the node is the worker: every bucket is reduce-scattered and gathered inside the node,
+pushed between nodes as soon as it is scattered, and the local update waits for the last average. What is pulled between
+nodes is spread inside them.
+
 Approximated: the owners' update takes their share of the optimizer's time, and neither slows anything nor is slowed;
-packing is free; a push and a pull contend with computation as the all-reduce of the bucket does, for nobody measured
-them apart; the synchronous steps at the beginning of training do not count.
+packing is free but for selection; a push and a pull contend with computation as the all-reduce of the bucket does, for
+nobody measured them apart; averages and what is spread share the links inside a node without slowing each other; the
+synchronous steps at the beginning of training do not count.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
+from planner.cost.sparse import SELECTED_BYTES
 from planner.cost.ssd import Terms
 from planner.ir import Schedule
 from planner.lanes import Lane, Piece, run_lanes
@@ -26,6 +32,9 @@ from planner.problem import Problem
 from runtime.timeline import Span, Timeline
 
 PUSH, PULL = "reduce_scatter", "all_gather"
+SCATTER, GATHER, SPREAD = "node_reduce_scatter", "node_all_gather", "spread"
+COMPUTE, NETWORK, INSIDE, SPREADING = range(4)
+"""Lanes; the last two only where nodes have several ranks."""
 
 REPEATS = 1e-9
 """A state repeats where it differs by less than this share of the step."""
@@ -50,41 +59,78 @@ class Load:
     owner_us: float
     """The update of a rank's own part of the weights."""
     local_update_us: float
+    select_us: tuple[float, ...] = ()
+    """What compute spends on selecting, of each bucket; empty: nothing."""
+    scatter_us: tuple[float, ...] = ()
+    """Where nodes have several ranks: inside them, of each bucket. Likewise the next ones."""
+    gather_us: tuple[float, ...] = ()
+    spread_us: tuple[float, ...] = ()
 
     @classmethod
     def of(cls, problem: Problem, schedule: Schedule, local_update_us: float | None = None) -> Load:
         """The load of a schedule; `local_update_us` in place of what the cluster says."""
         members = [bucket.gradients for bucket in schedule.buckets]
-        return cls(
+        selects_us = [problem.selection_us(bucket) / problem.ranks_per_worker for bucket in schedule.buckets]
+        load = cls(
             forward_us=problem.forward_us,
             ready_us=tuple(problem.ready_list_us[max(gradients)] for gradients in members),
-            push_us=tuple(problem.bucket_cost_us(members, problem.push.curve)),
+            push_us=tuple(_pushes_us(problem, schedule)),
             pull_us=tuple(problem.bucket_cost_us(members, problem.pull.curve)),
             factors=tuple(problem.bucket_factors(members)),
             owner_us=problem.update_us / problem.ranks,
             local_update_us=problem.local_update_us if local_update_us is None else local_update_us,
         )
+        costs = problem.node_costs
+        if costs is None:
+            return replace(load, select_us=tuple(selects_us) if any(selects_us) else ())
+        scatters_us = problem.bucket_cost_us(members, costs.scatter.times_us)
+        gathers_us = tuple(problem.bucket_cost_us(members, costs.gather.times_us))
+        return replace(
+            load,
+            scatter_us=tuple(map(sum, zip(scatters_us, selects_us, strict=True))),  # selected from behind it
+            gather_us=gathers_us,
+            spread_us=gathers_us,
+        )
+
+    @property
+    def averaged_us(self) -> float:
+        """When a step's gradients are averaged inside the node, or backward has ended."""
+        end_us = 0.0
+        for index in sorted(range(len(self.scatter_us)), key=lambda index: self.ready_us[index]):
+            end_us = max(end_us, self.ready_us[index]) + self.scatter_us[index] + self.gather_us[index]
+        return max(end_us, max(self.ready_us) + sum(self.select_us))
 
     @property
     def compute_us(self) -> float:
-        """A step without communication."""
-        return max(self.ready_us) + self.local_update_us
+        """A step without communication between workers."""
+        return self.averaged_us + self.local_update_us
 
     @property
     def terms(self) -> Terms:
         """What Eq. 4 is made of; its sync is a part of the reduce-scatter here."""
         return Terms(
             forward_us=self.forward_us,
-            backward_us=max(self.ready_us) - self.forward_us,
+            backward_us=self.averaged_us - self.forward_us,
             first_us=min(self.ready_us) - self.forward_us,
             push_us=sum(self.push_us),
-            exchange_us=sum(self.push_us) + self.owner_us + sum(self.pull_us),
+            exchange_us=sum(self.push_us) + self.owner_us + sum(self.pull_us) + sum(self.spread_us[-1:]),
             local_update_us=self.local_update_us,
         )
 
 
-def pieces(load: Load, k: int, steps: int, head_us: float = 0.0) -> tuple[list[Piece], list[Piece]]:
-    """What compute and the network do in so many steps from the beginning; steps 0, k, 2k, … pull.
+def _pushes_us(problem: Problem, schedule: Schedule) -> Iterator[float]:
+    """Of each bucket: of one that selects, its elements' values and places, and what owners do with them."""
+    dense_us = problem.bucket_cost_us([bucket.gradients for bucket in schedule.buckets], problem.push.curve)
+    for bucket, whole_us in zip(schedule.buckets, dense_us, strict=True):
+        if bucket.collective != "sparse":
+            yield whole_us
+            continue
+        unpack_us = problem.selection_us(bucket, "unpack") / problem.ranks
+        yield problem.push.curve.at(float(SELECTED_BYTES * (bucket.k or 0))) + unpack_us
+
+
+def pieces(load: Load, k: int, steps: int, head_us: float = 0.0) -> tuple[list[Piece], ...]:
+    """What each lane does in so many steps from the beginning; steps 0, k, 2k, … pull.
 
     Args:
         load: one step.
@@ -92,26 +138,71 @@ def pieces(load: Load, k: int, steps: int, head_us: float = 0.0) -> tuple[list[P
         steps: their number.
         head_us: for how long the network is busy with something else at first.
     """
-    buckets = range(len(load.ready_us))
-    in_order = sorted(buckets, key=lambda bucket: load.ready_us[bucket])
-    compute: list[Piece] = []
-    network = [Piece(head_us, kind="before")]
-    pushed, pulled = [-1] * len(buckets), -1
+    lanes = _Lanes(load, head_us)
     for step in range(steps):
-        compute.append(Piece(load.forward_us, kind="forward", step=step))
-        packed, done_us = [-1] * len(buckets), load.forward_us
-        for bucket in in_order:
-            compute.append(Piece(load.ready_us[bucket] - done_us, kind="backward", step=step))
-            packed[bucket], done_us = len(compute), load.ready_us[bucket]
-            compute.append(Piece(0.0, pushed[bucket], "pack", step, bucket))
-        compute.append(Piece(load.local_update_us, pulled, "update", step))
-        pushed, pulled = [len(network) + bucket for bucket in buckets], -1
-        network += [Piece(load.push_us[b], packed[b], PUSH, step, b, load.factors[b]) for b in buckets]
-        if step % k == 0:
-            network.append(Piece(load.owner_us, kind="owner_update", step=step))
-            network += [Piece(load.pull_us[b], -1, PULL, step, b, load.factors[b]) for b in buckets]
-            pulled = len(network) - 1
-    return compute, network
+        lanes.add(step, pulls=step % k == 0)
+    return (lanes.compute, lanes.network, *((lanes.inside, lanes.spread) if load.scatter_us else ()))
+
+
+class _Lanes:
+    """What each lane does, step by step."""
+
+    def __init__(self, load: Load, head_us: float) -> None:
+        self._load = load
+        self._buckets = range(len(load.ready_us))
+        self._in_order = sorted(self._buckets, key=lambda bucket: load.ready_us[bucket])
+        self.compute: list[Piece] = []
+        self.network = [Piece(head_us, kind="before")]
+        self.inside: list[Piece] = []
+        self.spread: list[Piece] = []
+        self._pushed, self._pulled = [-1] * len(load.ready_us), -1
+
+    def add(self, step: int, *, pulls: bool) -> None:
+        """One step more."""
+        load = self._load
+        packed = self._add_backward(step)
+        nodes = bool(load.scatter_us)
+        made, on = packed, COMPUTE
+        if nodes:
+            made, on = self._add_averages(step, packed), INSIDE
+            self.compute.append(Piece(0.0, len(self.inside) - 1, "average", step, on=INSIDE))
+        waits_on = SPREADING if nodes else NETWORK
+        self.compute.append(Piece(load.local_update_us, self._pulled, "update", step, on=waits_on))
+        self._pushed, self._pulled = [len(self.network) + bucket for bucket in self._buckets], -1
+        self.network += [Piece(load.push_us[b], made[b], PUSH, step, b, load.factors[b], on) for b in self._buckets]
+        if pulls:
+            self._add_pull(step)
+
+    def _add_backward(self, step: int) -> list[int]:
+        """The piece that packs each bucket."""
+        load = self._load
+        self.compute.append(Piece(load.forward_us, kind="forward", step=step))
+        packed, done_us = [-1] * len(load.ready_us), load.forward_us
+        for bucket in self._in_order:
+            self.compute.append(Piece(load.ready_us[bucket] - done_us, kind="backward", step=step))
+            packed[bucket], done_us = len(self.compute), load.ready_us[bucket]
+            select_us = load.select_us[bucket] if load.select_us else 0.0
+            self.compute.append(Piece(select_us, self._pushed[bucket], "pack", step, bucket, on=NETWORK))
+        return packed
+
+    def _add_averages(self, step: int, packed: Sequence[int]) -> list[int]:
+        """The piece after which each bucket can be pushed."""
+        load, made = self._load, []
+        for b in self._buckets:
+            made.append(len(self.inside))
+            self.inside.append(Piece(load.scatter_us[b], packed[b], SCATTER, step, b, load.factors[b]))
+            self.inside.append(Piece(load.gather_us[b], -1, GATHER, step, b, load.factors[b]))
+        return made
+
+    def _add_pull(self, step: int) -> None:
+        load = self._load
+        self.network.append(Piece(load.owner_us, kind="owner_update", step=step))
+        for b in self._buckets:
+            if load.spread_us:
+                pulled = len(self.network)
+                self.spread.append(Piece(load.spread_us[b], pulled, SPREAD, step, b, load.factors[b], NETWORK))
+            self.network.append(Piece(load.pull_us[b], -1, PULL, step, b, load.factors[b]))
+        self._pulled = len(self.spread if load.spread_us else self.network) - 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,8 +215,15 @@ class Steady:
     first: int
     """The step of the simulation that they begin with, a multiple of k."""
     steps: int
-    compute: Lane
-    network: Lane
+    lanes: tuple[Lane, ...]
+
+    @property
+    def compute(self) -> Lane:
+        return self.lanes[COMPUTE]
+
+    @property
+    def network(self) -> Lane:
+        return self.lanes[NETWORK]
 
     @property
     def settled(self) -> bool:
@@ -159,10 +257,11 @@ def steady_state(load: Load, k: int) -> Steady:
 
 def _simulate(load: Load, k: int, cycles: int, head_us: float) -> Steady:
     """The last cycles after which a state repeats, else the later half of them."""
-    compute, network = run_lanes(*pieces(load, k, cycles * k + 2, head_us))  # messages end beside later steps
-    count = len(load.ready_us)
-    starts = np.array([_start_us(compute, count, cycle * k) for cycle in range(1, cycles + 1)])
-    ends = np.array([network.end_us[_sent(count, k, cycle * k - 1)] for cycle in range(1, cycles + 1)])
+    steps = cycles * k + 2  # messages end beside later steps
+    lanes = run_lanes(*pieces(load, k, steps, head_us))
+    sent = _sent(lanes)
+    starts = np.array([_start_us(lanes[COMPUTE], steps, cycle * k) for cycle in range(1, cycles + 1)])
+    ends = np.array([[lane.end_us[i] for lane, i in sent[cycle * k - 1]] for cycle in range(1, cycles + 1)])
     states = np.maximum(ends - starts[:, None], 0.0)
 
     def window(first: int, last: int) -> Steady:
@@ -175,8 +274,7 @@ def _simulate(load: Load, k: int, cycles: int, head_us: float) -> Steady:
             error_us=0.0 if error_us <= REPEATS * mean_us else error_us,
             first=(1 + last - shown) * k,
             steps=shown * k,
-            compute=compute,
-            network=network,
+            lanes=lanes,
         )
 
     for last in range(1, cycles):
@@ -187,18 +285,19 @@ def _simulate(load: Load, k: int, cycles: int, head_us: float) -> Steady:
     return window((cycles - 1) // 2, cycles - 1)
 
 
-def _start_us(compute: Lane, buckets: int, step: int) -> float:
+def _start_us(compute: Lane, steps: int, step: int) -> float:
     """When a step begins: with the end of the update before it."""
-    return compute.end_us[step * (2 * buckets + 2) - 1]
+    return compute.end_us[step * (len(compute.pieces) // steps) - 1]
 
 
-def _sent(buckets: int, k: int, step: int) -> slice:
-    """The messages of a step, and the owners' update, in the network's pieces."""
-
-    def begin(of: int) -> int:
-        return 1 + of * buckets + -(-of // k) * (buckets + 1)
-
-    return slice(begin(step), begin(step + 1))
+def _sent(lanes: tuple[Lane, ...]) -> dict[int, list[tuple[Lane, int]]]:
+    """By step the messages that may end beside later ones, and the owners' update."""
+    found: dict[int, list[tuple[Lane, int]]] = {}
+    for lane in (lanes[NETWORK], *lanes[SPREADING:]):
+        for index, piece in enumerate(lane.pieces):
+            if piece.kind != "before":
+                found.setdefault(piece.step, []).append((lane, index))
+    return found
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -224,7 +323,11 @@ def simulate_delayed(problem: Problem, schedule: Schedule) -> CycleTimeline:
     """The steady state of a schedule with delay."""
     load, k = Load.of(problem, schedule), _delay(schedule)
     found = steady_state(load, k)
-    begin_us = _start_us(found.compute, len(load.ready_us), found.first)
+    begin_us = next(
+        start_us
+        for piece, start_us in zip(found.compute.pieces, found.compute.start_us, strict=True)
+        if piece.step == found.first
+    )
     spans = [
         replace(span, start_us=max(0.0, span.start_us - begin_us), end_us=max(0.0, span.end_us - begin_us),
                 ready_us=None if span.ready_us is None else max(0.0, span.ready_us - begin_us))
@@ -258,7 +361,8 @@ def _computed(found: Steady) -> Iterator[StepSpan]:
     open_span: StepSpan | None = None
     for piece, start_us, end_us in zip(lane.pieces, lane.start_us, lane.end_us, strict=True):
         step = piece.step - found.first
-        if not 0 <= step < found.steps or piece.kind == "pack":
+        packs = piece.kind in ("pack", "average")
+        if not 0 <= step < found.steps or (packs and piece.time_us <= 0.0):
             continue
         if open_span is not None:
             goes_on = piece.kind == "backward" and open_span.task.startswith("backward")
@@ -266,20 +370,27 @@ def _computed(found: Steady) -> Iterator[StepSpan]:
                 open_span = replace(open_span, end_us=end_us)
                 continue
             yield open_span
-        name = f"{piece.kind} {step}" if step else piece.kind
+        kind = "sparsify" if packs else piece.kind
+        name = f"{kind} {step}" if step else kind
         open_span = StepSpan(task=name, resource="compute", start_us=start_us, end_us=end_us, step=step)
     if open_span is not None:
         yield open_span
 
 
 def _sent_spans(found: Steady) -> Iterator[StepSpan]:
-    """Pushes, with the time at which their buckets were packed, and pulls."""
-    lane = found.network
-    for piece, start_us, end_us in zip(lane.pieces, lane.start_us, lane.end_us, strict=True):
-        step = piece.step - found.first
-        if piece.bucket is not None and 0 <= step < found.steps:
-            ready_us = found.compute.end_us[piece.after] if piece.after >= 0 else None
-            yield StepSpan(
-                task=f"bucket {piece.bucket} {piece.kind}", resource="network", start_us=start_us, end_us=end_us,
-                bucket=piece.bucket, ready_us=ready_us, step=step,
-            )  # fmt: skip
+    """Messages, with the time at which they could begin at the earliest where they wait for another resource."""
+    names = resources(found.lanes)
+    for lane, resource in zip(found.lanes[NETWORK:], names[NETWORK:], strict=True):
+        for piece, start_us, end_us in zip(lane.pieces, lane.start_us, lane.end_us, strict=True):
+            step = piece.step - found.first
+            if piece.bucket is not None and 0 <= step < found.steps:
+                waits_on = found.lanes[COMPUTE if piece.on is None else piece.on]
+                yield StepSpan(
+                    task=f"bucket {piece.bucket} {piece.kind}", resource=resource, start_us=start_us, end_us=end_us,
+                    bucket=piece.bucket, ready_us=waits_on.end_us[piece.after] if piece.after >= 0 else None, step=step,
+                )  # fmt: skip
+
+
+def resources(lanes: Sequence[object]) -> tuple[str, ...]:
+    """What lanes stand for: one network, or the links between nodes and twice those inside."""
+    return ("compute", "network") if len(lanes) == NETWORK + 1 else ("compute", "inter", "intra", "intra")

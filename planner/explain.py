@@ -132,8 +132,10 @@ def accuracy_lines(plan: Plan) -> list[str]:
 def _accuracy_line(plan: Plan) -> str:
     """Buckets, what is left out, and the step."""
     kept = [k for bucket in plan.buckets for k in (bucket.compressor.k or {}).values()]
-    sparse = sum(bucket.compressor.k is not None for bucket in plan.buckets)
-    how = f"{sparse} of them sparse, {sum(kept):,} elements of these travel" if sparse else "no compression"
+    sparse = sum(bucket.collective == "sparse" for bucket in plan.buckets)
+    by_layer = sum(bucket.compressor.k is not None for bucket in plan.buckets)
+    sent = f", {sum(kept):,} elements of these travel" if sparse == by_layer else ""
+    how = f"{sparse} of them sparse{sent}" if sparse else "no compression"
     step = milliseconds(plan.predicted.iteration_us if plan.predicted else None)
     delay = "no delay" if plan.delay is None else f"delay k = {plan.delay.steps}"
     return f"{len(plan.buckets)} buckets, {how}, {delay}: {step} ms"

@@ -1,12 +1,12 @@
-"""Two resources that each work through pieces in a fixed order: compute and one network, from event to event.
+"""Resources that each work through pieces in a fixed order, from event to event: compute, and one network or several.
 
-A piece begins when the one before it has ended and, on the other resource, the one that it waits for. While both work,
-compute and the message slow each other down by the message's factors.
+A piece begins when the one before it has ended and, on another resource, the one that it waits for. While compute and a
+network work, compute and the message slow each other down by the message's factors; of several messages compute is
+slowed as by the worst.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -17,12 +17,14 @@ class Piece(NamedTuple):
     time_us: float
     """Alone on the machine."""
     after: int = -1
-    """The piece of the other resource that has to have ended before; -1: none."""
+    """The piece of another resource that has to have ended before; -1: none."""
     kind: str = ""
     step: int = 0
     bucket: int | None = None
     factors: tuple[float, float] = (1.0, 1.0)
     """Of messages: by what compute and the message are slowed while both are under way."""
+    on: int | None = None
+    """The number of that resource; None: compute, and of compute the first network."""
 
 
 class Lane:
@@ -34,21 +36,30 @@ class Lane:
         self.end_us: list[float] = []
         self._left_us = 0.0
 
-    def works(self, ended: int, now_us: float) -> bool:
+    def works(self, ended: Sequence[int], now_us: float, otherwise: int) -> bool:
         """Whether it is at work; begins with the next piece where that may begin.
 
         Args:
-            ended: number of pieces that have ended on the other resource.
+            ended: number of pieces that have ended, by resource.
             now_us: the time.
+            otherwise: the resource that pieces wait for which name none.
         """
         place = len(self.end_us)
         if place < len(self.start_us):
             return True
-        if place == len(self.pieces) or self.pieces[place].after >= ended:
+        if place == len(self.pieces):
+            return False
+        piece = self.pieces[place]
+        if piece.after >= 0 and piece.after >= ended[otherwise if piece.on is None else piece.on]:
             return False
         self.start_us.append(now_us)
-        self._left_us = self.pieces[place].time_us
+        self._left_us = piece.time_us
         return True
+
+    @property
+    def factors(self) -> tuple[float, float]:
+        """Of the piece under way."""
+        return self.pieces[len(self.end_us)].factors
 
     def left_us(self, factor: float) -> float:
         """Time until the present piece ends, at a speed of 1/factor."""
@@ -62,22 +73,25 @@ class Lane:
             self._left_us -= passed_us / factor
 
 
-def run_lanes(compute: Sequence[Piece], network: Sequence[Piece]) -> tuple[Lane, Lane]:
-    """When every piece begins and ends: (compute, network).
+def run_lanes(*pieces: Sequence[Piece]) -> tuple[Lane, ...]:
+    """When every piece begins and ends, by resource; the first one is compute.
 
     Raises:
         ValueError: pieces wait for each other.
     """
-    one, two, now_us = Lane(compute), Lane(network), 0.0
-    while len(one.end_us) < len(compute) or len(two.end_us) < len(network):
-        computing, sending = one.works(len(two.end_us), now_us), two.works(len(one.end_us), now_us)
+    lanes, now_us = tuple(map(Lane, pieces)), 0.0
+    compute, networks = lanes[0], lanes[1:]
+    while any(len(lane.end_us) < len(lane.pieces) for lane in lanes):
+        ended = [len(lane.end_us) for lane in lanes]
+        computing = compute.works(ended, now_us, 1)
+        sending = [lane for lane in networks if lane.works(ended, now_us, 0)]
         if not (computing or sending):
-            raise ValueError("pieces of the two resources wait for each other")
-        slow, slowed = network[len(two.end_us)].factors if computing and sending else (1.0, 1.0)
-        passed_us = min(one.left_us(slow) if computing else math.inf, two.left_us(slowed) if sending else math.inf)
+            raise ValueError("pieces of the resources wait for each other")
+        slow = max((lane.factors[0] for lane in sending), default=1.0) if computing else 1.0
+        working = [(compute, slow)] if computing else []
+        working += [(lane, lane.factors[1] if computing else 1.0) for lane in sending]
+        passed_us = min(lane.left_us(factor) for lane, factor in working)
         now_us += passed_us
-        if computing:
-            one.go_on(passed_us, slow, now_us)
-        if sending:
-            two.go_on(passed_us, slowed, now_us)
-    return one, two
+        for lane, factor in working:
+            lane.go_on(passed_us, factor, now_us)
+    return lanes

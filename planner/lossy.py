@@ -82,8 +82,8 @@ def _refuse_riskier(accuracy: Accuracy, asked: Sequence[tuple[str, str]]) -> Non
 def _with_options(lossy: Pass, max_ratio: float | None, protect: str | None, max_delay: int | None) -> Pass:
     """The pass with options of the command, where it has no values of its own."""
     if isinstance(lossy, Delay):
-        return replace(lossy, max_delay=lossy.max_delay or max_delay or 0)
-    if not isinstance(lossy, Joint | Sparsify):
+        lossy = replace(lossy, max_delay=lossy.max_delay or max_delay or 0)
+    elif not isinstance(lossy, Joint | Sparsify):
         return lossy
     return replace(lossy, max_ratio=lossy.max_ratio or max_ratio or 0.0, protect=lossy.protect or protect or "")
 

@@ -152,8 +152,16 @@ def _explain_pushes(problem: Problem, schedule: Schedule, k: int) -> list[str]:
     load, reasons = Load.of(problem, schedule), []
     often = "step" if k == 1 else f"{k} steps"
     for bucket, push_us, pull_us in zip(schedule.buckets, load.push_us, load.pull_us, strict=True):
-        saved_us = sum(alone_us[gradient] for gradient in bucket.gradients) - push_us
         count = len(bucket.gradients)
+        if bucket.k is not None:
+            whole_us = problem.bucket_cost_us([bucket.gradients], problem.push.curve)[0]
+            elements = int(problem.numel[list(bucket.gradients)].sum())
+            reasons.append(
+                f"{bucket.k:,} of {elements:,} elements: {PUSH} {_ms(push_us)} a step, {_ms(abs(whole_us - push_us))} "
+                f"{'less' if whole_us >= push_us else 'more'} than whole; {PULL} {_ms(pull_us)} every {often}"
+            )
+            continue
+        saved_us = sum(alone_us[gradient] for gradient in bucket.gradients) - push_us
         gain = f"saves {_ms(saved_us)} of latency" if saved_us >= 0.0 else f"costs {_ms(-saved_us)} of link time"
         text = f"one push for {count} {gain}" if count > 1 else "alone"
         reasons.append(f"{text}; {PUSH} {_ms(push_us)} a step, {PULL} {_ms(pull_us)} every {often}")

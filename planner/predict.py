@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from planner.catalog import find_cluster, find_profile
-from planner.cost.sparse import flat_is_implied
+from planner.cost.sparse import SELECTED_BYTES, flat_is_implied
 from planner.decide import name_of
 from planner.delayed import CycleTimeline
-from planner.ir import Schedule
+from planner.ir import Bucket, Schedule
 from planner.problem import Problem, make_problem
 from planner.profile.document import Cluster, Profile
 from planner.simulator import simulate_schedule
@@ -195,12 +195,23 @@ def idle_us(timeline: Timeline) -> dict[str, float]:
 def message_bytes(problem: Problem, schedule: Schedule) -> dict[str, float]:
     """By network: bytes of the messages that one rank gives to the collectives of a step."""
     total: dict[str, float] = {}
-    often = 1.0 if schedule.delay is None else 1.0 + 1.0 / schedule.delay  # pushed, and pulled every k-th step
     sizes = problem.bucket_bytes([bucket.gradients for bucket in schedule.buckets])
     for bucket, size_bytes in zip(schedule.buckets, sizes, strict=True):
-        for network, share in problem.message_shares(bucket):
-            total[network] = total.get(network, 0.0) + often * share * size_bytes
+        if schedule.delay is not None:
+            shares = _delayed_shares(problem, bucket, size_bytes, schedule.delay)
+        else:
+            shares = problem.message_shares(bucket)
+        for network, share in shares:
+            total[network] = total.get(network, 0.0) + share * size_bytes
     return total
+
+
+def _delayed_shares(problem: Problem, bucket: Bucket, size_bytes: float, k: int) -> list[tuple[str, float]]:
+    """Pushed in every step and pulled every k-th; where the node is the worker also averaged and spread inside."""
+    inside = problem.ranks_per_worker
+    pushed = 1.0 if bucket.k is None else SELECTED_BYTES * bucket.k / max(1.0, size_bytes)
+    between = (pushed + 1.0 / k) / inside
+    return [("network", between)] if inside == 1 else [("inter", between), ("intra", 2.0 + 1.0 / k)]
 
 
 def critical_shares(problem: Problem, schedule: Schedule) -> dict[str, float]:

@@ -11,7 +11,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.cost.halves import ALL_GATHER, REDUCE_SCATTER, Half, half
+from planner.cost.halves import ALL_GATHER, REDUCE_SCATTER, Half, NodeCosts, half, node_costs
 from planner.cost.model import CommunicationCost, communication_cost
 from planner.cost.phases import PHASES, Phase
 from planner.cost.selection import SelectionCost, selector_line
@@ -281,13 +281,23 @@ class Problem:
 
     @cached_property
     def push(self) -> Half:
-        """What a reduce-scatter over all ranks costs."""
+        """What a reduce-scatter over all ranks costs, or with delay between nodes one of each rank's part."""
         return half(self.cost, REDUCE_SCATTER)
 
     @cached_property
     def pull(self) -> Half:
-        """What an all-gather over all ranks costs."""
+        """Likewise an all-gather."""
         return half(self.cost, ALL_GATHER)
+
+    @property
+    def ranks_per_worker(self) -> int:
+        """With delay: the ranks of a node, where it is the worker."""
+        return 1 if self.node_costs is None else self.cost.cluster.ranks_per_node
+
+    @cached_property
+    def node_costs(self) -> NodeCosts | None:
+        """What delay costs where nodes have several ranks and both kinds of link are known."""
+        return node_costs(self.cost.cluster)
 
     @cached_property
     def local_update_us(self) -> float:

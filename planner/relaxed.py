@@ -13,6 +13,7 @@ from planner.passes import Pass
 from planner.passes.delay import NEAR, Choice, Delay, cautious_step_us
 from planner.pipeline import AfterPass, run_passes
 from planner.problem import Problem
+from planner.selection import compression
 from planner.simulator import simulate_schedule, step_us
 from planner.sources import three_digits
 from runtime.plan import Plan
@@ -43,9 +44,7 @@ def relaxed_offer(
     choices = delay.choices(schedule, problem)
     points = tuple(map(_point, choices)) or None
     if found.delay is None:
-        shared = problem.cost.cluster.ranks_per_node > 1
-        why_not = "delay is for one rank a node, and here several share one" if shared and problem.ranks > 1 else ""
-        exact_us = step_us(problem, schedule)
+        exact_us, why_not = step_us(problem, schedule), _no_workers(problem)
         return Offer(accuracy="relaxed", what="delay", plan=None, step_us=exact_us, why_not=why_not), points
     plan = replace(lower(problem, found), certificate=_certificate(problem, found))
     found_us, exact_us = step_us(problem, found), step_us(problem, schedule)
@@ -53,6 +52,16 @@ def relaxed_offer(
     judged_us = max(found_us, cautious_step_us(problem, found))
     notes = (gain, *_notes(problem, plan, found, choices))
     return Offer(accuracy="relaxed", what="delay", plan=plan, step_us=judged_us, notes=notes), points
+
+
+def _no_workers(problem: Problem) -> str:
+    """Why nothing can be delayed on this cluster; empty where it can."""
+    cluster = problem.cost.cluster
+    if cluster.ranks_per_node == 1 or problem.node_costs is not None:
+        return ""
+    if cluster.nodes == 1:
+        return "delay is between nodes, and here all ranks share one"
+    return "delay is between nodes of several ranks here, and the cluster does not say what both kinds of link cost"
 
 
 def _point(choice: Choice) -> DelayPoint:
@@ -93,6 +102,19 @@ def _notes(problem: Problem, plan: Plan, schedule: Schedule, choices: Sequence[C
         f"the optimizer has to be torch.optim.SGD; the first {spec.warmup_steps} steps are synchronous",
         f"reduce-scatter: {problem.push.source}; all-gather: {problem.pull.source}",
     ]
+    if problem.ranks_per_worker > 1:
+        notes.append(
+            f"the worker is the node: its {problem.ranks_per_worker} ranks average their gradients in every step and "
+            f"have the same weights"
+        )
+    lossy = [bucket for bucket in schedule.buckets if bucket.k is not None]
+    if lossy:
+        ratio, _ = compression(problem, lossy)
+        notes.append(
+            f"pushes of {len(lossy)} of {len(schedule.buckets)} buckets carry their largest elements, one in "
+            f"{ratio:.0f} at the least; each worker holds the rest back and pushes it later; the synchronous steps and "
+            f"the pulls carry everything"
+        )
     if problem.cost.cluster.local_update is None:
         notes.append(
             "the local update is taken as free, for the cluster has no `local_update` cost; delay had to pay with "

@@ -13,13 +13,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Literal
 
 import networkx as nx
 
 from planner.cost.sparse import FLAT_GATHERS
-from planner.delayed import Load, pieces
+from planner.delayed import COMPUTE as COMPUTING
+from planner.delayed import NETWORK, SPREADING, Load, pieces, resources
 from planner.ir import Schedule
 from planner.norms import update_us
 from planner.problem import Problem
@@ -80,15 +81,17 @@ def build_graph(problem: Problem, schedule: Schedule, steps: int = 1) -> TaskGra
 def _delayed_graph(problem: Problem, schedule: Schedule, k: int, steps: int) -> TaskGraph:
     """From an idle network; steps 0, k, 2k, … pull."""
     graph, lanes = TaskGraph(), pieces(Load.of(problem, schedule), k, steps)
-    firsts, resources = (0, len(lanes[0])), (COMPUTE, "network")
-    for lane, resource in enumerate(resources):
-        for piece in lanes[lane]:
+    firsts = list(accumulate((len(lane) for lane in lanes), initial=0))
+    names = [*resources(lanes)[:SPREADING], "intra, pulled"][: len(lanes)]
+    for number, (lane, resource) in enumerate(zip(lanes, names, strict=True)):
+        for piece in lane:
             task = Task(
                 name=f"{piece.kind} {piece.step}" if piece.bucket is None else f"bucket {piece.bucket} {piece.kind}",
                 kind=piece.kind, resource=resource, duration_us=piece.time_us, bucket=piece.bucket, step=piece.step,
                 factors=piece.factors,
             )  # fmt: skip
-            graph.add(task, () if piece.after < 0 else (firsts[1 - lane] + piece.after,))
+            on = piece.on if piece.on is not None else NETWORK if number == COMPUTING else COMPUTING
+            graph.add(task, () if piece.after < 0 else (firsts[on] + piece.after,))
     return graph
 
 

@@ -9,8 +9,9 @@ from planner.ir import Bucket, Schedule, format_indices
 EXACT_FORMS = frozenset(("all_reduce", algorithm, "none") for algorithm in ("library", "torus_2d", "tree"))
 """(collective, algorithm, compressor) that leave the averaged gradient as it is, up to summation order."""
 
-PUSHED_FORM = ("all_reduce", "library", "none")
-"""What buckets of schedules with delay say; the halves of it travel apart."""
+PUSHED_FORMS = frozenset({("all_reduce", "library", "none"), ("sparse", "flat", "topk")})
+"""What buckets of schedules with delay say: the halves of an all-reduce travel apart, and of selected elements the push
+is sparse."""
 
 Elements = Callable[[Bucket], Sequence[int]]
 """The elements of each run of gradients of one layer in a bucket."""
@@ -41,7 +42,7 @@ def verify(
         VerifyError: a gradient is missing, unknown or in two buckets; a bucket is empty or leaves out, between its
             own, a gradient of a dtype that it carries; its form is not exact but has to be, or lacks its k; it selects
             nothing of a layer, or more than there is; launch order is not the order of readiness; delay is less than
-            one step, not allowed, or together with buckets that are not whole and dense; norms of other layers, or of
+            one step, not allowed, or together with buckets that cannot be pushed; norms of other layers, or of
             ranks that do not exist, are shared, or together with delay.
     """
     _check_delay(schedule, accuracy)
@@ -78,8 +79,10 @@ def _check_delay(schedule: Schedule, accuracy: str) -> None:
     if accuracy != "relaxed":
         raise VerifyError(f"a delay of k = {schedule.delay} is not {accuracy}, but the plan has to be")
     for position, bucket in enumerate(schedule.buckets):
-        if (bucket.collective, bucket.algorithm, bucket.compressor) != PUSHED_FORM:
-            raise VerifyError(f"bucket {position} ({bucket}): with delay, buckets are pushed dense, by the library")
+        if (bucket.collective, bucket.algorithm, bucket.compressor) not in PUSHED_FORMS:
+            raise VerifyError(f"bucket {position} ({bucket}): with delay, buckets are pushed whole or selected from")
+        if bucket.ks is not None:
+            raise VerifyError(f"bucket {position} ({bucket}): with delay, nothing is selected by layer")
 
 
 def _check_norms(schedule: Schedule, layers: int, ranks: int) -> None:

@@ -25,10 +25,10 @@ from runtime.world import World
 def find_topology_misfit(plan: Plan, topology: Topology | str | None) -> str | None:
     """Why ranks on these nodes cannot execute the plan, or None; where nodes are not known, `topology` says why."""
     plans = [plan, *([] if plan.fallback is None else [plan.fallback])]
-    if asks_for_nodes(plan):
-        problem = _nodes_misfit(plan, topology)
-        if problem is not None:
-            return problem
+    if asks_for_nodes(plan) and (problem := _nodes_misfit(plan, topology)):
+        return problem
+    if plan.delay is not None and (problem := _workers_misfit(plan, topology)):
+        return problem
     if isinstance(topology, Topology):
         return next((problem for one in plans if (problem := _order_misfit(one, topology))), None)
     return None
@@ -44,6 +44,22 @@ def _nodes_misfit(plan: Plan, topology: Topology | str | None) -> str | None:
     return (
         f"the plan has collectives inside nodes and between them, for {planned} nodes, but found {topology}; expected "
         f"{planned} nodes of {plan.world.ranks // planned}: start so many, give a mesh, or make a plan for this cluster"
+    )
+
+
+def _workers_misfit(plan: Plan, topology: Topology | str | None) -> str | None:
+    """Why the nodes that there are cannot be the workers of a plan with delay, or None."""
+    nodes, ranks = plan.world.nodes or plan.world.ranks, plan.world.ranks
+    if nodes == ranks:  # every rank is a worker, wherever it is
+        return None
+    if not isinstance(topology, Topology):
+        why = topology or "ranks have not agreed on their nodes; attach with this plan"
+        return f"the plan has a delay between {nodes} nodes, but {why}"
+    if topology.count == nodes:
+        return None
+    return (
+        f"the plan has a delay between {nodes} nodes, but found {topology}; expected {nodes} of {ranks // nodes} "
+        f"ranks: start so many, give a mesh, or make a plan for this cluster"
     )
 
 

@@ -144,6 +144,18 @@ class Message:
         return self.flat.numel() * self.flat.element_size()
 
 
+@dataclass(frozen=True, eq=False)
+class Parcel:
+    """What a bucket sends beside, or in place of, its gradients: a communicator takes it as it takes a bucket."""
+
+    index: int
+    """The bucket's."""
+    label: str
+    """Likewise."""
+    payloads: Sequence[Any]
+    """What its collective gets."""
+
+
 @dataclass(eq=False)
 class BucketBuffer:
     """One bucket at run time."""
@@ -157,8 +169,6 @@ class BucketBuffer:
     """Gradients of this step that have not come yet."""
     lossy: Lossy | None = None
     """What of it travels, where that is not everything."""
-    sends: Sequence[Any] | None = None
-    """What its collective gets in place of its gradients; None: themselves, or what `lossy` makes of them."""
     small: list[Slot] = field(init=False)
     _small_runs: list[Tensor] = field(init=False, repr=False)
     """The parts of the flat buffers that small gradients fill without a gap."""
@@ -172,8 +182,6 @@ class BucketBuffer:
     @property
     def payloads(self) -> Sequence[Any]:
         """What its collective gets."""
-        if self.sends is not None:
-            return self.sends
         return self.messages if self.lossy is None else [self.lossy.packed]
 
     def _find_runs(self) -> None:

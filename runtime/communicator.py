@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from runtime.buckets import BucketBuffer
+from runtime.buckets import BucketBuffer, Parcel
 from runtime.collectives import Collective
 from runtime.errors import CommunicationError
 from runtime.world import World, first_line
@@ -44,7 +44,7 @@ class Sent:
 class _Task:
     """One message on its way."""
 
-    bucket: BucketBuffer
+    bucket: BucketBuffer | Parcel
     message: Any
     """See `Collective.run`."""
     sent: Sent
@@ -62,7 +62,7 @@ def nothing() -> None:
 class Communicator(Protocol):
     """Launches buckets in the order of the calls and waits for all of them."""
 
-    def launch(self, bucket: BucketBuffer, sent: Sent, prepare: Callable[[], None] = nothing) -> None:
+    def launch(self, bucket: BucketBuffer | Parcel, sent: Sent, prepare: Callable[[], None] = nothing) -> None:
         """Hands the bucket over; returns at once. Fills `sent`.
 
         `prepare` fills the bucket's messages: on a device, beside what is computed there meanwhile.
@@ -81,7 +81,7 @@ class Communicator(Protocol):
 class NullCommunicator:
     """Sends nothing: for one rank, and for measuring computation without communication."""
 
-    def launch(self, bucket: BucketBuffer, sent: Sent, prepare: Callable[[], None] = nothing) -> None:
+    def launch(self, bucket: BucketBuffer | Parcel, sent: Sent, prepare: Callable[[], None] = nothing) -> None:
         """Prepares only."""
         prepare()
 
@@ -109,8 +109,8 @@ class HostCommunicator:
     two wake-ups per message.
     """
 
-    def __init__(self, world: World, collectives: list[Collective]) -> None:
-        self._world, self._collectives = world, collectives
+    def __init__(self, world: World, collectives: list[Collective], whole: World | None = None) -> None:
+        self._world, self._collectives, self._whole = world, collectives, whole or world
         # Reentrant: the callback of a message that has ended already runs at once, inside `_start_next`, which then
         # starts the message after it.
         self._lock = threading.RLock()
@@ -121,7 +121,7 @@ class HostCommunicator:
         """How many the backend's thread has yet to call."""
         _running.add(self)
 
-    def launch(self, bucket: BucketBuffer, sent: Sent, prepare: Callable[[], None] = nothing) -> None:
+    def launch(self, bucket: BucketBuffer | Parcel, sent: Sent, prepare: Callable[[], None] = nothing) -> None:
         """See `Communicator.launch`."""
         prepare()
         # A step that was given up may have marked it.
@@ -153,7 +153,7 @@ class HostCommunicator:
         """
         with suppress(CommunicationError):  # whoever waited for it first has told it
             self.wait()
-        self._world = World()
+        self._world = self._whole = World()
 
     def settle(self, deadline: float) -> None:
         """Starts nothing more, and gives the backend's thread until `deadline` (monotonic) for what is on its way."""
@@ -225,7 +225,7 @@ class HostCommunicator:
 
     def _fail(self, task: _Task, error: Exception) -> None:
         with self._lock:
-            self._failure = self._failure or describe_failure(self._world, task.bucket.label, error)
+            self._failure = self._failure or describe_failure(self._whole, task.bucket.label, error)
             self._queue.clear()
             self._current = None
 
@@ -249,12 +249,14 @@ def _settle_all() -> None:
 class StreamCommunicator:
     """CUDA tensors: the backend queues the collectives on its own stream; the host never waits for the device."""
 
-    def __init__(self, world: World, collectives: list[Collective], device: torch.device) -> None:
-        self._world, self._collectives = world, collectives
+    def __init__(
+        self, world: World, collectives: list[Collective], device: torch.device, whole: World | None = None
+    ) -> None:
+        self._world, self._collectives, self._whole = world, collectives, whole or world
         self._side = torch.cuda.Stream(device)
         self._works: list[tuple[dist.Work, str]] = []
 
-    def launch(self, bucket: BucketBuffer, sent: Sent, prepare: Callable[[], None] = nothing) -> None:
+    def launch(self, bucket: BucketBuffer | Parcel, sent: Sent, prepare: Callable[[], None] = nothing) -> None:
         """See `Communicator.launch`; what the current stream has queued so far is waited for on the device."""
         group = self._world.group
         assert group is not None
@@ -269,7 +271,7 @@ class StreamCommunicator:
                         work.wait()  # makes the side stream wait, not the host
                         self._works.append((work, bucket.label))
             except RuntimeError as error:
-                raise describe_failure(self._world, bucket.label, error) from error
+                raise describe_failure(self._whole, bucket.label, error) from error
         sent.end = mark_on(self._side)
 
     def wait(self, until: Sent | None = None) -> None:
@@ -283,7 +285,7 @@ class StreamCommunicator:
             try:
                 work.wait()
             except RuntimeError as error:
-                raise describe_failure(self._world, label, error) from error
+                raise describe_failure(self._whole, label, error) from error
 
     def close(self) -> None:
         """See `Communicator.close`."""
@@ -297,10 +299,19 @@ def mark_on(stream: torch.cuda.Stream) -> torch.cuda.Event:
     return event
 
 
-def make_communicator(world: World, collectives: list[Collective], device: torch.device) -> Communicator:
-    """The communicator for the device that the gradients live on."""
+def make_communicator(
+    world: World, collectives: list[Collective], device: torch.device, whole: World | None = None
+) -> Communicator:
+    """The communicator for the device that the gradients live on.
+
+    Args:
+        world: the ranks that exchange.
+        collectives: by bucket.
+        device: of what is sent.
+        whole: of which `world` is a part, where it is one: errors name this rank by its number there.
+    """
     if world.group is None:
         return NullCommunicator()
     if device.type == "cuda":
-        return StreamCommunicator(world, collectives, device)
-    return HostCommunicator(world, collectives)
+        return StreamCommunicator(world, collectives, device, whole)
+    return HostCommunicator(world, collectives, whole)

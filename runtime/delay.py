@@ -5,6 +5,8 @@
               them. In place of the optimizer's step each rank updates its own weights (`runtime.local_updates`); first
               they become the global ones, where a pull has come, which is once in every k steps
 
+A worker is a rank, or where the plan has fewer nodes than ranks a node, whose ranks have the same weights and `.grad`s.
+Warm-up sends everything, also in buckets whose pushes are compressed.
 Step numbers count from 0 and warm-up is a multiple of k. Weights are pulled behind the pushes of steps with
 (step + 1) mod k = 0, travel during the next step and are taken at its local update. `pre_weight` are the global weights
 of the last pull: overwritten after that local update, which compares them with the new ones.
@@ -23,14 +25,13 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from runtime.collectives.delayed import PushPull
-from runtime.communicator import make_communicator
-from runtime.delay_state import check_state, clones, copy_all, joined, kept_on_host
+from runtime.delay_state import check_state, clones, copy_all, joined, residuals_of
 from runtime.delayed import DelayedExchange
 from runtime.errors import AccuracyWarning, FallbackWarning, InputError
 from runtime.exchange import Exchange
-from runtime.local_updates import LOCAL_UPDATES, LocalStep
-from runtime.plan import Plan
+from runtime.local_weights import LocalWeights
+from runtime.nodewise import NodeGroups, communicator_of, workers_of
+from runtime.plan import NO_COMPRESSION, Plan
 from runtime.recorder import Recorder
 from runtime.shards import Rates, rates_of
 from runtime.staleness import Staleness
@@ -40,8 +41,12 @@ Stage = Literal["warm-up", "delayed", "synchronous"]
 
 
 def synchronous(plan: Plan) -> Plan:
-    """The plan's buckets without its delay."""
-    return replace(plan, delay=None)
+    """The plan's buckets without its delay, all of them dense."""
+    if plan.delay is None:
+        return plan
+    buckets = (replace(bucket, collective="all_reduce", compressor=NO_COMPRESSION) for bucket in plan.buckets)
+    library = tuple(replace(bucket, algorithm="library") for bucket in buckets)
+    return replace(plan, delay=None, buckets=library)
 
 
 class Delay:
@@ -81,15 +86,15 @@ class Delay:
         self._recorder, self._put, self._steps_done = recorder, put, steps_done
         self._loss_scale, self._guarded = loss_scale or (lambda: 1.0), guard
         self._session_world = world
-        self._world = world.split([range(world.ranks)])
+        self.workers = workers_of(plan, world)
+        self._groups_of_nodes = NodeGroups.make(world, self.workers) if self.workers.per_node > 1 else None
+        self._world = world if self._groups_of_nodes is not None else world.split([range(world.ranks)])
         names = {id(parameter): name for name, parameter in self._parameters.items()}
         groups = [group["params"] for group in optimizer.param_groups]
         self._groups = [[(names[id(p)], p) for p in group if id(p) in names] for group in groups]
         self._lrs: deque[Rates] = deque(maxlen=self.steps)
         self._exchange: DelayedExchange | None = None
-        self._before: dict[str, Tensor] = {}
-        self._memory: dict[str, Tensor] = {}
-        """What local updaters remember, by parameter."""
+        self._own = LocalWeights(plan.delay, self._parameters, self._groups)
         self._hidden: list[tuple[nn.Parameter, Tensor]] = []
         self._updated = 0
         """How many steps had been exchanged at the optimizer's last one."""
@@ -154,8 +159,7 @@ class Delay:
 
     def _warm_up(self, lr: float) -> None:
         left = self.spec.warmup_steps - self._steps_done()
-        if left <= self.steps:
-            self.staleness.see_warmup(self._parameters, lr, last=left <= 0)
+        self.staleness.see_warmup(self._parameters, lr, left=left, steps=self.steps)
         if left <= 0:
             self._begin()
 
@@ -171,34 +175,13 @@ class Delay:
         weights = {} if pulled is None else exchange.weights(pulled.whole)
         if weights:
             exchange.words = self.staleness.measure(self._parameters, weights, sum(self._lr_sums()))
-            copy_all([self._parameters[name] for name in weights], list(weights.values()))
+            self._own.take(weights)
         # What is not finite is no gradient; on a device nobody waits to know it.
         if exchange.finite.device.type != "cpu" or exchange.finite:
-            gradients = {id(parameter): gradient for parameter, gradient in self._hidden}
-            for group, values, lr_sum in zip(self._groups, rates, self._lr_sums(), strict=True):
-                found = [(name, p, gradients[id(p)]) for name, p in group if id(p) in gradients]
-                self._update_group(found, values, lr_sum)
-        for name, weight in weights.items():
-            self._before[name].copy_(weight, non_blocking=True)
+            self._own.update({id(p): gradient for p, gradient in self._hidden}, rates, self._lr_sums())
+        self._own.overwrite(weights)
         if pulled is not None:
             exchange.give_back(pulled)
-
-    def _update_group(
-        self, group: Sequence[tuple[str, nn.Parameter, Tensor]], rates: Mapping[str, Any], lr_sum: float
-    ) -> None:
-        """Those of a group that have a gradient: (name, parameter, gradient)."""
-        step = LocalStep(
-            names=[name for name, _, _ in group],
-            weights=[parameter.detach() for _, parameter, _ in group],
-            gradients=[gradient for _, _, gradient in group],
-            before=[self._before[name].to(p.device, non_blocking=True) for name, p, _ in group],
-            rates=rates,
-            lr_sum=lr_sum,
-            spec=self.spec,
-            state=self._memory,
-        )
-        if group:
-            LOCAL_UPDATES[self.spec.local_update](step)
 
     def _pulls_at(self, step: int, told: Tensor | None) -> bool:
         """Called by the exchange; what all ranks said decides how long the delay is from this step on."""
@@ -213,6 +196,12 @@ class Delay:
         """Whether ranks are too far from each other, so that this step has to be the last one with a delay."""
         return self._exchange is not None and self.steps == 0
 
+    def push_whole(self, bucket: int) -> bool:
+        """Whether ranks are delayed: then a bucket pushes everything from the next step on. All ranks call it alike."""
+        if self._exchange is not None:
+            self._exchange.push_whole(bucket)
+        return self._exchange is not None
+
     # Stages.
 
     def _begin(self) -> None:
@@ -220,7 +209,7 @@ class Delay:
         rates, exchange, problem = rates_of(self._optimizer), None, None
         try:
             exchange = self._make_exchange()
-            self._before = {name: kept_on_host(parameter) for name, parameter in self._parameters.items()}
+            self._own.begin()
         except (RuntimeError, MemoryError) as error:
             problem = first_line(error)
         problems = [one for one in self._session_world.gather(problem, "beginning a delay") if one]
@@ -236,9 +225,10 @@ class Delay:
         self._put(exchange)
 
     def _make_exchange(self) -> DelayedExchange:
-        communicator = make_communicator(self._world, [PushPull()] * len(self.plan.buckets), _device(self._parameters))
+        device = _device(self._parameters)
+        communicator = communicator_of(self._groups_of_nodes, self._world, len(self.plan.buckets), device)
         made = DelayedExchange(
-            synchronous(self.plan), self._all, self._world.ranks, communicator, self._recorder,
+            self.plan, self._all, self.workers, communicator, self._recorder,
             optimizer=self._optimizer, rank=self._world.rank, rates=lambda: rates_of(self._optimizer),
             pulls_at=self._pulls_at, scale=self._loss_scale,
         )  # fmt: skip
@@ -262,7 +252,8 @@ class Delay:
         if self._updated != self._steps_done():
             self._done_by_owners = self._steps_done()
         self._check_scales()
-        self._exchange, self._before, self._memory = None, {}, {}
+        self._exchange = None
+        self._own.end()
 
     def _check_scales(self) -> None:
         scales = self._session_world.gather(self._loss_scale(), "comparing loss scales")
@@ -307,7 +298,10 @@ class Delay:
     def close(self) -> None:
         """Gives the group back."""
         self._exchange = None
-        self._world.leave()
+        if self._groups_of_nodes is not None:
+            self._groups_of_nodes.leave()
+        else:
+            self._world.leave()
 
     # Checkpoints.
 
@@ -323,7 +317,7 @@ class Delay:
             )
         state: dict[str, Any] = {
             "spec": asdict(self.spec), "stage": self.stage, "step": self._steps_done(), "steps": self.steps,
-            "rates": list(self._lrs), "staleness": self.staleness.state(),
+            "rates": list(self._lrs), "staleness": self.staleness.state(), "workers": self.workers.count,
         }  # fmt: skip
         exchange = self._exchange
         if exchange is None:
@@ -335,17 +329,16 @@ class Delay:
         return state | {
             "pushed": exchange.step,
             "pieces": exchange.server.state(),
-            "weights": clones(self._parameters),
+            "residuals": exchange.server.residuals(),
             "buffers": [buffer.detach().clone() for buffer in self._buffers()],
-            "pre_weight": clones(self._before),
-            "pulls": pulls, "told": exchange.told, "words": exchange.words, "memory": clones(self._memory),
+            "pulls": pulls, "told": exchange.told, "words": exchange.words, **self._own.state(),
         }  # fmt: skip
 
     def load(self, states: Sequence[Mapping[str, Any]], *, same_ranks: bool) -> int:
         """Goes on from states; returns the number of the next step.
 
         Args:
-            states: this rank's alone; or, of a run with another number of ranks, those of all of its ranks in order.
+            states: this rank's alone; or, of a run with another number of ranks or workers, those of all of its ranks.
             same_ranks: which of them.
 
         Raises:
@@ -376,23 +369,25 @@ class Delay:
         exchange = self._exchange
         assert exchange is not None
         exchange.step = first["pushed"] if same_ranks else first["step"]
-        for name, before in first["pre_weight"].items():
-            self._before[name].copy_(before)
+        self._own.load(first, own=same_ranks)
         if not same_ranks:
             weights, momenta = joined([one["pieces"] for one in states], self._parameters)
             exchange.server.set_weights(weights)
             exchange.server.set_momenta(momenta)
-            copy_all([self._parameters[name] for name in weights], list(weights.values()))
+            exchange.server.put_residuals(residuals_of(states, self._worker, self.workers.count))
+            self._own.take(weights)
             return
         exchange.server.load(first["pieces"])
-        copy_all([self._parameters[name] for name in first["weights"]], list(first["weights"].values()))
+        exchange.server.put_residuals(first["residuals"])
         copy_all(self._buffers(), first["buffers"])
         for step, pulled in first["pulls"]:
             exchange.put_back(step, pulled)
         exchange.told, exchange.words = first["told"], first["words"]
-        self._memory = {
-            name: kept.to(self._parameters[name].device, copy=True) for name, kept in first["memory"].items()
-        }
+
+    @property
+    def _worker(self) -> int:
+        """The number of this rank's worker."""
+        return self.workers.owners[self._world.rank] % self.workers.count
 
 
 def _device(parameters: Mapping[str, nn.Parameter]) -> torch.device:

@@ -52,8 +52,25 @@ def joined(
     return weights, momenta
 
 
-KEYS = {"spec", "stage", "step", "steps", "rates", "staleness"}
-DELAYED_KEYS = KEYS | {"pushed", "pieces", "weights", "buffers", "pre_weight", "pulls", "told", "words", "memory"}
+def residuals_of(states: Sequence[Mapping[str, Any]], worker: int, workers: int) -> dict[str, Tensor]:
+    """One worker's share of what all ranks of a run had yet to push, by gradient: the sum over workers stays the same.
+
+    Args:
+        states: of all ranks.
+        worker: this one.
+        workers: how many there are now.
+    """
+    total: dict[str, Tensor] = {}
+    for state in states[worker::workers]:
+        for name, part in state["residuals"].items():
+            total[name] = total[name] + part.to(total[name].device) if name in total else part
+    return total
+
+
+KEYS = {"spec", "stage", "step", "steps", "rates", "staleness", "workers"}
+DELAYED_KEYS = KEYS | {
+    "pushed", "pieces", "residuals", "weights", "buffers", "pre_weight", "pulls", "told", "words", "memory",
+}  # fmt: skip
 
 
 def check_state(state: Any, spec: DelaySpec, parameters: Mapping[str, nn.Parameter]) -> None:
@@ -76,8 +93,8 @@ def check_state(state: Any, spec: DelaySpec, parameters: Mapping[str, nn.Paramet
         )
 
 
-def delays_of(given: Any, rank: int, ranks: int) -> tuple[list[Any], bool]:
-    """(what `Delay.load` continues from, whether the run had as many ranks), from `Session.state_dict()`s.
+def delays_of(given: Any, rank: int, ranks: int, workers: int) -> tuple[list[Any], bool]:
+    """(what `Delay.load` continues from, whether the run had as many ranks and workers), from `Session.state_dict()`s.
 
     Raises:
         InputError: no state of a run with delay; another rank's, or not those of all ranks.
@@ -91,12 +108,23 @@ def delays_of(given: Any, rank: int, ranks: int) -> tuple[list[Any], bool]:
                 "the plan that the run began with"
             )
     count = everyone[0]["ranks"]
+    before = _workers_of(everyone[0]["delay"], count)
     if several and [one["rank"] for one in everyone] == list(range(count)):
         states = [one["delay"] for one in everyone]
-        return ([states[rank]], True) if count == ranks else (states, False)
+        return ([states[rank]], True) if (count, before) == (ranks, workers) else (states, False)
+    if not several and before != workers:
+        raise InputError(
+            f"found the state of a run with {before} workers, this one has {workers}; expected those of all ranks in "
+            f"order: pass a list of them on every rank"
+        )
     if several or (count, everyone[0]["rank"]) != (ranks, rank):
         raise InputError(
             f"found the states of ranks {[one['rank'] for one in everyone]} of {count}, this is rank {rank} of "
             f"{ranks}; expected its own, or those of all ranks in order: pass a list of them on every rank"
         )
     return [everyone[0]["delay"]], True
+
+
+def _workers_of(state: Any, ranks: int) -> int:
+    found: int = state.get("workers", ranks) if isinstance(state, Mapping) else ranks
+    return found

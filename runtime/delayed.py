@@ -1,10 +1,11 @@
 """The buckets of a plan with delay: gradients are pushed to the owners of the global weights, and nobody waits.
 
     bucket complete   ─▶ its push of the step before has ended; its gradients are copied and leave
-    end of backward   ─▶ `.grad`s are this rank's own; behind the last push travels what all ranks have to know of the
-                         step, then owners update their shards, and every k-th step the new weights follow
+    end of backward   ─▶ `.grad`s are this worker's own; behind the last push travels what all have to know of the step,
+                         then owners update their shards, and every k-th step the new weights follow
     optimizer.step()  ─▶ `runtime.delay`: weights that were pulled in the step before are waited for
 
+A worker is a rank, or a node (`runtime.nodewise`): then the end of backward waits for the node's averages.
 Source: SSD-SGD (Xu et al., arXiv 2012.05396), Algorithms 1 and 2.
 """
 
@@ -12,25 +13,32 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from runtime.buckets import BucketBuffer, Slot, UsageFlags
-from runtime.collectives.delayed import compare, pull
+from runtime.buckets import BucketBuffer, Parcel, Slot, UsageFlags
+from runtime.carried import Carried, State
+from runtime.collectives.phases import gather
 from runtime.communicator import Communicator, Sent
 from runtime.exchange import Exchange
+from runtime.guard import Watched
 from runtime.layout import make_plain_buckets
 from runtime.lossy import all_finite
+from runtime.nodewise import Average, NodeLinks, Spread, averages_of
 from runtime.plan import Plan
 from runtime.recorder import Recorder
-from runtime.shards import Rates, Server
+from runtime.shards import Rates, Server, Shard
 from runtime.staleness import NOTHING
+from runtime.topology import Topology
 
 HEAD = 1 + len(NOTHING)
-"""Entries of what ranks tell each other, before those of gradients."""
+"""Entries of what workers tell each other, before those of gradients."""
+HEAD_BYTES = HEAD * torch.float64.itemsize
 KEPT_PULLS = 2
 """With k = 1 the next pull begins before the last one is taken."""
 
@@ -44,32 +52,89 @@ class Pulled:
     sent: Sent
     whole: list[list[Tensor]]
     """By bucket and message, all parts one after the other."""
+    parts: list[list[Tensor]]
+    """Likewise, where nodes have several ranks, what comes to this one between nodes."""
 
 
 @dataclass(eq=False)
 class StepEnd:
-    """What travels behind a step's last push."""
+    """What follows a step's last push, with which has come what all workers said."""
 
     server: Server
     rates: Rates
-    own: Tensor
-    """What the other ranks have to know, float64: whether this rank's gradients are finite, what `Staleness.measure`
-    says, and whether each gradient has come."""
+    words: Tensor
+    """Every worker's, behind the last push. Shape (workers, bytes)."""
     pulled: Pulled | None
-    told: Tensor = field(init=False)
-    """Every rank's `own`. Shape (ranks, entries)."""
+    spread: Callable[[Shard, Tensor, Tensor], None]
+    """Hands weights that were pulled between nodes to the node's other ranks."""
+    told: Tensor | None = None
+    """Of every worker whether its gradients were finite, and what `Staleness.measure` said. Shape (workers, HEAD)."""
 
     def phases(self, group: dist.ProcessGroup) -> Iterator[dist.Work]:
         """See `Collective.run`."""
-        ranks = dist.get_world_size(group)
-        self.told = self.own.new_zeros(ranks, self.own.numel())
-        yield from compare(self.told.view(-1), self.own, group)
-        used = self.told[:, HEAD:].bool().any(dim=0)
+        self.told, used = read_words(self.words)
         self.server.update(self.rates, self.told[:, 0].bool().all(), used)  # alike on all ranks
-        if self.pulled is not None:
-            for shards, whole in zip(self.server.shards, self.pulled.whole, strict=True):
-                for shard, parts in zip(shards, whole, strict=True):
-                    yield from pull(shard, parts, group)
+        if self.pulled is None:
+            return
+        for index, shards in enumerate(self.server.shards):
+            for number, shard in enumerate(shards):
+                whole = self.pulled.whole[index][number]
+                if shard.of_node is None:
+                    yield from gather(whole, shard.weights, group)
+                    continue
+                part = self.pulled.parts[index][number]
+                yield from gather(part, shard.weights, group)
+                self.spread(shard, whole, part)
+
+
+def words_of(head: Tensor, used: Tensor) -> Tensor:
+    """What a rank tells the others, as bytes: `head` (float64), and of each gradient whether it has one."""
+    return torch.cat([head.view(torch.uint8), used.to(torch.uint8)])
+
+
+def read_words(words: Tensor) -> tuple[Tensor, Tensor]:
+    """(every rank's head, of each gradient whether any rank has one, as bytes behind which there may be more)."""
+    heads = words[:, :HEAD_BYTES].contiguous().view(torch.float64)
+    return heads, words[:, HEAD_BYTES:].bool().any(dim=0)
+
+
+class HeldPushes(Carried):
+    """What pushes hold back, for the exchange that follows one with a delay."""
+
+    def __init__(self, server: Server) -> None:
+        super().__init__(())
+        self._server = server
+
+    def state(self) -> State:
+        """See `Carried.state`."""
+        residuals = self._server.residuals()
+        return {"residuals": residuals, "steps": self.steps, "loss_scale": 1.0} if residuals else {}
+
+
+@dataclass(frozen=True)
+class PushedBucket:
+    """See `runtime.guard.Watched`; nobody but the owners has the sums."""
+
+    bucket: BucketBuffer
+    shard: Shard
+
+    @property
+    def index(self) -> int:
+        return self.bucket.index
+
+    @property
+    def label(self) -> str:
+        return self.bucket.label
+
+    @property
+    def k(self) -> int:
+        return self.shard.k
+
+    def sums(self, group: dist.ProcessGroup | None) -> tuple[Tensor, Tensor]:
+        """See `Watched`."""
+        both = self.shard.held_and_sent()
+        dist.all_reduce(both, group=group)
+        return both[0], both[1]
 
 
 class DelayedExchange(Exchange):
@@ -79,7 +144,7 @@ class DelayedExchange(Exchange):
         self,
         plan: Plan,
         parameters: Mapping[str, nn.Parameter],
-        ranks: int,
+        topology: Topology,
         communicator: Communicator,
         recorder: Recorder,
         *,
@@ -92,33 +157,48 @@ class DelayedExchange(Exchange):
         """Lays out the buckets and takes over the weights, which are the same on all ranks.
 
         Args:
+            topology: whose nodes are the workers.
+            communicator: `runtime.nodewise.NodeLinks` where nodes have several ranks.
             optimizer: whose groups and momentum the owners take over.
             rates: the hyperparameters of its groups now.
-            pulls_at: (step, what all ranks said behind the pushes of the one before) → whether the weights that the
+            pulls_at: (step, what all workers said behind the pushes of the one before) → whether the weights that the
                 step leaves are pulled; called once for each step, and alike on all ranks.
             scale: the factor of this rank's losses now.
         """
-        super().__init__(plan, parameters, ranks, communicator, recorder, exchanges=True)
-        self.server = Server(self.buckets, optimizer, rank, ranks)
-        self._rates, self._loss_scale, self._ranks = rates, scale, ranks
-        self._scale = 1.0  # `.grad`s stay this rank's own
+        per_node = topology.per_node
+        super().__init__(plan, parameters, topology.count * per_node, communicator, recorder, exchanges=True)
+        words_bytes = HEAD_BYTES + len(self.slots)
+        self.server = Server(
+            self.buckets, optimizer, rank, topology.count * per_node, owners=topology.owners, per_node=per_node,
+            compressors=[bucket.compressor for bucket in plan.buckets], words_bytes=words_bytes,
+        )  # fmt: skip
+        self.carried = HeldPushes(self.server)
+        self._links = communicator if isinstance(communicator, NodeLinks) else None
+        self._pushes: Communicator = communicator if self._links is None else self._links.between
+        self._averages: list[list[Average]] = []
+        if per_node > 1:
+            self._averages = [averages_of(shards, per_node, words_bytes) for shards in self.server.shards]
+        self._rates, self._loss_scale, self._workers = rates, scale, topology.count
+        self._scale = 1.0 / per_node  # `.grad`s stay this worker's own
         self._before: dict[int, Sent] = {}
         """Of each bucket, its last push."""
         self._finite: list[Tensor] = []
         self.finite = torch.tensor(True)
-        """Whether this rank's gradients of the last step are (0-d)."""
+        """Whether this worker's gradients of the last step are (0-d)."""
+        self._used = torch.zeros(0, dtype=torch.bool)
+        """Of each gradient of the last step, whether this worker has one."""
         self.words = NOTHING
-        """What this rank tells the others behind its next push, beside whether its gradients are finite."""
+        """What this worker tells the others behind its next push, beside whether its gradients are finite."""
         self._end: StepEnd | None = None
-        """What travels behind the last step's pushes."""
+        """What follows the last step's pushes."""
         self.told: Tensor | None = None
-        """What all ranks said behind an earlier step's. Shape (ranks, entries)."""
+        """What all workers said behind an earlier step's. Shape (workers, entries)."""
         self._pulls_at = pulls_at
         self.step = 0
         """Number of the next step to push."""
         self.pulls: deque[Pulled] = deque()
         """The last ones, until a local update takes them."""
-        self._spare: list[list[list[Tensor]]] = []
+        self._spare: list[Pulled] = []
 
     def _lay_out(
         self, parameters: Mapping[str, nn.Parameter], ranks: int
@@ -127,49 +207,107 @@ class DelayedExchange(Exchange):
         slots, buckets = make_plain_buckets(self.plan, parameters)
         return slots, buckets, None
 
+    def _holds_back(self, bucket: BucketBuffer) -> bool:
+        return any(shard.holds_back for shard in self.server.shards[bucket.index])
+
+    def watched(self) -> list[Watched]:
+        """See `Exchange.watched`: the pushes that are selected from by magnitude."""
+        return [
+            PushedBucket(bucket, self.server.shards[bucket.index][0])
+            for bucket, planned in zip(self.buckets, self.plan.buckets, strict=True)
+            if planned.compressor.name == "topk" and self.server.shards[bucket.index][0].k
+        ]
+
+    def push_whole(self, index: int) -> None:
+        """From the next step on a bucket pushes everything, and first what it has held back."""
+        if index in self._before:
+            self._pushes.wait(self._before[index])
+        for shard in self.server.shards[index]:
+            shard.push_whole()
+
     def _launch(self, bucket: BucketBuffer) -> None:
         before = self._before.get(bucket.index)
         if before is not None:
-            self.communicator.wait(before)  # a rank that computes faster than the network carries stops here
-        scale = 1.0 / (self._ranks * self._loss_scale())
-        shards = self.server.shards[bucket.index]
-        for shard in shards:
-            shard.pack(scale)
-            self._finite.append(all_finite(shard.pushed))
-        last = bucket.index == len(self.buckets) - 1
-        bucket.sends = [*shards, self._step_end()] if last else list(shards)
+            self._pushes.wait(before)  # a rank that computes faster than the network carries stops here
+        self._finite += [all_finite(message.flat) for message in bucket.messages]
         sent = self._before[bucket.index] = self._recorder.sent(bucket.index)
-        if last:
-            self._note(bucket.sends[-1], sent)
-        self.communicator.launch(bucket, sent)
-        self._next += 1
+        end, head = None, None
+        if bucket.index == len(self.buckets) - 1:
+            head = self._head()
+            end = self._step_end(sent)
+            self._used = torch.tensor([slot.touched for slot in self.slots]).to(head.device)
+        step, self._next = self.step - (end is not None), self._next + 1
+        if self._links is None:
+            self._push(bucket, sent, end, words=None if head is None else words_of(head, self._used), step=step)
+            return
+        averages = self._averages[bucket.index]
+        for average in averages:
+            average.pack()
+        rows = averages[-1].rows
+        if head is not None:
+            _tell(rows.words(rows.sent), words_of(head, self._used))
+        averages[-1].then = partial(self._push_average, bucket, sent, end, step)
+        self._links.inside.launch(Parcel(bucket.index, bucket.label, averages), Sent())
 
-    def _step_end(self) -> StepEnd:
-        finite = torch.stack(self._finite).all()
+    def _push_average(self, bucket: BucketBuffer, sent: Sent, end: StepEnd | None, step: int) -> None:
+        """This rank has its part of a bucket's average, and with the last one what the node's other ranks said."""
+        words = None
+        if end is not None:
+            rows = self._averages[bucket.index][-1].rows
+            heads, used = read_words(rows.words(rows.received))
+            self.finite, self._used = heads[:, 0].bool().all(), used[: len(self.slots)]
+            heads[0, 0] = self.finite
+            words = words_of(heads[0], self._used)  # the rest is the same on all of them
+        self._push(bucket, sent, end, words, step)
+
+    def _push(self, bucket: BucketBuffer, sent: Sent, end: StepEnd | None, words: Tensor | None, step: int) -> None:
+        shards = self.server.shards[bucket.index]
+        scale = 1.0 / (self._workers * self._loss_scale())
+        for shard in shards:
+            shard.pack(scale, all_finite(shard.vector) if shard.holds_back else self.finite, step)
+        payloads: list[Any] = list(shards)
+        if end is not None and words is not None:
+            rows = shards[-1].push.rows
+            _tell(rows.words(rows.sent), words)
+            end.words = rows.words(rows.received)
+            payloads.append(end)
+        self._pushes.launch(Parcel(bucket.index, bucket.label, payloads), sent)
+
+    def _head(self) -> Tensor:
+        """What the others have to know of this rank's step, without gradients. Shape (HEAD,), float64."""
+        self.finite = torch.stack(self._finite).all()
         self._finite.clear()
-        touched = [float(slot.touched) for slot in self.slots]
-        own = torch.tensor([0.0, *self.words, *touched], dtype=torch.float64).to(finite.device)
-        own[0], self.words, self.finite = finite, NOTHING, finite
+        head = torch.tensor([0.0, *self.words], dtype=torch.float64).to(self.finite.device)
+        head[0], self.words = self.finite, NOTHING
+        return head
+
+    def _step_end(self, sent: Sent) -> StepEnd:
         if self._end is not None:
             self.told = self._end.told  # its bucket's push has ended
         pulls = self._pulls_at(self.step, None if self.told is None else self.told[:, 1:HEAD])
-        pulled = Pulled(self.step, Sent(), self._take_spare()) if pulls else None
-        return StepEnd(self.server, self._rates(), own, pulled)
-
-    def _note(self, end: StepEnd, sent: Sent) -> None:
-        self._end = end
-        if end.pulled is not None:
-            end.pulled.sent = sent
-            self.pulls.append(end.pulled)
+        pulled = self._room(self.step, sent) if pulls else None
+        self._end = StepEnd(self.server, self._rates(), torch.empty(0), pulled, self._spread)
+        if pulled is not None:
+            self.pulls.append(pulled)
             if len(self.pulls) > KEPT_PULLS:  # nobody has taken it: optimizer's steps were left out
                 self.give_back(self.pulls.popleft())
         self.step += 1
+        return self._end
 
-    def _take_spare(self) -> list[list[Tensor]]:
+    def _spread(self, shard: Shard, whole: Tensor, part: Tensor) -> None:
+        assert self._links is not None
+        bucket = shard.message.slots[0].bucket
+        self._links.spread.launch(Parcel(bucket.index, bucket.label, [Spread(whole, part)]), Sent())
+
+    def _room(self, step: int, sent: Sent) -> Pulled:
         """Memory for all weights that nothing on its way is written to and nobody reads."""
         if self._spare:
-            return self._spare.pop()
-        return [[torch.zeros_like(shard.pushed) for shard in shards] for shards in self.server.shards]
+            return replace(self._spare.pop(), step=step, sent=sent)
+        whole = [[shard.whole() for shard in shards] for shards in self.server.shards]
+        parts = [
+            [torch.zeros_like(s.of_node) for s in shards if s.of_node is not None] for shards in self.server.shards
+        ]
+        return Pulled(step, sent, whole, parts)
 
     def take(self) -> Pulled | None:
         """The newest pull that a step before the last one began, when it has come; None where there is none.
@@ -193,14 +331,14 @@ class DelayedExchange(Exchange):
 
     def put_back(self, step: int, weights: Mapping[str, Tensor]) -> None:
         """A pull that had come before the run was interrupted."""
-        pulled = Pulled(step, Sent(end=0.0), self._take_spare())
+        pulled = self._room(step, Sent(end=0.0))
         for name, place in self.weights(pulled.whole).items():
             place.copy_(weights[name])
         self.pulls.append(pulled)
 
     def give_back(self, pulled: Pulled) -> None:
         """Nobody reads it any more."""
-        self._spare.append(pulled.whole)
+        self._spare.append(pulled)
 
     def weights(self, whole: list[list[Tensor]]) -> dict[str, Tensor]:
         """Pulled weights by name, in the parameters' shapes."""
@@ -211,17 +349,25 @@ class DelayedExchange(Exchange):
         return found
 
     def finish(self) -> None:
-        """The end of backward: the rest leaves, and nothing is waited for."""
+        """The end of backward: the rest leaves, and nothing is waited for but the averages of the node."""
         for bucket in self.buckets[self._next :]:
             self._fill_missing(bucket)
             self._launch(bucket)
         self._recorder.end_backward()
-        for kept in self._kept:
-            kept.give_back()
-        self._kept.clear()
+        if self._links is not None:
+            self._links.inside.wait()
+        self._settle_used()
         self.untouch()
         self.open = False
         self._recorder.end_step()
+
+    def _settle_used(self) -> None:
+        """What came in no backward of this worker keeps its `.grad`."""
+        used = self._used.tolist() if self._kept and self._links is not None else None
+        for kept in self._kept:
+            if used is None or not used[kept.slot.index]:
+                kept.give_back()
+        self._kept.clear()
 
     def forget(self) -> None:
         """An exception ended the backward. Where it did so on all ranks, what they have pushed is no step of anybody's;
@@ -231,3 +377,8 @@ class DelayedExchange(Exchange):
         self._kept.clear()
         self._finite.clear()
         self.communicator.wait()
+
+
+def _tell(places: Tensor, words: Tensor) -> None:
+    """Writes the same words for every peer. Shapes (peers, bytes), (bytes or fewer,)."""
+    places[:, : words.numel()] = words

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from runtime.buckets import BucketBuffer, Kept, Slot, UsageFlags
 from runtime.carried import Carried
 from runtime.communicator import Communicator
+from runtime.guard import LossyBucket, Watched
 from runtime.layout import make_buckets
 from runtime.plan import Plan
 from runtime.recorder import Recorder
@@ -167,7 +168,7 @@ class Exchange:
                 continue
             self._kept.append(Kept.of(slot))
             slot.waiting = False
-            stale = bucket.lossy is not None and not slot.touched
+            stale = self._holds_back(bucket) and not slot.touched
             if slot.parameter.grad is None or stale:
                 slot.clear_view()
                 slot.view.zero_()
@@ -176,6 +177,15 @@ class Exchange:
                 slot.take(self._scale)
         if bucket.waiting:
             bucket.take_small(self._scale)
+
+    def _holds_back(self, bucket: BucketBuffer) -> bool:
+        """Whether something of a bucket may travel in later steps."""
+        return bucket.lossy is not None
+
+    def watched(self) -> list[Watched]:
+        """The buckets whose largest elements travel."""
+        lossy = [(bucket, bucket.lossy) for bucket in self.buckets]
+        return [LossyBucket(bucket, one) for bucket, one in lossy if one is not None and one.by_magnitude]
 
     def _settle_missing(self, carries: bool) -> None:
         """A parameter that no rank used keeps its `.grad`; one that another rank used gets the average.

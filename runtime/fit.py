@@ -12,12 +12,12 @@ from torch import Tensor, nn
 from runtime.closures import DECIDE_BY_LOSS
 from runtime.collectives import COLLECTIVES, HITOPK, PHASED, form_of
 from runtime.compressors import COMPRESSORS, make_compressor
+from runtime.delay_fit import delay_misfit, find_unserved
 from runtime.errors import InputError
-from runtime.local_updates import LOCAL_UPDATES
 from runtime.lossy import layer_runs
 from runtime.names import canonical_name, fingerprint
 from runtime.optimizers import LayerwiseOptimizer
-from runtime.plan import CURE, DelaySpec, Plan, PlanBucket
+from runtime.plan import CURE, Plan, PlanBucket
 from runtime.torch_compat import is_sharded, is_wrapped
 
 SELECTING = ("topk", "randomk")
@@ -215,7 +215,7 @@ def _tensor_misfit(tensor: Tensor) -> str | None:
 
 
 def _support_misfit(parameters: Mapping[str, nn.Parameter], plan: Plan) -> str | None:
-    if plan.delay is not None and (problem := _delay_misfit(plan, plan.delay)):
+    if plan.delay is not None and (problem := delay_misfit(plan, plan.delay)):
         return problem
     if plan.local_async is not None:
         return "the plan asks for local updaters, which this version does not execute; expected local_async null"
@@ -230,36 +230,6 @@ def _support_misfit(parameters: Mapping[str, nn.Parameter], plan: Plan) -> str |
         problem = _form_misfit(bucket) or _lossy_misfit(parameters, plan, bucket)
         if problem is not None:
             return f"bucket {index} {problem}"
-    return None
-
-
-def _delay_misfit(plan: Plan, delay: DelaySpec) -> str | None:
-    """Why a plan cannot be executed with its delay."""
-    if plan.accuracy != "relaxed":
-        return f'the plan has a delay and the accuracy {plan.accuracy}; expected "relaxed": set it if delay is meant'
-    if delay.local_update not in LOCAL_UPDATES:
-        known = ", ".join(LOCAL_UPDATES)
-        return f"the delay's local_update is {delay.local_update!r}, which is unknown; known: {known}"
-    if delay.warmup_steps % delay.steps:
-        return (
-            f"the delay has {delay.warmup_steps} warmup_steps, expected a multiple of its {delay.steps} steps, such as "
-            f"{-(-delay.warmup_steps // delay.steps) * delay.steps}"
-        )
-    lossy = next((index for index, bucket in enumerate(plan.buckets) if bucket.compressor.name != "none"), None)
-    if lossy is not None:
-        return f"bucket {lossy} is compressed, which this version does not do with a delay; expected none: {CURE}"
-    other = next((i for i, bucket in enumerate(plan.buckets) if bucket.algorithm != "library"), None)
-    if other is not None:
-        found = "/".join(form_of(plan.buckets[other]))
-        return f"bucket {other} travels by {found}, but with a delay all are pushed alike; expected all_reduce/library"
-    if plan.momentum_correction is not None:
-        return f"the plan has a delay and corrects momentum, which are not done together; expected one of them: {CURE}"
-    nodes = plan.world.nodes or plan.world.ranks
-    if nodes != plan.world.ranks:
-        return (
-            f"the plan has a delay for {plan.world.ranks} ranks on {nodes} nodes, and this version delays one rank a "
-            f"node; expected as many nodes as ranks: {CURE}"
-        )
     return None
 
 
@@ -279,13 +249,6 @@ def _norms_misfit(parameters: Mapping[str, nn.Parameter], plan: Plan) -> str | N
         return f"{where}: found {unknown!r}, which is no trainable parameter of the model; expected its own: {CURE}"
     twice = next((name for name, times in Counter(listed).items() if times > 1), None)
     return None if twice is None else f"{where}: found {twice!r} twice; expected each parameter in one share: {CURE}"
-
-
-def find_late_delay(plan: Plan) -> str | None:
-    """Why a run that has begun cannot change over to the plan, or None."""
-    if plan.delay is None:
-        return None
-    return "the plan has a delay, whose warm-up begins with a run; expected delay null: attach with that plan"
 
 
 def _form_misfit(bucket: PlanBucket) -> str | None:
@@ -326,21 +289,14 @@ def _lossy_misfit(parameters: Mapping[str, nn.Parameter], plan: Plan, bucket: Pl
     odd = next((gradient for gradient in bucket.gradients if parameters[gradient].is_complex()), None)
     if odd is not None:
         return f"has the compressor {name!r}, which knows no complex numbers; expected none: {odd} is complex"
+    if plan.delay is not None and len({parameters[gradient].dtype for gradient in bucket.gradients}) > 1:
+        return f"has the compressor {name!r} and several dtypes, but is pushed; expected one dtype in it: divide it"
     sizes = [(gradient, parameters[gradient].numel()) for gradient in bucket.gradients]
     try:
         make_compressor(bucket.compressor, layer_runs(sizes), ranks=plan.world.ranks)
     except InputError as error:
         return f"has a compressor that does not fit: {error}"
     return None
-
-
-def _no_plain_sgd(optimizer: torch.optim.Optimizer | None) -> str | None:
-    """What owners of weights cannot do of an optimizer, or None."""
-    if not isinstance(optimizer, torch.optim.SGD):
-        return "no optimizer" if optimizer is None else type(optimizer).__name__
-    # A fused step is scaled by a GradScaler itself, and what takes its place here is not.
-    options = ("dampening", "maximize", "differentiable", "fused")
-    return next((f"SGD with {o}" for group in optimizer.param_groups for o in options if group[o]), None)
 
 
 def _has_momentum(optimizer: torch.optim.Optimizer | None) -> str | None:
@@ -351,29 +307,12 @@ def _has_momentum(optimizer: torch.optim.Optimizer | None) -> str | None:
     return None if found is None else f"SGD with momentum {found}"
 
 
-def _find_unowned(optimizer: torch.optim.Optimizer | None, parameters: Mapping[str, nn.Parameter]) -> str | None:
-    """A parameter that owners of the weights would have no optimizer for, or None."""
-    groups = [] if optimizer is None else optimizer.param_groups
-    known = {id(parameter) for group in groups for parameter in group["params"]}
-    return next((name for name, parameter in parameters.items() if id(parameter) not in known), None)
-
-
 def find_optimizer_misfit(
     plan: Plan, optimizer: torch.optim.Optimizer | None, parameters: Mapping[str, nn.Parameter]
 ) -> str | None:
     """Why this optimizer cannot train by the plan, or None."""
-    if plan.delay is not None and (odd := _no_plain_sgd(optimizer)):
-        return (
-            f"the plan has a delay, for which owners of the weights and ranks do what torch.optim.SGD does, but found "
-            f"{odd}; expected torch.optim.SGD with momentum, weight decay or Nesterov's momentum: use that, or plan "
-            f"without --accuracy relaxed"
-        )
-    planned = {name: parameters[name] for name in plan.gradients if name in parameters}
-    if plan.delay is not None and (odd := _find_unowned(optimizer, planned)):
-        return (
-            f"the plan has a delay and the gradient {odd}, whose parameter is not in the optimizer; expected all of "
-            f"them in it, for owners of the weights do what it does: add that parameter, or freeze it before profiling"
-        )
+    if plan.delay is not None and (problem := find_unserved(plan, optimizer, parameters)):
+        return problem
     if plan.momentum_correction is not None and (odd := _has_momentum(optimizer)):
         return (
             f"the plan corrects momentum, which is added up before the optimizer then, but found {odd}; expected "

@@ -10,15 +10,19 @@ from __future__ import annotations
 
 import math
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from runtime.buckets import BucketBuffer
 from runtime.clock import Clock
 from runtime.compressors.delta import delta
 from runtime.errors import AccuracyWarning
+from runtime.lossy import Lossy
 from runtime.plan import NO_COMPRESSION, Plan
 from runtime.world import World
 
@@ -44,11 +48,54 @@ class Sampled:
     """Of the sum over ranks of what is held back."""
 
 
+class Watched(Protocol):
+    """A bucket of which the largest elements travel."""
+
+    @property
+    def index(self) -> int: ...
+    @property
+    def label(self) -> str: ...
+    @property
+    def k(self) -> int:
+        """How many elements each worker sends."""
+        ...
+
+    def sums(self, group: dist.ProcessGroup | None) -> tuple[Tensor, Tensor]:
+        """(what is held back, what was sent in the last step), added up over all ranks, which all call this. 1-D."""
+        ...
+
+
+@dataclass(frozen=True)
+class LossyBucket:
+    """See `Watched`; whose gradients become the sums."""
+
+    bucket: BucketBuffer
+    lossy: Lossy
+
+    @property
+    def index(self) -> int:
+        return self.bucket.index
+
+    @property
+    def label(self) -> str:
+        return self.bucket.label
+
+    @property
+    def k(self) -> int:
+        return self.lossy.k
+
+    def sums(self, group: dist.ProcessGroup | None) -> tuple[Tensor, Tensor]:
+        """See `Watched`."""
+        held = self.lossy.carrier.held_back()
+        dist.all_reduce(held, group=group)
+        return held, self.lossy.carrier.sums()
+
+
 class Guard:
     """Samples the buckets of one exchange that send their largest elements, in turn."""
 
-    def __init__(self, buckets: list[BucketBuffer], world: World, clock: Clock) -> None:
-        self._buckets = [bucket for bucket in buckets if bucket.lossy is not None and bucket.lossy.by_magnitude]
+    def __init__(self, buckets: Sequence[Watched], world: World, clock: Clock) -> None:
+        self._buckets = buckets
         self._world, self._clock = world, clock
         self._turn, self._due, self._steps = 0, FIRST_STEP, 0
         self._last_step = clock.mark()
@@ -76,18 +123,14 @@ class Guard:
         harmful = len(last) == SAMPLES and all(sample.delta > HARMFUL for sample in last)
         return bucket.index if harmful else None
 
-    def _sample(self, bucket: BucketBuffer, step: int) -> Sampled:
-        lossy = bucket.lossy
-        assert lossy is not None
-        held = lossy.carrier.held_back()
+    def _sample(self, bucket: Watched, step: int) -> Sampled:
         with self._world.naming(f"sampling {bucket.label}"):
-            dist.all_reduce(held, group=self._world.group)
-        sent = lossy.carrier.sums()
+            held, sent = bucket.sums(self._world.group)
         whole = float(torch.linalg.vector_norm(held + sent, dtype=torch.float64)) ** 2
         went = float(torch.linalg.vector_norm(sent, dtype=torch.float64)) ** 2
         return Sampled(
             step=step,
-            delta=delta(held + sent, sent, lossy.k),
+            delta=delta(held + sent, sent, bucket.k),
             energy=went / whole if whole > 0.0 else 1.0,
             residual_norm=float(torch.linalg.vector_norm(held, dtype=torch.float64)),
         )

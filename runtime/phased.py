@@ -20,7 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from runtime.buckets import BucketBuffer
+from runtime.buckets import BucketBuffer, Parcel
 from runtime.collectives import PHASED, collective_of, form_of
 from runtime.collectives.phases import Phase
 from runtime.communicator import EXIT_S, GRACE_S, Communicator, Sent, describe_failure, mark_on, nothing
@@ -119,13 +119,13 @@ class PhasedHostCommunicator:
         self._grid, self._phases = grid, phases
         self._queues = PhaseQueues([[phase.link for phase in of] for of in phases], order)
         self._changed = threading.Condition()
-        self._buckets: dict[int, tuple[BucketBuffer, Sent]] = {}
+        self._buckets: dict[int, tuple[BucketBuffer | Parcel, Sent]] = {}
         self._failure: CommunicationError | None = None
         self._moved_at, self._closing = time.monotonic(), False
         self._threads: list[threading.Thread] = []
         _running.add(self)
 
-    def launch(self, bucket: BucketBuffer, sent: Sent, prepare: Callable[[], None] = nothing) -> None:
+    def launch(self, bucket: BucketBuffer | Parcel, sent: Sent, prepare: Callable[[], None] = nothing) -> None:
         """See `Communicator.launch`."""
         if self._queues.over(bucket.index):
             self.wait()
@@ -206,7 +206,7 @@ class PhasedHostCommunicator:
                 self._changed.wait()
         return None
 
-    def _run(self, phase: Phase, bucket: BucketBuffer) -> None:
+    def _run(self, phase: Phase, bucket: BucketBuffer | Parcel) -> None:
         limit = timedelta(seconds=self._grid.world.timeout_s + GRACE_S)
         for message in bucket.payloads:
             for work in phase.run(message, self._grid):
@@ -252,11 +252,11 @@ class PhasedStreamCommunicator:
         self._grid, self._phases = grid, phases
         self._queues = PhaseQueues([[phase.link for phase in of] for of in phases], order)
         self._streams = {link: torch.cuda.Stream(device) for link in LINKS}
-        self._buckets: dict[int, tuple[BucketBuffer, Sent]] = {}
+        self._buckets: dict[int, tuple[BucketBuffer | Parcel, Sent]] = {}
         self._events: dict[int, torch.cuda.Event] = {}
         self._works: list[tuple[dist.Work, str]] = []
 
-    def launch(self, bucket: BucketBuffer, sent: Sent, prepare: Callable[[], None] = nothing) -> None:
+    def launch(self, bucket: BucketBuffer | Parcel, sent: Sent, prepare: Callable[[], None] = nothing) -> None:
         """See `Communicator.launch`; what the current stream has queued so far is waited for on the device."""
         if self._queues.over(bucket.index):
             self.wait()

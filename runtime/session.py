@@ -24,13 +24,13 @@ from runtime.clock import make_clock
 from runtime.closures import LossAveraging
 from runtime.collectives import collective_of, has_phases
 from runtime.communicator import Communicator, NullCommunicator, Sent, make_communicator
-from runtime.delay import Delay
+from runtime.delay import Delay, synchronous
+from runtime.delay_fit import find_late_delay
 from runtime.delay_state import delays_of
 from runtime.drift import DriftGuard
 from runtime.errors import FallbackWarning, InputError
 from runtime.exchange import Exchange
 from runtime.fit import (
-    find_late_delay,
     find_late_step,
     find_optimizer_misfit,
     find_plan_misfit,
@@ -130,7 +130,8 @@ class Session:
         return self._backward.synchronizing and not (self.delay is not None and self.delay.active)
 
     def _make_exchange(self, plan: Plan) -> Exchange:
-        """Buckets of a plan, not yet hooked."""
+        """Buckets of a plan, not yet hooked; of one with a delay, those of its synchronous steps."""
+        plan = synchronous(plan)
         communicator: Communicator = NullCommunicator()
         if self._communicate and not has_phases(plan):
             collectives = [collective_of(bucket) for bucket in plan.buckets]
@@ -178,8 +179,8 @@ class Session:
         return self.step, prepared
 
     def _make_guard(self) -> Guard | None:
-        lossy = any(bucket.lossy is not None for bucket in self._exchange.buckets)
-        return Guard(self._exchange.buckets, self.world, self.recorder.clock) if lossy and self._guarded else None
+        watched = self._exchange.watched() if self._guarded else []
+        return Guard(watched, self.world, self.recorder.clock) if watched else None
 
     def _judged(self) -> Plan | None:
         """The plan that the last steps speak for, the same on all ranks; None: the present one."""
@@ -188,7 +189,11 @@ class Session:
         harmful = None if self._guard is None else self._guard.step_done(self.step)
         if harmful is None or self._guard is None:
             return None
-        return without(self.plan, harmful, self._guard.samples[harmful])
+        following = without(self.plan, harmful, self._guard.samples[harmful])
+        if self.delay is None or not self.delay.push_whole(harmful):
+            return following
+        self.plan, self._guard = following, self._make_guard()
+        return None
 
     def _change_over(self) -> None:
         """Between two steps: the next one is the pending plan's. `.grad`s are not touched."""
@@ -346,7 +351,7 @@ class Session:
         """
         shapes = {name: parameter.shape for name, parameter in self.parameters.items()}
         if self.delay is not None:
-            states, same_ranks = delays_of(state, self.world.rank, self.world.ranks)
+            states, same_ranks = delays_of(state, self.world.rank, self.world.ranks, self.delay.workers.count)
             self.step = self.delay.load(states, same_ranks=same_ranks)
             return
         held = carried_part(state, self.world.rank, self.world.ranks, shapes)

@@ -1,8 +1,12 @@
 """The shard of the global weights that a rank owns, as a parameter server would: gradients in, weights out.
 
-Every bucket is cut into as many equal parts as there are ranks; part r belongs to rank r. What is owned lies flat, in
-the order of the bucket's gradients and the memory order of each, and `torch.optim.SGD` itself updates it, so that the
-servers' arithmetic is the user's optimizer's. Source: SSD-SGD (Xu et al., arXiv 2012.05396), Algorithm 2.
+Every bucket is cut into as many equal parts as there are owners: every rank is one, part r belongs to owner r. What is
+owned lies flat, in the order of the bucket's gradients and the memory order of each, and `torch.optim.SGD` itself
+updates it, so that the servers' arithmetic is the user's optimizer's.
+
+Where the worker is a node of several ranks, owners are counted by place: the first ranks of all nodes, then the second
+ones, and so on. So the rank with a place has, of the node's gradients, those that ranks with its place own, and pushes
+these to them. Source: SSD-SGD (Xu et al., arXiv 2012.05396), Algorithm 2.
 """
 
 from __future__ import annotations
@@ -16,8 +20,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from runtime.buckets import BucketBuffer, Message, Slot, view_of
-from runtime.collectives.delayed import push
 from runtime.errors import InputError
+from runtime.plan import NO_COMPRESSION, CompressorSpec
+from runtime.pushes import SelectedPush, WholePush, make_push
 from runtime.torch_compat import all_gather_single
 from runtime.world import World
 
@@ -64,17 +69,42 @@ class Piece:
 class Shard:
     """This rank's part of one message of a bucket: of all gradients of one dtype."""
 
-    def __init__(self, message: Message, rank: int, ranks: int) -> None:
+    def __init__(
+        self,
+        message: Message,
+        rank: int,
+        ranks: int,
+        *,
+        per_node: int = 1,
+        compressor: CompressorSpec = NO_COMPRESSION,
+        words_bytes: int = 0,
+    ) -> None:
+        """
+        Args:
+            message: the gradients.
+            rank: this owner's number.
+            ranks: how many owners there are.
+            per_node: the ranks of each worker.
+            compressor: of what is pushed.
+            words_bytes: of the words that travel behind it.
+        """
         self.message, self.rank, self.ranks = message, rank, ranks
         self.numel = sum(slot.parameter.numel() for slot in message.slots)
         self.share = -(-self.numel // ranks)
         flat = message.flat
-        self.pushed = flat.new_zeros(ranks * self.share)
-        """What this rank sends: part r goes to rank r. Shape (ranks · share,)."""
-        self.received = flat.new_zeros(ranks * self.share)
-        """Every rank's push to this one. Shape (ranks · share,)."""
+        self.node_share = ranks // per_node * self.share
+        """Elements that owners with one place have together."""
+        self.of_node = flat.new_zeros(self.node_share) if per_node > 1 else None
+        """The node's gradients, of those that ranks with this place own. Shape (node_share,); None: all are pushed."""
+        first = self.place.start
+        self._mine = slice(first, max(first, min(first + self.node_share, self.numel)))
+        elements = self._mine.stop - first
+        self._per_node, self._words_bytes = per_node, words_bytes
+        self.push = make_push(compressor, elements, self.share, ranks // per_node, flat.dtype, flat.device, words_bytes)
+        """How gradients travel to their owners."""
+        self.holds_back = compressor != NO_COMPRESSION
         self.total = flat.new_zeros(self.share)
-        """Their sum, in order of rank: the averaged gradient. Shape (share,)."""
+        """The sum of what was pushed, in order of workers: the averaged gradient. Shape (share,)."""
         self.weights = self.flatten({slot.name: slot.parameter.detach() for slot in message.slots})
         """The global weights. Shape (share,)."""
         self.pieces = list(self._pieces())
@@ -88,13 +118,27 @@ class Shard:
                 yield Piece(slot, start - offset, part, nn.Parameter(self.weights[part]), self.total[part])
             offset += slot.parameter.numel()
 
+    def whole(self) -> Tensor:
+        """Zeros for all parts. Shape (ranks · share,)."""
+        return self.total.new_zeros(self.ranks * self.share)
+
+    @property
+    def place(self) -> slice:
+        """In a vector of all parts, those of owners with this rank's place."""
+        first = self.rank * self.share // self.node_share * self.node_share if self.node_share else 0
+        return slice(first, first + self.node_share)
+
     def flatten(self, tensors: Mapping[str, Tensor]) -> Tensor:
         """This rank's part of tensors by name, in the shapes of their parameters; missing ones are zero."""
-        whole = self.message.flat.new_zeros(self.ranks * self.share)
+        return self.joined(tensors)[self.rank * self.share : (self.rank + 1) * self.share].clone()
+
+    def joined(self, tensors: Mapping[str, Tensor], dtype: torch.dtype | None = None) -> Tensor:
+        """All parts of tensors by name. Shape (ranks · share,)."""
+        whole = self.message.flat.new_zeros(self.ranks * self.share, dtype=dtype)
         for name, view in self.views(whole).items():
             if name in tensors:
                 view.copy_(tensors[name])
-        return whole[self.rank * self.share : (self.rank + 1) * self.share].clone()
+        return whole
 
     def views(self, whole: Tensor) -> dict[str, Tensor]:
         """The gradients' or weights' places in a vector of all parts. Shapes as the parameters'."""
@@ -104,30 +148,98 @@ class Shard:
             offset += slot.parameter.numel()
         return found
 
-    def pack(self, scale: float) -> None:
-        """The bucket's gradients, times `scale`, are what is pushed."""
-        torch.mul(self.message.flat[: self.numel], scale, out=self.pushed[: self.numel])
+    def pack(self, scale: float, finite: Tensor, step: int = 0) -> None:
+        """`vector`, times `scale`, is what is pushed; see `Push`."""
+        self.push.pack(self.vector, scale, finite, step)
+
+    @property
+    def vector(self) -> Tensor:
+        """What is pushed: the bucket's gradients, or those that this rank has of the node's. 1-D."""
+        if self.of_node is None:
+            return self.message.flat[: self.numel]
+        return self.of_node[: self._mine.stop - self._mine.start]
+
+    @property
+    def k(self) -> int:
+        """How many elements each worker pushes; 0 where they are not selected."""
+        push = self.push
+        return min(self.numel, self._per_node * push.selected) if isinstance(push, SelectedPush) else 0
+
+    def held_and_sent(self) -> Tensor:
+        """What this rank has yet to push, and what it pushed last. Shape (2, elements of the message)."""
+        push = self.push
+        assert isinstance(push, SelectedPush)
+        both = push.residual().new_zeros(2, self.numel)
+        both[0, self._mine], both[1, self._mine] = push.residual(), push.sent()
+        return both
+
+    def push_whole(self) -> None:
+        """From the next step on everything is pushed, and first what was held back; nothing may be on its way."""
+        flat, workers = self.message.flat, self.ranks // self._per_node
+        whole = WholePush(self.share, workers, flat.dtype, flat.device, self._words_bytes)
+        whole.late, self.push = self.push.residual(), whole
 
     def phases(self, group: dist.ProcessGroup) -> Iterator[dist.Work]:
         """See `Collective.run`."""
-        return push(self, group)
+        yield from self.push.rows.phases(group)
+        self.push.add_up(self.total)
 
-    def add_up(self) -> None:
-        """All pushes have come."""
-        parts = self.received.view(self.ranks, -1)
-        self.total.copy_(parts[0])
-        for rank in range(1, self.ranks):  # one after the other: the order of summation is fixed
-            self.total.add_(parts[rank])
+    def residuals(self) -> dict[str, Tensor]:
+        """What this rank has yet to push, by gradient, in its shape; zero where other ranks of the node do."""
+        held = self.push.residual()
+        if held is None:
+            return {}
+        whole = held.new_zeros(self.ranks * self.share)
+        whole[self._mine] = held
+        return self.views(whole)
+
+    def put_residuals(self, residuals: Mapping[str, Tensor]) -> None:
+        """Takes over what its gradients hold back; what belongs to other ranks of the node is left out."""
+        held = self.push.residual()
+        if held is not None:
+            held.copy_(self.joined(residuals, held.dtype)[self._mine])
 
 
 class Server:
     """What one rank owns of all buckets, and the optimizer that updates it."""
 
     def __init__(
-        self, buckets: Sequence[BucketBuffer], optimizer: torch.optim.Optimizer, rank: int, ranks: int
+        self,
+        buckets: Sequence[BucketBuffer],
+        optimizer: torch.optim.Optimizer,
+        rank: int,
+        ranks: int,
+        *,
+        owners: Sequence[int] | None = None,
+        per_node: int = 1,
+        compressors: Sequence[CompressorSpec] | None = None,
+        words_bytes: int = 0,
     ) -> None:
-        """Takes over the parameters' weights and the optimizer's momentum, which are the same on all ranks."""
-        self.shards = [[Shard(message, rank, ranks) for message in bucket.messages] for bucket in buckets]
+        """Takes over the parameters' weights and the optimizer's momentum, which are the same on all ranks.
+
+        Args:
+            buckets: laid out.
+            optimizer: the user's.
+            rank: this one.
+            ranks: how many there are.
+            owners: the number of each rank as an owner; default: its own.
+            per_node: the ranks of each worker.
+            compressors: of each bucket's pushes; default: none.
+            words_bytes: of the words behind the last push.
+        """
+        self._owners = tuple(range(ranks) if owners is None else owners)
+        last = buckets[-1].messages[-1]
+        self.shards = [
+            [
+                Shard(
+                    message, self._owners[rank], ranks, per_node=per_node,
+                    compressor=NO_COMPRESSION if compressors is None else compressors[bucket.index],
+                    words_bytes=words_bytes if message is last else 0,
+                )
+                for message in bucket.messages
+            ]
+            for bucket in buckets
+        ]  # fmt: skip
         """By bucket and message."""
         groups = {id(p): index for index, group in enumerate(optimizer.param_groups) for p in group["params"]}
         parameters = {slot.name: slot.parameter for bucket in buckets for slot in bucket.slots}
@@ -193,11 +305,23 @@ class Server:
         """
         found: dict[str, Tensor] = {}
         for shard in self._all_shards:
-            whole = torch.zeros_like(shard.pushed)
+            whole, parts = shard.whole(), shard.whole()
             with world.naming("gathering the global weights"):
-                all_gather_single(whole.view(torch.uint8), part_of(shard).view(torch.uint8), group=world.group)
+                all_gather_single(parts.view(torch.uint8), part_of(shard).view(torch.uint8), group=world.group)
+            by_owner = whole.view(shard.ranks, -1)
+            for owner, part in zip(self._owners, parts.view(shard.ranks, -1), strict=True):
+                by_owner[owner] = part
             found |= shard.views(whole)
         return found
+
+    def residuals(self) -> dict[str, Tensor]:
+        """Copies of what this rank has yet to push, by gradient, of buckets that do not push everything."""
+        return {name: part.clone() for shard in self._all_shards for name, part in shard.residuals().items()}
+
+    def put_residuals(self, residuals: Mapping[str, Tensor]) -> None:
+        """Takes over what gradients, by name, hold back."""
+        for shard in self._all_shards:
+            shard.put_residuals(residuals)
 
     def set_weights(self, weights: Mapping[str, Tensor]) -> None:
         """Goes on with weights by name, in the shapes of their parameters."""
@@ -241,14 +365,17 @@ class Server:
         Args:
             rates: hyperparameters of the user's groups.
             finite: 0-d; whether to make the step at all. The host does not wait for a device to know it.
-            used: whether any rank has a gradient, of each in order of readiness; without one nothing happens to a
-                parameter. On a device, where the host would have to wait for this, it counts as used.
+            used: whether any rank has a gradient, of each in order of readiness; without one, and where nothing comes
+                that was held back, nothing happens to a parameter. On a device, where the host would have to wait for
+                this, it counts as used.
         """
         if self._sgd is None:
             return
         if used.device.type == "cpu":
-            for piece in self.pieces:
-                piece.weights.grad = piece.gradient if used[piece.slot.index] else None
+            for shard in self._all_shards:
+                for piece in shard.pieces:
+                    comes = bool(used[piece.slot.index]) or (shard.holds_back and bool(piece.gradient.any()))
+                    piece.weights.grad = piece.gradient if comes else None
         for group, index in zip(self._sgd.param_groups, self._mirrored, strict=True):
             group.update(rates[index])
         if finite.device.type == "cpu":

@@ -1,10 +1,10 @@
 """How far ranks are from the global weights while they are delayed, and when that is too far.
 
-At each pull a rank knows how far its own weights have gone from the global ones, and tells the others behind its next
-push. Two measures say whether that is far: the weights themselves, and what synchronous training moved them by at the
-end of the warm-up, per unit of learning rate, which schedulers change. Where ranks stay too far by both for some pulls,
-k is halved; with k = 1 the run goes back to synchronous steps. All ranks have the same figures at the same step, and
-decide alike.
+At each pull a worker knows how far its own weights have gone from the global ones, and tells the others behind its next
+push. Two measures say whether that is far: the weights themselves, and what synchronous training moved them by in k
+steps at the end of the warm-up (a mean of several times k steps), per unit of learning rate, which schedulers change.
+Where workers stay too far by both for some pulls, k is halved; with k = 1 the run goes back to synchronous steps. All
+ranks have the same figures at the same step, and decide alike.
 """
 
 from __future__ import annotations
@@ -22,9 +22,13 @@ from torch import Tensor, nn
 
 from runtime.errors import AccuracyWarning
 
-BOUND, FAR, PULLS = 10.0, 0.05, 3
-"""Ranks are too far when in so many pulls in a row their mean distance is above this many times the warm-up's movement,
-and above this share of the weights: after convergence a single noisy step is many times what a step moves by."""
+BOUND, FAR, PULLS = 30.0, 0.05, 3
+"""Workers are too far when in so many pulls in a row their mean distance is above this many times the warm-up's
+movement, and above this share of the weights: after convergence a single noisy step is many times what a step moves
+by. The first is more than twice what healthy runs came to, and what diverges passes both within a few pulls
+(docs/delay.md has the figures)."""
+WINDOWS = 8
+"""Times k steps at the end of the warm-up over which its movement is averaged: one alone may be small by chance."""
 KEPT = 1000
 """Samples, at most."""
 NOTHING = (0.0, 0.0, 0.0)
@@ -61,6 +65,8 @@ class Staleness:
     def __init__(self) -> None:
         self._snapshot: dict[str, Tensor] | None = None
         self._lr_since = 0.0
+        self._moved: list[float] = []
+        """In each k of the last steps of the warm-up, per unit of learning rate."""
         self._base: float | None = None
         self._alarms = 0
         """Pulls in a row in which ranks were too far."""
@@ -71,25 +77,37 @@ class Staleness:
         """What `load` continues from."""
         return {
             "base": self._base, "alarms": self._alarms, "snapshot": copy.deepcopy(self._snapshot),
-            "lr_since": self._lr_since, "samples": [asdict(sample) for sample in self.samples],
+            "lr_since": self._lr_since, "moved": list(self._moved),
+            "samples": [asdict(sample) for sample in self.samples],
         }  # fmt: skip
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Goes on from a `state`."""
         self._base, self._alarms = state["base"], state["alarms"]
         self._snapshot, self._lr_since = copy.deepcopy(state["snapshot"]), state["lr_since"]
+        self._moved = list(state["moved"])
         self.samples = deque((Distance(**sample) for sample in state["samples"]), maxlen=KEPT)
 
-    def see_warmup(self, parameters: Mapping[str, nn.Parameter], lr: float, *, last: bool) -> None:
-        """In the last steps of the warm-up, after each; `lr` is the step's learning rate (of all groups, added up)."""
-        if self._snapshot is None:
+    def see_warmup(self, parameters: Mapping[str, nn.Parameter], lr: float, *, left: int, steps: int) -> None:
+        """After each step of the warm-up.
+
+        Args:
+            parameters: by name.
+            lr: the step's learning rate (of all groups, added up).
+            left: how many steps of the warm-up follow.
+            steps: k.
+        """
+        if left > WINDOWS * steps:
+            return
+        self._lr_since += lr
+        if left % steps == 0:
+            if self._snapshot is not None and self._lr_since > 0.0:
+                self._moved.append(norm(parameters, self._snapshot) / self._lr_since)
             self._snapshot = {name: parameter.detach().clone() for name, parameter in parameters.items()}
-        else:
-            self._lr_since += lr
-        if last:
-            moved = norm(parameters, self._snapshot)
-            self._base = moved / self._lr_since if moved > 0.0 and self._lr_since > 0.0 else None
-            self._snapshot = {}
+            self._lr_since = 0.0
+        if left <= 0:
+            self._base = sum(self._moved) / len(self._moved) if any(self._moved) else None
+            self._snapshot = None
 
     def measure(
         self, parameters: Mapping[str, nn.Parameter], weights: Mapping[str, Tensor], lr_sum: float

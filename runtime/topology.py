@@ -62,6 +62,12 @@ class Topology:
         """Ranks by their place within their node: those that exchange a shard between nodes."""
         return tuple(tuple(sorted(ranks)) for ranks in zip(*self.nodes, strict=True))
 
+    @property
+    def owners(self) -> tuple[int, ...]:
+        """Each rank's number when ranks are counted by place: the first ones of all nodes, then the second ones."""
+        numbers = {rank: number for number, rank in enumerate(rank for ranks in self.places for rank in ranks)}
+        return tuple(numbers[rank] for rank in range(len(numbers)))
+
     def __str__(self) -> str:
         return f"{self.count} nodes of {self.per_node} ranks"
 

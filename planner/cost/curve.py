@@ -51,6 +51,15 @@ class CostCurve:
         line = Coefficients(times * self.line.start_up_us, self.line.per_byte_us)
         return CostCurve(times * self._bytes, times * self._us, line)
 
+    def of_share(self, share: float) -> CostCurve:
+        """The curve of messages of which only this share of the bytes is sent.
+
+        >>> float(CostCurve.from_line(Coefficients(5.0, 0.1)).of_share(0.5).at(100.0))
+        10.0
+        """
+        line = Coefficients(self.line.start_up_us, share * self.line.per_byte_us)
+        return CostCurve(self._bytes / share, self._us, line)
+
     @property
     def start_up_us(self) -> float:
         """The a of MG-WFBP: the intercept of the line (of the fitted line, for samples)."""

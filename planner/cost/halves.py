@@ -1,4 +1,8 @@
-"""What the two halves of an all-reduce cost apart: reduce-scatter (SSD-SGD's push) and all-gather (its pull)."""
+"""What the two halves of an all-reduce cost apart: reduce-scatter (SSD-SGD's push) and all-gather (its pull).
+
+Where nodes have several ranks, these are between nodes, of each rank's part of the node's gradients, and gradients are
+averaged inside nodes before, and weights spread inside after them.
+"""
 
 from __future__ import annotations
 
@@ -7,21 +11,52 @@ from dataclasses import dataclass
 from planner.cost.collectives import Coefficients, collective_cost
 from planner.cost.curve import CostCurve
 from planner.cost.model import CommunicationCost
-from planner.cost.phases import LinkName, measured_curve
+from planner.cost.phases import LinkName, Phase, measured_curve, phase_of
 from planner.profile.document import Cluster
+from runtime.errors import InputError
 
 REDUCE_SCATTER, ALL_GATHER = "reduce_scatter", "all_gather"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Half:
-    """One of the two, over all ranks."""
+    """One of the two, over all ranks, or between nodes."""
 
     curve: CostCurve
     source: str
     """Where the curve comes from, in words."""
     implied: bool = False
     """Whether nobody said what it costs, so that it follows from the all-reduce."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class NodeCosts:
+    """What a worker of several ranks exchanges, over the bytes of the whole message."""
+
+    push: Phase
+    """Between nodes; as `pull` of each rank's part."""
+    pull: Phase
+    scatter: Phase
+    """Inside: a reduce-scatter, and behind it a gather, average the node's gradients."""
+    gather: Phase
+    """Inside, also of what was pulled."""
+
+
+def node_costs(cluster: Cluster) -> NodeCosts | None:
+    """None on nodes of one rank, on a single node, and where one of the two kinds of link has no cost."""
+    inside, nodes = cluster.ranks_per_node, cluster.nodes
+    if 1 in (inside, nodes):
+        return None
+    asked: list[tuple[str, LinkName, int, float]] = [
+        (REDUCE_SCATTER, "inter", nodes, 1.0 / inside), (ALL_GATHER, "inter", nodes, 1.0 / inside),
+        (REDUCE_SCATTER, "intra", inside, 1.0), (ALL_GATHER, "intra", inside, 1.0),
+    ]  # fmt: skip
+    try:
+        phases = [phase_of(cluster, name, "ring", link, ranks, share) for name, link, ranks, share in asked]
+    except InputError:
+        return None
+    push, pull, scatter, gather = (phase for phase in phases if phase is not None)
+    return NodeCosts(push=push, pull=pull, scatter=scatter, gather=gather)
 
 
 def half(cost: CommunicationCost, collective: str) -> Half:
@@ -34,6 +69,12 @@ def half(cost: CommunicationCost, collective: str) -> Half:
     cluster = cost.cluster
     if cluster.ranks == 1:
         return Half(curve=CostCurve.from_line(Coefficients(0.0, 0.0)), source="one rank: nothing to send")
+    between = node_costs(cluster)
+    if between is not None:
+        phase = between.push if collective == REDUCE_SCATTER else between.pull
+        known = measured_curve(cluster, f"inter/{collective}") is not None
+        source = f"{'measured' if known else f'{collective}/ring with link constants'} between nodes"
+        return Half(curve=phase.curve.of_share(phase.share), source=source)
     measured = _measured(cluster, collective)
     if measured is not None:
         return Half(curve=measured, source="measured")

@@ -3,7 +3,8 @@
 Legal for relaxed plans: between pulls each rank goes on with weights of its own. Asks the cost model for reduce-scatter
 and all-gather of ranges of gradients, the local update, and contention. k is the smallest whose simulated mean step is
 within 2 % of the best up to `max_delay`, for less delay harms less; how pushes are merged is chosen among the buckets
-given, the best merge for the costs of a push, one bucket, and DDP's.
+given, the best merge for the costs of a push, one bucket, and DDP's. Where the cluster says what selection costs,
+pushes of selected elements (`planner.pushed`) are looked at, too, and have to win by 2 %.
 """
 
 from __future__ import annotations
@@ -16,9 +17,11 @@ from planner.cost.ssd import mean_step_us
 from planner.delayed import Load, delayed_step_us, steady_state
 from planner.ir import Schedule
 from planner.merging.exact import TIE, MergeProblem, merge_exact
+from planner.offer import GAIN
 from planner.problem import Problem
+from planner.pushed import best_selected
+from planner.selection import ratio_limits
 from planner.simulator import step_us
-from planner.verify import PUSHED_FORM
 from runtime.errors import InputError
 
 DEFAULT_MAX_DELAY = 4
@@ -53,6 +56,10 @@ class Delay:
 
     max_delay: int = 0
     """The largest k that may be chosen; 0: 4."""
+    max_ratio: float = 0.0
+    """As of `joint`: the largest ratio of elements to those that are pushed."""
+    protect: str = ""
+    """As of `joint`: names that are pushed whole."""
 
     def apply(self, schedule: Schedule, problem: Problem) -> Schedule:
         """The chosen k with its buckets where that makes the step shorter, else the schedule as it was.
@@ -69,16 +76,16 @@ class Delay:
         return found.schedule if worth else schedule
 
     def choices(self, schedule: Schedule, problem: Problem) -> tuple[Choice, ...]:
-        """The best buckets for each k up to the largest; none on one rank, which sends nothing, and none where ranks
-        share a node: the paper's worker is the node, and plans delay single ranks.
+        """The best buckets for each k up to the largest; none on one worker, which sends nothing. Where ranks share a
+        node the node is the worker, and both kinds of link have to be known.
 
         Raises:
             InputError: the largest k is out of range.
         """
         largest = check_max_delay(self.max_delay or DEFAULT_MAX_DELAY)
-        if problem.ranks == 1 or problem.cost.cluster.ranks_per_node > 1:
+        if problem.ranks == 1 or (problem.cost.cluster.ranks_per_node > 1 and problem.node_costs is None):
             return ()
-        return _choices(problem, schedule, largest)
+        return _choices(problem, schedule, largest, self.max_ratio, self.protect)
 
 
 def check_max_delay(value: int, where: str = "--max-delay") -> int:
@@ -104,7 +111,7 @@ def cautious_step_us(problem: Problem, schedule: Schedule) -> float:
 
 
 def candidates(problem: Problem, given: Schedule | None = None) -> tuple[Schedule, ...]:
-    """Buckets that pushes may travel in, without delay: those given (if dense), merged for pushes, one, and DDP's."""
+    """Buckets of whole pushes, without delay: those given (if dense), merged for pushes, one, and DDP's."""
     from planner.strategies.ddp import ddp  # strategies import passes
 
     pushes = MergeProblem(
@@ -115,8 +122,9 @@ def candidates(problem: Problem, given: Schedule | None = None) -> tuple[Schedul
     found = [Schedule.from_boundaries(merge_exact(pushes).stops), Schedule.from_boundaries([problem.count])]
     if problem.dtype_count == 1:  # with several, DDP's may interleave, which a plan cannot hold
         found.append(ddp(problem))
-    if given is not None and all((b.collective, b.algorithm, b.compressor) == PUSHED_FORM for b in given.buckets):
-        found.insert(0, replace(given, delay=None))
+    if given is not None and all(bucket.compressor == "none" for bucket in given.buckets):
+        library = tuple(replace(bucket, algorithm="library") for bucket in given.buckets)
+        found.insert(0, replace(given, delay=None, buckets=library))
     return tuple(dict.fromkeys(found))
 
 
@@ -130,19 +138,30 @@ def delayed_schedule(problem: Problem, k: int, options: tuple[Schedule, ...]) ->
 
 
 @lru_cache(maxsize=4)
-def _choices(problem: Problem, given: Schedule, largest: int) -> tuple[Choice, ...]:
+def _choices(problem: Problem, given: Schedule, largest: int, max_ratio: float, protect: str) -> tuple[Choice, ...]:
     """Kept: the pass and what is said of it ask."""
     options = candidates(problem, given)
-    return tuple(_choice(problem, k, options) for k in range(1, largest + 1))
+    limits = ratio_limits(problem, max_ratio or None, protect)
+    selected = best_selected(
+        problem, limits, lambda schedule: delayed_step_us(problem, replace(schedule, delay=largest))
+    )
+    return tuple(_choice(problem, k, options, selected) for k in range(1, largest + 1))
 
 
-def _choice(problem: Problem, k: int, options: tuple[Schedule, ...]) -> Choice:
+def _choice(problem: Problem, k: int, options: tuple[Schedule, ...], selected: Schedule | None) -> Choice:
     schedule = delayed_schedule(problem, k, options)
     load = Load.of(problem, schedule)
+    step_us = steady_state(load, k).mean_us
+    if selected is not None:
+        lossy = replace(selected, delay=k)
+        lossy_load = Load.of(problem, lossy)
+        lossy_us = steady_state(lossy_load, k).mean_us
+        if lossy_us <= step_us * (1.0 - GAIN):
+            schedule, load, step_us = lossy, lossy_load, lossy_us
     return Choice(
         k=k,
         schedule=schedule,
-        iteration_us=steady_state(load, k).mean_us,
+        iteration_us=step_us,
         closed_form_us=mean_step_us(load.terms, k),
         case=load.terms.case,
     )

@@ -19,8 +19,8 @@ from runtime.errors import CommunicationError
 from runtime.world import World, first_line
 
 INSIDE = ("all_reduce", "reduce_scatter", "all_gather")
-BETWEEN = ("all_reduce", "all_gather")
-"""The phases of hierarchical collectives, and the all-reduce that link constants follow from."""
+BETWEEN = ("all_reduce", "all_gather", "reduce_scatter")
+"""The phases of hierarchical collectives and of delay between nodes; link constants follow from the all-reduce."""
 
 
 @dataclass(frozen=True)

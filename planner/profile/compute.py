@@ -22,7 +22,7 @@ from torch import nn
 from planner.profile.document import ComputeProfile, Gradient
 from planner.profile.links import make_bucket, timed_us
 from planner.progress import Progress
-from runtime.buckets import BucketBuffer
+from runtime.buckets import BucketBuffer, Parcel
 from runtime.clock import Clock
 from runtime.collectives import COLLECTIVES
 from runtime.communicator import Communicator, Sent, make_communicator, nothing
@@ -83,7 +83,7 @@ class AfterBackward:
         self._inner = make_communicator(world, [COLLECTIVES[("all_reduce", "library")]], device)
         self._bucket = make_bucket(size_bytes, device, "the message behind a measured step")
 
-    def launch(self, bucket: BucketBuffer, sent: Sent, prepare: Callable[[], None] = nothing) -> None:
+    def launch(self, bucket: BucketBuffer | Parcel, sent: Sent, prepare: Callable[[], None] = nothing) -> None:
         """The session's own buckets are filled, and not sent."""
         prepare()
 

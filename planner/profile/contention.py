@@ -24,7 +24,7 @@ from planner.profile.compute import Step, StepRunner
 from planner.profile.document import Contention, SizeFactors
 from planner.profile.links import make_bucket
 from planner.progress import Progress
-from runtime.buckets import BucketBuffer
+from runtime.buckets import BucketBuffer, Parcel
 from runtime.clock import Clock
 from runtime.collectives import COLLECTIVES
 from runtime.communicator import Sent, make_communicator, nothing
@@ -58,27 +58,25 @@ class _Flood:
     def __init__(self, world: World, device: torch.device) -> None:
         self._inner = make_communicator(world, [COLLECTIVES[kind] for kind in KINDS], device)
         self._device, self._ranks = device, world.ranks
-        self._buckets: list[BucketBuffer] = []
+        self._buckets: list[BucketBuffer | Parcel] = []
         self.sent: list[Sent] = []
 
     def choose(self, kind: int, size_bytes: int, messages: int) -> None:
         """From now on so many of this kind (its place in KINDS) and size."""
         self._buckets = [self._bucket(kind, size_bytes) for _ in range(messages)]
 
-    def _bucket(self, kind: int, size_bytes: int) -> BucketBuffer:
+    def _bucket(self, kind: int, size_bytes: int) -> BucketBuffer | Parcel:
         if not kind:
             return make_bucket(size_bytes, self._device)
-        bucket = make_bucket(size_bytes // self._ranks, self._device)
-        flat = bucket.messages[0].flat
-        bucket.index, bucket.sends = kind, [Packed(flat, flat.new_zeros(self._ranks * flat.numel()))]
-        return bucket
+        own = torch.zeros(max(1, size_bytes // 4 // self._ranks), device=self._device)
+        return Parcel(kind, f"a gather of {size_bytes} bytes", [Packed(own, own.new_zeros(self._ranks * own.numel()))])
 
     def begin(self) -> None:
         self.sent = [Sent() for _ in self._buckets]
         for bucket, sent in zip(self._buckets, self.sent, strict=True):
             self._inner.launch(bucket, sent)
 
-    def launch(self, bucket: BucketBuffer, sent: Sent, prepare: Callable[[], None] = nothing) -> None:
+    def launch(self, bucket: BucketBuffer | Parcel, sent: Sent, prepare: Callable[[], None] = nothing) -> None:
         """The session's own buckets are filled, and not sent."""
         prepare()
 

@@ -21,7 +21,6 @@ from planner.profile.document import Line, Sample
 from planner.progress import Progress
 from runtime.buckets import BucketBuffer, Message, lay_out, make_slot
 from runtime.collectives import COLLECTIVES
-from runtime.collectives.delayed import push
 from runtime.collectives.phases import Scatter, add_up, start
 from runtime.communicator import Communicator, Sent, make_communicator
 from runtime.shards import Shard
@@ -37,6 +36,9 @@ QUEUED_US = 20_000.0
 MIN_PASSES, MAX_PASSES = 3, 25
 BUDGET_S = 2.5
 """What one collective may take in all, once it has been timed often enough."""
+
+INSIDE = "intra"
+"""What `measure_part` calls the links inside nodes."""
 
 Run = Callable[[], None]
 """One call (or several in a row) of a collective, until its result is there."""
@@ -101,7 +103,7 @@ def measure_part(
     world: World, part: World, device: torch.device, largest_bytes: int, names: Sequence[str], progress: Progress,
     what: str,
 ) -> LinkTimes:  # fmt: skip
-    """Times collectives among this rank's part of the ranks, while all other parts do the same; `what` names the part.
+    """Times collectives among this rank's part of the ranks, while all other parts do the same; `what` names its links.
 
     Times are those of the slowest part.
     """
@@ -110,7 +112,8 @@ def measure_part(
     try:
         probe = _AllReduceProbe(communicator, device, sizes[-1])
         makers = {"all_reduce": probe.once, **{name: _bind(make, part, device) for name, make in _LIBRARY.items()}}
-        makers["reduce_scatter"] = _bind(_scatter, part, device)
+        if what == INSIDE:
+            makers["reduce_scatter"] = _bind(_scatter, part, device)  # between nodes gradients are pushed
         curves = {n: _curve(part, device, sizes, makers[n], progress, f"{what}/{n}", everybody=world) for n in names}
     finally:
         communicator.close()
@@ -169,7 +172,7 @@ def _reduce_scatter(world: World, device: torch.device, size_bytes: int) -> Run:
     assert group is not None
 
     def run() -> None:
-        for work in push(shard, group):
+        for work in shard.phases(group):
             work.wait()
 
     return run

@@ -3,39 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import Protocol
 
-import torch
 import torch.distributed as dist
 
-from runtime.torch_compat import all_gather_single, all_to_all_single
 
-if TYPE_CHECKING:
-    from runtime.delayed import StepEnd
-    from runtime.shards import Shard
+class Phased(Protocol):
+    """A message that knows what has to be started for it, one after the other."""
+
+    def phases(self, group: dist.ProcessGroup) -> Iterator[dist.Work]:
+        """See `Collective.run`."""
+        ...
 
 
 class PushPull:
     """A reduce-scatter of gradients, as all-to-all and a sum in order of rank; all-gathers of weights."""
 
-    def run(self, message: Shard | StepEnd, group: dist.ProcessGroup) -> Iterator[dist.Work]:
+    def run(self, message: Phased, group: dist.ProcessGroup) -> Iterator[dist.Work]:
         """See `Collective.run`."""
         return message.phases(group)
-
-
-def push(shard: Shard, group: dist.ProcessGroup) -> Iterator[dist.Work]:
-    """Sends a message's gradients to their owners; each adds up what it owns."""
-    # As bytes: backends know few dtypes.
-    received, pushed = (tensor.view(torch.uint8) for tensor in (shard.received, shard.pushed))
-    yield all_to_all_single(received, pushed, group=group, async_op=True)
-    shard.add_up()
-
-
-def pull(shard: Shard, pulled: torch.Tensor, group: dist.ProcessGroup) -> Iterator[dist.Work]:
-    """Fills `pulled` (ranks · share elements) with the weights of all owners."""
-    yield all_gather_single(pulled.view(torch.uint8), shard.weights.view(torch.uint8), group=group, async_op=True)
-
-
-def compare(told: torch.Tensor, own: torch.Tensor, group: dist.ProcessGroup) -> Iterator[dist.Work]:
-    """Fills `told` with every rank's `own`, one after the other."""
-    yield all_gather_single(told, own, group=group, async_op=True)

@@ -8,6 +8,7 @@ from planner.delayed import Load
 def starts_us(load: Load, k: int, steps: int, network_free_us: float = 0.0) -> list[float]:
     """When each step begins, and when the last one ends; no contention. Steps 0, k, 2k, … pull."""
     now_us, free_us = 0.0, network_free_us
+    inside_free_us = spread_free_us = 0.0
     pushed_us = dict.fromkeys(range(len(load.ready_us)), 0.0)
     pulled_us = 0.0
     starts = [now_us]
@@ -17,13 +18,21 @@ def starts_us(load: Load, k: int, steps: int, network_free_us: float = 0.0) -> l
             clock_us += load.ready_us[bucket] - done_us
             done_us = load.ready_us[bucket]
             clock_us = packed_us[bucket] = max(clock_us, pushed_us[bucket])
+        if load.scatter_us:  # inside the node, in the order of buckets
+            for bucket in pushed_us:
+                scattered_us = max(inside_free_us, packed_us[bucket]) + load.scatter_us[bucket]
+                packed_us[bucket], inside_free_us = scattered_us, scattered_us + load.gather_us[bucket]
+            clock_us = max(clock_us, inside_free_us)
         now_us = max(clock_us, pulled_us) + load.local_update_us
         for bucket in pushed_us:
             free_us = pushed_us[bucket] = max(free_us, packed_us[bucket]) + load.push_us[bucket]
         pulled_us = 0.0
         if step % k == 0:
-            free_us += load.owner_us + sum(load.pull_us)
-            pulled_us = free_us
+            free_us += load.owner_us
+            for bucket in pushed_us:
+                pulled_us = free_us = free_us + load.pull_us[bucket]
+                if load.spread_us:
+                    pulled_us = spread_free_us = max(spread_free_us, free_us) + load.spread_us[bucket]
         starts.append(now_us)
     return starts
 

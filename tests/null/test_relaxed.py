@@ -58,10 +58,15 @@ def schedule_of(plan: Plan, problem: Problem) -> Schedule:
             collective=bucket.collective,
             algorithm=bucket.algorithm,
             compressor=bucket.compressor.name,
+            k=_selected(problem, [places[name] for name in bucket.gradients], bucket.compressor.density),
         )
         for bucket in plan.buckets
     )
     return Schedule(buckets=buckets, delay=plan.delay and plan.delay.steps)
+
+
+def _selected(problem: Problem, gradients: list[int], density: float | None) -> int | None:
+    return None if density is None else int(density * int(problem.numel[gradients].sum()))
 
 
 def printed(plan: Plan) -> str:
@@ -130,13 +135,49 @@ def test_on_one_rank_and_where_nothing_is_exposed_there_is_no_delay() -> None:
     assert "and no delay would make the step shorter: the plan is exact" in plan.notes[-1]
 
 
-def test_ranks_that_share_a_node_are_not_delayed() -> None:
-    """What attach would refuse is not planned."""
-    alone = optimize(usual_profile(), slow(nodes=4, ranks_per_node=1), accuracy="relaxed")
-    assert alone.accuracy == "relaxed"
-    plan = optimize(usual_profile(), slow(nodes=2, ranks_per_node=2), accuracy="relaxed")
-    assert (plan.accuracy, plan.delay, plan.delays) == ("exact", None, None)
-    assert "delay is for one rank a node, and here several share one" in plan.notes[-1]
+def test_where_ranks_share_a_node_it_is_the_worker() -> None:
+    """If both kinds of link are known; what attach would refuse is not planned."""
+    link = {"alpha_us": 50.0, "beta_us_per_byte": 0.0005}
+    fast = {"alpha_us": 1.0, "beta_us_per_byte": 1e-5}
+    grid = {"nodes": 2, "ranks_per_node": 2}
+    plan = optimize(usual_profile(), slow(**grid, inter=link, intra=fast), accuracy="relaxed")
+    assert (plan.accuracy, plan.world.nodes) == ("relaxed", 2)
+    assert "the worker is the node: its 2 ranks average their gradients" in "\n".join(plan.notes)
+    assert {bucket.algorithm for bucket in plan.buckets} == {"library"}
+    assert plan.predicted is not None
+    assert {task.resource for task in plan.predicted.timeline or ()} == {"compute", "intra", "inter"}
+    unknown = optimize(usual_profile(), slow(**grid), accuracy="relaxed")
+    assert (unknown.accuracy, unknown.delay, unknown.delays) == ("exact", None, None)
+    assert "the cluster does not say what both kinds of link cost" in unknown.notes[-1]
+    alone = optimize(usual_profile(), slow(nodes=1, ranks_per_node=4, intra=link), accuracy="relaxed")
+    assert alone.delay is None
+    assert "delay is between nodes, and here all ranks share one" in alone.notes[-1]
+
+
+def test_pushes_may_be_selected_from() -> None:
+    """One gradient that is nearly all of the model: sent whole the network sets the pace, selected it does not."""
+    rows = [(100, 50.0), (500_000, 100.0), (100, 50.0)]
+    profile = profile_document(rows, forward_us=100.0, update_us=8.0)
+    document = cluster_document((20.0, 0.01), local_update=FREE, sparsify={"alpha_us": 5.0, "beta_us_per_byte": 1e-6})
+    problem = make(profile, document)
+    exact = make_schedule(problem, "optimal")
+    whole = min(step_us(problem, replace(option, delay=4)) for option in candidates(problem, exact))
+    found = Delay(protect="g0|g2|none").apply(exact, problem)
+    assert [bucket.compressor for bucket in found.buckets] == ["none", "topk", "none"]
+    assert step_us(problem, found) < whole / 4  # pulls are whole, once in four steps at the most
+    load = Load.of(problem, found)
+    k = found.buckets[1].k or 0
+    assert load.push_us[1] == pytest.approx(problem.push.curve.at(8.0 * k))
+    assert load.select_us == pytest.approx((0.0, 5.0 + 1e-6 * 2e6, 0.0))
+    assert load.pull_us[1] == pytest.approx(problem.pull.curve.at(2e6))
+    plan = lower(problem, found)
+    assert plan.accuracy == "relaxed"
+    assert plan.buckets[1].compressor.density == pytest.approx((k + 0.5) / 500_000)
+    assert "elements: reduce_scatter" in (plan.buckets[1].reason or "")
+    protected = Delay(protect="g1|none").apply(exact, problem)
+    assert {bucket.compressor for bucket in protected.buckets} == {"none"}
+    free = make(profile, cluster_document((20.0, 0.01), local_update=FREE))
+    assert {bucket.compressor for bucket in Delay(protect="none").apply(exact, free).buckets} == {"none"}
 
 
 def make_one_rank() -> Problem:
@@ -211,7 +252,6 @@ def test_any_plan_is_sound_and_wins_by_enough(problem: Problem) -> None:
     less_risky = [other for name, other in others.items() if name != "relaxed"]
     if plan.accuracy == "relaxed":
         assert all(mean_us(plan) <= mean_us(other) * (1 - GAIN) for other in less_risky)
-        assert {bucket.compressor.name for bucket in plan.buckets} == {"none"}
         assert mean_us(plan) == step_us(problem, schedule_of(plan, problem))
 
 
@@ -290,7 +330,9 @@ def test_compression_may_gain_more_than_delay_and_then_delay_is_an_alternative()
     assert plan.notes[-1] == "relaxed was allowed, but delay would gain less than compression"
     relaxed = (plan.alternatives or {})["relaxed"]
     assert relaxed.delay is not None
-    assert accuracy_lines(plan)[2].startswith(f"relaxed  {len(relaxed.buckets)} buckets, no compression, delay k = ")
+    sparse = sum(bucket.collective == "sparse" for bucket in relaxed.buckets)
+    how = f"{sparse} of them sparse, delay k = {relaxed.delay.steps}: "
+    assert accuracy_lines(plan)[2].startswith(f"relaxed  {len(relaxed.buckets)} buckets, {how}")
 
 
 # Options

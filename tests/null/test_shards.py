@@ -46,13 +46,13 @@ def exchange(everyone: list[Server], gradients: list[dict[str, Tensor]]) -> None
             for shard in shards:
                 for name, view in shard.views(shard.message.flat).items():
                     view.copy_(own[name])
-                shard.pack(1.0 / len(everyone))
+                shard.pack(1.0 / len(everyone), torch.tensor(True))
     for rank, server in enumerate(everyone):
         for b, shards in enumerate(server.shards):
             for m, shard in enumerate(shards):
-                parts = [other.shards[b][m].pushed.view(len(everyone), -1)[rank] for other in everyone]
-                shard.received.copy_(torch.cat(parts))
-                shard.add_up()
+                for peer, other in enumerate(everyone):
+                    shard.push.rows.received[peer] = other.shards[b][m].push.rows.sent[rank]
+                shard.push.add_up(shard.total)
 
 
 SHAPES = st.lists(st.lists(st.integers(0, 4), min_size=0, max_size=3).map(tuple), min_size=1, max_size=6)

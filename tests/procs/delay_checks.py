@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from delay_reference import Reference, Sgd, Weights
+from delay_reference import Lossy, Reference, Sgd, Weights
 from torch import Tensor, nn
 
 import runtime
@@ -101,7 +101,10 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, loss: Loss, steps:
         optimizer.step()
 
 
-def expected_of(make: Callable[[], nn.Module], loss: Loss, spec: DelaySpec, sgd: Sgd, steps: int) -> Reference:
+def expected_of(
+    make: Callable[[], nn.Module], loss: Loss, spec: DelaySpec, sgd: Sgd, steps: int, per_node: int = 1,
+    lossy: Lossy | None = None,
+) -> Reference:  # fmt: skip
     """What the reference comes to."""
     model = make()
     parameters = list(model.parameters())
@@ -113,7 +116,7 @@ def expected_of(make: Callable[[], nn.Module], loss: Loss, spec: DelaySpec, sgd:
         return list(torch.autograd.grad(loss(model, rank, step), parameters))
 
     first = [p.detach().clone() for p in parameters]
-    return Reference(gradient, first, dist.get_world_size(), spec, sgd).run(steps)
+    return Reference(gradient, first, dist.get_world_size(), spec, sgd, per_node, lossy).run(steps)
 
 
 def close(found: Any, expected: Any, tolerance: float) -> bool:

@@ -15,13 +15,14 @@ import torch.distributed as dist
 from delay_checks import CHECKS as DELAY_CHECKS
 from delay_checks import FEW, Net, attach, batch, close, expected_of, net_loss, plan_of, train
 from delay_reference import Sgd
+from delay_workers_checks import CHECKS as WORKER_CHECKS
 from step_checks import raised
 from torch import Tensor, nn
 
 import runtime
 from runtime import staleness
 from runtime.delay_state import joined
-from runtime.plan import CompressorSpec, DelaySpec, MomentumSpec, PlanBucket, PlanWorld
+from runtime.plan import CompressorSpec, DelaySpec, MomentumSpec, PlanBucket
 from runtime.session import Session
 
 
@@ -175,6 +176,46 @@ def guarded() -> dict[str, bool]:
     }
 
 
+def _valley(steps: int, lr: float, k: int, *, guard: bool) -> tuple[float, list[str], str]:
+    """(distance from the valley's floor, what was said, the stage) after some steps down a noisy quadratic valley."""
+    model = nn.Linear(8, 1, bias=False, dtype=torch.float64)
+    with torch.no_grad():
+        model.weight.fill_(3.0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9)
+    plan = plan_of(model, DelaySpec(steps=k, warmup_steps=48))
+    session = runtime.attach(model, optimizer, plan, drift=False, guard=guard)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for step in range(steps):
+            optimizer.zero_grad()
+            generator = torch.Generator().manual_seed(dist.get_rank() + 9 * step)
+            noise = torch.randn(1, 8, dtype=torch.float64, generator=generator)
+            (0.5 * (model.weight - 1.0 + 0.02 * noise) ** 2).sum().backward()
+            optimizer.step()
+    assert session.delay is not None
+    with session.global_weights():
+        apart = float((model.weight.detach() - 1.0).norm())
+    said, stage = [str(one.message) for one in caught if one.category is runtime.AccuracyWarning], session.delay.stage
+    session.detach()
+    return apart, said, stage
+
+
+def diverging() -> dict[str, bool]:
+    """A learning rate that is right, and ten times that, which only synchronous steps stand."""
+    if dist.get_world_size() != 2:
+        return {"two ranks show it": True}
+    results = {}
+    for k in (1, 2, 3, 4):
+        apart, said, stage = _valley(100, 0.02, k, guard=True)
+        results[f"k={k}: a healthy run is left alone"] = not said and stage == "delayed" and apart < 0.5
+    for k in (1, 2):
+        apart, said, stage = _valley(200, 0.2, k, guard=True)
+        results[f"k={k}: what diverges is stopped"] = stage == "synchronous" and "steps are synchronous" in said[-1]
+        results[f"k={k}: and gets well"] = apart < 0.5
+        results[f"k={k}: without the guard it does not"] = not _valley(200, 0.2, k, guard=False)[0] < 1e3
+    return results
+
+
 @patch.multiple(staleness, BOUND=1e9)
 def habits() -> dict[str, bool]:
     """Steps that are left out, accumulated gradients, unused parameters, closures."""
@@ -257,7 +298,6 @@ def refused() -> dict[str, bool]:
     bucket = PlanBucket(
         gradients=tuple(n for n, _ in model.named_parameters()), collective="sparse", algorithm="flat", compressor=topk
     )
-    ranks = dist.get_world_size()
     cases: dict[str, tuple[DelaySpec, Any, dict[str, Any]]] = {
         "AdamW": (FEW, torch.optim.AdamW(model.parameters()), {}),
         "no optimizer": (FEW, None, {}),
@@ -266,8 +306,7 @@ def refused() -> dict[str, bool]:
         'expected "relaxed"': (FEW, sgd, {"accuracy": "exact"}),
         "expected a multiple of its 3 steps, such as 6": (DelaySpec(steps=3, warmup_steps=4), sgd, {}),
         "which is unknown; known: glu, sgd, dc_asgd": (replace(FEW, local_update="lu"), sgd, {}),
-        "is compressed": (FEW, sgd, {"buckets": (bucket,)}),
-        "one rank a node": (FEW, sgd, {"world": PlanWorld(ranks=ranks, nodes=1)}),
+        "travels by sparse/naive_all_gather": (FEW, sgd, {"buckets": (replace(bucket, algorithm="naive_all_gather"),)}),
         "SGD with fused": (FEW, torch.optim.SGD(model.parameters(), lr=0.1, fused=True), {}),
         "corrects momentum": (FEW, sgd, {"momentum_correction": MomentumSpec(momentum=0.5)}),
         "the gradient one.weight, whose parameter is not in": (
@@ -283,10 +322,10 @@ def refused() -> dict[str, bool]:
     return results
 
 
-CHECKS: dict[str, Callable[[], dict[str, bool]]] = DELAY_CHECKS | {
+CHECKS: dict[str, Callable[[], dict[str, bool]]] = DELAY_CHECKS | WORKER_CHECKS | {
     check.__name__: check
     for check in (
-        resumed, resharded, not_finite, left, guarded, habits, untouched, without_warm_up, refused,
+        resumed, resharded, not_finite, left, guarded, diverging, habits, untouched, without_warm_up, refused,
     )
 }  # fmt: skip
 

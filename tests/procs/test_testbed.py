@@ -184,7 +184,8 @@ def test_traffic_between_hosts_passes_at_the_rate(four: list[dict[str, Any]]) ->
 def test_both_kinds_of_link_are_measured_apart(four: list[dict[str, Any]]) -> None:
     apart = four[0]["apart"]
     assert set(apart.times.samples) == {
-        "intra/all_reduce", "intra/reduce_scatter", "intra/all_gather", "inter/all_reduce", "inter/all_gather"
+        "intra/all_reduce", "intra/reduce_scatter", "intra/all_gather", "inter/all_reduce", "inter/all_gather",
+        "inter/reduce_scatter",
     }  # fmt: skip
     assert set(apart.times.lines) == set(apart.times.samples)
     # 100 Mbit/s are 0.08 µs per byte, which the two ranks of a host share.

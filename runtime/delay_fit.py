@@ -1,0 +1,89 @@
+"""Whether a plan with delay can be executed at all, and by this optimizer: every misfit in words."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import nn
+
+from runtime.collectives import form_of
+from runtime.local_updates import LOCAL_UPDATES
+from runtime.plan import CURE, DelaySpec, Plan
+
+PUSHED = (("all_reduce", "library"), ("sparse", "flat"))
+"""What buckets of plans with delay say: all elements are pushed, or selected ones."""
+
+
+def delay_misfit(plan: Plan, delay: DelaySpec) -> str | None:
+    """Why a plan cannot be executed with its delay."""
+    if plan.accuracy != "relaxed":
+        return f'the plan has a delay and the accuracy {plan.accuracy}; expected "relaxed": set it if delay is meant'
+    if delay.local_update not in LOCAL_UPDATES:
+        known = ", ".join(LOCAL_UPDATES)
+        return f"the delay's local_update is {delay.local_update!r}, which is unknown; known: {known}"
+    if delay.warmup_steps % delay.steps:
+        return (
+            f"the delay has {delay.warmup_steps} warmup_steps, expected a multiple of its {delay.steps} steps, such as "
+            f"{-(-delay.warmup_steps // delay.steps) * delay.steps}"
+        )
+    other = next((i for i, bucket in enumerate(plan.buckets) if form_of(bucket) not in PUSHED), None)
+    if other is not None:
+        found, known = "/".join(form_of(plan.buckets[other])), " or ".join("/".join(form) for form in PUSHED)
+        return f"bucket {other} travels by {found}, but with a delay all are pushed alike; expected {known}"
+    by_layer = (i for i, b in enumerate(plan.buckets) if b.compressor.k is not None or b.compressor.scope == "layer")
+    if (index := next(by_layer, None)) is not None:
+        return (
+            f"bucket {index} selects by layer, but with a delay what is pushed is selected from each owner's part of a "
+            f'bucket; expected one density, and no scope "layer": {CURE}'
+        )
+    if plan.momentum_correction is not None:
+        return f"the plan has a delay and corrects momentum, which are not done together; expected one of them: {CURE}"
+    if plan.world.nodes == 1 and plan.world.ranks > 1:
+        return (
+            f"the plan has a delay for {plan.world.ranks} ranks on one node, which is one worker, and nothing is "
+            f"between nodes; expected at least two nodes, or as many as ranks, whose workers are the ranks: {CURE}"
+        )
+    return None
+
+
+def find_late_delay(plan: Plan) -> str | None:
+    """Why a run that has begun cannot change over to the plan, or None."""
+    if plan.delay is None:
+        return None
+    return "the plan has a delay, whose warm-up begins with a run; expected delay null: attach with that plan"
+
+
+def find_unserved(
+    plan: Plan, optimizer: torch.optim.Optimizer | None, parameters: Mapping[str, nn.Parameter]
+) -> str | None:
+    """Why owners of the weights cannot do what this optimizer does, or None."""
+    if (odd := _no_plain_sgd(optimizer)) is not None:
+        return (
+            f"the plan has a delay, for which owners of the weights and ranks do what torch.optim.SGD does, but found "
+            f"{odd}; expected torch.optim.SGD with momentum, weight decay or Nesterov's momentum: use that, or plan "
+            f"without --accuracy relaxed"
+        )
+    planned = {name: parameters[name] for name in plan.gradients if name in parameters}
+    if (odd := _find_unowned(optimizer, planned)) is not None:
+        return (
+            f"the plan has a delay and the gradient {odd}, whose parameter is not in the optimizer; expected all of "
+            f"them in it, for owners of the weights do what it does: add that parameter, or freeze it before profiling"
+        )
+    return None
+
+
+def _no_plain_sgd(optimizer: torch.optim.Optimizer | None) -> str | None:
+    """What owners of weights cannot do of an optimizer, or None."""
+    if not isinstance(optimizer, torch.optim.SGD):
+        return "no optimizer" if optimizer is None else type(optimizer).__name__
+    # A fused step is scaled by a GradScaler itself, and what takes its place here is not.
+    options = ("dampening", "maximize", "differentiable", "fused")
+    return next((f"SGD with {o}" for group in optimizer.param_groups for o in options if group[o]), None)
+
+
+def _find_unowned(optimizer: torch.optim.Optimizer | None, parameters: Mapping[str, nn.Parameter]) -> str | None:
+    """A parameter that owners of the weights would have no optimizer for, or None."""
+    groups = [] if optimizer is None else optimizer.param_groups
+    known = {id(parameter) for group in groups for parameter in group["params"]}
+    return next((name for name, parameter in parameters.items() if id(parameter) not in known), None)
