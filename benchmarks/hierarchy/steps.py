@@ -41,7 +41,7 @@ class Seen:
 
 
 def schedules(problem: Problem) -> dict[str, Schedule]:
-    """The rivals, then what planner chooses: flat, among all exact plans, and with up to 1 % of each layer's elements."""
+    """The rivals, then what planner chooses: flat, among all exact plans, with up to 1 % of each layer's elements."""
     made = {name: make_schedule(problem, name) for name in NAMED}
     made["merge"] = Merge().apply(best_baseline(problem), problem)
     made["topology"] = Topology().apply(made["merge"], problem)
