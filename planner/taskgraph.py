@@ -18,10 +18,11 @@ from typing import Literal
 
 import networkx as nx
 
-from planner.delayed import Load, pieces
+from planner.delayed import PUSH, Load, pieces
 from planner.ir import Schedule
 from planner.norms import update_us
 from planner.problem import Problem
+from planner.sharding import message_costs_us
 from runtime.timeline import Span
 
 COMPUTE = "compute"
@@ -173,6 +174,8 @@ def phases_of(problem: Problem, schedule: Schedule) -> list[list[tuple[str, str,
     one of the library, which passes through all ranks, keeps the links between nodes busy.
     """
     phases = [problem.phase_times(bucket) for bucket in schedule.buckets]
+    if schedule.sharded:
+        return [[("network", PUSH, cost_us)] for cost_us in message_costs_us(problem, schedule)]
     if all(resource == "network" for of in phases for resource, _, _ in of):
         return phases
     flat = "inter" if problem.cost.cluster.nodes > 1 else "intra"

@@ -42,10 +42,12 @@ def verify(
             own, a gradient of a dtype that it carries; its form is not exact but has to be, or lacks its k; it selects
             nothing of a layer, or more than there is; launch order is not the order of readiness; delay is less than
             one step, not allowed, or together with buckets that are not whole and dense; norms of other layers, or of
-            ranks that do not exist, are shared, or together with delay.
+            ranks that do not exist, are shared, or together with delay; the step is shared together with delay, norms
+            or buckets that are not whole and dense.
     """
     _check_delay(schedule, accuracy)
     _check_norms(schedule, *norms)
+    _check_sharded(schedule)
     count = len(dtype_ids)
     owner: dict[int, int] = {}
     for position, bucket in enumerate(schedule.buckets):
@@ -92,6 +94,16 @@ def _check_norms(schedule: Schedule, layers: int, ranks: int) -> None:
     odd = next((rank for rank in schedule.norms if not 0 <= rank < ranks), None)
     if odd is not None:
         raise VerifyError(f"norms are computed by rank {odd}, but there are {ranks} ranks")
+
+
+def _check_sharded(schedule: Schedule) -> None:
+    if not schedule.sharded:
+        return
+    if schedule.delay is not None or schedule.norms is not None:
+        raise VerifyError("ranks share the optimizer's step in a schedule with delay, or with shared norms")
+    for position, bucket in enumerate(schedule.buckets):
+        if (bucket.collective, bucket.algorithm, bucket.compressor) != PUSHED_FORM:
+            raise VerifyError(f"bucket {position} ({bucket}): ranks that share the step push dense, by the library")
 
 
 def _check_form(position: int, bucket: Bucket, accuracy: str) -> None:

@@ -146,11 +146,15 @@ class Exchange:
         if carries:
             self.carried.settle(self._wait_for, self._parameters)
         self.communicator.wait()
-        if self._kept:
-            self._settle_missing(carries)
+        self._settle(carries)
         self.untouch()
         self.open = False
         self._recorder.end_step()
+
+    def _settle(self, carries: bool) -> None:
+        """Everything has come; `carries`: whether something stays from step to step."""
+        if self._kept:
+            self._settle_missing(carries)
 
     def _wait_for(self, bucket: BucketBuffer | None) -> None:
         """Until a bucket has come, or all have: later ones travel while it is unpacked."""

@@ -61,13 +61,38 @@ class Piece:
         return self.slot.name
 
 
-class Shard:
-    """This rank's part of one message of a bucket: of all gradients of one dtype."""
+class Part:
+    """What one rank has of a message of a bucket, cut into as many equal parts as there are ranks."""
 
     def __init__(self, message: Message, rank: int, ranks: int) -> None:
         self.message, self.rank, self.ranks = message, rank, ranks
         self.numel = sum(slot.parameter.numel() for slot in message.slots)
         self.share = -(-self.numel // ranks)
+        """Elements of a part; the last one may be shorter, and is filled up."""
+
+    def cuts(self) -> Iterator[tuple[Slot, int, slice]]:
+        """(parameter, first of its elements in memory order, where they lie in this rank's part) of what is in it."""
+        first, offset = self.rank * self.share, 0
+        for slot in self.message.slots:
+            start, stop = max(offset, first), min(offset + slot.parameter.numel(), first + self.share)
+            if start < stop:
+                yield slot, start - offset, slice(start - first, stop - first)
+            offset += slot.parameter.numel()
+
+    def views(self, whole: Tensor) -> dict[str, Tensor]:
+        """The gradients' or weights' places in a vector of all parts. Shapes as the parameters'."""
+        found, offset = {}, 0
+        for slot in self.message.slots:  # laid out as gradients are, whatever becomes of the parameter's own layout
+            found[slot.name] = view_of(whole, offset, slot.view)
+            offset += slot.parameter.numel()
+        return found
+
+
+class Shard(Part):
+    """This rank's part of one message of a bucket: of all gradients of one dtype."""
+
+    def __init__(self, message: Message, rank: int, ranks: int) -> None:
+        super().__init__(message, rank, ranks)
         flat = message.flat
         self.pushed = flat.new_zeros(ranks * self.share)
         """What this rank sends: part r goes to rank r. Shape (ranks · share,)."""
@@ -77,16 +102,10 @@ class Shard:
         """Their sum, in order of rank: the averaged gradient. Shape (share,)."""
         self.weights = self.flatten({slot.name: slot.parameter.detach() for slot in message.slots})
         """The global weights. Shape (share,)."""
-        self.pieces = list(self._pieces())
-
-    def _pieces(self) -> Iterator[Piece]:
-        first, offset = self.rank * self.share, 0
-        for slot in self.message.slots:
-            start, stop = max(offset, first), min(offset + slot.parameter.numel(), first + self.share)
-            if start < stop:
-                part = slice(start - first, stop - first)
-                yield Piece(slot, start - offset, part, nn.Parameter(self.weights[part]), self.total[part])
-            offset += slot.parameter.numel()
+        self.pieces = [
+            Piece(slot, start, place, nn.Parameter(self.weights[place]), self.total[place])
+            for slot, start, place in self.cuts()
+        ]
 
     def flatten(self, tensors: Mapping[str, Tensor]) -> Tensor:
         """This rank's part of tensors by name, in the shapes of their parameters; missing ones are zero."""
@@ -95,14 +114,6 @@ class Shard:
             if name in tensors:
                 view.copy_(tensors[name])
         return whole[self.rank * self.share : (self.rank + 1) * self.share].clone()
-
-    def views(self, whole: Tensor) -> dict[str, Tensor]:
-        """The gradients' or weights' places in a vector of all parts. Shapes as the parameters'."""
-        found, offset = {}, 0
-        for slot in self.message.slots:  # laid out as gradients are, whatever becomes of the parameter's own layout
-            found[slot.name] = view_of(whole, offset, slot.view)
-            offset += slot.parameter.numel()
-        return found
 
     def pack(self, scale: float) -> None:
         """The bucket's gradients, times `scale`, are what is pushed."""
@@ -114,10 +125,15 @@ class Shard:
 
     def add_up(self) -> None:
         """All pushes have come."""
-        parts = self.received.view(self.ranks, -1)
-        self.total.copy_(parts[0])
-        for rank in range(1, self.ranks):  # one after the other: the order of summation is fixed
-            self.total.add_(parts[rank])
+        add_in_order(self.received, self.total)
+
+
+def add_in_order(received: Tensor, total: Tensor) -> None:
+    """`total` (n,) becomes the sum of what came from every rank (ranks · n,), always in the same order."""
+    parts = received.view(-1, total.numel()) if total.numel() else received.view(1, 0)
+    total.copy_(parts[0])
+    for part in parts[1:]:
+        total.add_(part)
 
 
 class Server:

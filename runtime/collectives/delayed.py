@@ -12,18 +12,19 @@ from runtime.torch_compat import all_gather_single, all_to_all_single
 
 if TYPE_CHECKING:
     from runtime.delayed import StepEnd
+    from runtime.sharded import OwnPart, Usage
     from runtime.shards import Shard
 
 
 class PushPull:
     """A reduce-scatter of gradients, as all-to-all and a sum in order of rank; all-gathers of weights."""
 
-    def run(self, message: Shard | StepEnd, group: dist.ProcessGroup) -> Iterator[dist.Work]:
+    def run(self, message: Shard | StepEnd | OwnPart | Usage, group: dist.ProcessGroup) -> Iterator[dist.Work]:
         """See `Collective.run`."""
         return message.phases(group)
 
 
-def push(shard: Shard, group: dist.ProcessGroup) -> Iterator[dist.Work]:
+def push(shard: Shard | OwnPart, group: dist.ProcessGroup) -> Iterator[dist.Work]:
     """Sends a message's gradients to their owners; each adds up what it owns."""
     # As bytes: backends know few dtypes.
     received, pushed = (tensor.view(torch.uint8) for tensor in (shard.received, shard.pushed))
@@ -31,7 +32,7 @@ def push(shard: Shard, group: dist.ProcessGroup) -> Iterator[dist.Work]:
     shard.add_up()
 
 
-def pull(shard: Shard, pulled: torch.Tensor, group: dist.ProcessGroup) -> Iterator[dist.Work]:
+def pull(shard: Shard | OwnPart, pulled: torch.Tensor, group: dist.ProcessGroup) -> Iterator[dist.Work]:
     """Fills `pulled` (ranks · share elements) with the weights of all owners."""
     yield all_gather_single(pulled.view(torch.uint8), shard.weights.view(torch.uint8), group=group, async_op=True)
 
