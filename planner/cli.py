@@ -20,6 +20,7 @@ from planner.options import (
     ClusterName,
     Flags,
     MaxDelay,
+    MaxMemory,
     MaxRatio,
     ProfileName,
     Protect,
@@ -76,6 +77,7 @@ def optimize(
     max_ratio: MaxRatio = None,
     protect: Protect = None,
     max_delay: MaxDelay = None,
+    max_memory_mib: MaxMemory = None,
 ) -> None:
     """Decide how gradients travel; explain; prove how far from optimal."""
     from planner.decide import optimize as decide
@@ -101,6 +103,7 @@ def optimize(
         max_ratio=max_ratio,
         protect=protect,
         max_delay=max_delay,
+        max_memory_mib=max_memory_mib,
     )
     plan.save(output)
     if Flags.as_json:

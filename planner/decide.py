@@ -18,9 +18,11 @@ from planner.pipeline import AfterPass, parse_passes, run_passes
 from planner.problem import Problem, make_problem
 from planner.profile.document import Cluster, Profile
 from planner.scaling import OPTIMAL, scaling_curve
+from planner.sharding import can_share, own_update_us
 from planner.simulator import simulate_schedule
 from planner.solvers import Solved, check_solver, solve
 from planner.sources import counted, describe_sources
+from planner.steps import beside_shared, check_memory, demanded, other_way, with_memory, with_step
 from planner.strategies import BASELINES, make_schedule
 from planner.strategies.optimal import best_baseline
 from runtime.errors import InputError
@@ -45,6 +47,7 @@ def optimize(
     max_ratio: float | None = None,
     protect: str | None = None,
     max_delay: int | None = None,
+    max_memory_mib: float | None = None,
 ) -> Plan:
     """Decides how the gradients of a profiled step travel.
 
@@ -65,6 +68,9 @@ def optimize(
             normalization layers; with `none` among them, those are not protected.
         max_delay: for relaxed plans, the largest k: after so many steps at the most come new weights; default: 4.
 
+        max_memory_mib: what each rank has for weights, gradients, the optimizer's state and activations; where that
+            is too little, ranks share the optimizer's step. Default: what the profile says, if anything.
+
     Returns:
         The plan with its prediction, baselines and certificate; equal inputs give equal plans.
 
@@ -78,21 +84,36 @@ def optimize(
     limit = check_solver(solver, solver_limit)
     parsed = parse_passes(passes)
     pipeline, lossy = split_passes(parsed, accuracy, max_ratio, protect, max_delay)
+    pipeline = with_memory(pipeline, check_memory(max_memory_mib))
     where = name_of(profile if cluster is None else cluster)
     machines = None if cluster is None else find_cluster(cluster)
     problem = make_problem(find_profile(profile), machines, where=where)
-    schedule = run_passes(pipeline, best_baseline(problem), problem, after_pass)
-    solved = solve(problem, schedule, limit) if solver == "cpsat" else None
+    start = best_baseline(problem)
+    schedule = run_passes(pipeline, start, problem, after_pass)
+    solved = solve(problem, schedule, limit) if solver == "cpsat" and not schedule.sharded else None
     schedule = solved.schedule if solved else schedule
-    baselines = {name: _baseline(problem, name) for name in BASELINES}
-    plan = replace(lower(problem, schedule), baselines=baselines, certificate=certify(problem, schedule, solved))
-    plan = replace(plan, scaling=_scaling(problem, plan, baselines), sources=describe_sources(problem))
-    plan = replace(plan, notes=_notes(problem, plan, baselines))
+    other = other_way(problem, schedule, start, pipeline)
+    plan = with_step(problem, _exact(problem, schedule, solved), schedule, other, pipeline)
     if accuracy != "exact":
         asked = any(each.accuracy == "bounded" for each in parsed)
         bound = limit if solver == "cpsat" else None
-        plan = choose(problem, plan, schedule, accuracy, lossy, after_pass, bound, asked=asked)
+
+        def riskier(exact: Plan, of: Schedule) -> Plan:
+            return choose(problem, exact, of, accuracy, lossy, after_pass, bound, asked=asked)
+
+        if schedule.sharded and other is not None:
+            plan = beside_shared(plan, riskier(_exact(problem, other), other), demanded=demanded(problem, pipeline))
+        else:
+            plan = riskier(plan, schedule)
     return replace(plan, loading=problem.profile.loading)
+
+
+def _exact(problem: Problem, schedule: Schedule, solved: Solved | None = None) -> Plan:
+    """The plan of an exact schedule with all that is said beside it."""
+    baselines = {name: _baseline(problem, name) for name in BASELINES}
+    plan = replace(lower(problem, schedule), baselines=baselines, certificate=certify(problem, schedule, solved))
+    plan = replace(plan, scaling=_scaling(problem, plan, baselines), sources=describe_sources(problem))
+    return replace(plan, notes=_notes(problem, plan, baselines))
 
 
 def _baseline(problem: Problem, name: str) -> Prediction:
@@ -113,6 +134,8 @@ def name_of(document: Profile | Cluster | str | Path) -> str:
 
 def certify(problem: Problem, schedule: Schedule, solved: Solved | None = None) -> Certificate:
     """How far the schedule is from the best exact one under the cost model; the solver's bound counts where higher."""
+    if schedule.sharded:
+        return _certify_shared(problem, schedule)
     method, end_us, exact, ties_exact = _optimum(problem)
     bound_us = max(end_us, problem.compute_end_us) + update_bound_us(problem)
     iteration_us = simulate_schedule(problem, schedule).iteration_us
@@ -122,6 +145,8 @@ def certify(problem: Problem, schedule: Schedule, solved: Solved | None = None) 
         notes.append(f"the bound is the {what} on a machine where compute and network do not slow each other down")
     if not exact and not problem.contended and (solved is None or solved.bound_us <= bound_us):
         notes.append("the bound is for links inside nodes that no two buckets share")
+    if can_share(problem):
+        notes.append("plans whose ranks share the optimizer's step are left out here")
     if problem.dtype_count > 1:
         notes.append("the bound is for buckets of consecutive gradients; DDP's, one dtype each, are of another class")
     if not ties_exact and not problem.contended:
@@ -133,6 +158,18 @@ def certify(problem: Problem, schedule: Schedule, solved: Solved | None = None) 
         gap=max(0.0, iteration_us / bound_us - 1.0) if bound_us > 0.0 else 0.0,
         note="; ".join(notes) or None,
         solver=None if solved is None else SolverBound("cpsat", solved.bound_us, solved.proven, solved.limit),
+    )
+
+
+def _certify_shared(problem: Problem, schedule: Schedule) -> Certificate:
+    """Of a step that ranks share, computation is a bound."""
+    compute_us = problem.compute_end_us + own_update_us(problem)
+    iteration_us = simulate_schedule(problem, schedule).iteration_us
+    return Certificate(
+        method="search over buckets of a step that ranks share",
+        lower_bound_us=compute_us,
+        gap=max(0.0, iteration_us / compute_us - 1.0) if compute_us > 0.0 else 0.0,
+        note="the bound is computation alone",
     )
 
 

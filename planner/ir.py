@@ -16,6 +16,7 @@ _BUCKET = re.compile(
 )
 _DELAY = re.compile(r"delay k=([1-9][0-9]*)")
 _NORMS = re.compile(r"norms ([0-9]+(?:,[0-9]+)*)")
+_SHARDED = "sharded"
 _RUN = re.compile(r"([0-9]+)(?:-([0-9]+))?")
 
 
@@ -64,12 +65,14 @@ class Bucket:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Schedule:
-    """Buckets in launch order; `str` gives one line each, after one of the delay and one of norms where there are any.
+    """Buckets in launch order; `str` gives one line each, after those of delay, norms and a shared step, as there are.
 
     >>> str(Schedule(buckets=(Bucket(gradients=(0,)),), delay=4))
     'delay k=4\\n[0] all_reduce/library none'
     >>> str(Schedule(buckets=(Bucket(gradients=(0,)),), norms=(0, 2)))
     'norms 0,2\\n[0] all_reduce/library none'
+    >>> str(Schedule(buckets=(Bucket(gradients=(0,)),), sharded=True))
+    'sharded\\n[0] all_reduce/library none'
     """
 
     buckets: tuple[Bucket, ...]
@@ -77,10 +80,13 @@ class Schedule:
     """SSD-SGD's k: buckets are pushed in every step, and new weights pulled after every k-th one. None: synchronous."""
     norms: tuple[int, ...] | None = None
     """By layer of `Problem.norm_layers`, the rank that computes its norms for all. None: every rank does."""
+    sharded: bool = False
+    """Whether ranks share the optimizer's step: buckets are reduce-scattered, and weights gathered after the update."""
 
     def __str__(self) -> str:
         head = [] if self.delay is None else [f"delay k={self.delay}"]
         head += [] if self.norms is None else [f"norms {','.join(map(str, self.norms))}"]
+        head += [_SHARDED] if self.sharded else []
         return "\n".join([*head, *map(str, self.buckets)])
 
     @classmethod
@@ -91,10 +97,13 @@ class Schedule:
         lines = lines[1:] if delay else lines
         norms = _NORMS.fullmatch(lines[0]) if lines else None
         lines = lines[1:] if norms else lines
+        sharded = bool(lines) and lines[0] == _SHARDED
+        lines = lines[1:] if sharded else lines
         return cls(
             buckets=tuple(map(Bucket.parse, lines)),
             delay=int(delay[1]) if delay else None,
             norms=tuple(map(int, norms[1].split(","))) if norms else None,
+            sharded=sharded,
         )
 
     @classmethod

@@ -96,8 +96,8 @@ def explain_buckets(problem: Problem, schedule: Schedule) -> list[str]:
     """One phrase per bucket: what merging its gradients saves on the link, and what it waits for; of a sparse one how
     much travels, and what that saves.
     """
-    if schedule.delay is not None:
-        return _explain_pushes(problem, schedule, schedule.delay)
+    if schedule.delay is not None or schedule.sharded:
+        return _explain_pushes(problem, schedule, schedule.delay or 1)
     timeline = simulate_schedule(problem, schedule)
     if timeline.on("intra") or timeline.on("inter"):
         return _explain_phases(problem, schedule, timeline)

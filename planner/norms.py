@@ -13,9 +13,10 @@ import numpy as np
 from planner.ir import Schedule
 from planner.partition import Partition, best_partition
 from planner.problem import Problem
+from planner.sharding import gathers_us, own_update_us
 from planner.sources import three_digits
 from runtime.partition import loads_of
-from runtime.plan import NormPlan, UpdatePlan
+from runtime.plan import NormPlan, StepPlan, UpdatePlan
 
 
 def norm_costs_us(problem: Problem) -> tuple[float, ...]:
@@ -38,7 +39,7 @@ def message_bytes(problem: Problem, owners: Sequence[int]) -> int:
 def gather_us(problem: Problem, owners: Sequence[int]) -> float:
     """The all-gather."""
     size_bytes = np.array([float(message_bytes(problem, owners))])
-    return float(problem.pull.curve(size_bytes)[0])
+    return float(problem.all_gather.curve(size_bytes)[0])
 
 
 def shared_us(problem: Problem, owners: Sequence[int]) -> float:
@@ -47,7 +48,11 @@ def shared_us(problem: Problem, owners: Sequence[int]) -> float:
 
 
 def update_us(problem: Problem, schedule: Schedule) -> float:
-    """The update of a schedule: as measured, where every rank computes all norms, but for what sharing changes."""
+    """The update of a schedule: as measured, where every rank does all of it, but for what sharing changes; with the
+    gathers of norms or weights.
+    """
+    if schedule.sharded:
+        return own_update_us(problem) + sum(gathers_us(problem, schedule.buckets))
     if schedule.norms is None:
         return problem.update_us
     return max(0.0, problem.update_us - replicated_us(problem) + shared_us(problem, schedule.norms))
@@ -71,6 +76,8 @@ def partition_of(problem: Problem, method: str = "cpsat") -> Partition:
 def updates_of(problem: Problem, schedule: Schedule) -> UpdatePlan | None:
     """What a plan says of the update; None where there is nothing to share."""
     layers = problem.norm_layers
+    if schedule.sharded:
+        return UpdatePlan(step=StepPlan(sharded=True, gather_us=sum(gathers_us(problem, schedule.buckets))))
     if not layers or problem.ranks == 1:
         return None
     found = partition_of(problem)

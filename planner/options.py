@@ -54,6 +54,14 @@ MaxDelay = Annotated[
         help="Relaxed plans: the largest number of steps from one pull of new weights to the next (default 4)."
     ),
 ]
+MaxMemory = Annotated[
+    float | None,
+    typer.Option(
+        "--max-memory-mib",
+        help="What each rank has for weights, gradients, the optimizer's state and activations; where that is too "
+        "little, ranks share the optimizer's step (default: the accelerator's, as profiled).",
+    ),
+]
 ProfileName = Annotated[str, typer.Argument(help="profile.json, or a name: MODEL or MODEL@CLUSTER (planner catalog).")]
 ClusterName = Annotated[
     str | None,

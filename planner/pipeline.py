@@ -76,16 +76,16 @@ def run_passes(
 ) -> Schedule:
     """Applies the passes in order; the verifier runs before the first and after each.
 
-    Who computes norms does not depend on how gradients travel, so passes that decide on that do not see it.
+    What ranks share of the update does not depend on how gradients travel, so passes that decide on that do not see it.
     """
     dtype_ids, elements = problem.dtype_ids.tolist(), problem.layer_elements
     norms = (len(problem.norm_layers), problem.ranks)
     verify(schedule, dtype_ids, accuracy=accuracy, elements=elements, norms=norms)
     for current in passes:
         started = time.perf_counter()
-        before, schedule = schedule.norms, current.apply(replace(schedule, norms=None), problem)
-        if schedule.norms is None and not isinstance(current, ShardUpdates):
-            schedule = replace(schedule, norms=None if schedule.delay is not None else before)
+        before, schedule = schedule, current.apply(replace(schedule, norms=None, sharded=False), problem)
+        if not isinstance(current, ShardUpdates) and schedule.delay is None:
+            schedule = replace(schedule, norms=before.norms, sharded=before.sharded)
         verify(schedule, dtype_ids, accuracy=accuracy, elements=elements, norms=norms)
         if after_pass is not None:
             after_pass(current.name, schedule, time.perf_counter() - started)

@@ -11,7 +11,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.cost.halves import ALL_GATHER, REDUCE_SCATTER, Half, NodeCosts, half, node_costs
+from planner.cost.halves import ALL_GATHER, REDUCE_SCATTER, Half, NodeCosts, half, node_costs, worker_half
 from planner.cost.model import CommunicationCost, communication_cost
 from planner.cost.phases import PHASES, Phase
 from planner.cost.selection import SelectionCost, selector_line
@@ -281,11 +281,21 @@ class Problem:
 
     @cached_property
     def push(self) -> Half:
-        """What a reduce-scatter over all ranks costs, or with delay between nodes one of each rank's part."""
-        return half(self.cost, REDUCE_SCATTER)
+        """With delay: what a reduce-scatter between workers costs, over all ranks or between nodes."""
+        return worker_half(self.cost, REDUCE_SCATTER)
 
     @cached_property
     def pull(self) -> Half:
+        """Likewise an all-gather."""
+        return worker_half(self.cost, ALL_GATHER)
+
+    @cached_property
+    def reduce_scatter(self) -> Half:
+        """What a reduce-scatter over all ranks costs."""
+        return half(self.cost, REDUCE_SCATTER)
+
+    @cached_property
+    def all_gather(self) -> Half:
         """Likewise an all-gather."""
         return half(self.cost, ALL_GATHER)
 

@@ -270,7 +270,7 @@ def _profile(
         name="measured while training",
         nodes=nodes,
         ranks_per_node=world.ranks // nodes,
-        samples={"all_reduce": alone},
+        samples={**_halves(before, world.ranks), "all_reduce": alone},
         back_to_back={"all_reduce": queued},
         collectives={"all_reduce": fit(alone)},
         contention=before.contention if before is not None else None,
@@ -286,6 +286,22 @@ def _profile(
     )
 
 
+def _halves(before: Cluster | None, ranks: int) -> dict[str, tuple[Sample, ...]]:
+    """What a reduce-scatter and an all-gather took when the ranks were profiled: a shared step asks for it."""
+    known = before.samples if before is not None and before.samples and before.ranks == ranks else {}
+    return {name: known[name] for name in ("reduce_scatter", "all_gather") if name in known}
+
+
+def _update_us(session: Session, old: Profile | None, measured_us: float) -> float:
+    """What the whole update takes: of a shared step each rank has measured its part, and the gathers of weights."""
+    if not session.plan.sharded:
+        return measured_us
+    if old is not None:
+        return old.compute.update_us
+    step = session.report().step
+    return round(max(0.0, measured_us - (step.gather_us if step else 0.0)) * session.world.ranks, 3)
+
+
 def _compute(session: Session, old: Profile | None, ranks: Sequence[RankTimes]) -> ComputeProfile:
     """From the marks of every gradient, or the old profile stretched to the times of forward, backward and update."""
     if any(rank.ready_us for rank in ranks):
@@ -298,13 +314,21 @@ def _compute(session: Session, old: Profile | None, ranks: Sequence[RankTimes]) 
             for name, p in planned.items()
             if name not in names
         )
-        return replace(seen, gradients=(*seen.gradients, *unseen), norms=old.compute.norms if old else None)
+        return replace(
+            seen,
+            update_us=_update_us(session, old, seen.update_us),
+            gradients=(*seen.gradients, *unseen),
+            optimizer=old.compute.optimizer if old else None,
+            norms=old.compute.norms if old else None,
+        )
     assert old is not None
     end_us = float(np.median(np.array([rank.backward_end_us for rank in ranks]).max(axis=0)))
     before_us = old.compute.forward_us + sum(gradient.backward_us for gradient in old.compute.gradients)
     updates = [time_us for rank in ranks for time_us in rank.update_us]
     stretched = scale_compute(old.compute, _ratio(end_us, before_us) or 1.0, 1.0)
-    return replace(stretched, update_us=round(statistics.median(updates), 3)) if updates else stretched
+    if not updates:
+        return stretched
+    return replace(stretched, update_us=_update_us(session, old, round(statistics.median(updates), 3)))
 
 
 def _findings(session: Session, everyone: Sequence[RankSteps]) -> list[str]:

@@ -13,7 +13,7 @@ go on beside the next ones: `planner.delayed` finds the mean step. All times in 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -21,11 +21,12 @@ import numpy as np
 
 from planner.cost.phases import PHASES
 from planner.cost.sparse import FLAT_GATHERS
-from planner.delayed import delayed_step_us, simulate_delayed
+from planner.delayed import PULL, PUSH, delayed_step_us, simulate_delayed
 from planner.ir import Bucket, Schedule
 from planner.merging.exact import Places
 from planner.norms import update_us
 from planner.problem import Factors, Problem
+from planner.sharding import gathers_us, message_costs_us, own_update_us
 from runtime.timeline import Span, Timeline
 
 
@@ -111,7 +112,8 @@ def step_us(problem: Problem, schedule: Schedule) -> float:
     ready_us = problem.ready_list_us
     buckets = [bucket.gradients for bucket in schedule.buckets]
     ready = [ready_us[max(gradients)] for gradients in buckets]
-    ends_us = _ends_us(problem, ready, problem.bucket_cost_us(buckets), problem.bucket_factors(buckets), 0.0)
+    costs_us = message_costs_us(problem, schedule)
+    ends_us = _ends_us(problem, ready, costs_us, problem.bucket_factors(buckets), 0.0)
     return max(ends_us) + updating_us
 
 
@@ -224,9 +226,13 @@ def _tasks(problem: Problem, schedule: Schedule) -> list[tuple[str, float, float
     buckets = [bucket.gradients for bucket in schedule.buckets]
     ready_us = problem.ready_us.tolist()
     return [
-        (f"bucket {index} {schedule.buckets[index].collective}", ready_us[max(gradients)], cost_us)
-        for index, (gradients, cost_us) in enumerate(zip(buckets, problem.bucket_cost_us(buckets), strict=True))
+        (f"bucket {index} {_name(schedule, index)}", ready_us[max(gradients)], cost_us)
+        for index, (gradients, cost_us) in enumerate(zip(buckets, message_costs_us(problem, schedule), strict=True))
     ]
+
+
+def _name(schedule: Schedule, index: int) -> str:
+    return PUSH if schedule.sharded else schedule.buckets[index].collective
 
 
 def _simulate_free(problem: Problem, schedule: Schedule) -> Timeline:
@@ -282,6 +288,13 @@ def _simulate_phases(problem: Problem, schedule: Schedule) -> Timeline:
     return _timeline(problem, schedule, messages, network_end_us, gradients_end_us[-1])
 
 
+def _gathers(problem: Problem, schedule: Schedule, start_us: float) -> Iterator[Span]:
+    """Of the weights that ranks have updated, one after the other."""
+    for index, time_us in enumerate(gathers_us(problem, schedule.buckets) if schedule.sharded else ()):
+        yield Span(task=f"bucket {index} {PULL}", resource="network", start_us=start_us, end_us=start_us + time_us)
+        start_us += time_us
+
+
 def _sent(index: int, name: str, ready_us: float, start_us: float, end_us: float) -> Span:
     return Span(task=name, resource="network", start_us=start_us, end_us=end_us, bucket=index, ready_us=ready_us)
 
@@ -294,9 +307,10 @@ def _timeline(
     iteration_us = end_us + updating_us
     forward = Span(task="forward", resource="compute", start_us=0.0, end_us=forward_us)
     backward = Span(task="backward", resource="compute", start_us=forward_us, end_us=backward_end_us)
-    update = Span(task="update", resource="compute", start_us=end_us, end_us=iteration_us)
+    updated_us = end_us + own_update_us(problem) if schedule.sharded else iteration_us
+    update = Span(task="update", resource="compute", start_us=end_us, end_us=updated_us)
     return Timeline(
-        spans=(forward, backward, *network, update),
+        spans=(forward, backward, *network, update, *_gathers(problem, schedule, updated_us)),
         iteration_us=iteration_us,
         forward_us=forward_us,
         backward_us=problem.backward_us,

@@ -20,10 +20,11 @@ import networkx as nx
 
 from planner.cost.sparse import FLAT_GATHERS
 from planner.delayed import COMPUTE as COMPUTING
-from planner.delayed import NETWORK, SPREADING, Load, pieces, resources
+from planner.delayed import NETWORK, PUSH, SPREADING, Load, pieces, resources
 from planner.ir import Schedule
 from planner.norms import update_us
 from planner.problem import Problem
+from planner.sharding import message_costs_us
 from runtime.timeline import Span
 
 COMPUTE = "compute"
@@ -177,6 +178,8 @@ def phases_of(problem: Problem, schedule: Schedule) -> list[list[tuple[str, str,
     one of the library, which passes through all ranks, keeps the links between nodes busy.
     """
     phases = [problem.phase_times(bucket) for bucket in schedule.buckets]
+    if schedule.sharded:
+        return [[("network", PUSH, cost_us)] for cost_us in message_costs_us(problem, schedule)]
     if all(resource == "network" for of in phases for resource, _, _ in of):
         return phases
     flat = "inter" if problem.cost.cluster.nodes > 1 else "intra"

@@ -9,7 +9,10 @@ from planner.ir import Bucket, Schedule, format_indices
 EXACT_FORMS = frozenset(("all_reduce", algorithm, "none") for algorithm in ("library", "torus_2d", "tree"))
 """(collective, algorithm, compressor) that leave the averaged gradient as it is, up to summation order."""
 
-PUSHED_FORMS = frozenset({("all_reduce", "library", "none"), ("sparse", "flat", "topk")})
+PUSHED_FORM = ("all_reduce", "library", "none")
+"""What buckets say that are pushed whole: those of schedules whose ranks share the step."""
+
+PUSHED_FORMS = frozenset({PUSHED_FORM, ("sparse", "flat", "topk")})
 """What buckets of schedules with delay say: the halves of an all-reduce travel apart, and of selected elements the push
 is sparse."""
 
@@ -43,10 +46,12 @@ def verify(
             own, a gradient of a dtype that it carries; its form is not exact but has to be, or lacks its k; it selects
             nothing of a layer, or more than there is; launch order is not the order of readiness; delay is less than
             one step, not allowed, or together with buckets that cannot be pushed; norms of other layers, or of
-            ranks that do not exist, are shared, or together with delay.
+            ranks that do not exist, are shared, or together with delay; the step is shared together with delay, norms
+            or buckets that are not whole and dense.
     """
     _check_delay(schedule, accuracy)
     _check_norms(schedule, *norms)
+    _check_sharded(schedule)
     count = len(dtype_ids)
     owner: dict[int, int] = {}
     for position, bucket in enumerate(schedule.buckets):
@@ -95,6 +100,16 @@ def _check_norms(schedule: Schedule, layers: int, ranks: int) -> None:
     odd = next((rank for rank in schedule.norms if not 0 <= rank < ranks), None)
     if odd is not None:
         raise VerifyError(f"norms are computed by rank {odd}, but there are {ranks} ranks")
+
+
+def _check_sharded(schedule: Schedule) -> None:
+    if not schedule.sharded:
+        return
+    if schedule.delay is not None or schedule.norms is not None:
+        raise VerifyError("ranks share the optimizer's step in a schedule with delay, or with shared norms")
+    for position, bucket in enumerate(schedule.buckets):
+        if (bucket.collective, bucket.algorithm, bucket.compressor) != PUSHED_FORM:
+            raise VerifyError(f"bucket {position} ({bucket}): ranks that share the step push dense, by the library")
 
 
 def _check_form(position: int, bucket: Bucket, accuracy: str) -> None:

@@ -227,16 +227,18 @@ def make_slot(name: str, index: int, parameter: nn.Parameter) -> Slot:
     return Slot(name=name, index=index, parameter=parameter, large=large)
 
 
-def lay_out(slots: Sequence[Slot], tail_elements: int = 0) -> list[Message]:
-    """One flat buffer per dtype, in order of first appearance; the first one with `tail_elements` more at its end."""
+def lay_out(slots: Sequence[Slot], tail_elements: int = 0, parts: int = 1) -> list[Message]:
+    """One flat buffer per dtype, in order of first appearance; the first one with `tail_elements` more at its end, all
+    of a length that `parts` divides.
+    """
     by_dtype: dict[torch.dtype, list[Slot]] = {}
     for slot in slots:
         by_dtype.setdefault(slot.parameter.dtype, []).append(slot)
     messages: list[Message] = []
     for dtype, members in by_dtype.items():
         numel = sum(slot.parameter.numel() for slot in members)
-        extra = tail_elements if not messages else 0
-        flat = torch.zeros(numel + extra, dtype=dtype, device=members[0].parameter.device)
+        elements = numel + (tail_elements if not messages else 0)
+        flat = torch.zeros(-(-elements // parts) * parts, dtype=dtype, device=members[0].parameter.device)
         messages.append(Message(flat, members))
     return messages
 

@@ -35,9 +35,7 @@ class LossAveraging:
     def _before_step(
         self, _optimizer: torch.optim.Optimizer, arguments: tuple[Any, ...], keywords: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The closure is the step's only callable argument; whether torch counts the optimizer in does not matter."""
-        replaced = tuple(self._averaged(a) if _is_closure(a) else a for a in arguments)
-        return replaced, {name: self._averaged(a) if _is_closure(a) else a for name, a in keywords.items()}
+        return with_closures(self._averaged, arguments, keywords)
 
     def _averaged(self, closure: Callable[[], Any]) -> Callable[[], Any]:
         def averaged() -> Any:
@@ -53,5 +51,20 @@ class LossAveraging:
         return averaged
 
 
-def _is_closure(argument: Any) -> bool:
+Closure = Callable[[], Any]
+
+
+def with_closures(
+    wrap: Callable[[Closure], Closure], arguments: tuple[Any, ...], keywords: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of an optimizer's step with another closure in the place of theirs.
+
+    It is the step's only callable argument; whether torch counts the optimizer in does not matter.
+    """
+    replaced = tuple(wrap(a) if is_closure(a) else a for a in arguments)
+    return replaced, {name: wrap(a) if is_closure(a) else a for name, a in keywords.items()}
+
+
+def is_closure(argument: Any) -> bool:
+    """Whether an argument of an optimizer's step is its closure."""
     return callable(argument) and not isinstance(argument, torch.optim.Optimizer)

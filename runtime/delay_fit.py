@@ -1,11 +1,6 @@
-"""Whether a plan with delay can be executed at all, and by this optimizer: every misfit in words."""
+"""Whether a plan with delay can be executed at all: every misfit in words."""
 
 from __future__ import annotations
-
-from collections.abc import Mapping
-
-import torch
-from torch import nn
 
 from runtime.collectives import form_of
 from runtime.local_updates import LOCAL_UPDATES
@@ -52,38 +47,3 @@ def find_late_delay(plan: Plan) -> str | None:
     if plan.delay is None:
         return None
     return "the plan has a delay, whose warm-up begins with a run; expected delay null: attach with that plan"
-
-
-def find_unserved(
-    plan: Plan, optimizer: torch.optim.Optimizer | None, parameters: Mapping[str, nn.Parameter]
-) -> str | None:
-    """Why owners of the weights cannot do what this optimizer does, or None."""
-    if (odd := _no_plain_sgd(optimizer)) is not None:
-        return (
-            f"the plan has a delay, for which owners of the weights and ranks do what torch.optim.SGD does, but found "
-            f"{odd}; expected torch.optim.SGD with momentum, weight decay or Nesterov's momentum: use that, or plan "
-            f"without --accuracy relaxed"
-        )
-    planned = {name: parameters[name] for name in plan.gradients if name in parameters}
-    if (odd := _find_unowned(optimizer, planned)) is not None:
-        return (
-            f"the plan has a delay and the gradient {odd}, whose parameter is not in the optimizer; expected all of "
-            f"them in it, for owners of the weights do what it does: add that parameter, or freeze it before profiling"
-        )
-    return None
-
-
-def _no_plain_sgd(optimizer: torch.optim.Optimizer | None) -> str | None:
-    """What owners of weights cannot do of an optimizer, or None."""
-    if not isinstance(optimizer, torch.optim.SGD):
-        return "no optimizer" if optimizer is None else type(optimizer).__name__
-    # A fused step is scaled by a GradScaler itself, and what takes its place here is not.
-    options = ("dampening", "maximize", "differentiable", "fused")
-    return next((f"SGD with {o}" for group in optimizer.param_groups for o in options if group[o]), None)
-
-
-def _find_unowned(optimizer: torch.optim.Optimizer | None, parameters: Mapping[str, nn.Parameter]) -> str | None:
-    """A parameter that owners of the weights would have no optimizer for, or None."""
-    groups = [] if optimizer is None else optimizer.param_groups
-    known = {id(parameter) for group in groups for parameter in group["params"]}
-    return next((name for name, parameter in parameters.items() if id(parameter) not in known), None)

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from runtime.buckets import BucketBuffer, Kept, Slot, UsageFlags
+from runtime.buckets import BucketBuffer, Kept, Parcel, Slot, UsageFlags
 from runtime.carried import Carried
 from runtime.communicator import Communicator
 from runtime.guard import LossyBucket, Watched
@@ -134,8 +134,12 @@ class Exchange:
         if self._flags is not None and bucket.index == len(self.buckets) - 1:
             self._flags.write([slot.index for slot in self.slots if not slot.touched])
         sent = self._recorder.sent(bucket.index)
-        self.communicator.launch(bucket, sent, partial(self.carried.add_to, bucket))
+        self.communicator.launch(self.sending(bucket), sent, partial(self.carried.add_to, bucket))
         self._next += 1
+
+    def sending(self, bucket: BucketBuffer) -> BucketBuffer | Parcel:
+        """What travels for a bucket whose gradients are all here."""
+        return bucket
 
     def finish(self) -> None:
         """The end of backward: after this, every `.grad` is final."""
@@ -147,11 +151,15 @@ class Exchange:
         if carries:
             self.carried.settle(self._wait_for, self._parameters)
         self.communicator.wait()
-        if self._kept:
-            self._settle_missing(carries)
+        self._settle(carries)
         self.untouch()
         self.open = False
         self._recorder.end_step()
+
+    def _settle(self, carries: bool) -> None:
+        """Everything has come; `carries`: whether something stays from step to step."""
+        if self._kept:
+            self._settle_missing(carries)
 
     def _wait_for(self, bucket: BucketBuffer | None) -> None:
         """Until a bucket has come, or all have: later ones travel while it is unpacked."""

@@ -1,4 +1,4 @@
-"""Whether a plan fits this model, this optimizer and this runtime: every misfit in words, before any training step."""
+"""Whether a plan fits this model and this runtime: every misfit in words, before any training step."""
 
 from __future__ import annotations
 
@@ -9,14 +9,12 @@ from itertools import chain
 import torch
 from torch import Tensor, nn
 
-from runtime.closures import DECIDE_BY_LOSS
 from runtime.collectives import COLLECTIVES, HITOPK, PHASED, form_of
 from runtime.compressors import COMPRESSORS, make_compressor
-from runtime.delay_fit import delay_misfit, find_unserved
+from runtime.delay_fit import delay_misfit
 from runtime.errors import InputError
 from runtime.lossy import layer_runs
 from runtime.names import canonical_name, fingerprint
-from runtime.optimizers import LayerwiseOptimizer
 from runtime.plan import CURE, Plan, PlanBucket
 from runtime.torch_compat import is_sharded, is_wrapped
 
@@ -224,7 +222,7 @@ def _support_misfit(parameters: Mapping[str, nn.Parameter], plan: Plan) -> str |
             "the plan corrects momentum and has buckets of sparse/hitopk, which this version does not do together; "
             "expected sparse/flat there, or momentum_correction null"
         )
-    if (problem := _norms_misfit(parameters, plan)) is not None:
+    if (problem := _norms_misfit(parameters, plan) or _step_misfit(plan)) is not None:
         return problem
     for index, bucket in enumerate(plan.buckets):
         problem = _form_misfit(bucket) or _lossy_misfit(parameters, plan, bucket)
@@ -249,6 +247,30 @@ def _norms_misfit(parameters: Mapping[str, nn.Parameter], plan: Plan) -> str | N
         return f"{where}: found {unknown!r}, which is no trainable parameter of the model; expected its own: {CURE}"
     twice = next((name for name, times in Counter(listed).items() if times > 1), None)
     return None if twice is None else f"{where}: found {twice!r} twice; expected each parameter in one share: {CURE}"
+
+
+def _step_misfit(plan: Plan) -> str | None:
+    """Why ranks cannot share the optimizer's step as a plan says, or None."""
+    if not plan.sharded:
+        return None
+    where = "the plan's updates.step"
+    if plan.delay is not None or plan.momentum_correction is not None:
+        beside = "a delay" if plan.delay is not None else "momentum correction"
+        return (
+            f"{where}: found a shared step beside {beside}, which takes the step's place; expected one of them: {CURE}"
+        )
+    if plan.updates is not None and plan.updates.norms is not None and plan.updates.norms.shares is not None:
+        return (
+            f"{where}: found a shared step beside shared norms, which need whole layers; expected one of them: {CURE}"
+        )
+    for index, bucket in enumerate(plan.buckets):
+        form = (*form_of(bucket), bucket.compressor.name)
+        if form != ("all_reduce", "library", "none"):
+            return (
+                f"{where}: found a shared step, and bucket {index} travels by {'/'.join(form[:2])} with the compressor "
+                f"{form[2]!r}; expected all_reduce/library and none, of which each rank gets its part: {CURE}"
+            )
+    return None
 
 
 def _form_misfit(bucket: PlanBucket) -> str | None:
@@ -297,39 +319,3 @@ def _lossy_misfit(parameters: Mapping[str, nn.Parameter], plan: Plan, bucket: Pl
     except InputError as error:
         return f"has a compressor that does not fit: {error}"
     return None
-
-
-def _has_momentum(optimizer: torch.optim.Optimizer | None) -> str | None:
-    """What is not plain SGD about an optimizer, or None."""
-    if not isinstance(optimizer, torch.optim.SGD):
-        return "no optimizer" if optimizer is None else type(optimizer).__name__
-    found = next((group["momentum"] for group in optimizer.param_groups if group["momentum"]), None)
-    return None if found is None else f"SGD with momentum {found}"
-
-
-def find_optimizer_misfit(
-    plan: Plan, optimizer: torch.optim.Optimizer | None, parameters: Mapping[str, nn.Parameter]
-) -> str | None:
-    """Why this optimizer cannot train by the plan, or None."""
-    if plan.delay is not None and (problem := find_unserved(plan, optimizer, parameters)):
-        return problem
-    if plan.momentum_correction is not None and (odd := _has_momentum(optimizer)):
-        return (
-            f"the plan corrects momentum, which is added up before the optimizer then, but found {odd}; expected "
-            f"torch.optim.SGD without momentum: leave it out there, or momentum_correction in the plan"
-        )
-    shared = plan.updates is not None and plan.updates.norms is not None and plan.updates.norms.shares is not None
-    if shared and not isinstance(optimizer, LayerwiseOptimizer):
-        return (
-            f"the plan shares norms of layers between ranks, but found "
-            f"{'no optimizer' if optimizer is None else type(optimizer).__name__}, which has none to share; expected "
-            f"runtime.optimizers.LARS or LAMB: use the optimizer that was profiled, or profile again"
-        )
-    lossy = next((index for index, bucket in enumerate(plan.buckets) if bucket.compressor.name != "none"), None)
-    if lossy is None or not isinstance(optimizer, DECIDE_BY_LOSS):
-        return None
-    return (
-        f"bucket {lossy} sends only a part of its gradients, and {type(optimizer).__name__} compares gradients of "
-        f"several backwards in each step, which then are of different parts; expected an exact plan: `planner "
-        f"optimize` without --accuracy"
-    )

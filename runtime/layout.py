@@ -91,9 +91,11 @@ def make_buckets(
 
 
 def make_plain_buckets(
-    plan: Plan, parameters: Mapping[str, nn.Parameter], tail_elements: int = 0
+    plan: Plan, parameters: Mapping[str, nn.Parameter], tail_elements: int = 0, parts: int = 1
 ) -> tuple[list[Slot], list[BucketBuffer]]:
-    """All gradients in readiness order, and buckets that send them as they are; `tail_elements` behind the last."""
+    """All gradients in readiness order, and buckets that send them as they are; `tail_elements` behind the last, and
+    messages of a length that `parts` divides.
+    """
     slots: list[Slot] = []
     buckets: list[BucketBuffer] = []
     for index, planned in enumerate(plan.buckets):
@@ -101,7 +103,8 @@ def make_plain_buckets(
             make_slot(name, len(slots) + position, parameters[name]) for position, name in enumerate(planned.gradients)
         ]
         slots += members
-        messages = lay_out(members, tail_elements=tail_elements if index == len(plan.buckets) - 1 else 0)
+        tail = tail_elements if index == len(plan.buckets) - 1 else 0
+        messages = lay_out(members, tail_elements=tail, parts=parts)
         label = f"bucket {index} ({planned.collective}/{planned.algorithm}, {members[0].name} … {members[-1].name})"
         buckets.append(BucketBuffer(index, members, messages, label))
     return slots, buckets

@@ -153,12 +153,38 @@ class NormPlan:
 
 
 @dataclass(frozen=True, kw_only=True)
+class StepPlan:
+    """Whether ranks share the whole step (as ZeRO-1 does), and what was predicted of both ways.
+
+    Shared, gradients are reduce-scattered, each rank updates its part of the weights and keeps the optimizer's state of
+    that alone, and weights are all-gathered after the update.
+    """
+
+    __pydantic_config__ = STRICT
+
+    sharded: bool
+    replicated_us: PredictedUs | None = None
+    """The training step where every rank updates all weights."""
+    sharded_us: PredictedUs | None = None
+    """The training step where ranks share that."""
+    gather_us: PredictedUs | None = None
+    """The all-gathers of weights alone."""
+    replicated_bytes: Count | None = None
+    """What weights, gradients, the optimizer's state and known activations take on each rank, updated by every rank."""
+    sharded_bytes: Count | None = None
+    """The same where ranks share the step, with what the exchange needs."""
+    memory_bytes: Count | None = None
+    """What a rank has, where that is known."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class UpdatePlan:
     """How ranks go about the optimizer's step."""
 
     __pydantic_config__ = STRICT
 
     norms: NormPlan | None = None
+    step: StepPlan | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -202,6 +228,11 @@ class Plan:
     def gradients(self) -> tuple[str, ...]:
         """All gradient names in readiness order."""
         return tuple(name for bucket in self.buckets for name in bucket.gradients)
+
+    @property
+    def sharded(self) -> bool:
+        """Whether ranks share the optimizer's step."""
+        return self.updates is not None and self.updates.step is not None and self.updates.step.sharded
 
     def to_document(self) -> dict[str, Any]:
         """The plan as plain JSON types."""

@@ -18,13 +18,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from runtime.collectives.phases import add_up, scatter
 from runtime.compressors import make_compressor
 from runtime.compressors.dgc import warmup_density
 from runtime.compressors.sparse import SparseCompressor
 from runtime.compressors.wire import WireCompressor
 from runtime.held import Held
 from runtime.plan import NO_COMPRESSION, CompressorSpec
-from runtime.torch_compat import all_to_all_single
 
 WORD_BYTES = 8
 """Rows begin at multiples of it, so that any dtype may lie in them."""
@@ -53,7 +53,7 @@ class Rows:
 
     def phases(self, group: dist.ProcessGroup) -> Iterator[dist.Work]:
         """Sends and receives; see `Collective.run`."""
-        yield all_to_all_single(self.received.view(-1), self.sent.view(-1), group=group, async_op=True)
+        return scatter(self.received.view(-1), self.sent.view(-1), group)
 
 
 def _rounded(size_bytes: int) -> int:
@@ -121,9 +121,7 @@ class WholePush:
 
     def add_up(self, total: Tensor) -> None:
         """See `Push.add_up`."""
-        total.copy_(self._received[0])
-        for row in self._received[1:]:
-            total.add_(row)
+        add_up(list(self._received), total)
 
     def residual(self) -> Tensor | None:
         """See `Push.residual`."""

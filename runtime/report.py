@@ -14,6 +14,7 @@ from runtime.guard import Sampled
 from runtime.measured import MeasuredStep
 from runtime.plan import ModelReference, Plan
 from runtime.recorder import Recorder, StepMarks
+from runtime.sharded_step import StepReport
 from runtime.timeline import Span, Timeline
 from runtime.updates import NormReport
 from runtime.world import World
@@ -101,6 +102,8 @@ class Report:
     buckets: tuple[BucketReport, ...]
     norms: NormReport | None = None
     """A part of the update, of optimizers that scale each layer's step (LARS, LAMB)."""
+    step: StepReport | None = None
+    """Where ranks share the whole step."""
 
     @property
     def timeline(self) -> Timeline:
@@ -140,17 +143,17 @@ class Report:
             f"  forward {self.forward_us / 1e3:.2f}, backward {self.backward_us / 1e3:.2f}, "
             f"waiting {self.wait_us / 1e3:.2f}, update {self.update_us / 1e3:.2f} ms",
         ]
-        lines += [] if self.norms is None else [f"  {self.norms}"]
+        lines += [f"  {part}" for part in (self.norms, self.step) if part is not None]
         return "\n".join([*lines, *(f"  {bucket}" for bucket in self.buckets)])
 
 
 def make_report(
     plan: Plan, recorder: Recorder, world: World, samples: Mapping[int, Sequence[Sampled]] | None = None,
-    norms: NormReport | None = None,
+    norms: NormReport | None = None, step: StepReport | None = None,
 ) -> Report:  # fmt: skip
     """Medians over the recorded steps that have forward, backward and, where there is an optimizer, an update.
 
-    `samples`: of lossy buckets by their index. `norms`: what those of the optimizer took.
+    `samples`: of lossy buckets by their index. `norms`, `step`: what those of the optimizer took, where it has them.
     """
     steps = [step for step in recorder.steps if step.forward is not None and step.forward_end is not None]
     between = recorder.clock.between_us
@@ -176,6 +179,7 @@ def make_report(
         error=predicted_us / iteration_us - 1.0 if predicted_us is not None and iteration_us > 0.0 else None,
         buckets=tuple(_buckets(plan, steps, median, samples or {})),
         norms=norms,
+        step=step,
     )
 
 

@@ -22,26 +22,23 @@ from runtime.buffers import BufferSync
 from runtime.carried import carried_part
 from runtime.clock import make_clock
 from runtime.closures import LossAveraging
-from runtime.collectives import collective_of, has_phases
-from runtime.communicator import Communicator, NullCommunicator, Sent, make_communicator
+from runtime.collectives import has_phases
+from runtime.communicator import Communicator, Sent
 from runtime.delay import Delay, synchronous
 from runtime.delay_fit import find_late_delay
 from runtime.delay_state import delays_of
 from runtime.drift import DriftGuard
 from runtime.errors import FallbackWarning, InputError
 from runtime.exchange import Exchange
-from runtime.fit import (
-    find_late_step,
-    find_optimizer_misfit,
-    find_plan_misfit,
-    trainable_parameters,
-)
+from runtime.fit import find_late_step, find_plan_misfit, trainable_parameters
+from runtime.fit_optimizer import find_optimizer_misfit
 from runtime.grid import Grid
 from runtime.guard import Guard, Sampled, without
 from runtime.phased import make_phased_communicator
 from runtime.plan import Plan, load_plan
 from runtime.recorder import Recorder
 from runtime.report import Report, make_report
+from runtime.sharded import make_exchange
 from runtime.topology import Position, Topology
 from runtime.torch_compat import OUTSIDE, current_backward_id, leave_uncompiled
 from runtime.trial import Trial
@@ -96,7 +93,7 @@ class Session:
         self._guard = self._make_guard()
         self._handles: list[Any] = []
         self._updates = Updates(optimizer if communicate else None, self.parameters, world, self.recorder.clock)
-        self._updates.follow(plan)
+        self._updates.follow(plan, self._exchange)
         self.delay = self._make_delay(optimizer) if communicate else None
         """The stages of a plan with delay; None for other plans."""
         if broadcast_buffers:
@@ -119,8 +116,7 @@ class Session:
         delay = Delay(
             self.plan, optimizer, self.world, self.parameters,
             lambda: list(self.model.buffers()) if self._broadcast_buffers else [], self.recorder,
-            put=self._put, steps_done=lambda: self.step, loss_scale=self._loss_scale,
-            guard=self._guarded,
+            put=self._put, steps_done=lambda: self.step, loss_scale=self._loss_scale, guard=self._guarded,
         )  # fmt: skip
         self._handles += delay.install()
         return delay
@@ -131,15 +127,9 @@ class Session:
 
     def _make_exchange(self, plan: Plan) -> Exchange:
         """Buckets of a plan, not yet hooked; of one with a delay, those of its synchronous steps."""
-        plan = synchronous(plan)
-        communicator: Communicator = NullCommunicator()
-        if self._communicate and not has_phases(plan):
-            collectives = [collective_of(bucket) for bucket in plan.buckets]
-            communicator = make_communicator(self.world, collectives, self._device)
-        exchanges = self.world.ranks > 1 or not self._communicate
-        return Exchange(
-            plan, self.parameters, self.world.ranks, communicator, self.recorder, exchanges=exchanges,
-            loss_scale=self._loss_scale, position=Position(self._topology, self.world.rank),
+        return make_exchange(
+            synchronous(plan), self.parameters, self.world, self.recorder, self._device,
+            Position(self._topology, self.world.rank), communicate=self._communicate, loss_scale=self._loss_scale,
         )  # fmt: skip
 
     @property
@@ -214,7 +204,7 @@ class Session:
         self._backward.admit_to(following)
         self._guard = self._make_guard()
         self.recorder.restart(len(self.plan.buckets), len(self.plan.gradients))
-        self._updates.follow(self.plan)
+        self._updates.follow(self.plan, following)
         if self._guards and (self.plan.delay is None or (self.delay is not None and self.delay.active)):
             self.drift.begin(self.plan)
 
@@ -312,7 +302,8 @@ class Session:
 
     def report(self) -> Report:
         """Predicted against measured, over the last steps of this run on this rank."""
-        return make_report(self.plan, self.recorder, self.world, self.samples, self._updates.report())
+        norms, step = self._updates.report(), self._updates.step_report()
+        return make_report(self.plan, self.recorder, self.world, self.samples, norms, step)
 
     @property
     def samples(self) -> dict[int, list[Sampled]]:
@@ -334,13 +325,21 @@ class Session:
         carried = self._exchange.carried.state()
         return state | ({"rank": self.world.rank, "carried": carried} if carried else {})
 
+    def optimizer_state_dict(self) -> dict[str, Any]:
+        """The optimizer's whole `state_dict()`, on the host where ranks share its step; all ranks must call this.
+
+        `optimizer.load_state_dict` takes it on any number of ranks, before or after `attach`. Raises InputError without
+        an optimizer, in a backward and after `detach`, CommunicationError where a rank does not come in time.
+        """
+        self.pause("session.optimizer_state_dict")
+        return self._updates.optimizer_state_dict()
+
     def load_state_dict(self, state: dict[str, Any] | Sequence[dict[str, Any]]) -> None:
         """Continues from `state_dict()`, before the first step, with the same plan bit for bit.
 
         A trial that was over is not repeated; buckets that went dense begin lossy again. Another plan may continue,
-        too: what its buckets send in full travels with the next step.
-
-        With a delay, load model and optimizer first: the session's weights count.
+        too: what its buckets send in full travels with the next step. With a delay, load model and optimizer first:
+        the session's weights count.
 
         Args:
             state: this rank's; or, on every rank alike, those of all ranks in order of rank, for a run on another
@@ -366,7 +365,7 @@ class Session:
     def exchange_alone(self) -> None:
         """Sends every bucket once, as it is, with no backward beside it (for measuring)."""
         for bucket in self._exchange.buckets:
-            self._exchange.communicator.launch(bucket, Sent())
+            self._exchange.communicator.launch(self._exchange.sending(bucket), Sent())
         self._exchange.communicator.wait()
 
     def use_communicator(self, communicator: Communicator) -> None:
@@ -392,7 +391,9 @@ class Session:
         self._exchange.give_gradients_away()
         if self._grid is not None:
             self._grid.leave()
-        self._updates.leave()
-        if leave:
-            self.world.leave()
         attached.discard(self.model)
+        try:
+            self._updates.leave()
+        finally:
+            if leave:
+                self.world.leave()

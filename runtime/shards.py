@@ -66,7 +66,34 @@ class Piece:
         return self.slot.name
 
 
-class Shard:
+class Part:
+    """What one rank has of a message of a bucket, cut into as many equal parts as there are ranks."""
+
+    def __init__(self, message: Message, rank: int, ranks: int) -> None:
+        self.message, self.rank, self.ranks = message, rank, ranks
+        self.numel = sum(slot.parameter.numel() for slot in message.slots)
+        self.share = -(-self.numel // ranks)
+        """Elements of a part; the last one may be shorter, and is filled up."""
+
+    def cuts(self) -> Iterator[tuple[Slot, int, slice]]:
+        """(parameter, first of its elements in memory order, where they lie in this rank's part) of what is in it."""
+        first, offset = self.rank * self.share, 0
+        for slot in self.message.slots:
+            start, stop = max(offset, first), min(offset + slot.parameter.numel(), first + self.share)
+            if start < stop:
+                yield slot, start - offset, slice(start - first, stop - first)
+            offset += slot.parameter.numel()
+
+    def views(self, whole: Tensor) -> dict[str, Tensor]:
+        """The gradients' or weights' places in a vector of all parts. Shapes as the parameters'."""
+        found, offset = {}, 0
+        for slot in self.message.slots:  # laid out as gradients are, whatever becomes of the parameter's own layout
+            found[slot.name] = view_of(whole, offset, slot.view)
+            offset += slot.parameter.numel()
+        return found
+
+
+class Shard(Part):
     """This rank's part of one message of a bucket: of all gradients of one dtype."""
 
     def __init__(
@@ -88,9 +115,7 @@ class Shard:
             compressor: of what is pushed.
             words_bytes: of the words that travel behind it.
         """
-        self.message, self.rank, self.ranks = message, rank, ranks
-        self.numel = sum(slot.parameter.numel() for slot in message.slots)
-        self.share = -(-self.numel // ranks)
+        super().__init__(message, rank, ranks)
         flat = message.flat
         self.node_share = ranks // per_node * self.share
         """Elements that owners with one place have together."""
@@ -107,16 +132,10 @@ class Shard:
         """The sum of what was pushed, in order of workers: the averaged gradient. Shape (share,)."""
         self.weights = self.flatten({slot.name: slot.parameter.detach() for slot in message.slots})
         """The global weights. Shape (share,)."""
-        self.pieces = list(self._pieces())
-
-    def _pieces(self) -> Iterator[Piece]:
-        first, offset = self.rank * self.share, 0
-        for slot in self.message.slots:
-            start, stop = max(offset, first), min(offset + slot.parameter.numel(), first + self.share)
-            if start < stop:
-                part = slice(start - first, stop - first)
-                yield Piece(slot, start - offset, part, nn.Parameter(self.weights[part]), self.total[part])
-            offset += slot.parameter.numel()
+        self.pieces = [
+            Piece(slot, start, place, nn.Parameter(self.weights[place]), self.total[place])
+            for slot, start, place in self.cuts()
+        ]
 
     def whole(self) -> Tensor:
         """Zeros for all parts. Shape (ranks · share,)."""
@@ -139,14 +158,6 @@ class Shard:
             if name in tensors:
                 view.copy_(tensors[name])
         return whole
-
-    def views(self, whole: Tensor) -> dict[str, Tensor]:
-        """The gradients' or weights' places in a vector of all parts. Shapes as the parameters'."""
-        found, offset = {}, 0
-        for slot in self.message.slots:  # laid out as gradients are, whatever becomes of the parameter's own layout
-            found[slot.name] = view_of(whole, offset, slot.view)
-            offset += slot.parameter.numel()
-        return found
 
     def pack(self, scale: float, finite: Tensor, step: int = 0) -> None:
         """`vector`, times `scale`, is what is pushed; see `Push`."""

@@ -1,17 +1,22 @@
-"""What a plan says of the optimizer's step: whether ranks share the norms of layers, and what these take."""
+"""What a plan says of the optimizer's step: whether ranks share norms of layers, or all of it, and what that takes."""
 
 from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from runtime.clock import Clock
+from runtime.errors import InputError
+from runtime.exchange import Exchange
 from runtime.optimizers import LayerwiseOptimizer
-from runtime.plan import NormPlan, Plan
+from runtime.plan import NormPlan, Plan, StepPlan
+from runtime.sharded import ShardedExchange
+from runtime.sharded_step import ShardedStep, StepReport
 from runtime.world import World
 
 
@@ -41,7 +46,7 @@ class NormReport:
 
 
 class Updates:
-    """Keeps an optimizer to the plan of a session; does nothing for optimizers without norms."""
+    """Keeps an optimizer to the plan of a session."""
 
     def __init__(
         self,
@@ -51,52 +56,101 @@ class Updates:
         clock: Clock,
     ) -> None:
         """Of one session; `parameters` by canonical name."""
-        self._optimizer = optimizer if isinstance(optimizer, LayerwiseOptimizer) else None
+        self._optimizer = optimizer
+        self._layerwise = optimizer if isinstance(optimizer, LayerwiseOptimizer) else None
         self._parameters, self._world, self._clock = parameters, world, clock
-        self._plan: NormPlan | None = None
+        self._norms: NormPlan | None = None
         self._decided = False
         """Whether a plan says who computes the norms."""
+        self._step: StepPlan | None = None
+        self._sharded: ShardedStep | None = None
+        self._handles: list[Any] = []
+        if optimizer is not None and world.ranks > 1:
+            self._handles = [
+                optimizer.register_step_pre_hook(self._before_step),
+                optimizer.register_step_post_hook(self._after_step),
+            ]
 
-    def follow(self, plan: Plan) -> None:
-        """From the next step on norms are shared as the plan says; times begin anew.
+    def _before_step(self, _: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
+        return None if self._sharded is None else self._sharded.before_step(arguments, keywords)
 
-        A plan that says nothing of norms leaves alone what the user chose.
+    def _after_step(self, *_: Any) -> None:
+        if self._sharded is not None:
+            self._sharded.after_step()
+
+    def follow(self, plan: Plan, exchange: Exchange) -> None:
+        """From the next step on norms, or the whole step, are shared as the plan says; times begin anew.
+
+        A plan that says nothing of norms leaves alone what the user chose. All ranks call this at the same step.
+
+        Args:
+            plan: the new one.
+            exchange: its buckets, which are in place.
         """
-        if self._optimizer is None:
-            return
-        self._plan = plan.updates.norms if plan.updates else None
-        self._optimizer.observe_norms(self._clock)
-        if self._plan is None:
+        self._end_sharing()
+        self._step = plan.updates.step if plan.updates else None
+        if isinstance(exchange, ShardedExchange) and self._optimizer is not None:
+            self._sharded = ShardedStep(self._optimizer, exchange, self._world, self._clock)
+        if self._layerwise is not None:
+            self._share_norms(self._layerwise, plan)
+
+    def _share_norms(self, optimizer: LayerwiseOptimizer, plan: Plan) -> None:
+        self._norms = plan.updates.norms if plan.updates else None
+        optimizer.observe_norms(self._clock)
+        if self._norms is None:
             self._give_back()
             return
         owners: dict[Tensor, int] = {}
-        for rank, share in enumerate(self._plan.shares or ()):
+        for rank, share in enumerate(self._norms.shares or ()):
             owners.update((self._parameters[name], rank) for name in share)
-        self._optimizer.share_over(self._world, owners)
+        optimizer.share_over(self._world, owners)
         self._decided = True
 
     def _give_back(self) -> None:
-        """What a plan has decided holds no longer."""
-        if self._optimizer is not None and self._decided:
-            self._optimizer.share_over(World(), {})
+        """What a plan has decided of norms holds no longer."""
+        if self._layerwise is not None and self._decided:
+            self._layerwise.share_over(World(), {})
             self._decided = False
+
+    def _end_sharing(self) -> None:
+        """Every rank has the whole state of the optimizer again."""
+        sharded, self._sharded = self._sharded, None
+        if sharded is not None:
+            sharded.end()
 
     def report(self) -> NormReport | None:
         """What norms took in the last steps, and were predicted to; None where there were none."""
-        times_us = self._optimizer.norm_times_us() if self._optimizer else []
-        if self._optimizer is None or not times_us:
+        times_us = self._layerwise.norm_times_us() if self._layerwise else []
+        if self._layerwise is None or not times_us:
             return None
         return NormReport(
-            layers=len(self._optimizer.adapted()),
-            shared=self._optimizer.sharing is not None,
+            layers=len(self._layerwise.adapted()),
+            shared=self._layerwise.sharing is not None,
             measured_us=statistics.median(times_us),
-            predicted_us=self._plan.predicted_us if self._plan else None,
-            replicated_us=self._plan.replicated_us if self._plan else None,
-            shared_us=self._plan.shared_us if self._plan else None,
+            predicted_us=self._norms.predicted_us if self._norms else None,
+            replicated_us=self._norms.replicated_us if self._norms else None,
+            shared_us=self._norms.shared_us if self._norms else None,
         )
+
+    def step_report(self) -> StepReport | None:
+        """What sharing the step took; None where ranks do not, or have made no step."""
+        return None if self._sharded is None else self._sharded.report(self._step.gather_us if self._step else None)
+
+    def optimizer_state_dict(self) -> dict[str, Any]:
+        """See `Session.optimizer_state_dict`; raises InputError without an optimizer."""
+        if self._sharded is not None:
+            return self._sharded.optimizer_state_dict()
+        if self._optimizer is None:
+            raise InputError(
+                "session.optimizer_state_dict: found no optimizer; expected attach(model, optimizer, plan)"
+            )
+        return self._optimizer.state_dict()
 
     def leave(self) -> None:
         """The optimizer is plain again."""
+        for handle in self._handles:
+            handle.remove()
         self._give_back()
-        if self._optimizer is not None:
-            self._optimizer.observe_norms(None)
+        if self._layerwise is not None:
+            self._layerwise.observe_norms(None)
+        self._end_sharing()

@@ -59,8 +59,19 @@ def node_costs(cluster: Cluster) -> NodeCosts | None:
     return NodeCosts(push=push, pull=pull, scatter=scatter, gather=gather)
 
 
+def worker_half(cost: CommunicationCost, collective: str) -> Half:
+    """The cost of `reduce_scatter` or `all_gather` between workers of a delay: ranks, or nodes, of each rank's part."""
+    between = node_costs(cost.cluster)
+    if between is None:
+        return half(cost, collective)
+    phase = between.push if collective == REDUCE_SCATTER else between.pull
+    known = measured_curve(cost.cluster, f"inter/{collective}") is not None
+    source = f"{'measured' if known else f'{collective}/ring with link constants'} between nodes"
+    return Half(curve=phase.curve.of_share(phase.share), source=source)
+
+
 def half(cost: CommunicationCost, collective: str) -> Half:
-    """The cost of `reduce_scatter` or `all_gather` by its most specific source.
+    """The cost of `reduce_scatter` or `all_gather` over all ranks by its most specific source.
 
     Samples, then a fitted line, then the ring's formula with the link's constants, as for the all-reduce. Where a
     cluster says only what an all-reduce costs, each half of it is taken to cost half of that: in a ring both halves
@@ -69,12 +80,6 @@ def half(cost: CommunicationCost, collective: str) -> Half:
     cluster = cost.cluster
     if cluster.ranks == 1:
         return Half(curve=CostCurve.from_line(Coefficients(0.0, 0.0)), source="one rank: nothing to send")
-    between = node_costs(cluster)
-    if between is not None:
-        phase = between.push if collective == REDUCE_SCATTER else between.pull
-        known = measured_curve(cluster, f"inter/{collective}") is not None
-        source = f"{'measured' if known else f'{collective}/ring with link constants'} between nodes"
-        return Half(curve=phase.curve.of_share(phase.share), source=source)
     measured = _measured(cluster, collective)
     if measured is not None:
         return Half(curve=measured, source="measured")

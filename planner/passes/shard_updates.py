@@ -1,21 +1,36 @@
-"""Parallel tensor operator (CommLib, Shi et al., MLSys 2021, Sec. 4.2): ranks share the norms that LARS and LAMB need.
+"""What ranks share of the update: norms of layers (parallel tensor operator; CommLib, Shi et al., MLSys 2021, Sec.
+4.2), or the whole step, each updating its part of the weights (as ZeRO-1; Rajbhandari et al., SC 2020).
 
-Legal for exact plans: a layer's norms are the same bits whoever computes them. Asks for the measured time of each
-layer's norms, and the cost model for an all-gather. Norms are shared where that is predicted to make the update
-shorter.
+Legal for exact plans: a layer's norms are the same bits whoever computes them, and an optimizer that treats every
+element by itself gives the same weights whoever updates them. Asks for the measured time of each layer's norms, the
+update, and the cost model for reduce-scatter and all-gather. Norms are shared where that is predicted to make the
+update shorter; the step where it makes the training step 2 % shorter, since scripts then have parts of gradients alone,
+or where nothing else fits into memory.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import ClassVar, Literal
 
 from planner.ir import Schedule
+from planner.merging.exact import MergeProblem, merge_exact
 from planner.norms import partition_of, replicated_us, shared_us
+from planner.offer import GAIN
+from planner.passes.delay import candidates
+from planner.passes.merge import best_of, boundaries
 from planner.problem import Problem
+from planner.sharding import can_share, costs_known, memory_bytes, push_us, replicated_bytes
+from planner.simulator import step_us
+from planner.verify import PUSHED_FORM
 from runtime.errors import InputError
 
 METHODS = ("cpsat", "lpt")
+STEPS = ("auto", "always", "never")
+DROPPED = 16
+"""So many buckets at the most are tried to be merged with their neighbours."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,17 +42,70 @@ class ShardUpdates:
 
     method: str = "cpsat"
     """How layers are split over ranks: `cpsat` looks on where `lpt`, the longest first, may not be best."""
+    step: str = "auto"
+    """Whether ranks share the step: `auto`, `always` where the optimizer can, or `never`."""
+    memory_mib: float = 0.0
+    """What each rank has for weights, gradients, the optimizer's state and activations; 0: what the profile says."""
 
     def __post_init__(self) -> None:
-        if self.method not in METHODS:
-            raise InputError(
-                f"--passes: shard_updates{{method={self.method}}}: expected one of: {', '.join(METHODS)}; correct it"
-            )
+        for name, value, known in (("method", self.method, METHODS), ("step", self.step, STEPS)):
+            if value not in known:
+                raise InputError(
+                    f"--passes: shard_updates{{{name}={value}}}: expected one of: {', '.join(known)}; correct it"
+                )
 
     def apply(self, schedule: Schedule, problem: Problem) -> Schedule:
-        """The schedule with norms shared, where that pays; without, where it does not."""
-        if not problem.norm_layers or problem.ranks == 1 or schedule.delay is not None:
-            return replace(schedule, norms=None)
+        """The schedule with norms or the step shared, where that pays; without, where it does not."""
+        whole = replace(schedule, norms=None, sharded=False)
+        if schedule.delay is not None:
+            return whole
+        found = self.shared_step(whole, problem)
+        if found is not None and self._takes(whole, found, problem):
+            return found
+        if not problem.norm_layers or problem.ranks == 1:
+            return whole
         owners = partition_of(problem, self.method).owners
         pays = shared_us(problem, owners) < replicated_us(problem)
-        return replace(schedule, norms=owners if pays else None)
+        return replace(whole, norms=owners if pays else None)
+
+    def shared_step(self, schedule: Schedule, problem: Problem) -> Schedule | None:
+        """The best buckets for a shared step; None where the step cannot be shared, or may not."""
+        if self.step == "never" or not can_share(problem):
+            return None
+        if any((b.collective, b.algorithm, b.compressor) != PUSHED_FORM for b in schedule.buckets) and not (
+            self.demanded(problem) or self.step == "always"
+        ):
+            return None  # phases on two kinds of link, which parts of all ranks do not have
+        return _dropped(problem, best_of(problem, list(_options(problem, schedule))))
+
+    def demanded(self, problem: Problem) -> bool:
+        """Whether what every rank would hold does not fit into its memory."""
+        has, takes = memory_bytes(problem, self.memory_mib), replicated_bytes(problem)
+        return has is not None and takes is not None and takes > has
+
+    def _takes(self, whole: Schedule, found: Schedule, problem: Problem) -> bool:
+        if self.step == "always" or self.demanded(problem):
+            return True
+        return costs_known(problem) and step_us(problem, found) <= step_us(problem, whole) * (1.0 - GAIN)
+
+
+def _options(problem: Problem, schedule: Schedule) -> Iterator[Schedule]:
+    """Buckets that gradients may be pushed in: see `delay.candidates`; and those that are best for late pushes."""
+    late = MergeProblem(
+        ready_us=problem.ready_us,
+        cost_us=partial(problem.range_time_us, partial(push_us, problem)),
+        non_decreasing=False,
+    )
+    found = [*candidates(problem, schedule), Schedule.from_boundaries(merge_exact(late).stops)]
+    yield from (replace(option, sharded=True) for option in dict.fromkeys(found))
+
+
+def _dropped(problem: Problem, schedule: Schedule) -> Schedule:
+    """Fewer buckets, as long as that makes the step shorter: each has to be gathered, too."""
+    while (stops := boundaries(replace(schedule, sharded=False))) is not None and 1 < len(stops) <= DROPPED:
+        fewer = [Schedule.from_boundaries(stops[:i] + stops[i + 1 :]) for i in range(len(stops) - 1)]
+        found = best_of(problem, [replace(one, sharded=True) for one in fewer])
+        if step_us(problem, found) > step_us(problem, schedule):
+            break
+        schedule = found
+    return schedule

@@ -96,6 +96,10 @@ class OptimizerProfile:
     """Of its class."""
     adaptive: bool
     """Whether it divides gradients by a measure of their own size, as Adam does."""
+    elementwise: bool | None = None
+    """Whether it treats every element by itself, so that ranks can share its step; None: not known."""
+    state_bytes: Count | None = None
+    """What it keeps from step to step."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,6 +173,8 @@ class ProfileWorld:
     cores: Count | None = None
     accelerator: str | None = None
     """The name of the device, for example `Tesla V100`."""
+    memory_bytes: PositiveCount | None = None
+    """The accelerator's."""
     batch_per_rank: PositiveCount | None = None
     """Samples that each rank computes in a step."""
     emulated: Emulated | None = None

@@ -41,6 +41,7 @@ from planner.progress import Progress, Silent
 from planner.testbed.emulation import emulation_here
 from runtime.adaptive import is_adaptive
 from runtime.attaching import STEPS_PER_DEADLINE
+from runtime.elementwise import find_not_elementwise, state_bytes
 from runtime.errors import InputError
 from runtime.fit import model_fingerprint, trainable_parameters
 from runtime.plan import ModelReference
@@ -142,7 +143,12 @@ def measure(
 def _describe(optimizer: torch.optim.Optimizer | None) -> OptimizerProfile | None:
     if optimizer is None:
         return None
-    return OptimizerProfile(name=type(optimizer).__name__, adaptive=is_adaptive(optimizer))
+    return OptimizerProfile(
+        name=type(optimizer).__name__,
+        adaptive=is_adaptive(optimizer),
+        elementwise=find_not_elementwise(optimizer) is None,
+        state_bytes=state_bytes(optimizer),
+    )
 
 
 @contextmanager
@@ -248,6 +254,7 @@ def _describe_world(world: World, device: torch.device) -> ProfileWorld:
         measured=datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
         threads_per_rank=torch.get_num_threads(),
         cores=os.cpu_count(),
+        memory_bytes=None if device.type == "cpu" else torch.cuda.get_device_properties(device).total_memory,
         emulated=emulation.kind if emulation else None,
         emulation=emulation.spec if emulation else None,
     )

@@ -1,7 +1,7 @@
 """The best exact schedule that this planner knows: what `planner optimize` decides without options.
 
 `merge`, begun with the best of the baselines, then `topology`, which only two kinds of link give something to choose,
-and shared norms.
+and what ranks share of the update.
 """
 
 from __future__ import annotations

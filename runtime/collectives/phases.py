@@ -12,7 +12,7 @@ from torch import Tensor
 
 from runtime.grid import Grid
 from runtime.topology import LinkName, Topology
-from runtime.torch_compat import all_gather_single
+from runtime.torch_compat import all_gather_single, all_to_all_single
 
 Works = Iterator[dist.Work]
 """What a phase starts, one after the other: the generator goes on when the work that it has given has ended."""
@@ -95,6 +95,12 @@ def start(operations: list[dist.P2POp]) -> Works:
     """Starts all of them at once."""
     if operations:
         yield from dist.batch_isend_irecv(operations)
+
+
+def scatter(received: Tensor, given: Tensor, group: dist.ProcessGroup) -> Works:
+    """Part r of `given` (1-D, ranks · n) goes to rank r; `received` (likewise) becomes what ranks gave this one."""
+    # As bytes: backends know few dtypes.
+    yield all_to_all_single(received.view(torch.uint8), given.view(torch.uint8), group=group, async_op=True)
 
 
 def gather(whole: Tensor, part: Tensor, group: dist.ProcessGroup) -> Works:

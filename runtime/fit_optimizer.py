@@ -1,0 +1,94 @@
+"""Whether a plan fits this optimizer: every misfit in words, before any training step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import nn
+
+from runtime.closures import DECIDE_BY_LOSS
+from runtime.elementwise import find_not_elementwise
+from runtime.optimizers import LayerwiseOptimizer
+from runtime.plan import Plan
+
+
+def _no_plain_sgd(optimizer: torch.optim.Optimizer | None) -> str | None:
+    """What owners of weights cannot do of an optimizer, or None."""
+    if not isinstance(optimizer, torch.optim.SGD):
+        return "no optimizer" if optimizer is None else type(optimizer).__name__
+    # A fused step is scaled by a GradScaler itself, and what takes its place here is not.
+    options = ("dampening", "maximize", "differentiable", "fused")
+    return next((f"SGD with {o}" for group in optimizer.param_groups for o in options if group[o]), None)
+
+
+def _has_momentum(optimizer: torch.optim.Optimizer | None) -> str | None:
+    """What is not plain SGD about an optimizer, or None."""
+    if not isinstance(optimizer, torch.optim.SGD):
+        return "no optimizer" if optimizer is None else type(optimizer).__name__
+    found = next((group["momentum"] for group in optimizer.param_groups if group["momentum"]), None)
+    return None if found is None else f"SGD with momentum {found}"
+
+
+def _find_unowned(optimizer: torch.optim.Optimizer | None, parameters: Mapping[str, nn.Parameter]) -> str | None:
+    """A parameter that owners of the weights would have no optimizer for, or None."""
+    groups = [] if optimizer is None else optimizer.param_groups
+    known = {id(parameter) for group in groups for parameter in group["params"]}
+    return next((name for name, parameter in parameters.items() if id(parameter) not in known), None)
+
+
+def _find_unserved(optimizer: torch.optim.Optimizer | None, planned: Mapping[str, nn.Parameter]) -> str | None:
+    """Why owners of the weights cannot do what this optimizer does, or None."""
+    if (odd := _no_plain_sgd(optimizer)) is not None:
+        return (
+            f"the plan has a delay, for which owners of the weights and ranks do what torch.optim.SGD does, but found "
+            f"{odd}; expected torch.optim.SGD with momentum, weight decay or Nesterov's momentum: use that, or plan "
+            f"without --accuracy relaxed"
+        )
+    if (odd := _find_unowned(optimizer, planned)) is not None:
+        return (
+            f"the plan has a delay and the gradient {odd}, whose parameter is not in the optimizer; expected all of "
+            f"them in it, for owners of the weights do what it does: add that parameter, or freeze it before profiling"
+        )
+    return None
+
+
+def find_optimizer_misfit(
+    plan: Plan, optimizer: torch.optim.Optimizer | None, parameters: Mapping[str, nn.Parameter]
+) -> str | None:
+    """Why this optimizer cannot train by the plan, or None."""
+    planned = {name: parameters[name] for name in plan.gradients if name in parameters}
+    if plan.delay is not None and (problem := _find_unserved(optimizer, planned)):
+        return problem
+    if plan.momentum_correction is not None and (odd := _has_momentum(optimizer)):
+        return (
+            f"the plan corrects momentum, which is added up before the optimizer then, but found {odd}; expected "
+            f"torch.optim.SGD without momentum: leave it out there, or momentum_correction in the plan"
+        )
+    sharded = plan.sharded or (plan.fallback is not None and plan.fallback.sharded)
+    if sharded and (odd := find_not_elementwise(optimizer)):
+        return (
+            f"the plan has ranks share the optimizer's step, each updating a part of the weights, but found {odd}; "
+            f"expected an optimizer that treats every element by itself, such as torch.optim.SGD or AdamW: use one, or "
+            f"plan without sharing (`planner optimize --passes 'merge,topology,shard_updates{{step=never}}'`)"
+        )
+    if sharded and (odd := _find_unowned(optimizer, planned)):
+        return (
+            f"the plan has ranks share the optimizer's step, and the parameter of the gradient {odd} is not in the "
+            f"optimizer; expected all of them in it: add that parameter, or freeze it before profiling"
+        )
+    shared = plan.updates is not None and plan.updates.norms is not None and plan.updates.norms.shares is not None
+    if shared and not isinstance(optimizer, LayerwiseOptimizer):
+        return (
+            f"the plan shares norms of layers between ranks, but found "
+            f"{'no optimizer' if optimizer is None else type(optimizer).__name__}, which has none to share; expected "
+            f"runtime.optimizers.LARS or LAMB: use the optimizer that was profiled, or profile again"
+        )
+    lossy = next((index for index, bucket in enumerate(plan.buckets) if bucket.compressor.name != "none"), None)
+    if lossy is None or not isinstance(optimizer, DECIDE_BY_LOSS):
+        return None
+    return (
+        f"bucket {lossy} sends only a part of its gradients, and {type(optimizer).__name__} compares gradients of "
+        f"several backwards in each step, which then are of different parts; expected an exact plan: `planner "
+        f"optimize` without --accuracy"
+    )
