@@ -41,7 +41,7 @@ class Seen:
 
 
 def schedules(problem: Problem) -> dict[str, Schedule]:
-    """The rivals, then what planner chooses: flat, among all exact plans, and with up to 1 % of elements of any layer."""
+    """The rivals, then what planner chooses: flat, of all exact plans, and with up to 1 % of any layer's elements."""
     made = {name: make_schedule(problem, name) for name in NAMED}
     made["merge"] = Merge().apply(best_baseline(problem), problem)
     made["topology"] = Topology().apply(made["merge"], problem)
