@@ -165,7 +165,8 @@ class CachedDataset(Dataset[Any]):
         """
         chosen = [self._checked(index) for index in indices]
         if self._fetcher is None:
-            return [self._finished(self._sample(index)) for index in chosen]
+            missing = self._not_on_disk(chosen)
+            return [self._finished(self._sample(index, on_disk=index not in missing)) for index in chosen]
         samples = self._fetched(self._fetcher, chosen)
         return [self._finished(samples[i] if i in samples else self._sample(index)) for i, index in enumerate(chosen)]
 
@@ -194,7 +195,17 @@ class CachedDataset(Dataset[Any]):
     def _finished(self, sample: Any) -> Any:
         return sample if self.transform is None else self.transform(sample)
 
-    def _sample(self, index: int) -> Any:
+    def _not_on_disk(self, indices: Sequence[int]) -> set[int]:
+        """Samples of a batch that only the storage has: in the first epoch all, by one question to the disk."""
+        if self._disk is None or len(indices) == 1:
+            return set()
+        return self._disk.missing([index for index in indices if not self._in_memory(index)])
+
+    def _in_memory(self, index: int) -> bool:
+        slot = self.partition.slot(index, self._node) if self._memory.shape.slots else -1
+        return slot >= 0 and self._memory.holds(slot)
+
+    def _sample(self, index: int, *, on_disk: bool = True) -> Any:
         flat = self._held(index)
         if flat is not None:
             return unpack(flat)
@@ -202,7 +213,7 @@ class CachedDataset(Dataset[Any]):
             self._memory.count("source_reads")
             return self._source.sample(index)
         try:
-            raw = self._read(index)
+            raw = self._read(index, on_disk=on_disk)
             # Alike in all epochs: what decoding gives is taken apart and put together in the first one, too.
             return unpack(self._keep(index, raw)) if self._memory.shape.slots else self._source.decode(raw)
         except Unstorable as error:
@@ -228,9 +239,12 @@ class CachedDataset(Dataset[Any]):
             self._memory.count("memory_hits")
         return flat
 
-    def _read(self, index: int) -> bytes:
-        """The raw sample from the disk, or else from the storage, and then it is stored. Raises Unstorable."""
-        raw = None if self._disk is None else self._disk.get(index)
+    def _read(self, index: int, *, on_disk: bool = True) -> bytes:
+        """The raw sample from the disk, or else from the storage, and then it is stored. Raises Unstorable.
+
+        `on_disk`: whether it may be on the disk.
+        """
+        raw = self._disk.get(index) if self._disk is not None and on_disk else None
         if raw is not None:
             self._memory.count("disk_hits")
             return raw

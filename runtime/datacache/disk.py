@@ -15,7 +15,7 @@ import time
 import warnings
 import weakref
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from multiprocessing import util
 from pathlib import Path
 from typing import Any
@@ -97,6 +97,18 @@ class DiskStore:
             self._touch_at_s, self._touch = now_s + TOUCH_S, True
             self._start_writer()
         return raw
+
+    def missing(self, indices: Sequence[int]) -> set[int]:
+        """Those of a batch of samples that need not be looked for. Where the disk does not work, none: `get` says so."""
+        now_s = time.monotonic()
+        if self._process != os.getpid() or not indices or now_s < self._unread_until_s:
+            return set()
+        if now_s >= self._look_at_s:  # `get` finds out whether the file is still there
+            return set()
+        try:
+            return self._reader.missing(indices)
+        except (sqlite3.Error, OSError):
+            return set()
 
     def _look(self) -> None:
         """Finds out that somebody has deleted the file; then a new one is made."""
