@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from runtime.session import Session
 
 __all__ = [
-    "AccuracyWarning", "AdaptedWarning", "CacheWarning", "DriftWarning", "FallbackWarning", "LostUpdaterWarning", "Plan", "Report",
-    "Session", "__version__", "attach", "load_plan", "parse_plan",
+    "AccuracyWarning", "AdaptedWarning", "CacheWarning", "DriftWarning", "FallbackWarning", "LostUpdaterWarning",
+    "Plan", "Report", "Session", "__version__", "attach", "load_plan", "parse_plan",
 ]  # fmt: skip
 
 _WHERE = {

@@ -63,13 +63,16 @@ class Averager:
         """Whether messages are on their way, which may be so for ever once an error was raised."""
 
     @torch.no_grad()
-    def average(self, status: int, updates: int, meanwhile: Callable[[float], object]) -> list[int]:
+    def average(
+        self, status: int, updates: int, meanwhile: Callable[[float], object], *, alone: bool = False
+    ) -> list[int]:
         """One averaging, in which all ranks take part. Where all are done, they have equal models then.
 
         Args:
             status: of this rank.
             updates: of this rank since the averaging before, for the record.
             meanwhile: called with seconds again and again while messages are on their way; returns no later.
+            alone: whether nobody changes this rank's model meanwhile, so that it may be overwritten.
 
         Returns:
             The statuses by rank.
@@ -82,13 +85,11 @@ class Averager:
         sent_s = time.perf_counter()
         self._exchange(meanwhile)
         statuses = [round(float(value)) for value in self._messages[self._carrier][-self.world.ranks :]]
-        distance = self._settle() if all(one == DONE for one in statuses) else self._add()
+        distance = self._settle() if alone or all(one == DONE for one in statuses) else self._add()
         self.rounds += 1
         self.averagings.append(
-            Averaging(
-                start_s=start_s, sent_s=sent_s, end_s=time.perf_counter(), updates=updates, distance=distance
-            )
-        )  # fmt: skip
+            Averaging(start_s=start_s, sent_s=sent_s, end_s=time.perf_counter(), updates=updates, distance=distance)
+        )
         return statuses
 
     def _fill(self, status: int) -> None:
@@ -136,7 +137,7 @@ class Averager:
         return _ratio(apart, size)
 
     def _settle(self) -> float:
-        """Overwrites the model with the average: nobody has changed it since the snapshot."""
+        """Overwrites the model with the average, which all ranks have bit for bit."""
         apart, size = 0.0, 0.0
         for flat, snapshot, average in self._averages():
             size += _square(average)

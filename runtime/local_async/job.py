@@ -36,7 +36,7 @@ class LocalJob:
     optimizer: Callable[[Iterable[Parameter]], Optimizer]
     """Of parameters; its state, the momentum, is the updater's own."""
     batch: Callable[[int, int], Any] | None = None
-    """(number, rank) → the minibatch, on the device. Numbers 0, 1, … are given out to the rank's updaters, each once."""
+    """(number, rank) → the minibatch, on the device. The numbers 0, 1, … are given out to the rank's updaters."""
     loader: Callable[[Part], Iterable[Any]] | None = None
     """In place of `batch`: one pass over the updater's part, again and again (see `PartSampler`)."""
     schedule: Callable[[Optimizer], Any] | None = None
@@ -102,7 +102,7 @@ def _passes(loader: Callable[[Part], Iterable[Any]], part: Part) -> Iterator[Any
     batches = loader(part)
     epoch = 0
     while True:
-        sampler = getattr(batches, "sampler", None)
+        sampler: Any = getattr(batches, "sampler", None)
         if hasattr(sampler, "set_epoch"):
             sampler.set_epoch(epoch)
         empty = True
@@ -111,8 +111,8 @@ def _passes(loader: Callable[[Part], Iterable[Any]], part: Part) -> Iterator[Any
             yield batch
         if empty:
             raise InputError(
-                f"LocalJob.loader: pass {epoch} of part {part.index} of {part.parts} has no minibatch, expected at least "
-                f"one; use fewer updaters or smaller minibatches, or return what can be passed over again"
+                f"LocalJob.loader: pass {epoch} of part {part.index} of {part.parts} has no minibatch, expected at "
+                f"least one; use fewer updaters or smaller minibatches, or return what can be passed over again"
             )
         epoch += 1
 

@@ -59,6 +59,6 @@ def _is_reentrant(loss: Tensor) -> bool:
 
 def _refusal() -> InputError:
     return InputError(
-        "the model uses reentrant activation checkpoints, which know whole backwards only; expected none of them with a "
-        "plan that has blocks: checkpoint(..., use_reentrant=False), or a plan without blocks"
+        "the model uses reentrant activation checkpoints, which know whole backwards only; expected none of them with "
+        "a plan that has blocks: checkpoint(..., use_reentrant=False), or a plan without blocks"
     )

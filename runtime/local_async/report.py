@@ -108,8 +108,8 @@ class LocalReport:
 
     def __str__(self) -> str:
         lines = [
-            f"rank {self.rank} of {self.ranks}: {self.minibatches} of {self.steps} minibatches in {self.seconds:.2f} s, "
-            f"{self.minibatches_per_s:.1f} minibatches/s, {self.samples_per_s:.1f} samples/s"
+            f"rank {self.rank} of {self.ranks}: {self.minibatches} of {self.steps} minibatches in {self.seconds:.2f} s"
+            f", {self.minibatches_per_s:.1f} minibatches/s, {self.samples_per_s:.1f} samples/s"
         ]
         lines += [f"  {updater}" for updater in self.updaters]
         if len(self.updaters) > 1:
@@ -129,8 +129,8 @@ def _averagings(averagings: Sequence[Averaging]) -> str:
     took_ms = statistics.median(one.end_s - one.start_s for one in averagings) * 1e3
     distances = [one.distance for one in averagings]
     return (
-        f"of the last {len(averagings)}: median {took_ms:.2f} ms, every {_mean_updates(averagings):.1f} updates, distance "
-        f"from the mean of all {statistics.fmean(distances):.2e} on average, {max(distances):.2e} at most"
+        f"of the last {len(averagings)}: median {took_ms:.2f} ms, every {_mean_updates(averagings):.1f} updates, "
+        f"distance from the mean of all {statistics.fmean(distances):.2e} on average, {max(distances):.2e} at most"
     )
 
 

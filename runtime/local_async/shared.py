@@ -125,8 +125,8 @@ def _refuse_unshareable(roles: list[_Roles]) -> None:
         why = _unshareable(tensor, role)
         if why is not None:
             raise InputError(f"{name} {why}; updaters share the model's tensors, and cannot share this one")
-        start = tensor.storage_offset() * tensor.element_size()
-        reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1
+        start = int(tensor.storage_offset()) * tensor.element_size()
+        reach = int(sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))) + 1
         if tensor.numel():
             storage = tensor.untyped_storage().data_ptr()
             spans.append((storage, start, start + reach * tensor.element_size(), name))
@@ -286,4 +286,5 @@ def make_memory(model: nn.Module, layout: Layout) -> tuple[Any, Tensor]:
 
 def open_memory(handle: Any) -> Tensor:
     """The bytes, in a process that was sent their handle."""
-    return handle.bytes() if isinstance(handle, SharedMemory) else handle  # type: ignore[no-any-return]
+    memory: Tensor = handle.bytes() if isinstance(handle, SharedMemory) else handle
+    return memory

@@ -219,8 +219,8 @@ def _checked(job: object, layout: Layout) -> Layout:
     found = layout.difference(Layout.of(job.model))
     if found is not None:
         raise InputError(
-            f"the job's function made another model in an updater than in its rank: {found}; expected the same at every "
-            f"call"
+            f"the job's function made another model in an updater than in its rank: {found}; expected the same at "
+            f"every call"
         )
     return layout
 

@@ -25,6 +25,8 @@ from runtime.processes import on_signal
 START_METHODS = ("spawn", "forkserver")
 """How updaters may be started. Not by fork: a forked process has none of its parent's threads, but the locks that they
 held, and CUDA does not work in it."""
+PRELOADED = ["runtime.local_async.updater", "torch._dynamo"]
+"""What a fork server imports once for all updaters; torch imports the second with the first optimizer."""
 LONGEST_WATCH_S = 0.2
 """How long a change may go unnoticed of which no event tells: an updater that hangs."""
 ENDING_S = 10.0
@@ -103,7 +105,7 @@ class Updaters:
         """
         context: Any = multiprocessing.get_context(self.orders.start_method)
         if self.orders.start_method == "forkserver":
-            context.set_forkserver_preload(["runtime.local_async.updater"])
+            context.set_forkserver_preload(PRELOADED)
         # Inherited: Ctrl-C is for the parent, also before the updaters can say so themselves.
         with on_signal(signal.SIGINT, signal.SIG_IGN):
             for number in range(self.orders.spec.updaters):
@@ -116,8 +118,8 @@ class Updaters:
             process.start()
         except (AttributeError, TypeError, ValueError, ImportError) as error:
             raise InputError(
-                f"the job cannot be sent to updaters, which are processes of their own ({type(error).__name__}: {error}); "
-                f"expected a function of a module, or functools.partial of one with arguments that can be pickled"
+                f"the job cannot be sent to updaters, which are processes of their own ({type(error).__name__}: {error}"
+                f"); expected a function of a module, or functools.partial of one with arguments that can be pickled"
             ) from error
         finally:
             theirs.close()
@@ -125,7 +127,7 @@ class Updaters:
 
     def _task(self, number: int) -> Task:
         orders, spec = self.orders, self.orders.spec
-        block = None if spec.blocks is None else spec.blocks[number]
+        block = None if spec.blocks is None else spec.blocks[number % len(spec.blocks)]
         return Task(
             make=orders.make, memory=orders.memory, layout=orders.layout, shared=self.shared, steps=orders.steps,
             rank=orders.rank, ranks=orders.ranks, updater=number, updaters=spec.updaters, block=block,
@@ -210,8 +212,8 @@ class Updaters:
         others = sum(not other.over for other in self._all)
         rest = f"the other {others} go on" if others > 1 else "the other one goes on" if others else "no other is left"
         warnings.warn(
-            f"rank {self.orders.rank}: updater {one.number} {one.lost} after {int(one.row[DONE])} updates; its momentum and "
-            f"the minibatch that it had begun are lost, {rest}",
+            f"rank {self.orders.rank}: updater {one.number} {one.lost} after {int(one.row[DONE])} updates; its "
+            f"momentum and the minibatch that it had begun are lost, {rest}",
             LostUpdaterWarning,
             stacklevel=2,
         )
