@@ -7,6 +7,7 @@ from typing import Any
 
 from planner.testbed.emulation import emulation_here
 from planner.training import RankRun, blaming, build, to_device, weights_sha256
+from runtime.errors import EnvironmentFailure
 from runtime.local_async import LocalJob, LocalRun, run_local_async
 from runtime.plan import Plan
 
@@ -25,6 +26,8 @@ def local_job(spec: str, device: str) -> LocalJob:
 def train_rank_locally(spec: str, plan: Plan, steps: int, device: str, timeout_s: float | None = None) -> RankRun:
     """Trains a job with local updaters on this rank: `steps` minibatches, over all of its updaters."""
     run = run_local_async(partial(local_job, spec, device), plan, steps, timeout_s=timeout_s)
+    if not run.losses:
+        raise EnvironmentFailure(f"{spec}: no minibatch was done by an updater that is left:\n{run.report}")
     return RankRun(
         step_us=_step_us(run), losses=run.losses, weights_sha256=weights_sha256(run.model), report=str(run.report),
         emulation=emulation_here(),
