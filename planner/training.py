@@ -21,7 +21,6 @@ import runtime
 from planner.job import TrainingJob, load_job
 from planner.profile.document import Profile
 from planner.profile.loading import batch_samples, measure_loading
-from planner.profile.preserve import preserved
 from planner.profile.step import TIMEOUT_S, check_same_model, deadline_s, measure
 from planner.progress import make_progress
 from planner.testbed.emulation import Emulation, emulation_here
@@ -29,6 +28,7 @@ from runtime.errors import CommunicationError, InputError, PlannerError
 from runtime.fit import model_fingerprint
 from runtime.plan import Plan
 from runtime.predicted import Loading
+from runtime.preserve import preserved
 from runtime.world import World, first_line
 
 SEED = 0
@@ -268,6 +268,10 @@ def train_rank(
     spec: str, plan: Plan | None, steps: int, device: str, show_progress: bool, timeout_s: float | None = None
 ) -> RankRun:
     """Trains a job for some steps on this rank. `timeout_s`: see `Trainer`."""
+    if plan is not None and plan.local_async is not None:
+        from planner.local_training import train_rank_locally
+
+        return train_rank_locally(spec, plan, steps, device, timeout_s)
     built = build(spec, device)
     trainer = Trainer(built, plan, timeout_s)
     first = not dist.is_initialized() or dist.get_rank() == 0

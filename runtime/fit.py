@@ -17,7 +17,7 @@ from runtime.local_updates import LOCAL_UPDATES
 from runtime.lossy import layer_runs
 from runtime.names import canonical_name, fingerprint
 from runtime.optimizers import LayerwiseOptimizer
-from runtime.plan import CURE, DelaySpec, Plan, PlanBucket
+from runtime.plan import CURE, DelaySpec, LocalAsyncSpec, Plan, PlanBucket
 from runtime.torch_compat import is_sharded, is_wrapped
 
 SELECTING = ("topk", "randomk")
@@ -217,8 +217,8 @@ def _tensor_misfit(tensor: Tensor) -> str | None:
 def _support_misfit(parameters: Mapping[str, nn.Parameter], plan: Plan) -> str | None:
     if plan.delay is not None and (problem := _delay_misfit(plan, plan.delay)):
         return problem
-    if plan.local_async is not None:
-        return "the plan asks for local updaters, which this version does not execute; expected local_async null"
+    if plan.local_async is not None and (problem := _local_async_misfit(parameters, plan, plan.local_async)):
+        return problem
     if plan.momentum_correction is not None and any(form_of(bucket) == HITOPK for bucket in plan.buckets):
         return (
             "the plan corrects momentum and has buckets of sparse/hitopk, which this version does not do together; "
@@ -263,12 +263,44 @@ def _delay_misfit(plan: Plan, delay: DelaySpec) -> str | None:
     return None
 
 
+def _local_async_misfit(parameters: Mapping[str, nn.Parameter], plan: Plan, spec: LocalAsyncSpec) -> str | None:
+    """Why a plan cannot be executed with its local updaters."""
+    if plan.accuracy != "relaxed":
+        return f'the plan has local updaters and the accuracy {plan.accuracy}; expected "relaxed": set it if meant'
+    if plan.delay is not None:
+        return f"the plan has local updaters and a delay, which are not done together; expected one of them: {CURE}"
+    if spec.synchronous and (spec.updaters != 1 or spec.blocks is not None):
+        found = f"{spec.updaters} updaters" if spec.updaters != 1 else "blocks"
+        return f"the plan's local_async is synchronous with {found}; expected one updater without blocks: {CURE}"
+    lossy = next((index for index, bucket in enumerate(plan.buckets) if bucket.compressor.name != "none"), None)
+    if lossy is not None:
+        return f"bucket {lossy} is compressed, but updaters average whole models; expected the compressor none: {CURE}"
+    if plan.momentum_correction is not None:
+        return f"the plan has local updaters and corrects momentum, which are not done together; expected one: {CURE}"
+    unknown = next((name for block in spec.blocks or () for name in block if name not in parameters), None)
+    if unknown is not None:
+        return f"a block of the plan holds {unknown!r}, which is no trainable parameter of the model; {CURE}"
+    return None
+
+
+def find_local_updaters(plan: Plan) -> str | None:
+    """Why a plan cannot be attached to a model, or None: updaters are processes of their own."""
+    if plan.local_async is None:
+        return None
+    return (
+        "the plan asks for local updaters, which are processes of their own, and no session can start them; expected "
+        "local_async null: train with runtime.local_async.run_local_async(job, plan, steps), or with `planner run`"
+    )
+
+
 def _norms_misfit(parameters: Mapping[str, nn.Parameter], plan: Plan) -> str | None:
     """Why ranks cannot share norms as a plan says, or None."""
     shares = plan.updates.norms.shares if plan.updates and plan.updates.norms else None
     if shares is None:
         return None
     where = "the plan's updates.norms.shares"
+    if plan.local_async is not None:
+        return f"{where}: found shares in a plan with local updaters, which do not wait for other ranks; {CURE}"
     if plan.delay is not None:
         return f"{where}: found shares in a plan with a delay, which needs torch.optim.SGD; expected none: {CURE}"
     if len(shares) != plan.world.ranks:
@@ -284,7 +316,7 @@ def _norms_misfit(parameters: Mapping[str, nn.Parameter], plan: Plan) -> str | N
 def find_late_delay(plan: Plan) -> str | None:
     """Why a run that has begun cannot change over to the plan, or None."""
     if plan.delay is None:
-        return None
+        return find_local_updaters(plan)
     return "the plan has a delay, whose warm-up begins with a run; expected delay null: attach with that plan"
 
 

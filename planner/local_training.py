@@ -1,0 +1,44 @@
+"""`planner run` with a plan that has local updaters: the job as the runtime's updaters need it."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+from planner.testbed.emulation import emulation_here
+from planner.training import RankRun, blaming, build, to_device, weights_sha256
+from runtime.local_async import LocalJob, LocalRun, run_local_async
+from runtime.plan import Plan
+
+
+def local_job(spec: str, device: str) -> LocalJob:
+    """A job by its name, for a rank and for each of its updaters. Raises InputError."""
+    built = build(spec, device)
+
+    def batch(number: int, rank: int) -> Any:
+        with blaming(f"{spec}: batch({number}, {rank})"):
+            return to_device(built.job.batch(number, rank), built.device)
+
+    return LocalJob(model=built.model, loss=built.loss, batch=batch, optimizer=built.job.optimizer)
+
+
+def train_rank_locally(spec: str, plan: Plan, steps: int, device: str, timeout_s: float | None = None) -> RankRun:
+    """Trains a job with local updaters on this rank: `steps` minibatches, over all of its updaters."""
+    run = run_local_async(partial(local_job, spec, device), plan, steps, timeout_s=timeout_s)
+    return RankRun(
+        step_us=_step_us(run), losses=run.losses, weights_sha256=weights_sha256(run.model), report=str(run.report),
+        emulation=emulation_here(),
+    )  # fmt: skip
+
+
+def _step_us(run: LocalRun) -> tuple[float, ...]:
+    """Time of a minibatch of the rank, at each update: over the last ones, as many as there are updaters.
+
+    Updates of several updaters come in no even order; over so many, each has done about one.
+    """
+    ends_s, count = run.ends_s, len(run.report.updaters)
+    first_s = ends_s[-1] - run.report.seconds
+    return tuple(
+        (ends_s[i] - (ends_s[i - count] if i >= count else first_s)) / min(count, i + 1) * 1e6
+        for i in range(len(ends_s))
+    )
