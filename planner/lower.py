@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from planner.delayed import PULL, PUSH, Load, StepSpan
-from planner.ir import Bucket, Schedule
+from planner.ir import Bucket, Schedule, Updaters
 from planner.norms import updates_of
 from planner.problem import Problem
 from planner.selection import shard_elements
 from planner.simulator import simulate_schedule
-from planner.sources import three_digits
+from planner.sources import counted, three_digits
 from runtime.errors import InputError
 from runtime.names import numbered
-from runtime.plan import Accuracy, CompressorSpec, DelaySpec, Plan, PlanBucket, PlanWorld
+from runtime.plan import Accuracy, CompressorSpec, DelaySpec, LocalAsyncSpec, Plan, PlanBucket, PlanWorld
 from runtime.predicted import PredictedTask, Prediction
 from runtime.timeline import Span, Timeline
 
@@ -97,6 +97,8 @@ def explain_buckets(problem: Problem, schedule: Schedule) -> list[str]:
     """
     if schedule.delay is not None:
         return _explain_pushes(problem, schedule, schedule.delay)
+    if schedule.updaters is not None:
+        return _explain_averagings(problem, schedule, schedule.updaters)
     timeline = simulate_schedule(problem, schedule)
     if timeline.on("intra") or timeline.on("inter"):
         return _explain_phases(problem, schedule, timeline)
@@ -159,6 +161,14 @@ def _explain_pushes(problem: Problem, schedule: Schedule, k: int) -> list[str]:
     return reasons
 
 
+def _explain_averagings(problem: Problem, schedule: Schedule, updaters: Updaters) -> list[str]:
+    """What each message is a part of, and what it takes."""
+    times_us = problem.bucket_cost_us([bucket.gradients for bucket in schedule.buckets])
+    every = f"{counted(updaters.average_every, 'update')}, later every {updaters.then_every}"
+    what = "the model, averaged" if len(schedule.buckets) == 1 else "a part of the model, averaged"
+    return [f"{what} beside updaters every {every}; {_ms(time_us)} alone" for time_us in times_us]
+
+
 def _explain_sparse(problem: Problem, bucket: Bucket, span: Span, backward_end_us: float) -> str:
     elements, k = int(problem.numel[list(bucket.gradients)].sum()), bucket.k or 0
     dense_us = problem.bucket_cost_us([bucket.gradients])[0]
@@ -175,8 +185,8 @@ def _ms(time_us: float) -> str:
 
 
 def accuracy_of_schedule(schedule: Schedule) -> Accuracy:
-    """The class of a schedule: relaxed with delay, bounded where a part of a gradient stays behind."""
-    if schedule.delay is not None:
+    """The class of a schedule: relaxed with delay or local updaters, bounded where a part of a gradient is kept."""
+    if schedule.delay is not None or schedule.updaters is not None:
         return "relaxed"
     return "exact" if all(bucket.compressor == "none" for bucket in schedule.buckets) else "bounded"
 
@@ -184,6 +194,27 @@ def accuracy_of_schedule(schedule: Schedule) -> Accuracy:
 def delay_spec(k: int) -> DelaySpec:
     """SSD-SGD with the paper's constants; its synchronous steps are a multiple of k, as the paper asks."""
     return DelaySpec(steps=k, warmup_steps=-(-WARMUP_STEPS // k) * k)
+
+
+def local_async_spec(problem: Problem, updaters: Updaters) -> LocalAsyncSpec:
+    """LAP-SGD or LPP-SGD, with the paper's fractions.
+
+    Raises:
+        InputError: updaters that wait for averagings, which plans do not have.
+    """
+    if updaters.waits:
+        raise InputError(
+            "found local SGD, whose ranks wait for averagings, expected what a plan can hold, such as lap:1; simulate "
+            "it instead"
+        )
+    gradients = problem.profile.compute.gradients
+    blocks = tuple(tuple(gradients[index].name for index in block) for block in updaters.blocks)
+    return LocalAsyncSpec(
+        updaters=updaters.count,
+        blocks=blocks or None,
+        average_every=updaters.average_every,
+        then_every=updaters.then_every,
+    )
 
 
 def phase_order(problem: Problem, schedule: Schedule) -> tuple[tuple[int, int], ...] | None:
@@ -204,6 +235,7 @@ def lower(problem: Problem, schedule: Schedule) -> Plan:
         accuracy=accuracy_of_schedule(schedule),
         buckets=lower_buckets(problem, schedule),
         delay=None if schedule.delay is None else delay_spec(schedule.delay),
+        local_async=None if schedule.updaters is None else local_async_spec(problem, schedule.updaters),
         phase_order=phase_order(problem, schedule),
         predicted=predict(problem, schedule, timeline=True),
         updates=updates_of(problem, schedule),

@@ -85,7 +85,8 @@ def run_passes(
         started = time.perf_counter()
         before, schedule = schedule.norms, current.apply(replace(schedule, norms=None), problem)
         if schedule.norms is None and not isinstance(current, ShardUpdates):
-            schedule = replace(schedule, norms=None if schedule.delay is not None else before)
+            alone = schedule.delay is not None or schedule.updaters is not None  # ranks update by themselves
+            schedule = replace(schedule, norms=None if alone else before)
         verify(schedule, dtype_ids, accuracy=accuracy, elements=elements, norms=norms)
         if after_pass is not None:
             after_pass(current.name, schedule, time.perf_counter() - started)

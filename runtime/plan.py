@@ -17,7 +17,15 @@ from pydantic import Field
 
 from runtime.documents import STRICT, check_schema, dump, json_step, read_json, validate, write_json
 from runtime.errors import InputError
-from runtime.predicted import Certificate, DelayPoint, FrontierPoint, Loading, Prediction, ScalingPoint
+from runtime.predicted import (
+    Certificate,
+    DelayPoint,
+    FrontierPoint,
+    Loading,
+    Prediction,
+    ScalingPoint,
+    UpdatersPoint,
+)
 from runtime.quantities import Count, Name, PositiveCount, PredictedUs, Ranks
 
 SCHEMA: Literal["planner.plan/1"] = "planner.plan/1"
@@ -199,6 +207,8 @@ class Plan:
     """Speed over compression, from none to the most that was allowed; where lossy plans were asked for."""
     delays: tuple[DelayPoint, ...] | None = None
     """Speed over delay, for k from 1 to the most that was allowed; where relaxed plans were asked for."""
+    updaters: tuple[UpdatersPoint, ...] | None = None
+    """Speed over local updaters, for each number that was measured; where relaxed plans were asked for."""
     loading: Loading | None = None
     """What input takes, where the job has a dataset."""
     sources: dict[str, str] | None = None

@@ -36,7 +36,8 @@ class ShardUpdates:
 
     def apply(self, schedule: Schedule, problem: Problem) -> Schedule:
         """The schedule with norms shared, where that pays; without, where it does not."""
-        if not problem.norm_layers or problem.ranks == 1 or schedule.delay is not None:
+        alone = schedule.delay is not None or schedule.updaters is not None  # ranks update by themselves
+        if not problem.norm_layers or problem.ranks == 1 or alone:
             return replace(schedule, norms=None)
         owners = partition_of(problem, self.method).owners
         pays = shared_us(problem, owners) < replicated_us(problem)
