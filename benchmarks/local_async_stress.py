@@ -46,7 +46,9 @@ def main() -> None:
 
 
 def _shared_memory() -> list[str]:
-    return os.listdir("/dev/shm") if os.path.isdir("/dev/shm") else []
+    """What torch and multiprocessing name there."""
+    names = os.listdir("/dev/shm") if os.path.isdir("/dev/shm") else []
+    return [name for name in names if name.startswith(("torch_", "sem.mp-", "psm_"))]
 
 
 def _processes_left() -> list[str]:
@@ -60,9 +62,10 @@ def _processes_left() -> list[str]:
         for entry in Path("/proc").glob("[0-9]*"):
             try:
                 marked = mark in (entry / "environ").read_bytes().split(b"\0")
+                tracker = b"resource_tracker" in (entry / "cmdline").read_bytes()  # of this process; ends with it
             except OSError:
                 continue  # gone, or not ours
-            if marked and entry.name != str(os.getpid()):
+            if marked and not tracker and entry.name != str(os.getpid()):
                 found.append(f"process {entry.name}")
     return found
 

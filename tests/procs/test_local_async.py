@@ -249,6 +249,11 @@ def processes(mark: str) -> list[str]:
     return found
 
 
+def shared_memory() -> set[str]:
+    """What torch and multiprocessing name in this machine's shared memory."""
+    return {name for name in os.listdir("/dev/shm") if name.startswith(("torch_", "sem.mp-", "psm_"))}
+
+
 def wait_for(condition: Any, seconds: float) -> bool:
     """Whether it came to hold in time."""
     until = time.monotonic() + seconds
@@ -260,7 +265,7 @@ def wait_for(condition: Any, seconds: float) -> bool:
 @pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
 def test_nothing_is_left_after_ctrl_c_and_after_a_kill(tmp_path: Path) -> None:
     """Ctrl-C reaches all processes of a run at once; a kill its first one only."""
-    before = set(os.listdir("/dev/shm"))
+    before = shared_memory()
     script, mark = tmp_path / "script.py", f"LOCAL_ASYNC_MARK={tmp_path}"
     script.write_text(SCRIPT)
     environment = {**os.environ, "JOBS": str(Path(jobs.__file__).parent), "LOCAL_ASYNC_MARK": str(tmp_path)}
@@ -274,7 +279,7 @@ def test_nothing_is_left_after_ctrl_c_and_after_a_kill(tmp_path: Path) -> None:
         os.kill(killed, signal.SIGKILL)
         assert started.stdout.readline().split() == ["130", "-9"]
     assert wait_for(lambda: not processes(mark), 20.0), processes(mark)
-    assert set(os.listdir("/dev/shm")) <= before
+    assert shared_memory() <= before
 
 
 def test_planner_run_trains_with_local_updaters(tmp_path: Path) -> None:
