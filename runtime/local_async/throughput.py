@@ -9,7 +9,7 @@ from runtime.errors import EnvironmentFailure, InputError
 from runtime.local_async.job import LocalJob
 from runtime.local_async.preparing import made
 from runtime.local_async.shared import Layout, SharedModel, make_memory
-from runtime.local_async.updater import Result
+from runtime.local_async.updater import SAMPLES, Result
 from runtime.local_async.updaters import LONGEST_WATCH_S, Orders, Updaters, check_start_method
 from runtime.plan import LocalAsyncSpec
 from runtime.world import MIN_TIMEOUT_S
@@ -87,7 +87,7 @@ def measure_throughput(
         if them.error is not None or them.lost:
             told = "; ".join(f"updater {number} {why}" for number, why in them.lost.items())
             raise them.error or EnvironmentFailure(f"measuring {updaters} updaters: {told}")
-        done, samples = them.done, sum(them.counts(number)[3] for number in range(updaters))
+        done, samples = them.done, sum(them.counts(number)[SAMPLES] for number in range(updaters))
         return _summed(them.results, samples / done if done else 0.0)
     finally:
         them.end()

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from local_async_reference import reference
 from torch import Tensor, nn
 
+import runtime.local_async.preparing as preparing
 import runtime.local_async.run as running
 from runtime.errors import CommunicationError, PlannerError
 from runtime.local_async import LocalRun, run_local_async
@@ -162,10 +163,20 @@ def refusals() -> dict[str, str]:
     cases: dict[str, Any] = {
         "steps": lambda: trained(jobs.plain, LocalAsyncSpec(updaters=1), 5 + rank),
         "loss": lambda: trained(jobs.plain if rank else jobs.odd_loss, LocalAsyncSpec(updaters=1), 5),
-        "memory": lambda: trained(jobs.plain, LocalAsyncSpec(updaters=900), 5),
+        "memory": in_little_memory,
         "updater": lambda: trained(partial(jobs.odd_updater, rank, os.getpid()), LocalAsyncSpec(updaters=1), 5),
     }
     return {name: _message(case) for name, case in cases.items()}
+
+
+def in_little_memory() -> LocalRun:
+    """On a machine with 1 MiB left."""
+    available = preparing.available_bytes
+    preparing.available_bytes = lambda: 2**20
+    try:
+        return trained(jobs.plain, LocalAsyncSpec(updaters=3), 5)
+    finally:
+        preparing.available_bytes = available
 
 
 def _message(call: Any) -> str:
