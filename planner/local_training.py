@@ -12,6 +12,7 @@ from planner.profile.updaters import measure_local_async
 from planner.progress import Progress
 from planner.testbed.emulation import emulation_here
 from planner.training import BuiltJob, RankRun, blaming, build, to_device, weights_sha256
+from runtime.errors import EnvironmentFailure
 from runtime.fit import trainable_parameters
 from runtime.local_async import LocalJob, LocalRun, run_local_async
 from runtime.local_async.job import samples_of
@@ -66,6 +67,8 @@ REPEATED_STEPS = 200
 def train_rank_locally(spec: str, plan: Plan, steps: int, device: str, timeout_s: float | None = None) -> RankRun:
     """Trains a job with local updaters on this rank: `steps` minibatches, over all of its updaters."""
     run = run_local_async(partial(local_job, spec, device), plan, steps, timeout_s=timeout_s)
+    if not run.losses:
+        raise EnvironmentFailure(f"{spec}: no minibatch was done by an updater that is left:\n{run.report}")
     return RankRun(
         step_us=_step_us(run), losses=run.losses, weights_sha256=weights_sha256(run.model), report=str(run.report),
         emulation=emulation_here(),

@@ -205,7 +205,7 @@ def local_async_spec(problem: Problem, updaters: Updaters) -> LocalAsyncSpec:
         blocks=blocks or None,
         average_every=updaters.average_every,
         then_every=updaters.then_every,
-        synchronous=updaters.waits,
+        synchronous=updaters.waits or None,
     )
 
 

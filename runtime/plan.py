@@ -144,8 +144,8 @@ class LocalAsyncSpec:
     """The same later; the paper's H."""
     switch_fraction: Annotated[float, Field(ge=0.0, le=1.0)] = 0.5
     """Of all minibatches, those after which `then_every` counts."""
-    synchronous: bool = False
-    """Local SGD: one updater, which waits for each averaging; post-local SGD where `average_every` is 1."""
+    synchronous: bool | None = None
+    """True: local SGD, of one updater, which waits for each averaging; post-local SGD where `average_every` is 1."""
 
 
 @dataclass(frozen=True, kw_only=True)

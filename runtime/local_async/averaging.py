@@ -59,8 +59,6 @@ class Averager:
         self.rounds = 0
         self.averagings: deque[Averaging] = deque(maxlen=KEPT)
         """The last ones."""
-        self.in_flight = False
-        """Whether messages are on their way, which may be so for ever once an error was raised."""
 
     @torch.no_grad()
     def average(
@@ -102,7 +100,6 @@ class Averager:
 
     def _exchange(self, meanwhile: Callable[[float], object]) -> None:
         what = f"averaging {self.rounds} of models"
-        self.in_flight = True
         with self.world.naming(what):
             works = [dist.all_reduce(message, group=self.world.group, async_op=True) for message in self._messages]
             started = time.monotonic()
@@ -116,7 +113,6 @@ class Averager:
                         )
                     meanwhile(min(max(waited_s / 8, SHORTEST_LOOK_S), LONGEST_LOOK_S))
                 work.wait()
-        self.in_flight = False
         self.world.last = what
 
     def _averages(self) -> list[tuple[Tensor, Tensor, Tensor]]:

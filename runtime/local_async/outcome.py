@@ -8,7 +8,7 @@ from runtime.local_async.averaging import Averager
 from runtime.local_async.report import Averaging, LocalReport, UpdaterReport
 from runtime.local_async.updater import PARTIAL, SAMPLES, Result
 from runtime.local_async.updaters import Updaters
-from runtime.timeline import Span
+from runtime.timeline import UPDATER, Span
 from runtime.world import World
 
 
@@ -67,7 +67,7 @@ def _updater(number: int, counts: Sequence[int], result: Result | None, lost: st
 
 def _minibatches(results: Sequence[Result]) -> Iterator[Span]:
     for one in results:
-        resource = f"updater {one.updater}"
+        resource = f"{UPDATER}{one.updater}"
         for times in one.times:
             block = " of the block" if times.partial else ""
             marks = (times.start_s, times.batch_s, times.gradient_s, times.end_s)
@@ -79,7 +79,7 @@ def _minibatches(results: Sequence[Result]) -> Iterator[Span]:
 
 def _averagings(averagings: Sequence[Averaging]) -> Iterator[Span]:
     for one in averagings:
-        yield Span(task="snapshot", resource="averaging", start_us=one.start_s * 1e6, end_us=one.sent_s * 1e6)
+        yield Span(task="snapshot", resource="network", start_us=one.start_s * 1e6, end_us=one.sent_s * 1e6)
         yield Span(
-            task="all_reduce, addition", resource="averaging", start_us=one.sent_s * 1e6, end_us=one.end_s * 1e6
+            task="all_reduce, addition", resource="network", start_us=one.sent_s * 1e6, end_us=one.end_s * 1e6
         )  # fmt: skip

@@ -83,7 +83,7 @@ class LocalReport:
     averagings: tuple[Averaging, ...] = ()
     """The last of them."""
     spans: tuple[Span, ...] = field(default=(), repr=False)
-    """The last minibatches and averagings: resources `updater 0`, … and `averaging`; microseconds of the machine's
+    """The last minibatches and averagings: resources `updater 0`, … and `network`; microseconds of the machine's
     monotonic clock, by which ranks of one machine can be laid side by side."""
     notes: tuple[str, ...] = ()
 

@@ -25,17 +25,17 @@ def _pl_sgd(_updaters: int, _blocks: Blocks | None, then_every: int) -> LocalAsy
     return LocalAsyncSpec(updaters=1, synchronous=True, then_every=then_every)
 
 
-def _lap_sgd(updaters: int, _blocks: Blocks | None, then_every: int) -> LocalAsyncSpec:
+def _lap(updaters: int, _blocks: Blocks | None, then_every: int) -> LocalAsyncSpec:
     return LocalAsyncSpec(updaters=updaters, then_every=then_every)
 
 
-def _lpp_sgd(updaters: int, blocks: Blocks | None, then_every: int) -> LocalAsyncSpec:
+def _lpp(updaters: int, blocks: Blocks | None, then_every: int) -> LocalAsyncSpec:
     assert blocks is not None, "LPP-SGD needs blocks"
     return LocalAsyncSpec(updaters=updaters, blocks=tuple(map(tuple, blocks)), then_every=then_every)
 
 
 STRATEGIES: Mapping[str, Callable[[int, Blocks | None, int], LocalAsyncSpec | None]] = MappingProxyType(
-    {"mb_sgd": _mb_sgd, "l_sgd": _l_sgd, "pl_sgd": _pl_sgd, "lap_sgd": _lap_sgd, "lpp_sgd": _lpp_sgd}
+    {"mb_sgd": _mb_sgd, "l_sgd": _l_sgd, "pl_sgd": _pl_sgd, "lap": _lap, "lpp": _lpp}
 )
 """Name → (updaters, blocks, H) → `local_async` of a plan: minibatch SGD (None: the plan's own buckets), local SGD,
 post-local SGD, and the two of Algorithm 1."""
@@ -48,4 +48,4 @@ def strategy_of(plan: Plan) -> str:
         return "mb_sgd"
     if spec.synchronous:
         return "l_sgd" if spec.average_every == spec.then_every else "pl_sgd"
-    return "lap_sgd" if spec.blocks is None else "lpp_sgd"
+    return "lap" if spec.blocks is None else "lpp"

@@ -85,6 +85,7 @@ def train_by_session(
         loop.run(request.steps)
     finally:
         session.detach()
+    place.broadcast(job.model.buffers())  # they follow rank 0 before each forward, and have changed in the last one
     return job.model, loop.report(place, None), [loop.result]
 
 

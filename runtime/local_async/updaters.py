@@ -7,9 +7,11 @@ import signal
 import time
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from multiprocessing.connection import wait as wait_for_any
+from pickle import PicklingError
 from typing import Any
 
 import torch
@@ -116,7 +118,7 @@ class Updaters:
         process = context.Process(target=main, args=(self._task(number), theirs), name=f"updater {number}")
         try:
             process.start()
-        except (AttributeError, TypeError, ValueError, ImportError) as error:
+        except (PicklingError, AttributeError, TypeError, ImportError) as error:
             raise InputError(
                 f"the job cannot be sent to updaters, which are processes of their own ({type(error).__name__}: {error}"
                 f"); expected a function of a module, or functools.partial of one with arguments that can be pickled"
@@ -152,7 +154,8 @@ class Updaters:
         self.stall_limit_s = stall_limit_s
         for one in self._all:
             one.moved_s = time.monotonic()
-            one.connection.send(GO)
+            with suppress(OSError):  # it has died since; `watch` finds out
+                one.connection.send(GO)
 
     def watch(self, timeout_s: float, *, bell: bool = True) -> None:
         """Returns when something has happened, or after `timeout_s`; what has happened is in the properties."""

@@ -40,9 +40,9 @@ class Net(nn.Module):
 
 
 def batch(number: int, rank: int) -> tuple[Tensor, Tensor]:
-    """Inputs and targets."""
-    generator = torch.Generator().manual_seed(1000 * rank + number)
-    return torch.randn(5, 6, generator=generator), torch.randn(5, 3, generator=generator)
+    """Inputs, and targets that follow from them."""
+    inputs = torch.randn(5, 6, generator=torch.Generator().manual_seed(1000 * rank + number))
+    return inputs, torch.sin(inputs[:, :3]) + 1.0
 
 
 def loss(model: nn.Module, given: tuple[Tensor, Tensor]) -> Tensor:
@@ -72,6 +72,56 @@ def scheduled() -> LocalJob:
     return plain(schedule=cosine)
 
 
+def normless() -> LocalJob:
+    """Without statistics of minibatches, which make means of models other than models of means."""
+    torch.manual_seed(7)
+    return plain(model=nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)))
+
+
+def odd_loss() -> LocalJob:
+    """A loss that raises."""
+
+    def raising(model: nn.Module, given: Any) -> Tensor:
+        raise ArithmeticError("odd")
+
+    return plain(loss=raising)
+
+
+def odd_updater(rank: int, parent: int) -> LocalJob:
+    """Makes another model in the updaters of rank 1."""
+    return plain(model=nn.Sequential(nn.Linear(6, 3))) if rank == 1 and os.getpid() != parent else plain()
+
+
+class Odd(nn.Module):
+    """One weight, called as jobs call a model."""
+
+    def __init__(self, weight: Tensor, other: Tensor | None = None) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(weight)
+        if other is not None:
+            self.register_buffer("other", other)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(batch, 6) → (batch, 1)."""
+        return x[:, :1] * self.weight.sum()
+
+
+def view_of_another() -> LocalJob:
+    """A buffer that is a part of a parameter."""
+    weight = torch.ones(6)
+    return plain(model=Odd(weight, weight[2:]))
+
+
+def overlapping() -> LocalJob:
+    """A parameter whose elements are one."""
+    return plain(model=Odd(torch.ones(1).expand(6)))
+
+
+def lbfgs() -> LocalJob:
+    """An optimizer that asks for several gradients."""
+    return plain(optimizer=lambda parameters: torch.optim.LBFGS(parameters))
+
+
 def loaded(folder: str = "", batch_samples: int = 4) -> LocalJob:
     """From a data set of numbered samples; where there is a folder, each updater writes down what it saw."""
     generator = torch.Generator().manual_seed(5)
@@ -96,7 +146,7 @@ def faulty(fault: str, folder: str, at: int = 6) -> LocalJob:
         Path(folder, "parent").write_text(str(parent))
 
     def failing(number: int, rank: int) -> Any:
-        if number == at and not parent:
+        if number == at and not parent and fault != "none":
             if fault == "raise":
                 raise ArithmeticError("on purpose")
             os.kill(os.getpid(), signal.SIGKILL if fault == "kill" else signal.SIGSTOP)
