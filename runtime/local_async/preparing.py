@@ -194,9 +194,8 @@ def _weigh(request: Request, spec: LocalAsyncSpec, trial: _Trial, world: World) 
     """The deadline for all, once there is memory for all updaters."""
     processes = 0 if spec.synchronous else spec.updaters
     free = available_bytes()
-    need = _Need(
-        node_name(), processes, trial.private_bytes, free, trial.step_s, (request.steps, request.seed)
-    )  # fmt: skip
+    asked = (request.steps, request.seed)
+    need = _Need(node_name(), processes, trial.private_bytes, free, trial.step_s, asked)
     everyone: list[_Need] = world.gather(need, "comparing what updaters need")
     if len({one.asked for one in everyone}) > 1:
         found = ", ".join(f"rank {rank}: {one.asked}" for rank, one in enumerate(everyone))
@@ -205,8 +204,8 @@ def _weigh(request: Request, spec: LocalAsyncSpec, trial: _Trial, world: World) 
         _check_memory([one for one in everyone if one.node == node])
     if request.timeout_s is not None:
         return request.timeout_s
-    slowest_s = max(one.step_s for one in everyone)
-    return bounded_timeout_s(STEPS_PER_DEADLINE * slowest_s * max(spec.average_every, spec.then_every))
+    between = max(spec.average_every, spec.then_every, spec.updaters)
+    return bounded_timeout_s(STEPS_PER_DEADLINE * between * max(one.step_s for one in everyone))
 
 
 def _check_memory(needs: list[_Need]) -> None:

@@ -66,8 +66,9 @@ def run_local_async(
         steps: minibatches of this rank, over all of its updaters.
         process_group: the ranks that train together; default: all of torch.distributed, or this process alone.
         seed: of the partition of data and its order, where the job has a `loader`.
-        timeout_s: deadline of every wait, also for one update of an updater; default: 20 times what the minibatches
-            between two averagings take one after the other, at least 30 s.
+        timeout_s: deadline of every wait for other ranks; an updater that makes no update for half of it is taken for
+            hung. Default: 20 times what the minibatches between two averagings (at least one of each updater) take one
+            after the other, at least 30 s.
         start_method: of updaters: `spawn`, or `forkserver`.
         on_lost: when an updater was killed or hung, let the others `continue` and do what is left, or `stop` all ranks
             after the minibatches that have begun.
@@ -154,8 +155,9 @@ def _start(updaters: Updaters, world: World) -> None:
     try:
         updaters.start()
         problem = updaters.await_ready(START_TIMEOUT_S)
-    except InputError as raised:
-        error, problem = raised, str(raised)
+    except (InputError, OSError) as raised:
+        error = raised if isinstance(raised, InputError) else None
+        problem = str(raised) if error else f"updaters cannot be started: {raised}; use fewer, or allow more processes"
     found: list[str | None] = world.gather(problem, "starting updaters")
     if problem is not None:
         raise error or updaters.error or EnvironmentFailure(f"rank {world.rank}: {problem}")
@@ -177,7 +179,7 @@ class _Rank:
     def train(self) -> Trained:
         """Returns when all ranks' updaters have ended and all ranks have the same model."""
         updaters = self._updaters
-        updaters.go(self._prepared.timeout_s)
+        updaters.go(self._prepared.timeout_s / 2)  # well before other ranks give this one up
         over = False
         while not over:
             updaters.watch(LONGEST_WATCH_S)

@@ -18,8 +18,9 @@ import local_async_jobs as jobs
 import pytest
 import torch
 
+import runtime
 from planner.launch import LocalWorld, run_ranks
-from runtime.errors import EnvironmentFailure, InputError, LostUpdaterWarning
+from runtime.errors import EnvironmentFailure, InputError, LostUpdaterWarning, PlanMismatch
 from runtime.local_async import LocalRun, measure_throughput, run_local_async
 from runtime.plan import LocalAsyncSpec
 
@@ -100,7 +101,7 @@ def test_the_others_go_on_without_a_killed_updater(tmp_path: Path, on_lost: str)
 
 def test_a_hung_updater_is_killed(tmp_path: Path) -> None:
     with pytest.warns(LostUpdaterWarning, match="hung"):
-        run = train(partial(jobs.faulty, "hang", str(tmp_path)), LocalAsyncSpec(updaters=2), 60, timeout_s=3.0)
+        run = train(partial(jobs.faulty, "hang", str(tmp_path)), LocalAsyncSpec(updaters=2), 60, timeout_s=8.0)
     assert run.report.minibatches == 59
 
 
@@ -150,6 +151,12 @@ def test_bad_input_is_refused_before_updaters_start(changes: dict[str, Any], wor
     usual: dict[str, Any] = {"job": jobs.plain, "plan": jobs.plan_of(LocalAsyncSpec(updaters=1)), "steps": 3}
     with pytest.raises(InputError, match=words):
         run_local_async(**(usual | changes))
+
+
+def test_a_plan_with_updaters_is_not_attached() -> None:
+    model = jobs.Net()
+    with pytest.raises(PlanMismatch, match="updaters, which are processes of their own, .* with `planner run`"):
+        runtime.attach(model, jobs.sgd(model.parameters()), jobs.plan_of(LPP))
 
 
 @pytest.fixture(scope="module")
