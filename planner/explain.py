@@ -305,6 +305,11 @@ def profile_lines(profile: Profile) -> list[str]:
         )
     if cluster is not None and cluster.contention is not None:
         lines.append(f"while both are busy, {slower(cluster.contention)}")
+    if profile.local_async is not None:
+        rates = ", ".join(
+            f"{point.updaters}: {milliseconds(point.minibatch_us)} ms" for point in profile.local_async.curve
+        )
+        lines.append(f"a rank's time for a minibatch by its number of local updaters: {rates}")
     if profile.loading is not None:
         times = ", ".join(f"{milliseconds(us)} ms from {name}" for name, us in levels(profile.loading).items())
         lines.append(f"one of {profile.loading.samples:,} samples takes {times}, on the slowest rank")

@@ -197,16 +197,7 @@ def delay_spec(k: int) -> DelaySpec:
 
 
 def local_async_spec(problem: Problem, updaters: Updaters) -> LocalAsyncSpec:
-    """LAP-SGD or LPP-SGD, with the paper's fractions.
-
-    Raises:
-        InputError: updaters that wait for averagings, which plans do not have.
-    """
-    if updaters.waits:
-        raise InputError(
-            "found local SGD, whose ranks wait for averagings, expected what a plan can hold, such as lap:1; simulate "
-            "it instead"
-        )
+    """LAP-SGD, LPP-SGD or local SGD, with the paper's fractions."""
     gradients = problem.profile.compute.gradients
     blocks = tuple(tuple(gradients[index].name for index in block) for block in updaters.blocks)
     return LocalAsyncSpec(
@@ -214,6 +205,7 @@ def local_async_spec(problem: Problem, updaters: Updaters) -> LocalAsyncSpec:
         blocks=blocks or None,
         average_every=updaters.average_every,
         then_every=updaters.then_every,
+        synchronous=updaters.waits or None,
     )
 
 

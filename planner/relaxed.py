@@ -61,7 +61,10 @@ def delay_offer(
 def updaters_offer(
     problem: Problem, schedule: Schedule, passes: Sequence[Pass], after_pass: AfterPass | None
 ) -> tuple[Offer | None, tuple[UpdatersPoint, ...] | None]:
-    """As `delay_offer`, of local updaters; what each number of them that was measured would give."""
+    """As `delay_offer`, of local updaters; what each number of them that was measured would give.
+
+    Where nothing was measured of them, that is said only if they are asked for by name.
+    """
     local = next((each for each in passes if isinstance(each, LocalAsync)), None)
     if local is None:
         return None, None
@@ -69,7 +72,8 @@ def updaters_offer(
     exact_us = step_us(problem, schedule)
     choices = local.choices(problem)
     if not choices:
-        return offer(plan=None, step_us=exact_us, why_not=UNMEASURED), None
+        by_name = not any(isinstance(each, Delay) for each in passes)
+        return (offer(plan=None, step_us=exact_us, why_not=UNMEASURED) if by_name else None), None
     points = tuple(_updaters_point(problem, choice) for choice in choices)
     why_not = _unsuited(problem, "local updaters need")
     if why_not:
@@ -195,8 +199,8 @@ def updaters_notes(
     if updaters.stops is not None:
         notes.append(_blocks_note(problem, updaters))
     notes.append(
-        "the optimizer has to be torch.optim.SGD; each updater has a momentum of its own; `planner run` trains so, and "
-        "`runtime.run_local_async`"
+        "what updaters cost in accuracy was measured with torch.optim.SGD: they are offered with no other optimizer; "
+        "`planner run` trains so, and `runtime.local_async.run_local_async` in a script"
     )
     return notes
 

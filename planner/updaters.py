@@ -42,6 +42,8 @@ class Work:
 
     stops: tuple[int, ...]
     """Where layers end, in gradients."""
+    before_us: float
+    """What comes before backward: making the minibatch, and forward."""
     backward: BlockProblem
     """By layer."""
     update_us: tuple[float, ...]
@@ -56,8 +58,8 @@ class Work:
 
     @property
     def alone_us(self) -> float:
-        """A minibatch of one updater, with a full backward."""
-        return self.curve[0].minibatch_us
+        """A minibatch of one updater with a full backward, by its parts."""
+        return self.before_us + self.backward.full_us + sum(self.update_us)
 
     def rate(self, updaters: int) -> UpdaterRate:
         """Of so many updaters: as measured, or between the numbers that were, and beyond them as of the largest."""
@@ -101,6 +103,7 @@ def _work(problem: Problem) -> Work:
     measured = found or _assumed(problem)
     inputs = [measured.loss_us, *(layer.grad_input_us for layer in measured.layers[:-1])]
     return Work(
+        before_us=measured.batch_us + measured.forward_us,
         stops=tuple(np.cumsum([layer.gradients for layer in measured.layers]).tolist()),
         backward=BlockProblem(
             input_us=np.cumsum(inputs).tolist(), weight_us=[layer.grad_weight_us for layer in measured.layers]
@@ -133,7 +136,7 @@ def _assumed(problem: Problem) -> LocalAsyncProfile:
     alone = UpdaterRate(updaters=1, minibatch_us=max(whole_us, 1e-3))
     # Of the gradients that are ready last, no gradient of inputs is formed: all of their time is for weights.
     last = replace(layers[-1], grad_weight_us=2.0 * layers[-1].grad_weight_us, grad_input_us=0.0)
-    return LocalAsyncProfile(loss_us=0.0, layers=(*layers[:-1], last), curve=(alone,))
+    return LocalAsyncProfile(forward_us=problem.forward_us, loss_us=0.0, layers=(*layers[:-1], last), curve=(alone,))
 
 
 def averaging_us(problem: Problem, schedule: Schedule) -> float:
@@ -201,7 +204,7 @@ def speed_up(problem: Problem, updaters: Updaters) -> float:
         return 1.0
     total = 0.0
     for block, sharing in zip(updaters.blocks, sharers(updaters.count, len(updaters.blocks)), strict=True):
-        saved = min(1.0, work.saved_us(block) / work.alone_us)
+        saved = work.saved_us(block) / work.alone_us if work.alone_us > 0.0 else 0.0
         total += sharing / (1.0 - saved / 2.0)
     return total / updaters.count
 
@@ -236,7 +239,7 @@ def simulate_updaters(problem: Problem, schedule: Schedule) -> Timeline:
     *_, (_, every, partial) = phases(updaters)
     each_us = _phase_us(problem, schedule, every, False) * updaters.count
     work = Work.of(problem)
-    stretch = each_us / work.alone_us
+    stretch = each_us / work.alone_us if work.alone_us > 0.0 else 1.0
     spans: list[Span] = []
     for index in range(min(updaters.count, DRAWN)):
         block = updaters.blocks[index % len(updaters.blocks)] if partial else None
@@ -254,12 +257,11 @@ def simulate_updaters(problem: Problem, schedule: Schedule) -> Timeline:
 def _drawn(work: Work, resource: str, block: range | None, stretch: float) -> Iterator[Span]:
     """Forward, backward and update of an updater's next minibatches; every other one with its block alone."""
     update_us, full_us, at_us = sum(work.update_us), work.backward.full_us, 0.0
-    forward_us = max(0.0, work.alone_us - update_us - full_us)
-    in_full = [("forward", forward_us), ("backward", full_us), ("update", update_us)]
+    in_full = [("forward", work.before_us), ("backward", full_us), ("update", update_us)]
     for minibatch in range(SHOWN):
         tasks = in_full
         if block is not None and minibatch % 2:
-            tasks = [("forward", forward_us), ("backward of a block", work.partial_us(block)),
+            tasks = [("forward", work.before_us), ("backward of a block", work.partial_us(block)),
                      ("update of a block", work.block_update_us(block))]  # fmt: skip
         for name, alone_us in tasks:
             end_us = at_us + alone_us * stretch

@@ -109,7 +109,8 @@ def scale_updaters(measured: LocalAsyncProfile, step: float, update: float) -> L
         )
         for point in measured.curve
     ]
-    return replace(measured, loss_us=measured.loss_us * step, layers=tuple(layers), curve=tuple(curve))
+    before = {name: getattr(measured, name) * step for name in ("forward_us", "loss_us")}
+    return replace(measured, **before, layers=tuple(layers), curve=tuple(curve))
 
 
 def _scale_norms(norms: NormProfile | None, update: float) -> NormProfile | None:
