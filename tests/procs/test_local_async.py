@@ -21,7 +21,7 @@ import torch
 import runtime
 from planner.launch import LocalWorld, run_ranks
 from runtime.errors import EnvironmentFailure, InputError, LostUpdaterWarning, PlanMismatch
-from runtime.local_async import LocalRun, measure_throughput, run_local_async
+from runtime.local_async import LocalRun, run_local_async
 from runtime.plan import LocalAsyncSpec
 
 LPP = LocalAsyncSpec(updaters=2, blocks=jobs.LAYERS, full_fraction=0.1)
@@ -116,18 +116,6 @@ def test_a_run_without_updaters_left_ends(tmp_path: Path) -> None:
 def test_what_an_updater_raises_is_told(tmp_path: Path) -> None:
     with pytest.raises(EnvironmentFailure, match=r"rank 0, updater \d raised ArithmeticError: on purpose"):
         train(partial(jobs.faulty, "raise", str(tmp_path)), LocalAsyncSpec(updaters=2), 60)
-
-
-def test_throughput_of_concurrent_updaters() -> None:
-    begun: list[bool] = []
-    found = measure_throughput(
-        jobs.plain, 2, blocks=jobs.LAYERS, minibatches=30, begin=lambda: begun.append(True), start_method="forkserver"
-    )
-    assert begun == [True]
-    assert found.updaters == 2
-    assert 10 <= found.updates <= 66
-    assert found.samples_per_s == pytest.approx(5 * found.minibatches_per_s)
-    assert found.peak_bytes > 2**20
 
 
 REFUSALS = (
