@@ -126,8 +126,8 @@ def simulate(
         str | None,
         typer.Option(
             help="Strategies, comma-separated: wfbp, wfbp:layer, single, mg_wfbp, ddp, ddp:MIB, torus_2d, optimal; "
-            "lossy ones: joint, joint:MAX_RATIO; ssd:STEPS; for comparison: slgs:DENSITY, lags:MAX_RATIO, "
-            "hitopk:DENSITY."
+            "lossy ones: joint, joint:MAX_RATIO; ssd:STEPS; lap:UPDATERS, lpp:UPDATERS; for comparison: "
+            "slgs:DENSITY, lags:MAX_RATIO, hitopk:DENSITY, mb_sgd, l_sgd:STEPS, pl_sgd:STEPS."
         ),
     ] = None,
     ranks: Annotated[

@@ -12,7 +12,7 @@ from planner.loading import levels, loading_lines
 from planner.predict import Simulation
 from planner.profile.document import Profile
 from planner.sources import counted, slower
-from runtime.plan import Plan, PlanBucket
+from runtime.plan import LocalAsyncSpec, Plan, PlanBucket
 from runtime.predicted import Prediction
 
 
@@ -120,7 +120,8 @@ def accuracy_lines(plan: Plan) -> list[str]:
     """One line for each class of accuracy."""
     classes = {plan.accuracy: plan, **(plan.alternatives or {})}
     looked = "no compression makes the step shorter" if plan.frontier else "not looked at: --accuracy bounded does"
-    delayed = "no delay makes the step shorter" if plan.delays else "not looked at: --accuracy relaxed does"
+    looked_at = plan.delays or plan.updaters
+    delayed = "nothing makes the step shorter" if looked_at else "not looked at: --accuracy relaxed does"
     bounded, relaxed = classes.get("bounded"), classes.get("relaxed")
     return [
         f"exact    {_accuracy_line(classes['exact'])}" if "exact" in classes else "exact    not kept in this plan",
@@ -138,6 +139,8 @@ def _accuracy_line(plan: Plan) -> str:
     how = f"{sparse} of them sparse{sent}" if sparse else "no compression"
     step = milliseconds(plan.predicted.iteration_us if plan.predicted else None)
     delay = "no delay" if plan.delay is None else f"delay k = {plan.delay.steps}"
+    if plan.local_async is not None:
+        return f"{_updaters_words(plan.local_async)}: {step} ms for a minibatch of a rank"
     return f"{len(plan.buckets)} buckets, {how}, {delay}: {step} ms"
 
 
@@ -163,6 +166,35 @@ def delay_table(plan: Plan) -> Table:
     return table
 
 
+def _updaters_words(spec: LocalAsyncSpec) -> str:
+    blocks = "" if spec.blocks is None else f" and {counted(len(spec.blocks), 'block')} by turns"
+    return f"{counted(spec.updaters, 'local updater')} on the full model{blocks}"
+
+
+def updaters_table(plan: Plan) -> Table:
+    """A rank's time for a minibatch by its number of updaters."""
+    table = Table(title="speed over local updaters: a rank's time for a minibatch", title_justify="left")
+    for column in ("updaters", "blocks", "LAP-SGD (ms)", "LPP-SGD (ms)", "backwards saved", "(c − 1)/2", "memory"):
+        table.add_column(column, justify="right")
+    for point in plan.updaters or ():
+        times = milliseconds(point.lap_us), milliseconds(point.lpp_us)
+        saved = f"{point.saved_backwards:.2f}", f"{point.closed_form:.2f}"
+        memory = "" if point.fits else "too little"
+        table.add_row(str(point.updaters), str(point.blocks), *times, *saved, memory)
+    return table
+
+
+def updaters_line(plan: Plan) -> str:
+    """What a plan with local updaters does."""
+    spec = plan.local_async
+    if spec is None:
+        return ""
+    often = f"models are averaged after every {counted(spec.average_every, 'update')} of a rank, in the last "
+    often += f"{1.0 - spec.switch_fraction:.0%} of training after every {spec.then_every}"
+    full = "" if spec.blocks is None else f"; the first {spec.full_fraction:.0%} of minibatches update the full model"
+    return f"{_updaters_words(spec)}; {often}{full}"
+
+
 def delay_line(plan: Plan) -> str:
     """What a plan with delay does, and what it asks for."""
     spec = plan.delay
@@ -179,12 +211,13 @@ def print_plan(plan: Plan, console: Console, *, buckets: bool) -> None:
     console.print(summary_table(plan))
     if buckets:
         console.print(bucket_table(plan))
-    if plan.frontier:
-        console.print(frontier_table(plan))
-    if plan.delays:
-        console.print(delay_table(plan))
-    if plan.delay is not None:
-        console.print(f"accuracy {plan.accuracy}; {delay_line(plan)}", highlight=False)
+    tables = ((plan.frontier, frontier_table), (plan.delays, delay_table), (plan.updaters, updaters_table))
+    for points, table in tables:
+        if points:
+            console.print(table(plan))
+    for line in (updaters_line(plan), delay_line(plan)):
+        if line:
+            console.print(f"accuracy {plan.accuracy}; {line}", highlight=False)
     console.print(certificate_text(plan), highlight=False)
     for note in plan.notes:
         console.print(f"- {printable(note, SENTENCE_CHARACTERS)}", highlight=False)
@@ -274,6 +307,11 @@ def profile_lines(profile: Profile) -> list[str]:
         )
     if cluster is not None and cluster.contention is not None:
         lines.append(f"while both are busy, {slower(cluster.contention)}")
+    if profile.local_async is not None:
+        rates = ", ".join(
+            f"{point.updaters}: {milliseconds(point.minibatch_us)} ms" for point in profile.local_async.curve
+        )
+        lines.append(f"a rank's time for a minibatch by its number of local updaters: {rates}")
     if profile.loading is not None:
         times = ", ".join(f"{milliseconds(us)} ms from {name}" for name, us in levels(profile.loading).items())
         lines.append(f"one of {profile.loading.samples:,} samples takes {times}, on the slowest rank")

@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from runtime.errors import InputError
 
@@ -15,6 +16,7 @@ _BUCKET = re.compile(
     r"\[([0-9,\-]+)\] ([a-z0-9_]+)/([a-z0-9_]+) ([a-z0-9_]+)(?: k=([0-9]+))?(?: ks=([0-9]+(?:,[0-9]+)*))?"
 )
 _DELAY = re.compile(r"delay k=([1-9][0-9]*)")
+_UPDATERS = re.compile(r"updaters ([1-9][0-9]*)( wait)? every ([1-9][0-9]*),([1-9][0-9]*)(?: blocks ([0-9,\-;]+))?")
 _NORMS = re.compile(r"norms ([0-9]+(?:,[0-9]+)*)")
 _SHARDED = "sharded"
 _RUN = re.compile(r"([0-9]+)(?:-([0-9]+))?")
@@ -64,8 +66,56 @@ class Bucket:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Updaters:
+    """Local updaters of each rank: they share its model, and ranks average their models beside them.
+
+    >>> str(Updaters(count=4, stops=(2, 3), then_every=8))
+    'updaters 4 every 1,8 blocks 0-1;2'
+    >>> str(Updaters(count=1, average_every=16, waits=True))
+    'updaters 1 wait every 16,16'
+    """
+
+    count: int
+    stops: tuple[int, ...] | None = None
+    """Where blocks end: gradients [0, stops[0]) are the first one (LPP-SGD). None: all update all (LAP-SGD)."""
+    average_every: int = 1
+    """Updates of a rank between averagings in the first half of training."""
+    then_every: int = 16
+    """The same in the second half."""
+    waits: bool = False
+    """Whether updaters wait for averagings, as local SGD does."""
+
+    @property
+    def blocks(self) -> tuple[range, ...]:
+        """The gradients of each block; none where all update the full model."""
+        stops = self.stops or ()
+        return tuple(range(start, stop) for start, stop in pairwise((0, *stops)))
+
+    def __str__(self) -> str:
+        text = f"updaters {self.count}{' wait' if self.waits else ''} every {self.average_every},{self.then_every}"
+        return f"{text} blocks {';'.join(map(format_indices, self.blocks))}" if self.stops is not None else text
+
+    @classmethod
+    def parse(cls, text: str) -> Updaters:
+        """The inverse of `str`. Raises InputError on anything else."""
+        match = _UPDATERS.fullmatch(text)
+        blocks = [parse_indices(block) for block in match[5].split(";")] if match and match[5] else []
+        members = [index for block in blocks for index in block]
+        if match is None or members != list(range(len(members))):
+            raise InputError(f"found {text!r}, expected updaters such as 'updaters 2 every 1,16 blocks 0-3;4-9'")
+        return cls(
+            count=int(match[1]),
+            stops=tuple(block[-1] + 1 for block in blocks) or None,
+            average_every=int(match[3]),
+            then_every=int(match[4]),
+            waits=match[2] is not None,
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Schedule:
-    """Buckets in launch order; `str` gives one line each, after those of delay, norms and a shared step, as there are.
+    """Buckets in launch order; `str` gives one line each, after those of delay, updaters, norms and a shared step, as there
+    are.
 
     >>> str(Schedule(buckets=(Bucket(gradients=(0,)),), delay=4))
     'delay k=4\\n[0] all_reduce/library none'
@@ -78,6 +128,8 @@ class Schedule:
     buckets: tuple[Bucket, ...]
     delay: int | None = None
     """SSD-SGD's k: buckets are pushed in every step, and new weights pulled after every k-th one. None: synchronous."""
+    updaters: Updaters | None = None
+    """Local updaters, whose averagings send the model in these buckets. None: ranks exchange gradients."""
     norms: tuple[int, ...] | None = None
     """By layer of `Problem.norm_layers`, the rank that computes its norms for all. None: every rank does."""
     sharded: bool = False
@@ -85,6 +137,7 @@ class Schedule:
 
     def __str__(self) -> str:
         head = [] if self.delay is None else [f"delay k={self.delay}"]
+        head += [] if self.updaters is None else [str(self.updaters)]
         head += [] if self.norms is None else [f"norms {','.join(map(str, self.norms))}"]
         head += [_SHARDED] if self.sharded else []
         return "\n".join([*head, *map(str, self.buckets)])
@@ -95,6 +148,8 @@ class Schedule:
         lines = text.splitlines()
         delay = _DELAY.fullmatch(lines[0]) if lines else None
         lines = lines[1:] if delay else lines
+        updaters = Updaters.parse(lines[0]) if lines and lines[0].startswith("updaters") else None
+        lines = lines[1:] if updaters else lines
         norms = _NORMS.fullmatch(lines[0]) if lines else None
         lines = lines[1:] if norms else lines
         sharded = bool(lines) and lines[0] == _SHARDED
@@ -102,6 +157,7 @@ class Schedule:
         return cls(
             buckets=tuple(map(Bucket.parse, lines)),
             delay=int(delay[1]) if delay else None,
+            updaters=updaters,
             norms=tuple(map(int, norms[1].split(","))) if norms else None,
             sharded=sharded,
         )

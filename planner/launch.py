@@ -10,7 +10,6 @@ parent ends, however it ends, its ranks are killed. What ranks leave lies in fil
 from __future__ import annotations
 
 import atexit
-import ctypes
 import multiprocessing
 import os
 import pickle
@@ -18,11 +17,10 @@ import signal
 import socket
 import sys
 import tempfile
-import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import wait as wait_for_any
@@ -38,6 +36,7 @@ from torch._C._distributed_c10d import TCPStore
 from planner.testbed.emulation import Emulation
 from planner.testbed.hosts import Place, hosts_for
 from runtime.errors import CommunicationError, EnvironmentFailure, PlannerError
+from runtime.processes import end_with_parent, on_signal
 from runtime.world import MIN_TIMEOUT_S
 
 T = TypeVar("T")
@@ -47,7 +46,6 @@ START_TIMEOUT_S = 120.0
 GRACE_S = 10.0
 """How long the others may go on once a rank has failed: they notice by themselves and say in which collective."""
 POLL_S = 0.2
-_PR_SET_PDEATHSIG = 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -181,12 +179,12 @@ def run_ranks(world: LocalWorld, function: Callable[..., T], *arguments: Any) ->
             the emulated cluster did not come up.
     """
     ranks: list[_Rank] = []
-    with _on_signal(signal.SIGTERM, _leave), hosts_for(world.ranks, world.emulation) as hosts:
+    with on_signal(signal.SIGTERM, _leave), hosts_for(world.ranks, world.emulation) as hosts:
         timeout = timedelta(seconds=world.start_timeout_s)
         store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timeout)
         try:
             # Inherited: until ranks have a process group of their own, Ctrl-C is not for them.
-            with _on_signal(signal.SIGINT, signal.SIG_IGN):
+            with on_signal(signal.SIGINT, signal.SIG_IGN):
                 for number in range(world.ranks):
                     ranks.append(_start(number, world, hosts.place(number), store.port, function, arguments))
             _watch(ranks, world)
@@ -211,19 +209,6 @@ def _start(
     )
     process.start()
     return _Rank(number, process, words)
-
-
-@contextmanager
-def _on_signal(number: int, action: Any) -> Iterator[None]:
-    """Meanwhile a signal does this; in other threads than the main one, which gets the signals, as it did before."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = signal.signal(number, action)
-    try:
-        yield
-    finally:
-        signal.signal(number, signal.SIG_DFL if before is None else before)
 
 
 def _leave(number: int, _frame: object) -> NoReturn:
@@ -278,7 +263,7 @@ def _rank_main(
     function: Callable[..., Any], arguments: tuple[Any, ...],
 ) -> None:  # fmt: skip
     os.setsid()  # Ctrl-C goes to the parent, which ends us, and what we started with us
-    _end_with_parent()
+    end_with_parent()
     os.dup2(2, 1)  # what a job prints is not the command's result
     try:
         _join(rank, world, place, port)
@@ -291,20 +276,6 @@ def _rank_main(
         text = f"{type(error).__name__}: {error}"
         words.write(_Failure(rank, time.time(), ours, text, traceback.format_exc()))
         end(1)
-
-
-def _end_with_parent() -> None:
-    """Ends this process when its parent ends; on Linux the kernel does it, also while this process is stopped."""
-    threading.Thread(target=_await_parent, daemon=True).start()
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-
-
-def _await_parent() -> None:
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-    parent.join()
-    os._exit(1)
 
 
 def end(code: int) -> NoReturn:

@@ -18,16 +18,17 @@ from planner.offer import GAIN, Offer, choose_offer
 from planner.passes import Pass
 from planner.passes.delay import Delay, check_max_delay
 from planner.passes.joint import Frontier, Joint
+from planner.passes.local_async import LocalAsync
 from planner.passes.sparsify import Sparsify
 from planner.pipeline import AfterPass, run_passes
 from planner.problem import Problem
-from planner.relaxed import relaxed_offer
+from planner.relaxed import delay_offer, updaters_offer
 from planner.selection import check_max_ratio, ratio_limits, ratio_of
 from planner.simulator import step_us
 from planner.sources import counted, three_digits
 from runtime.errors import InputError
 from runtime.plan import Accuracy, Plan
-from runtime.predicted import Certificate, DelayPoint, FrontierPoint, SolverBound
+from runtime.predicted import Certificate, DelayPoint, FrontierPoint, SolverBound, UpdatersPoint
 
 ACCURACIES: tuple[Accuracy, ...] = ("exact", "bounded", "relaxed")
 """The classes, from the least risky to the riskiest."""
@@ -43,7 +44,8 @@ def split_passes(
     protect: str | None = None,
     max_delay: int | None = None,
 ) -> tuple[tuple[Pass, ...], tuple[Pass, ...]]:
-    """(exact passes, lossy ones with the options given; default `joint` and `delay`, as far as they are allowed).
+    """(exact passes, lossy ones with the options given; default `joint`, `delay` and `local_async`, as far as they are
+    allowed).
 
     Raises:
         InputError: a pass, or an option of one, of a riskier class than is allowed; an option is wrong.
@@ -58,10 +60,10 @@ def split_passes(
     asked = [(option, "relaxed" if option == "--max-delay" else "bounded") for option in options]
     _refuse_riskier(accuracy, [*asked, *((f"the pass {each.name}", str(each.accuracy)) for each in passes)])
     lossy: list[Pass] = []
-    defaults: dict[str, Pass] = {"bounded": Joint(), "relaxed": Delay()}
-    for risk, default in defaults.items():
+    defaults: dict[str, list[Pass]] = {"bounded": [Joint()], "relaxed": [Delay(), LocalAsync()]}
+    for risk, usual in defaults.items():
         if ACCURACIES.index(accuracy) >= ACCURACIES.index(risk):
-            lossy += [each for each in passes if each.accuracy == risk] or [default]
+            lossy += [each for each in passes if each.accuracy == risk] or usual
     return exact, tuple(_with_options(each, max_ratio, protect, max_delay) for each in lossy)
 
 
@@ -116,20 +118,20 @@ def choose(
     offer, frontier = _bounded_offer(problem, schedule, bounded, after_pass, solver_limit)
     offers = [offer if asked else _for_optimizer(problem, offer)]
     delays: tuple[DelayPoint, ...] | None = None
+    updaters: tuple[UpdatersPoint, ...] | None = None
     if accuracy == "relaxed":
         relaxed = [each for each in passes if each.accuracy == "relaxed"]
-        offer, delays = relaxed_offer(problem, schedule, relaxed, after_pass)
-        offers.append(offer)
+        delayed, delays = delay_offer(problem, schedule, relaxed, after_pass)
+        local, updaters = updaters_offer(problem, schedule, relaxed, after_pass)
+        offers += [offer for offer in (delayed, local) if offer is not None]
     beside = replace(exact, baselines=None, scaling=None, sources=None, notes=())
-    exact = replace(exact, frontier=_points(problem, frontier), delays=delays)
+    exact = replace(exact, frontier=_points(problem, frontier), delays=delays, updaters=updaters)
     chosen, refused = choose_offer(step_us(problem, schedule), offers)
-    others: dict[str, Plan] = {
-        offer.accuracy: offer.plan for offer in offers if offer is not chosen and offer.plan is not None
-    }
     if chosen is None or chosen.plan is None:
-        why = f"{accuracy} was allowed, but {', and '.join(refused)}: the plan is exact"
-        return replace(exact, alternatives=others or None, notes=(*exact.notes, why))
-    beyond = [f"relaxed was allowed, but {refused[-1]}"] if accuracy == "relaxed" and chosen is not offers[-1] else []
+        why = f"{accuracy} was allowed, but {', and '.join(refused.values())}: the plan is exact"
+        return replace(exact, alternatives=_others(offers, "exact") or None, notes=(*exact.notes, why))
+    riskier = [refused[offer.what] for offer in offers[offers.index(chosen) + 1 :] if offer.what in refused]
+    beyond = [f"relaxed was allowed, but {', and '.join(riskier)}"] if riskier else []
     return replace(
         chosen.plan,
         baselines=exact.baselines,
@@ -137,10 +139,21 @@ def choose(
         sources=exact.sources,
         frontier=exact.frontier,
         delays=exact.delays,
+        updaters=exact.updaters,
         fallback=beside,
-        alternatives={"exact": beside, **others},
+        alternatives={"exact": beside, **_others(offers, chosen.accuracy)},
         notes=(*exact.notes, *chosen.notes, *beyond),
     )
+
+
+def _others(offers: Sequence[Offer], taken: str) -> dict[str, Plan]:
+    """The best plan of each class that was looked at, but for the one that was taken."""
+    found: dict[str, Offer] = {}
+    for offer in offers:
+        before = found.get(offer.accuracy)
+        if offer.plan is not None and offer.accuracy != taken and (before is None or offer.step_us < before.step_us):
+            found[offer.accuracy] = offer
+    return {accuracy: offer.plan for accuracy, offer in found.items() if offer.plan is not None}
 
 
 def _bounded_offer(

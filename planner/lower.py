@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from planner.cost.sparse import FLAT_GATHERS
 from planner.delayed import PULL, PUSH, Load, StepSpan
-from planner.ir import Bucket, Schedule
+from planner.ir import Bucket, Schedule, Updaters
 from planner.norms import updates_of
 from planner.problem import Problem
 from planner.selection import shard_elements
+from planner.sharding import gathers_us, pushed_us
 from planner.simulator import simulate_schedule
-from planner.sources import three_digits
+from planner.sources import counted, three_digits
 from runtime.errors import InputError
 from runtime.names import numbered
-from runtime.plan import Accuracy, CompressorSpec, DelaySpec, Plan, PlanBucket, PlanWorld
+from runtime.plan import Accuracy, CompressorSpec, DelaySpec, LocalAsyncSpec, Plan, PlanBucket, PlanWorld
 from runtime.predicted import PredictedTask, Prediction
 from runtime.timeline import Span, Timeline
 
@@ -98,6 +101,8 @@ def explain_buckets(problem: Problem, schedule: Schedule) -> list[str]:
     """
     if schedule.delay is not None or schedule.sharded:
         return _explain_pushes(problem, schedule, schedule.delay or 1)
+    if schedule.updaters is not None:
+        return _explain_averagings(problem, schedule, schedule.updaters)
     timeline = simulate_schedule(problem, schedule)
     if timeline.on("intra") or timeline.on("inter"):
         return _explain_phases(problem, schedule, timeline)
@@ -148,10 +153,17 @@ def _explain_phases(problem: Problem, schedule: Schedule, timeline: Timeline) ->
 
 def _explain_pushes(problem: Problem, schedule: Schedule, k: int) -> list[str]:
     """What merging saves in every push, and what push and pull of a bucket take."""
-    alone_us = problem.bucket_cost_us([(gradient,) for gradient in range(problem.count)], problem.push.curve)
-    load, reasons = Load.of(problem, schedule), []
+    alone, reasons = [(gradient,) for gradient in range(problem.count)], []
+    pushes_us: Sequence[float]
+    pulls_us: Sequence[float]
+    if schedule.sharded:
+        alone_us, pulls_us = pushed_us(problem, alone), gathers_us(problem, schedule.buckets)
+        pushes_us = pushed_us(problem, [bucket.gradients for bucket in schedule.buckets])
+    else:
+        load, alone_us = Load.of(problem, schedule), problem.bucket_cost_us(alone, problem.push.curve)
+        pushes_us, pulls_us = load.push_us, load.pull_us
     often = "step" if k == 1 else f"{k} steps"
-    for bucket, push_us, pull_us in zip(schedule.buckets, load.push_us, load.pull_us, strict=True):
+    for bucket, push_us, pull_us in zip(schedule.buckets, pushes_us, pulls_us, strict=True):
         count = len(bucket.gradients)
         if bucket.k is not None:
             whole_us = problem.bucket_cost_us([bucket.gradients], problem.push.curve)[0]
@@ -166,6 +178,14 @@ def _explain_pushes(problem: Problem, schedule: Schedule, k: int) -> list[str]:
         text = f"one push for {count} {gain}" if count > 1 else "alone"
         reasons.append(f"{text}; {PUSH} {_ms(push_us)} a step, {PULL} {_ms(pull_us)} every {often}")
     return reasons
+
+
+def _explain_averagings(problem: Problem, schedule: Schedule, updaters: Updaters) -> list[str]:
+    """What each message is a part of, and what it takes."""
+    times_us = problem.bucket_cost_us([bucket.gradients for bucket in schedule.buckets])
+    every = f"{counted(updaters.average_every, 'update')}, later every {updaters.then_every}"
+    what = "the model, averaged" if len(schedule.buckets) == 1 else "a part of the model, averaged"
+    return [f"{what} beside updaters every {every}; {_ms(time_us)} alone" for time_us in times_us]
 
 
 def _explain_sparse(problem: Problem, bucket: Bucket, span: Span, backward_end_us: float) -> str:
@@ -184,8 +204,8 @@ def _ms(time_us: float) -> str:
 
 
 def accuracy_of_schedule(schedule: Schedule) -> Accuracy:
-    """The class of a schedule: relaxed with delay, bounded where a part of a gradient stays behind."""
-    if schedule.delay is not None:
+    """The class of a schedule: relaxed with delay or local updaters, bounded where a part of a gradient is kept."""
+    if schedule.delay is not None or schedule.updaters is not None:
         return "relaxed"
     return "exact" if all(bucket.compressor == "none" for bucket in schedule.buckets) else "bounded"
 
@@ -193,6 +213,19 @@ def accuracy_of_schedule(schedule: Schedule) -> Accuracy:
 def delay_spec(k: int) -> DelaySpec:
     """SSD-SGD with the paper's constants; its synchronous steps are a multiple of k, as the paper asks."""
     return DelaySpec(steps=k, warmup_steps=-(-WARMUP_STEPS // k) * k)
+
+
+def local_async_spec(problem: Problem, updaters: Updaters) -> LocalAsyncSpec:
+    """LAP-SGD, LPP-SGD or local SGD, with the paper's fractions."""
+    gradients = problem.profile.compute.gradients
+    blocks = tuple(tuple(gradients[index].name for index in block) for block in updaters.blocks)
+    return LocalAsyncSpec(
+        updaters=updaters.count,
+        blocks=blocks or None,
+        average_every=updaters.average_every,
+        then_every=updaters.then_every,
+        synchronous=updaters.waits or None,
+    )
 
 
 def phase_order(problem: Problem, schedule: Schedule) -> tuple[tuple[int, int], ...] | None:
@@ -213,6 +246,7 @@ def lower(problem: Problem, schedule: Schedule) -> Plan:
         accuracy=accuracy_of_schedule(schedule),
         buckets=lower_buckets(problem, schedule),
         delay=None if schedule.delay is None else delay_spec(schedule.delay),
+        local_async=None if schedule.updaters is None else local_async_spec(problem, schedule.updaters),
         phase_order=phase_order(problem, schedule),
         predicted=predict(problem, schedule, timeline=True),
         updates=updates_of(problem, schedule),

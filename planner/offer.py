@@ -17,7 +17,7 @@ class Offer:
 
     accuracy: Accuracy
     what: str
-    """What it does, in a word: compression, delay."""
+    """What it does, in a word or two: compression, delay, local updaters."""
     plan: Plan | None
     """None: nothing of this class makes the step shorter."""
     step_us: float
@@ -28,28 +28,29 @@ class Offer:
     """Why there is no plan, where it is not that none makes the step shorter."""
 
 
-def choose_offer(exact_us: float, offers: Sequence[Offer]) -> tuple[Offer | None, list[str]]:
-    """The offer that is taken, or None for the exact plan; and of each that is not, why.
+def choose_offer(exact_us: float, offers: Sequence[Offer]) -> tuple[Offer | None, dict[str, str]]:
+    """The offer that is taken, or None for the exact plan; and of each that was refused (by `what`) why.
 
     Args:
         exact_us: the step of the exact plan.
-        offers: from the least risky class to the riskiest; each has to win by 2 % over the best less risky one.
+        offers: from the least risky to the riskiest; each has to win by 2 % over the best less risky one.
     """
     chosen: Offer | None = None
     best_us, best = exact_us, ""
-    refused: list[str] = []
+    refused: dict[str, str] = {}
     for offer in offers:
         gain = 1.0 - offer.step_us / best_us if best_us > 0.0 else 0.0
         if offer.plan is None:
-            refused.append(offer.why_not or f"no {offer.what} would make the step shorter")
+            refused[offer.what] = offer.why_not or f"no {offer.what} would make the step shorter"
             continue
         if offer.step_us <= best_us * (1.0 - GAIN):
             chosen = offer
         elif gain < 0.0:
-            refused.append(f"{offer.what} would gain less than {best}")
+            refused[offer.what] = f"{offer.what} would gain less than {best}"
         else:
             than = f" than {best} does" if best else ""
-            refused.append(f"{offer.what} would make the step {gain:.2%} shorter{than}, and has to win {GAIN:.0%}")
+            text = f"{offer.what} would make the step {gain:.2%} shorter{than}, and has to win {GAIN:.0%}"
+            refused[offer.what] = text
         if offer.step_us < best_us:
             best_us, best = offer.step_us, offer.what
     return chosen, refused

@@ -84,7 +84,8 @@ def run_passes(
     for current in passes:
         started = time.perf_counter()
         before, schedule = schedule, current.apply(replace(schedule, norms=None, sharded=False), problem)
-        if not isinstance(current, ShardUpdates) and schedule.delay is None:
+        alone = schedule.delay is not None or schedule.updaters is not None  # ranks update by themselves
+        if not isinstance(current, ShardUpdates) and not alone:
             schedule = replace(schedule, norms=before.norms, sharded=before.sharded)
         verify(schedule, dtype_ids, accuracy=accuracy, elements=elements, norms=norms)
         if after_pass is not None:

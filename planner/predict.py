@@ -19,10 +19,11 @@ from planner.simulator import simulate_schedule
 from planner.solvers import SOLVABLE, check_solver, solve_strategy
 from planner.strategies import accuracy_of, make_schedule
 from planner.strategies.lags import ratios
+from planner.updaters import averagings_a_minibatch
 from planner.verify import verify
 from planner.whatif import WhatIf, describe, step_quantiles
 from runtime.errors import InputError
-from runtime.timeline import Timeline, busy_us
+from runtime.timeline import UPDATER, Timeline, busy_us
 
 DEFAULT_STRATEGIES = ("wfbp", "wfbp:layer", "single", "mg_wfbp", "ddp", "optimal")
 
@@ -79,7 +80,8 @@ def simulate(
         cluster: a cluster, the path of cluster.json, or a name; default: the one measured with the profile.
         strategies: names such as `wfbp`, `wfbp:layer`, `single`, `mg_wfbp`, `ddp`, `ddp:SIZE_MIB`, `optimal`, and for
             comparison only, for plans do not have them: `torus_2d`, `slgs:DENSITY`, `lags:MAX_RATIO`, `hitopk:DENSITY`.
-            Of `ssd:STEPS`, delayed synchronization, the mean step in its steady state.
+            Of `ssd:STEPS`, delayed synchronization, the mean step in its steady state; of `lap:UPDATERS`,
+            `lpp:UPDATERS`, `l_sgd:STEPS` and `pl_sgd:STEPS` what a rank takes for a minibatch on average.
         ranks: numbers of ranks; default: the cluster's.
         what_if: changes to the profile and the cluster before anything is predicted.
         critical_path: also say which kinds of task the step's length comes from.
@@ -178,6 +180,8 @@ def _cost_source(problem: Problem, schedule: Schedule) -> str:
         notes.append("gathers follow from the all-reduce")
     if _selects(schedule) and problem.cost.cluster.sparsify is None:
         notes.append("selection free (no `sparsify` given)")
+    if schedule.updaters is not None and problem.profile.local_async is None:
+        notes.append("updaters get no more done than one process (throughput not measured)")
     if schedule.delay is not None:
         notes.append(f"push: {problem.push.source}, pull: {problem.pull.source}")
         if problem.cost.cluster.local_update is None:
@@ -195,6 +199,7 @@ def idle_us(timeline: Timeline) -> dict[str, float]:
 def message_bytes(problem: Problem, schedule: Schedule) -> dict[str, float]:
     """By network: bytes of the messages that one rank gives to the collectives of a step."""
     total: dict[str, float] = {}
+    often = 1.0 if schedule.updaters is None else averagings_a_minibatch(problem, schedule)
     sizes = problem.bucket_bytes([bucket.gradients for bucket in schedule.buckets])
     for bucket, size_bytes in zip(schedule.buckets, sizes, strict=True):
         if schedule.delay is not None:
@@ -202,7 +207,7 @@ def message_bytes(problem: Problem, schedule: Schedule) -> dict[str, float]:
         else:
             shares = problem.message_shares(bucket)
         for network, share in shares:
-            total[network] = total.get(network, 0.0) + share * size_bytes
+            total[network] = total.get(network, 0.0) + often * share * size_bytes
     return total
 
 
@@ -216,6 +221,14 @@ def _delayed_shares(problem: Problem, bucket: Bucket, size_bytes: float, k: int)
 
 def critical_shares(problem: Problem, schedule: Schedule) -> dict[str, float]:
     """By kind of task: its share of the chain of tasks without a gap that the step's length comes from."""
+    if schedule.updaters is not None:  # nothing waits for anything but the minibatch before
+        spans = simulate_schedule(problem, schedule).on(f"{UPDATER}0")
+        total_us = sum(span.duration_us for span in spans) or 1.0
+        kinds = dict.fromkeys(span.task.partition(" ")[0] for span in spans)
+        return {
+            kind: sum(span.duration_us for span in spans if span.task.partition(" ")[0] == kind) / total_us
+            for kind in kinds
+        }
     from planner.taskgraph import build_graph, run_graph  # networkx, which takes longer to load than to use
 
     factors = {"compute": problem.contention.compute, "network": problem.contention.network}

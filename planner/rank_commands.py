@@ -19,16 +19,22 @@ def profile(
     backend: Backend = None,
     timeout_s: Timeout = None,
     emulate: Emulate = None,
+    updaters: Annotated[
+        int, typer.Option(help="Also measure up to so many local updaters of each rank, for relaxed plans.")
+    ] = 0,
 ) -> None:
     """Trace a job and measure its step and the links between ranks."""
     from planner.job import find_job
     from planner.outputs import check_writable
+    from planner.passes.local_async import check_updaters
     from planner.training import profile_rank
     from planner.world import RankOptions, choose_device, is_first_rank, on_ranks
 
     where = RankOptions(ranks, device, backend, timeout_s, emulate)
+    if updaters:
+        check_updaters(updaters, "--updaters")
     check_writable(output, find_job(job)[0])
-    result = on_ranks(where, profile_rank, job, choose_device(device), not Flags.as_json, timeout_s)[0]
+    result = on_ranks(where, profile_rank, job, choose_device(device), not Flags.as_json, timeout_s, updaters)[0]
     if not is_first_rank():
         return
     result.save(output)

@@ -1,31 +1,35 @@
-"""What relaxed plans offer: delayed synchronization, with its k, and both predictions for every k that was allowed."""
+"""What relaxed plans offer: delayed synchronization, with its k, and both predictions for every k that was allowed; and
+local updaters, with their blocks, and what each number of them would give."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 from planner.delayed import CycleTimeline, Load
-from planner.ir import Schedule
+from planner.ir import Schedule, Updaters
 from planner.lower import lower
 from planner.offer import Offer
 from planner.passes import Pass
 from planner.passes.delay import NEAR, Choice, Delay, cautious_step_us
+from planner.passes.local_async import GROWTH, LocalAsync, UpdaterChoice
 from planner.pipeline import AfterPass, run_passes
 from planner.problem import Problem
 from planner.selection import compression
 from planner.simulator import simulate_schedule, step_us
-from planner.sources import three_digits
+from planner.sources import counted, three_digits
+from planner.updaters import Work, closed_form_saved_backwards, saved_backwards
 from runtime.plan import Plan
-from runtime.predicted import Certificate, DelayPoint
+from runtime.predicted import Certificate, DelayPoint, UpdatersPoint
 
 CASES = {1: "pulls are late", 2: "the network is never idle", 3: "nothing is exposed"}
 
 
-def relaxed_offer(
+def delay_offer(
     problem: Problem, schedule: Schedule, passes: Sequence[Pass], after_pass: AfterPass | None
-) -> tuple[Offer, tuple[DelayPoint, ...] | None]:
-    """The best relaxed plan found, and what each k would give; None on one rank.
+) -> tuple[Offer | None, tuple[DelayPoint, ...] | None]:
+    """The best plan with delay, and what each k would give; None on one rank. No offer where it is not asked for.
 
     Args:
         problem: the step.
@@ -33,25 +37,68 @@ def relaxed_offer(
         passes: relaxed passes.
         after_pass: called after each pass.
     """
-    optimizer, norms = problem.profile.compute.optimizer, problem.profile.compute.norms
-    name = optimizer.name if optimizer is not None else norms.optimizer if norms is not None else "SGD"
-    if name != "SGD":
-        why_not = f"delay needs torch.optim.SGD, and this step's optimizer is {name}"
-        exact_us = step_us(problem, schedule)
-        return Offer(accuracy="relaxed", what="delay", plan=None, step_us=exact_us, why_not=why_not), None
-    found = run_passes(passes, schedule, problem, after_pass, accuracy="relaxed")
-    delay = next((each for each in passes if isinstance(each, Delay)), Delay())
+    delay = next((each for each in passes if isinstance(each, Delay)), None)
+    if delay is None:
+        return None, None
+    offer = partial(Offer, accuracy="relaxed", what="delay")
+    exact_us = step_us(problem, schedule)
+    why_not = _unsuited(problem, "delay needs")
+    if why_not:
+        return offer(plan=None, step_us=exact_us, why_not=why_not), None
+    found = run_passes([delay], schedule, problem, after_pass, accuracy="relaxed")
     choices = delay.choices(schedule, problem)
     points = tuple(map(_point, choices)) or None
     if found.delay is None:
-        exact_us, why_not = step_us(problem, schedule), _no_workers(problem)
-        return Offer(accuracy="relaxed", what="delay", plan=None, step_us=exact_us, why_not=why_not), points
+        return offer(plan=None, step_us=exact_us, why_not=_no_workers(problem)), points
     plan = replace(lower(problem, found), certificate=_certificate(problem, found))
-    found_us, exact_us = step_us(problem, found), step_us(problem, schedule)
-    gain = f"relaxed: predicted {1.0 - found_us / exact_us:.1%} shorter than the best exact plan, which is the fallback"
+    found_us = step_us(problem, found)
     judged_us = max(found_us, cautious_step_us(problem, found))
-    notes = (gain, *_notes(problem, plan, found, choices))
-    return Offer(accuracy="relaxed", what="delay", plan=plan, step_us=judged_us, notes=notes), points
+    notes = (_gain(found_us, exact_us), *_notes(problem, plan, found, choices))
+    return offer(plan=plan, step_us=judged_us, notes=notes), points
+
+
+def updaters_offer(
+    problem: Problem, schedule: Schedule, passes: Sequence[Pass], after_pass: AfterPass | None
+) -> tuple[Offer | None, tuple[UpdatersPoint, ...] | None]:
+    """As `delay_offer`, of local updaters; what each number of them that was measured would give.
+
+    Where nothing was measured of them, that is said only if they are asked for by name.
+    """
+    local = next((each for each in passes if isinstance(each, LocalAsync)), None)
+    if local is None:
+        return None, None
+    offer = partial(Offer, accuracy="relaxed", what="local updaters")
+    exact_us = step_us(problem, schedule)
+    choices = local.choices(problem)
+    if not choices:
+        by_name = not any(isinstance(each, Delay) for each in passes)
+        return (offer(plan=None, step_us=exact_us, why_not=UNMEASURED) if by_name else None), None
+    points = tuple(_updaters_point(problem, choice) for choice in choices)
+    why_not = _unsuited(problem, "local updaters need")
+    if why_not:
+        return offer(plan=None, step_us=exact_us, why_not=why_not), points
+    found = run_passes([local], schedule, problem, after_pass, accuracy="relaxed")
+    if found.updaters is None:
+        why_not = "no number of local updaters would get more done"
+        return offer(plan=None, step_us=exact_us, why_not=why_not), points
+    found_us = step_us(problem, found)
+    plan = replace(lower(problem, found), certificate=_updaters_certificate(problem, found, choices))
+    notes = (_gain(found_us, exact_us), *updaters_notes(problem, found, choices, exact_us))
+    return offer(plan=plan, step_us=found_us, notes=notes), points
+
+
+UNMEASURED = "local updaters were not measured (`planner profile --updaters 4` does)"
+
+
+def _unsuited(problem: Problem, what: str) -> str:
+    """Why the step's optimizer is none for relaxed plans; empty where it is."""
+    optimizer, norms = problem.profile.compute.optimizer, problem.profile.compute.norms
+    name = optimizer.name if optimizer is not None else norms.optimizer if norms is not None else "SGD"
+    return "" if name == "SGD" else f"{what} torch.optim.SGD, and this step's optimizer is {name}"
+
+
+def _gain(found_us: float, exact_us: float) -> str:
+    return f"relaxed: predicted {1.0 - found_us / exact_us:.1%} shorter than the best exact plan, which is the fallback"
 
 
 def _no_workers(problem: Problem) -> str:
@@ -124,3 +171,75 @@ def _notes(problem: Problem, plan: Plan, schedule: Schedule, choices: Sequence[C
     if isinstance(timeline, CycleTimeline) and timeline.error_us > 0.0:
         notes.append(f"steps do not repeat exactly: the mean step may be off by {timeline.error_us:.3g} us")
     return notes
+
+
+def _updaters_point(problem: Problem, choice: UpdaterChoice) -> UpdatersPoint:
+    updaters = choice.lpp.updaters
+    assert updaters is not None
+    return UpdatersPoint(
+        updaters=choice.updaters,
+        lap_us=choice.lap_us,
+        lpp_us=choice.lpp_us,
+        blocks=len(updaters.blocks),
+        saved_backwards=saved_backwards(problem, updaters),
+        closed_form=closed_form_saved_backwards(choice.updaters),
+        fits=choice.fits,
+    )
+
+
+def _updaters_certificate(problem: Problem, schedule: Schedule, choices: Sequence[UpdaterChoice]) -> Certificate:
+    """Of the numbers of updaters that were measured none gets more done, blocks or not."""
+    iteration_us = step_us(problem, schedule)
+    bound_us = min([iteration_us, *(step_us(problem, choice.best) for choice in choices)])
+    return Certificate(
+        method="each measured number of updaters, with the blocks of least cost by dynamic programming",
+        lower_bound_us=bound_us,
+        gap=max(0.0, iteration_us / bound_us - 1.0) if bound_us > 0.0 else 0.0,
+        note="the bound is the number of updaters that gets most done; fewer are taken where more hardly help",
+    )
+
+
+def updaters_notes(
+    problem: Problem, schedule: Schedule, choices: Sequence[UpdaterChoice], exact_us: float
+) -> list[str]:
+    """What the reader of a plan with local updaters should know."""
+    updaters, found_us = schedule.updaters, step_us(problem, schedule)
+    assert updaters is not None
+    rates = [_rate(problem, time_us) for time_us in (found_us, exact_us)]
+    notes = [
+        f"{counted(updaters.count, 'updater')} of each rank share its model without locks, and ranks average their "
+        f"models beside them; a step here is what a rank takes for a minibatch",
+        f"predicted {rates[0]} from all ranks; the best plan that synchronizes in every step: {rates[1]}",
+        "a rank's time for a minibatch by updaters, LAP-SGD and LPP-SGD: "
+        + ", ".join(
+            f"{choice.updaters}: {three_digits(choice.lap_us / 1000)} and {three_digits(choice.lpp_us / 1000)} ms"
+            f"{'' if choice.fits else ' (more than fits into memory)'}"
+            for choice in choices
+        )
+        + f"; each updater has to bring {GROWTH:.0%} more",
+    ]
+    if updaters.stops is not None:
+        notes.append(_blocks_note(problem, updaters))
+    notes.append(
+        "what updaters cost in accuracy was measured with torch.optim.SGD: they are offered with no other optimizer; "
+        "`planner run` trains so, and `runtime.local_async.run_local_async` in a script"
+    )
+    return notes
+
+
+def _rate(problem: Problem, time_us: float) -> str:
+    """Of all ranks, in samples where the profile says how many a minibatch has."""
+    samples = problem.profile.world.batch_per_rank
+    per_s = problem.ranks * (samples or 1) * 1e6 / time_us
+    return f"{per_s:,.4g} {'samples' if samples else 'minibatches'}/s"
+
+
+def _blocks_note(problem: Problem, updaters: Updaters) -> str:
+    work, full_us = Work.of(problem), Work.of(problem).backward.full_us
+    parts = ", ".join(f"{work.partial_us(block) / full_us:.0%}" for block in updaters.blocks)
+    saved, closed = saved_backwards(problem, updaters), closed_form_saved_backwards(updaters.count)
+    return (
+        f"after the first tenth every other minibatch updates a block only: {counted(len(updaters.blocks), 'block')} "
+        f"whose partial backwards take {parts} of a full one; one of each updater saves {saved:.2f} full backwards, "
+        f"where (c − 1)/2 = {closed:.2f} would be saved with blocks that cost alike"
+    )

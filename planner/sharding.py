@@ -54,10 +54,15 @@ def message_costs_us(problem: Problem, schedule: Schedule) -> list[float]:
     members = [bucket.gradients for bucket in schedule.buckets]
     if not schedule.sharded:
         return problem.bucket_cost_us(members)
-    costs_us = problem.bucket_cost_us(members, lambda sizes: push_us(problem, sizes))
+    costs_us = pushed_us(problem, members)
     told_bytes = np.array([float(problem.ranks * problem.count)])
     costs_us[-1] += float(problem.all_gather.curve(told_bytes)[0])
     return costs_us
+
+
+def pushed_us(problem: Problem, buckets: Sequence[Sequence[int]]) -> list[float]:
+    """The reduce-scatter of each bucket, given as its gradients."""
+    return problem.bucket_cost_us(buckets, lambda sizes: push_us(problem, sizes))
 
 
 def gathers_us(problem: Problem, buckets: Sequence[Bucket]) -> list[float]:

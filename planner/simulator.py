@@ -7,7 +7,8 @@ With contention factors, while both resources are busy compute advances at 1/com
 its speed; the factors are the message's where they were measured by size. Collectives of several phases keep two
 networks busy, and a bucket of selected elements keeps compute busy with its selection when it is ready, which delays
 the rest of backward, and with its unpacking at the end: `planner.taskgraph` runs those. With delay, messages of a step
-go on beside the next ones: `planner.delayed` finds the mean step. All times in microseconds from the start of forward.
+go on beside the next ones: `planner.delayed` finds the mean step. With local updaters a step is what a rank takes for a
+minibatch (`planner.updaters`). All times in microseconds from the start of forward.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from planner.merging.exact import Places
 from planner.norms import update_us
 from planner.problem import Factors, Problem
 from planner.sharding import gathers_us, message_costs_us, own_update_us
+from planner.updaters import async_step_us, simulate_updaters
 from runtime.timeline import Span, Timeline
 
 
@@ -91,6 +93,8 @@ def simulate_schedule(problem: Problem, schedule: Schedule) -> Timeline:
     """The timeline of one step of `schedule`; with delay of one cycle of steps, and the mean of them."""
     if schedule.delay is not None:
         return simulate_delayed(problem, schedule)
+    if schedule.updaters is not None:
+        return simulate_updaters(problem, schedule)
     if any(bucket.collective == "sparse" or (bucket.collective, bucket.algorithm) in PHASES
            for bucket in schedule.buckets):  # fmt: skip
         return _simulate_phases(problem, schedule)
@@ -103,6 +107,8 @@ def step_us(problem: Problem, schedule: Schedule) -> float:
     """`simulate_schedule(…).iteration_us`, without the timeline that comparing schedules has no use for."""
     if schedule.delay is not None:
         return delayed_step_us(problem, schedule)
+    if schedule.updaters is not None:
+        return async_step_us(problem, schedule)
     updating_us = update_us(problem, schedule)
     if any((bucket.collective, bucket.algorithm) in PHASES for bucket in schedule.buckets):
         return _simulate_phases(problem, schedule).iteration_us

@@ -61,7 +61,8 @@ def beside_shared(shared: Plan, riskier: Plan, *, demanded: bool) -> Plan:
     why = "memory demands a shared step, which lossy plans do not have" if demanded else (
         f"none wins {GAIN:.0%} over ranks that share the optimizer's step")  # fmt: skip
     return replace(
-        shared, frontier=riskier.frontier, delays=riskier.delays, alternatives=others or None,
+        shared, frontier=riskier.frontier, delays=riskier.delays, updaters=riskier.updaters,
+        alternatives=others or None,
         notes=(*shared.notes, f"riskier plans were allowed, but {why}: the plan is exact"),
     )  # fmt: skip
 

@@ -21,7 +21,6 @@ import runtime
 from planner.job import TrainingJob, load_job
 from planner.profile.document import Profile
 from planner.profile.loading import batch_samples, measure_loading
-from planner.profile.preserve import preserved
 from planner.profile.step import TIMEOUT_S, check_same_model, deadline_s, measure
 from planner.progress import make_progress
 from planner.testbed.emulation import Emulation, emulation_here
@@ -29,6 +28,7 @@ from runtime.errors import CommunicationError, InputError, PlannerError
 from runtime.fit import model_fingerprint
 from runtime.plan import Plan
 from runtime.predicted import Loading
+from runtime.preserve import preserved
 from runtime.world import World, first_line
 
 SEED = 0
@@ -152,8 +152,18 @@ def build(spec: str, device: str) -> BuiltJob:
     return BuiltJob(spec=spec, job=job, optimizer=optimizer, device=target)
 
 
-def profile_rank(spec: str, device: str, show_progress: bool, timeout_s: float | None = None) -> Profile:
-    """Profiles a job on this rank; every rank calls it and gets the same profile. `timeout_s`: see `profile_step`."""
+def profile_rank(
+    spec: str, device: str, show_progress: bool, timeout_s: float | None = None, updaters: int = 0
+) -> Profile:
+    """Profiles a job on this rank; every rank calls it and gets the same profile.
+
+    Args:
+        spec: the job's name.
+        device: `cpu` or `cuda`.
+        show_progress: whether the first rank shows bars.
+        timeout_s: see `profile_step`.
+        updaters: measures up to so many local updaters, too.
+    """
     built = build(spec, device)
     batches = [built.batch(step) for step in range(KEPT_BATCHES)]
     turn = 0
@@ -170,7 +180,13 @@ def profile_rank(spec: str, device: str, show_progress: bool, timeout_s: float |
     name = type(built.model).__name__.lower()
     with naming(spec):
         found = measure(built.model, step, built.optimizer, None, progress=progress, name=name, timeout_s=timeout_s)
-        return found if built.job.dataset is None else replace(found, loading=_loading(built, batches[0], timeout_s))
+        if built.job.dataset is not None:
+            found = replace(found, loading=_loading(built, batches[0], timeout_s))
+        if not updaters:
+            return found
+        from planner.local_training import measure_updaters  # which needs this module
+
+        return measure_updaters(built, batches[0], found, updaters, progress, timeout_s)
 
 
 def _loading(built: BuiltJob, batch: Any, timeout_s: float | None) -> Loading:
@@ -268,6 +284,10 @@ def train_rank(
     spec: str, plan: Plan | None, steps: int, device: str, show_progress: bool, timeout_s: float | None = None
 ) -> RankRun:
     """Trains a job for some steps on this rank. `timeout_s`: see `Trainer`."""
+    if plan is not None and plan.local_async is not None:
+        from planner.local_training import train_rank_locally
+
+        return train_rank_locally(spec, plan, steps, device, timeout_s)
     built = build(spec, device)
     trainer = Trainer(built, plan, timeout_s)
     first = not dist.is_initialized() or dist.get_rank() == 0

@@ -10,7 +10,8 @@ EXACT_FORMS = frozenset(("all_reduce", algorithm, "none") for algorithm in ("lib
 """(collective, algorithm, compressor) that leave the averaged gradient as it is, up to summation order."""
 
 PUSHED_FORM = ("all_reduce", "library", "none")
-"""What buckets say that are pushed whole: those of schedules whose ranks share the step."""
+"""What buckets say that are pushed, or averaged, whole: those of schedules whose ranks share the step, or have local
+updaters."""
 
 PUSHED_FORMS = frozenset({PUSHED_FORM, ("sparse", "flat", "topk")})
 """What buckets of schedules with delay say: the halves of an all-reduce travel apart, and of selected elements the push
@@ -37,7 +38,8 @@ def verify(
     Args:
         schedule: the schedule.
         dtype_ids: for each gradient in readiness order, an integer that is equal for equal dtypes.
-        accuracy: `exact` allows only forms that leave the averaged gradient as it is; delay is for `relaxed` alone.
+        accuracy: `exact` allows only forms that leave the averaged gradient as it is; delay and local updaters are for
+            `relaxed` alone.
         elements: where given, what buckets select is checked against what their layers have.
         norms: the number of layers whose norms the optimizer needs, and of ranks.
 
@@ -45,11 +47,13 @@ def verify(
         VerifyError: a gradient is missing, unknown or in two buckets; a bucket is empty or leaves out, between its
             own, a gradient of a dtype that it carries; its form is not exact but has to be, or lacks its k; it selects
             nothing of a layer, or more than there is; launch order is not the order of readiness; delay is less than
-            one step, not allowed, or together with buckets that cannot be pushed; norms of other layers, or of
-            ranks that do not exist, are shared, or together with delay; the step is shared together with delay, norms
-            or buckets that are not whole and dense.
+            one step, not allowed, or together with buckets that cannot be pushed; local updaters are together with
+            buckets that are not whole and dense, or their blocks are no partition, more than they are, or empty; norms
+            of other layers, or of ranks that do not exist, are shared, or together with delay or local updaters; the
+            step is shared together with delay, local updaters, norms or buckets that are not whole and dense.
     """
     _check_delay(schedule, accuracy)
+    _check_updaters(schedule, accuracy, len(dtype_ids))
     _check_norms(schedule, *norms)
     _check_sharded(schedule)
     count = len(dtype_ids)
@@ -90,11 +94,37 @@ def _check_delay(schedule: Schedule, accuracy: str) -> None:
             raise VerifyError(f"bucket {position} ({bucket}): with delay, nothing is selected by layer")
 
 
+def _check_updaters(schedule: Schedule, accuracy: str, count: int) -> None:
+    updaters = schedule.updaters
+    if updaters is None:
+        return
+    if min(updaters.count, updaters.average_every, updaters.then_every) < 1:
+        raise VerifyError(f"{updaters}: there has to be an updater, and an update between averagings")
+    if accuracy != "relaxed":
+        raise VerifyError(f"{updaters}: local updaters are not {accuracy}, but the plan has to be")
+    if schedule.delay is not None:
+        raise VerifyError(f"{updaters}: local updaters exchange no gradients that could be delayed")
+    if updaters.stops is not None:
+        if not all(updaters.blocks) or updaters.stops[-1:] != (count,):
+            raise VerifyError(f"{updaters}: blocks have to hold each of {count} gradients once, and none may be empty")
+        if len(updaters.blocks) > updaters.count:
+            raise VerifyError(f"{updaters}: there are more blocks than updaters")
+    _check_dense(schedule, "models are averaged dense, by the library")
+
+
+def _check_dense(schedule: Schedule, why: str) -> None:
+    for position, bucket in enumerate(schedule.buckets):
+        if (bucket.collective, bucket.algorithm, bucket.compressor) != PUSHED_FORM:
+            raise VerifyError(f"bucket {position} ({bucket}): {why}")
+
+
 def _check_norms(schedule: Schedule, layers: int, ranks: int) -> None:
     if schedule.norms is None:
         return
     if schedule.delay is not None:
         raise VerifyError("norms are shared in a schedule with delay, whose optimizer needs none")
+    if schedule.updaters is not None:
+        raise VerifyError("norms are shared in a schedule with local updaters, each of which updates by itself")
     if len(schedule.norms) != layers:
         raise VerifyError(f"norms of {len(schedule.norms)} layers are shared, but there are {layers} that need them")
     odd = next((rank for rank in schedule.norms if not 0 <= rank < ranks), None)
@@ -105,11 +135,9 @@ def _check_norms(schedule: Schedule, layers: int, ranks: int) -> None:
 def _check_sharded(schedule: Schedule) -> None:
     if not schedule.sharded:
         return
-    if schedule.delay is not None or schedule.norms is not None:
-        raise VerifyError("ranks share the optimizer's step in a schedule with delay, or with shared norms")
-    for position, bucket in enumerate(schedule.buckets):
-        if (bucket.collective, bucket.algorithm, bucket.compressor) != PUSHED_FORM:
-            raise VerifyError(f"bucket {position} ({bucket}): ranks that share the step push dense, by the library")
+    if schedule.delay is not None or schedule.updaters is not None or schedule.norms is not None:
+        raise VerifyError("ranks share the optimizer's step in a schedule with delay, local updaters or shared norms")
+    _check_dense(schedule, "ranks that share the step push dense, by the library")
 
 
 def _check_form(position: int, bucket: Bucket, accuracy: str) -> None:

@@ -19,6 +19,7 @@ from planner.cost.phases import LinkName
 from planner.ir import Schedule
 from planner.problem import Problem
 from planner.profile.document import Cluster, ComputeProfile, Link, NormProfile, Profile
+from planner.profile.local_async import LocalAsyncProfile
 from planner.simulator import simulate_schedule
 from runtime.errors import InputError
 
@@ -60,7 +61,9 @@ class WhatIf:
         """The profile of the changed step, with its cluster changed too."""
         slow = self.straggler / self.compute_speed
         cluster = None if profile.cluster is None else self.cluster(profile.cluster)
-        return replace(profile, compute=scale_compute(profile.compute, slow * self.batch, slow), cluster=cluster)
+        compute = scale_compute(profile.compute, slow * self.batch, slow)
+        local_async = profile.local_async and scale_updaters(profile.local_async, slow * self.batch, slow)
+        return replace(profile, compute=compute, local_async=local_async, cluster=cluster)
 
     def cluster(self, cluster: Cluster) -> Cluster:
         """The cluster with the changed links."""
@@ -81,6 +84,33 @@ def scale_compute(compute: ComputeProfile, step: float, update: float) -> Comput
         norms=_scale_norms(compute.norms, update),
         gradients=tuple(replace(g, backward_us=g.backward_us * step) for g in compute.gradients),
     )
+
+
+def scale_updaters(measured: LocalAsyncProfile, step: float, update: float) -> LocalAsyncProfile:
+    """Backward times `step`, updates times `update`, and minibatches by what they spend on either."""
+    if step == 1.0 and update == 1.0:
+        return measured
+    updating = min(1.0, sum(layer.update_us for layer in measured.layers) / measured.curve[0].minibatch_us)
+    both = step * (1.0 - updating) + update * updating
+    layers = [
+        replace(
+            layer,
+            grad_weight_us=layer.grad_weight_us * step,
+            grad_input_us=layer.grad_input_us * step,
+            update_us=layer.update_us * update,
+        )
+        for layer in measured.layers
+    ]
+    curve = [
+        replace(
+            point,
+            minibatch_us=point.minibatch_us * both,
+            averaging_us=None if point.averaging_us is None else point.averaging_us * both,
+        )
+        for point in measured.curve
+    ]
+    before = {name: getattr(measured, name) * step for name in ("forward_us", "loss_us")}
+    return replace(measured, **before, layers=tuple(layers), curve=tuple(curve))
 
 
 def _scale_norms(norms: NormProfile | None, update: float) -> NormProfile | None:

@@ -10,7 +10,14 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from runtime.errors import AccuracyWarning, AdaptedWarning, CacheWarning, DriftWarning, FallbackWarning
+from runtime.errors import (
+    AccuracyWarning,
+    AdaptedWarning,
+    CacheWarning,
+    DriftWarning,
+    FallbackWarning,
+    LostUpdaterWarning,
+)
 from runtime.version import __version__
 
 if TYPE_CHECKING:
@@ -20,8 +27,8 @@ if TYPE_CHECKING:
     from runtime.session import Session
 
 __all__ = [
-    "AccuracyWarning", "AdaptedWarning", "CacheWarning", "DriftWarning", "FallbackWarning", "Plan", "Report", "Session",
-    "__version__", "attach", "load_plan", "parse_plan",
+    "AccuracyWarning", "AdaptedWarning", "CacheWarning", "DriftWarning", "FallbackWarning", "LostUpdaterWarning",
+    "Plan", "Report", "Session", "__version__", "attach", "load_plan", "parse_plan",
 ]  # fmt: skip
 
 _WHERE = {

@@ -15,6 +15,7 @@ from runtime.adaptive import warn_of_selection
 from runtime.errors import InputError, PlanMismatch
 from runtime.fit import find_attached, find_misfit, model_fingerprint, trainable_parameters
 from runtime.fit_optimizer import find_optimizer_misfit
+from runtime.local_async.fitting import find_local_updaters
 from runtime.plan import Plan, load_plan
 from runtime.session import Session, attached
 from runtime.topology import Whereabouts, find_topology, whereabouts
@@ -119,7 +120,7 @@ def _agree(world: World, model: nn.Module, plan: Plan | None, problem: str | Non
     try:
         where = whereabouts(world.group, mesh)
         if plan is not None and problem is None:
-            problem = find_misfit(model, plan, world.ranks)
+            problem = find_local_updaters(plan) or find_misfit(model, plan, world.ranks)
         if plan is not None and problem is None:
             digest, parameters, print_ = plan.digest(), plan.gradients, model_fingerprint(model)
     except InputError as error:

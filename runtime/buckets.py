@@ -245,12 +245,12 @@ def lay_out(slots: Sequence[Slot], tail_elements: int = 0, parts: int = 1) -> li
 
 def view_of(flat: Tensor, offset: int, parameter: Tensor) -> Tensor:
     """The parameter's part of the buffer, with the parameter's strides where they are dense (channels-last, say)."""
-    strides = parameter.stride() if _is_dense(parameter) else torch.empty(parameter.shape, device="meta").stride()
+    strides = parameter.stride() if is_dense(parameter) else torch.empty(parameter.shape, device="meta").stride()
     # Not a view in autograd's books: those may not be changed in place by `.grad.detach_()`.
     return flat.new_empty(0).set_(flat.untyped_storage(), offset, parameter.size(), strides)
 
 
-def _is_dense(tensor: Tensor) -> bool:
+def is_dense(tensor: Tensor) -> bool:
     """Whether the strides cover numel elements without gaps or overlap."""
     expected = 1
     dimensions = [(stride, size) for stride, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from runtime.collectives import form_of
+from runtime.local_async.fitting import find_local_updaters
 from runtime.local_updates import LOCAL_UPDATES
 from runtime.plan import CURE, DelaySpec, Plan
 
@@ -45,5 +46,5 @@ def delay_misfit(plan: Plan, delay: DelaySpec) -> str | None:
 def find_late_delay(plan: Plan) -> str | None:
     """Why a run that has begun cannot change over to the plan, or None."""
     if plan.delay is None:
-        return None
+        return find_local_updaters(plan)
     return "the plan has a delay, whose warm-up begins with a run; expected delay null: attach with that plan"

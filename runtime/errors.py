@@ -51,5 +51,9 @@ class CacheWarning(UserWarning):
     """A data cache works less well than asked for: a full disk, a corrupted entry; the text says which and the cure."""
 
 
+class LostUpdaterWarning(UserWarning):
+    """An updater of a run with local updaters was killed or hung; the text says which, and how the run goes on."""
+
+
 class CommunicationError(EnvironmentFailure):
     """A collective failed or missed its deadline; names rank, bucket and collective."""

@@ -13,6 +13,7 @@ from runtime.collectives import COLLECTIVES, HITOPK, PHASED, form_of
 from runtime.compressors import COMPRESSORS, make_compressor
 from runtime.delay_fit import delay_misfit
 from runtime.errors import InputError
+from runtime.local_async.fitting import find_updater_misfit
 from runtime.lossy import layer_runs
 from runtime.names import canonical_name, fingerprint
 from runtime.plan import CURE, Plan, PlanBucket
@@ -215,8 +216,8 @@ def _tensor_misfit(tensor: Tensor) -> str | None:
 def _support_misfit(parameters: Mapping[str, nn.Parameter], plan: Plan) -> str | None:
     if plan.delay is not None and (problem := delay_misfit(plan, plan.delay)):
         return problem
-    if plan.local_async is not None:
-        return "the plan asks for local updaters, which this version does not execute; expected local_async null"
+    if plan.local_async is not None and (problem := find_updater_misfit(parameters, plan, plan.local_async)):
+        return problem
     if plan.momentum_correction is not None and any(form_of(bucket) == HITOPK for bucket in plan.buckets):
         return (
             "the plan corrects momentum and has buckets of sparse/hitopk, which this version does not do together; "
@@ -237,6 +238,8 @@ def _norms_misfit(parameters: Mapping[str, nn.Parameter], plan: Plan) -> str | N
     if shares is None:
         return None
     where = "the plan's updates.norms.shares"
+    if plan.local_async is not None:
+        return f"{where}: found shares in a plan with local updaters, which do not wait for other ranks; {CURE}"
     if plan.delay is not None:
         return f"{where}: found shares in a plan with a delay, which needs torch.optim.SGD; expected none: {CURE}"
     if len(shares) != plan.world.ranks:
@@ -254,8 +257,9 @@ def _step_misfit(plan: Plan) -> str | None:
     if not plan.sharded:
         return None
     where = "the plan's updates.step"
-    if plan.delay is not None or plan.momentum_correction is not None:
-        beside = "a delay" if plan.delay is not None else "momentum correction"
+    others = {"a delay": plan.delay, "local updaters": plan.local_async, "momentum correction": plan.momentum_correction}
+    beside = next((name for name, other in others.items() if other is not None), None)
+    if beside is not None:
         return (
             f"{where}: found a shared step beside {beside}, which takes the step's place; expected one of them: {CURE}"
         )

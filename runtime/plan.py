@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -15,13 +17,24 @@ from pydantic import Field
 
 from runtime.documents import STRICT, check_schema, dump, json_step, read_json, validate, write_json
 from runtime.errors import InputError
-from runtime.predicted import Certificate, DelayPoint, FrontierPoint, Loading, Prediction, ScalingPoint
+from runtime.predicted import (
+    Certificate,
+    DelayPoint,
+    FrontierPoint,
+    Loading,
+    Prediction,
+    ScalingPoint,
+    UpdatersPoint,
+)
 from runtime.quantities import Count, Name, PositiveCount, PredictedUs, Ranks
 
 SCHEMA: Literal["planner.plan/1"] = "planner.plan/1"
 
 MAX_BUCKETS = 20_000
 """One for each gradient of the largest model that can be planned."""
+
+MAX_UPDATERS = 1024
+"""More processes than any rank has cores or device memory for."""
 
 CURE = "correct it, or make the plan again with `planner optimize`"
 
@@ -113,16 +126,26 @@ class DelaySpec:
 
 @dataclass(frozen=True, kw_only=True)
 class LocalAsyncSpec:
-    """LAP-SGD (blocks None) or LPP-SGD."""
+    """LAP-SGD (blocks None) or LPP-SGD: updaters that share a rank's model without locks, averaged over ranks beside
+    them."""
 
     __pydantic_config__ = STRICT
 
-    updaters: PositiveCount
-    blocks: tuple[tuple[Name, ...], ...] | None = None
+    updaters: Annotated[int, Field(ge=1, le=MAX_UPDATERS)]
+    """Processes of each rank that update its model."""
+    blocks: Annotated[tuple[Annotated[tuple[Name, ...], Field(min_length=1)], ...], Field(min_length=1)] | None = None
+    """Gradients that one updater takes by itself: in all each gradient once, in a block those that become ready one
+    after the other, at most as many blocks as updaters. Updater i has block i modulo their number."""
     full_fraction: Annotated[float, Field(ge=0.0, le=1.0)] = 0.1
+    """Of all minibatches, the first ones that update the full model; later ones alternate that with the own block."""
     average_every: PositiveCount = 1
+    """Updates of a rank between averagings over ranks, at first; the paper's K."""
     then_every: PositiveCount = 16
+    """The same later; the paper's H."""
     switch_fraction: Annotated[float, Field(ge=0.0, le=1.0)] = 0.5
+    """Of all minibatches, those after which `then_every` counts."""
+    synchronous: bool | None = None
+    """True: local SGD, of one updater, which waits for each averaging; post-local SGD where `average_every` is 1."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -210,6 +233,8 @@ class Plan:
     """Speed over compression, from none to the most that was allowed; where lossy plans were asked for."""
     delays: tuple[DelayPoint, ...] | None = None
     """Speed over delay, for k from 1 to the most that was allowed; where relaxed plans were asked for."""
+    updaters: tuple[UpdatersPoint, ...] | None = None
+    """Speed over local updaters, for each number that was measured; where relaxed plans were asked for."""
     loading: Loading | None = None
     """What input takes, where the job has a dataset."""
     sources: dict[str, str] | None = None
@@ -258,7 +283,8 @@ def load_plan(path: str | Path) -> Plan:
     """Reads and checks plan.json.
 
     Raises:
-        InputError: not a plan of this schema; unknown, missing or wrong fields; a gradient in two buckets.
+        InputError: not a plan of this schema; unknown, missing or wrong fields; a gradient in two buckets; blocks of
+            local updaters that are no partition of the gradients, each of them contiguous.
     """
     return parse_plan(read_json(path), where=str(path))
 
@@ -281,7 +307,48 @@ def _check_partition(plan: Plan, where: str, path: str) -> None:
                     f"{owner[name]} already; expected each gradient in exactly one bucket: take one out"
                 )
             owner[name] = index
+    if plan.local_async is not None and plan.local_async.blocks is not None:
+        _check_blocks(plan.local_async, plan.gradients, f"{where}: {path}.local_async.blocks")
     if plan.fallback is not None:
         _check_partition(plan.fallback, where, f"{path}.fallback")
     for accuracy, alternative in (plan.alternatives or {}).items():
         _check_partition(alternative, where, f"{path}.alternatives{json_step(accuracy)}")
+
+
+def _check_blocks(spec: LocalAsyncSpec, gradients: Sequence[str], where: str) -> None:
+    """Raises InputError where blocks are no partition of the gradients, given in readiness order, into runs of them."""
+    blocks = spec.blocks or ()
+    if len(blocks) > spec.updaters:
+        raise InputError(
+            f"{where}: found {len(blocks)} blocks for {spec.updaters} updaters, expected at most as many, or nobody "
+            f"has some for its own: join blocks or add updaters"
+        )
+    place = {name: position for position, name in enumerate(gradients)}
+    owner: dict[str, int] = {}
+    for index, block in enumerate(blocks):
+        for position, name in enumerate(block):
+            if name not in place:
+                raise InputError(
+                    f"{where}[{index}][{position}]: found {name!r}, which is in no bucket; expected a gradient of the "
+                    f"plan: {CURE}"
+                )
+            if name in owner:
+                raise InputError(
+                    f"{where}[{index}][{position}]: found {name!r}, which is in block {owner[name]} already; expected "
+                    f"each gradient in exactly one block: take one out"
+                )
+            owner[name] = index
+        places = sorted(place[name] for name in block)
+        if places[-1] - places[0] >= len(places):
+            between = next(gradients[at + 1] for at, after in pairwise(places) if after > at + 1)
+            raise InputError(
+                f"{where}[{index}]: found {gradients[places[0]]!r} and {gradients[places[-1]]!r} without "
+                f"{between!r}, which becomes ready between them; expected gradients that become ready one after the "
+                f"other, as the buckets have them: {CURE}"
+            )
+    missing = [name for name in gradients if name not in owner]
+    if missing:
+        raise InputError(
+            f"{where}: found no block with {missing[0]!r}{f' and {len(missing) - 1} more' if missing[1:] else ''}, "
+            f"expected each gradient in exactly one block: add it to one"
+        )

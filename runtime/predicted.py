@@ -9,6 +9,7 @@ from pydantic import Field
 
 from runtime.documents import STRICT
 from runtime.quantities import Count, Name, PositiveCount, PredictedUs, Ranks, TimeUs
+from runtime.timeline import computes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,7 +60,7 @@ class Prediction:
         Tasks without `bucket` are taken in launch order, as in plans written by hand. With delay it is the bucket's
         first push.
         """
-        sent = [task for task in self.timeline or () if task.resource != "compute"]
+        sent = [task for task in self.timeline or () if not computes(task.resource)]
         times: list[tuple[float, float] | None] = [None] * count
         for place, task in enumerate(sent):
             index = place if task.bucket is None else task.bucket
@@ -115,6 +116,26 @@ class DelayPoint:
     case: Annotated[int, Field(ge=1, le=3)]
     """Of Eq. 4: 1, pulls are late; 2, the network is never idle; 3, nothing is exposed."""
     buckets: Count
+
+
+@dataclass(frozen=True, kw_only=True)
+class UpdatersPoint:
+    """What so many local updaters would give."""
+
+    __pydantic_config__ = STRICT
+
+    updaters: PositiveCount
+    lap_us: PredictedUs
+    """A rank's mean time for a minibatch, where every minibatch updates the full model (LAP-SGD)."""
+    lpp_us: PredictedUs
+    """The same with blocks (LPP-SGD)."""
+    blocks: PositiveCount
+    saved_backwards: Annotated[float, Field(ge=0.0)]
+    """What one partial backward of each updater saves, in full backwards."""
+    closed_form: Annotated[float, Field(ge=0.0)]
+    """The same for blocks that cost alike: (updaters − 1)/2, as the paper counts."""
+    fits: bool = True
+    """Whether so many updaters fit into the memory, as far as that is known."""
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,14 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
+UPDATER = "updater "
+"""What names of resources begin with that are local updaters; their number follows."""
+
+
+def computes(resource: str) -> bool:
+    """Whether a resource computes; else it is a network, or one of several links."""
+    return resource == "compute" or resource.startswith(UPDATER)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Span:
@@ -13,7 +21,7 @@ class Span:
 
     task: str
     resource: str
-    """`compute`, or the network that carries it: `network`, or one of several links."""
+    """`compute` (or `updater 0`, …), or the network that carries it: `network`, or one of several links."""
     start_us: float
     end_us: float
     bucket: int | None = None

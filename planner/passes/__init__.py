@@ -8,6 +8,7 @@ from typing import ClassVar, Literal, Protocol
 from planner.ir import Schedule
 from planner.passes.delay import Delay
 from planner.passes.joint import Joint
+from planner.passes.local_async import LocalAsync
 from planner.passes.merge import Merge
 from planner.passes.shard_updates import ShardUpdates
 from planner.passes.sparsify import Sparsify
@@ -27,5 +28,7 @@ class Pass(Protocol):
         ...
 
 
-PASSES: Mapping[str, type[Pass]] = {made.name: made for made in (Delay, Joint, Merge, ShardUpdates, Sparsify, Topology)}
+PASSES: Mapping[str, type[Pass]] = {
+    made.name: made for made in (Delay, Joint, LocalAsync, Merge, ShardUpdates, Sparsify, Topology)
+}
 """Registry: name → pass. Add a pass here and the contract test covers it."""

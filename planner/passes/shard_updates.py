@@ -57,7 +57,7 @@ class ShardUpdates:
     def apply(self, schedule: Schedule, problem: Problem) -> Schedule:
         """The schedule with norms or the step shared, where that pays; without, where it does not."""
         whole = replace(schedule, norms=None, sharded=False)
-        if schedule.delay is not None:
+        if schedule.delay is not None or schedule.updaters is not None:  # ranks update by themselves
             return whole
         found = self.shared_step(whole, problem)
         if found is not None and self._takes(whole, found, problem):

@@ -10,10 +10,10 @@ import json
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
-from planner.bars import COMPUTE
 from planner.sources import counted, short
 from runtime.measured import MeasuredStep
 from runtime.plan import Plan
+from runtime.timeline import computes
 from runtime.version import __version__
 
 Event = dict[str, Any]
@@ -84,7 +84,7 @@ def _lanes(tasks: Sequence[Task]) -> list[tuple[str, list[Task]]]:
     """
     resources = dict.fromkeys(task.resource for task in tasks)
     named = []
-    for resource in sorted(resources, key=lambda name: name != COMPUTE):
+    for resource in sorted(resources, key=lambda name: not computes(name)):
         lanes: list[list[Task]] = []
         for task in sorted((t for t in tasks if t.resource == resource), key=lambda t: (t.start_us, t.end_us)):
             free = (lane for lane in lanes if round(lane[-1].end_us, DIGITS) <= round(task.start_us, DIGITS))

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from planner.bars import COMPUTE, join_neighbours, kind_of
+from planner.bars import join_neighbours, kind_of
 from runtime.measured import MeasuredStep
 from runtime.plan import Plan
 from runtime.predicted import PredictedTask, Prediction
+from runtime.timeline import computes
 
 ROLES = ("forward", "backward", "update", "compute", "message")
 """What a bar is drawn as; `compute` is everything else on that resource."""
@@ -56,8 +57,8 @@ class Track:
     @property
     def resources(self) -> tuple[str, ...]:
         """Compute first, then the links as they are first used."""
-        links = dict.fromkeys(bar.resource for bar in self.bars if bar.resource != COMPUTE)
-        return (COMPUTE, *links) if any(bar.resource == COMPUTE for bar in self.bars) else tuple(links)
+        used = dict.fromkeys(bar.resource for bar in self.bars)
+        return tuple(sorted(used, key=lambda resource: not computes(resource)))
 
 
 def plan_tracks(plan: Plan, measured: MeasuredStep | None) -> list[Track]:
@@ -115,7 +116,7 @@ def _members(plan: Plan, tasks: Sequence[PredictedTask]) -> list[PredictedTask]:
     known, place = [], 0
     for task in tasks:
         index = task.bucket
-        if index is None and task.resource != COMPUTE:
+        if index is None and not computes(task.resource):
             index, place = place, place + 1
         known.append(task if index is None or index >= len(plan.buckets) else _filled(plan, task, index, firsts[index]))
     return known
@@ -161,7 +162,7 @@ def _bar(task: PredictedTask, names: Sequence[str]) -> Bar:
 
 
 def _role(task: PredictedTask) -> str:
-    if task.resource != COMPUTE:
+    if not computes(task.resource):
         return "message"
     kind = kind_of(task)
     return kind if kind in ROLES else "compute"

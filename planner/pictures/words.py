@@ -33,6 +33,12 @@ def headline(plan: Plan, measured: MeasuredStep | None) -> list[str]:
             f"With delay: gradients are pushed in every step, and new weights come after every {every}. That is the "
             f"mean step; the time line shows a whole cycle, from a step that new weights follow."
         )
+    if plan.local_async is not None:
+        lines.append(
+            f"{counted(plan.local_async.updaters, 'updater')} of each rank work on its model at once, and ranks "
+            f"average their models beside them: a step is what a rank takes for a minibatch on average; the time line "
+            f"shows some minibatches of each updater, late in training."
+        )
     if measured is not None and measured.iteration_us > 0.0:
         error = predicted.iteration_us / measured.iteration_us - 1.0
         lines.append(

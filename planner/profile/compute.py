@@ -166,7 +166,7 @@ def _update(optimizer: torch.optim.Optimizer) -> None:
 def measure_compute(
     model: nn.Module, optimizer: torch.optim.Optimizer | None, step: Step, world: World, progress: Progress
 ) -> RankTimes:
-    """This rank's times; the model and the optimizer change (see `planner.profile.preserve`)."""
+    """This rank's times; the model and the optimizer change (see `runtime.preserve`)."""
     runner = StepRunner(model, optimizer, step, world, communicator=_make_communicator(world, model))
     try:
         started = time.perf_counter()

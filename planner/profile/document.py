@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from planner.profile.local_async import LocalAsyncProfile
 from runtime.documents import STRICT, check_schema, dump, read_json, validate, write_json
 from runtime.errors import InputError
 from runtime.plan import ModelReference
@@ -281,6 +282,8 @@ class Profile:
     cluster: Cluster | None = None
     loading: Loading | None = None
     """What input takes, where the job has a dataset."""
+    local_async: LocalAsyncProfile | None = None
+    """What local updaters would take, where that was measured."""
     source: str | None = None
     """Who measured it and where it was published, where it was not measured here."""
     notes: tuple[str, ...] | None = None
@@ -301,7 +304,8 @@ def load_profile(path: str | Path) -> Profile:
     """Reads and checks profile.json.
 
     Raises:
-        InputError: not a profile of this schema; unknown, missing or wrong fields; a gradient named twice.
+        InputError: not a profile of this schema; unknown, missing or wrong fields; a gradient named twice; norms, or
+            backward's parts, of layers that are none.
     """
     return parse_profile(read_json(path), where=str(path))
 
@@ -315,6 +319,9 @@ def parse_profile(document: Any, where: str = "profile") -> Profile:
     _check_names(profile, where)
     _check_size(profile.compute, where)
     _check_norms(profile.compute, where)
+    if profile.local_async is not None:
+        layers = [gradient.layer for gradient in profile.compute.gradients]
+        profile.local_async.check(layers, f"{where}: $.local_async", CURE)
     return profile
 
 

@@ -35,7 +35,6 @@ from planner.profile.grad_weight import measure_grad_weight_share
 from planner.profile.links import LinkTimes, measure_links
 from planner.profile.local_update import measure_local_update
 from planner.profile.norms import measure_norms
-from planner.profile.preserve import preserved
 from planner.profile.selection import measure_selection
 from planner.progress import Progress, Silent
 from planner.testbed.emulation import emulation_here
@@ -45,6 +44,7 @@ from runtime.elementwise import find_not_elementwise, state_bytes
 from runtime.errors import InputError
 from runtime.fit import model_fingerprint, trainable_parameters
 from runtime.plan import ModelReference
+from runtime.preserve import preserved
 from runtime.topology import node_name
 from runtime.torch_compat import is_wrapped
 from runtime.world import World, bounded_timeout_s

@@ -10,6 +10,7 @@ from planner.strategies.ddp import ddp
 from planner.strategies.hitopk import hitopk
 from planner.strategies.joint import joint
 from planner.strategies.lags import lags
+from planner.strategies.local import l_sgd, lap, lpp, mb_sgd, pl_sgd
 from planner.strategies.mg_wfbp import mg_wfbp
 from planner.strategies.optimal import optimal
 from planner.strategies.single import single
@@ -27,10 +28,15 @@ STRATEGIES: Mapping[str, Strategy] = {
     "ddp": ddp,
     "hitopk": hitopk,
     "joint": joint,
+    "l_sgd": l_sgd,
     "lags": lags,
+    "lap": lap,
+    "lpp": lpp,
+    "mb_sgd": mb_sgd,
     "mg_wfbp": mg_wfbp,
     "naive_all_gather": naive_all_gather,
     "optimal": optimal,
+    "pl_sgd": pl_sgd,
     "single": single,
     "slgs": slgs,
     "ssd": ssd,
@@ -43,8 +49,8 @@ STRATEGIES: Mapping[str, Strategy] = {
 BOUNDED = frozenset({"hitopk", "joint", "lags", "naive_all_gather", "slgs"})
 """Strategies that leave out a part of the gradient, which error feedback sends later."""
 
-RELAXED = frozenset({"ssd"})
-"""Strategies that delay synchronization; all that are in neither set are exact."""
+RELAXED = frozenset({"l_sgd", "lap", "lpp", "pl_sgd", "ssd"})
+"""Strategies that delay synchronization, or average models now and then; all that are in neither set are exact."""
 
 BASELINES = ("wfbp", "single", "mg_wfbp", "ddp")
 """The strategies that every plan is compared with."""
@@ -66,7 +72,7 @@ def make_schedule(problem: Problem, strategy: str) -> Schedule:
     if name not in STRATEGIES:
         arguments = (
             "wfbp:layer", "ddp:SIZE_MIB", "slgs:DENSITY", "lags:MAX_RATIO", "joint:MAX_RATIO", "hitopk:DENSITY",
-            "naive_all_gather:DENSITY", "ssd:STEPS",
+            "naive_all_gather:DENSITY", "ssd:STEPS", "lap:UPDATERS", "lpp:UPDATERS", "l_sgd:STEPS", "pl_sgd:STEPS",
         )  # fmt: skip
         known = ", ".join([*STRATEGIES, *arguments])
         raise InputError(f"found the strategy {strategy!r}, expected one of: {known}")

@@ -105,6 +105,21 @@ WRONG_VALUES = [
     ("plan", "world.ranks", 4.0, "$.world.ranks: found 4.0, expected a valid integer"),
     ("plan", "delay", {"steps": 0}, "$.delay.steps: found 0, expected greater than or equal to 1"),
     ("plan", "local_async", {"updaters": 2, "full_fraction": 2}, "$.local_async.full_fraction: found 2, expected less"),
+    ("plan", "local_async", {"updaters": 0}, "$.local_async.updaters: found 0, expected greater than or equal to 1"),
+    ("plan", "local_async", {"updaters": 9999}, "$.local_async.updaters: found 9999, expected less than or equal to"),
+    ("plan", "local_async", {"updaters": 2, "then_every": 0}, "$.local_async.then_every: found 0, expected greater"),
+    ("plan", "local_async", {"updaters": 2, "blocks": []}, "$.local_async.blocks: found [], expected at least 1 item"),
+    ("plan", "local_async", {"updaters": 2, "blocks": [["a"], []]}, "$.local_async.blocks[1]: found [], expected at"),
+    ("plan", "local_async", {"updaters": 1, "blocks": [["a"], ["b", "c"]]},
+     "$.local_async.blocks: found 2 blocks for 1 updaters, expected at most as many"),
+    ("plan", "local_async", {"updaters": 2, "blocks": [["a", "b"], ["c", "d"]]},
+     "$.local_async.blocks[1][1]: found 'd', which is in no bucket; expected a gradient of the plan"),
+    ("plan", "local_async", {"updaters": 2, "blocks": [["a", "b"], ["b", "c"]]},
+     "$.local_async.blocks[1][0]: found 'b', which is in block 0 already; expected each gradient in exactly one"),
+    ("plan", "local_async", {"updaters": 2, "blocks": [["c", "a"], ["b"]]},
+     "$.local_async.blocks[0]: found 'a' and 'c' without 'b', which becomes ready between them"),
+    ("plan", "local_async", {"updaters": 3, "blocks": [["b"]]},
+     "$.local_async.blocks: found no block with 'a' and 1 more, expected each gradient in exactly one block"),
     ("plan", "schema", 1, '$.schema: found schema 1, expected "planner.plan/1"'),
     ("plan", "zzz", 1, "$.zzz: unknown field; remove it or use the version that knows it"),
 ]  # fmt: skip
@@ -254,6 +269,12 @@ def test_contract_plan_options() -> None:
         plan = parse_plan({**document, **options})
         assert plan.to_document() == {**document, **options}
         assert plan.buckets[0].compressor == CompressorSpec(**compressor)
+
+
+def test_blocks_may_name_their_gradients_in_any_order() -> None:
+    blocks = [["b", "a"], ["c"]]
+    plan = parse_plan({**sound("plan"), "local_async": {"updaters": 4, "blocks": blocks}})
+    assert plan.local_async == LocalAsyncSpec(updaters=4, blocks=(("b", "a"), ("c",)))
 
 
 def test_contract_defaults_of_delay_and_local_async() -> None:

@@ -35,8 +35,9 @@ DECIDING = (
     "planner/testbed/commands.py", "planner/testbed/host_process.py", "planner/testbed/hosts.py",
     "planner/testbed/namespaces.py", "planner/testbed/wiring.py",
     "runtime/__init__.py", "runtime/documents.py", "runtime/errors.py", "runtime/files.py", "runtime/measured.py",
+    "runtime/local_async/__init__.py", "runtime/local_async/fitting.py", "runtime/local_async/report.py",
     "runtime/names.py", "runtime/partition.py", "runtime/plan.py", "runtime/predicted.py",
-    "runtime/quantities.py", "runtime/timeline.py", "runtime/version.py",
+    "runtime/processes.py", "runtime/quantities.py", "runtime/timeline.py", "runtime/version.py",
 )  # fmt: skip
 """Files that have to work where torch is not installed."""
 

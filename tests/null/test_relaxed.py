@@ -225,7 +225,7 @@ def test_a_riskier_class_has_to_win_by_two_percent(
     found, why = choose_offer(100.0, offers(*times))
     assert (found.accuracy if found else None) == chosen
     assert len(why) == len(refused)
-    assert all(text.startswith(start) for text, start in zip(why, refused, strict=True))
+    assert all(text.startswith(start) for text, start in zip(why.values(), refused, strict=True))
 
 
 @settings(max_examples=20)

@@ -1,0 +1,317 @@
+"""What local updaters are planned from: what backward spends on which layer, and what concurrent updaters get done.
+
+Backward is taken apart by leaving parts of it out. A partial backward for one layer alone brings gradients of inputs
+down to it, and forms that layer's gradients of weights; one for all layers down to it forms the others' too. The
+difference is what those cost. With many layers some of them are measured, evenly spread over backward, and what lies
+between two is shared out by readiness. All ranks measure at once, as they train.
+
+Updaters are the runtime's own, on all ranks at once: in the first half of each run nothing is averaged, in the second
+averagings follow one another without pause.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from planner.profile.document import ComputeProfile, Gradient
+from planner.profile.local_async import LayerBackward, LocalAsyncProfile, UpdaterRate
+from planner.progress import Progress
+from runtime.datacache.memory import available_bytes
+from runtime.errors import InputError
+from runtime.local_async import LocalJob, run_local_async
+from runtime.local_async.partial import partial_backward
+from runtime.plan import LocalAsyncSpec, ModelReference, Plan, PlanBucket, PlanWorld
+from runtime.timeline import Span
+from runtime.topology import node_name
+from runtime.world import World
+
+PROBES = 24
+"""Layers that are measured at the most."""
+WARM_UPS, REPEATS = 1, 7
+BUDGET_S = 10.0
+"""What taking backward apart may take; fewer layers are measured where steps are long."""
+LEAST_PROBES = 6
+
+RUN_S = 4.0
+"""What one half of a run with updaters may take, if one process alone worked."""
+LEAST_MINIBATCHES, MOST_MINIBATCHES = 12, 300
+"""Of each updater in a half; of all of a rank's."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Backwards:
+    """Timed backwards, in microseconds."""
+
+    forward_us: float
+    single_us: NDArray[np.float64]
+    """Backward for each probed layer alone. Shape (probes,)."""
+    others_us: NDArray[np.float64]
+    """By how much longer it is for all layers before it in readiness, too. Shape (probes,)."""
+
+
+def measure_backward(
+    loss: Callable[[], Tensor],
+    parameters: Mapping[str, nn.Parameter],
+    compute: ComputeProfile,
+    world: World,
+    progress: Progress,
+) -> tuple[float, float, tuple[LayerBackward, ...]]:
+    """(forward, backward from the loss to the first layer, the parts of each layer), the same on all ranks.
+
+    Args:
+        loss: one forward; does not change the model but for buffers.
+        parameters: by canonical name.
+        compute: the measured step, whose order of readiness counts.
+        world: the ranks; all of them call it.
+        progress: told of each repeat.
+    """
+    runs = _runs(compute.gradients)
+    step_us = compute.forward_us + sum(gradient.backward_us for gradient in compute.gradients)
+    probes = _probes([sum(g.backward_us for g in run) for run in runs], _affordable(step_us))
+    tensors = [[parameters[gradient.name] for gradient in run] for run in runs]
+    # Row: of each probe (forward, backward for it alone, what the others add), one right after the other.
+    rows: list[list[tuple[float, float, float]]] = []
+    for _ in progress.track(range(WARM_UPS + REPEATS), "partial backwards"):
+        world.gather(None, "beginning to time partial backwards")
+        rows.append([_probe_us(loss, tensors, probe) for probe in probes])
+    everyone: list[list[list[tuple[float, float, float]]]] = world.gather(rows[WARM_UPS:], "comparing backwards")
+    times_us = np.median(np.array(everyone), axis=1)  # over repeats: (ranks, probes, 3)
+    forward_us, single_us, others_us = np.median(times_us, axis=0).T
+    found = Backwards(forward_us=float(np.median(forward_us)), single_us=single_us, others_us=others_us)
+    return (round(found.forward_us, 3), *take_apart(runs, probes, found))
+
+
+def _runs(gradients: Sequence[Gradient]) -> list[list[Gradient]]:
+    """Gradients by runs of equal layer."""
+    runs: list[list[Gradient]] = []
+    for gradient in gradients:
+        if not runs or runs[-1][-1].layer != gradient.layer:
+            runs.append([])
+        runs[-1].append(gradient)
+    return runs
+
+
+def _affordable(step_us: float) -> int:
+    each_s = 2 * (WARM_UPS + REPEATS) * step_us / 1e6
+    return max(LEAST_PROBES, min(PROBES, int(BUDGET_S / each_s) if each_s > 0.0 else PROBES))
+
+
+def _probes(times_us: Sequence[float], most: int) -> list[int]:
+    """The first layer, the last one, and others between them at even distances in time; all where there are few."""
+    count = len(times_us)
+    if count <= most:
+        return list(range(count))
+    reached = np.cumsum(times_us)
+    wanted = np.linspace(reached[0], reached[-1], most)
+    return sorted({0, count - 1, *np.clip(np.searchsorted(reached, wanted), 0, count - 1).tolist()})
+
+
+def _probe_us(
+    loss: Callable[[], Tensor], tensors: Sequence[Sequence[Tensor]], probe: int
+) -> tuple[float, float, float]:
+    forward_us, single_us = _timed_us(loss, tensors[probe])
+    _, whole_us = _timed_us(loss, [parameter for run in tensors[: probe + 1] for parameter in run])
+    return forward_us, single_us, whole_us - single_us
+
+
+def _timed_us(loss: Callable[[], Tensor], block: Sequence[Tensor]) -> tuple[float, float]:
+    """(forward, partial backward)."""
+
+    def synchronize() -> None:
+        if block[0].is_cuda:
+            torch.cuda.synchronize()
+
+    began = time.perf_counter()
+    value = loss()
+    synchronize()
+    ready = time.perf_counter()
+    partial_backward(value, block)
+    synchronize()
+    return (ready - began) * 1e6, (time.perf_counter() - ready) * 1e6
+
+
+def take_apart(
+    runs: Sequence[Sequence[Gradient]], probes: Sequence[int], times: Backwards
+) -> tuple[float, tuple[LayerBackward, ...]]:
+    """(backward from the loss to the first layer, the parts of each layer but for updates), from timed backwards.
+
+    Args:
+        runs: gradients by layer, in readiness order.
+        probes: the layers that were measured, growing, with the first and the last.
+        times: theirs.
+    """
+    reached_us = np.cumsum([sum(gradient.backward_us for gradient in run) for run in runs])
+    at_us = reached_us[list(probes)]
+    # What the layers before each one spend on gradients of weights, and what a backward for it alone takes.
+    before_us = np.interp(reached_us, at_us, _growing(np.maximum(times.others_us, 0.0)))
+    before_us[0] = 0.0
+    alone_us = np.interp(reached_us, at_us, times.single_us)
+    weight_us = np.diff(before_us, append=before_us[-1])
+    weight_us[-1] = _last_weight_us(alone_us, weight_us)
+    input_us = _growing(np.maximum(alone_us - weight_us, 0.0))
+    steps_us = np.diff(input_us, append=input_us[-1])
+    layers = tuple(
+        LayerBackward(
+            layer=run[0].layer,
+            gradients=len(run),
+            grad_weight_us=round(float(weight), 3),
+            grad_input_us=round(float(step), 3),
+            update_us=0.0,
+        )
+        for run, weight, step in zip(runs, weight_us, steps_us, strict=True)
+    )
+    return round(float(input_us[0]), 3), layers
+
+
+def with_updates(
+    layers: Sequence[LayerBackward], gradients: Sequence[Gradient], update_us: float
+) -> tuple[LayerBackward, ...]:
+    """Layers with their shares, by elements, of what an update of all takes."""
+    elements = [sum(gradient.numel for gradient in run) for run in _runs(gradients)]
+    scale = update_us / max(1, sum(elements))
+    return tuple(
+        replace(layer, update_us=round(count * scale, 3)) for layer, count in zip(layers, elements, strict=True)
+    )
+
+
+def _last_weight_us(alone_us: NDArray[np.float64], weight_us: NDArray[np.float64]) -> float:
+    """Of the layer that is ready last: half of what its backward adds to reaching it, for that cannot be left out."""
+    if len(alone_us) == 1:
+        return float(alone_us[0]) / 2.0
+    return max(0.0, float(alone_us[-1] - (alone_us[-2] - weight_us[-2]))) / 2.0
+
+
+def _growing(values: NDArray[np.float64]) -> NDArray[np.float64]:
+    """The non-decreasing sequence next to a noisy one in least squares: neighbours out of order share their mean."""
+    blocks: list[tuple[float, int]] = []
+    for value in values.tolist():
+        mean, count = value, 1
+        while blocks and blocks[-1][0] > mean:
+            before, held = blocks.pop()
+            mean, count = (before * held + mean * count) / (held + count), held + count
+        blocks.append((mean, count))
+    return np.repeat([mean for mean, _ in blocks], [count for _, count in blocks])
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A number of updaters."""
+
+    rate: UpdaterRate
+    batch_us: float
+    update_us: float
+    """Medians over the minibatches of all updaters."""
+
+
+def measure_updaters(
+    job: Callable[[], LocalJob], names: Sequence[str], step_us: float, world: World, most: int, progress: Progress
+) -> tuple[Measured, ...]:
+    """What 1, 2, 4, … updaters of each rank get done, up to `most`; fewer where memory does not hold them.
+
+    Args:
+        job: see `run_local_async`.
+        names: of all gradients, in readiness order.
+        step_us: one minibatch of one process.
+        world: the ranks; all of them call it.
+        most: the largest number.
+        progress: told of each number.
+    """
+    points: list[Measured] = []
+    for updaters in progress.track(numbers_up_to(most), "concurrent updaters"):
+        try:
+            points.append(_measure(job, names, step_us, world, updaters))
+        except InputError:  # on all ranks alike
+            if not points:
+                raise
+            break
+    return tuple(points)
+
+
+def numbers_up_to(most: int) -> list[int]:
+    """Powers of two, then `most` itself."""
+    return sorted({most, *(2**power for power in range(most.bit_length()) if 2**power <= most)})
+
+
+def _measure(
+    job: Callable[[], LocalJob], names: Sequence[str], step_us: float, world: World, updaters: int
+) -> Measured:
+    enough = min(MOST_MINIBATCHES, int(RUN_S * 1e6 / max(step_us, 1.0)))
+    half = max(LEAST_MINIBATCHES * updaters, enough)
+    spec = LocalAsyncSpec(updaters=updaters, average_every=2 * half + 1, then_every=1, switch_fraction=0.5)
+    plan = Plan(
+        model=ModelReference(name="measured"),
+        world=PlanWorld(ranks=world.ranks),
+        accuracy="relaxed",
+        buckets=(PlanBucket(gradients=tuple(names)),),
+        local_async=spec,
+    )
+    run = run_local_async(job, plan, 2 * half)
+    quiet_us, averaging_us = halves_us(run.ends_s, half, updaters)
+    peak_bytes = sum(one.peak_bytes for one in run.report.updaters)
+    spans = run.report.spans
+    mine = quiet_us, averaging_us, peak_bytes, _median_us(spans, "batch"), _median_us(spans, "update")
+    everyone: list[tuple[float, float, int, float, float]] = world.gather(mine, "comparing updaters")
+    quiet, averaging, memory, batches, updates = zip(*everyone, strict=True)
+    rate = UpdaterRate(
+        updaters=updaters,
+        minibatch_us=round(statistics.fmean(quiet), 3),
+        averaging_us=round(statistics.fmean(averaging), 3) if world.ranks > 1 else None,
+        memory_bytes=max(memory),
+    )
+    return Measured(rate, round(statistics.fmean(batches), 3), round(statistics.fmean(updates), 3))
+
+
+def _median_us(spans: Sequence[Span], task: str) -> float:
+    """Of the spans whose task begins so."""
+    return statistics.median(span.duration_us for span in spans if span.task.startswith(f"{task} "))
+
+
+def halves_us(ends_s: Sequence[float], half: int, updaters: int) -> tuple[float, float]:
+    """A minibatch of the rank in the first half of a run and in the second, without what begins and ends each.
+
+    In the beginning processes are not at work evenly, and at the end some have nothing left to do.
+    """
+    warm = 2 * updaters
+    first, second = ends_s[warm:half], ends_s[half + warm : len(ends_s) - updaters]
+    each_us = [(part[-1] - part[0]) / (len(part) - 1) * 1e6 for part in (first, second)]
+    return each_us[0], each_us[1]
+
+
+def memory_of_rank(world: World) -> int:
+    """Bytes that are free on the node, for each rank of it; the least of all ranks."""
+    everyone: list[tuple[str, int]] = world.gather((node_name(), available_bytes()), "comparing memory")
+    nodes = [node for node, _ in everyone]
+    return min(free // nodes.count(node) for node, free in everyone)
+
+
+def measure_local_async(
+    job: Callable[[], LocalJob],
+    loss: Callable[[], Tensor],
+    parameters: Mapping[str, nn.Parameter],
+    compute: ComputeProfile,
+    world: World,
+    most: int,
+    progress: Progress,
+) -> LocalAsyncProfile:
+    """The whole section; every rank calls it. Raises InputError where updaters cannot share the model."""
+    free = memory_of_rank(world)
+    forward_us, loss_us, layers = measure_backward(loss, parameters, compute, world, progress)
+    names = [gradient.name for gradient in compute.gradients]
+    step_us = compute.forward_us + sum(g.backward_us for g in compute.gradients) + compute.update_us
+    points = measure_updaters(job, names, step_us, world, most, progress)
+    return LocalAsyncProfile(
+        batch_us=points[0].batch_us,
+        forward_us=forward_us,
+        loss_us=loss_us,
+        layers=with_updates(layers, compute.gradients, points[0].update_us),
+        curve=tuple(point.rate for point in points),
+        memory_available_bytes=free,
+    )

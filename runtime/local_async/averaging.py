@@ -1,0 +1,150 @@
+"""Averages the models of all ranks while updaters go on (Algorithm 1, lines 9 to 16).
+
+An averaging takes a snapshot of this rank's model, averages the snapshots of all ranks, and adds what that changes to
+the shared model. With the snapshot travels one number of each rank, its status: so ranks see at the same averaging that
+all are done, that one was told to stop, or that one has failed, and none ever waits for one that has left.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from runtime.communicator import GRACE_S
+from runtime.errors import CommunicationError
+from runtime.local_async.report import KEPT, Averaging
+from runtime.plan import LocalAsyncSpec
+from runtime.world import World
+
+RUNNING, DONE, STOPPING, FAILED = 0, 1, 2, 3
+"""What a rank says of itself: its updaters are at work; they have ended; all shall end; it cannot go on."""
+
+SHORTEST_LOOK_S, LONGEST_LOOK_S = 0.0005, 0.02
+"""How often it is looked whether an average has come: after an eighth of the time that it has taken, within these."""
+
+
+def every(spec: LocalAsyncSpec, begun: int, steps: int) -> int:
+    """K: after how many updates of this rank models are averaged next; post-local SGD's scheme."""
+    return spec.average_every if begun < spec.switch_fraction * steps else spec.then_every
+
+
+class Averager:
+    """This rank's part in the averagings."""
+
+    def __init__(self, world: World, flats: Sequence[Tensor]) -> None:
+        """Of tensors that lie in the shared model.
+
+        Args:
+            world: the ranks; at least two.
+            flats: 1-D, one for each dtype, the same on every rank.
+        """
+        self.world = world
+        self._flats = [torch.view_as_real(flat).view(-1) if flat.is_complex() else flat for flat in flats]
+        self._snapshots = [torch.empty_like(flat) for flat in self._flats]
+        # The statuses travel with the first flat that can hold them exactly; without one, alone.
+        wide = [flat.dtype in (torch.float32, torch.float64) for flat in self._flats]
+        self._carrier = wide.index(True) if True in wide else len(self._flats)
+        self._messages = [
+            flat.new_empty(flat.numel() + (world.ranks if index == self._carrier else 0))
+            for index, flat in enumerate(self._flats)
+        ]
+        if self._carrier == len(self._flats):
+            self._messages.append(torch.empty(world.ranks, device=flats[0].device if flats else None))
+        self.rounds = 0
+        self.averagings: deque[Averaging] = deque(maxlen=KEPT)
+        """The last ones."""
+
+    @torch.no_grad()
+    def average(
+        self, status: int, updates: int, meanwhile: Callable[[float], object], *, alone: bool = False
+    ) -> list[int]:
+        """One averaging, in which all ranks take part. Where all are done, they have equal models then.
+
+        Args:
+            status: of this rank.
+            updates: of this rank since the averaging before, for the record.
+            meanwhile: called with seconds again and again while messages are on their way; returns no later.
+            alone: whether nobody changes this rank's model meanwhile, so that it may be overwritten.
+
+        Returns:
+            The statuses by rank.
+
+        Raises:
+            CommunicationError: a rank died or missed the deadline.
+        """
+        start_s = time.perf_counter()
+        self._fill(status)
+        sent_s = time.perf_counter()
+        self._exchange(meanwhile)
+        statuses = [round(float(value)) for value in self._messages[self._carrier][-self.world.ranks :]]
+        distance = self._settle() if alone or all(one == DONE for one in statuses) else self._add()
+        self.rounds += 1
+        self.averagings.append(
+            Averaging(start_s=start_s, sent_s=sent_s, end_s=time.perf_counter(), updates=updates, distance=distance)
+        )
+        return statuses
+
+    def _fill(self, status: int) -> None:
+        for flat, snapshot, message in zip(self._flats, self._snapshots, self._messages, strict=False):
+            snapshot.copy_(flat)
+            message[: flat.numel()] = snapshot
+        told = self._messages[self._carrier][-self.world.ranks :]
+        told.zero_()
+        told[self.world.rank] = status
+
+    def _exchange(self, meanwhile: Callable[[float], object]) -> None:
+        what = f"averaging {self.rounds} of models"
+        with self.world.naming(what):
+            works = [dist.all_reduce(message, group=self.world.group, async_op=True) for message in self._messages]
+            started = time.monotonic()
+            for work in works:
+                while not work.is_completed():
+                    waited_s = time.monotonic() - started
+                    if waited_s > self.world.timeout_s + GRACE_S:
+                        raise CommunicationError(
+                            f"rank {self.world.rank}: {what}: {self.world.others} died or did not answer within "
+                            f"{self.world.timeout_s:g} s"
+                        )
+                    meanwhile(min(max(waited_s / 8, SHORTEST_LOOK_S), LONGEST_LOOK_S))
+                work.wait()
+        self.world.last = what
+
+    def _averages(self) -> list[tuple[Tensor, Tensor, Tensor]]:
+        """(flat, snapshot, average) of each dtype; the average lies where the message was."""
+        return [
+            (flat, snapshot, message[: flat.numel()].div_(self.world.ranks))
+            for flat, snapshot, message in zip(self._flats, self._snapshots, self._messages, strict=False)
+        ]
+
+    def _add(self) -> float:
+        """Adds what averaging changes, in place and without a lock, to what updaters have made of the model since."""
+        apart, size = 0.0, 0.0
+        for flat, snapshot, average in self._averages():
+            size += _square(average)
+            change = torch.sub(average, snapshot, out=snapshot)
+            flat.add_(change)
+            apart += _square(change)
+        return _ratio(apart, size)
+
+    def _settle(self) -> float:
+        """Overwrites the model with the average, which all ranks have bit for bit."""
+        apart, size = 0.0, 0.0
+        for flat, snapshot, average in self._averages():
+            size += _square(average)
+            flat.copy_(average)
+            apart += _square(average - snapshot)
+        return _ratio(apart, size)
+
+
+def _square(tensor: Tensor) -> float:
+    return float(torch.linalg.vector_norm(tensor, dtype=torch.float64)) ** 2 if tensor.numel() else 0.0
+
+
+def _ratio(apart: float, size: float) -> float:
+    return math.sqrt(apart / size) if size > 0.0 else 0.0

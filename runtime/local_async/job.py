@@ -1,0 +1,125 @@
+"""What is trained: a job that every updater makes for itself, and the part of the data that is an updater's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import Parameter
+from torch.optim import Optimizer
+from torch.utils.data import Sampler
+
+from runtime.errors import InputError
+from runtime.torch_compat import tree_leaves
+
+
+@dataclass(frozen=True)
+class Part:
+    """One updater's part of the data: `index` of `parts`, over all updaters of all ranks."""
+
+    index: int = 0
+    parts: int = 1
+    seed: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class LocalJob:
+    """One training task. Each updater makes its own, in its own process, by calling the same function."""
+
+    model: nn.Module
+    """On its device; the same on every rank but for values."""
+    loss: Callable[[nn.Module, Any], Tensor]
+    """(model, batch) → scalar."""
+    optimizer: Callable[[Iterable[Parameter]], Optimizer]
+    """Of parameters; its state, the momentum, is the updater's own."""
+    batch: Callable[[int, int], Any] | None = None
+    """(number, rank) → the minibatch, on the device. The numbers 0, 1, … are given out to the rank's updaters."""
+    loader: Callable[[Part], Iterable[Any]] | None = None
+    """In place of `batch`: one pass over the updater's part, again and again (see `PartSampler`)."""
+    schedule: Callable[[Optimizer], Any] | None = None
+    """A `torch.optim.lr_scheduler` of an optimizer, if any: one step for each minibatch that the rank's updaters have
+    begun, whichever of them it was."""
+
+    def __post_init__(self) -> None:
+        """Raises InputError unless there is one source of minibatches."""
+        if (self.batch is None) == (self.loader is None):
+            found = "neither" if self.batch is None else "both"
+            raise InputError(f"LocalJob: found {found} of batch and loader, expected one of them; give one")
+
+
+class PartSampler(Sampler[int]):
+    """Indices of one updater's part of a data set, in another order in each pass; for a DataLoader.
+
+    The parts are drawn once by the seed: no sample is in two of them, all are, and they differ in size by one at most.
+    """
+
+    def __init__(self, samples: int, part: Part) -> None:
+        """Of a data set of so many samples. Raises InputError where the part would be empty."""
+        if samples < part.parts:
+            raise InputError(
+                f"PartSampler: found {samples} samples for {part.parts} updaters, expected at least one for each; use "
+                f"fewer updaters"
+            )
+        drawn = torch.randperm(samples, generator=torch.Generator().manual_seed(part.seed))
+        self.part, self.indices = part, drawn[part.index :: part.parts]
+        self.epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        """Which pass comes next; its order follows from that, the seed and the part."""
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[int]:
+        """One pass."""
+        seed = (self.part.seed * 1_000_003 + self.epoch) * 1_009 + self.part.index
+        order = torch.randperm(len(self.indices), generator=torch.Generator().manual_seed(seed))
+        return iter(self.indices[order].tolist())
+
+    def __len__(self) -> int:
+        """Samples of the part."""
+        return len(self.indices)
+
+
+class Batches:
+    """The minibatches of one updater."""
+
+    def __init__(self, job: LocalJob, rank: int, part: Part) -> None:
+        self._job, self._rank = job, rank
+        self._passes = None if job.loader is None else _passes(job.loader, part)
+
+    def get(self, number: int) -> Any:
+        """The minibatch for a number that the updater was given."""
+        if self._passes is not None:
+            return next(self._passes)
+        assert self._job.batch is not None
+        return self._job.batch(number, self._rank)
+
+
+def _passes(loader: Callable[[Part], Iterable[Any]], part: Part) -> Iterator[Any]:
+    """Pass after pass over a part. Raises InputError where a pass is empty."""
+    batches = loader(part)
+    epoch = 0
+    while True:
+        sampler: Any = getattr(batches, "sampler", None)
+        if hasattr(sampler, "set_epoch"):
+            sampler.set_epoch(epoch)
+        empty = True
+        for batch in batches:
+            empty = False
+            yield batch
+        if empty:
+            raise InputError(
+                f"LocalJob.loader: pass {epoch} of part {part.index} of {part.parts} has no minibatch, expected at "
+                f"least one; use fewer updaters or smaller minibatches, or return what can be passed over again"
+            )
+        epoch += 1
+
+
+def samples_of(batch: Any) -> int:
+    """How many samples a minibatch has: the first dimension of its first tensor; 0 where there is none."""
+    for leaf in tree_leaves(batch):
+        if isinstance(leaf, Tensor) and leaf.dim():
+            return leaf.shape[0]
+    return 0

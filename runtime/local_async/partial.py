@@ -1,0 +1,64 @@
+"""Backward for a part of the parameters, which stops there: what updaters of LPP-SGD do in every other minibatch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from runtime.errors import InputError
+
+_REENTRANT = "CheckpointFunctionBackward"
+"""The node of reentrant activation checkpoints, whose insides hang on a whole backward."""
+
+
+def partial_backward(loss: Tensor, block: Sequence[Tensor]) -> tuple[Tensor | None, ...]:
+    """The gradients of a loss with respect to the parameters of a block; no other parameter's is computed.
+
+    Autograd runs the nodes between the loss and the block only. It computes nothing below the block (nearer to the
+    input), and above it gradients of inputs, none of weights. No `.grad` is written, and the graph is freed.
+
+    Args:
+        loss: a scalar that requires a gradient.
+        block: parameters, each once.
+
+    Returns:
+        For each parameter its gradient, of its shape and dtype, or None where the loss does not depend on it.
+
+    Raises:
+        InputError: the model uses reentrant activation checkpoints.
+    """
+    if not block:
+        return ()
+    try:
+        gradients = torch.autograd.grad(loss, list(block), allow_unused=True)
+    except RuntimeError as error:
+        if _is_reentrant(loss):
+            raise _refusal() from error
+        raise
+    if any(gradient is None for gradient in gradients) and _is_reentrant(loss):
+        raise _refusal()  # parameters inside of a checkpoint are not in the graph
+    return gradients
+
+
+def _is_reentrant(loss: Tensor) -> bool:
+    """Whether the loss was computed through a reentrant activation checkpoint."""
+    seen: set[object] = set()
+    left = [loss.grad_fn]
+    while left:
+        node = left.pop()
+        if node is None or node in seen:
+            continue
+        if node.name() == _REENTRANT:
+            return True
+        seen.add(node)
+        left += [following for following, _ in node.next_functions]
+    return False
+
+
+def _refusal() -> InputError:
+    return InputError(
+        "the model uses reentrant activation checkpoints, which know whole backwards only; expected none of them with "
+        "a plan that has blocks: checkpoint(..., use_reentrant=False), or a plan without blocks"
+    )

@@ -1,0 +1,223 @@
+"""Before a run with local updaters: is all as it has to be, how long may anything take, is there memory for it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+from torch import nn
+
+from runtime.attaching import STEPS_PER_DEADLINE
+from runtime.closures import DECIDE_BY_LOSS
+from runtime.datacache.memory import available_bytes
+from runtime.errors import InputError, PlannerError
+from runtime.fit import find_misfit, model_fingerprint
+from runtime.local_async.job import Batches, LocalJob, Part
+from runtime.local_async.shared import Layout
+from runtime.local_async.updaters import check_start_method
+from runtime.plan import LocalAsyncSpec, Plan, load_plan
+from runtime.preserve import preserved
+from runtime.topology import node_name
+from runtime.version import __version__
+from runtime.world import Credentials, World, agree, bounded_timeout_s
+
+ON_LOST = ("continue", "stop")
+
+
+@dataclass(frozen=True)
+class Request:
+    """What `run_local_async` was asked for."""
+
+    make: Callable[[], LocalJob]
+    steps: int
+    seed: int = 0
+    timeout_s: float | None = None
+    start_method: str = "spawn"
+    on_lost: str = "continue"
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A rank that can begin."""
+
+    request: Request
+    plan: Plan
+    spec: LocalAsyncSpec
+    job: LocalJob
+    layout: Layout
+    timeout_s: float
+    """Deadline of every wait from now on."""
+
+
+@dataclass(frozen=True)
+class _Trial:
+    """What one minibatch in the rank's own process showed."""
+
+    step_s: float
+    private_bytes: int | None
+    """Memory that is this process's alone, as an updater's will be; None where it is not known."""
+
+
+@dataclass(frozen=True)
+class _Need:
+    """One rank's, for all ranks."""
+
+    node: str
+    updaters: int
+    bytes_each: int | None
+    available_bytes: int
+    step_s: float
+    asked: tuple[int, int]
+    """Steps and seed."""
+
+
+def read_plan(plan: Plan | str | Path) -> tuple[Plan | None, str | None]:
+    """The plan, or what is wrong with it."""
+    try:
+        return (plan if isinstance(plan, Plan) else load_plan(plan)), None
+    except InputError as error:
+        return None, str(error)
+
+
+def prepare(request: Request, plan: Plan | str | Path, world: World) -> Prepared:
+    """Makes the job and checks everything; every rank calls it and comes to the same verdict.
+
+    Raises:
+        InputError: what was asked for cannot be done; on all ranks alike.
+        CommunicationError: a rank died or missed the deadline.
+    """
+    loaded, problem = read_plan(plan)
+    job, layout = _agreed(world, "making the job", lambda: _make(request))
+    if loaded is not None:
+        problem = find_misfit(job.model, loaded, world.ranks)
+    digest = "" if loaded is None else loaded.digest()
+    agree(world, Credentials(__version__, torch.__version__, digest, model_fingerprint(job.model), problem=problem))
+    assert loaded is not None
+    assert loaded.local_async is not None
+    trial = _agreed(world, "trying a minibatch", lambda: _try_minibatch(job, world.rank, request.seed))
+    timeout_s = _weigh(request, loaded.local_async, trial, world)
+    return Prepared(request, loaded, loaded.local_async, job, layout, timeout_s)
+
+
+T = TypeVar("T")
+
+
+def _agreed(world: World, what: str, make: Callable[[], T]) -> T:
+    """What `make` makes on this rank, once all ranks have made theirs.
+
+    Raises:
+        InputError: it raised on some rank; on all alike.
+    """
+    value, problem = None, None
+    try:
+        value = make()
+    except PlannerError as error:
+        problem = str(error)
+    except Exception as error:
+        problem = f"the job raised {type(error).__name__}: {error}"
+    problems: list[str | None] = world.gather(problem, what)
+    raised = [(rank, text) for rank, text in enumerate(problems) if text is not None]
+    if raised:
+        same = len(raised) == world.ranks and len({text for _, text in raised}) == 1
+        raise InputError(raised[0][1] if same else "\n".join(f"rank {rank}: {text}" for rank, text in raised))
+    assert value is not None
+    return value
+
+
+def _make(request: Request) -> tuple[LocalJob, Layout]:
+    """The job, and where its model's tensors will lie."""
+    problem = check_request(request)
+    if problem is not None:
+        raise InputError(problem)
+    job = made(request.make)
+    if len({parameter.device for parameter in job.model.parameters()}) > 1:
+        raise InputError("the model's parameters are on several devices; expected one device per rank")
+    optimizer = job.optimizer(p for p in job.model.parameters() if p.requires_grad)
+    if isinstance(optimizer, DECIDE_BY_LOSS):
+        raise InputError(
+            f"the optimizer is {type(optimizer).__name__}, which computes several gradients in each step; expected one "
+            f"that takes a step for each gradient, such as torch.optim.SGD"
+        )
+    return job, Layout.of(job.model)
+
+
+def check_request(request: Request) -> str | None:
+    """What of the arguments is wrong, or None."""
+    if isinstance(request.steps, bool) or not isinstance(request.steps, int) or request.steps < 1:
+        return f"steps: found {request.steps!r}, expected a number of minibatches, at least 1; correct it"
+    if request.on_lost not in ON_LOST:
+        return f"on_lost: found {request.on_lost!r}, expected {' or '.join(ON_LOST)}; correct it"
+    return check_start_method(request.start_method)
+
+
+def made(make: Callable[[], LocalJob]) -> LocalJob:
+    """The job. Raises InputError where it is none."""
+    job: object = make()
+    if not isinstance(job, LocalJob):
+        raise InputError(f"the job's function returned {type(job).__name__}, expected a runtime.local_async.LocalJob")
+    return job
+
+
+def _try_minibatch(job: LocalJob, rank: int, seed: int) -> _Trial:
+    """One forward and backward in this process, after which the model is as it was."""
+    with preserved(job.model):
+        batch = Batches(job, rank, Part(seed=seed)).get(0)
+        start = time.perf_counter()
+        job.loss(job.model, batch).backward()
+        _synchronize(job.model)
+        step_s = time.perf_counter() - start
+        return _Trial(step_s, _private_bytes())
+
+
+def _synchronize(model: nn.Module) -> None:
+    device = next(model.parameters()).device
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _private_bytes() -> int | None:
+    """Memory of this process that is not shared with others, where the system tells."""
+    try:
+        for line in Path("/proc/self/status").read_text(encoding="ascii").splitlines():
+            if line.startswith("RssAnon:"):
+                return int(line.split()[1]) * 1024
+    except (OSError, ValueError):
+        pass
+    return None
+
+
+def _weigh(request: Request, spec: LocalAsyncSpec, trial: _Trial, world: World) -> float:
+    """The deadline for all, once there is memory for all updaters."""
+    processes = 0 if spec.synchronous else spec.updaters
+    free = available_bytes()
+    asked = (request.steps, request.seed)
+    need = _Need(node_name(), processes, trial.private_bytes, free, trial.step_s, asked)
+    everyone: list[_Need] = world.gather(need, "comparing what updaters need")
+    if len({one.asked for one in everyone}) > 1:
+        found = ", ".join(f"rank {rank}: {one.asked}" for rank, one in enumerate(everyone))
+        raise InputError(f"ranks were asked for different (steps, seed): {found}; give every rank the same")
+    for node in dict.fromkeys(one.node for one in everyone):
+        _check_memory([one for one in everyone if one.node == node])
+    if request.timeout_s is not None:
+        return request.timeout_s
+    between = max(spec.average_every, spec.then_every, spec.updaters)
+    return bounded_timeout_s(STEPS_PER_DEADLINE * between * max(one.step_s for one in everyone))
+
+
+def _check_memory(needs: list[_Need]) -> None:
+    """Of the ranks of one node. Raises InputError where updaters do not fit into what is left."""
+    each = max((one.bytes_each or 0 for one in needs), default=0)
+    wanted = sum(one.updaters * (one.bytes_each or 0) for one in needs)
+    free = min(one.available_bytes for one in needs)
+    if wanted <= free:
+        return
+    fit = free // (each * len(needs))
+    raise InputError(
+        f"updaters: found {needs[0].updaters} on each of {len(needs)} ranks of this machine, which take about "
+        f"{each / 2**20:.0f} MiB each, {wanted / 2**20:.0f} MiB in all, and it has {free / 2**20:.0f} MiB left; "
+        f"expected at most {fit}: plan for fewer updaters (`planner optimize` again), or use a machine with more memory"
+    )

@@ -1,0 +1,138 @@
+"""What a rank says of a run with local updaters."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from runtime.timeline import Span
+
+KEPT = 4096
+"""Minibatches of each updater, and averagings, whose times are kept."""
+STALEST = 256
+"""The staleness histogram's last entry counts so much and more."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Averaging:
+    """One averaging of models, as seen by one rank; times by the machine's monotonic clock, in seconds."""
+
+    start_s: float
+    """The snapshot begins."""
+    sent_s: float
+    """It is taken, and on its way."""
+    end_s: float
+    """The difference is added."""
+    updates: int
+    """Of this rank since the averaging before."""
+    distance: float
+    """‖average − snapshot‖ / ‖average‖: how far this rank was from the mean of all."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class UpdaterReport:
+    """What one updater did."""
+
+    updater: int
+    minibatches: int
+    partial: int = 0
+    """How many of them were for its block alone."""
+    samples: int = 0
+    seconds: float = 0.0
+    """From the start of its first minibatch to the end of its last; 0 where that is not known."""
+    peak_bytes: int = 0
+    """Largest resident memory of its process; 0 where it is not known."""
+    lost: str | None = None
+    """Why it ended before its time, where it did."""
+
+    @property
+    def minibatches_per_s(self) -> float:
+        return self.minibatches / self.seconds if self.seconds > 0.0 else 0.0
+
+    @property
+    def samples_per_s(self) -> float:
+        return self.samples / self.seconds if self.seconds > 0.0 else 0.0
+
+    def __str__(self) -> str:
+        text = f"updater {self.updater}: {self.minibatches} minibatches"
+        if self.partial:
+            text += f" ({self.partial} of its block)"
+        if self.seconds > 0.0:
+            text += f", {self.minibatches_per_s:.1f} minibatches/s, {self.samples_per_s:.1f} samples/s"
+        return text + (f"; {self.lost}" if self.lost else "")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LocalReport:
+    """A run with local updaters, by one rank."""
+
+    rank: int
+    ranks: int
+    steps: int
+    """Minibatches that the rank was to do."""
+    minibatches: int
+    """Updates that were done; fewer than `steps` where updaters were lost or the run was stopped."""
+    seconds: float
+    """From the start of the first minibatch to the end of the last."""
+    updaters: tuple[UpdaterReport, ...]
+    staleness: tuple[int, ...] = ()
+    """Entry i: minibatches with i updates of other updaters between their snapshot and their own update."""
+    rounds: int = 0
+    """Averagings over ranks."""
+    averagings: tuple[Averaging, ...] = ()
+    """The last of them."""
+    spans: tuple[Span, ...] = field(default=(), repr=False)
+    """The last minibatches and averagings: resources `updater 0`, … and `network`; microseconds of the machine's
+    monotonic clock, by which ranks of one machine can be laid side by side."""
+    notes: tuple[str, ...] = ()
+
+    @property
+    def samples(self) -> int:
+        return sum(updater.samples for updater in self.updaters)
+
+    @property
+    def samples_per_s(self) -> float:
+        """Of this rank."""
+        return self.samples / self.seconds if self.seconds > 0.0 else 0.0
+
+    @property
+    def minibatches_per_s(self) -> float:
+        """Of this rank."""
+        return self.minibatches / self.seconds if self.seconds > 0.0 else 0.0
+
+    @property
+    def mean_staleness(self) -> float:
+        done = sum(self.staleness)
+        return sum(index * count for index, count in enumerate(self.staleness)) / done if done else 0.0
+
+    def __str__(self) -> str:
+        lines = [
+            f"rank {self.rank} of {self.ranks}: {self.minibatches} of {self.steps} minibatches in {self.seconds:.2f} s"
+            f", {self.minibatches_per_s:.1f} minibatches/s, {self.samples_per_s:.1f} samples/s"
+        ]
+        lines += [f"  {updater}" for updater in self.updaters]
+        if len(self.updaters) > 1:
+            lines.append(f"  staleness (updates between snapshot and update): {_histogram(self.staleness)}")
+        if self.averagings:
+            lines.append(f"  {self.rounds} averagings, {_averagings(self.averagings)}")
+        return "\n".join([*lines, *(f"  {note}" for note in self.notes)])
+
+
+def _histogram(counts: Sequence[int]) -> str:
+    total = sum(counts)
+    shown = [f"{index}: {count / total:.0%}" for index, count in enumerate(counts) if count * 100 >= total]
+    return ", ".join(shown[:12]) + (", …" if len(shown) > 12 else "")
+
+
+def _averagings(averagings: Sequence[Averaging]) -> str:
+    took_ms = statistics.median(one.end_s - one.start_s for one in averagings) * 1e3
+    distances = [one.distance for one in averagings]
+    return (
+        f"of the last {len(averagings)}: median {took_ms:.2f} ms, every {_mean_updates(averagings):.1f} updates, "
+        f"distance from the mean of all {statistics.fmean(distances):.2e} on average, {max(distances):.2e} at most"
+    )
+
+
+def _mean_updates(averagings: Sequence[Averaging]) -> float:
+    return statistics.fmean(one.updates for one in averagings)

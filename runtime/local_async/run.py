@@ -1,0 +1,239 @@
+"""`run_local_async`: trains a job by LAP-SGD, LPP-SGD, local SGD, post-local SGD or plain minibatch SGD."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch.distributed as dist
+from torch import nn
+
+from runtime.errors import CommunicationError, EnvironmentFailure, InputError
+from runtime.local_async.averaging import DONE, FAILED, RUNNING, STOPPING, Averager, every
+from runtime.local_async.job import LocalJob
+from runtime.local_async.mps import mps_note
+from runtime.local_async.outcome import run_report
+from runtime.local_async.preparing import Prepared, Request, prepare, read_plan
+from runtime.local_async.report import LocalReport
+from runtime.local_async.shared import SharedModel, make_memory
+from runtime.local_async.synchronous import train_by_session, train_locally
+from runtime.local_async.updater import Result
+from runtime.local_async.updaters import LONGEST_WATCH_S, Orders, Updaters
+from runtime.plan import Plan
+from runtime.world import World
+
+START_TIMEOUT_S = 300.0
+"""Deadline of each wait before a minibatch was measured, and for updaters to import torch and make their job."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LocalRun:
+    """What came out of a run, on one rank."""
+
+    model: nn.Module
+    """Trained: the same on every rank."""
+    report: LocalReport
+    numbers: tuple[int, ...]
+    """Of this rank's minibatches, in order; those of lost updaters are missing."""
+    losses: tuple[float, ...]
+    """Theirs, in the same order."""
+    ends_s: tuple[float, ...]
+    """When each update of this rank was done, in order, by the machine's monotonic clock."""
+
+
+def run_local_async(
+    job: Callable[[], LocalJob],
+    plan: Plan | str | Path,
+    steps: int,
+    process_group: dist.ProcessGroup | None = None,
+    *,
+    seed: int = 0,
+    timeout_s: float | None = None,
+    start_method: str = "spawn",
+    on_lost: str = "continue",
+) -> LocalRun:
+    """Trains a job as the plan's `local_async` says; every rank calls it.
+
+    With updaters: each rank starts `updaters` processes, which share its model without locks, while this process
+    averages the models of all ranks (Algorithm 1). With `synchronous`: local SGD in this process. Without
+    `local_async`: minibatch SGD by the plan's buckets in this process.
+
+    Args:
+        job: makes the task; called once in this process and once in every updater, so it has to be importable by name:
+            a module's function, or functools.partial of one.
+        plan: a plan, or the path of plan.json; the same on every rank.
+        steps: minibatches of this rank, over all of its updaters.
+        process_group: the ranks that train together; default: all of torch.distributed, or this process alone.
+        seed: of the partition of data and its order, where the job has a `loader`.
+        timeout_s: deadline of every wait for other ranks; an updater that makes no update for half of it is taken for
+            hung. Default: 20 times what the minibatches between two averagings (at least one of each updater) take one
+            after the other, at least 30 s.
+        start_method: of updaters: `spawn`, or `forkserver`.
+        on_lost: when an updater was killed or hung, let the others `continue` and do what is left, or `stop` all ranks
+            after the minibatches that have begun.
+
+    Returns:
+        The trained model, the same on all ranks, and what this rank saw.
+
+    Raises:
+        InputError: what was asked for cannot be done: on all ranks alike, before an updater is started.
+        EnvironmentFailure: an updater raised, all of a rank were lost, or a rank died or missed the deadline.
+    """
+    request = Request(job, steps, seed, timeout_s, start_method, on_lost)
+    loaded, _ = read_plan(plan)
+    if loaded is not None and loaded.local_async is None:
+        return _as_run(*train_by_session(request, loaded, process_group))
+    world = World.join(process_group, max(START_TIMEOUT_S, timeout_s or 0.0))
+    try:
+        prepared = prepare(request, plan, world)
+        world.broadcast([*prepared.job.model.parameters(), *prepared.job.model.buffers()])
+        if prepared.spec.synchronous:
+            trained = _on_deadline(prepared, process_group, train_locally)
+        else:
+            trained = _with_updaters(prepared, world, process_group)
+    except BaseException:
+        world.leave()
+        raise
+    world.leave()
+    return _as_run(*trained)
+
+
+Trained = tuple[nn.Module, LocalReport, list[Result]]
+
+
+def _as_run(model: nn.Module, report: LocalReport, results: list[Result]) -> LocalRun:
+    numbered = sorted(pair for one in results for pair in zip(one.numbers, one.losses, strict=True))
+    return LocalRun(
+        model=model,
+        report=report,
+        numbers=tuple(number for number, _ in numbered),
+        losses=tuple(loss for _, loss in numbered),
+        ends_s=tuple(sorted(end_s for one in results for end_s in one.ends_s)),
+    )
+
+
+def _on_deadline(
+    prepared: Prepared, group: dist.ProcessGroup | None, train: Callable[[Prepared, World], Trained]
+) -> Trained:
+    """Trains on a group with the run's deadline; every rank calls it."""
+    world = World.join(group, prepared.timeout_s)
+    trained = train(prepared, world)  # after an error a message may be on its way, and leaving would wait for it
+    world.leave()
+    return trained
+
+
+def _with_updaters(prepared: Prepared, starting: World, group: dist.ProcessGroup | None) -> Trained:
+    """Starts updaters, lets them train, and ends them whatever happens."""
+    request, model = prepared.request, prepared.job.model
+    handle, memory = make_memory(model, prepared.layout)
+    shared = SharedModel(model, prepared.layout, memory)
+    updaters = Updaters(
+        Orders(
+            make=request.make,
+            memory=handle,
+            layout=prepared.layout,
+            spec=prepared.spec,
+            steps=request.steps,
+            rank=starting.rank,
+            ranks=starting.ranks,
+            seed=request.seed,
+            start_method=request.start_method,
+        )
+    )
+    try:
+        _start(updaters, starting)
+        return _on_deadline(prepared, group, lambda _, world: _Rank(prepared, shared, updaters, world).train())
+    finally:
+        updaters.end()
+        shared.release()
+
+
+def _start(updaters: Updaters, world: World) -> None:
+    """Returns when the updaters of all ranks are ready. Raises on all ranks where those of one are not."""
+    error: Exception | None = None
+    try:
+        updaters.start()
+        problem = updaters.await_ready(START_TIMEOUT_S)
+    except (InputError, OSError) as raised:
+        error = raised if isinstance(raised, InputError) else None
+        problem = str(raised) if error else f"updaters cannot be started: {raised}; use fewer, or allow more processes"
+    found: list[str | None] = world.gather(problem, "starting updaters")
+    if problem is not None:
+        raise error or updaters.error or EnvironmentFailure(f"rank {world.rank}: {problem}")
+    other = next((rank for rank, theirs in enumerate(found) if theirs is not None), None)
+    if other is not None:
+        raise CommunicationError(f"rank {world.rank}: the updaters of rank {other} did not start: {found[other]}")
+
+
+class _Rank:
+    """One rank of a run: what its parent process does while updaters train."""
+
+    def __init__(self, prepared: Prepared, shared: SharedModel, updaters: Updaters, world: World) -> None:
+        self._prepared, self._shared, self._updaters, self._world = prepared, shared, updaters, world
+        self._steps, self._spec = prepared.request.steps, prepared.spec
+        self._averager = Averager(world, shared.flats) if world.ranks > 1 else None
+        self._averaged = 0
+        """Updates of this rank at its last averaging."""
+
+    def train(self) -> Trained:
+        """Returns when all ranks' updaters have ended and all ranks have the same model."""
+        updaters = self._updaters
+        updaters.go(self._prepared.timeout_s / 2)  # well before other ranks give this one up
+        over = False
+        while not over:
+            updaters.watch(LONGEST_WATCH_S)
+            if self._status == STOPPING:
+                updaters.stop()
+            if self._averager is not None:
+                over = self._due and self._average(self._averager)
+            elif self._status in (DONE, FAILED):
+                over = True
+                self._raise_own()
+        self._world.broadcast(self._shared.kept)
+        return self._shared.model, self._report(), updaters.results
+
+    @property
+    def _status(self) -> int:
+        """What this rank says of itself."""
+        updaters, lost = self._updaters, self._updaters.lost
+        if updaters.error is not None or (updaters.over and len(lost) == self._spec.updaters):
+            return FAILED
+        if updaters.over:
+            return DONE
+        return STOPPING if lost and self._prepared.request.on_lost == "stop" else RUNNING
+
+    @property
+    def _due(self) -> bool:
+        """Whether this rank is to take part in an averaging now."""
+        done = self._updaters.done - self._averaged
+        return self._status != RUNNING or done >= every(self._spec, self._updaters.begun, self._steps)
+
+    def _average(self, averager: Averager) -> bool:
+        """One averaging; whether it was the last."""
+        status, done = self._status, self._updaters.done
+        statuses = averager.average(status, done - self._averaged, lambda s: self._updaters.watch(s, bell=False))
+        self._averaged = done
+        if status == FAILED:
+            self._raise_own()
+        if FAILED in statuses:
+            raise CommunicationError(
+                f"rank {self._world.rank}: the updaters of rank {statuses.index(FAILED)} failed (found out at "
+                f"averaging {averager.rounds - 1}); look at its error"
+            )
+        if STOPPING in statuses:
+            self._updaters.stop()
+        return all(one == DONE for one in statuses)
+
+    def _raise_own(self) -> None:
+        """Raises where this rank cannot go on."""
+        if self._updaters.error is not None:
+            raise self._updaters.error
+        if self._status == FAILED:
+            told = "; ".join(f"updater {number} {why}" for number, why in self._updaters.lost.items())
+            raise EnvironmentFailure(f"rank {self._world.rank}: no updater is left: {told}")
+
+    def _report(self) -> LocalReport:
+        return run_report(
+            self._updaters, self._averager, self._world, notes=mps_note(self._shared.model, self._spec.updaters)
+        )

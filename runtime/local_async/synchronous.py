@@ -1,0 +1,115 @@
+"""What Algorithm 1 is compared with, in the rank's own process: minibatch SGD, local SGD and post-local SGD."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import torch.distributed as dist
+from torch import nn
+
+from runtime.attaching import attach
+from runtime.errors import InputError
+from runtime.local_async.averaging import DONE, RUNNING, Averager, every
+from runtime.local_async.job import Batches, LocalJob, Part, samples_of
+from runtime.local_async.outcome import make_report
+from runtime.local_async.preparing import Prepared, Request, check_request, made
+from runtime.local_async.report import LocalReport, UpdaterReport
+from runtime.local_async.shared import SharedModel, make_memory
+from runtime.local_async.updater import Result, Times
+from runtime.plan import Plan
+from runtime.world import World
+
+
+class Loop:
+    """One process that trains step by step, and notes what an updater notes."""
+
+    def __init__(self, job: LocalJob, rank: int, ranks: int, seed: int) -> None:
+        self.job = job
+        self.optimizer = job.optimizer(p for p in job.model.parameters() if p.requires_grad)
+        self.result = Result(updater=0)
+        self._schedule = None if job.schedule is None else job.schedule(self.optimizer)
+        self._batches = Batches(job, rank, Part(rank, ranks, seed))
+        self._samples = 0
+
+    def run(self, steps: int, after: Callable[[int], None] = lambda number: None) -> None:
+        """So many steps; `after` is called with the number of each."""
+        self.result.start_s = time.perf_counter()
+        for number in range(steps):
+            self._step(number, after)
+
+    def _step(self, number: int, after: Callable[[int], None]) -> None:
+        start_s = time.perf_counter()
+        batch = self._batches.get(number)
+        batch_s = time.perf_counter()
+        self.optimizer.zero_grad()
+        loss = self.job.loss(self.job.model, batch)
+        loss.backward()
+        self.result.losses.append(float(loss.detach()))
+        gradient_s = time.perf_counter()
+        self.optimizer.step()
+        if self._schedule is not None:
+            self._schedule.step()
+        after(number)
+        end_s = time.perf_counter()
+        self.result.numbers.append(number)
+        self.result.ends_s.append(end_s)
+        self.result.staleness[0] += 1
+        self.result.times.append(Times(number, start_s, batch_s, gradient_s, end_s, partial=False))
+        self._samples += samples_of(batch)
+
+    def report(self, world: World, averager: Averager | None) -> LocalReport:
+        """Of the run."""
+        done = len(self.result.numbers)
+        seconds = self.result.ends_s[-1] - self.result.start_s
+        mine = UpdaterReport(updater=0, minibatches=done, samples=self._samples, seconds=seconds)
+        return make_report(world, done, done, [mine], [self.result], averager)
+
+
+def train_by_session(
+    request: Request, plan: Plan, group: dist.ProcessGroup | None
+) -> tuple[nn.Module, LocalReport, list[Result]]:
+    """Minibatch SGD: gradients are averaged in every step, by the plan's buckets.
+
+    Raises:
+        InputError, EnvironmentFailure: see `runtime.attach`.
+    """
+    problem = check_request(request)
+    if problem is not None:
+        raise InputError(problem)
+    job = made(request.make)
+    place = World.over(group)
+    loop = Loop(job, place.rank, place.ranks, request.seed)
+    session = attach(job.model, loop.optimizer, plan, group, timeout_s=request.timeout_s)
+    try:
+        loop.run(request.steps)
+    finally:
+        session.detach()
+    place.broadcast(job.model.buffers())  # they follow rank 0 before each forward, and have changed in the last one
+    return job.model, loop.report(place, None), [loop.result]
+
+
+def train_locally(prepared: Prepared, world: World) -> tuple[nn.Module, LocalReport, list[Result]]:
+    """Local SGD: each rank trains alone, and waits for the average of all models after every K-th step."""
+    request, job = prepared.request, prepared.job
+    _, memory = make_memory(job.model, prepared.layout)
+    shared = SharedModel(job.model, prepared.layout, memory)
+    loop = Loop(job, world.rank, world.ranks, request.seed)
+    averager = Averager(world, shared.flats) if world.ranks > 1 else None
+    averaged = 0
+
+    def after(number: int) -> None:
+        nonlocal averaged
+        shared.follow_buffers()
+        last = number + 1 == request.steps
+        since = number + 1 - averaged
+        if averager is not None and (last or since >= every(prepared.spec, number, request.steps)):
+            averager.average(DONE if last else RUNNING, since, time.sleep, alone=True)
+            averaged = number + 1
+
+    try:
+        loop.run(request.steps, after)
+        world.broadcast(shared.kept)
+        return job.model, loop.report(world, averager), [loop.result]
+    finally:
+        shared.release()

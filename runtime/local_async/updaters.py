@@ -1,0 +1,285 @@
+"""The updaters of one rank, as their parent sees them: started, watched, and ended whatever happens."""
+
+from __future__ import annotations
+
+import multiprocessing
+import signal
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from multiprocessing.connection import wait as wait_for_any
+from pickle import PicklingError
+from typing import Any
+
+import torch
+
+from runtime.errors import EnvironmentFailure, InputError, LostUpdaterWarning, PlannerError
+from runtime.local_async.job import LocalJob
+from runtime.local_async.memory import AtomicCounter, Doorbell, SharedMemory
+from runtime.local_async.shared import Layout
+from runtime.local_async.updater import BEGUN, COUNTS, DONE, GO, READY, Failure, Result, Shared, Task, main
+from runtime.plan import LocalAsyncSpec
+from runtime.processes import on_signal
+
+START_METHODS = ("spawn", "forkserver")
+"""How updaters may be started. Not by fork: a forked process has none of its parent's threads, but the locks that they
+held, and CUDA does not work in it."""
+PRELOADED = ["runtime.local_async.updater", "torch._dynamo"]
+"""What a fork server imports once for all updaters; torch imports the second with the first optimizer."""
+LONGEST_WATCH_S = 0.2
+"""How long a change may go unnoticed of which no event tells: an updater that hangs."""
+LONGEST_AWAY_S = 1.0
+"""A parent that has not looked after its updaters for so long cannot tell whether they hang."""
+ENDING_S = 10.0
+"""How long an updater that has done its work may take to leave."""
+ITEM_BYTES = 8
+
+
+def check_start_method(method: str) -> str | None:
+    """Why updaters cannot be started so, or None."""
+    here = [name for name in START_METHODS if name in multiprocessing.get_all_start_methods()]
+    if method in here:
+        return None
+    why = ""
+    if method == "fork":
+        why = " (a forked process has none of its parent's threads, but the locks that they held"
+        why += ", and CUDA, which is initialized here, does not work in it)" if torch.cuda.is_initialized() else ")"
+    return f"start_method: found {method!r}{why}, expected {' or '.join(here)}; leave it out"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Orders:
+    """What all updaters of a rank are told."""
+
+    make: Callable[[], LocalJob]
+    memory: Any
+    layout: Layout
+    spec: LocalAsyncSpec
+    steps: int
+    rank: int = 0
+    ranks: int = 1
+    seed: int = 0
+    start_method: str = "spawn"
+
+
+@dataclass(eq=False)
+class _Updater:
+    """The parent's view of one."""
+
+    number: int
+    process: Any
+    connection: Connection
+    row: Any
+    ready: bool = False
+    result: Result | None = None
+    lost: str | None = None
+    moved_s: float = 0.0
+    """When its counts were last seen to change."""
+    last: tuple[int, int] = (0, 0)
+    why: str = field(default="")
+    """Why the parent killed it, where it did."""
+
+    @property
+    def over(self) -> bool:
+        return self.result is not None or self.lost is not None
+
+
+class Updaters:
+    """All of one rank's. `end` has to be called, whatever happens."""
+
+    def __init__(self, orders: Orders) -> None:
+        self.orders = orders
+        count = orders.spec.updaters
+        counts = SharedMemory(size_bytes=count * COUNTS * ITEM_BYTES)
+        self.shared = Shared(begun=AtomicCounter(), done=AtomicCounter(), doorbell=Doorbell(), counts=counts)
+        self.error: PlannerError | None = None
+        """What an updater raised, if any."""
+        self.stall_limit_s = float("inf")
+        """An updater that makes no update for so long is taken for hung, and killed."""
+        self._looked_s = 0.0
+        """When it was last looked whether one hangs."""
+        self._all: list[_Updater] = []
+
+    def start(self) -> None:
+        """Starts the processes.
+
+        Raises:
+            InputError: the job's function cannot be sent to another process.
+        """
+        context: Any = multiprocessing.get_context(self.orders.start_method)
+        if self.orders.start_method == "forkserver":
+            context.set_forkserver_preload(PRELOADED)
+        # Inherited: Ctrl-C is for the parent, also before the updaters can say so themselves.
+        with on_signal(signal.SIGINT, signal.SIG_IGN):
+            for number in range(self.orders.spec.updaters):
+                self._all.append(self._start(context, number))
+
+    def _start(self, context: Any, number: int) -> _Updater:
+        mine, theirs = context.Pipe()
+        process = context.Process(target=main, args=(self._task(number), theirs), name=f"updater {number}")
+        try:
+            process.start()
+        except (PicklingError, AttributeError, TypeError, ImportError) as error:
+            raise InputError(
+                f"the job cannot be sent to updaters, which are processes of their own ({type(error).__name__}: {error}"
+                f"); expected a function of a module, or functools.partial of one with arguments that can be pickled"
+            ) from error
+        finally:
+            theirs.close()
+        return _Updater(number, process, mine, self.shared.row(number))
+
+    def _task(self, number: int) -> Task:
+        orders, spec = self.orders, self.orders.spec
+        block = None if spec.blocks is None else spec.blocks[number % len(spec.blocks)]
+        return Task(
+            make=orders.make, memory=orders.memory, layout=orders.layout, shared=self.shared, steps=orders.steps,
+            rank=orders.rank, ranks=orders.ranks, updater=number, updaters=spec.updaters, block=block,
+            full_steps=spec.full_fraction * orders.steps, seed=orders.seed,
+            threads=max(1, torch.get_num_threads() // spec.updaters),
+        )  # fmt: skip
+
+    def await_ready(self, timeout_s: float) -> str | None:
+        """Returns when all updaters have made their job; what went wrong, or None."""
+        until = time.monotonic() + timeout_s
+        while waiting := [one for one in self._all if not one.ready and not one.over]:
+            self._hear(waiting, until - time.monotonic())
+            if time.monotonic() > until:
+                return f"updater {waiting[0].number} was not ready within {timeout_s:g} s"
+            if self.error is not None:
+                return str(self.error)
+        dead = next((one for one in self._all if one.lost is not None), None)
+        return None if dead is None else f"updater {dead.number} {dead.lost} before it had begun"
+
+    def go(self, stall_limit_s: float) -> None:
+        """Tells all updaters to begin."""
+        self.stall_limit_s = stall_limit_s
+        self._looked_s = time.monotonic()
+        for one in self._all:
+            one.moved_s = time.monotonic()
+            with suppress(OSError):  # it has died since; `watch` finds out
+                one.connection.send(GO)
+
+    def watch(self, timeout_s: float, *, bell: bool = True) -> None:
+        """Returns when something has happened, or after `timeout_s`; what has happened is in the properties."""
+        running = [one for one in self._all if not one.over]
+        self._hear(running, min(timeout_s, LONGEST_WATCH_S), bell=bell)
+        self._kill_hung(running)
+
+    def _hear(self, running: Sequence[_Updater], timeout_s: float, *, bell: bool = False) -> None:
+        waited: list[Any] = [self.shared.doorbell] if bell else []
+        for one in running:
+            waited += [one.connection, one.process.sentinel]
+        happened = wait_for_any(waited, max(0.0, timeout_s))
+        if bell:
+            self.shared.doorbell.silence()
+        for one in running:
+            if one.connection in happened or one.process.sentinel in happened:
+                self._listen(one)
+
+    def _listen(self, one: _Updater) -> None:
+        """Takes what an updater says; without a word it is dead."""
+        gone = not one.process.is_alive()  # before looking for words: what was said before is there then
+        try:
+            word = one.connection.recv() if one.connection.poll() else None
+        except (EOFError, OSError):
+            word, gone = None, True
+            one.process.join()
+        if word == READY:
+            one.ready = True
+        elif isinstance(word, Result):
+            one.result = word
+        elif isinstance(word, Failure):
+            one.lost = "raised"
+            self.error = self.error or self._as_error(one, word)
+        elif gone:
+            one.lost = self._fate(one)
+            self._tell_loss(one)
+
+    def _as_error(self, one: _Updater, failure: Failure) -> PlannerError:
+        where = f"rank {self.orders.rank}, updater {one.number}"
+        error = failure.error or EnvironmentFailure(f"{where} raised {failure.text}")
+        error.add_note(failure.trace)
+        return error
+
+    def _fate(self, one: _Updater) -> str:
+        code = one.process.exitcode
+        if one.why:
+            return one.why
+        if code is not None and code < 0:
+            name = signal.Signals(-code).name
+            short = " (as the kernel does where memory is short)" if name == "SIGKILL" else ""
+            return f"was killed by {name}{short}"
+        return f"ended without a word (exit code {code})"
+
+    def _tell_loss(self, one: _Updater) -> None:
+        if not one.ready:
+            return  # the run has not begun, and will not
+        others = sum(not other.over for other in self._all)
+        rest = f"the other {others} go on" if others > 1 else "the other one goes on" if others else "no other is left"
+        warnings.warn(
+            f"rank {self.orders.rank}: updater {one.number} {one.lost} after {int(one.row[DONE])} updates; its "
+            f"momentum and the minibatch that it had begun are lost, {rest}",
+            LostUpdaterWarning,
+            stacklevel=2,
+        )
+
+    def _kill_hung(self, running: Sequence[_Updater]) -> None:
+        now = time.monotonic()
+        away_s, self._looked_s = now - self._looked_s, now
+        for one in running:
+            if away_s > LONGEST_AWAY_S:
+                one.moved_s += away_s  # this process was stopped (Ctrl-Z, a machine asleep), and they may have been too
+            counts = (int(one.row[BEGUN]), int(one.row[DONE]))
+            if counts != one.last:
+                one.last, one.moved_s = counts, now
+            elif now > one.moved_s + self.stall_limit_s and not one.over and not one.why:
+                one.why = f"hung (no update within {self.stall_limit_s:g} s) and was killed"
+                one.process.kill()
+
+    def stop(self) -> None:
+        """Lets updaters end after the minibatch that they have begun."""
+        self.shared.begun.exhaust()
+
+    @property
+    def begun(self) -> int:
+        """Minibatches that were given out."""
+        return min(self.shared.begun.value, self.orders.steps)
+
+    @property
+    def done(self) -> int:
+        """Updates in the shared model."""
+        return self.shared.done.value
+
+    @property
+    def over(self) -> bool:
+        """Whether no updater is running any more."""
+        return all(one.over for one in self._all)
+
+    @property
+    def results(self) -> list[Result]:
+        """Of those that ended in order."""
+        return [one.result for one in self._all if one.result is not None]
+
+    @property
+    def lost(self) -> dict[int, str]:
+        """Updater → why it ended before its time."""
+        return {one.number: one.lost for one in self._all if one.lost is not None}
+
+    def counts(self, number: int) -> list[int]:
+        """An updater's counts, also of one that was lost."""
+        return [int(value) for value in self._all[number].row]
+
+    def end(self) -> None:
+        """Kills what is still running, and lets go of everything."""
+        for one in self._all:
+            one.connection.close()
+            if one.result is None:
+                one.process.kill()
+        for one in self._all:
+            one.process.join(ENDING_S)
+            one.process.kill()
+            one.process.join()
+            one.process.close()

@@ -1,0 +1,212 @@
+"""The parts of local updaters, in one process: counters, shared tensors, parts of the data, when to average."""
+
+from __future__ import annotations
+
+import os
+from multiprocessing.connection import wait
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from runtime.errors import InputError
+from runtime.local_async.averaging import every
+from runtime.local_async.job import Batches, LocalJob, Part, PartSampler, samples_of
+from runtime.local_async.memory import AtomicCounter, Doorbell, SharedMemory
+from runtime.local_async.mps import mps_note, mps_runs
+from runtime.local_async.report import Averaging, LocalReport, UpdaterReport
+from runtime.local_async.shared import ALIGNMENT, Layout, SharedModel, Snapshots, make_memory
+from runtime.plan import LocalAsyncSpec
+
+TAKERS, TAKES = 4, 5000
+
+
+def test_a_counter_gives_each_number_to_one_process(tmp_path: Path) -> None:
+    counter = AtomicCounter()
+    children = []
+    for taker in range(TAKERS):
+        child = os.fork()
+        if not child:
+            taken = b"".join(counter.take().to_bytes(4, "little") for _ in range(TAKES))
+            (tmp_path / str(taker)).write_bytes(taken)
+            os._exit(0)
+        children.append(child)
+    for child in children:
+        os.waitpid(child, 0)
+    given = [(tmp_path / str(taker)).read_bytes() for taker in range(TAKERS)]
+    numbers = sorted(int.from_bytes(b[i : i + 4], "little") for b in given for i in range(0, len(b), 4))
+    assert numbers == list(range(TAKERS * TAKES))
+    assert counter.value == TAKERS * TAKES
+    counter.exhaust()
+    assert counter.take() > 10**12
+
+
+def test_a_doorbell_never_makes_its_ringer_wait() -> None:
+    bell = Doorbell()
+    assert wait([bell], 0.0) == []
+    for _ in range(100_000):
+        bell.ring()
+    assert wait([bell], 0.0) == [bell]
+    bell.silence()
+    assert wait([bell], 0.0) == []
+
+
+class Model(nn.Module):
+    """Two dtypes, strides of its own, a tied weight, a shared buffer, buffers of both kinds, something frozen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.conv = nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        self.norm = nn.BatchNorm2d(4)
+        self.one = nn.Linear(5, 5, bias=False)
+        self.other = nn.Linear(5, 5)
+        self.other.weight = self.one.weight
+        self.wide = nn.Parameter(torch.randn(3, dtype=torch.float64))
+        self.frozen = nn.Parameter(torch.randn(2), requires_grad=False)
+        self.nothing = nn.Parameter(torch.empty(0, 3))
+        self.register_buffer("seen", torch.zeros(2))
+        self.norm.register_buffer("again", self.seen)
+
+
+def shared_model() -> tuple[Model, SharedModel, dict[str, Tensor]]:
+    model = Model()
+    before = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
+    layout = Layout.of(model)
+    handle, memory = make_memory(model, layout)
+    assert isinstance(handle, SharedMemory)
+    return model, SharedModel(model, layout, memory), before
+
+
+def test_a_shared_model_keeps_values_strides_and_ties() -> None:
+    model, shared, before = shared_model()
+    base = shared.memory.data_ptr()
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(tensor, before[name]), name
+        assert tensor.stride() == before[name].stride(), name
+        if tensor.numel():
+            assert base <= tensor.data_ptr() < base + shared.layout.size_bytes, name
+            assert (tensor.data_ptr() - base) % ALIGNMENT == 0, name
+    assert model.other.weight is model.one.weight
+    assert model.norm.again is model.seen
+    assert {flat.dtype for flat in shared.layout.flats} == {torch.float32, torch.float64}
+    assert set(shared.parameters) == {n for n, p in model.named_parameters() if p.requires_grad}
+    assert sorted(str(kept.dtype) for kept in shared.kept) == ["torch.float32", "torch.int64"]
+
+
+def test_flats_hold_what_is_averaged_and_nothing_else() -> None:
+    model, shared, _ = shared_model()
+    with torch.no_grad():
+        for flat in shared.flats:
+            flat.fill_(3.0)
+    for name, tensor in model.state_dict().items():
+        averaged = name not in ("frozen", "norm.num_batches_tracked")
+        assert bool((tensor == 3.0).all()) == averaged or not tensor.numel(), name
+
+
+def test_a_snapshot_stays_while_others_change_the_model() -> None:
+    model, shared, before = shared_model()
+    snapshots = Snapshots(shared)
+    snapshots.take()
+    with torch.no_grad():
+        for flat in shared.flats:
+            flat.add_(1.0)
+        model.one.weight.mul_(2.0)  # what the updater does to its copy stays there
+    assert torch.equal(model.conv.weight, before["conv.weight"])
+    assert model.conv.weight.stride() == before["conv.weight"].stride()
+    model.wide.sum().backward()
+    snapshots.leave()
+    assert torch.equal(model.conv.weight, before["conv.weight"] + 1.0)
+    assert torch.equal(model.one.weight, before["one.weight"] + 1.0)
+    assert model.wide.grad is not None
+    shared.release()
+    assert torch.equal(model.one.weight, before["one.weight"] + 1.0)
+    assert model.norm.again is model.seen
+    with torch.no_grad():
+        for flat in shared.flats:
+            flat.zero_()
+    assert torch.equal(model.one.weight, before["one.weight"] + 1.0)
+
+
+def test_buffers_that_a_forward_replaces_are_shared_again() -> None:
+    model, shared, _ = shared_model()
+    place = model.norm.running_mean
+    assert place is not None
+    model.norm.running_mean = torch.full((4,), 9.0)
+    shared.follow_buffers()
+    assert model.norm.running_mean is place
+    assert torch.equal(place, torch.full((4,), 9.0))
+
+
+def test_layouts_of_other_models_are_told_apart() -> None:
+    layout = Layout.of(nn.Linear(3, 2))
+    assert layout.difference(Layout.of(nn.Linear(3, 2))) is None
+    assert "weight (float32 (2, 4), trained) in place of weight (float32 (2, 3), trained)" in str(
+        layout.difference(Layout.of(nn.Linear(4, 2)))
+    )
+    assert layout.difference(Layout.of(nn.Linear(3, 2, bias=False))) == "1 tensors in place of 2"
+
+
+def test_parts_of_the_data_share_nothing_and_leave_nothing_out() -> None:
+    samplers = [PartSampler(23, Part(index, 4, seed=3)) for index in range(4)]
+    parts = [list(sampler) for sampler in samplers]
+    assert sorted(number for part in parts for number in part) == list(range(23))
+    assert {len(part) for part in parts} == {5, 6} == {len(sampler) for sampler in samplers}
+    assert parts[0] == list(samplers[0])
+    samplers[0].set_epoch(1)
+    assert list(samplers[0]) != parts[0]
+    assert sorted(samplers[0]) == sorted(parts[0])
+    assert sorted(PartSampler(23, Part(0, 4, seed=4))) != sorted(parts[0])
+    with pytest.raises(InputError, match="found 3 samples for 4 updaters"):
+        PartSampler(3, Part(0, 4))
+
+
+def test_jobs_have_one_source_of_minibatches() -> None:
+    usual = {"model": nn.Linear(1, 1), "loss": lambda m, b: m(b).sum(), "optimizer": lambda p: torch.optim.SGD(p, 0.1)}
+    with pytest.raises(InputError, match="found neither of batch and loader"):
+        LocalJob(**usual)  # type: ignore[arg-type]
+    with pytest.raises(InputError, match="found both of batch and loader"):
+        LocalJob(**usual, batch=lambda n, r: None, loader=lambda p: [])  # type: ignore[arg-type]
+    once = LocalJob(**usual, loader=lambda part: iter([1, 2]))  # type: ignore[arg-type]
+    batches = Batches(once, 0, Part())
+    assert [batches.get(9), batches.get(9)] == [1, 2]
+    with pytest.raises(InputError, match="pass 1 of part 0 of 1 has no minibatch"):
+        batches.get(9)
+    assert samples_of({"x": [torch.tensor(1.0), torch.ones(7, 2)]}) == 7
+    assert samples_of("text") == 0
+
+
+def test_models_are_averaged_every_k_updates() -> None:
+    spec = LocalAsyncSpec(updaters=2, average_every=1, then_every=8, switch_fraction=0.5)
+    assert [every(spec, begun, 10) for begun in (0, 4, 5, 10)] == [1, 1, 8, 8]
+
+
+def test_mps_is_looked_for_where_processes_would_find_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_MPS_PIPE_DIRECTORY", str(tmp_path))
+    assert not mps_runs()
+    (tmp_path / "control").touch()
+    assert mps_runs()
+    assert mps_note(nn.Linear(1, 1), 4) == ()  # on a CPU nothing is said of it
+
+
+def test_a_report_in_words() -> None:
+    updaters = (
+        UpdaterReport(updater=0, minibatches=60, partial=20, samples=300, seconds=2.0),
+        UpdaterReport(updater=1, minibatches=39, samples=195, lost="was killed by SIGKILL"),
+    )
+    averaging = Averaging(start_s=1.0, sent_s=1.001, end_s=1.004, updates=3, distance=0.25)
+    report = LocalReport(
+        rank=1, ranks=2, steps=100, minibatches=99, seconds=3.0, updaters=updaters, staleness=(50, 49), rounds=7,
+        averagings=(averaging,), notes=("1 minibatches were not done",),
+    )  # fmt: skip
+    assert report.samples == 495
+    assert report.samples_per_s == 165.0
+    assert report.mean_staleness == pytest.approx(49 / 99)
+    text = str(report)
+    assert "rank 1 of 2: 99 of 100 minibatches in 3.00 s, 33.0 minibatches/s, 165.0 samples/s" in text
+    assert "updater 0: 60 minibatches (20 of its block), 30.0 minibatches/s, 150.0 samples/s" in text
+    assert "updater 1: 39 minibatches; was killed by SIGKILL" in text
+    assert "staleness (updates between snapshot and update): 0: 51%, 1: 49%" in text
+    assert "7 averagings, of the last 1: median 4.00 ms, every 3.0 updates" in text
+    assert "2.50e-01 at most" in text
