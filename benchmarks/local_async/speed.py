@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
+import numpy as np
 from torch import Tensor
 
 from benchmarks.local_async.jobs import spec
@@ -68,6 +69,10 @@ class Partial:
     gradients: int
     profiled_us: float
     measured_us: float
+    profiled_share: float
+    """Of a full backward."""
+    measured_share: float
+    """Likewise, of full ones that were timed by turns with it: what the machine did since the profile is in both."""
 
 
 @dataclass(frozen=True)
@@ -178,33 +183,47 @@ def _partials(model: str, problem: Problem, world: World) -> list[Partial]:
     """Each block's backward, on all ranks at once, as when they were profiled."""
     built = build(spec(model), "cpu")
     parameters = trainable_parameters(built.model)
-    gradients = [gradient.name for gradient in problem.profile.compute.gradients]
-    batch = built.batch(0)
-    found = []
+    names = [gradient.name for gradient in problem.profile.compute.gradients]
+    whole, blocks = range(problem.count), list(_blocks(problem))
+    turns: list[list[float]] = []
     with preserved(built.model):
-        for count in NUMBERS:
-            updaters = make_schedule(problem, f"lpp:{count}").updaters
-            assert updaters is not None
-            for index, block in enumerate(updaters.blocks):
-                tensors = [parameters[gradients[place]] for place in block]
-                world.gather(None, "beginning to time a block")
-                mine = _median_us(
-                    lambda: built.loss(built.model, batch), lambda loss, t=tensors: partial_backward(loss, t)
-                )  # type: ignore[misc]
-                everyone: list[float] = world.gather(mine, "comparing blocks")
-                profiled_us = Work.of(problem).partial_us(block)
-                found.append(Partial(count, index, len(block), profiled_us, statistics.median(everyone)))
-    return found
+        batch = built.batch(0)
+        for _ in range(1 + REPEATS):
+            world.gather(None, "beginning to time blocks")
+            order = [whole, *(block for _, _, block in blocks)]
+            tensors = [[parameters[names[at]] for at in block] for block in order]
+            turns.append([_backward_us(built.loss(built.model, batch), them) for them in tensors])
+    everyone: list[list[list[float]]] = world.gather(turns[1:], "comparing blocks")
+    times_us = np.array(everyone)  # (ranks, repeats, blocks + 1)
+    measured_us = np.median(times_us, axis=(0, 1))
+    shares = np.median(times_us / times_us[:, :, :1], axis=(0, 1))
+    work = Work.of(problem)
+    return [
+        Partial(
+            updaters=count,
+            block=index,
+            gradients=len(block),
+            profiled_us=work.partial_us(block),
+            measured_us=float(measured_us[at]),
+            profiled_share=work.partial_us(block) / work.backward.full_us,
+            measured_share=float(shares[at]),
+        )
+        for at, (count, index, block) in enumerate(blocks, 1)
+    ]
 
 
-def _median_us(loss: Callable[[], Tensor], block: Sequence[Tensor]) -> float:
-    times_us = []
-    for _ in range(REPEATS):
-        value = loss()
-        started = time.perf_counter()
-        partial_backward(value, block)
-        times_us.append((time.perf_counter() - started) * 1e6)
-    return statistics.median(times_us)
+def _blocks(problem: Problem) -> Iterator[tuple[int, int, range]]:
+    for count in NUMBERS:
+        updaters = make_schedule(problem, f"lpp:{count}").updaters
+        assert updaters is not None
+        for index, block in enumerate(updaters.blocks):
+            yield count, index, block
+
+
+def _backward_us(loss: Tensor, block: Sequence[Tensor]) -> float:
+    started = time.perf_counter()
+    partial_backward(loss, block)
+    return (time.perf_counter() - started) * 1e6
 
 
 def _beside(name: str, report: LocalReport) -> Beside:
@@ -278,14 +297,18 @@ def saving_lines(results: Sequence[Result]) -> Iterator[str]:
                 f"| {one.predicted:.3f} | {one.measured:.3f} | {one.kept:.0%} |"
             )
     yield ""
-    yield "| model | updaters | block | gradients | partial backward by the profile, ms | measured | error |"
-    yield "| --- " * 7 + "|"
+    yield (
+        "| model | updaters | block | gradients | partial backward by the profile, ms | measured | error "
+        "| of a full one by the profile | measured |"
+    )
+    yield "| --- " * 9 + "|"
     for result in results:
         for part in result.partials:
             error = part.profiled_us / part.measured_us - 1.0
             yield (
                 f"| {result.model} | {part.updaters} | {part.block} | {part.gradients} "
-                f"| {part.profiled_us / 1e3:.2f} | {part.measured_us / 1e3:.2f} | {error:+.1%} |"
+                f"| {part.profiled_us / 1e3:.2f} | {part.measured_us / 1e3:.2f} | {error:+.1%} "
+                f"| {part.profiled_share:.1%} | {part.measured_share:.1%} |"
             )
 
 
