@@ -257,7 +257,11 @@ def _step_misfit(plan: Plan) -> str | None:
     if not plan.sharded:
         return None
     where = "the plan's updates.step"
-    others = {"a delay": plan.delay, "local updaters": plan.local_async, "momentum correction": plan.momentum_correction}
+    others = {
+        "a delay": plan.delay,
+        "local updaters": plan.local_async,
+        "momentum correction": plan.momentum_correction,
+    }
     beside = next((name for name, other in others.items() if other is not None), None)
     if beside is not None:
         return (

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from runtime.collectives.phases import add_up, scatter
+from runtime.collectives.phases import add_up, all_to_all
 from runtime.compressors import make_compressor
 from runtime.compressors.dgc import warmup_density
 from runtime.compressors.sparse import SparseCompressor
@@ -53,7 +53,7 @@ class Rows:
 
     def phases(self, group: dist.ProcessGroup) -> Iterator[dist.Work]:
         """Sends and receives; see `Collective.run`."""
-        return scatter(self.received.view(-1), self.sent.view(-1), group)
+        return all_to_all(self.received.view(-1), self.sent.view(-1), group)
 
 
 def _rounded(size_bytes: int) -> int:

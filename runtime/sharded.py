@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from runtime.buckets import BucketBuffer, Kept, Message, Parcel, Slot, UsageFlags, view_of
 from runtime.collectives import collective_of, has_phases
 from runtime.collectives.delayed import PushPull
-from runtime.collectives.phases import add_up, gather, scatter
+from runtime.collectives.phases import add_up, all_to_all, gather
 from runtime.communicator import Communicator, NullCommunicator, make_communicator
 from runtime.exchange import Exchange
 from runtime.layout import make_plain_buckets
@@ -73,7 +73,7 @@ class OwnPart(Part):
     def phases(self, group: dist.ProcessGroup) -> Iterator[dist.Work]:
         """See `Collective.run`."""
         received = self._scratch.like(self.message.flat)
-        yield from scatter(received, self.message.flat, group)
+        yield from all_to_all(received, self.message.flat, group)
         add_up(list(received.view(self.ranks, self.share)), self.total)
 
 

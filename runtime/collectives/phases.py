@@ -97,7 +97,7 @@ def start(operations: list[dist.P2POp]) -> Works:
         yield from dist.batch_isend_irecv(operations)
 
 
-def scatter(received: Tensor, given: Tensor, group: dist.ProcessGroup) -> Works:
+def all_to_all(received: Tensor, given: Tensor, group: dist.ProcessGroup) -> Works:
     """Part r of `given` (1-D, ranks · n) goes to rank r; `received` (likewise) becomes what ranks gave this one."""
     # As bytes: backends know few dtypes.
     yield all_to_all_single(received.view(torch.uint8), given.view(torch.uint8), group=group, async_op=True)
