@@ -114,8 +114,8 @@ class Updaters:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Schedule:
-    """Buckets in launch order; `str` gives one line each, after those of delay, updaters, norms and a shared step, as there
-    are.
+    """Buckets in launch order; `str` gives one line each, after those of delay, updaters, norms and a shared step where
+    there are any.
 
     >>> str(Schedule(buckets=(Bucket(gradients=(0,)),), delay=4))
     'delay k=4\\n[0] all_reduce/library none'

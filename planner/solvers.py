@@ -115,9 +115,11 @@ def _solve_links(problem: Problem, schedule: Schedule, limit: float) -> Solved:
 
 
 def solve_strategy(problem: Problem, strategy: str, schedule: Schedule, limit: float = TIME_LIMIT) -> Solved | None:
-    """As `solve`, for a strategy by name; None where that follows a fixed rule or sends nothing."""
+    """As `solve`, for a strategy by name; None where that follows a fixed rule, sends nothing, or has
+    ranks share the step, for bounds are of all-reduces.
+    """
     if strategy == "optimal":
-        return solve(problem, schedule, limit)
+        return None if schedule.sharded else solve(problem, schedule, limit)
     arrays = phased_problem(problem) if strategy == ALGORITHM else None
     if arrays is None:
         return None
