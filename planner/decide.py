@@ -113,15 +113,14 @@ def name_of(document: Profile | Cluster | str | Path) -> str:
 
 def certify(problem: Problem, schedule: Schedule, solved: Solved | None = None) -> Certificate:
     """How far the schedule is from the best exact one under the cost model; the solver's bound counts where higher."""
-    method, end_us, exact, ties_exact = _optimum(problem)
+    method, end_us, short, ties_exact = _optimum(problem)
     bound_us = max(end_us, problem.compute_end_us) + update_bound_us(problem)
     iteration_us = simulate_schedule(problem, schedule).iteration_us
     notes = [] if solved is None else [_solver_note(solved)]
     if problem.contended and (solved is None or solved.bound_us <= bound_us):
-        what = "optimum" if exact else "bound"
-        notes.append(f"the bound is the {what} on a machine where compute and network do not slow each other down")
-    if not exact and not problem.contended and (solved is None or solved.bound_us <= bound_us):
-        notes.append("the bound is for links inside nodes that no two buckets share")
+        notes.append("the bound is the optimum on a machine where compute and network do not slow each other down")
+    if short and (solved is None or solved.bound_us <= bound_us):
+        notes.append(short)
     if problem.dtype_count > 1:
         notes.append("the bound is for buckets of consecutive gradients; DDP's, one dtype each, are of another class")
     if not ties_exact and not problem.contended:
@@ -136,17 +135,19 @@ def certify(problem: Problem, schedule: Schedule, solved: Solved | None = None) 
     )
 
 
-def _optimum(problem: Problem) -> tuple[str, float, bool, bool]:
-    """(method, when the last of the best buckets has come at the earliest, whether some come then, whether ties were
+def _optimum(problem: Problem) -> tuple[str, float, str | None, bool]:
+    """(method, when the last bucket has come at the earliest, why that may be less than the optimum, whether ties were
     broken exactly), where compute and network do not slow each other down.
     """
     if has_two_links(problem):
         found = links_without_contention(problem)
         part = "" if found.exact and not problem.contended else ", a part of them, and local search"
-        return f"labels over buckets and collectives on two kinds of link{part}", found.bound_us, found.exact, True
+        short = "links inside nodes that no two buckets share" if found.tables is not None else "computation alone"
+        note = None if found.exact else f"the bound is that of {short}"
+        return f"labels over buckets and collectives on two kinds of link{part}", found.bound_us, note, True
     optimum = merge_without_contention(problem)
     method = "dynamic programming with labels and local search" if problem.contended else "dynamic programming"
-    return method, optimum.end_us, True, optimum.ties_exact
+    return method, optimum.end_us, None, optimum.ties_exact
 
 
 def _solver_note(solved: Solved) -> str:

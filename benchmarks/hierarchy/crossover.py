@@ -17,7 +17,7 @@ ELEMENT_BYTES = 4
 SMALLEST, LARGEST = 2**10, 2**30
 OCTAVES = 2
 """Between the rows of the table."""
-STEPS = 32
+STEPS = 4
 """Sizes in each octave that are looked at for a change of the fastest."""
 
 DENSE = ("library", "tree", "torus_2d")

@@ -22,7 +22,7 @@ from planner.merging.link_tables import LinkTables
 
 MAX_PLACES = 33
 """Places of the largest problem that is worth a try: an arc for each range of gradients and form."""
-MAX_LINK_PLACES = 161
+MAX_LINK_PLACES = 201
 """The same on two kinds of link with the forms of dense buckets alone."""
 
 

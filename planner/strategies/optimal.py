@@ -1,12 +1,14 @@
 """The best exact schedule that this planner knows: what `planner optimize` decides without options.
 
 `merge`, begun with the best of the baselines, then `topology`, which only two kinds of link give something to choose,
-and shared norms.
+and shared norms. Strategies are predicted in some hundredths of a second: where gradients are many, all buckets go flat
+or all by a torus, and `planner optimize`, which mixes them, may find better.
 """
 
 from __future__ import annotations
 
 from planner.ir import Schedule
+from planner.merging.link_forms import has_two_links
 from planner.passes.merge import Merge, best_of
 from planner.passes.shard_updates import ShardUpdates
 from planner.passes.topology import Topology
@@ -15,14 +17,22 @@ from planner.strategies.arguments import refuse_argument
 from planner.strategies.ddp import ddp
 from planner.strategies.mg_wfbp import mg_wfbp
 from planner.strategies.single import single
+from planner.strategies.torus_2d import torus_2d
 from planner.strategies.wfbp import wfbp
+
+MIXED = 200
+"""Gradients up to which each bucket has a choice of its own on two kinds of link."""
 
 
 def optimal(problem: Problem, argument: str | None = None) -> Schedule:
     """What `planner optimize` chooses among exact plans."""
     refuse_argument("optimal", argument)
-    merged = Topology().apply(Merge().apply(best_baseline(problem), problem), problem)
-    return ShardUpdates(method="lpt").apply(merged, problem)
+    merged = Merge().apply(best_baseline(problem), problem)
+    if problem.count <= MIXED or not has_two_links(problem):
+        chosen = Topology().apply(merged, problem)
+    else:
+        chosen = best_of(problem, [merged, torus_2d(problem)])
+    return ShardUpdates(method="lpt").apply(chosen, problem)
 
 
 def best_baseline(problem: Problem) -> Schedule:

@@ -26,6 +26,7 @@ from planner.problem import Problem
 from planner.profile.document import parse_cluster, parse_profile
 from planner.simulator import simulate_schedule, step_us
 from planner.strategies import make_schedule
+from planner.strategies.optimal import MIXED
 from runtime.errors import CheckFailed, InputError
 
 LIMIT = 2.0
@@ -185,6 +186,13 @@ def test_optimal_is_what_optimize_decides() -> None:
     assert {point.ranks for point in plan.scaling} >= {1, 2, 4, 8}
 
 
+def test_with_many_gradients_optimal_is_all_flat_or_all_torus() -> None:
+    of = make(profile_document([(2000, 5.0)] * (MIXED + 1)), cluster())
+    found = make_schedule(of, "optimal")
+    assert {bucket.algorithm for bucket in found.buckets} == {"torus_2d"}
+    assert step_us(of, found) == step_us(of, make_schedule(of, "torus_2d"))
+
+
 def test_a_contradiction_is_a_defect(monkeypatch: pytest.MonkeyPatch) -> None:
     of = problem(1, 5)
     true = links_without_contention(of)
@@ -196,7 +204,7 @@ def test_a_contradiction_is_a_defect(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_too_many_gradients_are_refused() -> None:
     of = make(profile_document([(10, 1.0)] * MAX_LINK_PLACES), cluster())
-    with pytest.raises(InputError, match="found 161 gradients on two kinds of link, expected at most 160; use the"):
+    with pytest.raises(InputError, match="found 201 gradients on two kinds of link, expected at most 200; use the"):
         optimize(of.profile, of.cost.cluster, solver="cpsat")
 
 
