@@ -60,6 +60,7 @@ class PlanWorld:
 
     ranks: Ranks
     nodes: Ranks | None = None
+    """With a delay, where they are fewer than ranks, nodes are the workers."""
 
 
 @dataclass(frozen=True, kw_only=True)

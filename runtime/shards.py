@@ -123,6 +123,7 @@ class Shard(Part):
         """The node's gradients, of those that ranks with this place own. Shape (node_share,); None: all are pushed."""
         first = self.place.start
         self._mine = slice(first, max(first, min(first + self.node_share, self.numel)))
+        """In a vector of all parts, the elements that this rank pushes."""
         elements = self._mine.stop - first
         self._per_node, self._words_bytes = per_node, words_bytes
         self.push = make_push(compressor, elements, self.share, ranks // per_node, flat.dtype, flat.device, words_bytes)

@@ -53,7 +53,15 @@ class Case:
 lines = st.fixed_dictionaries({"alpha_us": times, "beta_us_per_byte": rates})
 links = st.fixed_dictionaries({"alpha_us": times, "beta_us_per_byte": rates}, optional={"gamma_us_per_byte": rates})
 samples = st.lists(st.tuples(sizes, times).map(list), min_size=1, max_size=8)
-contention = st.fixed_dictionaries({}, optional={"compute": factors, "network": factors})
+by_size = st.lists(st.tuples(sizes.filter(bool), factors, factors).map(list), min_size=1, max_size=4)
+contention = st.fixed_dictionaries(
+    {}, optional={"compute": factors, "network": factors, "by_size": by_size, "gathers_by_size": by_size}
+)
+densities = st.sampled_from([0.001, 0.01, 0.1, 1.0, 5e-324]) | st.floats(1e-9, 1.0)
+selections = lines | st.fixed_dictionaries(
+    {"alpha_us": times, "beta_us_per_byte": rates},
+    optional={"by_density": st.lists(st.tuples(densities, times, rates).map(list), min_size=1, max_size=4)},
+)
 
 
 @st.composite
@@ -66,7 +74,8 @@ def clusters(draw: st.DrawFn) -> dict[str, Any]:
         "inter": links,
         "collectives": st.dictionaries(st.sampled_from(["all_reduce", "inter/all_reduce", "broadcast"]), lines),
         "samples": st.dictionaries(st.sampled_from(["all_reduce", "intra/all_reduce"]), samples),
-        "sparsify": lines,
+        "sparsify": selections,
+        "unpack": selections,
         "all_reduce_algorithm": st.sampled_from(FORMULAS),
         "contention": contention,
         "name": st.sampled_from(["net", "möbius"]),

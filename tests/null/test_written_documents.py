@@ -24,6 +24,12 @@ names = texts.filter(bool)
 times = st.floats(0.0, 1e15)
 shares = st.floats(0.0, 1.0)
 lines = st.builds(d.Line, alpha_us=times, beta_us_per_byte=st.floats(0.0, 1e12), r_squared=st.none() | shares)
+density_rows = st.lists(st.tuples(st.floats(1e-6, 1.0), times, st.floats(0.0, 1e12)), min_size=1, max_size=3).map(tuple)
+selections = st.builds(
+    d.SelectionLine, alpha_us=times, beta_us_per_byte=st.floats(0.0, 1e12), by_density=st.none() | density_rows
+)
+factors = st.floats(1.0, 9.0)
+by_size = st.none() | st.lists(st.tuples(st.floats(1.0, 1e9), factors, factors), min_size=1, max_size=3).map(tuple)
 links = st.builds(d.Link, alpha_us=times, beta_us_per_byte=st.floats(0.0, 1e12), gamma_us_per_byte=shares)
 sample_lists = st.lists(st.tuples(st.floats(0.0, 2.0**60), times), min_size=1, max_size=4).map(tuple)
 per_collective = st.dictionaries(names, lines, max_size=2)
@@ -37,9 +43,10 @@ clusters = st.builds(
     inter=st.none() | links,
     collectives=st.none() | per_collective,
     samples=st.none() | st.dictionaries(names, sample_lists, max_size=2),
-    sparsify=st.none() | lines | st.dictionaries(names, lines, min_size=1, max_size=2),
+    sparsify=st.none() | selections | st.dictionaries(names, selections, min_size=1, max_size=2),
     all_reduce_algorithm=st.sampled_from(["ring", "binary_tree"]),
-    contention=st.none() | st.builds(d.Contention, compute=st.floats(1.0, 9.0), network=st.floats(1.0, 9.0)),
+    contention=st.none()
+    | st.builds(d.Contention, compute=factors, network=factors, by_size=by_size, gathers_by_size=by_size),
 )
 
 gradients = st.builds(
