@@ -302,8 +302,8 @@ class Session:
 
     def report(self) -> Report:
         """Predicted against measured, over the last steps of this run on this rank."""
-        norms, step = self._updates.report(), self._updates.step_report()
-        return make_report(self.plan, self.recorder, self.world, self.samples, norms, step)
+        updates = self._updates.report(), self._updates.step_report()
+        return make_report(self.plan, self.recorder, self.world, self.samples, *updates)
 
     @property
     def samples(self) -> dict[int, list[Sampled]]:

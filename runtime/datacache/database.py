@@ -189,16 +189,16 @@ class Database:
         if row is None:
             return None
         checksum, raw = row
-        if not isinstance(raw, bytes) or checksum != _checksum(self._first + index, raw):
-            raise Damaged
-        return raw
+        if isinstance(raw, bytes) and checksum == _checksum(self._first + index, raw):
+            return raw
+        raise Damaged
 
     def missing(self, indices: Sequence[int]) -> set[int]:
-        """Those of some samples that are not there, by one question for all: a transaction costs more than a look."""
+        """Those of some samples that are not there: one question costs little more than a look for one."""
         with self.opened() as connection:
             ids = ",".join(str(self._first + index) for index in indices)
-            rows = connection.execute(f"SELECT id FROM sample WHERE id IN ({ids})").fetchall()
-        return set(indices).difference(number - self._first for (number,) in rows)
+            rows = connection.execute(f"SELECT id FROM sample WHERE id IN ({ids})")
+            return set(indices).difference(number - self._first for (number,) in rows)
 
     def delete(self, index: int) -> None:
         """Takes a sample out."""
@@ -309,11 +309,6 @@ class Database:
             "SELECT id FROM sample WHERE id >= ? AND id < ?", (self._first, self._first + (1 << _NUMBER_BITS))
         )
         return [number - self._first for (number,) in rows]
-
-    def touch(self) -> None:
-        """Says that the dataset is in use."""
-        with self.opened() as connection:
-            self._enter(connection)
 
     def remove(self) -> None:
         """Removes the file, so that the next use makes a new one; nothing where another process just did."""

@@ -99,7 +99,7 @@ class DiskStore:
         return raw
 
     def missing(self, indices: Sequence[int]) -> set[int]:
-        """Those of a batch of samples that need not be looked for. Where the disk does not work, none: `get` says so."""
+        """Those of a batch of samples that need not be looked for; none where the disk does not work, as `get` says."""
         now_s = time.monotonic()
         if self._process != os.getpid() or not indices or now_s < self._unread_until_s:
             return set()
