@@ -126,7 +126,7 @@ def post_local_is_minibatch_sgd() -> dict[str, bool]:
 
 def stress(updaters: int = 2, steps: int = 300) -> dict[str, bool]:
     """Nothing is lost or done twice, while both ranks average all the time."""
-    run = trained(jobs.plain, LocalAsyncSpec(updaters=updaters, **K1), steps)
+    run = trained(jobs.calm, LocalAsyncSpec(updaters=updaters, **K1), steps)
     report = run.report
     return {
         "each minibatch once": list(run.numbers) == list(range(steps)),

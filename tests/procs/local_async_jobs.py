@@ -72,6 +72,11 @@ def scheduled() -> LocalJob:
     return plain(schedule=cosine)
 
 
+def calm() -> LocalJob:
+    """Rates that bear the momenta of many updaters at once."""
+    return plain(optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.005, momentum=0.9))
+
+
 def normless() -> LocalJob:
     """Without statistics of minibatches, which make means of models other than models of means."""
     torch.manual_seed(7)
