@@ -13,14 +13,8 @@ from torch import nn
 from runtime.adapt import adapt, find_topology_misfit
 from runtime.adaptive import warn_of_selection
 from runtime.errors import InputError, PlanMismatch
-from runtime.fit import (
-    find_attached,
-    find_local_updaters,
-    find_misfit,
-    find_optimizer_misfit,
-    model_fingerprint,
-    trainable_parameters,
-)
+from runtime.fit import find_attached, find_misfit, find_optimizer_misfit, model_fingerprint, trainable_parameters
+from runtime.local_async.fitting import find_local_updaters
 from runtime.plan import Plan, load_plan
 from runtime.session import Session, attached
 from runtime.topology import Whereabouts, find_topology, whereabouts

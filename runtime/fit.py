@@ -13,11 +13,12 @@ from runtime.closures import DECIDE_BY_LOSS
 from runtime.collectives import COLLECTIVES, HITOPK, PHASED, form_of
 from runtime.compressors import COMPRESSORS, make_compressor
 from runtime.errors import InputError
+from runtime.local_async.fitting import find_local_updaters, find_updater_misfit
 from runtime.local_updates import LOCAL_UPDATES
 from runtime.lossy import layer_runs
 from runtime.names import canonical_name, fingerprint
 from runtime.optimizers import LayerwiseOptimizer
-from runtime.plan import CURE, DelaySpec, LocalAsyncSpec, Plan, PlanBucket
+from runtime.plan import CURE, DelaySpec, Plan, PlanBucket
 from runtime.torch_compat import is_sharded, is_wrapped
 
 SELECTING = ("topk", "randomk")
@@ -217,7 +218,7 @@ def _tensor_misfit(tensor: Tensor) -> str | None:
 def _support_misfit(parameters: Mapping[str, nn.Parameter], plan: Plan) -> str | None:
     if plan.delay is not None and (problem := _delay_misfit(plan, plan.delay)):
         return problem
-    if plan.local_async is not None and (problem := _local_async_misfit(parameters, plan, plan.local_async)):
+    if plan.local_async is not None and (problem := find_updater_misfit(parameters, plan, plan.local_async)):
         return problem
     if plan.momentum_correction is not None and any(form_of(bucket) == HITOPK for bucket in plan.buckets):
         return (
@@ -261,36 +262,6 @@ def _delay_misfit(plan: Plan, delay: DelaySpec) -> str | None:
             f"node; expected as many nodes as ranks: {CURE}"
         )
     return None
-
-
-def _local_async_misfit(parameters: Mapping[str, nn.Parameter], plan: Plan, spec: LocalAsyncSpec) -> str | None:
-    """Why a plan cannot be executed with its local updaters."""
-    if plan.accuracy != "relaxed":
-        return f'the plan has local updaters and the accuracy {plan.accuracy}; expected "relaxed": set it if meant'
-    if plan.delay is not None:
-        return f"the plan has local updaters and a delay, which are not done together; expected one of them: {CURE}"
-    if spec.synchronous and (spec.updaters != 1 or spec.blocks is not None):
-        found = f"{spec.updaters} updaters" if spec.updaters != 1 else "blocks"
-        return f"the plan's local_async is synchronous with {found}; expected one updater without blocks: {CURE}"
-    lossy = next((index for index, bucket in enumerate(plan.buckets) if bucket.compressor.name != "none"), None)
-    if lossy is not None:
-        return f"bucket {lossy} is compressed, but updaters average whole models; expected the compressor none: {CURE}"
-    if plan.momentum_correction is not None:
-        return f"the plan has local updaters and corrects momentum, which are not done together; expected one: {CURE}"
-    unknown = next((name for block in spec.blocks or () for name in block if name not in parameters), None)
-    if unknown is not None:
-        return f"a block of the plan holds {unknown!r}, which is no trainable parameter of the model; {CURE}"
-    return None
-
-
-def find_local_updaters(plan: Plan) -> str | None:
-    """Why a plan cannot be attached to a model, or None: updaters are processes of their own."""
-    if plan.local_async is None:
-        return None
-    return (
-        "the plan asks for local updaters, which are processes of their own, and no session can start them; expected "
-        "local_async null: train with runtime.local_async.run_local_async(job, plan, steps), or with `planner run`"
-    )
 
 
 def _norms_misfit(parameters: Mapping[str, nn.Parameter], plan: Plan) -> str | None:

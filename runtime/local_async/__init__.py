@@ -14,11 +14,8 @@ if TYPE_CHECKING:
     from runtime.local_async.job import LocalJob, Part, PartSampler
     from runtime.local_async.report import LocalReport
     from runtime.local_async.run import LocalRun, run_local_async
-    from runtime.local_async.throughput import Throughput, measure_throughput
 
-__all__ = [
-    "LocalJob", "LocalReport", "LocalRun", "Part", "PartSampler", "Throughput", "measure_throughput", "run_local_async",
-]  # fmt: skip
+__all__ = ["LocalJob", "LocalReport", "LocalRun", "Part", "PartSampler", "run_local_async"]
 
 _WHERE = {
     "LocalJob": "job",
@@ -26,8 +23,6 @@ _WHERE = {
     "LocalRun": "run",
     "Part": "job",
     "PartSampler": "job",
-    "Throughput": "throughput",
-    "measure_throughput": "throughput",
     "run_local_async": "run",
 }
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from runtime.local_async.averaging import Averager
 from runtime.local_async.report import Averaging, LocalReport, UpdaterReport
-from runtime.local_async.updater import PARTIAL, SAMPLES, Result
+from runtime.local_async.updater import DONE, PARTIAL, SAMPLES, Result
 from runtime.local_async.updaters import Updaters
 from runtime.timeline import UPDATER, Span
 from runtime.world import World
@@ -56,7 +56,7 @@ def make_report(
 def _updater(number: int, counts: Sequence[int], result: Result | None, lost: str | None) -> UpdaterReport:
     return UpdaterReport(
         updater=number,
-        minibatches=counts[1],
+        minibatches=counts[DONE],
         partial=counts[PARTIAL],
         samples=counts[SAMPLES],
         seconds=result.ends_s[-1] - result.start_s if result is not None and result.ends_s else 0.0,

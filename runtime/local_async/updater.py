@@ -238,6 +238,15 @@ def _peak_bytes() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
+def _told_to_go(connection: Connection) -> bool:
+    """Waits for the rank's word; False where it wants no updaters any more. No deadline: the rank has them."""
+    try:
+        connection.recv()
+    except EOFError:
+        return False
+    return True
+
+
 def main(task: Task, connection: Connection) -> None:
     """An updater's process: says that it is ready, waits to be told to go, and leaves a `Result` or a `Failure`."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the rank, which ends its updaters
@@ -247,10 +256,9 @@ def main(task: Task, connection: Connection) -> None:
         torch.set_num_threads(task.threads)
         updater = Updater(task)
         connection.send(READY)
-        connection.recv()
+        if not _told_to_go(connection):
+            return
         word = updater.run()
-    except EOFError:
-        return  # the rank wants no updaters any more
     except BaseException as error:
         ours = error if isinstance(error, PlannerError) else None
         word = Failure(ours, f"{type(error).__name__}: {error}", traceback.format_exc())

@@ -31,6 +31,8 @@ PRELOADED = ["runtime.local_async.updater", "torch._dynamo"]
 """What a fork server imports once for all updaters; torch imports the second with the first optimizer."""
 LONGEST_WATCH_S = 0.2
 """How long a change may go unnoticed of which no event tells: an updater that hangs."""
+LONGEST_AWAY_S = 1.0
+"""A parent that has not looked after its updaters for so long cannot tell whether they hang."""
 ENDING_S = 10.0
 """How long an updater that has done its work may take to leave."""
 ITEM_BYTES = 8
@@ -97,6 +99,8 @@ class Updaters:
         """What an updater raised, if any."""
         self.stall_limit_s = float("inf")
         """An updater that makes no update for so long is taken for hung, and killed."""
+        self._looked_s = 0.0
+        """When it was last looked whether one hangs."""
         self._all: list[_Updater] = []
 
     def start(self) -> None:
@@ -152,6 +156,7 @@ class Updaters:
     def go(self, stall_limit_s: float) -> None:
         """Tells all updaters to begin."""
         self.stall_limit_s = stall_limit_s
+        self._looked_s = time.monotonic()
         for one in self._all:
             one.moved_s = time.monotonic()
             with suppress(OSError):  # it has died since; `watch` finds out
@@ -223,7 +228,10 @@ class Updaters:
 
     def _kill_hung(self, running: Sequence[_Updater]) -> None:
         now = time.monotonic()
+        away_s, self._looked_s = now - self._looked_s, now
         for one in running:
+            if away_s > LONGEST_AWAY_S:
+                one.moved_s += away_s  # this process was stopped (Ctrl-Z, a machine asleep), and they may have been too
             counts = (int(one.row[BEGUN]), int(one.row[DONE]))
             if counts != one.last:
                 one.last, one.moved_s = counts, now

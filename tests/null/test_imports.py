@@ -35,7 +35,7 @@ DECIDING = (
     "planner/testbed/commands.py", "planner/testbed/host_process.py", "planner/testbed/hosts.py",
     "planner/testbed/namespaces.py", "planner/testbed/wiring.py",
     "runtime/__init__.py", "runtime/documents.py", "runtime/errors.py", "runtime/files.py", "runtime/measured.py",
-    "runtime/local_async/__init__.py", "runtime/local_async/report.py", "runtime/local_async/strategies.py",
+    "runtime/local_async/__init__.py", "runtime/local_async/fitting.py", "runtime/local_async/report.py",
     "runtime/names.py", "runtime/partition.py", "runtime/plan.py", "runtime/predicted.py",
     "runtime/processes.py", "runtime/quantities.py", "runtime/timeline.py", "runtime/version.py",
 )  # fmt: skip

@@ -17,8 +17,7 @@ from runtime.local_async.memory import AtomicCounter, Doorbell, SharedMemory
 from runtime.local_async.mps import mps_note, mps_runs
 from runtime.local_async.report import Averaging, LocalReport, UpdaterReport
 from runtime.local_async.shared import ALIGNMENT, Layout, SharedModel, Snapshots, make_memory
-from runtime.local_async.strategies import STRATEGIES, strategy_of
-from runtime.plan import LocalAsyncSpec, ModelReference, Plan, PlanBucket, PlanWorld
+from runtime.plan import LocalAsyncSpec
 
 TAKERS, TAKES = 4, 5000
 
@@ -181,15 +180,6 @@ def test_jobs_have_one_source_of_minibatches() -> None:
 def test_models_are_averaged_every_k_updates() -> None:
     spec = LocalAsyncSpec(updaters=2, average_every=1, then_every=8, switch_fraction=0.5)
     assert [every(spec, begun, 10) for begun in (0, 4, 5, 10)] == [1, 1, 8, 8]
-
-
-def test_strategies_go_there_and_back() -> None:
-    for name, make in STRATEGIES.items():
-        plan = Plan(
-            model=ModelReference(name="m"), world=PlanWorld(ranks=1), accuracy="relaxed",
-            buckets=(PlanBucket(gradients=("a", "b")),), local_async=make(2, [["a"], ["b"]], 16),
-        )  # fmt: skip
-        assert strategy_of(plan) == name
 
 
 def test_mps_is_looked_for_where_processes_would_find_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,12 +16,12 @@ import torch.distributed as dist
 from local_async_reference import reference
 from torch import Tensor, nn
 
+import runtime.local_async.preparing as preparing
 import runtime.local_async.run as running
 from runtime.errors import CommunicationError, PlannerError
 from runtime.local_async import LocalRun, run_local_async
 from runtime.local_async.averaging import Averager
 from runtime.local_async.memory import AtomicCounter
-from runtime.local_async.strategies import STRATEGIES
 from runtime.plan import LocalAsyncSpec, PlanBucket
 
 K1 = {"average_every": 1, "then_every": 1}
@@ -84,11 +84,20 @@ def _close(found: Tensor, expected: Tensor) -> bool:
     return torch.allclose(found, expected, rtol=1e-5, atol=1e-6)
 
 
+STRATEGIES = {
+    "mb_sgd": None,
+    "l_sgd": LocalAsyncSpec(updaters=1, synchronous=True, average_every=4, then_every=4),
+    "pl_sgd": LocalAsyncSpec(updaters=1, synchronous=True, then_every=4),
+    "lap": LocalAsyncSpec(updaters=2, then_every=4),
+    "lpp": LocalAsyncSpec(updaters=2, blocks=jobs.LAYERS, then_every=4),
+}
+
+
 def strategies() -> dict[str, bool]:
     """Every way to train ends with equal models, having seen each minibatch once."""
     results = {}
-    for name, make in STRATEGIES.items():
-        run = trained(jobs.scheduled, make(2, jobs.LAYERS, 4), 30)
+    for name, spec in STRATEGIES.items():
+        run = trained(jobs.scheduled, spec, 30)
         report = run.report
         results[f"{name}: equal"] = ranks_equal(run.model)
         results[f"{name}: counted"] = list(run.numbers) == list(range(30)) and report.samples == 150
@@ -162,10 +171,20 @@ def refusals() -> dict[str, str]:
     cases: dict[str, Any] = {
         "steps": lambda: trained(jobs.plain, LocalAsyncSpec(updaters=1), 5 + rank),
         "loss": lambda: trained(jobs.plain if rank else jobs.odd_loss, LocalAsyncSpec(updaters=1), 5),
-        "memory": lambda: trained(jobs.plain, LocalAsyncSpec(updaters=900), 5),
+        "memory": in_little_memory,
         "updater": lambda: trained(partial(jobs.odd_updater, rank, os.getpid()), LocalAsyncSpec(updaters=1), 5),
     }
     return {name: _message(case) for name, case in cases.items()}
+
+
+def in_little_memory() -> LocalRun:
+    """On a machine with 1 MiB left."""
+    available = preparing.available_bytes
+    preparing.available_bytes = lambda: 2**20
+    try:
+        return trained(jobs.plain, LocalAsyncSpec(updaters=3), 5)
+    finally:
+        preparing.available_bytes = available
 
 
 def _message(call: Any) -> str:
