@@ -271,7 +271,7 @@ class Database:
         return self.used_bytes(connection)
 
     def _delete_until(self, connection: sqlite3.Connection, indices: Sequence[int], target_bytes: int) -> bool:
-        """Takes samples of this dataset out, a hundred at a time; whether few enough bytes were used before the last."""
+        """Takes samples of this dataset out by hundreds; whether few enough bytes were used before the last."""
         for start in range(0, len(indices), 100):
             if self.used_bytes(connection) <= target_bytes:
                 return True

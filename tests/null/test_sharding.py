@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from planner.compare.contestants import contestants
 from planner.decide import optimize
-from planner.ir import Schedule
+from planner.ir import Schedule, Updaters
 from planner.passes.shard_updates import ShardUpdates
 from planner.pipeline import parse_passes, run_passes
 from planner.problem import Problem
@@ -234,8 +234,18 @@ def test_schedules_that_cannot_be_are_refused() -> None:
     for odd in (replace(good, norms=(0,)), replace(Schedule.from_boundaries([5], "torus_2d"), sharded=True)):
         with pytest.raises(VerifyError, match="share"):
             verify(odd, ids, norms=(1, 4))
+    with pytest.raises(VerifyError, match="ranks share the optimizer's step in a schedule with delay, local updaters"):
+        verify(replace(good, updaters=Updaters(count=2)), ids, accuracy="relaxed")
     kept = run_passes(parse_passes("merge"), good, problem())
     assert kept.sharded
+
+
+def test_local_updaters_share_no_step() -> None:
+    step, passes = problem(update_us=2000.0), parse_passes("shard_updates{step=always}")
+    given = Schedule.from_boundaries([5])
+    assert run_passes(passes, given, step, accuracy="relaxed").sharded
+    local = replace(given, updaters=Updaters(count=2))
+    assert run_passes(passes, local, step, accuracy="relaxed") == local
 
 
 def test_the_bare_loop_of_a_comparison_updates_all_weights() -> None:
