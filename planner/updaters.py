@@ -49,7 +49,6 @@ class Work:
     update_us: tuple[float, ...]
     """By layer."""
     curve: tuple[UpdaterRate, ...]
-    measured: bool
 
     @classmethod
     def of(cls, problem: Problem) -> Work:
@@ -99,8 +98,7 @@ class Work:
 
 @lru_cache(maxsize=8)
 def _work(problem: Problem) -> Work:
-    found = problem.profile.local_async
-    measured = found or _assumed(problem)
+    measured = problem.profile.local_async or _assumed(problem)
     inputs = [measured.loss_us, *(layer.grad_input_us for layer in measured.layers[:-1])]
     return Work(
         before_us=measured.batch_us + measured.forward_us,
@@ -110,7 +108,6 @@ def _work(problem: Problem) -> Work:
         ),
         update_us=tuple(layer.update_us for layer in measured.layers),
         curve=measured.curve,
-        measured=found is not None,
     )
 
 
@@ -140,7 +137,7 @@ def _assumed(problem: Problem) -> LocalAsyncProfile:
 
 
 def averaging_us(problem: Problem, schedule: Schedule) -> float:
-    """How long the messages of an averaging take beside updaters; 0 on one rank."""
+    """How long the messages of an averaging take, beside updaters unless these wait; 0 on one rank."""
     return sum(_messages_us(problem, schedule))
 
 
@@ -150,6 +147,8 @@ def _messages_us(problem: Problem, schedule: Schedule) -> list[float]:
         return []
     buckets = [bucket.gradients for bucket in schedule.buckets]
     times_us, factors = problem.bucket_cost_us(buckets), problem.bucket_factors(buckets)
+    if _updaters(schedule).waits:
+        return times_us
     return [time_us * slowed for time_us, (_, slowed) in zip(times_us, factors, strict=True)]
 
 
