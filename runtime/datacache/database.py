@@ -36,8 +36,7 @@ BUSY_S = 10.0
 """How long a transaction may wait for another process's."""
 KEPT_FOR_S = 600.0
 """A dataset that has been read so recently is in use: another one does not push it out."""
-_NUMBER_BITS = 40
-_LOG_SHARE = 16
+_NUMBER_BITS, _LOG_SHARE = 40, 16
 """One part in so many of the bound is for SQLite's log of what is not in the database yet."""
 
 SCHEMA = """
@@ -272,8 +271,7 @@ class Database:
         return self.used_bytes(connection)
 
     def _delete_until(self, connection: sqlite3.Connection, indices: Sequence[int], target_bytes: int) -> bool:
-        """Takes samples of this dataset out, a hundred at a time, until few enough bytes are used; whether that was so
-        before the last of them was gone."""
+        """Takes samples of this dataset out, a hundred at a time; whether few enough were left before the last."""
         for start in range(0, len(indices), 100):
             if self.used_bytes(connection) <= target_bytes:
                 return True
