@@ -208,8 +208,6 @@ class Session:
         if self._guards and (self.plan.delay is None or (self.delay is not None and self.delay.active)):
             self.drift.begin(self.plan)
 
-    # What a user may ask for.
-
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Steps inside only accumulate into `.grad`; the next one outside exchanges the sum, as with DDP.
