@@ -11,12 +11,10 @@ from typing import Any
 import delayed_reference
 import numpy as np
 import pytest
-from builders import cluster_document, line_problem, make, problems, profile_document
+from builders import cluster_document, make, problems, profile_document
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from planner.cost.collectives import reduce_scatter_ring
-from planner.cost.model import communication_cost
 from planner.cost.ssd import Terms, mean_step_us
 from planner.delayed import (
     WORK,
@@ -32,7 +30,6 @@ from planner.ir import Schedule
 from planner.lanes import Piece, run_lanes
 from planner.predict import critical_shares, idle_us, message_bytes
 from planner.problem import Problem
-from planner.profile.document import Link
 from planner.simulator import simulate_schedule, step_us
 from planner.strategies import make_schedule
 from planner.taskgraph import build_graph, run_graph
@@ -343,46 +340,6 @@ def test_effort_is_bounded_and_what_is_left_open_is_said() -> None:
 
 
 # Costs
-
-
-def halves(**cluster: Any) -> tuple[float, float, str, str]:
-    """Push and pull of 1000 bytes on 4 ranks, and where they come from."""
-    problem = make(profile_document([(250, 1.0)]), cluster_document((100.0, 0.1), **cluster))
-    assert problem.push.implied == ("half" in problem.push.source)
-    return problem.push.curve.at(1000.0), problem.pull.curve.at(1000.0), problem.push.source, problem.pull.source
-
-
-def test_the_most_specific_cost_of_a_half_counts() -> None:
-    half = "half of the all-reduce"
-    assert halves() == (100.0, 100.0, half, half)
-    line = {"alpha_us": 8.0, "beta_us_per_byte": 0.01, "gamma_us_per_byte": 0.1}
-    by_link = "reduce_scatter/ring with link constants", "all_gather/ring with link constants"
-    assert halves(inter=line) == (pytest.approx(24 + 7.5 + 75.0), pytest.approx(24 + 7.5), *by_link)
-    measured = {"reduce_scatter": [[500, 10.0], [1500, 30.0]], "inter/all_gather": [[1000, 7.0]]}
-    document = cluster_document((100.0, 0.1), inter=line) | {"samples": measured}
-    problem = make(profile_document([(250, 1.0)]), document)
-    assert (problem.push.curve.at(1000.0), problem.pull.curve.at(1000.0)) == (20.0, 7.0)
-    document["collectives"] |= {"all_gather": {"alpha_us": 1.0, "beta_us_per_byte": 0.001}}
-    del document["samples"]["inter/all_gather"]
-    assert make(profile_document([(250, 1.0)]), document).pull.curve.at(1000.0) == pytest.approx(2.0)
-
-
-def test_half_of_measured_samples_and_nothing_on_one_rank() -> None:
-    samples = [[100, 50.0], [200, 40.0], [400, 90.0]]
-    problem = make(profile_document([(25, 1.0)]), cluster_document(None, samples))
-    for size in (0.0, 150.0, 200.0, 1000.0):
-        assert problem.push.curve.at(size) == pytest.approx(problem.cost.all_reduce.at(size) / 2)
-    alone = make(profile_document([(25, 1.0)]), cluster_document(None, samples, nodes=1))
-    assert (alone.push.curve.at(100.0), alone.push.implied) == (0.0, False)
-
-
-def test_another_number_of_ranks_has_its_own_halves() -> None:
-    """By the link that the measured all-reduce implies: half of a ring's all-reduce is its reduce-scatter."""
-    problem = line_problem([(250, 1.0)], 60.0, 0.01)
-    there = Problem(profile=problem.profile, cost=communication_cost(problem.cost.cluster, 8))
-    link = Link(alpha_us=10.0, beta_us_per_byte=0.01 * 4 / 6)
-    cost = reduce_scatter_ring(8, link)
-    assert there.push.curve.at(1000.0) == pytest.approx(cost.start_up_us + 1000.0 * cost.per_byte_us)
 
 
 def test_several_dtypes_are_pushed_one_by_one() -> None:

@@ -75,9 +75,6 @@ def printed(plan: Plan) -> str:
     return console.export_text()
 
 
-# Which k
-
-
 @pytest.mark.parametrize("seed", range(6))
 def test_the_chosen_delay_against_every_other_one(seed: int) -> None:
     """The smallest k within 2 % of the best, each k with its best buckets, by many steps of the reference."""
@@ -127,7 +124,8 @@ def test_pushes_are_merged_as_suits_the_delay() -> None:
 
 
 def test_on_one_rank_and_where_nothing_is_exposed_there_is_no_delay() -> None:
-    assert Delay().choices(Schedule.from_boundaries([6]), make_one_rank()) == ()
+    alone = make(profile_document([(10, 1.0)] * 6), cluster_document(nodes=1))
+    assert Delay().choices(Schedule.from_boundaries([6]), alone) == ()
     assert optimize(usual_profile(), slow(nodes=1), accuracy="relaxed").accuracy == "exact"
     plan = optimize(usual_profile(), parse_cluster(cluster_document((0.0, 0.0))), accuracy="relaxed")
     assert plan.accuracy == "exact"
@@ -178,10 +176,6 @@ def test_pushes_may_be_selected_from() -> None:
     assert {bucket.compressor for bucket in protected.buckets} == {"none"}
     free = make(profile, cluster_document((20.0, 0.01), local_update=FREE))
     assert {bucket.compressor for bucket in Delay(protect="none").apply(exact, free).buckets} == {"none"}
-
-
-def make_one_rank() -> Problem:
-    return make(profile_document([(10, 1.0)] * 6), cluster_document(nodes=1))
 
 
 def test_a_local_update_that_nobody_measured_is_no_gain() -> None:
@@ -362,9 +356,8 @@ def test_delay_is_offered_for_sgd_only() -> None:
 
 @pytest.mark.parametrize("value", [0, -1, MAX_DELAY + 1, 2.5, "2"])
 def test_wrong_delays(value: Any) -> None:
-    with pytest.raises(
-        InputError, match=f"--max-delay: found {value!r}, expected a whole number of steps from 1 to 32"
-    ):
+    expected = f"--max-delay: found {value!r}, expected a whole number of steps from 1 to 32"
+    with pytest.raises(InputError, match=expected):
         decided(max_delay=value)
 
 
