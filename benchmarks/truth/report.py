@@ -67,11 +67,11 @@ def hidden(result: Result) -> float | None:
     """Of the communication that could be hidden, the share that the plan predicted best hides: by so much its step is
     shorter than with one message behind backward, which hides nothing and else costs the same.
 
-    None where that is so little of a step that noise is more.
+    None where that is so little of a step that noise is more, or plans do not send the same bytes.
     """
     plans = {seen.name: seen for seen in result.seen if seen.name != BARE}
     chosen, single = min(plans.values(), key=lambda seen: seen.predicted_us), plans.get("single")
-    if single is None or single.alone_us is None:
+    if single is None or single.alone_us is None or not kind_of(result.cell).hides:
         return None
     could_us = min(single.alone_us, result.backward_us)
     worth = could_us >= WORTH_HIDING * single.measured_us
@@ -104,7 +104,7 @@ def summary(results: Sequence[Result]) -> Iterator[str]:
     if taus:
         rank = float(np.mean(taus))
         rows.append(("Kendall's τ beyond the noise, mean", f"{rank:.2f}", f"≥ {TAU}", rank >= TAU))
-    if shares and kind.hides:
+    if shares:
         share = float(np.mean(shares))
         rows.append(("hidden share, mean", f"{share:.0%}", f"≥ {HIDDEN:.0%}", share >= HIDDEN))
     yield "| figure | measured | target | met |"
