@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from benchmarks.local_async.jobs import BATCH_SIZE, MODELS, learner, spec
+from benchmarks.local_async.jobs import BATCH_SIZE, DEADLINE_S, MODELS, learner, spec
 from planner.demo_job import test_accuracy
 from planner.lower import lower
 from planner.problem import make_problem
@@ -52,7 +52,8 @@ def train_rank(model: str, plans: dict[str, Plan], seed: int, ways: Sequence[str
     """On every rank."""
     found = []
     for way in ways:
-        run = run_local_async(partial(learner, model, seed, steps), plans[way], steps)
+        job = partial(learner, model, seed, steps)
+        run = run_local_async(job, plans[way], steps, timeout_s=DEADLINE_S)
         accuracy = test_accuracy(run.model)
         found.append(Outcome(model, seed, way, steps, accuracy, run.report.mean_staleness, run.report.seconds))
     return found

@@ -17,6 +17,8 @@ from runtime.local_async import LocalJob
 RANKS = 2
 BATCH_SIZE = 16
 """Of each updater, and of each rank of minibatch SGD."""
+DEADLINE_S = 300.0
+"""Eight updaters on two cores may take long for their first minibatch."""
 RATES = {"resnet20": 0.05, "squeezenet": 0.05}
 """Learning rates by model, the same for every way to train."""
 
@@ -75,6 +77,7 @@ def _optimizer(rate: float, parameters: Any) -> torch.optim.Optimizer:
 
 
 def _job(name: str) -> TrainingJob:
+    digits()  # read before anybody begins to count
     return TrainingJob(model=MODELS[name](), loss=loss, batch=batch, optimizer=partial(_optimizer, RATES[name]))
 
 
@@ -90,6 +93,7 @@ def squeezenet() -> TrainingJob:
 
 def learner(name: str, seed: int, steps: int) -> LocalJob:
     """To be trained to the end, with a cosine schedule over the minibatches of a rank."""
+    digits()
     torch.manual_seed(seed)
     return LocalJob(
         model=MODELS[name](),

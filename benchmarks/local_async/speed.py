@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 from torch import Tensor
 
-from benchmarks.local_async.jobs import spec
+from benchmarks.local_async.jobs import DEADLINE_S, spec
 from planner.local_training import local_job
 from planner.lower import lower
 from planner.problem import Problem, make_problem
@@ -33,7 +33,6 @@ NUMBERS = (2, 4)
 """Of updaters."""
 BEGINNING = 0.05
 """Share of a run that does not count: processes begin to work one after the other."""
-DEADLINE_S = 300.0
 
 
 def names() -> list[str]:
@@ -143,7 +142,7 @@ def measure_rank(model: str, emulation: str, steps: int, rounds: int) -> Result:
     reports: dict[str, LocalReport] = {}
     for turn in range(rounds):
         for name in names() if turn % 2 == 0 else reversed(names()):
-            run = run_local_async(partial(local_job, spec(model), "cpu"), plans[name], steps)
+            run = run_local_async(partial(local_job, spec(model), "cpu"), plans[name], steps, timeout_s=DEADLINE_S)
             everyone: list[float] = world.gather(_minibatch_us(run.ends_s), "comparing runs")
             times_us[name].append(statistics.fmean(everyone))
             reports[name] = run.report

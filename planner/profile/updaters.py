@@ -253,7 +253,7 @@ def _measure(
         buckets=(PlanBucket(gradients=tuple(names)),),
         local_async=spec,
     )
-    run = run_local_async(job, plan, 2 * half)
+    run = run_local_async(job, plan, 2 * half, timeout_s=world.timeout_s)
     quiet_us, averaging_us = halves_us(run.ends_s, half, updaters)
     peak_bytes = sum(one.peak_bytes for one in run.report.updaters)
     spans = run.report.spans
