@@ -27,6 +27,9 @@ from runtime.world import Credentials, World, agree, bounded_timeout_s
 
 ON_LOST = ("continue", "stop")
 
+LEAST_TIMEOUT_S = 60.0
+"""An updater's first minibatch may have to read data, and warms up what a trial in one process has not."""
+
 
 @dataclass(frozen=True)
 class Request:
@@ -205,7 +208,7 @@ def _weigh(request: Request, spec: LocalAsyncSpec, trial: _Trial, world: World) 
     if request.timeout_s is not None:
         return request.timeout_s
     between = max(spec.average_every, spec.then_every, spec.updaters)
-    return bounded_timeout_s(STEPS_PER_DEADLINE * between * max(one.step_s for one in everyone))
+    return max(LEAST_TIMEOUT_S, bounded_timeout_s(STEPS_PER_DEADLINE * between * max(one.step_s for one in everyone)))
 
 
 def _check_memory(needs: list[_Need]) -> None:
