@@ -109,7 +109,7 @@ def scale_updaters(measured: LocalAsyncProfile, step: float, update: float) -> L
         )
         for point in measured.curve
     ]
-    before = {name: getattr(measured, name) * step for name in ("forward_us", "loss_us")}
+    before = {name: getattr(measured, name) * step for name in ("batch_us", "forward_us", "loss_us")}
     return replace(measured, **before, layers=tuple(layers), curve=tuple(curve))
 
 

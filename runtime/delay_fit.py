@@ -43,8 +43,16 @@ def delay_misfit(plan: Plan, delay: DelaySpec) -> str | None:
     return None
 
 
-def find_late_delay(plan: Plan) -> str | None:
-    """Why a run that has begun cannot change over to the plan, or None."""
+SHARED_STEP_TAKES_NOTHING_OVER = (
+    "found a plan whose ranks share the optimizer's step, after one that holds gradients back, which it cannot send; "
+    "expected an exact plan without `updates.step` for a step first: session.switch to it, train a step, then switch"
+)
+
+
+def find_late_plan(plan: Plan, *, carries: bool) -> str | None:
+    """Why a run that has begun cannot change over to the plan, or None; `carries`: what it does so far holds back."""
+    if plan.sharded and carries:
+        return f"the plan's updates.step: {SHARED_STEP_TAKES_NOTHING_OVER}"
     if plan.delay is None:
         return find_local_updaters(plan)
     return "the plan has a delay, whose warm-up begins with a run; expected delay null: attach with that plan"

@@ -25,7 +25,7 @@ from runtime.closures import LossAveraging
 from runtime.collectives import has_phases
 from runtime.communicator import Communicator, Sent
 from runtime.delay import Delay, synchronous
-from runtime.delay_fit import find_late_delay
+from runtime.delay_fit import SHARED_STEP_TAKES_NOTHING_OVER, find_late_plan
 from runtime.delay_state import delays_of
 from runtime.drift import DriftGuard
 from runtime.errors import FallbackWarning, InputError
@@ -80,11 +80,10 @@ class Session:
         self._device = next(iter(self.parameters.values())).device
         self.recorder = Recorder(make_clock(self._device), len(plan.buckets), len(plan.gradients))
         self.drift = DriftGuard(world.rank, self.recorder.clock)
-        """Compares steps with the plan's prediction now and then; `drift.verdict` is what came out."""
+        """Compares steps with the prediction now and then; `drift.verdict` is what came out."""
         tries = guard and world.ranks > 1 and plan.fallback is not None and plan.accuracy != "exact" and not plan.delay
         self.trial = Trial(plan, world, self.recorder.clock) if tries else None
-        """Tries a lossy plan against the exact one beside it; `trial.verdict` is what came out. None where there is
-        nothing to try."""
+        """Tries a lossy plan against the exact one beside it, if any; `trial.verdict` is what came out."""
         self._guards, self._loss_scale, self._optimizer = drift, loss_scale, optimizer
         self._guarded, self._broadcast_buffers = guard, broadcast_buffers
         self._grid: Grid | None = None
@@ -92,10 +91,11 @@ class Session:
         self._connect(self._exchange)
         self._guard = self._make_guard()
         self._handles: list[Any] = []
+        # Before `Updates`: of a step that owners have done, nothing is left for a shared one.
+        self.delay = self._make_delay(optimizer) if communicate else None
+        """The stages of a plan with delay."""
         self._updates = Updates(optimizer if communicate else None, self.parameters, world, self.recorder.clock)
         self._updates.follow(plan, self._exchange)
-        self.delay = self._make_delay(optimizer) if communicate else None
-        """The stages of a plan with delay; None for other plans."""
         if broadcast_buffers:
             self._handles += BufferSync(world, model, self._buffers_follow).install()
         # Hooked later and run before: the recorder's forward includes the exchange of buffers.
@@ -285,7 +285,7 @@ class Session:
                 find_late_step(at_step, self.step)
                 or find_plan_misfit(self.parameters, loaded, self.world.ranks)
                 or find_optimizer_misfit(loaded, self._optimizer, self.parameters)
-                or find_late_delay(loaded)
+                or find_late_plan(loaded, carries=self.plan.accuracy != "exact" or self._exchange.carried.active)
                 or find_topology_misfit(loaded, self.world.topology)
             )
             if problem:
@@ -352,6 +352,8 @@ class Session:
             self.step = self.delay.load(states, same_ranks=same_ranks)
             return
         held = carried_part(state, self.world.rank, self.world.ranks, shapes)
+        if self.plan.sharded and held.get("residuals"):
+            raise InputError(f"the state: {SHARED_STEP_TAKES_NOTHING_OVER}")
         self._exchange.carried.take_over(held, self.parameters)
         one = state if isinstance(state, dict) else state[0]
         if one.get("tried") and self.trial is not None:

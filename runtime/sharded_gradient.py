@@ -204,7 +204,10 @@ def _unscale(func: Callable[..., Any], args: tuple[Any, ...], options: dict[str,
     gradients, found, *rest = args
     first = _first(gradients)
     assert first is not None
-    func([part for part in map(_part, gradients) if part.numel()], found, *rest, **options)
+    parts = [_part(gradient) for gradient in gradients]
+    func([part for part in parts if part.numel()], found, *rest, **options)
+    # torch does not count this as a change, and norms that were asked for before would be taken for those after.
+    torch.autograd.graph.increment_version(parts)
     world = first.owner.world
     with world.naming("telling each other whether all gradients are finite"):
         dist.all_reduce(found, op=dist.ReduceOp.MAX, group=world.group)

@@ -254,6 +254,15 @@ def _measure(
         local_async=spec,
     )
     run = run_local_async(job, plan, 2 * half, timeout_s=world.timeout_s)
+    losses: list[str | None] = world.gather(
+        next((one.lost for one in run.report.updaters if one.lost), None), "looking for lost updaters"
+    )
+    for rank, why in enumerate(losses):
+        if why is not None:
+            raise InputError(
+                f"--updaters: of {updaters} on rank {rank} one {why}, so what they get done is not known; expected all "
+                f"to last: ask for fewer, or free memory"
+            )
     quiet_us, averaging_us = halves_us(run.ends_s, half, updaters)
     peak_bytes = sum(one.peak_bytes for one in run.report.updaters)
     spans = run.report.spans

@@ -23,12 +23,12 @@ from runtime.plan import LocalAsyncSpec, Plan, load_plan
 from runtime.preserve import preserved
 from runtime.topology import node_name
 from runtime.version import __version__
-from runtime.world import Credentials, World, agree, bounded_timeout_s
+from runtime.world import Credentials, World, agree, bounded_timeout_s, check_timeout_s
 
 ON_LOST = ("continue", "stop")
 
-LEAST_TIMEOUT_S = 60.0
-"""An updater's first minibatch may have to read data, and warms up what a trial in one process has not."""
+LEAST_TIMEOUT_S = 120.0
+"""An updater is taken for hung after half of it, and its first minibatch may have to read data."""
 
 
 @dataclass(frozen=True)
@@ -154,6 +154,10 @@ def check_request(request: Request) -> str | None:
         return f"steps: found {request.steps!r}, expected a number of minibatches, at least 1; correct it"
     if request.on_lost not in ON_LOST:
         return f"on_lost: found {request.on_lost!r}, expected {' or '.join(ON_LOST)}; correct it"
+    try:
+        check_timeout_s(LEAST_TIMEOUT_S if request.timeout_s is None else request.timeout_s)
+    except InputError as error:
+        return str(error)
     return check_start_method(request.start_method)
 
 

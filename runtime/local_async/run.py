@@ -68,7 +68,7 @@ def run_local_async(
         seed: of the partition of data and its order, where the job has a `loader`.
         timeout_s: deadline of every wait for other ranks; an updater that makes no update for half of it is taken for
             hung. Default: 20 times what the minibatches between two averagings (at least one of each updater) take one
-            after the other, at least 60 s.
+            after the other, at least 120 s.
         start_method: of updaters: `spawn`, or `forkserver`.
         on_lost: when an updater was killed or hung, let the others `continue` and do what is left, or `stop` all ranks
             after the minibatches that have begun.
@@ -182,7 +182,8 @@ class _Rank:
         updaters.go(self._prepared.timeout_s / 2)  # well before other ranks give this one up
         over = False
         while not over:
-            updaters.watch(LONGEST_WATCH_S)
+            if not updaters.over or self._averager is None:  # else nothing is left to wait for but averagings
+                updaters.watch(LONGEST_WATCH_S)
             if self._status == STOPPING:
                 updaters.stop()
             if self._averager is not None:

@@ -253,7 +253,7 @@ def unused() -> dict[str, bool]:
 
 def scaled() -> dict[str, bool]:
     """A GradScaler, with a step that is not finite on one rank: all skip it, and scales stay equal."""
-    scales, models = [], []
+    scales, models, norms = [], [], []
     for shared in (True, False):
         model, optimizer, session = made(shared, MAKERS["AdamW"])
         scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
@@ -264,14 +264,21 @@ def scaled() -> dict[str, bool]:
                 loss = loss * float("inf")
             scaler.scale(loss).backward()
             if number == 3:
+                grads = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+                before = torch.nn.utils.get_total_norm(grads)
                 scaler.unscale_(optimizer)
-                torch.nn.utils.clip_grad_norm_(model.parameters(), 1e3)
+                after = torch.nn.utils.clip_grad_norm_(model.parameters(), 1e3)
+                norms.append(torch.allclose(before / scaler.get_scale(), after))
             scaler.step(optimizer)
             scaler.update()
         session.detach()
         models.append(model)
         scales.append(scaler.get_scale())
-    return {"scale": scales == [32.0, 32.0], "weights": same(models[0].parameters(), models[1].parameters())}
+    return {
+        "norms": norms == [True, True],
+        "scale": scales == [32.0, 32.0],
+        "weights": same(models[0].parameters(), models[1].parameters()),
+    }
 
 
 def flat_state(state: dict[str, Any]) -> list[Tensor]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from step_checks import raised
 
 import runtime
 from runtime.optimizers import LARS
-from runtime.plan import DelaySpec, MomentumSpec, Plan
+from runtime.plan import CompressorSpec, DelaySpec, MomentumSpec, Plan
 
 
 def misfits() -> dict[str, str]:
@@ -44,6 +45,7 @@ def misfits() -> dict[str, str]:
         "delay": attach(
             lambda p: torch.optim.SGD(p, lr=0.1), accuracy="relaxed", delay=DelaySpec(steps=1, warmup_steps=1)
         ),
+        "after lossy": after_lossy(),
         "read": raised(lambda: gradient + 1.0),
         "histogram": raised(lambda: gradient.numpy()),
         "row": raised(lambda: gradient[0]),
@@ -53,6 +55,32 @@ def misfits() -> dict[str, str]:
     }
     session.detach()
     return found
+
+
+def after_lossy() -> str:
+    """A run that holds gradients back does not change over; after a step that sends them it does."""
+    model = Net().double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    half = CompressorSpec(name="topk", selector="exact", density=0.5)
+    plan = plan_of(model, 3, accuracy="bounded")
+    lossy = tuple(replace(one, collective="sparse", algorithm="flat", compressor=half) for one in plan.buckets)
+    session = runtime.attach(model, optimizer, replace(plan, buckets=lossy), guard=False)
+    shared = plan_of(model, 3, updates=SHARED)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        loss_of(model, 0).backward()
+        optimizer.step()
+
+    step()
+    said = raised(lambda: session.switch(shared))
+    session.switch(plan_of(model, 3))
+    said_before_a_step = raised(lambda: session.switch(shared))
+    step()
+    session.switch(shared)
+    step()
+    session.detach()
+    return said if said == said_before_a_step else ""
 
 
 def deadline() -> str:

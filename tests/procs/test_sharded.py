@@ -65,6 +65,7 @@ def test_one_rank_goes_on_alone_with_what_several_have_saved(ranks: Results) -> 
         ("unowned", "is not in the optimizer; expected all of them in it"),
         ("momentum", "found a shared step beside momentum correction, which takes the step's place"),
         ("delay", "found a shared step beside a delay"),
+        ("after lossy", "the plan's updates.step: found a plan whose ranks share the optimizer's step, after one that"),
         ("read", "on the gradient of out.weight, but ranks share the optimizer's step"),
         ("histogram", "InputError: found numpy on the gradient of out.weight"),
         ("row", "InputError: found __getitem__ on the gradient of out.weight"),
