@@ -1,11 +1,12 @@
 """What the processes of one rank share: memory, and counters that give each number to one process.
 
 Both are anonymous files: they have no name that could be left behind, and are gone with the last process that holds
-them. Nothing here takes a lock, so nothing is held by a process that is killed.
+them. The only lock is the kernel's own on a file, which it takes back from a process that is killed.
 """
 
 from __future__ import annotations
 
+import fcntl
 import mmap
 import os
 import tempfile
@@ -50,13 +51,21 @@ def _reopened(kind: Callable[[int], Any], descriptor: Any) -> Any:
 class AtomicCounter(_Anonymous):
     """Counts over processes: `take` gives each number, from 0 on, to exactly one of them.
 
-    The count is the position in a file that all of them have open together. The kernel changes that in one piece, so
-    this is read and increment without a lock, which a killed process could keep.
+    The count is the position in a file that all of them have open together. Kernels do not promise that two processes
+    that move it at once both do, so each locks the file for that microsecond: such a lock belongs to a process, and
+    the kernel takes it back when one is killed.
     """
+
+    def _move(self, by: int) -> int:
+        fcntl.lockf(self.descriptor, fcntl.LOCK_EX)
+        try:
+            return os.lseek(self.descriptor, by, os.SEEK_CUR)
+        finally:
+            fcntl.lockf(self.descriptor, fcntl.LOCK_UN)
 
     def take(self) -> int:
         """The next number, which nobody else gets."""
-        return os.lseek(self.descriptor, 1, os.SEEK_CUR) - 1
+        return self._move(1) - 1
 
     @property
     def value(self) -> int:
@@ -65,7 +74,7 @@ class AtomicCounter(_Anonymous):
 
     def exhaust(self) -> None:
         """From now on only numbers beyond all that are meant are given."""
-        os.lseek(self.descriptor, _FAR, os.SEEK_CUR)
+        self._move(_FAR)
 
 
 class SharedMemory(_Anonymous):

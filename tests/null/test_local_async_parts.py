@@ -19,7 +19,7 @@ from runtime.local_async.report import Averaging, LocalReport, UpdaterReport
 from runtime.local_async.shared import ALIGNMENT, Layout, SharedModel, Snapshots, make_memory
 from runtime.plan import LocalAsyncSpec
 
-TAKERS, TAKES = 4, 5000
+TAKERS, TAKES = 4, 100_000
 
 
 def test_a_counter_gives_each_number_to_one_process(tmp_path: Path) -> None:
