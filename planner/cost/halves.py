@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from planner.cost.collectives import Coefficients, collective_cost
 from planner.cost.curve import CostCurve
 from planner.cost.model import CommunicationCost
-from planner.cost.phases import LinkName, Phase, measured_curve, phase_of
+from planner.cost.phases import LinkName, Phase, flat_link, measured_curve, measured_flat, phase_of
 from planner.profile.document import Cluster
 from runtime.errors import InputError
 
@@ -80,24 +80,12 @@ def half(cost: CommunicationCost, collective: str) -> Half:
     cluster = cost.cluster
     if cluster.ranks == 1:
         return Half(curve=CostCurve.from_line(Coefficients(0.0, 0.0)), source="one rank: nothing to send")
-    measured = _measured(cluster, collective)
+    measured = measured_flat(cluster, collective)
     if measured is not None:
         return Half(curve=measured, source="measured")
-    link = cluster.inter if _link(cluster) == "inter" else cluster.intra
+    link = cluster.inter if flat_link(cluster) == "inter" else cluster.intra
     if link is not None:
         formula = f"{collective}/ring"
         curve = CostCurve.from_line(collective_cost(formula, cluster.ranks, link))
         return Half(curve=curve, source=f"{formula} with link constants")
     return Half(curve=cost.all_reduce.scaled(0.5), source="half of the all-reduce", implied=True)
-
-
-def _link(cluster: Cluster) -> LinkName:
-    return "inter" if cluster.nodes > 1 else "intra"
-
-
-def _measured(cluster: Cluster, collective: str) -> CostCurve | None:
-    """What was measured over all ranks; with one kind of link, also under that link's key."""
-    one_link = 1 in (cluster.nodes, cluster.ranks_per_node)
-    return measured_curve(cluster, collective) or (
-        measured_curve(cluster, f"{_link(cluster)}/{collective}") if one_link else None
-    )

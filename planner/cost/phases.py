@@ -110,6 +110,19 @@ def measured_curve(cluster: Cluster, key: str) -> CostCurve | None:
     return None if fitted is None else CostCurve.from_line(fitted)
 
 
+def flat_link(cluster: Cluster) -> LinkName:
+    """What limits messages that pass through all ranks."""
+    return "inter" if cluster.nodes > 1 else "intra"
+
+
+def measured_flat(cluster: Cluster, collective: str) -> CostCurve | None:
+    """What was measured over all ranks; with one kind of link, also under that link's key."""
+    one_link = 1 in (cluster.nodes, cluster.ranks_per_node)
+    return measured_curve(cluster, collective) or (
+        measured_curve(cluster, f"{flat_link(cluster)}/{collective}") if one_link else None
+    )
+
+
 def link_of(cluster: Cluster, name: LinkName, otherwise: Link | None = None) -> Link:
     """The link's constants; between nodes as one of the concurrent exchanges of a node sees them (inter*).
 

@@ -15,7 +15,7 @@ import numpy as np
 
 from planner.cost.collectives import collective_cost
 from planner.cost.curve import CostCurve
-from planner.cost.phases import LinkName, link_of, measured_curve, phase_of
+from planner.cost.phases import LinkName, flat_link, link_of, measured_flat, phase_of
 from planner.profile.document import Cluster, Link
 
 SELECTED_BYTES = 8
@@ -49,10 +49,10 @@ def flat(cluster: Cluster, otherwise: Link | None = None) -> tuple[SparsePhase, 
         cluster: the cluster.
         otherwise: link constants to use where the cluster has none.
     """
-    ranks, name = cluster.ranks, _flat_link(cluster)
+    ranks, name = cluster.ranks, flat_link(cluster)
     if ranks == 1:
         return ()
-    curve = _measured_gather(cluster)
+    curve = measured_flat(cluster, "all_gather")
     if curve is None:
         link = link_of(cluster, name, otherwise)
         curve = CostCurve.from_line(collective_cost("all_gather/recursive_doubling", ranks, link))
@@ -71,21 +71,10 @@ def naive_all_gather(cluster: Cluster, otherwise: Link | None = None) -> tuple[S
     return tuple(replace(phase, curve=phase.curve.repeated(2)) for phase in flat(cluster, otherwise))
 
 
-def _flat_link(cluster: Cluster) -> LinkName:
-    return "inter" if cluster.nodes > 1 else "intra"
-
-
-def _measured_gather(cluster: Cluster) -> CostCurve | None:
-    one_link = 1 in (cluster.nodes, cluster.ranks_per_node)
-    return measured_curve(cluster, "all_gather") or (
-        measured_curve(cluster, f"{_flat_link(cluster)}/all_gather") if one_link else None
-    )
-
-
 def flat_is_implied(cluster: Cluster) -> bool:
     """Whether the cluster says nothing about a flat gather, so that it follows from the all-reduce."""
-    link = cluster.inter if _flat_link(cluster) == "inter" else cluster.intra
-    return cluster.ranks > 1 and link is None and _measured_gather(cluster) is None
+    link = cluster.inter if flat_link(cluster) == "inter" else cluster.intra
+    return cluster.ranks > 1 and link is None and measured_flat(cluster, "all_gather") is None
 
 
 def hitopk(cluster: Cluster, otherwise: Link | None = None) -> tuple[SparsePhase, ...]:

@@ -126,8 +126,8 @@ def _frontier(problem: Problem, given: Schedule, limits_of: tuple[float, ...], r
     if problem.ranks == 1 or not ratios:
         return Frontier(points=tuple(points), bound_us=start_us)
     forms = Forms(problem, limits, (1.0, *ratios))
-    stops = [_stops(given), _stops(layer_wise(problem, limits, by_layer=True)), (problem.count,)]
-    known = [torn_places(problem, limits), *(of for of in stops if of and len(of) <= FEW)]
+    stops = [*known_stops([given, layer_wise(problem, limits, by_layer=True)]), (problem.count,)]
+    known = [torn_places(problem, limits), *(of for of in stops if len(of) <= FEW)]
     places = grid(problem.count, MAX_PLACES, known)
     tables = joint_tables(problem, limits, ratios, places)
     links: Found | None = None
@@ -147,13 +147,6 @@ def _frontier(problem: Problem, given: Schedule, limits_of: tuple[float, ...], r
         bound_us=max(bound_us, min(compute_us, start_us)),
         tables=(links.tables if links else tables) if everywhere and not problem.contended else None,
     )
-
-
-def _stops(schedule: Schedule) -> tuple[int, ...] | None:
-    """Where buckets of consecutive gradients stop."""
-    stops = tuple(bucket.gradients[-1] + 1 for bucket in schedule.buckets)
-    sizes = [len(bucket.gradients) for bucket in schedule.buckets]
-    return stops if sizes == np.diff((0, *stops)).tolist() else None
 
 
 def _point(
@@ -193,8 +186,8 @@ def _point(
 
 def _starts(problem: Problem, forms: Forms, allowed: int, before: Schedule) -> list[Choice]:
     """Every gradient in one bucket (SLGS by layer), and the buckets known so far, at each density."""
-    cuts = [(problem.count,), _stops(before)]
-    choices = [tuple((stop, form) for stop in stops) for stops in cuts if stops for form in (0, *range(1, allowed + 1))]
+    cuts = [(problem.count,), *known_stops([before])]
+    choices = [tuple((stop, form) for stop in stops) for stops in cuts for form in (0, *range(1, allowed + 1))]
     return [choice for choice in choices if forms.possible(choice)]
 
 
