@@ -8,13 +8,16 @@ from dataclasses import dataclass
 from planner.compare.contestants import BARE, Contestant
 from planner.compare.measure import WARM_UP_STEPS, Contest, Measured, Record
 from planner.ir import Schedule
-from planner.lower import lower
+from planner.lower import lower, predict
 from planner.problem import Problem, make_problem
 from planner.profile.document import Profile
 from planner.profile.step import TIMEOUT_S
 from planner.progress import Silent
 from planner.training import build, profile_rank
 from runtime.world import World
+
+LONG_STEP_US = 500_000.0
+"""Of longer steps a block has one, after one to warm up: they are many milliseconds of traffic that varies little."""
 
 
 @dataclass(frozen=True)
@@ -32,23 +35,24 @@ def measure_rank(
     schedules: Callable[[Problem], Mapping[str, Schedule]],
     rounds: int,
     steps: int,
-    warm_up_steps: Callable[[Problem], int] = lambda problem: WARM_UP_STEPS,
     device: str = "cpu",
 ) -> RankSteps:
     """Every rank calls it: profiles, and trains with no exchange and with each plan in blocks of `steps` by turns.
 
-    `schedules` makes the plans, named, from the problem that the profile poses.
+    `schedules` makes the plans, named, from the problem that the profile poses. Where steps are long, blocks have one.
     """
     profile = profile_rank(job, device, show_progress=False)
     problem = make_problem(profile)
     plans = {name: lower(problem, schedule) for name, schedule in schedules(problem).items()}
     bare = Contestant(name=BARE, kind="bare")
     contestants = [bare, *(Contestant(name=name, kind="plan", plan=plan) for name, plan in plans.items())]
+    long = predict(problem, Schedule.from_boundaries([problem.count])).iteration_us > LONG_STEP_US
+    built = build(job, device)
     world = World.join(None, TIMEOUT_S)
     try:
-        contest = Contest(build(job, device), world, None, warm_up_steps(problem))
+        contest = Contest(built, world, None, 1 if long else WARM_UP_STEPS)
         contest.warm_up(bare)
-        measured = contest.measure([Record(one) for one in contestants], rounds, steps, Silent())
+        measured = contest.measure([Record(one) for one in contestants], rounds, 1 if long else steps, Silent())
     finally:
         world.leave()
     return RankSteps(profile, measured)

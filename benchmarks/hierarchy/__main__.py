@@ -69,10 +69,9 @@ def _crossover(_: argparse.Namespace) -> list[str]:
 
 
 def _steps(options: argparse.Namespace) -> list[str]:
-    ranks = RankOptions(None, emulate=options.emulate)
     text = []
     for job in options.jobs:
-        found = on_ranks(ranks, steps.run_rank, job, options.rounds)[0]
+        found = steps.on_hosts(options.emulate, job, options.rounds)
         text += [f"{options.emulate}:", "", *steps.lines(job.rpartition(":")[2], found), ""]
     return text
 

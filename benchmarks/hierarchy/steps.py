@@ -7,26 +7,20 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from planner.compare.contestants import BARE, Contestant
-from planner.compare.measure import Contest, Record
+from benchmarks.steps import measure_rank
 from planner.compare.report import values_by_name
 from planner.compare.statistics import median_interval
 from planner.ir import Schedule
-from planner.lower import lower, predict
+from planner.lower import predict
 from planner.passes.joint import Joint
 from planner.passes.merge import Merge
 from planner.passes.topology import Topology
 from planner.problem import Problem, make_problem
-from planner.profile.step import TIMEOUT_S
-from planner.progress import Silent
 from planner.strategies import make_schedule
 from planner.strategies.optimal import best_baseline
-from planner.training import build, profile_rank
-from runtime.plan import Plan
-from runtime.world import World
+from planner.world import RankOptions, on_ranks
 
 NAMED = ("ddp", "torus_2d", "slgs:0.01", "hitopk:0.01")
-WARM_UPS = 1
 
 
 @dataclass(frozen=True)
@@ -49,20 +43,11 @@ def schedules(problem: Problem) -> dict[str, Schedule]:
     return made
 
 
-def run_rank(job: str, rounds: int) -> list[Seen]:
-    """Every rank calls it; rank 0's figures are of all ranks."""
-    profile = profile_rank(job, "cpu", show_progress=False)
-    problem = make_problem(profile)
-    made = schedules(problem)
-    plans: dict[str, Plan] = {name: lower(problem, schedule) for name, schedule in made.items()}
-    world = World.join(None, TIMEOUT_S)
-    contest = Contest(build(job, "cpu"), world, None, WARM_UPS)
-    bare = Contestant(name=BARE, kind="bare")
-    contest.warm_up(bare)
-    contestants = [bare, *(Contestant(name=name, kind="plan", plan=plan) for name, plan in plans.items())]
-    measured = contest.measure([Record(one) for one in contestants], rounds, 1, Silent())
-    values = values_by_name(world.gather(measured, "comparing steps"))
-    world.leave()
+def on_hosts(emulate: str, job: str, rounds: int) -> list[Seen]:
+    """One start of emulated hosts; figures are of all ranks."""
+    ranks = on_ranks(RankOptions(None, emulate=emulate), measure_rank, job, schedules, rounds, 1)
+    problem = make_problem(ranks[0].profile)
+    made, values = schedules(problem), values_by_name([rank.measured for rank in ranks])
     return [_seen(name, problem, made.get(name), values[name]) for name in values]
 
 

@@ -5,24 +5,22 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 
-from planner.compare.contestants import BARE, Contestant
-from planner.compare.measure import Contest, Measured, Record
+from benchmarks.steps import measure_rank
+from planner.compare.contestants import BARE
+from planner.compare.measure import Measured
 from planner.compare.report import values_by_name
 from planner.compare.statistics import median_interval, ratio_interval
 from planner.ir import Schedule
-from planner.lower import lower, predict
+from planner.lower import predict
 from planner.problem import Problem, make_problem
 from planner.profile.document import Profile
-from planner.profile.step import TIMEOUT_S
-from planner.progress import Silent
 from planner.strategies import make_schedule
-from planner.training import build, profile_rank
-from runtime.plan import Plan
-from runtime.world import World
+from planner.training import profile_rank
 
 NAMED = ("wfbp", "single", "ddp", "mg_wfbp", "optimal")
 LOSSY = ("single", "ddp", "optimal", "slgs:0.001", "lags:250", "joint")
@@ -32,8 +30,6 @@ DELAYED = ("single", "ddp", "optimal", "ssd:1", "ssd:2", "ssd:3", "ssd:4")
 CAPS = ("ddp:1", "ddp:5", "ddp:100")
 """Bucket sizes beside DDP's default, of which the best counts as tuned DDP."""
 RANDOM_SEEDS = (1, 2)
-LONG_STEP_US = 500_000.0
-"""Of longer steps a block has one, after one to warm up: they are many milliseconds of traffic that varies little."""
 
 
 @dataclass(frozen=True)
@@ -149,21 +145,8 @@ class RankCell:
 
 def cell_rank(spec: str, rounds: int, steps: int, cell: Cell, device: str = "cpu") -> RankCell:
     """Every rank calls it: profile, rounds of all plans by turns, profile."""
-    before = profile_rank(spec, device, show_progress=False)
-    problem = make_problem(before)
-    plans: dict[str, Plan] = {name: lower(problem, schedule) for name, schedule in schedules(problem, cell).items()}
-    built = build(spec, device)
-    world = World.join(None, TIMEOUT_S)
-    long = predict(problem, Schedule.from_boundaries([problem.count])).iteration_us > LONG_STEP_US
-    try:
-        contest = Contest(built, world, None, 1) if long else Contest(built, world, None)
-        bare = Contestant(name=BARE, kind="bare")
-        contest.warm_up(bare)
-        planned = [Contestant(name=name, kind="plan", plan=plan) for name, plan in plans.items()]
-        measured = contest.measure([Record(one) for one in (bare, *planned)], rounds, 1 if long else steps, Silent())
-    finally:
-        world.leave()
-    return RankCell(before, profile_rank(spec, device, show_progress=False), measured)
+    seen = measure_rank(spec, partial(schedules, cell=cell), rounds, steps, device)
+    return RankCell(seen.profile, profile_rank(spec, device, show_progress=False), seen.measured)
 
 
 def summarize(cell: Cell, ranks: Sequence[RankCell]) -> Result:
