@@ -6,6 +6,7 @@ import copy
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -17,9 +18,10 @@ from torch import Tensor, nn
 def preserved(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> Iterator[None]:
     """Restores, on leaving, parameters, buffers, `.grad`, training flags, optimizer state and generators.
 
-    Tensors keep their identity: values are copied back in place. Costs one copy of the model and of the optimizer's
-    state while it is open.
+    Tensors keep their identity: values are copied back in place, and a tensor that a forward has put in place of a
+    buffer leaves it. Costs one copy of the model and of the optimizer's state while it is open.
     """
+    registered = [(register, dict(register)) for register in _registers(model)]
     tensors = [*model.parameters(), *model.buffers()]
     values = [tensor.detach().clone() for tensor in tensors]
     gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
@@ -30,6 +32,8 @@ def preserved(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) 
     try:
         yield
     finally:
+        for register, held in registered:
+            put_back(register, held)
         with torch.no_grad():
             for tensor, value in zip(tensors, values, strict=True):
                 tensor.copy_(value)
@@ -41,6 +45,28 @@ def preserved(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) 
             module.training = flag
         _restore_optimizer(optimizer, state)
         _restore_generators(generators)
+
+
+def _registers(model: nn.Module) -> list[dict[str, Any]]:
+    """Where modules keep their tensors; scripted ones keep theirs out of Python's reach, and no forward replaces them."""
+    found: list[Any] = [one for module in model.modules() for one in (module._parameters, module._buffers)]
+    return [register for register in found if isinstance(register, dict)]
+
+
+def put_back(live: Any, saved: Any) -> None:
+    """Makes a container hold exactly the objects that a copy of it holds."""
+    if _identities(live) == _identities(saved):
+        return
+    if isinstance(live, list):
+        live[:] = saved
+    else:
+        live.clear()
+        live.update(saved)
+
+
+def _identities(container: Any) -> list[int]:
+    items = chain(*container.items()) if isinstance(container, dict) else container
+    return [id(item) for item in items]
 
 
 def _optimizer_state(optimizer: torch.optim.Optimizer | None) -> tuple[dict[Any, Any], list[dict[str, Any]]]:

@@ -7,12 +7,12 @@ import random
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from itertools import chain
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+
+from runtime.preserve import put_back
 
 
 @contextmanager
@@ -38,25 +38,9 @@ def unchanged(model: nn.Module) -> Iterator[None]:
         random.setstate(python_generator)
         np.random.set_state(numpy_generator)
         for live, saved in [*attributes, *containers]:
-            _put_back(live, saved)
+            put_back(live, saved)
         for parameter, gradient in gradients:
             parameter.grad = gradient
-
-
-def _put_back(live: Any, saved: Any) -> None:
-    """Makes a container hold exactly the objects that it held."""
-    if _identities(live) == _identities(saved):
-        return
-    if isinstance(live, list):
-        live[:] = saved
-    else:
-        live.clear()
-        live.update(saved)
-
-
-def _identities(container: Any) -> list[int]:
-    items = chain(*container.items()) if isinstance(container, dict) else container
-    return [id(item) for item in items]
 
 
 @contextmanager
