@@ -29,7 +29,8 @@ class TrainingJob:
     loss: Callable[[nn.Module, Any], Tensor]
     """(model, batch) → scalar."""
     batch: Callable[[int, int], Any]
-    """(step, rank) → batch, deterministic."""
+    """(step, rank) → batch, deterministic. Local updaters (`local_async` of a plan) call it without a process group:
+    there WORLD_SIZE in the environment says how many ranks there are."""
     optimizer: Callable[[Iterable[Parameter]], Optimizer]
     dataset: Any = None
     """The map-style dataset that batches come from, if `planner profile` is to time loading (`runtime.datacache`)."""

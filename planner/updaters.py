@@ -2,7 +2,9 @@
 
 A rank's updaters together get through one minibatch in `minibatch_us` on average: measured over numbers of updaters,
 with full backwards, in quiet and while ranks average without pause. That is the step here, because a rank of a
-synchronous plan gets through one minibatch in a step. Two things change it in training:
+synchronous plan gets through one minibatch in a step. Making the minibatch is in it, as the updater does that,
+while other steps begin with one that is there: who compares adds it to those (`making_us`). Two things change the rate
+in training:
 
 - Averagings. One begins when so many updates have been made since the last one began, and takes as long as its message;
   for that share of the time, minibatches take as long as beside averagings. Nobody waits (but in local SGD).
@@ -183,6 +185,12 @@ def _phase_us(problem: Problem, schedule: Schedule, every: int, partial: bool) -
     if within >= every:
         return beside_us
     return (sent_us + (every - within) * quiet_us) / every
+
+
+def making_us(problem: Problem) -> float:
+    """What a rank takes to make one minibatch: a part of what was measured of updaters, and of no step."""
+    measured = problem.profile.local_async
+    return 0.0 if measured is None else measured.batch_us
 
 
 def averagings_a_minibatch(problem: Problem, schedule: Schedule) -> float:

@@ -3,8 +3,8 @@
 Legal for relaxed plans: updaters work on models that others have changed since. Asks for the throughput of updaters on
 this device and for the parts of backward, both measured (`planner profile --updaters`), and for what a message of the
 whole model costs. Of the numbers of updaters that were measured, each is taken while it gets 3 % more done than the one
-before and fits into the memory. Blocks are whole layers (see `planner.merging.blocks`); without blocks where they save
-nothing.
+before and fits into the memory. What they get done includes making minibatches, so other steps are compared with that
+added. Blocks are whole layers (see `planner.merging.blocks`); without blocks where they save nothing.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from planner.merging.blocks import best_blocks
 from planner.merging.exact import TIE
 from planner.problem import Problem
 from planner.simulator import step_us
-from planner.updaters import Work, async_step_us
+from planner.updaters import Work, async_step_us, making_us
 from runtime.errors import InputError
 from runtime.plan import MAX_UPDATERS
 
@@ -61,7 +61,8 @@ class LocalAsync:
         if not choices:
             return schedule
         found = best_choice(choices).best
-        return found if async_step_us(problem, found) < step_us(problem, schedule) * (1.0 - TIE) else schedule
+        before_us = step_us(problem, schedule) + making_us(problem)
+        return found if async_step_us(problem, found) < before_us * (1.0 - TIE) else schedule
 
     def choices(self, problem: Problem) -> tuple[UpdaterChoice, ...]:
         """What each measured number of updaters would give (or the one asked for); none where nothing was measured.

@@ -44,6 +44,8 @@ RUN_S = 4.0
 """What one half of a run with updaters may take, if one process alone worked."""
 LEAST_MINIBATCHES, MOST_MINIBATCHES = 12, 300
 """Of each updater in a half; of all of a rank's."""
+BEGINNING = 0.25
+"""Share of the first half that does not count."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -286,10 +288,11 @@ def _median_us(spans: Sequence[Span], task: str) -> float:
 def halves_us(ends_s: Sequence[float], half: int, updaters: int) -> tuple[float, float]:
     """A minibatch of the rank in the first half of a run and in the second, without what begins and ends each.
 
-    In the beginning processes are not at work evenly, and at the end some have nothing left to do.
+    In the beginning processes are not at work evenly, those of other ranks may be starting still, and libraries prepare
+    what they keep; at the end some have nothing left to do.
     """
-    warm = 2 * updaters
-    first, second = ends_s[warm:half], ends_s[half + warm : len(ends_s) - updaters]
+    warm = max(2 * updaters, int(half * BEGINNING))
+    first, second = ends_s[warm:half], ends_s[half + 2 * updaters : len(ends_s) - updaters]
     each_us = [(part[-1] - part[0]) / (len(part) - 1) * 1e6 for part in (first, second)]
     return each_us[0], each_us[1]
 

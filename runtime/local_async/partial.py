@@ -34,15 +34,15 @@ def partial_backward(loss: Tensor, block: Sequence[Tensor]) -> tuple[Tensor | No
     try:
         gradients = torch.autograd.grad(loss, list(block), allow_unused=True)
     except RuntimeError as error:
-        if _is_reentrant(loss):
+        if is_reentrant(loss):
             raise _refusal() from error
         raise
-    if any(gradient is None for gradient in gradients) and _is_reentrant(loss):
+    if any(gradient is None for gradient in gradients) and is_reentrant(loss):
         raise _refusal()  # parameters inside of a checkpoint are not in the graph
     return gradients
 
 
-def _is_reentrant(loss: Tensor) -> bool:
+def is_reentrant(loss: Tensor) -> bool:
     """Whether the loss was computed through a reentrant activation checkpoint."""
     seen: set[object] = set()
     left = [loss.grad_fn]

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -14,9 +14,11 @@ from torch import nn
 from runtime.attaching import STEPS_PER_DEADLINE
 from runtime.closures import DECIDE_BY_LOSS
 from runtime.datacache.memory import available_bytes
-from runtime.errors import InputError, PlannerError
-from runtime.fit import find_misfit, model_fingerprint
+from runtime.errors import EnvironmentFailure, InputError, PlannerError
+from runtime.fit import find_misfit, model_fingerprint, trainable_parameters
 from runtime.local_async.job import Batches, LocalJob, Part
+from runtime.local_async.partial import is_reentrant, partial_backward
+from runtime.local_async.script import find_unguarded_script
 from runtime.local_async.shared import Layout
 from runtime.local_async.updaters import check_start_method
 from runtime.plan import LocalAsyncSpec, Plan, load_plan
@@ -78,62 +80,82 @@ class _Need:
     """Steps and seed."""
 
 
-def read_plan(plan: Plan | str | Path) -> tuple[Plan | None, str | None]:
-    """The plan, or what is wrong with it."""
+def agree_on_plan(plan: Plan | str | Path, world: World) -> Plan:
+    """The plan, which is the same on all ranks; every rank calls it before anything that only some plans ask for.
+
+    Raises:
+        PlanMismatch: ranks have different plans, or one has none that can be read; on all alike.
+        CommunicationError: a rank died or missed the deadline.
+    """
+    loaded, digest, local_async, problem = None, "", "null", None
     try:
-        return (plan if isinstance(plan, Plan) else load_plan(plan)), None
+        loaded = plan if isinstance(plan, Plan) else load_plan(plan)
+        digest, local_async = loaded.digest(), _in_words(loaded.local_async)
     except InputError as error:
-        return None, str(error)
+        problem = str(error)
+    agree(world, Credentials(__version__, torch.__version__, digest, problem=problem, local_async=local_async))
+    assert loaded is not None
+    return loaded
 
 
-def prepare(request: Request, plan: Plan | str | Path, world: World) -> Prepared:
-    """Makes the job and checks everything; every rank calls it and comes to the same verdict.
+def _in_words(spec: LocalAsyncSpec | None) -> str:
+    if spec is None:
+        return "null"
+    return "synchronous" if spec.synchronous else f"{spec.updaters} updaters"
+
+
+def prepare(request: Request, plan: Plan, world: World) -> Prepared:
+    """Makes the job and checks everything; every rank calls it, with the same plan, and comes to the same verdict.
 
     Raises:
         InputError: what was asked for cannot be done; on all ranks alike.
         CommunicationError: a rank died or missed the deadline.
     """
-    loaded, problem = read_plan(plan)
-    job, layout = _agreed(world, "making the job", lambda: _make(request))
-    if loaded is not None:
-        problem = find_misfit(job.model, loaded, world.ranks)
-    digest = "" if loaded is None else loaded.digest()
-    agree(world, Credentials(__version__, torch.__version__, digest, model_fingerprint(job.model), problem=problem))
-    assert loaded is not None
-    assert loaded.local_async is not None
-    trial = _agreed(world, "trying a minibatch", lambda: _try_minibatch(job, world.rank, request.seed))
-    timeout_s = _weigh(request, loaded.local_async, trial, world)
-    return Prepared(request, loaded, loaded.local_async, job, layout, timeout_s)
+    spec = plan.local_async
+    assert spec is not None
+    job, layout = agreed(world, "making the job", lambda: _make(request, spec))
+    problem = find_misfit(job.model, plan, world.ranks)
+    agree(world, Credentials(__version__, torch.__version__, "", model_fingerprint(job.model), problem=problem))
+    trial = agreed(world, "trying a minibatch", lambda: _try_minibatch(job, spec, world.rank, request.seed))
+    return Prepared(request, plan, spec, job, layout, _weigh(request, spec, trial, world))
 
 
 T = TypeVar("T")
 
 
-def _agreed(world: World, what: str, make: Callable[[], T]) -> T:
-    """What `make` makes on this rank, once all ranks have made theirs.
+def agreed(world: World, what: str, make: Callable[[], T], who: str = "the job") -> T:
+    """What `make` makes on this rank, once all ranks have made theirs; every rank calls it.
+
+    Args:
+        world: the ranks.
+        what: names the exchange in errors.
+        make: what may raise.
+        who: raised, where that is none of our errors.
 
     Raises:
         InputError: it raised on some rank; on all alike.
+        EnvironmentFailure: likewise, where every rank that raised said so.
     """
-    value, problem = None, None
+    value, problem, failed = None, None, False
     try:
         value = make()
     except PlannerError as error:
-        problem = str(error)
+        problem, failed = str(error), isinstance(error, EnvironmentFailure)
     except Exception as error:
-        problem = f"the job raised {type(error).__name__}: {error}"
-    problems: list[str | None] = world.gather(problem, what)
-    raised = [(rank, text) for rank, text in enumerate(problems) if text is not None]
+        problem = f"{who} raised {type(error).__name__}: {error}"
+    everyone: list[tuple[str | None, bool]] = world.gather((problem, failed), what)
+    raised = [(rank, text) for rank, (text, _) in enumerate(everyone) if text is not None]
     if raised:
         same = len(raised) == world.ranks and len({text for _, text in raised}) == 1
-        raise InputError(raised[0][1] if same else "\n".join(f"rank {rank}: {text}" for rank, text in raised))
+        text = raised[0][1] if same else "\n".join(f"rank {rank}: {text}" for rank, text in raised)
+        raise EnvironmentFailure(text) if all(everyone[rank][1] for rank, _ in raised) else InputError(text)
     assert value is not None
     return value
 
 
-def _make(request: Request) -> tuple[LocalJob, Layout]:
+def _make(request: Request, spec: LocalAsyncSpec) -> tuple[LocalJob, Layout]:
     """The job, and where its model's tensors will lie."""
-    problem = check_request(request)
+    problem = check_request(request) or (None if spec.synchronous else find_unguarded_script())
     if problem is not None:
         raise InputError(problem)
     job = made(request.make)
@@ -169,15 +191,29 @@ def made(make: Callable[[], LocalJob]) -> LocalJob:
     return job
 
 
-def _try_minibatch(job: LocalJob, rank: int, seed: int) -> _Trial:
-    """One forward and backward in this process, after which the model is as it was."""
+def _try_minibatch(job: LocalJob, spec: LocalAsyncSpec, rank: int, seed: int) -> _Trial:
+    """One forward and backward in this process, after which the model is as it was.
+
+    Raises:
+        InputError: backward cannot stop at the plan's blocks.
+    """
     with preserved(job.model):
         batch = Batches(job, rank, Part(seed=seed)).get(0)
         start = time.perf_counter()
-        job.loss(job.model, batch).backward()
+        loss = job.loss(job.model, batch)
+        loss.backward()
         _synchronize(job.model)
-        step_s = time.perf_counter() - start
-        return _Trial(step_s, _private_bytes())
+        trial = _Trial(time.perf_counter() - start, _private_bytes())
+        if is_reentrant(loss):
+            _try_blocks(job, spec, batch)
+        return trial
+
+
+def _try_blocks(job: LocalJob, spec: LocalAsyncSpec, batch: Any) -> None:
+    """One backward for each block. Raises InputError where one cannot be done."""
+    parameters = trainable_parameters(job.model)
+    for block in spec.blocks or ():
+        partial_backward(job.loss(job.model, batch), [parameters[name] for name in block])
 
 
 def _synchronize(model: nn.Module) -> None:

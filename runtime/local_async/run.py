@@ -7,15 +7,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from runtime.errors import CommunicationError, EnvironmentFailure, InputError
 from runtime.local_async.averaging import DONE, FAILED, RUNNING, STOPPING, Averager, every
 from runtime.local_async.job import LocalJob
 from runtime.local_async.mps import mps_note
 from runtime.local_async.outcome import run_report
-from runtime.local_async.preparing import Prepared, Request, prepare, read_plan
+from runtime.local_async.preparing import Prepared, Request, agree_on_plan, agreed, prepare
 from runtime.local_async.report import LocalReport
+from runtime.local_async.script import check_not_imported
 from runtime.local_async.shared import SharedModel, make_memory
 from runtime.local_async.synchronous import train_by_session, train_locally
 from runtime.local_async.updater import Result
@@ -78,25 +79,18 @@ def run_local_async(
 
     Raises:
         InputError: what was asked for cannot be done: on all ranks alike, before an updater is started.
-        EnvironmentFailure: an updater raised, all of a rank were lost, or a rank died or missed the deadline.
+        EnvironmentFailure: a rank has no shared memory left (on all ranks alike), an updater raised, all of a rank were
+            lost, or a rank died or missed the deadline.
     """
+    check_not_imported()
     request = Request(job, steps, seed, timeout_s, start_method, on_lost)
-    loaded, _ = read_plan(plan)
-    if loaded is not None and loaded.local_async is None:
-        return _as_run(*train_by_session(request, loaded, process_group))
     world = World.join(process_group, max(START_TIMEOUT_S, timeout_s or 0.0))
     try:
-        prepared = prepare(request, plan, world)
-        world.broadcast([*prepared.job.model.parameters(), *prepared.job.model.buffers()])
-        if prepared.spec.synchronous:
-            trained = _on_deadline(prepared, process_group, train_locally)
-        else:
-            trained = _with_updaters(prepared, world, process_group)
-    except BaseException:
+        loaded = agree_on_plan(plan, world)
+        trained = None if loaded.local_async is None else _train(prepare(request, loaded, world), world, process_group)
+    finally:
         world.leave()
-        raise
-    world.leave()
-    return _as_run(*trained)
+    return _as_run(*(trained or train_by_session(request, loaded, process_group)))
 
 
 Trained = tuple[nn.Module, LocalReport, list[Result]]
@@ -113,6 +107,14 @@ def _as_run(model: nn.Module, report: LocalReport, results: list[Result]) -> Loc
     )
 
 
+def _train(prepared: Prepared, world: World, group: dist.ProcessGroup | None) -> Trained:
+    """Trains with models that ranks average now and then, beginning with rank 0's."""
+    world.broadcast([*prepared.job.model.parameters(), *prepared.job.model.buffers()])
+    if prepared.spec.synchronous:
+        return _on_deadline(prepared, group, train_locally)
+    return _with_updaters(prepared, world, group)
+
+
 def _on_deadline(
     prepared: Prepared, group: dist.ProcessGroup | None, train: Callable[[Prepared, World], Trained]
 ) -> Trained:
@@ -125,28 +127,32 @@ def _on_deadline(
 
 def _with_updaters(prepared: Prepared, starting: World, group: dist.ProcessGroup | None) -> Trained:
     """Starts updaters, lets them train, and ends them whatever happens."""
-    request, model = prepared.request, prepared.job.model
-    handle, memory = make_memory(model, prepared.layout)
-    shared = SharedModel(model, prepared.layout, memory)
-    updaters = Updaters(
-        Orders(
-            make=request.make,
-            memory=handle,
-            layout=prepared.layout,
-            spec=prepared.spec,
-            steps=request.steps,
-            rank=starting.rank,
-            ranks=starting.ranks,
-            seed=request.seed,
-            start_method=request.start_method,
-        )
-    )
+    memory, updaters = agreed(starting, "sharing memory", lambda: _share(prepared, starting), "sharing memory")
+    shared = SharedModel(prepared.job.model, prepared.layout, memory)
     try:
         _start(updaters, starting)
         return _on_deadline(prepared, group, lambda _, world: _Rank(prepared, shared, updaters, world).train())
     finally:
         updaters.end()
         shared.release()
+
+
+def _share(prepared: Prepared, world: World) -> tuple[Tensor, Updaters]:
+    """What a rank and its updaters, which are not started yet, have in common."""
+    request = prepared.request
+    handle, memory = make_memory(prepared.job.model, prepared.layout)
+    orders = Orders(
+        make=request.make,
+        memory=handle,
+        layout=prepared.layout,
+        spec=prepared.spec,
+        steps=request.steps,
+        rank=world.rank,
+        ranks=world.ranks,
+        seed=request.seed,
+        start_method=request.start_method,
+    )
+    return memory, Updaters(orders)
 
 
 def _start(updaters: Updaters, world: World) -> None:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from runtime.buckets import is_dense, view_of
-from runtime.errors import InputError
+from runtime.errors import EnvironmentFailure, InputError
 from runtime.local_async.memory import SharedMemory
 from runtime.names import canonical_name
 
@@ -271,7 +271,13 @@ def make_memory(model: nn.Module, layout: Layout) -> tuple[Any, Tensor]:
     size_bytes = max(layout.size_bytes, ALIGNMENT)
     device = next(model.parameters()).device
     if device.type == "cuda":
-        memory = torch.zeros(size_bytes, dtype=torch.uint8, device=device)
+        try:
+            memory = torch.zeros(size_bytes, dtype=torch.uint8, device=device)
+        except torch.OutOfMemoryError as error:
+            raise EnvironmentFailure(
+                f"{device} has no {size_bytes} bytes left for the shared model; use fewer ranks on it, or a smaller "
+                f"model"
+            ) from error
         handle: Any = memory
     else:
         handle = SharedMemory(size_bytes=size_bytes)

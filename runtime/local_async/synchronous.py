@@ -13,7 +13,7 @@ from runtime.errors import InputError
 from runtime.local_async.averaging import DONE, RUNNING, Averager, every
 from runtime.local_async.job import Batches, LocalJob, Part, samples_of
 from runtime.local_async.outcome import make_report
-from runtime.local_async.preparing import Prepared, Request, check_request, made
+from runtime.local_async.preparing import Prepared, Request, agreed, check_request, made
 from runtime.local_async.report import LocalReport, UpdaterReport
 from runtime.local_async.shared import SharedModel, make_memory
 from runtime.local_async.updater import Result, Times
@@ -92,7 +92,7 @@ def train_by_session(
 def train_locally(prepared: Prepared, world: World) -> tuple[nn.Module, LocalReport, list[Result]]:
     """Local SGD: each rank trains alone, and waits for the average of all models after every K-th step."""
     request, job = prepared.request, prepared.job
-    _, memory = make_memory(job.model, prepared.layout)
+    _, memory = agreed(world, "sharing memory", lambda: make_memory(job.model, prepared.layout), "sharing memory")
     shared = SharedModel(job.model, prepared.layout, memory)
     loop = Loop(job, world.rank, world.ranks, request.seed)
     averager = Averager(world, shared.flats) if world.ranks > 1 else None

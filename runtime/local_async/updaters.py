@@ -19,6 +19,7 @@ import torch
 from runtime.errors import EnvironmentFailure, InputError, LostUpdaterWarning, PlannerError
 from runtime.local_async.job import LocalJob
 from runtime.local_async.memory import AtomicCounter, Doorbell, SharedMemory
+from runtime.local_async.script import GUARD
 from runtime.local_async.shared import Layout
 from runtime.local_async.updater import BEGUN, COUNTS, DONE, GO, READY, Failure, Result, Shared, Task, main
 from runtime.plan import LocalAsyncSpec
@@ -48,6 +49,11 @@ def check_start_method(method: str) -> str | None:
         why = " (a forked process has none of its parent's threads, but the locks that they held"
         why += ", and CUDA, which is initialized here, does not work in it)" if torch.cuda.is_initialized() else ")"
     return f"start_method: found {method!r}{why}, expected {' or '.join(here)}; leave it out"
+
+
+def _own_words(exit_code: int | None) -> str:
+    """Where an updater said why it could not begin, if it ended by itself."""
+    return f"; it said why on standard error; {GUARD}" if exit_code is not None and exit_code > 0 else ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,6 +133,10 @@ class Updaters:
                 f"the job cannot be sent to updaters, which are processes of their own ({type(error).__name__}: {error}"
                 f"); expected a function of a module, or functools.partial of one with arguments that can be pickled"
             ) from error
+        except BrokenPipeError as error:
+            mine.close()
+            process.join(ENDING_S)
+            raise InputError(f"updater {number} ended before it was told what to do{_own_words(1)}") from error
         finally:
             theirs.close()
         return _Updater(number, process, mine, self.shared.row(number))
@@ -151,7 +161,9 @@ class Updaters:
             if self.error is not None:
                 return str(self.error)
         dead = next((one for one in self._all if one.lost is not None), None)
-        return None if dead is None else f"updater {dead.number} {dead.lost} before it had begun"
+        if dead is None:
+            return None
+        return f"updater {dead.number} {dead.lost} before it had begun{_own_words(dead.process.exitcode)}"
 
     def go(self, stall_limit_s: float) -> None:
         """Tells all updaters to begin."""

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from planner import demo_job
 from runtime.errors import InputError
 from runtime.local_async.averaging import every
 from runtime.local_async.job import Batches, LocalJob, Part, PartSampler, samples_of
@@ -160,6 +161,15 @@ def test_parts_of_the_data_share_nothing_and_leave_nothing_out() -> None:
     assert sorted(PartSampler(23, Part(0, 4, seed=4))) != sorted(parts[0])
     with pytest.raises(InputError, match="found 3 samples for 4 updaters"):
         PartSampler(3, Part(0, 4))
+
+
+def test_ranks_of_the_demo_share_out_each_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In local updaters, too, which have no process group to ask how many ranks there are."""
+    numbers = torch.arange(6 * demo_job.BATCH_SIZE)
+    monkeypatch.setattr(demo_job, "digits", lambda: demo_job.Digits(numbers, numbers, numbers[:0], numbers[:0]))
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    seen = torch.cat([demo_job.batch(step, rank)[0] for step in range(3) for rank in range(2)])
+    assert torch.equal(seen.sort().values, numbers)
 
 
 def test_jobs_have_one_source_of_minibatches() -> None:

@@ -136,6 +136,34 @@ def test_the_pass_takes_them_only_where_more_gets_done() -> None:
     assert LocalAsync().apply(exact, unmeasured) == exact
 
 
+def test_making_the_minibatch_counts_on_both_sides() -> None:
+    """An updater takes 125 for a minibatch, with making it; other steps take 115, with a minibatch that is there."""
+    exact = Schedule.from_boundaries([4])
+    assert LocalAsync().apply(exact, problem_of([(125.0, None)], batch_us=9.0)) == exact
+    assert LocalAsync().apply(exact, problem_of([(125.0, None)], batch_us=11.0)).updaters is not None
+
+
+@pytest.mark.parametrize("step", ["never", "always"])
+def test_classes_are_compared_with_the_minibatch_made(step: str) -> None:
+    """125 is 2 % less than a step of 115 from a making of 13 on."""
+    profile, cluster = document([(125.0, None)]), parse_cluster(cluster_document((0.0, 0.0)))
+    profile["compute"]["optimizer"] = {"name": "SGD", "adaptive": False, "elementwise": True}
+
+    def plan(batch_us: float) -> Any:
+        profile["local_async"]["batch_us"] = batch_us
+        passes = f"merge,shard_updates{{step={step}}},local_async"
+        return optimize(parse_profile(profile), cluster, accuracy="relaxed", passes=passes)
+
+    assert plan(8.0).local_async is None
+    taken = plan(18.0)
+    assert taken.local_async == LocalAsyncSpec(updaters=1)
+    assert taken.predicted.iteration_us == 125.0
+    assert any("making a minibatch takes a rank 0.018 ms" in note for note in taken.notes)
+    assert simulate(parse_profile(profile), cluster, strategies=["lap:1"])[0].cost_source.endswith(
+        "with making the minibatch, which other steps leave out"
+    )
+
+
 def decided(curve: list[tuple[float, float | None]], **options: Any) -> Any:
     profile = parse_profile(document(curve))
     cluster = parse_cluster(cluster_document((50.0, 0.0), sparsify={"alpha_us": 1e5, "beta_us_per_byte": 0.0}))

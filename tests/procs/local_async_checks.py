@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import pickle
 import signal
@@ -16,6 +17,7 @@ import torch.distributed as dist
 from local_async_reference import reference
 from torch import Tensor, nn
 
+import runtime
 import runtime.local_async.preparing as preparing
 import runtime.local_async.run as running
 from runtime.errors import CommunicationError, PlannerError
@@ -170,11 +172,23 @@ def refusals() -> dict[str, str]:
     rank = dist.get_rank()
     cases: dict[str, Any] = {
         "steps": lambda: trained(jobs.plain, LocalAsyncSpec(updaters=1), 5 + rank),
+        "some plans": lambda: trained(jobs.plain, LocalAsyncSpec(updaters=2) if rank else None, 5),
+        "one attaches": attached_by_one,
         "loss": lambda: trained(jobs.plain if rank else jobs.odd_loss, LocalAsyncSpec(updaters=1), 5),
         "memory": in_little_memory,
+        "shared memory": lambda: without_shared_memory(LocalAsyncSpec(updaters=1)),
+        "synchronous": lambda: without_shared_memory(STRATEGIES["l_sgd"]),
         "updater": lambda: trained(partial(jobs.odd_updater, rank, os.getpid()), LocalAsyncSpec(updaters=1), 5),
     }
     return {name: _message(case) for name, case in cases.items()}
+
+
+def attached_by_one() -> None:
+    """Rank 0 trains in its own loop."""
+    if dist.get_rank():
+        trained(jobs.plain, LocalAsyncSpec(updaters=2), 5)
+    else:
+        runtime.attach(jobs.Net(), None, jobs.plan_of(None, ranks=2))
 
 
 def in_little_memory() -> LocalRun:
@@ -185,6 +199,20 @@ def in_little_memory() -> LocalRun:
         return trained(jobs.plain, LocalAsyncSpec(updaters=3), 5)
     finally:
         preparing.available_bytes = available
+
+
+def without_shared_memory(spec: LocalAsyncSpec | None) -> LocalRun:
+    """On rank 1 the system gives none."""
+    allocate = os.posix_fallocate
+
+    def full(*_: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    os.posix_fallocate = full if dist.get_rank() else allocate
+    try:
+        return trained(jobs.plain, spec, 5)
+    finally:
+        os.posix_fallocate = allocate
 
 
 def _message(call: Any) -> str:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import Parameter
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 from runtime.local_async import LocalJob, Part, PartSampler
@@ -81,6 +82,25 @@ def normless() -> LocalJob:
     """Without statistics of minibatches, which make means of models other than models of means."""
     torch.manual_seed(7)
     return plain(model=nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)))
+
+
+class Checkpointed(Net):
+    """Computes what follows the first layer once more in backward."""
+
+    def __init__(self, reentrant: bool) -> None:
+        super().__init__()
+        self.reentrant = reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(batch, 6) → (batch, 3)."""
+        rest = nn.Sequential(self.norm, nn.Tanh(), self.out)
+        scores: Tensor = checkpoint(rest, self.hidden(x), use_reentrant=self.reentrant)
+        return scores * self.scale
+
+
+def checkpointed(reentrant: bool) -> LocalJob:
+    """With an activation checkpoint."""
+    return plain(model=Checkpointed(reentrant))
 
 
 def odd_loss() -> LocalJob:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import runpy
 import signal
 import subprocess
 import sys
@@ -22,6 +23,7 @@ import runtime
 from planner.launch import LocalWorld, run_ranks
 from runtime.errors import EnvironmentFailure, InputError, LostUpdaterWarning, PlanMismatch
 from runtime.local_async import LocalRun, run_local_async
+from runtime.local_async.updaters import Updaters
 from runtime.plan import LocalAsyncSpec
 
 LPP = LocalAsyncSpec(updaters=2, blocks=jobs.LAYERS, full_fraction=0.1)
@@ -141,6 +143,26 @@ def test_bad_input_is_refused_before_updaters_start(changes: dict[str, Any], wor
         run_local_async(**(usual | changes))
 
 
+@pytest.fixture
+def nothing_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who starts updaters is refused."""
+
+    def start(_: Updaters) -> None:
+        raise InputError("would be started")
+
+    monkeypatch.setattr(Updaters, "start", start)
+
+
+@pytest.mark.usefixtures("nothing_starts")
+def test_checkpoints_that_know_whole_backwards_only_are_found_before_updaters_start() -> None:
+    """Where the plan has blocks; else they are as good as others."""
+    with pytest.raises(InputError, match=r"reentrant activation checkpoints.* checkpoint\(.*use_reentrant=False\)"):
+        train(partial(jobs.checkpointed, True), LPP, 3)
+    for reentrant, spec in ((False, LPP), (True, LocalAsyncSpec(updaters=2))):
+        with pytest.raises(InputError, match="would be started"):
+            train(partial(jobs.checkpointed, reentrant), spec, 3)
+
+
 def test_a_plan_with_updaters_is_not_attached() -> None:
     model = jobs.Net()
     with pytest.raises(PlanMismatch, match=r"updaters, which are processes of their own, .* with `planner run`"):
@@ -165,12 +187,20 @@ def test_two_ranks(pair: list[dict[str, Any]], check: str) -> None:
         assert all(rank[check].values()), rank[check]
 
 
+SOME = "ranks hold different local_async in their plans: rank 0: null, rank 1: 2 updaters"
+NO_MEMORY = "this system gives no shared memory of 832 bytes (No space left on device); use fewer ranks"
+
+
 @pytest.mark.parametrize(
     ("case", "words"),
     [
         ("steps", "InputError: ranks were asked for different (steps, seed): rank 0: (5, 0), rank 1: (6, 0)"),
+        ("some plans", f"PlanMismatch: {SOME}; give every rank the same plan.json"),
+        ("one attaches", f"PlanMismatch: {SOME}; give every rank the same plan.json"),
         ("loss", "InputError: rank 0: the job raised ArithmeticError: odd"),
         ("memory", "InputError: updaters: found 3 on each of 2 ranks of this machine"),
+        ("shared memory", f"EnvironmentFailure: rank 1: {NO_MEMORY}"),
+        ("synchronous", f"EnvironmentFailure: rank 1: {NO_MEMORY}"),
     ],
 )
 def test_one_rank_s_trouble_is_told_to_all(pair: list[dict[str, Any]], case: str, words: str) -> None:
@@ -230,6 +260,42 @@ if __name__ == "__main__":
     codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
     print(*codes, flush=True)
 """
+
+
+UNGUARDED = """
+import sys
+import local_async_jobs as jobs
+from runtime.local_async import run_local_async
+from runtime.plan import LocalAsyncSpec
+
+if {condition}:
+    run_local_async(jobs.plain, jobs.plan_of(LocalAsyncSpec(updaters=1)), 3, start_method="forkserver")
+"""
+
+
+@pytest.mark.usefixtures("nothing_starts")
+def test_a_script_that_updaters_would_run_again_is_refused(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(UNGUARDED.format(condition="True"))
+    with pytest.raises(InputError, match=r'script\.py: found .* has to stand under `if __name__ == "__main__":`'):
+        runpy.run_path(str(script), run_name="__main__")
+    for condition in ('__name__ == "__main__"', 'sys.argv[0] != "__main__"'):  # the second cannot be known
+        script.write_text(UNGUARDED.format(condition=condition))
+        with pytest.raises(InputError, match="would be started"):
+            runpy.run_path(str(script), run_name="__main__")
+
+
+def test_updaters_that_run_the_script_again_say_so(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(UNGUARDED.format(condition='sys.argv[0] != "__main__"'))
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(jobs.__file__).parent), *sys.path])}
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=200, env=environment)
+    assert done.returncode == 1
+    cure = 'each updater imports the script: what trains has to stand under `if __name__ == "__main__":`'
+    assert f"found a call by a process that imports the script of its parent, and {cure}" in done.stderr
+    failure = done.stderr.strip().splitlines()[-1]
+    assert failure.startswith("runtime.errors.EnvironmentFailure: rank 0: updater 0 ended without a word (exit code 1)")
+    assert failure.endswith(cure)
 
 
 def processes(mark: str) -> list[str]:
