@@ -9,6 +9,7 @@ are taken to be later than alone by as much as those are.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,14 +17,26 @@ from numpy.typing import NDArray
 from planner.cost.curve import CostCurve
 from planner.ir import Bucket, Schedule
 from planner.problem import Problem
+from planner.profile.document import OptimizerProfile
 
 Sizes = NDArray[np.float64]
 
 
 def can_share(problem: Problem) -> bool:
     """Whether the optimizer is known to treat every element by itself, and there are ranks to share its step."""
+    optimizer = _elementwise(problem)
+    return optimizer is not None and optimizer.holds_all is not False
+
+
+def leaves_out(problem: Problem) -> bool:
+    """Whether ranks could, but for parameters that are known not to be the optimizer's."""
+    optimizer = _elementwise(problem)
+    return optimizer is not None and optimizer.holds_all is False
+
+
+def _elementwise(problem: Problem) -> OptimizerProfile | None:
     optimizer = problem.profile.compute.optimizer
-    return problem.ranks > 1 and optimizer is not None and optimizer.elementwise is True
+    return optimizer if problem.ranks > 1 and optimizer is not None and optimizer.elementwise else None
 
 
 def costs_known(problem: Problem) -> bool:
@@ -33,20 +46,37 @@ def costs_known(problem: Problem) -> bool:
 
 def push_us(problem: Problem, sizes: Sizes) -> Sizes:
     """A reduce-scatter in a step, by the size of the message."""
-    return np.asarray(problem.reduce_scatter.curve(sizes) + _late_us(problem, sizes))
+    return np.asarray(problem.reduce_scatter.curve(sizes) * _at_least(problem, sizes) + _late_us(problem, sizes))
 
 
 def pull_us(problem: Problem, sizes: Sizes) -> Sizes:
     """An all-gather behind the update."""
-    return np.asarray(problem.all_gather.curve(sizes) + _late_us(problem, sizes))
+    return np.asarray(problem.all_gather.curve(sizes) * _at_least(problem, sizes) + _late_us(problem, sizes))
+
+
+def _at_least(problem: Problem, sizes: Sizes) -> Sizes:
+    """What makes both halves together take what the all-reduce does: they send the same bytes.
+
+    Where each was measured for itself they may seem to take less: a link that has idled lets a first burst through.
+    """
+    whole = _alone(problem) or problem.cost.all_reduce
+    halves_us = np.asarray(problem.reduce_scatter.curve(sizes) + problem.all_gather.curve(sizes))
+    factors = np.divide(whole(sizes), halves_us, out=np.ones_like(halves_us), where=halves_us > 0.0)
+    return np.maximum(1.0, factors)
 
 
 def _late_us(problem: Problem, sizes: Sizes) -> Sizes:
-    cluster = problem.cost.cluster
-    alone, queued = ((curves or {}).get("all_reduce") for curves in (cluster.samples, cluster.back_to_back))
+    alone, queued = _alone(problem), (problem.cost.cluster.back_to_back or {}).get("all_reduce")
     if alone is None or queued is None:
         return np.zeros_like(sizes)
-    return np.maximum(0.0, problem.cost.all_reduce(sizes) - CostCurve.from_samples(alone)(sizes))
+    return np.maximum(0.0, problem.cost.all_reduce(sizes) - alone(sizes))
+
+
+@lru_cache(maxsize=8)
+def _alone(problem: Problem) -> CostCurve | None:
+    """The all-reduce as measured when nothing else is on its way, as the halves are."""
+    samples = (problem.cost.cluster.samples or {}).get("all_reduce")
+    return None if samples is None else CostCurve.from_samples(samples)
 
 
 def message_costs_us(problem: Problem, schedule: Schedule) -> list[float]:

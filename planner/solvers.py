@@ -31,6 +31,11 @@ SOLVERS = ("dp", "cpsat")
 SOLVABLE = ("optimal", ALGORITHM)
 """Strategies that look for the best schedule; the others follow a fixed rule."""
 
+UNASKED = (
+    "the solver cpsat was not asked, for its model is of all-reduces, and here ranks share the optimizer's step "
+    "(--passes 'merge,topology,shard_updates{step=never}' leaves that out)"
+)
+
 MAX_LIMIT = 3600.0
 
 AGREEMENT = 1e-9

@@ -12,6 +12,8 @@ from runtime.elementwise import find_not_elementwise
 from runtime.optimizers import LayerwiseOptimizer
 from runtime.plan import Plan
 
+NEVER = "`planner optimize --passes 'merge,topology,shard_updates{step=never}'`"
+
 
 def _no_plain_sgd(optimizer: torch.optim.Optimizer | None) -> str | None:
     """What owners of weights cannot do of an optimizer, or None."""
@@ -30,8 +32,8 @@ def _has_momentum(optimizer: torch.optim.Optimizer | None) -> str | None:
     return None if found is None else f"SGD with momentum {found}"
 
 
-def _find_unowned(optimizer: torch.optim.Optimizer | None, parameters: Mapping[str, nn.Parameter]) -> str | None:
-    """A parameter that owners of the weights would have no optimizer for, or None."""
+def find_unowned(optimizer: torch.optim.Optimizer | None, parameters: Mapping[str, nn.Parameter]) -> str | None:
+    """A parameter that is in none of the optimizer's groups, by name, or None."""
     groups = [] if optimizer is None else optimizer.param_groups
     known = {id(parameter) for group in groups for parameter in group["params"]}
     return next((name for name, parameter in parameters.items() if id(parameter) not in known), None)
@@ -45,7 +47,7 @@ def _find_unserved(optimizer: torch.optim.Optimizer | None, planned: Mapping[str
             f"{odd}; expected torch.optim.SGD with momentum, weight decay or Nesterov's momentum: use that, or plan "
             f"without --accuracy relaxed"
         )
-    if (odd := _find_unowned(optimizer, planned)) is not None:
+    if (odd := find_unowned(optimizer, planned)) is not None:
         return (
             f"the plan has a delay and the gradient {odd}, whose parameter is not in the optimizer; expected all of "
             f"them in it, for owners of the weights do what it does: add that parameter, or freeze it before profiling"
@@ -70,12 +72,13 @@ def find_optimizer_misfit(
         return (
             f"the plan has ranks share the optimizer's step, each updating a part of the weights, but found {odd}; "
             f"expected an optimizer that treats every element by itself, such as torch.optim.SGD or AdamW: use one, or "
-            f"plan without sharing (`planner optimize --passes 'merge,topology,shard_updates{{step=never}}'`)"
+            f"plan without sharing ({NEVER})"
         )
-    if sharded and (odd := _find_unowned(optimizer, planned)):
+    if sharded and (odd := find_unowned(optimizer, planned)):
         return (
             f"the plan has ranks share the optimizer's step, and the parameter of the gradient {odd} is not in the "
-            f"optimizer; expected all of them in it: add that parameter, or freeze it before profiling"
+            f"optimizer; expected all of them in it: add that parameter, freeze it before profiling, or plan without "
+            f"sharing (profile again, or {NEVER})"
         )
     shared = plan.updates is not None and plan.updates.norms is not None and plan.updates.norms.shares is not None
     if shared and not isinstance(optimizer, LayerwiseOptimizer):

@@ -1,15 +1,18 @@
 """The optimizer's step shared by ranks (ZeRO-1; Rajbhandari et al., SC 2020): each updates its part of the weights.
 
 while ranks share   parameters lie in flat buffers, one for each message, which are cut into equal parts
-optimizer.step()    in the groups of the user's own optimizer this rank's pieces stand in for parameters while it
-                    steps; afterwards the buffers are all-gathered, which makes them the weights of all ranks
+optimizer.step()    in the groups of the user's own optimizer this rank's pieces stand in for parameters until it is
+                    done, or raises; afterwards the buffers are all-gathered, which makes them the weights of all ranks
 between steps       groups and schedulers see parameters; the optimizer's state is by piece, so that each rank keeps
                     that of its part alone; `optimizer_state_dict` puts the whole together
 """
 
 from __future__ import annotations
 
+import functools
 import statistics
+import types
+import weakref
 from collections import defaultdict, deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -68,6 +71,8 @@ class ShardedStep:
         self._times: deque[tuple[Any, Any]] = deque(maxlen=KEPT_STEPS)
         self._gathering = False
         self._shard_state()
+        self._step_before, self._guarded = vars(optimizer).get("step"), self._guarded_step()
+        optimizer.step = self._guarded  # type: ignore[method-assign]
         self._handles = [
             optimizer.register_state_dict_pre_hook(self._refuse_part),
             optimizer.register_load_state_dict_post_hook(lambda _: self._shard_state()),
@@ -75,9 +80,33 @@ class ShardedStep:
 
     # One step, in the order in which it happens.
 
+    def _guarded_step(self) -> Any:
+        """The optimizer's step, after which no piece stands in for anything; torch calls no hook where it raises."""
+        step, me = self._optimizer.step, weakref.ref(self)
+
+        @functools.wraps(getattr(step, "__func__", step))  # with what schedulers have noted there
+        def guarded(_: torch.optim.Optimizer, *arguments: Any, **keywords: Any) -> Any:
+            try:
+                return step(*arguments, **keywords)
+            except BaseException:
+                if (sharded := me()) is not None:
+                    sharded._swap_back()
+                raise
+
+        return types.MethodType(guarded, self._optimizer)  # schedulers wrap methods only
+
+    def _unguard_step(self) -> None:
+        """Where somebody has wrapped it since, it stays: it does nothing any more."""
+        if vars(self._optimizer).get("step") is not self._guarded:
+            return
+        if self._step_before is None:
+            del self._optimizer.step
+        else:
+            self._optimizer.step = self._step_before  # type: ignore[method-assign]
+
     def before_step(self, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
         """What the optimizer's step is called with in place of these arguments, or None for the same."""
-        self._swap_back()  # a step before this one may have raised
+        self._swap_back()  # a step before this one may have raised that was called past the instance
         if any(map(is_closure, (*arguments, *keywords.values()))):
             return with_closures(self._beside, arguments, keywords)
         self._swap_in()
@@ -219,6 +248,7 @@ class ShardedStep:
         self._swap_back()
         for handle in self._handles:
             handle.remove()
+        self._unguard_step()
         whole: dict[nn.Parameter, dict[str, Any]] = {}
         gradients: dict[int, Tensor] = {}
         try:

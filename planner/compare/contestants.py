@@ -58,8 +58,10 @@ def contestants(plan: Plan, problem: Problem | None, strategies: Sequence[str]) 
         strategies: further strategies by name.
 
     Raises:
-        InputError: strategies without a profile, an unknown strategy, or a profile of another model or world.
+        InputError: strategies without a profile, an unknown strategy, or a profile of another model or world;
+            local updaters, which take no part.
     """
+    _refuse_updaters("--plan", plan)
     if problem is None and strategies:
         raise InputError(
             f"--strategy {','.join(strategies)}: found no profile to make them from; expected --profile profile.json"
@@ -72,12 +74,23 @@ def contestants(plan: Plan, problem: Problem | None, strategies: Sequence[str]) 
     for name in strategies:
         assert problem is not None
         made = lower(problem, make_schedule(problem, name))
+        _refuse_updaters(f"--strategy {name}", made)
         exact = made.accuracy == "exact"
         found.append(Contestant(name=name, kind="plan", plan=made, predicted_us=_predicted_us(made), exact=exact))
     found.append(
         Contestant(name=PLAN, kind="plan", plan=plan, predicted_us=_predicted_us(plan), exact=plan.accuracy == "exact")
     )
     return found
+
+
+def _refuse_updaters(option: str, plan: Plan) -> None:
+    """Contestants take blocks of steps by turns in the ranks' own processes."""
+    if plan.local_async is not None:
+        raise InputError(
+            f"{option}: found local updaters (local_async), which take no steps by turns with others; expected a plan "
+            f"whose ranks train in their own processes: compare one made without --accuracy relaxed, and see with "
+            f"`planner run` what local updaters get done"
+        )
 
 
 def of_ddp(name: str, cap_mib: float | None, plan: Plan, problem: Problem | None) -> Contestant:

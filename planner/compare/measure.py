@@ -195,6 +195,8 @@ class Contest:
     def alone(self, plan: Plan) -> float:
         """Microseconds in which a plan's messages pass when nothing else happens: the median of some rounds, over
         ranks the slowest."""
+        if plan.sharded:  # its messages are the halves of all-reduces
+            plan = replace(plan, updates=None)
         session = runtime.attach(self.built.model, None, plan, sync=False, timeout_s=self._timeout_s, guard=False)
         times = []
         try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -29,6 +30,7 @@ from planner.profile.document import parse_profile
 from planner.strategies import make_schedule
 from planner.strategies.ddp import ddp_buckets
 from runtime.errors import InputError
+from runtime.plan import LocalAsyncSpec
 
 
 def usual() -> Problem:
@@ -131,6 +133,16 @@ def test_a_profile_of_something_else_is_refused() -> None:
         contestants(plan, make_problem(more), [])
     with pytest.raises(InputError, match="found no profile to make them from"):
         contestants(plan, None, ["wfbp"])
+
+
+def test_local_updaters_are_refused() -> None:
+    problem = usual()
+    plan = optimize(problem.profile)
+    updaters = replace(plan, accuracy="relaxed", local_async=LocalAsyncSpec(updaters=2))
+    with pytest.raises(InputError, match=r"--plan: found local updaters .* expected a plan .* with `planner run`"):
+        contestants(updaters, None, [])
+    with pytest.raises(InputError, match="--strategy lap:2: found local updaters"):
+        contestants(plan, problem, ["wfbp", "lap:2"])
 
 
 def measured(

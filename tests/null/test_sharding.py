@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
-from builders import cluster_document, make, profile_document
+from builders import cluster_document, make, profile_document, write
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from planner import simulate
+from planner.cli import main
 from planner.compare.contestants import contestants
 from planner.decide import optimize
 from planner.ir import Schedule, Updaters
@@ -19,6 +23,7 @@ from planner.problem import Problem
 from planner.profile.document import Profile, parse_profile
 from planner.sharding import gathers_us, message_costs_us, replicated_bytes, sharded_bytes
 from planner.simulator import simulate_schedule, step_us
+from planner.solvers import UNASKED
 from planner.taskgraph import build_graph, run_graph
 from planner.verify import VerifyError, verify
 from runtime.errors import InputError
@@ -105,6 +110,17 @@ def test_messages_in_a_step_are_late_as_all_reduces_are() -> None:
     assert sum(gathers_us(other, schedule.buckets)) == pytest.approx(sum(gathers_us(one, schedule.buckets)) + 14.0)
 
 
+def test_halves_together_take_no_less_than_the_all_reduce() -> None:
+    """Where each by itself seems to: the shared step then gains what it saves of the update, and no more."""
+    schedule = replace(Schedule.from_boundaries([5]), sharded=True)
+    whole_us = 50.0 + 0.01 * MODEL_BYTES
+    for half in ((10.0, 0.001), (25.0, 0.005)):
+        step = problem(half)
+        told_us = half[0] + half[1] * 4 * 5
+        assert message_costs_us(step, schedule) == [pytest.approx(whole_us / 2 + told_us)]
+        assert gathers_us(step, schedule.buckets) == [pytest.approx(whole_us / 2)]
+
+
 def test_the_step_is_shared_where_that_is_shorter_by_enough() -> None:
     """It saves three quarters of the update, and costs what the halves take more than the whole."""
     plan = optimize(profile())
@@ -125,6 +141,24 @@ def test_the_step_is_shared_where_that_is_shorter_by_enough() -> None:
     assert plan.certificate is not None
     assert plan.certificate.note == "the bound is computation alone"
     assert plan.certificate.lower_bound_us <= plan.predicted.iteration_us
+
+
+def test_a_solver_that_has_no_model_of_it_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    plan = optimize(profile(), solver="cpsat")
+    assert plan == replace(optimize(profile()), certificate=plan.certificate)
+    assert plan.certificate is not None
+    assert plan.certificate.solver is None
+    assert plan.certificate.note == f"the bound is computation alone; {UNASKED}"
+    (found,) = simulate(profile(), strategies=["optimal"], solver="cpsat")
+    assert found.cost_source.endswith(UNASKED)
+    document_path = write(tmp_path / "profile.json", document(cluster=cluster()))
+    arguments = ["optimize", document_path, "-o", str(tmp_path / "plan.json"), "--solver", "cpsat"]
+    with contextlib.suppress(SystemExit):
+        main(arguments)
+    assert f"planner: --solver cpsat: {UNASKED}" in capsys.readouterr().err
+    with contextlib.suppress(SystemExit):
+        main([*arguments, "--passes", "merge,topology,shard_updates{step=never}"])
+    assert "cpsat" not in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -157,6 +191,12 @@ def test_old_profiles_and_other_optimizers_share_nothing() -> None:
     other["compute"]["optimizer"]["elementwise"] = False
     for passes in ("merge,shard_updates", "merge,shard_updates{step=always}"):
         assert optimize(parse_profile(other), passes=passes).updates is None
+    part = document(cluster=cluster())
+    for holds_all in (True, False):
+        part["compute"]["optimizer"]["holds_all"] = holds_all
+        plan = optimize(parse_profile(part), max_memory_mib=1e-3)
+        assert plan.sharded == holds_all
+        assert any("it does not hold all parameters" in note for note in plan.notes) != holds_all
     assert not optimize(profile(), passes="merge,shard_updates{step=never}").sharded
     with pytest.raises(InputError, match="step=now}: expected one of: auto, always, never"):
         parse_passes("shard_updates{step=now}")

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -361,7 +363,37 @@ def switched() -> dict[str, bool]:
     return results
 
 
+def failing() -> dict[str, bool]:
+    """A step that raises leaves the groups with parameters, whatever schedulers make of it, and the run goes on."""
+    results = {}
+    for when in ("never", "before attach", "after attach"):
+        model = Net().double()
+        optimizer = MAKERS["AdamW"](model.parameters())
+        group = optimizer.param_groups[0]
+        own = group["params"]
+        schedulers = [lr_scheduler.ConstantLR(optimizer)] if when == "before attach" else []
+        before = vars(optimizer).get("step")
+        session = runtime.attach(model, optimizer, plan_of(model, 3, updates=SHARED), timeout_s=60)
+        schedulers += [lr_scheduler.ConstantLR(optimizer)] if when == "after attach" else []
+        plain(model, optimizer, session, 0)
+        rate, group["lr"] = group["lr"], "high"
+        results[f"scheduler {when}: raised"] = True
+        with suppress(TypeError):
+            plain(model, optimizer, session, 1)
+            results[f"scheduler {when}: raised"] = False
+        results[f"scheduler {when}: parameters"] = group["params"] is own
+        group["lr"] = rate
+        plain(model, optimizer, session, 2)
+        with warnings.catch_warnings(action="error"):  # of a step that schedulers do not know
+            for scheduler in schedulers:
+                scheduler.step()
+        results[f"scheduler {when}: agreed"] = agreed(model)
+        session.detach()
+        results[f"scheduler {when}: plain"] = when == "after attach" or vars(optimizer).get("step") is before
+    return results
+
+
 CHECKS: dict[str, Callable[[], dict[str, Any]]] = {
     "optimizers": optimizers, "habits": habits, "unused": unused, "scaled": scaled, "states": states,
-    "switched": switched,
+    "switched": switched, "failing": failing,
 }  # fmt: skip

@@ -58,8 +58,12 @@ def test_everyone_is_measured(records: dict[str, dict[str, Any]]) -> None:
     assert records["wfbp"]["buckets"] == 6
 
 
-def test_the_table_says_who_won(files: tuple[str, str]) -> None:
-    text = printed("compare", f"{JOB}job", "--plan", files[1], "--steps", "2", "--rounds", "2")
+def test_the_table_says_who_won(files: tuple[str, str], tmp_path: Path) -> None:
+    """Also of a plan whose ranks share the optimizer's step."""
+    plan = json.loads(Path(files[1]).read_text(encoding="utf-8"))
+    shared = tmp_path / "shared.json"
+    shared.write_text(json.dumps(plan | {"updates": {"step": {"sharded": True}}}), encoding="utf-8")
+    text = printed("compare", f"{JOB}job", "--plan", str(shared), "--steps", "2", "--rounds", "2")
     assert "the plan" in text
     assert "the best DDP" in text
     assert "NOT THE SAME TRAINING" not in text
