@@ -83,6 +83,7 @@ def optimize(
     from planner.decide import optimize as decide
     from planner.outputs import check_writable
     from planner.passes import PASSES
+    from planner.solvers import UNASKED
 
     check_writable(output, profile, cluster)
     if print_after is not None and print_after not in ("all", *PASSES):
@@ -105,6 +106,8 @@ def optimize(
         max_delay=max_delay,
         max_memory_mib=max_memory_mib,
     )
+    if solver == "cpsat" and plan.sharded:
+        typer.echo(f"planner: --solver cpsat: {UNASKED}", err=True)
     plan.save(output)
     if Flags.as_json:
         print_json(plan.to_document())

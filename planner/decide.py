@@ -20,11 +20,12 @@ from planner.profile.document import Cluster, Profile
 from planner.scaling import OPTIMAL, scaling_curve
 from planner.sharding import can_share, own_update_us
 from planner.simulator import simulate_schedule
-from planner.solvers import Solved, check_solver, solve
+from planner.solvers import UNASKED, Solved, check_solver, solve
 from planner.sources import counted, describe_sources
 from planner.steps import beside_shared, check_memory, demanded, other_way, with_memory, with_step
 from planner.strategies import BASELINES, make_schedule
 from planner.strategies.optimal import best_baseline
+from planner.updaters import making_us
 from runtime.errors import InputError
 from runtime.plan import Accuracy, Plan
 from runtime.predicted import Certificate, Prediction, ScalingPoint, SolverBound
@@ -94,6 +95,8 @@ def optimize(
     schedule = solved.schedule if solved else schedule
     other = other_way(problem, schedule, start, pipeline)
     plan = with_step(problem, _exact(problem, schedule, solved), schedule, other, pipeline)
+    if solver == "cpsat" and schedule.sharded:
+        plan = _unasked(plan)
     if accuracy != "exact":
         asked = any(each.accuracy == "bounded" for each in parsed)
         bound = limit if solver == "cpsat" else None
@@ -102,7 +105,12 @@ def optimize(
             return choose(problem, exact, of, accuracy, lossy, after_pass, bound, asked=asked)
 
         if schedule.sharded and other is not None:
-            plan = beside_shared(plan, riskier(_exact(problem, other), other), demanded=demanded(problem, pipeline))
+            plan = beside_shared(
+                plan,
+                riskier(_exact(problem, other), other),
+                demanded=demanded(problem, pipeline),
+                making_us=making_us(problem),
+            )
         else:
             plan = riskier(plan, schedule)
     return replace(plan, loading=problem.profile.loading)
@@ -158,6 +166,13 @@ def certify(problem: Problem, schedule: Schedule, solved: Solved | None = None) 
         note="; ".join(notes) or None,
         solver=None if solved is None else SolverBound("cpsat", solved.bound_us, solved.proven, solved.limit),
     )
+
+
+def _unasked(plan: Plan) -> Plan:
+    """The plan, which says that the solver had no part in it."""
+    certificate = plan.certificate
+    assert certificate is not None
+    return replace(plan, certificate=replace(certificate, note=f"{certificate.note}; {UNASKED}"))
 
 
 def _certify_shared(problem: Problem, schedule: Schedule) -> Certificate:

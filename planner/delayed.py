@@ -3,16 +3,17 @@
 In each step every bucket is pushed (reduce-scattered to the owners of its parts) when it is ready, one message at a
 time, beside backward and beyond it. Behind the last push of a step the owners update their parts; after every k-th step
 the new weights are pulled (all-gathered), bucket by bucket, before anything else is pushed. Pulls travel during the
-next step, whose local update waits for them. The local update takes the optimizer's place at the end of each step, and
-the next forward begins at once. Nothing else waits for the network, but that no rank is more than one step ahead of its
-pushes: a bucket is packed again only when its last push has ended, and backward waits for that.
+next step, whose local update waits for them and takes them over. The local update takes the optimizer's place at the
+end of each step, and the next forward begins at once. Nothing else waits for the network, but that no rank is more than
+one step ahead of its pushes: a bucket is packed again only when its last push has ended, and backward waits for that.
 
 Where nodes have several ranks, the node is the worker: every bucket is reduce-scattered and gathered inside the node,
 pushed between nodes as soon as it is scattered, and the local update waits for the last average. What is pulled between
 nodes is spread inside them.
 
-Approximated: the owners' update takes their share of the optimizer's time, and neither slows anything nor is slowed;
-packing is free but for selection; a push and a pull contend with computation as the all-reduce of the bucket does, for
+Approximated: where nodes have several ranks, packing is counted behind the average inside the node, for the rank's part
+alone; the owners' update takes their share of the optimizer's time, and neither slows anything nor is slowed; a
+push and a pull contend with computation as the all-reduce of the bucket does, for
 nobody measured them apart; averages and what is spread share the links inside a node without slowing each other; the
 synchronous steps at the beginning of training do not count.
 """
@@ -24,8 +25,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from planner.cost.sparse import SELECTED_BYTES
-from planner.cost.ssd import Terms
+from planner.delay_load import Load
 from planner.ir import Schedule
 from planner.lanes import Lane, Piece, run_lanes
 from planner.problem import Problem
@@ -44,89 +44,6 @@ WORK = 20_000
 """Buckets, over all steps, beyond which no more cycles are simulated (some 0.1 s)."""
 SHOWN = 4
 """Cycles that a timeline shows, where it takes several until the state repeats."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Load:
-    """What one step asks of compute and network, each alone on the machine."""
-
-    forward_us: float
-    ready_us: tuple[float, ...]
-    """Of each bucket, from the start of forward."""
-    push_us: tuple[float, ...]
-    pull_us: tuple[float, ...]
-    factors: tuple[tuple[float, float], ...]
-    owner_us: float
-    """The update of a rank's own part of the weights."""
-    local_update_us: float
-    select_us: tuple[float, ...] = ()
-    """What compute spends on selecting, of each bucket; empty: nothing."""
-    scatter_us: tuple[float, ...] = ()
-    """Where nodes have several ranks: inside them, of each bucket. Likewise the next ones."""
-    gather_us: tuple[float, ...] = ()
-    spread_us: tuple[float, ...] = ()
-
-    @classmethod
-    def of(cls, problem: Problem, schedule: Schedule, local_update_us: float | None = None) -> Load:
-        """The load of a schedule; `local_update_us` in place of what the cluster says."""
-        members = [bucket.gradients for bucket in schedule.buckets]
-        selects_us = [problem.selection_us(bucket) / problem.ranks_per_worker for bucket in schedule.buckets]
-        load = cls(
-            forward_us=problem.forward_us,
-            ready_us=tuple(problem.ready_list_us[max(gradients)] for gradients in members),
-            push_us=tuple(_pushes_us(problem, schedule)),
-            pull_us=tuple(problem.bucket_cost_us(members, problem.pull.curve)),
-            factors=tuple(problem.bucket_factors(members)),
-            owner_us=problem.update_us / problem.ranks,
-            local_update_us=problem.local_update_us if local_update_us is None else local_update_us,
-        )
-        costs = problem.node_costs
-        if costs is None:
-            return replace(load, select_us=tuple(selects_us) if any(selects_us) else ())
-        scatters_us = problem.bucket_cost_us(members, costs.scatter.times_us)
-        gathers_us = tuple(problem.bucket_cost_us(members, costs.gather.times_us))
-        return replace(
-            load,
-            scatter_us=tuple(map(sum, zip(scatters_us, selects_us, strict=True))),  # selected from behind it
-            gather_us=gathers_us,
-            spread_us=gathers_us,
-        )
-
-    @property
-    def averaged_us(self) -> float:
-        """When a step's gradients are averaged inside the node, or backward has ended."""
-        end_us = 0.0
-        for index in sorted(range(len(self.scatter_us)), key=lambda index: self.ready_us[index]):
-            end_us = max(end_us, self.ready_us[index]) + self.scatter_us[index] + self.gather_us[index]
-        return max(end_us, max(self.ready_us) + sum(self.select_us))
-
-    @property
-    def compute_us(self) -> float:
-        """A step without communication between workers."""
-        return self.averaged_us + self.local_update_us
-
-    @property
-    def terms(self) -> Terms:
-        """What Eq. 4 is made of; its sync is a part of the reduce-scatter here."""
-        return Terms(
-            forward_us=self.forward_us,
-            backward_us=self.averaged_us - self.forward_us,
-            first_us=min(self.ready_us) - self.forward_us,
-            push_us=sum(self.push_us),
-            exchange_us=sum(self.push_us) + self.owner_us + sum(self.pull_us) + sum(self.spread_us[-1:]),
-            local_update_us=self.local_update_us,
-        )
-
-
-def _pushes_us(problem: Problem, schedule: Schedule) -> Iterator[float]:
-    """Of each bucket: of one that selects, its elements' values and places, and what owners do with them."""
-    dense_us = problem.bucket_cost_us([bucket.gradients for bucket in schedule.buckets], problem.push.curve)
-    for bucket, whole_us in zip(schedule.buckets, dense_us, strict=True):
-        if bucket.collective != "sparse":
-            yield whole_us
-            continue
-        unpack_us = problem.selection_us(bucket, "unpack") / problem.ranks
-        yield problem.push.curve.at(float(SELECTED_BYTES * (bucket.k or 0))) + unpack_us
 
 
 def pieces(load: Load, k: int, steps: int, head_us: float = 0.0) -> tuple[list[Piece], ...]:
@@ -167,9 +84,11 @@ class _Lanes:
             made, on = self._add_averages(step, packed), INSIDE
             self.compute.append(Piece(0.0, len(self.inside) - 1, "average", step, on=INSIDE))
         waits_on = SPREADING if nodes else NETWORK
-        self.compute.append(Piece(load.local_update_us, self._pulled, "update", step, on=waits_on))
+        update_us = load.local_update_us + (load.take_us if self._pulled >= 0 else 0.0)
+        self.compute.append(Piece(update_us, self._pulled, "update", step, on=waits_on))
         self._pushed, self._pulled = [len(self.network) + bucket for bucket in self._buckets], -1
         self.network += [Piece(load.push_us[b], made[b], PUSH, step, b, load.factors[b], on) for b in self._buckets]
+        self.network.append(Piece(load.owner_us, kind="owner_update", step=step))
         if pulls:
             self._add_pull(step)
 
@@ -181,8 +100,8 @@ class _Lanes:
         for bucket in self._in_order:
             self.compute.append(Piece(load.ready_us[bucket] - done_us, kind="backward", step=step))
             packed[bucket], done_us = len(self.compute), load.ready_us[bucket]
-            select_us = load.select_us[bucket] if load.select_us else 0.0
-            self.compute.append(Piece(select_us, self._pushed[bucket], "pack", step, bucket, on=NETWORK))
+            pack_us = load.pack_us[bucket] if load.pack_us else 0.0
+            self.compute.append(Piece(pack_us, self._pushed[bucket], "pack", step, bucket, on=NETWORK))
         return packed
 
     def _add_averages(self, step: int, packed: Sequence[int]) -> list[int]:
@@ -196,7 +115,6 @@ class _Lanes:
 
     def _add_pull(self, step: int) -> None:
         load = self._load
-        self.network.append(Piece(load.owner_us, kind="owner_update", step=step))
         for b in self._buckets:
             if load.spread_us:
                 pulled = len(self.network)
@@ -370,7 +288,7 @@ def _computed(found: Steady) -> Iterator[StepSpan]:
                 open_span = replace(open_span, end_us=end_us)
                 continue
             yield open_span
-        kind = "sparsify" if packs else piece.kind
+        kind = "pack" if packs else piece.kind
         name = f"{kind} {step}" if step else kind
         open_span = StepSpan(task=name, resource="compute", start_us=start_us, end_us=end_us, step=step)
     if open_span is not None:

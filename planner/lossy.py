@@ -151,7 +151,7 @@ def _others(offers: Sequence[Offer], taken: str) -> dict[str, Plan]:
     found: dict[str, Offer] = {}
     for offer in offers:
         before = found.get(offer.accuracy)
-        if offer.plan is not None and offer.accuracy != taken and (before is None or offer.step_us < before.step_us):
+        if offer.plan is not None and offer.accuracy != taken and (before is None or offer.own_us < before.own_us):
             found[offer.accuracy] = offer
     return {accuracy: offer.plan for accuracy, offer in found.items() if offer.plan is not None}
 

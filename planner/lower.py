@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from planner.cost.sparse import FLAT_GATHERS
-from planner.delayed import PULL, PUSH, Load, StepSpan
+from planner.delay_load import Load
+from planner.delayed import PULL, PUSH, StepSpan
 from planner.ir import Bucket, Schedule, Updaters
 from planner.norms import updates_of
 from planner.problem import Problem

@@ -22,10 +22,17 @@ class Offer:
     """None: nothing of this class makes the step shorter."""
     step_us: float
     """What the plan is judged by; without one, the exact plan's step."""
+    making_us: float = 0.0
+    """Of that, what steps of other classes leave out: making the minibatch."""
     notes: tuple[str, ...] = ()
     """What its reader should know."""
     why_not: str = ""
     """Why there is no plan, where it is not that none makes the step shorter."""
+
+    @property
+    def own_us(self) -> float:
+        """What compares with steps of other classes."""
+        return self.step_us - self.making_us
 
 
 def choose_offer(exact_us: float, offers: Sequence[Offer]) -> tuple[Offer | None, dict[str, str]]:
@@ -39,11 +46,12 @@ def choose_offer(exact_us: float, offers: Sequence[Offer]) -> tuple[Offer | None
     best_us, best = exact_us, ""
     refused: dict[str, str] = {}
     for offer in offers:
-        gain = 1.0 - offer.step_us / best_us if best_us > 0.0 else 0.0
+        than_us = best_us + offer.making_us
+        gain = 1.0 - offer.step_us / than_us if than_us > 0.0 else 0.0
         if offer.plan is None:
             refused[offer.what] = offer.why_not or f"no {offer.what} would make the step shorter"
             continue
-        if offer.step_us <= best_us * (1.0 - GAIN):
+        if offer.step_us <= than_us * (1.0 - GAIN):
             chosen = offer
         elif gain < 0.0:
             refused[offer.what] = f"{offer.what} would gain less than {best}"
@@ -51,6 +59,6 @@ def choose_offer(exact_us: float, offers: Sequence[Offer]) -> tuple[Offer | None
             than = f" than {best} does" if best else ""
             text = f"{offer.what} would make the step {gain:.2%} shorter{than}, and has to win {GAIN:.0%}"
             refused[offer.what] = text
-        if offer.step_us < best_us:
-            best_us, best = offer.step_us, offer.what
+        if offer.step_us < than_us:
+            best_us, best = offer.own_us, offer.what
     return chosen, refused

@@ -16,10 +16,10 @@ from planner.ir import Bucket, Schedule
 from planner.problem import Problem, make_problem
 from planner.profile.document import Cluster, Profile
 from planner.simulator import simulate_schedule
-from planner.solvers import SOLVABLE, check_solver, solve_strategy
+from planner.solvers import SOLVABLE, UNASKED, check_solver, solve_strategy
 from planner.strategies import accuracy_of, make_schedule
 from planner.strategies.lags import ratios
-from planner.updaters import averagings_a_minibatch
+from planner.updaters import averagings_a_minibatch, making_us
 from planner.verify import verify
 from planner.whatif import WhatIf, describe, step_quantiles
 from runtime.errors import InputError
@@ -115,7 +115,11 @@ def simulate(
                 norms=(len(problem.norm_layers), problem.ranks),
             )
             result = _simulation(problem, schedule, strategy, change, critical_path)
-            results.append(replace(result, lower_bound_us=solved.bound_us) if solved else result)
+            if solved:
+                result = replace(result, lower_bound_us=solved.bound_us)
+            elif solver == "cpsat" and schedule.sharded:
+                result = replace(result, cost_source=f"{result.cost_source}; {UNASKED}")
+            results.append(result)
     return results
 
 
@@ -182,10 +186,14 @@ def _cost_source(problem: Problem, schedule: Schedule) -> str:
         notes.append("selection free (no `sparsify` given)")
     if schedule.updaters is not None and problem.profile.local_async is None:
         notes.append("updaters get no more done than one process (throughput not measured)")
+    if schedule.updaters is not None and making_us(problem) > 0.0:
+        notes.append("with making the minibatch, which other steps leave out")
     if schedule.delay is not None:
         notes.append(f"push: {problem.push.source}, pull: {problem.pull.source}")
         if problem.cost.cluster.local_update is None:
             notes.append("local update free (no `local_update` given)")
+        elif problem.cost.cluster.push_pack is None:
+            notes.append("packing and taking free (no `push_pack` and `pull_take` given)")
     return "; ".join(notes)
 
 

@@ -313,7 +313,7 @@ class Problem:
     def local_update_us(self) -> float:
         """SSD-SGD's h_loc: what a rank's own update of all its weights takes; 0 where the cluster does not say."""
         line = self.cost.cluster.local_update
-        return 0.0 if line is None else line.alpha_us + line.beta_us_per_byte * float(self.size_bytes.sum())
+        return 0.0 if line is None else line.at(float(self.size_bytes.sum()))
 
     def bucket_factors(self, buckets: Sequence[Sequence[int]]) -> list[tuple[float, float]]:
         """As `range_factors`, for buckets of any gradients."""

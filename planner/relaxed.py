@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
-from planner.delayed import CycleTimeline, Load
+from planner.delay_load import Load
+from planner.delayed import CycleTimeline
 from planner.ir import Schedule, Updaters
 from planner.lower import lower
 from planner.offer import Offer
@@ -19,7 +20,7 @@ from planner.problem import Problem
 from planner.selection import compression
 from planner.simulator import simulate_schedule, step_us
 from planner.sources import counted, three_digits
-from planner.updaters import Work, closed_form_saved_backwards, saved_backwards
+from planner.updaters import Work, closed_form_saved_backwards, making_us, saved_backwards
 from runtime.plan import Plan
 from runtime.predicted import Certificate, DelayPoint, UpdatersPoint
 
@@ -67,8 +68,8 @@ def updaters_offer(
     local = next((each for each in passes if isinstance(each, LocalAsync)), None)
     if local is None:
         return None, None
-    offer = partial(Offer, accuracy="relaxed", what="local updaters")
-    exact_us = step_us(problem, schedule)
+    offer = partial(Offer, accuracy="relaxed", what="local updaters", making_us=making_us(problem))
+    exact_us = step_us(problem, schedule) + making_us(problem)
     choices = local.choices(problem)
     if not choices:
         by_name = not any(isinstance(each, Delay) for each in passes)
@@ -124,7 +125,8 @@ def _point(choice: Choice) -> DelayPoint:
 def _certificate(problem: Problem, schedule: Schedule) -> Certificate:
     """No delay hides more than all communication."""
     iteration_us = step_us(problem, schedule)
-    bound_us = min(Load.of(problem, schedule).compute_us, iteration_us)
+    load = Load.of(problem, schedule)
+    bound_us = min(load.compute_us + load.take_us / (schedule.delay or 1), iteration_us)
     return Certificate(
         method="each k simulated with several merges",
         lower_bound_us=bound_us,
@@ -218,6 +220,11 @@ def updaters_notes(
         )
         + f"; each updater has to bring {GROWTH:.0%} more",
     ]
+    if making_us(problem) > 0.0:
+        notes.append(
+            f"making a minibatch takes a rank {three_digits(making_us(problem) / 1000)} ms: it is in the times of "
+            f"updaters, and added to the step of the plan that they are compared with"
+        )
     if updaters.stops is not None:
         notes.append(_blocks_note(problem, updaters))
     notes.append(

@@ -276,7 +276,9 @@ def _profile(
         contention=before.contention if before is not None else None,
         sparsify=before.sparsify if before is not None else None,
         unpack=before.unpack if before is not None else None,
+        push_pack=before.push_pack if before is not None else None,
         local_update=before.local_update if before is not None else None,
+        pull_take=before.pull_take if before is not None else None,
     )
     return Profile(
         model=plan.model,

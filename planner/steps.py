@@ -12,11 +12,24 @@ from planner.passes import Pass
 from planner.passes.shard_updates import ShardUpdates
 from planner.pipeline import run_passes
 from planner.problem import Problem
-from planner.sharding import can_share, costs_known, gathers_us, memory_bytes, replicated_bytes, sharded_bytes
+from planner.sharding import (
+    can_share,
+    costs_known,
+    gathers_us,
+    leaves_out,
+    memory_bytes,
+    replicated_bytes,
+    sharded_bytes,
+)
 from planner.simulator import step_us
 from planner.sources import three_digits
 from runtime.errors import InputError
 from runtime.plan import Plan, StepPlan, UpdatePlan
+
+LEAVES_OUT = (
+    "ranks do not share the optimizer's step, and cannot: it does not hold all parameters that have gradients; add "
+    "the others, or freeze them before profiling"
+)
 
 
 def with_memory(passes: Sequence[Pass], memory_mib: float | None) -> tuple[Pass, ...]:
@@ -41,15 +54,17 @@ def demanded(problem: Problem, passes: Sequence[Pass]) -> bool:
     return any(isinstance(each, ShardUpdates) and each.demanded(problem) for each in passes)
 
 
-def beside_shared(shared: Plan, riskier: Plan, *, demanded: bool) -> Plan:
+def beside_shared(shared: Plan, riskier: Plan, *, demanded: bool, making_us: float) -> Plan:
     """The exact plan whose ranks share the step, or the riskier one, which cannot, where that wins by 2 %.
 
     Args:
         shared: the exact plan.
         riskier: what was chosen beside the best exact plan whose ranks share nothing; perhaps that itself.
         demanded: whether memory demands that ranks share.
+        making_us: what making a minibatch takes, which is in the times of local updaters alone.
     """
     exact_us, risky_us = (plan.predicted.iteration_us if plan.predicted else 0.0 for plan in (shared, riskier))
+    exact_us += making_us if riskier.local_async is not None else 0.0
     wins = riskier.accuracy != "exact" and risky_us <= exact_us * (1.0 - GAIN)
     if wins and not demanded:
         return riskier
@@ -88,6 +103,8 @@ def other_way(problem: Problem, schedule: Schedule, start: Schedule, passes: Seq
 def with_step(problem: Problem, plan: Plan, schedule: Schedule, other: Schedule | None, passes: Sequence[Pass]) -> Plan:
     """The plan with both predictions, where ranks could share the step, and what its reader should know."""
     sharing = next((each for each in passes if isinstance(each, ShardUpdates)), None)
+    if sharing is not None and sharing.step != "never" and leaves_out(problem):
+        return replace(plan, notes=(*plan.notes, LEAVES_OUT))
     if sharing is None or not can_share(problem):
         return plan
     shared, whole = (schedule, other) if schedule.sharded else (other, schedule)

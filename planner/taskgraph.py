@@ -19,8 +19,9 @@ from typing import Literal
 import networkx as nx
 
 from planner.cost.sparse import FLAT_GATHERS
+from planner.delay_load import Load
 from planner.delayed import COMPUTE as COMPUTING
-from planner.delayed import NETWORK, PUSH, SPREADING, Load, pieces, resources
+from planner.delayed import NETWORK, PUSH, SPREADING, pieces, resources
 from planner.ir import Schedule
 from planner.norms import update_us
 from planner.problem import Problem

@@ -61,7 +61,7 @@ def attach(
         guard: of lossy plans. In the first steps try the exact plan beside it (`fallback`) by turns, and go on with
             that where the lossy one is not faster (`runtime.FallbackWarning`); later sample what buckets leave behind,
             and let those that leave too much send everything; with a delay, shorten it where ranks' weights are too far
-            from each other (`runtime.AccuracyWarning`).
+            from each other (`runtime.AccuracyWarning`), and end it where it is not faster than the warm-up.
         mesh: for plans with collectives on two kinds of link: the ranks as rows of nodes, the same on every rank, such
             as `init_device_mesh("cuda", (nodes, ranks_per_node))`; default: what torchrun says (GROUP_RANK,
             LOCAL_WORLD_SIZE), or the machines' names.

@@ -19,7 +19,7 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from typing import Any, Literal
 
 import torch
@@ -31,22 +31,14 @@ from runtime.errors import AccuracyWarning, FallbackWarning, InputError
 from runtime.exchange import Exchange
 from runtime.local_weights import LocalWeights
 from runtime.nodewise import NodeGroups, communicator_of, workers_of
-from runtime.plan import NO_COMPRESSION, Plan
+from runtime.pace import Pace
+from runtime.plan import Plan
 from runtime.recorder import Recorder
 from runtime.shards import Rates, rates_of
-from runtime.staleness import Staleness
+from runtime.staleness import NOTHING, WINDOWS, Staleness
 from runtime.world import World, first_line
 
 Stage = Literal["warm-up", "delayed", "synchronous"]
-
-
-def synchronous(plan: Plan) -> Plan:
-    """The plan's buckets without its delay, all of them dense."""
-    if plan.delay is None:
-        return plan
-    buckets = (replace(bucket, collective="all_reduce", compressor=NO_COMPRESSION) for bucket in plan.buckets)
-    library = tuple(replace(bucket, algorithm="library") for bucket in buckets)
-    return replace(plan, delay=None, buckets=library)
 
 
 class Delay:
@@ -73,14 +65,14 @@ class Delay:
             put: gives the session another exchange; None: a synchronous one.
             steps_done: how many steps the session has exchanged.
             loss_scale: gives the factor of this rank's losses.
-            guard: shorten the delay where ranks are too far from each other, and say so where there is no warm-up.
+            guard: shorten the delay where ranks are too far from each other, end it where it is not faster.
         """
         assert plan.delay is not None
         self.plan, self.spec = plan, plan.delay
         self.stage: Stage = "warm-up"
         self.steps = plan.delay.steps
         """k: shortened where ranks drift apart."""
-        self.staleness = Staleness()
+        self.staleness, self.pace = Staleness(), Pace(recorder.clock, self.steps)
         self._optimizer, self._buffers = optimizer, buffers
         self._all, self._parameters = parameters, {name: parameters[name] for name in plan.gradients}
         self._recorder, self._put, self._steps_done = recorder, put, steps_done
@@ -159,6 +151,8 @@ class Delay:
 
     def _warm_up(self, lr: float) -> None:
         left = self.spec.warmup_steps - self._steps_done()
+        if left > WINDOWS * self.steps:  # later ones are looked at, too, which takes time
+            self.pace.synchronous_step(self._steps_done())
         self.staleness.see_warmup(self._parameters, lr, left=left, steps=self.steps)
         if left <= 0:
             self._begin()
@@ -186,14 +180,17 @@ class Delay:
     def _pulls_at(self, step: int, told: Tensor | None) -> bool:
         """Called by the exchange; what all ranks said decides how long the delay is from this step on."""
         if told is not None and self._guarded:
-            self.steps = self.staleness.judge(told, step, self.steps)
+            self.steps = self.staleness.judge(told[:, : len(NOTHING)], step, self.steps)
+            self.steps *= self.pace.allows(told[:, len(NOTHING) :])
             if self.steps:
                 self._lrs = deque(self._lrs, maxlen=self.steps)
+        if self._exchange is not None and self._guarded:
+            self._exchange.pace = self.pace.delayed_step(self.steps)
         return self.steps > 0 and (step + 1) % self.steps == 0
 
     @property
     def has_to_end(self) -> bool:
-        """Whether ranks are too far from each other, so that this step has to be the last one with a delay."""
+        """Whether ranks are too far from each other, or no faster: this step has to be the last one with a delay."""
         return self._exchange is not None and self.steps == 0
 
     def push_whole(self, bucket: int) -> bool:
@@ -317,7 +314,8 @@ class Delay:
             )
         state: dict[str, Any] = {
             "spec": asdict(self.spec), "stage": self.stage, "step": self._steps_done(), "steps": self.steps,
-            "rates": list(self._lrs), "staleness": self.staleness.state(), "workers": self.workers.count,
+            "rates": list(self._lrs), "staleness": self.staleness.state(), "pace": self.pace.state(),
+            "workers": self.workers.count,
         }  # fmt: skip
         exchange = self._exchange
         if exchange is None:
@@ -351,6 +349,7 @@ class Delay:
         self.steps = first["steps"]
         self._lrs = deque(first["rates"], maxlen=max(1, self.steps))
         self.staleness.load(first["staleness"])
+        self.pace.load(first["pace"])
         if first["stage"] == "delayed":
             self._go_on(states, same_ranks=same_ranks)
         else:

@@ -1,11 +1,13 @@
-"""Whether a plan with delay can be executed at all: every misfit in words."""
+"""Whether a plan with delay can be executed at all, every misfit in words; and what is executed before it and after."""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 from runtime.collectives import form_of
 from runtime.local_async.fitting import find_local_updaters
 from runtime.local_updates import LOCAL_UPDATES
-from runtime.plan import CURE, DelaySpec, Plan
+from runtime.plan import CURE, NO_COMPRESSION, DelaySpec, Plan
 
 PUSHED = (("all_reduce", "library"), ("sparse", "flat"))
 """What buckets of plans with delay say: all elements are pushed, or selected ones."""
@@ -41,6 +43,23 @@ def delay_misfit(plan: Plan, delay: DelaySpec) -> str | None:
             f"between nodes; expected at least two nodes, or as many as ranks, whose workers are the ranks: {CURE}"
         )
     return None
+
+
+def synchronous(plan: Plan) -> Plan:
+    """The plan's buckets without its delay, all of them dense."""
+    if plan.delay is None:
+        return plan
+    buckets = (replace(bucket, collective="all_reduce", compressor=NO_COMPRESSION) for bucket in plan.buckets)
+    library = tuple(replace(bucket, algorithm="library") for bucket in buckets)
+    return replace(plan, delay=None, buckets=library)
+
+
+def afterwards(plan: Plan) -> Plan | None:
+    """What a run goes on with when its delay ends early: the exact plan beside it; None: its own buckets, synchronous.
+
+    A step that ranks share would not take over what pushes have held back.
+    """
+    return None if plan.fallback is None or plan.fallback.sharded else plan.fallback
 
 
 SHARED_STEP_TAKES_NOTHING_OVER = (

@@ -67,7 +67,7 @@ def residuals_of(states: Sequence[Mapping[str, Any]], worker: int, workers: int)
     return total
 
 
-KEYS = {"spec", "stage", "step", "steps", "rates", "staleness", "workers"}
+KEYS = {"spec", "stage", "step", "steps", "rates", "staleness", "pace", "workers"}
 DELAYED_KEYS = KEYS | {
     "pushed", "pieces", "residuals", "weights", "buffers", "pre_weight", "pulls", "told", "words", "memory",
 }  # fmt: skip

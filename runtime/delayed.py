@@ -30,13 +30,14 @@ from runtime.guard import Watched
 from runtime.layout import make_plain_buckets
 from runtime.lossy import all_finite
 from runtime.nodewise import Average, NodeLinks, Spread, averages_of
+from runtime.pace import UNTOLD
 from runtime.plan import Plan
 from runtime.recorder import Recorder
 from runtime.shards import Rates, Server, Shard
 from runtime.staleness import NOTHING
 from runtime.topology import Topology
 
-HEAD = 1 + len(NOTHING)
+HEAD = 1 + len(NOTHING) + len(UNTOLD)
 """Entries of what workers tell each other, before those of gradients."""
 HEAD_BYTES = HEAD * torch.float64.itemsize
 KEPT_PULLS = 2
@@ -68,7 +69,8 @@ class StepEnd:
     spread: Callable[[Shard, Tensor, Tensor], None]
     """Hands weights that were pulled between nodes to the node's other ranks."""
     told: Tensor | None = None
-    """Of every worker whether its gradients were finite, and what `Staleness.measure` said. Shape (workers, HEAD)."""
+    """Of every worker whether its gradients were finite, what `Staleness.measure` said, what `Pace.delayed_step` did.
+    Shape (workers, HEAD)."""
 
     def phases(self, group: dist.ProcessGroup) -> Iterator[dist.Work]:
         """See `Collective.run`."""
@@ -117,14 +119,6 @@ class PushedBucket:
 
     bucket: BucketBuffer
     shard: Shard
-
-    @property
-    def index(self) -> int:
-        return self.bucket.index
-
-    @property
-    def label(self) -> str:
-        return self.bucket.label
 
     @property
     def k(self) -> int:
@@ -189,6 +183,8 @@ class DelayedExchange(Exchange):
         """Of each gradient of the last step, whether this worker has one."""
         self.words = NOTHING
         """What this worker tells the others behind its next push, beside whether its gradients are finite."""
+        self.pace = UNTOLD
+        """Likewise, see `runtime.pace`."""
         self._end: StepEnd | None = None
         """What follows the last step's pushes."""
         self.told: Tensor | None = None
@@ -257,7 +253,7 @@ class DelayedExchange(Exchange):
             heads, used = read_words(rows.words(rows.received))
             self.finite, self._used = heads[:, 0].bool().all(), used[: len(self.slots)]
             heads[0, 0] = self.finite
-            words = words_of(heads[0], self._used)  # the rest is the same on all of them
+            words = words_of(heads[0], self._used)  # how far they are is the same on all of them
         self._push(bucket, sent, end, words, step)
 
     def _push(self, bucket: BucketBuffer, sent: Sent, end: StepEnd | None, words: Tensor | None, step: int) -> None:
@@ -277,8 +273,8 @@ class DelayedExchange(Exchange):
         """What the others have to know of this rank's step, without gradients. Shape (HEAD,), float64."""
         self.finite = torch.stack(self._finite).all()
         self._finite.clear()
-        head = torch.tensor([0.0, *self.words], dtype=torch.float64).to(self.finite.device)
-        head[0], self.words = self.finite, NOTHING
+        head = torch.tensor([0.0, *self.words, *self.pace], dtype=torch.float64).to(self.finite.device)
+        head[0], self.words, self.pace = self.finite, NOTHING, UNTOLD
         return head
 
     def _step_end(self, sent: Sent) -> StepEnd:

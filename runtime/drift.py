@@ -207,9 +207,9 @@ class DriftGuard:
         self.verdict: Verdict | None = None
         """The last judgement; None before the first one."""
 
-    def begin(self, plan: Plan) -> None:
-        """Another plan's steps follow."""
-        self._predicted = predicted_times(plan)
+    def begin(self, plan: Plan | None) -> None:
+        """Another plan's steps follow; None: steps that nobody has predicted."""
+        self._predicted = None if plan is None else predicted_times(plan)
         self._done, self._due = 0, WARM_UP_STEPS + WINDOW_STEPS * WINDOWS
         self._warned, self.verdict = False, None
 

@@ -52,9 +52,7 @@ class Watched(Protocol):
     """A bucket of which the largest elements travel."""
 
     @property
-    def index(self) -> int: ...
-    @property
-    def label(self) -> str: ...
+    def bucket(self) -> BucketBuffer: ...
     @property
     def k(self) -> int:
         """How many elements each worker sends."""
@@ -71,14 +69,6 @@ class LossyBucket:
 
     bucket: BucketBuffer
     lossy: Lossy
-
-    @property
-    def index(self) -> int:
-        return self.bucket.index
-
-    @property
-    def label(self) -> str:
-        return self.bucket.label
 
     @property
     def k(self) -> int:
@@ -99,7 +89,7 @@ class Guard:
         self._world, self._clock = world, clock
         self._turn, self._due, self._steps = 0, FIRST_STEP, 0
         self._last_step = clock.mark()
-        self.samples: dict[int, list[Sampled]] = {bucket.index: [] for bucket in self._buckets}
+        self.samples: dict[int, list[Sampled]] = {one.bucket.index: [] for one in buckets}
         """By bucket."""
 
     def step_done(self, step: int) -> int | None:
@@ -109,28 +99,28 @@ class Guard:
             return None
         step_us = self._clock.between_us(self._last_step, self._clock.mark()) / self._steps
         begun = self._clock.mark()
-        bucket = self._buckets[self._turn % len(self._buckets)]
-        mine = self._sample(bucket, step)
+        sampled = self._buckets[self._turn % len(self._buckets)]
+        mine, index = self._sample(sampled, step), sampled.bucket.index
         cost_us = self._clock.between_us(begun, self._clock.mark())
         everyone = self._world.gather((mine, cost_us, step_us), "sampling what lossy buckets leave behind")
         slowest_us, shortest_us = max(one[1] for one in everyone), max(1.0, min(one[2] for one in everyone))
         self._turn += 1
         self._due, self._steps = max(FEWEST_STEPS, math.ceil(slowest_us / (COST * shortest_us))), 0
         self._last_step = self._clock.mark()
-        found = self.samples[bucket.index]
+        found = self.samples[index]
         found.append(everyone[0][0])
         last = found[-SAMPLES:]
         harmful = len(last) == SAMPLES and all(sample.delta > HARMFUL for sample in last)
-        return bucket.index if harmful else None
+        return index if harmful else None
 
-    def _sample(self, bucket: Watched, step: int) -> Sampled:
-        with self._world.naming(f"sampling {bucket.label}"):
-            held, sent = bucket.sums(self._world.group)
+    def _sample(self, watched: Watched, step: int) -> Sampled:
+        with self._world.naming(f"sampling {watched.bucket.label}"):
+            held, sent = watched.sums(self._world.group)
         whole = float(torch.linalg.vector_norm(held + sent, dtype=torch.float64)) ** 2
         went = float(torch.linalg.vector_norm(sent, dtype=torch.float64)) ** 2
         return Sampled(
             step=step,
-            delta=delta(held + sent, sent, bucket.k),
+            delta=delta(held + sent, sent, watched.k),
             energy=went / whole if whole > 0.0 else 1.0,
             residual_norm=float(torch.linalg.vector_norm(held, dtype=torch.float64)),
         )

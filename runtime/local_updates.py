@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from runtime.blocks import blocks
 from runtime.plan import DelaySpec
 
 COMPENSATION, MEMORY, TINY = 2.0, 0.95, 1e-7
@@ -54,22 +55,25 @@ def glu(step: LocalStep) -> None:
     grad_sync = (pre_weight − w)·(1 − momentum) / (lr·k) is the mean global gradient that a pull shows, and what the
     local steps since then come to. The paper's Eq. 8 prints a plus sign, with the sign of descent inside.
     """
-    direction = torch._foreach_mul(list(step.gradients), step.spec.alpha)
-    if step.rates["weight_decay"]:
-        torch._foreach_add_(direction, list(step.weights), alpha=step.rates["weight_decay"])
-    if step.lr_sum > 0.0:
-        sync = torch._foreach_sub(list(step.before), list(step.weights))
-        torch._foreach_mul_(sync, (1.0 - step.rates["momentum"]) / step.lr_sum)
-        torch._foreach_add_(direction, sync, alpha=step.spec.beta)
-    torch._foreach_add_(list(step.weights), direction, alpha=-step.local_lr)
+    decay, sync = step.rates["weight_decay"], step.lr_sum > 0.0
+    for weights, gradients, before in blocks(step.weights, step.gradients, step.before):
+        direction = torch._foreach_mul(gradients, step.spec.alpha)
+        if decay:
+            torch._foreach_add_(direction, weights, alpha=decay)
+        if sync:
+            apart = torch._foreach_sub(before, weights)
+            torch._foreach_mul_(apart, (1.0 - step.rates["momentum"]) / step.lr_sum)
+            torch._foreach_add_(direction, apart, alpha=step.spec.beta)
+        torch._foreach_add_(weights, direction, alpha=-step.local_lr)
 
 
 def sgd(step: LocalStep) -> None:
     """Plain SGD of the rank's own gradients: w ← w − lr_loc·(g + wd·w)."""
-    direction = list(step.gradients)
-    if step.rates["weight_decay"]:
-        direction = list(torch._foreach_add(direction, list(step.weights), alpha=step.rates["weight_decay"]))
-    torch._foreach_add_(list(step.weights), direction, alpha=-step.local_lr)
+    for weights, gradients in blocks(step.weights, step.gradients):
+        direction = gradients
+        if step.rates["weight_decay"]:
+            direction = list(torch._foreach_add(gradients, weights, alpha=step.rates["weight_decay"]))
+        torch._foreach_add_(weights, direction, alpha=-step.local_lr)
 
 
 def dc_asgd(step: LocalStep) -> None:

@@ -24,8 +24,8 @@ from runtime.clock import make_clock
 from runtime.closures import LossAveraging
 from runtime.collectives import has_phases
 from runtime.communicator import Communicator, Sent
-from runtime.delay import Delay, synchronous
-from runtime.delay_fit import SHARED_STEP_TAKES_NOTHING_OVER, find_late_plan
+from runtime.delay import Delay
+from runtime.delay_fit import SHARED_STEP_TAKES_NOTHING_OVER, afterwards, find_late_plan, synchronous
 from runtime.delay_state import delays_of
 from runtime.drift import DriftGuard
 from runtime.errors import FallbackWarning, InputError
@@ -174,10 +174,11 @@ class Session:
 
     def _judged(self) -> Plan | None:
         """The plan that the last steps speak for, the same on all ranks; None: the present one."""
+        if self.delay is not None and self.delay.has_to_end:
+            return afterwards(self.plan)
         if self.trial is not None and self.trial.verdict is None:
             return self.trial.step_done()
-        harmful = None if self._guard is None else self._guard.step_done(self.step)
-        if harmful is None or self._guard is None:
+        if self._guard is None or (harmful := self._guard.step_done(self.step)) is None:
             return None
         following = without(self.plan, harmful, self._guard.samples[harmful])
         if self.delay is None or not self.delay.push_whole(harmful):
@@ -205,15 +206,14 @@ class Session:
         self._guard = self._make_guard()
         self.recorder.restart(len(self.plan.buckets), len(self.plan.gradients))
         self._updates.follow(self.plan, following)
-        if self._guards and (self.plan.delay is None or (self.delay is not None and self.delay.active)):
-            self.drift.begin(self.plan)
+        predicted = self.plan.delay is None or (self.delay is not None and self.delay.active)
+        self.drift.begin(self.plan if self._guards and predicted else None)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Steps inside only accumulate into `.grad`; the next one outside exchanges the sum, as with DDP.
 
-        As with DDP the forward decides: put it inside. Where the model's own forward is not called (but another of
-        its methods), the backward decides.
+        As with DDP the forward decides: put it inside. Where the model's own is not called, the backward decides.
         """
         before, self._backward.synchronizing = self._backward.synchronizing, False
         try:

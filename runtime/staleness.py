@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from runtime.blocks import BLOCK, blocks
 from runtime.errors import AccuracyWarning
 
 BOUND, FAR, PULLS = 30.0, 0.05, 3
@@ -49,14 +50,30 @@ class Distance:
     """‖own weights − global weights‖ / ‖global weights‖, mean over ranks."""
 
 
-def norm(tensors: Mapping[str, Tensor], others: Mapping[str, Tensor]) -> float:
-    """‖tensors − others‖ over all of the names in `others`."""
-    squares = []
-    for name, other in others.items():
-        apart = tensors[name].detach() - other.to(tensors[name].device)
-        real = torch.view_as_real(apart) if apart.is_complex() else apart
-        squares.append(torch.linalg.vector_norm(real, dtype=torch.float64) ** 2)
+def norm(tensors: Mapping[str, Tensor], others: Mapping[str, Tensor] | None = None) -> float:
+    """‖tensors − others‖ over all of the names in `others`; without any, ‖tensors‖."""
+    mine = [_real(tensors[name]) for name in (tensors if others is None else others)]
+    if others is None:
+        apart = (part for (parts,) in blocks(mine) for part in parts)
+    else:
+        theirs = [_real(other.to(one.device)) for one, other in zip(mine, others.values(), strict=True)]
+        apart = (one - other for pair in blocks(mine, theirs) for one, other in zip(*pair, strict=True))
+    squares = [_square(part) for part in apart]
     return math.sqrt(float(torch.stack(squares).sum())) if squares else 0.0
+
+
+def _real(tensor: Tensor) -> Tensor:
+    return torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor.detach()
+
+
+def _square(part: Tensor) -> Tensor:
+    """‖part‖²: of few elements in single precision, whatever theirs is; of many, or on a device, in double."""
+    if part.device.type != "cpu" or part.numel() > BLOCK:
+        square: Tensor = torch.linalg.vector_norm(part, dtype=torch.float64) ** 2
+        return square
+    flat = part.reshape(-1)
+    flat = flat if flat.dtype == torch.float64 else flat.float()
+    return torch.dot(flat, flat).double()
 
 
 class Staleness:
@@ -115,7 +132,7 @@ class Staleness:
         """What this rank tells the others: how far its weights are from the global ones; `lr_sum` of the same steps."""
         if lr_sum <= 0.0:
             return NOTHING
-        apart, size = norm(parameters, weights), norm(weights, {name: torch.zeros(()) for name in weights})
+        apart, size = norm(parameters, weights), norm(weights)
         return 1.0, apart / lr_sum, apart / size if size > 0.0 else math.inf
 
     def judge(self, told: Tensor, step: int, steps: int) -> int:

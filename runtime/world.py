@@ -236,6 +236,8 @@ class Credentials:
     """How many steps this rank has done with the session."""
     at_step: int = 0
     """The first step with the plan."""
+    local_async: str = "null"
+    """What the plan says of local updaters, in words."""
     where: Whereabouts | None = None
     """Where this rank runs."""
 
@@ -255,6 +257,7 @@ def agree(world: World, mine: Credentials) -> list[Credentials]:
     for attribute, what, cure in (
         ("version", "versions of this package", "install the same one everywhere"),
         ("torch", "versions of torch", "install the same one everywhere"),
+        ("local_async", "local_async in their plans", "give every rank the same plan.json"),
         ("plan_digest", "plans", "give every rank the same plan.json"),
         ("model", "models (fingerprints of the trainable parameters)", "build the same model on every rank"),
         ("parameters", "orders of parameters", "give every rank the same plan.json"),

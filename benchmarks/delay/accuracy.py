@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import math
 import statistics
+import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from benchmarks.lags.accuracy import plan_of
 from benchmarks.learning import Outcome, Task, learn
-from runtime import staleness
+from runtime import pace, staleness
 from runtime.plan import DelaySpec, Plan
 
 TASKS = ("digits, ResNet-20", "characters, LSTM")
@@ -21,6 +22,7 @@ WARMUP_SHARE = 1 / 6
 WAYS: dict[str, DelaySpec | None] = {
     "synchronous": None,
     **{f"k = {k}": DelaySpec(steps=k) for k in range(1, 6)},
+    **{f"k = {k}, α = 0.75, β = 2": DelaySpec(steps=k, alpha=0.75, beta=2.0) for k in (4, 2, 1)},
     "k = 4, plain local SGD": DelaySpec(steps=4, local_update="sgd"),
 }
 
@@ -40,16 +42,15 @@ def _plan(model: torch.nn.Module, steps: int, spec: DelaySpec | None) -> Plan:
     if spec is None:
         return plan
     warmup = max(60, round(steps * WARMUP_SHARE / 60) * 60)
-    values = {name: getattr(spec, name) for name in ("steps", "local_update")}
     return Plan(
         model=plan.model, world=plan.world, accuracy="relaxed", buckets=plan.buckets,
-        delay=DelaySpec(**values, warmup_steps=warmup),
+        delay=replace(spec, warmup_steps=warmup),
     )  # fmt: skip
 
 
 def train(task: Task, seed: int, way: str) -> Stale:
     """One run on this rank."""
-    staleness.BOUND = math.inf  # what delay does by itself
+    staleness.BOUND, pace.TURNS = math.inf, sys.maxsize // 100  # what delay does by itself
     model, session = learn(task, seed, lambda model, _: _plan(model, task.steps, WAYS[way]))
     with session.global_weights():
         metric = task.metric(model)

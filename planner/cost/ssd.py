@@ -18,7 +18,8 @@ others being updated beside backward; here the local update follows backward as 
 The closed form knows nothing of a backlog: it takes the network as idle when the k-th step begins to push, and messages
 as following one another without a gap. In case 2 it takes T_b − h_b^L off every cycle, which a network that is never
 idle cannot save. So without contention it is never above what `planner.delayed` simulates, and equal to it for one
-bucket (h_b^L = T_b), where every one of its assumptions holds.
+bucket (h_b^L = T_b), where every one of its assumptions holds and neither packing pushes nor taking pulled weights
+costs anything: it knows nothing of these either.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ class Terms:
     first_us: float
     """[h_b^L] From the start of backward until the first bucket is ready."""
     push_us: float
-    """[Σ h_s] All pushes of a step."""
+    """[Σ h_s] All pushes of a step, and the owners' update behind them."""
     exchange_us: float
     """[T_c] All pushes, sync, the owners' update, and all pulls."""
     local_update_us: float

@@ -14,7 +14,8 @@ from functools import lru_cache, partial
 from typing import ClassVar, Literal
 
 from planner.cost.ssd import mean_step_us
-from planner.delayed import Load, delayed_step_us, steady_state
+from planner.delay_load import Load
+from planner.delayed import delayed_step_us, steady_state
 from planner.ir import Schedule
 from planner.merging.exact import TIE, MergeProblem, merge_exact
 from planner.offer import GAIN

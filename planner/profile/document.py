@@ -99,6 +99,8 @@ class OptimizerProfile:
     """Whether it divides gradients by a measure of their own size, as Adam does."""
     elementwise: bool | None = None
     """Whether it treats every element by itself, so that ranks can share its step; None: not known."""
+    holds_all: bool | None = None
+    """Whether it updates every gradient's parameter, without which ranks cannot share its step; None: not known."""
     state_bytes: Count | None = None
     """What it keeps from step to step."""
 
@@ -207,6 +209,10 @@ class Line:
     mean_error: Annotated[float, Field(ge=0.0)] | None = None
     """Mean of |line − sample| / sample over the samples."""
 
+    def at(self, size_bytes: float) -> float:
+        """In microseconds."""
+        return self.alpha_us + self.beta_us_per_byte * size_bytes
+
 
 @dataclass(frozen=True, kw_only=True)
 class SelectionLine(Line):
@@ -229,7 +235,8 @@ class Contention:
     """The same for flat all-reduces by the size of the message, where that was measured; `compute` and `network` then
     are those of a usual size, for what has no size here."""
     gathers_by_size: Annotated[tuple[SizeFactors, ...], Field(min_length=1)] | None = None
-    """The same for flat gathers of selected elements, by what all ranks send; where absent, `by_size` holds."""
+    """The same for flat gathers of selected elements, by what all ranks send; where absent, `by_size` holds.
+    Never without that: all-reduces would have factors of no size beside them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -252,7 +259,11 @@ class Cluster:
     `samples` all ranks and their threads have just met, which they have not at the end of a computation."""
     sparsify: SelectionLine | dict[str, SelectionLine] | None = None
     unpack: SelectionLine | dict[str, SelectionLine] | None = None
+    push_pack: Line | None = None
+    """With a delay: what a rank computes before a push, over its bytes. Nothing where it is not said."""
     local_update: Line | None = None
+    pull_take: Line | None = None
+    """With a delay: what a rank computes with weights that were pulled, over the bytes of all. Likewise."""
     all_reduce_algorithm: Literal["ring", "recursive_doubling", "halving_doubling", "binary_tree"] = "ring"
     contention: Contention | None = None
     emulated: Emulated | None = None
@@ -305,7 +316,7 @@ def load_profile(path: str | Path) -> Profile:
 
     Raises:
         InputError: not a profile of this schema; unknown, missing or wrong fields; a gradient named twice; norms, or
-            backward's parts, of layers that are none.
+            backward's parts, of layers that are none; contention of gathers alone.
     """
     return parse_profile(read_json(path), where=str(path))
 
@@ -319,6 +330,7 @@ def parse_profile(document: Any, where: str = "profile") -> Profile:
     _check_names(profile, where)
     _check_size(profile.compute, where)
     _check_norms(profile.compute, where)
+    _check_contention(profile.cluster, f"{where}: $.cluster")
     if profile.local_async is not None:
         layers = [gradient.layer for gradient in profile.compute.gradients]
         profile.local_async.check(layers, f"{where}: $.local_async", CURE)
@@ -356,6 +368,14 @@ def _check_size(compute: ComputeProfile, where: str) -> None:
         )
 
 
+def _check_contention(cluster: Cluster | None, where: str) -> None:
+    factors = None if cluster is None else cluster.contention
+    if factors is not None and factors.gathers_by_size is not None and factors.by_size is None:
+        raise InputError(
+            f"{where}.contention: found gathers_by_size without by_size, expected both, or by_size alone; {CURE}"
+        )
+
+
 def load_cluster(path: str | Path) -> Cluster:
     """Reads and checks cluster.json. Raises InputError as `load_profile` does."""
     return parse_cluster(read_json(path), where=str(path))
@@ -363,4 +383,6 @@ def load_cluster(path: str | Path) -> Cluster:
 
 def parse_cluster(document: Any, where: str = "cluster") -> Cluster:
     """Checks a parsed cluster document; `where` names it in messages."""
-    return validate(Cluster, check_schema(document, CLUSTER_SCHEMA, where), where)
+    cluster = validate(Cluster, check_schema(document, CLUSTER_SCHEMA, where), where)
+    _check_contention(cluster, f"{where}: $")
+    return cluster

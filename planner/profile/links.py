@@ -164,11 +164,15 @@ def as_bucket(flat: Tensor, size_bytes: int, label: str | None = None) -> Bucket
 _Maker = Callable[[World, torch.device, int], Run]
 
 
+def make_shard(world: World, device: torch.device, size_bytes: int) -> Shard:
+    """Float32 zeros of no model, of which this rank owns its part."""
+    slots = [make_slot("parameter", 0, nn.Parameter(torch.zeros(max(1, size_bytes // 4), device=device)))]
+    return Shard(lay_out(slots)[0], world.rank, world.ranks)
+
+
 def _reduce_scatter(world: World, device: torch.device, size_bytes: int) -> Run:
     """As plans with delay push gradients: libraries' own reduce-scatters can take several times as long."""
-    slots = [make_slot("parameter", 0, nn.Parameter(torch.zeros(max(1, size_bytes // 4), device=device)))]
-    shard = Shard(lay_out(slots)[0], world.rank, world.ranks)
-    group = world.group
+    shard, group = make_shard(world, device, size_bytes), world.group
     assert group is not None
 
     def run() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
@@ -18,13 +18,13 @@ from planner.frontend.trace import TracedModel, trace
 from planner.profile.apart import LinksApart, measure_apart
 from planner.profile.compute import RankTimes, Step, combine, measure_compute
 from planner.profile.contention import measure_contention
+from planner.profile.delay import DelayCosts, measure_delay
 from planner.profile.document import (
     Cluster,
     ComputeProfile,
     Contention,
     GradWeightShare,
     Layer,
-    Line,
     OptimizerProfile,
     Profile,
     ProfileWorld,
@@ -33,7 +33,6 @@ from planner.profile.document import (
 )
 from planner.profile.grad_weight import measure_grad_weight_share
 from planner.profile.links import LinkTimes, measure_links
-from planner.profile.local_update import measure_local_update
 from planner.profile.norms import measure_norms
 from planner.profile.selection import measure_selection
 from planner.progress import Progress, Silent
@@ -43,6 +42,7 @@ from runtime.attaching import STEPS_PER_DEADLINE
 from runtime.elementwise import find_not_elementwise, state_bytes
 from runtime.errors import InputError
 from runtime.fit import model_fingerprint, trainable_parameters
+from runtime.fit_optimizer import find_unowned
 from runtime.plan import ModelReference
 from runtime.preserve import preserved
 from runtime.topology import node_name
@@ -65,7 +65,7 @@ class _Network:
     contention: Contention | None = None
     sparsify: dict[str, SelectionLine] | None = None
     unpack: dict[str, SelectionLine] | None = None
-    local_update: Line | None = None
+    delay: DelayCosts | None = None
 
 
 def profile_step(
@@ -122,7 +122,7 @@ def measure(
             compute = combine(everyone, model)
             parameters = trainable_parameters(model)
             norms = measure_norms(parameters, optimizer, compute, world, device, progress)
-            compute = replace(compute, optimizer=_describe(optimizer), norms=norms)
+            compute = replace(compute, optimizer=_describe(optimizer, parameters), norms=norms)
             with _hurried(world, compute, process_group, timeout_s) as hurried:
                 network = _measure_network(model, optimizer, step, hurried, device, everyone, compute, progress)
             layers, tracing = _trace(model, step, compute, world)
@@ -140,13 +140,16 @@ def measure(
         world.leave()
 
 
-def _describe(optimizer: torch.optim.Optimizer | None) -> OptimizerProfile | None:
+def _describe(
+    optimizer: torch.optim.Optimizer | None, parameters: Mapping[str, nn.Parameter]
+) -> OptimizerProfile | None:
     if optimizer is None:
         return None
     return OptimizerProfile(
         name=type(optimizer).__name__,
         adaptive=is_adaptive(optimizer),
         elementwise=find_not_elementwise(optimizer) is None,
+        holds_all=find_unowned(optimizer, parameters) is None,
         state_bytes=state_bytes(optimizer),
     )
 
@@ -218,8 +221,8 @@ def _measure_network(
     overlapped_us = min(_overlapped_us(rank) for rank in ranks)
     contention = measure_contention(model, optimizer, step, world, device, overlapped_us, model_bytes, progress)
     chosen, added = measure_selection(world, device, model_bytes, progress)
-    local_update = measure_local_update(world, device, model_bytes, progress)
-    return _Network(apart.beside(links) if apart else links, apart, contention, chosen, added, local_update)
+    delay = measure_delay(world, device, model_bytes, progress)
+    return _Network(apart.beside(links) if apart else links, apart, contention, chosen, added, delay)
 
 
 def _overlapped_us(rank: RankTimes) -> float:
@@ -274,7 +277,7 @@ def _nodes(world: World) -> int:
 
 def _cluster(world: World, network: _Network) -> Cluster:
     nodes, emulation = _nodes(world), emulation_here()
-    links, apart = network.links, network.apart
+    links, apart, delay = network.links, network.apart, network.delay
     return Cluster(
         name=emulation.spec if emulation else "measured",
         emulated=emulation.kind if emulation else None,
@@ -288,5 +291,7 @@ def _cluster(world: World, network: _Network) -> Cluster:
         contention=network.contention,
         sparsify=network.sparsify,
         unpack=network.unpack,
-        local_update=network.local_update,
+        push_pack=delay.push_pack if delay else None,
+        local_update=delay.local_update if delay else None,
+        pull_take=delay.pull_take if delay else None,
     )

@@ -54,8 +54,9 @@ lines = st.fixed_dictionaries({"alpha_us": times, "beta_us_per_byte": rates})
 links = st.fixed_dictionaries({"alpha_us": times, "beta_us_per_byte": rates}, optional={"gamma_us_per_byte": rates})
 samples = st.lists(st.tuples(sizes, times).map(list), min_size=1, max_size=8)
 by_size = st.lists(st.tuples(sizes.filter(bool), factors, factors).map(list), min_size=1, max_size=4)
-contention = st.fixed_dictionaries(
-    {}, optional={"compute": factors, "network": factors, "by_size": by_size, "gathers_by_size": by_size}
+usual = {"compute": factors, "network": factors}
+contention = st.fixed_dictionaries({}, optional=usual) | st.fixed_dictionaries(
+    {"by_size": by_size}, optional={**usual, "gathers_by_size": by_size}
 )
 densities = st.sampled_from([0.001, 0.01, 0.1, 1.0, 5e-324]) | st.floats(1e-9, 1.0)
 selections = lines | st.fixed_dictionaries(

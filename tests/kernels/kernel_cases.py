@@ -8,6 +8,7 @@ from torch import Tensor
 from benchmarks.gpu_topk.inputs import FAMILIES, family, steady_residual
 from runtime.kernels import TopkState, ef_topk_, ef_topk_torch
 from runtime.kernels.backend import Backend, installed
+from runtime.kernels.checks import FLOATS
 
 __all__ = [
     "FAMILIES",
@@ -21,7 +22,6 @@ __all__ = [
     "steady_residual",
 ]
 
-FLOATS = (torch.float32, torch.bfloat16)
 GUARD = 64
 """Elements around what a kernel writes, which it must leave alone."""
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from planner.delayed import Load
+from planner.delay_load import Load
 
 
 def starts_us(load: Load, k: int, steps: int, network_free_us: float = 0.0) -> list[float]:
@@ -17,18 +17,19 @@ def starts_us(load: Load, k: int, steps: int, network_free_us: float = 0.0) -> l
         for bucket in sorted(pushed_us, key=lambda index: load.ready_us[index]):
             clock_us += load.ready_us[bucket] - done_us
             done_us = load.ready_us[bucket]
-            clock_us = packed_us[bucket] = max(clock_us, pushed_us[bucket])
+            clock_us = max(clock_us, pushed_us[bucket]) + (load.pack_us[bucket] if load.pack_us else 0.0)
+            packed_us[bucket] = clock_us
         if load.scatter_us:  # inside the node, in the order of buckets
             for bucket in pushed_us:
                 scattered_us = max(inside_free_us, packed_us[bucket]) + load.scatter_us[bucket]
                 packed_us[bucket], inside_free_us = scattered_us, scattered_us + load.gather_us[bucket]
             clock_us = max(clock_us, inside_free_us)
-        now_us = max(clock_us, pulled_us) + load.local_update_us
+        now_us = max(clock_us, pulled_us) + load.local_update_us + (load.take_us if pulled_us else 0.0)
         for bucket in pushed_us:
             free_us = pushed_us[bucket] = max(free_us, packed_us[bucket]) + load.push_us[bucket]
         pulled_us = 0.0
+        free_us += load.owner_us
         if step % k == 0:
-            free_us += load.owner_us
             for bucket in pushed_us:
                 pulled_us = free_us = free_us + load.pull_us[bucket]
                 if load.spread_us:

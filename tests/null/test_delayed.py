@@ -16,10 +16,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from planner.cost.ssd import Terms, mean_step_us
+from planner.delay_load import Load
 from planner.delayed import (
     WORK,
     CycleTimeline,
-    Load,
     StepSpan,
     delayed_step_us,
     pieces,
@@ -60,6 +60,7 @@ def random_load(rng: np.random.Generator, buckets: int) -> Load:
         factors=((1.0, 1.0),) * buckets,
         owner_us=float(rng.uniform(0.0, 20.0)),
         local_update_us=float(rng.choice([0.0, 30.0])),
+        pack_us=tuple((rng.exponential(10.0, buckets) * rng.choice([0.0, 1.0])).tolist()),
     )
 
 
@@ -78,8 +79,8 @@ def loads(count: int, buckets: int | None = None) -> list[Load]:
         (100.0, 3, [310.0, 310.0, 310.0]),
         # Pushes of 200 hide. Ready at 300, the weights come at 702, and the next step could use them at 610.
         (400.0, 1, [402.0, 356.0, 310.0 + 92.0 / 3]),
-        # Pushes of 400 take longer than a step: the network is never idle.
-        (800.0, 2, [802.0, 601.0, (3 * 400.0 + 402.0) / 3]),
+        # Pushes of 400, and 2 of owners behind each, take longer than a step: the network is never idle.
+        (800.0, 2, [802.0, 602.0, (3 * 402.0 + 400.0) / 3]),
     ],
 )
 def test_eq_4_and_the_simulator_by_hand(alpha_us: float, case: int, means_us: list[float]) -> None:
@@ -91,9 +92,12 @@ def test_eq_4_and_the_simulator_by_hand(alpha_us: float, case: int, means_us: li
 
 
 def test_eq_4_is_what_the_simulator_finds_for_one_bucket() -> None:
-    """There every assumption of the closed form holds: h_b^L is all of backward, and a push has no gaps."""
+    """There every assumption of the closed form holds: h_b^L is all of backward, and a push has no gaps.
+
+    Where packing takes time it has: a bucket is packed when its last push has ended.
+    """
     seen = set()
-    for load in loads(150, buckets=1):
+    for load in (replace(one, pack_us=()) for one in loads(150, buckets=1)):
         seen.add(load.terms.case)
         for k in (1, 2, 3, 5):
             found = steady_state(load, k)
@@ -110,7 +114,7 @@ def test_eq_4_is_never_above_the_simulator() -> None:
         for k in (1, 2, 4):
             mean_us = steady_state(load, k).mean_us
             assert mean_us >= mean_step_us(load.terms, k) * (1 - 1e-9)
-            network_us = sum(load.push_us) + (load.owner_us + sum(load.pull_us)) / k
+            network_us = sum(load.push_us) + load.owner_us + sum(load.pull_us) / k
             assert mean_us >= max(load.compute_us, network_us) * (1 - 1e-9)
     assert seen == {1, 2, 3}
 
@@ -185,6 +189,7 @@ def test_steady_state_against_many_steps() -> None:
     for load in loads(40):
         for k in (1, 2, 4):
             agrees(load, k)
+            agrees(replace(load, take_us=25.0), k)
 
 
 @settings(max_examples=25)
@@ -228,12 +233,23 @@ def test_contention_makes_both_slower() -> None:
     assert steady_state(replace(load, factors=((1.0, 2.0),)), 1).mean_us == pytest.approx(310.0)
 
 
+def test_packing_and_taking_are_computation() -> None:
+    """Weights of 4000 bytes: 3 + 4 to pack a push in every step, 5 + 8 to take what every second one pulls."""
+    lines = {
+        "push_pack": {"alpha_us": 3.0, "beta_us_per_byte": 0.001},
+        "pull_take": {"alpha_us": 5.0, "beta_us_per_byte": 0.002},
+    }
+    assert steady_state(one_bucket(100.0, **lines), 2).mean_us == pytest.approx(310.0 + 7.0 + 13.0 / 2)
+    named = [span.task for span in simulate_schedule(*delayed(2, 10.0, **lines)).spans]
+    assert {"pack", "pack 1"} <= set(named)
+
+
 def node_load(rng: np.random.Generator, buckets: int) -> Load:
     """As `random_load`, with nodes of several ranks."""
     load = random_load(rng, buckets)
     scale = 10 ** rng.uniform(-2.0, 0.0)
     times = [tuple((rng.exponential(100.0, buckets) * scale).tolist()) for _ in range(3)]
-    return replace(load, scatter_us=times[0], gather_us=times[1], spread_us=times[2])
+    return replace(load, scatter_us=times[0], gather_us=times[1], spread_us=times[2], pack_us=())
 
 
 def test_nodes_as_workers_against_many_steps() -> None:

@@ -6,6 +6,7 @@ import math
 from types import SimpleNamespace
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
@@ -14,6 +15,7 @@ from planner.profile import contention
 from planner.profile.compute import RankTimes, combine
 from planner.profile.contention import Seen, solve
 from planner.profile.links import fit, message_sizes
+from planner.profile.step import _describe
 from runtime.world import World
 
 
@@ -134,3 +136,13 @@ def test_contention_is_measured_with_messages_that_fit_beside_backward(
     assert fitting == [(kind, *sort) for kind in (0, 1) for sort in sizes]
     smaller = contention._fitting(runner, Flood(), World(), backward_us, 10_000)  # type: ignore[arg-type]
     assert smaller == [(kind, *sort) for kind in (0, 1) for sort in sizes[:2]]
+
+
+def test_an_optimizer_that_leaves_parameters_out_is_known() -> None:
+    model = nn.Linear(2, 2)
+    parameters = dict(model.named_parameters())
+    for held, all_of_them in ((list(model.parameters()), True), ([model.weight], False)):
+        described = _describe(torch.optim.SGD(held, lr=0.1), parameters)
+        assert described is not None
+        assert (described.name, described.elementwise, described.holds_all) == ("SGD", True, all_of_them)
+    assert _describe(None, parameters) is None

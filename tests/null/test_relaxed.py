@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from rich.console import Console
 
 from planner import optimize, simulate
-from planner.delayed import Load
+from planner.delay_load import Load
 from planner.explain import accuracy_lines, print_plan
 from planner.ir import Bucket, Schedule
 from planner.lossy import GAIN
@@ -166,7 +166,7 @@ def test_pushes_may_be_selected_from() -> None:
     load = Load.of(problem, found)
     k = found.buckets[1].k or 0
     assert load.push_us[1] == pytest.approx(problem.push.curve.at(8.0 * k))
-    assert load.select_us == pytest.approx((0.0, 5.0 + 1e-6 * 2e6, 0.0))
+    assert load.pack_us == pytest.approx((0.0, 5.0 + 1e-6 * 2e6, 0.0))
     assert load.pull_us[1] == pytest.approx(problem.pull.curve.at(2e6))
     plan = lower(problem, found)
     assert plan.accuracy == "relaxed"

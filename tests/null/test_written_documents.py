@@ -29,7 +29,7 @@ selections = st.builds(
     d.SelectionLine, alpha_us=times, beta_us_per_byte=st.floats(0.0, 1e12), by_density=st.none() | density_rows
 )
 factors = st.floats(1.0, 9.0)
-by_size = st.none() | st.lists(st.tuples(st.floats(1.0, 1e9), factors, factors), min_size=1, max_size=3).map(tuple)
+by_size = st.lists(st.tuples(st.floats(1.0, 1e9), factors, factors), min_size=1, max_size=3).map(tuple)
 links = st.builds(d.Link, alpha_us=times, beta_us_per_byte=st.floats(0.0, 1e12), gamma_us_per_byte=shares)
 sample_lists = st.lists(st.tuples(st.floats(0.0, 2.0**60), times), min_size=1, max_size=4).map(tuple)
 per_collective = st.dictionaries(names, lines, max_size=2)
@@ -46,7 +46,8 @@ clusters = st.builds(
     sparsify=st.none() | selections | st.dictionaries(names, selections, min_size=1, max_size=2),
     all_reduce_algorithm=st.sampled_from(["ring", "binary_tree"]),
     contention=st.none()
-    | st.builds(d.Contention, compute=factors, network=factors, by_size=by_size, gathers_by_size=by_size),
+    | st.builds(d.Contention, compute=factors, network=factors)
+    | st.builds(d.Contention, compute=factors, network=factors, by_size=by_size, gathers_by_size=st.none() | by_size),
 )
 
 gradients = st.builds(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import time
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -20,7 +21,7 @@ from step_checks import raised
 from torch import Tensor, nn
 
 import runtime
-from runtime import staleness
+from runtime import pace, staleness
 from runtime.delay_state import joined
 from runtime.plan import CompressorSpec, DelaySpec, MomentumSpec, PlanBucket
 from runtime.session import Session
@@ -216,6 +217,39 @@ def diverging() -> dict[str, bool]:
     return results
 
 
+@patch.multiple(pace, TURNS=4)
+def paced() -> dict[str, bool]:
+    """Delayed steps that take longer than the warm-up's are given up by all ranks at one step; shorter ones are not."""
+    results = {}
+    for name, early_s, late_s in (("slower", 0.0, 0.01), ("faster", 0.02, 0.0)):
+        model = Net()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9, weight_decay=1e-3)
+        exact = plan_of(model, None, 4)
+        session = attach(model, optimizer, DelaySpec(steps=2, warmup_steps=28), 2, fallback=exact)
+        assert session.delay is not None
+        stages: list[str] = []
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for step in range(50):
+                train(model, optimizer, net_loss, range(step, step + 1))
+                time.sleep(early_s if session.delay.stage == "warm-up" else late_s)
+                stages.append(session.delay.stage)
+        said = [str(one.message) for one in caught if one.category is runtime.FallbackWarning]
+        everyone: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everyone, (stages, [p.detach() for p in model.parameters()]))
+        alike = all(seen == stages and close(weights, everyone[0][1], 0.0) for seen, weights in everyone)
+        verdict = session.delay.pace.verdict
+        assert verdict is not None
+        if name == "slower":
+            results["slower: all go back"] = alike and stages[-1] == "synchronous" and not verdict.faster
+            results["slower: and say so"] = len(said) == 1 and "are not faster" in said[0]
+            results["slower: to the exact plan"] = session.plan == exact
+        else:
+            results["faster: stays"] = stages[-1] == "delayed" and verdict.faster and not said
+        session.detach()
+    return results
+
+
 @patch.multiple(staleness, BOUND=1e9)
 def habits() -> dict[str, bool]:
     """Steps that are left out, accumulated gradients, unused parameters, closures."""
@@ -325,11 +359,12 @@ def refused() -> dict[str, bool]:
 CHECKS: dict[str, Callable[[], dict[str, bool]]] = DELAY_CHECKS | WORKER_CHECKS | {
     check.__name__: check
     for check in (
-        resumed, resharded, not_finite, left, guarded, diverging, habits, untouched, without_warm_up, refused,
+        resumed, resharded, not_finite, left, guarded, diverging, paced, habits, untouched, without_warm_up, refused,
     )
 }  # fmt: skip
 
 
+@patch.multiple(pace, TURNS=10**6)
 def run() -> dict[str, dict[str, bool]]:
-    """All checks, in one start of the ranks."""
+    """All checks, in one start of the ranks; how long steps take here says nothing, but where it is set."""
     return {name: check() for name, check in CHECKS.items()}

@@ -1,0 +1,93 @@
+"""What delayed synchronization (SSD-SGD) asks of a rank itself: packing pushes, local updates, taking what is pulled.
+
+Timed on all ranks at once, with what the runtime does, as lines over bytes.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from planner.profile.document import Line
+from planner.profile.links import make_shard, sizes_up_to, slowest_line, timed_us
+from planner.progress import Progress
+from runtime.local_weights import LocalWeights
+from runtime.lossy import all_finite
+from runtime.plan import DelaySpec
+from runtime.staleness import Staleness
+from runtime.world import World
+
+SIZES = tuple(2**exponent for exponent in (16, 20, 22, 24, 26))
+"""Bytes; none larger than the model."""
+WARM_UPS, REPEATS = 2, 5
+RATES = {"lr": 0.0, "momentum": 0.9, "weight_decay": 1e-4}
+
+
+@dataclass(frozen=True, kw_only=True)
+class DelayCosts:
+    """Lines, the same on all ranks."""
+
+    push_pack: Line
+    """Over the bytes of a push."""
+    local_update: Line
+    """Over the bytes of all weights."""
+    pull_take: Line
+    """Likewise, at every pull: weights are compared, taken over and remembered."""
+
+
+def measure_delay(world: World, device: torch.device, model_bytes: int, progress: Progress) -> DelayCosts:
+    """All of them."""
+
+    def line(make: Callable[[int], Callable[[], object]], what: str) -> Line:
+        sizes = sizes_up_to(SIZES, model_bytes)
+        times_us = []
+        for size in progress.track(sizes, what):
+            run = make(size)
+            world.gather(None, f"beginning to time {what}")
+            times_us.append(_median_us(run, device))
+        return slowest_line(world, sizes, times_us, f"comparing times of {what}")
+
+    return DelayCosts(
+        push_pack=line(lambda size: _pack(world, device, size), "packing pushes"),
+        local_update=line(lambda size: _update(device, size), "local updates"),
+        pull_take=line(lambda size: _take(device, size), "taking pulled weights"),
+    )
+
+
+def _median_us(run: Callable[[], object], device: torch.device) -> float:
+    times_us = [timed_us(run, device) for _ in range(WARM_UPS + REPEATS)]
+    return statistics.median(times_us[WARM_UPS:])
+
+
+def _pack(world: World, device: torch.device, size_bytes: int) -> Callable[[], None]:
+    shard = make_shard(world, device, size_bytes)
+    return lambda: shard.pack(1.0 / world.ranks, all_finite(shard.vector))
+
+
+def _weights(device: torch.device, size_bytes: int) -> tuple[nn.Parameter, LocalWeights]:
+    weight = nn.Parameter(torch.ones(max(1, size_bytes // 4), device=device))
+    own = LocalWeights(DelaySpec(steps=1), {"weight": weight}, [[("weight", weight)]])
+    own.begin()
+    return weight, own
+
+
+def _update(device: torch.device, size_bytes: int) -> Callable[[], None]:
+    weight, own = _weights(device, size_bytes)
+    gradients = {id(weight): torch.ones_like(weight)}
+    return torch.no_grad()(lambda: own.update(gradients, [RATES], [1.0]))
+
+
+def _take(device: torch.device, size_bytes: int) -> Callable[[], None]:
+    weight, own = _weights(device, size_bytes)
+    pulled, staleness = {"weight": torch.ones_like(weight)}, Staleness()
+
+    def run() -> None:
+        staleness.measure({"weight": weight}, pulled, 1.0)
+        own.take(pulled)
+        own.overwrite(pulled)
+
+    return run
