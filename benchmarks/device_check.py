@@ -34,7 +34,9 @@ FIRST_BUCKET_BYTES = 1024 * 1024
 
 def ddp_plan(model: torch.nn.Module, ranks: int) -> Plan:
     """The buckets that DDP makes of a model of less than 25 MiB."""
-    first, rest, size_bytes = [], [], 0
+    first: list[str] = []
+    rest: list[str] = []
+    size_bytes = 0
     for name, parameter in reversed(trainable_parameters(model).items()):
         (first if size_bytes < FIRST_BUCKET_BYTES else rest).append(name)
         size_bytes += parameter.numel() * parameter.element_size()

@@ -95,7 +95,10 @@ def tasks(scale: float = 1.0) -> list[Task]:
 
 
 def learn(
-    task: Task, seed: int, make_plan: Callable[[nn.Module, torch.optim.Optimizer], Plan]
+    task: Task,
+    seed: int,
+    make_plan: Callable[[nn.Module, torch.optim.Optimizer], Plan],
+    then: tuple[float, Callable[[nn.Module], Plan]] | None = None,
 ) -> tuple[nn.Module, runtime.Session]:
     """Trains once on this rank, with a cosine schedule; the session is still attached.
 
@@ -103,12 +106,15 @@ def learn(
         task: what.
         seed: of the first weights, and of where in the data training begins.
         make_plan: may also change the optimizer to what the plan needs.
+        then: after this share of the steps, another plan.
     """
     torch.manual_seed(seed)
     model = task.model()
     optimizer = task.optimizer(model.parameters())
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, task.steps)
     session = runtime.attach(model, optimizer, make_plan(model, optimizer), drift=False, timeout_s=TIMEOUT_S)
+    if then is not None:
+        session.switch(then[1](model), at_step=round(then[0] * task.steps))
     for step in range(task.steps):
         optimizer.zero_grad()
         task.loss(model, task.batch(step + 10_000 * seed, dist.get_rank())).backward()

@@ -15,7 +15,8 @@ from benchmarks.published.common import DATA
 from benchmarks.sources import COPIED, RECORDS
 from planner.catalog import FOLDER
 from planner.profile.document import Cluster, Profile
-from runtime.documents import dump, write_text
+from runtime.documents import dump
+from runtime.files import write_text
 
 
 def copy_data(reference: Path) -> None:

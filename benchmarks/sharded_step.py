@@ -61,9 +61,9 @@ def measure(case: int) -> tuple[list[float], list[float], int, int]:
     world = World.join(None, timeout_s=120.0)
     ways: list[tuple[nn.Module, torch.optim.Optimizer, Any]] = []
     for shared in (False, True):
-        model = Layers(case)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-        ways.append((model, optimizer, runtime.attach(model, optimizer, plan_of(model, world.ranks, shared=shared))))
+        made = Layers(case)
+        adamw = torch.optim.AdamW(made.parameters(), lr=1e-3)
+        ways.append((made, adamw, runtime.attach(made, adamw, plan_of(made, world.ranks, shared=shared))))
     times_ms: list[list[float]] = [[], []]
     for step in range(WARM_UP + STEPS // 4):
         for way in (0, 1) if step % 2 else (1, 0):

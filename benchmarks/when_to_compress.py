@@ -29,7 +29,7 @@ from planner.lossy import GAIN, sent_share
 from planner.passes.joint import Joint
 from planner.passes.merge import Merge
 from planner.problem import Problem, make_problem
-from planner.profile.document import Cluster, ComputeProfile, Contention, Line, Link, Profile
+from planner.profile.document import Cluster, ComputeProfile, Contention, Link, Profile, SelectionLine
 from planner.simulator import step_us
 from planner.strategies.optimal import best_baseline
 
@@ -44,8 +44,8 @@ LINKS = {
 """Gbit/s → (α in µs, Gbit/s)."""
 RANKS = (4, 16, 64)
 SELECTORS = {
-    "one pass": Line(alpha_us=20.0, beta_us_per_byte=6.7e-6),
-    "torch.topk": Line(alpha_us=200.0, beta_us_per_byte=2.3e-3),
+    "one pass": SelectionLine(alpha_us=20.0, beta_us_per_byte=6.7e-6),
+    "torch.topk": SelectionLine(alpha_us=200.0, beta_us_per_byte=2.3e-3),
 }
 """What selecting costs over dense bytes: error feedback and selection in about one pass over memory at 0.9 TB/s, twice
 the time that three times the bytes take; or as CommLib (MLSys 2021) measured for torch's top-k of ResNet-50's gradients
@@ -107,7 +107,7 @@ def cluster_of(setting: Setting) -> Cluster:
         inter=Link(alpha_us=alpha_us, beta_us_per_byte=8e-3 / gbit),
         contention=CONTENTION,
         sparsify=line,
-        unpack=Line(alpha_us=10.0, beta_us_per_byte=2.2e-6),
+        unpack=SelectionLine(alpha_us=10.0, beta_us_per_byte=2.2e-6),
     )
 
 
@@ -152,13 +152,13 @@ def perturbed(problem: Problem, rng: np.random.Generator) -> Problem:
     def by() -> float:
         return float(rng.uniform(1.0 - SPREAD, 1.0 + SPREAD))
 
-    def line(given: Line) -> Line:
-        return Line(alpha_us=given.alpha_us * by(), beta_us_per_byte=given.beta_us_per_byte * by())
+    def line(given: SelectionLine) -> SelectionLine:
+        return SelectionLine(alpha_us=given.alpha_us * by(), beta_us_per_byte=given.beta_us_per_byte * by())
 
     compute, cluster = problem.profile.compute, problem.cost.cluster
     assert cluster.inter is not None
-    assert isinstance(cluster.sparsify, Line)
-    assert isinstance(cluster.unpack, Line)
+    assert isinstance(cluster.sparsify, SelectionLine)
+    assert isinstance(cluster.unpack, SelectionLine)
     changed: ComputeProfile = replace(
         compute,
         forward_us=compute.forward_us * by(),

@@ -129,8 +129,10 @@ def _notes(problem: Problem, step: StepPlan, sharing: ShardUpdates) -> list[str]
     memory = _memory(step)
     implied = "" if costs_known(problem) else "; reduce-scatter and all-gather were not measured: profile again"
     if not step.sharded:
-        return [f"ranks do not share the optimizer's step: {times} as now, against shared{memory}{implied}"] if (
-            sharing.step == "auto") else []  # fmt: skip
+        return [] if sharing.step != "auto" else [
+            f"ranks do not share the optimizer's step: sharing is {times} as now; it has to be {GAIN:.0%} shorter"
+            f"{memory}{implied}"
+        ]  # fmt: skip
     name = problem.profile.compute.optimizer.name if problem.profile.compute.optimizer else "the optimizer"
     why = "memory demands it, " if sharing.demanded(problem) else ""
     notes = [
@@ -151,7 +153,7 @@ def _memory(step: StepPlan) -> str:
         return "; the profile does not say what the optimizer keeps"
     has = "" if step.memory_bytes is None else f", of {_mib(step.memory_bytes)}"
     takes = f"{_mib(step.sharded_bytes)} on each rank instead of {_mib(step.replicated_bytes)}"
-    return f"; weights, gradients, state and known activations take {takes} shared{has}"
+    return f"; weights, gradients, state and known activations take {takes} where shared{has}"
 
 
 def _mib(size_bytes: int) -> str:

@@ -12,18 +12,29 @@ import torch
 
 from benchmarks.lags.accuracy import plan_of
 from benchmarks.learning import Outcome, Task, learn
+from planner.lower import delay_spec
 from runtime import pace, staleness
 from runtime.plan import DelaySpec, Plan
 
 TASKS = ("digits, ResNet-20", "characters, LSTM")
 """Those that are trained with SGD and momentum."""
-WARMUP_SHARE = 1 / 6
-"""Of the steps, rounded to a multiple of 60, which 1 to 5 divide."""
-WAYS: dict[str, DelaySpec | None] = {
-    "synchronous": None,
-    **{f"k = {k}": DelaySpec(steps=k) for k in range(1, 6)},
-    **{f"k = {k}, α = 0.75, β = 2": DelaySpec(steps=k, alpha=0.75, beta=2.0) for k in (4, 2, 1)},
-    "k = 4, plain local SGD": DelaySpec(steps=4, local_update="sgd"),
+
+
+@dataclass(frozen=True)
+class Way:
+    """A delay that follows so large a share of synchronous steps, rounded to a multiple of 60, which 1 to 5 divide."""
+
+    delay: DelaySpec | None
+    warmup_share: float = 0.5
+
+
+PUBLISHED = DelaySpec(steps=4)
+WAYS = {
+    "synchronous": Way(None),
+    **{f"k = {k}": Way(delay_spec(k)) for k in range(1, 6)},
+    "k = 4, α = 2, β = 0.5": Way(PUBLISHED),
+    "k = 4, plain local SGD": Way(replace(PUBLISHED, local_update="sgd")),
+    "k = 4, a sixth synchronous": Way(delay_spec(4), 1 / 6),
 }
 
 
@@ -37,14 +48,14 @@ class Stale(Outcome):
     """Likewise, as a share of the weights."""
 
 
-def _plan(model: torch.nn.Module, steps: int, spec: DelaySpec | None) -> Plan:
+def _plan(model: torch.nn.Module, steps: int, way: Way) -> Plan:
     plan = plan_of(model)
-    if spec is None:
+    if way.delay is None:
         return plan
-    warmup = max(60, round(steps * WARMUP_SHARE / 60) * 60)
+    warmup = max(60, round(steps * way.warmup_share / 60) * 60)
     return Plan(
         model=plan.model, world=plan.world, accuracy="relaxed", buckets=plan.buckets,
-        delay=replace(spec, warmup_steps=warmup),
+        delay=replace(way.delay, warmup_steps=warmup),
     )  # fmt: skip
 
 
@@ -69,7 +80,7 @@ def lines(outcomes: list[Stale]) -> Iterator[str]:
     yield "| task | way | metric, mean over seeds (range) | against synchronous | distance: × warm-up, share |"
     yield "| --- " * 5 + "|"
     for name in dict.fromkeys(outcome.task for outcome in outcomes):
-        first = statistics.fmean(o.metric for o in outcomes if o.task == name and WAYS[o.way] is None)
+        first = statistics.fmean(o.metric for o in outcomes if o.task == name and WAYS[o.way].delay is None)
         for way in WAYS:
             found = [o for o in outcomes if o.task == name and o.way == way]
             metrics = [o.metric for o in found]

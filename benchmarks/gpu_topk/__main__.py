@@ -83,9 +83,9 @@ def time_variants(timer: Timer) -> None:
     timer.add(SEGMENTS, total, 12, [one.step for one in segments])
     for ranks in (4, 16):
         message = Unpacking(n, n // 100, ranks, timer.device)
-        each = 4 + 8 * ranks / 100
-        timer.add(f"unpacking of {ranks} ranks", n, each, [message.by_kernel])
-        timer.add(f"unpacking of {ranks} ranks by torch", n, each, [message.by_torch])
+        per_element = 4 + 8 * ranks / 100
+        timer.add(f"unpacking of {ranks} ranks", n, per_element, [message.by_kernel])
+        timer.add(f"unpacking of {ranks} ranks by torch", n, per_element, [message.by_torch])
 
 
 def tune(timer: Timer) -> None:

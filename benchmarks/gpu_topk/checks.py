@@ -156,7 +156,8 @@ class Checks:
         for step in range(4):
             parts = [self.family(("normal", "few values")[i % 2], size, 7 * step + i) for i, size in enumerate(sizes)]
             one_by_one = [
-                ef_topk_torch(*pair, kept) for *pair, kept in zip(parts, residual.split(sizes), k, strict=True)
+                ef_topk_torch(part, held, kept)
+                for part, held, kept in zip(parts, residual.split(sizes), k, strict=True)
             ]
             starts = torch.tensor([0, *sizes[:-1]]).cumsum(0).tolist()
             expected = (

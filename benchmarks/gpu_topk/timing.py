@@ -61,4 +61,4 @@ def copy_bytes_per_us(device: torch.device) -> float:
     """What the device reads and writes in a copy of 512 MiB."""
     source = torch.empty(128 << 20, device=device)
     target = torch.empty_like(source)
-    return 2 * source.numel() * 4 / timed([lambda parity: target.copy_(source)]).median_us  # type: ignore[func-returns-value,list-item]
+    return 2 * source.numel() * 4 / timed([lambda parity: target.copy_(source)]).median_us  # type: ignore[list-item]

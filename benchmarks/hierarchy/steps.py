@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from benchmarks.steps import measure_rank
 from planner.compare.report import values_by_name
@@ -51,8 +52,8 @@ def on_hosts(emulate: str, job: str, rounds: int) -> list[Seen]:
     return [_seen(name, problem, made.get(name), values[name]) for name in values]
 
 
-def _seen(name: str, problem: Problem, schedule: Schedule | None, values_us: Sequence[float]) -> Seen:
-    interval = median_interval(np.asarray(values_us))
+def _seen(name: str, problem: Problem, schedule: Schedule | None, values_us: NDArray[np.float64]) -> Seen:
+    interval = median_interval(values_us)
     compute_us = problem.compute_end_us + problem.update_us
     forms = [f"{bucket.collective}/{bucket.algorithm}" for bucket in schedule.buckets] if schedule else []
     listed = ", ".join(f"{forms.count(form)} × {form}" for form in dict.fromkeys(forms))

@@ -4,13 +4,14 @@ python -m benchmarks.lags                  # prints both tables; some minutes
 python -m benchmarks.lags --part bound     # Eq. 20 against the simulator: seconds
 python -m benchmarks.lags --part measured  # Eq. 20 against emulated hosts: minutes; as root
 python -m benchmarks.lags --part accuracy --scale 0.1
-python -m benchmarks.lags --part accuracy --results runs.jsonl   # goes on where it was stopped
+python -m benchmarks.lags --part first_dense --results runs.jsonl   # after dense steps; goes on where it was stopped
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 from benchmarks.lags import accuracy, bound, measured
@@ -18,7 +19,7 @@ from benchmarks.learning import SEEDS, outcomes
 from benchmarks.marked import replace_part
 from planner.catalog import find_profile
 
-PARTS = ("bound", "measured", "accuracy")
+PARTS = ("bound", "measured", "accuracy", "first_dense")
 MODELS = ("resnet50", "vgg16", "bert-base")
 
 
@@ -28,6 +29,7 @@ def main() -> int:
     parser.add_argument("--part", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--scale", type=float, default=1.0, help="of the steps that are trained")
     parser.add_argument("--seeds", type=int, nargs="+", default=list(SEEDS))
+    parser.add_argument("--tasks", nargs="+", choices=accuracy.TASKS, default=list(accuracy.TASKS))
     parser.add_argument("--results", type=Path, default=None, help="JSON lines: not trained again")
     parser.add_argument("--models", nargs="+", default=list(MODELS), help="of the catalogue, for the bound")
     parser.add_argument("--job", default="benchmarks.truth.jobs:resnet18_job", help="whose steps are measured")
@@ -36,7 +38,9 @@ def main() -> int:
     parser.add_argument("--output", type=Path, default=None, help="a document whose marked parts are replaced")
     options = parser.parse_args()
     for part in options.part:
-        text = "\n".join({"bound": _bound, "measured": _measured, "accuracy": _accuracy}[part](options))
+        text = "\n".join(
+            {"bound": _bound, "measured": _measured, "accuracy": _accuracy, "first_dense": _first_dense}[part](options)
+        )
         print(text)
         if options.output is not None:
             options.output.write_text(replace_part(options.output.read_text("utf-8"), part, text), encoding="utf-8")
@@ -57,9 +61,16 @@ def _measured(options: argparse.Namespace) -> list[str]:
 
 
 def _accuracy(options: argparse.Namespace) -> list[str]:
-    ways, seeds = list(accuracy.WAYS), options.seeds
+    return _trained(options, accuracy.WAYS)
+
+
+def _first_dense(options: argparse.Namespace) -> list[str]:
+    return _trained(options, accuracy.FIRST_DENSE)
+
+
+def _trained(options: argparse.Namespace, ways: Iterable[str]) -> list[str]:
     found = outcomes(
-        accuracy.train, accuracy.Sampled, accuracy.TASKS, ways, seeds, options.scale, options.results
+        accuracy.train, accuracy.Sampled, options.tasks, list(ways), options.seeds, options.scale, options.results
     )  # fmt: skip
     return list(accuracy.lines(found))
 

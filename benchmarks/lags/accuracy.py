@@ -26,6 +26,8 @@ class Way:
     """None: everything."""
     dgc: bool = False
     """With density warm-up over a sixth of the steps, and momentum correction where the optimizer has momentum."""
+    dense: float = 0.0
+    """Share of the steps before it in which everything travels."""
 
 
 DENSE = "dense"
@@ -34,6 +36,13 @@ WAYS = {
     **{f"{share:g} %": Way(share / 100) for share in (25, 10, 3, 1, 0.1)},
     "0.1 %, DGC": Way(0.001, dgc=True),
 }
+FIRST_DENSE = {
+    DENSE: WAYS[DENSE],
+    "25 % after a third": Way(0.25, dense=1 / 3),
+    "10 % after a half": Way(0.1, dense=1 / 2),
+    "1 % after two thirds": Way(0.01, dense=2 / 3),
+}
+"""Everything travels at first."""
 FEWEST_ELEMENTS = 1000
 """Smaller gradients travel whole."""
 
@@ -79,28 +88,31 @@ class Sampled(Outcome):
 
 def train(task: Task, seed: int, way: str) -> Sampled:
     """One run on this rank."""
-    chosen = WAYS[way]
+    chosen = {**WAYS, **FIRST_DENSE}[way]
 
     def make_plan(model: nn.Module, optimizer: torch.optim.Optimizer) -> Plan:
+        if chosen.dense:
+            return plan_of(model)
         if not chosen.dgc:
             return plan_of(model, chosen)
         for group in optimizer.param_groups if task.momentum else ():
             group["momentum"] = 0.0  # the plan's takes its place
         return plan_of(model, chosen, max(1, task.steps // 6), task.momentum)
 
-    model, session = learn(task, seed, make_plan)
+    then = (chosen.dense, lambda model: plan_of(model, chosen)) if chosen.dense else None
+    model, session = learn(task, seed, make_plan, then)
     deltas = tuple(sample.delta for samples in session.samples.values() for sample in samples)
     session.detach()
     return Sampled(task.name, seed, way, task.metric(model), deltas)
 
 
 def lines(outcomes: list[Sampled]) -> Iterator[str]:
-    """One row per task and way."""
+    """One row per task and way; the dense one first."""
     yield "| task | sent | metric, mean over seeds | against dense | δ, median | δ, largest | samples above 1 |"
     yield "| --- " * 7 + "|"
     for name in dict.fromkeys(outcome.task for outcome in outcomes):
         dense = statistics.fmean(o.metric for o in outcomes if o.task == name and o.way == DENSE)
-        for way in WAYS:
+        for way in dict.fromkeys(outcome.way for outcome in outcomes):
             found = [o for o in outcomes if o.task == name and o.way == way]
             mean = statistics.fmean(o.metric for o in found)
             deltas = [delta for o in found for delta in o.deltas]

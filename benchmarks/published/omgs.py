@@ -12,7 +12,7 @@ import math
 from dataclasses import dataclass, replace
 
 from benchmarks.published.common import Comparison, model, predict_s, table
-from planner.profile.document import Cluster, Line
+from planner.profile.document import Cluster, Line, SelectionLine
 
 MODELS = {"ResNet-50": "resnet50", "VGG-16": "vgg16", "Inception-v4": "inception-v4"}
 NUMEL = {"ResNet-50": 25557032, "Inception-v4": 42679816, "LSTM-PTB": 66034000}
@@ -59,10 +59,10 @@ def measured(name: str, method: str) -> Row:
     )
 
 
-def sparsify_line(names: tuple[str, ...]) -> Line:
+def sparsify_line(names: tuple[str, ...]) -> SelectionLine:
     """Selection time per dense byte, the mean over models."""
     rates = [measured(name, "SLGS").select_s * 1e6 / (4 * NUMEL[name]) for name in names]
-    return Line(alpha_us=0.0, beta_us_per_byte=float(f"{sum(rates) / len(rates):.4g}"))
+    return SelectionLine(alpha_us=0.0, beta_us_per_byte=float(f"{sum(rates) / len(rates):.4g}"))
 
 
 def predicted_selection_s() -> float:

@@ -109,8 +109,8 @@ def summary(results: Sequence[Result]) -> Iterator[str]:
         rows.append(("hidden share, mean", f"{share:.0%}", f"≥ {HIDDEN:.0%}", share >= HIDDEN))
     yield "| figure | measured | target | met |"
     yield "| --- | --- | --- | --- |"
-    for what, value, target, met in rows:
-        yield f"| {what} | {value} | {target} | {'yes' if met else '**no**'} |"
+    for what, measured, target, met in rows:
+        yield f"| {what} | {measured} | {target} | {'yes' if met else '**no**'} |"
 
 
 def group_lines(results: Sequence[Result]) -> Iterator[str]:
