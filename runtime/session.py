@@ -41,7 +41,7 @@ from runtime.report import Report, make_report
 from runtime.sharded import make_exchange
 from runtime.topology import Position, Topology
 from runtime.torch_compat import OUTSIDE, current_backward_id, leave_uncompiled
-from runtime.trial import Trial
+from runtime.trial import make_trial
 from runtime.updates import Updates
 from runtime.version import __version__
 from runtime.watch import ModelWatch
@@ -81,8 +81,7 @@ class Session:
         self.recorder = Recorder(make_clock(self._device), len(plan.buckets), len(plan.gradients))
         self.drift = DriftGuard(world.rank, self.recorder.clock)
         """Compares steps with the prediction now and then; `drift.verdict` is what came out."""
-        tries = guard and world.ranks > 1 and plan.fallback is not None and plan.accuracy != "exact" and not plan.delay
-        self.trial = Trial(plan, world, self.recorder.clock) if tries else None
+        self.trial = make_trial(plan, world, self.recorder.clock) if guard else None
         """Tries a lossy plan against the exact one beside it, if any; `trial.verdict` is what came out."""
         self._guards, self._loss_scale, self._optimizer = drift, loss_scale, optimizer
         self._guarded, self._broadcast_buffers = guard, broadcast_buffers
@@ -242,7 +241,7 @@ class Session:
         Every rank calls this between the same two steps. Buckets are laid out now, so that what can fail does so
         here, and put in place when step `at_step` begins. `.grad`s, also those accumulated in `no_sync`, stay what
         they are; `report()` begins anew. Another switch that has not happened yet is replaced. Deadlines stay those of
-        `attach`.
+        `attach`, and so does `guard`: a lossy plan is tried against its `fallback` from its first step on.
 
         Args:
             plan: a plan for the same parameters and ranks, or the path of plan.json; the same on every rank.
@@ -261,7 +260,8 @@ class Session:
         mine = Credentials(__version__, torch.__version__, digest, problem=problem, step=self.step, at_step=at_step)
         agree(self.world, mine)
         assert prepared is not None
-        self._pending, self.trial = (at_step, prepared), None
+        self._pending = (at_step, prepared)
+        self.trial = make_trial(prepared.plan, self.world, self.recorder.clock) if self._guarded else None
         if at_step == self.step:
             self._change_over()
 

@@ -1,4 +1,4 @@
-"""Whether a lossy plan really is faster than the exact one beside it (`fallback`): tried in the first steps of a run.
+"""Whether a lossy plan really is faster than the exact one beside it (`fallback`): tried in its first steps.
 
 Both train by turns, a few steps each, so that a drift of the machine hits both alike. Nothing is lost when they change
 over: what the lossy plan held back travels with the exact one's first step. Every rank measures its own steps; the
@@ -89,6 +89,12 @@ class Trial:
 
     def _changed(self, present: str, following: str) -> Plan | None:
         return None if present == following else self._plans[following]
+
+
+def make_trial(plan: Plan, world: World, clock: Clock) -> Trial | None:
+    """For plans that send a part of the gradients in every step and have an exact one beside them."""
+    lossy = plan.accuracy != "exact" and plan.delay is None
+    return Trial(plan, world, clock) if lossy and plan.fallback is not None and world.ranks > 1 else None
 
 
 def judge(ranks: Sequence[dict[str, list[float]]]) -> TrialVerdict:

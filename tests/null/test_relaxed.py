@@ -254,7 +254,7 @@ def test_a_relaxed_plan() -> None:
     assert plan.accuracy == "relaxed"
     assert plan.delay is not None
     k = plan.delay.steps
-    assert plan.delay == DelaySpec(steps=k, warmup_steps=500 + -500 % k)
+    assert plan.delay == DelaySpec(steps=k, warmup_steps=500 + -500 % k, alpha=0.75, beta=2.0)
     assert plan.predicted is not None
     assert plan.fallback is not None
     assert (plan.fallback.accuracy, plan.fallback.delay, plan.fallback.baselines) == ("exact", None, None)

@@ -24,9 +24,9 @@ from runtime.plan import CompressorSpec
 from runtime.session import Session
 
 
-def tried(delay_s: float) -> tuple[Session, list[str], list[str]]:
-    """A lossy plan with an exact one beside it, on a link that is late for dense messages: (session, the plan's
-    accuracy in each step, warnings).
+def tried(delay_s: float, first: int = 0) -> tuple[Session, list[str], list[str]]:
+    """A lossy plan with an exact one beside it, on a link that is late for dense messages, after so many steps of the
+    exact one: (session, the plan's accuracy in each step of both, warnings).
     """
     model = convnet()
     plan = replace(lossy(plan_of(model, 100), [TOPK]), fallback=plan_of(model, 2))
@@ -34,9 +34,15 @@ def tried(delay_s: float) -> tuple[Session, list[str], list[str]]:
     with warnings.catch_warnings(record=True) as caught, linked() as link:
         warnings.simplefilter("always")
         link.delay_s = delay_s
-        session = runtime.attach(model, None, plan)
-        for step in range(60):
-            accuracies.append(session.plan.accuracy)
+        if first:
+            assert plan.fallback is not None
+            session = runtime.attach(model, None, plan.fallback)
+            session.switch(plan, at_step=first)
+        else:
+            session = runtime.attach(model, None, plan)
+        for step in range(first + 60):
+            if step >= first:
+                accuracies.append(session.plan.accuracy)
             model.zero_grad()
             loss_of(model, step % 4).backward()
     return session, accuracies, [str(one.message) for one in caught if one.category is runtime.FallbackWarning]
@@ -45,9 +51,12 @@ def tried(delay_s: float) -> tuple[Session, list[str], list[str]]:
 def fallback() -> dict[str, bool]:
     """The faster plan of the two is what the run goes on with, on all ranks from the same step."""
     results = {}
-    for what, delay_s, accuracy in (("faster", 0.003, "bounded"), ("not faster", -1.0, "exact")):
-        with patch.object(trial, "judge", turned(trial.judge)) if delay_s < 0.0 else nullcontext():
-            session, accuracies, said = tried(abs(delay_s) if delay_s > 0.0 else 0.003)
+    for what, faster, first in (
+        ("faster", True, 0), ("not faster", False, 0), ("later, faster", True, 5), ("later, not faster", False, 5),
+    ):  # fmt: skip
+        accuracy = "bounded" if faster else "exact"
+        with nullcontext() if faster else patch.object(trial, "judge", turned(trial.judge)):
+            session, accuracies, said = tried(0.003, first)
         everyone: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(everyone, accuracies)
         results[f"{what}: alike"] = all(one == everyone[0] for one in everyone)
