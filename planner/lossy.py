@@ -285,8 +285,8 @@ def _notes(problem: Problem, schedule: Schedule, frontier: Frontier, gain: float
     protected = [index for index in range(problem.count) if limits[index] <= 1.0]
     notes = [
         f"bounded: predicted {gain:.1%} shorter than the best exact plan, which is the fallback",
-        "what is held back is learnt late, at the beginning most of all: train first with the fallback, and change over by "
-        "session.switch (docs/lags.md)",
+        "what is held back is learnt late, and costs most in the first steps: train those with the fallback, and go "
+        "over by session.switch (docs/lags.md)",
         f"{counted(len(sparse), 'sparse bucket')} of {len(schedule.buckets)}: "
         f"{_mib(int(problem.size_bytes[members].sum()))} of gradients travel as {_mib(sent_bytes)} of values "
         f"and indices from each rank, {_mib(dense_bytes)} travel dense; largest ratio "

@@ -5,7 +5,6 @@ Timed on all ranks at once, with what the runtime does, as lines over bytes.
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -48,7 +47,7 @@ def measure_delay(world: World, device: torch.device, model_bytes: int, progress
         for size in progress.track(sizes, what):
             run = make(size)
             world.gather(None, f"beginning to time {what}")
-            times_us.append(_median_us(run, device))
+            times_us.append(_times_us(run, device))
         return slowest_line(world, sizes, times_us, f"comparing times of {what}")
 
     return DelayCosts(
@@ -58,9 +57,8 @@ def measure_delay(world: World, device: torch.device, model_bytes: int, progress
     )
 
 
-def _median_us(run: Callable[[], object], device: torch.device) -> float:
-    times_us = [timed_us(run, device) for _ in range(WARM_UPS + REPEATS)]
-    return statistics.median(times_us[WARM_UPS:])
+def _times_us(run: Callable[[], object], device: torch.device) -> list[float]:
+    return [timed_us(run, device) for _ in range(WARM_UPS + REPEATS)][WARM_UPS:]
 
 
 def _pack(world: World, device: torch.device, size_bytes: int) -> Callable[[], None]:

@@ -266,11 +266,13 @@ def sizes_up_to(sizes: Sequence[int], model_bytes: int) -> list[int]:
     return sorted({*(size for size in sizes if size < model_bytes), min(max(model_bytes, 4), sizes[-1])})
 
 
-def slowest_line(world: World, sizes: Sequence[int], times_us: Sequence[float], what: str) -> Line:
-    """The line over the slowest rank's times, the same on all ranks; `what` names the exchange in errors."""
-    everyone: list[Sequence[float]] = world.gather(times_us, what)
-    slowest = [max(column) for column in zip(*everyone, strict=True)]
-    return fit([(float(size), time_us) for size, time_us in zip(sizes, slowest, strict=True)])
+def slowest_line(world: World, sizes: Sequence[int], times_us: Sequence[Sequence[float]], what: str) -> Line:
+    """The line over the times of each size, the same on all ranks: of each repeat the slowest rank, whom others wait
+    for, then the median over repeats. `what` names the exchange in errors.
+    """
+    everyone: list[Sequence[Sequence[float]]] = world.gather(times_us, what)
+    slowest_us = np.median(np.max(np.array(everyone), axis=0), axis=1)
+    return fit([(float(size), float(time_us)) for size, time_us in zip(sizes, slowest_us, strict=True)])
 
 
 def fit(curve: Sequence[Sample]) -> Line:

@@ -6,7 +6,6 @@ bucket's dense bytes, one for each density: a tenth of the elements takes `exact
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -30,6 +29,8 @@ MORE = {"exact": (0.001, 0.003, USUAL, 0.03, 0.1, 0.3)}
 """By selector: this is the one whose densities are decided."""
 WARM_UPS, REPEATS = 2, 3
 """Residuals fill in the first steps."""
+Times = list[float]
+
 SCRATCH_BYTES, LAYERS, WIDTH = 2**25, 16, 256
 """Of what is computed in between, as in training: it leaves neither data nor code of the selection in the caches, which
 costs a small bucket five times as much as one that is selected from again and again."""
@@ -51,8 +52,8 @@ def measure_selection(
     return chosen, added
 
 
-def _by_density(world: World, sizes: Sequence[int], times_us: Mapping[float, Sequence[float]]) -> SelectionLine:
-    """Over the slowest rank's times."""
+def _by_density(world: World, sizes: Sequence[int], times_us: Mapping[float, Sequence[Times]]) -> SelectionLine:
+    """Over the slowest rank's times: the message behind a selection waits for it."""
     what = "comparing times of selection"
     lines = {density: slowest_line(world, sizes, of, what) for density, of in times_us.items()}
     rows: list[DensityLine] = [(density, line.alpha_us, line.beta_us_per_byte) for density, line in lines.items()]
@@ -77,13 +78,14 @@ class _Between:
         self._scratch.add_(1.0)
 
 
-def _time(world: World, between: _Between, selector: str, density: float, size_bytes: int) -> tuple[float, float]:
-    """Microseconds of this rank: (select and pack, unpack), medians over repeats."""
+def _time(world: World, between: _Between, selector: str, density: float, size_bytes: int) -> tuple[Times, Times]:
+    """Microseconds of this rank: (select and pack, unpack), of each repeat."""
     device = between.device
     bucket = _bucket(size_bytes, device)
     lossy = make_lossy(bucket, CompressorSpec(name="topk", selector=selector, density=density), world.ranks)
     gradient, finite = bucket.messages[0].flat, torch.tensor(True, device=device)
-    packs, unpacks = [], []
+    packs: list[float] = []
+    unpacks: list[float] = []
     for step in range(WARM_UPS + REPEATS):
         between()
         gradient.normal_()
@@ -92,7 +94,7 @@ def _time(world: World, between: _Between, selector: str, density: float, size_b
         between()
         unpacks.append(timed_us(lossy.unpack, device))
         lossy.commit(finite)
-    return statistics.median(packs[WARM_UPS:]), statistics.median(unpacks[WARM_UPS:])
+    return packs[WARM_UPS:], unpacks[WARM_UPS:]
 
 
 def _bucket(size_bytes: int, device: torch.device) -> BucketBuffer:
