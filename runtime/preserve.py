@@ -48,7 +48,7 @@ def preserved(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) 
 
 
 def _registers(model: nn.Module) -> list[dict[str, Any]]:
-    """Where modules keep their tensors; scripted ones keep theirs out of Python's reach, and no forward replaces them."""
+    """Where modules keep their tensors; scripted ones keep theirs from Python, and no forward replaces them."""
     found: list[Any] = [one for module in model.modules() for one in (module._parameters, module._buffers)]
     return [register for register in found if isinstance(register, dict)]
 
