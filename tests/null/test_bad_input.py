@@ -332,6 +332,8 @@ OPTIONS = [
     (["run", "job.py:job", "--ranks", "-1"], "--ranks: found -1, expected at least 1"),
     (["profile", "job.py:job", "--ranks", "0"], "--ranks: found 0, expected at least 1"),
     (["profile", "job.py:job", "--device", "tpu"], "--device: found 'tpu', expected auto, cpu or cuda"),
+    (["profile", "job.py:job", "--backend", "undefined"], "--backend: found 'undefined', expected one of: "),
+    (["profile", "job.py:job", "--backend", "mpi"], "found 'mpi', which this build of torch lacks, expected one of: "),
     (["profile", "job.py:job", "--backend", "carrier pigeon"], "--backend: found 'carrier pigeon', expected one of"),
     (["run", "job.py:job", "--plan", "many.json"], "many.json: $.world.ranks: found a plan for 10000000 ranks"),
 ]
