@@ -69,7 +69,10 @@ def optimize(
     ] = "exact",
     output: Annotated[str, typer.Option("-o", "--output", help="Where to write the plan.")] = "plan.json",
     passes: Annotated[
-        str, typer.Option(help="The pipeline, for example merge{labels=4}; lossy passes: joint, sparsify, delay.")
+        str,
+        typer.Option(
+            help="The pipeline, for example merge{labels=4}; lossy passes: joint, sparsify; delay, local_async."
+        ),
     ] = "merge,topology,shard_updates",
     print_after: Annotated[str | None, typer.Option(help="Print the schedule after this pass, or after all.")] = None,
     solver: Solver = "dp",

@@ -13,6 +13,7 @@ from planner.lower import lower, predict
 from planner.merging.link_forms import has_two_links
 from planner.norms import describe, update_bound_us
 from planner.passes.merge import merge_without_contention
+from planner.passes.shard_updates import memory_unheeded
 from planner.passes.topology import links_without_contention
 from planner.pipeline import AfterPass, parse_passes, run_passes
 from planner.problem import Problem, make_problem
@@ -95,6 +96,9 @@ def optimize(
     schedule = solved.schedule if solved else schedule
     other = other_way(problem, schedule, start, pipeline)
     plan = with_step(problem, _exact(problem, schedule, solved), schedule, other, pipeline)
+    unheeded = "" if max_memory_mib is None else memory_unheeded(problem, pipeline)
+    if unheeded:
+        plan = replace(plan, notes=(*plan.notes, f"--max-memory-mib {max_memory_mib:g} changes nothing: {unheeded}"))
     if solver == "cpsat" and schedule.sharded:
         plan = _unasked(plan)
     if accuracy != "exact":

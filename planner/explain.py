@@ -9,6 +9,7 @@ from rich.table import Table
 
 from planner.catalog import Entry
 from planner.loading import levels, loading_lines
+from planner.offer import ALLOWED
 from planner.predict import Simulation
 from planner.profile.document import Profile
 from planner.sources import counted, slower
@@ -119,15 +120,18 @@ def certificate_text(plan: Plan) -> str:
 def accuracy_lines(plan: Plan) -> list[str]:
     """One line for each class of accuracy."""
     classes = {plan.accuracy: plan, **(plan.alternatives or {})}
-    looked = "no compression makes the step shorter" if plan.frontier else "not looked at: --accuracy bounded does"
-    looked_at = plan.delays or plan.updaters
-    delayed = "nothing makes the step shorter" if looked_at else "not looked at: --accuracy relaxed does"
-    bounded, relaxed = classes.get("bounded"), classes.get("relaxed")
-    return [
-        f"exact    {_accuracy_line(classes['exact'])}" if "exact" in classes else "exact    not kept in this plan",
-        f"bounded  {_accuracy_line(bounded) if bounded else looked}",
-        f"relaxed  {_accuracy_line(relaxed) if relaxed else delayed}",
-    ]
+    refused = next((note for note in plan.notes if ALLOWED in note), "")  # says why, for the class that was allowed
+    lines = []
+    for name, looked_at in (("bounded", plan.frontier), ("relaxed", plan.delays or plan.updaters)):
+        if name in classes:
+            lines.append(f"{name}  {_accuracy_line(classes[name])}")
+        elif refused and (looked_at or refused.startswith(name)):
+            lines.append(f'{name}  none: see the note that begins with "{refused.partition(",")[0]}"')
+        else:
+            why = "nothing makes the step shorter" if looked_at else f"not looked at: --accuracy {name} does"
+            lines.append(f"{name}  {why}")
+    exact = _accuracy_line(classes["exact"]) if "exact" in classes else "not kept in this plan"
+    return [f"exact    {exact}", *lines]
 
 
 def _accuracy_line(plan: Plan) -> str:
@@ -141,7 +145,7 @@ def _accuracy_line(plan: Plan) -> str:
     delay = "no delay" if plan.delay is None else f"delay k = {plan.delay.steps}"
     if plan.local_async is not None:
         return f"{_updaters_words(plan.local_async)}: {step} ms for a minibatch of a rank"
-    return f"{len(plan.buckets)} buckets, {how}, {delay}: {step} ms"
+    return f"{counted(len(plan.buckets), 'bucket')}, {how}, {delay}: {step} ms"
 
 
 def frontier_table(plan: Plan) -> Table:

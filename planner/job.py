@@ -6,6 +6,7 @@ import difflib
 import importlib
 import importlib.util
 import sys
+import sysconfig
 import traceback
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -110,12 +111,25 @@ def _check(spec: str, job: TrainingJob) -> None:
 
 
 def described(error: BaseException) -> str:
-    """`ZeroDivisionError: division by zero (job.py, line 7)`: what was raised, and where in the user's file."""
+    """`ZeroDivisionError: division by zero (job.py, line 7)`: what was raised, and where in the user's files.
+
+    What a library raises is placed where the user's code called it; what was raised before the user's code began (a
+    call with wrong arguments) has no place there.
+    """
     text = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-    frames = traceback.extract_tb(error.__traceback__)
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not _within(frame.filename, _OURS)]
     if isinstance(error, SyntaxError) or not frames:
         return text  # a syntax error says where by itself
-    return f"{text} ({Path(frames[-1].filename).name}, line {frames[-1].lineno})"
+    theirs = [frame for frame in frames if not _within(frame.filename, _LIBRARIES)] or frames
+    return f"{text} ({Path(theirs[-1].filename).name}, line {theirs[-1].lineno})"
+
+
+_OURS = tuple(Path(__file__).resolve().parents[1] / name for name in ("planner", "runtime"))
+_LIBRARIES = tuple(Path(sysconfig.get_path(name)) for name in ("stdlib", "purelib", "platlib"))
+
+
+def _within(filename: str, folders: Iterable[Path]) -> bool:
+    return any(Path(filename).is_relative_to(folder) for folder in folders)
 
 
 def _load_file(path: Path) -> ModuleType:

@@ -14,7 +14,7 @@ from planner.ir import Bucket, Schedule
 from planner.lower import lower
 from planner.merging.cpsat_joint import MAX_PLACES, fits, solve_joint
 from planner.norms import update_us
-from planner.offer import GAIN, Offer, choose_offer
+from planner.offer import ALLOWED, GAIN, Offer, choose_offer
 from planner.passes import Pass
 from planner.passes.delay import Delay, check_max_delay
 from planner.passes.joint import Frontier, Joint
@@ -76,8 +76,8 @@ def _refuse_riskier(accuracy: Accuracy, asked: Sequence[tuple[str, str]]) -> Non
     why = "exact plans leave nothing out" if accuracy == "exact" else "bounded plans synchronize in every step"
     cure = "relaxed" if any(needs == "relaxed" for _, needs in riskier) else "bounded"
     raise InputError(
-        f"--accuracy {accuracy}: found {' and '.join(what for what, _ in riskier)}, expected neither, for {why}; add "
-        f"--accuracy {cure}"
+        f"--accuracy {accuracy}: found {' and '.join(what for what, _ in riskier)}, expected "
+        f"{'none' if len(riskier) == 1 else 'neither'}, for {why}; add --accuracy {cure}"
     )
 
 
@@ -128,10 +128,10 @@ def choose(
     exact = replace(exact, frontier=_points(problem, frontier), delays=delays, updaters=updaters)
     chosen, refused = choose_offer(step_us(problem, schedule), offers)
     if chosen is None or chosen.plan is None:
-        why = f"{accuracy} was allowed, but {', and '.join(refused.values())}: the plan is exact"
+        why = f"{accuracy}{ALLOWED}{', and '.join(refused.values())}: the plan is exact"
         return replace(exact, alternatives=_others(offers, "exact") or None, notes=(*exact.notes, why))
     riskier = [refused[offer.what] for offer in offers[offers.index(chosen) + 1 :] if offer.what in refused]
-    beyond = [f"relaxed was allowed, but {', and '.join(riskier)}"] if riskier else []
+    beyond = [f"relaxed{ALLOWED}{', and '.join(riskier)}"] if riskier else []
     return replace(
         chosen.plan,
         baselines=exact.baselines,

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 from runtime.plan import Accuracy, Plan
 
+ALLOWED = " was allowed, but "
+"""In the note that says why no plan of the class was taken."""
 GAIN = 0.02
 """Share of the step that a riskier class has to save."""
 

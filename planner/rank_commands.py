@@ -10,6 +10,9 @@ import typer
 from planner.options import MAX_STEPS, Backend, Device, Emulate, Flags, Job, Ranks, Timeout, make_console, print_json
 from runtime.errors import InputError, PlanMismatch
 
+ROUNDS = 5
+"""Of a comparison, where nothing is said."""
+
 
 def profile(
     job: Job,
@@ -91,7 +94,9 @@ def compare(
     strategy: Annotated[str, typer.Option(help="Further strategies, by name; needs --profile.")] = "",
     ranks: Ranks = None,
     steps: Annotated[int, typer.Option(help="Measured steps of each contestant.")] = 25,
-    rounds: Annotated[int, typer.Option(help="Rounds that these steps are spread over.")] = 5,
+    rounds: Annotated[
+        int | None, typer.Option(help="Rounds that these steps are spread over; default: 5, or as many as steps.")
+    ] = None,
     html: Annotated[str | None, typer.Option(help="Draw the comparison on one page.")] = None,
     device: Device = "auto",
     backend: Backend = None,
@@ -111,9 +116,11 @@ def compare(
     from runtime.files import write_text
     from runtime.plan import load_plan
 
+    rounds = min(ROUNDS, steps) if rounds is None else rounds
     if not 2 <= rounds <= steps <= MAX_STEPS:
         raise InputError(
             f"--rounds {rounds} --steps {steps}: expected at least 2 rounds and a step for each, at most {MAX_STEPS}"
+            f"; correct them"
         )
     where = RankOptions(ranks, device, backend, timeout_s, emulate)
     file = find_job(job)[0]

@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
 import runtime
-from planner.job import TrainingJob, load_job
+from planner.job import TrainingJob, described, load_job
 from planner.profile.document import Profile
 from planner.profile.loading import batch_samples, measure_loading
 from planner.profile.step import TIMEOUT_S, check_same_model, deadline_s, measure
@@ -120,7 +120,7 @@ def blaming(where: str) -> Iterator[None]:
         if isinstance(error, RuntimeError) and _LOST.search(str(error)):
             rank = dist.get_rank() if dist.is_initialized() else 0
             raise CommunicationError(f"rank {rank}: {where}: lost another rank: {first_line(error)}") from error
-        raise InputError(f"{where} raised {type(error).__name__}: {error}") from error
+        raise InputError(f"{where} raised {described(error)}; expected it not to: correct it") from error
 
 
 @contextmanager

@@ -76,10 +76,7 @@ def on_ranks(options: RankOptions, function: Callable[..., T], *arguments: Any) 
         EnvironmentFailure: a rank died or stalled, or not all came within the deadline.
     """
     device, backend = choose_device(options.device), options.backend
-    if backend is not None and backend not in dist.Backend.backend_list:
-        raise InputError(
-            f"--backend: found {backend!r}, expected one of: {', '.join(sorted(dist.Backend.backend_list))}"
-        )
+    _check_backend(backend)
     if options.emulation is not None:
         backend = "gloo"
     backend = backend or ("nccl" if device == "cuda" and torch.cuda.device_count() > 1 else "gloo")
@@ -128,6 +125,22 @@ def choose_device(device: str) -> str:
     if device == "cuda" and not torch.cuda.is_available():
         raise InputError("--device cuda: torch finds no CUDA device here; use --device cpu, or see `planner doctor`")
     return "cuda" if device != "cpu" and torch.cuda.is_available() else "cpu"
+
+
+def _check_backend(backend: str | None) -> None:
+    """Raises InputError for a backend that this torch does not have."""
+    here = [name for name in dist.Backend.backend_list if name not in _NO_WIRE and dist.is_backend_available(name)]
+    if backend is not None and backend not in here:
+        known = backend in dist.Backend.backend_list and backend not in _NO_WIRE
+        lacks = ", which this build of torch lacks" if known else ""
+        raise InputError(
+            f"--backend: found {backend!r}{lacks}, expected one of: {', '.join(sorted(here))}; correct it, or leave it "
+            f"out"
+        )
+
+
+_NO_WIRE = ("undefined", "fake")
+"""What torch lists beside the backends that send something."""
 
 
 @contextmanager

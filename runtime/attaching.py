@@ -73,9 +73,10 @@ def attach(
     Raises:
         PlanMismatch: on all ranks alike, before anything is changed: the plan is for another model or number of
             ranks, asks for what this runtime does not know, or ranks hold different plans.
-        InputError: the model is attached already.
+        InputError: the model is attached already, or is none; the optimizer is none.
         EnvironmentFailure: a rank did not come within the deadline.
     """
+    _check_types(model, optimizer)
     loaded, problem = _load(model, plan)
     if loaded is not None and problem is None:
         problem = find_optimizer_misfit(loaded, optimizer, dict(model.named_parameters()))
@@ -96,6 +97,15 @@ def attach(
     except BaseException:
         world.leave()
         raise
+
+
+def _check_types(model: object, optimizer: object) -> None:
+    """Of what a script gives, which is the same on every rank."""
+    cure = "call runtime.attach(model, optimizer, plan)"
+    if not isinstance(model, nn.Module):
+        raise InputError(f"model: found a {type(model).__name__}, expected a torch.nn.Module; {cure}")
+    if optimizer is not None and not callable(getattr(optimizer, "step", None)):
+        raise InputError(f"optimizer: found a {type(optimizer).__name__}, expected a torch.optim.Optimizer; {cure}")
 
 
 def _load(model: nn.Module, plan: Plan | str | Path) -> tuple[Plan | None, str | None]:

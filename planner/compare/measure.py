@@ -16,11 +16,11 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 from torch.nn.parallel import DistributedDataParallel
 
 import runtime
-from planner.compare.contestants import DDP, Contestant
+from planner.compare.contestants import DDP, PLAN, Contestant
 from planner.profile.step import TIMEOUT_S
 from planner.progress import Progress, make_progress
 from planner.training import KEPT_BATCHES, BuiltJob, blaming, build
-from runtime.errors import CommunicationError, InputError
+from runtime.errors import CommunicationError, InputError, PlanMismatch
 from runtime.plan import Plan
 from runtime.world import World, first_line
 
@@ -88,6 +88,23 @@ class Contest:
         failures = self.world.gather(failure, f"the end of a block of {record.contestant.name}")
         record.failure = next(filter(None, failures), None)
 
+    def check(self, contestants: Sequence[Contestant]) -> None:
+        """Attaches each plan once, before anything is measured.
+
+        Raises:
+            PlanMismatch: the plan to judge does not fit the model or the ranks; on all ranks alike.
+            InputError: a strategy's does not.
+        """
+        planned = [contestant for contestant in contestants if contestant.kind == "plan"]
+        for contestant in sorted(planned, key=lambda one: one.name != PLAN):
+            try:
+                with self._trained(contestant, self._optimizer()):
+                    pass
+            except PlanMismatch as error:
+                if contestant.name == PLAN:
+                    raise
+                raise InputError(f"--strategy {contestant.name}: {error}") from error
+
     def warm_up(self, bare: Contestant) -> None:
         """What is slow only once; whether parameters go unused."""
         self.block(Record(bare), 1)
@@ -110,7 +127,7 @@ class Contest:
             for tensor, start in zip(self._state(), self._start, strict=True):
                 tensor.copy_(start)
         model.zero_grad(set_to_none=True)
-        optimizer = self.built.job.optimizer(parameter for parameter in model.parameters() if parameter.requires_grad)
+        optimizer = self._optimizer()
         times: list[float] = []
         losses: list[float] = []
         with self._trained(record.contestant, optimizer) as forward:
@@ -122,6 +139,10 @@ class Contest:
         # Steps of a delay differ from each other: what counts is their mean over whole turns of k.
         record.step_us.append([statistics.fmean(measured)] * steps if record.contestant.delay else measured)
         record.losses.append(losses)
+
+    def _optimizer(self) -> torch.optim.Optimizer:
+        trained = (parameter for parameter in self.built.model.parameters() if parameter.requires_grad)
+        return self.built.job.optimizer(trained)
 
     def _step(
         self, forward: nn.Module, optimizer: torch.optim.Optimizer, step: int, kind: str, times: list[float]
@@ -248,6 +269,7 @@ def compare_rank(
         if world.ranks > 1:
             world.broadcast([*built.model.parameters(), *built.model.buffers()])
         contest = Contest(built, world, timeout_s)
+        contest.check(contestants)
         contest.warm_up(contestants[0])
         records = [Record(contestant) for contestant in _with_best(contest, contestants, caps, shown)]
         return contest.measure(records, rounds, steps, shown)

@@ -10,7 +10,7 @@ or where nothing else fits into memory.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import ClassVar, Literal
@@ -87,6 +87,22 @@ class ShardUpdates:
         if self.step == "always" or self.demanded(problem):
             return True
         return costs_known(problem) and step_us(problem, found) <= step_us(problem, whole) * (1.0 - GAIN)
+
+
+def memory_unheeded(problem: Problem, passes: Sequence[object]) -> str:
+    """Why a limit of memory decides nothing here; empty where it may, or where other words say why."""
+    optimizer = problem.profile.compute.optimizer
+    if not any(isinstance(each, ShardUpdates) for each in passes):
+        return "the pass shard_updates heeds it, and is not among the passes; add it to --passes"
+    if problem.ranks == 1:
+        return "one rank alone has nobody to share the optimizer's step with"
+    if optimizer is None:
+        return "the profile does not say what the optimizer is and keeps, which `planner profile` notes: profile again"
+    if not optimizer.elementwise:
+        return f"ranks cannot share the step of {optimizer.name}, which does not treat every element by itself"
+    if optimizer.state_bytes is None:
+        return "the profile does not say what the optimizer keeps: profile again"
+    return ""
 
 
 def _options(problem: Problem, schedule: Schedule) -> Iterator[Schedule]:

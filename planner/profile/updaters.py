@@ -216,7 +216,8 @@ class Measured:
 def measure_updaters(
     job: Callable[[], LocalJob], names: Sequence[str], step_us: float, world: World, most: int, progress: Progress
 ) -> tuple[Measured, ...]:
-    """What 1, 2, 4, … updaters of each rank get done, up to `most`; fewer where memory does not hold them.
+    """What 1, 2, 4, … updaters of each rank get done, up to `most`; fewer where memory does not hold them, or where
+    the last two numbers got no more done than the one before them.
 
     Args:
         job: see `run_local_async`.
@@ -234,7 +235,14 @@ def measure_updaters(
             if not points:
                 raise
             break
+        if stalled([point.rate.minibatch_us for point in points]):
+            break
     return tuple(points)
+
+
+def stalled(minibatch_us: Sequence[float]) -> bool:
+    """Whether neither of the last two numbers of updaters got more done than the one before them."""
+    return len(minibatch_us) > 2 and min(minibatch_us[-2:]) >= minibatch_us[-3]
 
 
 def numbers_up_to(most: int) -> list[int]:

@@ -231,6 +231,18 @@ def test_documents_that_no_file_could_hold(value: Any) -> None:
             parse_plan(document)
 
 
+def test_what_is_no_model_or_optimizer() -> None:
+    from torch import nn
+    from torch.optim import SGD
+
+    model = nn.Linear(2, 1)
+    optimizer: Any = SGD(model.parameters(), lr=0.1)
+    with pytest.raises(InputError, match=r"model: found a SGD, expected a torch.nn.Module; call runtime.attach"):
+        runtime.attach(optimizer, model, "plan.json")  # type: ignore[arg-type]
+    with pytest.raises(InputError, match=r"optimizer: found a str, expected a torch.optim.Optimizer; call runtime"):
+        runtime.attach(model, "plan.json", optimizer)  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("path", [None, 3, {"schema": "planner.plan/1"}, "", "a\0b"])
 def test_what_is_no_path(path: Any) -> None:
     for function in (load_profile, load_cluster, runtime.load_plan, optimize, simulate):
@@ -332,6 +344,8 @@ OPTIONS = [
     (["run", "job.py:job", "--ranks", "-1"], "--ranks: found -1, expected at least 1"),
     (["profile", "job.py:job", "--ranks", "0"], "--ranks: found 0, expected at least 1"),
     (["profile", "job.py:job", "--device", "tpu"], "--device: found 'tpu', expected auto, cpu or cuda"),
+    (["profile", "job.py:job", "--backend", "undefined"], "--backend: found 'undefined', expected one of: "),
+    (["profile", "job.py:job", "--backend", "mpi"], "found 'mpi', which this build of torch lacks, expected one of: "),
     (["profile", "job.py:job", "--backend", "carrier pigeon"], "--backend: found 'carrier pigeon', expected one of"),
     (["run", "job.py:job", "--plan", "many.json"], "many.json: $.world.ranks: found a plan for 10000000 ranks"),
 ]

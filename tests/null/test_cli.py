@@ -13,6 +13,7 @@ from builders import cluster_document, usual_document, write
 
 from planner import optimize, simulate
 from planner.cli import main
+from planner.sources import counted
 from runtime.plan import load_plan
 from runtime.version import __version__
 
@@ -88,9 +89,9 @@ WRONG_CALLS: list[tuple[list[str], str]] = [
     (["optimize", "p.json", "--print-after", "mrege"], "--print-after: found 'mrege', expected all or one of: delay"),
     (
         ["optimize", "p.json", "--passes", "joint"],
-        "--accuracy exact: found the pass joint, expected neither, for exact",
+        "--accuracy exact: found the pass joint, expected none, for exact",
     ),
-    (["optimize", "p.json", "--protect", "fc.*"], "--accuracy exact: found --protect, expected neither"),
+    (["optimize", "p.json", "--protect", "fc.*"], "--accuracy exact: found --protect, expected none"),
     (
         ["optimize", "p.json", "--accuracy", "bounded", "--max-ratio", "0.5"],
         "--max-ratio: found 0.5, expected a number",
@@ -107,10 +108,10 @@ WRONG_CALLS: list[tuple[list[str], str]] = [
         ["optimize", "p.json", "--accuracy", "bounded", "--passes", "joint{densities=0.1|2}"],
         "--passes: joint{densities=0.1|2}: expected 1 to 32 shares of elements above 0 and up to 1",
     ),
-    (["optimize", "p.json", "--max-delay", "2"], "--accuracy exact: found --max-delay, expected neither, for exact"),
+    (["optimize", "p.json", "--max-delay", "2"], "--accuracy exact: found --max-delay, expected none, for exact"),
     (
         ["optimize", "p.json", "--accuracy", "bounded", "--max-delay", "2"],
-        "--accuracy bounded: found --max-delay, expected neither, for bounded plans synchronize in every step",
+        "--accuracy bounded: found --max-delay, expected none, for bounded plans synchronize in every step",
     ),
     (
         ["optimize", "p.json", "--accuracy", "relaxed", "--max-delay", "0"],
@@ -253,7 +254,7 @@ def test_delay_where_it_pays(command: Command) -> None:
     for line in (
         "plan (relaxed)",
         "speed over delay",
-        f"relaxed  {len(plan.buckets)} buckets, no compression, delay k",
+        f"relaxed  {counted(len(plan.buckets), 'bucket')}, no compression, delay k",
     ):
         assert line in outcome.out
     explained = command("explain", "plan.json", "--trace", "trace.json", "--html", "page.html")

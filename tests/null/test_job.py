@@ -139,6 +139,11 @@ def test_jobs_that_are_half_made(tmp_path: Path) -> None:
     (tmp_path / "raises.py").write_text("def job():\n\n    open('/absent/data')\n")
     with pytest.raises(InputError, match=r"raised FileNotFoundError: .*/absent/data.* \(raises.py, line 3\); expected"):
         load_job(f"{tmp_path}/raises.py:job")
+    (tmp_path / "within.py").write_text("import json\n\ndef job():\n    return json.loads('{')\n")
+    with pytest.raises(InputError, match=r"raised JSONDecodeError: .* \(within.py, line 4\); expected"):
+        load_job(f"{tmp_path}/within.py:job")
+    with pytest.raises(InputError, match=r"raised TypeError: .*'argument'; expected"):
+        load_job("jobs.py:needs")  # raised by the call: no line of theirs, and none of ours
     (tmp_path / "syntax.py").write_text("x = 1\ndef job(:\n")
     with pytest.raises(InputError, match=r"syntax.py: raised SyntaxError .*\(syntax.py, line 2\); expected a file"):
         load_job(f"{tmp_path}/syntax.py:job")

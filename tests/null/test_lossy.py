@@ -150,8 +150,8 @@ def test_a_lossy_plan_has_to_win_by_two_percent(beta: float, accuracy: str) -> N
     )
     assert plan.fallback is None
     lines = accuracy_lines(plan)
-    assert lines[0].startswith("exact    1 buckets, no compression")
-    assert lines[1].startswith("bounded  1 buckets, 1 of them sparse, ")
+    assert lines[0].startswith("exact    1 bucket, no compression")
+    assert lines[1].startswith("bounded  1 bucket, 1 of them sparse, ")
 
 
 def test_on_one_rank_nothing_is_compressed() -> None:
@@ -187,6 +187,10 @@ def test_optimizers_that_divide_by_the_size_of_gradients_get_no_selected_element
     assert plan.accuracy == "exact"
     assert "train a worse model with AdamW" in plan.notes[-1]
     assert plan.frontier is not None
+    assert accuracy_lines(plan)[1:] == [
+        'bounded  none: see the note that begins with "bounded was allowed"',
+        "relaxed  not looked at: --accuracy relaxed does",
+    ]
     assert optimize(profile, slow(), accuracy="bounded", passes="merge,joint").accuracy == "bounded"
     document["compute"]["optimizer"] = {"name": "SGD", "adaptive": False}
     assert optimize(parse_profile(document), slow(), accuracy="bounded").accuracy == "bounded"
@@ -194,8 +198,10 @@ def test_optimizers_that_divide_by_the_size_of_gradients_get_no_selected_element
 
 def test_lossy_options_are_for_lossy_plans() -> None:
     for options in ({"max_ratio": 10.0}, {"protect": "g1"}, {"passes": "merge,joint"}):
-        with pytest.raises(InputError, match=r"--accuracy exact: found .*, expected neither, .*add --accuracy bounded"):
+        with pytest.raises(InputError, match=r"--accuracy exact: found .*, expected none, .*add --accuracy bounded"):
             optimize(usual_profile(), **options)  # type: ignore[arg-type]
+    with pytest.raises(InputError, match="found --max-ratio and --protect, expected neither, "):
+        optimize(usual_profile(), max_ratio=10.0, protect="g1")
     with pytest.raises(InputError, match="--max-ratio: found inf"):
         optimize(usual_profile(), accuracy="bounded", max_ratio=float("inf"))
 

@@ -15,6 +15,7 @@ from planner.profile.updaters import (
     _probes,
     halves_us,
     numbers_up_to,
+    stalled,
     take_apart,
     with_updates,
 )
@@ -109,3 +110,12 @@ def test_numbers_of_updaters() -> None:
     assert [numbers_up_to(most) for most in (1, 2, 4, 6, 8)] == [
         [1], [1, 2], [1, 2, 4], [1, 2, 4, 6], [1, 2, 4, 8],
     ]  # fmt: skip
+
+
+def test_more_updaters_are_measured_as_long_as_they_get_more_done() -> None:
+    """One number that gets no more done may be noise; two in a row end it."""
+    assert not stalled([100.0, 120.0])
+    assert not stalled([100.0, 120.0, 90.0])
+    assert not stalled([100.0, 60.0, 61.0])
+    assert stalled([100.0, 100.0, 110.0])
+    assert stalled([100.0, 60.0, 61.0, 62.0])

@@ -364,9 +364,9 @@ def test_wrong_delays(value: Any) -> None:
 @pytest.mark.parametrize(
     ("accuracy", "options", "message"),
     [
-        ("exact", {"max_delay": 2}, "--accuracy exact: found --max-delay, expected neither, .*add --accuracy relaxed"),
+        ("exact", {"max_delay": 2}, "--accuracy exact: found --max-delay, expected none, .*add --accuracy relaxed"),
         ("bounded", {"max_delay": 2}, "--accuracy bounded: found --max-delay, .*add --accuracy relaxed"),
-        ("bounded", {"passes": "merge,delay"}, "--accuracy bounded: found the pass delay, expected neither, for bound"),
+        ("bounded", {"passes": "merge,delay"}, "--accuracy bounded: found the pass delay, expected none, for bound"),
         ("exact", {"passes": "delay", "protect": "g1"}, "found --protect and the pass delay, .*add --accuracy relaxed"),
     ],
 )

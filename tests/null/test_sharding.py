@@ -226,8 +226,21 @@ def test_memory_demands_it() -> None:
     assert optimize(parse_profile(known)).sharded
     unknown = profile((500.0, 0.01), state_bytes=None)
     assert not optimize(unknown, max_memory_mib=1e-6).sharded
+    assert "does not say what the optimizer keeps: profile again" in optimize(unknown, max_memory_mib=1e-6).notes[-1]
     with pytest.raises(InputError, match="--max-memory-mib: found -1, expected MiB of memory"):
         optimize(slow, max_memory_mib=-1.0)
+
+
+def test_a_limit_that_decides_nothing_is_told() -> None:
+    plain = parse_profile(profile_document(ROWS, update_us=400.0, cluster=cluster()))
+    note = optimize(plain, max_memory_mib=0.5).notes[-1]
+    assert note.startswith("--max-memory-mib 0.5 changes nothing: the profile does not say what the optimizer is")
+    assert not any("--max-memory-mib" in each for each in optimize(plain).notes)
+    assert not any("changes nothing" in each for each in optimize(profile(), max_memory_mib=1e-3).notes)
+    assert "not among the passes" in optimize(profile(), passes="merge", max_memory_mib=0.5).notes[-1]
+    other = document(cluster=cluster())
+    other["compute"]["optimizer"]["elementwise"] = False
+    assert "cannot share the step of" in optimize(parse_profile(other), max_memory_mib=0.5).notes[-1]
 
 
 def test_what_memory_takes() -> None:

@@ -230,6 +230,7 @@ def test_where_nothing_was_measured_that_is_said_if_asked_for() -> None:
     cluster = parse_cluster(cluster_document())
     asked = optimize(profile, cluster, accuracy="relaxed", passes="merge,local_async")
     assert any("`planner profile --updaters 4` does" in note for note in asked.notes)
+    assert accuracy_lines(asked)[2] == 'relaxed  none: see the note that begins with "relaxed was allowed"'
     assert not any("updaters" in note for note in optimize(profile, cluster, accuracy="relaxed").notes)
 
 
@@ -237,7 +238,7 @@ def test_exact_and_bounded_plans_have_none() -> None:
     profile, cluster = parse_profile(document([(120.0, None), (20.0, None)])), parse_cluster(cluster_document())
     for accuracy in ("exact", "bounded"):
         assert optimize(profile, cluster, accuracy=accuracy).local_async is None  # type: ignore[arg-type]
-    with pytest.raises(InputError, match="--accuracy exact: found the pass local_async, expected neither"):
+    with pytest.raises(InputError, match="--accuracy exact: found the pass local_async, expected none"):
         optimize(profile, cluster, passes="merge,local_async")
 
 

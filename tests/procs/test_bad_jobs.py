@@ -18,8 +18,12 @@ JOBS = str(Path(__file__).with_name("bad_jobs.py"))
 FAILING = {
     "batch_raises": ["batch(0, ", "raised FileNotFoundError: ", "/absent/data"],
     "batch_leaves": ["batch(0, ", "raised SystemExit: no more data"],
-    "batch_raises_later": ["batch(2, ", "raised IndexError: two only"],
-    "loss_raises": ["loss(model, batch) raised RuntimeError: ", "shapes cannot be multiplied"],
+    "batch_raises_later": ["batch(2, ", "raised IndexError: two only (bad_jobs.py, line "],
+    "loss_raises": [
+        "loss(model, batch) raised RuntimeError: ",
+        "shapes cannot be multiplied",
+        "(bad_jobs.py, line 22); expected it not to: correct it",
+    ],
     "loss_is_a_vector": ["loss returned a tensor of shape (2, 1), expected a scalar tensor that requires a gradient"],
     "loss_is_a_number": ["loss returned float, expected a scalar tensor"],
     "loss_is_detached": ["loss returned ", "expected a scalar tensor that requires a gradient"],

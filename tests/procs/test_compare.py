@@ -63,10 +63,24 @@ def test_the_table_says_who_won(files: tuple[str, str], tmp_path: Path) -> None:
     plan = json.loads(Path(files[1]).read_text(encoding="utf-8"))
     shared = tmp_path / "shared.json"
     shared.write_text(json.dumps(plan | {"updates": {"step": {"sharded": True}}}), encoding="utf-8")
-    text = printed("compare", f"{JOB}job", "--plan", str(shared), "--steps", "2", "--rounds", "2")
+    text = printed("compare", f"{JOB}job", "--plan", str(shared), "--steps", "2")
     assert "the plan" in text
     assert "the best DDP" in text
     assert "NOT THE SAME TRAINING" not in text
+
+
+def test_a_strategy_that_cannot_be_trained_is_named_at_once(
+    files: tuple[str, str], capfd: pytest.CaptureFixture[str]
+) -> None:
+    """And not taken for the plan, which has no fault."""
+    profile, plan = files
+    arguments = ("compare", f"{JOB}job", "--plan", plan, "--profile", profile, "--strategy", "wfbp,ssd:2")
+    with pytest.raises(SystemExit) as ended:
+        main([*arguments, "--steps", str(10**8)])
+    assert ended.value.code == 2
+    message = capfd.readouterr().err
+    assert "planner: --strategy ssd:2: the plan has a delay for 2 ranks on one node" in message
+    assert plan not in message
 
 
 def test_what_cannot_work_is_left_out_with_its_reason(tmp_path: Path) -> None:
