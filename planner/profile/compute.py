@@ -9,7 +9,6 @@ were up to a quarter too fast.
 from __future__ import annotations
 
 import math
-import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -201,10 +200,21 @@ def combine(ranks: Sequence[RankTimes], model: nn.Module) -> ComputeProfile:
     """One profile from all ranks' times, gradients in order of readiness.
 
     A collective begins when its last rank has come, and which rank that is changes from step to step. So a gradient
-    counts as ready when it is on all ranks: in each repeat the latest rank, then the median over repeats. Forward and
-    update are medians over ranks and repeats. A parameter that got no gradient on any rank is not in it.
+    counts as ready when it is on all ranks: in each repeat the latest rank, then the median over repeats. The update is
+    what it adds to that of the end of backward: between two collectives each rank has one of both, one after the other.
+    Forward is a median over ranks and repeats. A parameter that got no gradient on any rank is not in it.
     """
     return combine_parameters(ranks, trainable_parameters(model))
+
+
+def _update_us(ranks: Sequence[RankTimes]) -> float:
+    """On the slowest rank, which another one may be in every repeat; 0 without an optimizer."""
+    steps = min(len(rank.update_us) for rank in ranks)
+    if not steps:
+        return 0.0
+    backward_us = [rank.backward_end_us[-steps:] for rank in ranks]
+    both_us = [np.add(rank.update_us[-steps:], rank.backward_end_us[-steps:]) for rank in ranks]
+    return max(0.0, float(np.median(_latest(both_us)) - np.median(_latest(backward_us))))
 
 
 def combine_parameters(ranks: Sequence[RankTimes], parameters: Mapping[str, nn.Parameter]) -> ComputeProfile:
@@ -213,7 +223,6 @@ def combine_parameters(ranks: Sequence[RankTimes], parameters: Mapping[str, nn.P
     everywhere = {name: _latest([r.ready_us[name] for r in ranks if name in r.ready_us]) for name in parameters}
     ready_us = {name: float(np.nanmedian(times)) for name, times in everywhere.items() if times.size}
     forward_us = float(np.median([rank.forward_us for rank in ranks]))
-    update_us = [time_us for rank in ranks for time_us in rank.update_us]
     gradients = []
     before_us = forward_us
     for name in sorted(ready_us, key=lambda name: (ready_us[name], order[name])):
@@ -231,7 +240,7 @@ def combine_parameters(ranks: Sequence[RankTimes], parameters: Mapping[str, nn.P
         before_us = at_us
     return ComputeProfile(
         forward_us=_round(forward_us),
-        update_us=_round(statistics.median(update_us) if update_us else 0.0),
+        update_us=_round(_update_us(ranks)),
         gradients=tuple(gradients),
         repeats=len(ranks[0].forward_us),
         step_spread_us=_round(_spread(_latest([rank.backward_end_us for rank in ranks]))),

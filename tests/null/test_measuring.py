@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from planner.profile import contention
-from planner.profile.compute import RankTimes, combine
+from planner.profile.compute import RankTimes, combine, combine_parameters
 from planner.profile.contention import Seen, solve
 from planner.profile.links import fit, message_sizes
 from planner.profile.step import _describe
@@ -105,6 +106,19 @@ def test_a_gradient_is_ready_when_it_is_on_all_ranks() -> None:
     assert [g.backward_us for g in compute.gradients] == [21.0, 9.0, 10.0, 11.0]
     assert [g.numel for g in compute.gradients] == [3, 1, 3, 6]
     assert (compute.forward_us, compute.update_us, compute.repeats) == (100.0, 5.0, 3)
+
+
+def test_the_update_is_what_it_adds_on_the_slowest_rank() -> None:
+    """In each step another rank has the slower half; no rank's own median knows of it."""
+    backward_us = [[80.0, 70.0, 80.0], [70.0, 80.0, 70.0]]
+    updates_us = [[4.0, 12.0, 6.0], [12.0, 5.0, 12.0]]
+    ranks = [
+        RankTimes(forward_us=[50.0] * 3, update_us=update, ready_us={"weight": backward}, backward_end_us=backward)
+        for update, backward in zip(updates_us, backward_us, strict=True)
+    ]
+    compute = combine_parameters(ranks, {"weight": nn.Parameter(torch.zeros(1))})
+    assert compute.update_us == 5.0  # the longest of (84, 82), (82, 85) and (86, 82) beyond 80: 4, 5 and 6
+    assert combine_parameters([replace(rank, update_us=[]) for rank in ranks], {}).update_us == 0.0
 
 
 def test_a_parameter_that_no_rank_used_is_left_out() -> None:
