@@ -23,8 +23,8 @@ def profile(
     timeout_s: Timeout = None,
     emulate: Emulate = None,
     updaters: Annotated[
-        int, typer.Option(help="Also measure up to so many local updaters of each rank, for relaxed plans.")
-    ] = 0,
+        int | None, typer.Option(help="Also measure up to so many local updaters of each rank, for relaxed plans.")
+    ] = None,
 ) -> None:
     """Trace a job and measure its step and the links between ranks."""
     from planner.job import find_job
@@ -34,10 +34,10 @@ def profile(
     from planner.world import RankOptions, choose_device, is_first_rank, on_ranks
 
     where = RankOptions(ranks, device, backend, timeout_s, emulate)
-    if updaters:
+    if updaters is not None:
         check_updaters(updaters, "--updaters")
     check_writable(output, find_job(job)[0])
-    result = on_ranks(where, profile_rank, job, choose_device(device), not Flags.as_json, timeout_s, updaters)[0]
+    result = on_ranks(where, profile_rank, job, choose_device(device), not Flags.as_json, timeout_s, updaters or 0)[0]
     if not is_first_rank():
         return
     result.save(output)

@@ -25,8 +25,17 @@ class BufferSync:
     evaluate alone.
     """
 
-    def __init__(self, world: World, model: nn.Module, synchronizing: Callable[[], bool]) -> None:
-        self._world, self._model, self._synchronizing = world, model, synchronizing
+    def __init__(
+        self, world: World, model: nn.Module, synchronizing: Callable[[], bool], apart: Callable[[], bool]
+    ) -> None:
+        """
+        Args:
+            world: the ranks.
+            model: whose buffers they are.
+            synchronizing: asked in a forward: whether the next one begins with an exchange.
+            apart: asked before a forward: whether ranks' buffers are their own now.
+        """
+        self._world, self._model, self._synchronizing, self._apart = world, model, synchronizing, apart
         self._due = True
         self._places = _places(model)
         self._buffers: list[Tensor] = []
@@ -41,7 +50,7 @@ class BufferSync:
     def _before_forward(self, _module: nn.Module, _arguments: Any) -> None:
         if not (torch.is_grad_enabled() and self._model.training):
             return
-        if self._due:
+        if self._due and not self._apart():
             self._exchange()
         self._due = self._synchronizing()
 

@@ -275,6 +275,11 @@ def _summed(states: Sequence[State], key: str, known: State) -> dict[str, Tensor
 
 def _check_state(one: Any, shapes: Mapping[str, torch.Size]) -> None:
     """Raises InputError where it is no state of a session with these parameters."""
+    if isinstance(one, dict) and "delay" in one:
+        raise InputError(
+            "found the state of a run with delay, expected one of a run without: go on with the plan that the run "
+            "began with"
+        )
     carried = one.get("carried", {}) if isinstance(one, dict) else None
     always, sometimes = {"residuals", "steps", "loss_scale"}, {"momentum", "velocities", "momenta"}
     good = (

@@ -25,7 +25,16 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from runtime.delay_state import check_state, clones, copy_all, joined, residuals_of
+from runtime.delay_state import (
+    Place,
+    buckets_of,
+    check_state,
+    clones,
+    copy_all,
+    delays_of,
+    joined,
+    residuals_of,
+)
 from runtime.delayed import DelayedExchange
 from runtime.errors import AccuracyWarning, FallbackWarning, InputError
 from runtime.exchange import Exchange
@@ -279,18 +288,11 @@ class Delay:
             yield
             return
         self._exchange.communicator.wait()
-        weights = self._weights()
-        pairs = [(parameter, weights[name]) for name, parameter in self._parameters.items()]
-        own = [parameter.detach().clone() for parameter, _ in pairs]
-        buffers = self._buffers()
-        own_buffers = [buffer.detach().clone() for buffer in buffers]
-        self._session_world.broadcast(buffers)
-        copy_all([parameter for parameter, _ in pairs], [weight for _, weight in pairs])
-        try:
+        weights, buffers = self._weights(), self._buffers()
+        with self._own.aside(buffers):
+            self._session_world.broadcast(buffers)
+            self._own.take(weights)
             yield
-        finally:
-            copy_all([parameter for parameter, _ in pairs], own)
-            copy_all(buffers, own_buffers)
 
     def close(self) -> None:
         """Gives the group back."""
@@ -328,22 +330,23 @@ class Delay:
             "pushed": exchange.step,
             "pieces": exchange.server.state(),
             "residuals": exchange.server.residuals(),
-            "buffers": [buffer.detach().clone() for buffer in self._buffers()],
-            "pulls": pulls, "told": exchange.told, "words": exchange.words, **self._own.state(),
+            "buckets": buckets_of(self.plan),
+            "pulls": pulls, "told": exchange.told, "words": exchange.words, **self._own.state(self._buffers()),
         }  # fmt: skip
 
-    def load(self, states: Sequence[Mapping[str, Any]], *, same_ranks: bool) -> int:
-        """Goes on from states; returns the number of the next step.
+    def load(self, given: Any) -> int:
+        """Goes on; returns the number of the next step.
 
         Args:
-            states: this rank's alone; or, of a run with another number of ranks or workers, those of all of its ranks.
-            same_ranks: which of them.
+            given: see `Session.load_state_dict`; of a run with other ranks, workers or buckets those of all its ranks.
 
         Raises:
-            InputError: of a run with another delay, or another model.
+            InputError: of a run with another delay, model or optimizer.
         """
+        place = Place(self._world.rank, self._world.ranks, self.workers.count, buckets_of(self.plan))
+        states, same = delays_of(given, place)
         first = states[0]
-        check_state(first, self.spec, self._parameters)
+        check_state(first, self.spec, self._parameters, len(self._groups))
         if self._steps_done():
             raise InputError("load_state_dict: found a session that has trained, expected one before its first step")
         self.steps = first["steps"]
@@ -351,7 +354,7 @@ class Delay:
         self.staleness.load(first["staleness"])
         self.pace.load(first["pace"])
         if first["stage"] == "delayed":
-            self._go_on(states, same_ranks=same_ranks)
+            self._go_on(states, same=same)
         else:
             self.stage = first["stage"]
             if self._exchange is not None:  # the plan has no warm-up
@@ -361,15 +364,15 @@ class Delay:
         return step
 
     @torch.no_grad()
-    def _go_on(self, states: Sequence[Mapping[str, Any]], *, same_ranks: bool) -> None:
+    def _go_on(self, states: Sequence[Mapping[str, Any]], *, same: bool) -> None:
         first = states[0]
         if self._exchange is None:
             self._begin()
         exchange = self._exchange
         assert exchange is not None
-        exchange.step = first["pushed"] if same_ranks else first["step"]
-        self._own.load(first, own=same_ranks)
-        if not same_ranks:
+        exchange.step = first["pushed"] if same else first["step"]
+        self._own.load(first, own=same)
+        if not same:
             weights, momenta = joined([one["pieces"] for one in states], self._parameters)
             exchange.server.set_weights(weights)
             exchange.server.set_momenta(momenta)

@@ -17,6 +17,11 @@ def delay_misfit(plan: Plan, delay: DelaySpec) -> str | None:
     """Why a plan cannot be executed with its delay."""
     if plan.accuracy != "relaxed":
         return f'the plan has a delay and the accuracy {plan.accuracy}; expected "relaxed": set it if delay is meant'
+    if delay.steps < 1 or delay.warmup_steps < 0:  # of a plan that a program made
+        return (
+            f"the delay has steps {delay.steps} and warmup_steps {delay.warmup_steps}; expected at least 1 and 0, such "
+            f"as 4 and 500: correct it"
+        )
     if delay.local_update not in LOCAL_UPDATES:
         known = ", ".join(LOCAL_UPDATES)
         return f"the delay's local_update is {delay.local_update!r}, which is unknown; known: {known}"

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from runtime.errors import InputError
-from runtime.plan import DelaySpec
+from runtime.plan import DelaySpec, Plan
 from runtime.shards import Pieces
 
 
@@ -69,12 +69,17 @@ def residuals_of(states: Sequence[Mapping[str, Any]], worker: int, workers: int)
 
 KEYS = {"spec", "stage", "step", "steps", "rates", "staleness", "pace", "workers"}
 DELAYED_KEYS = KEYS | {
-    "pushed", "pieces", "residuals", "weights", "buffers", "pre_weight", "pulls", "told", "words", "memory",
+    "pushed", "pieces", "residuals", "weights", "buffers", "pre_weight", "pulls", "told", "words", "memory", "buckets",
 }  # fmt: skip
 
 
-def check_state(state: Any, spec: DelaySpec, parameters: Mapping[str, nn.Parameter]) -> None:
-    """Raises InputError where it is no state of a run with this delay and this model."""
+def buckets_of(plan: Plan) -> list[list[str]]:
+    """The gradients of each bucket, from which follows what every rank owns."""
+    return [list(bucket.gradients) for bucket in plan.buckets]
+
+
+def check_state(state: Any, spec: DelaySpec, parameters: Mapping[str, nn.Parameter], groups: int) -> None:
+    """Raises InputError where it is no state of a run with this delay and model, and so many groups of parameters."""
     keys = set(state) if isinstance(state, Mapping) else set()
     if keys != (DELAYED_KEYS if "stage" in keys and state["stage"] == "delayed" else KEYS):
         raise InputError("found no state of a run with delay, expected what Session.state_dict() returned of one")
@@ -82,6 +87,12 @@ def check_state(state: Any, spec: DelaySpec, parameters: Mapping[str, nn.Paramet
         raise InputError(
             f"found the state of a run with the delay {state['spec']}, expected {asdict(spec)}: go on with the plan "
             f"that the run began with"
+        )
+    found = len(state["rates"][-1]) if state["rates"] else groups
+    if found != groups:
+        raise InputError(
+            f"found the state of a run whose optimizer has {found} groups of parameters, expected {groups} as this one "
+            f"has: make the optimizer that the run began with"
         )
     shapes = {name: tuple(weight.shape) for name, weight in state.get("weights", {}).items()}
     expected = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
@@ -93,12 +104,24 @@ def check_state(state: Any, spec: DelaySpec, parameters: Mapping[str, nn.Paramet
         )
 
 
-def delays_of(given: Any, rank: int, ranks: int, workers: int) -> tuple[list[Any], bool]:
-    """(what `Delay.load` continues from, whether the run had as many ranks and workers), from `Session.state_dict()`s.
+@dataclass(frozen=True)
+class Place:
+    """This rank, and what decides which part of the weights it owns."""
+
+    rank: int
+    ranks: int
+    workers: int
+    buckets: list[list[str]]
+
+
+def delays_of(given: Any, place: Place) -> tuple[list[Any], bool]:
+    """(what `Delay.load` continues from, whether the run had as many ranks and workers and the same buckets), from
+    `Session.state_dict()`s.
 
     Raises:
         InputError: no state of a run with delay; another rank's, or not those of all ranks.
     """
+    rank, ranks, workers = place.rank, place.ranks, place.workers
     several = isinstance(given, Sequence) and not isinstance(given, str | bytes)
     everyone: list[Any] = list(given) if several else [given]
     for one in everyone or [None]:
@@ -111,7 +134,8 @@ def delays_of(given: Any, rank: int, ranks: int, workers: int) -> tuple[list[Any
     before = _workers_of(everyone[0]["delay"], count)
     if several and [one["rank"] for one in everyone] == list(range(count)):
         states = [one["delay"] for one in everyone]
-        return ([states[rank]], True) if (count, before) == (ranks, workers) else (states, False)
+        same = (count, before) == (ranks, workers) and _has_buckets(states[0], place)
+        return ([states[rank]], True) if same else (states, False)
     if not several and before != workers:
         raise InputError(
             f"found the state of a run with {before} workers, this one has {workers}; expected those of all ranks in "
@@ -122,7 +146,17 @@ def delays_of(given: Any, rank: int, ranks: int, workers: int) -> tuple[list[Any
             f"found the states of ranks {[one['rank'] for one in everyone]} of {count}, this is rank {rank} of "
             f"{ranks}; expected its own, or those of all ranks in order: pass a list of them on every rank"
         )
+    if not _has_buckets(everyone[0]["delay"], place):
+        raise InputError(
+            "found the state of a run with other buckets; expected the plan that the run began with, or the states of "
+            "all ranks in order, which may go on with others: pass a list of them on every rank"
+        )
     return [everyone[0]["delay"]], True
+
+
+def _has_buckets(state: Any, place: Place) -> bool:
+    """Whether ranks own what they did then; with no owners yet any buckets are right."""
+    return not isinstance(state, Mapping) or state.get("buckets", place.buckets) == place.buckets
 
 
 def _workers_of(state: Any, ranks: int) -> int:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -32,6 +33,8 @@ class LocalWeights:
         """`pre_weight`."""
         self._memory: dict[str, Tensor] = {}
         """What local updaters remember, by parameter."""
+        self._aside: tuple[dict[str, Tensor], list[Tensor]] | None = None
+        """The rank's own weights and buffers, where the model has others for a while."""
 
     def begin(self) -> None:
         """All ranks have the global weights."""
@@ -44,6 +47,18 @@ class LocalWeights:
     def take(self, weights: Mapping[str, Tensor]) -> None:
         """Pulled weights, by name, become the rank's own."""
         copy_all([self._parameters[name] for name in weights], list(weights.values()))
+
+    @contextmanager
+    def aside(self, buffers: Sequence[Tensor]) -> Iterator[None]:
+        """Inside, parameters and buffers may have other values; `state` tells the rank's own, which come back."""
+        before, own = self._aside, (clones(self._parameters), [buffer.detach().clone() for buffer in buffers])
+        self._aside = before or own
+        try:
+            yield
+        finally:
+            self._aside = before
+            self.take(own[0])
+            copy_all(buffers, own[1])
 
     def overwrite(self, weights: Mapping[str, Tensor]) -> None:
         """Pulled weights become `pre_weight`: after the local update that took them."""
@@ -77,10 +92,12 @@ class LocalWeights:
             state=self._memory,
         )
 
-    def state(self) -> dict[str, Any]:
-        """Copies; what `load` continues from."""
+    def state(self, buffers: Sequence[Tensor]) -> dict[str, Any]:
+        """Copies; what `load` continues from, and the rank's own `buffers`."""
+        own, own_buffers = self._aside or (self._parameters, buffers)
         return {
-            "weights": clones(self._parameters), "pre_weight": clones(self._before), "memory": clones(self._memory),
+            "weights": clones(own), "buffers": [buffer.detach().clone() for buffer in own_buffers],
+            "pre_weight": clones(self._before), "memory": clones(self._memory),
         }  # fmt: skip
 
     @torch.no_grad()

@@ -308,17 +308,19 @@ def _check_partition(plan: Plan, where: str, path: str) -> None:
                     f"{owner[name]} already; expected each gradient in exactly one bucket: take one out"
                 )
             owner[name] = index
-    if plan.local_async is not None and plan.local_async.blocks is not None:
-        _check_blocks(plan.local_async, plan.gradients, f"{where}: {path}.local_async.blocks")
+    if plan.local_async is not None:
+        check_blocks(plan.local_async, plan.gradients, f"{where}: {path}.local_async.blocks")
     if plan.fallback is not None:
         _check_partition(plan.fallback, where, f"{path}.fallback")
     for accuracy, alternative in (plan.alternatives or {}).items():
         _check_partition(alternative, where, f"{path}.alternatives{json_step(accuracy)}")
 
 
-def _check_blocks(spec: LocalAsyncSpec, gradients: Sequence[str], where: str) -> None:
+def check_blocks(spec: LocalAsyncSpec, gradients: Sequence[str], where: str) -> None:
     """Raises InputError where blocks are no partition of the gradients, given in readiness order, into runs of them."""
-    blocks = spec.blocks or ()
+    if spec.blocks is None:
+        return
+    blocks = spec.blocks
     if len(blocks) > spec.updaters:
         raise InputError(
             f"{where}: found {len(blocks)} blocks for {spec.updaters} updaters, expected at most as many, or nobody "

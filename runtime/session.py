@@ -25,8 +25,8 @@ from runtime.closures import LossAveraging
 from runtime.collectives import has_phases
 from runtime.communicator import Communicator, Sent
 from runtime.delay import Delay
+from runtime.delay_end import ended, is_delayed
 from runtime.delay_fit import SHARED_STEP_TAKES_NOTHING_OVER, afterwards, find_late_plan, synchronous
-from runtime.delay_state import delays_of
 from runtime.drift import DriftGuard
 from runtime.errors import FallbackWarning, InputError
 from runtime.exchange import Exchange
@@ -96,7 +96,9 @@ class Session:
         self._updates = Updates(optimizer if communicate else None, self.parameters, world, self.recorder.clock)
         self._updates.follow(plan, self._exchange)
         if broadcast_buffers:
-            self._handles += BufferSync(world, model, self._buffers_follow).install()
+            self._handles += BufferSync(
+                world, model, lambda: self._backward.synchronizing, lambda: self.delay is not None and self.delay.active
+            ).install()
         # Hooked later and run before: the recorder's forward includes the exchange of buffers.
         self._handles += self.recorder.observe(model, optimizer)
         if communicate:
@@ -119,10 +121,6 @@ class Session:
         )  # fmt: skip
         self._handles += delay.install()
         return delay
-
-    def _buffers_follow(self) -> bool:
-        """Whether the forward after this one begins with rank 0's buffers."""
-        return self._backward.synchronizing and not (self.delay is not None and self.delay.active)
 
     def _make_exchange(self, plan: Plan) -> Exchange:
         """Buckets of a plan, not yet hooked; of one with a delay, those of its synchronous steps."""
@@ -348,9 +346,10 @@ class Session:
         """
         shapes = {name: parameter.shape for name, parameter in self.parameters.items()}
         if self.delay is not None:
-            states, same_ranks = delays_of(state, self.world.rank, self.world.ranks, self.delay.workers.count)
-            self.step = self.delay.load(states, same_ranks=same_ranks)
+            self.step = self.delay.load(state)
             return
+        if self._optimizer is not None and is_delayed(state) and self.plan.delay is not None:  # a rank alone has none
+            self.step, state = ended(state, self.plan, self.parameters, self._optimizer)
         held = carried_part(state, self.world.rank, self.world.ranks, shapes)
         if self.plan.sharded and held.get("residuals"):
             raise InputError(f"the state: {SHARED_STEP_TAKES_NOTHING_OVER}")

@@ -19,6 +19,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from planner.merging.exact import TIE
+
 TICKS = 2**40
 """Of all backward; the largest sum is some thousands of times that."""
 NONE = np.int64(2**62)
@@ -60,7 +62,7 @@ def best_blocks(problem: BlockProblem, updaters: int) -> tuple[int, ...]:
     scale = TICKS / whole_us if whole_us > 0.0 else 0.0
     input_ticks = np.rint(np.asarray(problem.input_us) * scale).astype(np.int64)
     weight = np.concatenate([[0], np.cumsum(np.rint(np.asarray(problem.weight_us) * scale).astype(np.int64))])
-    latest = _latest_starts(weight, updaters)
+    latest = _latest_starts(np.concatenate([[0.0], np.cumsum(problem.weight_us)]), updaters)
     return _solve(input_ticks, weight, latest, sharers(updaters, _most_blocks(latest, updaters)))
 
 
@@ -69,9 +71,12 @@ def sharers(updaters: int, blocks: int) -> list[int]:
     return [(updaters - block - 1) // blocks + 1 for block in range(blocks)]
 
 
-def _latest_starts(weight: NDArray[np.int64], updaters: int) -> NDArray[np.int64]:
-    """For each end, the last beginning that leaves a block large enough and not empty; -1 for none. Shape (L + 1,)."""
-    most = weight - -(-weight[-1] // (2 * updaters))
+def _latest_starts(weight: NDArray[np.float64], updaters: int) -> NDArray[np.int64]:
+    """For each end, the last beginning that leaves a block large enough and not empty; -1 for none. Shape (L + 1,).
+
+    A block that holds exactly its share is large enough, however sums are rounded.
+    """
+    most = weight - weight[-1] * (1.0 / (2 * updaters) - TIE)
     latest = np.searchsorted(weight, most, side="right") - 1
     starts: NDArray[np.int64] = np.minimum(latest, np.arange(len(weight)) - 1)
     return starts

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Container
 
-from runtime.plan import CURE, LocalAsyncSpec, Plan
+from runtime.errors import InputError
+from runtime.plan import CURE, LocalAsyncSpec, Plan, check_blocks
 
 
 def find_updater_misfit(parameters: Container[str], plan: Plan, spec: LocalAsyncSpec) -> str | None:
@@ -13,6 +14,11 @@ def find_updater_misfit(parameters: Container[str], plan: Plan, spec: LocalAsync
         return f'the plan has local updaters and the accuracy {plan.accuracy}; expected "relaxed": set it if meant'
     if plan.delay is not None:
         return f"the plan has local updaters and a delay, which are not done together; expected one of them: {CURE}"
+    if spec.updaters < 1 or spec.average_every < 1 or spec.then_every < 1:  # of a plan that a program made
+        return (
+            f"the plan's local_async has updaters {spec.updaters}, average_every {spec.average_every} and then_every "
+            f"{spec.then_every}; expected at least 1 each: correct it"
+        )
     if spec.synchronous and (spec.updaters != 1 or spec.blocks is not None):
         found = f"{spec.updaters} updaters" if spec.updaters != 1 else "blocks"
         return f"the plan's local_async is synchronous with {found}; expected one updater without blocks: {CURE}"
@@ -24,6 +30,10 @@ def find_updater_misfit(parameters: Container[str], plan: Plan, spec: LocalAsync
     unknown = next((name for block in spec.blocks or () for name in block if name not in parameters), None)
     if unknown is not None:
         return f"a block of the plan holds {unknown!r}, which is no trainable parameter of the model; {CURE}"
+    try:
+        check_blocks(spec, plan.gradients, "the plan's blocks")
+    except InputError as error:
+        return str(error)
     return None
 
 

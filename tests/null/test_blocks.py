@@ -52,6 +52,13 @@ def check(problem: BlockProblem, updaters: int) -> None:
     assert total_us(problem, stops, updaters) == pytest.approx(least_us, rel=1e-9)
 
 
+@pytest.mark.parametrize(
+    ("inputs", "weights"), [([13, 13, 3, 1], [2, 2, 3, 11]), ([3, 2, 2], [1, 0, 5]), ([1, 3, 2], [2, 3, 1])]
+)
+def test_blocks_of_exactly_the_least_share(inputs: list[int], weights: list[int]) -> None:
+    check(made(inputs, weights), 3)
+
+
 @given(
     st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), min_size=1, max_size=9),
     st.integers(1, 6),

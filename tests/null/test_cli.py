@@ -117,6 +117,7 @@ WRONG_CALLS: list[tuple[list[str], str]] = [
         ["optimize", "p.json", "--accuracy", "relaxed", "--max-delay", "0"],
         "--max-delay: found 0, expected a whole number of steps from 1 to 32, such as 4; correct it",
     ),
+    (["profile", "job.py:job", "--updaters", "0"], "--updaters: found 0, expected a whole number of updaters from 1"),
     (["simulate", "p.json", "--strategy", "ssd:0"], "found the strategy ssd:0, expected a whole number of steps"),
     (["simulate", "p.json", "--strategy", "joint:0.5"], "found the strategy joint:0.5, expected a positive number"),
     (["optimize", "p.json", "-o", "absent/plan.json"], "absent/plan.json: there is no folder absent"),

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from delay_checks import CHECKS as DELAY_CHECKS
 from delay_checks import FEW, Net, attach, batch, close, expected_of, net_loss, plan_of, train
 from delay_reference import Sgd
+from delay_state_checks import CHECKS as STATE_CHECKS
 from delay_workers_checks import CHECKS as WORKER_CHECKS
 from step_checks import raised
 from torch import Tensor, nn
@@ -337,6 +338,7 @@ def refused() -> dict[str, bool]:
         "no optimizer": (FEW, None, {}),
         "SGD with dampening": (FEW, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5, dampening=0.1), {}),
         "SGD with maximize": (FEW, torch.optim.SGD(model.parameters(), lr=0.1, maximize=True), {}),
+        "the delay has steps 0 and warmup_steps 4": (replace(FEW, steps=0), sgd, {}),
         'expected "relaxed"': (FEW, sgd, {"accuracy": "exact"}),
         "expected a multiple of its 3 steps, such as 6": (DelaySpec(steps=3, warmup_steps=4), sgd, {}),
         "which is unknown; known: glu, sgd, dc_asgd": (replace(FEW, local_update="lu"), sgd, {}),
@@ -356,7 +358,7 @@ def refused() -> dict[str, bool]:
     return results
 
 
-CHECKS: dict[str, Callable[[], dict[str, bool]]] = DELAY_CHECKS | WORKER_CHECKS | {
+CHECKS: dict[str, Callable[[], dict[str, bool]]] = DELAY_CHECKS | WORKER_CHECKS | STATE_CHECKS | {
     check.__name__: check
     for check in (
         resumed, resharded, not_finite, left, guarded, diverging, paced, habits, untouched, without_warm_up, refused,
