@@ -20,8 +20,14 @@ from torch import nn
 
 import runtime
 from runtime import guard, trial
-from runtime.plan import CompressorSpec
+from runtime.plan import CompressorSpec, Plan
 from runtime.session import Session
+
+
+def tried_plan(spec: CompressorSpec = TOPK) -> Plan:
+    """A lossy plan with an exact one beside it."""
+    model = convnet()
+    return replace(lossy(plan_of(model, 100), [spec]), fallback=plan_of(model, 2))
 
 
 def tried(delay_s: float) -> tuple[Session, list[str], list[str]]:
@@ -29,12 +35,11 @@ def tried(delay_s: float) -> tuple[Session, list[str], list[str]]:
     accuracy in each step, warnings).
     """
     model = convnet()
-    plan = replace(lossy(plan_of(model, 100), [TOPK]), fallback=plan_of(model, 2))
     accuracies = []
     with warnings.catch_warnings(record=True) as caught, linked() as link:
         warnings.simplefilter("always")
         link.delay_s = delay_s
-        session = runtime.attach(model, None, plan)
+        session = runtime.attach(model, None, tried_plan())
         for step in range(60):
             accuracies.append(session.plan.accuracy)
             model.zero_grad()
@@ -59,6 +64,28 @@ def fallback() -> dict[str, bool]:
         assert session.trial is not None
         results[f"{what}: verdict"] = session.trial.verdict is not None
         session.detach()
+    return results
+
+
+def tried_once() -> dict[str, bool]:
+    """A trial that was over is not repeated by a run that goes on, nor by one that goes on from that; with another plan
+    it says nothing.
+    """
+    with patch.object(trial, "judge", turned(trial.judge)):
+        first, _, _ = tried(0.003)
+    saved = first.state_dict()
+    first.detach()
+    results = {}
+    for what in ("resumed", "resumed again"):
+        session = runtime.attach(convnet(), None, tried_plan())
+        session.load_state_dict(saved)
+        results[what] = session.trial is None and session.plan.accuracy == "exact"
+        saved = session.state_dict()
+        session.detach()
+    session = runtime.attach(convnet(), None, tried_plan(WIRE))
+    session.load_state_dict(saved)
+    results["another plan"] = session.trial is not None and session.plan.accuracy == "bounded"
+    session.detach()
     return results
 
 
@@ -148,7 +175,7 @@ def adaptive_optimizers() -> dict[str, bool]:
 CHECKS: dict[str, Callable[[], dict[str, bool]]] = (
     LOSSY_CHECKS
     | MOMENTUM_CHECKS
-    | {check.__name__: check for check in (fallback, guarded, others_are_not_judged, adaptive_optimizers)}
+    | {check.__name__: check for check in (fallback, tried_once, guarded, others_are_not_judged, adaptive_optimizers)}
 )
 
 
