@@ -151,6 +151,19 @@ def others_are_not_judged() -> dict[str, bool]:
     return {"stay": found == {"wire", "randomk"}, "no warning": not caught}
 
 
+def without_elements() -> dict[str, bool]:
+    """A bucket whose only parameter has no elements sends nothing, in any dtype."""
+    results = {}
+    for dtype in (torch.float32, torch.float64, torch.bfloat16):
+        model = nn.ParameterDict({"some": torch.ones(5, dtype=dtype), "none": torch.ones(0, dtype=dtype)})
+        session = runtime.attach(model, None, lossy(plan_of(model, 1), [TOPK]))
+        (model["some"].sum() + model["none"].sum()).backward()
+        grad = model["none"].grad
+        results[str(dtype)] = grad is not None and grad.shape == (0,) and bool(model["some"].grad.any())
+        session.detach()
+    return results
+
+
 def adaptive_optimizers() -> dict[str, bool]:
     """Rank 0 says that selected elements do not suit them, at attach and when a run changes over; nothing else does."""
 
@@ -175,7 +188,10 @@ def adaptive_optimizers() -> dict[str, bool]:
 CHECKS: dict[str, Callable[[], dict[str, bool]]] = (
     LOSSY_CHECKS
     | MOMENTUM_CHECKS
-    | {check.__name__: check for check in (fallback, tried_once, guarded, others_are_not_judged, adaptive_optimizers)}
+    | {
+        check.__name__: check
+        for check in (fallback, tried_once, guarded, others_are_not_judged, adaptive_optimizers, without_elements)
+    }
 )
 
 
