@@ -128,6 +128,8 @@ def _wrapper_misfit(model: nn.Module) -> str | None:
 
 
 def _world_misfit(plan: Plan, ranks: int) -> str | None:
+    if plan.world.misfit is not None:
+        return f"the plan's world: {plan.world.misfit}"
     if plan.world.ranks == ranks:
         return None
     cure = f"make one with a cluster of {ranks} ranks (`planner optimize --cluster`)"

@@ -62,6 +62,13 @@ class PlanWorld:
     nodes: Ranks | None = None
     """With a delay, where they are fewer than ranks, nodes are the workers."""
 
+    @property
+    def misfit(self) -> str | None:
+        """Why ranks cannot be so many on each of so many nodes, or None."""
+        if self.nodes is None or self.ranks % self.nodes == 0:
+            return None
+        return f"found {self.ranks} ranks on {self.nodes} nodes, expected as many ranks on each node: {CURE}"
+
 
 @dataclass(frozen=True, kw_only=True)
 class CompressorSpec:
@@ -284,8 +291,9 @@ def load_plan(path: str | Path) -> Plan:
     """Reads and checks plan.json.
 
     Raises:
-        InputError: not a plan of this schema; unknown, missing or wrong fields; a gradient in two buckets; blocks of
-            local updaters that are no partition of the gradients, each of them contiguous.
+        InputError: not a plan of this schema; unknown, missing or wrong fields; ranks that nodes cannot have alike; a
+            gradient in two buckets; blocks of local updaters that are no partition of the gradients, each of them
+            contiguous.
     """
     return parse_plan(read_json(path), where=str(path))
 
@@ -294,11 +302,13 @@ def parse_plan(document: Any, where: str = "plan") -> Plan:
     """Checks a parsed plan document; `where` names it in messages. Raises as `load_plan` does."""
     check_schema(document, SCHEMA, where)
     plan = validate(Plan, document, where, cure=CURE)
-    _check_partition(plan, where, "$")
+    _check_whole(plan, where, "$")
     return plan
 
 
-def _check_partition(plan: Plan, where: str, path: str) -> None:
+def _check_whole(plan: Plan, where: str, path: str) -> None:
+    if plan.world.misfit is not None:
+        raise InputError(f"{where}: {path}.world: {plan.world.misfit}")
     owner: dict[str, int] = {}
     for index, bucket in enumerate(plan.buckets):
         for position, name in enumerate(bucket.gradients):
@@ -311,9 +321,9 @@ def _check_partition(plan: Plan, where: str, path: str) -> None:
     if plan.local_async is not None:
         check_blocks(plan.local_async, plan.gradients, f"{where}: {path}.local_async.blocks")
     if plan.fallback is not None:
-        _check_partition(plan.fallback, where, f"{path}.fallback")
+        _check_whole(plan.fallback, where, f"{path}.fallback")
     for accuracy, alternative in (plan.alternatives or {}).items():
-        _check_partition(alternative, where, f"{path}.alternatives{json_step(accuracy)}")
+        _check_whole(alternative, where, f"{path}.alternatives{json_step(accuracy)}")
 
 
 def check_blocks(spec: LocalAsyncSpec, gradients: Sequence[str], where: str) -> None:

@@ -101,6 +101,8 @@ class SelectedBucket:
             sums = self.carrier.room()
             unpack(sums, words.view(dtype), indices)
             return sums
+        if not self.k:  # of no elements torch makes no float64
+            return self.carrier.zeros()
         values, sums = words.contiguous().view(dtype), self.carrier.zeros()
         for rank in range(self._ranks):
             sums.index_add_(0, indices[rank], values[rank])

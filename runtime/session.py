@@ -83,6 +83,7 @@ class Session:
         """Compares steps with the prediction now and then; `drift.verdict` is what came out."""
         self.trial = make_trial(plan, world, self.recorder.clock) if guard else None
         """Tries a lossy plan against the exact one beside it, if any; `trial.verdict` is what came out."""
+        self._tried: dict[str, str] = {}  # by the run that this one continues
         self._guards, self._loss_scale, self._optimizer = drift, loss_scale, optimizer
         self._guarded, self._broadcast_buffers = guard, broadcast_buffers
         self._grid: Grid | None = None
@@ -314,8 +315,7 @@ class Session:
         part of the global weights and momenta, and its own weights (`delay`).
         """
         state: dict[str, Any] = {"plan": self.plan.digest(), "ranks": self.world.ranks}
-        if self.trial is not None:
-            state["tried"] = self.trial.verdict is not None
+        state |= self._tried if self.trial is None or not self.trial.verdict else {"tried": self.trial.lossy.digest()}
         if self.delay is not None and self.plan.delay is not None:
             return state | {"rank": self.world.rank, "delay": self.delay.state()}
         carried = self._exchange.carried.state()
@@ -333,9 +333,9 @@ class Session:
     def load_state_dict(self, state: dict[str, Any] | Sequence[dict[str, Any]]) -> None:
         """Continues from `state_dict()`, before the first step, with the same plan bit for bit.
 
-        A trial that was over is not repeated; buckets that went dense begin lossy again. Another plan may continue,
-        too: what its buckets send in full travels with the next step. With a delay, load model and optimizer first:
-        the session's weights count.
+        A trial of this plan that was over is not repeated; buckets that went dense begin lossy again. Another plan may
+        continue, too: what its buckets send in full travels with the next step. With a delay, load model and optimizer
+        first: the session's weights count.
 
         Args:
             state: this rank's; or, on every rank alike, those of all ranks in order of rank, for a run on another
@@ -355,8 +355,8 @@ class Session:
             raise InputError(f"the state: {SHARED_STEP_TAKES_NOTHING_OVER}")
         self._exchange.carried.take_over(held, self.parameters)
         one = state if isinstance(state, dict) else state[0]
-        if one.get("tried") and self.trial is not None:
-            fallback, self.trial = self.plan.fallback, None
+        if self.trial is not None and one.get("tried") == self.plan.digest():
+            fallback, self.trial, self._tried = self.plan.fallback, None, {"tried": self.plan.digest()}
             if fallback is not None and one["plan"] == fallback.digest():
                 self._pending = self.step, self._make_exchange(fallback)
                 self._change_over()

@@ -70,6 +70,15 @@ class CostCurve:
         """Whether a larger message never takes less time."""
         return bool(np.all(np.diff(self._us) >= 0.0))
 
+    @property
+    def bends_bytes(self) -> NDArray[np.float64]:
+        """Between neighbours of these sizes, and beyond them, the curve is a line."""
+        if not self._below_slope:
+            return self._bytes
+        with np.errstate(over="ignore"):
+            reaches_0 = self._bytes[:1] - self._us[:1] / self._below_slope
+        return np.concatenate([reaches_0, self._bytes])
+
     def __call__(self, message_bytes: ArrayLike) -> NDArray[np.float64]:
         """Times of messages, elementwise."""
         x = np.asarray(message_bytes, dtype=np.float64)

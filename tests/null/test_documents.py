@@ -107,6 +107,8 @@ WRONG_VALUES = [
     ("plan", "accuracy", "lossy", "$.accuracy: found \"lossy\", expected 'exact', 'bounded' or 'relaxed'"),
     ("plan", "world", ..., "$.world: missing field; add it"),
     ("plan", "world.ranks", 4.0, "$.world.ranks: found 4.0, expected a valid integer"),
+    ("plan", "world", {"ranks": 4, "nodes": 3}, "$.world: found 4 ranks on 3 nodes, expected as many ranks on each"),
+    ("plan", "world", {"ranks": 2, "nodes": 4}, "$.world: found 2 ranks on 4 nodes, expected as many ranks on each"),
     ("plan", "delay", {"steps": 0}, "$.delay.steps: found 0, expected greater than or equal to 1"),
     ("plan", "local_async", {"updaters": 2, "full_fraction": 2}, "$.local_async.full_fraction: found 2, expected less"),
     ("plan", "local_async", {"updaters": 0}, "$.local_async.updaters: found 0, expected greater than or equal to 1"),

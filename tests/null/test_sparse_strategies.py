@@ -122,6 +122,26 @@ def test_lags_finds_the_largest_k_that_fits() -> None:
             assert bucket.k == max([-(-numel // 50), *fitting[-1:]])
 
 
+@pytest.mark.parametrize("seed", range(8))
+def test_lags_finds_the_largest_k_where_measured_times_fall_with_k(seed: int) -> None:
+    """Gathers and selection as measured go up and down; a smaller k may take longer than a larger one."""
+    rng = np.random.default_rng(seed)
+    rows = [(int(n), float(t)) for n, t in zip(rng.integers(1, 400, 6), rng.uniform(0, 300, 6), strict=True)]
+    samples = {
+        "all_reduce": [[4.0, 1000.0]],
+        "all_gather": [[float(size), float(rng.uniform(0, 150))] for size in sorted(rng.integers(32, 13_000, 7))],
+    }
+    selects = {"alpha_us": 0.0, "beta_us_per_byte": 0.0, "by_density": [[0.1, 50.0, 0.0], [0.5, 2.0, 0.02]]}
+    problem = problem_of(rows, samples=samples, sparsify=selects)
+    (phase,) = problem.sparse_phases("flat")
+    select = problem.selection_cost("flat")
+    for index, bucket in enumerate(make_schedule(problem, "lags:50").buckets):
+        numel, budget_us = rows[index][0], rows[index + 1][1] if index < 5 else 0.0
+        k = np.arange(1, numel + 1)
+        fitting = k[phase.curve(4.0 * 8 * k) + select(4.0 * numel, k / numel) <= budget_us]
+        assert bucket.k == max([-(-numel // 50), *fitting[-1:].tolist()])
+
+
 def test_layers_that_come_back_are_numbered() -> None:
     problem = problem_of(layers=["conv", "fc", "conv"])
     assert list(ratios(problem, make_schedule(problem, "lags"))) == ["conv", "fc", "conv#2"]

@@ -124,6 +124,13 @@ norm_plans = st.builds(
 )
 
 
+worlds = st.builds(
+    lambda nodes, each: p.PlanWorld(ranks=(nodes or 1) * each, nodes=nodes),
+    st.none() | st.integers(1, 64),
+    st.integers(1, 8),
+)
+
+
 @st.composite
 def plans(draw: st.DrawFn, depth: int = 1) -> p.Plan:
     """Plans with every optional part now and then, and plans inside plans."""
@@ -133,7 +140,7 @@ def plans(draw: st.DrawFn, depth: int = 1) -> p.Plan:
     inner = st.none() | plans(depth - 1) if depth else st.none()
     return p.Plan(
         model=draw(models),
-        world=p.PlanWorld(ranks=draw(st.integers(1, 64)), nodes=draw(st.none() | st.integers(1, 64))),
+        world=draw(worlds),
         accuracy=draw(st.sampled_from(["exact", "bounded", "relaxed"])),
         buckets=tuple(p.PlanBucket(gradients=tuple(part), compressor=draw(compressors)) for part in parts),
         delay=draw(st.none() | st.builds(p.DelaySpec, steps=st.integers(1, 9))),

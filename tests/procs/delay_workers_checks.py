@@ -284,8 +284,9 @@ def workers_refused() -> dict[str, bool]:
 
     told(ranks, "on one node, which is one worker")
     if ranks == 3:
-        told(2, "the nodes are uneven: node 0 has 2, node 1 has 1")
+        told(2, "found 3 ranks on 2 nodes, expected as many ranks on each node")
     if ranks == 4:
+        told(3, "the nodes are uneven: node 0 has 3, node 1 has 1")
         told(1, "between 2 nodes, but found 4 nodes of 1 ranks", world=PlanWorld(ranks=4, nodes=2))
     by_layer = CompressorSpec(name="topk", k={"one": 2, "two": 3})
     told(1, "bucket 0 selects by layer", **compressed(model, 4, by_layer))

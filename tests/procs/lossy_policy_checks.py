@@ -20,8 +20,14 @@ from torch import nn
 
 import runtime
 from runtime import guard, trial
-from runtime.plan import CompressorSpec
+from runtime.plan import CompressorSpec, Plan
 from runtime.session import Session
+
+
+def tried_plan(spec: CompressorSpec = TOPK) -> Plan:
+    """A lossy plan with an exact one beside it."""
+    model = convnet()
+    return replace(lossy(plan_of(model, 100), [spec]), fallback=plan_of(model, 2))
 
 
 def tried(delay_s: float, first: int = 0) -> tuple[Session, list[str], list[str]]:
@@ -29,11 +35,11 @@ def tried(delay_s: float, first: int = 0) -> tuple[Session, list[str], list[str]
     exact one: (session, the plan's accuracy in each step of both, warnings).
     """
     model = convnet()
-    plan = replace(lossy(plan_of(model, 100), [TOPK]), fallback=plan_of(model, 2))
     accuracies = []
     with warnings.catch_warnings(record=True) as caught, linked() as link:
         warnings.simplefilter("always")
         link.delay_s = delay_s
+        plan = tried_plan()
         if first:
             assert plan.fallback is not None
             session = runtime.attach(model, None, plan.fallback)
@@ -68,6 +74,28 @@ def fallback() -> dict[str, bool]:
         assert session.trial is not None
         results[f"{what}: verdict"] = session.trial.verdict is not None
         session.detach()
+    return results
+
+
+def tried_once() -> dict[str, bool]:
+    """A trial that was over is not repeated by a run that goes on, nor by one that goes on from that; with another plan
+    it says nothing.
+    """
+    with patch.object(trial, "judge", turned(trial.judge)):
+        first, _, _ = tried(0.003)
+    saved = first.state_dict()
+    first.detach()
+    results = {}
+    for what in ("resumed", "resumed again"):
+        session = runtime.attach(convnet(), None, tried_plan())
+        session.load_state_dict(saved)
+        results[what] = session.trial is None and session.plan.accuracy == "exact"
+        saved = session.state_dict()
+        session.detach()
+    session = runtime.attach(convnet(), None, tried_plan(WIRE))
+    session.load_state_dict(saved)
+    results["another plan"] = session.trial is not None and session.plan.accuracy == "bounded"
+    session.detach()
     return results
 
 
@@ -133,6 +161,19 @@ def others_are_not_judged() -> dict[str, bool]:
     return {"stay": found == {"wire", "randomk"}, "no warning": not caught}
 
 
+def without_elements() -> dict[str, bool]:
+    """A bucket whose only parameter has no elements sends nothing, in any dtype."""
+    results = {}
+    for dtype in (torch.float32, torch.float64, torch.bfloat16):
+        model = nn.ParameterDict({"some": torch.ones(5, dtype=dtype), "none": torch.ones(0, dtype=dtype)})
+        session = runtime.attach(model, None, lossy(plan_of(model, 1), [TOPK]))
+        (model["some"].sum() + model["none"].sum()).backward()
+        grad = model["none"].grad
+        results[str(dtype)] = grad is not None and grad.shape == (0,) and bool(model["some"].grad.any())
+        session.detach()
+    return results
+
+
 def adaptive_optimizers() -> dict[str, bool]:
     """Rank 0 says that selected elements do not suit them, at attach and when a run changes over; nothing else does."""
 
@@ -157,7 +198,10 @@ def adaptive_optimizers() -> dict[str, bool]:
 CHECKS: dict[str, Callable[[], dict[str, bool]]] = (
     LOSSY_CHECKS
     | MOMENTUM_CHECKS
-    | {check.__name__: check for check in (fallback, guarded, others_are_not_judged, adaptive_optimizers)}
+    | {
+        check.__name__: check
+        for check in (fallback, tried_once, guarded, others_are_not_judged, adaptive_optimizers, without_elements)
+    }
 )
 
 
