@@ -271,8 +271,8 @@ def slowest_line(world: World, sizes: Sequence[int], times_us: Sequence[Sequence
     for, then the median over repeats. `what` names the exchange in errors.
     """
     everyone: list[Sequence[Sequence[float]]] = world.gather(times_us, what)
-    slowest_us = np.median(np.max(np.array(everyone), axis=0), axis=1)
-    return fit([(float(size), float(time_us)) for size, time_us in zip(sizes, slowest_us, strict=True)])
+    slowest_us = [float(np.median(np.max(of_ranks, axis=0))) for of_ranks in zip(*everyone, strict=True)]
+    return fit([(float(size), time_us) for size, time_us in zip(sizes, slowest_us, strict=True)])
 
 
 def fit(curve: Sequence[Sample]) -> Line:

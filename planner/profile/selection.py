@@ -27,8 +27,10 @@ USUAL = 0.01
 DENSITIES = (0.001, USUAL, 0.1)
 MORE = {"exact": (0.001, 0.003, USUAL, 0.03, 0.1, 0.3)}
 """By selector: this is the one whose densities are decided."""
-WARM_UPS, REPEATS = 2, 3
+WARM_UPS = 2
 """Residuals fill in the first steps."""
+LEAST_REPEATS, MOST_REPEATS, REPEATED_BYTES = 3, 9, 2**25
+"""Small buckets are repeated until so much has been selected from: what else the machine does hits them hardest."""
 Times = list[float]
 
 SCRATCH_BYTES, LAYERS, WIDTH = 2**25, 16, 256
@@ -86,7 +88,8 @@ def _time(world: World, between: _Between, selector: str, density: float, size_b
     gradient, finite = bucket.messages[0].flat, torch.tensor(True, device=device)
     packs: list[float] = []
     unpacks: list[float] = []
-    for step in range(WARM_UPS + REPEATS):
+    repeats = min(MOST_REPEATS, max(LEAST_REPEATS, REPEATED_BYTES // size_bytes))
+    for step in range(WARM_UPS + repeats):
         between()
         gradient.normal_()
         packs.append(timed_us(lambda step=step: lossy.pack(step), device))  # type: ignore[misc]
