@@ -213,7 +213,9 @@ def _update_us(ranks: Sequence[RankTimes]) -> float:
     if not steps:
         return 0.0
     backward_us = [rank.backward_end_us[-steps:] for rank in ranks]
-    both_us = [np.add(rank.update_us[-steps:], rank.backward_end_us[-steps:]) for rank in ranks]
+    both_us = [
+        list(map(sum, zip(rank.update_us[-steps:], rank.backward_end_us[-steps:], strict=True))) for rank in ranks
+    ]
     return max(0.0, float(np.median(_latest(both_us)) - np.median(_latest(backward_us))))
 
 
