@@ -153,7 +153,7 @@ def _memory(step: StepPlan) -> str:
         return "; the profile does not say what the optimizer keeps"
     has = "" if step.memory_bytes is None else f", of {_mib(step.memory_bytes)}"
     takes = f"{_mib(step.sharded_bytes)} on each rank instead of {_mib(step.replicated_bytes)}"
-    return f"; weights, gradients, state and known activations take {takes} where shared{has}"
+    return f"; shared, weights, gradients, state and known activations take {takes}{has}"
 
 
 def _mib(size_bytes: int) -> str:

@@ -285,7 +285,7 @@ def test_synchronous_steps_before_are_a_multiple_of_k(k: int, steps: int) -> Non
     problem = problem_of_slow()
     plan = lower(problem, make_schedule(problem, f"ssd:{k}"))
     assert plan.accuracy == "relaxed"
-    assert plan.delay == DelaySpec(steps=k, warmup_steps=steps)
+    assert plan.delay == DelaySpec(steps=k, warmup_steps=steps, alpha=0.75, beta=2.0)
 
 
 def test_what_a_relaxed_plan_says() -> None:

@@ -181,7 +181,7 @@ def test_it_stays_off_otherwise(what: str, given: Profile) -> None:
         assert plan.updates is not None
         assert plan.updates.step is not None
         assert plan.updates.step.sharded_us is not None
-        assert plan.notes[-1].startswith("ranks do not share the optimizer's step: predicted")
+        assert plan.notes[-1].startswith("ranks do not share the optimizer's step: sharing is predicted")
 
 
 def test_old_profiles_and_other_optimizers_share_nothing() -> None:
