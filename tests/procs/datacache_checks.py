@@ -76,6 +76,7 @@ def read_epochs(cached: CachedDataset, *, full: bool, workers: int, start: str |
     for epoch in range(1 if start == "spawn" else EPOCHS):  # starting takes seconds
         sampler.set_epoch(epoch)
         epochs.append(labels_of(loader))
+        dist.barrier()  # as steps have it: else two ranks may read a sample at once, one of them an epoch ahead
     return epochs
 
 
