@@ -1,4 +1,4 @@
-"""An ordinary data-parallel training script, and the two lines that make it train with a plan.
+"""An ordinary data-parallel training script, and the line that makes it train with a plan.
 
 torchrun --nproc-per-node 2 examples/existing_script.py                              # plain DDP
 torchrun --nproc-per-node 2 examples/existing_script.py --profile-to profile.json
@@ -27,14 +27,13 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import planner
-import runtime
 from planner.demo_job import digits
 
 BATCH_SIZE = 32
 MAX_NORM = 1.0
 """Gradients are clipped to this norm."""
 DEADLINE = timedelta(minutes=2)
-"""Of the script's own collectives; those of the plan have their own (see `runtime.attach`)."""
+"""Of the script's own collectives; those of the plan have their own (see `planner.attach`)."""
 STEPS_PER_LINE = 20
 """How often rank 0 prints."""
 
@@ -159,9 +158,8 @@ def train(arguments: argparse.Namespace, rank: int, ranks: int, device: torch.de
     replica: nn.Module = model
     parts = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
     if arguments.plan:
-        # The two added lines: from here on, backward() leaves the average over ranks in .grad, as DDP's does.
-        plan = runtime.load_plan(arguments.plan)
-        session = runtime.attach(model, optimizer, plan)
+        # The added line: from here on, backward() leaves the average over ranks in .grad, as DDP's does.
+        session = planner.attach(model, optimizer, arguments.plan)
         parts["session"] = session
     elif ranks > 1:
         replica = DistributedDataParallel(model)

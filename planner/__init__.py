@@ -3,9 +3,38 @@
 from __future__ import annotations
 
 import importlib
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from runtime.version import __version__
+
+def _check_not_shadowed() -> None:
+    """Refuse another `runtime` in the place of ours: `runtime` is a name that scripts give to files of their own.
+
+    Raises:
+        ImportError: names the file that hides the package.
+    """
+    import runtime
+
+    ours = Path(__file__).resolve().parents[1] / "runtime"
+    found = runtime.__file__ or next(iter(runtime.__path__))
+    if Path(found).resolve().parent != ours:
+        raise ImportError(
+            f"planner: found {found} under the name 'runtime', expected planner's own package {ours}; that file comes "
+            f"earlier on sys.path and hides it: rename it, or start Python where it is not on the path"
+        )
+
+
+_check_not_shadowed()
+
+from runtime.errors import (  # noqa: E402 - after the check, for its message names the file
+    AccuracyWarning,
+    AdaptedWarning,
+    CacheWarning,
+    DriftWarning,
+    FallbackWarning,
+    LostUpdaterWarning,
+)
+from runtime.version import __version__  # noqa: E402
 
 if TYPE_CHECKING:
     from planner.decide import optimize
@@ -14,41 +43,61 @@ if TYPE_CHECKING:
     from planner.profile.document import Cluster, Profile, load_cluster, load_profile
     from planner.profile.step import profile_step
     from planner.replanning import replan
-    from runtime.plan import Plan, load_plan
+    from runtime.attaching import attach
+    from runtime.datacache import CachedDataset, CachedSampler, CacheStats, RawDataset
+    from runtime.local_async import LocalJob, LocalReport, LocalRun, PartSampler, run_local_async
+    from runtime.optimizers import LAMB, LARS
+    from runtime.plan import Plan, load_plan, parse_plan
+    from runtime.pto import parallel_tensor_op
+    from runtime.report import Report
+    from runtime.session import Session
 
 __all__ = [
-    "Cluster",
-    "Plan",
-    "Profile",
-    "Simulation",
-    "TrainingJob",
-    "__version__",
-    "load_cluster",
-    "load_plan",
-    "load_profile",
-    "optimize",
-    "profile_step",
-    "replan",
-    "simulate",
-]
+    "LAMB", "LARS", "AccuracyWarning", "AdaptedWarning", "CacheStats", "CacheWarning", "CachedDataset", "CachedSampler",
+    "Cluster", "DriftWarning", "FallbackWarning", "LocalJob", "LocalReport", "LocalRun", "LostUpdaterWarning",
+    "PartSampler", "Plan", "Profile", "RawDataset", "Report", "Session", "Simulation", "TrainingJob", "__version__",
+    "attach", "load_cluster", "load_plan", "load_profile", "optimize", "parallel_tensor_op", "parse_plan",
+    "profile_step", "replan", "run_local_async", "simulate",
+]  # fmt: skip
 
 _WHERE = {
+    "CacheStats": "runtime.datacache",
+    "CachedDataset": "runtime.datacache",
+    "CachedSampler": "runtime.datacache",
     "Cluster": "planner.profile.document",
+    "LAMB": "runtime.optimizers",
+    "LARS": "runtime.optimizers",
+    "LocalJob": "runtime.local_async",
+    "LocalReport": "runtime.local_async",
+    "LocalRun": "runtime.local_async",
+    "PartSampler": "runtime.local_async",
     "Plan": "runtime.plan",
     "Profile": "planner.profile.document",
+    "RawDataset": "runtime.datacache",
+    "Report": "runtime.report",
+    "Session": "runtime.session",
     "Simulation": "planner.predict",
     "TrainingJob": "planner.job",
+    "attach": "runtime.attaching",
     "load_cluster": "planner.profile.document",
     "load_plan": "runtime.plan",
     "load_profile": "planner.profile.document",
     "optimize": "planner.decide",
+    "parallel_tensor_op": "runtime.pto",
+    "parse_plan": "runtime.plan",
     "profile_step": "planner.profile.step",
     "replan": "planner.replanning",
+    "run_local_async": "runtime.local_async",
     "simulate": "planner.predict",
 }
+"""What is imported when it is asked for: deciding needs no torch, training no planning."""
 
 
 def __getattr__(name: str) -> Any:
     if name not in _WHERE:
         raise AttributeError(f"module 'planner' has no attribute {name!r}")
     return getattr(importlib.import_module(_WHERE[name]), name)
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -101,7 +101,7 @@ def attach(
 
 def _check_types(model: object, optimizer: object) -> None:
     """Of what a script gives, which is the same on every rank."""
-    cure = "call runtime.attach(model, optimizer, plan)"
+    cure = "call planner.attach(model, optimizer, plan)"
     if not isinstance(model, nn.Module):
         raise InputError(f"model: found a {type(model).__name__}, expected a torch.nn.Module; {cure}")
     if optimizer is not None and not callable(getattr(optimizer, "step", None)):

@@ -270,7 +270,7 @@ class Session:
         Raises InputError where the session is detached or a backward runs; `what` is what the user called.
         """
         if not self._handles:
-            raise InputError(f"{what}: the session is detached; expected an attached one: call runtime.attach first")
+            raise InputError(f"{what}: the session is detached; expected an attached one: call planner.attach first")
         if current_backward_id() != OUTSIDE:
             raise InputError(f"{what} was called while a backward runs; expected between two steps: call it after it")
         self._backward.forget_abandoned()

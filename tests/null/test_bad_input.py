@@ -235,9 +235,9 @@ def test_what_is_no_model_or_optimizer() -> None:
 
     model = nn.Linear(2, 1)
     optimizer: Any = SGD(model.parameters(), lr=0.1)
-    with pytest.raises(InputError, match=r"model: found a SGD, expected a torch.nn.Module; call runtime.attach"):
+    with pytest.raises(InputError, match=r"model: found a SGD, expected a torch.nn.Module; call planner.attach"):
         runtime.attach(optimizer, model, "plan.json")  # type: ignore[arg-type]
-    with pytest.raises(InputError, match=r"optimizer: found a str, expected a torch.optim.Optimizer; call runtime"):
+    with pytest.raises(InputError, match=r"optimizer: found a str, expected a torch.optim.Optimizer; call planner"):
         runtime.attach(model, "plan.json", optimizer)  # type: ignore[arg-type]
 
 

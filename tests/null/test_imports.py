@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -62,6 +63,30 @@ def loaded_after(code: str, folder: Path) -> list[str]:
 def test_importing_the_packages_is_light(tmp_path: Path) -> None:
     names = "planner.optimize, planner.simulate, planner.TrainingJob, runtime.load_plan, runtime.parse_plan"
     assert loaded_after(f"import planner, runtime, planner.cli; {names}", tmp_path) == []
+
+
+def test_everything_public_is_handed_out_by_planner() -> None:
+    import runtime
+
+    for name in planner.__all__:
+        assert getattr(planner, name) is not None
+    assert set(runtime.__all__) <= set(planner.__all__)
+    assert planner.attach is runtime.attach
+
+
+@pytest.mark.parametrize("shadow", ["runtime.py", "runtime/__init__.py"])
+def test_a_file_that_hides_the_runtime_is_named(tmp_path: Path, shadow: str) -> None:
+    (tmp_path / shadow).parent.mkdir(exist_ok=True)
+    (tmp_path / shadow).write_text("steps = 3\n")
+    (tmp_path / "train.py").write_text("import planner\n")
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    for command in (["train.py"], ["-m", "planner", "--version"]):
+        done = subprocess.run(
+            [sys.executable, *command], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60
+        )
+        assert done.returncode != 0
+        assert f"found {tmp_path / shadow} under the name 'runtime'" in done.stderr
+        assert "rename it" in done.stderr
 
 
 def test_the_check_sees_torch(tmp_path: Path) -> None:

@@ -118,6 +118,14 @@ def test_scripts_that_do_not_import(tmp_path: Path, text: str, message: str) -> 
     assert "script" not in sys.modules
 
 
+@pytest.mark.parametrize("text", ["from runtime import steps\n", "import runtime\nruntime.steps\n"])
+def test_a_file_of_the_job_that_a_package_hides_is_named(tmp_path: Path, text: str) -> None:
+    (tmp_path / "script.py").write_text(text)
+    (tmp_path / "runtime.py").write_text("steps = 3\n")
+    with pytest.raises(InputError, match=r"runtime\.py is hidden by planner's package 'runtime': rename it"):
+        load_job("script.py:job")
+
+
 def test_jobs_that_are_half_made(tmp_path: Path) -> None:
     """Found out before anything is started with them, with the line that raised."""
     fields = {"model": "torch.nn.Linear(1, 1)", "loss": "len", "batch": "divmod", "optimizer": "list"}
