@@ -33,10 +33,19 @@ class Entry:
     name: str
     summary: str
     source: str
+    notes: tuple[str, ...] = ()
 
     def to_document(self) -> dict[str, Any]:
         """The entry as plain JSON types."""
-        return {"kind": self.kind, "name": self.name, "summary": self.summary, "source": self.source}
+        return {
+            "kind": self.kind, "name": self.name, "summary": self.summary, "source": self.source,
+            "notes": list(self.notes),
+        }  # fmt: skip
+
+    def details(self) -> str:
+        """Return all that is known of it, a line each."""
+        lines = [f"{self.kind} {self.name}: {self.summary}", f"source: {self.source}"]
+        return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
 
 
 def names(kind: Kind) -> list[str]:
@@ -46,17 +55,33 @@ def names(kind: Kind) -> list[str]:
 
 def entries() -> list[Entry]:
     """Every document with what it is and where its numbers come from: models, then clusters."""
-    models = [
-        Entry(kind="model", name=name, summary=_model_summary(profile), source=profile.source or "")
-        for name in names("model")
-        for profile in [load_profile(_file("model", name))]
+    models = [(load_profile(_file("model", name)), name) for name in names("model")]
+    clusters = [(load_cluster(_file("cluster", name)), name) for name in names("cluster")]
+    return [
+        *(_entry("model", name, _model_summary(profile), profile) for profile, name in models),
+        *(_entry("cluster", name, _cluster_summary(cluster), cluster) for cluster, name in clusters),
     ]
-    clusters = [
-        Entry(kind="cluster", name=name, summary=_cluster_summary(cluster), source=cluster.source or "")
-        for name in names("cluster")
-        for cluster in [load_cluster(_file("cluster", name))]
-    ]
-    return [*models, *clusters]
+
+
+def _entry(kind: Kind, name: str, summary: str, document: Profile | Cluster) -> Entry:
+    return Entry(kind=kind, name=name, summary=summary, source=document.source or "", notes=document.notes or ())
+
+
+def search(text: str) -> list[Entry]:
+    """Return the document of that name, or those whose names contain the text; in any case of letters.
+
+    Raises:
+        InputError: there is none (lists the near and the known names).
+    """
+    known = entries()
+    found = [entry for entry in known if entry.name == text] or [e for e in known if text.lower() in e.name.lower()]
+    if not found:
+        listed = [entry.name for entry in known]
+        raise InputError(
+            f"{text}: found no model or cluster with that in its name{_hint(text, listed)}; expected one of: "
+            f"{', '.join(listed)}"
+        )
+    return found
 
 
 def find_profile(given: Profile | str | Path) -> Profile:
@@ -94,13 +119,16 @@ def _locate(kind: Kind, given: str | Path) -> Path:
         return _file(kind, text)
     if text and (path.exists() or path.suffix == ".json" or len(path.parts) > 1):
         return path
-    near = difflib.get_close_matches(text.lower(), known, n=MAX_SUGGESTIONS, cutoff=0.5)
-    hint = f" (did you mean {' or '.join(near)}?)" if near else ""
     document = "profile.json" if kind == "model" else "cluster.json"
     raise InputError(
-        f"{text or 'empty name'}: found neither a file nor a known {kind} of that name{hint}; expected the path of a "
-        f"{document}, or one of: {', '.join(known)}"
+        f"{text or 'empty name'}: found neither a file nor a known {kind} of that name{_hint(text, known)}; expected "
+        f"the path of a {document}, or one of: {', '.join(known)}"
     )
+
+
+def _hint(text: str, known: list[str]) -> str:
+    near = difflib.get_close_matches(text.lower(), known, n=MAX_SUGGESTIONS, cutoff=0.5)
+    return f" (did you mean {' or '.join(near)}?)" if near else ""
 
 
 def _model_summary(profile: Profile) -> str:

@@ -7,7 +7,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from rich.console import Console
 from rich.table import Table
 
-from planner.catalog import Entry
 from planner.loading import levels, loading_lines
 from planner.offer import ALLOWED
 from planner.predict import Simulation
@@ -264,16 +263,6 @@ def simulation_table(results: Sequence[Simulation]) -> Table:
 def _shares(shares: Mapping[str, float]) -> str:
     largest = sorted(shares.items(), key=lambda item: -item[1])
     return ", ".join(f"{kind} {share:.0%}" for kind, share in largest if share >= 0.005)
-
-
-def catalog_table(entries: Iterable[Entry]) -> Table:
-    """Names, what they are, and where their numbers come from."""
-    table = Table(title="planner simulate MODEL@CLUSTER", title_justify="left")
-    for column in ("kind", "name", "what", "source"):
-        table.add_column(column)
-    for entry in entries:
-        table.add_row(entry.kind, entry.name, entry.summary, entry.source)
-    return table
 
 
 def _unique(values: Iterable[int]) -> list[int]:

@@ -8,7 +8,6 @@ alone; a synchronous step is as slow as its slowest rank.
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
@@ -21,12 +20,12 @@ from planner.problem import Problem
 from planner.profile.document import Cluster, ComputeProfile, Link, NormProfile, Profile
 from planner.profile.local_async import LocalAsyncProfile
 from planner.simulator import simulate_schedule
+from planner.units import parse_bandwidth, parse_latency_us, us_per_byte
 from runtime.errors import InputError
 
 T = TypeVar("T")
 
 QUANTILES = (0.5, 0.9, 0.99)
-_LINK = re.compile(r"\s*([0-9.eE+-]+)\s*us\s*,\s*([0-9.eE+-]+)\s*gbit\s*")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,21 +135,19 @@ def relink(cluster: Cluster, name: LinkName, link: Link) -> Cluster:
 
 
 def parse_link(option: str, text: str) -> Link:
-    """A link from text such as `5us,100gbit`: start-up time and bandwidth.
+    """Return the link of a text such as `5us,100gbit`: start-up time and bandwidth.
 
     Raises:
         InputError: anything else.
     """
-    match = _LINK.fullmatch(text)
-    try:
-        alpha_us, gbit = (float(match[1]), float(match[2])) if match else (math.nan, math.nan)
-    except ValueError:
-        alpha_us = gbit = math.nan
-    if not (0.0 <= alpha_us <= 1e9 and 1e-6 <= gbit <= 1e6):
+    latency, comma, bandwidth = text.partition(",")
+    if not comma:
         raise InputError(
             f"{option}: found {text!r}, expected start-up time and bandwidth of the link, for example 5us,100gbit"
         )
-    return Link(alpha_us=alpha_us, beta_us_per_byte=8e-3 / gbit)
+    return Link(
+        alpha_us=parse_latency_us(latency, option), beta_us_per_byte=us_per_byte(parse_bandwidth(bandwidth, option))
+    )
 
 
 def step_quantiles(problem: Problem, schedule: Schedule, what: WhatIf) -> dict[str, float]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -9,6 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from planner.profile.local_async import LocalAsyncProfile
+from planner.units import parse_bandwidth, parse_latency_us, us_per_byte
 from runtime.documents import STRICT, check_schema, dump, read_json, validate, write_json
 from runtime.errors import InputError
 from runtime.plan import ModelReference
@@ -188,7 +190,10 @@ class ProfileWorld:
 
 @dataclass(frozen=True, kw_only=True)
 class Link:
-    """Start-up time, time per byte and reduction time per byte of one link."""
+    """Start-up time, time per byte and reduction time per byte of one link.
+
+    In a file `"latency": "3us"` may stand for `alpha_us`, and `"bandwidth": "400gbit"` for `beta_us_per_byte`.
+    """
 
     __pydantic_config__ = STRICT
 
@@ -277,6 +282,15 @@ class Cluster:
     def ranks(self) -> int:
         return self.nodes * self.ranks_per_node
 
+    def save(self, path: str | Path) -> None:
+        """Writes cluster.json atomically."""
+        write_json(path, self.to_document())
+
+    def to_document(self) -> dict[str, Any]:
+        """The cluster as plain JSON types."""
+        document: dict[str, Any] = dump(self)
+        return document
+
 
 @dataclass(frozen=True, kw_only=True)
 class Profile:
@@ -326,6 +340,8 @@ def parse_profile(document: Any, where: str = "profile") -> Profile:
     record = dict(check_schema(document, PROFILE_SCHEMA, where))
     if record.get("cluster") == {}:
         del record["cluster"]
+    if "cluster" in record:
+        record["cluster"] = _with_link_constants(record["cluster"], f"{where}: $.cluster")
     profile = validate(Profile, record, where, cure=CURE)
     _check_names(profile, where)
     _check_size(profile.compute, where)
@@ -383,6 +399,35 @@ def load_cluster(path: str | Path) -> Cluster:
 
 def parse_cluster(document: Any, where: str = "cluster") -> Cluster:
     """Checks a parsed cluster document; `where` names it in messages."""
-    cluster = validate(Cluster, check_schema(document, CLUSTER_SCHEMA, where), where)
+    record = _with_link_constants(check_schema(document, CLUSTER_SCHEMA, where), f"{where}: $")
+    cluster = validate(Cluster, record, where)
     _check_contention(cluster, f"{where}: $")
     return cluster
+
+
+def _with_link_constants(document: Any, where: str) -> Any:
+    """Return a cluster document in which links that are written as `bandwidth` and `latency` have α and β.
+
+    Raises:
+        InputError: a rate or a time that is none, or one beside the constant that it stands for.
+    """
+    if not isinstance(document, Mapping):
+        return document
+    record = dict(document)
+    for name in ("intra", "inter"):
+        link = record.get(name)
+        if not isinstance(link, Mapping):
+            continue
+        record[name] = dict(link)
+        for written, constant, parse in (
+            ("bandwidth", "beta_us_per_byte", lambda text, at: us_per_byte(parse_bandwidth(text, at))),
+            ("latency", "alpha_us", parse_latency_us),
+        ):
+            place = f"{where}.{name}"
+            if written in link and constant in link:
+                raise InputError(f"{place}: found {written} and {constant}, expected one of them: take one out")
+            if written in link:
+                record[name][constant] = parse(record[name].pop(written), f"{place}.{written}")
+            elif constant not in link:
+                raise InputError(f"{place}.{constant}: missing field; add it, or {written}")
+    return record

@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 from hypothesis import strategies as st
 
+from planner.cli import main
 from planner.cost.model import communication_cost
 from planner.problem import Problem
 from planner.profile.document import Cluster, Profile, parse_cluster, parse_profile
@@ -179,3 +181,16 @@ def random_problem(rng: np.random.Generator, count: int, kind: str, **options: A
         times = np.maximum.accumulate(times) if kind == "monotone" else times
         cluster = cluster_document(None, np.column_stack([sizes, times]).tolist(), contention)
     return make(profile_document(rows, **options), cluster)
+
+
+def run(*arguments: str) -> None:
+    """Run a command, which has to succeed."""
+    with pytest.raises(SystemExit) as stop:
+        main(arguments)
+    assert not stop.value.code
+
+
+def run_json(capsys: pytest.CaptureFixture[str], *arguments: str) -> Any:
+    """Return what a command prints with --json."""
+    run(*arguments, "--json")
+    return json.loads(capsys.readouterr().out)

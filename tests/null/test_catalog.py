@@ -2,32 +2,18 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import Any
 
 import pytest
-from builders import cluster_document, usual_document, write
+from builders import cluster_document, run, run_json, usual_document, write
 
 from planner import optimize, simulate
 from planner.catalog import entries, find_cluster, find_profile, names
-from planner.cli import main
 from planner.problem import make_problem
 from planner.profile.document import load_cluster, load_profile, parse_profile
 from runtime.errors import InputError
 
 ROOT = Path(__file__).parents[2]
-
-
-def run(*arguments: str) -> None:
-    with pytest.raises(SystemExit) as stop:
-        main(arguments)
-    assert not stop.value.code
-
-
-def run_json(capsys: pytest.CaptureFixture[str], *arguments: str) -> Any:
-    run(*arguments, "--json")
-    return json.loads(capsys.readouterr().out)
 
 
 def test_a_model_on_a_cluster_is_found_by_name(capsys: pytest.CaptureFixture[str]) -> None:

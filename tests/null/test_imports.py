@@ -30,7 +30,7 @@ DECIDING = (
     "planner/pictures/*.py", "planner/scaling.py", "planner/sources.py",
     "planner/ir.py", "planner/job.py", "planner/lower.py", "planner/outputs.py", "planner/pipeline.py",
     "planner/predict.py", "planner/problem.py", "planner/progress.py", "planner/simulator.py", "planner/solvers.py",
-    "planner/verify.py",
+    "planner/machines.py", "planner/units.py", "planner/verify.py",
     "planner/profile/__init__.py", "planner/profile/document.py", "planner/cost/*.py", "planner/merging/*.py",
     "planner/passes/*.py", "planner/strategies/*.py", "planner/testbed/__init__.py", "planner/testbed/emulation.py",
     "planner/testbed/commands.py", "planner/testbed/host_process.py", "planner/testbed/hosts.py",

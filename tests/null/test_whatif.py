@@ -88,17 +88,19 @@ def test_idle_time_bytes_and_critical_path() -> None:
     )
 
 
-@pytest.mark.parametrize(("text", "alpha_us", "gbit"), [("5us,100gbit", 5, 100), (" 0.5us , 25gbit", 0.5, 25)])
+@pytest.mark.parametrize(
+    ("text", "alpha_us", "gbit"), [("5us,100gbit", 5, 100), (" 0.5us , 25gbit", 0.5, 25), ("5ms,9gbyte", 5e3, 72)]
+)
 def test_links_in_words(text: str, alpha_us: float, gbit: float) -> None:
     link = parse_link("--inter", text)
     assert (link.alpha_us, link.beta_us_per_byte) == (alpha_us, pytest.approx(1e6 / (gbit * 1e9 / 8)))
 
 
 @pytest.mark.parametrize(
-    "text", ["", "5us", "9gbit", "5ms,9gbit", "-5us,9gbit", "5us,0gbit", "eus,1gbit", "1e99us,1gbit"]
+    "text", ["", "5us", "9gbit", "5 weeks,9gbit", "-5us,9gbit", "5us,0gbit", "eus,1gbit", "1e99us,1gbit"]
 )
 def test_links_that_are_none(text: str) -> None:
-    with pytest.raises(InputError, match=r"--inter: found .* for example 5us,100gbit"):
+    with pytest.raises(InputError, match=r"--inter: found .*, expected .* (for example 5us,100gbit|such as)"):
         parse_link("--inter", text)
 
 
