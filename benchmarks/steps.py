@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from planner.compare.contestants import BARE, Contestant
-from planner.compare.measure import WARM_UP_STEPS, Contest, Measured, Record
+from planner.comparison.contestants import BARE, Contestant
+from planner.comparison.measure import WARM_UP_STEPS, Contest, Measured, Record
 from planner.ir import Schedule
 from planner.lower import lower, predict
 from planner.problem import Problem, make_problem

@@ -104,10 +104,10 @@ def compare(
     emulate: Emulate = None,
 ) -> None:
     """Measure no communication, the best DDP, DDP's hooks, strategies and the plan by turns in one run."""
-    from planner.compare.contestants import contestants, sweep
-    from planner.compare.measure import compare_rank
-    from planner.compare.picture import picture_text
-    from planner.compare.report import comparison_table, failures, summarize
+    from planner.comparison.contestants import contestants, sweep
+    from planner.comparison.measure import compare_rank
+    from planner.comparison.picture import picture_text
+    from planner.comparison.report import comparison_table, failures, summarize
     from planner.job import find_job
     from planner.outputs import check_writable
     from planner.problem import make_problem

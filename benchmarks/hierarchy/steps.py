@@ -9,8 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks.steps import measure_rank
-from planner.compare.report import values_by_name
-from planner.compare.statistics import median_interval
+from planner.comparison.report import values_by_name
+from planner.comparison.statistics import median_interval
 from planner.ir import Schedule
 from planner.lower import predict
 from planner.passes.joint import Joint

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 from benchmarks.lags.bound import DENSITY, at_once, bound, layer_wise
 from benchmarks.steps import measure_rank
-from planner.compare.contestants import BARE
-from planner.compare.report import values_by_name
-from planner.compare.statistics import median_interval, ratio_interval
+from planner.comparison.contestants import BARE
+from planner.comparison.report import values_by_name
+from planner.comparison.statistics import median_interval, ratio_interval
 from planner.ir import Schedule
 from planner.problem import Problem, make_problem
 from planner.simulator import simulate_schedule

@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 
 from benchmarks.steps import measure_rank
-from planner.compare.contestants import BARE
-from planner.compare.measure import Measured
-from planner.compare.report import values_by_name
-from planner.compare.statistics import median_interval, ratio_interval
+from planner.comparison.contestants import BARE
+from planner.comparison.measure import Measured
+from planner.comparison.report import values_by_name
+from planner.comparison.statistics import median_interval, ratio_interval
 from planner.ir import Schedule
 from planner.lower import predict
 from planner.problem import Problem, make_problem

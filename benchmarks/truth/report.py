@@ -13,7 +13,7 @@ import torch
 
 from benchmarks.marked import replace_part
 from benchmarks.truth.cells import Cell, Result
-from planner.compare.contestants import BARE
+from planner.comparison.contestants import BARE
 
 WORTH_HIDING = 0.1
 """Share of the step of `single`: where less could be hidden, the difference of two steps says nothing about it."""

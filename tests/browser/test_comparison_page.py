@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from chromium import chromium_page
 
-from planner.compare.picture import picture_text
-from planner.compare.report import Comparison, Row
+from planner.comparison.picture import picture_text
+from planner.comparison.report import Comparison, Row
 
 POINTS = "[...document.querySelectorAll('.scatterlayer .trace')].map(t => t.querySelectorAll('path.point').length)"
 

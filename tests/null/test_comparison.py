@@ -13,11 +13,11 @@ from builders import cluster_document, profile_document, usual_document, usual_p
 
 from planner import optimize
 from planner.cli import main
-from planner.compare.contestants import BARE, DDP, PLAN, Contestant, contestants, sweep
-from planner.compare.measure import Measured, Record
-from planner.compare.picture import picture_text
-from planner.compare.report import comparison_table, failures, summarize
-from planner.compare.statistics import (
+from planner.comparison.contestants import BARE, DDP, PLAN, Contestant, contestants, sweep
+from planner.comparison.measure import Measured, Record
+from planner.comparison.picture import picture_text
+from planner.comparison.report import comparison_table, failures, summarize
+from planner.comparison.statistics import (
     Interval,
     hidden_share,
     median_interval,

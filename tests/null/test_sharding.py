@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from planner import simulate
 from planner.cli import main
-from planner.compare.contestants import contestants
+from planner.comparison.contestants import contestants
 from planner.decide import optimize
 from planner.ir import Schedule, Updaters
 from planner.passes.shard_updates import ShardUpdates

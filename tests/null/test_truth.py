@@ -21,7 +21,7 @@ from benchmarks.truth.report import (
     tau,
     write_into,
 )  # fmt: skip
-from planner.compare.contestants import BARE
+from planner.comparison.contestants import BARE
 from planner.problem import make_problem
 
 

@@ -16,7 +16,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 from torch.nn.parallel import DistributedDataParallel
 
 import runtime
-from planner.compare.contestants import DDP, PLAN, Contestant
+from planner.comparison.contestants import DDP, PLAN, Contestant
 from planner.profile.step import TIMEOUT_S
 from planner.progress import Progress, make_progress
 from planner.training import KEPT_BATCHES, BuiltJob, blaming, build

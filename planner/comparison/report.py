@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.compare.contestants import BARE, BEST_DDP, DDP, PLAN
-from planner.compare.statistics import (
+from planner.comparison.contestants import BARE, BEST_DDP, DDP, PLAN
+from planner.comparison.statistics import (
     hidden_share,
     median_interval,
     ratio_interval,
@@ -21,7 +21,7 @@ from planner.compare.statistics import (
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from planner.compare.measure import Measured
+    from planner.comparison.measure import Measured
 
 LOSS_TOLERANCE = 1e-3
 """Relative."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from planner.compare.report import Comparison, Row, failures
+from planner.comparison.report import Comparison, Row, failures
 from runtime.errors import EnvironmentFailure
 
 ROW_PX, AROUND_PX = 44, 220
