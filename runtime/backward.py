@@ -81,6 +81,7 @@ class BackwardLife:
         self._reached = self._reached or synchronizing
         if not self._awaiting_end:
             self._await_end()
+            self._exchange().begin_backward()
 
     def _admit(self) -> bool:
         """The first gradient of a backward is here: a step begins, if this backward exchanges.
@@ -117,7 +118,7 @@ class BackwardLife:
             self._forget_backward()
             self._exchange().untouch()
 
-    def _begin_again(self, slot: Slot, parameter: Tensor) -> None:
+    def _begin_again(self, slot: Slot) -> None:
         """A gradient that is here already has come, which is an error unless it was an abandoned backward's."""
         if not self._abandoned():
             raise InputError(
@@ -125,7 +126,7 @@ class BackwardLife:
                 f"checkpointing of a shared parameter does that, use checkpoint(..., use_reentrant=False)"
             )
         self._forget_backward()
-        self._exchange().gradient_ready(slot, parameter)
+        self._exchange().gradient_ready(slot)
 
     def _end_of_backward(self) -> None:
         self._awaiting_end = False

@@ -35,6 +35,10 @@ class Slot:
     """Whether its bytes cost more than a call: moved at once, while it is in the cache, and not with the others."""
     view: Tensor = field(init=False)
     """The gradient's part of the flat buffer, in the parameter's shape and strides."""
+    address: int = field(init=False)
+    """Where that is in memory."""
+    _home: Tensor = field(init=False, repr=False)
+    """Another tensor of it, to which a script has no way."""
     bucket: BucketBuffer = field(init=False, repr=False)
     waiting: bool = True
     """Whether this step's gradient has not come yet."""
@@ -42,14 +46,20 @@ class Slot:
     """Whether a backward has produced a gradient since the last exchange (also without synchronization)."""
 
     def take(self, scale: float) -> None:
-        """Moves `.grad`, times `scale`, into the view and makes the view the parameter's `.grad`."""
+        """Moves `.grad`, times `scale`, into the view and makes the view the parameter's `.grad`. Where a hook has let
+        go of `.grad`, it is zeros, as with DDP.
+        """
         gradient = self.parameter.grad
-        assert gradient is not None
         if gradient is self.view:
-            gradient.mul_(scale)
-            return
+            if gradient.data_ptr() == self.address:
+                gradient.mul_(scale)
+                return
+            gradient = self.take_back()
         self.clear_view()
-        torch.mul(_plain(gradient), scale, out=self.view)
+        if gradient is None:
+            self.view.zero_()
+        else:
+            torch.mul(_plain(gradient), scale, out=self.view)
         self.parameter.grad = self.view
 
     def place(self, view: Tensor) -> None:
@@ -58,6 +68,18 @@ class Slot:
             self.view.data = view
         else:
             self.view = view
+        self._home, self.address = view.detach(), view.data_ptr()
+
+    def take_back(self) -> Tensor:
+        """Points the view, which a script has given other memory (`parameter.grad.data = …`), into the buffer again.
+
+        Returns that memory; it is `.grad` from now on, where the view was.
+        """
+        theirs = self.view.detach()
+        self.view.data = self._home
+        if self.parameter.grad is self.view:
+            self.parameter.grad = theirs
+        return theirs
 
     def clear_view(self) -> None:
         """Makes the view free to be written to, while it is not the parameter's `.grad`.
@@ -198,9 +220,15 @@ class BucketBuffer:
         gradients: list[Tensor] = []
         for slot in self.small:
             gradient = slot.parameter.grad
-            assert gradient is not None
-            if gradient is not slot.view:
-                slot.clear_view()
+            if gradient is slot.view:
+                if gradient.data_ptr() == slot.address:
+                    continue
+                gradient = slot.take_back()
+            slot.clear_view()
+            if gradient is None:
+                slot.view.zero_()
+                slot.parameter.grad = slot.view
+            else:
                 moved.append(slot)
                 gradients.append(_plain(gradient))
         if moved:

@@ -346,9 +346,7 @@ class DelayedExchange(Exchange):
 
     def finish(self) -> None:
         """The end of backward: the rest leaves, and nothing is waited for but the averages of the node."""
-        for bucket in self.buckets[self._next :]:
-            self._fill_missing(bucket)
-            self._launch(bucket)
+        self._launch_rest()
         self._recorder.end_backward()
         if self._links is not None:
             self._links.inside.wait()

@@ -6,6 +6,7 @@ old one made stay as they are, in the old one's memory, until nobody refers to t
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
@@ -16,6 +17,7 @@ from runtime.buckets import BucketBuffer, Kept, Parcel, Slot, UsageFlags
 from runtime.carried import Carried
 from runtime.communicator import Communicator
 from runtime.guard import LossyBucket, Watched
+from runtime.hooks import GradientHook
 from runtime.layout import make_buckets
 from runtime.plan import Plan
 from runtime.recorder import Recorder
@@ -60,14 +62,14 @@ class Exchange:
         self._next = 0
         self.open = False
         """Whether a backward gives its gradients now."""
-        self._handles: list[Any] = []
+        self._hooks: dict[str, GradientHook] = {}
 
     def _lay_out(
         self, parameters: Mapping[str, nn.Parameter], ranks: int
     ) -> tuple[list[Slot], list[BucketBuffer], UsageFlags | None]:
         return make_buckets(self.plan, parameters, ranks, self._position)
 
-    def install(self, admit: Callable[[], bool], again: Callable[[Slot, Tensor], None]) -> None:
+    def install(self, admit: Callable[[], bool], again: Callable[[Slot], None]) -> None:
         """Hooks the parameters.
 
         Args:
@@ -76,29 +78,30 @@ class Exchange:
         """
         self._admit, self._again = admit, again
         for name in self._parameters.keys() - set(self.plan.gradients):
-            self._hook(self._parameters[name], partial(refuse_unplanned, name))
+            self._hooks[name] = GradientHook(self._parameters[name], partial(refuse_unplanned, name))
+        here = weakref.ref(self)
         for slot in self.slots:
-            self._hook(slot.parameter, partial(self.gradient_ready, slot))
+            self._hooks[slot.name] = self._hook(slot, partial(_has_come, here, slot))
 
-    def _hook(self, parameter: nn.Parameter, hook: Callable[[Tensor], None]) -> None:
-        frozen = not parameter.requires_grad
-        if frozen:  # since attach; it may thaw
-            parameter.requires_grad_(True)
-        self._handles.append(parameter.register_post_accumulate_grad_hook(hook))
-        if frozen:
-            parameter.requires_grad_(False)
+    def _hook(self, slot: Slot, after: Callable[[Any, Any], None]) -> GradientHook:
+        return GradientHook(slot.parameter, after)
 
     # One step, in the order in which it happens.
 
-    def gradient_ready(self, slot: Slot, parameter: Tensor) -> None:
-        """The hook of each parameter: its `.grad` has been accumulated."""
-        if parameter.grad is None:
-            return  # a backward function gave None for it: as if this rank had not used it
+    def begin_backward(self) -> None:
+        """A backward reaches the model's outputs, but no parameter yet."""
+        first = next((slot for slot in self.slots if slot.parameter.requires_grad), None)
+        if first is not None and self._hooks[first.name].renew():  # the model was converted, and maybe back again
+            for slot in self.slots:
+                self._hooks[slot.name].renew()
+
+    def gradient_ready(self, slot: Slot) -> None:
+        """A parameter's gradient has been added to its `.grad`, and the user's hooks have seen it."""
         slot.touched = True
         if not self.open and not self._admit():
             return
         if not slot.waiting:
-            return self._again(slot, parameter)
+            return self._again(slot)
         slot.waiting = False
         bucket = slot.bucket
         bucket.waiting -= 1
@@ -143,9 +146,7 @@ class Exchange:
 
     def finish(self) -> None:
         """The end of backward: after this, every `.grad` is final."""
-        for bucket in self.buckets[self._next :]:
-            self._fill_missing(bucket)
-            self._launch(bucket)
+        self._launch_rest()
         self._recorder.end_backward()
         carries = self.carried.active
         if carries:
@@ -164,6 +165,18 @@ class Exchange:
     def _wait_for(self, bucket: BucketBuffer | None) -> None:
         """Until a bucket has come, or all have: later ones travel while it is unpacked."""
         self.communicator.wait(None if bucket is None else self._recorder.sent(bucket.index))
+
+    def _launch_rest(self) -> None:
+        for bucket in self.buckets[self._next :]:
+            for slot in bucket.slots:
+                # A part of the model was converted, and back again: this backward has been through its new nodes.
+                if slot.waiting and self._hooks[slot.name].renew() and slot.parameter.grad is not None:
+                    slot.touched = True
+            try:
+                self._fill_missing(bucket)
+            except RuntimeError as error:
+                raise explain_failed_move(error, bucket) from error
+            self._launch(bucket)
 
     def _fill_missing(self, bucket: BucketBuffer) -> None:
         """Gradients that this backward did not produce: what `.grad` holds counts, else zeros, as with DDP.
@@ -235,9 +248,9 @@ class Exchange:
 
     def close(self) -> None:
         """Takes the hooks off. `.grad`s stay what they are: views of buckets that nobody else writes to any more."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
+        for hook in self._hooks.values():
+            hook.remove()
+        self._hooks.clear()
         self.communicator.close()
         # Cycles, whose memory would wait for the garbage collector.
         for bucket in self.buckets:
@@ -250,3 +263,11 @@ class Exchange:
         for slot in self.slots:
             if slot.parameter.grad is slot.view:
                 slot.parameter.grad = slot.view.clone()
+
+
+def _has_come(exchange: weakref.ref[Exchange], slot: Slot, _nothing: Any, gradients: tuple[Tensor | None]) -> None:
+    """The hook of each parameter's node."""
+    here = exchange()
+    if here is None or (gradients[0] is None and slot.parameter.grad is None):
+        return  # a backward function gave None for it: as if this rank had not used it
+    here.gradient_ready(slot)

@@ -1,9 +1,13 @@
-"""Hooks on modules that a copy of the module does not inherit."""
+"""Hooks that are run after the user's own, and hooks on modules that a copy of the module does not inherit."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
+
+from torch import Tensor
+
+from runtime.torch_compat import accumulator_of
 
 
 def no_hook(*_: Any) -> None:
@@ -31,3 +35,48 @@ class ModuleHook:
 
     def __reduce__(self) -> tuple[Callable[[], Callable[..., None]], tuple[()]]:
         return _get_no_hook, ()
+
+
+class GradientHook:
+    """Is called when a gradient has been added to a parameter's `.grad`, after all hooks on the parameter.
+
+    It is on the node of autograd's that adds gradients up, as DDP's is: hooks on the parameter come before it,
+    whenever they were registered. The parameter does not keep that node, so it is kept here. Node and hook live as
+    long as somebody keeps a graph, so `after` has to hold the session weakly.
+    """
+
+    __slots__ = ("_after", "_before", "_handles", "_node", "_parameter")
+
+    def __init__(
+        self, parameter: Tensor, after: Callable[[Any, Any], None], before: Callable[[Any], None] | None = None
+    ) -> None:
+        """Registers the hooks.
+
+        Args:
+            after: called with nothing and a tuple of the gradient, None where a backward function gave none.
+            before: called with that tuple when the gradient is about to be added.
+        """
+        self._parameter, self._after, self._before = parameter, after, before
+        self._register(accumulator_of(parameter))
+
+    def _register(self, node: Any) -> None:
+        self._node = node
+        self._handles = [node.register_hook(self._after)]
+        if self._before is not None:
+            self._handles.append(node.register_prehook(self._before))
+
+    def renew(self) -> bool:
+        """Goes over to the parameter's node of now; whether that is another one: `parameter.data = …` of another dtype
+        or on another device gives it a new one, also where it is changed back.
+        """
+        node = accumulator_of(self._parameter)
+        if node is self._node:
+            return False
+        self.remove()
+        self._register(node)
+        return True
+
+    def remove(self) -> None:
+        """Takes the hooks off."""
+        for handle in self._handles:
+            handle.remove()

@@ -24,6 +24,7 @@ from runtime.collectives.delayed import PushPull
 from runtime.collectives.phases import add_up, all_to_all, gather
 from runtime.communicator import Communicator, NullCommunicator, make_communicator
 from runtime.exchange import Exchange
+from runtime.hooks import GradientHook
 from runtime.layout import make_plain_buckets
 from runtime.plan import Plan
 from runtime.recorder import Recorder
@@ -128,15 +129,8 @@ class ShardedExchange(Exchange):
             self._parcels.append(Parcel(bucket.index, bucket.label, payloads))
         return slots, buckets, None
 
-    def _hook(self, parameter: nn.Parameter, hook: Any) -> None:
-        super()._hook(parameter, hook)
-        frozen = not parameter.requires_grad
-        parameter.requires_grad_(True)
-        # The node is run for gradients that are accumulated alone, not for those that `torch.autograd.grad` returns.
-        node = torch.autograd.graph.get_gradient_edge(parameter).node
-        self._handles.append(_NodeHook(node, node.register_prehook(partial(_make_room, parameter))))
-        if frozen:
-            parameter.requires_grad_(False)
+    def _hook(self, slot: Slot, after: Callable[[Any, Any], None]) -> GradientHook:
+        return GradientHook(slot.parameter, after, partial(_make_room, slot.parameter))
 
     # One step, in the order in which it happens.
 
@@ -250,17 +244,6 @@ def make_exchange(
         plan, parameters, world.ranks, communicator, recorder, exchanges=world.ranks > 1 or not communicate,
         loss_scale=loss_scale, position=position,
     )  # fmt: skip
-
-
-class _NodeHook:
-    """A hook on a node of autograd's, which has to be kept, for else it goes and comes again without the hook."""
-
-    def __init__(self, node: Any, handle: Any) -> None:
-        self._node, self._handle = node, handle
-
-    def remove(self) -> None:
-        """Takes the hook off."""
-        self._handle.remove()
 
 
 def _make_room(parameter: nn.Parameter, _gradients: Any) -> None:

@@ -29,6 +29,17 @@ def current_backward_id() -> int:
     return torch._C._current_graph_task_id()
 
 
+def accumulator_of(parameter: torch.Tensor) -> Any:
+    """The node of autograd's that adds gradients to the parameter's `.grad`; of a frozen parameter, too."""
+    frozen = not parameter.requires_grad
+    if frozen:
+        parameter.requires_grad_(True)
+    node = torch.autograd.graph.get_gradient_edge(parameter).node
+    if frozen:
+        parameter.requires_grad_(False)
+    return node
+
+
 def is_wrapped(model: torch.nn.Module) -> str | None:
     """The name of the wrapper that already exchanges this model's gradients, or None."""
     from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel

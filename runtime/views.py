@@ -23,8 +23,7 @@ class ViewGuard:
         self._remember()
 
     def _remember(self) -> None:
-        self._places = [slot.view.detach() for slot in self._slots]
-        self._addresses = [place.data_ptr() for place in self._places]
+        self._addresses = [slot.address for slot in self._slots]
         messages = [(bucket, message) for bucket in self._buckets for message in bucket.messages]
         self._uses = [(bucket, message, storage_uses(message.storage)) for bucket, message in messages]
 
@@ -33,7 +32,9 @@ class ViewGuard:
         buffers that somebody else looks at to memory of their own.
         """
         if [slot.view.data_ptr() for slot in self._slots] != self._addresses:
-            self._restore_strayed()
+            for slot in self._slots:
+                if slot.view.data_ptr() != slot.address:
+                    slot.take_back()
         shared = [(bucket, message) for bucket, message, uses in self._uses if storage_uses(message.storage) > uses]
         # While every `.grad` is the view, gradients are added up in place, which whoever looks at them has to see.
         moved = [pair for pair in shared if any(slot.parameter.grad is not slot.view for slot in pair[1].slots)]
@@ -41,12 +42,3 @@ class ViewGuard:
             bucket.move(message)
         if moved:
             self._remember()
-
-    def _restore_strayed(self) -> None:
-        for slot, place in zip(self._slots, self._places, strict=True):
-            if slot.view.data_ptr() == place.data_ptr():
-                continue
-            theirs = slot.view.detach()
-            slot.view.data = place
-            if slot.parameter.grad is slot.view:
-                slot.parameter.grad = theirs

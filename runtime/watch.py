@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from itertools import chain
 from operator import is_
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -97,9 +98,9 @@ class ModelWatch:
             )
 
 
-def refuse_unplanned(name: str, parameter: Tensor) -> None:
+def refuse_unplanned(name: str, _nothing: Any, gradients: tuple[Tensor | None]) -> None:
     """The hook of a trainable parameter that the plan leaves out because it got no gradient when it was profiled."""
-    if parameter.grad is None:
+    if gradients[0] is None:
         return  # a backward function gave None for it
     raise InputError(
         f"{name} got a gradient, but the plan does not hold it: it got none when the model was profiled; profile "
