@@ -20,6 +20,7 @@ from benchmarks.pto import CASES, RANKS, STEPS, WARM_UP
 from planner.launch import LocalWorld, run_ranks
 from runtime.elementwise import state_bytes
 from runtime.fit import trainable_parameters
+from runtime.interfaces import SHARDED_STEP
 from runtime.plan import ModelReference, Plan, PlanBucket, PlanWorld, StepPlan, UpdatePlan
 from runtime.world import World
 
@@ -53,6 +54,7 @@ def plan_of(model: nn.Module, ranks: int, *, shared: bool) -> Plan:
         model=ModelReference(name="layers"), world=PlanWorld(ranks=ranks), accuracy="exact",
         buckets=tuple(PlanBucket(gradients=tuple(names)) for names in buckets),
         updates=UpdatePlan(step=StepPlan(sharded=True)) if shared else None,
+        interface=(SHARDED_STEP,) if shared else None,
     )  # fmt: skip
 
 

@@ -18,6 +18,7 @@ from typing import Annotated
 import typer
 
 from planner.options import (
+    Allow,
     ClusterName,
     Flags,
     MaxDelay,
@@ -68,6 +69,7 @@ def optimize(
     accuracy: Annotated[
         str, typer.Option(help="exact, bounded or relaxed: the riskiest class of plan allowed.")
     ] = "exact",
+    allow: Allow = None,
     output: Annotated[str, typer.Option("-o", "--output", help="Where to write the plan.")] = "plan.json",
     passes: Annotated[
         str,
@@ -101,6 +103,7 @@ def optimize(
         profile,
         cluster,
         accuracy=accuracy,  # type: ignore[arg-type]
+        allow=() if allow is None else _items("--allow", allow),
         passes=passes,
         after_pass=after_pass,
         solver=solver,
@@ -132,9 +135,9 @@ def simulate(
     strategy: Annotated[
         str | None,
         typer.Option(
-            help="Strategies, comma-separated: wfbp, wfbp:layer, single, mg_wfbp, ddp, ddp:MIB, torus_2d, optimal; "
-            "lossy ones: joint, joint:MAX_RATIO; ssd:STEPS; lap:UPDATERS, lpp:UPDATERS; for comparison: "
-            "slgs:DENSITY, lags:MAX_RATIO, hitopk:DENSITY, mb_sgd, l_sgd:STEPS, pl_sgd:STEPS."
+            help="Strategies, comma-separated: wfbp, wfbp:layer, single, mg_wfbp, ddp, ddp:MIB, torus_2d, optimal, "
+            "optimal:sharded-step; lossy ones: joint, joint:MAX_RATIO; ssd:STEPS; lap:UPDATERS, lpp:UPDATERS; for "
+            "comparison: slgs:DENSITY, lags:MAX_RATIO, hitopk:DENSITY, mb_sgd, l_sgd:STEPS, pl_sgd:STEPS."
         ),
     ] = None,
     ranks: Annotated[

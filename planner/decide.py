@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from planner.bars import baseline_prediction
 from planner.catalog import find_cluster, find_profile
+from planner.interfaces import allowed_passes, check_allow
 from planner.ir import Schedule
 from planner.lossy import ACCURACIES, choose, split_passes
 from planner.lower import lower, predict
@@ -19,15 +21,25 @@ from planner.pipeline import AfterPass, parse_passes, run_passes
 from planner.problem import Problem, make_problem
 from planner.profile.document import Cluster, Profile
 from planner.scaling import OPTIMAL, scaling_curve
-from planner.sharding import can_share, own_update_us
+from planner.sharding import can_share, own_update_us, saves_memory
 from planner.simulator import simulate_schedule
 from planner.solvers import UNASKED, Solved, check_solver, solve
 from planner.sources import counted, describe_sources
-from planner.steps import beside_shared, check_memory, demanded, other_way, with_memory, with_step
+from planner.steps import (
+    beside_shared,
+    check_memory,
+    demanded,
+    other_way,
+    with_gain,
+    with_memory,
+    with_notes,
+    with_step,
+)
 from planner.strategies import BASELINES, make_schedule
 from planner.strategies.optimal import best_baseline
 from planner.updaters import making_us
 from runtime.errors import InputError
+from runtime.interfaces import SHARDED_STEP
 from runtime.plan import Accuracy, Plan
 from runtime.predicted import Certificate, Prediction, ScalingPoint, SolverBound
 
@@ -42,6 +54,7 @@ def optimize(
     cluster: Cluster | str | Path | None = None,
     *,
     accuracy: Accuracy = "exact",
+    allow: Sequence[str] = (),
     passes: str = DEFAULT_PASSES,
     after_pass: AfterPass | None = None,
     solver: str = "dp",
@@ -59,6 +72,9 @@ def optimize(
         accuracy: the class of plans allowed: `bounded` looks at sparsified plans too, `relaxed` also at delay. A
             riskier one is taken where it is predicted at least 2 % faster than the best less risky one; it carries the
             exact one as `fallback`.
+        allow: interfaces beside drop-in that the plan may have, by name: with `sharded-step` ranks share the
+            optimizer's step where that is predicted 2 % faster, or what every rank would hold does not fit into its
+            memory.
         passes: the pipeline, for example `merge{labels=4}` or `merge,sparsify{max_ratio=250}`. Exact passes run first;
             where lossy plans are allowed, `joint` and `delay` run after them, or what is named in their place.
         after_pass: called with (name, schedule, seconds) after each pass.
@@ -71,22 +87,24 @@ def optimize(
         max_delay: for relaxed plans, the largest k: after so many steps at the most come new weights; default: 4.
 
         max_memory_mib: what each rank has for weights, gradients, the optimizer's state and activations; where that
-            is too little, ranks share the optimizer's step. Default: what the profile says, if anything.
+            is too little, ranks share the optimizer's step if that is allowed; if not, the notes say whether it would
+            help. Default: what the profile says, if anything.
 
     Returns:
         The plan with its prediction, baselines and certificate; equal inputs give equal plans.
 
     Raises:
         InputError: a document is wrong, there is no cluster, an option is unknown, or the solver cannot take on so many
-            gradients.
+            gradients; a pass does what is not allowed.
         CheckFailed: the solver contradicts the dynamic program.
     """
     if accuracy not in ACCURACIES:
         raise InputError(f"--accuracy: found {accuracy!r}, expected one of: {', '.join(ACCURACIES)}")
     limit = check_solver(solver, solver_limit)
     parsed = parse_passes(passes)
-    pipeline, lossy = split_passes(parsed, accuracy, max_ratio, protect, max_delay)
-    pipeline = with_memory(pipeline, check_memory(max_memory_mib))
+    asked_for, lossy = split_passes(parsed, accuracy, max_ratio, protect, max_delay)
+    asked_for = with_memory(asked_for, check_memory(max_memory_mib))
+    pipeline = allowed_passes(asked_for, check_allow(allow))
     where = name_of(profile if cluster is None else cluster)
     machines = None if cluster is None else find_cluster(cluster)
     problem = make_problem(find_profile(profile), machines, where=where)
@@ -94,9 +112,11 @@ def optimize(
     schedule = run_passes(pipeline, start, problem, after_pass)
     solved = solve(problem, schedule, limit) if solver == "cpsat" and not schedule.sharded else None
     schedule = solved.schedule if solved else schedule
-    other = other_way(problem, schedule, start, pipeline)
-    plan = with_step(problem, _exact(problem, schedule, solved), schedule, other, pipeline)
-    unheeded = "" if max_memory_mib is None else memory_unheeded(problem, pipeline)
+    other = other_way(problem, schedule, start, asked_for)
+    exact = plan = with_step(problem, _exact(problem, schedule, solved), schedule, other, asked_for)
+    if SHARDED_STEP in allow:
+        plan = with_notes(problem, plan, asked_for)
+    unheeded = "" if max_memory_mib is None else memory_unheeded(problem, asked_for)
     if unheeded:
         plan = replace(plan, notes=(*plan.notes, f"--max-memory-mib {max_memory_mib:g} changes nothing: {unheeded}"))
     if solver == "cpsat" and schedule.sharded:
@@ -112,11 +132,13 @@ def optimize(
             plan = beside_shared(
                 plan,
                 riskier(_exact(problem, other), other),
-                demanded=demanded(problem, pipeline),
+                demanded=demanded(problem, pipeline) and saves_memory(problem, schedule),
                 making_us=making_us(problem),
             )
         else:
             plan = riskier(plan, schedule)
+    if SHARDED_STEP not in allow:
+        plan = with_gain(problem, plan, exact, asked_for, making_us=making_us(problem))
     return replace(plan, loading=problem.profile.loading)
 
 
@@ -136,7 +158,7 @@ def _baseline(problem: Problem, name: str) -> Prediction:
 def _scaling(problem: Problem, plan: Plan, baselines: dict[str, Prediction]) -> tuple[ScalingPoint, ...]:
     planned = {OPTIMAL: plan.predicted} if plan.predicted else {}
     here_us = {name: prediction.iteration_us for name, prediction in (planned | baselines).items()}
-    return scaling_curve(problem, here_us)
+    return scaling_curve(problem, here_us, f"{OPTIMAL}:{SHARDED_STEP}" if plan.sharded else OPTIMAL)
 
 
 def name_of(document: Profile | Cluster | str | Path) -> str:
@@ -157,7 +179,7 @@ def certify(problem: Problem, schedule: Schedule, solved: Solved | None = None) 
     if short and (solved is None or solved.bound_us <= bound_us):
         notes.append(short)
     if can_share(problem):
-        notes.append("plans whose ranks share the optimizer's step are left out here")
+        notes.append("among drop-in plans")
     if problem.dtype_count > 1:
         notes.append("the bound is for buckets of consecutive gradients; DDP's, one dtype each, are of another class")
     if not ties_exact and not problem.contended:

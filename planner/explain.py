@@ -12,6 +12,7 @@ from planner.offer import ALLOWED
 from planner.predict import Simulation
 from planner.profile.document import Profile
 from planner.sources import counted, slower
+from runtime.interfaces import INTERFACES
 from runtime.plan import LocalAsyncSpec, Plan, PlanBucket
 from runtime.predicted import Prediction
 
@@ -56,7 +57,7 @@ def summary_table(plan: Plan) -> Table:
     for column in ("buckets", "step (ms)", "exposed (ms)", "step / plan"):
         table.add_column(column, justify="right")
     planned = plan.predicted
-    rows: list[tuple[str, Prediction]] = [(f"plan ({plan.accuracy})", planned)] if planned else []
+    rows: list[tuple[str, Prediction]] = [(plan_kind(plan), planned)] if planned else []
     rows += sorted((plan.baselines or {}).items(), key=lambda item: item[1].iteration_us)
     for name, prediction in rows:
         ratio = prediction.iteration_us / planned.iteration_us if planned and planned.iteration_us else 1.0
@@ -64,6 +65,16 @@ def summary_table(plan: Plan) -> Table:
         step, exposed = milliseconds(prediction.iteration_us), milliseconds(prediction.exposed_us)
         table.add_row(printable(name), buckets or str(len(plan.buckets)), step, exposed, f"{ratio:.3f}")
     return table
+
+
+def plan_kind(plan: Plan) -> str:
+    """The plan's name in tables: its accuracy, and its interface where that is not drop-in."""
+    return f"plan ({', '.join((plan.accuracy, *plan.interfaces))})"
+
+
+def interface_lines(plan: Plan) -> list[str]:
+    """What a script has to know of the plan; nothing where it is drop-in."""
+    return [f"interface {name}: {INTERFACES[name]}" for name in plan.interfaces if name in INTERFACES]
 
 
 def bucket_table(plan: Plan) -> Table:
@@ -82,7 +93,7 @@ def bucket_table(plan: Plan) -> Table:
             _members(bucket),
             mebibytes(bucket.size_bytes),
             *times,
-            bucket_form(bucket),
+            bucket_form(bucket, sharded=plan.sharded),
             printable(bucket.reason or "", SENTENCE_CHARACTERS),
         )
     if len(plan.buckets) > SHOWN_BUCKETS:
@@ -95,8 +106,10 @@ def _members(bucket: PlanBucket) -> str:
     return first if count == 1 else f"{first} … {last} ({count})"
 
 
-def bucket_form(bucket: PlanBucket) -> str:
-    """How a bucket travels: collective, algorithm and compressor."""
+def bucket_form(bucket: PlanBucket, *, sharded: bool = False) -> str:
+    """How a bucket travels: collective, algorithm and compressor; both halves, where ranks share the step."""
+    if sharded:
+        return "reduce_scatter, all_gather"
     form = printable(f"{bucket.collective}/{bucket.algorithm}")
     return form if bucket.compressor.name == "none" else f"{form} {printable(bucket.compressor.name)}"
 
@@ -218,10 +231,9 @@ def print_plan(plan: Plan, console: Console, *, buckets: bool) -> None:
     for points, table in tables:
         if points:
             console.print(table(plan))
-    for line in (updaters_line(plan), delay_line(plan)):
-        if line:
-            console.print(f"accuracy {plan.accuracy}; {line}", highlight=False)
-    console.print(certificate_text(plan), highlight=False)
+    said = [f"accuracy {plan.accuracy}; {line}" for line in (updaters_line(plan), delay_line(plan)) if line]
+    for line in (*said, *interface_lines(plan), certificate_text(plan)):
+        console.print(line, highlight=False)
     for note in plan.notes:
         console.print(f"- {printable(note, SENTENCE_CHARACTERS)}", highlight=False)
     if buckets:

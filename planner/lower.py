@@ -15,6 +15,7 @@ from planner.sharding import gathers_us, pushed_us
 from planner.simulator import simulate_schedule
 from planner.sources import counted, three_digits
 from runtime.errors import InputError
+from runtime.interfaces import SHARDED_STEP
 from runtime.names import numbered
 from runtime.plan import Accuracy, CompressorSpec, DelaySpec, LocalAsyncSpec, Plan, PlanBucket, PlanWorld
 from runtime.predicted import PredictedTask, Prediction
@@ -250,6 +251,7 @@ def lower(problem: Problem, schedule: Schedule) -> Plan:
         model=problem.profile.model,
         world=PlanWorld(ranks=cluster.ranks, nodes=cluster.nodes),
         accuracy=accuracy_of_schedule(schedule),
+        interface=(SHARDED_STEP,) if schedule.sharded else None,
         buckets=lower_buckets(problem, schedule),
         delay=None if schedule.delay is None else delay_spec(schedule.delay),
         local_async=None if schedule.updaters is None else local_async_spec(problem, schedule.updaters),

@@ -59,7 +59,14 @@ MaxMemory = Annotated[
     typer.Option(
         "--max-memory-mib",
         help="What each rank has for weights, gradients, the optimizer's state and activations; where that is too "
-        "little, ranks share the optimizer's step (default: the accelerator's, as profiled).",
+        "little, ranks share the optimizer's step if --allow lets them (default: the accelerator's, as profiled).",
+    ),
+]
+Allow = Annotated[
+    str | None,
+    typer.Option(
+        help="What plans may ask of the script beside what DDP does, comma-separated: sharded-step. Without, they are "
+        "drop-in."
     ),
 ]
 ProfileName = Annotated[str, typer.Argument(help="profile.json, or a name: MODEL or MODEL@CLUSTER (planner catalog).")]

@@ -16,7 +16,7 @@ from planner.ir import Bucket, Schedule
 from planner.problem import Problem, make_problem
 from planner.profile.document import Cluster, Profile
 from planner.simulator import simulate_schedule
-from planner.solvers import SOLVABLE, UNASKED, check_solver, solve_strategy
+from planner.solvers import SOLVABLE, check_solver, solve_strategy
 from planner.strategies import accuracy_of, make_schedule
 from planner.strategies.lags import ratios
 from planner.updaters import averagings_a_minibatch, making_us
@@ -117,8 +117,6 @@ def simulate(
             result = _simulation(problem, schedule, strategy, change, critical_path)
             if solved:
                 result = replace(result, lower_bound_us=solved.bound_us)
-            elif solver == "cpsat" and schedule.sharded:
-                result = replace(result, cost_source=f"{result.cost_source}; {UNASKED}")
             results.append(result)
     return results
 

@@ -9,8 +9,9 @@ What is measured, and where it comes from:
 - how compute and network slow each other down, and what selecting elements costs: the old profile's, where it is given.
   Both are about the machines, and measuring them takes steps of its own.
 
-The class of plans stays what it is: an exact plan is followed by an exact one. With a lossy plan, readiness as measured
-holds some of the time that selecting took, so that the new plan's prediction is a little too long.
+Class and interface of plans stay what they are: an exact plan is followed by an exact one, a drop-in one by one that is
+drop-in. With a lossy plan, readiness as measured holds some of the time that selecting took, so that the new plan's
+prediction is a little too long.
 """
 
 from __future__ import annotations
@@ -85,6 +86,7 @@ def replan(
     profile: Profile | str | Path | None = None,
     *,
     passes: str = DEFAULT_PASSES,
+    allow: Sequence[str] | None = None,
     switch: bool = True,
     at_step: int | None = None,
 ) -> Plan:
@@ -98,6 +100,8 @@ def replan(
             down, what selecting elements costs, and on CUDA, where only buckets are timed in training, how readiness is
             spread within them.
         passes: the pipeline, as for `optimize`.
+        allow: interfaces that the new plan may have beside drop-in, as for `optimize`; default: those of the present
+            plan, so that a drop-in run stays one.
         switch: change over to the plan, with `session.switch`.
         at_step: the first step with it; default: the next one.
 
@@ -123,7 +127,7 @@ def replan(
     size_bytes = sum(p.numel() * p.element_size() for p in session.parameters.values())
     with session.world.naming("timing the all-reduce"):
         curves = measure_all_reduce(session.world, device, min(size_bytes, LARGEST_BYTES), Silent(), BUDGET_S)
-    plan = _decide_on_first(session, old, everyone, curves, passes)
+    plan = _decide_on_first(session, old, everyone, curves, passes, allow)
     if switch:
         session.switch(plan, at_step)
     return plan
@@ -232,13 +236,15 @@ def _decide_on_first(
     everyone: Sequence[RankSteps],
     curves: tuple[tuple[Sample, ...], tuple[Sample, ...]],
     passes: str,
+    allow: Sequence[str] | None,
 ) -> Plan:
     """Rank 0's plan, or its error, on all ranks."""
     plan, problem = None, None
     if session.world.rank == 0:
         try:
             profile = _profile(session, old, everyone, curves)
-            found = optimize(profile, passes=passes, **_limits(session))
+            limits = _limits(session)
+            found = optimize(profile, passes=passes, **(limits if allow is None else {**limits, "allow": allow}))
             plan = replace(found, notes=(*found.notes, *_findings(session, everyone)))
         except Exception as error:  # the other ranks wait for the answer
             problem = str(error) if isinstance(error, InputError) else f"{type(error).__name__}: {error}"
@@ -249,10 +255,10 @@ def _decide_on_first(
 
 
 def _limits(session: Session) -> dict[str, Any]:
-    """The class of the run's plans: that of the lossy one while it is tried against the exact one beside it."""
+    """Accuracy and interface of the run's plans: those of the lossy one while it is tried against the exact one."""
     trying = session.trial is not None and session.trial.verdict is None
     plan = session.trial.lossy if trying and session.trial is not None else session.plan
-    return {"accuracy": plan.accuracy}
+    return {"accuracy": plan.accuracy, "allow": plan.interfaces}
 
 
 def _profile(

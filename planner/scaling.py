@@ -23,12 +23,13 @@ GRADIENTS_SOLVED, GRADIENTS_SOLVED_CONTENDED, GRADIENTS_SOLVED_ON_LINKS = 30_000
 """Gradients over all points of a curve that the optimum is computed for: about one second."""
 
 
-def scaling_curve(problem: Problem, here_us: Mapping[str, float]) -> tuple[ScalingPoint, ...]:
+def scaling_curve(problem: Problem, here_us: Mapping[str, float], strategy: str = OPTIMAL) -> tuple[ScalingPoint, ...]:
     """The step of `optimal` and the baselines at powers of two where the cluster allows them, by number of ranks.
 
     Args:
         problem: the step on the plan's own number of ranks.
         here_us: strategy → time of one step there, which need not be computed again.
+        strategy: what stands as `optimal` for the plan on other numbers of ranks.
 
     Returns:
         At least the point of the plan's own ranks; fewer others for very large problems.
@@ -40,7 +41,8 @@ def scaling_curve(problem: Problem, here_us: Mapping[str, float]) -> tuple[Scali
     points = [_point(problem, here_us, problem.cost.cluster)]
     for ranks in kept:
         there = others[ranks]
-        times_us = {name: predict(there, make_schedule(there, name)).iteration_us for name in (OPTIMAL, *BASELINES)}
+        named = {OPTIMAL: strategy, **{name: name for name in BASELINES}}
+        times_us = {name: predict(there, make_schedule(there, of)).iteration_us for name, of in named.items()}
         points.append(_point(there, times_us, problem.cost.cluster))
     return tuple(sorted(points, key=lambda point: point.ranks))
 

@@ -125,6 +125,12 @@ def sharded_bytes(problem: Problem, schedule: Schedule) -> int | None:
     return 2 * int(problem.size_bytes.sum()) + state_bytes + int(largest) + _activation_bytes(problem)
 
 
+def saves_memory(problem: Problem, schedule: Schedule) -> bool:
+    """Whether a rank needs less where the step is shared: not where the largest message takes more than state does."""
+    shared, whole = sharded_bytes(problem, schedule), replicated_bytes(problem)
+    return shared is not None and whole is not None and shared < whole
+
+
 def _activation_bytes(problem: Problem) -> int:
     return int(sum(layer.activation_bytes for layer in problem.profile.layers or ()))
 

@@ -33,7 +33,7 @@ SOLVABLE = ("optimal", ALGORITHM)
 
 UNASKED = (
     "the solver cpsat was not asked, for its model is of all-reduces, and here ranks share the optimizer's step "
-    "(--passes 'merge,topology,shard_updates{step=never}' leaves that out)"
+    "(leave out --allow sharded-step)"
 )
 
 MAX_LIMIT = 3600.0
@@ -120,11 +120,9 @@ def _solve_links(problem: Problem, schedule: Schedule, limit: float) -> Solved:
 
 
 def solve_strategy(problem: Problem, strategy: str, schedule: Schedule, limit: float = TIME_LIMIT) -> Solved | None:
-    """As `solve`, for a strategy by name; None where that follows a fixed rule, sends nothing, or has
-    ranks share the step, for bounds are of all-reduces.
-    """
+    """As `solve`, for a strategy by name; None where that follows a fixed rule, or sends nothing."""
     if strategy == "optimal":
-        return None if schedule.sharded else solve(problem, schedule, limit)
+        return solve(problem, schedule, limit)
     arrays = phased_problem(problem) if strategy == ALGORITHM else None
     if arrays is None:
         return None

@@ -24,12 +24,16 @@ from planner.sharding import (
 from planner.simulator import step_us
 from planner.sources import three_digits
 from runtime.errors import InputError
+from runtime.interfaces import SHARDED_STEP
 from runtime.plan import Plan, StepPlan, UpdatePlan
 
 LEAVES_OUT = (
     "ranks do not share the optimizer's step, and cannot: it does not hold all parameters that have gradients; add "
     "the others, or freeze them before profiling"
 )
+
+ALLOW = f"--allow {SHARDED_STEP}"
+SMALLER = "take more ranks, or a smaller batch"
 
 
 def with_memory(passes: Sequence[Pass], memory_mib: float | None) -> tuple[Pass, ...]:
@@ -91,8 +95,7 @@ def other_way(problem: Problem, schedule: Schedule, start: Schedule, passes: Seq
         start: what they began with.
         passes: the exact ones.
     """
-    sharing = next((each for each in passes if isinstance(each, ShardUpdates)), None)
-    if sharing is None:
+    if (sharing := _sharing(passes)) is None:
         return None
     if not schedule.sharded:
         return sharing.shared_step(replace(schedule, norms=None), problem)
@@ -101,10 +104,8 @@ def other_way(problem: Problem, schedule: Schedule, start: Schedule, passes: Seq
 
 
 def with_step(problem: Problem, plan: Plan, schedule: Schedule, other: Schedule | None, passes: Sequence[Pass]) -> Plan:
-    """The plan with both predictions, where ranks could share the step, and what its reader should know."""
-    sharing = next((each for each in passes if isinstance(each, ShardUpdates)), None)
-    if sharing is not None and sharing.step != "never" and leaves_out(problem):
-        return replace(plan, notes=(*plan.notes, LEAVES_OUT))
+    """The plan with both predictions, where ranks could share the step."""
+    sharing = _sharing(passes)
     if sharing is None or not can_share(problem):
         return plan
     shared, whole = (schedule, other) if schedule.sharded else (other, schedule)
@@ -117,43 +118,102 @@ def with_step(problem: Problem, plan: Plan, schedule: Schedule, other: Schedule 
         sharded_bytes=None if shared is None else sharded_bytes(problem, shared),
         memory_bytes=memory_bytes(problem, sharing.memory_mib),
     )
-    norms = plan.updates.norms if plan.updates else None
-    notes = (*plan.notes, *_notes(problem, step, sharing))
-    return replace(plan, updates=UpdatePlan(norms=norms, step=step), notes=notes)
+    return replace(plan, updates=UpdatePlan(norms=plan.updates.norms if plan.updates else None, step=step))
+
+
+def with_notes(problem: Problem, plan: Plan, passes: Sequence[Pass]) -> Plan:
+    """The plan, which says why ranks share the optimizer's step, or do not: for a reader who has allowed it."""
+    sharing, step = _sharing(passes), _step(plan)
+    if sharing is None or sharing.step == "never":
+        return plan
+    notes = [LEAVES_OUT] if leaves_out(problem) else [] if step is None else _notes(problem, step, sharing)
+    return replace(plan, notes=(*plan.notes, *notes))
+
+
+def with_gain(problem: Problem, plan: Plan, exact: Plan, passes: Sequence[Pass], *, making_us: float) -> Plan:
+    """The plan, which says in one line what ranks would gain that share the optimizer's step; nothing where they would
+    not.
+
+    Args:
+        problem: the step.
+        plan: the one that was chosen, in which ranks were not allowed to share the step.
+        exact: the exact one beside it, or itself, with both predictions.
+        passes: the exact ones, as asked for.
+        making_us: what making a minibatch takes, which is in the times of local updaters alone.
+    """
+    sharing, step = _sharing(passes), _step(exact)
+    if sharing is None or step is None or step.sharded_us is None:
+        return plan
+    if sharing.demanded(problem):
+        return replace(plan, notes=(*plan.notes, _too_large(step)))
+    own_us = plan.predicted.iteration_us if plan.predicted else 0.0
+    own_us -= making_us if plan.local_async is not None else 0.0
+    if not costs_known(problem) or step.sharded_us > own_us * (1.0 - GAIN):
+        return plan
+    memory = f", and {_memory(step)}" if _saves(step) else ""
+    line = f"allowed to share the optimizer's step (as ZeRO-1), ranks would take {_ms(step.sharded_us)} a step instead "
+    line += f"of {_ms(own_us)}{memory}; some lines that work with DDP then do not: docs/sharded-step.md, {ALLOW}"
+    return replace(plan, notes=(*plan.notes, line))
+
+
+def _sharing(passes: Sequence[Pass]) -> ShardUpdates | None:
+    return next((each for each in passes if isinstance(each, ShardUpdates)), None)
+
+
+def _step(plan: Plan) -> StepPlan | None:
+    return plan.updates.step if plan.updates else None
+
+
+def _saves(step: StepPlan) -> bool:
+    """Whether a shared step takes less memory, as far as the digits go that are said."""
+    shared, whole = step.sharded_bytes, step.replicated_bytes
+    return shared is not None and whole is not None and shared < whole and _mib(shared) != _mib(whole)
+
+
+def _too_large(step: StepPlan) -> str:
+    """What is said of a plan that does not fit into a rank's memory, and whether sharing the step would."""
+    has, whole, shared = step.memory_bytes or 0, step.replicated_bytes or 0, step.sharded_bytes or 0
+    text = f"a rank needs {_mib(whole)} for weights, gradients, the optimizer's state and known activations, more than "
+    text += f"the {_mib(has)} that it has"
+    if not _saves(step):
+        return f"{text}: {SMALLER}"
+    if shared > has:
+        return f"{text}; sharing the optimizer's step would take {_mib(shared)}, too much as well: {SMALLER}"
+    text += f"; sharing the optimizer's step (as ZeRO-1) would fit, with {_mib(shared)}, and is {_times(step)}"
+    return f"{text}; some lines that work with DDP then do not: docs/sharded-step.md, {ALLOW}"
+
+
+def _times(step: StepPlan) -> str:
+    shared, whole = _ms(step.sharded_us or 0.0), _ms(step.replicated_us or 0.0)
+    return f"predicted {shared} a step, as now" if shared == whole else f"predicted {shared} a step, {whole} as now"
 
 
 def _notes(problem: Problem, step: StepPlan, sharing: ShardUpdates) -> list[str]:
     if step.sharded_us is None or step.replicated_us is None:
         return []
-    times = f"predicted {_ms(step.sharded_us)} a step, {_ms(step.replicated_us)} where every rank updates all weights"
-    memory = _memory(step)
     implied = "" if costs_known(problem) else "; reduce-scatter and all-gather were not measured: profile again"
+    memory = f"; {_memory(step)}" if _saves(step) else ""
     if not step.sharded:
-        return [] if sharing.step != "auto" else [
-            f"ranks do not share the optimizer's step: sharing is {times} as now; it has to be {GAIN:.0%} shorter"
-            f"{memory}{implied}"
-        ]  # fmt: skip
+        notes = [
+            f"ranks do not share the optimizer's step, as they may: that is {_times(step)}, and has to be {GAIN:.0%} "
+            f"shorter{memory}{implied}"
+        ]
+        return [*notes, _too_large(step)] if sharing.demanded(problem) else notes
     name = problem.profile.compute.optimizer.name if problem.profile.compute.optimizer else "the optimizer"
     why = "memory demands it, " if sharing.demanded(problem) else ""
     notes = [
-        f"ranks share the step of {name} (as ZeRO-1): {why}{times}, of it {_ms(step.gather_us or 0.0)} to gather "
+        f"ranks share the step of {name} (as ZeRO-1): {why}predicted {_ms(step.sharded_us)} a step, "
+        f"{_ms(step.replicated_us)} where every rank updates all weights, of it {_ms(step.gather_us or 0.0)} to gather "
         f"weights{memory}{implied}",
-        "between backward and step gradients can be scaled, clamped, zeroed and clipped by norms, and not read; "
-        "checkpoints take session.optimizer_state_dict() on every rank",
     ]
     if step.memory_bytes is not None and (step.sharded_bytes or 0) > step.memory_bytes:
-        notes.append(
-            f"even so a rank needs more than its {_mib(step.memory_bytes)}: take more ranks, or a smaller batch"
-        )
+        notes.append(f"even so a rank needs more than its {_mib(step.memory_bytes)}: {SMALLER}")
     return notes
 
 
 def _memory(step: StepPlan) -> str:
-    if step.replicated_bytes is None or step.sharded_bytes is None:
-        return "; the profile does not say what the optimizer keeps"
-    has = "" if step.memory_bytes is None else f", of {_mib(step.memory_bytes)}"
-    takes = f"{_mib(step.sharded_bytes)} on each rank instead of {_mib(step.replicated_bytes)}"
-    return f"; shared, weights, gradients, state and known activations take {takes}{has}"
+    shared, whole = _mib(step.sharded_bytes or 0), _mib(step.replicated_bytes or 0)
+    return f"{shared} for weights, gradients, state and known activations instead of {whole}"
 
 
 def _mib(size_bytes: int) -> str:

@@ -16,7 +16,7 @@ from runtime.errors import InputError
 from runtime.local_async.fitting import find_updater_misfit
 from runtime.lossy import layer_runs
 from runtime.names import canonical_name, fingerprint
-from runtime.plan import CURE, Plan, PlanBucket
+from runtime.plan import CURE, Plan, PlanBucket, interface_misfit
 from runtime.torch_compat import is_sharded, is_wrapped
 
 SELECTING = ("topk", "randomk")
@@ -256,6 +256,8 @@ def _norms_misfit(parameters: Mapping[str, nn.Parameter], plan: Plan) -> str | N
 
 def _step_misfit(plan: Plan) -> str | None:
     """Why ranks cannot share the optimizer's step as a plan says, or None."""
+    if (problem := interface_misfit(plan)) is not None:
+        return problem
     if not plan.sharded:
         return None
     where = "the plan's updates.step"

@@ -12,7 +12,7 @@ from runtime.elementwise import find_not_elementwise
 from runtime.optimizers import LayerwiseOptimizer
 from runtime.plan import Plan
 
-NEVER = "`planner optimize --passes 'merge,topology,shard_updates{step=never}'`"
+NEVER = "`planner optimize` without --allow sharded-step"
 
 
 def _no_plain_sgd(optimizer: torch.optim.Optimizer | None) -> str | None:

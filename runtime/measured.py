@@ -82,10 +82,13 @@ class MeasuredStep:
     def exposed_us(self) -> float:
         """Time that the step spent on nothing but communication.
 
-        From the tasks of compute as they are drawn: medians of parts do not add up to the median of the whole.
+        From the tasks of compute as they are drawn: medians of parts do not add up to the median of the whole. What
+        comes after them, gathers of weights that ranks have updated, is a part of the update, as in predictions.
         """
         compute = [task for task in self.timeline if task.resource == "compute"]
-        quiet_us = busy_us(compute) if compute else self.forward_us + self.backward_us + self.update_us
+        quiet_us = self.forward_us + self.backward_us + self.update_us
+        if compute:
+            quiet_us = busy_us(compute) + self.iteration_us - max(task.end_us for task in compute)
         return max(0.0, self.iteration_us - quiet_us)
 
     def to_document(self) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from pydantic import Field
 
 from runtime.documents import STRICT, check_schema, dump, json_step, read_json, validate, write_json
 from runtime.errors import InputError
+from runtime.interfaces import DROP_IN, SHARDED_STEP, name_problem
 from runtime.predicted import (
     Certificate,
     DelayPoint,
@@ -228,6 +229,9 @@ class Plan:
     model: ModelReference
     world: PlanWorld
     accuracy: Accuracy
+    interface: Literal["drop-in"] | Annotated[tuple[Name, ...], Field(min_length=1)] | None = None
+    """What the script has to know about, by name (see `runtime.interfaces`); None is drop-in: every line that works
+    with DDP works. Delay and local updaters are interfaces of their own, which `accuracy` permits."""
     buckets: Annotated[tuple[PlanBucket, ...], Field(min_length=1, max_length=MAX_BUCKETS)]
     momentum_correction: MomentumSpec | None = None
     delay: DelaySpec | None = None
@@ -267,6 +271,11 @@ class Plan:
         """Whether ranks share the optimizer's step."""
         return self.updates is not None and self.updates.step is not None and self.updates.step.sharded
 
+    @property
+    def interfaces(self) -> tuple[str, ...]:
+        """What the script has to know about; nothing of a drop-in plan."""
+        return () if self.interface is None or self.interface == DROP_IN else tuple(self.interface)
+
     def to_document(self) -> dict[str, Any]:
         """The plan as plain JSON types."""
         document: dict[str, Any] = dump(self)
@@ -274,7 +283,7 @@ class Plan:
         document.setdefault("local_async", None)
         if not self.notes:
             document.pop("notes", None)
-        order = ("schema", "model", "world", "accuracy", "notes", "buckets", "delay", "local_async")
+        order = ("schema", "model", "world", "accuracy", "interface", "notes", "buckets", "delay", "local_async")
         return {key: document[key] for key in (*order, *document) if key in document}
 
     def digest(self) -> str:
@@ -291,9 +300,9 @@ def load_plan(path: str | Path) -> Plan:
     """Reads and checks plan.json.
 
     Raises:
-        InputError: not a plan of this schema; unknown, missing or wrong fields; ranks that nodes cannot have alike; a
-            gradient in two buckets; blocks of local updaters that are no partition of the gradients, each of them
-            contiguous.
+        InputError: not a plan of this schema; unknown, missing or wrong fields; ranks that nodes cannot have alike; an
+            unknown interface, or a shared step that the interface does not name; a gradient in two buckets; blocks of
+            local updaters that are no partition of the gradients, each of them contiguous.
     """
     return parse_plan(read_json(path), where=str(path))
 
@@ -309,6 +318,8 @@ def parse_plan(document: Any, where: str = "plan") -> Plan:
 def _check_whole(plan: Plan, where: str, path: str) -> None:
     if plan.world.misfit is not None:
         raise InputError(f"{where}: {path}.world: {plan.world.misfit}")
+    if (problem := interface_misfit(plan, path)) is not None:
+        raise InputError(f"{where}: {problem}")
     owner: dict[str, int] = {}
     for index, bucket in enumerate(plan.buckets):
         for position, name in enumerate(bucket.gradients):
@@ -324,6 +335,26 @@ def _check_whole(plan: Plan, where: str, path: str) -> None:
         _check_whole(plan.fallback, where, f"{path}.fallback")
     for accuracy, alternative in (plan.alternatives or {}).items():
         _check_whole(alternative, where, f"{path}.alternatives{json_step(accuracy)}")
+
+
+def interface_misfit(plan: Plan, path: str = "the plan") -> str | None:
+    """Why the interface is none, or does not say what the plan does to a script; None where it is right.
+
+    A lossy plan's `fallback` may take its place in a run, so the plan has to name the fallback's interface, too.
+    """
+    for position, name in enumerate(plan.interfaces):
+        if (problem := name_problem(name)) is not None:
+            return f"{path}.interface[{position}]: {problem}: {CURE}"
+    shares = "" if plan.sharded else ".fallback" if plan.fallback is not None and plan.fallback.sharded else None
+    if shares is None or SHARDED_STEP in plan.interfaces:
+        return None
+    found = DROP_IN if plan.interface is not None else f"no interface, so {DROP_IN}"
+    return (
+        f"{path}.interface: found {found}, beside {path}{shares}.updates.step, where ranks share the optimizer's step, "
+        f"so that lines which work with DDP do not (p.grad.abs(), optimizer.state_dict() on one rank); expected "
+        f'["{SHARDED_STEP}"]: add that if the script is made for it, or make the plan again with `planner optimize`, '
+        f"which shares the step with --allow {SHARDED_STEP} alone"
+    )
 
 
 def check_blocks(spec: LocalAsyncSpec, gradients: Sequence[str], where: str) -> None:

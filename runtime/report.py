@@ -48,6 +48,8 @@ class BucketReport:
     predicted_start_us: float | None = None
     predicted_end_us: float | None = None
     compressor: str = "none"
+    sends: str = "all_reduce"
+    """What it travels by, where that has no phases."""
     sample: Sampled | None = None
     """Of a lossy bucket, when it was last looked at."""
     phases: tuple[PhaseReport, ...] = ()
@@ -62,7 +64,7 @@ class BucketReport:
                 task=f"bucket {self.index} {name}", resource=resource, start_us=start_us, end_us=end_us,
                 bucket=self.index, ready_us=self.ready_us,
             )
-            for name, resource, start_us, end_us in parts or [("all_reduce", "network", self.start_us, self.end_us)]
+            for name, resource, start_us, end_us in parts or [(self.sends, "network", self.start_us, self.end_us)]
         ]  # fmt: skip
 
     def __str__(self) -> str:
@@ -104,6 +106,8 @@ class Report:
     """A part of the update, of optimizers that scale each layer's step (LARS, LAMB)."""
     step: StepReport | None = None
     """Where ranks share the whole step."""
+    interfaces: tuple[str, ...] = ()
+    """Of the plan, where it is not drop-in."""
 
     @property
     def timeline(self) -> Timeline:
@@ -114,14 +118,27 @@ class Report:
             Span(task="backward", resource="compute", start_us=self.forward_us, end_us=end_us - self.wait_us),
         ]
         network = [span for bucket in self.buckets for span in bucket.spans]
-        update = Span(task="update", resource="compute", start_us=end_us, end_us=self.iteration_us)
+        gathers = list(self._gathers())
+        updated_us = gathers[0].start_us if gathers else self.iteration_us
+        update = Span(task="update", resource="compute", start_us=end_us, end_us=updated_us)
         return Timeline(
-            spans=(*compute, *network, update),
+            spans=(*compute, *network, update, *gathers),
             iteration_us=self.iteration_us,
             forward_us=self.forward_us,
             backward_us=self.backward_us,
             update_us=self.update_us,
         )
+
+    def _gathers(self) -> Iterator[Span]:
+        """Of the weights that ranks have updated, which end the step."""
+        times_us = self.step.gathers_us if self.step else ()
+        start_us = self.iteration_us - min(sum(times_us), self.update_us)
+        for index, time_us in enumerate(times_us):
+            end_us = min(start_us + time_us, self.iteration_us)
+            yield Span(
+                task=f"bucket {index} all_gather", resource="network", start_us=start_us, end_us=end_us, bucket=index
+            )
+            start_us = end_us
 
     def to_document(self) -> dict[str, Any]:
         """The measured step as plain JSON types, in the form that `planner explain --measured` reads."""
@@ -137,9 +154,10 @@ class Report:
         predicted = ""
         if self.predicted_us is not None and self.error is not None:
             predicted = f", predicted {self.predicted_us / 1e3:.2f} ms ({self.error:+.1%})"
+        interface = f"; interface {', '.join(self.interfaces)}" if self.interfaces else ""
         lines = [
             f"rank {self.rank} of {self.ranks}, {self.steps} steps: "
-            f"measured {self.iteration_us / 1e3:.2f} ms{predicted}",
+            f"measured {self.iteration_us / 1e3:.2f} ms{predicted}{interface}",
             f"  forward {self.forward_us / 1e3:.2f}, backward {self.backward_us / 1e3:.2f}, "
             f"waiting {self.wait_us / 1e3:.2f}, update {self.update_us / 1e3:.2f} ms",
         ]
@@ -180,6 +198,7 @@ def make_report(
         buckets=tuple(_buckets(plan, steps, median, samples or {})),
         norms=norms,
         step=step,
+        interfaces=plan.interfaces,
     )
 
 
@@ -207,6 +226,7 @@ def _buckets(
             predicted_start_us=start_us,
             predicted_end_us=end_us,
             compressor=bucket.compressor.name,
+            sends="reduce_scatter" if plan.sharded else bucket.collective,
             sample=samples[index][-1] if samples.get(index) else None,
             phases=tuple(_phases(index, steps, median)),
         )

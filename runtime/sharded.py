@@ -103,8 +103,8 @@ class ShardedExchange(Exchange):
     ) -> None:
         """Lays out the buckets, and memory for weights; see `Exchange`."""
         self.world = world
-        self.parts: list[OwnPart] = []
-        """Of all buckets' messages."""
+        self.parts_of: list[list[OwnPart]] = []
+        """By bucket, of its messages."""
         self._parcels: list[Parcel] = []
         """By bucket, what travels in its place."""
         communicator = make_communicator(world, [PushPull()] * len(plan.buckets), device)
@@ -124,13 +124,18 @@ class ShardedExchange(Exchange):
         self._usage = Usage(len(slots), ranks, messages[0].flat.device)
         for bucket in buckets:
             own = [OwnPart(message, self.world.rank, ranks, scratch) for message in bucket.messages]
-            self.parts += own
+            self.parts_of.append(own)
             payloads = [*own, self._usage] if bucket is buckets[-1] else own
             self._parcels.append(Parcel(bucket.index, bucket.label, payloads))
         return slots, buckets, None
 
     def _hook(self, slot: Slot, after: Callable[[Any, Any], None]) -> GradientHook:
         return GradientHook(slot.parameter, after, partial(_make_room, slot.parameter))
+
+    @property
+    def parts(self) -> list[OwnPart]:
+        """Of all buckets' messages."""
+        return [part for parts in self.parts_of for part in parts]
 
     # One step, in the order in which it happens.
 

@@ -118,7 +118,7 @@ def refusal(gradient: ShardedGradient | None, what: str) -> InputError:
     return InputError(
         f"found {what} on {whose}, but ranks share the optimizer's step, so that each has the average of its own part "
         f"alone; expected norms (clip_grad_norm_, on every rank), scaling or clamping in place, or zeroing: leave it "
-        f"out, or plan without sharing (`planner optimize --passes 'merge,topology,shard_updates{{step=never}}'`)"
+        f"out, or plan without sharing (`planner optimize` without --allow sharded-step)"
     )
 
 

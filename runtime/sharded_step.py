@@ -17,6 +17,7 @@ from collections import defaultdict, deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -42,6 +43,8 @@ class StepReport:
 
     gather_us: float
     """All-gathers of weights, a part of the update."""
+    gathers_us: tuple[float, ...]
+    """Of each bucket, one after the other."""
     predicted_gather_us: float | None
     state_bytes: int
     """What this rank keeps of the optimizer's state."""
@@ -68,7 +71,8 @@ class ShardedStep:
         self._addresses = [slot.parameter.data_ptr() for slot, _ in self._views]
         self._groups: list[list[nn.Parameter]] | None = None
         """The parameters of the optimizer's groups, while pieces stand in for them."""
-        self._times: deque[tuple[Any, Any]] = deque(maxlen=KEPT_STEPS)
+        self._marks: deque[list[Any]] = deque(maxlen=KEPT_STEPS)
+        """Of each step: before its first all-gather, and after that of each bucket."""
         self._gathering = False
         self._shard_state()
         self._step_before, self._guarded = vars(optimizer).get("step"), self._guarded_step()
@@ -156,19 +160,22 @@ class ShardedStep:
             CommunicationError: a rank did not come within the deadline.
         """
         self._swap_back()
-        start = self._clock.mark()
-        self._gather_weights()
-        self._times.append((start, self._clock.mark()))
+        self._marks.append(self._gather_weights())
 
-    def _gather_weights(self) -> None:
+    def _gather_weights(self) -> list[Any]:
         group = self._world.group
         assert group is not None
-        for part in self._exchange.parts:
-            with self._world.naming("gathering the weights that ranks have updated; each has to call optimizer.step()"):
-                for work in gather(part.whole, part.weights, group):
-                    work.wait()
+        marks = [self._clock.mark()]
+        doing = "gathering the weights that ranks have updated; each has to call optimizer.step()"
+        for parts in self._exchange.parts_of:
+            for part in parts:
+                with self._world.naming(doing):
+                    for work in gather(part.whole, part.weights, group):
+                        work.wait()
+            marks.append(self._clock.mark())
         # As any optimizer's step, so that autograd refuses a backward through what has changed.
         torch.autograd.graph.increment_version([slot.parameter for slot in self._exchange.slots])
+        return marks
 
     # Weights.
 
@@ -288,10 +295,13 @@ class ShardedStep:
 
     def report(self, predicted_gather_us: float | None) -> StepReport | None:
         """What the last steps took; None where there were none."""
-        if not self._times:
+        if not self._marks:
             return None
+        between = self._clock.between_us
+        steps = [[between(start, end) for start, end in pairwise(marks)] for marks in self._marks]
         return StepReport(
-            gather_us=statistics.median(self._clock.between_us(start, end) for start, end in self._times),
+            gather_us=statistics.median(map(sum, steps)),
+            gathers_us=tuple(map(statistics.median, zip(*steps, strict=True))),
             predicted_gather_us=predicted_gather_us,
             state_bytes=state_bytes(self._optimizer),
         )

@@ -4,8 +4,9 @@
 Legal for exact plans: a layer's norms are the same bits whoever computes them, and an optimizer that treats every
 element by itself gives the same weights whoever updates them. Asks for the measured time of each layer's norms, the
 update, and the cost model for reduce-scatter and all-gather. Norms are shared where that is predicted to make the
-update shorter; the step where it makes the training step 2 % shorter, since scripts then have parts of gradients alone,
-or where nothing else fits into memory.
+update shorter; the step where it makes the training step 2 % shorter, or where nothing else fits into memory. Scripts
+then have parts of gradients alone, so `planner optimize` lets the pass do so only where that is allowed
+(`planner.interfaces`).
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from planner.offer import GAIN
 from planner.passes.delay import candidates
 from planner.passes.merge import best_of, boundaries
 from planner.problem import Problem
-from planner.sharding import can_share, costs_known, memory_bytes, push_us, replicated_bytes
+from planner.sharding import can_share, costs_known, memory_bytes, push_us, replicated_bytes, saves_memory
 from planner.simulator import step_us
 from planner.verify import PUSHED_FORM
 from runtime.errors import InputError
@@ -60,7 +61,7 @@ class ShardUpdates:
         if schedule.delay is not None or schedule.updaters is not None:  # ranks update by themselves
             return whole
         found = self.shared_step(whole, problem)
-        if found is not None and self._takes(whole, found, problem):
+        if found is not None and self.takes(whole, found, problem):
             return found
         if not problem.norm_layers or problem.ranks == 1:
             return whole
@@ -83,8 +84,9 @@ class ShardUpdates:
         has, takes = memory_bytes(problem, self.memory_mib), replicated_bytes(problem)
         return has is not None and takes is not None and takes > has
 
-    def _takes(self, whole: Schedule, found: Schedule, problem: Problem) -> bool:
-        if self.step == "always" or self.demanded(problem):
+    def takes(self, whole: Schedule, found: Schedule, problem: Problem) -> bool:
+        """Whether the step is shared as in `found`, and not done by every rank as in `whole`."""
+        if self.step == "always" or (self.demanded(problem) and saves_memory(problem, found)):
             return True
         return costs_known(problem) and step_us(problem, found) <= step_us(problem, whole) * (1.0 - GAIN)
 
@@ -100,6 +102,8 @@ def memory_unheeded(problem: Problem, passes: Sequence[object]) -> str:
         return "the profile does not say what the optimizer is and keeps, which `planner profile` notes: profile again"
     if not optimizer.elementwise:
         return f"ranks cannot share the step of {optimizer.name}, which does not treat every element by itself"
+    if optimizer.holds_all is False:
+        return "ranks cannot share the optimizer's step, for it does not hold all parameters that have gradients"
     if optimizer.state_bytes is None:
         return "the profile does not say what the optimizer keeps: profile again"
     return ""

@@ -12,7 +12,15 @@ from importlib import resources
 from string import Template
 from typing import Any
 
-from planner.explain import SENTENCE_CHARACTERS, bucket_form, mebibytes, milliseconds, printable
+from planner.explain import (
+    SENTENCE_CHARACTERS,
+    bucket_form,
+    interface_lines,
+    mebibytes,
+    milliseconds,
+    plan_kind,
+    printable,
+)
 from planner.pictures.figures import scaling_figure, shorten, timeline_figure
 from planner.pictures.tracks import plan_tracks
 from planner.pictures.words import (
@@ -154,7 +162,7 @@ def _summary(plan: Plan, measured: MeasuredStep | None) -> str:
     planned = plan.predicted
     rows: list[tuple[str, int | None, float, float | None]] = []
     if planned is not None:
-        rows.append((f"plan ({plan.accuracy})", len(plan.buckets), planned.iteration_us, planned.exposed_us))
+        rows.append((plan_kind(plan), len(plan.buckets), planned.iteration_us, planned.exposed_us))
     if measured is not None:
         rows.append(("plan, measured", len(plan.buckets), measured.iteration_us, measured.exposed_us))
     for name, prediction in sorted((plan.baselines or {}).items(), key=lambda item: item[1].iteration_us):
@@ -190,7 +198,7 @@ def _buckets(plan: Plan) -> str:
                 escape(mebibytes(bucket.size_bytes)),
                 milliseconds(start_us),
                 milliseconds(end_us),
-                escape(bucket_form(bucket)),
+                escape(bucket_form(bucket, sharded=plan.sharded)),
                 escape(printable(bucket.reason or "the plan does not say", SENTENCE_CHARACTERS)),
             )
         )
@@ -231,6 +239,7 @@ def _sources(plan: Plan, measured: MeasuredStep | None, measured_from: str | Non
 
 
 def _notes(plan: Plan) -> str:
-    if not plan.notes:
+    notes = (*interface_lines(plan), *plan.notes)
+    if not notes:
         return ""
-    return "<h2>Notes</h2>\n<ul>\n" + "\n".join(f"<li>{escape(note)}</li>" for note in plan.notes) + "\n</ul>"
+    return "<h2>Notes</h2>\n<ul>\n" + "\n".join(f"<li>{escape(note)}</li>" for note in notes) + "\n</ul>"

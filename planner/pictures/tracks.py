@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from planner.bars import join_neighbours, kind_of
+from planner.explain import plan_kind
 from runtime.measured import MeasuredStep
 from runtime.plan import Plan
 from runtime.predicted import PredictedTask, Prediction
@@ -65,7 +66,7 @@ def plan_tracks(plan: Plan, measured: MeasuredStep | None) -> list[Track]:
     """The plan, then the measured step, then the baselines from fast to slow; only those with a timeline."""
     tracks = []
     if plan.predicted is not None and plan.predicted.timeline:
-        tracks.append(_predicted(f"plan ({plan.accuracy})", plan, plan.predicted, own=True))
+        tracks.append(_predicted(plan_kind(plan), plan, plan.predicted, own=True))
     if measured is not None:
         tracks.append(measured_track(plan, measured))
     for name, prediction in sorted((plan.baselines or {}).items(), key=lambda item: item[1].iteration_us):

@@ -71,7 +71,8 @@ def make_schedule(problem: Problem, strategy: str) -> Schedule:
     name, colon, argument = strategy.partition(":")
     if name not in STRATEGIES:
         arguments = (
-            "wfbp:layer", "ddp:SIZE_MIB", "slgs:DENSITY", "lags:MAX_RATIO", "joint:MAX_RATIO", "hitopk:DENSITY",
+            "wfbp:layer", "optimal:sharded-step", "ddp:SIZE_MIB",
+            "slgs:DENSITY", "lags:MAX_RATIO", "joint:MAX_RATIO", "hitopk:DENSITY",
             "naive_all_gather:DENSITY", "ssd:STEPS", "lap:UPDATERS", "lpp:UPDATERS", "l_sgd:STEPS", "pl_sgd:STEPS",
         )  # fmt: skip
         known = ", ".join([*STRATEGIES, *arguments])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import hashlib
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -54,7 +55,8 @@ def plan_of(model: nn.Module, group: int, /, **changes: Any) -> Plan:
         "accuracy": "exact",
         "buckets": buckets,
     }
-    return Plan(**(values | changes))
+    plan = Plan(**(values | changes))
+    return replace(plan, interface=("sharded-step",)) if plan.sharded and "interface" not in changes else plan
 
 
 def digest(model: nn.Module) -> str:

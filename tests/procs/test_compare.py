@@ -62,7 +62,9 @@ def test_the_table_says_who_won(files: tuple[str, str], tmp_path: Path) -> None:
     """Also of a plan whose ranks share the optimizer's step."""
     plan = json.loads(Path(files[1]).read_text(encoding="utf-8"))
     shared = tmp_path / "shared.json"
-    shared.write_text(json.dumps(plan | {"updates": {"step": {"sharded": True}}}), encoding="utf-8")
+    shared.write_text(
+        json.dumps(plan | {"interface": ["sharded-step"], "updates": {"step": {"sharded": True}}}), encoding="utf-8"
+    )
     text = printed("compare", f"{JOB}job", "--plan", str(shared), "--steps", "2")
     assert "the plan" in text
     assert "the best DDP" in text

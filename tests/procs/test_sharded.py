@@ -44,6 +44,7 @@ def test_one_rank_goes_on_alone_with_what_several_have_saved(ranks: Results) -> 
         plan = Plan(
             model=ModelReference(name="test"), world=PlanWorld(ranks=1), accuracy="exact",
             buckets=(PlanBucket(gradients=names),), updates=sharded_checks.SHARED if shared else None,
+            interface=("sharded-step",) if shared else None,
         )  # fmt: skip
         session = runtime.attach(model, optimizer, plan)
         sharded_checks.plain(model, optimizer, session, 3)
