@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import pairwise
 
 import torch
 from torch import nn
@@ -37,6 +38,25 @@ def find_unowned(optimizer: torch.optim.Optimizer | None, parameters: Mapping[st
     groups = [] if optimizer is None else optimizer.param_groups
     known = {id(parameter) for group in groups for parameter in group["params"]}
     return next((name for name, parameter in parameters.items() if id(parameter) not in known), None)
+
+
+def find_shared_memory(parameters: Mapping[str, nn.Parameter]) -> str | None:
+    """Why ranks cannot share the step of parameters of which two lie in the same memory, or None."""
+    places = sorted((p.data_ptr(), name) for name, p in parameters.items() if p.numel())
+    for (start, name), (following, other) in pairwise(places):
+        if following < start + _extent_bytes(parameters[name]):
+            return (
+                f"found {name} and {other} in the same memory (`.data` of one is the other's), expected each parameter "
+                f"in memory of its own, for ranks share the optimizer's step: make them one parameter, or plan without "
+                f"sharing ({NEVER})"
+            )
+    return None
+
+
+def _extent_bytes(tensor: torch.Tensor) -> int:
+    """From the first element to the end of the last one."""
+    steps = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return (1 + steps) * tensor.element_size()
 
 
 def _find_unserved(optimizer: torch.optim.Optimizer | None, planned: Mapping[str, nn.Parameter]) -> str | None:
@@ -80,6 +100,8 @@ def find_optimizer_misfit(
             f"optimizer; expected all of them in it: add that parameter, freeze it before profiling, or plan without "
             f"sharing (profile again, or {NEVER})"
         )
+    if sharded and (problem := find_shared_memory(planned)):
+        return problem
     shared = plan.updates is not None and plan.updates.norms is not None and plan.updates.norms.shares is not None
     if shared and not isinstance(optimizer, LayerwiseOptimizer):
         return (

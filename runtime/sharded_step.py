@@ -29,11 +29,12 @@ from runtime.closures import Closure, is_closure, with_closures
 from runtime.collectives.phases import gather
 from runtime.elementwise import state_bytes
 from runtime.errors import InputError
+from runtime.fit_optimizer import find_shared_memory
 from runtime.recorder import KEPT_STEPS
 from runtime.sharded import OwnPart, ShardedExchange
 from runtime.sharded_gradient import ShardedGradient
 from runtime.sharded_state import cut, gathered_state
-from runtime.torch_compat import all_gather_single
+from runtime.torch_compat import all_gather_single, storage_uses
 from runtime.world import World
 
 
@@ -64,11 +65,10 @@ class ShardedStep:
         """Takes over weights and state, which are the same on all ranks; each keeps its part of the state."""
         self._optimizer, self._exchange, self._world, self._clock = optimizer, exchange, world, clock
         self._slots = {id(slot.parameter): slot for slot in exchange.slots}
-        self._pieces = {id(slot.parameter): piece for slot, piece in _make_pieces(exchange.parts)}
+        pieces = ((slot, piece) for part in exchange.parts for slot, piece in _pieces_of(part))
+        self._pieces = {id(slot.parameter): nn.Parameter(piece) for slot, piece in pieces}
         """Of each parameter of which this rank has a part: that part of the weights."""
-        self._views = [(slot, view) for part in exchange.parts for slot, view in _weight_views(part)]
-        self._move_in()
-        self._addresses = [slot.parameter.data_ptr() for slot, _ in self._views]
+        self._homes = [_Home(part) for part in exchange.parts]
         self._groups: list[list[nn.Parameter]] | None = None
         """The parameters of the optimizer's groups, while pieces stand in for them."""
         self._marks: deque[list[Any]] = deque(maxlen=KEPT_STEPS)
@@ -77,6 +77,7 @@ class ShardedStep:
         self._shard_state()
         self._step_before, self._guarded = vars(optimizer).get("step"), self._guarded_step()
         optimizer.step = self._guarded  # type: ignore[method-assign]
+        optimizer.__getstate__ = _refuse_copy  # type: ignore[method-assign]
         self._handles = [
             optimizer.register_state_dict_pre_hook(self._refuse_part),
             optimizer.register_load_state_dict_post_hook(lambda _: self._shard_state()),
@@ -129,7 +130,7 @@ class ShardedStep:
 
     @torch.no_grad()
     def _swap_in(self) -> None:
-        self._restore_weights()
+        self._collect_weights()
         for key, piece in self._pieces.items():
             piece.grad = self._exchange.gradient_of(self._slots[key])
         groups = self._optimizer.param_groups
@@ -173,21 +174,28 @@ class ShardedStep:
                     for work in gather(part.whole, part.weights, group):
                         work.wait()
             marks.append(self._clock.mark())
+        for home in self._homes:
+            home.hand_out()
         # As any optimizer's step, so that autograd refuses a backward through what has changed.
         torch.autograd.graph.increment_version([slot.parameter for slot in self._exchange.slots])
         return marks
 
-    # Weights.
+    def _collect_weights(self) -> None:
+        """The buffers hold the parameters' values, wherever a script has put these.
 
-    @torch.no_grad()
-    def _move_in(self) -> None:
-        for slot, view in self._views:
-            _move(slot, view)
-
-    def _restore_weights(self) -> None:
-        """A script may have given a parameter other memory (`parameter.data = …`): what is there counts."""
-        if [slot.parameter.data_ptr() for slot, _ in self._views] != self._addresses:
-            self._move_in()
+        Raises:
+            InputError: a parameter has become another tensor than it was, or shares memory with another one.
+        """
+        astray = [home for home in self._homes if home.astray]
+        if not astray:
+            return
+        parameters = {slot.name: slot.parameter for slot in self._exchange.slots}
+        if (problem := find_shared_memory(parameters)) is not None:
+            raise InputError(problem)
+        for home in astray:
+            if home.collect():
+                for slot, piece in _pieces_of(home.part):
+                    self._pieces[id(slot.parameter)].data = piece
 
     # State.
 
@@ -204,11 +212,7 @@ class ShardedStep:
 
     def _refuse_part(self, _: torch.optim.Optimizer) -> None:
         if not self._gathering:
-            raise InputError(
-                "optimizer.state_dict(): ranks share the optimizer's step, so each has its part of the state alone; "
-                "expected session.optimizer_state_dict(), called on every rank: it gives the whole state, in the same "
-                "form"
-            )
+            raise _partial("optimizer.state_dict()")
 
     def _whole_state(self, device: torch.device | None = None) -> dict[nn.Parameter, dict[str, Any]]:
         """By parameter, of all ranks' pieces; all ranks must call this."""
@@ -256,6 +260,7 @@ class ShardedStep:
         for handle in self._handles:
             handle.remove()
         self._unguard_step()
+        del self._optimizer.__getstate__
         whole: dict[nn.Parameter, dict[str, Any]] = {}
         gradients: dict[int, Tensor] = {}
         try:
@@ -272,9 +277,9 @@ class ShardedStep:
     @torch.no_grad()
     def _leave(self, gradients: Mapping[int, Tensor]) -> None:
         """Parameters and gradients get memory of their own."""
-        for slot, view in self._views:
-            if slot.parameter.data_ptr() == view.data_ptr():
-                slot.parameter.data = slot.parameter.data.clone()
+        for home in self._homes:
+            home.leave()
+        for slot in self._exchange.slots:
             if isinstance(slot.parameter.grad, ShardedGradient):
                 slot.parameter.grad = gradients.get(slot.index)
             elif slot.parameter.grad is slot.view:
@@ -307,24 +312,93 @@ class ShardedStep:
         )
 
 
-def _make_pieces(parts: list[OwnPart]) -> Iterator[tuple[Slot, nn.Parameter]]:
-    for part in parts:
-        for slot in part.message.slots:
-            if slot.index in part.places:
-                yield slot, nn.Parameter(part.weights[part.places[slot.index][1]])
+def _partial(what: str) -> InputError:
+    return InputError(
+        f"{what}: ranks share the optimizer's step, so each has its part of the state alone; expected "
+        f"session.optimizer_state_dict(), called on every rank: it gives the whole state, in the same form"
+    )
 
 
-def _weight_views(part: OwnPart) -> Iterator[tuple[Slot, Tensor]]:
-    views = part.views(part.whole)
-    return ((slot, views[slot.name]) for slot in part.message.slots)
+def _refuse_copy() -> dict[str, Any]:
+    """The optimizer's `__getstate__`: a copy would be of pieces of parameters, which nothing belongs to."""
+    raise _partial("a copy of the optimizer (copy.deepcopy, pickle, torch.save)")
 
 
-def _move(slot: Slot, view: Tensor) -> None:
-    """Gives a parameter a place in the buffer of all weights; its values stay.
+def _pieces_of(part: OwnPart) -> Iterator[tuple[Slot, Tensor]]:
+    """This rank's parts of the message's weights; views of its buffer."""
+    for slot in part.message.slots:
+        if slot.index in part.places:
+            yield slot, part.weights[part.places[slot.index][1]]
 
-    Raises:
-        InputError: it has become another tensor than it was.
+
+_ALONE = storage_uses(torch.zeros(1).untyped_storage())
+"""What `storage_uses` says of memory that one tensor looks at."""
+
+
+class _Home:
+    """Where the parameters of one message lie: in the buffer of all weights, or where a script has put them.
+
+    `parameter.data = …` gives a parameter other memory, and the place that it leaves may be another parameter's from
+    then on (`a.data, b.data = b.data, a.data`) or a tensor of the script's (an EMA that has changed places with it). So
+    the first time a step finds a parameter elsewhere, the message gets another buffer, to which and from which weights
+    are copied: every parameter keeps the memory that it has, as in any other training.
     """
+
+    @torch.no_grad()
+    def __init__(self, part: OwnPart) -> None:
+        """Moves parameters to the buffer, but for those that somebody else looks at; their values stay."""
+        self.part, self._apart = part, False
+        self._lay_out()
+        for slot, view in self._views:
+            _check_form(slot, view)
+            view.copy_(slot.parameter)
+            if storage_uses(slot.parameter.untyped_storage()) > _ALONE:
+                self._apart = True
+        if not self._apart:
+            for slot, view in self._views:
+                slot.parameter.data = view
+        self._addresses = [slot.parameter.data_ptr() for slot, _ in self._views]
+
+    def _lay_out(self) -> None:
+        views = self.part.views(self.part.whole)
+        self._views = [(slot, views[slot.name]) for slot in self.part.message.slots]
+
+    @property
+    def astray(self) -> bool:
+        """Whether parameters lie elsewhere than in the buffer."""
+        return self._apart or [slot.parameter.data_ptr() for slot, _ in self._views] != self._addresses
+
+    @torch.no_grad()
+    def collect(self) -> bool:
+        """The buffer gets the values of parameters that are astray; returns whether it is another one than before.
+
+        Raises:
+            InputError: a parameter has become another tensor than it was.
+        """
+        for slot, view in self._views:
+            _check_form(slot, view)
+        before, self._apart = self._apart, True
+        if not before:
+            self.part.whole = torch.zeros_like(self.part.whole)
+            self._lay_out()
+        torch._foreach_copy_([view for _, view in self._views], [slot.parameter for slot, _ in self._views])
+        return not before
+
+    @torch.no_grad()
+    def hand_out(self) -> None:
+        """The parameters have the buffer's values."""
+        if self._apart:
+            torch._foreach_copy_([slot.parameter for slot, _ in self._views], [view for _, view in self._views])
+
+    def leave(self) -> None:
+        """Parameters get memory of their own."""
+        for slot, view in self._views:
+            if slot.parameter.data_ptr() == view.data_ptr():
+                slot.parameter.data = slot.parameter.data.clone()
+
+
+def _check_form(slot: Slot, view: Tensor) -> None:
+    """Raises InputError where a parameter has become another tensor than it was."""
     parameter = slot.parameter
     found = (tuple(parameter.shape), parameter.dtype, parameter.device)
     expected = (tuple(view.shape), view.dtype, view.device)
@@ -333,6 +407,3 @@ def _move(slot: Slot, view: Tensor) -> None:
             f"{slot.name}: found {found[1]} {found[0]} on {found[2]}, expected {expected[1]} {expected[0]} on "
             f"{expected[2]}, as at attach, for ranks share the optimizer's step: convert the model before attach"
         )
-    if parameter.data_ptr() != view.data_ptr():
-        view.copy_(parameter.data)
-        parameter.data = view

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 import warnings
 from collections.abc import Callable, Iterable
 from contextlib import suppress
@@ -299,6 +300,10 @@ def states() -> dict[str, Any]:
     whole, expected = session.optimizer_state_dict(), reference.state_dict()
     results: dict[str, Any] = {
         "refused": "expected session.optimizer_state_dict()" in raised(optimizer.state_dict),
+        "no copies": all(
+            "expected session.optimizer_state_dict()" in raised(lambda copied=copied: copied(optimizer))
+            for copied in (copy.copy, copy.deepcopy, pickle.dumps)
+        ),
         "whole": same(flat_state(whole), flat_state(expected)),
         "form": whole["param_groups"] == expected["param_groups"],
         "as before": beside.optimizer_state_dict().keys() == expected.keys(),
@@ -307,6 +312,8 @@ def states() -> dict[str, Any]:
     weights = copy.deepcopy(model.state_dict())
     plain(model, optimizer, session, 3)
     session.detach()
+    copied = pickle.loads(pickle.dumps(optimizer)).state_dict()
+    results["copies when it is plain again"] = same(flat_state(copied), flat_state(optimizer.state_dict()))
     for name, before in {"loaded before attach": True, "loaded after attach": False}.items():
         again = Net().double()
         again.load_state_dict(weights)

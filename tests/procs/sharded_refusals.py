@@ -9,12 +9,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from session_checks import plan_of
-from sharded_checks import CHECKS, MAKERS, SHARED, Net, loss_of, made
+from sharded_checks import CHECKS as STEP_CHECKS
+from sharded_checks import MAKERS, SHARED, Net, loss_of, made
+from sharded_memory_checks import memory
 from step_checks import raised
 
 import runtime
 from runtime.optimizers import LARS
 from runtime.plan import CompressorSpec, DelaySpec, MomentumSpec, Plan
+
+CHECKS = {**STEP_CHECKS, "memory": memory}
 
 
 def misfits() -> dict[str, str]:

@@ -24,7 +24,7 @@ def ranks(request: pytest.FixtureRequest) -> Results:
     return run_ranks(LocalWorld(ranks=request.param), sharded_refusals.run)
 
 
-@pytest.mark.parametrize("check", sharded_checks.CHECKS)
+@pytest.mark.parametrize("check", sharded_refusals.CHECKS)
 def test_on_every_rank(ranks: Results, check: str) -> None:
     for rank, results in enumerate(ranks):
         assert results[check]
