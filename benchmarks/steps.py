@@ -11,9 +11,11 @@ from planner.ir import Schedule
 from planner.lower import lower, predict
 from planner.problem import Problem, make_problem
 from planner.profile.document import Profile
+from planner.profile.request import Request
 from planner.profile.step import TIMEOUT_S
 from planner.progress import Silent
 from planner.training import build, profile_rank
+from runtime.plan import Accuracy
 from runtime.world import World
 
 LONG_STEP_US = 500_000.0
@@ -36,12 +38,14 @@ def measure_rank(
     rounds: int,
     steps: int,
     device: str = "cpu",
+    accuracy: Accuracy = "exact",
 ) -> RankSteps:
     """Every rank calls it: profiles, and trains with no exchange and with each plan in blocks of `steps` by turns.
 
-    `schedules` makes the plans, named, from the problem that the profile poses. Where steps are long, blocks have one.
+    `schedules` makes the plans, named, from the problem that the profile poses; `accuracy` is the riskiest class of
+    them. Where steps are long, blocks have one.
     """
-    profile = profile_rank(job, device, show_progress=False)
+    profile = profile_rank(job, device, show_progress=False, request=Request(accuracy=accuracy))
     problem = make_problem(profile)
     plans = {name: lower(problem, schedule) for name, schedule in schedules(problem).items()}
     bare = Contestant(name=BARE, kind="bare")

@@ -119,11 +119,14 @@ def optimize(
     if Flags.as_json:
         print_json(plan.to_document())
         return
+    from planner.catalog import find_cluster, find_profile
     from planner.explain import accuracy_lines, print_plan
+    from planner.measured import unmeasured
 
     console = make_console()
     print_plan(plan, console, buckets=False)
-    for line in accuracy_lines(plan):
+    machines = find_profile(profile).cluster if cluster is None else find_cluster(cluster)
+    for line in accuracy_lines(plan, unmeasured(machines, cluster or profile) if machines else None):
         console.print(line, highlight=False)
     console.print(f"wrote {output}; see `planner explain {output}`", highlight=False)
 

@@ -12,6 +12,7 @@ from planner.interfaces import allowed_passes, check_allow
 from planner.ir import Schedule
 from planner.lossy import ACCURACIES, choose, split_passes
 from planner.lower import lower, predict
+from planner.measured import refuse_unmeasured
 from planner.merging.link_forms import has_two_links
 from planner.norms import describe, update_bound_us
 from planner.passes.merge import merge_without_contention
@@ -94,8 +95,8 @@ def optimize(
         The plan with its prediction, baselines and certificate; equal inputs give equal plans.
 
     Raises:
-        InputError: a document is wrong, there is no cluster, an option is unknown, or the solver cannot take on so many
-            gradients; a pass does what is not allowed.
+        InputError: a document is wrong, there is no cluster, or one that was not measured for plans of this class; an
+            option is unknown, or the solver cannot take on so many gradients; a pass does what is not allowed.
         CheckFailed: the solver contradicts the dynamic program.
     """
     if accuracy not in ACCURACIES:
@@ -108,6 +109,7 @@ def optimize(
     where = name_of(profile if cluster is None else cluster)
     machines = None if cluster is None else find_cluster(cluster)
     problem = make_problem(find_profile(profile), machines, where=where)
+    refuse_unmeasured(problem.cost.cluster, accuracy, where)
     start = best_baseline(problem)
     schedule = run_passes(pipeline, start, problem, after_pass)
     solved = solve(problem, schedule, limit) if solver == "cpsat" and not schedule.sharded else None

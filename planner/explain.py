@@ -10,7 +10,7 @@ from rich.table import Table
 from planner.loading import levels, loading_lines
 from planner.offer import ALLOWED
 from planner.predict import Simulation
-from planner.profile.document import Profile
+from planner.profile.document import ComputeIntervals, Profile
 from planner.sources import counted, slower
 from runtime.interfaces import INTERFACES
 from runtime.plan import LocalAsyncSpec, Plan, PlanBucket
@@ -114,6 +114,23 @@ def bucket_form(bucket: PlanBucket, *, sharded: bool = False) -> str:
     return form if bucket.compressor.name == "none" else f"{form} {printable(bucket.compressor.name)}"
 
 
+NOISY = 0.05
+"""From this share of the step on, a prediction is so uncertain that measuring again is the cure."""
+
+
+def uncertainty_line(plan: Plan) -> str:
+    """How uncertain the prediction is; empty where the profile did not say how much its steps differed."""
+    prediction = plan.predicted
+    if prediction is None or prediction.compute_spread_us is None:
+        return ""
+    half_us = prediction.compute_spread_us / 2.0
+    parts = (prediction.forward_us, prediction.backward_us, prediction.update_us)
+    share = half_us / max(sum(part or 0.0 for part in parts), 1e-9)
+    text = f"predicted {milliseconds(prediction.iteration_us)} ms ± {half_us / 1000:,.2g}"
+    text += f": compute varied by {share:.0%} while it was profiled"
+    return f"{text}; profile again when the machine has nothing else to do" if share > NOISY else text
+
+
 def certificate_text(plan: Plan) -> str:
     """The certificate in a sentence or two."""
     certificate = plan.certificate
@@ -129,14 +146,16 @@ def certificate_text(plan: Plan) -> str:
     return f"{text} ({printable(certificate.method)}){note}"
 
 
-def accuracy_lines(plan: Plan) -> list[str]:
-    """One line for each class of accuracy."""
+def accuracy_lines(plan: Plan, unmeasured: Mapping[str, str] | None = None) -> list[str]:
+    """One line for each class of accuracy; `unmeasured` says of classes why they cannot be decided."""
     classes = {plan.accuracy: plan, **(plan.alternatives or {})}
     refused = next((note for note in plan.notes if ALLOWED in note), "")  # says why, for the class that was allowed
     lines = []
     for name, looked_at in (("bounded", plan.frontier), ("relaxed", plan.delays or plan.updaters)):
         if name in classes:
             lines.append(f"{name}  {_accuracy_line(classes[name])}")
+        elif unmeasured and name in unmeasured:
+            lines.append(f"{name}  {unmeasured[name]}")
         elif refused and (looked_at or refused.startswith(name)):
             lines.append(f'{name}  none: see the note that begins with "{refused.partition(",")[0]}"')
         else:
@@ -232,7 +251,7 @@ def print_plan(plan: Plan, console: Console, *, buckets: bool) -> None:
         if points:
             console.print(table(plan))
     said = [f"accuracy {plan.accuracy}; {line}" for line in (updaters_line(plan), delay_line(plan)) if line]
-    for line in (*said, *interface_lines(plan), certificate_text(plan)):
+    for line in filter(None, (*said, *interface_lines(plan), uncertainty_line(plan), certificate_text(plan))):
         console.print(line, highlight=False)
     for note in plan.notes:
         console.print(f"- {printable(note, SENTENCE_CHARACTERS)}", highlight=False)
@@ -281,6 +300,15 @@ def _unique(values: Iterable[int]) -> list[int]:
     return list(dict.fromkeys(values))
 
 
+def _intervals_line(intervals: ComputeIntervals) -> str:
+    low_us, high_us = intervals.step_us
+    half_us, middle_us = intervals.spread_us / 2.0, (low_us + high_us) / 2.0
+    share = half_us / middle_us if middle_us > 0.0 else 0.0
+    text = f"half of the steps took {milliseconds(low_us)} to {milliseconds(high_us)} ms without communication: "
+    text += f"predictions are uncertain by ± {half_us / 1000:,.2g} ms ({share:.0%})"
+    return f"{text}; profile again when the machine has nothing else to do" if share > NOISY else text
+
+
 def profile_lines(profile: Profile) -> list[str]:
     """A profile in a few lines."""
     compute = profile.compute
@@ -292,6 +320,8 @@ def profile_lines(profile: Profile) -> list[str]:
         f"forward {milliseconds(compute.forward_us)}, backward {milliseconds(backward_us)}, "
         f"update {milliseconds(compute.update_us)} ms"
     ]
+    if compute.intervals is not None:
+        lines.append(_intervals_line(compute.intervals))
     tracing = profile.tracing
     if tracing is not None:
         lines.append(
@@ -310,6 +340,7 @@ def profile_lines(profile: Profile) -> list[str]:
             f"all-reduce: {line.alpha_us:.0f} µs + {line.beta_us_per_byte * 1e3:.3g} µs per kB; the line "
             f"is off by {line.mean_error or 0:.0%} on average, so the samples are used"
         )
+    lines += (cluster.notes or ()) if cluster is not None else ()
     if cluster is not None and cluster.contention is not None:
         lines.append(f"while both are busy, {slower(cluster.contention)}")
     if profile.local_async is not None:

@@ -6,9 +6,12 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import torch.distributed as dist
+
+from planner.profile.budget import LOGGER
 from planner.profile.document import Profile
 from planner.profile.step import TIMEOUT_S
-from planner.profile.updaters import measure_local_async
+from planner.profile.updaters import expected_s, measure_local_async
 from planner.progress import Progress
 from planner.testbed.emulation import emulation_here
 from planner.training import BuiltJob, RankRun, blaming, build, to_device, weights_sha256
@@ -42,6 +45,8 @@ def measure_updaters(
     """
     step_us = profile.compute.forward_us + sum(g.backward_us for g in profile.compute.gradients)
     deadline = TIMEOUT_S if timeout_s is None else timeout_s
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        LOGGER.info("profile: up to %d local updaters of each rank: about %.0f s", most, expected_s(step_us, most))
     world = World.join(None, max(deadline, REPEATED_STEPS * step_us / 1e6))
     try:
         with preserved(built.model):

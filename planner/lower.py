@@ -27,13 +27,14 @@ WARMUP_STEPS = 500
 
 def predict(problem: Problem, schedule: Schedule, *, timeline: bool = False) -> Prediction:
     """The simulator's word on a schedule, with every task where `timeline` is set."""
-    result = simulate_schedule(problem, schedule)
+    result, intervals = simulate_schedule(problem, schedule), problem.profile.compute.intervals
     return Prediction(
         iteration_us=result.iteration_us,
         forward_us=result.forward_us,
         backward_us=result.backward_us,
         update_us=result.update_us,
         exposed_us=result.exposed_us,
+        compute_spread_us=None if intervals is None else round(intervals.spread_us, 3),
         buckets=len(schedule.buckets),
         extrapolated=True if problem.cost.extrapolated else None,
         timeline=_tasks(result) if timeline else None,

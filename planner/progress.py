@@ -26,14 +26,14 @@ class Silent:
 
 
 class Bars:
-    """One bar per loop, on standard error."""
+    """One bar per loop, on standard error, gone when the loop is over."""
 
     def track(self, items: Sequence[T], what: str) -> Iterator[T]:
         """The same items."""
         from rich.console import Console
         from rich.progress import track
 
-        yield from track(items, description=f"{what:<26}", console=Console(stderr=True))
+        yield from track(items, description=f"{what:<26}", console=Console(stderr=True), transient=True)
 
 
 def make_progress(*, show: bool) -> Progress:

@@ -17,27 +17,45 @@ ROUNDS = 5
 def profile(
     job: Job,
     ranks: Ranks = None,
-    output: Annotated[str, typer.Option("-o", "--output", help="Where to write the profile.")] = "profile.json",
+    output: Annotated[
+        str | None,
+        typer.Option("-o", "--output", help="Where to write the profile; default: profile.json, or that of --add-to."),
+    ] = None,
+    measure_for: Annotated[
+        str | None,
+        typer.Option("--for", help="exact, bounded or relaxed: the riskiest class of plan to measure for."),
+    ] = None,
+    add_to: Annotated[
+        str | None, typer.Option(help="A profile of this job on these ranks: measure only what it lacks, and add it.")
+    ] = None,
+    budget_s: Annotated[
+        float | None, typer.Option(help="Seconds that it may take beyond the first steps (default 60).")
+    ] = None,
     device: Device = "auto",
     backend: Backend = None,
     timeout_s: Timeout = None,
     emulate: Emulate = None,
     updaters: Annotated[
-        int | None, typer.Option(help="Also measure up to so many local updaters of each rank, for relaxed plans.")
+        int | None,
+        typer.Option(help="Also measure up to so many local updaters of each rank, for relaxed plans."),
     ] = None,
 ) -> None:
     """Trace a job and measure its step and the links between ranks."""
     from planner.job import find_job
     from planner.outputs import check_writable
     from planner.passes.local_async import check_updaters
+    from planner.profile.request import make_request
     from planner.training import profile_rank
     from planner.world import RankOptions, choose_device, is_first_rank, on_ranks
 
     where = RankOptions(ranks, device, backend, timeout_s, emulate)
     if updaters is not None:
         check_updaters(updaters, "--updaters")
+    request = make_request(measure_for, add_to, budget_s, updaters)
+    output = output or add_to or "profile.json"
     check_writable(output, find_job(job)[0])
-    result = on_ranks(where, profile_rank, job, choose_device(device), not Flags.as_json, timeout_s, updaters or 0)[0]
+    arguments = (job, choose_device(device), not Flags.as_json, timeout_s, updaters or 0, request)
+    result = on_ranks(where, profile_rank, *arguments)[0]
     if not is_first_rank():
         return
     result.save(output)

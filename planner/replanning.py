@@ -285,6 +285,7 @@ def _profile(
         push_pack=before.push_pack if before is not None else None,
         local_update=before.local_update if before is not None else None,
         pull_take=before.pull_take if before is not None else None,
+        measured_for=before.measured_for if before is not None else None,
     )
     return Profile(
         model=plan.model,

@@ -19,8 +19,11 @@ from torch.nn.parameter import is_lazy
 
 import runtime
 from planner.job import TrainingJob, described, load_job
+from planner.profile.budget import LOGGER, heard
 from planner.profile.document import Profile
+from planner.profile.loading import LONGEST_S as LOADING_S
 from planner.profile.loading import batch_samples, measure_loading
+from planner.profile.request import Request
 from planner.profile.step import TIMEOUT_S, check_same_model, deadline_s, measure
 from planner.progress import make_progress
 from planner.testbed.emulation import Emulation, emulation_here
@@ -153,7 +156,12 @@ def build(spec: str, device: str) -> BuiltJob:
 
 
 def profile_rank(
-    spec: str, device: str, show_progress: bool, timeout_s: float | None = None, updaters: int = 0
+    spec: str,
+    device: str,
+    show_progress: bool,
+    timeout_s: float | None = None,
+    updaters: int = 0,
+    request: Request | None = None,
 ) -> Profile:
     """Profiles a job on this rank; every rank calls it and gets the same profile.
 
@@ -163,6 +171,7 @@ def profile_rank(
         show_progress: whether the first rank shows bars.
         timeout_s: see `profile_step`.
         updaters: measures up to so many local updaters, too.
+        request: the class of plans, the profile to add to, and the budget.
     """
     built = build(spec, device)
     batches = [built.batch(step) for step in range(KEPT_BATCHES)]
@@ -178,9 +187,14 @@ def profile_rank(
     first = not dist.is_initialized() or dist.get_rank() == 0
     progress = make_progress(show=show_progress and first)
     name = type(built.model).__name__.lower()
-    with naming(spec):
-        found = measure(built.model, step, built.optimizer, None, progress=progress, name=name, timeout_s=timeout_s)
-        if built.job.dataset is not None:
+    with naming(spec), heard():
+        found = measure(
+            built.model, step, built.optimizer, None, progress=progress, request=request, name=name,
+            timeout_s=timeout_s,
+        )  # fmt: skip
+        if built.job.dataset is not None and found.loading is None:
+            if first:
+                LOGGER.info("profile: loading samples: some seconds, up to %.0f s from slow storage", LOADING_S)
             found = replace(found, loading=_loading(built, batches[0], timeout_s))
         if not updaters:
             return found

@@ -81,6 +81,7 @@ def scale_compute(compute: ComputeProfile, step: float, update: float) -> Comput
         forward_us=compute.forward_us * step,
         update_us=compute.update_us * update,
         norms=_scale_norms(compute.norms, update),
+        intervals=None,
         gradients=tuple(replace(g, backward_us=g.backward_us * step) for g in compute.gradients),
     )
 

@@ -49,6 +49,9 @@ class Prediction:
     backward_us: PredictedUs | None = None
     update_us: PredictedUs | None = None
     exposed_us: PredictedUs | None = None
+    compute_spread_us: PredictedUs | None = None
+    """How far apart the quartiles of forward, backward and update together were while they were profiled: the
+    prediction is uncertain by half of it, either way. Absent where that is not known."""
     buckets: Count | None = None
     extrapolated: bool | None = None
     """True where costs were derived for another number of ranks than was measured."""

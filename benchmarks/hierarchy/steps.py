@@ -46,7 +46,7 @@ def schedules(problem: Problem) -> dict[str, Schedule]:
 
 def on_hosts(emulate: str, job: str, rounds: int) -> list[Seen]:
     """One start of emulated hosts; figures are of all ranks."""
-    ranks = on_ranks(RankOptions(None, emulate=emulate), measure_rank, job, schedules, rounds, 1)
+    ranks = on_ranks(RankOptions(None, emulate=emulate), measure_rank, job, schedules, rounds, 1, "cpu", "bounded")
     problem = make_problem(ranks[0].profile)
     made, values = schedules(problem), values_by_name([rank.measured for rank in ranks])
     return [_seen(name, problem, made.get(name), values[name]) for name in values]

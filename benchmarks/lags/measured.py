@@ -41,7 +41,7 @@ def schedules(problem: Problem) -> Mapping[str, Schedule]:
 
 def on_link(job: str, link: str, rounds: int) -> Measured:
     """One start of emulated hosts."""
-    ranks = on_ranks(RankOptions(None, emulate=link), measure_rank, job, schedules, rounds, STEPS)
+    ranks = on_ranks(RankOptions(None, emulate=link), measure_rank, job, schedules, rounds, STEPS, "cpu", "bounded")
     measured, problem = ranks[0].measured, make_problem(ranks[0].profile)
     values = values_by_name([rank.measured for rank in ranks])
     message_us = max(record.alone_us or 0.0 for record in measured.records if record.contestant.name == SLGS)

@@ -19,8 +19,10 @@ from planner.ir import Schedule
 from planner.lower import predict
 from planner.problem import Problem, make_problem
 from planner.profile.document import Profile
+from planner.profile.request import Request
 from planner.strategies import make_schedule
 from planner.training import profile_rank
+from runtime.plan import Accuracy
 
 NAMED = ("wfbp", "single", "ddp", "mg_wfbp", "optimal")
 LOSSY = ("single", "ddp", "optimal", "slgs:0.001", "lags:250", "joint")
@@ -59,6 +61,11 @@ class Cell:
     @property
     def strategies(self) -> tuple[str, ...]:
         return LOSSY if self.lossy else DELAYED if self.delayed else (*NAMED, *CAPS)
+
+    @property
+    def accuracy(self) -> Accuracy:
+        """The riskiest class of plan that takes part."""
+        return "bounded" if self.lossy else "relaxed" if self.delayed else "exact"
 
     @property
     def chosen(self) -> str:
@@ -145,8 +152,9 @@ class RankCell:
 
 def cell_rank(spec: str, rounds: int, steps: int, cell: Cell, device: str = "cpu") -> RankCell:
     """Every rank calls it: profile, rounds of all plans by turns, profile."""
-    seen = measure_rank(spec, partial(schedules, cell=cell), rounds, steps, device)
-    return RankCell(seen.profile, profile_rank(spec, device, show_progress=False), seen.measured)
+    seen = measure_rank(spec, partial(schedules, cell=cell), rounds, steps, device, cell.accuracy)
+    after = profile_rank(spec, device, show_progress=False, request=Request(accuracy=cell.accuracy))
+    return RankCell(seen.profile, after, seen.measured)
 
 
 def summarize(cell: Cell, ranks: Sequence[RankCell]) -> Result:

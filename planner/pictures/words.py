@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from planner.explain import SENTENCE_CHARACTERS, milliseconds, printable
+from planner.explain import SENTENCE_CHARACTERS, milliseconds, printable, uncertainty_line
 from planner.pictures.figures import shorten
 from planner.pictures.tracks import MEASURED, Track
 from planner.sources import counted, short_with_source
@@ -27,6 +27,8 @@ def headline(plan: Plan, measured: MeasuredStep | None) -> list[str]:
     if predicted.exposed_us is not None:
         text += f", of which {milliseconds(predicted.exposed_us)} ms are communication that compute does not hide"
     lines = [f"{text}.{_against_ddp(plan)}"]
+    if uncertain := uncertainty_line(plan):
+        lines.append(f"{uncertain[0].upper()}{uncertain[1:]}.")
     if plan.delay is not None:
         every = "step" if plan.delay.steps == 1 else f"{plan.delay.steps} steps"
         lines.append(

@@ -7,13 +7,13 @@ other nodes, so that the ranks of a node share its cards, as the phases of a hie
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
 from planner.cost.collectives import Coefficients, solve_link
 from planner.profile.document import Line, Link, Sample
-from planner.profile.links import LinkTimes, measure_part
+from planner.profile.links import LONGEST_S, LinkTimes, cut_short, measure_part
 from planner.progress import Progress
 from runtime.errors import CommunicationError
 from runtime.world import World, first_line
@@ -25,15 +25,14 @@ BETWEEN = ("all_reduce", "all_gather", "reduce_scatter")
 
 @dataclass(frozen=True)
 class LinksApart:
-    """Both kinds of link: their constants, and curves whose names begin with `intra/` and `inter/`."""
+    """Both kinds of link: curves whose names begin with `intra/` and `inter/`, and constants."""
 
-    intra: Link
-    inter: Link
     times: LinkTimes
-
-    def beside(self, flat: LinkTimes) -> LinkTimes:
-        """These curves after those of the collectives over all ranks."""
-        return replace(flat, samples=flat.samples | self.times.samples, lines=flat.lines | self.times.lines)
+    intra: Link | None = None
+    """None where no all-reduce was asked for."""
+    inter: Link | None = None
+    cut: tuple[str, ...] = ()
+    """Which curves end before the largest message."""
 
 
 def parts_of(nodes: Sequence[str]) -> tuple[list[list[int]], list[list[int]]] | None:
@@ -49,9 +48,20 @@ def parts_of(nodes: Sequence[str]) -> tuple[list[list[int]], list[list[int]]] | 
 
 
 def measure_apart(
-    world: World, nodes: Sequence[str], device: torch.device, model_bytes: int, progress: Progress
-) -> LinksApart | None:
+    world: World, nodes: Sequence[str], device: torch.device, model_bytes: int, progress: Progress,
+    inside: Sequence[str] = INSIDE, between: Sequence[str] = BETWEEN, longest_s: float = LONGEST_S,
+) -> LinksApart | None:  # fmt: skip
     """Times the phases of hierarchical collectives; None where there is one kind of link. Every rank calls it.
+
+    Args:
+        world: all ranks.
+        nodes: of each rank.
+        device: of the messages.
+        model_bytes: of the largest message.
+        progress: told of each pass.
+        inside: collectives inside nodes.
+        between: collectives between nodes.
+        longest_s: what each of them may take.
 
     Raises:
         CommunicationError: a rank died or missed the deadline.
@@ -63,13 +73,18 @@ def measure_apart(
     samples: dict[str, tuple[Sample, ...]] = {}
     lines: dict[str, Line] = {}
     links: dict[str, Link] = {}
-    kinds = (("intra", parts[0], INSIDE, model_bytes), ("inter", parts[1], BETWEEN, model_bytes // per_node))
+    cut: list[str] = []
+    kinds = (("intra", parts[0], inside, model_bytes), ("inter", parts[1], between, model_bytes // per_node))
     for kind, ranks, names, largest_bytes in kinds:
-        found = _measure(world, ranks, device, largest_bytes, names, progress, kind)
+        if not names:
+            continue
+        found = _measure(world, ranks, device, largest_bytes, names, progress, kind, longest_s)
         samples |= {f"{kind}/{name}": curve for name, curve in found.samples.items()}
         lines |= {f"{kind}/{name}": line for name, line in found.lines.items()}
-        links[kind] = implied_link(found.lines["all_reduce"], len(ranks[0]), 1 if kind == "intra" else per_node)
-    return LinksApart(links["intra"], links["inter"], LinkTimes(samples, {}, lines))
+        cut += [f"{kind}/{sentence}" for sentence in cut_short(found, largest_bytes)]
+        if "all_reduce" in names:
+            links[kind] = implied_link(found.lines["all_reduce"], len(ranks[0]), 1 if kind == "intra" else per_node)
+    return LinksApart(LinkTimes(samples, {}, lines), links.get("intra"), links.get("inter"), tuple(cut))
 
 
 def implied_link(all_reduce: Line, ranks: int, sharing: int) -> Link:
@@ -81,12 +96,12 @@ def implied_link(all_reduce: Line, ranks: int, sharing: int) -> Link:
 
 def _measure(
     world: World, ranks: Sequence[Sequence[int]], device: torch.device, largest_bytes: int, names: Sequence[str],
-    progress: Progress, kind: str,
+    progress: Progress, kind: str, longest_s: float,
 ) -> LinkTimes:  # fmt: skip
     part = world.split(ranks)
     try:
         with world.naming("timing the collectives"):
-            return measure_part(world, part, device, largest_bytes, names, progress, kind)
+            return measure_part(world, part, device, largest_bytes, names, progress, kind, longest_s)
     except CommunicationError as error:
         # The part knows its ranks by other numbers.
         raise CommunicationError(

@@ -18,8 +18,10 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from planner.profile.document import ComputeProfile, Gradient
+from planner.profile.budget import Phases
+from planner.profile.document import ComputeIntervals, ComputeProfile, Gradient, Interval
 from planner.profile.links import make_bucket, timed_us
+from planner.profile.wanted import REPEATS
 from planner.progress import Progress
 from runtime.buckets import BucketBuffer, Parcel
 from runtime.clock import Clock
@@ -37,10 +39,14 @@ WARM_UP_STEPS = 3
 MIN_REPEATS, MAX_REPEATS = 5, 40
 BUDGET_S = 6.0
 """What the repeats may take in all, once there are enough of them."""
+STEADY = 0.1
+"""Where the quartiles of the step are further apart than this share of it, the repeats are done again …"""
+MOST_TIMES = 4
+"""… so often in all, as far as the budget allows. Those that differ least count: others had something beside them."""
 
 MESSAGE_BYTES = 32 * 1024 * 1024
 """Largest message after backward: more than caches hold."""
-LEAST_MESSAGE_BYTES = 64 * 1024
+FIRST_MESSAGE_BYTES, LEAST_MESSAGE_BYTES = 1024 * 1024, 64 * 1024
 MESSAGE_S = 0.3
 """What it may take; on a slow network a smaller one has to do."""
 
@@ -97,18 +103,20 @@ class AfterBackward:
 
 
 def _make_communicator(world: World, model: nn.Module) -> Communicator | None:
-    """With a message of the model's size, or of a part of it where that takes long."""
+    """With a message of the model's size, or of a part of it where that takes long: how long, a small one tells."""
     if world.group is None:
         return None
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    size_bytes = min(MESSAGE_BYTES, sum(p.numel() * p.element_size() for p in parameters))
+    most_bytes = min(MESSAGE_BYTES, sum(p.numel() * p.element_size() for p in parameters))
+    size_bytes, tried = min(FIRST_MESSAGE_BYTES, most_bytes), False
     while True:
         communicator = AfterBackward(world, parameters[0].device, size_bytes)
         took_s = max(world.gather(timed_us(communicator.wait, parameters[0].device) / 1e6, "timing a message"))
-        if took_s <= MESSAGE_S or size_bytes <= LEAST_MESSAGE_BYTES:
+        fitting_bytes = min(most_bytes, max(LEAST_MESSAGE_BYTES, int(size_bytes * MESSAGE_S / took_s)))
+        if fitting_bytes == size_bytes or (tried and took_s <= MESSAGE_S):
             return communicator
         communicator.close()
-        size_bytes = max(LEAST_MESSAGE_BYTES, int(size_bytes * MESSAGE_S / took_s))
+        size_bytes, tried = fitting_bytes, True
 
 
 class StepRunner:
@@ -163,21 +171,39 @@ def _update(optimizer: torch.optim.Optimizer) -> None:
 
 
 def measure_compute(
-    model: nn.Module, optimizer: torch.optim.Optimizer | None, step: Step, world: World, progress: Progress
-) -> RankTimes:
-    """This rank's times; the model and the optimizer change (see `runtime.preserve`)."""
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    step: Step,
+    world: World,
+    progress: Progress,
+    phases: Phases,
+) -> list[RankTimes]:
+    """Every rank's times; the model and the optimizer change (see `runtime.preserve`).
+
+    Repeats that differ much are done again, and those that differ least count. The budget begins after the first ones.
+    """
     runner = StepRunner(model, optimizer, step, world, communicator=_make_communicator(world, model))
+    found: list[list[RankTimes]] = []
     try:
         started = time.perf_counter()
         for _ in progress.track(range(WARM_UP_STEPS), "warm-up"):
             runner.run()
         each_s = max(world.gather((time.perf_counter() - started) / WARM_UP_STEPS, "timing the warm-up"))
         repeats = int(min(MAX_REPEATS, max(MIN_REPEATS, BUDGET_S / max(each_s, 1e-9))))
-        marks = [runner.run() for _ in progress.track(range(repeats), "forward and backward")]
-        names = runner.session.plan.gradients
+        phases.say(f"a step takes {each_s:.3g} s, {repeats} more: {repeats * each_s:.0f} s")
+        names, allowed_s = runner.session.plan.gradients, 0.0
+        while True:
+            marks = [runner.run() for _ in progress.track(range(repeats), "forward and backward")]
+            found.append(world.gather(rank_times(marks, names, runner.clock), "comparing times of the step"))
+            spread = spread_of(found[-1])
+            if len(found) == 1:
+                allowed_s = phases.begin(REPEATS, world)
+            if spread <= STEADY or len(found) == MOST_TIMES or len(found) * repeats * each_s > allowed_s:
+                break
+            phases.say(f"the quartiles of steps are {spread:.0%} apart: {repeats} more, {repeats * each_s:.0f} s")
     finally:
         runner.close()
-    return rank_times(marks, names, runner.clock)
+    return min(found, key=spread_of)
 
 
 def rank_times(marks: Sequence[StepMarks], names: Sequence[str], clock: Clock) -> RankTimes:
@@ -213,10 +239,33 @@ def _update_us(ranks: Sequence[RankTimes]) -> float:
     if not steps:
         return 0.0
     backward_us = [rank.backward_end_us[-steps:] for rank in ranks]
-    both_us = [
-        list(map(sum, zip(rank.update_us[-steps:], rank.backward_end_us[-steps:], strict=True))) for rank in ranks
-    ]
-    return max(0.0, float(np.median(_latest(both_us)) - np.median(_latest(backward_us))))
+    return max(0.0, float(np.median(step_times_us(ranks)) - np.median(_latest(backward_us))))
+
+
+def step_times_us(ranks: Sequence[RankTimes]) -> NDArray[np.float64]:
+    """Forward, backward and update of each repeat on the rank that took longest. Shape (repeats,)."""
+    if not all(rank.update_us for rank in ranks):
+        return _latest([rank.backward_end_us for rank in ranks])
+    steps = min(len(rank.update_us) for rank in ranks)
+    return _latest(
+        [list(map(sum, zip(rank.update_us[-steps:], rank.backward_end_us[-steps:], strict=True))) for rank in ranks]
+    )
+
+
+def spread_of(ranks: Sequence[RankTimes]) -> float:
+    """How far apart the quartiles of the step are, as a share of it."""
+    times_us = step_times_us(ranks)
+    return _spread(times_us) / max(float(np.median(times_us)), 1e-9)
+
+
+def _intervals(ranks: Sequence[RankTimes]) -> ComputeIntervals:
+    forward_us = np.array([rank.forward_us for rank in ranks])
+    end_us = _latest([rank.backward_end_us for rank in ranks])
+    return ComputeIntervals(
+        forward_us=_quartiles(forward_us),
+        backward_us=_quartiles(end_us - np.median(forward_us)),
+        step_us=_quartiles(step_times_us(ranks)),
+    )
 
 
 def combine_parameters(ranks: Sequence[RankTimes], parameters: Mapping[str, nn.Parameter]) -> ComputeProfile:
@@ -246,6 +295,7 @@ def combine_parameters(ranks: Sequence[RankTimes], parameters: Mapping[str, nn.P
         gradients=tuple(gradients),
         repeats=len(ranks[0].forward_us),
         step_spread_us=_round(_spread(_latest([rank.backward_end_us for rank in ranks]))),
+        intervals=_intervals(ranks),
     )
 
 
@@ -257,6 +307,11 @@ def _latest(ranks: Sequence[Sequence[float]]) -> NDArray[np.float64]:
 def _spread(values: NDArray[np.float64]) -> float:
     low, high = np.nanpercentile(values, [25, 75])
     return float(high - low)
+
+
+def _quartiles(values: NDArray[np.float64]) -> Interval:
+    low, high = np.nanpercentile(values, [25, 75])
+    return max(0.0, _round(float(low))), max(0.0, _round(float(high)))
 
 
 def _round(time_us: float) -> float:

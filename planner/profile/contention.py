@@ -14,15 +14,16 @@ from __future__ import annotations
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
 
 from planner.profile.compute import Step, StepRunner
-from planner.profile.document import Contention, SizeFactors
+from planner.profile.document import ComputeProfile, Contention, SizeFactors
 from planner.profile.links import make_bucket
+from planner.profile.wanted import ALL_GATHER, ALL_REDUCE
 from planner.progress import Progress
 from runtime.buckets import BucketBuffer, Parcel
 from runtime.clock import Clock
@@ -31,45 +32,54 @@ from runtime.communicator import Sent, make_communicator, nothing
 from runtime.selected import Packed
 from runtime.world import World
 
-MIN_REPEATS, MAX_REPEATS = 5, 15
+MAX_ROUNDS = 15
+LEAST_ROUNDS = (3, 2, 1)
+"""For so many rounds there has to be time, of as many sizes as possible; where there is none for a single size, for
+fewer rounds."""
 BUDGET_S = 20.0
-"""What the repeats may take in all, once there are enough of them."""
+"""What all of it may take."""
+PROBING = 0.25
+"""Share of it that may be spent on finding out how long messages take."""
+STEPS_PER_SIZE = 2.5
+"""What a size takes in a round, in steps: messages alone, then a step that they slow down."""
 SHARE = 0.8
 """Part of backward that the messages are meant to fill if nothing slows them."""
 MIN_BACKWARD_US = 500.0
 """Shorter backwards are over before a collective has begun."""
-KINDS = (("all_reduce", "library"), ("sparse", "flat"))
-"""What is sent."""
-SIZES = (1024, 8 * 1024, 64 * 1024, 512 * 1024, 4 * 1024 * 1024)
+KINDS = {ALL_REDUCE: ("all_reduce", "library"), ALL_GATHER: ("sparse", "flat")}
+"""What is sent, as the runtime calls it."""
+GROWTH = 8
+SIZES = tuple(1024 * GROWTH**power for power in range(5))
 """Message bytes, of gathers those of all ranks; left out are those that are larger than the model, or of which two do
 not fit beside backward."""
-PROBE_MESSAGES, MAX_MESSAGES = 4, 64
+PROBES, PROBE_MESSAGES, MAX_MESSAGES = 3, 4, 64
 LEAST_SHARE, LEAST_MESSAGES = 0.1, 0.5
 """Of backward, and how many messages, that count as done while both were busy: near zero they would say nothing."""
 
 
-Sort = tuple[int, int, int]
-"""(kind, bytes, how many) of messages: the kind is a place in KINDS."""
+Sort = tuple[str, int, int]
+"""(kind, bytes, how many) of messages."""
 
 
 class _Flood:
     """A communicator that sends messages of its own, back to back, when it is told to."""
 
     def __init__(self, world: World, device: torch.device) -> None:
-        self._inner = make_communicator(world, [COLLECTIVES[kind] for kind in KINDS], device)
+        self._inner = make_communicator(world, [COLLECTIVES[kind] for kind in KINDS.values()], device)
         self._device, self._ranks = device, world.ranks
         self._buckets: list[BucketBuffer | Parcel] = []
         self.sent: list[Sent] = []
 
-    def choose(self, kind: int, size_bytes: int, messages: int) -> None:
-        """From now on so many of this kind (its place in KINDS) and size."""
+    def choose(self, kind: str, size_bytes: int, messages: int) -> None:
+        """From now on so many of this kind and size."""
         self._buckets = [self._bucket(kind, size_bytes) for _ in range(messages)]
 
-    def _bucket(self, kind: int, size_bytes: int) -> BucketBuffer | Parcel:
-        if not kind:
+    def _bucket(self, kind: str, size_bytes: int) -> BucketBuffer | Parcel:
+        if kind == ALL_REDUCE:
             return make_bucket(size_bytes, self._device)
         own = torch.zeros(max(1, size_bytes // 4 // self._ranks), device=self._device)
-        return Parcel(kind, f"a gather of {size_bytes} bytes", [Packed(own, own.new_zeros(self._ranks * own.numel()))])
+        place = list(KINDS).index(kind)
+        return Parcel(place, f"a gather of {size_bytes} bytes", [Packed(own, own.new_zeros(self._ranks * own.numel()))])
 
     def begin(self) -> None:
         self.sent = [Sent() for _ in self._buckets]
@@ -105,48 +115,90 @@ class Seen:
 
 def measure_contention(
     model: nn.Module, optimizer: torch.optim.Optimizer | None, step: Step, world: World, device: torch.device,
-    backward_us: float, model_bytes: int, progress: Progress,
-) -> Contention | None:  # fmt: skip
-    """The factors of this machine, the same on all ranks; None where backward is too short to tell.
+    compute: ComputeProfile, progress: Progress, kinds: Sequence[str] = tuple(KINDS), budget_s: float = BUDGET_S,
+) -> dict[str, tuple[SizeFactors, ...]]:  # fmt: skip
+    """The factors of this machine by kind and size of messages, the same on all ranks; nothing where backward is too
+    short to tell, or steps too long for the budget.
 
     Args:
-        backward_us: from the first gradient to the end of backward, alone.
-        model_bytes: of all gradients; no larger message is tried.
+        compute: the step as it is alone.
+        kinds: of messages: `all_reduce`, `all_gather`.
+        budget_s: what it may take.
     """
+    backward_us = sum(gradient.backward_us for gradient in compute.gradients[1:])
     if world.group is None or backward_us < MIN_BACKWARD_US:
-        return None
+        return {}
+    model_bytes = sum(gradient.size_bytes for gradient in compute.gradients)
+    step_s = (compute.forward_us + compute.update_us + sum(g.backward_us for g in compute.gradients)) / 1e6
+    sizes = affordable_sizes(step_s, budget_s)
+    if not sizes:
+        return {}
     flood = _Flood(world, device)
     runner = StepRunner(model, optimizer, step, world, communicator=flood)
     try:
-        chosen = _fitting(runner, flood, world, backward_us, model_bytes)
+        fitting = _fitting(runner, flood, world, backward_us, model_bytes, kinds, budget_s * PROBING)
+        chosen = spread_evenly(fitting, sizes)
         if not chosen:
-            return None
-        runner.run()
+            return {}
+        if step_s * MAX_ROUNDS < budget_s:
+            runner.run()
         started = time.perf_counter()
         rounds = [_round(runner, flood, world, chosen)]
         round_s = max(world.gather(time.perf_counter() - started, "timing a round"))
-        repeats = int(min(MAX_REPEATS, max(MIN_REPEATS, BUDGET_S / max(round_s, 1e-9))))
+        repeats = int(min(MAX_ROUNDS, max(1, budget_s / max(round_s, 1e-9))))
         rounds += [_round(runner, flood, world, chosen) for _ in progress.track(range(repeats - 1), "contention")]
     finally:
         runner.close()
     everyone: list[list[list[Seen]]] = world.gather(rounds, "comparing contention")
-    found: defaultdict[int, list[SizeFactors]] = defaultdict(list)
+    found: defaultdict[str, list[SizeFactors]] = defaultdict(list)
     for index, (kind, size_bytes, _) in enumerate(chosen):
-        compute, network = solve([of_last([rank[index] for rank in ranks]) for ranks in zip(*everyone, strict=True)])
-        found[kind].append((float(size_bytes), round(compute, 4), round(network, 4)))
+        slowed, late = solve([of_last([rank[index] for rank in ranks]) for ranks in zip(*everyone, strict=True)])
+        found[kind].append((float(size_bytes), round(slowed, 4), round(late, 4)))
+    return {kind: tuple(factors) for kind, factors in found.items()}
+
+
+def contention_of(found: Mapping[str, tuple[SizeFactors, ...]], model_bytes: int) -> Contention | None:
+    """What was measured as the document has it; None where nothing was measured of all-reduces."""
+    if ALL_REDUCE not in found:
+        return None
     # Beside a usual bucket: a quarter of the model.
-    _, compute, network = min(found[0], key=lambda factors: abs(factors[0] - model_bytes / 4))
+    _, compute, network = min(found[ALL_REDUCE], key=lambda factors: abs(factors[0] - model_bytes / 4))
     return Contention(
-        compute=compute, network=network, by_size=tuple(found[0]), gathers_by_size=tuple(found[1]) or None
+        compute=compute, network=network, by_size=found[ALL_REDUCE], gathers_by_size=found.get(ALL_GATHER)
     )
 
 
-def _fitting(runner: StepRunner, flood: _Flood, world: World, backward_us: float, model_bytes: int) -> list[Sort]:
-    """Messages that fill most of backward; none where not even the smallest all-reduces do."""
+def affordable_sizes(step_s: float, budget_s: float) -> int:
+    """How many sizes of messages there is time for, at a step of so many seconds; 0: not even for one."""
+    for rounds in LEAST_ROUNDS:
+        sizes = int((budget_s / rounds / max(step_s, 1e-9) - 1.0) / STEPS_PER_SIZE)
+        if sizes >= 1:
+            return sizes
+    return 0
+
+
+def spread_evenly(fitting: Sequence[Sort], most: int) -> list[Sort]:
+    """At most so many of the messages, of each kind about as many, the largest of a kind first of all."""
+    kinds = list(dict.fromkeys(kind for kind, *_ in fitting))[:most]
+    chosen = []
+    for place, kind in enumerate(kinds):
+        of_kind = [one for one in fitting if one[0] == kind]
+        count = min(len(of_kind), most // len(kinds) + (place < most % len(kinds)))
+        chosen += [of_kind[-1 - (i * len(of_kind)) // count] for i in reversed(range(count))]
+    return chosen
+
+
+def _fitting(
+    runner: StepRunner, flood: _Flood, world: World, backward_us: float, model_bytes: int, kinds: Sequence[str],
+    probing_s: float,
+) -> list[Sort]:  # fmt: skip
+    """Messages that fill most of backward; none where not even the smallest of the first kind do."""
     chosen: list[Sort] = []
-    for kind in range(len(KINDS)):
+    longest_us = 1e6 * probing_s / (len(kinds) * PROBES * PROBE_MESSAGES)
+    for kind in kinds:
+        each_us = 0.0
         for size_bytes in SIZES:
-            if chosen and size_bytes > model_bytes:
+            if (chosen and size_bytes > model_bytes) or GROWTH * each_us > longest_us:
                 break
             flood.choose(kind, size_bytes, PROBE_MESSAGES)
             each_us = _alone(flood, world, runner.clock) / PROBE_MESSAGES
@@ -209,7 +261,7 @@ def _send_alone(flood: _Flood, world: World) -> None:
 def _alone(probe: _Flood, world: World, clock: Clock) -> float:
     """Microseconds of the probe's messages with nothing else going on."""
     times = []
-    for _ in range(3):
+    for _ in range(PROBES):
         _send_alone(probe, world)
         times.append(clock.between_us(probe.sent[0].start, probe.sent[-1].end))
     everyone: list[list[float]] = world.gather(times, "timing messages alone")

@@ -13,7 +13,7 @@ from planner.profile.local_async import LocalAsyncProfile
 from planner.units import parse_bandwidth, parse_latency_us, us_per_byte
 from runtime.documents import STRICT, check_schema, dump, read_json, validate, write_json
 from runtime.errors import InputError
-from runtime.plan import ModelReference
+from runtime.plan import Accuracy, ModelReference
 from runtime.predicted import Loading
 from runtime.quantities import Count, Name, PositiveCount, Ranks, TimeUs
 
@@ -40,6 +40,8 @@ Factor = Annotated[float, Field(ge=1.0, le=1e6)]
 Emulated = Literal["namespaces", "sleep"]
 Sample = tuple[Annotated[float, Field(ge=0.0, le=2**60)], TimeUs]
 """(message_bytes, time_us)."""
+Interval = tuple[TimeUs, TimeUs]
+"""(low, high)."""
 SizeFactors = tuple[Annotated[float, Field(gt=0.0, le=2**60)], Factor, Factor]
 """(message_bytes, compute, network)."""
 DensityLine = tuple[Annotated[float, Field(gt=0.0, le=1.0)], TimeUs, Rate]
@@ -108,6 +110,26 @@ class OptimizerProfile:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ComputeIntervals:
+    """Between which times the middle half of the repeats lay."""
+
+    __pydantic_config__ = STRICT
+
+    forward_us: Interval
+    """On all ranks."""
+    backward_us: Interval
+    """From the median forward to the end on the slowest rank."""
+    step_us: Interval
+    """Forward, backward and update together, on the slowest rank."""
+
+    @property
+    def spread_us(self) -> float:
+        """How far apart the quartiles of the step are."""
+        low_us, high_us = self.step_us
+        return max(0.0, high_us - low_us)
+
+
+@dataclass(frozen=True, kw_only=True)
 class ComputeProfile:
     """Times of one step without communication, on all ranks at once."""
 
@@ -122,6 +144,8 @@ class ComputeProfile:
     repeats: Count | None = None
     step_spread_us: TimeUs | None = None
     """Interquartile range of forward plus backward over repeats."""
+    intervals: ComputeIntervals | None = None
+    """How much the repeats differed; absent where that is not known."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -271,6 +295,8 @@ class Cluster:
     """With a delay: what a rank computes with weights that were pulled, over the bytes of all. Likewise."""
     all_reduce_algorithm: Literal["ring", "recursive_doubling", "halving_doubling", "binary_tree"] = "ring"
     contention: Contention | None = None
+    measured_for: Accuracy | None = None
+    """The riskiest class of plans whose costs were measured; absent where that is not known."""
     emulated: Emulated | None = None
     """As in the profile's world; the name then is what was emulated."""
     source: str | None = None

@@ -17,20 +17,21 @@ from runtime.fit import trainable_parameters
 from runtime.world import World
 
 REPEATS = 3
-LONG_BACKWARD_US = 1e6
-"""From this length on one repeat has to do."""
+BUDGET_S = 6.0
+"""What it may take: fewer repeats, or none, where steps are long."""
 
 
 def measure_grad_weight_share(model: nn.Module, step: Step, compute: ComputeProfile, world: World) -> float | None:
-    """Share of backward, 0 to 1, median over ranks; None on a GPU (host times mean nothing there) or where a model
-    does not run with frozen parameters. Gradients and `requires_grad` flags are left as found.
+    """Share of backward, 0 to 1, median over ranks; None on a GPU (host times mean nothing there), where a model does
+    not run with frozen parameters, or where steps are too long. Gradients and `requires_grad` flags are left as found.
     """
     parameters = trainable_parameters(model)
-    if any(parameter.device.type != "cpu" for parameter in parameters.values()):
+    step_s = (compute.forward_us + sum(g.backward_us for g in compute.gradients)) / 1e6
+    # The same number on all ranks: a step may have collectives of its own. Each part begins with a step to warm up.
+    repeats = min(REPEATS, int(BUDGET_S / max(step_s, 1e-9) / 2) - 1)
+    if repeats < 1 or any(parameter.device.type != "cpu" for parameter in parameters.values()):
         mine = None
     else:
-        # The same number on all ranks: a step may have collectives of its own.
-        repeats = REPEATS if sum(g.backward_us for g in compute.gradients) < LONG_BACKWARD_US else 1
         mine = _measure(parameters, step, compute.gradients[-1].name, repeats)
     known = [share for share in world.gather(mine, "comparing shares of backward") if share is not None]
     return round(statistics.median(known), 4) if known else None

@@ -1,5 +1,8 @@
 """Times of the runtime's collectives over message sizes, alone and back to back, with arrival skew removed.
 
+Messages grow until all of them, timed some times, take what a collective may; on a slow link that is before they are as
+large as the model. Beyond the largest that was timed, curves go on as the line through the last two.
+
 Ranks reach a collective at different moments, and a rank that is early waits for the late ones. Every rank times its
 own call; the last to arrive waits for nobody, so the least of the ranks' times is the time from the last arrival. It
 needs no common clock.
@@ -36,6 +39,9 @@ QUEUED_US = 20_000.0
 MIN_PASSES, MAX_PASSES = 3, 25
 BUDGET_S = 2.5
 """What one collective may take in all, once it has been timed often enough."""
+LONGEST_S = 4.0
+"""What it may take in any case: larger messages are not timed."""
+HALVES = ("reduce_scatter", "all_gather")
 
 INSIDE = "intra"
 """What `measure_part` calls the links inside nodes."""
@@ -62,7 +68,12 @@ def message_sizes(model_bytes: int, ratio: int) -> list[int]:
 
 
 def measure_all_reduce(
-    world: World, device: torch.device, model_bytes: int, progress: Progress, budget_s: float = BUDGET_S
+    world: World,
+    device: torch.device,
+    model_bytes: int,
+    progress: Progress,
+    budget_s: float = BUDGET_S,
+    longest_s: float = LONGEST_S,
 ) -> tuple[tuple[Sample, ...], tuple[Sample, ...]]:
     """Times the runtime's all-reduce as sessions use it: (calls alone, calls that queue behind one another).
 
@@ -70,38 +81,63 @@ def measure_all_reduce(
     a computation a message takes about as long as one in a queue.
     """
     communicator = make_communicator(world, [COLLECTIVES[("all_reduce", "library")]], device)
+    limits = budget_s, longest_s
     try:
         fine = message_sizes(model_bytes, 2)
         probe = _AllReduceProbe(communicator, device, fine[-1])
-        alone = _curve(world, device, fine, probe.once, progress, "all_reduce", budget_s)
+        alone = _curve(world, device, fine, probe.once, progress, "all_reduce", limits)
         short = max(1, sum(time_us <= QUEUED_US for _, time_us in alone))
         least, most = QUEUED_CALLS
-        calls = {size: max(least, min(most, round(QUEUE_US / time_us))) for size, time_us in alone[:short]}
+        calls = {int(size): max(least, min(most, round(QUEUE_US / time_us))) for size, time_us in alone[:short]}
         queues = _curve(
-            world, device, fine[:short], lambda size: probe.queued(size, calls[size]), progress,
-            "all_reduce back to back", budget_s,
+            world, device, list(calls), lambda size: probe.queued(size, calls[size]), progress,
+            "all_reduce back to back", limits,
         )  # fmt: skip
-        queued = [(size, time_us / calls[size]) for size, time_us in queues]
-        more_us = max(0.0, queued[-1][1] - alone[short - 1][1])
-        queued += [(size, time_us + more_us) for size, time_us in alone[short:]]
+        queued = [(size, time_us / calls[int(size)]) for size, time_us in queues]
+        alone_us = dict(alone)
+        more_us = max(0.0, queued[-1][1] - alone_us[queued[-1][0]])
+        queued += [(size, time_us + more_us) for size, time_us in alone if size > queued[-1][0]]
         return alone, tuple((size, round(time_us, 3)) for size, time_us in queued)
     finally:
         communicator.close()
 
 
-def measure_links(world: World, device: torch.device, model_bytes: int, progress: Progress) -> LinkTimes:
-    """Times all-reduce (through the runtime's communicator), reduce-scatter, all-gather and broadcast."""
-    alone, queued = measure_all_reduce(world, device, model_bytes, progress)
-    samples = {"all_reduce": alone}
-    coarse = message_sizes(model_bytes, 4)
-    for name, make in _LIBRARY.items():
-        samples[name] = _curve(world, device, coarse, _bind(make, world, device), progress, name)
-    return LinkTimes(samples, {"all_reduce": queued}, {name: fit(curve) for name, curve in samples.items()})
+def measure_links(
+    world: World,
+    device: torch.device,
+    model_bytes: int,
+    progress: Progress,
+    names: Sequence[str] = ("all_reduce", *HALVES),
+    longest_s: float = LONGEST_S,
+) -> LinkTimes:
+    """Times collectives over all ranks, by name; the all-reduce through the runtime's communicator, alone and in a
+    queue. Each takes at most `longest_s`.
+    """
+    samples: dict[str, tuple[Sample, ...]] = {}
+    queues: dict[str, tuple[Sample, ...]] = {}
+    limits = min(BUDGET_S, longest_s), longest_s
+    if "all_reduce" in names:
+        samples["all_reduce"], queues["all_reduce"] = measure_all_reduce(world, device, model_bytes, progress, *limits)
+    for name in names:
+        if name in _LIBRARY:
+            make = _bind(_LIBRARY[name], world, device)
+            samples[name] = _curve(world, device, message_sizes(model_bytes, 4), make, progress, name, limits)
+    return LinkTimes(samples, queues, {name: fit(curve) for name, curve in samples.items()})
+
+
+def cut_short(times: LinkTimes, model_bytes: int) -> list[str]:
+    """A sentence for each collective that was not timed up to messages of the model's size."""
+    return [
+        f"{name}: timed up to {curve[-1][0]:,.0f} of {model_bytes:,} bytes, for that took {curve[-1][1] / 1e6:.2g} s; "
+        f"larger messages are on the line through the last two"
+        for name, curve in times.samples.items()
+        if curve[-1][0] < model_bytes
+    ]
 
 
 def measure_part(
     world: World, part: World, device: torch.device, largest_bytes: int, names: Sequence[str], progress: Progress,
-    what: str,
+    what: str, longest_s: float = LONGEST_S,
 ) -> LinkTimes:  # fmt: skip
     """Times collectives among this rank's part of the ranks, while all other parts do the same; `what` names its links.
 
@@ -114,7 +150,11 @@ def measure_part(
         makers = {"all_reduce": probe.once, **{name: _bind(make, part, device) for name, make in _LIBRARY.items()}}
         if what == INSIDE:
             makers["reduce_scatter"] = _bind(_scatter, part, device)  # between nodes gradients are pushed
-        curves = {n: _curve(part, device, sizes, makers[n], progress, f"{what}/{n}", everybody=world) for n in names}
+        limits = min(BUDGET_S, longest_s), longest_s
+        curves = {
+            name: _curve(part, device, sizes, makers[name], progress, f"{what}/{name}", limits, everybody=world)
+            for name in names
+        }
     finally:
         communicator.close()
     return LinkTimes(curves, {}, {name: fit(curve) for name, curve in curves.items()})
@@ -203,45 +243,50 @@ def _all_gather(world: World, device: torch.device, size_bytes: int) -> Run:
     return lambda: all_gather_single(whole, part, group=world.group)
 
 
-def _broadcast(world: World, device: torch.device, size_bytes: int) -> Run:
-    whole = torch.zeros(max(1, size_bytes // 4), device=device)
-    return lambda: dist.broadcast(whole, group=world.group, group_src=0)
-
-
-_LIBRARY: dict[str, _Maker] = {
-    "reduce_scatter": _reduce_scatter,
-    "all_gather": _all_gather,
-    "broadcast": _broadcast,
-}
+_LIBRARY: dict[str, _Maker] = {"reduce_scatter": _reduce_scatter, "all_gather": _all_gather}
 
 
 def _curve(
     world: World, device: torch.device, sizes: Sequence[int], make: Callable[[int], Run], progress: Progress, what: str,
-    budget_s: float = BUDGET_S, everybody: World | None = None,
+    limits: tuple[float, float], everybody: World | None = None,
 ) -> tuple[Sample, ...]:  # fmt: skip
-    """(message bytes, median over passes of the time from the last arrival) for each size.
+    """(message bytes, median over passes of the time from the last arrival) for each size that there is time for.
 
-    All sizes are timed once in every pass, so that a drift of the machine hits them alike. `everybody`: ranks of which
-    all do so at the same time, in groups of their own; then the time is that of the slowest group.
+    All sizes are timed once in every pass, so that a drift of the machine hits them alike. `limits` are what the
+    passes may take once there are enough of them, and what may be taken in any case. `everybody`: ranks of which all
+    do so at the same time, in groups of their own; then the time is that of the slowest group.
     """
     everybody = everybody or world
-    runs = [make(size) for size in sizes]
-    started = time.perf_counter()
-    for run in runs:
-        _timed(run, device, everybody)
-    pass_s = max(everybody.gather(time.perf_counter() - started, f"warming up {what}"))
+    budget_s, longest_s = limits
+    runs, pass_s = _affordable(sizes, make, device, everybody, what, longest_s)
     passes = int(min(MAX_PASSES, max(MIN_PASSES, budget_s / max(pass_s, 1e-9))))
-    mine = [[_timed(run, device, everybody) for run in runs] for _ in progress.track(range(passes), what)]
+    mine = [[_timed(run, device, everybody) for run in runs.values()] for _ in progress.track(range(passes), what)]
     group = tuple(dist.get_process_group_ranks(world.group)) if world.group else ()
     everyone = everybody.gather((group, mine), f"comparing times of {what}")
     by_group = [np.array([times for of, times in everyone if of == one]) for one in {of for of, _ in everyone}]
-    if what == "broadcast":  # over when the last has received; of those that arrive late none is waited for
-        of_groups = [times.max(axis=0) for times in by_group]
-    else:
-        of_groups = [times.min(axis=0) for times in by_group]
-    passes_us = np.max(of_groups, axis=0)  # (passes, sizes)
+    passes_us = np.max([times.min(axis=0) for times in by_group], axis=0)  # (passes, sizes)
     times_us = np.median(passes_us, axis=0)
-    return tuple((float(size), round(float(time_us), 3)) for size, time_us in zip(sizes, times_us, strict=True))
+    return tuple((float(size), round(float(time_us), 3)) for size, time_us in zip(runs, times_us, strict=True))
+
+
+def _affordable(
+    sizes: Sequence[int], make: Callable[[int], Run], device: torch.device, everybody: World, what: str,
+    longest_s: float,
+) -> tuple[dict[int, Run], float]:  # fmt: skip
+    """(the runs by size that fit into the time, what one pass over them takes), the same on all ranks; each is run once
+    to warm up. The next size is taken to take longer by as much as it is larger.
+    """
+    runs: dict[int, Run] = {}
+    pass_s = last_s = 0.0
+    for size in sizes:
+        if runs and (1 + MIN_PASSES) * (pass_s + last_s * size / next(reversed(runs))) > longest_s:
+            if len(runs) > 2:  # what follows is the line through the last two, which had better not be neighbours
+                del runs[list(runs)[-2]]
+            break
+        run = make(size)
+        last_s = max(everybody.gather(_timed(run, device, everybody) / 1e6, f"warming up {what}"))
+        runs[size], pass_s = run, pass_s + last_s
+    return runs, pass_s
 
 
 def _timed(run: Run, device: torch.device, world: World) -> float:

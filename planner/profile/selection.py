@@ -6,6 +6,7 @@ bucket's dense bytes, one for each density: a tenth of the elements takes `exact
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -33,24 +34,39 @@ LEAST_REPEATS, MOST_REPEATS, REPEATED_BYTES = 3, 9, 2**25
 """Small buckets are repeated until so much has been selected from: what else the machine does hits them hardest."""
 Times = list[float]
 
+BUDGET_S = 20.0
+"""What all of it may take: where selecting takes long, the largest buckets are left out."""
+LEAST_SIZES = 2
+
 SCRATCH_BYTES, LAYERS, WIDTH = 2**25, 16, 256
 """Of what is computed in between, as in training: it leaves neither data nor code of the selection in the caches, which
 costs a small bucket five times as much as one that is selected from again and again."""
 
 
 def measure_selection(
-    world: World, device: torch.device, model_bytes: int, progress: Progress
+    world: World, device: torch.device, model_bytes: int, progress: Progress, budget_s: float = BUDGET_S
 ) -> tuple[dict[str, SelectionLine], dict[str, SelectionLine]]:
-    """(select and pack, unpack) by selector, the same on all ranks."""
+    """(select and pack, unpack) by selector, the same on all ranks; takes about `budget_s` at the most."""
     sizes, between = sizes_up_to(SIZES, model_bytes), _Between(device)
     chosen: dict[str, SelectionLine] = {}
     added: dict[str, SelectionLine] = {}
-    for selector in progress.track(list(SELECTORS), "selection"):
+    left_s = budget_s
+    for place, selector in enumerate(progress.track(list(SELECTORS), "selection")):
         densities = MORE.get(selector, DENSITIES)
-        times = {density: [_time(world, between, selector, density, size) for size in sizes] for density in densities}
+        times: dict[float, list[tuple[Times, Times]]] = {density: [] for density in densities}
+        done, allowed_s, last_s = 0, left_s / (len(SELECTORS) - place), 0.0
+        for size in sizes:
+            # The next size takes at most longer by as much as it is larger.
+            if done >= LEAST_SIZES and last_s * size / sizes[done - 1] > allowed_s:
+                break
+            started = time.perf_counter()
+            for density in densities:
+                times[density].append(_time(world, between, selector, density, size))
+            last_s = max(world.gather(time.perf_counter() - started, "timing a selection"))
+            allowed_s, left_s, done = allowed_s - last_s, left_s - last_s, done + 1
         for which, lines in enumerate((chosen, added)):
             of_density = {density: [pair[which] for pair in pairs] for density, pairs in times.items()}
-            lines[selector] = _by_density(world, sizes, of_density)
+            lines[selector] = _by_density(world, sizes[:done], of_density)
     return chosen, added
 
 

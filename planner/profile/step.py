@@ -7,35 +7,52 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
+from pathlib import Path
+from typing import get_args
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from planner.frontend.layers import estimated_grad_weight_share, split_backward
 from planner.frontend.trace import TracedModel, trace
-from planner.profile.apart import LinksApart, measure_apart
-from planner.profile.compute import RankTimes, Step, combine, measure_compute
-from planner.profile.contention import measure_contention
+from planner.profile.apart import LinksApart, measure_apart, parts_of
+from planner.profile.budget import Phases, heard
+from planner.profile.compute import Step, combine, measure_compute
+from planner.profile.contention import contention_of, measure_contention
 from planner.profile.delay import DelayCosts, measure_delay
 from planner.profile.document import (
     Cluster,
     ComputeProfile,
-    Contention,
     GradWeightShare,
     Layer,
     OptimizerProfile,
     Profile,
     ProfileWorld,
     SelectionLine,
+    SizeFactors,
     Tracing,
+    load_profile,
 )
 from planner.profile.grad_weight import measure_grad_weight_share
-from planner.profile.links import LinkTimes, measure_links
+from planner.profile.links import LinkTimes, cut_short, measure_links
 from planner.profile.norms import measure_norms
+from planner.profile.request import BUDGET_S, Request
 from planner.profile.selection import measure_selection
+from planner.profile.wanted import (
+    ALL_GATHER,
+    APART,
+    CONTENTION,
+    DELAY,
+    FLAT,
+    LAYERS,
+    NORMS,
+    SELECTION,
+    Wanted,
+    curves,
+)
 from planner.progress import Progress, Silent
+from planner.sources import counted
 from planner.testbed.emulation import emulation_here
 from runtime.adaptive import is_adaptive
 from runtime.attaching import STEPS_PER_DEADLINE
@@ -43,7 +60,8 @@ from runtime.elementwise import find_not_elementwise, state_bytes
 from runtime.errors import InputError
 from runtime.fit import model_fingerprint, trainable_parameters
 from runtime.fit_optimizer import find_unowned
-from runtime.plan import ModelReference
+from runtime.optimizers import LayerwiseOptimizer
+from runtime.plan import Accuracy, ModelReference
 from runtime.preserve import preserved
 from runtime.topology import node_name
 from runtime.torch_compat import is_wrapped
@@ -62,10 +80,12 @@ class _Network:
 
     links: LinkTimes | None = None
     apart: LinksApart | None = None
-    contention: Contention | None = None
+    beside: Mapping[str, tuple[SizeFactors, ...]] | None = None
+    """Factors of contention by kind of message."""
     sparsify: dict[str, SelectionLine] | None = None
     unpack: dict[str, SelectionLine] | None = None
     delay: DelayCosts | None = None
+    notes: tuple[str, ...] = ()
 
 
 def profile_step(
@@ -74,15 +94,25 @@ def profile_step(
     optimizer: torch.optim.Optimizer | None = None,
     process_group: dist.ProcessGroup | None = None,
     *,
+    accuracy: Accuracy = "exact",
+    add_to: Profile | str | Path | None = None,
+    budget_s: float = BUDGET_S,
     timeout_s: float | None = None,
 ) -> Profile:
     """Measures a step of a script that is already running, and the links between its ranks.
+
+    Says which phase begins, and what is left, through the logger `planner.profile`; on standard error where nobody has
+    configured `logging`.
 
     Args:
         model: the bare module that `step` trains.
         step: runs one forward and backward; may be called some dozens of times. Every rank calls `profile_step`.
         optimizer: its `step()` is timed where given; otherwise the update counts as free.
         process_group: the ranks that train together; default: all of torch.distributed, or this process alone.
+        accuracy: the riskiest class of plans that are to be decided from it: `bounded` also measures gathers and what
+            selecting elements costs, `relaxed` also what delayed updates cost.
+        add_to: a profile of this model on these ranks, or its path, to which only what it lacks is added.
+        budget_s: what it may take beyond its first steps, which are ten at the most where steps are long.
         timeout_s: deadline of every wait for other ranks. Default: 300 s until the step has been measured and while it
             is traced; 20 steps, at least 30 s, while collectives are timed (see `deadline_s`).
 
@@ -90,10 +120,15 @@ def profile_step(
         The profile, the same on every rank. Parameters, buffers, `.grad`, optimizer and generators are left as found.
 
     Raises:
-        InputError: the model is wrapped (DDP, FSDP), or the step reaches no trainable parameter.
+        InputError: the model is wrapped (DDP, FSDP), or the step reaches no trainable parameter; `add_to` is of another
+            model or of other ranks; the class or the budget is none.
         EnvironmentFailure: a rank died or missed a deadline.
     """
-    return measure(model, lambda _: step(), optimizer, process_group, progress=Silent(), timeout_s=timeout_s)
+    base = load_profile(add_to) if isinstance(add_to, str | Path) else add_to
+    request = Request(accuracy=accuracy, add_to=base, budget_s=budget_s)
+    return measure(
+        model, lambda _: step(), optimizer, process_group, request=request, progress=Silent(), timeout_s=timeout_s
+    )
 
 
 def deadline_s(step_us: float, size_bytes: int) -> float:
@@ -108,36 +143,157 @@ def measure(
     process_group: dist.ProcessGroup | None,
     *,
     progress: Progress,
+    request: Request | None = None,
     name: str | None = None,
     timeout_s: float | None = None,
 ) -> Profile:
     """`profile_step` for a step that says when its backward begins; `name` is the model's in the profile."""
+    request = request or Request()
     world = World.join(process_group, TIMEOUT_S if timeout_s is None else timeout_s)
     try:
-        _agree(model, world)
-        device = next(model.parameters()).device
-        with preserved(model, optimizer):
-            mine = measure_compute(model, optimizer, step, world, progress)
-            everyone: list[RankTimes] = world.gather(mine, "comparing times of the step")
-            compute = combine(everyone, model)
-            parameters = trainable_parameters(model)
-            norms = measure_norms(parameters, optimizer, compute, world, device, progress)
-            compute = replace(compute, optimizer=_describe(optimizer, parameters), norms=norms)
-            with _hurried(world, compute, process_group, timeout_s) as hurried:
-                network = _measure_network(model, optimizer, step, hurried, device, everyone, compute, progress)
-            layers, tracing = _trace(model, step, compute, world)
-        mine_of_all = Profile(
-            model=ModelReference(name=name or type(model).__name__, fingerprint=model_fingerprint(model)),
-            world=_describe_world(world, device),
-            compute=compute,
-            layers=layers,
-            tracing=tracing,
-            cluster=_cluster(world, network),
-        )
-        agreed: Profile = world.gather(mine_of_all, "agreeing on the profile")[0]
-        return agreed
+        with heard():
+            _agree(model, world)
+            described = _describe_world(world, next(model.parameters()).device)
+            _check_base(request.add_to, model, described, world)
+            measuring = _Measuring(model, step, optimizer, world, request, progress)
+            with preserved(model, optimizer):
+                found = request.add_to or measuring.step(name or type(model).__name__, described)
+                with _hurried(world, found.compute, process_group, timeout_s) as hurried:
+                    cluster = measuring.cluster(hurried, found)
+            agreed: Profile = world.gather(replace(found, cluster=cluster), "agreeing on the profile")[0]
+            return agreed
     finally:
         world.leave()
+
+
+class _Measuring:
+    """One profile in the making, on one rank."""
+
+    def __init__(
+        self, model: nn.Module, step: Step, optimizer: torch.optim.Optimizer | None, world: World, request: Request,
+        progress: Progress,
+    ) -> None:  # fmt: skip
+        self._model, self._run, self._optimizer, self._world = model, step, optimizer, world
+        self._request, self._progress = request, progress
+        self._parameters = trainable_parameters(model)
+        self._device = next(model.parameters()).device
+        self._nodes: list[str] = world.gather(node_name(), "counting machines")
+        mine = Wanted.of(
+            request.accuracy,
+            world.ranks,
+            two_links=parts_of(self._nodes) is not None,
+            halves=optimizer is not None
+            and find_not_elementwise(optimizer) is None
+            and find_unowned(optimizer, self._parameters) is None,
+            norms=isinstance(optimizer, LayerwiseOptimizer),
+            known=request.add_to.cluster if request.add_to else None,
+        )
+        self._wanted: Wanted = world.gather(mine, "agreeing on what to measure")[0]
+        self._phases = Phases(self._wanted.phases, request.budget_s, first=world.rank == 0)
+
+    def step(self, name: str, described: ProfileWorld) -> Profile:
+        """The step and its layers."""
+        world, phases = self._world, self._phases
+        phases.say(
+            f"{name} on {counted(world.ranks, 'rank')}, for {self._request.accuracy} plans: the first steps, at most "
+            f"ten where they are long; then {counted(len(self._wanted.phases), 'phase')}, up to "
+            f"{self._request.budget_s:.0f} s"
+        )
+        everyone = measure_compute(self._model, self._optimizer, self._run, world, self._progress, phases)
+        compute = combine(everyone, self._model)
+        if self._wanted.norms:
+            phases.begin(NORMS, world)
+            norms = measure_norms(self._parameters, self._optimizer, compute, world, self._device, self._progress)
+            compute = replace(compute, norms=norms)
+        phases.begin(LAYERS, world)
+        layers, tracing = _trace(self._model, self._run, compute, world)
+        return Profile(
+            model=ModelReference(name=name, fingerprint=model_fingerprint(self._model)),
+            world=described,
+            compute=replace(compute, optimizer=_describe(self._optimizer, self._parameters)),
+            layers=layers,
+            tracing=tracing,
+        )
+
+    def cluster(self, world: World, found: Profile) -> Cluster:
+        """The links, and what goes on beside them, added to what the profile knows of them."""
+        nodes = _count(self._nodes)
+        emulation = emulation_here()
+        known = found.cluster or Cluster(
+            name=emulation.spec if emulation else "measured",
+            emulated=emulation.kind if emulation else None,
+            nodes=nodes,
+            ranks_per_node=world.ranks // nodes,
+        )
+        classes = list(get_args(Accuracy))
+        riskiest = max(self._request.accuracy, known.measured_for or classes[0], key=classes.index)
+        model_bytes = sum(gradient.size_bytes for gradient in found.compute.gradients)
+        added = _added(replace(known, measured_for=riskiest), self._network(world, found.compute), model_bytes)
+        if found.cluster is not None and self._wanted.phases:
+            names = ", ".join(phase.name for phase in self._wanted.phases)
+            added = replace(added, notes=(*(added.notes or ()), f"measured later, {_now()}: {names}"))
+        return added
+
+    def _network(self, world: World, compute: ComputeProfile) -> _Network:
+        wanted, phases, device, progress = self._wanted, self._phases, self._device, self._progress
+        model_bytes = sum(gradient.size_bytes for gradient in compute.gradients)
+        found, notes = _Network(), list[str]()
+        if wanted.flat:
+            each_s = phases.begin(FLAT, world) / curves(wanted.flat)
+            with world.naming("timing the collectives"):
+                links = measure_links(world, device, model_bytes, progress, wanted.flat, each_s)
+            found, notes = replace(found, links=links), cut_short(links, model_bytes)
+        if wanted.inside or wanted.between:
+            each_s = phases.begin(APART, world) / (len(wanted.inside) + len(wanted.between))
+            apart = measure_apart(
+                world, self._nodes, device, model_bytes, progress, wanted.inside, wanted.between, each_s
+            )
+            found, notes = replace(found, apart=apart), [*notes, *(apart.cut if apart else ())]
+        if wanted.beside:
+            beside = measure_contention(
+                self._model, self._optimizer, self._run, world, device, compute, progress, wanted.beside,
+                phases.begin(CONTENTION, world),
+            )  # fmt: skip
+            if not beside:
+                notes.append(
+                    "how messages and backward slow each other down was not measured, for backward is too short or "
+                    "steps are too long; they are taken not to"
+                )
+            found = replace(found, beside=beside)
+        if wanted.selection:
+            chosen, unpacked = measure_selection(world, device, model_bytes, progress, phases.begin(SELECTION, world))
+            found = replace(found, sparsify=chosen, unpack=unpacked)
+        if wanted.delay:
+            phases.begin(DELAY, world)
+            found = replace(found, delay=measure_delay(world, device, model_bytes, progress))
+        for note in notes:
+            phases.say(note)
+        return replace(found, notes=tuple(notes))
+
+
+def _added(known: Cluster, network: _Network, model_bytes: int) -> Cluster:
+    """The cluster with what was measured."""
+    links, apart, delay, contention = network.links, network.apart, network.delay, known.contention
+    flat, phases = links or LinkTimes({}, {}, {}), apart.times if apart else LinkTimes({}, {}, {})
+    if network.beside and contention is not None:
+        contention = replace(contention, gathers_by_size=network.beside.get(ALL_GATHER))
+    elif network.beside:
+        contention = contention_of(network.beside, model_bytes)
+    return replace(
+        known,
+        intra=(apart.intra if apart else None) or known.intra,
+        inter=(apart.inter if apart else None) or known.inter,
+        samples={**(known.samples or {}), **flat.samples, **phases.samples} or None,
+        back_to_back={**(known.back_to_back or {}), **flat.back_to_back} or None,
+        collectives={**(known.collectives or {}), **flat.lines, **phases.lines} or None,
+        contention=contention,
+        sparsify=network.sparsify or known.sparsify,
+        unpack=network.unpack or known.unpack,
+        push_pack=delay.push_pack if delay else known.push_pack,
+        local_update=delay.local_update if delay else known.local_update,
+        pull_take=delay.pull_take if delay else known.pull_take,
+        notes=(*(known.notes or ()), *network.notes) or None,
+    )
 
 
 def _describe(
@@ -177,11 +333,37 @@ def _agree(model: nn.Module, world: World) -> None:
         InputError: a rank's model cannot be measured, or ranks hold different models.
     """
     everyone: list[tuple[str | None, str]] = world.gather(_problem(model), "comparing models")
-    problems = {problem: rank for rank, (problem, _) in reversed(list(enumerate(everyone))) if problem}
-    if problems:
-        alike = len({problem for problem, _ in everyone}) == 1
-        raise InputError("\n".join(p if alike else f"rank {rank}: {p}" for p, rank in reversed(problems.items())))
+    _refuse([problem for problem, _ in everyone])
     check_same_model([print_ for _, print_ in everyone])
+
+
+def _refuse(problems: Sequence[str | None]) -> None:
+    """Raises InputError on all ranks alike, given what is wrong on each."""
+    first = {problem: rank for rank, problem in reversed(list(enumerate(problems))) if problem}
+    if first:
+        alike = len(set(problems)) == 1
+        raise InputError("\n".join(p if alike else f"rank {rank}: {p}" for p, rank in reversed(first.items())))
+
+
+def _check_base(known: Profile | None, model: nn.Module, here: ProfileWorld, world: World) -> None:
+    """Raises InputError where what is measured here cannot be added to this profile."""
+    _refuse(world.gather(None if known is None else _misfit(known, model, here), "comparing profiles"))
+
+
+def _misfit(known: Profile, model: nn.Module, here: ProfileWorld) -> str | None:
+    cure = "profile anew, with none to add to"
+    if known.model.fingerprint != model_fingerprint(model):
+        return (
+            f"the profile to add to is of another model ({known.model.name}), by the names, shapes and dtypes of "
+            f"trainable parameters; {cure}"
+        )
+    if known.cluster is None:
+        return f"the profile to add to has no cluster; expected one that `planner profile` has measured: {cure}"
+    for field in ("ranks", "nodes", "backend", "device", "emulation"):
+        before, now = getattr(known.world, field), getattr(here, field)
+        if before != now:
+            return f"the profile to add to was measured with {field} {before}, found {now}; measure there, or {cure}"
+    return None
 
 
 def check_same_model(fingerprints: Sequence[str]) -> None:
@@ -208,29 +390,6 @@ def _problem(model: nn.Module) -> tuple[str | None, str]:
     return None, found
 
 
-def _measure_network(
-    model: nn.Module, optimizer: torch.optim.Optimizer | None, step: Step, world: World, device: torch.device,
-    ranks: list[RankTimes], compute: ComputeProfile, progress: Progress,
-) -> _Network:  # fmt: skip
-    if world.group is None:
-        return _Network()
-    model_bytes = sum(gradient.size_bytes for gradient in compute.gradients)
-    with world.naming("timing the collectives"):
-        links = measure_links(world, device, model_bytes, progress)
-    apart = measure_apart(world, _node_names(world), device, model_bytes, progress)
-    overlapped_us = min(_overlapped_us(rank) for rank in ranks)
-    contention = measure_contention(model, optimizer, step, world, device, overlapped_us, model_bytes, progress)
-    chosen, added = measure_selection(world, device, model_bytes, progress)
-    delay = measure_delay(world, device, model_bytes, progress)
-    return _Network(apart.beside(links) if apart else links, apart, contention, chosen, added, delay)
-
-
-def _overlapped_us(rank: RankTimes) -> float:
-    """Median over repeats of the time from the first gradient to the end of backward."""
-    first_us = np.nanmin(np.array(list(rank.ready_us.values())), axis=0)
-    return float(np.median(np.array(rank.backward_end_us) - first_us))
-
-
 def _trace(model: nn.Module, step: Step, compute: ComputeProfile, world: World) -> tuple[tuple[Layer, ...], Tracing]:
     """Layers from the graph, and how well its split of backward agrees with a measurement."""
     traced: TracedModel = trace(model, lambda: step(lambda: None))
@@ -250,11 +409,11 @@ def _describe_world(world: World, device: torch.device) -> ProfileWorld:
     emulation = emulation_here()
     return ProfileWorld(
         ranks=world.ranks,
-        nodes=_nodes(world),
+        nodes=_count(world.gather(node_name(), "counting machines")),
         backend=world.backend,
         device=device.type if device.type == "cpu" else torch.cuda.get_device_name(device),
         torch=torch.__version__,
-        measured=datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
+        measured=_now(),
         threads_per_rank=torch.get_num_threads(),
         cores=os.cpu_count(),
         memory_bytes=None if device.type == "cpu" else torch.cuda.get_device_properties(device).total_memory,
@@ -263,35 +422,11 @@ def _describe_world(world: World, device: torch.device) -> ProfileWorld:
     )
 
 
-def _node_names(world: World) -> list[str]:
-    """Every rank's machine: torchrun's node number where it started the ranks, else the host's name."""
-    names: list[str] = world.gather(node_name(), "counting machines")
-    return names
+def _count(names: Sequence[str]) -> int:
+    """How many machines there are, given every rank's; uneven ones count singly."""
+    nodes = len(set(names))
+    return nodes if len(names) % nodes == 0 else len(names)
 
 
-def _nodes(world: World) -> int:
-    """How many machines there are; uneven ones count singly."""
-    nodes = len(set(_node_names(world)))
-    return nodes if world.ranks % nodes == 0 else world.ranks
-
-
-def _cluster(world: World, network: _Network) -> Cluster:
-    nodes, emulation = _nodes(world), emulation_here()
-    links, apart, delay = network.links, network.apart, network.delay
-    return Cluster(
-        name=emulation.spec if emulation else "measured",
-        emulated=emulation.kind if emulation else None,
-        nodes=nodes,
-        ranks_per_node=world.ranks // nodes,
-        intra=apart.intra if apart else None,
-        inter=apart.inter if apart else None,
-        samples=links.samples if links else None,
-        back_to_back=links.back_to_back if links else None,
-        collectives=links.lines if links else None,
-        contention=network.contention,
-        sparsify=network.sparsify,
-        unpack=network.unpack,
-        push_pack=delay.push_pack if delay else None,
-        local_update=delay.local_update if delay else None,
-        pull_take=delay.pull_take if delay else None,
-    )
+def _now() -> str:
+    return datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")

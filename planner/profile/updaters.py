@@ -240,6 +240,13 @@ def measure_updaters(
     return tuple(points)
 
 
+def expected_s(step_us: float, most: int) -> float:
+    """About how long measuring up to so many updaters takes, at a step of one process of so many microseconds."""
+    step_s, numbers = step_us / 1e6, numbers_up_to(most)
+    apart_s = 2 * (WARM_UPS + REPEATS) * _affordable(step_us) * step_s
+    return apart_s + sum(2 * max(RUN_S, LEAST_MINIBATCHES * updaters * step_s) for updaters in numbers)
+
+
 def stalled(minibatch_us: Sequence[float]) -> bool:
     """Whether neither of the last two numbers of updaters got more done than the one before them."""
     return len(minibatch_us) > 2 and min(minibatch_us[-2:]) >= minibatch_us[-3]

@@ -79,6 +79,7 @@ def clusters(draw: st.DrawFn) -> dict[str, Any]:
         "unpack": selections,
         "all_reduce_algorithm": st.sampled_from(FORMULAS),
         "contention": contention,
+        "measured_for": st.sampled_from(["exact", "bounded", *["relaxed"] * 4]),
         "name": st.sampled_from(["net", "möbius"]),
     }
     for field, values in optional.items():
@@ -115,7 +116,9 @@ def profiles(draw: st.DrawFn) -> dict[str, Any]:
     return document
 
 
-predictions = st.fixed_dictionaries({"iteration_us": times}, optional={"exposed_us": times, "buckets": counts})
+predictions = st.fixed_dictionaries(
+    {"iteration_us": times}, optional={"exposed_us": times, "compute_spread_us": times, "buckets": counts}
+)
 compressors = st.sampled_from([{"name": "none"}, {"name": "topk", "density": 0.01}, {"name": "topk", "k": {"a": 3}}])
 
 

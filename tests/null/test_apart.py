@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 
 from planner.cost.collectives import collective_cost
-from planner.profile.apart import LinksApart, implied_link, parts_of
+from planner.profile.apart import implied_link, parts_of
 from planner.profile.document import Line, Link
-from planner.profile.links import LinkTimes
 
 
 @pytest.mark.parametrize(
@@ -36,13 +35,3 @@ def test_the_constants_give_back_what_was_measured(ranks: int, sharing: int) -> 
     cost = collective_cost("all_reduce/ring", ranks, shared)
     assert cost.start_up_us == pytest.approx(120.0, rel=1e-4)
     assert cost.per_byte_us == pytest.approx(0.5, rel=1e-4)
-
-
-def test_curves_stand_beside_those_over_all_ranks() -> None:
-    line = Line(alpha_us=1.0, beta_us_per_byte=1.0)
-    flat = LinkTimes({"all_reduce": ((1.0, 2.0),)}, {"all_reduce": ((1.0, 1.0),)}, {"all_reduce": line})
-    link = Link(alpha_us=1.0, beta_us_per_byte=1.0)
-    apart = LinksApart(link, link, LinkTimes({"intra/all_reduce": ((1.0, 1.0),)}, {}, {"intra/all_reduce": line}))
-    both = apart.beside(flat)
-    assert set(both.samples) == set(both.lines) == {"all_reduce", "intra/all_reduce"}
-    assert both.back_to_back == flat.back_to_back

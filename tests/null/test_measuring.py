@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -12,11 +13,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from planner.profile import contention
-from planner.profile.compute import RankTimes, combine, combine_parameters
+from planner.profile import contention, links
+from planner.profile.compute import RankTimes, combine, combine_parameters, spread_of
 from planner.profile.contention import Seen, solve
 from planner.profile.links import fit, message_sizes
 from planner.profile.step import _describe
+from planner.progress import Silent
 from runtime.world import World
 
 
@@ -145,11 +147,78 @@ def test_contention_is_measured_with_messages_that_fit_beside_backward(
 
     monkeypatch.setattr(contention, "_alone", lambda flood, *_: flood.time_us)
     runner = SimpleNamespace(clock=None)
-    fitting = contention._fitting(runner, Flood(), World(), backward_us, 5 * 2**20)  # type: ignore[arg-type]
+    kinds = ("all_reduce", "all_gather")
+
+    def fitting(model_bytes: int, probing_s: float = 1e3) -> list[contention.Sort]:
+        return contention._fitting(runner, Flood(), World(), backward_us, model_bytes, kinds, probing_s)  # type: ignore[arg-type]
+
     sizes = [(size, min(64, max(2, count))) for size, count in expected]
-    assert fitting == [(kind, *sort) for kind in (0, 1) for sort in sizes]
-    smaller = contention._fitting(runner, Flood(), World(), backward_us, 10_000)  # type: ignore[arg-type]
-    assert smaller == [(kind, *sort) for kind in (0, 1) for sort in sizes[:2]]
+    assert fitting(5 * 2**20) == [(kind, *sort) for kind in kinds for sort in sizes]
+    assert fitting(10_000) == [(kind, *sort) for kind in kinds for sort in sizes[:2]]
+    # Where even the smallest messages take longer than what finding out may take, none larger are tried.
+    assert fitting(5 * 2**20, 1e-9) == [(kind, *sort) for kind in kinds for sort in sizes[:1]]
+
+
+@pytest.mark.parametrize("step_s", [0.01, 0.3, 1.0, 2.2, 5.0, 9.0, 60.0])
+def test_contention_asks_for_no_more_steps_than_the_budget_has(step_s: float) -> None:
+    budget_s = 20.0
+    sizes = contention.affordable_sizes(step_s, budget_s)
+    assert (sizes > 0) == (step_s * (1 + contention.STEPS_PER_SIZE) <= budget_s)
+    assert step_s * (1 + contention.STEPS_PER_SIZE * min(sizes, 10)) <= budget_s or not sizes
+
+
+def test_of_few_sizes_of_messages_the_largest_of_each_kind_stay() -> None:
+    fitting = [(kind, size, 4) for kind in ("all_reduce", "all_gather") for size in (1, 8, 64, 512)]
+    assert contention.spread_evenly(fitting, 99) == fitting
+    assert contention.spread_evenly(fitting, 1) == [("all_reduce", 512, 4)]
+    assert [size for _, size, _ in contention.spread_evenly(fitting, 3)] == [8, 512, 512]
+
+
+class Link:
+    """Messages that take as long as a link says, on a clock that stands still otherwise."""
+
+    def __init__(self, bytes_per_s: float) -> None:
+        self.bytes_per_s, self.spent_s = bytes_per_s, 0.0
+
+    def timed(self, run: Callable[[], float], *_: object) -> float:
+        """Microseconds; in place of `links._timed`."""
+        self.spent_s += run() / self.bytes_per_s
+        return 1e6 * run() / self.bytes_per_s
+
+
+@pytest.mark.parametrize("bytes_per_s", [1e10, 1e8, 25e6, 1e6])
+def test_no_collective_takes_longer_than_it_may_on_slow_links(
+    monkeypatch: pytest.MonkeyPatch, bytes_per_s: float
+) -> None:
+    """553 MB on 200 Mbit/s take 22 s a message: what is timed ends before, and its last segment spans a factor of 4."""
+    link, model_bytes = Link(bytes_per_s), 553_430_176
+    monkeypatch.setattr(links, "_timed", link.timed)
+    sizes = message_sizes(model_bytes, 2)
+    limits, device = (2.5, 4.0), torch.device("cpu")
+    curve = links._curve(World(), device, sizes, lambda size: lambda: size, Silent(), "all_reduce", limits)  # type: ignore[arg-type, return-value]
+    assert link.spent_s <= 4.0
+    assert [time_us for _, time_us in curve] == pytest.approx([1e6 * size / bytes_per_s for size, _ in curve], abs=1e-3)
+    if 4 * 2 * model_bytes / bytes_per_s < 4.0:
+        assert curve[-1][0] == model_bytes
+    else:
+        assert curve[-1][0] == 4 * curve[-2][0]
+        assert 8 * 2 * 2 * curve[-1][0] / bytes_per_s > 4.0  # twice as much would have been too long
+        said = links.cut_short(links.LinkTimes({"all_reduce": curve}, {}, {}), model_bytes)
+        assert "of 553,430,176 bytes" in said[0]
+
+
+def test_steps_that_differ_much_are_told_from_steady_ones() -> None:
+    def ranks(*end_us: float) -> list[RankTimes]:
+        quiet = RankTimes([40.0] * len(end_us), [5.0] * len(end_us), {}, [80.0] * len(end_us))
+        return [quiet, replace(quiet, backward_end_us=list(end_us))]
+
+    steady, noisy = ranks(95.0, 95.0, 96.0, 95.0), ranks(75.0, 115.0, 95.0, 135.0)
+    assert spread_of(steady) == pytest.approx(0.25 / 100.0)
+    assert spread_of(noisy) == pytest.approx((125.0 - 96.25) / 110.0)
+    intervals = combine_parameters(noisy, {}).intervals
+    assert intervals is not None
+    assert intervals.step_us == (96.25, 125.0)
+    assert intervals.spread_us == 28.75
 
 
 def test_an_optimizer_that_leaves_parameters_out_is_known() -> None:

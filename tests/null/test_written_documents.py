@@ -72,6 +72,11 @@ profiles = st.builds(
         update_us=times,
         gradients=st.lists(gradients, min_size=1, max_size=4, unique_by=lambda gradient: gradient.name).map(tuple),
         step_spread_us=st.none() | times,
+        intervals=st.none()
+        | st.builds(
+            d.ComputeIntervals,
+            **{name: st.tuples(times, times) for name in ("forward_us", "backward_us", "step_us")},
+        ),
     ),
     layers=st.none()
     | st.lists(
@@ -95,6 +100,7 @@ predictions = st.builds(
     predicted.Prediction,
     iteration_us=times,
     exposed_us=st.none() | times,
+    compute_spread_us=st.none() | times,
     timeline=st.none()
     | st.lists(
         st.builds(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import random
+from contextlib import redirect_stderr
 from typing import Any
 
 import numpy as np
@@ -13,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from planner import profile_step
-from planner.profile.document import Profile
+from runtime.errors import InputError
 
 
 class Sleepy(nn.Module):
@@ -46,12 +48,30 @@ class Sleep(torch.autograd.Function):
         return gradient
 
 
-def profile_of_known_times() -> Profile:
-    """Profiles the sleepy model."""
+def profiles_of_known_times() -> dict[str, Any]:
+    """Profiles the sleepy model, then adds to that; what it says on the way, and what is refused."""
     torch.manual_seed(0)
     model = Sleepy()
     x = torch.randn(8, 64)
-    return profile_step(model, lambda: model(x).sum().backward())
+
+    def step() -> None:
+        model(x).sum().backward()
+
+    said = io.StringIO()
+    with redirect_stderr(said):
+        profile = profile_step(model, step)
+    refused = []
+    other = nn.Linear(64, 64)
+    for attempt in (
+        lambda: profile_step(other, lambda: other(x).sum().backward(), add_to=profile),
+        lambda: profile_step(model, step, accuracy="fast"),  # type: ignore[arg-type]
+    ):
+        try:
+            attempt()
+        except InputError as error:
+            refused.append(str(error))
+    relaxed = profile_step(model, step, accuracy="relaxed", add_to=profile)
+    return {"profile": profile, "relaxed": relaxed, "said": said.getvalue(), "refused": refused}
 
 
 def leaves_all_as_found() -> dict[str, bool]:
@@ -106,4 +126,4 @@ def _equal(a: Any, b: Any) -> bool:
 
 def both() -> dict[str, Any]:
     """The two checks in one start of processes."""
-    return {"profile": profile_of_known_times(), "left": leaves_all_as_found()}
+    return {**profiles_of_known_times(), "left": leaves_all_as_found()}

@@ -7,8 +7,10 @@ from typing import Any
 import profile_checks
 import pytest
 
+from planner import optimize
 from planner.launch import LocalWorld, run_ranks
 from planner.profile.document import Profile, parse_profile
+from runtime.errors import InputError
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +56,7 @@ def test_links_are_sampled_up_to_the_size_of_the_model(profile: Profile) -> None
     assert cluster.samples is not None
     assert cluster.collectives is not None
     assert (cluster.nodes, cluster.ranks_per_node) == (1, 2)
-    assert set(cluster.samples) == {"all_reduce", "reduce_scatter", "all_gather", "broadcast"}
+    assert set(cluster.samples) == {"all_reduce"}  # no optimizer whose step could be shared
     model_bytes = sum(gradient.size_bytes for gradient in profile.compute.gradients)
     for samples in cluster.samples.values():
         assert samples[0][0] == 1024
@@ -70,6 +72,45 @@ def test_a_graph_explains_the_layers(profile: Profile) -> None:
     assert profile.layers is not None
     flops = {layer.name: layer.flops for layer in profile.layers}
     assert flops["first"] == 2 * 8 * 64 * 64
+
+
+def test_what_only_riskier_plans_need_is_added_later(pair: list[dict[str, Any]], profile: Profile) -> None:
+    relaxed: Profile = pair[0]["relaxed"]
+    assert pair[1]["relaxed"] == relaxed
+    before, after = profile.cluster, relaxed.cluster
+    assert before is not None
+    assert after is not None
+    assert (before.measured_for, before.sparsify, before.local_update) == ("exact", None, None)
+    assert after.measured_for == "relaxed"
+    assert set(after.samples or {}) == {"all_reduce", "reduce_scatter", "all_gather"}
+    assert after.sparsify is not None
+    assert after.local_update is not None
+    assert (relaxed.compute, relaxed.layers, after.back_to_back) == (
+        profile.compute,
+        profile.layers,
+        before.back_to_back,
+    )
+    for accuracy in ("bounded", "relaxed"):
+        with pytest.raises(InputError, match=f"--for {accuracy} --add-to"):
+            optimize(profile, accuracy=accuracy)  # type: ignore[arg-type]
+        assert optimize(relaxed, accuracy=accuracy).predicted is not None  # type: ignore[arg-type]
+
+
+def test_nothing_is_added_to_a_profile_of_another_model_or_class(pair: list[dict[str, Any]]) -> None:
+    for rank in pair:
+        assert "the profile to add to is of another model (Sleepy)" in rank["refused"][0]
+        assert "found a profile for 'fast' plans" in rank["refused"][1]
+
+
+def test_phases_are_said_where_output_goes_into_a_pipe(pair: list[dict[str, Any]]) -> None:
+    """By the first rank alone, one line each, also in a script that has not configured `logging`."""
+    first, second = (rank["said"] for rank in pair)
+    assert second == ""
+    lines = first.splitlines()
+    assert all(line.startswith("planner: profile: ") for line in lines)
+    assert "Sleepy on 2 ranks, for exact plans: " in lines[0]
+    begun = [line.split(": ")[2] for line in lines if "/4 " in line]
+    assert [text[:3] for text in begun] == ["1/4", "2/4", "3/4", "4/4"]
 
 
 def test_profiling_leaves_everything_as_found(pair: list[dict[str, Any]]) -> None:
