@@ -20,7 +20,7 @@ from runtime.datacache.node import Wishes, agree, check_bytes, check_folder, nod
 from runtime.datacache.partition import Partition, numbered
 from runtime.datacache.sampler import CachedSampler
 from runtime.datacache.samples import STORABLE, Unstorable, unpack
-from runtime.datacache.source import Source, identity
+from runtime.datacache.source import Source, identity, stored_as
 from runtime.errors import CacheWarning, InputError, PlannerError
 from runtime.world import World, check_timeout_s
 
@@ -110,7 +110,7 @@ class CachedDataset(Dataset[Any]):
                 check_bytes("memory_bytes", memory_bytes)
                 check_bytes("disk_bytes", disk_bytes, may_be_none=True)
                 folder = None if local_dir is None else check_folder(local_dir)
-                known_as = "" if folder is None else name or identity(dataset)
+                known_as = "" if folder is None else stored_as(name or identity(dataset), raw=self._source.raw)
                 mine = Wishes(folder, int(memory_bytes), disk_bytes, known_as, node_name(node), len(self._source), seed,
                               fetch, probe)  # fmt: skip
             except PlannerError as error:

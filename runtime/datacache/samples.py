@@ -22,7 +22,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from runtime.datacache.images import Unkept, image_form, image_reader
+
 ALIGNMENT = 64
+FORMAT = 2
+"""Of flat samples: those of another number, which an earlier version left on the disk, are not read."""
 MAX_DEPTH = 50
 """Levels of nesting; samples have two or three."""
 
@@ -31,9 +35,6 @@ STORABLE = (
     "lists and dicts of these"
 )
 """In words, for messages."""
-
-_PILLOW_MODES = frozenset(("1", "L", "LA", "RGB", "RGBA", "CMYK", "YCbCr", "LAB", "HSV", "I", "F", "I;16"))
-"""Images that pixels alone describe; one with a palette is more."""
 
 _DTYPES: dict[str, torch.dtype] = {
     str(dtype).removeprefix("torch."): dtype
@@ -196,11 +197,12 @@ def _text_form(part: bytes | bytearray | str, leaves: list[Leaf]) -> Form:
 
 
 def _image_form(part: Any, leaves: list[Leaf], where: str) -> Form:
-    if part.mode not in _PILLOW_MODES:
-        raise Unstorable(f"{where} is a PIL.Image of mode {part.mode!r} (try image.convert('RGB'))")
-    raw = part.tobytes()
+    try:
+        form, raw = image_form(part)
+    except Unkept as error:
+        raise Unstorable(f"{where} {error}") from None
     leaves.append(_leaf(raw))
-    return ["image", part.mode, list(part.size), len(raw)]
+    return ["image", len(raw), form]
 
 
 @lru_cache(maxsize=4096)
@@ -270,14 +272,7 @@ def _read_text(form: Form) -> tuple[int, Reader]:
 
 
 def _read_image(form: Form) -> tuple[int, Reader]:
-    mode, size = form[1], tuple(form[2])
-
-    def read(leaf: Tensor) -> Any:
-        from PIL import Image
-
-        return Image.frombytes(mode, size, leaf.numpy().tobytes())
-
-    return form[3], read
+    return form[1], image_reader(form[2])
 
 
 _LEAVES: dict[str, Callable[[Form], tuple[int, Reader]]] = {

@@ -6,6 +6,7 @@ import copy
 import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import IterableDataset
 
-from runtime.datacache.samples import STORABLE, Unstorable, from_bytes, pack
+from runtime.datacache.samples import FORMAT, STORABLE, Unstorable, from_bytes, pack
 from runtime.errors import InputError
 
 PROBED = 4
@@ -94,6 +95,16 @@ class Source:
         if self.raw:
             return pack(self.dataset.decode(raw)).flat()
         return torch.frombuffer(bytearray(raw), dtype=torch.uint8)
+
+
+def stored_as(name: str, *, raw: bool) -> str:
+    """What samples are found by on the disk. Flat ones hold what this version, and Pillow's, can read."""
+    if raw:
+        return name
+    try:
+        return f"{name} flat {FORMAT} pillow {version('pillow')}"
+    except PackageNotFoundError:
+        return f"{name} flat {FORMAT}"
 
 
 def identity(dataset: Any) -> str:

@@ -89,16 +89,6 @@ def test_what_comes_back_can_be_written_to_and_is_nobody_elses() -> None:
     assert second[0].sum() == second[1].sum() == 0
 
 
-def test_pillow_images_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    image = pytest.importorskip("PIL.Image")
-    made = image.effect_noise((31, 17), 50)
-    for mode in ("L", "RGB", "RGBA", "1", "F"):
-        back = from_bytes(pack((made.convert(mode), 3)).to_bytes())[0]
-        assert (back.mode, back.size, back.tobytes()) == (mode, made.size, made.convert(mode).tobytes())
-    with pytest.raises(Unstorable, match=r"sample is a PIL.Image of mode 'P' \(try image.convert"):
-        pack(made.convert("P"))
-
-
 class Odd:
     """Nothing that is known."""
 
