@@ -15,6 +15,7 @@ from interplay_copies_checks import COPY_CHECKS
 from interplay_gradients_checks import GRADIENT_CHECKS
 from interplay_harness import guarded
 from interplay_hooks_checks import HOOK_CHECKS
+from interplay_interface_checks import INTERFACE_CHECKS
 from interplay_models_checks import MODEL_CHECKS
 from interplay_refusal_checks import REFUSAL_CHECKS
 from interplay_steps_checks import STEP_CHECKS
@@ -23,6 +24,7 @@ from interplay_training_checks import TRAINING_CHECKS
 CHECKS: dict[str, Callable[[], dict[str, Any]]] = {
     **STEP_CHECKS,
     **HOOK_CHECKS,
+    **INTERFACE_CHECKS,
     **GRADIENT_CHECKS,
     **MODEL_CHECKS,
     **COPY_CHECKS,

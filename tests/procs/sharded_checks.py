@@ -7,18 +7,22 @@ import pickle
 import warnings
 from collections.abc import Callable, Iterable
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from interplay_interface_checks import profile_of
 from session_checks import plan_of
 from step_checks import Branches, raised
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.optim import lr_scheduler
 
+import planner
 import runtime
 from runtime.elementwise import ELEMENTWISE, state_bytes
+from runtime.measured import MeasuredStep
 from runtime.plan import StepPlan, UpdatePlan
 
 SHARED = UpdatePlan(step=StepPlan(sharded=True))
@@ -400,7 +404,47 @@ def failing() -> dict[str, bool]:
     return results
 
 
+def reported() -> dict[str, bool]:
+    """What a measured step is made of: both halves of each bucket, the second at the end of the step."""
+    model, optimizer, session = made(True, MAKERS["AdamW"])
+    for number in range(3):
+        plain(model, optimizer, session, number)
+    report = session.report()
+    session.detach()
+    count = len(report.buckets)
+    spans = [span for span in report.timeline.spans if span.resource == "network"]
+    step = MeasuredStep.of(report.timeline, model=report.model, rank=0, ranks=dist.get_world_size(), steps=3)
+    update = next(span for span in report.timeline.spans if span.task == "update")
+    return {
+        "pushed": [span.task for span in spans[:count]] == [f"bucket {i} reduce_scatter" for i in range(count)],
+        "gathered": [span.task for span in spans[count:]] == [f"bucket {i} all_gather" for i in range(count)],
+        "after the update": update.end_us <= spans[count].start_us < spans[-1].end_us <= report.iteration_us,
+        "not exposed": abs(step.exposed_us - report.wait_us) < 1.0,
+        "interface": "; interface sharded-step" in str(report),
+    }
+
+
+def replanned() -> dict[str, bool]:
+    """A new plan may ask of the script what the present one does, and no more unless that is allowed."""
+    results = {}
+    for shared in (True, False):
+        model, optimizer, session = made(shared, MAKERS["AdamW"])
+        for number in range(6):
+            plain(model, optimizer, session, number)
+        profile = profile_of(model)
+        again = partial(planner.replan, session, profile, passes="merge,shard_updates{step=always}", switch=False)
+        results[f"allowed, {shared}"] = again(allow=["sharded-step"]).sharded
+        if shared:
+            results["kept"] = again().interfaces == ("sharded-step",)
+        else:
+            results["refused"] = "expected --allow sharded-step beside it" in raised(again)
+            results["drop-in"] = not planner.replan(session, profile).sharded
+        session.detach()
+    return results
+
+
 CHECKS: dict[str, Callable[[], dict[str, Any]]] = {
     "optimizers": optimizers, "habits": habits, "unused": unused, "scaled": scaled, "states": states,
     "switched": switched, "failing": failing,
+    "reported": reported, "replanned": replanned,
 }  # fmt: skip
