@@ -125,8 +125,8 @@ def explain_buckets(problem: Problem, schedule: Schedule) -> list[str]:
         waited_us = max(0.0, span.start_us - max(free_us, float(problem.ready_us[members[0]])))
         late_us = max(0.0, span.end_us - max(backward_end_us, span.start_us))
         gain = f"saves {_ms(saved_us)} of latency" if saved_us >= 0.0 else f"costs {_ms(-saved_us)} of link time"
-        wait = f"waiting {_ms(waited_us)}" if waited_us > 0.0 else "without waiting it"
-        text = f"one message for {len(members)}: {wait} {gain}" if len(members) > 1 else "alone"
+        wait = f"the first waits {_ms(waited_us)} for the last" if waited_us > 0.0 else "none waits"
+        text = f"one message for {len(members)} {gain}; {wait}" if len(members) > 1 else "alone"
         reasons.append(f"{text}; {'hidden' if late_us <= 0.0 else _ms(late_us) + ' exposed'}")
         free_us = span.end_us
     return reasons
@@ -250,7 +250,7 @@ def lower(problem: Problem, schedule: Schedule) -> Plan:
     cluster = problem.cost.cluster
     return Plan(
         model=problem.profile.model,
-        world=PlanWorld(ranks=cluster.ranks, nodes=cluster.nodes),
+        world=PlanWorld(ranks=cluster.ranks, nodes=cluster.nodes, torch=problem.profile.world.torch),
         accuracy=accuracy_of_schedule(schedule),
         interface=(SHARDED_STEP,) if schedule.sharded else None,
         buckets=lower_buckets(problem, schedule),

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
 
 from planner.decide import DEFAULT_PASSES, optimize
 from planner.profile.compute import RankTimes, combine_parameters, rank_times
@@ -289,7 +290,7 @@ def _profile(
     )
     return Profile(
         model=plan.model,
-        world=ProfileWorld(ranks=world.ranks, nodes=nodes, backend=world.backend),
+        world=ProfileWorld(ranks=world.ranks, nodes=nodes, backend=world.backend, torch=torch.__version__),
         compute=_compute(session, old, [one.times for one in everyone if one.times is not None]),
         cluster=cluster,
     )

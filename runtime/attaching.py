@@ -12,6 +12,7 @@ from torch import nn
 
 from runtime.adapt import adapt, find_topology_misfit
 from runtime.adaptive import warn_of_selection
+from runtime.drift import warn_of_torch
 from runtime.errors import InputError, PlanMismatch
 from runtime.fit import find_attached, find_misfit, model_fingerprint, trainable_parameters
 from runtime.fit_optimizer import find_optimizer_misfit
@@ -55,7 +56,8 @@ def attach(
         broadcast_buffers: overwrite buffers (BatchNorm) with rank 0's before each training forward, as DDP does.
         timeout_s: deadline of every wait; default: 20 predicted steps, at least 30 s.
         drift: warn (`runtime.DriftWarning`, once for each plan, on each rank that sees it) when the last 50 steps took
-            more than 20 % longer than the plan predicts; see `runtime.drift`.
+            more than 20 % longer than the plan predicts; see `runtime.drift`. On rank 0 also at once, where the plan
+            was profiled with another version of torch.
         loss_scale: `scaler.get_scale` of the GradScaler, where there is one: what lossy buckets hold back is rescaled
             when the scale changes, and what a delay pushes is unscaled. Not needed for exact plans.
         guard: of lossy plans. In the first steps try the exact plan beside it (`fallback`) by turns, and go on with
@@ -88,6 +90,8 @@ def attach(
         plan = _agree(world, model, loaded, problem, mesh)
         if world.rank == 0 and world.ranks > 1:
             warn_of_selection(plan, optimizer)
+        if drift and world.rank == 0:
+            warn_of_torch(plan)
         if sync:
             world.broadcast([*model.parameters(), *model.buffers()])
         return Session(

@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+import torch
+
 from runtime.clock import Clock
 from runtime.errors import DriftWarning
 from runtime.plan import Plan
@@ -227,3 +229,15 @@ class DriftGuard:
         self._warned = True
         count = WINDOW_STEPS * WINDOWS
         warnings.warn(f"rank {self._rank}, last {count} steps: {self.verdict.text}. {CURE}", DriftWarning, stacklevel=2)
+
+
+def warn_of_torch(plan: Plan) -> None:
+    """Says so where the plan was profiled with another version of torch, whose times need not be this one's."""
+    profiled, here = (version and version.partition("+")[0] for version in (plan.world.torch, torch.__version__))
+    if profiled and profiled != here:
+        warnings.warn(
+            f"the plan was profiled with torch {profiled}, and this is torch {here}, whose steps may take longer or "
+            f"shorter: profile and optimize again where they do (`session.report()`)",
+            DriftWarning,
+            stacklevel=3,
+        )

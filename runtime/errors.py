@@ -32,7 +32,8 @@ class EnvironmentFailure(PlannerError, RuntimeError):
 
 
 class DriftWarning(UserWarning):
-    """Steps take longer than the plan predicts, and have for a while; the text says since when, why and what to do."""
+    """Steps take longer than the plan predicts, and have for a while; or may, for they were profiled with another torch.
+    The text says since when, why and what to do."""
 
 
 class FallbackWarning(UserWarning):

@@ -55,13 +55,15 @@ class ModelReference:
 
 @dataclass(frozen=True, kw_only=True)
 class PlanWorld:
-    """The number of ranks that a plan was made for."""
+    """The ranks that a plan was made for."""
 
     __pydantic_config__ = STRICT
 
     ranks: Ranks
     nodes: Ranks | None = None
     """With a delay, where they are fewer than ranks, nodes are the workers."""
+    torch: str | None = None
+    """The version of torch that compute was profiled with."""
 
     @property
     def misfit(self) -> str | None:

@@ -9,16 +9,27 @@ from typing import Any
 
 import pytest
 import torch
+from builders import usual_document
 from hypothesis import given
 from hypothesis import strategies as st
 
 import planner
 import runtime
 from planner.profile.compute import RankTimes
-from planner.profile.document import Contention
+from planner.profile.document import Contention, parse_profile
 from planner.replanning import find_late_rank, without_contention
 from runtime.clock import WallClock
-from runtime.drift import DriftGuard, StepTimes, Verdict, complete, find_cause, judge, measured_times, predicted_times
+from runtime.drift import (
+    DriftGuard,
+    StepTimes,
+    Verdict,
+    complete,
+    find_cause,
+    judge,
+    measured_times,
+    predicted_times,
+    warn_of_torch,
+)
 from runtime.errors import DriftWarning, InputError
 from runtime.plan import ModelReference, Plan, PlanBucket, PlanWorld
 from runtime.predicted import PredictedTask, Prediction
@@ -311,3 +322,21 @@ def test_with_one_rank_the_plan_stays() -> None:
     session.detach()
     with pytest.raises(InputError, match="detached"):
         planner.replan(session)
+
+
+def test_another_torch_than_the_profiles_is_told() -> None:
+    """At once, and only where versions differ; builds of one version do not."""
+    here = torch.__version__
+    for version, told in (("1.0.0", True), (here, False), (f"{here.partition('+')[0]}+other", False), (None, False)):
+        document = usual_document()
+        if version is not None:
+            document["world"]["torch"] = version
+        plan = planner.optimize(parse_profile(document))
+        assert plan.world.torch == version
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            warn_of_torch(plan)
+        words = [str(one.message) for one in caught]
+        assert [text.startswith("the plan was profiled with torch 1.0.0, and this is torch") for text in words] == (
+            [True] * told
+        )
