@@ -32,7 +32,7 @@ class EnvironmentFailure(PlannerError, RuntimeError):
 
 
 class DriftWarning(UserWarning):
-    """Steps take longer than the plan predicts, and have for a while; or may, for they were profiled with another torch.
+    """Steps take longer than the plan predicts, and have for a while; or may, profiled with another torch.
     The text says since when, why and what to do."""
 
 
