@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from planner.comparison.contestants import BARE, Contestant
 from planner.comparison.measure import WARM_UP_STEPS, Contest, Measured, Record
+from planner.comparison.trained import TrainedJob
 from planner.ir import Schedule
 from planner.lower import lower, predict
 from planner.problem import Problem, make_problem
@@ -54,7 +55,7 @@ def measure_rank(
     built = build(job, device)
     world = World.join(None, TIMEOUT_S)
     try:
-        contest = Contest(built, world, None, 1 if long else WARM_UP_STEPS)
+        contest = Contest(TrainedJob(built), world, None, 1 if long else WARM_UP_STEPS)
         contest.warm_up(bare)
         measured = contest.measure([Record(one) for one in contestants], rounds, 1 if long else steps, Silent())
     finally:

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from planner.options import MAX_STEPS, Backend, Device, Emulate, Flags, Job, Ranks, Timeout, make_console, print_json
-from runtime.errors import InputError, PlanMismatch
+from runtime.errors import CheckFailed, InputError, PlanMismatch
 
 ROUNDS = 5
 """Of a comparison, where nothing is said."""
@@ -161,9 +161,13 @@ def compare(
         write_text(html, picture_text(comparison, f"{loaded.model.name}{f' on {emulate}' if emulate else ''}"))
     if Flags.as_json:
         print_json(comparison.to_document())
-        return
-    make_console().print(comparison_table(comparison))
-    typer.echo("\n".join([*comparison.verdicts, *failures(comparison)]))
+    else:
+        if comparison.cause is not None:
+            typer.echo(comparison.cause)
+        make_console().print(comparison_table(comparison))
+        typer.echo("\n".join([*comparison.verdicts, *failures(comparison)]))
+    if comparison.differences:
+        raise CheckFailed("\n".join(comparison.differences))
 
 
 def demo(

@@ -28,7 +28,7 @@ def preserved(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) 
     gradient_values = [None if gradient is None else gradient.detach().clone() for _, gradient in gradients]
     training = [(module, module.training) for module in model.modules()]
     state = _optimizer_state(optimizer)
-    generators = _generators()
+    drawn = generators()
     try:
         yield
     finally:
@@ -44,7 +44,7 @@ def preserved(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) 
         for module, flag in training:
             module.training = flag
         _restore_optimizer(optimizer, state)
-        _restore_generators(generators)
+        restore_generators(drawn)
 
 
 def _registers(model: nn.Module) -> list[dict[str, Any]]:
@@ -91,13 +91,15 @@ def _restore_optimizer(
         group.update(values)
 
 
-def _generators() -> tuple[Any, Any, Tensor, list[Tensor]]:
+def generators() -> tuple[Any, Any, Tensor, list[Tensor]]:
+    """The states of this process's random generators: Python's, numpy's, and torch's on the CPU and on each device."""
     cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
     return random.getstate(), np.random.get_state(), torch.get_rng_state(), cuda
 
 
-def _restore_generators(saved: tuple[Any, Any, Tensor, list[Tensor]]) -> None:
-    python, numpy, cpu, cuda = saved
+def restore_generators(states: tuple[Any, Any, Tensor, list[Tensor]]) -> None:
+    """Makes what is drawn next what was drawn after `generators()` gave these states."""
+    python, numpy, cpu, cuda = states
     random.setstate(python)
     np.random.set_state(numpy)
     torch.set_rng_state(cpu)

@@ -19,7 +19,7 @@ HOOKS: tuple[Hook, ...] = ("fp16", "powersgd")
 """DDP's own communication hooks that are tried: gradients as float16, and PowerSGD of rank 1."""
 
 CAPS_MIB = (0.25, 1.0, 2.0, 5.0, 10.0, 25.0, 50.0, 100.0, 1024.0)
-"""Values of `bucket_cap_mb` that DDP is tuned over; those that give the same buckets count once."""
+"""Values of `bucket_cap_mb` that DDP is tuned over."""
 
 BARE, DDP, BEST_DDP, PLAN = "none", "ddp", "ddp:best", "plan"
 
@@ -105,18 +105,26 @@ def of_ddp(name: str, cap_mib: float | None, plan: Plan, problem: Problem | None
 
 
 def sweep(plan: Plan, problem: Problem | None) -> list[tuple[float, Contestant]]:
-    """DDP's bucket sizes to try, each with what takes part if it is the best.
+    """DDP's bucket sizes to try, each with what takes part if it is the best."""
+    return [(cap, of_ddp(f"{BEST_DDP}({cap:g} MiB)", cap, plan, problem)) for cap in CAPS_MIB]
 
-    With a profile, sizes that give the same buckets count once.
+
+def distinct_caps(sizes_bytes: Sequence[int], dtypes: Sequence[int], caps_mib: Sequence[float]) -> list[float]:
+    """Those of DDP's bucket sizes that give other buckets than its default, and than those before them.
+
+    Args:
+        sizes_bytes: of each gradient, in the order in which DDP lays them out.
+        dtypes: a number for each; equal for equal dtypes.
+        caps_mib: values of `bucket_cap_mb`.
     """
-    caps = list(CAPS_MIB)
-    if problem is not None:
-        seen: dict[tuple[tuple[int, ...], ...], float] = {}
-        for cap_mib in CAPS_MIB:
-            buckets = ddp_buckets(problem.size_bytes.tolist(), problem.dtype_ids.tolist(), cap_mib)
-            seen.setdefault(tuple(map(tuple, buckets)), cap_mib)
-        caps = list(seen.values())
-    return [(cap, of_ddp(f"{BEST_DDP}({cap:g} MiB)", cap, plan, problem)) for cap in caps]
+    seen = [ddp_buckets(sizes_bytes, dtypes)]
+    found = []
+    for cap_mib in caps_mib:
+        buckets = ddp_buckets(sizes_bytes, dtypes, cap_mib)
+        if buckets not in seen:
+            seen.append(buckets)
+            found.append(cap_mib)
+    return found
 
 
 def _check_same(plan: Plan, problem: Problem) -> None:

@@ -44,7 +44,12 @@ def picture_text(comparison: Comparison, title: str) -> str:
 
 def _words(comparison: Comparison) -> list[str]:
     where = f"{comparison.steps} steps each on {comparison.ranks} ranks, in {comparison.rounds} rounds by turns; "
-    return [f"{where}bars are 95 % intervals of the median", *comparison.verdicts, *failures(comparison)]
+    return [
+        f"{where}bars are 95 % intervals of the median",
+        *comparison.verdicts,
+        *comparison.differences,
+        *failures(comparison),
+    ]
 
 
 def _measured(rows: list[Row]) -> dict[str, Any]:

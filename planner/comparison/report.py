@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,17 +17,13 @@ from planner.comparison.statistics import (
     step_values,
     verdict,
 )
+from planner.comparison.training import judge_training
+from runtime.causes import cause_of_error
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from planner.comparison.measure import Measured
-
-LOSS_TOLERANCE = 1e-3
-"""Relative."""
-SURE_STEPS = 3
-"""Sums of more than two ranks may be taken in another order, and training multiplies what they differ by: there no more
-than the first losses say whether it is the same training. DDP itself, with other buckets, ends with others."""
+    from planner.comparison.measure import Measured, Record
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +44,10 @@ class Row:
     """All its messages with nothing else going on."""
     buckets: int | None
     failure: str | None = None
+    same_training: bool | None = None
+    """Of exact plans, whether weights and losses are DDP's; None where that cannot be told."""
+    equal_to: str | None = None
+    """Another row that this one is no better than: there is no bucket size that is faster than DDP's default."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,6 +60,10 @@ class Comparison:
     steps: int
     """Measured ones of each contestant."""
     ranks: int
+    cause: str | None = None
+    """Why predictions are off, where they are."""
+    differences: tuple[str, ...] = ()
+    """Of exact plans that do not train as DDP does: the comparison does not hold."""
 
     def to_document(self) -> list[dict[str, Any]]:
         """The records as plain JSON types."""
@@ -71,33 +75,71 @@ def summarize(measured: Sequence[Measured]) -> Comparison:
     first = measured[0]
     values = values_by_name(measured)
     bare_us = float(np.median(values[BARE]))
-    rows = []
-    for record in first.records:
-        name, plan = record.contestant.name, record.contestant.plan
-        interval = median_interval(values[name]) if name in values else None
-        exposed_us = None if interval is None else interval.value - bare_us
-        predicted_us = record.contestant.predicted_us
-        rows.append(
-            Row(
-                name=name,
-                median_us=interval.value if interval else None,
-                ci95_us=(interval.low, interval.high) if interval else None,
-                exposed_us=exposed_us,
-                hidden_share=_hidden(exposed_us, record.alone_us, first.backward_us),
-                predicted_us=predicted_us,
-                error=predicted_us / interval.value - 1.0 if predicted_us and interval else None,
-                alone_us=record.alone_us,
-                buckets=len(plan.buckets) if plan else None,
-                failure=record.failure,
-            )
-        )
+    training = judge_training(measured)
+    rows = [
+        _row(record, values.get(record.contestant.name), bare_us, first.backward_us, training.same)
+        for record in first.records
+    ]
+    rows = _with_best_ddp(rows, values)
     rounds, steps = next(iter(values.values())).shape
     return Comparison(
         rows=tuple(rows),
-        verdicts=tuple(_verdicts(values, measured)),
+        verdicts=(*_verdicts(values, rows), *training.doubts),
         rounds=rounds,
         steps=rounds * steps,
         ranks=len(measured),
+        cause=_cause({row.name: row for row in rows}),
+        differences=training.differences,
+    )
+
+
+def _row(
+    record: Record,
+    values: NDArray[np.float64] | None,
+    bare_us: float,
+    backward_us: float,
+    same: Mapping[str, bool | None],
+) -> Row:
+    interval = None if values is None else median_interval(values)
+    exposed_us = None if interval is None else interval.value - bare_us
+    predicted_us, plan = record.contestant.predicted_us, record.contestant.plan
+    return Row(
+        name=record.contestant.name,
+        median_us=interval.value if interval else None,
+        ci95_us=(interval.low, interval.high) if interval else None,
+        exposed_us=exposed_us,
+        hidden_share=_hidden(exposed_us, record.alone_us, backward_us),
+        predicted_us=predicted_us,
+        error=predicted_us / interval.value - 1.0 if predicted_us and interval else None,
+        alone_us=record.alone_us,
+        buckets=len(plan.buckets) if plan else None,
+        failure=record.failure,
+        same_training=same.get(record.contestant.name),
+    )
+
+
+def _with_best_ddp(rows: list[Row], values: Mapping[str, NDArray[np.float64]]) -> list[Row]:
+    """DDP's best bucket size is another than its default only where that is beyond the noise."""
+    default = next(row for row in rows if row.name == DDP)
+    for index, row in enumerate(rows):
+        if row.name.startswith(BEST_DDP):
+            faster = ratio_interval(values[row.name], values[DDP]).high < 1.0
+            return rows if faster else [*rows[:index], replace(row, equal_to=DDP), *rows[index + 1 :]]
+    after = rows.index(default) + 1
+    return [*rows[:after], replace(default, name=BEST_DDP, equal_to=DDP), *rows[after:]]
+
+
+def _cause(rows: Mapping[str, Row]) -> str | None:
+    bare, plan = rows[BARE], rows[PLAN]
+    if not (bare.median_us and bare.predicted_us and plan.median_us and plan.predicted_us and plan.ci95_us):
+        return None
+    if plan.ci95_us[0] <= plan.predicted_us <= plan.ci95_us[1]:
+        return None
+    return cause_of_error(
+        computed_us=bare.median_us,
+        predicted_computed_us=bare.predicted_us,
+        step_us=plan.median_us,
+        predicted_step_us=plan.predicted_us,
     )
 
 
@@ -115,35 +157,15 @@ def _hidden(exposed_us: float | None, alone_us: float | None, backward_us: float
     return None if exposed_us is None or alone_us is None else hidden_share(exposed_us, alone_us, backward_us)
 
 
-def _verdicts(values: dict[str, NDArray[np.float64]], measured: Sequence[Measured]) -> list[str]:
-    tuned = [name for name in values if name == DDP or name.startswith(BEST_DDP)]
-    best = min(tuned, key=lambda name: float(np.median(values[name])))
+def _verdicts(values: Mapping[str, NDArray[np.float64]], rows: Sequence[Row]) -> list[str]:
+    best = next((row.name for row in rows if row.name.startswith(BEST_DDP) and row.equal_to is None), DDP)
     lines = [verdict(ratio_interval(values[PLAN], values[best]), "the plan", f"the best DDP, {best}")]
-    lossy = [name for name in values if name.startswith("ddp:") and name not in tuned]
+    lossy = [name for name in values if name.startswith("ddp:") and not name.startswith(BEST_DDP)]
     if lossy:
         fastest = min(lossy, key=lambda name: float(np.median(values[name])))
         lines.append(
             verdict(ratio_interval(values[PLAN], values[fastest]), "the plan", f"{fastest}, which is not exact")
         )
-    return lines + _loss_lines(measured)
-
-
-def _loss_lines(measured: Sequence[Measured]) -> list[str]:
-    """Exact contestants start from the same weights and see the same batches: their losses are DDP's."""
-    sure = SURE_STEPS if len(measured) > 2 else None
-    reference = next(r for r in measured[0].records if r.contestant.name == DDP).losses[-1][:sure]
-    lines = []
-    for record in measured[0].records:
-        if record.contestant.kind != "plan" or not record.contestant.exact or not record.losses:
-            continue
-        pairs = enumerate(zip(record.losses[-1], reference, strict=False), start=1)
-        odd = [(step, *pair) for step, pair in pairs if not np.isclose(*pair, rtol=LOSS_TOLERANCE, equal_nan=True)]
-        if odd:
-            step, found, expected = odd[0]
-            lines.append(
-                f"NOT THE SAME TRAINING: {record.contestant.name} had the loss {found:.6g} in step {step} of its "
-                f"block, DDP {expected:.6g}"
-            )
     return lines
 
 
@@ -161,6 +183,9 @@ def comparison_table(comparison: Comparison) -> Table:
     for column in ("step (ms)", "95 % interval", "exposed (ms)", "hidden", "predicted (ms)", "error", "buckets"):
         table.add_column(column, justify="right")
     for row in comparison.rows:
+        if row.equal_to is not None:
+            table.add_row(BEST_DDP, f"equal to {row.equal_to}", *[""] * 6)
+            continue
         if row.failure is not None or row.ci95_us is None:
             table.add_row(row.name, "does not work here", *[""] * 6)
             continue

@@ -58,7 +58,7 @@ def verdict(ratio: Interval, what: str, reference: str) -> str:
         return f"{what} is faster than {reference}: {ratio.value:.3f} of its step (95 % interval {around})"
     if ratio.low > 1.0:
         return f"{what} is slower than {reference}: {ratio.value:.3f} of its step (95 % interval {around})"
-    return f"no difference between {what} and {reference} beyond the noise: {ratio.value:.3f} (95 % interval {around})"
+    return f"no difference beyond the noise between {what} and {reference}: {ratio.value:.3f} (95 % interval {around})"
 
 
 def hidden_share(exposed_us: float, alone_us: float, backward_us: float) -> float | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -10,13 +11,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 from builders import cluster_document, profile_document, usual_document, usual_profile, write
+from rich.console import Console
 
 from planner import optimize
 from planner.cli import main
-from planner.comparison.contestants import BARE, DDP, PLAN, Contestant, contestants, sweep
+from planner.comparison.contestants import BARE, CAPS_MIB, DDP, PLAN, Contestant, contestants, distinct_caps, sweep
 from planner.comparison.measure import Measured, Record
 from planner.comparison.picture import picture_text
-from planner.comparison.report import comparison_table, failures, summarize
+from planner.comparison.report import Row, comparison_table, failures, summarize
+from planner.comparison.same import Apart
 from planner.comparison.statistics import (
     Interval,
     hidden_share,
@@ -112,13 +115,13 @@ def test_who_is_compared() -> None:
 
 def test_bucket_sizes_that_make_no_difference_are_tried_once() -> None:
     problem = usual()
-    plan = optimize(problem.profile)
-    caps = [cap for cap, _ in sweep(plan, problem)]
     sizes, dtypes = problem.size_bytes.tolist(), problem.dtype_ids.tolist()
-    tried = [ddp_buckets(sizes, dtypes, cap) for cap in caps]
+    caps = distinct_caps(sizes, dtypes, CAPS_MIB)
+    tried = [ddp_buckets(sizes, dtypes), *(ddp_buckets(sizes, dtypes, cap) for cap in caps)]
     assert all(one != other for index, one in enumerate(tried) for other in tried[:index])
-    assert len(sweep(plan, None)) > len(caps) >= 2
-    for cap, contestant in sweep(plan, problem):
+    assert all(ddp_buckets(sizes, dtypes, cap) in tried for cap in CAPS_MIB)
+    assert distinct_caps([1024] * 3, [0] * 3, CAPS_MIB) == []  # all in one, as by default
+    for cap, contestant in sweep(optimize(problem.profile), problem):
         made = make_schedule(problem, f"ddp:{cap:g}")
         assert [len(b.gradients) for b in contestant.plan.buckets] == [len(b.gradients) for b in made.buckets]  # type: ignore[union-attr]
 
@@ -146,20 +149,37 @@ def test_local_updaters_are_refused() -> None:
 
 
 def measured(
-    blocks: dict[str, float], losses: dict[str, list[float]] | None = None, broken: Sequence[str] = ()
+    blocks: dict[str, float],
+    losses: dict[str, list[float]] | None = None,
+    broken: Sequence[str] = (),
+    apart: dict[str, float] | None = None,
+    predicted_us: dict[str, float] | None = None,
 ) -> Measured:
-    """One rank's records, of steps without noise."""
+    """One rank's records, of steps without noise; `apart`: shares by which first updates differ from DDP's."""
     plan = optimize(usual_profile())
     records = []
     for name, step_us in blocks.items():
         kind = "bare" if name == BARE else "ddp" if name.startswith("ddp") else "plan"
-        record = Record(Contestant(name=name, kind=kind, plan=plan if kind == "plan" else None, predicted_us=90.0))  # type: ignore[arg-type]
+        record = Record(
+            Contestant(
+                name=name,
+                kind=kind,
+                plan=plan if kind == "plan" else None,
+                predicted_us=(predicted_us or {}).get(name, 90.0),
+            )
+        )  # type: ignore[arg-type]
         record.step_us = [[step_us, step_us + 2.0]] * 3
         record.losses = [(losses or {}).get(name, [3.0, 2.0, 1.5, 1.0])]
+        record.apart = [Apart("fc.weight", (apart or {}).get(name, 0.0), 0.01)]
         record.alone_us = 40.0 if kind == "plan" else None
         record.failure = "no such message" if name in broken else None
         records.append(record)
     return Measured(records, backward_us=30.0)
+
+
+def row_of(name: str, *seen: Measured) -> Row:
+    """Of a comparison."""
+    return next(row for row in summarize(seen).rows if row.name == name)
 
 
 def test_a_comparison_from_what_ranks_saw() -> None:
@@ -181,24 +201,84 @@ def test_a_comparison_from_what_ranks_saw() -> None:
 def test_other_losses_than_ddp_s_are_told() -> None:
     blocks = {BARE: 80.0, DDP: 120.0, PLAN: 99.0}
 
-    def told(ranks: int, *losses: float) -> list[str]:
-        seen = measured(blocks, {PLAN: list(losses)})
-        return [line for line in summarize([seen] * ranks).verdicts if "NOT THE SAME TRAINING: plan" in line]
+    def told(ranks: int, *losses: float) -> str:
+        seen = [measured(blocks, {PLAN: list(losses)})] * ranks
+        differences = summarize(seen).differences
+        assert row_of(PLAN, *seen).same_training == (not differences)
+        return "".join(differences)
 
-    assert told(2, 3.0, 2.0, 1.5 + 1e-7, 1.0) == []
-    assert "had the loss 1.01 in step 4 of its block, DDP 1" in told(2, 3.0, 2.0, 1.5, 1.01)[0]
+    assert told(2, 3.0, 2.0, 1.5 + 1e-7, 1.0) == ""
+    assert "NOT THE SAME TRAINING: plan: on rank 0 the loss was 1.01 in step 4 of a block, DDP's 1" in told(
+        2, 3.0, 2.0, 1.5, 1.01
+    )
     # Of more ranks sums are rounded in another order, which training multiplies from step to step.
-    assert told(3, 3.0, 2.0, 1.5, 1.01) == []
-    assert "step 2" in told(3, 3.0, 2.01, 1.6, 1.2)[0]
+    assert told(3, 3.0, 2.0, 1.5, 1.01) == ""
+    assert "in step 2" in told(3, 3.0, 2.01, 1.6, 1.2)
     nan = [float("nan")] * 4
-    assert not any("NOT" in line for line in summarize([measured(blocks, dict.fromkeys(blocks, nan))]).verdicts)
+    assert summarize([measured(blocks, dict.fromkeys(blocks, nan))]).differences == ()
+    assert "the loss was nan" in told(2, *nan)
+
+
+def test_another_first_update_than_ddp_s_is_told() -> None:
+    """It shows what losses hide: one small gradient that was not averaged."""
+    blocks = {BARE: 80.0, DDP: 120.0, PLAN: 99.0}
+
+    def told(**apart: float) -> str:
+        return "".join(summarize([measured(blocks), measured(blocks, apart=apart)]).differences)
+
+    assert told(plan=0.009) == ""
+    assert "on rank 1 the first update of fc.weight is off by 70.0% of its length, expected 1% at most" in told(
+        plan=0.7
+    )
+    # As far as blocks of DDP are from each other, others may be.
+    assert told(plan=0.012, ddp=0.005) == ""
+    assert told(plan=0.02, ddp=0.005) != ""
+
+
+def test_what_differs_from_itself_is_not_judged() -> None:
+    blocks = {BARE: 80.0, DDP: 120.0, PLAN: 99.0}
+    seen = [measured(blocks, apart={DDP: 0.3, PLAN: 0.4})]
+    comparison = summarize(seen)
+    assert comparison.differences == ()
+    assert "the first update of fc.weight is off by 30.0% of its length" in comparison.verdicts[-1]
+    assert "draws from a generator of its own" in comparison.verdicts[-1]
+    assert row_of(PLAN, *seen).same_training is None
+
+
+@pytest.mark.parametrize(("best_us", "equal"), [(110.0, False), (118.5, True), (130.0, True), (None, True)])
+def test_the_best_bucket_size_is_the_default_unless_it_is_faster(best_us: float | None, equal: bool) -> None:
+    """Also where all sizes give the same buckets, and none was measured."""
+    blocks = {BARE: 80.0, DDP: 119.0, **({"ddp:best(5 MiB)": best_us} if best_us else {}), PLAN: 99.0}
+    comparison = summarize([measured(blocks)])
+    best = next(row for row in comparison.rows if row.name.startswith("ddp:best"))
+    assert (best.equal_to == DDP) == equal
+    assert f"the best DDP, {DDP if equal else best.name}:" in comparison.verdicts[0]
+    console = Console(file=io.StringIO(), width=200)
+    console.print(comparison_table(comparison))
+    assert ("equal to ddp" in console.file.getvalue()) == equal  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("predicted_us", "words"),
+    [
+        ({BARE: 80.0, PLAN: 99.0}, None),
+        ({BARE: 160.0, PLAN: 180.0}, "compute is twice as fast as in the profile (0.1 ms a step, predicted 0.2 ms)"),
+        ({BARE: 40.0, PLAN: 50.0}, "compute takes twice as long as in the profile"),
+        ({BARE: 80.0, PLAN: 82.0}, "communication holds steps up more than predicted"),
+        ({BARE: 80.0, PLAN: 130.0}, "communication holds steps up less than predicted"),
+    ],
+)
+def test_the_cause_of_wrong_predictions_is_named(predicted_us: dict[str, float], words: str | None) -> None:
+    cause = summarize([measured({BARE: 79.0, DDP: 119.0, PLAN: 99.0}, predicted_us=predicted_us)]).cause
+    assert cause is None if words is None else cause is not None and cause.startswith(words)
+    assert cause is None or "profile again" in cause
 
 
 def test_what_does_not_work_is_listed_with_its_reason() -> None:
     blocks = {BARE: 80.0, DDP: 120.0, "ddp:powersgd": 70.0, PLAN: 99.0}
     comparison = summarize([measured(blocks, broken=["ddp:powersgd"])])
     assert failures(comparison) == ["ddp:powersgd does not work here: no such message"]
-    assert comparison_table(comparison).row_count == 4
+    assert comparison_table(comparison).row_count == 5
     assert all("powersgd" not in line for line in comparison.verdicts)
 
 

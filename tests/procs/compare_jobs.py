@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import Any
+
 import torch
+import torch.distributed as dist
+from foreign_jobs import bert
 from torch import Tensor, nn
 
 from planner import TrainingJob
+from runtime.collectives.library import LibraryAllReduce
 
 
 class Mixed(nn.Module):
@@ -35,10 +41,47 @@ def _job(model: nn.Module) -> TrainingJob:
 
 
 def job() -> TrainingJob:
-    """Three layers with statistics; DDP makes several buckets of them where they are small enough."""
-    return _job(nn.Sequential(nn.Linear(8, 20_000), nn.BatchNorm1d(20_000), nn.Linear(20_000, 8)))
+    """Three layers with statistics and dropout; DDP makes several buckets of them where they are small enough."""
+    return _job(nn.Sequential(nn.Linear(8, 20_000), nn.BatchNorm1d(20_000), nn.Dropout(0.1), nn.Linear(20_000, 8)))
 
 
 def mixed() -> TrainingJob:
     """Gradients of two dtypes."""
     return _job(Mixed())
+
+
+DROPPED = "cls.predictions.transform.dense.bias"
+"""Of BERT: the only gradient of the bucket that is dropped."""
+
+
+def bert_with_a_dropped_bucket() -> TrainingJob:
+    """BERT on ranks whose runtime loses what one small bucket brings; DDP, which does not ask it, loses nothing."""
+    made = bert()
+    elements = dict(made.model.named_parameters())[DROPPED].numel()
+    run = LibraryAllReduce.run
+
+    def forgetful(self: LibraryAllReduce, message: Any, group: dist.ProcessGroup) -> Iterator[dist.Work]:
+        mine = message.flat.clone()
+        yield from run(self, message, group)
+        if len(mine) < 2 * elements:
+            message.flat[:elements] = mine[:elements]
+
+    LibraryAllReduce.run = forgetful  # type: ignore[method-assign]
+    return made
+
+
+class Drawing(nn.Linear):
+    """Adds noise from a generator of its own, whose state nobody can put back."""
+
+    def __init__(self) -> None:
+        super().__init__(8, 8)
+        self._noise = torch.Generator().manual_seed(0)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """Shape (batch, 8) to (batch, 8)."""
+        return super().forward(inputs) + torch.randn(inputs.shape, generator=self._noise)
+
+
+def drawing() -> TrainingJob:
+    """A job that is never the same twice."""
+    return _job(Drawing())

@@ -8,6 +8,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+import compare_jobs
+import foreign_jobs
 import pytest
 
 from planner.cli import main
@@ -21,6 +23,14 @@ def printed(*arguments: str) -> str:
     with contextlib.redirect_stdout(out), contextlib.suppress(SystemExit):
         main(list(arguments))
     return out.getvalue()
+
+
+def ended(*arguments: str) -> tuple[Any, str, str]:
+    """The exit code of a command, what it prints and what it says of errors."""
+    out, errors = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(errors), pytest.raises(SystemExit) as end:
+        main(list(arguments))
+    return end.value.code, out.getvalue(), errors.getvalue()
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +56,9 @@ def records(files: tuple[str, str]) -> dict[str, dict[str, Any]]:
 
 def test_everyone_is_measured(records: dict[str, dict[str, Any]]) -> None:
     assert {"none", "ddp", "ddp:fp16", "ddp:powersgd", "wfbp", "plan"} <= set(records)
-    assert any(name.startswith("ddp:best(") for name in records)
+    best = [record for name, record in records.items() if name.startswith("ddp:best")]
+    assert len(best) == 1
+    assert best[0]["name"] != "ddp:best" or best[0]["equal_to"] == "ddp"
     for name, record in records.items():
         assert record["failure"] is None, record
         low, high = record["ci95_us"]
@@ -56,6 +68,10 @@ def test_everyone_is_measured(records: dict[str, dict[str, Any]]) -> None:
     assert records["plan"]["alone_us"] > 0.0
     assert 0.0 <= records["plan"]["hidden_share"] <= 1.0
     assert records["wfbp"]["buckets"] == 6
+    # With dropout: everyone draws the same masks.
+    assert records["wfbp"]["same_training"]
+    assert records["plan"]["same_training"]
+    assert records["ddp:fp16"]["same_training"] is None
 
 
 def test_the_table_says_who_won(files: tuple[str, str], tmp_path: Path) -> None:
@@ -65,10 +81,65 @@ def test_the_table_says_who_won(files: tuple[str, str], tmp_path: Path) -> None:
     shared.write_text(
         json.dumps(plan | {"interface": ["sharded-step"], "updates": {"step": {"sharded": True}}}), encoding="utf-8"
     )
-    text = printed("compare", f"{JOB}job", "--plan", str(shared), "--steps", "2")
+    code, text, _ = ended("compare", f"{JOB}job", "--plan", str(shared), "--steps", "2")
+    assert code == 0
     assert "the plan" in text
     assert "the best DDP" in text
-    assert "NOT THE SAME TRAINING" not in text
+
+
+def written(path: Path, document: dict[str, Any]) -> str:
+    """Its path."""
+    path.write_text(json.dumps(document), encoding="utf-8")
+    return str(path)
+
+
+def bert_plan(folder: Path, ranks: int) -> str:
+    """A plan written by hand: one gradient of BERT travels alone, all others before it."""
+    names = [name for name, _ in reversed(list(foreign_jobs.bert().model.named_parameters()))]
+    alone = compare_jobs.DROPPED
+    plan = {
+        "schema": "planner.plan/1",
+        "model": {"name": "bert"},
+        "world": {"ranks": ranks},
+        "accuracy": "exact",
+        "buckets": [{"gradients": [name for name in names if name != alone]}, {"gradients": [alone]}],
+    }
+    for bucket in plan["buckets"]:  # type: ignore[attr-defined]
+        bucket |= {"collective": "all_reduce", "algorithm": "library", "compressor": {"name": "none"}}
+    return written(folder / "plan.json", plan)
+
+
+def test_bert_with_dropout_trains_as_with_ddp(tmp_path: Path) -> None:
+    """Of three ranks sums are rounded in another order, which is not called a difference."""
+    job, plan = f"{Path(foreign_jobs.__file__)}:bert", bert_plan(tmp_path, 3)
+    code, text, errors = ended("compare", job, "--plan", plan, "--steps", "2", "--device", "cpu", "--json")
+    assert (code, "NOT THE SAME" in errors) == (0, False)
+    assert {row["name"]: row["same_training"] for row in json.loads(text)}["plan"]
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_a_dropped_bucket_is_not_the_same_training(ranks: int, tmp_path: Path) -> None:
+    plan = bert_plan(tmp_path, ranks)
+    code, text, errors = ended(
+        "compare", f"{JOB}bert_with_a_dropped_bucket", "--plan", plan, "--steps", "2", "--device", "cpu", "--json"
+    )
+    assert code == 1
+    assert "NOT THE SAME TRAINING: plan: on rank " in errors
+    assert f" the first update of {compare_jobs.DROPPED} is off by " in errors
+    assert not {row["name"]: row["same_training"] for row in json.loads(text)}["plan"]
+
+
+def test_a_job_that_draws_by_itself_is_not_judged(tmp_path: Path) -> None:
+    plan = {
+        "schema": "planner.plan/1", "model": {"name": "drawing"}, "world": {"ranks": 2}, "accuracy": "exact",
+        "buckets": [{"gradients": ["bias", "weight"], "collective": "all_reduce", "algorithm": "library",
+                     "compressor": {"name": "none"}}],
+    }  # fmt: skip
+    code, text, errors = ended(
+        "compare", f"{JOB}drawing", "--plan", written(tmp_path / "plan.json", plan), "--steps", "2"
+    )
+    assert (code, errors) == (0, "")
+    assert "cannot tell whether training is the same with plan as with DDP: two blocks of DDP itself" in text
 
 
 def test_a_strategy_that_cannot_be_trained_is_named_at_once(
