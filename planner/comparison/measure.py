@@ -365,11 +365,12 @@ def _with_best(
 ) -> list[Contestant]:
     """The contestants with DDP's fastest bucket size after its default, where it is not the default."""
     default = next(contestant for contestant in contestants if contestant.name == DDP)
-    rivals = {cap: Record(contestant) for cap, contestant in contest.distinct(caps, contestants)}
+    rivals: dict[float | None, Record] = {
+        cap: Record(contestant) for cap, contestant in contest.distinct(caps, contestants)
+    }
     if not rivals:
         return list(contestants)
-    tried: dict[float | None, Record] = {None: Record(default)}
-    tried.update(rivals)
+    tried = {None: Record(default), **rivals}
     turns = list(_turns(list(tried.values()), SWEEP_ROUNDS))
     for record in progress.track(turns, "DDP's best bucket size"):
         contest.block(record, SWEEP_STEPS)
