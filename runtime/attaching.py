@@ -15,7 +15,7 @@ from runtime.adaptive import warn_of_selection
 from runtime.drift import warn_of_torch
 from runtime.errors import InputError, PlanMismatch
 from runtime.fit import find_attached, find_misfit, model_fingerprint, trainable_parameters
-from runtime.fit_optimizer import find_optimizer_misfit
+from runtime.fit_optimizer import find_optimizer_misfit, inner_optimizer
 from runtime.local_async.fitting import find_local_updaters
 from runtime.plan import Plan, load_plan
 from runtime.session import Session, attached
@@ -49,7 +49,8 @@ def attach(
     Args:
         model: the bare module, on its device; the same on every rank.
         optimizer: its optimizer; its step is timed, and LBFGS is given the average of the ranks' losses. None is
-            allowed for every other one, but not with a delay.
+            allowed for every other one, but not with a delay. Of an object with a `step` that holds one optimizer (a
+            wrapper), that one counts; plans that do a part of the step themselves (delay, a shared step) refuse it.
         plan: a plan, or the path of plan.json; the same on every rank.
         process_group: the ranks that train together; default: all of torch.distributed, or this process alone.
         sync: overwrite parameters and buffers with rank 0's, as DDP does.
@@ -89,7 +90,7 @@ def attach(
     try:
         plan = _agree(world, model, loaded, problem, mesh)
         if world.rank == 0 and world.ranks > 1:
-            warn_of_selection(plan, optimizer)
+            warn_of_selection(plan, inner_optimizer(optimizer))
         if drift and world.rank == 0:
             warn_of_torch(plan)
         if sync:

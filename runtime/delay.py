@@ -15,7 +15,9 @@ Source: SSD-SGD (Xu et al., arXiv 2012.05396), Algorithms 1 and 2.
 
 from __future__ import annotations
 
+import functools
 import warnings
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -24,6 +26,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from runtime.delay_state import (
     Place,
@@ -90,9 +93,9 @@ class Delay:
         self.workers = workers_of(plan, world)
         self._groups_of_nodes = NodeGroups.make(world, self.workers) if self.workers.per_node > 1 else None
         self._world = world if self._groups_of_nodes is not None else world.split([range(world.ranks)])
-        names = {id(parameter): name for name, parameter in self._parameters.items()}
-        groups = [group["params"] for group in optimizer.param_groups]
-        self._groups = [[(names[id(p)], p) for p in group if id(p) in names] for group in groups]
+        self._names = {id(parameter): name for name, parameter in self._parameters.items()}
+        self._names_of_groups = self._listed()
+        self._groups = [[(name, self._parameters[name]) for name in group] for group in self._names_of_groups]
         self._lrs: deque[Rates] = deque(maxlen=self.steps)
         self._exchange: DelayedExchange | None = None
         self._own = LocalWeights(plan.delay, self._parameters, self._groups)
@@ -101,6 +104,10 @@ class Delay:
         """How many steps had been exchanged at the optimizer's last one."""
         self._done_by_owners: int | None = None
         """The step whose gradients owners have used, so that the optimizer has to pass over them."""
+        self._norms: Tensor | None = None
+        """Of the weights, where a step has come without one of the optimizer's. Shape (parameters,)."""
+        self._places: list[int] | None = None
+        """While ranks are delayed: where the weights lay after the last update."""
 
     @property
     def active(self) -> bool:
@@ -108,7 +115,8 @@ class Delay:
         return self._exchange is not None
 
     def install(self) -> list[Any]:
-        """Hooks the optimizer's step; returns the handles."""
+        """Hooks the optimizer's step, and those of others; returns the handles."""
+        _watch_steps(self)
         return [
             self._optimizer.register_step_pre_hook(self._before_step),
             self._optimizer.register_step_post_hook(self._after_step),
@@ -126,6 +134,61 @@ class Delay:
                 )
             self._begin()
 
+    def _listed(self) -> list[list[str]]:
+        """The parameters in the optimizer's groups now, by name."""
+        groups = [group["params"] for group in self._optimizer.param_groups]
+        return [[self._names[id(p)] for p in group if id(p) in self._names] for group in groups]
+
+    # What would leave ranks alone.
+
+    def refuse_other(self, optimizer: torch.optim.Optimizer) -> None:
+        """Called before any optimizer's step: of this model's parameters only the attached one may make it."""
+        if optimizer is self._optimizer or self.stage == "synchronous":
+            return
+        held = (id(parameter) for group in optimizer.param_groups for parameter in group["params"])
+        name = next((self._names[one] for one in held if one in self._names), None)
+        if name is not None:
+            raise InputError(
+                f"found a step of another optimizer ({type(optimizer).__name__}) that holds {name}, expected steps of "
+                f"the one given to attach, for with a delay owners of the weights do what that one does: make the "
+                f"optimizer before attach, or call session.detach() and attach with the new one"
+            )
+
+    @torch.no_grad()
+    def step_done(self) -> None:
+        """A step's gradients have been exchanged.
+
+        Raises:
+            InputError: weights have changed in a way that no optimizer's step is, and the optimizer makes none.
+        """
+        first = self._steps_done() == 1
+        if self.stage == "synchronous" or (self._updated == self._steps_done() - 1 and not first):
+            self._norms = None
+            return
+        parameters = [parameter.detach() for parameter in self._parameters.values() if parameter.numel()]
+        before, self._norms = self._norms, torch.stack([norm.double() for norm in torch._foreach_norm(parameters)])
+        if before is not None and not torch.allclose(before, self._norms, rtol=0.0, atol=0.0, equal_nan=True):
+            raise InputError(
+                "the weights have changed since the last step, and the optimizer given to attach made no step; "
+                "expected its optimizer.step(), for with a delay owners of the weights do what it does: let it update "
+                "them, or use a plan without a delay"
+            )
+
+    def _refuse_moved(self) -> None:
+        if self._places is None:
+            return
+        places = zip(self._parameters.items(), self._places, strict=True)
+        moved = next((name for (name, parameter), place in places if parameter.data_ptr() != place), None)
+        if moved is not None:
+            raise InputError(
+                f"{moved}.data was replaced since the last step, which the owners of the global weights do not hear "
+                f"of: the next pull would undo it; expected the memory that it had: put it back before the step, or "
+                f"call session.switch to a plan without a delay first"
+            )
+
+    def _note_places(self) -> None:
+        self._places = [p.data_ptr() for p in self._parameters.values()] if self._exchange is not None else None
+
     # One step, in the order in which it happens.
 
     def _before_step(self, optimizer: torch.optim.Optimizer, arguments: Any, keywords: Any) -> None:
@@ -141,8 +204,14 @@ class Delay:
                 f"found {len(optimizer.param_groups)} groups of parameters in the optimizer, expected the "
                 f"{len(self._groups)} that it had at attach: with a delay, owners of the weights update them, too"
             )
+        if self._listed() != self._names_of_groups:
+            raise InputError(
+                "found other parameters in the optimizer's groups than it had at attach; with a delay, owners of the "
+                "weights update them, too: keep the groups, or call session.detach() and attach again"
+            )
         if self.stage == "warm-up":
             return
+        self._refuse_moved()
         self._hidden = [(p, p.grad) for group in self._groups for _, p in group if p.grad is not None]
         for parameter, _ in self._hidden:
             parameter.grad = None  # the optimizer passes over it
@@ -157,6 +226,7 @@ class Delay:
         self._lrs.append(rates)
         if self.stage == "warm-up":
             self._warm_up(sum(group["lr"] for group in rates))
+        self._note_places()
 
     def _warm_up(self, lr: float) -> None:
         left = self.spec.warmup_steps - self._steps_done()
@@ -228,6 +298,7 @@ class Delay:
         while len(self._lrs) < self.steps:  # with less warm-up than k
             self._lrs.append(rates)
         self.stage, self._exchange = "delayed", exchange
+        self._note_places()
         self._put(exchange)
 
     def _make_exchange(self) -> DelayedExchange:
@@ -296,6 +367,7 @@ class Delay:
 
     def close(self) -> None:
         """Gives the group back."""
+        _delays.discard(self)
         self._exchange = None
         if self._groups_of_nodes is not None:
             self._groups_of_nodes.leave()
@@ -390,6 +462,26 @@ class Delay:
     def _worker(self) -> int:
         """The number of this rank's worker."""
         return self.workers.owners[self._world.rank] % self.workers.count
+
+
+_delays: weakref.WeakSet[Delay] = weakref.WeakSet()
+
+
+def _before_any_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    for delay in _delays:
+        delay.refuse_other(optimizer)
+
+
+@functools.cache
+def _watch_all_steps() -> None:
+    """Once in a process, for good: torch goes through these hooks while a session may be collected."""
+    register_optimizer_step_pre_hook(_before_any_step)
+
+
+def _watch_steps(delay: Delay) -> None:
+    """Tells it of every optimizer's step, while it lives."""
+    _watch_all_steps()
+    _delays.add(delay)
 
 
 def _device(parameters: Mapping[str, nn.Parameter]) -> torch.device:

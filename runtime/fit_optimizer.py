@@ -16,6 +16,28 @@ from runtime.plan import Plan
 NEVER = "`planner optimize` without --allow sharded-step"
 
 
+def inner_optimizer(optimizer: object) -> torch.optim.Optimizer | None:
+    """The optimizer whose step calls hooks: itself, or the one that a wrapper (a scaler, a lookahead) holds.
+
+    None where there is none, or where it is not clear which one it is.
+    """
+    seen: list[object] = []
+    while optimizer is not None and all(optimizer is not one for one in seen):
+        attributes = getattr(optimizer, "__dict__", {})
+        # A wrapper may be derived from Optimizer, and not initialized as one.
+        if isinstance(optimizer, torch.optim.Optimizer) and "_optimizer_step_pre_hooks" in attributes:
+            return optimizer
+        seen.append(optimizer)
+        held = {id(value): value for value in attributes.values() if isinstance(value, torch.optim.Optimizer)}
+        named = attributes.get("optimizer")
+        optimizer = next(iter(held.values())) if len(held) == 1 else named if callable(_step_of(named)) else None
+    return None
+
+
+def _step_of(thing: object) -> object:
+    return getattr(thing, "step", None)
+
+
 def _no_plain_sgd(optimizer: torch.optim.Optimizer | None) -> str | None:
     """What owners of weights cannot do of an optimizer, or None."""
     if not isinstance(optimizer, torch.optim.SGD):
@@ -75,11 +97,32 @@ def _find_unserved(optimizer: torch.optim.Optimizer | None, planned: Mapping[str
     return None
 
 
-def find_optimizer_misfit(
-    plan: Plan, optimizer: torch.optim.Optimizer | None, parameters: Mapping[str, nn.Parameter]
-) -> str | None:
-    """Why this optimizer cannot train by the plan, or None."""
+def _find_wrapper(plan: Plan, given: object, *, sharded: bool) -> str | None:
+    """Why a plan that takes a part of the optimizer's step into its own hands cannot do so of a wrapper's, or None."""
+    what = {
+        "has a delay, for which owners of the weights do the optimizer's step": plan.delay is not None,
+        "has ranks share the optimizer's step": sharded,
+        "corrects momentum, and so has to know the optimizer's": plan.momentum_correction is not None,
+    }
+    reason = next((text for text, holds in what.items() if holds), None)
+    inner = inner_optimizer(given)
+    if reason is None or given is inner:
+        return None
+    inside = "" if inner is None else f" around {type(inner).__name__}"
+    return (
+        f"the plan {reason}, but found {type(given).__name__}, a wrapper{inside}, whose own part in the step nobody "
+        f"else knows; expected the torch.optim.Optimizer itself: give attach the one inside if the wrapper changes "
+        f"neither weights nor gradients, or plan without"
+    )
+
+
+def find_optimizer_misfit(plan: Plan, given: object, parameters: Mapping[str, nn.Parameter]) -> str | None:
+    """Why this optimizer, or wrapper of one, cannot train by the plan, or None."""
+    optimizer = inner_optimizer(given)
     planned = {name: parameters[name] for name in plan.gradients if name in parameters}
+    sharded = plan.sharded or (plan.fallback is not None and plan.fallback.sharded)
+    if problem := _find_wrapper(plan, given, sharded=sharded):
+        return problem
     if plan.delay is not None and (problem := _find_unserved(optimizer, planned)):
         return problem
     if plan.momentum_correction is not None and (odd := _has_momentum(optimizer)):
@@ -87,7 +130,6 @@ def find_optimizer_misfit(
             f"the plan corrects momentum, which is added up before the optimizer then, but found {odd}; expected "
             f"torch.optim.SGD without momentum: leave it out there, or momentum_correction in the plan"
         )
-    sharded = plan.sharded or (plan.fallback is not None and plan.fallback.sharded)
     if sharded and (odd := find_not_elementwise(optimizer)):
         return (
             f"the plan has ranks share the optimizer's step, each updating a part of the weights, but found {odd}; "

@@ -31,7 +31,7 @@ from runtime.drift import DriftGuard
 from runtime.errors import FallbackWarning, InputError
 from runtime.exchange import Exchange
 from runtime.fit import find_late_step, find_plan_misfit, trainable_parameters
-from runtime.fit_optimizer import find_optimizer_misfit
+from runtime.fit_optimizer import find_optimizer_misfit, inner_optimizer
 from runtime.grid import Grid
 from runtime.guard import Guard, Sampled, without
 from runtime.phased import make_phased_communicator
@@ -68,6 +68,7 @@ class Session:
     ) -> None:
         """Use `attach`. With `communicate` False everything happens but the exchange of gradients (for measuring)."""
         self.plan, self.world, self.model = plan, world, model
+        self._given, optimizer = optimizer, inner_optimizer(optimizer)
         self.step = 0
         """How many steps have been exchanged, which is the number of the next one."""
         self._pending: tuple[int, Exchange] | None = None
@@ -145,6 +146,8 @@ class Session:
     def _step_done(self) -> None:
         """All gradients of a step are there; the optimizer's step comes next."""
         self.step += 1
+        if self.delay is not None:
+            self.delay.step_done()
         if self._pending is None and (following := self._judged()) is not None:
             self._pending = self._laid_out(following)
         due = self._pending is not None and self._pending[0] <= self.step
@@ -283,7 +286,7 @@ class Session:
             problem = (
                 find_late_step(at_step, self.step)
                 or find_plan_misfit(self.parameters, loaded, self.world.ranks)
-                or find_optimizer_misfit(loaded, self._optimizer, self.parameters)
+                or find_optimizer_misfit(loaded, self._given, self.parameters)
                 or find_late_plan(loaded, carries=self.plan.accuracy != "exact" or self._exchange.carried.active)
                 or find_topology_misfit(loaded, self.world.topology)
             )
@@ -328,6 +331,8 @@ class Session:
         an optimizer, in a backward and after `detach`, CommunicationError where a rank does not come in time.
         """
         self.pause("session.optimizer_state_dict")
+        if self._given is not self._optimizer:  # a wrapper's, which never is of a part
+            return self._given.state_dict()  # type: ignore[union-attr]
         return self._updates.optimizer_state_dict()
 
     def load_state_dict(self, state: dict[str, Any] | Sequence[dict[str, Any]]) -> None:

@@ -8,6 +8,7 @@ import time
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -281,6 +282,65 @@ def habits() -> dict[str, bool]:
     return results
 
 
+def other_optimizers() -> dict[str, bool]:
+    """Whatever trains the weights in place of the attached optimizer is refused on all ranks, in the warm-up too."""
+    results = {}
+    for stage, spec in {"warm-up": FEW, "delayed": DelaySpec(steps=2, warmup_steps=0)}.items():
+        model, optimizer, session = _started(spec)
+        other = torch.optim.SGD(model.parameters(), lr=0.1)
+        with warnings.catch_warnings(action="ignore"):
+            said = raised(lambda model=model, other=other: train(model, other, net_loss, range(1)))
+        results[f"{stage}: another one"] = "found a step of another optimizer (SGD) that holds one.weight" in said
+        train(model, optimizer, net_loss, range(1, 3))
+        optimizer.param_groups[0]["params"] = optimizer.param_groups[0]["params"][1:]
+        results[f"{stage}: other parameters"] = "found other parameters in the optimizer's groups" in raised(
+            optimizer.step
+        )
+        session.detach()
+        train(model, other, net_loss, range(2))  # nobody is in the way any more
+        for by in ("data", "no_grad"):
+            model, optimizer, session = _started(spec)
+            train_by_hand = partial(_by_hand, model, through_data=by == "data")
+            train_by_hand(range(1))
+            results[f"{stage}: by hand, {by}"] = "and the optimizer given to attach made no step" in raised(
+                lambda hand=train_by_hand: hand(range(1, 2))
+            )
+            session.detach()
+    return results
+
+
+def _by_hand(model: nn.Module, steps: range, *, through_data: bool) -> None:
+    for step in steps:
+        model.zero_grad()
+        net_loss(model, dist.get_rank(), step).backward()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                assert parameter.grad is not None
+                (parameter.data if through_data else parameter).sub_(parameter.grad, alpha=0.1)
+
+
+def moved() -> dict[str, bool]:
+    """Weights that a script puts in place for good are refused while ranks are delayed; for a while they may be."""
+    model, optimizer, session = _started()
+    assert isinstance(model, Net)
+    train(model, optimizer, net_loss, range(2))
+    model.one.weight.data = model.one.weight.data.clone()  # in the warm-up every rank has the same weights
+    train(model, optimizer, net_loss, range(2, 9))
+    before, average = model.one.weight.data, torch.zeros_like(model.one.weight)
+    model.one.weight.data = average
+    model(batch(0, 0)[0])
+    net_loss(model, dist.get_rank(), 9).backward()
+    said = raised(optimizer.step)
+    model.one.weight.data = before
+    optimizer.step()
+    train(model, optimizer, net_loss, range(10, 12))
+    session.switch(plan_of(model, None))
+    model.one.weight.data = average
+    train(model, optimizer, net_loss, range(12, 13))
+    session.detach()
+    return {"refused": "one.weight.data was replaced since the last step" in said, "goes on": bool(average.any())}
+
+
 def untouched() -> dict[str, bool]:
     """Parameters that no rank uses any more stay what they were, here and at their owners; a backward that fails on all
     ranks is no step."""
@@ -361,7 +421,8 @@ def refused() -> dict[str, bool]:
 CHECKS: dict[str, Callable[[], dict[str, bool]]] = DELAY_CHECKS | WORKER_CHECKS | STATE_CHECKS | {
     check.__name__: check
     for check in (
-        resumed, resharded, not_finite, left, guarded, diverging, paced, habits, untouched, without_warm_up, refused,
+        resumed, resharded, not_finite, left, guarded, diverging, paced, habits, other_optimizers, moved, untouched,
+        without_warm_up, refused,
     )
 }  # fmt: skip
 

@@ -20,6 +20,7 @@ from interplay_models_checks import MODEL_CHECKS
 from interplay_refusal_checks import REFUSAL_CHECKS
 from interplay_steps_checks import STEP_CHECKS
 from interplay_training_checks import TRAINING_CHECKS
+from interplay_wrappers_checks import WRAPPER_CHECKS
 
 CHECKS: dict[str, Callable[[], dict[str, Any]]] = {
     **STEP_CHECKS,
@@ -29,6 +30,7 @@ CHECKS: dict[str, Callable[[], dict[str, Any]]] = {
     **MODEL_CHECKS,
     **COPY_CHECKS,
     **TRAINING_CHECKS,
+    **WRAPPER_CHECKS,
     **{f"changed-{name}": check for name, check in CHANGE_CHECKS.items()},
     **{f"refused-{name}": check for name, check in REFUSAL_CHECKS.items()},
 }
@@ -39,6 +41,7 @@ ONLY_TWO = (
     "outputs-",
     "ema-",
     "optimizer-",
+    "wrapped-",
     "checkpointing-",
     "refused-attach-",
     "changed-converted",
