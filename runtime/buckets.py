@@ -321,7 +321,8 @@ class UsageFlags:
 
     def used_somewhere(self) -> set[int]:
         """After the message has come: the parameters that any rank used. Waits for the device."""
-        values = [int(value) for value in self._tail.double().cpu().tolist()]
+        tail = self._tail.real if self._tail.is_complex() else self._tail
+        values = [int(value) for value in tail.double().cpu().tolist()]
         if self._per_element == 1:
             return {index for index, value in enumerate(values) if value}
         mask = (1 << self._bits) - 1

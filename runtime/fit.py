@@ -22,6 +22,9 @@ from runtime.torch_compat import is_sharded, is_wrapped
 SELECTING = ("topk", "randomk")
 """Compressors that send some elements as they are, and travel by sparse collectives."""
 
+SUMMED = (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex128, torch.complex64)
+"""Dtypes that backends and torch add up."""
+
 SHOWN = 5
 """How many differing parameters a message lists."""
 
@@ -89,6 +92,7 @@ def find_plan_misfit(parameters: Mapping[str, nn.Parameter], plan: Plan, ranks: 
         _world_misfit(plan, ranks)
         or _parameter_misfit(parameters, plan)
         or _fingerprint_misfit(parameters, plan)
+        or _dtype_misfit(parameters)
         or _support_misfit(parameters, plan)
         or _fallback_misfit(parameters, plan, ranks)
     )
@@ -167,6 +171,16 @@ def _fingerprint_misfit(parameters: Mapping[str, nn.Parameter], plan: Plan) -> s
     return (
         f"the plan (for {plan.model.name}) is for another model: the names of the parameters agree, their shapes or "
         f"dtypes do not{sizes}; profile this model again"
+    )
+
+
+def _dtype_misfit(parameters: Mapping[str, nn.Parameter]) -> str | None:
+    odd = next((name for name, parameter in parameters.items() if parameter.dtype not in SUMMED), None)
+    if odd is None:
+        return None
+    return (
+        f"{odd} is {dtype_name(parameters[odd].dtype)}, of which ranks cannot make an average; expected one of "
+        f"{', '.join(map(dtype_name, SUMMED))}: convert it before attach, or freeze it (requires_grad_(False))"
     )
 
 

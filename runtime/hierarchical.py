@@ -87,7 +87,7 @@ class Shard:
         self.scatter: Scatter | None = None
         """This rank's gradients, and its shard of those of the node's other ranks."""
         new = carrier.residual.new_zeros
-        self.tails = torch.zeros(carrier.parts, tail, device=carrier.device)
+        self.tails = torch.zeros(carrier.parts, tail, dtype=torch.float32, device=carrier.device)
         """What travels behind the gradients, of every rank of the node."""
         self.summed = new(carrier.share)
         """This rank's shard of the node's sum."""

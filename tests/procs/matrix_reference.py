@@ -1,0 +1,132 @@
+"""What every way of a bucket should come to, in one process that knows every rank's gradients.
+
+Selecting and rounding are the compressors' own, each of which has its tests; here it is about who sends what to whom.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from runtime.buckets import UsageFlags
+from runtime.collectives import HITOPK
+from runtime.compressors import make_compressor
+from runtime.compressors.sparse import SparseCompressor
+from runtime.compressors.wire import WIRE_DTYPES, WireCompressor
+from runtime.lossy import layer_runs
+from runtime.plan import Plan, PlanBucket
+
+
+class Everyone:
+    """All ranks' residuals, and the averages that they come to."""
+
+    def __init__(self, model: nn.Module, plan: Plan, nodes: Sequence[Sequence[int]]) -> None:
+        self._plan, self._nodes = plan, nodes
+        self._parameters = dict(model.named_parameters())
+        self._ranks = sum(len(node) for node in nodes)
+        lossy = [bucket for bucket in plan.buckets if bucket.compressor.name != "none"]
+        self.residuals = [{name: self._zeros(b, name) for b in lossy for name in b.gradients} for _ in self._numbers]
+        """By rank and gradient."""
+
+    @property
+    def _numbers(self) -> range:
+        return range(self._ranks)
+
+    def _wide(self, bucket: PlanBucket) -> torch.dtype:
+        """The dtype that a lossy bucket is added up in."""
+        double = any(self._parameters[name].dtype == torch.float64 for name in bucket.gradients)
+        return torch.float64 if double else torch.float32
+
+    def _zeros(self, bucket: PlanBucket, name: str) -> Tensor:
+        return torch.zeros(self._parameters[name].shape, dtype=self._wide(bucket))
+
+    def step(self, everyone: Sequence[dict[str, Tensor]], number: int) -> dict[str, Tensor]:
+        """Averages by name, of those that some rank used or that something comes for."""
+        averages: dict[str, Tensor] = {}
+        for bucket in self._plan.buckets:
+            if bucket.compressor.name == "none":
+                averages |= {name: self._sum(name, everyone) for name in bucket.gradients}
+                continue
+            added = [self._flat(bucket, own) / self._ranks for own in everyone]
+            held = [self._flat(bucket, residual) for residual in self.residuals]
+            total = self._sent(bucket, added, held, number)
+            for rank, rest in enumerate(held):
+                self.residuals[rank] |= self._by_name(bucket, rest)
+            averages |= {
+                name: part.to(self._parameters[name].dtype) for name, part in self._by_name(bucket, total).items()
+            }
+        used = {name for own in everyone for name in own}
+        return {name: part for name, part in averages.items() if name in used or bool(part.any())}
+
+    def _sum(self, name: str, everyone: Sequence[dict[str, Tensor]]) -> Tensor:
+        parts = [own[name] / self._ranks for own in everyone if name in own]
+        return sum(parts, torch.zeros_like(self._parameters[name].detach()))
+
+    def _sent(self, bucket: PlanBucket, added: Sequence[Tensor], held: Sequence[Tensor], number: int) -> Tensor:
+        """The sum of what is sent of gradients and residuals; these become the rest."""
+        if bucket.compressor.name == "wire":
+            return self._narrowed(bucket, added, held, number)
+        if (bucket.collective, bucket.algorithm) == HITOPK:
+            return self._hitopk(bucket, added, held, number)
+        layers = layer_runs((name, self._parameters[name].numel()) for name in bucket.gradients)
+        compressor = make_compressor(bucket.compressor, layers, ranks=self._ranks)
+        assert isinstance(compressor, SparseCompressor)
+        return sum(
+            (_select(compressor, g, r, number) for g, r in zip(added, held, strict=True)), torch.zeros_like(held[0])
+        )
+
+    def _hitopk(self, bucket: PlanBucket, added: Sequence[Tensor], held: Sequence[Tensor], number: int) -> Tensor:
+        """Algorithm 2: sums inside nodes; each rank selects from its shard; sums over nodes."""
+        parts, numel = len(self._nodes[0]), added[0].numel()
+        share = -(-numel // parts)
+        compressor = make_compressor(bucket.compressor, [("shard", share)], ranks=len(self._nodes))
+        assert isinstance(compressor, SparseCompressor)
+        total = torch.zeros(parts * share, dtype=held[0].dtype)
+        for node in self._nodes:
+            inside = torch.zeros_like(total)
+            inside[:numel] = sum((added[rank] for rank in node), torch.zeros_like(added[0]))
+            for place, rank in enumerate(node):
+                shard, residual = slice(place * share, (place + 1) * share), torch.zeros_like(total)
+                residual[:numel] = held[rank]
+                total[shard] += _select(compressor, inside[shard], residual[shard], number)
+                held[rank].copy_(residual[:numel])
+        return total[:numel]
+
+    def _narrowed(self, bucket: PlanBucket, added: Sequence[Tensor], held: Sequence[Tensor], number: int) -> Tensor:
+        """All elements rounded; each rank adds up its part, and rounds the sum. Flags count as elements."""
+        wire = WIRE_DTYPES[bucket.compressor.dtype or ""]
+        compressor = make_compressor(bucket.compressor, [("bucket", added[0].numel())], ranks=self._ranks)
+        assert isinstance(compressor, WireCompressor)
+        total = torch.zeros_like(held[0])
+        for gradient, residual in zip(added, held, strict=True):
+            rest = torch.empty_like(residual)
+            total += compressor.compress(gradient, residual, rest, number)
+            residual.copy_(rest)
+        flags = (
+            UsageFlags(len(self._plan.gradients), self._ranks, wire).elements if bucket is self._plan.buckets[-1] else 0
+        )
+        share = -(-(total.numel() + flags) // self._ranks)
+        narrowed = total.to(wire).to(total.dtype)
+        for rank, residual in enumerate(held):
+            own = slice(rank * share, (rank + 1) * share)
+            residual[own] += total[own] - narrowed[own]
+        return narrowed
+
+    def _flat(self, bucket: PlanBucket, by_name: dict[str, Tensor]) -> Tensor:
+        wide = self._wide(bucket)
+        return torch.cat([by_name.get(n, self._zeros(bucket, n)).to(wide).flatten() for n in bucket.gradients])
+
+    def _by_name(self, bucket: PlanBucket, flat: Tensor) -> dict[str, Tensor]:
+        parts = flat.split([self._parameters[name].numel() for name in bucket.gradients])
+        return {n: part.view(self._parameters[n].shape) for n, part in zip(bucket.gradients, parts, strict=True)}
+
+
+def _select(compressor: SparseCompressor, gradient: Tensor, residual: Tensor, number: int) -> Tensor:
+    """What one rank sends, zero elsewhere; `residual` becomes the rest."""
+    rest, sent = torch.empty_like(residual), torch.zeros_like(residual)
+    values, indices = compressor.compress(gradient, residual, rest, number)
+    sent[indices.long()] = values
+    residual.copy_(rest)
+    return sent

@@ -1,0 +1,48 @@
+"""The contract of all collectives and compressors, driven by their registries: every way that a plan may say, with
+every dtype, parameters of one element and of none, on one node and on several, against a plain reference.
+"""
+
+from __future__ import annotations
+
+import matrix_checks
+import pytest
+from matrix_cells import FORMS, KINDS, LAYOUTS, SPECS, UNKNOWN, Cell, carried
+
+from planner.launch import LocalWorld, run_ranks
+from runtime.collectives import HITOPK
+
+DENSE = {("all_reduce", "library"): {"none", "wire"}, ("all_reduce", "torus_2d"): {"none"},
+         ("all_reduce", "tree"): {"none"}}  # fmt: skip
+SPARSE = {("sparse", "flat"): {"topk", "randomk"}, ("sparse", "naive_all_gather"): {"topk", "randomk"},
+          HITOPK: {"topk"}}  # fmt: skip
+
+
+def refused(cell: Cell) -> bool:
+    """What cannot be done, and has to be said before the first step."""
+    complex_numbers = cell.spec.name != "none" and any(dtype.is_complex for dtype in cell.dtypes)
+    nothing_to_select = cell.form == HITOPK and cell.layout == "no element last"
+    return complex_numbers or nothing_to_select or not set(UNKNOWN).isdisjoint(cell.dtypes)
+
+
+def test_what_each_collective_carries() -> None:
+    for form in FORMS:
+        found = {spec.name for spec in SPECS if carried(form, spec)}
+        assert found, f"{form}: every compressor is refused"
+        assert found == (DENSE | SPARSE).get(form, found), form
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_every_way_comes_to_what_it_should_or_is_refused_on_all_ranks_alike(ranks: int) -> None:
+    everyone = run_ranks(LocalWorld(ranks=ranks), matrix_checks.synchronous)
+    expected = {cell.name: refused(cell) for cell in _all_cells()}
+    for name, said in everyone[0].items():
+        assert [rank[name] for rank in everyone] == [said] * ranks, name
+        if expected[name.split(" ", 1)[1]]:
+            assert said.startswith("refused: "), f"{name}: {said}"
+            assert "; expected " in said, f"{name}: {said}"
+        else:
+            assert said == "", f"{name}: {said}"
+
+
+def _all_cells() -> list[Cell]:
+    return [Cell(form, spec, kind, layout) for form in FORMS for spec in SPECS for kind in KINDS for layout in LAYOUTS]
