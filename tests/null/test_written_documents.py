@@ -148,6 +148,7 @@ def plans(draw: st.DrawFn, depth: int = 1) -> p.Plan:
         model=draw(models),
         world=draw(worlds),
         accuracy=draw(st.sampled_from(["exact", "bounded", "relaxed"])),
+        interface=draw(st.sampled_from([None, "drop-in", ("sharded-step",)])),
         buckets=tuple(p.PlanBucket(gradients=tuple(part), compressor=draw(compressors)) for part in parts),
         delay=draw(st.none() | st.builds(p.DelaySpec, steps=st.integers(1, 9))),
         local_async=draw(st.none() | st.builds(p.LocalAsyncSpec, updaters=st.integers(1, 9))),
