@@ -144,10 +144,10 @@ def with_gain(problem: Problem, plan: Plan, exact: Plan, passes: Sequence[Pass],
     sharing, step = _sharing(passes), _step(exact)
     if sharing is None or step is None or step.sharded_us is None:
         return plan
-    if sharing.demanded(problem):
-        return replace(plan, notes=(*plan.notes, _too_large(step)))
     own_us = plan.predicted.iteration_us if plan.predicted else 0.0
     own_us -= making_us if plan.local_async is not None else 0.0
+    if sharing.demanded(problem):
+        return replace(plan, notes=(*plan.notes, _too_large(replace(step, replicated_us=own_us))))
     if not costs_known(problem) or step.sharded_us > own_us * (1.0 - GAIN):
         return plan
     memory = f", and {_memory(step)}" if _saves(step) else ""
@@ -200,7 +200,7 @@ def _notes(problem: Problem, step: StepPlan, sharing: ShardUpdates) -> list[str]
         ]
         return [*notes, _too_large(step)] if sharing.demanded(problem) else notes
     name = problem.profile.compute.optimizer.name if problem.profile.compute.optimizer else "the optimizer"
-    why = "memory demands it, " if sharing.demanded(problem) else ""
+    why = "memory demands it, " if sharing.demanded(problem) and _saves(step) else ""
     notes = [
         f"ranks share the step of {name} (as ZeRO-1): {why}predicted {_ms(step.sharded_us)} a step, "
         f"{_ms(step.replicated_us)} where every rank updates all weights, of it {_ms(step.gather_us or 0.0)} to gather "
