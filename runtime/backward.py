@@ -42,6 +42,11 @@ class BackwardLife:
         self.synchronizing = True
         """Whether forwards are now followed by an exchange; False in `no_sync`."""
         self._reached: bool | None = None
+        """Whether this backward has reached an output of a forward that exchanges; None: it has reached none."""
+        self._returned_leaf: bool | None = None
+        """Whether a forward that exchanges has returned leaves since the last backward; None: no forward has."""
+        self._declined = False
+        """Whether a gradient has come in a backward that does not exchange."""
         self._awaiting_end = False
         self._end: Callable[[], Any] = lambda: None
 
@@ -67,11 +72,18 @@ class BackwardLife:
                 self._exchange().carried.read_scale()
 
     def _after_forward(self, _module: nn.Module, _arguments: Any, output: Any) -> None:
-        """Sees the outermost backward begin, also where a reentrant checkpoint runs backwards inside it."""
+        """Sees the outermost backward begin, also where a reentrant checkpoint runs backwards inside it.
+
+        Leaves, such as a parameter that is returned, outlive the graph, and so would hooks on them.
+        """
         if torch.is_grad_enabled():
             reached = partial(self._backward_reaches_output, self.synchronizing)
             for tensor in tree_leaves(output):
-                if isinstance(tensor, Tensor) and tensor.requires_grad:
+                if not isinstance(tensor, Tensor) or not tensor.requires_grad:
+                    continue
+                if tensor.is_leaf:
+                    self._returned_leaf = self._returned_leaf or self.synchronizing
+                else:
                     tensor.register_hook(reached)
 
     def _backward_reaches_output(self, synchronizing: bool, _gradient: Tensor) -> None:
@@ -80,24 +92,30 @@ class BackwardLife:
             self._forget_backward()
         self._reached = self._reached or synchronizing
         if not self._awaiting_end:
-            self._await_end()
             self._exchange().begin_backward()
+        self._await_end()
 
     def _admit(self) -> bool:
         """The first gradient of a backward is here: a step begins, if this backward exchanges.
 
         As with DDP the forward decides: one outside of `no_sync` is enough. If none was seen, the backward does.
         """
-        if not (self.synchronizing if self._reached is None else self._reached):
+        seen = self._reached is not None or self._returned_leaf is not None
+        if not (self._reached or self._returned_leaf if seen else self.synchronizing):
+            if not self._declined:
+                self._declined = True
+                self._await_end()
             return False
-        if self._reached is None:  # no forward of the model itself was seen
+        if not seen:  # no forward of the model itself
             self._watch.check()
         self._exchange().begin()
-        if not self._awaiting_end:
-            self._await_end()
+        self._await_end()
         return True
 
     def _await_end(self) -> None:
+        """Asks for a callback at the end of this backward, once."""
+        if self._awaiting_end and not self._abandoned():
+            return
         self._awaiting_end = True
         callback = partial(self._end_of_backward)
         self._end = weakref.ref(callback)
@@ -108,8 +126,8 @@ class BackwardLife:
         return self._awaiting_end and self._end() is None
 
     def _forget_backward(self) -> None:
-        self._awaiting_end = False
-        self._reached = None
+        self._awaiting_end = self._declined = False
+        self._reached = self._returned_leaf = None
         self._exchange().forget()
 
     def forget_abandoned(self) -> None:
@@ -131,6 +149,8 @@ class BackwardLife:
     def _end_of_backward(self) -> None:
         self._awaiting_end = False
         reached, self._reached = self._reached, None
+        if self._exchange().open or self._declined:  # gradients have come: `torch.autograd.grad` brings none
+            self._returned_leaf, self._declined = None, False
         if self._exchange().open or (reached and not self._exchange().slots):  # one rank only reports
             self._exchange().finish()
             self._step_done()

@@ -15,6 +15,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from runtime.errors import InputError
+from runtime.torch_compat import held_by_torch
+
 if TYPE_CHECKING:
     from runtime.lossy import Lossy
 
@@ -54,42 +57,52 @@ class Slot:
             if gradient.data_ptr() == self.address:
                 gradient.mul_(scale)
                 return
-            gradient = self.take_back()
+            self.take_back()
         self.clear_view()
         if gradient is None:
             self.view.zero_()
         else:
-            torch.mul(_plain(gradient), scale, out=self.view)
+            self.refuse_graph(gradient)
+            torch.mul(gradient, scale, out=self.view)
         self.parameter.grad = self.view
 
     def place(self, view: Tensor) -> None:
-        """Makes `view` the gradient's place; a view that exists already, which may be `.grad`, becomes it."""
-        if hasattr(self, "view"):
+        """Makes `view` the gradient's place. A view that is `.grad` becomes it, for gradients are added up there; one
+        that is not stays where it is, with whoever has kept it.
+        """
+        if hasattr(self, "view") and self.parameter.grad is self.view:
             self.view.data = view
         else:
             self.view = view
-        self._home, self.address = view.detach(), view.data_ptr()
+        self._home, self.address = view.data, view.data_ptr()
 
-    def take_back(self) -> Tensor:
-        """Points the view, which a script has given other memory (`parameter.grad.data = …`), into the buffer again.
+    def take_back(self) -> None:
+        """Takes a new view where a script has given the old one other memory (`parameter.grad.data = …`)."""
+        self.view = self._home.data
 
-        Returns that memory; it is `.grad` from now on, where the view was.
-        """
-        theirs = self.view.detach()
-        self.view.data = self._home
-        if self.parameter.grad is self.view:
-            self.parameter.grad = theirs
-        return theirs
+    def refuse_graph(self, gradient: Tensor) -> None:
+        """Raises InputError for a gradient that is to be differentiated: the average would be a constant."""
+        if gradient.requires_grad:
+            raise InputError(
+                f"the gradient of {self.name} requires a gradient itself, as backward(create_graph=True) makes it; "
+                f"expected a plain one, for the average over ranks cannot be differentiated (with DDP neither): take "
+                f"torch.autograd.grad(loss, parameters, create_graph=True) and add what depends on it to the loss, or "
+                f"leave create_graph out"
+            )
 
     def clear_view(self) -> None:
         """Makes the view free to be written to, while it is not the parameter's `.grad`.
 
         Somebody may have kept the last gradient, or made it another parameter's: it goes on with memory of its own.
+        Where DLPack or a graph keeps it, which know its memory, the bucket leaves that to them.
         """
-        if getrefcount(self.view) > _ONLY_HERE:
-            theirs, place = self.view, self.view.detach()
-            theirs.data = place.clone()
-            self.view = place
+        if getrefcount(self.view) <= _ONLY_HERE:
+            return
+        if held_by_torch(self.view):
+            self.bucket.move(next(message for message in self.bucket.messages if self in message.slots))
+        else:
+            theirs, self.view = self.view, self._home.data
+            theirs.data = self.view.clone()
 
 
 class _Holder:
@@ -123,7 +136,7 @@ class Kept:
         """Adds what it was to what has come."""
         before = self.values if self.values is not None else self.gradient
         if before is not None:
-            self.slot.view.add_(_plain(before))
+            self.slot.view.add_(before.detach())
 
     def give_back(self) -> None:
         """Makes `.grad` what it was."""
@@ -131,11 +144,6 @@ class Kept:
             self.slot.view.copy_(self.values)
         else:
             self.slot.parameter.grad = self.gradient
-
-
-def _plain(gradient: Tensor) -> Tensor:
-    """A backward with create_graph leaves a gradient that itself requires one."""
-    return gradient.detach() if gradient.requires_grad else gradient
 
 
 @dataclass(eq=False)
@@ -210,7 +218,14 @@ class BucketBuffer:
         self._small_runs = [run for message in self.messages for run in _small_runs(message)]
 
     def move(self, message: Message) -> None:
-        """Gives one message other memory; gradients that are views of it go along, other aliases of theirs do not."""
+        """Gives one message other memory; views that are `.grad`s go along, all else that looks at the old does not."""
+        for slot in message.slots:
+            if slot.parameter.grad is slot.view and held_by_torch(slot.view, holders=1):
+                raise InputError(
+                    f"the gradient of {slot.name} is added up in place and looked at through DLPack or a graph, while "
+                    f"another one of {self.label} has been replaced and is kept, too; expected one of both in a "
+                    f"bucket: keep `.grad.clone()`, or zero all gradients alike"
+                )
         message.place(message.flat.clone())
         self._find_runs()
 
@@ -223,14 +238,15 @@ class BucketBuffer:
             if gradient is slot.view:
                 if gradient.data_ptr() == slot.address:
                     continue
-                gradient = slot.take_back()
+                slot.take_back()
             slot.clear_view()
             if gradient is None:
                 slot.view.zero_()
                 slot.parameter.grad = slot.view
             else:
+                slot.refuse_graph(gradient)
                 moved.append(slot)
-                gradients.append(_plain(gradient))
+                gradients.append(gradient)
         if moved:
             torch._foreach_copy_([slot.view for slot in moved], gradients)
         for slot in moved:

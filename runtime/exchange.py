@@ -90,6 +90,8 @@ class Exchange:
 
     def begin_backward(self) -> None:
         """A backward reaches the model's outputs, but no parameter yet."""
+        if not self._hooks:
+            return  # through a graph from before `close`
         first = next((slot for slot in self.slots if slot.parameter.requires_grad), None)
         if first is not None and self._hooks[first.name].renew():  # the model was converted, and maybe back again
             for slot in self.slots:

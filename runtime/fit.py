@@ -226,6 +226,11 @@ def _tensor_misfit(tensor: Tensor) -> str | None:
         )
     if tensor.layout != torch.strided:
         return f"is sparse ({tensor.layout}); expected dense parameters: call to_dense() on it"
+    if tensor.requires_grad and tensor.is_leaf and (found := tensor.grad_dtype) != tensor.dtype:
+        return (
+            f"has the grad_dtype {found}; expected that of the parameter, {tensor.dtype}, which buckets have: leave "
+            f"grad_dtype as it is"
+        )
     return None
 
 

@@ -119,6 +119,11 @@ def explain_failed_move(error: RuntimeError, bucket: BucketBuffer) -> Exception:
                 f"{slot.name} is {found} now and was {then} when the model was attached (model.half() or "
                 f"model.to(...) does that); expected it unchanged: convert the model before attach; now {CURE}"
             )
+        if slot.parameter.grad_dtype != slot.view.dtype:
+            return InputError(
+                f"{slot.name} has the grad_dtype {slot.parameter.grad_dtype} now; expected {slot.view.dtype}, that of "
+                f"the parameter, as when the model was attached: leave grad_dtype as it is"
+            )
     if "sparse" in str(error).lower():
         return InputError(
             f"{bucket.label}: a gradient is sparse (functional.embedding with sparse=True makes such); expected dense "

@@ -17,6 +17,7 @@ from interplay_harness import guarded
 from interplay_hooks_checks import HOOK_CHECKS
 from interplay_interface_checks import INTERFACE_CHECKS
 from interplay_models_checks import MODEL_CHECKS
+from interplay_outputs_checks import OUTPUT_CHECKS
 from interplay_refusal_checks import REFUSAL_CHECKS
 from interplay_steps_checks import STEP_CHECKS
 from interplay_training_checks import TRAINING_CHECKS
@@ -28,6 +29,7 @@ CHECKS: dict[str, Callable[[], dict[str, Any]]] = {
     **INTERFACE_CHECKS,
     **GRADIENT_CHECKS,
     **MODEL_CHECKS,
+    **OUTPUT_CHECKS,
     **COPY_CHECKS,
     **TRAINING_CHECKS,
     **WRAPPER_CHECKS,

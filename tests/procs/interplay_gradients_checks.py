@@ -7,8 +7,12 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
-from interplay_harness import ADAM, Side, like_ddp, loss_of
+from interplay_harness import ADAM, SGD, Side, clone, like_ddp, loss_of, mlp, same, steps, told, with_plan
+from interplay_hooks_checks import KINDS
+from step_checks import raised
 from torch import Tensor
+
+import runtime
 
 STEPS = 4
 
@@ -115,6 +119,8 @@ KEEP: dict[str, Callable[[Tensor], Tensor]] = {
     "detached": Tensor.detach,
     "data": lambda gradient: gradient.data,
     "flattened": lambda gradient: gradient.view(-1),
+    "numpy": lambda gradient: torch.from_numpy(gradient.numpy()),
+    "DLPack": torch.from_dlpack,
 }
 
 
@@ -152,6 +158,60 @@ def watched_gradients() -> dict[str, bool]:
     return like_ddp(loop)
 
 
+def kept_with(kind: str) -> dict[str, bool]:
+    """Gradients that DLPack keeps, with plans that send something else: what clones of them come to."""
+    outcomes = []
+    for keep in (Tensor.clone, torch.from_dlpack):
+        model = mlp()
+        optimizer = SGD(model.parameters())
+        session = runtime.attach(model, optimizer, KINDS[kind](model), timeout_s=60, drift=False, guard=False)
+        kept = []
+        for step in range(2 * STEPS):
+            optimizer.zero_grad()
+            loss_of(Side(model, model, optimizer, session), step).backward()
+            kept += [keep(p.grad) for p in model.parameters()]
+            optimizer.step()
+        outcomes.append((kept, clone(list(model.parameters()))))
+        session.detach()
+    return {"equal": same(*outcomes)}
+
+
+def in_a_graph() -> dict[str, bool]:
+    """The last `.grad`s are factors in the next loss, whose graph saves them; zero_grad lets go of them before."""
+
+    def loop(side: Side) -> None:
+        loss_of(side, 0).backward()
+        for step in range(1, STEPS):
+            parameters = list(side.model.parameters())
+            turned = [
+                (p * q.grad.mean() * q.grad.sum(0).sum()).sum()
+                for p, q in zip(parameters, parameters[::-1], strict=True)
+            ]
+            late = sum((p * p.grad).sum() for p in parameters)
+            side.optimizer.zero_grad()
+            (loss_of(side, step) + 0.1 * sum(turned)).backward()
+            with side.no_sync():
+                (0.1 * late).backward()
+            side.optimizer.step()
+
+    return like_ddp(loop)
+
+
+def kept_both_ways() -> dict[str, bool]:
+    """One gradient is let go of and kept by DLPack, another of its bucket zeroed in place and looked at: refused."""
+    side = with_plan(mlp())
+    loss_of(side, 0).backward()
+    first, second = side.model[0].weight, side.model[0].bias
+    kept = [torch.from_dlpack(first.grad), torch.from_dlpack(second.grad)]
+    first.grad = None
+    message = raised(lambda: loss_of(side, 1).backward())
+    kept.clear()
+    side.optimizer.zero_grad()
+    steps(side, [1])
+    side.close()
+    return told(message, ["the gradient of 0.bias", "looked at through DLPack", ".grad.clone()"])
+
+
 GRADIENT_CHECKS: dict[str, Callable[[], dict[str, bool]]] = {
     **{f"zero_grad-{how}": partial(zero_grad, how) for how in ("none", "zero", "in turn", "model", "never")},
     **{f"edited-{how}": partial(edited_gradients, how, True) for how in AFTER_BACKWARD},
@@ -159,5 +219,8 @@ GRADIENT_CHECKS: dict[str, Callable[[], dict[str, bool]]] = {
     "detached_in_place": detached_in_place,
     **{f"own-{how}": partial(own_gradients, how) for how in ("each step", "once", "some", "transposed")},
     **{f"kept-{how}": partial(kept_gradients, how) for how in KEEP},
+    "kept-in a graph": in_a_graph,
+    "kept-both ways": kept_both_ways,
+    **{f"kept-{kind}": partial(kept_with, kind) for kind in ("sparse", "delay")},
     "watched": watched_gradients,
 }

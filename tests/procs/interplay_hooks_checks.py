@@ -191,8 +191,11 @@ def converted(how: str) -> dict[str, bool]:
 
 
 KINDS: dict[str, Callable[[nn.Module], Any]] = {
+    "exact": lambda model: plan_of(model, 3),
     "sparse": lambda model: lossy(plan_of(model, 3), [TOPK, None]),
-    "sharded step": lambda model: plan_of(model, 3, updates=UpdatePlan(step=StepPlan(sharded=True))),
+    "sharded step": lambda model: plan_of(
+        model, 3, updates=UpdatePlan(step=StepPlan(sharded=True)), interface=("sharded-step",)
+    ),
     "delay": lambda model: plan_of(
         model, 3, accuracy="relaxed", delay=DelaySpec(steps=2, warmup_steps=2),
         world=PlanWorld(ranks=dist.get_world_size(), nodes=dist.get_world_size()),

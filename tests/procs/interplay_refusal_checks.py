@@ -68,6 +68,12 @@ def _sparse_parameter() -> nn.Module:
     return model
 
 
+def _other_grad_dtype() -> nn.Module:
+    model = mlp()
+    model[0].weight.grad_dtype = torch.bfloat16
+    return model
+
+
 def _lazy() -> nn.Module:
     return nn.Sequential(nn.Linear(6, 8), nn.LazyLinear(3))
 
@@ -87,6 +93,7 @@ AT_ATTACH: dict[str, tuple[Callable[[], nn.Module], list[str]]] = {
     "tensor parallel": (_tensor_parallel, ["0.weight is a DTensor"]),
     "several devices": (_two_devices, ["cpu, meta", "one device per rank"]),
     "no data": (lambda: mlp().to("meta"), ["meta", "no data"]),
+    "grad_dtype": (_other_grad_dtype, ["0.weight has the grad_dtype torch.bfloat16", "leave grad_dtype"]),
     "lazy": (_lazy, ["1.weight has no shape yet", "one forward before attach"]),
 }
 

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from interplay_harness import (
     ADAM,
     LOW_PRECISION_TOLERANCE,
+    SGD,
     Side,
     batch,
     clone,
@@ -22,11 +23,16 @@ from interplay_harness import (
     outcome,
     same,
     steps,
+    told,
     with_ddp,
     with_plan,
 )
+from interplay_hooks_checks import KINDS
+from step_checks import raised
 from torch import Tensor, nn
 from torch.nn import functional
+
+import runtime
 
 STEPS = 4
 
@@ -279,6 +285,36 @@ def gradient_penalty() -> dict[str, bool]:
     return like_ddp(loop)
 
 
+def create_graph(kind: str) -> dict[str, bool]:
+    """`backward(create_graph=True)` is refused, as autograd refuses it with DDP; training goes on after it."""
+    model = mlp()
+    optimizer = SGD(model.parameters())
+    session = runtime.attach(model, optimizer, KINDS[kind](model), timeout_s=60, drift=False, guard=False)
+    side = Side(model, model, optimizer, session)
+    steps(side, range(3))
+    message = raised(lambda: loss_of(side, 0).backward(create_graph=True))
+    steps(side, range(3, 6))
+    side.close()
+    return told(message, ["requires a gradient itself", "torch.autograd.grad"])
+
+
+def create_graph_alone() -> dict[str, bool]:
+    """The same inside of `no_sync`: a penalty on this rank's own gradients, differentiated before they travel."""
+
+    def loop(side: Side) -> None:
+        for step in range(STEPS):
+            side.optimizer.zero_grad()
+            with side.no_sync():
+                loss_of(side, step).backward(create_graph=True)
+                penalty = sum(p.grad.square().sum() for p in side.model.parameters())
+                for parameter in side.model.parameters():
+                    parameter.grad = None
+            (loss_of(side, step) + 0.1 * penalty).backward()
+            side.optimizer.step()
+
+    return like_ddp(loop)
+
+
 STEP_CHECKS: dict[str, Callable[[], dict[str, bool]]] = {
     "accumulation": accumulation,
     "several_backwards": several_backwards,
@@ -289,6 +325,8 @@ STEP_CHECKS: dict[str, Callable[[], dict[str, bool]]] = {
     "autocast": autocast,
     "hooks_of_the_user": hooks_of_the_user,
     "gradient_penalty": gradient_penalty,
+    **{f"create_graph-{kind}": partial(create_graph, kind) for kind in KINDS},
+    "create_graph-in no_sync": create_graph_alone,
     "two_losses": two_losses,
     "exception_in_forward": exception_in_forward,
     **{f"unused-{where}": partial(unused, where) for where in ("somewhere", "everywhere")},
