@@ -118,6 +118,10 @@ NOISY = 0.05
 """From this share of the step on, a prediction is so uncertain that measuring again is the cure."""
 
 
+def _two_digits(value: float) -> str:
+    return f"{float(f'{value:.2g}'):,g}"
+
+
 def uncertainty_line(plan: Plan) -> str:
     """How uncertain the prediction is; empty where the profile did not say how much its steps differed."""
     prediction = plan.predicted
@@ -126,7 +130,7 @@ def uncertainty_line(plan: Plan) -> str:
     half_us = prediction.compute_spread_us / 2.0
     parts = (prediction.forward_us, prediction.backward_us, prediction.update_us)
     share = half_us / max(sum(part or 0.0 for part in parts), 1e-9)
-    text = f"predicted {milliseconds(prediction.iteration_us)} ms ± {half_us / 1000:,.2g}"
+    text = f"predicted {milliseconds(prediction.iteration_us)} ms ± {_two_digits(half_us / 1000)}"
     text += f": compute varied by {share:.0%} while it was profiled"
     return f"{text}; profile again when the machine has nothing else to do" if share > NOISY else text
 
@@ -305,7 +309,7 @@ def _intervals_line(intervals: ComputeIntervals) -> str:
     half_us, middle_us = intervals.spread_us / 2.0, (low_us + high_us) / 2.0
     share = half_us / middle_us if middle_us > 0.0 else 0.0
     text = f"half of the steps took {milliseconds(low_us)} to {milliseconds(high_us)} ms without communication: "
-    text += f"predictions are uncertain by ± {half_us / 1000:,.2g} ms ({share:.0%})"
+    text += f"predictions are uncertain by ± {_two_digits(half_us / 1000)} ms ({share:.0%})"
     return f"{text}; profile again when the machine has nothing else to do" if share > NOISY else text
 
 
@@ -340,7 +344,6 @@ def profile_lines(profile: Profile) -> list[str]:
             f"all-reduce: {line.alpha_us:.0f} µs + {line.beta_us_per_byte * 1e3:.3g} µs per kB; the line "
             f"is off by {line.mean_error or 0:.0%} on average, so the samples are used"
         )
-    lines += (cluster.notes or ()) if cluster is not None else ()
     if cluster is not None and cluster.contention is not None:
         lines.append(f"while both are busy, {slower(cluster.contention)}")
     if profile.local_async is not None:

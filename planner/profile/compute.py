@@ -35,10 +35,13 @@ from runtime.recorder import StepMarks
 from runtime.session import Session
 from runtime.world import World
 
-WARM_UP_STEPS = 3
+WARM_UP_STEPS, WARM_UP_S = 3, 10.0
+"""Steps that do not count: so many, or fewer where they take longer than this."""
 MIN_REPEATS, MAX_REPEATS = 5, 40
 BUDGET_S = 6.0
 """What the repeats may take in all, once there are enough of them."""
+LONG_S, LONG_REPEATS = 30.0, 3
+"""Where the fewest repeats would take longer than this, even fewer have to do."""
 STEADY = 0.1
 """Where the quartiles of the step are further apart than this share of it, the repeats are done again …"""
 MOST_TIMES = 4
@@ -185,11 +188,9 @@ def measure_compute(
     runner = StepRunner(model, optimizer, step, world, communicator=_make_communicator(world, model))
     found: list[list[RankTimes]] = []
     try:
-        started = time.perf_counter()
-        for _ in progress.track(range(WARM_UP_STEPS), "warm-up"):
-            runner.run()
-        each_s = max(world.gather((time.perf_counter() - started) / WARM_UP_STEPS, "timing the warm-up"))
-        repeats = int(min(MAX_REPEATS, max(MIN_REPEATS, BUDGET_S / max(each_s, 1e-9))))
+        each_s = _warm_up(runner, world, progress)
+        fewest = MIN_REPEATS if MIN_REPEATS * each_s <= LONG_S else LONG_REPEATS
+        repeats = int(min(MAX_REPEATS, max(fewest, BUDGET_S / max(each_s, 1e-9))))
         phases.say(f"a step takes {each_s:.3g} s, {repeats} more: {repeats * each_s:.0f} s")
         names, allowed_s = runner.session.plan.gradients, 0.0
         while True:
@@ -204,6 +205,19 @@ def measure_compute(
     finally:
         runner.close()
     return min(found, key=spread_of)
+
+
+def _warm_up(runner: StepRunner, world: World, progress: Progress) -> float:
+    """Seconds of the last of the first steps, on the slowest rank."""
+    each_s = spent_s = 0.0
+    for _ in progress.track(range(WARM_UP_STEPS), "warm-up"):
+        if spent_s > WARM_UP_S:
+            break
+        started = time.perf_counter()
+        runner.run()
+        each_s = max(world.gather(time.perf_counter() - started, "timing the warm-up"))
+        spent_s += each_s
+    return each_s
 
 
 def rank_times(marks: Sequence[StepMarks], names: Sequence[str], clock: Clock) -> RankTimes:

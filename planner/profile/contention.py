@@ -129,8 +129,7 @@ def measure_contention(
     if world.group is None or backward_us < MIN_BACKWARD_US:
         return {}
     model_bytes = sum(gradient.size_bytes for gradient in compute.gradients)
-    step_s = (compute.forward_us + compute.update_us + sum(g.backward_us for g in compute.gradients)) / 1e6
-    sizes = affordable_sizes(step_s, budget_s)
+    sizes = affordable_sizes(step_s(compute), budget_s)
     if not sizes:
         return {}
     flood = _Flood(world, device)
@@ -140,7 +139,7 @@ def measure_contention(
         chosen = spread_evenly(fitting, sizes)
         if not chosen:
             return {}
-        if step_s * MAX_ROUNDS < budget_s:
+        if step_s(compute) * MAX_ROUNDS < budget_s:
             runner.run()
         started = time.perf_counter()
         rounds = [_round(runner, flood, world, chosen)]
@@ -168,10 +167,16 @@ def contention_of(found: Mapping[str, tuple[SizeFactors, ...]], model_bytes: int
     )
 
 
-def affordable_sizes(step_s: float, budget_s: float) -> int:
+def step_s(compute: ComputeProfile) -> float:
+    """Seconds of a step without messages."""
+    backward_us = sum(gradient.backward_us for gradient in compute.gradients)
+    return (compute.forward_us + backward_us + compute.update_us) / 1e6
+
+
+def affordable_sizes(each_s: float, budget_s: float) -> int:
     """How many sizes of messages there is time for, at a step of so many seconds; 0: not even for one."""
     for rounds in LEAST_ROUNDS:
-        sizes = int((budget_s / rounds / max(step_s, 1e-9) - 1.0) / STEPS_PER_SIZE)
+        sizes = int((budget_s / rounds / max(each_s, 1e-9) - 1.0) / STEPS_PER_SIZE)
         if sizes >= 1:
             return sizes
     return 0

@@ -98,9 +98,9 @@ class Wanted:
         phases = [
             (self.step, REPEATS, 15.0),
             (self.norms, NORMS, 3.0),
-            (self.step, LAYERS, 8.0),
             (flat, FLAT, CURVE_S * flat),
             (apart, APART, CURVE_S * apart),
+            (self.step, LAYERS, 8.0),
             (self.beside, CONTENTION, CONTENTION_S.get(len(self.beside), 0.0)),
             (self.selection, SELECTION, 20.0),
             (self.delay, DELAY, 6.0),

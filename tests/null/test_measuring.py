@@ -17,7 +17,7 @@ from planner.profile import contention, links
 from planner.profile.compute import RankTimes, combine, combine_parameters, spread_of
 from planner.profile.contention import Seen, solve
 from planner.profile.links import fit, message_sizes
-from planner.profile.step import _describe
+from planner.profile.measuring import _describe
 from planner.progress import Silent
 from runtime.world import World
 

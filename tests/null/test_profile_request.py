@@ -41,7 +41,7 @@ def wanted(accuracy: Any, known: Cluster | None = None, ranks: int = 4, **fields
 def test_exact_plans_ask_for_less_than_bounded_ones_and_those_for_less_than_relaxed_ones() -> None:
     classes = ("exact", "bounded", "relaxed")
     phases = {accuracy: [phase.name for phase in wanted(accuracy).phases] for accuracy in classes}
-    assert phases["exact"] == [REPEATS, LAYERS, FLAT, CONTENTION]
+    assert phases["exact"] == [REPEATS, FLAT, LAYERS, CONTENTION]
     assert phases["bounded"] == [*phases["exact"], SELECTION]
     assert phases["relaxed"] == [*phases["bounded"], DELAY]
     flat = [wanted(accuracy).flat for accuracy in classes]

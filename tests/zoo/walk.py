@@ -13,7 +13,7 @@ import torch
 
 from planner import optimize
 from planner.frontend.layers import TracedModel
-from planner.profile import compute, contention, grad_weight, links, step
+from planner.profile import compute, contention, grad_weight, links, measuring
 from planner.profile.document import Profile
 from planner.training import Trainer, build, profile_rank
 
@@ -56,9 +56,9 @@ LEAST_GRAPHS = 0.9
 """Share of all models that have to come through a graph and not through hooks."""
 
 FEWEST = (
-    (compute, {"WARM_UP_STEPS": 1, "MIN_REPEATS": 2, "MAX_REPEATS": 2}),
+    (compute, {"WARM_UP_STEPS": 1, "MIN_REPEATS": 2, "MAX_REPEATS": 2, "MOST_TIMES": 1}),
     (links, {"MIN_PASSES": 1, "MAX_PASSES": 1}),
-    (contention, {"MIN_REPEATS": 1, "MAX_REPEATS": 1}),
+    (contention, {"MAX_ROUNDS": 1}),
     (grad_weight, {"REPEATS": 1}),
 )
 """How often things are measured where it matters only that they can be."""
@@ -87,7 +87,7 @@ def fewest_repeats() -> Iterator[None]:
 @contextmanager
 def traces_timed() -> Iterator[list[float]]:
     """Seconds that each tracing takes inside."""
-    usual, times = step.trace, []
+    usual, times = measuring.trace, []
 
     def timed(*arguments: Any) -> TracedModel:
         started = time.perf_counter()
@@ -95,11 +95,11 @@ def traces_timed() -> Iterator[list[float]]:
         times.append(time.perf_counter() - started)
         return result
 
-    vars(step)["trace"] = timed
+    vars(measuring)["trace"] = timed
     try:
         yield times
     finally:
-        vars(step)["trace"] = usual
+        vars(measuring)["trace"] = usual
 
 
 def visit(name: str) -> Visit:
