@@ -208,5 +208,5 @@ def _on_sigterm(_signal: int, _frame: object) -> None:
 
 def _end_for_launcher() -> None:
     rank = os.environ.get("RANK", "0")
-    print(f"planner: rank {rank}: ended by the launcher (SIGTERM), which does so when a rank failed", file=sys.stderr)
+    print(f"planner: rank {rank}: ended by the launcher (SIGTERM): it was ended, or a rank failed", file=sys.stderr)
     end(3)

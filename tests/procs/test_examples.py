@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from started import started
 from torch import Tensor
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -36,20 +36,10 @@ ENVIRONMENT = {
 def python(folder: Path, *arguments: str, **environment: str) -> str:
     """What `python ARGUMENTS` prints when run in a folder; it ends within the time limit, with all that it started."""
     command = [sys.executable, *arguments]
-    with subprocess.Popen(
-        command,
-        cwd=folder,
-        env={**ENVIRONMENT, **environment},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
+    with started(
+        command, cwd=folder, env={**ENVIRONMENT, **environment}, stdout=subprocess.PIPE, stderr=subprocess.PIPE
     ) as process:
-        try:
-            output, errors = process.communicate(timeout=TIMEOUT_S)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGTERM)
-            raise
+        output, errors = process.communicate(timeout=TIMEOUT_S)
     assert process.returncode == 0, f"{' '.join(arguments)}\n{output}\n{errors}"
     return output
 

@@ -18,6 +18,7 @@ import local_async_checks
 import local_async_jobs as jobs
 import pytest
 import torch
+from started import started
 
 import runtime
 from planner.launch import LocalWorld, run_ranks
@@ -246,11 +247,11 @@ from runtime.plan import LocalAsyncSpec
 def main():
     os.setpgid(0, 0)
     plan = jobs.plan_of(LocalAsyncSpec(updaters=2))
-    run_local_async(jobs.plain, plan, 10**8, start_method="forkserver")
+    run_local_async(jobs.plain, plan, 10**8, start_method=os.environ["START_METHOD"])
 
 if __name__ == "__main__":
     children = []
-    for _ in range(2):
+    for _ in range(3):
         child = os.fork()  # nothing of torch runs yet
         if not child:
             try:
@@ -327,23 +328,48 @@ def wait_for(condition: Any, seconds: float) -> bool:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
-def test_nothing_is_left_after_ctrl_c_and_after_a_kill(tmp_path: Path) -> None:
-    """Ctrl-C reaches all processes of a run at once; a kill its first one only."""
+@pytest.mark.parametrize("start_method", ["spawn", "forkserver"])
+def test_nothing_is_left_after_ctrl_c_sigterm_and_a_kill(tmp_path: Path, start_method: str) -> None:
+    """Ctrl-C reaches all processes of a run at once; the others its first one only."""
     before = shared_memory()
     script, mark = tmp_path / "script.py", f"LOCAL_ASYNC_MARK={tmp_path}"
     script.write_text(SCRIPT)
     environment = {**os.environ, "JOBS": str(Path(jobs.__file__).parent), "LOCAL_ASYNC_MARK": str(tmp_path)}
-    with subprocess.Popen([sys.executable, str(script)], env=environment, stdout=subprocess.PIPE, text=True) as started:
-        assert started.stdout is not None
-        interrupted, killed = map(int, started.stdout.readline().split())
-        # the script, its two runs, for each a tracker, a fork server and two updaters
-        assert wait_for(lambda: len(processes(mark)) >= 11, 120.0), processes(mark)
+    environment["START_METHOD"] = start_method
+    # the script, its three runs, for each a tracker, perhaps a fork server, and two updaters
+    all_of_them = 16 if start_method == "forkserver" else 13
+    with started([sys.executable, str(script)], env=environment, stdout=subprocess.PIPE) as program:
+        assert program.stdout is not None
+        interrupted, terminated, killed = map(int, program.stdout.readline().split())
+        assert wait_for(lambda: len(processes(mark)) >= all_of_them, 120.0), processes(mark)
         time.sleep(1.0)  # into the minibatches
         os.killpg(interrupted, signal.SIGINT)
+        os.kill(terminated, signal.SIGTERM)
         os.kill(killed, signal.SIGKILL)
-        assert started.stdout.readline().split() == ["130", "-9"]
-    assert wait_for(lambda: not processes(mark), 20.0), processes(mark)
+        assert program.stdout.readline().split() == ["130", "-15", "-9"]
+    # An updater that still imports torch finds out when it has.
+    assert wait_for(lambda: not processes(mark), 90.0), processes(mark)
     assert shared_memory() <= before
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
+def test_nothing_is_left_where_a_launcher_in_the_background_is_ended(tmp_path: Path) -> None:
+    """As `nohup torchrun … &` in a script, where Ctrl-C is ignored by all, and the launcher gets SIGTERM."""
+    plan, mark = tmp_path / "plan.json", f"LOCAL_ASYNC_MARK={tmp_path}"
+    jobs.plan_of(LPP, ranks=2).save(plan)
+    job = f"{Path(jobs.__file__).with_name('local_async_job.py')}:job"
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "planner"]
+    command = [sys.executable, *torchrun, "run", job, "--plan", str(plan), "--steps", str(10**8)]
+    paths = os.pathsep.join([str(Path(jobs.__file__).parent), *sys.path])
+    environment = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "LOCAL_ASYNC_MARK": str(tmp_path)}
+    with started(
+        ["nohup", "sh", "-c", 'trap "" INT; exec "$@"', "sh", *command],
+        env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+    ) as program:  # fmt: skip
+        everything = 1 + 2 * (1 + 1 + LPP.updaters)  # the launcher, and for each rank itself, a tracker and updaters
+        assert wait_for(lambda: len(processes(mark)) >= everything, 120.0), processes(mark)
+        program.terminate()
+        assert wait_for(lambda: not processes(mark), 60.0), processes(mark)
 
 
 def test_planner_run_trains_with_local_updaters(tmp_path: Path) -> None:
