@@ -4,6 +4,8 @@ torchrun --nproc-per-node 2 examples/existing_script.py                         
 torchrun --nproc-per-node 2 examples/existing_script.py --profile-to profile.json
 planner optimize profile.json -o plan.json
 torchrun --nproc-per-node 2 examples/existing_script.py --plan plan.json
+torchrun --nproc-per-node 2 examples/existing_script.py --compare plan.json          # DDP and the plan by turns, or
+planner compare examples/existing_script.py --plan plan.json -- --compare plan.json  # the same, as a command
 
 With --checkpoint FILE it saves now and then, and continues from FILE where that exists; so under torchrun's
 --max-restarts a run that loses a rank ends with the weights that it would have had, bit for bit.
@@ -44,6 +46,7 @@ def parse_arguments() -> argparse.Namespace:
     way = parser.add_mutually_exclusive_group()
     way.add_argument("--plan", metavar="FILE", help="train with this plan; without it with DDP")
     way.add_argument("--profile-to", metavar="FILE", help="measure a step, write the profile and stop")
+    way.add_argument("--compare", metavar="FILE", help="measure DDP and this plan by turns, print, and stop")
     parser.add_argument("--steps", type=int, default=120, help="optimizer steps")
     parser.add_argument("--checkpoint", metavar="FILE", help="save here, and continue from here; seen by all ranks")
     parser.add_argument("--save-every", type=int, default=50, metavar="STEPS", help="how often; also at the end")
@@ -112,6 +115,24 @@ def measure(
         functional.cross_entropy(model(images), labels).backward()
 
     return planner.profile_step(model, step, optimizer)
+
+
+def compare(
+    model: nn.Module, optimizer: torch.optim.Optimizer, data: Iterator[tuple[Tensor, Tensor]], plan: str
+) -> planner.Comparison:
+    """Measures DDP and a plan by turns; model and optimizer are left as they were."""
+    images, labels = next(data)
+
+    def step(model: nn.Module) -> Tensor:
+        optimizer.zero_grad()
+        loss = functional.cross_entropy(model(images), labels)
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
+        optimizer.step()
+        return loss
+
+    session = planner.attach(model, optimizer, plan)
+    return planner.compare(session, step)
 
 
 class Checkpoint:
@@ -195,7 +216,7 @@ def make_model(rank: int, device: torch.device) -> tuple[nn.Module, torch.optim.
 
 
 def main() -> None:
-    """Trains, or measures a step."""
+    """Trains, or measures steps."""
     arguments = parse_arguments()
     rank, ranks, device = join_world()
     if arguments.profile_to:
@@ -203,6 +224,10 @@ def main() -> None:
         if rank == 0:
             profile.save(arguments.profile_to)
             print(f"wrote {arguments.profile_to}")
+    elif arguments.compare:
+        comparison = compare(*make_model(rank, device), batches(rank, ranks, device), arguments.compare)
+        if rank == 0:
+            print(comparison)
     else:
         train(arguments, rank, ranks, device)
     if dist.is_initialized():

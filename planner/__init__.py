@@ -37,6 +37,8 @@ from runtime.errors import (  # noqa: E402 - after the check, for its message na
 from runtime.version import __version__  # noqa: E402
 
 if TYPE_CHECKING:
+    from planner.comparison.report import Comparison
+    from planner.comparison.script import compare
     from planner.decide import optimize
     from planner.job import TrainingJob
     from planner.predict import Simulation, simulate
@@ -54,10 +56,10 @@ if TYPE_CHECKING:
 
 __all__ = [
     "LAMB", "LARS", "AccuracyWarning", "AdaptedWarning", "CacheStats", "CacheWarning", "CachedDataset", "CachedSampler",
-    "Cluster", "DriftWarning", "FallbackWarning", "LocalJob", "LocalReport", "LocalRun", "LostUpdaterWarning",
-    "PartSampler", "Plan", "Profile", "RawDataset", "Report", "Session", "Simulation", "TrainingJob", "__version__",
-    "attach", "load_cluster", "load_plan", "load_profile", "optimize", "parallel_tensor_op", "parse_plan",
-    "profile_step", "replan", "run_local_async", "simulate",
+    "Cluster", "Comparison", "DriftWarning", "FallbackWarning", "LocalJob", "LocalReport", "LocalRun",
+    "LostUpdaterWarning", "PartSampler", "Plan", "Profile", "RawDataset", "Report", "Session", "Simulation",
+    "TrainingJob", "__version__", "attach", "compare", "load_cluster", "load_plan", "load_profile", "optimize",
+    "parallel_tensor_op", "parse_plan", "profile_step", "replan", "run_local_async", "simulate",
 ]  # fmt: skip
 
 _WHERE = {
@@ -65,6 +67,7 @@ _WHERE = {
     "CachedDataset": "runtime.datacache",
     "CachedSampler": "runtime.datacache",
     "Cluster": "planner.profile.document",
+    "Comparison": "planner.comparison.report",
     "LAMB": "runtime.optimizers",
     "LARS": "runtime.optimizers",
     "LocalJob": "runtime.local_async",
@@ -79,6 +82,7 @@ _WHERE = {
     "Simulation": "planner.predict",
     "TrainingJob": "planner.job",
     "attach": "runtime.attaching",
+    "compare": "planner.comparison.script",
     "load_cluster": "planner.profile.document",
     "load_plan": "runtime.plan",
     "load_profile": "planner.profile.document",

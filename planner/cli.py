@@ -331,8 +331,9 @@ _ANYWHERE = ("--json", "-v", "--verbose")
 def main(arguments: Sequence[str] | None = None) -> None:
     """The console script `planner`: runs a command and exits with its code."""
     given = list(sys.argv[1:] if arguments is None else arguments)
-    flags = [argument for argument in given if argument in _ANYWHERE]
-    rest = [argument for argument in given if argument not in _ANYWHERE]
+    end = given.index("--") if "--" in given else len(given)  # what follows is a script's own
+    flags = [argument for argument in given[:end] if argument in _ANYWHERE]
+    rest = [argument for argument in given[:end] if argument not in _ANYWHERE] + given[end:]
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # names may hold what the terminal's encoding lacks

@@ -59,6 +59,8 @@ class LocalWorld:
     """Deadline of the waits that this module does; default: 30 s for a stopped rank, 120 s for starting and ending."""
     emulation: Emulation | None = None
     """The emulated cluster to run on, of as many ranks."""
+    joins: bool = True
+    """Whether ranks are put into a process group; else what they run does that, as under torchrun."""
 
     @property
     def start_timeout_s(self) -> float:
@@ -296,6 +298,13 @@ def _join(rank: int, world: LocalWorld, place: Place, port: int) -> None:
         if loopback is not None:
             os.environ["GLOO_SOCKET_IFNAME"] = loopback
     torch.set_num_threads(threads_per_rank(world.ranks))
+    if not world.joins:
+        # As torchrun's: the store is there already, and all ranks are its clients.
+        os.environ.update(
+            LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(world.ranks), GROUP_RANK="0", MASTER_ADDR="127.0.0.1",
+            MASTER_PORT=str(port), TORCHELASTIC_USE_AGENT_STORE="True",
+        )  # fmt: skip
+        return
     if world.device == "cuda":
         torch.cuda.set_device(rank % torch.cuda.device_count())
     timeout = timedelta(seconds=world.start_timeout_s)

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from planner.options import MAX_STEPS, Backend, Device, Emulate, Flags, Job, Ranks, Timeout, make_console, print_json
 from runtime.errors import CheckFailed, InputError, PlanMismatch
 
-ROUNDS = 5
-"""Of a comparison, where nothing is said."""
+if TYPE_CHECKING:
+    from planner.comparison.report import Comparison
 
 
 def profile(
@@ -106,7 +106,12 @@ def run(
 
 
 def compare(
-    job: Job,
+    job: Annotated[
+        str,
+        typer.Argument(
+            help="A job as for profile, or script.py: an existing script that calls planner.compare(session, step)."
+        ),
+    ],
     plan: Annotated[str, typer.Option(help="The plan to judge.")],
     profile: Annotated[str | None, typer.Option(help="profile.json, for predictions of what is not the plan.")] = None,
     strategy: Annotated[str, typer.Option(help="Further strategies, by name; needs --profile.")] = "",
@@ -120,54 +125,71 @@ def compare(
     backend: Backend = None,
     timeout_s: Timeout = None,
     emulate: Emulate = None,
+    arguments: Annotated[
+        list[str] | None, typer.Argument(metavar="[-- ARGUMENTS]", help="Of a script: its own arguments.")
+    ] = None,
 ) -> None:
     """Measure no communication, the best DDP, DDP's hooks, strategies and the plan by turns in one run."""
     from planner.comparison.contestants import contestants, sweep
     from planner.comparison.measure import compare_rank
     from planner.comparison.picture import picture_text
-    from planner.comparison.report import comparison_table, failures, summarize
-    from planner.job import find_job
+    from planner.comparison.report import summarize
+    from planner.comparison.script import Asked, check_rounds, find_trained, script_rank
     from planner.outputs import check_writable
     from planner.problem import make_problem
     from planner.profile.document import load_profile
-    from planner.world import RankOptions, choose_device, is_first_rank, on_ranks, planned_ranks
+    from planner.world import RankOptions, choose_device, is_first_rank, on_ranks, on_ranks_of_script, planned_ranks
     from runtime.files import write_text
     from runtime.plan import load_plan
 
-    rounds = min(ROUNDS, steps) if rounds is None else rounds
-    if not 2 <= rounds <= steps <= MAX_STEPS:
-        raise InputError(
-            f"--rounds {rounds} --steps {steps}: expected at least 2 rounds and a step for each, at most {MAX_STEPS}"
-            f"; correct them"
-        )
+    rounds = check_rounds(steps, rounds)
     where = RankOptions(ranks, device, backend, timeout_s, emulate)
-    file = find_job(job)[0]
+    file, script = find_trained(job, arguments or [])
     if html is not None:
         check_writable(html, file, plan, profile)
     loaded = load_plan(plan)
-    problem = None if profile is None else make_problem(load_profile(profile), None, where=profile)
+    measured_profile = None if profile is None else load_profile(profile)
+    problem = None if measured_profile is None else make_problem(measured_profile, None, where=str(profile))
     names = [name.strip() for name in strategy.split(",") if name.strip()]
     them, caps = contestants(loaded, problem, names), sweep(loaded, problem)
     if ranks is None and emulate is None:
         where = replace(where, ranks=planned_ranks(loaded.world.ranks, plan))
-    arguments = (job, them, caps, rounds, steps // rounds, choose_device(device), not Flags.as_json, timeout_s)
+    shown = not Flags.as_json
+
+    def measure() -> Comparison:
+        if not script:
+            measured = (job, them, caps, rounds, steps // rounds, choose_device(device), shown, timeout_s)
+            return summarize(on_ranks(where, compare_rank, *measured))
+        asked = Asked(
+            plan=loaded, profile=measured_profile, strategies=tuple(names), steps=steps, rounds=rounds,
+            timeout_s=timeout_s, show_progress=shown,
+        )  # fmt: skip
+        return on_ranks_of_script(where, script_rank, job, arguments or [], asked)[0]
+
     try:
-        comparison = summarize(on_ranks(where, compare_rank, *arguments))
+        comparison = measure()
     except PlanMismatch as error:
         raise PlanMismatch(f"{plan}: {error}") from error
     if not is_first_rank():
         return
     if html is not None:
         write_text(html, picture_text(comparison, f"{loaded.model.name}{f' on {emulate}' if emulate else ''}"))
-    if Flags.as_json:
-        print_json(comparison.to_document())
-    else:
-        if comparison.cause is not None:
-            typer.echo(comparison.cause)
-        make_console().print(comparison_table(comparison))
-        typer.echo("\n".join([*comparison.verdicts, *failures(comparison)]))
+    _print_comparison(comparison)
     if comparison.differences:
         raise CheckFailed("\n".join(comparison.differences))
+
+
+def _print_comparison(comparison: Comparison) -> None:
+    """All but what ends the command."""
+    if Flags.as_json:
+        print_json(comparison.to_document())
+        return
+    from planner.comparison.report import comparison_table, failures
+
+    if comparison.cause is not None:
+        typer.echo(comparison.cause)
+    make_console().print(comparison_table(comparison))
+    typer.echo("\n".join([*comparison.verdicts, *failures(comparison)]))
 
 
 def demo(

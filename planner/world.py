@@ -97,6 +97,30 @@ def on_ranks(options: RankOptions, function: Callable[..., T], *arguments: Any) 
     return run_ranks(world, function, *arguments)
 
 
+def on_ranks_of_script(options: RankOptions, function: Callable[..., T], *arguments: Any) -> list[T]:
+    """Calls a function on local ranks that have found each other no further than torchrun's: it joins by itself.
+
+    Raises:
+        InputError: a launcher has started this process; or an option is for the script to decide.
+        EnvironmentFailure: a rank died or stalled.
+    """
+    if under_torchrun():
+        raise InputError(
+            "torchrun has started the ranks already; start the script itself with torchrun, and print what its "
+            "planner.compare gives"
+        )
+    for name, value, without in (
+        ("--device", options.device, "auto"),
+        ("--backend", options.backend, None),
+        ("--emulate", options.emulate, None),
+    ):
+        if value != without:
+            raise InputError(f"{name}: found {value}, which a script decides by itself; leave it out")
+    return run_ranks(
+        LocalWorld(ranks=options.local_ranks, timeout_s=options.timeout_s, joins=False), function, *arguments
+    )
+
+
 def planned_ranks(ranks: int, plan: str) -> int | None:
     """How many ranks to start for a plan; None under a launcher, which has started them.
 

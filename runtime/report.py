@@ -9,7 +9,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from runtime.causes import cause_of_error
+from runtime.clock import Clock
 from runtime.documents import write_json
+from runtime.drift import complete, measured_times, predicted_times
 from runtime.guard import Sampled
 from runtime.measured import MeasuredStep
 from runtime.plan import ModelReference, Plan
@@ -18,6 +21,9 @@ from runtime.sharded_step import StepReport
 from runtime.timeline import Span, Timeline
 from runtime.updates import NormReport
 from runtime.world import World
+
+MIN_STEPS = 5
+"""Of fewer steps nothing is said about why they are not what was predicted: the first ones are slow."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,6 +114,8 @@ class Report:
     """Where ranks share the whole step."""
     interfaces: tuple[str, ...] = ()
     """Of the plan, where it is not drop-in."""
+    cause: str | None = None
+    """Why the step is not what was predicted, where it is far from that."""
 
     @property
     def timeline(self) -> Timeline:
@@ -156,6 +164,7 @@ class Report:
             predicted = f", predicted {self.predicted_us / 1e3:.2f} ms ({self.error:+.1%})"
         interface = f"; interface {', '.join(self.interfaces)}" if self.interfaces else ""
         lines = [
+            *((self.cause,) if self.cause is not None else ()),
             f"rank {self.rank} of {self.ranks}, {self.steps} steps: "
             f"measured {self.iteration_us / 1e3:.2f} ms{predicted}{interface}",
             f"  forward {self.forward_us / 1e3:.2f}, backward {self.backward_us / 1e3:.2f}, "
@@ -199,6 +208,21 @@ def make_report(
         norms=norms,
         step=step,
         interfaces=plan.interfaces,
+        cause=_cause(plan, steps, recorder.clock),
+    )
+
+
+def _cause(plan: Plan, steps: Sequence[StepMarks], clock: Clock) -> str | None:
+    known, predicted = complete(steps, clock), predicted_times(plan)
+    if len(known) < MIN_STEPS or predicted is None:
+        return None
+    measured = measured_times(known, clock, with_buckets=False)
+    updated = measured.update_us > 0.0  # without an optimizer nobody times the update
+    return cause_of_error(
+        computed_us=measured.compute_us + measured.update_us,
+        predicted_computed_us=predicted.compute_us + (predicted.update_us if updated else 0.0),
+        step_us=measured.step_us,
+        predicted_step_us=predicted.step_us if updated else predicted.exchanged_us,
     )
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +72,8 @@ class Session:
         self.step = 0
         """How many steps have been exchanged, which is the number of the next one."""
         self._pending: tuple[int, Exchange] | None = None
+        self._elsewhere: Callable[[], AbstractContextManager[None]] | None = None
+        """The `no_sync` of what trains the model while the session is aside."""
         self._communicate = communicate
         self.parameters = trainable_parameters(model)
         self._backward = BackwardLife(
@@ -216,6 +218,10 @@ class Session:
 
         As with DDP the forward decides: put it inside. Where the model's own is not called, the backward decides.
         """
+        if self._elsewhere is not None:
+            with self._elsewhere():
+                yield
+            return
         before, self._backward.synchronizing = self._backward.synchronizing, False
         try:
             yield
@@ -365,6 +371,48 @@ class Session:
             if fallback is not None and one["plan"] == fallback.digest():
                 self._pending = self.step, self._make_exchange(fallback)
                 self._change_over()
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer | None:
+        """What was given to `attach`."""
+        return self._optimizer
+
+    @contextmanager
+    def aside(self, what: str, no_sync: Callable[[], AbstractContextManager[None]]) -> Iterator[None]:
+        """Inside, the model is plain, as after `detach`; afterwards the session goes on where it was (for measuring).
+
+        Every rank calls it between the same two steps. `report()` begins anew.
+
+        Args:
+            what: the user called.
+            no_sync: stands in for the session's own inside.
+
+        Raises:
+            InputError: the session has a delay, or a switch waits; it is detached, or a backward runs.
+        """
+        self.pause(what)
+        if self.delay is not None:
+            raise InputError(
+                f"{what}: the session has a delay, so that ranks have weights of their own; expected one without: "
+                f"attach an exact plan, and name the one with a delay in this call"
+            )
+        if self._pending is not None:
+            raise InputError(
+                f"{what}: session.switch waits for step {self._pending[0]}; expected a session without: call it after "
+                f"that step"
+            )
+        state, step = self.state_dict(), self.step
+        self.detach(leave=False)
+        self._elsewhere = no_sync
+        try:
+            yield
+        finally:
+            Session.__init__(
+                self, self.model, self._optimizer, self.plan, self.world, broadcast_buffers=self._broadcast_buffers,
+                communicate=self._communicate, drift=self._guards, loss_scale=self._loss_scale, guard=self._guarded,
+            )  # fmt: skip
+            self.load_state_dict(state)
+            self.step, self._tried = step, {"tried": state["tried"]} if "tried" in state else {}
 
     def exchange_alone(self) -> None:
         """Sends every bucket once, as it is, with no backward beside it (for measuring)."""

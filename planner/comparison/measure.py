@@ -7,7 +7,7 @@ import random
 import statistics
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any
@@ -28,7 +28,7 @@ from planner.training import SEED, blaming, build
 from runtime.errors import CommunicationError, InputError, PlanMismatch
 from runtime.fit import trainable_parameters
 from runtime.plan import Plan
-from runtime.preserve import generators, preserved, restore_generators
+from runtime.preserve import generators, restore_generators
 from runtime.world import World, first_line
 
 WARM_UP_STEPS = 3
@@ -111,7 +111,7 @@ class Contest:
         for contestant in sorted(planned, key=lambda one: one.name != PLAN):
             try:
                 optimizer = self.trained.optimizer()
-                with preserved(self.model, optimizer), self._travelling(contestant, optimizer):
+                with self.trained.restored(optimizer), self._travelling(contestant, optimizer):
                     pass
             except PlanMismatch as error:
                 if contestant.name == PLAN:
@@ -131,7 +131,8 @@ class Contest:
                 self.block(record, steps)
         for record in records:
             if record.contestant.plan is not None and not record.contestant.delay and record.failure is None:
-                record.alone_us = self.alone(record.contestant.plan)
+                with self.trained.restored(self.trained.optimizer()):
+                    record.alone_us = self.alone(record.contestant.plan)
         backward_us = statistics.median(self.backward_us) if self.backward_us else 0.0
         return Measured(records, max(self.world.gather(backward_us, "the time of backward")))
 
@@ -140,7 +141,7 @@ class Contest:
         times: list[float] = []
         losses: list[float | None] = []
         optimizer = self.trained.optimizer()
-        with preserved(self.model, optimizer):
+        with self.trained.restored(optimizer):
             self.model.zero_grad(set_to_none=True)
             with self._travelling(contestant, optimizer) as forward, self._watched(contestant, optimizer):
                 self.world.gather(None, "the start of a block")
@@ -207,23 +208,28 @@ class Contest:
     def _travelling(self, contestant: Contestant, optimizer: torch.optim.Optimizer) -> Iterator[nn.Module]:
         """What to call in place of the model, while its gradients travel as the contestant says."""
         if contestant.kind == "bare":
+            self.trained.no_sync = nullcontext
             yield self.model
         elif contestant.kind == "ddp":
             wrapped = [self._wrap(contestant)]
+            self.trained.no_sync = wrapped[0].no_sync
             try:
                 yield wrapped[0]
             finally:
                 wrapped.clear()
+                self.trained.no_sync = nullcontext
                 gc.collect()  # its hooks stay on the parameters until it is gone
         else:
             assert contestant.plan is not None
             session = runtime.attach(
-                self.model, optimizer, delayed_at_once(contestant.plan), sync=False, timeout_s=self._timeout_s,
-                guard=False,
+                self.model, optimizer, delayed_at_once(contestant.plan), self.world.group, sync=False,
+                timeout_s=self._timeout_s, guard=False,
             )  # fmt: skip
+            self.trained.no_sync = session.no_sync
             try:
                 yield self.model
             finally:
+                self.trained.no_sync = nullcontext
                 session.detach()
 
     def _wrap(self, contestant: Contestant) -> DistributedDataParallel:
@@ -274,7 +280,9 @@ class Contest:
         ranks the slowest."""
         if plan.sharded:  # its messages are the halves of all-reduces
             plan = replace(plan, updates=None)
-        session = runtime.attach(self.model, None, plan, sync=False, timeout_s=self._timeout_s, guard=False)
+        session = runtime.attach(
+            self.model, None, plan, self.world.group, sync=False, timeout_s=self._timeout_s, guard=False
+        )
         times = []
         try:
             for _ in range(min(ALONE_REPEATS, self._warm_up_steps + 2)):  # long steps have little warm-up
@@ -286,7 +294,6 @@ class Contest:
                 times.append((time.perf_counter() - start) * 1e6)
         finally:
             session.detach()
-            self.model.zero_grad(set_to_none=True)
         everyone: list[list[float]] = self.world.gather(times, "messages alone")
         slowest = [max(of_ranks) for of_ranks in zip(*everyone, strict=True)]
         return float(statistics.median(slowest))
@@ -326,13 +333,24 @@ def compare_rank(
         if world.ranks > 1:
             world.broadcast([*built.model.parameters(), *built.model.buffers()])
         seed_generators(SEED + 1 + world.rank)  # ranks drop out other activations, as those of DDP's users do
-        contest = Contest(TrainedJob(built), world, timeout_s)
-        contest.check(contestants)
-        contest.warm_up(contestants[0])
-        records = [Record(contestant) for contestant in _with_best(contest, contestants, caps, shown)]
-        return contest.measure(records, rounds, steps, shown)
+        return measure_all(Contest(TrainedJob(built), world, timeout_s), contestants, caps, rounds, steps, shown)
     finally:
         world.leave()
+
+
+def measure_all(
+    contest: Contest,
+    contestants: Sequence[Contestant],
+    caps: Sequence[tuple[float, Contestant]],
+    rounds: int,
+    steps: int,
+    progress: Progress,
+) -> Measured:
+    """See `compare_rank`; the contest is between these contestants and DDP's best bucket size."""
+    contest.check(contestants)
+    contest.warm_up(contestants[0])
+    records = [Record(contestant) for contestant in _with_best(contest, contestants, caps, progress)]
+    return contest.measure(records, rounds, steps, progress)
 
 
 def _is_reference(contestant: Contestant) -> bool:

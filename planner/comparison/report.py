@@ -69,6 +69,19 @@ class Comparison:
         """The records as plain JSON types."""
         return [asdict(row) for row in self.rows]
 
+    def __str__(self) -> str:
+        """The cause of wrong predictions, the table, verdicts, what does not work, and what trains otherwise."""
+        from io import StringIO
+
+        from rich.console import Console
+
+        console = Console(file=StringIO(), width=160, markup=False, emoji=False)
+        console.print(comparison_table(self))
+        table = console.file.getvalue()  # type: ignore[attr-defined]
+        lines = [line.rstrip() for line in table.splitlines()]
+        cause = [] if self.cause is None else [self.cause]
+        return "\n".join([*cause, *lines, *self.verdicts, *failures(self), *self.differences])
+
 
 def summarize(measured: Sequence[Measured]) -> Comparison:
     """From what each rank saw, in order of rank."""

@@ -1,13 +1,18 @@
-"""What contestants train: a job, of which each block makes a new optimizer."""
+"""What contestants train: a job, of which each block makes a new optimizer, or the model of a script with its own."""
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from planner.training import KEPT_BATCHES, BuiltJob
+from planner.training import KEPT_BATCHES, BuiltJob, blaming
+from runtime.errors import InputError
+from runtime.preserve import preserved
 
 
 class Trained(Protocol):
@@ -16,6 +21,12 @@ class Trained(Protocol):
     model: nn.Module
     name: str
     """Stands before messages of what its functions raise."""
+    no_sync: Callable[[], AbstractContextManager[None]]
+    """Of the contestant whose block runs: inside, gradients only accumulate."""
+
+    def restored(self, optimizer: torch.optim.Optimizer) -> AbstractContextManager[None]:
+        """On leaving, everything that steps change is as it was."""
+        ...
 
     def optimizer(self) -> torch.optim.Optimizer:
         """The optimizer of the block that begins."""
@@ -36,11 +47,24 @@ class Trained(Protocol):
         ...
 
 
+class Stateful(Protocol):
+    """A scheduler, a GradScaler and the like."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the next step depends on."""
+        ...
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> Any:
+        """Goes on from there."""
+        ...
+
+
 class TrainedJob:
     """A TrainingJob on this rank; its batches are made beforehand."""
 
     def __init__(self, built: BuiltJob) -> None:
         self.model, self.name, self._built = built.model, built.spec, built
+        self.no_sync: Callable[[], AbstractContextManager[None]] = nullcontext
         self._batches: list[Any] = [built.batch(step) for step in range(KEPT_BATCHES)]
 
     def optimizer(self) -> torch.optim.Optimizer:
@@ -55,3 +79,58 @@ class TrainedJob:
         self._built.backward(loss, in_ddp=in_ddp)
         optimizer.step()
         return float(loss.detach())
+
+    def restored(self, optimizer: torch.optim.Optimizer) -> AbstractContextManager[None]:
+        """See `Trained`."""
+        return preserved(self.model, optimizer)
+
+
+class TrainedScript:
+    """The model of a script that trains by a function of its own."""
+
+    name = "planner.compare: step(model)"
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        step: Callable[[nn.Module], object],
+        also: Sequence[Stateful],
+    ) -> None:
+        """`also`: what else the step changes."""
+        self.model, self._optimizer, self._step, self._also = model, optimizer, step, also
+        self.no_sync: Callable[[], AbstractContextManager[None]] = nullcontext
+
+    def optimizer(self) -> torch.optim.Optimizer:
+        """See `Trained`."""
+        return self._optimizer
+
+    def step(self, forward: nn.Module, optimizer: torch.optim.Optimizer, number: int, *, in_ddp: bool) -> float | None:
+        """See `Trained`. Raises InputError where the function calls another model than it is given."""
+        called: list[bool] = []
+        watch = forward.register_forward_pre_hook(lambda *_: called.append(True)) if in_ddp and number == 0 else None
+        try:
+            with blaming(self.name):
+                loss = self._step(forward)
+        finally:
+            if watch is not None:
+                watch.remove()
+        if watch is not None and not called:
+            raise InputError(
+                f"{self.name}: found no call of the model that it is given, expected one: with DDP that is "
+                f"DistributedDataParallel(model); call it in place of the script's own"
+            )
+        if isinstance(loss, Tensor):
+            return float(loss.detach()) if loss.numel() == 1 else None
+        return float(loss) if isinstance(loss, int | float) else None
+
+    @contextmanager
+    def restored(self, optimizer: torch.optim.Optimizer) -> Iterator[None]:
+        """See `Trained`."""
+        states = [copy.deepcopy(one.state_dict()) for one in self._also]
+        try:
+            with preserved(self.model, optimizer):
+                yield
+        finally:
+            for one, state in zip(self._also, states, strict=True):
+                one.load_state_dict(state)

@@ -33,7 +33,9 @@ from runtime.drift import (
 from runtime.errors import DriftWarning, InputError
 from runtime.plan import ModelReference, Plan, PlanBucket, PlanWorld
 from runtime.predicted import PredictedTask, Prediction
-from runtime.recorder import StepMarks
+from runtime.recorder import Recorder, StepMarks
+from runtime.report import make_report
+from runtime.world import World
 
 CLOCK = WallClock()
 READY_MS = (15.0, 20.0, 30.0)
@@ -340,3 +342,20 @@ def test_another_torch_than_the_profiles_is_told() -> None:
         assert [text.startswith("the plan was profiled with torch 1.0.0, and this is torch") for text in words] == (
             [True] * told
         )
+
+
+@pytest.mark.parametrize(
+    ("seen", "words"),
+    [
+        ({}, None),
+        ({"compute": 0.5}, "compute is 1.9 times as fast as in the profile (17.0 ms a step, predicted 32.0 ms)"),
+        ({"compute": 2.0}, "compute takes 1.9 times as long as in the profile"),
+        ({"network": 3.0}, "communication holds steps up more than predicted"),
+    ],
+)
+def test_a_report_begins_with_the_cause_of_a_wrong_prediction(seen: dict[str, float], words: str | None) -> None:
+    recorder = Recorder(CLOCK, 3, 3)
+    recorder.steps.extend(marks(**seen, at_ms=100.0 * step) for step in range(10))
+    report = make_report(plan_of(predicted()), recorder, World())
+    assert str(report).startswith("rank 0 of 1, 10 steps" if words is None else words)
+    assert "profile again" in str(report).splitlines()[0] or words is None

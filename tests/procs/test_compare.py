@@ -8,11 +8,14 @@ import json
 from pathlib import Path
 from typing import Any
 
+import compare_checks
 import compare_jobs
+import compare_script
 import foreign_jobs
 import pytest
 
 from planner.cli import main
+from planner.launch import LocalWorld, run_ranks
 
 JOB = f"{Path(__file__).with_name('compare_jobs.py')}:"
 
@@ -162,3 +165,35 @@ def test_what_cannot_work_is_left_out_with_its_reason(tmp_path: Path) -> None:
     assert "wrote" in printed("optimize", profile, "-o", plan)
     text = printed("compare", f"{JOB}mixed", "--plan", plan, "--steps", "2", "--rounds", "2")
     assert "ddp:powersgd does not work here: PowerSGD over gloo with gradients of several dtypes" in text
+
+
+def test_a_script_measures_its_own_step_and_goes_on_as_if_nothing_had_happened() -> None:
+    """Weights, optimizer, scheduler, masks and what lossy buckets hold back are as they would have been."""
+    topk = {"collective": "sparse", "algorithm": "flat", "compressor": {"name": "topk", "density": 0.3}}
+    exact = compare_script.plan_document()
+    plans = {
+        "exact": exact,
+        "sharded": exact | {"interface": ["sharded-step"], "updates": {"step": {"sharded": True}}},
+        "lossy": exact | {"accuracy": "bounded", "buckets": [bucket | topk for bucket in exact["buckets"]]},
+    }
+    said = run_ranks(LocalWorld(ranks=2), compare_checks.go_on_as_if_nothing_had_happened, plans)[0]
+    assert (said["exact"]["plan"], said["sharded"]["plan"], said["lossy"]["plan"]) == (True, True, None)
+
+
+def test_steps_that_cannot_be_measured_are_refused_and_training_goes_on() -> None:
+    for said in run_ranks(LocalWorld(ranks=2), compare_checks.refuse):
+        assert "found no call of the model that it is given, expected one: with DDP that is" in said["own"]
+        assert "step(model) raised ZeroDivisionError: of the script (compare_checks.py" in said["broken"]
+        assert "planner.compare: the session is detached" in said["detached"]
+
+
+def test_a_command_measures_a_script(tmp_path: Path) -> None:
+    """With its own arguments; one that never calls planner.compare is told which lines to put in."""
+    plan, script = written(tmp_path / "plan.json", compare_script.plan_document()), str(compare_script.__file__)
+    code, text, _ = ended("compare", script, "--plan", plan, "--steps", "2", "--json", "--", plan)
+    assert code == 0
+    assert {row["name"]: row["same_training"] for row in json.loads(text)}["plan"]
+    code, _, errors = ended("compare", script, "--plan", plan, "--", plan, "--train-only")
+    assert code == 2
+    assert "compare_script.py: ended without a call of planner.compare, expected one: put these lines" in errors
+    assert "print(planner.compare(session, step))" in errors

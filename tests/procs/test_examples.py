@@ -90,6 +90,13 @@ def test_two_lines_make_an_existing_script_train_with_a_plan(planned: tuple[Path
     assert differences({key: state[key] for key in expected}, expected) == []
 
 
+def test_an_existing_script_compares_itself(planned: tuple[Path, list[str]]) -> None:
+    printed = python(planned[0], *TORCHRUN, SCRIPT, "--compare", "plan.json")
+    assert "25 steps each on 2 ranks, in 5 rounds by turns" in printed
+    assert "the best DDP" in printed
+    assert "NOT THE SAME TRAINING" not in printed
+
+
 def test_a_run_that_loses_a_rank_ends_with_the_weights_of_an_undisturbed_one(planned: tuple[Path, list[str]]) -> None:
     folder, lines = planned
     arguments = ("--steps", str(STEPS), "--plan", "plan.json", "--checkpoint", "lost.pt", "--save-every", "4")

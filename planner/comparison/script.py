@@ -1,0 +1,181 @@
+"""`planner.compare`: a script measures its own step by turns; and the command that starts such a script."""
+
+from __future__ import annotations
+
+import runpy
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch import nn
+
+from planner.comparison.contestants import contestants, sweep
+from planner.comparison.measure import Contest, measure_all
+from planner.comparison.report import Comparison, summarize
+from planner.comparison.trained import Stateful, TrainedScript
+from planner.job import find_job
+from planner.problem import make_problem
+from planner.profile.document import Profile, load_profile
+from planner.profile.step import TIMEOUT_S
+from planner.progress import make_progress
+from planner.training import blaming
+from runtime.errors import InputError
+from runtime.plan import Plan, load_plan
+from runtime.session import Session
+from runtime.world import World
+
+STEPS, ROUNDS, MAX_STEPS = 25, 5, 10**9
+
+CURE = """put these lines before its loop, where step(model) makes one training step of the model that it is given:
+    session = planner.attach(model, optimizer, planner.load_plan("plan.json"))
+    print(planner.compare(session, step))"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Asked:
+    """What `planner compare script.py` was asked for; it takes the place of what the script's own call says."""
+
+    plan: Plan
+    profile: Profile | None
+    strategies: tuple[str, ...]
+    steps: int
+    rounds: int
+    timeout_s: float | None
+    show_progress: bool
+
+
+class _Answered(BaseException):
+    """Ends a script that the command has started: there is what it was started for. No script catches it by chance."""
+
+    def __init__(self, comparison: Comparison) -> None:
+        super().__init__("measured")
+        self.comparison = comparison
+
+
+_asked: Asked | None = None
+"""In the ranks of the command."""
+
+
+def compare(
+    session: Session,
+    step: Callable[[nn.Module], object],
+    *,
+    plan: Plan | str | Path | None = None,
+    profile: Profile | str | Path | None = None,
+    strategies: Sequence[str] = (),
+    steps: int = STEPS,
+    rounds: int | None = None,
+    also: Sequence[Stateful] = (),
+    timeout_s: float | None = None,
+) -> Comparison:
+    """Measures no communication, DDP, its hooks and a plan by turns, with the step of a script that is running.
+
+    Every rank calls this between the same two steps. Model, `.grad`, optimizer and random generators are left as found,
+    and the session goes on where it was; `session.report()` begins anew.
+
+    Args:
+        session: attached, with an optimizer; without a delay.
+        step: makes one whole training step of the model that it is given, which is the script's own or DDP around it:
+            zero_grad, forward, backward, the optimizer's step, all with the same batch in each call. What it returns is
+            the loss, where that is a number or a tensor of one element. `session.no_sync()` works inside.
+        plan: to judge, or its path; default: the session's.
+        profile: for predictions of what is not the plan, and for `strategies`; or its path.
+        strategies: further ones, by name.
+        steps: measured ones of each contestant.
+        rounds: that these are spread over; default: 5, or as many as steps.
+        also: what else `step` changes, such as a scheduler or a GradScaler: put back by its state_dict.
+        timeout_s: deadline of every wait; default 300 s.
+
+    Returns:
+        The comparison, the same on every rank; `print` it, `same_training` of its rows, `differences`.
+
+    Raises:
+        InputError: there is one rank, no optimizer, or a delay; `step` raises, or calls another model than it is given.
+        PlanMismatch: the plan does not fit.
+        CommunicationError: a rank did not come within the deadline.
+    """
+    asked = _asked or _from_arguments(session, plan, profile, strategies, steps, rounds, timeout_s)
+    if session.world.ranks == 1:
+        raise InputError("planner.compare: found one rank, which sends nothing; expected at least 2: use torchrun")
+    if session.optimizer is None:
+        raise InputError("planner.compare: found no optimizer; expected planner.attach(model, optimizer, plan)")
+    problem = None if asked.profile is None else make_problem(asked.profile)
+    them, caps = contestants(asked.plan, problem, asked.strategies), sweep(asked.plan, problem)
+    trained = TrainedScript(session.model, session.optimizer, step, also)
+    with session.aside("planner.compare", lambda: trained.no_sync()):
+        world = World.join(session.world.group, TIMEOUT_S if asked.timeout_s is None else asked.timeout_s)
+        try:
+            contest = Contest(trained, world, asked.timeout_s)
+            shown = make_progress(show=asked.show_progress and world.rank == 0)
+            mine = measure_all(contest, them, caps, asked.rounds, asked.steps // asked.rounds, shown)
+            comparison = summarize(world.gather(mine, "collecting what ranks measured"))
+        finally:
+            world.leave()
+    if _asked is not None:
+        raise _Answered(comparison)
+    return comparison
+
+
+def find_trained(named: str, arguments: Sequence[str]) -> tuple[str, bool]:
+    """(file or module, whether it is a script) of what a command names, before anything is started.
+
+    Raises:
+        InputError: there is no such file, or a job is given a script's arguments.
+    """
+    if not named.endswith(".py"):
+        if arguments:
+            raise InputError(f"{named}: found {' '.join(arguments)}, which only a script takes; leave it out")
+        return find_job(named)[0], False
+    if not Path(named).is_file():
+        raise InputError(f"{named}: no such file; expected a script, or a job path/to/file.py:name: check the path")
+    return named, True
+
+
+def check_rounds(steps: int, rounds: int | None) -> int:
+    """How many rounds the steps are spread over. Raises InputError where that does not go."""
+    spread = min(ROUNDS, steps) if rounds is None else rounds
+    if not 2 <= spread <= steps <= MAX_STEPS:
+        raise InputError(
+            f"--rounds {spread} --steps {steps}: expected at least 2 rounds and a step for each, at most {MAX_STEPS}; "
+            f"correct them"
+        )
+    return spread
+
+
+def _from_arguments(
+    session: Session,
+    plan: Plan | str | Path | None,
+    profile: Profile | str | Path | None,
+    strategies: Sequence[str],
+    steps: int,
+    rounds: int | None,
+    timeout_s: float | None,
+) -> Asked:
+    return Asked(
+        plan=session.plan if plan is None else plan if isinstance(plan, Plan) else load_plan(plan),
+        profile=profile if profile is None or isinstance(profile, Profile) else load_profile(profile),
+        strategies=tuple(strategies),
+        steps=steps,
+        rounds=check_rounds(steps, rounds),
+        timeout_s=timeout_s,
+        show_progress=True,
+    )
+
+
+def script_rank(path: str, arguments: Sequence[str], asked: Asked) -> Comparison:
+    """Runs a script as `python path arguments` would, up to its call of `planner.compare`; on every rank.
+
+    Raises:
+        InputError: the script raises, or ends without that call.
+    """
+    global _asked
+    _asked = asked
+    sys.argv = [path, *arguments]
+    sys.path.insert(0, str(Path(path).resolve().parent))
+    try:
+        with blaming(path):
+            runpy.run_path(path, run_name="__main__")
+    except _Answered as answer:
+        return answer.comparison
+    raise InputError(f"{path}: ended without a call of planner.compare, expected one: {CURE}")

@@ -1,0 +1,83 @@
+"""What every rank checks of `planner.compare` inside a script."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from compare_script import Training, plan_document
+from torch import Tensor, nn
+
+import planner
+from runtime.errors import InputError
+
+
+def _state(training: Training) -> list[Tensor]:
+    weights = [parameter.detach().clone() for parameter in training.model.parameters()]
+    return [
+        *weights,
+        torch.tensor(training.scheduler.last_epoch),
+        torch.tensor(training.optimizer.param_groups[0]["lr"]),
+    ]
+
+
+def _trained(plan: planner.Plan, *, measured: bool) -> tuple[list[list[Tensor]], planner.Comparison | None]:
+    """The states after each of six steps, with a comparison in the middle or without."""
+    training, states, comparison = Training(plan), [], None
+    for step in range(6):
+        if measured and step == 3:
+            gradients = [copy.deepcopy(p.grad) for p in training.model.parameters()] if not plan.sharded else []
+            comparison = training.compare()
+            for parameter, before in zip(training.model.parameters(), gradients, strict=False):
+                assert parameter.grad is not None
+                assert torch.equal(parameter.grad, before)
+        training.step(training.model)
+        states.append(_state(training))
+    training.session.detach()
+    return states, comparison
+
+
+def go_on_as_if_nothing_had_happened(documents: dict[str, dict[str, Any]]) -> dict[str, dict[str, bool | None]]:
+    """Plans by name; what the comparisons say of training, by plan and row."""
+    said = {}
+    for name, document in documents.items():
+        plan = planner.parse_plan(document)
+        plain, _ = _trained(plan, measured=False)
+        around, comparison = _trained(plan, measured=True)
+        for before, after in zip(plain, around, strict=True):
+            assert all(map(torch.equal, before, after)), name
+        assert comparison is not None
+        said[name] = {row.name: row.same_training for row in comparison.rows}
+        assert comparison.differences == (), comparison.differences
+    return said
+
+
+def refuse(_: object = None) -> dict[str, str]:
+    """What is said of steps that cannot be measured; the session trains on after each."""
+    training = Training(planner.parse_plan(plan_document()))
+    batch = torch.zeros(2, 8)
+
+    def own(_model: nn.Module) -> None:
+        training.model(batch).sum().backward()
+        training.optimizer.step()
+
+    def broken(_model: nn.Module) -> None:
+        raise ZeroDivisionError("of the script")
+
+    said = {}
+    for name, step in {"own": own, "broken": broken}.items():
+        try:
+            training.compare(step)
+        except InputError as error:
+            said[name] = str(error)
+        training.step(training.model)
+    everyone = [parameter.detach().clone() for parameter in training.model.parameters()]
+    gathered = training.session.world.gather(everyone, "comparing weights")
+    assert all(torch.equal(mine, first) for mine, first in zip(everyone, gathered[0], strict=True))
+    training.session.detach()
+    try:
+        training.compare()
+    except InputError as error:
+        said["detached"] = str(error)
+    return said
