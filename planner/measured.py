@@ -7,7 +7,7 @@ from runtime.errors import InputError
 from runtime.plan import Accuracy
 
 LACKS: dict[Accuracy, str] = {
-    "bounded": "gathers and what selecting elements costs",
+    "bounded": "gathers, and what selecting elements costs",
     "relaxed": "what delayed updates cost",
 }
 
@@ -24,7 +24,7 @@ def unmeasured(cluster: Cluster, where: str) -> dict[str, str]:
     if cluster.measured_for is None or cluster.ranks == 1:
         return {}
     return {
-        accuracy: f"{LACKS[accuracy]} not measured: `planner profile JOB --for {accuracy} --add-to {where}` adds it"
+        accuracy: f"not measured: {LACKS[accuracy]}; `planner profile JOB --for {accuracy} --add-to {where}` adds it"
         for accuracy in order[order.index(cluster.measured_for) + 1 :]
     }
 

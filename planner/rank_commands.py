@@ -42,6 +42,7 @@ def profile(
 ) -> None:
     """Trace a job and measure its step and the links between ranks."""
     from planner.job import find_job
+    from planner.launch import under_torchrun
     from planner.outputs import check_writable
     from planner.passes.local_async import check_updaters
     from planner.profile.request import make_request
@@ -52,6 +53,9 @@ def profile(
     if updaters is not None:
         check_updaters(updaters, "--updaters")
     request = make_request(measure_for, add_to, budget_s, updaters)
+    if request.add_to is not None and ranks is None and emulate is None and not under_torchrun():
+        world = request.add_to.world  # measured where that was
+        where = replace(where, ranks=None if world.emulation else world.ranks, emulate=world.emulation)
     output = output or add_to or "profile.json"
     check_writable(output, find_job(job)[0])
     arguments = (job, choose_device(device), not Flags.as_json, timeout_s, updaters or 0, request)

@@ -97,6 +97,8 @@ class Measuring:
         )
         self._wanted: Wanted = world.gather(mine, "agreeing on what to measure")[0]
         self._phases = Phases(self._wanted.phases, request.budget_s, first=world.rank == 0)
+        if not self._wanted.phases:
+            self._phases.say(f"all that {request.accuracy} plans need is known already")
 
     def step(self, name: str, described: ProfileWorld) -> Profile:
         """The step, without its layers."""

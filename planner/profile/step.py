@@ -174,7 +174,7 @@ def _misfit(known: Profile, model: nn.Module, here: ProfileWorld) -> str | None:
     for field in ("ranks", "nodes", "backend", "device", "emulation"):
         before, now = getattr(known.world, field), getattr(here, field)
         if before != now:
-            return f"the profile to add to was measured with {field} {before}, found {now}; measure there, or {cure}"
+            return f"the profile to add to was measured with {field} = {before}, found {now}; measure there, or {cure}"
     return None
 
 

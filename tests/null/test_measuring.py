@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from itertools import chain, cycle, repeat
 from types import SimpleNamespace
 
 import pytest
@@ -13,11 +14,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from planner.profile import contention, links
+from planner.profile import budget, compute, contention, links
+from planner.profile.budget import Phases
 from planner.profile.compute import RankTimes, combine, combine_parameters, spread_of
 from planner.profile.contention import Seen, solve
 from planner.profile.links import fit, message_sizes
 from planner.profile.measuring import _describe
+from planner.profile.wanted import Wanted
 from planner.progress import Silent
 from runtime.world import World
 
@@ -205,6 +208,56 @@ def test_no_collective_takes_longer_than_it_may_on_slow_links(
         assert 8 * 2 * 2 * curve[-1][0] / bytes_per_s > 4.0  # twice as much would have been too long
         said = links.cut_short(links.LinkTimes({"all_reduce": curve}, {}, {}), model_bytes)
         assert "of 553,430,176 bytes" in said[0]
+
+
+class Steps:
+    """In place of `compute.StepRunner`: steps that take as long as they are told to, on a clock of their own."""
+
+    def __init__(self, durations_s: Iterator[float]) -> None:
+        self.durations_s, self.now_s, self.done = durations_s, 0.0, 0
+        self.session, self.clock = SimpleNamespace(plan=SimpleNamespace(gradients=())), None
+
+    def run(self) -> float:
+        duration_s = next(self.durations_s)
+        self.now_s, self.done = self.now_s + duration_s, self.done + 1
+        return 1e6 * duration_s
+
+    def close(self) -> None: ...
+
+
+def measured_steps(monkeypatch: pytest.MonkeyPatch, durations_s: Iterator[float]) -> tuple[Steps, list[float]]:
+    """The steps that were run on one rank with the usual budget, and the times that count."""
+
+    def times(marks: list[float], *_: object) -> RankTimes:
+        return RankTimes([0.0] * len(marks), [], {}, marks)
+
+    steps = Steps(durations_s)
+    for module in (compute, budget):
+        monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: steps.now_s))
+    monkeypatch.setattr(compute, "StepRunner", lambda *_, **__: steps)
+    monkeypatch.setattr(compute, "rank_times", times)
+    phases = Phases(Wanted.of("exact", 2, two_links=False, halves=True, norms=False).phases, 60.0, first=False)
+    model = nn.Linear(1, 1)
+    found = compute.measure_compute(model, None, lambda _: None, World(), Silent(), phases)
+    return steps, found[0].backward_end_us
+
+
+@pytest.mark.parametrize(("step_s", "run"), [(0.001, 43), (0.5, 15), (2.2, 8), (5.0, 8), (11.0, 4), (60.0, 4)])
+def test_first_steps_are_few_where_they_are_long(monkeypatch: pytest.MonkeyPatch, step_s: float, run: int) -> None:
+    steps, _ = measured_steps(monkeypatch, repeat(step_s))
+    assert steps.done == run
+    assert run <= 10 or run * step_s < 10.0
+
+
+def test_steps_are_measured_again_until_they_are_steady_and_those_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    noisy, steady = [0.5, 0.9] * 6, [0.4] * 12
+    steps, times_us = measured_steps(monkeypatch, chain([0.5] * 3, noisy, steady, repeat(9.0)))
+    assert steps.done == 3 + 12 + 12
+    assert set(times_us) == {400_000.0}
+    steps, times_us = measured_steps(monkeypatch, chain([0.5] * 3, cycle([0.5, 0.9])))
+    assert (steps.done - 3) % 12 == 0  # as often as the budget has room for
+    assert 2 * 12 <= steps.done - 3 <= compute.MOST_TIMES * 12
+    assert steps.now_s < 0.5 * 3 + 12 * 0.7 + 15.0 + 12 * 0.7
 
 
 def test_steps_that_differ_much_are_told_from_steady_ones() -> None:
