@@ -9,6 +9,7 @@ that what comes here by another way cannot go unnoticed.
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -61,11 +62,12 @@ class Owned(Protocol):
 class ShardedGradient(Tensor):
     """Shape, dtype and device of the whole gradient, without its memory."""
 
+    _owner: weakref.ref[Owned]
+    """Weakly: a parameter's `.grad` is where no garbage collector looks."""
     whose: str
     """The parameter's name."""
     place: int
     """In the plan."""
-    owner: Owned
     zeroed: bool
     """Whether it was zeroed since it has come."""
 
@@ -74,8 +76,19 @@ class ShardedGradient(Tensor):
         """For a parameter, by its name and its place in the plan."""
         nothing = torch.full((), math.nan, dtype=parameter.dtype, device=parameter.device)
         made = nothing.expand(parameter.shape).as_subclass(ShardedGradient)
-        made.whose, made.place, made.owner, made.zeroed = name, place, owner, False
+        made.whose, made.place, made._owner, made.zeroed = name, place, weakref.ref(owner), False
         return made
+
+    @property
+    def owner(self) -> Owned:
+        """Whom it belongs to. Raises InputError where that is gone."""
+        owner = self._owner()
+        if owner is None:
+            raise InputError(
+                f"the gradient of {self.whose} was shared by ranks in a session that is gone, and no rank has all of "
+                f"it; expected the model to be kept as long as its gradients: keep it, or call session.detach() first"
+            )
+        return owner
 
     @property
     def part(self) -> Tensor:

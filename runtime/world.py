@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+import weakref
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -37,6 +39,10 @@ def bounded_timeout_s(seconds: float) -> float:
     return min(max(seconds, MIN_TIMEOUT_S), LONGEST_TIMEOUT_S)
 
 
+_dropped: deque[dist.ProcessGroup] = deque()
+"""Of worlds that were collected."""
+
+
 @dataclass
 class World:
     """This rank's view of the ranks that work together. One rank needs no process group."""
@@ -51,6 +57,11 @@ class World:
     topology: Topology | str | None = None
     """Which ranks share a node, or why that cannot be told; None where ranks have not agreed on it."""
     _owned: bool = field(default=False, repr=False)
+
+    def __post_init__(self) -> None:
+        if self._owned and self.group is not None:
+            self._dropped = weakref.finalize(self, _dropped.append, self.group)
+            self._dropped.atexit = False
 
     @classmethod
     def join(cls, process_group: dist.ProcessGroup | None = None, timeout_s: float = MIN_TIMEOUT_S) -> World:
@@ -107,9 +118,36 @@ class World:
 
     def leave(self) -> None:
         """Gives the private group back."""
-        if self._owned and self.group is not None and dist.is_initialized():
-            dist.destroy_process_group(self.group)
+        if self._owned and self.group is not None:
+            self._dropped.detach()
+            if dist.is_initialized():
+                dist.destroy_process_group(self.group)
         self._owned = False
+
+    def take_down_dropped(self) -> None:
+        """Takes down the groups of worlds that were dropped without `leave`, once no rank has them any more.
+
+        Every rank calls this at the same place, with all of torch.distributed's ranks. Ranks collect garbage when each
+        of them likes, on any thread, and torch names some groups by how many there are: so nothing is done before all
+        can do it.
+
+        Raises:
+            CommunicationError: a rank died or missed the deadline.
+        """
+        if not self._owned:
+            return
+        here = {}
+        for group in [_dropped.popleft() for _ in range(len(_dropped))]:
+            with suppress(KeyError, ValueError):  # the script has ended torch.distributed meanwhile
+                here[str(group.group_name)] = (dist.get_process_group_ranks(group), group)
+        rank = dist.get_rank()
+        mine = (rank, {name: ranks for name, (ranks, _) in here.items()})
+        everyone = dict(self.gather(mine, "telling which sessions are gone"))
+        for name, (ranks, group) in here.items():
+            if all(name in everyone[one] for one in ranks):
+                dist.destroy_process_group(group)
+            else:
+                _dropped.append(group)
 
     def split(self, parts: Sequence[Sequence[int]]) -> World:
         """This rank's part, a group of its own, of ranks that are split into disjoint parts; all ranks must call this.
