@@ -21,7 +21,7 @@ from torch import Tensor, nn
 import runtime
 from runtime.plan import CompressorSpec, DelaySpec, Plan, PlanWorld
 
-ATTACHES = {"exact": 50, "topk": 18, "sharded": 18, "delayed": 18}
+ATTACHES = {"exact": 50, "topk": 14, "sharded": 14, "delayed": 14}
 COUNTED = Path("/proc/self/fd").exists()
 SETTLED = 8
 """Attaches before the first look."""
