@@ -92,25 +92,38 @@ def laid_out_otherwise(model: nn.Module, _: Kept, step: int) -> None:
         two.data = two.data.clone()
 
 
+def swapped(model: nn.Module, _: Kept, step: int) -> None:
+    """A parameter becomes another tensor under the same name: torch refuses that with DDP."""
+    if step == 1:
+        one, _two = _twins(model)
+        torch.utils.swap_tensors(one, nn.Parameter(one.detach() * 0.5))
+
+
 HABITS: tuple[Habit, ...] = (
     exchanged, average_for_good, average_as_parameter, average_to_evaluate, as_vector,
 )  # fmt: skip
 
 
 def _trained(how: str, habit: Habit) -> dict[str, Any]:
-    """What a script has at its end: with DDP, a step that ranks share or not, or changes between the two."""
+    """What a script has at its end: with DDP, gradients averaged by hand, a step that ranks share or not, or changes
+    between these two."""
     model = Twins()
     kept = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     optimizer, forward, session = MAKERS["AdamW"](model.parameters()), model, None
     updates = None if how == "not shared" else SHARED
     if how == "DDP":
         forward = DistributedDataParallel(model)  # type: ignore[assignment]
-    else:
+    elif how != "by hand":
         session = runtime.attach(model, optimizer, plan_of(model, 3, updates=updates), timeout_s=60)
     for step in range(5):
         optimizer.zero_grad()
         x, y = batch(step)
         functional.cross_entropy(forward(x), y).backward()
+        for parameter in model.parameters() if how == "by hand" else ():
+            assert parameter.grad is not None
+            parameter.grad = parameter.grad.contiguous()
+            dist.all_reduce(parameter.grad)
+            parameter.grad /= dist.get_world_size()
         optimizer.step()
         habit(model, kept, step)
         if how == "switched" and session is not None:
@@ -126,8 +139,8 @@ def memory() -> dict[str, bool]:
     torch.set_default_dtype(torch.float64)
     tolerance = 0.0 if dist.get_world_size() == 2 else 1e-12
     results = {}
-    for habit in (*HABITS, laid_out_otherwise):
-        expected = _trained("DDP" if habit in HABITS else "not shared", habit)
+    for habit in (*HABITS, laid_out_otherwise, swapped):
+        expected = _trained("DDP" if habit in HABITS else "by hand", habit)
         for how in ("shared", "switched", "not shared"):
             found = _trained(how, habit)
             results[f"{habit.__name__}, {how}"] = same(expected, found, tolerance)
