@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -177,7 +178,8 @@ def compare(
     if not is_first_rank():
         return
     if html is not None:
-        write_text(html, picture_text(comparison, f"{loaded.model.name}{f' on {emulate}' if emulate else ''}"))
+        title = f"{loaded.model.name}{f' on {emulate}' if emulate else ''}"
+        write_text(html, picture_text(comparison, title, datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")))
     _print_comparison(comparison)
     if comparison.differences:
         raise CheckFailed("\n".join(comparison.differences))

@@ -12,6 +12,14 @@ from planner.comparison.report import Comparison, Row
 
 POINTS = "[...document.querySelectorAll('.scatterlayer .trace')].map(t => t.querySelectorAll('path.point').length)"
 
+ROWS_INSIDE = """(() => {
+  const place = document.getElementById("steps").getBoundingClientRect();
+  const legend = document.querySelector(".legend").getBoundingClientRect();
+  const points = [...document.querySelectorAll(".scatterlayer path.point")].map(p => p.getBoundingClientRect());
+  return points.every(p => p.top > legend.bottom && p.bottom < place.bottom && p.left > place.left);
+})()"""
+"""No point lies under the legend or outside of the figure."""
+
 
 def row(name: str, median_us: float | None, predicted_us: float | None) -> Row:
     """Without what is not drawn."""
@@ -39,7 +47,7 @@ def test_every_contestant_is_drawn(tmp_path: Path, width: int) -> None:
     )
     comparison = Comparison(rows=rows, verdicts=("no difference",), rounds=5, steps=25, ranks=4)
     page = tmp_path / "page.html"
-    page.write_text(picture_text(comparison, "a model"), encoding="utf-8")
+    page.write_text(picture_text(comparison, "a model", "2026-11-22 10:00 UTC"), encoding="utf-8")
     (tmp_path / "browser").mkdir()
     with chromium_page(tmp_path / "browser") as browser:
         browser.look(width, "light")
@@ -47,3 +55,6 @@ def test_every_contestant_is_drawn(tmp_path: Path, width: int) -> None:
         assert browser.complaints == []
         assert browser.requests == [page.as_uri()]
         assert browser.evaluate(POINTS) == [3, 2]
+        # Nothing is drawn outside of the figure, where text could lie over it, and the table is as wide as the page.
+        assert browser.evaluate(ROWS_INSIDE)
+        assert browser.evaluate("document.querySelectorAll('tbody tr').length") == 4

@@ -283,10 +283,20 @@ def test_what_does_not_work_is_listed_with_its_reason() -> None:
 
 
 def test_the_page_holds_every_figure() -> None:
+    """And date, cause, verdicts and table, in the frame of the page that explains a plan."""
     blocks = {BARE: 80.0, DDP: 120.0, "ddp:powersgd": 70.0, PLAN: 99.0}
-    text = picture_text(summarize([measured(blocks, broken=["ddp:powersgd"])]), "a model on 4x1@1gbit")
-    assert "a model on 4x1@1gbit" in text
-    assert "ddp:powersgd does not work here" in text
+    seen = measured(blocks, broken=["ddp:powersgd"], predicted_us={BARE: 160.0, PLAN: 180.0}, apart={PLAN: 0.5})
+    text = picture_text(summarize([seen]), "a <model> on 4x1@1gbit", "2026-11-22 10:00 UTC")
+    for words in (
+        "a &lt;model&gt; on 4x1@1gbit: measured by turns",
+        "<p>Compute is twice as fast as in the profile",
+        "<p>NOT THE SAME TRAINING: plan",
+        "<p>The plan is faster than the best DDP, ddp",
+        '<td class="number" data-label="step (ms)">equal to ddp</td>',
+        "ddp:powersgd does not work here",
+        "2026-11-22 10:00 UTC: 6 steps each on 1 ranks",
+    ):
+        assert words in text, words
     assert "src=" not in text.rpartition("</script>")[0].rpartition("<script")[2].partition(">")[0]
     assert len(text) < 6 * 2**20
 
