@@ -70,7 +70,7 @@ def heard() -> Iterator[None]:
         yield
         return
     handler, level = logging.StreamHandler(sys.stderr), LOGGER.level
-    handler.setFormatter(logging.Formatter("planner: %(message)s"))
+    handler.setFormatter(logging.Formatter("%(message)s"))
     LOGGER.addHandler(handler)
     LOGGER.setLevel(logging.INFO)
     try:

@@ -93,7 +93,7 @@ def test_lines_are_seen_where_nobody_has_configured_logging(capsys: pytest.Captu
         Phases([], 60.0, first=True).say("later")
     finally:
         root.handlers[:] = handlers
-    assert capsys.readouterr() == ("", "planner: profile: here\n")
+    assert capsys.readouterr() == ("", "profile: here\n")
 
 
 def test_what_was_not_measured_is_refused_with_the_command_that_adds_it(tmp_path: Path) -> None:

@@ -107,9 +107,9 @@ def test_phases_are_said_where_output_goes_into_a_pipe(pair: list[dict[str, Any]
     first, second = (rank["said"] for rank in pair)
     assert second == ""
     lines = first.splitlines()
-    assert all(line.startswith("planner: profile: ") for line in lines)
+    assert all(line.startswith("profile: ") for line in lines)
     assert "Sleepy on 2 ranks, for exact plans: " in lines[0]
-    begun = [line.split(": ")[2] for line in lines if "/4 " in line]
+    begun = [line.split(": ")[1] for line in lines if "/4 " in line]
     assert [text[:3] for text in begun] == ["1/4", "2/4", "3/4", "4/4"]
 
 
