@@ -71,7 +71,8 @@ class BufferSync:
         except RuntimeError as error:
             raise describe_failure(self._world, "the broadcast of buffers before forward", error) from error
         if self._world.rank != 0:
-            torch._foreach_copy_(self._buffers, self._views)
+            # By `.data`, as no change that autograd counts: a graph of an earlier forward may have saved the buffers.
+            torch._foreach_copy_([buffer.data for buffer in self._buffers], self._views)
 
 
 def _places(model: nn.Module) -> list[tuple[dict[str, Tensor], str]]:

@@ -39,7 +39,7 @@ STEPS = 4
 
 
 def batchnorm(momentum: float | None) -> dict[str, bool]:
-    """Statistics after steps with accumulation, and after an evaluation in between; cumulative ones too."""
+    """Statistics after steps with accumulation or two forwards, and an evaluation in between; cumulative ones too."""
 
     def make() -> nn.Module:
         torch.manual_seed(0)
@@ -57,6 +57,8 @@ def batchnorm(momentum: float | None) -> dict[str, bool]:
         with side.no_sync():
             loss_of(side, 2).backward()
         loss_of(side, 3).backward()
+        side.optimizer.step()
+        (loss_of(side, 5) + loss_of(side, 6)).backward()  # the second forward's exchange of buffers is in between
         side.optimizer.step()
         side.model[1].eval()
         steps(side, [4])  # fine-tuning with frozen statistics
