@@ -25,8 +25,8 @@ test: $(INSTALLED) chromium  ## all tests
 chromium:  ## a browser for the tests of pages, where there is none
 	@sh tests/browser/install_chromium.sh
 
-fuzz: $(INSTALLED)  ## made-up documents and models, many more than `make test` takes
-	$(BIN)/python -m pytest tests/fuzz --fuzz-documents 10000 --fuzz-models 500 --timeout 0 -x -q
+fuzz: $(INSTALLED)  ## made-up documents, models and scripts, many more than `make test` takes
+	$(BIN)/python -m pytest tests/fuzz --fuzz-documents 10000 --fuzz-models 500 --fuzz-scripts 2000 --timeout 0 -x -q
 
 lint: $(INSTALLED)  ## style
 	$(BIN)/ruff check .

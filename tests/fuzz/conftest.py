@@ -2,7 +2,7 @@
 
 import pytest
 
-DOCUMENTS, MODELS, SEED = 400, 40, 0
+DOCUMENTS, MODELS, SCRIPTS, SEED = 400, 40, 60, 0
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -10,8 +10,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("fuzz")
     group.addoption("--fuzz-documents", type=int, default=DOCUMENTS, help="documents to make up")
     group.addoption("--fuzz-models", type=int, default=MODELS, help="random models to train beside DDP")
-    group.addoption("--fuzz-seed", type=int, default=SEED, help="another seed draws other models")
-    group.addoption("--fuzz-replay", default="", help="a failing model's line, to run it alone")
+    group.addoption("--fuzz-scripts", type=int, default=SCRIPTS, help="random scripts to run beside DDP")
+    group.addoption("--fuzz-seed", type=int, default=SEED, help="another seed draws other models and scripts")
+    group.addoption("--fuzz-replay", default="", help="a failing model's or script's line, to run it alone")
 
 
 @pytest.fixture(scope="session")

@@ -1,0 +1,218 @@
+"""What the ranks of the script fuzzer do: run each script with DDP and with a plan, and judge what came out."""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import gc
+import hashlib
+import json
+import traceback
+import warnings
+from collections import Counter
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from model_checks import bits
+from script_runs import Misfit, Run
+from script_sides import WAIT_S, DDPSide, PlanSide
+from scripts import Script, from_line
+from torch import Tensor
+
+from runtime.errors import InputError
+
+SCRIPT_S = 90
+"""Wall clock that a script may take before its ranks are given up."""
+
+Log = list[tuple[str, Tensor | None]]
+
+
+@dataclass
+class Outcome:
+    """Of one script on one side, on this rank."""
+
+    log: Log
+    errors: list[str | None] = field(default_factory=list)
+    """By rank, where a rank raised: what, with `refused: ` before what the package says of a user's input."""
+    at: str = ""
+    """The action that raised."""
+    agree: bool = True
+    """Whether all ranks ended with the same parameters."""
+
+    @property
+    def raised(self) -> bool:
+        """Whether any rank did."""
+        return any(self.errors)
+
+    @property
+    def refused(self) -> bool:
+        """Whether some ranks did in words, and others at most because those were gone."""
+        return any(one and one.startswith("refused: ") for one in self.errors)
+
+
+def run_side(script: Script, side: DDPSide | PlanSide) -> Outcome:
+    """All actions, up to the first that raises on any rank."""
+    torch.manual_seed(0)
+    run = Run(script, side, side.group)
+    outcome = Outcome(run.log)
+    for index in range(len(script.actions) + 1):
+        told: str | None = None
+        try:
+            if index < len(script.actions):
+                run.perform(index, script.actions[index])
+            else:
+                run.finish()
+        except InputError as error:
+            told = f"refused: {error}"
+        except Misfit as error:
+            told = f"wrong: {error}"
+        except Exception as error:
+            told = f"{type(error).__name__}: {error}\n{_place(error)}"
+        outcome.errors, outcome.at = gather(told), run.label
+        if outcome.raised:
+            _leave_behind(side, outcome)
+            return outcome
+    mine = "" if run.retired else hashlib.sha256(b"".join(bits(p).numpy().tobytes() for p in run.model.parameters()))
+    digests = gather(mine if isinstance(mine, str) else mine.hexdigest())
+    outcome.agree = run.delayed or len({one for one in digests if one}) == 1
+    return outcome
+
+
+def _place(error: BaseException) -> str:
+    """Where it was raised."""
+    lines = traceback.format_exception(error)
+    return "".join(lines[-4:])
+
+
+def _leave_behind(side: DDPSide | PlanSide, outcome: Outcome) -> None:
+    """A session whose script raised; ranks that all raised alike can still leave together."""
+    if all(one and one.startswith("refused: ") for one in outcome.errors):
+        with contextlib.suppress(Exception):
+            side.leave()
+
+
+def gather(value: str | None) -> list[str | None]:
+    """Every rank's."""
+    told: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(told, value)
+    return told
+
+
+def tolerance_of(script: Script) -> float:
+    """How far two numbers may be apart, of the largest of their tensor or 1; 0: bit for bit."""
+    if script.ranks == 2 and script.kind in ("exact", "sparse"):
+        return 0.0
+    return 1e-12 if script.kind == "exact" and script.optimizer in ("sgd", "momentum") else 1e-8
+
+
+def first_difference(expected: Log, found: Log, tolerance: float) -> str | None:
+    """What differs first, in words; the shorter log ends the comparison."""
+    for (label, a), (other, b) in zip(expected, found, strict=False):
+        if label != other:
+            return f"expected {label!r}, found {other!r}"
+        if a is None or b is None:
+            if a is not b:
+                return f"{label}: expected {'None' if a is None else 'a tensor'}, found {'None' if b is None else b}"
+        elif (a.shape, a.dtype) != (b.shape, b.dtype):
+            return f"{label}: expected {a.dtype} {tuple(a.shape)}, found {b.dtype} {tuple(b.shape)}"
+        elif not _near(a, b, tolerance):
+            return f"{label}: off by up to {float((a.double() - b.double()).abs().max()):.3g}"
+    return None
+
+
+def _near(a: Tensor, b: Tensor, tolerance: float) -> bool:
+    if a.numel() == 0 or torch.equal(bits(a), bits(b)):
+        return True
+    if tolerance == 0.0 or not a.is_floating_point():
+        return torch.equal(a, b)
+    return torch.allclose(a, b, rtol=0.0, atol=tolerance * max(1.0, float(a.nan_to_num().abs().max())), equal_nan=True)
+
+
+def has_reference(script: Script) -> bool:
+    """Whether DDP with a hook does what a sparse plan does; else ranks only have to agree."""
+    if script.kind != "sparse":
+        return True
+    names = {action.name for action in script.actions}
+    return not names & {"freeze", "thaw", "switch", "resize"} and not {"drop", "checkpoint"} <= names
+
+
+def judge(script: Script, ddp: Outcome, plan: Outcome) -> str | None:
+    """What is wrong on this rank, or None."""
+    told = [f"rank {rank}: {one}" for rank, one in enumerate(plan.errors) if one]
+    if plan.raised:
+        what = "; ".join(told)
+        if "wrong: " in what:
+            return f"{plan.at}: {what}"
+        if any("CommunicationError" in (one or "") for one in plan.errors) and not _one_rank_only(script, plan):
+            return f"{plan.at}: a rank waited in vain: {what}"
+        if not plan.refused and not (ddp.raised and ddp.at == plan.at):
+            return f"{plan.at}: raised, not refused: {what}"
+    if not plan.agree and (ddp.agree or ddp.raised):
+        return "ranks end with different parameters"
+    if ddp.raised or not ddp.agree or not has_reference(script):
+        return None
+    if not plan.raised and script.kind != "delayed" and len(ddp.log) != len(plan.log):
+        return f"DDP logged {len(ddp.log)}, the plan {len(plan.log)}"
+    return first_difference(ddp.log, plan.log, tolerance_of(script))
+
+
+def _one_rank_only(script: Script, plan: Outcome) -> bool:
+    """Whether the action that a rank refused was this rank's alone."""
+    return any(str(action) == plan.at.partition(" ")[2] and action.rank is not None for action in script.actions)
+
+
+@dataclass
+class Group:
+    """DDP's, renewed when a script has spoiled it."""
+
+    members: dist.ProcessGroup | None = None
+
+    def whole(self) -> dist.ProcessGroup:
+        """One on which nothing is under way; all ranks call this."""
+        self.members = self.members or dist.new_group(timeout=timedelta(seconds=WAIT_S))
+        return self.members
+
+
+def run_script(script: Script, group: Group, refused: Counter[str] | None = None) -> str | None:
+    """What is wrong with a script on this rank, or None; counts what was refused, by kind."""
+    faulthandler.dump_traceback_later(SCRIPT_S, exit=True)
+    try:
+        ddp = run_side(script, DDPSide(script, group.whole()))
+        if ddp.raised:
+            group.members = None
+        gc.collect()
+        plan = run_side(script, PlanSide(script, group.whole()))
+        if plan.raised:
+            group.members = None
+        verdict = judge(script, ddp, plan)
+        if refused is not None and plan.raised:
+            refused[script.kind] += 1
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+        if any(action.name == "compile" for action in script.actions):
+            torch._dynamo.reset()
+    gc.collect()
+    return verdict
+
+
+ENOUGH, MOST = 20, 0.7
+"""Of so many scripts of a kind only this share may be refused: more, and they would test little."""
+
+
+def check_scripts(lines: list[str], folder: str) -> None:
+    """Runs the scripts one after the other until one fails on any rank; writes each verdict as it comes."""
+    warnings.simplefilter("ignore")  # DDP's advice
+    torch.set_num_threads(1)
+    group, verdicts, refused = Group(), Path(folder, f"rank-{dist.get_rank()}"), Counter[str]()
+    for line in lines:
+        verdict = run_script(from_line(line), group, refused)
+        told = gather(verdict)
+        with verdicts.open("a") as file:
+            file.write(json.dumps(verdict) + "\n")
+        if any(told):
+            return
+    for kind, count in Counter(line.split()[0].rstrip(":") for line in lines).items():
+        assert count < ENOUGH or refused[kind] <= MOST * count, f"{refused[kind]} of {count} {kind} scripts are refused"

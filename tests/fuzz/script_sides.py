@@ -1,0 +1,219 @@
+"""What a random script trains with: DDP, or a plan; and what DDP does in the place of lossy buckets and of delay."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from model_trainers import follow_rank_0
+from script_net import DENSITY, plan_of
+from scripts import Script
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import runtime
+from runtime.fit import trainable_parameters
+from runtime.session import Session
+
+WAIT_S = 20.0
+"""Deadline of every collective."""
+
+
+class DDPSide:
+    """The reference."""
+
+    plans = False
+
+    def __init__(self, script: Script, group: dist.ProcessGroup) -> None:
+        self.script, self.group = script, group
+        self._feedback = Feedback(script.buckets, group)
+
+    def attach(self, target: nn.Module, model: nn.Module, _optimizer: Any, _loss_scale: Any) -> nn.Module:
+        """Wraps the model; returns what the loop calls."""
+        self._model = model
+        self._ddp = DistributedDataParallel(
+            target, process_group=self.group,
+            find_unused_parameters=self.script.habit == "find_unused", static_graph=self.script.habit == "static",
+        )  # fmt: skip
+        if self.script.kind == "sparse":
+            self._feedback.names = {id(p): name for name, p in model.named_parameters()}
+            self._ddp.register_comm_hook(None, lambda _, bucket: self._feedback(bucket))
+        return self._ddp
+
+    def no_sync(self) -> contextlib.AbstractContextManager[Any]:
+        """DDP's."""
+        return self._ddp.no_sync()
+
+    def reattach(self, _buckets: int) -> None:
+        """Buffers follow rank 0, as after any attach."""
+        follow_rank_0(self._model.buffers(), self.group)
+
+    def checkpoint(self, optimizer: torch.optim.Optimizer) -> tuple[Any, Any]:
+        """The optimizer's state, and no other."""
+        return optimizer.state_dict(), None
+
+    def restore(self, _state: Any) -> None:
+        """Nothing is kept beside model and optimizer."""
+
+    def move(self, group: dist.ProcessGroup) -> None:
+        """Goes on with other ranks."""
+        self.group = group
+        self._feedback = Feedback(self.script.buckets, group)
+
+    def switch(self, _buckets: int) -> None:
+        """There is no plan."""
+
+    def drop(self) -> None:
+        """There is no session."""
+
+    def report(self) -> None:
+        """There is none."""
+
+    def leave(self) -> None:
+        """Ends with its last reference."""
+
+
+class PlanSide:
+    """What is tested."""
+
+    plans = True
+
+    def __init__(self, script: Script, group: dist.ProcessGroup) -> None:
+        self.script, self.group = script, group
+        self.session: Session | None = None
+        self._kind, self._buckets = script.kind, script.buckets
+        self._names: tuple[str, ...] = ()
+
+    def attach(self, target: nn.Module, model: nn.Module, optimizer: Any, loss_scale: Any) -> nn.Module:
+        """Makes a session; the loop calls what it called."""
+        self._arguments, self._names = (target, model, optimizer, loss_scale), ()
+        self.session = runtime.attach(
+            target, optimizer, self._plan(), None if self.group is dist.group.WORLD else self.group,
+            timeout_s=WAIT_S, guard=False, loss_scale=loss_scale if self._kind in ("sparse", "delayed") else None,
+        )  # fmt: skip
+        self._names = tuple(self.session.parameters)
+        return target
+
+    def _plan(self) -> runtime.Plan:
+        names = list(self._names or trainable_parameters(self._arguments[1]))
+        return plan_of(names, self._kind, self._buckets, dist.get_world_size(self.group))
+
+    def no_sync(self) -> contextlib.AbstractContextManager[Any]:
+        """The session's."""
+        assert self.session is not None
+        return self.session.no_sync()
+
+    def reattach(self, buckets: int) -> None:
+        """Detaches, and attaches another plan."""
+        if self.session is not None:
+            self._buckets = buckets
+            self.session.detach()
+            self.attach(*self._arguments)
+
+    def checkpoint(self, optimizer: torch.optim.Optimizer) -> tuple[Any, Any]:
+        """As the documents say: from the session where ranks share the step."""
+        if self.session is None:
+            return optimizer.state_dict(), None
+        shared = self._kind == "sharded" and optimizer is self._arguments[2]
+        own = self.session.optimizer_state_dict() if shared else optimizer.state_dict()
+        return own, self.session.state_dict()
+
+    def restore(self, state: Any) -> None:
+        """Goes on."""
+        if self.session is not None and state is not None:
+            self.session.load_state_dict(state)
+
+    def move(self, group: dist.ProcessGroup) -> None:
+        """Goes on with other ranks."""
+        self.group = group
+
+    def switch(self, buckets: int) -> None:
+        """Another plan; of a sharded step one that is not, by turns."""
+        if self.session is None:
+            return
+        self._buckets = buckets
+        if self.script.kind == "sharded":
+            self._kind = "exact" if self._kind == "sharded" else "sharded"
+        self.session.switch(self._plan())
+
+    def drop(self) -> None:
+        """Nobody holds the session but the model."""
+        self.session = None
+
+    def report(self) -> None:
+        """In words."""
+        if self.session is not None:
+            str(self.session.report())
+
+    def leave(self) -> None:
+        """The model is plain again."""
+        if self.session is not None:
+            self.session.detach()
+            self.session = None
+
+
+class Feedback:
+    """DDP's hook in the place of sparse buckets: sends what is largest of residual + gradient/ranks, keeps the rest."""
+
+    def __init__(self, buckets: int, group: dist.ProcessGroup) -> None:
+        self._buckets, self._group = buckets, group
+        self._residuals = dict[tuple[str, ...], Tensor]()
+        self.names = dict[int, str]()
+        """By parameter."""
+
+    def __call__(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+        """All gradients are in one bucket of DDP's."""
+        assert bucket.is_last()
+        assert bucket.index() == 0
+        found = {self.names[id(p)]: g for p, g in zip(bucket.parameters(), bucket.gradients(), strict=True)}
+        order = [name for name in reversed(self.names.values()) if name in found]
+        for start in range(0, len(order), self._buckets):
+            members = tuple(order[start : start + self._buckets])
+            self._select(members, [found[name] for name in members])
+        total = bucket.buffer()
+        dist.all_reduce(total, group=self._group)
+        future: torch.futures.Future[Tensor] = torch.futures.Future()
+        future.set_result(total)
+        return future
+
+    def _select(self, members: tuple[str, ...], gradients: list[Tensor]) -> None:
+        flat = torch.cat([gradient.flatten() for gradient in gradients]) * (1.0 / dist.get_world_size(self._group))
+        total = self._residuals.get(members, torch.zeros_like(flat)) + flat
+        sent = torch.zeros_like(total)
+        kept = total.abs().sort(descending=True, stable=True).indices[: max(1, int(DENSITY * total.numel()))]
+        sent[kept] = total[kept]
+        self._residuals[members] = total - sent
+        for gradient, part in zip(gradients, sent.split([one.numel() for one in gradients]), strict=True):
+            gradient.copy_(part.view_as(gradient))
+
+
+class Servers:
+    """What owners of the weights come to with a delay: momentum SGD on the mean of what each rank's backward left."""
+
+    def __init__(self, model: nn.Module, momenta: dict[str, Tensor]) -> None:
+        """Ranks are about to be delayed: their weights are equal, and so is momentum."""
+        self._momenta = momenta
+        self.weights = {name: p.detach().clone() for name, p in model.named_parameters()}
+
+    def push(self, model: nn.Module, lr: float, momentum: float, average: Callable[[Tensor], None]) -> None:
+        """A backward is over; `average` is over ranks, in place."""
+        for name, parameter in model.named_parameters():
+            assert parameter.grad is not None
+            mean = parameter.grad.detach().clone()
+            average(mean)
+            if momentum:
+                before = self._momenta.get(name)
+                mean = self._momenta[name] = mean if before is None else before * momentum + mean
+            self.weights[name] = self.weights[name] - lr * mean
+
+    def misfit(self, model: nn.Module) -> str | None:
+        """Which of the model's weights, global now, is not what was pushed."""
+        for name, parameter in model.named_parameters():
+            expected = self.weights[name]
+            off = float((parameter.detach() - expected).abs().max())
+            if not off <= 1e-9 * max(1.0, float(expected.abs().max())):
+                return f"{name}: the global weights are {off:.3g} from what was pushed"
+        return None

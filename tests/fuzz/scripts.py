@@ -1,0 +1,284 @@
+"""Random training scripts as data: a grammar of what people write in a loop, each script one line that parses back.
+
+A line is `kind option=value …: action; action; …`, an action `name argument … @rank`; without @rank every rank does it.
+What actions do is in `script_runs`. `attach` (wrapping in DDP, for the reference) comes first where it is not written.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, replace
+
+KINDS = ("exact", "sparse", "sharded", "delayed")
+"""Of the plan."""
+FEATURES = ("norm", "large", "scale", "dropout", "tied", "twice", "checkpoint", "unused", "apart")
+"""Of the model; see `script_runs.Net`."""
+PARAMETERS = ("0", "1", "2", "3", "-1")
+RANK = ("0", "1")
+
+
+@dataclass(frozen=True)
+class Action:
+    """One line of a script."""
+
+    name: str
+    arguments: tuple[str, ...] = ()
+    rank: int | None = None
+    """The only rank that does it."""
+
+    def __str__(self) -> str:
+        return " ".join([self.name, *self.arguments, *([] if self.rank is None else [f"@{self.rank}"])])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Script:
+    """A model, an optimizer, a plan, and what is done with them."""
+
+    kind: str = "exact"
+    ranks: int = 2
+    dtype: str = "float32"
+    model: tuple[str, ...] = ()
+    """Features."""
+    optimizer: str = "sgd"
+    buckets: int = 100
+    """Gradients per bucket."""
+    habit: str = ""
+    """What DDP is told: `find_unused`, `static`, or nothing."""
+    actions: tuple[Action, ...] = ()
+
+    def line(self) -> str:
+        """The script as text."""
+        told = [self.kind]
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if field.name not in ("kind", "actions") and value != field.default:
+                told.append(f"{field.name}={'+'.join(value) if isinstance(value, tuple) else value}")
+        return f"{' '.join(told)}: {'; '.join(map(str, self.actions))}"
+
+    @property
+    def weight(self) -> int:
+        """What shrinking makes smaller."""
+        return len(self.line())
+
+
+def from_line(line: str) -> Script:
+    """The script that `Script.line` printed."""
+    head, _, tail = line.partition(":")
+    kind, *options = head.split()
+    values: dict[str, object] = dict(option.split("=") for option in options)
+    for name in values.keys() & {"ranks", "buckets"}:
+        values[name] = int(str(values[name]))
+    if "model" in values:
+        values["model"] = tuple(str(values["model"]).split("+"))
+    actions = tuple(_action(part.split()) for part in tail.split(";") if part.strip())
+    return Script(kind=kind, actions=actions, **values)  # type: ignore[arg-type]
+
+
+def _action(words: list[str]) -> Action:
+    rank = int(words.pop()[1:]) if words[-1].startswith("@") else None
+    return Action(words[0], tuple(words[1:]), rank)
+
+
+# The grammar.
+
+
+@dataclass(frozen=True)
+class Rule:
+    """How an action is drawn: each argument is one of some words."""
+
+    weight: int
+    arguments: tuple[tuple[str, ...], ...] = ()
+    kinds: tuple[str, ...] = KINDS
+    alone: bool = False
+    """Whether one rank may do it by itself with DDP."""
+    early: bool = False
+    """Whether it may come before `attach`."""
+
+
+NOT_DELAYED = ("exact", "sparse", "sharded")
+LIKE_DDP = ("exact", "sharded")
+
+HABITS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "zero": (("none", "zeros", "skip", "model"), KINDS),
+    "clip": (("norm", "norm_loop", "value", "parameter", "off"), KINDS),
+    "micro": (("no_sync", "uneven", "off"), KINDS),
+    "every": (("2", "3", "off"), LIKE_DDP),
+    "forwards": (("2", "off"), KINDS),
+    "autocast": (("on", "off"), ("exact", "sharded")),
+    "scaler": (("on", "overflow", "unscale", "off"), LIKE_DDP),
+    "ema": (("copy", "data", "off"), KINDS),
+    "edit": (("half", "delete", "in_place", "data", "swap", "off"), LIKE_DDP),
+    "own": (("each", "off"), LIKE_DDP),
+    "closure": (("on", "off"), NOT_DELAYED),
+    "penalty": (("on", "off"), LIKE_DDP),
+    "probe": (("on", "off"), KINDS),
+    "reduce": (("loss", "gradients", "off"), LIKE_DDP),
+    "schedule": (("step", "cosine"), KINDS),
+    "second": (("on",), ("exact",)),
+}
+"""What every step does from then on, by `loop`."""
+
+RULES: dict[str, Rule] = {
+    "train": Rule(14, (("1", "2", "3"),)),
+    "hook": Rule(
+        8,
+        (
+            ("tensor", "post", "forward", "forward_pre", "backward", "backward_pre", "model_forward", "model_backward"),
+            ("look", "clamp", "add", "replace"),
+            PARAMETERS,
+        ),
+        alone=True,
+        early=True,
+    ),
+    "unhook": Rule(2, early=True),
+    "look": Rule(3, (("norm", "abs", "max", "numpy", "print", "sum_of_squares"),), alone=True),
+    "keep": Rule(4, (("itself", "clone", "detach", "data", "view", "numpy", "dlpack", "storage"),), alone=True),
+    "let_go": Rule(1),
+    "freeze": Rule(3, (PARAMETERS,), NOT_DELAYED, early=True),
+    "thaw": Rule(3, (PARAMETERS,), NOT_DELAYED),
+    "add_group": Rule(2, (), LIKE_DDP),
+    "optimizer": Rule(2, (("sgd", "momentum", "adamw"),)),
+    "attach": Rule(0),
+    "wrapper": Rule(1, early=True),
+    "create_graph": Rule(1, (("leave", "second"),), ("exact",)),
+    "save": Rule(3, (("model", "optimizer", "session", "pickle"),), alone=True),
+    "load": Rule(2, (("model", "optimizer", "both"),), LIKE_DDP),
+    "checkpoint": Rule(3),
+    "evaluate": Rule(3, (("eval", "no_grad", "inference", "copy"),), alone=True),
+    "copy": Rule(2, (("model", "optimizer", "both"),), alone=True, early=True),
+    "exchange": Rule(2, (("parameters", "average", "average_and_back", "scaled"),), NOT_DELAYED),
+    "compile": Rule(1, (("in_place", "around"), ("eager", "aot_eager")), ("exact", "sharded"), early=True),
+    "fail": Rule(2, (("forward", "backward"),), LIKE_DDP),
+    "interrupt": Rule(1, (), LIKE_DDP),
+    "drop": Rule(2),
+    "switch": Rule(4, (("1", "2", "100"),), NOT_DELAYED),
+    "reattach": Rule(2, (("1", "2", "100"),), LIKE_DDP),
+    "report": Rule(1, alone=True),
+    "resize": Rule(1, (), ("exact", "sharded", "sparse")),
+}
+
+KNOWN: tuple[str, ...] = (
+    r"keep dlpack",
+    r"create_graph",
+    r"scale.*loop (micro (no_sync|uneven)|every)",
+    r"^delayed.*(scale|drop)",
+)
+"""Patterns of lines that are not drawn: what they find is known, and not yet mended."""
+
+
+def draw(seed: int) -> Script:
+    """A script of a seed, without what is known to fail."""
+    for attempt in range(1000):
+        script = normal(_draw(random.Random(1000 * seed + attempt)))
+        if not any(re.search(pattern, script.line()) for pattern in KNOWN):
+            return script
+    raise AssertionError("everything is known to fail")
+
+
+def draw_scripts(count: int, seed: int, ranks: int | None = None) -> list[Script]:
+    """The first scripts of a seed, those on so many ranks first asked for."""
+    found, number = list[Script](), 1_000_000 * seed
+    while len(found) < count:
+        script = draw(number)
+        number += 1
+        if ranks in (None, script.ranks):
+            found.append(script)
+    return found
+
+
+def _draw(chance: random.Random) -> Script:
+    kind = chance.choices(KINDS, (10, 4, 6, 4))[0]
+    ranks = 3 if chance.random() < 0.2 else 2
+    features = tuple(feature for feature in FEATURES if chance.random() < 0.2)
+    optimizer = chance.choice(("sgd", "momentum", "adamw", "adamw", "rmsprop", "adamw_loop"))
+    if kind == "exact" and chance.random() < 0.07:
+        optimizer = "lbfgs"
+    early = [_draw_action(chance, kind, early=True) for _ in range(chance.choice((0, 0, 1, 2)))]
+    actions = [_draw_action(chance, kind) for _ in range(chance.randint(2, 9))]
+    first = [*early, Action("attach")] if early else []
+    return Script(
+        kind=kind,
+        ranks=ranks,
+        dtype=chance.choice(("float32", "float32", "float64")),
+        model=features,
+        optimizer=optimizer,
+        buckets=chance.choice((1, 2, 3, 100)),
+        habit=chance.choice(("", "", "find_unused", "static")),
+        actions=(*first, *actions, Action("train", ("2",))),
+    )
+
+
+def _draw_action(chance: random.Random, kind: str, *, early: bool = False) -> Action:
+    if not early and chance.random() < 0.25:
+        habits = [habit for habit, (_, kinds) in HABITS.items() if kind in kinds]
+        habit = chance.choice(habits)
+        return Action("loop", (habit, chance.choice(HABITS[habit][0])))
+    rules = {name: rule for name, rule in RULES.items() if kind in rule.kinds and (rule.early or not early)}
+    rare = ("look", "keep") if kind == "sharded" else ()  # refused, as a rule
+    name = chance.choices(list(rules), [1 if name in rare else rule.weight for name, rule in rules.items()])[0]
+    rule = rules[name]
+    rank = chance.choice((0, 1)) if rule.alone and chance.random() < 0.4 else None
+    if kind == "sharded" and name in ("look", "save"):
+        rank = None  # what every rank has to be there for
+    return Action(name, tuple(chance.choice(words) for words in rule.arguments), rank)
+
+
+def normal(script: Script) -> Script:
+    """The script without what its kind of plan, its number of ranks or its model does not permit."""
+    features, actions = list(script.model), list(script.actions)
+    names = {action.name for action in actions}
+    habits = {action.arguments[0] for action in actions if action.name == "loop"}
+    dtype, optimizer, habit = script.dtype, script.optimizer, script.habit
+    if script.ranks > 2 or script.kind in ("sharded", "delayed"):
+        dtype = "float64"  # sums have several orders
+    if script.kind == "delayed":
+        optimizer = "momentum" if optimizer in ("momentum", "adamw") else "sgd"
+    if script.kind in ("sparse", "delayed"):
+        features = [feature for feature in features if feature not in ("unused", "apart")]
+    if optimizer == "lbfgs":
+        drop = {"scaler", "closure", "edit", "clip", "penalty", "every"}
+        actions = [a for a in actions if a.name != "loop" or a.arguments[0] not in drop]
+        actions = [a for a in actions if a.name not in ("add_group", "optimizer", "freeze", "thaw", "wrapper")]
+    if "autocast" in habits and script.ranks > 2:
+        actions = [a for a in actions if a.arguments[:1] != ("autocast",)]
+    if "compile" in names:
+        features = [feature for feature in features if feature not in ("unused", "apart", "checkpoint")]
+    moving = {"unused", "apart"} & set(features) or names & {"freeze", "thaw"}
+    if habit == "static" and (moving or names & {"create_graph", "fail", "interrupt", "evaluate", "compile"} or habits):
+        habit = ""
+    if moving:
+        habit = "find_unused"
+    if "resize" in names and (script.ranks < 3 or names & {"drop"} or "second" in habits):
+        actions = [a for a in actions if a.name != "resize"]
+    return replace(script, dtype=dtype, optimizer=optimizer, habit=habit, model=tuple(features), actions=tuple(actions))
+
+
+# Making a failing script smaller.
+
+
+def simpler(script: Script) -> list[Script]:
+    """Scripts that are a little simpler, the boldest first."""
+    tries = [*_fewer_actions(script)]
+    tries += [replace(script, model=tuple(f for f in script.model if f != feature)) for feature in script.model]
+    defaults = {"ranks": 2, "dtype": "float32", "optimizer": "sgd", "buckets": 100, "habit": ""}
+    tries += [replace(script, **{name: value}) for name, value in defaults.items()]  # type: ignore[arg-type]
+    for i, action in enumerate(script.actions):
+        plainer = []
+        if action.rank is not None:
+            plainer.append(replace(action, rank=None))
+        if action.name == "train" and action.arguments != ("1",):
+            plainer.append(replace(action, arguments=("1",)))
+        tries += [replace(script, actions=(*script.actions[:i], one, *script.actions[i + 1 :])) for one in plainer]
+    found = dict.fromkeys(normal(one) for one in tries)
+    return [one for one in found if one.weight < script.weight]
+
+
+def _fewer_actions(script: Script) -> Iterator[Script]:
+    count = len(script.actions)
+    length = count // 2
+    while length >= 1:
+        for start in range(0, count - length + 1, length):
+            yield replace(script, actions=(*script.actions[:start], *script.actions[start + length :]))
+        length //= 2
