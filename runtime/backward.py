@@ -149,6 +149,8 @@ class BackwardLife:
     def _end_of_backward(self) -> None:
         self._awaiting_end = False
         reached, self._reached = self._reached, None
+        if self._declined and not self._exchange().open:
+            self._exchange().accumulated()
         if self._exchange().open or self._declined:  # gradients have come: `torch.autograd.grad` brings none
             self._returned_leaf, self._declined = None, False
         if self._exchange().open or (reached and not self._exchange().slots):  # one rank only reports

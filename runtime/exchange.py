@@ -146,6 +146,10 @@ class Exchange:
         """What travels for a bucket whose gradients are all here."""
         return bucket
 
+    def accumulated(self) -> None:
+        """The end of a backward that is not exchanged."""
+        self._recorder.end_micro_batch()
+
     def finish(self) -> None:
         """The end of backward: after this, every `.grad` is final."""
         self._launch_rest()

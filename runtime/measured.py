@@ -36,7 +36,7 @@ class MeasuredTask:
 
 @dataclass(frozen=True, kw_only=True)
 class MeasuredStep:
-    """Medians over some steps of one rank."""
+    """Means over the middle half of some steps of one rank."""
 
     __pydantic_config__ = STRICT
 
@@ -45,7 +45,7 @@ class MeasuredStep:
     rank: Annotated[int, Field(ge=0, lt=MAX_RANKS)]
     ranks: Annotated[int, Field(ge=1, le=MAX_RANKS)]
     steps: Count
-    """Number of steps that the medians are taken over."""
+    """Number of steps that were looked at."""
     iteration_us: TimeUs
     forward_us: TimeUs
     backward_us: TimeUs
@@ -69,7 +69,7 @@ class MeasuredStep:
                     task=span.task,
                     resource=span.resource,
                     start_us=span.start_us,
-                    # Medians of two marks of a very short task may cross.
+                    # A bucket's marks may be missing in some steps.
                     end_us=max(span.start_us, span.end_us),
                     bucket=span.bucket,
                     ready_us=span.ready_us,
@@ -82,8 +82,8 @@ class MeasuredStep:
     def exposed_us(self) -> float:
         """Time that the step spent on nothing but communication.
 
-        From the tasks of compute as they are drawn: medians of parts do not add up to the median of the whole. What
-        comes after them, gathers of weights that ranks have updated, is a part of the update, as in predictions.
+        From the tasks of compute as they are drawn. What comes after them, gathers of weights that ranks have updated,
+        is a part of the update, as in predictions.
         """
         compute = [task for task in self.timeline if task.resource == "compute"]
         quiet_us = self.forward_us + self.backward_us + self.update_us

@@ -27,6 +27,7 @@ class StepMarks:
         "forward",
         "forward_end",
         "loss",
+        "micro_batches",
         "ready",
         "sent",
         "update",
@@ -34,6 +35,8 @@ class StepMarks:
     )
 
     def __init__(self, buckets: int, gradients: int) -> None:
+        self.micro_batches: list[tuple[Any, Any, Any]] = []
+        """Forward, its end, and the end of backward, of those before that only accumulated (`no_sync`)."""
         self.forward: Any = None
         self.forward_end: Any = None
         self.loss: Any = None
@@ -68,6 +71,7 @@ class Recorder:
         self._shape = (buckets, gradients)
         before, self._now = self._now, StepMarks(*self._shape)
         self._now.forward, self._now.forward_end, self._now.loss = before.forward, before.forward_end, before.loss
+        self._now.micro_batches = before.micro_batches
 
     def observe(self, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Iterator[Any]:
         """Hooks forward and the optimizer's step; yields the handles."""
@@ -88,6 +92,19 @@ class Recorder:
     def loss_ready(self) -> None:
         """For callers that know when backward begins."""
         self._now.loss = self.clock.mark()
+
+    @property
+    def next_forward(self) -> Any:
+        """Of the step that is on its way, if it has begun."""
+        now = self._now
+        return now.micro_batches[0][0] if now.micro_batches else now.forward
+
+    def end_micro_batch(self) -> None:
+        """A backward has only accumulated."""
+        now = self._now
+        if now.forward is not None and now.forward_end is not None:
+            now.micro_batches.append((now.forward, now.forward_end, self.clock.mark()))
+            now.forward = now.forward_end = None
 
     def begin_backward(self) -> None:
         """The first gradient of a step is ready."""

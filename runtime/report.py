@@ -1,4 +1,8 @@
-"""Predicted against measured, from the marks of the last steps."""
+"""Predicted against measured, from the marks of the last steps.
+
+A step is all that one step of the optimizer takes, with several micro-batches where gradients are accumulated. Its
+parts are means over the same steps, the middle half by length, so that they add up; medians of parts would not.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +32,7 @@ MIN_STEPS = 5
 
 @dataclass(frozen=True, kw_only=True)
 class PhaseReport:
-    """One phase of a bucket on one kind of link: medians in microseconds from the start of forward."""
+    """One phase of a bucket on one kind of link: means in microseconds from the step's start."""
 
     name: str
     """Such as `reduce_scatter`."""
@@ -40,7 +44,7 @@ class PhaseReport:
 
 @dataclass(frozen=True, kw_only=True)
 class BucketReport:
-    """One bucket, as measured on this rank: medians in microseconds from the start of forward."""
+    """One bucket, as measured on this rank: means in microseconds from the step's start."""
 
     index: int
     gradients: int
@@ -89,22 +93,44 @@ class BucketReport:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Accumulated:
+    """The micro-batches of a step before its last one, together; they are in the step's own times, too."""
+
+    micro_batches: int
+    exchanged: int
+    """How many of them exchanged gradients (backward outside of `no_sync`)."""
+    forward_us: float
+    backward_us: float
+    wait_us: float
+
+    @property
+    def total_us(self) -> float:
+        """When the last micro-batch begins, without what the script does in between."""
+        return self.forward_us + self.backward_us + self.wait_us
+
+
+@dataclass(frozen=True, kw_only=True)
 class Report:
-    """Medians over the last steps of one rank."""
+    """Means over the middle half of the last steps of one rank."""
 
     model: ModelReference
     rank: int
     ranks: int
     steps: int
     iteration_us: float
-    """Forward's start to the end of the optimizer's step, without the time between backward and that step."""
+    """What the step takes without the script: the sum of forward, backward, waiting and update."""
     forward_us: float
     backward_us: float
     """From the end of forward to the end of autograd, the loss included."""
     update_us: float
     wait_us: float
     """From the end of autograd to the last averaged gradient."""
+    script_us: float = 0.0
+    """What else passes until the next step begins: loading data, clipping, logging and the like (median)."""
+    accumulated: Accumulated | None = None
+    """Where a step has several micro-batches."""
     predicted_us: float | None
+    """Of as many micro-batches as a step has, each as large as the profile's batch; None where that is not known."""
     error: float | None
     """predicted / measured − 1."""
     buckets: tuple[BucketReport, ...]
@@ -121,10 +147,7 @@ class Report:
     def timeline(self) -> Timeline:
         """The measured step in the form of a predicted one."""
         end_us = self.iteration_us - self.update_us
-        compute = [
-            Span(task="forward", resource="compute", start_us=0.0, end_us=self.forward_us),
-            Span(task="backward", resource="compute", start_us=self.forward_us, end_us=end_us - self.wait_us),
-        ]
+        compute = list(self._compute())
         network = [span for bucket in self.buckets for span in bucket.spans]
         gathers = list(self._gathers())
         updated_us = gathers[0].start_us if gathers else self.iteration_us
@@ -136,6 +159,25 @@ class Report:
             backward_us=self.backward_us,
             update_us=self.update_us,
         )
+
+    def _compute(self) -> Iterator[Span]:
+        """Forward and backward of the last micro-batch, and before them those of the others."""
+        start_us, forward_us, backward_us = 0.0, self.forward_us, self.backward_us
+        if (before := self.accumulated) is not None:
+            of = f"of {before.micro_batches} micro-batches before"
+            yield Span(task=f"forward {of}", resource="compute", start_us=0.0, end_us=before.forward_us)
+            end_us = before.forward_us + before.backward_us
+            yield Span(task=f"backward {of}", resource="compute", start_us=before.forward_us, end_us=end_us)
+            start_us = before.total_us
+            forward_us, backward_us = forward_us - before.forward_us, backward_us - before.backward_us
+        middle_us = start_us + forward_us
+        yield Span(task="forward", resource="compute", start_us=start_us, end_us=middle_us)
+        yield Span(task="backward", resource="compute", start_us=middle_us, end_us=middle_us + backward_us)
+
+    @property
+    def every_us(self) -> float:
+        """From the start of a step to that of the next one."""
+        return self.iteration_us + self.script_us
 
     def _gathers(self) -> Iterator[Span]:
         """Of the weights that ranks have updated, which end the step."""
@@ -163,53 +205,189 @@ class Report:
         if self.predicted_us is not None and self.error is not None:
             predicted = f", predicted {self.predicted_us / 1e3:.2f} ms ({self.error:+.1%})"
         interface = f"; interface {', '.join(self.interfaces)}" if self.interfaces else ""
+        of = f" of {self.accumulated.micro_batches + 1} micro-batches" if self.accumulated else ""
         lines = [
             *((self.cause,) if self.cause is not None else ()),
-            f"rank {self.rank} of {self.ranks}, {self.steps} steps: "
+            f"rank {self.rank} of {self.ranks}, {self.steps} steps{of}: "
             f"measured {self.iteration_us / 1e3:.2f} ms{predicted}{interface}",
             f"  forward {self.forward_us / 1e3:.2f}, backward {self.backward_us / 1e3:.2f}, "
             f"waiting {self.wait_us / 1e3:.2f}, update {self.update_us / 1e3:.2f} ms",
         ]
+        if self.script_us > 0.0:
+            lines.append(
+                f"  the script beside it (loading data, clipping, logging) {self.script_us / 1e3:.2f} ms: a step every "
+                f"{self.every_us / 1e3:.2f} ms"
+            )
+        if self.accumulated and self.predicted_us is not None:
+            lines.append("  predicted for micro-batches as large as the batch that was profiled")
         lines += [f"  {part}" for part in (self.norms, self.step) if part is not None]
         return "\n".join([*lines, *(f"  {bucket}" for bucket in self.buckets)])
+
+
+@dataclass(frozen=True)
+class _Backward:
+    """One backward that exchanged, and those before it that only accumulated."""
+
+    marks: StepMarks
+    begun: Any
+    """Where it starts; the end of the backward before where both go through one forward."""
+    forward_us: float
+    backward_us: float
+    wait_us: float
+    earlier_us: tuple[float, float]
+    """Forward and backward of those that accumulated."""
+
+    @classmethod
+    def of(cls, marks: StepMarks, before: StepMarks | None, clock: Clock) -> _Backward | None:
+        """None where a mark is missing."""
+        apart = marks.forward is None or marks.forward_end is None
+        begun = (before.end if before else None) if apart else marks.forward
+        middle = begun if apart else marks.forward_end
+        if begun is None or marks.backward_end is None or marks.end is None:
+            return None
+        between = clock.between_us
+        return cls(
+            marks, begun, between(begun, middle), between(middle, marks.backward_end),
+            between(marks.backward_end, marks.end),
+            (
+                sum(between(start, end) for start, end, _ in marks.micro_batches),
+                sum(between(end, over) for _, end, over in marks.micro_batches),
+            ),
+        )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class _Step:
+    """What belongs to one step of the optimizer."""
+
+    backwards: list[_Backward]
+    update_us: float
+    start: Any
+    end: Any
+
+    @property
+    def kind(self) -> tuple[int, int]:
+        """(micro-batches, how many of them exchanged)."""
+        alone = sum(len(one.marks.micro_batches) for one in self.backwards)
+        return alone + len(self.backwards), len(self.backwards)
+
+    @property
+    def parts(self) -> tuple[float, float, float, float]:
+        """Forward, backward, waiting, update."""
+        return (
+            sum(one.forward_us + one.earlier_us[0] for one in self.backwards),
+            sum(one.backward_us + one.earlier_us[1] for one in self.backwards),
+            sum(one.wait_us for one in self.backwards),
+            self.update_us,
+        )
+
+    @property
+    def earlier(self) -> tuple[float, float, float]:
+        """Forward, backward and waiting before the last micro-batch."""
+        forward_us, backward_us, wait_us, _ = self.parts
+        last = self.backwards[-1]
+        return forward_us - last.forward_us, backward_us - last.backward_us, wait_us - last.wait_us
+
+    def until(self, mark: Any, clock: Clock) -> float:
+        """From the step's start to a mark of its last backward, without what the script does in between."""
+        return sum(self.earlier) + clock.between_us(self.backwards[-1].begun, mark)
+
+
+def _optimizer_steps(recorded: Sequence[StepMarks], clock: Clock) -> Iterator[_Step]:
+    """The steps of which all marks are there, each up to the optimizer's where one is seen to step."""
+    updated = any(marks.update_end is not None for marks in recorded)
+    backwards: list[_Backward | None] = []
+    before = None
+    for marks in recorded:
+        backwards.append(_Backward.of(marks, before, clock))
+        before = marks
+        if updated and marks.update_end is None:
+            continue
+        known = [one for one in backwards if one is not None]
+        if len(known) == len(backwards):
+            # A closure's backward comes after the optimizer's step has begun: then the update is not known apart.
+            timed = updated and marks.update is not None
+            update_us = clock.between_us(marks.update, marks.update_end) if timed else 0.0
+            first = known[0].marks.micro_batches
+            start = first[0][0] if first else known[0].begun
+            yield _Step(known, update_us, start, marks.update_end if updated else marks.end)
+        backwards = []
+
+
+def _middle(steps: Sequence[_Step]) -> list[_Step]:
+    """The middle half by length, of the kind that most steps are of."""
+    if not steps:
+        return []
+    usual = statistics.mode(step.kind for step in steps)
+    ordered = sorted((step for step in steps if step.kind == usual), key=lambda step: sum(step.parts))
+    aside = len(ordered) // 4
+    return ordered[aside : len(ordered) - aside]
+
+
+def _script_us(steps: Sequence[_Step], next_forward: Any, clock: Clock) -> float:
+    """The median of what a step's parts leave of the time until the next one begins."""
+    starts = [*(step.start for step in steps[1:]), next_forward]
+    rests = [
+        clock.between_us(step.start, start) - sum(step.parts)
+        for step, start in zip(steps, starts, strict=True)
+        if start is not None
+    ]
+    return max(0.0, statistics.median(rests)) if rests else 0.0
+
+
+def _predicted_us(plan: Plan, kind: tuple[int, int]) -> float | None:
+    """What the plan says of a step with so many micro-batches, of which so many exchange; None where it does not."""
+    said = plan.predicted
+    if said is None:
+        return None
+    micro_batches, exchanged = kind
+    if micro_batches == 1:
+        return said.iteration_us
+    if said.forward_us is None or said.backward_us is None or said.update_us is None:
+        return None
+    alone_us = (micro_batches - exchanged) * (said.forward_us + said.backward_us)
+    return exchanged * (said.iteration_us - said.update_us) + alone_us + said.update_us
 
 
 def make_report(
     plan: Plan, recorder: Recorder, world: World, samples: Mapping[int, Sequence[Sampled]] | None = None,
     norms: NormReport | None = None, step: StepReport | None = None,
 ) -> Report:  # fmt: skip
-    """Medians over the recorded steps that have forward, backward and, where there is an optimizer, an update.
+    """Means over the middle half of the recorded steps.
 
     `samples`: of lossy buckets by their index. `norms`, `step`: what those of the optimizer took, where it has them.
     """
-    steps = [step for step in recorder.steps if step.forward is not None and step.forward_end is not None]
-    between = recorder.clock.between_us
-
-    def median(of: Callable[[StepMarks], tuple[Any, Any]]) -> float:
-        spans = [(start, end) for start, end in map(of, steps) if start is not None and end is not None]
-        return statistics.median(between(start, end) for start, end in spans) if spans else 0.0
-
-    update_us = median(lambda s: (s.update, s.update_end))
-    iteration_us = median(lambda s: (s.forward, s.end)) + update_us
-    predicted_us = plan.predicted.iteration_us if plan.predicted else None
+    steps = list(_optimizer_steps(list(recorder.steps), recorder.clock))
+    middle = _middle(steps)
+    kind = middle[0].kind if middle else (1, 1)
+    forward_us, backward_us, wait_us, update_us = _means([one.parts for one in middle], 4)
+    iteration_us = forward_us + backward_us + wait_us + update_us
+    predicted_us = _predicted_us(plan, kind)
+    earlier_us = _means([one.earlier for one in middle], 3)
     return Report(
         model=plan.model,
         rank=world.rank,
         ranks=world.ranks,
-        steps=len(steps),
+        steps=sum(one.kind == kind for one in steps),
         iteration_us=iteration_us,
-        forward_us=median(lambda s: (s.forward, s.forward_end)),
-        backward_us=median(lambda s: (s.forward_end, s.backward_end)),
+        forward_us=forward_us,
+        backward_us=backward_us,
         update_us=update_us,
-        wait_us=median(lambda s: (s.backward_end, s.end)),
+        wait_us=wait_us,
+        script_us=_script_us(steps, recorder.next_forward, recorder.clock),
+        accumulated=None if kind[0] == 1 else Accumulated(
+            micro_batches=kind[0] - 1, exchanged=kind[1] - 1, forward_us=earlier_us[0], backward_us=earlier_us[1],
+            wait_us=earlier_us[2],
+        ),
         predicted_us=predicted_us,
         error=predicted_us / iteration_us - 1.0 if predicted_us is not None and iteration_us > 0.0 else None,
-        buckets=tuple(_buckets(plan, steps, median, samples or {})),
+        buckets=tuple(_buckets(plan, middle, recorder.clock, samples or {})),
         norms=norms,
         step=step,
         interfaces=plan.interfaces,
-        cause=_cause(plan, steps, recorder.clock),
-    )
+        # Whether micro-batches are as large as the profiled batch is not known, so nothing is said of causes then.
+        cause=_cause(plan, list(recorder.steps), recorder.clock) if kind == (1, 1) else None,
+    )  # fmt: skip
 
 
 def _cause(plan: Plan, steps: Sequence[StepMarks], clock: Clock) -> str | None:
@@ -226,14 +404,24 @@ def _cause(plan: Plan, steps: Sequence[StepMarks], clock: Clock) -> str | None:
     )
 
 
+def _means(rows: Sequence[Sequence[float]], columns: int) -> list[float]:
+    """The mean of each column; zeros where there is no row."""
+    return [statistics.fmean(row[column] for row in rows) if rows else 0.0 for column in range(columns)]
+
+
 def _buckets(
-    plan: Plan,
-    steps: list[StepMarks],
-    median: Callable[[Callable[[StepMarks], tuple[Any, Any]]], float],
-    samples: Mapping[int, Sequence[Sampled]],
+    plan: Plan, steps: Sequence[_Step], clock: Clock, samples: Mapping[int, Sequence[Sampled]]
 ) -> Iterable[BucketReport]:
-    if not any(step.sent and step.sent[0].end is not None for step in steps):
+    lasts = [step.backwards[-1].marks for step in steps]
+    if not any(marks.sent and marks.sent[0].end is not None for marks in lasts):
         return
+
+    def mean(of: Callable[[StepMarks], Any]) -> float:
+        """From the step's start to what is marked of its last backward."""
+        marks = [(step, of(step.backwards[-1].marks)) for step in steps]
+        known = [step.until(mark, clock) for step, mark in marks if mark is not None]
+        return statistics.fmean(known) if known else 0.0
+
     predicted = plan.predicted.bucket_times(len(plan.buckets)) if plan.predicted else [None] * len(plan.buckets)
     last = -1
     for index, bucket in enumerate(plan.buckets):
@@ -243,38 +431,38 @@ def _buckets(
             index=index,
             gradients=len(bucket.gradients),
             size_bytes=bucket.size_bytes,
-            ready_us=median(partial(_until_ready, slice(first, last + 1))),
-            launch_us=median(partial(_until_sent, index, "launch")),
-            start_us=median(partial(_until_sent, index, "start")),
-            end_us=median(partial(_until_sent, index, "end")),
+            ready_us=mean(partial(_ready, slice(first, last + 1))),
+            launch_us=mean(partial(_sent, index, "launch")),
+            start_us=mean(partial(_sent, index, "start")),
+            end_us=mean(partial(_sent, index, "end")),
             predicted_start_us=start_us,
             predicted_end_us=end_us,
             compressor=bucket.compressor.name,
             sends="reduce_scatter" if plan.sharded else bucket.collective,
             sample=samples[index][-1] if samples.get(index) else None,
-            phases=tuple(_phases(index, steps, median)),
+            phases=tuple(_phases(index, lasts, mean)),
         )
 
 
 def _phases(
-    bucket: int, steps: list[StepMarks], median: Callable[[Callable[[StepMarks], tuple[Any, Any]]], float]
+    bucket: int, lasts: Sequence[StepMarks], mean: Callable[[Callable[[StepMarks], Any]], float]
 ) -> Iterator[PhaseReport]:
-    kinds = next((step.sent[bucket].phases for step in reversed(steps) if step.sent[bucket].phases), [])
+    kinds = next((marks.sent[bucket].phases for marks in reversed(lasts) if marks.sent[bucket].phases), [])
     for number, (name, link, _, _) in enumerate(kinds):
-        start_us, end_us = (median(partial(_until_phase, bucket, number, side)) for side in (2, 3))
+        start_us, end_us = (mean(partial(_phase, bucket, number, side)) for side in (2, 3))
         yield PhaseReport(name=name, link=link, start_us=start_us, end_us=end_us)
 
 
-def _until_phase(bucket: int, number: int, side: int, step: StepMarks) -> tuple[Any, Any]:
-    phases = step.sent[bucket].phases
-    return step.forward, phases[number][side] if number < len(phases) else None
+def _phase(bucket: int, number: int, side: int, marks: StepMarks) -> Any:
+    phases = marks.sent[bucket].phases
+    return phases[number][side] if number < len(phases) else None
 
 
-def _until_ready(members: slice, step: StepMarks) -> tuple[Any, Any]:
-    """From forward to the last of a bucket's gradients; those that came in no backward have no mark."""
-    known = [mark for mark in step.ready[members] if mark is not None]
-    return step.forward, max(known) if known else None
+def _ready(members: slice, marks: StepMarks) -> Any:
+    """The last of a bucket's gradients; those that came in no backward have no mark."""
+    known = [mark for mark in marks.ready[members] if mark is not None]
+    return max(known) if known else None
 
 
-def _until_sent(bucket: int, what: str, step: StepMarks) -> tuple[Any, Any]:
-    return step.forward, getattr(step.sent[bucket], what)
+def _sent(index: int, what: str, marks: StepMarks) -> Any:
+    return getattr(marks.sent[index], what)

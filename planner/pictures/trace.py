@@ -48,7 +48,7 @@ def trace_document(plan: Plan, measured: MeasuredStep | None = None) -> dict[str
     if predicted:
         processes.append(("predicted", ranks, predicted))
     if measured is not None:
-        where = f"{ranks}, rank {measured.rank}, medians of {counted(measured.steps, 'step')}"
+        where = f"{ranks}, rank {measured.rank}, mean of the middle half of {counted(measured.steps, 'step')}"
         processes.append(("measured", where, measured.timeline))
     metadata: list[Event] = []
     complete: list[Event] = []

@@ -70,7 +70,7 @@ def caption_words(plan: Plan, measured: MeasuredStep | None = None) -> str:
 
 def measured_words(measured: MeasuredStep) -> str:
     """Whose times a measured step holds."""
-    return f"rank {measured.rank} of {measured.ranks}, medians of {counted(measured.steps, 'step')}"
+    return f"rank {measured.rank} of {measured.ranks}, mean of the middle half of {counted(measured.steps, 'step')}"
 
 
 def _against_ddp(plan: Plan) -> str:

@@ -165,9 +165,9 @@ def test_a_measured_step_stands_below_the_plan() -> None:
     page = Elements(page_text(plan, measured_step(plan), "m.json"))
     words = page.words
     assert "Measured: 0.5 ms on rank 1; the prediction is off by -8.0%." in words
-    assert "rank 1 of 4, medians of 7 steps, from m.json" in words
+    assert "rank 1 of 4, mean of the middle half of 7 steps, from m.json" in words
     assert "One step, predicted and measured" in words
-    assert "Measured: rank 1 of 4, medians of 7 steps." in words
+    assert "Measured: rank 1 of 4, mean of the middle half of 7 steps." in words
 
 
 def test_any_resource_has_its_row() -> None:

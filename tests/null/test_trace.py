@@ -132,7 +132,7 @@ def test_measured_step_is_a_second_process() -> None:
         ("compute", "update", 490.0, 10.0),
     ]
     labels = [e["args"]["labels"] for e in document["traceEvents"] if e["name"] == "process_labels"]
-    assert labels == ["test, 4 ranks", "test, 4 ranks, rank 1, medians of 7 steps"]
+    assert labels == ["test, 4 ranks", "test, 4 ranks, rank 1, mean of the middle half of 7 steps"]
 
 
 def test_the_file_says_where_numbers_came_from() -> None:

@@ -22,6 +22,7 @@ from step_checks import (
     memory_of_attach,
     mismatches,
     mixed_dtypes,
+    reported_steps,
     two_models,
     unused_like_ddp,
 )
@@ -32,7 +33,7 @@ def pair_checks() -> dict[str, Any]:
     checks: list[Callable[[], Any]] = [
         *(weights_like_ddp, integers_like_ddp, different_starts, gradients_are_final, accumulation_like_ddp),
         *(unused_like_ddp, mixed_dtypes, after_an_exception, detach_and_attach, two_models, mismatches),
-        *(measured_timeline, memory_of_attach),
+        *(measured_timeline, reported_steps, memory_of_attach),
     ]
     results: dict[str, Any] = {check.__name__: check() for check in checks}
     results["checkpointed"] = {reentrant: checkpointed(reentrant) for reentrant in (False, True)}

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -18,8 +20,10 @@ from torch.utils.checkpoint import checkpoint
 import runtime
 from runtime.errors import PlannerError
 from runtime.fit import trainable_parameters
+from runtime.measured import MeasuredStep
 from runtime.names import layer_of
 from runtime.plan import CompressorSpec, DelaySpec, ModelReference, Plan, PlanBucket, PlanWorld
+from runtime.predicted import Prediction
 
 
 class Branches(nn.Module):
@@ -258,6 +262,27 @@ def measured_timeline() -> dict[str, Any]:
         "text": str(report),
         "document": report.to_document(),
     }
+
+
+def reported_steps() -> dict[str, Any]:
+    """What the report says of steps of one, three and two micro-batches, the last two exchanged both."""
+    results: dict[str, Any] = {}
+    for kind, quiet, exchanged in (("one", 0, 1), ("three", 2, 1), ("two exchanged", 0, 2)):
+        model = convnet()
+        optimizer = OPTIMIZERS["sgd"](model.parameters())
+        said = Prediction(iteration_us=100.0, forward_us=40.0, backward_us=30.0, update_us=10.0)
+        session = runtime.attach(model, optimizer, replace(plan_of(model, 2), predicted=said))
+        for step in range(8):
+            optimizer.zero_grad()
+            for micro_batch in range(quiet + exchanged):
+                with session.no_sync() if micro_batch < quiet else nullcontext():
+                    model(images(step)[0]).sum().backward()
+            time.sleep(0.002)  # the script
+            optimizer.step()
+        report = session.report()
+        session.detach()
+        results[kind] = (report, MeasuredStep.of(report.timeline, model=report.model, rank=0, ranks=2, steps=8))
+    return results
 
 
 def memory_of_attach() -> tuple[int, int]:

@@ -120,6 +120,36 @@ def test_a_measured_step_is_written_as_it_is_read(pair: list[dict[str, Any]]) ->
         assert step.iteration_us == rank["measured_timeline"]["iteration_us"] > 0.0
 
 
+@pytest.mark.parametrize(
+    ("kind", "micro_batches", "predicted_us"),
+    # a step as planned; with forward and backward twice more; twice as planned, with one update
+    [("one", 1, 100.0), ("three", 3, 240.0), ("two exchanged", 2, 190.0)],
+)
+def test_the_parts_of_a_report_add_up(
+    pair: list[dict[str, Any]], kind: str, micro_batches: int, predicted_us: float
+) -> None:
+    """In the text's fields and in the page's, with accumulation too, and on every rank."""
+    for rank in pair:
+        report, page = rank["reported_steps"][kind]
+        assert report.steps == 8
+        before = report.accumulated
+        assert (before.micro_batches + 1 if before else 1) == micro_batches
+        parts = report.forward_us, report.backward_us, report.wait_us, report.update_us
+        assert all(part > 0.0 for part in parts)
+        assert sum(parts) == pytest.approx(report.iteration_us)
+        assert report.script_us >= 2000.0
+        assert report.every_us == report.iteration_us + report.script_us
+        assert report.predicted_us == pytest.approx(predicted_us)
+        for name in ("forward", "backward", "update"):
+            drawn_us = sum(task.end_us - task.start_us for task in page.timeline if task.task.startswith(name))
+            assert drawn_us == pytest.approx(getattr(report, f"{name}_us")) == getattr(page, f"{name}_us")
+        assert max(task.end_us for task in page.timeline) == pytest.approx(page.iteration_us) == report.iteration_us
+        assert page.exposed_us == pytest.approx(report.wait_us)
+        begun_us = before.total_us if before else 0.0
+        assert all(begun_us <= bucket.ready_us <= bucket.end_us <= report.iteration_us for bucket in report.buckets)
+        assert ("of 3 micro-batches" in str(report)) == (micro_batches == 3)
+
+
 def test_attach_adds_one_copy_of_the_gradients(pair: list[dict[str, Any]]) -> None:
     for rank in pair:
         buffers, gradients = rank["memory_of_attach"]
