@@ -213,6 +213,7 @@ class Report:
             f"  forward {self.forward_us / 1e3:.2f}, backward {self.backward_us / 1e3:.2f}, "
             f"waiting {self.wait_us / 1e3:.2f}, update {self.update_us / 1e3:.2f} ms",
         ]
+        lines += [f"  {part}" for part in (self.norms, self.step) if part is not None]
         if self.script_us > 0.0:
             lines.append(
                 f"  the script beside it (loading data, clipping, logging) {self.script_us / 1e3:.2f} ms: a step every "
@@ -220,7 +221,6 @@ class Report:
             )
         if self.accumulated and self.predicted_us is not None:
             lines.append("  predicted for micro-batches as large as the batch that was profiled")
-        lines += [f"  {part}" for part in (self.norms, self.step) if part is not None]
         return "\n".join([*lines, *(f"  {bucket}" for bucket in self.buckets)])
 
 
@@ -326,7 +326,7 @@ def _middle(steps: Sequence[_Step]) -> list[_Step]:
 
 def _script_us(steps: Sequence[_Step], next_forward: Any, clock: Clock) -> float:
     """The median of what a step's parts leave of the time until the next one begins."""
-    starts = [*(step.start for step in steps[1:]), next_forward]
+    starts = [*(step.start for step in steps[1:]), next_forward][: len(steps)]
     rests = [
         clock.between_us(step.start, start) - sum(step.parts)
         for step, start in zip(steps, starts, strict=True)
