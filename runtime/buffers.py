@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from runtime.communicator import describe_failure
+from runtime.communicator import raise_failure
 from runtime.hooks import ModuleHook
 from runtime.world import World
 
@@ -69,7 +69,7 @@ class BufferSync:
         try:
             dist.broadcast(self._flat, group=self._world.group, group_src=0)
         except RuntimeError as error:
-            raise describe_failure(self._world, "the broadcast of buffers before forward", error) from error
+            raise_failure(self._world, "the broadcast of buffers before forward", error)
         if self._world.rank != 0:
             # By `.data`, as no change that autograd counts: a graph of an earlier forward may have saved the buffers.
             torch._foreach_copy_([buffer.data for buffer in self._buffers], self._views)

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from runtime.communicator import describe_failure
+from runtime.communicator import raise_failure
 from runtime.world import World
 
 DECIDE_BY_LOSS: tuple[type[torch.optim.Optimizer], ...] = (torch.optim.LBFGS,)
@@ -45,7 +45,7 @@ class LossAveraging:
             try:
                 dist.all_reduce(total, group=self._world.group)
             except RuntimeError as error:
-                raise describe_failure(self._world, "averaging the closure's loss", error) from error
+                raise_failure(self._world, "averaging the closure's loss", error)
             return total
 
         return averaged

@@ -8,11 +8,10 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import torch
 import torch.distributed as dist
@@ -20,7 +19,8 @@ import torch.distributed as dist
 from runtime.buckets import BucketBuffer, Parcel
 from runtime.collectives import Collective
 from runtime.errors import CommunicationError
-from runtime.world import World, first_line
+from runtime.torch_compat import is_of_backend, result_of, wait_for
+from runtime.world import World, first_line, note
 
 GRACE_S = 5.0
 """How much longer than the backend's own deadline the waiting thread gives it."""
@@ -92,6 +92,24 @@ class NullCommunicator:
         """Does nothing."""
 
 
+def failure_of(world: World, label: str, error: Exception) -> Exception:
+    """What to raise where a collective ended with an error: what other ranks and the network may have to do with it;
+    where it came up in this process, the error itself, with a note of that.
+    """
+    if is_of_backend(error):
+        return describe_failure(world, label, error)
+    note(error, world, label)
+    return error
+
+
+def raise_failure(world: World, label: str, error: Exception) -> NoReturn:
+    """Raises `failure_of` an error that is being handled."""
+    failure = failure_of(world, label, error)
+    if failure is error:
+        raise failure
+    raise failure from error
+
+
 def describe_failure(world: World, label: str, error: BaseException) -> CommunicationError:
     """One message for a collective that failed: rank, bucket, collective, cause and cure."""
     return CommunicationError(
@@ -116,7 +134,7 @@ class HostCommunicator:
         self._lock = threading.RLock()
         self._queue: deque[_Task] = deque()
         self._current: _Task | None = None
-        self._failure: CommunicationError | None = None
+        self._failure: Exception | None = None
         self._callbacks = 0
         """How many the backend's thread has yet to call."""
         _running.add(self)
@@ -134,16 +152,20 @@ class HostCommunicator:
 
     def wait(self, until: Sent | None = None) -> None:
         """See `Communicator.wait`. After a failure every later wait fails alike: the group is broken."""
+        self._drain(until)
+        if self._failure is not None:
+            raise self._failure
+
+    def _drain(self, until: Sent | None = None) -> None:
+        """Waits, and keeps what fails."""
         while (flying := self._in_flight()) is not None and (until is None or until.end is None):
             task, work = flying
             try:
-                work.wait(timedelta(seconds=self._world.timeout_s + GRACE_S))
+                wait_for(work, timedelta(seconds=self._world.timeout_s + GRACE_S))
             except RuntimeError as error:
                 self._fail(task, error)
                 break
             self._ended(task, work)
-        if self._failure is not None:
-            raise self._failure
 
     def close(self) -> None:
         """Waits for what a backward that raised left on its way, then lets go of the group.
@@ -151,8 +173,7 @@ class HostCommunicator:
         The backend's thread may still hold this object, and a group that is taken down by its own thread ends the
         process.
         """
-        with suppress(CommunicationError):  # whoever waited for it first has told it
-            self.wait()
+        self._drain()  # whoever waited for it first has told what failed
         self._world = self._whole = World()
 
     def settle(self, deadline: float) -> None:
@@ -208,7 +229,7 @@ class HostCommunicator:
     def _on_done(self, task: _Task, work: dist.Work, future: torch.futures.Future[Any]) -> None:
         """Called on the backend's thread."""
         try:
-            future.value()
+            result_of(future)
         except RuntimeError as error:
             self._fail(task, error)
         else:
@@ -225,7 +246,7 @@ class HostCommunicator:
 
     def _fail(self, task: _Task, error: Exception) -> None:
         with self._lock:
-            self._failure = self._failure or describe_failure(self._whole, task.bucket.label, error)
+            self._failure = self._failure or failure_of(self._whole, task.bucket.label, error)
             self._queue.clear()
             self._current = None
 
@@ -268,10 +289,10 @@ class StreamCommunicator:
             try:
                 for message in bucket.payloads:
                     for work in self._collectives[bucket.index].run(message, group):
-                        work.wait()  # makes the side stream wait, not the host
+                        wait_for(work)  # makes the side stream wait, not the host
                         self._works.append((work, bucket.label))
             except RuntimeError as error:
-                raise describe_failure(self._whole, bucket.label, error) from error
+                raise_failure(self._whole, bucket.label, error)
         sent.end = mark_on(self._side)
 
     def wait(self, until: Sent | None = None) -> None:
@@ -283,9 +304,9 @@ class StreamCommunicator:
         torch.cuda.current_stream().wait_stream(self._side)
         for work, label in works:
             try:
-                work.wait()
+                wait_for(work)
             except RuntimeError as error:
-                raise describe_failure(self._whole, label, error) from error
+                raise_failure(self._whole, label, error)
 
     def close(self) -> None:
         """See `Communicator.close`."""

@@ -48,6 +48,7 @@ from runtime.plan import Plan
 from runtime.recorder import Recorder
 from runtime.shards import Rates, rates_of
 from runtime.staleness import NOTHING, WINDOWS, Staleness
+from runtime.torch_compat import is_out_of_memory
 from runtime.world import World, first_line
 
 Stage = Literal["warm-up", "delayed", "synchronous"]
@@ -287,6 +288,8 @@ class Delay:
             exchange = self._make_exchange()
             self._own.begin()
         except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
             problem = first_line(error)
         problems = [one for one in self._session_world.gather(problem, "beginning a delay") if one]
         if problems or exchange is None:

@@ -13,7 +13,6 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
@@ -23,11 +22,21 @@ import torch.distributed as dist
 from runtime.buckets import BucketBuffer, Parcel
 from runtime.collectives import PHASED, collective_of, form_of
 from runtime.collectives.phases import Phase
-from runtime.communicator import EXIT_S, GRACE_S, Communicator, Sent, describe_failure, mark_on, nothing
-from runtime.errors import CommunicationError
+from runtime.communicator import (
+    EXIT_S,
+    GRACE_S,
+    Communicator,
+    Sent,
+    describe_failure,
+    failure_of,
+    mark_on,
+    nothing,
+    raise_failure,
+)
 from runtime.grid import Grid
 from runtime.plan import Plan, PlanBucket
 from runtime.topology import LinkName, Topology
+from runtime.torch_compat import wait_for
 
 LINKS: tuple[LinkName, ...] = ("intra", "inter")
 Entry = tuple[int, int]
@@ -120,7 +129,7 @@ class PhasedHostCommunicator:
         self._queues = PhaseQueues([[phase.link for phase in of] for of in phases], order)
         self._changed = threading.Condition()
         self._buckets: dict[int, tuple[BucketBuffer | Parcel, Sent]] = {}
-        self._failure: CommunicationError | None = None
+        self._failure: Exception | None = None
         self._moved_at, self._closing = time.monotonic(), False
         self._threads: list[threading.Thread] = []
         _running.add(self)
@@ -147,28 +156,33 @@ class PhasedHostCommunicator:
 
     def wait(self, until: Sent | None = None) -> None:
         """See `Communicator.wait`. After a failure every later wait fails alike: the groups are broken."""
-        limit_s = self._grid.world.timeout_s + 2 * GRACE_S  # a thread's own wait ends first, and says what it was for
         with self._changed:
-            self._queues.flush()
-            self._changed.notify_all()
-            self._moved_at = time.monotonic()
-            while self._failure is None and not self._arrived(until):
-                self._changed.wait(limit_s)
-                if time.monotonic() > self._moved_at + limit_s:
-                    self._fail("what was launched", RuntimeError("nothing has moved"))
+            self._drain(until)
             if self._failure is not None:
                 raise self._failure
             if self._queues.complete():
                 self._queues.begin()
                 self._buckets.clear()
 
+    def _drain(self, until: Sent | None = None) -> None:
+        """Waits, and keeps what fails; the lock is held."""
+        limit_s = self._grid.world.timeout_s + 2 * GRACE_S  # a thread's own wait ends first, and says what it was for
+        self._queues.flush()
+        self._changed.notify_all()
+        self._moved_at = time.monotonic()
+        while self._failure is None and not self._arrived(until):
+            self._changed.wait(limit_s)
+            if time.monotonic() > self._moved_at + limit_s:
+                nothing_moved = TimeoutError("nothing has moved")
+                self._fail(describe_failure(self._grid.world, "what was launched", nothing_moved))
+
     def _arrived(self, until: Sent | None) -> bool:
         return self._queues.complete() if until is None else until.end is not None
 
     def close(self) -> None:
         """Waits for what a backward that raised left on its way, then ends the threads."""
-        with suppress(CommunicationError):  # whoever waited for it first has told it
-            self.wait()
+        with self._changed:
+            self._drain()  # whoever waited for it first has told what failed
         self.settle(time.monotonic() + EXIT_S)
 
     def settle(self, deadline: float) -> None:
@@ -192,7 +206,7 @@ class PhasedHostCommunicator:
                 self._run(phase, bucket)
             except Exception as error:  # nobody else hears of it on this thread
                 with self._changed:
-                    self._fail(f"{phase.name} ({link}) of {bucket.label}", error)
+                    self._fail(failure_of(self._grid.world, f"{phase.name} ({link}) of {bucket.label}", error))
                 return
             self._end(link, phase, entry, sent, begun)
 
@@ -210,7 +224,7 @@ class PhasedHostCommunicator:
         limit = timedelta(seconds=self._grid.world.timeout_s + GRACE_S)
         for message in bucket.payloads:
             for work in phase.run(message, self._grid):
-                work.wait(limit)
+                wait_for(work, limit)
                 self._moved_at = time.monotonic()
 
     def _end(self, link: LinkName, phase: Phase, entry: Entry, sent: Sent, begun: float) -> None:
@@ -222,9 +236,9 @@ class PhasedHostCommunicator:
             self._queues.done(link)
             self._changed.notify_all()
 
-    def _fail(self, label: str, error: Exception) -> None:
+    def _fail(self, error: Exception) -> None:
         """The lock is held."""
-        self._failure = self._failure or describe_failure(self._grid.world, label, error)
+        self._failure = self._failure or error
         self._changed.notify_all()
 
 
@@ -288,10 +302,10 @@ class PhasedStreamCommunicator:
             try:
                 for message in bucket.payloads:
                     for work in phase.run(message, self._grid):
-                        work.wait()  # makes the stream wait, not the host
+                        wait_for(work)  # makes the stream wait, not the host
                         self._works.append((work, bucket.label))
             except RuntimeError as error:
-                raise describe_failure(self._grid.world, bucket.label, error) from error
+                raise_failure(self._grid.world, bucket.label, error)
         sent.end = self._events[entry[0]] = mark_on(stream)
         sent.phases.append((phase.name, link, begun, sent.end))
         sent.start = sent.phases[0][2]
@@ -308,9 +322,9 @@ class PhasedStreamCommunicator:
         works, self._works = self._works, []
         for work, label in works:
             try:
-                work.wait()
+                wait_for(work)
             except RuntimeError as error:
-                raise describe_failure(self._grid.world, label, error) from error
+                raise_failure(self._grid.world, label, error)
         self._queues.begin()
         self._buckets.clear()
         self._events.clear()

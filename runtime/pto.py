@@ -22,7 +22,7 @@ from torch import Tensor
 from runtime.communicator import GRACE_S
 from runtime.errors import InputError, PlanMismatch
 from runtime.partition import longest_first
-from runtime.torch_compat import all_gather_single
+from runtime.torch_compat import all_gather_single, wait_for
 from runtime.world import MIN_TIMEOUT_S, World, check_timeout_s
 
 Item = TypeVar("Item")
@@ -124,9 +124,9 @@ class Pending:
         if self._work is not None:
             with world.naming(WHAT):
                 if self._gathered.is_cuda:
-                    self._work.wait()  # the backend's watchdog has the deadline
+                    wait_for(self._work)  # the backend's watchdog has the deadline
                 else:
-                    self._work.wait(timedelta(seconds=world.timeout_s + GRACE_S))
+                    wait_for(self._work, timedelta(seconds=world.timeout_s + GRACE_S))
             self._work = None
         return self._split.arranged(self._gathered)
 

@@ -40,7 +40,7 @@ from runtime.recorder import Recorder
 from runtime.report import Report, make_report
 from runtime.sharded import make_exchange
 from runtime.topology import Position, Topology
-from runtime.torch_compat import OUTSIDE, current_backward_id, leave_uncompiled
+from runtime.torch_compat import OUTSIDE, current_backward_id, is_out_of_memory, leave_uncompiled
 from runtime.trial import make_trial
 from runtime.updates import Updates
 from runtime.version import __version__
@@ -303,7 +303,9 @@ class Session:
             return self._make_exchange(adapt(loaded, self.world, self.parameters)), None
         except InputError as error:
             return None, str(error)
-        except (RuntimeError, MemoryError) as error:  # no memory
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
             return None, f"the plan's buckets cannot be laid out: {first_line(error)}"
 
     def report(self) -> Report:

@@ -34,7 +34,7 @@ from runtime.recorder import KEPT_STEPS
 from runtime.sharded import OwnPart, ShardedExchange
 from runtime.sharded_gradient import ShardedGradient
 from runtime.sharded_state import cut, gathered_state
-from runtime.torch_compat import all_gather_single, storage_uses
+from runtime.torch_compat import all_gather_single, storage_uses, wait_for
 from runtime.world import World
 
 
@@ -172,7 +172,7 @@ class ShardedStep:
             for part in parts:
                 with self._world.naming(doing):
                     for work in gather(part.whole, part.weights, group):
-                        work.wait()
+                        wait_for(work)
             marks.append(self._clock.mark())
         for home in self._homes:
             home.hand_out()

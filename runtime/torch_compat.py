@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import traceback
 from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -100,6 +102,21 @@ def leave_uncompiled(package: str) -> None:
     torch._dynamo.trace_rules.add(package)
 
 
+def wait_for(work: dist.Work, limit: timedelta | None = None) -> None:
+    """`work.wait()`, whose errors are told from those of other code; see `is_of_backend`."""
+    work.wait() if limit is None else work.wait(limit)
+
+
+def result_of(future: torch.futures.Future[Any]) -> Any:
+    """What a future holds, or raises: as with `wait_for`."""
+    return future.value()
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether there was no memory for a tensor; on a CPU torch has no class for that."""
+    return isinstance(error, MemoryError | torch.OutOfMemoryError) or "allocate memory" in str(error)
+
+
 # torch 2.13 renames both and warns about the old names.
 reduce_scatter_single: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 """(output, input, group=…): the sum over ranks of `input` (1-D, ranks · n), of which this rank gets its n."""
@@ -128,4 +145,23 @@ def meet(address: tuple[str, int], key: str, rank: int, ranks: int, timeout: tim
 
 def all_to_all_uneven(group: Any, output: torch.Tensor, given: torch.Tensor, gets: list[int], gives: list[int]) -> None:
     """From every rank of such a group its part for this one: `gets` and `gives` are lengths by rank (1-D tensors)."""
-    group.alltoall_base(output, given, gets, gives).wait()
+    wait_for(group.alltoall_base(output, given, gets, gives))
+
+
+_DISTRIBUTED = str(Path(dist.__file__).parent)
+_CALLS_OF_BACKEND = frozenset(function.__code__ for function in (wait_for, result_of, meet))
+
+
+def is_of_backend(error: BaseException) -> bool:
+    """Whether a backend raised the error, because a rank died or a network failed, say; not an operation on tensors, or
+    whatever else went wrong in this process.
+
+    torch has classes for some of these errors. The others are bare RuntimeErrors, of which the place tells: a call of
+    `torch.distributed`, or a wait for what that has started.
+    """
+    if isinstance(error, dist.DistError):
+        return True
+    if type(error) is not RuntimeError or error.__traceback__ is None:
+        return False
+    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+    return frame.f_code in _CALLS_OF_BACKEND or frame.f_code.co_filename.startswith(_DISTRIBUTED)

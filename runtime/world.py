@@ -17,6 +17,7 @@ from torch import Tensor
 
 from runtime.errors import CommunicationError, InputError, PlanMismatch, PlannerError
 from runtime.topology import Topology, Whereabouts
+from runtime.torch_compat import is_of_backend
 
 MIN_TIMEOUT_S = 30.0
 """Least deadline where none is given."""
@@ -86,6 +87,8 @@ class World:
                 use_local_synchronization=not whole,  # only members of a subgroup are here
             )
         except RuntimeError as error:
+            if not is_of_backend(error):
+                raise
             here = cls(rank=dist.get_rank(parent), ranks=dist.get_world_size(parent))
             raise CommunicationError(
                 f"rank {here.rank}: not all {here.ranks} ranks came to make a process group, {here.others} did not "
@@ -188,7 +191,8 @@ class World:
 
     @contextmanager
     def naming(self, what: str) -> Iterator[None]:
-        """Turns what a backend raises inside into an error that names this rank and `what`, the exchange.
+        """Turns what a backend raises inside into an error that names this rank and `what`, the exchange. Whatever else
+        is raised goes on as it is, errors of operations on tensors with a note.
 
         Raises:
             CommunicationError: another rank died or missed the deadline.
@@ -198,6 +202,9 @@ class World:
         except PlannerError:
             raise
         except RuntimeError as error:
+            if not is_of_backend(error):
+                note(error, self, what)
+                raise
             after = f", after {self.last!r}" if self.last else ""
             raise CommunicationError(
                 f"rank {self.rank}: {what}{after}: {self.others} died or did not answer within {self.timeout_s:g} s "
@@ -251,6 +258,13 @@ def _chunks(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
         chunks[-1].append(tensor)
         filled[kind] = filled.get(kind, 0) + size_bytes
     return [chunk for chunks in by_kind.values() for chunk in chunks]
+
+
+def note(error: Exception, world: World, label: str) -> None:
+    """Says with an error that came up in this process where it did, and that nobody else is to blame."""
+    error.add_note(
+        f"rank {world.rank}: {label}: this error came up in this process itself, not by another rank or the network"
+    )
 
 
 def first_line(error: BaseException) -> str:

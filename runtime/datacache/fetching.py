@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import get_worker_info
 
-from runtime.errors import CommunicationError, InputError, PlannerError
-from runtime.torch_compat import all_to_all_uneven, meet, store_address
+from runtime.errors import CommunicationError, InputError
+from runtime.torch_compat import all_to_all_uneven, is_of_backend, meet, store_address
 from runtime.world import first_line
 
 _INHERITED: list[Any] = []
@@ -131,9 +131,9 @@ class Fetcher:
     def _naming(self) -> Any:
         try:
             yield
-        except PlannerError:
-            raise
         except RuntimeError as error:
+            if not is_of_backend(error):
+                raise
             worker = get_worker_info()
             who = f"rank {self.rank}" + (f", worker {worker.id}" if worker else "")
             raise CommunicationError(

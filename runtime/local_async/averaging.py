@@ -20,6 +20,7 @@ from runtime.communicator import GRACE_S
 from runtime.errors import CommunicationError
 from runtime.local_async.report import KEPT, Averaging
 from runtime.plan import LocalAsyncSpec
+from runtime.torch_compat import wait_for
 from runtime.world import World
 
 RUNNING, DONE, STOPPING, FAILED = 0, 1, 2, 3
@@ -112,7 +113,7 @@ class Averager:
                             f"{self.world.timeout_s:g} s"
                         )
                     meanwhile(min(max(waited_s / 8, SHORTEST_LOOK_S), LONGEST_LOOK_S))
-                work.wait()
+                wait_for(work)
         self.world.last = what
 
     def _averages(self) -> list[tuple[Tensor, Tensor, Tensor]]:
