@@ -28,14 +28,17 @@ from planner.options import (
     Protect,
     Solver,
     SolverLimit,
+    entries_beginning,
     make_console,
     print_json,
+    print_table,
+    strategies_beginning,
 )
 from planner.rank_commands import compare, demo, profile, run
 from runtime.errors import InputError, PlannerError
 from runtime.version import __version__
 
-app = typer.Typer(add_completion=False, no_args_is_help=True, rich_markup_mode=None, pretty_exceptions_enable=False)
+app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, pretty_exceptions_enable=False)
 
 
 def _version(show: bool) -> None:
@@ -85,7 +88,7 @@ def optimize(
     max_delay: MaxDelay = None,
     max_memory_mib: MaxMemory = None,
 ) -> None:
-    """Decide how gradients travel; explain; prove how far from optimal."""
+    """Decide how gradients travel, and how far that is from optimal."""
     from planner.decide import optimize as decide
     from planner.outputs import check_writable
     from planner.passes import PASSES
@@ -140,7 +143,8 @@ def simulate(
         typer.Option(
             help="Strategies, comma-separated: wfbp, wfbp:layer, single, mg_wfbp, ddp, ddp:MIB, torus_2d, optimal, "
             "optimal:sharded-step; lossy ones: joint, joint:MAX_RATIO; ssd:STEPS; lap:UPDATERS, lpp:UPDATERS; for "
-            "comparison: slgs:DENSITY, lags:MAX_RATIO, hitopk:DENSITY, mb_sgd, l_sgd:STEPS, pl_sgd:STEPS."
+            "comparison: slgs:DENSITY, lags:MAX_RATIO, hitopk:DENSITY, mb_sgd, l_sgd:STEPS, pl_sgd:STEPS.",
+            autocompletion=strategies_beginning,
         ),
     ] = None,
     ranks: Annotated[
@@ -191,7 +195,7 @@ def simulate(
         return
     from planner.explain import simulation_table
 
-    make_console().print(simulation_table(results))
+    print_table(make_console(), simulation_table(results))
 
 
 def _items(option: str, text: str) -> list[str]:
@@ -212,7 +216,12 @@ def _counts(text: str | None) -> list[int] | None:
 
 @app.command()
 def catalog(
-    name: Annotated[str, typer.Argument(help="A name, for all that is known of it; or a part of one, to filter.")] = "",
+    name: Annotated[
+        str,
+        typer.Argument(
+            help="A name, for all that is known of it; or a part of one, to filter.", autocompletion=entries_beginning
+        ),
+    ] = "",
 ) -> None:
     """List models and clusters that others measured, by name."""
     from planner.catalog import search
@@ -275,7 +284,7 @@ def explain(
         str | None, typer.Option(help="A step measured with this plan (`session.report().save(...)`), to lay beside.")
     ] = None,
 ) -> None:
-    """Why each bucket of a plan is what it is: a table, a trace, a page."""
+    """Say why a plan is what it is: a table, a trace, a page."""
     from planner.pictures.files import check_outputs, load, write
 
     outputs = check_outputs(plan, measured, {"--trace": trace, "--html": html})
@@ -298,7 +307,7 @@ for command in (run, compare, demo):
 
 @app.command()
 def doctor() -> None:
-    """What is installed, which backends work here, and the cure for what does not."""
+    """Look at what is installed and works here, with cures."""
     from planner.doctor import examine
 
     findings = examine()

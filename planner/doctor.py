@@ -6,10 +6,12 @@ import importlib
 import importlib.metadata
 import os
 import platform
+import shutil
 import sys
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from planner.testbed.namespaces import Namespace, NoNamespaces
 from runtime.errors import PlannerError
 from runtime.version import __version__
 
@@ -41,7 +43,10 @@ def examine() -> list[Finding]:
     findings += [_package(name) for name in NEEDED]
     findings += [_package(name, cure, required=False) for name, cure in OPTIONAL.items()]
     if all(finding.ok for finding in findings if finding.what == "torch"):
-        findings += [_device(), _kernels(), *_backends(), _two_ranks()]
+        findings += [_device(), _kernels(), *_backends()]
+    findings += _emulation()
+    if any(finding.what == "gloo" for finding in findings):
+        findings.append(_two_ranks())
     return findings
 
 
@@ -103,6 +108,21 @@ def _backends() -> list[Finding]:
     ]
 
 
+def _emulation() -> list[Finding]:
+    """What `--emulate` needs."""
+    tools = {tool: shutil.which(tool) for tool in ("ip", "tc")}
+    found = [
+        Finding(tool, path is not None, path or "not found", "--emulate needs it: apt-get install iproute2", False)
+        for tool, path in tools.items()
+    ]
+    user = Finding("root", os.geteuid() == 0, f"user {os.geteuid()}", "--emulate needs it: sudo -E", required=False)
+    try:
+        Namespace.make().close()
+    except NoNamespaces as error:
+        return [*found, user, Finding("network namespaces", False, "cannot be made", str(error), required=False)]
+    return [*found, user, Finding("network namespaces", True, "can be made: --emulate works", required=False)]
+
+
 def _yes(there: bool) -> str:
     return "available" if there else "not available"
 
@@ -115,7 +135,9 @@ def _two_ranks() -> Finding:
         totals = run_ranks(LocalWorld(ranks=2, timeout_s=60.0), sum_of_ranks)
     except PlannerError as error:
         return Finding(what, False, str(error).splitlines()[0], cure)
-    return Finding(what, totals == [1.0, 1.0], f"an all-reduce of the ranks gives {totals[0]:g}, expected 1", cure)
+    if totals != [1.0, 1.0]:
+        return Finding(what, False, f"an all-reduce of 0 and 1 gives {totals[0]:g} and {totals[1]:g}, not 1", cure)
+    return Finding(what, True, "an all-reduce gives both the sum")
 
 
 def sum_of_ranks() -> float:

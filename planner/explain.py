@@ -9,6 +9,7 @@ from rich.table import Table
 
 from planner.loading import levels, loading_lines
 from planner.offer import ALLOWED
+from planner.options import print_table
 from planner.predict import Simulation
 from planner.profile.document import ComputeIntervals, Profile
 from planner.sources import counted, slower
@@ -247,13 +248,13 @@ def delay_line(plan: Plan) -> str:
 
 def print_plan(plan: Plan, console: Console, *, buckets: bool) -> None:
     """Summary, certificate and notes; with `buckets` the table of buckets and where the numbers came from too."""
-    console.print(summary_table(plan))
+    print_table(console, summary_table(plan))
     if buckets:
-        console.print(bucket_table(plan))
+        print_table(console, bucket_table(plan))
     tables = ((plan.frontier, frontier_table), (plan.delays, delay_table), (plan.updaters, updaters_table))
     for points, table in tables:
         if points:
-            console.print(table(plan))
+            print_table(console, table(plan))
     said = [f"accuracy {plan.accuracy}; {line}" for line in (updaters_line(plan), delay_line(plan)) if line]
     for line in filter(None, (*said, *interface_lines(plan), uncertainty_line(plan), certificate_text(plan))):
         console.print(line, highlight=False)

@@ -42,11 +42,15 @@ class TrainingJob:
 def load_job(spec: str) -> TrainingJob:
     """Calls the function that `path/to/file.py:name` or `package.module:name` points at.
 
+    From then on `sys.argv` of this process is the job's: its file or module, without arguments.
+
     Raises:
         InputError: the file, module or name is not found; the function raises or returns something else; the model
             has no trainable parameter.
     """
     where, name = find_job(spec)
+    # As when Python runs it: what parses arguments there must not get the command line of planner.
+    sys.argv = [where]
     module = _load_file(Path(where)) if where.endswith(".py") else _load_module(where)
     if not hasattr(module, name):
         near = difflib.get_close_matches(name, [n for n in vars(module) if not n.startswith("_")], n=3)

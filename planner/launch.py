@@ -160,11 +160,6 @@ class _Rank:
         self.process.join()
 
 
-def under_torchrun() -> bool:
-    """Whether a launcher has made this process one rank of a world."""
-    return "RANK" in os.environ and "WORLD_SIZE" in os.environ and "MASTER_ADDR" in os.environ
-
-
 def run_ranks(world: LocalWorld, function: Callable[..., T], *arguments: Any) -> list[T]:
     """Calls `function(*arguments)` on every local rank, inside an initialized process group.
 

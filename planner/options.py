@@ -69,11 +69,54 @@ Allow = Annotated[
         "drop-in."
     ),
 ]
-ProfileName = Annotated[str, typer.Argument(help="profile.json, or a name: MODEL or MODEL@CLUSTER (planner catalog).")]
+
+
+def models_beginning(incomplete: str) -> list[str]:
+    """Names of the catalog's profiles, for a shell that completes one."""
+    from planner.catalog import names
+
+    model, at, _ = incomplete.partition("@")
+    known = [f"{model}@{cluster}" for cluster in names("cluster")] if at else names("model")
+    return [name for name in known if name.startswith(incomplete)]
+
+
+def clusters_beginning(incomplete: str) -> list[str]:
+    """Likewise of its clusters."""
+    from planner.catalog import names
+
+    return [name for name in names("cluster") if name.startswith(incomplete)]
+
+
+def entries_beginning(incomplete: str) -> list[str]:
+    """Likewise of both."""
+    return [*models_beginning(incomplete), *clusters_beginning(incomplete)]
+
+
+def strategies_beginning(incomplete: str) -> list[str]:
+    """Names of strategies, for a shell that completes the last one of a list."""
+    from planner.strategies import STRATEGIES
+
+    before, comma, last = incomplete.rpartition(",")
+    return [f"{before}{comma}{name}" for name in STRATEGIES if name.startswith(last)]
+
+
+ProfileName = Annotated[
+    str,
+    typer.Argument(
+        help="profile.json, or a name: MODEL or MODEL@CLUSTER (planner catalog).", autocompletion=models_beginning
+    ),
+]
 ClusterName = Annotated[
     str | None,
-    typer.Option(help="cluster.json, or a name (planner catalog); default: the cluster measured with the profile."),
+    typer.Option(
+        help="cluster.json, or a name (planner catalog); default: the cluster measured with the profile.",
+        autocompletion=clusters_beginning,
+    ),
 ]
+
+
+UNWRAPPED = 100_000
+"""Wider than any table or line."""
 
 
 class Flags:
@@ -92,6 +135,14 @@ def make_console() -> Any:
     """Where tables go."""
     from rich.console import Console
 
-    # Into a pipe or a file, tables are as wide as they need; nothing is cut off. Names are printed as they are.
-    width = None if Console().is_terminal else 160
+    # Into a pipe or a file nothing is wrapped or cut off. Names are printed as they are.
+    width = None if Console().is_terminal else UNWRAPPED
     return Console(width=width, markup=False, emoji=False)
+
+
+def print_table(console: Any, table: Any) -> None:
+    """A table, with title and caption as lines of their own: rich would wrap them to the table's width."""
+    title, caption, table.title, table.caption = table.title, table.caption, None, None
+    for part, style in ((title, "table.title"), (table, None), (caption, "table.caption")):
+        if part is not None and part != "":
+            console.print(part, style=style, highlight=False)

@@ -8,7 +8,21 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from planner.options import MAX_STEPS, Backend, Device, Emulate, Flags, Job, Ranks, Timeout, make_console, print_json
+from planner.options import (
+    MAX_STEPS,
+    Backend,
+    Device,
+    Emulate,
+    Flags,
+    Job,
+    Ranks,
+    Timeout,
+    make_console,
+    print_json,
+    print_table,
+    strategies_beginning,
+)  # fmt: skip
+from planner.rank_options import RankOptions
 from runtime.errors import CheckFailed, InputError, PlanMismatch
 
 if TYPE_CHECKING:
@@ -42,15 +56,15 @@ def profile(
     ] = None,
 ) -> None:
     """Trace a job and measure its step and the links between ranks."""
+    where = RankOptions(ranks, device, backend, timeout_s, emulate)
     from planner.job import find_job
     from planner.launch import under_torchrun
     from planner.outputs import check_writable
     from planner.passes.local_async import check_updaters
     from planner.profile.request import make_request
     from planner.training import profile_rank
-    from planner.world import RankOptions, choose_device, is_first_rank, on_ranks
+    from planner.world import choose_device, is_first_rank, on_ranks
 
-    where = RankOptions(ranks, device, backend, timeout_s, emulate)
     if updaters is not None:
         check_updaters(updaters, "--updaters")
     request = make_request(measure_for, add_to, budget_s, updaters)
@@ -86,13 +100,13 @@ def run(
     """Train a job with a plan, or with plain DDP."""
     if not 1 <= steps <= MAX_STEPS:
         raise InputError(f"--steps: found {steps}, expected at least 1 and at most {MAX_STEPS}; correct it")
+    where = RankOptions(ranks, device, backend, timeout_s, emulate)
     from planner.job import find_job
     from planner.outputs import run_document, run_lines
     from planner.training import train_rank
-    from planner.world import RankOptions, choose_device, is_first_rank, on_ranks, planned_ranks
+    from planner.world import choose_device, is_first_rank, on_ranks, planned_ranks
     from runtime.plan import load_plan
 
-    where = RankOptions(ranks, device, backend, timeout_s, emulate)
     find_job(job)
     loaded = None if plan is None else load_plan(plan)
     if ranks is None and emulate is None and loaded is not None:
@@ -119,7 +133,9 @@ def compare(
     ],
     plan: Annotated[str, typer.Option(help="The plan to judge.")],
     profile: Annotated[str | None, typer.Option(help="profile.json, for predictions of what is not the plan.")] = None,
-    strategy: Annotated[str, typer.Option(help="Further strategies, by name; needs --profile.")] = "",
+    strategy: Annotated[
+        str, typer.Option(help="Further strategies, by name; needs --profile.", autocompletion=strategies_beginning)
+    ] = "",
     ranks: Ranks = None,
     steps: Annotated[int, typer.Option(help="Measured steps of each contestant.")] = 25,
     rounds: Annotated[
@@ -134,7 +150,11 @@ def compare(
         list[str] | None, typer.Argument(metavar="[-- ARGUMENTS]", help="Of a script: its own arguments.")
     ] = None,
 ) -> None:
-    """Measure no communication, the best DDP, DDP's hooks, strategies and the plan by turns in one run."""
+    """Measure a plan and the best of DDP by turns in one run.
+
+    Also what is not communicated at all, DDP's hooks, and further strategies.
+    """
+    where = RankOptions(ranks, device, backend, timeout_s, emulate)
     from planner.comparison.contestants import contestants, sweep
     from planner.comparison.measure import compare_rank
     from planner.comparison.picture import picture_text
@@ -143,12 +163,11 @@ def compare(
     from planner.outputs import check_writable
     from planner.problem import make_problem
     from planner.profile.document import load_profile
-    from planner.world import RankOptions, choose_device, is_first_rank, on_ranks, on_ranks_of_script, planned_ranks
+    from planner.world import choose_device, is_first_rank, on_ranks, on_ranks_of_script, planned_ranks
     from runtime.files import write_text
     from runtime.plan import load_plan
 
     rounds = check_rounds(steps, rounds)
-    where = RankOptions(ranks, device, backend, timeout_s, emulate)
     file, script = find_trained(job, arguments or [])
     if html is not None:
         check_writable(html, file, plan, profile)
@@ -194,7 +213,7 @@ def _print_comparison(comparison: Comparison) -> None:
 
     if comparison.cause is not None:
         typer.echo(comparison.cause)
-    make_console().print(comparison_table(comparison))
+    print_table(make_console(), comparison_table(comparison))
     typer.echo("\n".join([*comparison.verdicts, *failures(comparison)]))
 
 
@@ -205,12 +224,15 @@ def demo(
     timeout_s: Timeout = None,
     emulate: Emulate = None,
 ) -> None:
-    """The whole story on this machine: profile, optimize, train with DDP and with the plan, compare."""
+    """Show the whole story here: profile, optimize, train, compare.
+
+    On local ranks of this machine; a small model is trained with DDP and with the plan.
+    """
+    where = RankOptions(ranks, device, backend, timeout_s, emulate)
     from planner.demo import demo_rank
     from planner.outputs import demo_table
-    from planner.world import RankOptions, choose_device, is_first_rank, on_ranks
+    from planner.world import choose_device, is_first_rank, on_ranks
 
-    where = RankOptions(ranks, device, backend, timeout_s, emulate)
     result = on_ranks(where, demo_rank, choose_device(device), not Flags.as_json, timeout_s)[0]
     if not is_first_rank():
         return
@@ -222,4 +244,4 @@ def demo(
     console = make_console()
     typer.echo("\n".join(profile_lines(result.profile)))
     print_plan(result.plan, console, buckets=True)
-    console.print(demo_table(result))
+    print_table(console, demo_table(result))

@@ -9,7 +9,6 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -18,51 +17,12 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
-from planner.launch import GRACE_S, START_TIMEOUT_S, LocalWorld, end, run_ranks, threads_per_rank, under_torchrun
-from planner.testbed.emulation import MAX_RANKS, Emulation, parse_emulation
+from planner.launch import GRACE_S, START_TIMEOUT_S, LocalWorld, end, run_ranks, threads_per_rank
+from planner.rank_options import MAX_LOCAL_RANKS, RankOptions, under_torchrun
 from runtime.errors import EnvironmentFailure, InputError, PlanMismatch, PlannerError
-from runtime.world import World, check_timeout_s
+from runtime.world import World
 
 T = TypeVar("T")
-
-MAX_LOCAL_RANKS = MAX_RANKS
-
-
-@dataclass(frozen=True)
-class RankOptions:
-    """The options of every command that needs ranks."""
-
-    ranks: int | None = None
-    device: str = "auto"
-    backend: str | None = None
-    timeout_s: float | None = None
-    emulate: str | None = None
-    """An emulated cluster to run on, such as `4x1@1gbit`; None: this machine as it is."""
-
-    def __post_init__(self) -> None:
-        """Raises InputError where the deadline or the emulated cluster is none."""
-        if self.timeout_s is not None:
-            check_timeout_s(self.timeout_s, "--timeout-s")
-        emulation = self.emulation
-        if emulation is None:
-            return
-        if self.ranks not in (None, emulation.ranks):
-            raise InputError(
-                f"--ranks: found {self.ranks}, expected {emulation.ranks} as in --emulate {emulation.spec}; leave "
-                f"--ranks out"
-            )
-        if self.backend not in (None, "gloo"):
-            raise InputError(f"--backend: found {self.backend!r}, expected gloo on an emulated cluster; leave it out")
-
-    @property
-    def emulation(self) -> Emulation | None:
-        """What `emulate` says."""
-        return None if self.emulate is None else parse_emulation(self.emulate)
-
-    @property
-    def local_ranks(self) -> int:
-        """How many ranks to start where no launcher has."""
-        return self.emulation.ranks if self.emulation else 2 if self.ranks is None else self.ranks
 
 
 def on_ranks(options: RankOptions, function: Callable[..., T], *arguments: Any) -> list[T]:
@@ -85,15 +45,8 @@ def on_ranks(options: RankOptions, function: Callable[..., T], *arguments: Any) 
         ranks=count, device=device, backend=backend, timeout_s=options.timeout_s, emulation=options.emulation
     )
     if under_torchrun():
-        if options.emulation is not None:
-            raise InputError("--emulate: torchrun has started the ranks already; start the command without torchrun")
         _join(world, given_ranks=options.ranks)
         return _on_this_rank(world, function, arguments)
-    if not 1 <= count <= MAX_LOCAL_RANKS:
-        raise InputError(
-            f"--ranks: found {count}, expected at least 1 and at most {MAX_LOCAL_RANKS} on one machine; correct it, or "
-            f"start more with torchrun"
-        )
     return run_ranks(world, function, *arguments)
 
 

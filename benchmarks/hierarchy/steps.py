@@ -17,9 +17,10 @@ from planner.passes.joint import Joint
 from planner.passes.merge import Merge
 from planner.passes.topology import Topology
 from planner.problem import Problem, make_problem
+from planner.rank_options import RankOptions
 from planner.strategies import make_schedule
 from planner.strategies.optimal import best_baseline
-from planner.world import RankOptions, on_ranks
+from planner.world import on_ranks
 
 NAMED = ("ddp", "torus_2d", "slgs:0.01", "hitopk:0.01")
 

@@ -12,8 +12,9 @@ from planner.comparison.report import values_by_name
 from planner.comparison.statistics import median_interval, ratio_interval
 from planner.ir import Schedule
 from planner.problem import Problem, make_problem
+from planner.rank_options import RankOptions
 from planner.simulator import simulate_schedule
-from planner.world import RankOptions, on_ranks
+from planner.world import on_ranks
 
 LINKS = ("2x1@1gbit", "2x1@200mbit", "2x1@100mbit", "2x1@50mbit", "2x1@20mbit")
 SLGS, LAGS = "SLGS", "LAGS"

@@ -43,7 +43,7 @@ class Emulation:
     spec: str
     """As it was written, without the kind."""
     kind: Kind | None = None
-    """None: namespaces where they can be had, else sleeping."""
+    """None: namespaces."""
 
     @property
     def ranks(self) -> int:

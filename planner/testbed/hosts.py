@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 from planner.testbed.emulation import Emulation, mark
 from planner.testbed.namespaces import Namespace, NoNamespaces
-from planner.testbed.wiring import INTERFACE, host_address, wire
+from planner.testbed.wiring import INTERFACE, check_tools, host_address, wire
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,11 +104,8 @@ class EmulatedHosts(Hosts):
 def emulated_hosts(emulation: Emulation) -> Iterator[EmulatedHosts]:
     """The hosts of an emulated cluster, for as long as the block runs.
 
-    Where namespaces cannot be had and were not asked for by name, the hosts' links are slept; that is said on standard
-    error, and results are marked so.
-
     Raises:
-        NoNamespaces: asked for by name, and not to be had.
+        NoNamespaces: they cannot be had, and sleeping was not asked for by name.
         EnvironmentFailure: a host did not come up within its deadline.
     """
     hosts = _make(emulation)
@@ -125,10 +121,22 @@ def _make(emulation: Emulation) -> EmulatedHosts:
     try:
         return EmulatedHosts.make(emulation)
     except NoNamespaces as error:
-        if emulation.kind == "namespaces":
-            raise NoNamespaces(f"{error}; or emulate by sleeping: --emulate sleep:{emulation.spec}") from error
-        print(f"planner: {error}. Ranks sleep instead, and results are marked so (emulated: sleep).", file=sys.stderr)
-        return EmulatedHosts(replace(emulation, kind="sleep"))
+        raise _or_sleep(error, emulation) from error
+
+
+def check_namespaces(emulation: Emulation) -> None:
+    """Raises NoNamespaces, with the cure, where this machine cannot emulate a cluster by them; takes a moment."""
+    try:
+        check_tools()
+        Namespace.make().close()
+    except NoNamespaces as error:
+        raise _or_sleep(error, emulation) from error
+
+
+def _or_sleep(error: NoNamespaces, emulation: Emulation) -> NoNamespaces:
+    return NoNamespaces(
+        f"--emulate: {error}; or let ranks sleep instead, less like a cluster: --emulate sleep:{emulation.spec}"
+    )
 
 
 @contextmanager

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import sys
 import threading
 from collections.abc import Callable
 from contextlib import suppress
@@ -82,7 +83,8 @@ def _unshare() -> int:
         why = os.strerror(ctypes.get_errno())
         raise NoNamespaces(
             f"a network namespace cannot be made ({why}): expected root with CAP_SYS_ADMIN and CAP_NET_ADMIN, found "
-            f"user {os.geteuid()}; run as root (in a container: with --privileged, or both capabilities)"
+            f"user {os.geteuid()}; run as root (`sudo -E {sys.executable} -m planner …`; in a "
+            f"container: with --privileged, or both capabilities)"
         )
     return os.open("/proc/thread-self/ns/net", os.O_RDONLY | os.O_CLOEXEC)
 

@@ -41,6 +41,13 @@ def host_address(host: int) -> str:
     return f"10.77.{host // 250}.{host % 250 + 1}"
 
 
+def check_tools() -> None:
+    """Raises NoNamespaces where iproute2 is missing."""
+    for tool in ("ip", "tc"):
+        if shutil.which(tool) is None:
+            raise NoNamespaces(f"{tool}: not found; expected iproute2 (Debian, Ubuntu: apt-get install iproute2)")
+
+
 def wire(switch: Namespace, hosts: Sequence[Namespace], bits_per_s: float) -> None:
     """Connects the hosts and shapes what each of them sends; returns when every host reaches the switch.
 
@@ -48,9 +55,7 @@ def wire(switch: Namespace, hosts: Sequence[Namespace], bits_per_s: float) -> No
         NoNamespaces: iproute2 is missing, or the kernel lacks bridges, veth pairs or tbf.
         EnvironmentFailure: a host did not come up within the deadline.
     """
-    for tool in ("ip", "tc"):
-        if shutil.which(tool) is None:
-            raise NoNamespaces(f"{tool}: not found; expected iproute2 (Debian, Ubuntu: apt-get install iproute2)")
+    check_tools()
     lines = ["link set lo up", f"link add switch mtu {_MTU_BYTES} type bridge", "link set switch up"]
     lines += [f"addr add {SWITCH_ADDRESS}/{_PREFIX} dev switch"]
     for number, host in enumerate(hosts):

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 from builders import cluster_document, usual_document, write
+from rich.table import Table
 
 from planner import optimize, simulate
 from planner.cli import main
+from planner.options import make_console, print_table
 from planner.sources import counted
 from runtime.plan import load_plan
 from runtime.version import __version__
@@ -63,6 +67,42 @@ def test_version_and_help(command: Command) -> None:
     for name in ("profile", "optimize", "simulate", "explain", "run", "demo", "doctor"):
         assert f"  {name}" in overview.out
         assert command(name, "--help").code == 0
+
+
+def test_no_summary_is_cut_at_the_width_of_a_terminal(command: Command) -> None:
+    assert "..." not in command("--help").out.partition("Commands:")[2]
+
+
+@pytest.mark.parametrize(
+    ("typed", "completed"),
+    [
+        ("planner doc", ["doctor"]),
+        ("planner --inst", ["--install-completion"]),
+        ("planner simulate resnet1", ["resnet101", "resnet152"]),
+        ("planner optimize gpt2@k80-10", ["gpt2@k80-10gbe"]),
+        ("planner simulate gpt2 --cluster k80-10", ["k80-10gbe"]),
+        ("planner simulate gpt2 --strategy ddp,mg", ["ddp,mg_wfbp"]),
+        ("planner catalog k80-10", ["k80-10gbe"]),
+    ],
+)
+def test_tab_completes_commands_strategies_and_names(typed: str, completed: list[str]) -> None:
+    words = {"COMP_WORDS": typed, "COMP_CWORD": str(len(typed.split()) - 1), "_PLANNER_COMPLETE": "complete_bash"}
+    done = subprocess.run(
+        [sys.executable, "-m", "planner"], env=os.environ | words, capture_output=True, text=True, check=True
+    )
+    assert set(completed) <= set(done.stdout.split()), done.stderr
+
+
+def test_what_goes_into_a_pipe_is_not_wrapped(capsys: pytest.CaptureFixture[str]) -> None:
+    table = Table(title="title " * 60, caption="caption " * 60)
+    table.add_column("a" * 400)
+    print_table(make_console(), table)
+    make_console().print("word " * 100)
+    lines = capsys.readouterr().out.splitlines()
+    assert ("title " * 60).strip() in lines[0]
+    assert any("a" * 400 in line for line in lines)
+    assert ("caption " * 60).strip() in lines[-2]
+    assert ("word " * 100).strip() in lines[-1]
 
 
 WRONG_CALLS: list[tuple[list[str], str]] = [

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import subprocess
+import sys
 from typing import Any
 
 import pytest
 from builders import usual_document
 
-from planner import optimize
+from planner import doctor, optimize
 from planner.cli import main
 from planner.cost.model import communication_cost
 from planner.profile.document import parse_cluster, parse_profile
@@ -118,23 +119,52 @@ def refuse() -> Namespace:
     raise NoNamespaces("a network namespace cannot be made (on purpose)")
 
 
-def test_without_privileges_ranks_sleep_and_it_is_said(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(Namespace, "make", refuse)
-    with emulated_hosts(parse_emulation("2x2@1gbit")) as hosts:
+def test_ranks_sleep_where_that_is_asked_for() -> None:
+    with emulated_hosts(parse_emulation("sleep:2x2@1gbit")) as hosts:
         assert hosts.emulation.kind == "sleep"
         assert not hosts.namespaces
         places = [hosts.place(rank) for rank in range(4)]
         assert [(place.host, place.local_rank) for place in places] == [(0, 0), (0, 1), (1, 0), (1, 1)]
-    said = capsys.readouterr().err
-    assert "cannot be made (on purpose)" in said
-    assert "emulated: sleep" in said
-    with (
-        pytest.raises(NoNamespaces, match=r"on purpose.*--emulate sleep:2x2@1gbit"),
-        emulated_hosts(parse_emulation("namespaces:2x2@1gbit")),
-    ):
+
+
+@pytest.mark.parametrize("spec", ["2x2@1gbit", "namespaces:2x2@1gbit"])
+def test_without_privileges_it_is_refused_with_the_cure(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], spec: str
+) -> None:
+    monkeypatch.setattr(Namespace, "make", refuse)
+    told = r"--emulate: a network namespace cannot be made \(on purpose\); or let ranks sleep .*sleep:2x2@1gbit"
+    with pytest.raises(NoNamespaces, match=told), emulated_hosts(parse_emulation(spec)):
         pass
+    monkeypatch.setattr("planner.launch.run_ranks", None)  # nothing is started
+    with pytest.raises(SystemExit) as ended:
+        main(["demo", "--emulate", spec])
+    assert ended.value.code == 3
+    assert "cannot be made (on purpose)" in capsys.readouterr().err
+
+
+def test_doctor_says_what_emulation_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Namespace, "make", refuse)
+    monkeypatch.setattr("shutil.which", lambda tool: None)
+    found = {finding.what: finding for finding in doctor._emulation()}
+    assert set(found) == {"ip", "tc", "root", "network namespaces"}
+    assert not any(found[what].ok for what in ("ip", "tc", "network namespaces"))
+    assert "apt-get install iproute2" in found["tc"].cure
+    assert "on purpose" in found["network namespaces"].cure
+
+
+@pytest.mark.parametrize("options", [["--ranks", "0"], ["--emulate", "4x"], ["--ranks", "3", "--emulate", "2x1@1gbit"]])
+@pytest.mark.parametrize(
+    "command", ["profile job.py:job", "run job.py:job", "compare job.py:job --plan p.json", "demo"]
+)
+def test_wrong_ranks_and_shapes_are_refused_before_torch_is_imported(command: str, options: list[str]) -> None:
+    script = (
+        "import sys\nfrom planner.cli import main\n"
+        "try:\n    main(sys.argv[1:])\nexcept SystemExit as ended:\n    print(ended.code, 'torch' in sys.modules)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script, *command.split(), *options], capture_output=True, text=True, check=True
+    )
+    assert done.stdout == "2 False\n", done.stderr
 
 
 def test_too_few_privileges_are_named(monkeypatch: pytest.MonkeyPatch) -> None:

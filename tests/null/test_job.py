@@ -46,6 +46,7 @@ def _clean_imports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[
     """In a folder with jobs.py and a package; what is imported is forgotten afterwards."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr(sys, "argv", list(sys.argv))
     (tmp_path / "jobs.py").write_text(SOUND)
     (tmp_path / "kit").mkdir()
     (tmp_path / "kit" / "__init__.py").touch()
@@ -173,3 +174,12 @@ def test_script_may_be_called_like_an_imported_module(tmp_path: Path) -> None:
     assert isinstance(load_job("json.py:job"), TrainingJob)
     assert isinstance(load_job("my-job 1.py:job"), TrainingJob)
     assert sys.modules["json"] is json
+
+
+def test_a_job_that_parses_arguments_gets_none_of_planners(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["planner", "run", "parses.py:job", "--ranks", "2"])
+    path = tmp_path / "parses.py"
+    parsing = "import argparse\nfound = argparse.ArgumentParser().parse_known_args()[1]\n"
+    path.write_text(f"{parsing}{SOUND}\nassert found == []\n")
+    assert isinstance(load_job(f"{path}:job"), TrainingJob)
+    assert sys.argv == [str(path)]
