@@ -22,7 +22,7 @@ from planner.options import (
     print_table,
     strategies_beginning,
 )  # fmt: skip
-from planner.rank_options import RankOptions
+from planner.rank_options import RankOptions, under_torchrun
 from runtime.errors import CheckFailed, InputError, PlanMismatch
 
 if TYPE_CHECKING:
@@ -58,7 +58,6 @@ def profile(
     """Trace a job and measure its step and the links between ranks."""
     where = RankOptions(ranks, device, backend, timeout_s, emulate)
     from planner.job import find_job
-    from planner.launch import under_torchrun
     from planner.outputs import check_writable
     from planner.passes.local_async import check_updaters
     from planner.profile.request import make_request
