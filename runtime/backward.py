@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from runtime.buckets import Slot
 from runtime.errors import InputError
 from runtime.exchange import Exchange
-from runtime.hooks import ModuleHook
+from runtime.hooks import HookWatch, ModuleHook
 from runtime.torch_compat import OUTSIDE, current_backward_id, queue_backward_callback, tree_leaves
 from runtime.watch import ModelWatch
 
@@ -39,6 +39,7 @@ class BackwardLife:
             step_done: called at the end of each backward that exchanges.
         """
         self._model, self._watch, self._exchange, self._step_done = model, watch, exchange, step_done
+        self._hooks = HookWatch(model)
         self.synchronizing = True
         """Whether forwards are now followed by an exchange; False in `no_sync`."""
         self._reached: bool | None = None
@@ -59,7 +60,7 @@ class BackwardLife:
 
     def admit_to(self, exchange: Exchange) -> None:
         """Hooks the parameters: their gradients go to this exchange, when a step is on."""
-        exchange.install(self._admit, self._begin_again)
+        exchange.install(self._admit, self._begin_again, self._hooks.may_look)
 
     # One step, in the order in which it happens.
 
@@ -84,7 +85,7 @@ class BackwardLife:
                 if tensor.is_leaf:
                     self._returned_leaf = self._returned_leaf or self.synchronizing
                 else:
-                    tensor.register_hook(reached)
+                    HookWatch.on_output(tensor, reached)
 
     def _backward_reaches_output(self, synchronizing: bool, _gradient: Tensor) -> None:
         """Whether this backward reaches parameters is not known yet: `torch.autograd.grad` does not."""

@@ -48,9 +48,9 @@ class Slot:
     touched: bool = False
     """Whether a backward has produced a gradient since the last exchange (also without synchronization)."""
 
-    def take(self, scale: float) -> None:
+    def take(self, scale: float, *, apart: bool = False) -> None:
         """Moves `.grad`, times `scale`, into the view and makes the view the parameter's `.grad`. Where a hook has let
-        go of `.grad`, it is zeros, as with DDP.
+        go of `.grad`, it is zeros, as with DDP. With `apart`, `.grad` stays what it is.
         """
         gradient = self.parameter.grad
         if gradient is self.view:
@@ -63,14 +63,17 @@ class Slot:
             self.view.zero_()
         else:
             self.refuse_graph(gradient)
+            if apart and gradient.dtype != self.view.dtype:  # else torch refuses it as `.grad`
+                raise RuntimeError(f"the gradient of {self.name} is {gradient.dtype}, expected {self.view.dtype}")
             torch.mul(gradient, scale, out=self.view)
-        self.parameter.grad = self.view
+        if not apart:
+            self.parameter.grad = self.view
 
-    def place(self, view: Tensor) -> None:
+    def place(self, view: Tensor, *, follow: bool = True) -> None:
         """Makes `view` the gradient's place. A view that is `.grad` becomes it, for gradients are added up there; one
-        that is not stays where it is, with whoever has kept it.
+        that is not, or does not `follow`, stays where it is, with whoever has kept it.
         """
-        if hasattr(self, "view") and self.parameter.grad is self.view:
+        if follow and hasattr(self, "view") and self.parameter.grad is self.view:
             self.view.data = view
         else:
             self.view = view
@@ -161,12 +164,12 @@ class Message:
     def __post_init__(self) -> None:
         self.place(self.flat)
 
-    def place(self, flat: Tensor) -> None:
-        """Lays the gradients out in `flat`, in order; views that exist already go there."""
+    def place(self, flat: Tensor, *, follow: bool = True) -> None:
+        """Lays the gradients out in `flat`, in order; see `Slot.place`."""
         self.flat, self.storage = flat, flat.untyped_storage()
         offset = 0
         for slot in self.slots:
-            slot.place(view_of(flat, offset, slot.parameter))
+            slot.place(view_of(flat, offset, slot.parameter), follow=follow)
             offset += slot.parameter.numel()
 
     @property
@@ -227,6 +230,11 @@ class BucketBuffer:
                     f"bucket: keep `.grad.clone()`, or zero all gradients alike"
                 )
         message.place(message.flat.clone())
+        self._find_runs()
+
+    def part(self, message: Message) -> None:
+        """Gives one message other memory; `.grad`s stay where they are."""
+        message.place(torch.zeros_like(message.flat), follow=False)
         self._find_runs()
 
     def take_small(self, scale: float) -> None:

@@ -7,10 +7,11 @@ old one made stay as they are, in the old one's memory, until nobody refers to t
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from runtime.buckets import BucketBuffer, Kept, Parcel, Slot, UsageFlags
@@ -62,6 +63,10 @@ class Exchange:
         self._next = 0
         self.open = False
         """Whether a backward gives its gradients now."""
+        self._may_part = plan.accuracy == "exact" and not plan.sharded
+        """Whether every `.grad` is the plain average of what ranks have."""
+        self._apart = False
+        """Whether `.grad`s are none of the buckets' memory in this step, for hooks may look at them."""
         self._hooks: dict[str, GradientHook] = {}
 
     def _lay_out(
@@ -69,14 +74,15 @@ class Exchange:
     ) -> tuple[list[Slot], list[BucketBuffer], UsageFlags | None]:
         return make_buckets(self.plan, parameters, ranks, self._position)
 
-    def install(self, admit: Callable[[], bool], again: Callable[[Slot], None]) -> None:
+    def install(self, admit: Callable[[], bool], again: Callable[[Slot], None], may_look: Callable[[], bool]) -> None:
         """Hooks the parameters.
 
         Args:
             admit: called for the first gradient of a backward; whether it is exchanged, and if so calls `begin`.
             again: called for a gradient that has come in this step already.
+            may_look: whether hooks may look at gradients of this backward, also at those that are on their way.
         """
-        self._admit, self._again = admit, again
+        self._admit, self._again, self._may_look = admit, again, may_look
         for name in self._parameters.keys() - set(self.plan.gradients):
             self._hooks[name] = GradientHook(self._parameters[name], partial(refuse_unplanned, name))
         here = weakref.ref(self)
@@ -108,12 +114,13 @@ class Exchange:
         bucket = slot.bucket
         bucket.waiting -= 1
         try:
-            if slot.large:
-                slot.take(self._scale)
+            if slot.large or self._apart:
+                slot.take(self._scale, apart=self._apart)
             if bucket.waiting:
                 self._recorder.ready(slot.index)
                 return
-            bucket.take_small(self._scale)
+            if not self._apart:
+                bucket.take_small(self._scale)
         except RuntimeError as error:
             raise explain_failed_move(error, bucket) from error
         self._recorder.ready(slot.index)
@@ -123,6 +130,9 @@ class Exchange:
         """The first gradient of a step is here."""
         self._views.restore()
         self.carried.begin()
+        self._apart = self._may_part and not self.carried.active and self._may_look()
+        if self._apart:
+            self._views.part()
         self.open = True
         self._next = 0
         for bucket in self.buckets:
@@ -165,8 +175,20 @@ class Exchange:
 
     def _settle(self, carries: bool) -> None:
         """Everything has come; `carries`: whether something stays from step to step."""
-        if self._kept:
-            self._settle_missing(carries)
+        unused = self._settle_missing(carries) if self._kept else set()
+        if self._apart:
+            self._copy_averages([slot for slot in self.slots if slot.index not in unused])
+
+    def _copy_averages(self, slots: Sequence[Slot]) -> None:
+        """Into `.grad`s apart from the buckets: as with DDP, what a hook has kept of them becomes the average."""
+        gradients = []
+        for slot in slots:
+            gradient = slot.parameter.grad
+            if gradient is None or gradient is slot.view:
+                gradient = slot.parameter.grad = torch.empty_like(slot.view)
+            gradients.append(gradient)
+        if slots:
+            torch._foreach_copy_(gradients, [slot.view for slot in slots])
 
     def _wait_for(self, bucket: BucketBuffer | None) -> None:
         """Until a bucket has come, or all have: later ones travel while it is unpacked."""
@@ -200,9 +222,9 @@ class Exchange:
                 slot.clear_view()
                 slot.view.zero_()
                 slot.parameter.grad = slot.view
-            elif slot.large:
-                slot.take(self._scale)
-        if bucket.waiting:
+            elif slot.large or self._apart:
+                slot.take(self._scale, apart=self._apart)
+        if bucket.waiting and not self._apart:
             bucket.take_small(self._scale)
 
     def _holds_back(self, bucket: BucketBuffer) -> bool:
@@ -214,8 +236,9 @@ class Exchange:
         lossy = [(bucket, bucket.lossy) for bucket in self.buckets]
         return [LossyBucket(bucket, one) for bucket, one in lossy if one is not None and one.by_magnitude]
 
-    def _settle_missing(self, carries: bool) -> None:
-        """A parameter that no rank used keeps its `.grad`; one that another rank used gets the average.
+    def _settle_missing(self, carries: bool) -> set[int]:
+        """A parameter that no rank used keeps its `.grad`; one that another rank used gets the average. Returns the
+        places in the plan of the former.
 
         What was held back of a parameter, where any is carried, may come in a step that nobody uses it in: it is added.
         """
@@ -228,7 +251,9 @@ class Exchange:
                 kept.add()
             else:
                 kept.give_back()
+        unused = {kept.slot.index for kept in self._kept} - used
         self._kept.clear()
+        return unused
 
     # What ends a step in another way, and the exchange.
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from runtime.torch_compat import accumulator_of
 
@@ -64,6 +65,7 @@ class GradientHook:
         self._handles = [node.register_hook(self._after)]
         if self._before is not None:
             self._handles.append(node.register_prehook(self._before))
+        HookWatch.own += len(self._handles)
 
     def renew(self) -> bool:
         """Goes over to the parameter's node of now; whether that is another one: `parameter.data = …` of another dtype
@@ -80,3 +82,36 @@ class GradientHook:
         """Takes the hooks off."""
         for handle in self._handles:
             handle.remove()
+
+
+class HookWatch:
+    """Tells whether hooks of the user's may look at gradients while a backward runs; a look takes no time without any.
+
+    Hooks on parameters and modules are looked for where torch has given out handles that are not ours. Hooks on what a
+    forward computes cannot be found, but are registered in every one.
+    """
+
+    own = 0
+    """Handles that torch has given to sessions while they run."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._given: int | None = None
+        self._found = False
+
+    @classmethod
+    def on_output(cls, output: Tensor, hook: Callable[[Tensor], None]) -> None:
+        """Registers a session's own hook."""
+        output.register_hook(hook)
+        cls.own += 1
+
+    def may_look(self) -> bool:
+        """To be asked once in each backward."""
+        given = RemovableHandle.next_id - self.own
+        news = self._given is not None and given != self._given
+        if self._given is None or news or self._found:
+            self._found = any(
+                one._backward_hooks or one._post_accumulate_grad_hooks for one in self._model.parameters()
+            ) or any(one._backward_hooks or one._backward_pre_hooks for one in self._model.modules())
+        self._given = given
+        return self._found or news

@@ -42,3 +42,11 @@ class ViewGuard:
             bucket.move(message)
         if moved:
             self._remember()
+
+    def part(self) -> None:
+        """Leaves buffers to the `.grad`s that are in them, which stay what they are."""
+        parted = [(b, m) for b, m, _ in self._uses if any(slot.parameter.grad is slot.view for slot in m.slots)]
+        for bucket, message in parted:
+            bucket.part(message)
+        if parted:
+            self._remember()

@@ -146,6 +146,42 @@ def on_nodes() -> dict[str, bool]:
     return like_ddp(loop, large_and_small)
 
 
+def at_others(how: str) -> dict[str, bool]:
+    """Hooks look at, keep or change gradients that are on their way already: DDP has copied those before."""
+
+    def loop(side: Side) -> list[Any]:
+        found: list[Any] = []
+        parameters = list(side.model.parameters())
+
+        def look(*_: Any) -> None:
+            found.append([clone(p.grad) for p in parameters])
+
+        def clamp_all(_: nn.Parameter) -> None:
+            for parameter in parameters:
+                if parameter.grad is not None:
+                    parameter.grad.clamp_(-0.002, 0.002)
+
+        steps(side, [0])
+        layer = side.model[2]
+        register: dict[str, Callable[[], Any]] = {
+            "seen": lambda: parameters[2].register_post_accumulate_grad_hook(look),
+            "kept": lambda: [p.register_post_accumulate_grad_hook(lambda p: found.append(p.grad)) for p in parameters],
+            "changed": lambda: parameters[2].register_post_accumulate_grad_hook(clamp_all),
+            "in module hooks": lambda: layer.register_full_backward_hook(look),
+            "in hooks on outputs": lambda: layer.register_forward_hook(
+                lambda _m, _i, o: o.register_hook(look) and None
+            ),
+        }
+        register[how]()
+        for step in range(1, STEPS):
+            side.optimizer.zero_grad(set_to_none=step % 2 > 0)
+            loss_of(side, step).backward()
+            side.optimizer.step()
+        return sorted(found, key=lambda one: tuple(one.shape)) if how == "kept" else found
+
+    return like_ddp(loop, large_and_small)
+
+
 def stepping() -> dict[str, bool]:
     """An optimizer for each parameter steps in a hook and lets go of `.grad`: on each rank alone, as with DDP."""
 
@@ -171,7 +207,9 @@ def converted(how: str) -> dict[str, bool]:
     """Parameters get another dtype and their own back, which gives them new nodes; as with DDP that never saw it."""
 
     def loop(side: Side) -> None:
-        part = side.model if how == "whole" else side.model[2]
+        part = side.model if how != "part" else side.model[2]
+        if how == "hooked":
+            register(side.model, _clamped)
         for step in range(STEPS):
             if side.session is not None and step == 2:
                 part.bfloat16().to(torch.get_default_dtype())
@@ -230,6 +268,10 @@ HOOK_CHECKS: dict[str, Callable[[], dict[str, bool]]] = {
     "in_hooks-accumulated": in_accumulation,
     "in_hooks-on nodes": on_nodes,
     "in_hooks-stepping": stepping,
+    **{
+        f"in_hooks-at others, {how}": partial(at_others, how)
+        for how in ("seen", "kept", "changed", "in module hooks", "in hooks on outputs")
+    },
     **{f"in_hooks-{kind}": partial(other_plans, kind) for kind in KINDS},
-    **{f"converted_and_back-{how}": partial(converted, how) for how in ("whole", "part")},
+    **{f"converted_and_back-{how}": partial(converted, how) for how in ("whole", "part", "hooked")},
 }
