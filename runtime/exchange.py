@@ -24,7 +24,7 @@ from runtime.plan import Plan
 from runtime.recorder import Recorder
 from runtime.topology import Position
 from runtime.views import ViewGuard
-from runtime.watch import explain_failed_move, refuse_unplanned
+from runtime.watch import raise_failed_move, refuse_unplanned
 
 
 class Exchange:
@@ -122,7 +122,7 @@ class Exchange:
             if not self._apart:
                 bucket.take_small(self._scale)
         except RuntimeError as error:
-            raise explain_failed_move(error, bucket) from error
+            raise_failed_move(error, bucket)
         self._recorder.ready(slot.index)
         self._launch_complete()
 
@@ -203,7 +203,7 @@ class Exchange:
             try:
                 self._fill_missing(bucket)
             except RuntimeError as error:
-                raise explain_failed_move(error, bucket) from error
+                raise_failed_move(error, bucket)
             self._launch(bucket)
 
     def _fill_missing(self, bucket: BucketBuffer) -> None:

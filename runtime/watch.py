@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from itertools import chain
 from operator import is_
-from typing import Any
+from typing import Any, NoReturn
 
 from torch import Tensor, nn
 
@@ -108,28 +108,28 @@ def refuse_unplanned(name: str, _nothing: Any, gradients: tuple[Tensor | None]) 
     )
 
 
-def explain_failed_move(error: RuntimeError, bucket: BucketBuffer) -> Exception:
-    """What to raise where gradients could not be moved into their bucket: in the user's words where the reason is a
-    parameter that has another dtype, device or shape than at attach, or a sparse gradient; else the error itself.
+def raise_failed_move(error: RuntimeError, bucket: BucketBuffer) -> NoReturn:
+    """Raise what explains that gradients could not be moved into their bucket: InputError where a parameter has another
+    dtype, device or shape than at attach, or a gradient is sparse; else the error itself.
     """
     for slot in bucket.slots:
         found, then = _form(slot.parameter), _form(slot.view)
         if found != then:
-            return InputError(
+            raise InputError(
                 f"{slot.name} is {found} now and was {then} when the model was attached (model.half() or "
                 f"model.to(...) does that); expected it unchanged: convert the model before attach; now {CURE}"
-            )
+            ) from error
         if slot.parameter.grad_dtype != slot.view.dtype:
-            return InputError(
+            raise InputError(
                 f"{slot.name} has the grad_dtype {slot.parameter.grad_dtype} now; expected {slot.view.dtype}, that of "
                 f"the parameter, as when the model was attached: leave grad_dtype as it is"
-            )
+            ) from error
     if "sparse" in str(error).lower():
-        return InputError(
+        raise InputError(
             f"{bucket.label}: a gradient is sparse (functional.embedding with sparse=True makes such); expected dense "
             f"ones: leave sparse=True out"
-        )
-    return error
+        ) from error
+    raise error
 
 
 def _is_trained(parameter: Tensor) -> bool:
