@@ -126,10 +126,10 @@ class Run:
         if self.retired:
             return
         self.label = "end"
-        session = getattr(self.side, "session", None)
+        session = self.side.watched()
         self._check_servers()
         state: Any = None
-        if session is not None and self.script.kind == "sharded":
+        if session is not None and not self.dropped and self.script.kind == "sharded":
             state = session.optimizer_state_dict()
         self.side.leave()
         if self.second is not None:
@@ -353,7 +353,7 @@ class Run:
         self._note_model(model)
 
     def _after_update(self) -> None:
-        session = getattr(self.side, "session", None)
+        session = self.side.watched()
         if self.servers is None and session is not None and session.delay is not None and session.delay.active:
             self.servers = Servers(self.model, self.momenta)
         for scheduler in self.schedulers:
@@ -368,7 +368,7 @@ class Run:
             self.note(what, torch.from_numpy(value) if what.endswith("numpy") else value)
 
     def _check_servers(self) -> None:
-        session = getattr(self.side, "session", None)
+        session = self.side.watched()
         if self.servers is None or session is None or session.delay is None:
             return
         with session.global_weights():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -29,6 +30,7 @@ class DDPSide:
 
     def __init__(self, script: Script, group: dist.ProcessGroup) -> None:
         self.script, self.group = script, group
+        self.watched: Callable[[], Session | None] = lambda: None
         self._feedback = Feedback(script.buckets, group)
 
     def attach(self, target: nn.Module, model: nn.Module, _optimizer: Any, _loss_scale: Any) -> nn.Module:
@@ -86,6 +88,8 @@ class PlanSide:
         self.session: Session | None = None
         self._kind, self._buckets = script.kind, script.buckets
         self._names: tuple[str, ...] = ()
+        self.watched: Callable[[], Session | None] = lambda: None
+        """The session, also when the script has let go of it."""
 
     def attach(self, target: nn.Module, model: nn.Module, optimizer: Any, loss_scale: Any) -> nn.Module:
         """Makes a session; the loop calls what it called."""
@@ -94,7 +98,7 @@ class PlanSide:
             target, optimizer, self._plan(), None if self.group is dist.group.WORLD else self.group,
             timeout_s=WAIT_S, guard=False, loss_scale=loss_scale if self._kind in ("sparse", "delayed") else None,
         )  # fmt: skip
-        self._names = tuple(self.session.parameters)
+        self._names, self.watched = tuple(self.session.parameters), weakref.ref(self.session)
         return target
 
     def _plan(self) -> runtime.Plan:

@@ -159,12 +159,7 @@ RULES: dict[str, Rule] = {
     "resize": Rule(1, (), ("exact", "sharded", "sparse")),
 }
 
-KNOWN: tuple[str, ...] = (
-    r"keep dlpack",
-    r"create_graph",
-    r"scale.*loop (micro (no_sync|uneven)|every)",
-    r"^delayed.*(scale|drop)",
-)
+KNOWN: tuple[str, ...] = ()
 """Patterns of lines that are not drawn: what they find is known, and not yet mended."""
 
 
