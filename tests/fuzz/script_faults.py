@@ -18,7 +18,6 @@ from runtime.buckets import UsageFlags
 from runtime.buffers import BufferSync
 from runtime.carried import Carried
 from runtime.closures import LossAveraging
-from runtime.exchange import Exchange
 from runtime.hooks import GradientHook
 from runtime.session import Session
 from runtime.sharded_step import ShardedStep
@@ -68,9 +67,6 @@ FAULTS = {
     ),
     "a checkpoint forgets what is held back": Fault(
         Carried, "state", lambda _self: {}, "sparse: train 1; checkpoint; train 1"
-    ),
-    "a plan that is left goes on exchanging": Fault(
-        Exchange, "close", lambda _self: None, "exact: train 1; reattach 1; train 1"
     ),
     "micro-batches are pushed as steps": Fault(
         Session, "no_sync", _nothing, "delayed dtype=float64: train 2; loop micro no_sync; train 2"
