@@ -23,6 +23,7 @@ from runtime.layout import make_buckets
 from runtime.plan import Plan
 from runtime.recorder import Recorder
 from runtime.topology import Position
+from runtime.torch_compat import held_by_torch
 from runtime.views import ViewGuard
 from runtime.watch import raise_failed_move, refuse_unplanned
 
@@ -66,7 +67,11 @@ class Exchange:
         self._may_part = plan.accuracy == "exact" and not plan.sharded
         """Whether every `.grad` is the plain average of what ranks have."""
         self._apart = False
-        """Whether `.grad`s are none of the buckets' memory in this step, for hooks may look at them."""
+        """Whether `.grad`s are none of the buckets' memory in this step, for hooks may look at them, or somebody has
+        kept those that backward adds to.
+        """
+        self._first: Slot | None = None
+        """Whose gradient came first."""
         self._hooks: dict[str, GradientHook] = {}
 
     def _lay_out(
@@ -106,8 +111,10 @@ class Exchange:
     def gradient_ready(self, slot: Slot) -> None:
         """A parameter's gradient has been added to its `.grad`, and the user's hooks have seen it."""
         slot.touched = True
-        if not self.open and not self._admit():
-            return
+        if not self.open:
+            self._first = slot
+            if not self._admit():
+                return
         if not slot.waiting:
             return self._again(slot)
         slot.waiting = False
@@ -130,7 +137,8 @@ class Exchange:
         """The first gradient of a step is here."""
         self._views.restore()
         self.carried.begin()
-        self._apart = self._may_part and not self.carried.active and self._may_look()
+        may_look = self._may_look()
+        self._apart = self._may_part and not self.carried.active and (may_look or self._views.others_kept(self._first))
         if self._apart:
             self._views.part()
         self.open = True
@@ -290,10 +298,12 @@ class Exchange:
             slot.__dict__.pop("bucket", None)
 
     def give_gradients_away(self) -> None:
-        """Makes `.grad`s tensors of their own, so that the buckets' memory is free."""
-        for slot in self.slots:
-            if slot.parameter.grad is slot.view:
-                slot.parameter.grad = slot.view.clone()
+        """Gives `.grad`s memory of their own, so that the buckets' is free, unless others look at it, too."""
+        looked_at = {id(message) for _, message in self._views.looked_at()}
+        for message in (message for bucket in self.buckets for message in bucket.messages):
+            for slot in message.slots if id(message) not in looked_at else ():
+                if slot.parameter.grad is slot.view and not held_by_torch(slot.view, 1):
+                    slot.view.data = slot.view.clone()
 
 
 def _has_come(exchange: weakref.ref[Exchange], slot: Slot, _nothing: Any, gradients: tuple[Tensor | None]) -> None:

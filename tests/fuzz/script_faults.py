@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from script_checks import Group, gather, run_script
+from script_checks import Group, gather, prepare, run_script
 from scripts import from_line
 from torch import Tensor
 
@@ -101,7 +100,7 @@ def broken(fault: Fault) -> Iterator[None]:
 
 def find_faults() -> dict[str, list[bool]]:
     """Of each fault, whether its script fails without it, and with it."""
-    warnings.simplefilter("ignore")  # DDP's advice
+    prepare([])
     group, found = Group(), dict[str, list[bool]]()
     for name, fault in FAULTS.items():
         before = any(gather(run_script(from_line(fault.line), group)))

@@ -159,6 +159,14 @@ RULES: dict[str, Rule] = {
     "resize": Rule(1, (), ("exact", "sharded", "sparse")),
 }
 
+OFTEN: dict[str, dict[str, int]] = {
+    "sparse": {"checkpoint": 10},
+    "sharded": {"exchange": 8, "look": 1, "keep": 1},  # the last two are refused, as a rule
+}
+"""Weights of actions that try what is particular to a kind."""
+TRAINS = {"exact": 0.3, "sparse": 0.7, "sharded": 0.6, "delayed": 0.5}
+"""How often there are steps between two actions: what is carried from step to step shows in the next ones only."""
+
 KNOWN: tuple[str, ...] = ()
 """Patterns of lines that are not drawn: what they find is known, and not yet mended."""
 
@@ -191,7 +199,7 @@ def _draw(chance: random.Random) -> Script:
     if kind == "exact" and chance.random() < 0.07:
         optimizer = "lbfgs"
     early = [_draw_action(chance, kind, early=True) for _ in range(chance.choice((0, 0, 1, 2)))]
-    actions = [_draw_action(chance, kind) for _ in range(chance.randint(2, 9))]
+    actions = [one for _ in range(chance.randint(2, 9)) for one in _draw_between(chance, kind)]
     first = [*early, Action("attach")] if early else []
     return Script(
         kind=kind,
@@ -205,14 +213,22 @@ def _draw(chance: random.Random) -> Script:
     )
 
 
+def _draw_between(chance: random.Random, kind: str) -> Iterator[Action]:
+    """An action, and steps before it."""
+    action = _draw_action(chance, kind)
+    if action.name != "train" and chance.random() < TRAINS[kind]:
+        yield Action("train", (chance.choice(("1", "1", "2")),))
+    yield action
+
+
 def _draw_action(chance: random.Random, kind: str, *, early: bool = False) -> Action:
     if not early and chance.random() < 0.25:
         habits = [habit for habit, (_, kinds) in HABITS.items() if kind in kinds]
         habit = chance.choice(habits)
         return Action("loop", (habit, chance.choice(HABITS[habit][0])))
     rules = {name: rule for name, rule in RULES.items() if kind in rule.kinds and (rule.early or not early)}
-    rare = ("look", "keep") if kind == "sharded" else ()  # refused, as a rule
-    name = chance.choices(list(rules), [1 if name in rare else rule.weight for name, rule in rules.items()])[0]
+    often = OFTEN.get(kind, {})
+    name = chance.choices(list(rules), [often.get(name, rule.weight) for name, rule in rules.items()])[0]
     rule = rules[name]
     rank = chance.choice((0, 1)) if rule.alone and chance.random() < 0.4 else None
     if kind == "sharded" and name in ("look", "save"):
@@ -240,6 +256,8 @@ def normal(script: Script) -> Script:
         actions = [a for a in actions if a.arguments[:1] != ("autocast",)]
     if "compile" in names:
         features = [feature for feature in features if feature not in ("unused", "apart", "checkpoint")]
+        # Compiled code looks at hooks again only where it is compiled again, which the reference does not come to here.
+        actions = [a for a in actions if a.name != "fail"]
     moving = {"unused", "apart"} & set(features) or names & {"freeze", "thaw"}
     if habit == "static" and (moving or names & {"create_graph", "fail", "interrupt", "evaluate", "compile"} or habits):
         habit = ""
