@@ -101,10 +101,13 @@ class Run:
         self.model = Net(self.script.model, self.dtype)
         parameters = list(self.model.parameters())
         self.optimizer: Any = OPTIMIZERS[optimizer](parameters[:-1] if self.late else parameters)
-        if self.script.kind == "delayed":  # registered before the session's: there is momentum yet
-            self.optimizer.register_step_post_hook(self._see_momenta)
+        self._watch_momenta()
         self.call: nn.Module = self.model
         self.schedulers = list[Any]()
+
+    def _watch_momenta(self) -> None:
+        if self.script.kind == "delayed":  # registered before the session's: there is momentum yet
+            self.optimizer.register_step_post_hook(self._see_momenta)
 
     def _see_momenta(self, *_: Any) -> None:
         found = {name: self.optimizer.state.get(p, {}) for name, p in self.model.named_parameters()}
@@ -600,6 +603,7 @@ class Run:
         parameters = list(self.model.parameters())
         if kind is not Wrapper:
             self.optimizer = kind(parameters[: groups[0]], lr=0.01)
+            self._watch_momenta()
             for _ in groups[1:]:
                 self.do_add_group()
         self.model.load_state_dict(states[0])
