@@ -132,8 +132,8 @@ class Run:
         session = self.side.watched()
         self._check_servers()
         state: Any = None
-        if session is not None and not self.dropped and self.script.kind == "sharded":
-            state = session.optimizer_state_dict()
+        if session is not None and session.optimizer is self.optimizer and self.script.kind == "sharded":
+            state = None if self.dropped else session.optimizer_state_dict()
         self.side.leave()
         if self.second is not None:
             self.second[2].leave()
@@ -296,7 +296,7 @@ class Run:
         loss.backward()
         if exchanged and self.servers is not None:
             group = self.optimizer.param_groups[0]
-            self.servers.push(self.model, group["lr"], group["momentum"], self._mean)
+            self.servers.push(self.model, group["lr"], group.get("momentum", 0.0), self._mean)
 
     def _mean(self, tensor: Tensor) -> None:
         dist.all_reduce(tensor, group=self.members)
