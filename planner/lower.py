@@ -178,7 +178,7 @@ def _explain_pushes(problem: Problem, schedule: Schedule, k: int) -> list[str]:
             continue
         saved_us = sum(alone_us[gradient] for gradient in bucket.gradients) - push_us
         gain = f"saves {_ms(saved_us)} of latency" if saved_us >= 0.0 else f"costs {_ms(-saved_us)} of link time"
-        text = f"one push for {count} {gain}" if count > 1 else "alone"
+        text = f"one message for {count} {gain}" if count > 1 else "alone"
         reasons.append(f"{text}; {PUSH} {_ms(push_us)} a step, {PULL} {_ms(pull_us)} every {often}")
     return reasons
 

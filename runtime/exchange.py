@@ -7,7 +7,7 @@ old one made stay as they are, in the old one's memory, until nobody refers to t
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -64,7 +64,7 @@ class Exchange:
         self._next = 0
         self.open = False
         """Whether a backward gives its gradients now."""
-        self._may_part = plan.accuracy == "exact" and not plan.sharded
+        self._may_part = plan.accuracy == "exact"
         """Whether every `.grad` is the plain average of what ranks have."""
         self._apart = False
         """Whether `.grad`s are none of the buckets' memory in this step, for hooks may look at them, or somebody has
@@ -79,7 +79,12 @@ class Exchange:
     ) -> tuple[list[Slot], list[BucketBuffer], UsageFlags | None]:
         return make_buckets(self.plan, parameters, ranks, self._position)
 
-    def install(self, admit: Callable[[], bool], again: Callable[[Slot], None], may_look: Callable[[], bool]) -> None:
+    def install(
+        self,
+        admit: Callable[[], bool],
+        again: Callable[[Slot], None],
+        may_look: Callable[[Iterable[GradientHook]], bool],
+    ) -> None:
         """Hooks the parameters.
 
         Args:
@@ -137,8 +142,10 @@ class Exchange:
         """The first gradient of a step is here."""
         self._views.restore()
         self.carried.begin()
-        may_look = self._may_look()
-        self._apart = self._may_part and not self.carried.active and (may_look or self._views.others_kept(self._first))
+        may_look = self._may_look(self._hooks.values())
+        # Of a sharded gradient no rank has all: there is nothing that whoever kept it could go on looking at.
+        kept = not may_look and not self.plan.sharded and self._views.others_kept(self._first)
+        self._apart = self._may_part and not self.carried.active and (may_look or kept)
         if self._apart:
             self._views.part()
         self.open = True

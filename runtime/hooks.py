@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from torch import Tensor, nn
@@ -83,12 +83,17 @@ class GradientHook:
         for handle in self._handles:
             handle.remove()
 
+    @property
+    def accompanied(self) -> bool:
+        """Whether somebody else has hooks on the node: torch keeps all that a program registers there in one dict."""
+        return len(self._handles[0].hooks_dict_ref() or ()) > 1
+
 
 class HookWatch:
     """Tells whether hooks of the user's may look at gradients while a backward runs; a look takes no time without any.
 
-    Hooks on parameters and modules are looked for where torch has given out handles that are not ours. Hooks on what a
-    forward computes cannot be found, but are registered in every one.
+    Hooks on parameters, their nodes and modules are looked for where torch has given out handles that are not ours.
+    Hooks on what a forward computes cannot be found, but are registered in every one.
     """
 
     own = 0
@@ -105,13 +110,18 @@ class HookWatch:
         output.register_hook(hook)
         cls.own += 1
 
-    def may_look(self) -> bool:
-        """To be asked once in each backward."""
+    def may_look(self, on_nodes: Iterable[GradientHook]) -> bool:
+        """Whether there are hooks of the user's, beside the session's own `on_nodes`.
+
+        To be asked once in each backward; nobody knows what the forward of the first one has registered: they may look.
+        """
         given = RemovableHandle.next_id - self.own
-        news = self._given is not None and given != self._given
-        if self._given is None or news or self._found:
-            self._found = any(
-                one._backward_hooks or one._post_accumulate_grad_hooks for one in self._model.parameters()
-            ) or any(one._backward_hooks or one._backward_pre_hooks for one in self._model.modules())
+        news = given != self._given
+        if news or self._found:
+            self._found = (
+                any(one._backward_hooks or one._post_accumulate_grad_hooks for one in self._model.parameters())
+                or any(one._backward_hooks or one._backward_pre_hooks for one in self._model.modules())
+                or any(one.accompanied for one in on_nodes)
+            )
         self._given = given
         return self._found or news

@@ -23,6 +23,7 @@ from runtime.collectives import collective_of, has_phases
 from runtime.collectives.delayed import PushPull
 from runtime.collectives.phases import add_up, all_to_all, gather
 from runtime.communicator import Communicator, NullCommunicator, make_communicator
+from runtime.errors import InputError
 from runtime.exchange import Exchange
 from runtime.hooks import GradientHook
 from runtime.layout import make_plain_buckets
@@ -31,6 +32,7 @@ from runtime.recorder import Recorder
 from runtime.sharded_gradient import ShardedGradient, whole_norms
 from runtime.shards import Part
 from runtime.topology import Position
+from runtime.torch_compat import OUTSIDE, current_backward_id
 from runtime.world import World
 
 
@@ -205,8 +207,15 @@ class ShardedExchange(Exchange):
         """See `Owned.norms`. Asked again before anything has changed, nothing is sent.
 
         Raises:
+            InputError: asked while a backward runs, whose gradients ranks have not added up yet.
             CommunicationError: a rank did not come within the deadline.
         """
+        if current_backward_id() != OUTSIDE:
+            raise InputError(
+                "norms of gradients were asked for while a backward runs, but ranks share the optimizer's step and "
+                "have not added them up yet; expected them after backward: ask then, or plan without sharing (`planner "
+                "optimize` without --allow sharded-step)"
+            )
         versions = tuple((part.message.flat.data_ptr(), part.message.flat._version) for part in self.parts)
         known = self._norms.get(order)
         if known is None or known[0] != versions:

@@ -34,7 +34,7 @@ from runtime.recorder import KEPT_STEPS
 from runtime.sharded import OwnPart, ShardedExchange
 from runtime.sharded_gradient import ShardedGradient
 from runtime.sharded_state import cut, gathered_state
-from runtime.torch_compat import all_gather_single, storage_uses, wait_for
+from runtime.torch_compat import OUTSIDE, all_gather_single, current_backward_id, storage_uses, wait_for
 from runtime.world import World
 
 
@@ -110,7 +110,17 @@ class ShardedStep:
             self._optimizer.step = self._step_before  # type: ignore[method-assign]
 
     def before_step(self, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
-        """What the optimizer's step is called with in place of these arguments, or None for the same."""
+        """What the optimizer's step is called with in place of these arguments, or None for the same.
+
+        Raises:
+            InputError: called while a backward runs, when no rank has the average of any gradient.
+        """
+        if current_backward_id() != OUTSIDE:
+            raise InputError(
+                "the optimizer's step was called while a backward runs (in a hook, say), but ranks share it and have "
+                "not added gradients up yet; expected it after backward: call it then, or plan without sharing "
+                "(`planner optimize` without --allow sharded-step)"
+            )
         self._swap_back()  # a step before this one may have raised that was called past the instance
         if any(map(is_closure, (*arguments, *keywords.values()))):
             return with_closures(self._beside, arguments, keywords)

@@ -20,6 +20,7 @@ class ViewGuard:
       memory: what is written to it from then on would not travel.
     - `parameter.grad.detach()` or `.data`, kept by a script, is the bucket's memory: the next backward would write
       over it, where plain PyTorch would make new gradients after `zero_grad()`.
+    - `parameter.grad.untyped_storage().resize_(0)` frees the memory of a whole message, which then gets another one.
     """
 
     def __init__(self, buckets: Sequence[BucketBuffer]) -> None:
@@ -40,6 +41,11 @@ class ViewGuard:
             for slot in self._slots:
                 if slot.view.data_ptr() != slot.address:
                     slot.take_back()
+        freed = [(bucket, one) for bucket, one, _ in self._uses if one.storage.nbytes() < one.size_bytes]
+        for bucket, message in freed:
+            bucket.part(message)
+        if freed:
+            self._remember()
         # While every `.grad` is the view, gradients are added up in place, which whoever looks at them has to see.
         moved = [
             pair for pair in self.looked_at() if any(slot.parameter.grad is not slot.view for slot in pair[1].slots)

@@ -57,7 +57,7 @@ def image_form(image: Any) -> tuple[Form, bytes]:
     if kind is Image.Image:
         return _decoded_form(image, "")
     if not isinstance(image, ImageFile.ImageFile) or not _FILE_CLASS.fullmatch(name):
-        raise Unkept(f"is a {name}, a class that is not Pillow's own; {_CURE}")
+        raise Unkept(f"is a {name}, a class that is not Pillow's own ({_CURE})")
     if image.tile or vars(image).get("_im", vars(image).get("im")) is None:
         return _file_form(image, name, "is not decoded yet", decoded=False)
     try:
@@ -261,13 +261,13 @@ def _file_form(image: Any, name: str, why: str, *, decoded: bool) -> tuple[Form,
         raw = file.read()
         file.seek(place)
     except (AttributeError, OSError, ValueError):
-        raise Unkept(f"is a {name} that {why}, and its file is closed; {_CURE}") from None
+        raise Unkept(f"is a {name} that {why}, and its file is closed ({_CURE})") from None
     values = _Values(len(raw))
     kept = values.form([image.tell(), decoded, image._exclusive_fp, image.filename], "attributes")
     form: Form = ["file", name, len(raw), kept]
     data = raw + values.blob()
     if not _same(image, _opened(form, memoryview(data)), decoded=decoded):
-        raise Unkept(f"is a {name} that {why}, and is not what its file gives (changed, or another frame); {_CURE}")
+        raise Unkept(f"is a {name} that {why}, and is not what its file gives (changed, or another frame) ({_CURE})")
     return form, data
 
 

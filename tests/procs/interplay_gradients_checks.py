@@ -200,14 +200,16 @@ def in_a_graph() -> dict[str, bool]:
 def kept_both_ways() -> dict[str, bool]:
     """One gradient is let go of and kept by DLPack, another of its bucket zeroed in place and looked at: refused."""
     side = with_plan(mlp())
-    loss_of(side, 0).backward()
+    steps(side, [0])
+    side.optimizer.zero_grad()
+    loss_of(side, 1).backward()
     first, second = side.model[0].weight, side.model[0].bias
     kept = [torch.from_dlpack(first.grad), torch.from_dlpack(second.grad)]
     first.grad = None
-    message = raised(lambda: loss_of(side, 1).backward())
+    message = raised(lambda: loss_of(side, 2).backward())
     kept.clear()
     side.optimizer.zero_grad()
-    steps(side, [1])
+    steps(side, [2])
     side.close()
     return told(message, ["the gradient of 0.bias", "looked at through DLPack", ".grad.clone()"])
 

@@ -161,19 +161,22 @@ def at_others(how: str) -> dict[str, bool]:
                 if parameter.grad is not None:
                     parameter.grad.clamp_(-0.002, 0.002)
 
-        steps(side, [0])
         layer = side.model[2]
+        node = parameters[2].expand_as(parameters[2]).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
+        hook_outputs = partial(layer.register_forward_hook, lambda _m, _i, o: o.register_hook(look) and None)
+        first = int(how != "in hooks on outputs from the first step on")
+        steps(side, range(first))
         register: dict[str, Callable[[], Any]] = {
             "seen": lambda: parameters[2].register_post_accumulate_grad_hook(look),
             "kept": lambda: [p.register_post_accumulate_grad_hook(lambda p: found.append(p.grad)) for p in parameters],
             "changed": lambda: parameters[2].register_post_accumulate_grad_hook(clamp_all),
             "in module hooks": lambda: layer.register_full_backward_hook(look),
-            "in hooks on outputs": lambda: layer.register_forward_hook(
-                lambda _m, _i, o: o.register_hook(look) and None
-            ),
+            "in hooks on outputs": hook_outputs,
+            "in hooks on outputs from the first step on": hook_outputs,
+            "in hooks on nodes": lambda: node.register_hook(look),
         }
         register[how]()
-        for step in range(1, STEPS):
+        for step in range(first, STEPS):
             side.optimizer.zero_grad(set_to_none=step % 2 > 0)
             loss_of(side, step).backward()
             side.optimizer.step()
@@ -270,7 +273,10 @@ HOOK_CHECKS: dict[str, Callable[[], dict[str, bool]]] = {
     "in_hooks-stepping": stepping,
     **{
         f"in_hooks-at others, {how}": partial(at_others, how)
-        for how in ("seen", "kept", "changed", "in module hooks", "in hooks on outputs")
+        for how in (
+            *("seen", "kept", "changed", "in module hooks"),
+            *("in hooks on outputs", "in hooks on outputs from the first step on", "in hooks on nodes"),
+        )
     },
     **{f"in_hooks-{kind}": partial(other_plans, kind) for kind in KINDS},
     **{f"converted_and_back-{how}": partial(converted, how) for how in ("whole", "part", "hooked")},

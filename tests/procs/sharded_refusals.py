@@ -32,8 +32,15 @@ def misfits() -> dict[str, str]:
         optimizer = None if make is None else make(list(model.parameters()))
         return raised(lambda: runtime.attach(model, optimizer, plan_of(model, 3, **({"updates": SHARED} | changes))))
 
-    model, _, session = made(True, MAKERS["AdamW"])
+    model, optimizer, session = made(True, MAKERS["AdamW"])
     loss_of(model, 0).backward()
+
+    def in_backward(what: Any) -> str:
+        handle = model.out.weight.register_post_accumulate_grad_hook(what)  # type: ignore[union-attr,operator]
+        said = raised(lambda: loss_of(model, 1).backward())
+        handle.remove()
+        return said
+
     gradient = model.out.weight.grad  # type: ignore[union-attr]
     found = {
         "LARS": attach(lambda p: LARS(p, lr=0.1)),
@@ -56,6 +63,8 @@ def misfits() -> dict[str, str]:
         "dim": raised(lambda: gradient.norm(dim=0)),
         "transposed": raised(lambda: gradient.T),
         "said": repr(gradient),
+        "norm in backward": in_backward(lambda _: [p.grad.norm() for p in model.parameters()]),
+        "step in backward": in_backward(lambda _: optimizer.step()),
     }
     session.detach()
     return found
