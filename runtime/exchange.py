@@ -143,9 +143,10 @@ class Exchange:
         self._views.restore()
         self.carried.begin()
         may_look = self._may_look(self._hooks.values())
-        # Of a sharded gradient no rank has all: there is nothing that whoever kept it could go on looking at.
-        kept = not may_look and not self.plan.sharded and self._views.others_kept(self._first)
-        self._apart = self._may_part and not self.carried.active and (may_look or kept)
+        self._apart = self._may_part and not self.carried.active
+        if self._apart and not may_look:
+            # Of a sharded gradient no rank has all: there is nothing that whoever kept it could go on looking at.
+            self._apart = not self.plan.sharded and self._views.others_kept(self._first)
         if self._apart:
             self._views.part()
         self.open = True
