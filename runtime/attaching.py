@@ -88,8 +88,8 @@ def attach(
         problem = f"loss_scale: found {scale!r}, expected a function such as scaler.get_scale; pass that"
     world = World.join(process_group, timeout_s if timeout_s is not None else _default_timeout_s(loaded))
     try:
-        world.take_down_dropped()
         plan = _agree(world, model, loaded, problem, mesh)
+        world.take_down_dropped()  # all ranks are known to attach now
         if world.rank == 0 and world.ranks > 1:
             warn_of_selection(plan, inner_optimizer(optimizer))
         if drift and world.rank == 0:
