@@ -62,7 +62,7 @@ FAULTS = {
     ),
     "buffers stay apart": Fault(BufferSync, "_exchange", lambda _self: None, "exact model=norm: train 2"),
     "kept gradients are written over": Fault(
-        ViewGuard, "restore", lambda _self: None, "exact: train 1; keep detach; train 1"
+        ViewGuard, "restore", lambda _self: None, "exact: train 2; keep detach; train 1"
     ),
     "a checkpoint forgets what is held back": Fault(
         Carried, "state", lambda _self: {}, "sparse: train 1; checkpoint; train 1"
