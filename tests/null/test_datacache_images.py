@@ -239,7 +239,7 @@ class Odd(Image.Image):
     [
         (
             lambda image: loaded(image).info.update(label=object()),
-            r"JpegImageFile that has info\['label'\] of type builtins.object, and its file is closed; return its copy",
+            r"JpegImageFile that has info\['label'\] of type builtins.object, and its file is closed \(return its copy",
         ),
         (
             lambda image: image.draft("L", (8, 8)),
@@ -247,9 +247,9 @@ class Odd(Image.Image):
         ),
         (
             lambda image: image.fp.close(),
-            "JpegImageFile that is not decoded yet, and its file is closed; return its copy",
+            r"JpegImageFile that is not decoded yet, and its file is closed \(return its copy",
         ),
-        (lambda image: setattr(image, "__class__", Odd), "a class that is not Pillow's own; return its copy"),
+        (lambda image: setattr(image, "__class__", Odd), r"a class that is not Pillow's own \(return its copy"),
     ],
     ids=["object in info", "draft", "closed", "class"],
 )
