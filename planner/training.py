@@ -135,7 +135,7 @@ def naming(spec: str) -> Iterator[None]:
         raise error if str(error).startswith(spec) else InputError(f"{spec}: {error}") from error
 
 
-_LOST = re.compile(r"gloo|nccl|connection closed|timed out waiting", re.IGNORECASE)
+_LOST = re.compile(r"gloo|nccl|connection closed|timed out waiting|pair closure", re.IGNORECASE)
 """What backends say when a rank is gone."""
 
 
