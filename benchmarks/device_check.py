@@ -19,13 +19,13 @@ import torch
 import torch.distributed as dist
 
 import runtime
-from planner.demo_job import batch
-from planner.launch import LocalWorld, run_ranks
-from planner.training import RankRun, Trainer, build, weights_sha256
-from runtime.fit import trainable_parameters
+from planner.jobs.demo_job import batch
+from planner.jobs.launch import LocalWorld, run_ranks
+from planner.jobs.training import RankRun, Trainer, build, weights_sha256
+from runtime.checks.plan import trainable_parameters
 from runtime.plan import ModelReference, Plan, PlanBucket, PlanWorld
 
-JOB = "planner.demo_job:job"
+JOB = "planner.jobs.demo_job:job"
 RANKS = 2
 BLOCK_STEPS = 10
 FIRST_BUCKET_BYTES = 1024 * 1024

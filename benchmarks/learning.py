@@ -19,8 +19,8 @@ from torch.nn.parameter import Parameter
 
 import runtime
 from examples import charlm
-from planner.demo_job import ResNet20, batch, loss, test_accuracy
-from planner.launch import LocalWorld, run_ranks
+from planner.jobs.demo_job import ResNet20, batch, loss, test_accuracy
+from planner.jobs.launch import LocalWorld, run_ranks
 from runtime.plan import Plan
 
 RANKS = 2

@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "procs"))
 
 from local_async_checks import stress
 
-from planner.launch import LocalWorld, run_ranks
+from planner.jobs.launch import LocalWorld, run_ranks
 
 MARK = "LOCAL_ASYNC_STRESS"
 LEAVING_S = 10.0

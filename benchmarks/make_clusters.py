@@ -8,7 +8,7 @@ from dataclasses import replace
 from benchmarks import sources
 from benchmarks.published import collectives, ddl2020, tpds
 from benchmarks.published.omgs import sparsify_line
-from planner.profile.document import Cluster, Link, Sample
+from planner.documents.profile import Cluster, Link, Sample
 
 GBIT = 8e-3
 """µs per byte at 1 Gbit/s."""

@@ -18,7 +18,7 @@ from benchmarks.traces import (
     split_step,
     with_step,
 )
-from planner.profile.document import Profile
+from planner.documents.profile import Profile
 
 FORWARD_RULE = "forward is not in the source; rule: half of backward"
 STEP_RULE = "only forward + backward is in the source; rule: backward takes twice as long as forward"

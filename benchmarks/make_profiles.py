@@ -13,10 +13,10 @@ from typing import Any
 
 from benchmarks.published.common import DATA
 from benchmarks.sources import COPIED, RECORDS
-from planner.catalog import FOLDER
-from planner.profile.document import Cluster, Profile
-from runtime.documents import dump
-from runtime.files import write_text
+from planner.documents.catalog import FOLDER
+from planner.documents.profile import Cluster, Profile
+from runtime.plan.files import write_text
+from runtime.plan.strict_json import dump
 
 
 def copy_data(reference: Path) -> None:

@@ -30,9 +30,9 @@ from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
 import runtime
-from planner import demo_job
-from planner.launch import LocalWorld, run_ranks
-from runtime.fit import trainable_parameters
+from planner.jobs import demo_job
+from planner.jobs.launch import LocalWorld, run_ranks
+from runtime.checks.plan import trainable_parameters
 from runtime.plan import ModelReference, Plan, PlanBucket, PlanWorld
 
 RANKS = 2

@@ -26,22 +26,22 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.marked import replace_part
-from planner.demo_job import ResNet20
+from planner.documents.profile import Cluster, ComputeProfile, Gradient, Profile, ProfileWorld
 from planner.ir import Schedule
-from planner.launch import LocalWorld, run_ranks
-from planner.norms import partition_of, replicated_us, shared_us
+from planner.jobs.demo_job import ResNet20
+from planner.jobs.launch import LocalWorld, run_ranks
+from planner.model.norms import partition_of, replicated_us, shared_us
+from planner.model.problem import Problem, make_problem
 from planner.passes.shard_updates import ShardUpdates
-from planner.problem import Problem, make_problem
-from planner.profile.document import Cluster, ComputeProfile, Gradient, Profile, ProfileWorld
 from planner.profile.links import measure_links
 from planner.profile.norms import measure_norms
-from planner.progress import Silent
-from runtime.clock import WallClock
+from planner.profile.progress import Silent
+from runtime.comm.world import World
+from runtime.monitor.clock import WallClock
 from runtime.optimizers import LAMB, LARS, LayerwiseOptimizer
 from runtime.optimizers.norms import LayerNorms, norm_dtype, pair_norms
+from runtime.optimizers.pto import Split
 from runtime.plan import ModelReference
-from runtime.pto import Split
-from runtime.world import World
 
 RANKS = 4
 WARM_UP, STEPS, UPDATES = 4, 40, 10

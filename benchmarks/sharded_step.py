@@ -17,12 +17,12 @@ from torch import nn
 
 import runtime
 from benchmarks.pto import CASES, RANKS, STEPS, WARM_UP
-from planner.launch import LocalWorld, run_ranks
-from runtime.elementwise import state_bytes
-from runtime.fit import trainable_parameters
-from runtime.interfaces import SHARDED_STEP
+from planner.jobs.launch import LocalWorld, run_ranks
+from runtime.checks.elementwise import state_bytes
+from runtime.checks.plan import trainable_parameters
+from runtime.comm.world import World
 from runtime.plan import ModelReference, Plan, PlanBucket, PlanWorld, StepPlan, UpdatePlan
-from runtime.world import World
+from runtime.plan.interfaces import SHARDED_STEP
 
 BUCKET_BYTES = 25 * 2**20
 

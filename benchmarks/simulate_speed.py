@@ -24,8 +24,8 @@ from typing import Any
 import numpy as np
 
 from planner import simulate
-from planner.predict import DEFAULT_STRATEGIES
-from planner.profile.document import Profile, parse_cluster, parse_profile
+from planner.decide.simulate import DEFAULT_STRATEGIES
+from planner.documents.profile import Profile, parse_cluster, parse_profile
 
 STRATEGY_LIMIT_MS, SWEEP_LIMIT_S = 50.0, 5.0
 GRADIENTS = 1000

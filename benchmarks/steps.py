@@ -8,16 +8,16 @@ from dataclasses import dataclass
 from planner.comparison.contestants import BARE, Contestant
 from planner.comparison.measure import WARM_UP_STEPS, Contest, Measured, Record
 from planner.comparison.trained import TrainedJob
+from planner.documents.profile import Profile
+from planner.emit.lower import lower, predict
 from planner.ir import Schedule
-from planner.lower import lower, predict
-from planner.problem import Problem, make_problem
-from planner.profile.document import Profile
+from planner.jobs.training import build, profile_rank
+from planner.model.problem import Problem, make_problem
+from planner.profile.progress import Silent
 from planner.profile.request import Request
 from planner.profile.step import TIMEOUT_S
-from planner.progress import Silent
-from planner.training import build, profile_rank
+from runtime.comm.world import World
 from runtime.plan import Accuracy
-from runtime.world import World
 
 LONG_STEP_US = 500_000.0
 """Of longer steps a block has one, after one to warm up: they are many milliseconds of traffic that varies little."""

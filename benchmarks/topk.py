@@ -24,9 +24,9 @@ from statistics import median
 import torch
 from torch import Tensor
 
-from runtime.compressors import make_compressor
-from runtime.compressors.sparse import SELECTORS, SparseCompressor
 from runtime.plan import CompressorSpec
+from runtime.sparse.compressors import make_compressor
+from runtime.sparse.compressors.sparse import SELECTORS, SparseCompressor
 
 SIZES, DENSITIES, DATA = (1_000_000, 5_000_000, 25_000_000), (0.001, 0.01), ("normal", "steady")
 LIMIT = 3.0

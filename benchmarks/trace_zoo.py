@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import transformers
 
-from planner.launch import LocalWorld, run_ranks
+from planner.jobs.launch import LocalWorld, run_ranks
 
 TESTS = Path(__file__).resolve().parents[1] / "tests"
 BEGIN, END = "<!-- zoo: begin -->", "<!-- zoo: end -->"

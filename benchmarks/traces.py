@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from planner.profile.document import ComputeProfile, Gradient, Profile, ProfileWorld
+from planner.documents.profile import ComputeProfile, Gradient, Profile, ProfileWorld
 from runtime.plan import ModelReference
 
 FORWARD_SHARE = 1 / 3

@@ -17,7 +17,7 @@ from benchmarks.published.commlib_variants import variant_lines
 from benchmarks.published.common import Comparison
 from benchmarks.published.fits import fit_lines
 from benchmarks.published.report import Section, section_lines, summary_lines
-from runtime.files import write_text
+from runtime.plan.files import write_text
 
 REPORT = Path(__file__).resolve().parents[1] / "docs" / "validation.md"
 

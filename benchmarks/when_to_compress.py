@@ -23,14 +23,14 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.marked import replace_part
-from planner.catalog import find_profile
+from planner.decide.bounded import GAIN, sent_share
+from planner.documents.catalog import find_profile
+from planner.documents.profile import Cluster, ComputeProfile, Contention, Link, Profile, SelectionLine
 from planner.ir import Schedule
-from planner.lossy import GAIN, sent_share
+from planner.model.problem import Problem, make_problem
+from planner.model.simulator import step_us
 from planner.passes.joint import Joint
 from planner.passes.merge import Merge
-from planner.problem import Problem, make_problem
-from planner.profile.document import Cluster, ComputeProfile, Contention, Link, Profile, SelectionLine
-from planner.simulator import step_us
 from planner.strategies.optimal import best_baseline
 
 MODELS = (

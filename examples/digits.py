@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from planner import TrainingJob
-from planner.demo_job import ResNet20, digits
+from planner.jobs.demo_job import ResNet20, digits
 
 BATCH_SIZE = 16
 """Digits per rank and step."""

@@ -29,7 +29,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import planner
-from planner.demo_job import digits
+from planner.jobs.demo_job import digits
 
 BATCH_SIZE = 32
 MAX_NORM = 1.0

@@ -39,20 +39,20 @@ from runtime.version import __version__  # noqa: E402
 if TYPE_CHECKING:
     from planner.comparison.report import Comparison
     from planner.comparison.script import compare
-    from planner.decide import optimize
-    from planner.job import TrainingJob
-    from planner.predict import Simulation, simulate
-    from planner.profile.document import Cluster, Profile, load_cluster, load_profile
+    from planner.decide.optimize import optimize
+    from planner.decide.simulate import Simulation, simulate
+    from planner.documents.profile import Cluster, Profile, load_cluster, load_profile
+    from planner.jobs.job import TrainingJob
+    from planner.jobs.replanning import replan
     from planner.profile.step import profile_step
-    from planner.replanning import replan
-    from runtime.attaching import attach
     from runtime.datacache import CachedDataset, CachedSampler, CacheStats, RawDataset
     from runtime.local_async import LocalJob, LocalReport, LocalRun, PartSampler, run_local_async
     from runtime.optimizers import LAMB, LARS
+    from runtime.optimizers.pto import parallel_tensor_op
     from runtime.plan import Plan, load_plan, parse_plan
-    from runtime.pto import parallel_tensor_op
-    from runtime.report import Report
-    from runtime.session import Session
+    from runtime.session.attaching import attach
+    from runtime.session.report import Report
+    from runtime.session.session import Session
 
 __all__ = [
     "LAMB", "LARS", "AccuracyWarning", "AdaptedWarning", "CacheStats", "CacheWarning", "CachedDataset", "CachedSampler",
@@ -66,7 +66,7 @@ _WHERE = {
     "CacheStats": "runtime.datacache",
     "CachedDataset": "runtime.datacache",
     "CachedSampler": "runtime.datacache",
-    "Cluster": "planner.profile.document",
+    "Cluster": "planner.documents.profile",
     "Comparison": "planner.comparison.report",
     "LAMB": "runtime.optimizers",
     "LARS": "runtime.optimizers",
@@ -75,24 +75,24 @@ _WHERE = {
     "LocalRun": "runtime.local_async",
     "PartSampler": "runtime.local_async",
     "Plan": "runtime.plan",
-    "Profile": "planner.profile.document",
+    "Profile": "planner.documents.profile",
     "RawDataset": "runtime.datacache",
-    "Report": "runtime.report",
-    "Session": "runtime.session",
-    "Simulation": "planner.predict",
-    "TrainingJob": "planner.job",
-    "attach": "runtime.attaching",
+    "Report": "runtime.session.report",
+    "Session": "runtime.session.session",
+    "Simulation": "planner.decide.simulate",
+    "TrainingJob": "planner.jobs.job",
+    "attach": "runtime.session.attaching",
     "compare": "planner.comparison.script",
-    "load_cluster": "planner.profile.document",
+    "load_cluster": "planner.documents.profile",
     "load_plan": "runtime.plan",
-    "load_profile": "planner.profile.document",
-    "optimize": "planner.decide",
-    "parallel_tensor_op": "runtime.pto",
+    "load_profile": "planner.documents.profile",
+    "optimize": "planner.decide.optimize",
+    "parallel_tensor_op": "runtime.optimizers.pto",
     "parse_plan": "runtime.plan",
     "profile_step": "planner.profile.step",
-    "replan": "planner.replanning",
+    "replan": "planner.jobs.replanning",
     "run_local_async": "runtime.local_async",
-    "simulate": "planner.predict",
+    "simulate": "planner.decide.simulate",
 }
 """What is imported when it is asked for: deciding needs no torch, training no planning."""
 

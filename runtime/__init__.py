@@ -21,10 +21,10 @@ from runtime.errors import (
 from runtime.version import __version__
 
 if TYPE_CHECKING:
-    from runtime.attaching import attach
     from runtime.plan import Plan, load_plan, parse_plan
-    from runtime.report import Report
-    from runtime.session import Session
+    from runtime.session.attaching import attach
+    from runtime.session.report import Report
+    from runtime.session.session import Session
 
 __all__ = [
     "AccuracyWarning", "AdaptedWarning", "CacheWarning", "DriftWarning", "FallbackWarning", "LostUpdaterWarning",
@@ -33,9 +33,9 @@ __all__ = [
 
 _WHERE = {
     "Plan": "runtime.plan",
-    "Report": "runtime.report",
-    "Session": "runtime.session",
-    "attach": "runtime.attaching",
+    "Report": "runtime.session.report",
+    "Session": "runtime.session.session",
+    "attach": "runtime.session.attaching",
     "load_plan": "runtime.plan",
     "parse_plan": "runtime.plan",
 }

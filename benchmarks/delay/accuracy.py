@@ -12,8 +12,8 @@ import torch
 
 from benchmarks.lags.accuracy import plan_of
 from benchmarks.learning import Outcome, Task, learn
-from planner.lower import delay_spec
-from runtime import pace, staleness
+from planner.emit.lower import delay_spec
+from runtime.delay import pace, staleness
 from runtime.plan import DelaySpec, Plan
 
 TASKS = ("digits, ResNet-20", "characters, LSTM")

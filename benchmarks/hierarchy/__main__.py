@@ -16,8 +16,8 @@ from pathlib import Path
 from benchmarks.hierarchy import accuracy, crossover, messages, steps
 from benchmarks.learning import SEEDS, Outcome, outcomes
 from benchmarks.marked import replace_part
-from planner.rank_options import RankOptions
-from planner.world import on_ranks
+from planner.jobs.rank_options import RankOptions
+from planner.jobs.world import on_ranks
 
 PARTS = ("messages", "steps", "accuracy", "crossover")
 JOBS = ("benchmarks.truth.jobs:resnet18_job", "benchmarks.truth.jobs:vgg_job")

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from benchmarks.lags.accuracy import Way, plan_of
 from benchmarks.learning import Outcome, Task, learn
-from runtime.fit import trainable_parameters
+from runtime.checks.plan import trainable_parameters
 from runtime.plan import CompressorSpec, Plan, PlanBucket
 
 NODES, RANKS = 2, 4

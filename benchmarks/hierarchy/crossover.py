@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from planner.catalog import find_cluster
 from planner.cost.model import communication_cost
 from planner.cost.phases import PHASES
 from planner.cost.sparse import sparse_us
-from planner.profile.document import Cluster
-from planner.sources import three_digits
+from planner.documents.catalog import find_cluster
+from planner.documents.profile import Cluster
+from planner.emit.sources import three_digits
 
 CLUSTERS = ("v100-16x8-25gbe", "a100-8x8-100gb")
 DENSITY = 0.01

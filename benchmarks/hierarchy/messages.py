@@ -13,15 +13,15 @@ import torch.distributed as dist
 from torch import nn
 
 from planner.testbed.wiring import INTERFACE
-from runtime.buckets import BucketBuffer, lay_out, make_slot
-from runtime.collectives import collective_of, has_phases
-from runtime.communicator import Communicator, Sent, make_communicator
-from runtime.grid import Grid
-from runtime.layout import make_hitopk, make_lossy
-from runtime.phased import make_phased_communicator
+from runtime.comm.collectives import collective_of, has_phases
+from runtime.comm.communicator import Communicator, Sent, make_communicator
+from runtime.comm.node_groups import Grid
+from runtime.comm.phased_communicator import make_phased_communicator
+from runtime.comm.topology import Position, Topology, find_topology, whereabouts
+from runtime.comm.world import World
+from runtime.core.buckets import BucketBuffer, lay_out, make_slot
+from runtime.core.layout import make_hitopk, make_lossy
 from runtime.plan import NO_COMPRESSION, CompressorSpec, ModelReference, Plan, PlanBucket, PlanWorld
-from runtime.topology import Position, Topology, find_topology, whereabouts
-from runtime.world import World
 
 DENSE = (("all_reduce", "library"), ("all_reduce", "tree"), ("all_reduce", "torus_2d"))
 SPARSE = (("sparse", "naive_all_gather"), ("sparse", "flat"), ("sparse", "hitopk"))

@@ -11,16 +11,16 @@ from numpy.typing import NDArray
 from benchmarks.steps import measure_rank
 from planner.comparison.report import values_by_name
 from planner.comparison.statistics import median_interval
+from planner.emit.lower import predict
 from planner.ir import Schedule
-from planner.lower import predict
+from planner.jobs.rank_options import RankOptions
+from planner.jobs.world import on_ranks
+from planner.model.problem import Problem, make_problem
 from planner.passes.joint import Joint
 from planner.passes.merge import Merge
 from planner.passes.topology import Topology
-from planner.problem import Problem, make_problem
-from planner.rank_options import RankOptions
 from planner.strategies import make_schedule
 from planner.strategies.optimal import best_baseline
-from planner.world import on_ranks
 
 NAMED = ("ddp", "torus_2d", "slgs:0.01", "hitopk:0.01")
 

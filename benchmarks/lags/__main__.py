@@ -17,7 +17,7 @@ from pathlib import Path
 from benchmarks.lags import accuracy, bound, measured
 from benchmarks.learning import SEEDS, outcomes
 from benchmarks.marked import replace_part
-from planner.catalog import find_profile
+from planner.documents.catalog import find_profile
 
 PARTS = ("bound", "measured", "accuracy", "first_dense")
 MODELS = ("resnet50", "vgg16", "bert-base")

@@ -11,9 +11,9 @@ import torch.distributed as dist
 from torch import nn
 
 from benchmarks.learning import Outcome, Task, learn
-from runtime.fit import trainable_parameters
-from runtime.names import layer_of
+from runtime.checks.plan import trainable_parameters
 from runtime.plan import CompressorSpec, ModelReference, MomentumSpec, Plan, PlanBucket, PlanWorld
+from runtime.plan.names import layer_of
 
 TASKS = ("digits, ResNet-20", "characters, GPT", "characters, LSTM")
 

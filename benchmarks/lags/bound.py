@@ -11,10 +11,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from planner.cost.sparse import flat_is_implied
+from planner.documents.profile import Cluster, Link, Profile
 from planner.ir import Bucket, Schedule
-from planner.problem import Problem, make_problem
-from planner.profile.document import Cluster, Link, Profile
-from planner.simulator import simulate_schedule
+from planner.model.problem import Problem, make_problem
+from planner.model.simulator import simulate_schedule
 
 DENSITY = 0.01
 RATIOS = (0.1, 0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 4.0, 10.0)

@@ -11,10 +11,10 @@ from planner.comparison.contestants import BARE
 from planner.comparison.report import values_by_name
 from planner.comparison.statistics import median_interval, ratio_interval
 from planner.ir import Schedule
-from planner.problem import Problem, make_problem
-from planner.rank_options import RankOptions
-from planner.simulator import simulate_schedule
-from planner.world import on_ranks
+from planner.jobs.rank_options import RankOptions
+from planner.jobs.world import on_ranks
+from planner.model.problem import Problem, make_problem
+from planner.model.simulator import simulate_schedule
 
 LINKS = ("2x1@1gbit", "2x1@200mbit", "2x1@100mbit", "2x1@50mbit", "2x1@20mbit")
 SLGS, LAGS = "SLGS", "LAGS"

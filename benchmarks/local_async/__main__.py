@@ -18,9 +18,9 @@ from benchmarks.learning import SEEDS
 from benchmarks.local_async import accuracy, speed
 from benchmarks.local_async.jobs import MODELS, RANKS
 from benchmarks.marked import replace_part
-from planner.launch import LocalWorld, run_ranks
-from planner.rank_options import RankOptions
-from planner.world import on_ranks
+from planner.jobs.launch import LocalWorld, run_ranks
+from planner.jobs.rank_options import RankOptions
+from planner.jobs.world import on_ranks
 
 PARTS = ("speed", "accuracy")
 

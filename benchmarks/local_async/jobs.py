@@ -11,7 +11,7 @@ from torch.nn import functional
 from torch.optim.lr_scheduler import CosineAnnealingLR
 
 from planner import TrainingJob
-from planner.demo_job import ResNet20, digits, loss
+from planner.jobs.demo_job import ResNet20, digits, loss
 from runtime.local_async import LocalJob
 
 RANKS = 2

@@ -15,20 +15,20 @@ import numpy as np
 from torch import Tensor
 
 from benchmarks.local_async.jobs import DEADLINE_S, spec
+from planner.emit.lower import lower
 from planner.ir import Schedule
-from planner.local_training import local_job
-from planner.lower import lower
-from planner.problem import Problem, make_problem
-from planner.simulator import step_us
+from planner.jobs.local_training import local_job
+from planner.jobs.training import build, profile_rank
+from planner.model.local_async import Work, closed_form_saved_backwards, making_us, saved_backwards, speed_up
+from planner.model.problem import Problem, make_problem
+from planner.model.simulator import step_us
 from planner.strategies import make_schedule
-from planner.training import build, profile_rank
-from planner.updaters import Work, closed_form_saved_backwards, making_us, saved_backwards, speed_up
-from runtime.fit import trainable_parameters
+from runtime.checks.plan import trainable_parameters
+from runtime.comm.world import World
 from runtime.local_async import LocalReport, run_local_async
 from runtime.local_async.partial import partial_backward
-from runtime.preserve import preserved
-from runtime.timeline import UPDATER, Span
-from runtime.world import World
+from runtime.monitor.preserve import preserved
+from runtime.plan.timeline import UPDATER, Span
 
 NUMBERS = (2, 4)
 """Of updaters."""

@@ -15,7 +15,7 @@ import numpy as np
 from benchmarks.published import ddl2020
 from benchmarks.published.common import Comparison, authors_line, model, predict_s, schedule_of, simulate_s, table
 from benchmarks.traces import with_step
-from planner.profile.document import Cluster, Link, Profile
+from planner.documents.profile import Cluster, Link, Profile
 
 MODELS = {"ResNet-152": "resnet152", "DenseNet-201": "densenet201", "Inception-v4": "inception-v4"}
 METHODS = ("WFBP", "MG-WFBP", "ASC-WFBP")

@@ -10,7 +10,7 @@ import numpy as np
 from benchmarks.published.common import Comparison, descend, geometric, mean_log_error, table
 from planner.cost.collectives import Coefficients, collective_cost, solve_link
 from planner.cost.curve import CostCurve, fit_line
-from planner.profile.document import Link
+from planner.documents.profile import Link
 
 Samples = list[tuple[float, float]]
 """(message_bytes, time_us)."""

@@ -20,12 +20,12 @@ from functools import cache
 
 from benchmarks.published.common import DATA, Comparison, model, predict_s, table
 from benchmarks.traces import with_step
-from planner.catalog import find_cluster
 from planner.cost.sparse import sparse_us
+from planner.documents.catalog import find_cluster
+from planner.documents.profile import Cluster, Profile
 from planner.ir import Schedule
-from planner.problem import make_problem
-from planner.profile.document import Cluster, Profile
-from planner.simulator import simulate_schedule
+from planner.model.problem import make_problem
+from planner.model.simulator import simulate_schedule
 
 GPUS = 128
 DENSITY = 0.01

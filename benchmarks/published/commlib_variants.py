@@ -11,7 +11,7 @@ from benchmarks.published import commlib
 from benchmarks.published.common import Comparison
 from benchmarks.published.report import swaps, table_line
 from benchmarks.traces import in_dtype
-from planner.profile.document import Cluster, Contention
+from planner.documents.profile import Cluster, Contention
 
 TORUS, TOPK = "2DTAR-SGD", "MSTopK-SGD"
 

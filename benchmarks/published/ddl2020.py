@@ -25,8 +25,8 @@ from benchmarks.published.common import (
     table,
 )
 from benchmarks.traces import with_step
+from planner.documents.profile import Cluster, Link, Profile
 from planner.ir import Schedule
-from planner.profile.document import Cluster, Link, Profile
 
 NETWORKS = {"10gbe": "10GbE with TCP/IP", "100gbe": "100GbE with TCP/IP", "100gbib": "100GbIB with RDMA"}
 MODELS = {"ResNet-50": "resnet50", "BERT-Base": "bert-base", "BERT-Large": "bert-large"}

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from benchmarks.published.common import Comparison, model, predict_s, table
 from benchmarks.traces import in_dtype, with_step
-from planner.catalog import find_cluster
-from planner.profile.document import Cluster, Profile
+from planner.documents.catalog import find_cluster
+from planner.documents.profile import Cluster, Profile
 
 MACHINE, SEQUENCE_LENGTH, GPUS_PER_NODE = "DGX A100 80GB", "128", 8
 

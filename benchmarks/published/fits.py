@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from benchmarks.published import collectives, ddl2020, omgs, ssd, tpds
 from benchmarks.published.report import table_line
-from planner.profile.document import Cluster
+from planner.documents.profile import Cluster
 
 
 def fit_lines() -> Iterator[str]:

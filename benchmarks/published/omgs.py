@@ -12,7 +12,7 @@ import math
 from dataclasses import dataclass, replace
 
 from benchmarks.published.common import Comparison, model, predict_s, table
-from planner.profile.document import Cluster, Line, SelectionLine
+from planner.documents.profile import Cluster, Line, SelectionLine
 
 MODELS = {"ResNet-50": "resnet50", "VGG-16": "vgg16", "Inception-v4": "inception-v4"}
 NUMEL = {"ResNet-50": 25557032, "Inception-v4": 42679816, "LSTM-PTB": 66034000}

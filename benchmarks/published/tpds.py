@@ -25,8 +25,8 @@ from benchmarks.published.common import (
     table,
 )
 from benchmarks.traces import in_dtype, with_step
+from planner.documents.profile import Cluster, Contention, Line, Profile
 from planner.ir import Schedule
-from planner.profile.document import Cluster, Contention, Line, Profile
 
 NETWORKS = ("10GbE", "56GbIB")
 MODELS = {"ResNet-152": "resnet152", "DenseNet-161": "densenet161", "Inception-v4": "inception-v4"}

@@ -18,8 +18,8 @@ from pathlib import Path
 
 from benchmarks.truth.cells import Cell, Result, cell_rank, summarize
 from benchmarks.truth.report import cell_lines, plan_lines, summary, write_into
-from planner.rank_options import RankOptions
-from planner.world import on_ranks
+from planner.jobs.rank_options import RankOptions
+from planner.jobs.world import on_ranks
 from runtime.errors import PlannerError
 
 MODELS = ("resnet20", "resnet18", "vgg", "lstm", "gpt")

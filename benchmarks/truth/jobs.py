@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from examples.charlm import CharLM
 from planner import TrainingJob
-from planner.demo_job import ResNet20
+from planner.jobs.demo_job import ResNet20
 
 
 class Residual(nn.Module):

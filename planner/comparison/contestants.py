@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from planner.lower import lower
-from planner.problem import Problem
+from planner.emit.lower import lower
+from planner.model.problem import Problem
 from planner.strategies import make_schedule
 from planner.strategies.ddp import ddp_buckets
 from runtime.errors import InputError

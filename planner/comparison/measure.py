@@ -22,14 +22,14 @@ import runtime
 from planner.comparison.contestants import DDP, PLAN, Contestant, distinct_caps
 from planner.comparison.same import Apart, FirstStep
 from planner.comparison.trained import Trained, TrainedJob
+from planner.jobs.training import SEED, blaming, build
+from planner.profile.progress import Progress, make_progress
 from planner.profile.step import TIMEOUT_S
-from planner.progress import Progress, make_progress
-from planner.training import SEED, blaming, build
+from runtime.checks.plan import trainable_parameters
+from runtime.comm.world import World, first_line
 from runtime.errors import CommunicationError, InputError, PlanMismatch
-from runtime.fit import trainable_parameters
+from runtime.monitor.preserve import generators, restore_generators
 from runtime.plan import Plan
-from runtime.preserve import generators, restore_generators
-from runtime.world import World, first_line
 
 WARM_UP_STEPS = 3
 """Of each block: DDP lays its buckets out again after the first step, PowerSGD begins with the third."""

@@ -18,7 +18,7 @@ from planner.comparison.statistics import (
     verdict,
 )
 from planner.comparison.training import judge_training
-from runtime.causes import cause_of_error
+from runtime.monitor.causes import cause_of_error
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -186,7 +186,7 @@ def comparison_table(comparison: Comparison) -> Table:
     """For the terminal."""
     from rich.table import Table
 
-    from planner.explain import milliseconds
+    from planner.report.tables import milliseconds
 
     table = Table(
         title=f"{comparison.steps} steps each on {comparison.ranks} ranks, in {comparison.rounds} rounds by turns",

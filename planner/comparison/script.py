@@ -14,16 +14,16 @@ from planner.comparison.contestants import contestants, sweep
 from planner.comparison.measure import Contest, measure_all
 from planner.comparison.report import Comparison, summarize
 from planner.comparison.trained import Stateful, TrainedScript
-from planner.job import find_job
-from planner.problem import make_problem
-from planner.profile.document import Profile, load_profile
+from planner.documents.profile import Profile, load_profile
+from planner.jobs.job import find_job
+from planner.jobs.training import blaming
+from planner.model.problem import make_problem
+from planner.profile.progress import make_progress
 from planner.profile.step import TIMEOUT_S
-from planner.progress import make_progress
-from planner.training import blaming
+from runtime.comm.world import World
 from runtime.errors import InputError
 from runtime.plan import Plan, load_plan
-from runtime.session import Session
-from runtime.world import World
+from runtime.session.session import Session
 
 STEPS, ROUNDS, MAX_STEPS = 25, 5, 10**9
 

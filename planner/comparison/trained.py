@@ -10,9 +10,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from planner.training import KEPT_BATCHES, BuiltJob, blaming
+from planner.jobs.training import KEPT_BATCHES, BuiltJob, blaming
 from runtime.errors import InputError
-from runtime.preserve import preserved
+from runtime.monitor.preserve import preserved
 
 
 class Trained(Protocol):

@@ -13,7 +13,7 @@ import math
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
-from planner.profile.document import Link
+from planner.documents.profile import Link
 from runtime.errors import InputError
 
 

@@ -12,7 +12,7 @@ from planner.cost.collectives import Coefficients, collective_cost
 from planner.cost.curve import CostCurve
 from planner.cost.model import CommunicationCost
 from planner.cost.phases import LinkName, Phase, flat_link, measured_curve, measured_flat, phase_of
-from planner.profile.document import Cluster
+from planner.documents.profile import Cluster
 from runtime.errors import InputError
 
 REDUCE_SCATTER, ALL_GATHER = "reduce_scatter", "all_gather"

@@ -9,9 +9,9 @@ from typing import TypeVar
 from planner.cost.collectives import Coefficients, collective_cost, solve_link
 from planner.cost.curve import CostCurve, fit_line
 from planner.cost.slowdown import Slowdown
-from planner.profile.document import Cluster, Contention, Line, Link
+from planner.documents.profile import Cluster, Contention, Line, Link
 from runtime.errors import InputError
-from runtime.quantities import MAX_RANKS
+from runtime.plan.quantities import MAX_RANKS
 
 T = TypeVar("T")
 

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from planner.cost.collectives import Coefficients, collective_cost
 from planner.cost.curve import CostCurve
 from planner.cost.tree import tree_curve
-from planner.profile.document import Cluster, Link
+from planner.documents.profile import Cluster, Link
 from runtime.errors import InputError
 
 LinkName = Literal["intra", "inter"]

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from planner.profile.document import SelectionLine
+from planner.documents.profile import SelectionLine
 from runtime.errors import InputError
 
 Floats = NDArray[np.float64]

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from planner.profile.document import SizeFactors
+from planner.documents.profile import SizeFactors
 
 Floats = NDArray[np.float64]
 

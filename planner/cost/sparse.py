@@ -16,7 +16,7 @@ import numpy as np
 from planner.cost.collectives import collective_cost
 from planner.cost.curve import CostCurve
 from planner.cost.phases import LinkName, flat_link, link_of, measured_flat, phase_of
-from planner.profile.document import Cluster, Link
+from planner.documents.profile import Cluster, Link
 
 SELECTED_BYTES = 8
 """A selected element: four bytes of value, four of index."""

@@ -17,7 +17,7 @@ others being updated beside backward; here the local update follows backward as 
 
 The closed form knows nothing of a backlog: it takes the network as idle when the k-th step begins to push, and messages
 as following one another without a gap. In case 2 it takes T_b − h_b^L off every cycle, which a network that is never
-idle cannot save. So without contention it is never above what `planner.delayed` simulates, and equal to it for one
+idle cannot save. So without contention it is never above what `planner.model.delay` simulates, and equal to it for one
 bucket (h_b^L = T_b), where every one of its assumptions holds and neither packing pushes nor taking pulled weights
 costs anything: it knows nothing of these either.
 """

@@ -1,4 +1,4 @@
-"""What an all-reduce over two binary trees costs: `runtime/collectives/tree.py`, of which every figure here is.
+"""What an all-reduce over two binary trees costs: `runtime/comm/collectives/tree.py`, of which every figure here is.
 
 A message travels in c chunks, half of them up and down each tree (Sanders, Speck, Träff, Parallel Computing 35, 2009;
 the trees are NCCL 2.4's). Ranks go round by round: in each they send at most one chunk and receive at most one. By that
@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 from planner.cost.collectives import Coefficients
 from planner.cost.curve import CostCurve
-from planner.profile.document import Link
+from planner.documents.profile import Link
 
 CHUNK_BYTES = 256 * 1024
 """As in the runtime: a chunk is not smaller, as long as there are two."""

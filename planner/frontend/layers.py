@@ -17,9 +17,9 @@ from torch import Tensor, fx, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
+from planner.documents.profile import Layer
 from planner.frontend.formulas import FORMULAS, multiplied, tensors_in
-from planner.profile.document import Layer
-from runtime.names import canonical_name, layer_of
+from runtime.plan.names import canonical_name, layer_of
 
 Method = Literal["export", "symbolic_trace", "hooks"]
 """The ways of tracing, best first."""
@@ -77,7 +77,7 @@ def split_backward(
 
     Args:
         layers: as traced.
-        layer_backward_us: sum of `backward_us` of the gradients of each layer (`runtime.names.layer_of`).
+        layer_backward_us: sum of `backward_us` of the gradients of each layer (`runtime.plan.names.layer_of`).
         layer_forward_us: measured forward time by layer; layers that it lacks share what it leaves of `forward_us`.
         forward_us: the whole forward.
     """

@@ -21,7 +21,7 @@ from planner.frontend.call import Call, first_call, goes_on, levels, whole_step
 from planner.frontend.graphs import by_export, by_export_of_one_path, by_hooks, by_symbolic_trace
 from planner.frontend.layers import CostRecorder, LayerCost, Method, TracedModel
 from planner.frontend.unchanged import unchanged, values_kept
-from runtime.fit import trainable_parameters
+from runtime.checks.plan import trainable_parameters
 
 __all__ = ["TracedModel", "trace"]
 

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from runtime.preserve import put_back
+from runtime.monitor.preserve import put_back
 
 
 @contextmanager

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import ClassVar, Literal, Protocol
 
 from planner.ir import Schedule
+from planner.model.problem import Problem
 from planner.passes.delay import Delay
 from planner.passes.joint import Joint
 from planner.passes.local_async import LocalAsync
@@ -13,7 +14,6 @@ from planner.passes.merge import Merge
 from planner.passes.shard_updates import ShardUpdates
 from planner.passes.sparsify import Sparsify
 from planner.passes.topology import Topology
-from planner.problem import Problem
 
 
 class Pass(Protocol):

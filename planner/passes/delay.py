@@ -4,7 +4,7 @@ Legal for relaxed plans: between pulls each rank goes on with weights of its own
 and all-gather of ranges of gradients, the local update, and contention. k is the smallest whose simulated mean step is
 within 2 % of the best up to `max_delay`, for less delay harms less; how pushes are merged is chosen among the buckets
 given, the best merge for the costs of a push, one bucket, and DDP's. Where the cluster says what selection costs,
-pushes of selected elements (`planner.pushed`) are looked at, too, and have to win by 2 %.
+pushes of selected elements (`planner.search.sparse_pushes`) are looked at, too, and have to win by 2 %.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from functools import lru_cache, partial
 from typing import ClassVar, Literal
 
 from planner.cost.ssd import mean_step_us
-from planner.delay_load import Load
-from planner.delayed import delayed_step_us, steady_state
+from planner.decide.offer import GAIN
 from planner.ir import Schedule
-from planner.merging.exact import TIE, MergeProblem, merge_exact
-from planner.offer import GAIN
-from planner.problem import Problem
-from planner.pushed import best_selected
-from planner.selection import ratio_limits
-from planner.simulator import step_us
+from planner.model.compression import ratio_limits
+from planner.model.delay import delayed_step_us, steady_state
+from planner.model.delay_load import Load
+from planner.model.problem import Problem
+from planner.model.simulator import step_us
+from planner.search.merge import TIE, MergeProblem, merge_exact
+from planner.search.sparse_pushes import best_selected
 from runtime.errors import InputError
 
 DEFAULT_MAX_DELAY = 4

@@ -16,19 +16,19 @@ from typing import ClassVar, Literal
 import numpy as np
 
 from planner.ir import Schedule
-from planner.layerwise import layer_wise
-from planner.merging.densities import Floats, joint_tables
-from planner.merging.exact import TIE
-from planner.merging.joint import BucketTables, JointTables, grid, least_ends_us
-from planner.merging.joint import search as search_joint
-from planner.merging.link_forms import dense_algorithms, forms_of, has_two_links
-from planner.merging.links import Found, LinkForms, search
-from planner.merging.neighbours import Choice
-from planner.passes.forms import Forms, improve
+from planner.model.compression import compression, ratio_limits, torn_places
+from planner.model.problem import Problem
+from planner.model.simulator import step_us
 from planner.passes.topology import known_stops
-from planner.problem import Problem
-from planner.selection import compression, ratio_limits, torn_places
-from planner.simulator import step_us
+from planner.search.joint import BucketTables, JointTables, grid, least_ends_us
+from planner.search.joint import search as search_joint
+from planner.search.joint_tables import Floats, joint_tables
+from planner.search.lags import layer_wise
+from planner.search.link_forms import dense_algorithms, forms_of, has_two_links
+from planner.search.links import Found, LinkForms, search
+from planner.search.local_search import Forms, improve
+from planner.search.merge import TIE
+from planner.search.neighbours import Choice
 from runtime.errors import InputError
 
 DENSITIES = "0.25|0.0625|0.015625|0.004|0.001"

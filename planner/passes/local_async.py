@@ -4,7 +4,7 @@ Legal for relaxed plans: updaters work on models that others have changed since.
 this device and for the parts of backward, both measured (`planner profile --updaters`), and for what a message of the
 whole model costs. Of the numbers of updaters that were measured, each is taken while it gets 3 % more done than the one
 before and fits into the memory. What they get done includes making minibatches, so other steps are compared with that
-added. Blocks are whole layers (see `planner.merging.blocks`); without blocks where they save nothing.
+added. Blocks are whole layers (see `planner.search.blocks`); without blocks where they save nothing.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from planner.ir import Schedule, Updaters
-from planner.merging.blocks import best_blocks
-from planner.merging.exact import TIE
-from planner.problem import Problem
-from planner.simulator import step_us
-from planner.updaters import Work, async_step_us, making_us
+from planner.model.local_async import Work, async_step_us, making_us
+from planner.model.problem import Problem
+from planner.model.simulator import step_us
+from planner.search.blocks import best_blocks
+from planner.search.merge import TIE
 from runtime.errors import InputError
 from runtime.plan import MAX_UPDATERS
 

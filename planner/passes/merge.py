@@ -12,10 +12,10 @@ from functools import lru_cache
 from typing import ClassVar, Literal
 
 from planner.ir import Schedule
-from planner.merging.contended import end_us, improve, merge_contended
-from planner.merging.exact import TIE, MergeProblem, MergeSolution, merge_exact
-from planner.problem import Problem
-from planner.simulator import Overlap, step_us
+from planner.model.problem import Problem
+from planner.model.simulator import Overlap, step_us
+from planner.search.merge import TIE, MergeProblem, MergeSolution, merge_exact
+from planner.search.merge_contended import end_us, improve, merge_contended
 
 
 def merge_problem(problem: Problem) -> MergeProblem:

@@ -6,7 +6,7 @@ element by itself gives the same weights whoever updates them. Asks for the meas
 update, and the cost model for reduce-scatter and all-gather. Norms are shared where that is predicted to make the
 update shorter; the step where it makes the training step 2 % shorter, or where nothing else fits into memory. Scripts
 then have parts of gradients alone, so `planner optimize` lets the pass do so only where that is allowed
-(`planner.interfaces`).
+(`planner.decide.interfaces`).
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import ClassVar, Literal
 
+from planner.decide.offer import GAIN
 from planner.ir import Schedule
-from planner.merging.exact import MergeProblem, merge_exact
-from planner.norms import partition_of, replicated_us, shared_us
-from planner.offer import GAIN
+from planner.model.norms import partition_of, replicated_us, shared_us
+from planner.model.problem import Problem
+from planner.model.sharded_step import can_share, costs_known, memory_bytes, push_us, replicated_bytes, saves_memory
+from planner.model.simulator import step_us
 from planner.passes.delay import candidates
 from planner.passes.merge import best_of, boundaries
-from planner.problem import Problem
-from planner.sharding import can_share, costs_known, memory_bytes, push_us, replicated_bytes, saves_memory
-from planner.simulator import step_us
+from planner.search.merge import MergeProblem, merge_exact
 from planner.verify import PUSHED_FORM
 from runtime.errors import InputError
 

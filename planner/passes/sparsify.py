@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from planner.ir import Schedule
-from planner.layerwise import layer_wise
-from planner.merging.exact import TIE
-from planner.problem import Problem
-from planner.selection import ratio_limits
-from planner.simulator import step_us
+from planner.model.compression import ratio_limits
+from planner.model.problem import Problem
+from planner.model.simulator import step_us
+from planner.search.lags import layer_wise
+from planner.search.merge import TIE
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,10 +13,10 @@ from functools import lru_cache
 from typing import ClassVar, Literal
 
 from planner.ir import Schedule
-from planner.merging.link_forms import dense_algorithms, forms_of, has_two_links
-from planner.merging.links import Found, LinkForms, climb, search
+from planner.model.problem import Problem
 from planner.passes.merge import best_of, merge_without_contention
-from planner.problem import Problem
+from planner.search.link_forms import dense_algorithms, forms_of, has_two_links
+from planner.search.links import Found, LinkForms, climb, search
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from runtime.world import World
+from runtime.comm.world import World
 
 LOGGER = logging.getLogger("planner.profile")
 

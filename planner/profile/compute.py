@@ -18,22 +18,22 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
+from planner.documents.profile import ComputeIntervals, ComputeProfile, Gradient, Interval
 from planner.profile.budget import Phases
-from planner.profile.document import ComputeIntervals, ComputeProfile, Gradient, Interval
 from planner.profile.links import make_bucket, timed_us
+from planner.profile.progress import Progress
 from planner.profile.wanted import REPEATS
-from planner.progress import Progress
-from runtime.buckets import BucketBuffer, Parcel
-from runtime.clock import Clock
-from runtime.collectives import COLLECTIVES
-from runtime.communicator import Communicator, Sent, make_communicator, nothing
+from runtime.checks.plan import dtype_name, trainable_parameters
+from runtime.comm.collectives import COLLECTIVES
+from runtime.comm.communicator import Communicator, Sent, make_communicator, nothing
+from runtime.comm.world import World
+from runtime.core.buckets import BucketBuffer, Parcel
 from runtime.errors import InputError
-from runtime.fit import dtype_name, trainable_parameters
-from runtime.names import layer_of
+from runtime.monitor.clock import Clock
+from runtime.monitor.recorder import StepMarks
 from runtime.plan import ModelReference, Plan, PlanBucket, PlanWorld
-from runtime.recorder import StepMarks
-from runtime.session import Session
-from runtime.world import World
+from runtime.plan.names import layer_of
+from runtime.session.session import Session
 
 WARM_UP_STEPS, WARM_UP_S = 3, 10.0
 """Steps that do not count: so many, or fewer where they take longer than this."""
@@ -181,7 +181,7 @@ def measure_compute(
     progress: Progress,
     phases: Phases,
 ) -> list[RankTimes]:
-    """Every rank's times; the model and the optimizer change (see `runtime.preserve`).
+    """Every rank's times; the model and the optimizer change (see `runtime.monitor.preserve`).
 
     Repeats that differ much are done again, and those that differ least count. The budget begins after the first ones.
     """

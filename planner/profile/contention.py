@@ -20,17 +20,17 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
+from planner.documents.profile import ComputeProfile, Contention, SizeFactors
 from planner.profile.compute import Step, StepRunner
-from planner.profile.document import ComputeProfile, Contention, SizeFactors
 from planner.profile.links import make_bucket
+from planner.profile.progress import Progress
 from planner.profile.wanted import ALL_GATHER, ALL_REDUCE
-from planner.progress import Progress
-from runtime.buckets import BucketBuffer, Parcel
-from runtime.clock import Clock
-from runtime.collectives import COLLECTIVES
-from runtime.communicator import Sent, make_communicator, nothing
-from runtime.selected import Packed
-from runtime.world import World
+from runtime.comm.collectives import COLLECTIVES
+from runtime.comm.communicator import Sent, make_communicator, nothing
+from runtime.comm.world import World
+from runtime.core.buckets import BucketBuffer, Parcel
+from runtime.monitor.clock import Clock
+from runtime.sparse.selected import Packed
 
 MAX_ROUNDS = 15
 LEAST_ROUNDS = (3, 2, 1)

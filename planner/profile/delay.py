@@ -11,14 +11,14 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from planner.profile.document import Line
+from planner.documents.profile import Line
 from planner.profile.links import make_shard, sizes_up_to, slowest_line, timed_us
-from planner.progress import Progress
-from runtime.local_weights import LocalWeights
-from runtime.lossy import all_finite
+from planner.profile.progress import Progress
+from runtime.comm.world import World
+from runtime.delay.local_weights import LocalWeights
+from runtime.delay.staleness import Staleness
 from runtime.plan import DelaySpec
-from runtime.staleness import Staleness
-from runtime.world import World
+from runtime.sparse.lossy import all_finite
 
 SIZES = tuple(2**exponent for exponent in (16, 20, 22, 24, 26))
 """Bytes; none larger than the model."""

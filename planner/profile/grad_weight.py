@@ -11,10 +11,10 @@ import time
 
 from torch import nn
 
+from planner.documents.profile import ComputeProfile
 from planner.profile.compute import Step
-from planner.profile.document import ComputeProfile
-from runtime.fit import trainable_parameters
-from runtime.world import World
+from runtime.checks.plan import trainable_parameters
+from runtime.comm.world import World
 
 REPEATS = 3
 BUDGET_S = 6.0

@@ -20,15 +20,15 @@ import torch.distributed as dist
 from scipy import stats
 from torch import Tensor, nn
 
-from planner.profile.document import Line, Sample
-from planner.progress import Progress
-from runtime.buckets import BucketBuffer, Message, lay_out, make_slot
-from runtime.collectives import COLLECTIVES
-from runtime.collectives.phases import Scatter, add_up, start
-from runtime.communicator import Communicator, Sent, make_communicator
-from runtime.shards import Shard
+from planner.documents.profile import Line, Sample
+from planner.profile.progress import Progress
+from runtime.comm.collectives import COLLECTIVES
+from runtime.comm.collectives.phases import Scatter, add_up, start
+from runtime.comm.communicator import Communicator, Sent, make_communicator
+from runtime.comm.world import World
+from runtime.core.buckets import BucketBuffer, Message, lay_out, make_slot
+from runtime.delay.server import Shard
 from runtime.torch_compat import all_gather_single
-from runtime.world import World
 
 SMALLEST_BYTES = 1024
 QUEUE_US, QUEUED_CALLS = 20_000.0, (4, 32)

@@ -14,14 +14,14 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
+from runtime.comm.world import World
 from runtime.datacache import CachedDataset
 from runtime.datacache.memory import available_bytes, overhead_bytes
 from runtime.datacache.node import node_name
 from runtime.datacache.samples import pack
 from runtime.errors import InputError
-from runtime.predicted import Loading
+from runtime.plan.predicted import Loading
 from runtime.torch_compat import tree_leaves
-from runtime.world import World
 
 TIMED = 64
 """Samples that are timed on each rank."""

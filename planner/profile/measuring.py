@@ -10,14 +10,7 @@ from typing import get_args
 import torch
 from torch import nn
 
-from planner.frontend.layers import estimated_grad_weight_share, split_backward
-from planner.frontend.trace import TracedModel, trace
-from planner.profile.apart import LinksApart, measure_apart, parts_of
-from planner.profile.budget import Phases
-from planner.profile.compute import Step, combine, measure_compute
-from planner.profile.contention import affordable_sizes, contention_of, measure_contention, step_s
-from planner.profile.delay import DelayCosts, measure_delay
-from planner.profile.document import (
+from planner.documents.profile import (
     Cluster,
     ComputeProfile,
     GradWeightShare,
@@ -29,9 +22,18 @@ from planner.profile.document import (
     SizeFactors,
     Tracing,
 )
+from planner.emit.sources import counted
+from planner.frontend.layers import estimated_grad_weight_share, split_backward
+from planner.frontend.trace import TracedModel, trace
+from planner.profile.budget import Phases
+from planner.profile.compute import Step, combine, measure_compute
+from planner.profile.contention import affordable_sizes, contention_of, measure_contention, step_s
+from planner.profile.delay import DelayCosts, measure_delay
 from planner.profile.grad_weight import measure_grad_weight_share
 from planner.profile.links import LinkTimes, cut_short, measure_links
+from planner.profile.node_links import LinksApart, measure_apart, parts_of
 from planner.profile.norms import measure_norms
+from planner.profile.progress import Progress
 from planner.profile.request import Request
 from planner.profile.selection import measure_selection
 from planner.profile.wanted import (
@@ -46,17 +48,15 @@ from planner.profile.wanted import (
     Wanted,
     curves,
 )
-from planner.progress import Progress
-from planner.sources import counted
 from planner.testbed.emulation import emulation_here
-from runtime.adaptive import is_adaptive
-from runtime.elementwise import find_not_elementwise, state_bytes
-from runtime.fit import model_fingerprint, trainable_parameters
-from runtime.fit_optimizer import find_unowned
+from runtime.checks.adaptive import is_adaptive
+from runtime.checks.elementwise import find_not_elementwise, state_bytes
+from runtime.checks.optimizer import find_unowned
+from runtime.checks.plan import model_fingerprint, trainable_parameters
+from runtime.comm.topology import node_name
+from runtime.comm.world import World
 from runtime.optimizers import LayerwiseOptimizer
 from runtime.plan import Accuracy, ModelReference
-from runtime.topology import node_name
-from runtime.world import World
 
 
 @dataclass(frozen=True)

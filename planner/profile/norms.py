@@ -13,12 +13,12 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from planner.profile.document import ComputeProfile, LayerNorm, NormProfile
+from planner.documents.profile import ComputeProfile, LayerNorm, NormProfile
 from planner.profile.links import timed_us
-from planner.progress import Progress
+from planner.profile.progress import Progress
+from runtime.comm.world import World
 from runtime.optimizers import LayerwiseOptimizer
 from runtime.optimizers.norms import Pair, norm_dtype, pair_norms
-from runtime.world import World
 
 WARM_UPS, REPEATS = 1, 9
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import get_args
 
-from planner.profile.document import Profile, load_profile
+from planner.documents.profile import Profile, load_profile
 from runtime.errors import InputError
 from runtime.plan import Accuracy
 

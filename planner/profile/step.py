@@ -12,26 +12,26 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from planner.profile.budget import heard
-from planner.profile.compute import Step
-from planner.profile.document import (
+from planner.documents.profile import (
     ComputeProfile,
     Profile,
     ProfileWorld,
     load_profile,
 )
+from planner.profile.budget import heard
+from planner.profile.compute import Step
 from planner.profile.measuring import Measuring, count_nodes, now
+from planner.profile.progress import Progress, Silent
 from planner.profile.request import BUDGET_S, Request
-from planner.progress import Progress, Silent
 from planner.testbed.emulation import emulation_here
-from runtime.attaching import STEPS_PER_DEADLINE
+from runtime.checks.plan import model_fingerprint, trainable_parameters
+from runtime.comm.topology import node_name
+from runtime.comm.world import World, bounded_timeout_s
 from runtime.errors import InputError
-from runtime.fit import model_fingerprint, trainable_parameters
+from runtime.monitor.preserve import preserved
 from runtime.plan import Accuracy
-from runtime.preserve import preserved
-from runtime.topology import node_name
+from runtime.session.attaching import STEPS_PER_DEADLINE
 from runtime.torch_compat import is_wrapped
-from runtime.world import World, bounded_timeout_s
 
 TIMEOUT_S = 300.0
 """Deadline of each wait before a step has been measured: one of the slowest model has to fit, or its tracing."""

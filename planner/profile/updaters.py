@@ -21,17 +21,17 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from planner.profile.document import ComputeProfile, Gradient
-from planner.profile.local_async import LayerBackward, LocalAsyncProfile, UpdaterRate
-from planner.progress import Progress
+from planner.documents.local_async import LayerBackward, LocalAsyncProfile, UpdaterRate
+from planner.documents.profile import ComputeProfile, Gradient
+from planner.profile.progress import Progress
+from runtime.comm.topology import node_name
+from runtime.comm.world import World
 from runtime.datacache.memory import available_bytes
 from runtime.errors import InputError
 from runtime.local_async import LocalJob, run_local_async
 from runtime.local_async.partial import partial_backward
 from runtime.plan import LocalAsyncSpec, ModelReference, Plan, PlanBucket, PlanWorld
-from runtime.timeline import Span
-from runtime.topology import node_name
-from runtime.world import World
+from runtime.plan.timeline import Span
 
 PROBES = 24
 """Layers that are measured at the most."""

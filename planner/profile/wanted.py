@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from planner.documents.profile import Cluster
 from planner.profile.budget import Phase
-from planner.profile.document import Cluster
 from runtime.plan import Accuracy
 
 ALL_REDUCE, REDUCE_SCATTER, ALL_GATHER = "all_reduce", "reduce_scatter", "all_gather"

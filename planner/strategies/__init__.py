@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from planner.ir import Schedule
-from planner.problem import Problem
+from planner.model.problem import Problem
 from planner.strategies.ddp import ddp
 from planner.strategies.hitopk import hitopk
 from planner.strategies.joint import joint

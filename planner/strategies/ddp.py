@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from planner.ir import Bucket, Schedule
-from planner.problem import Problem
+from planner.model.problem import Problem
 from planner.strategies.arguments import positive_number
 
 MIB = 1024 * 1024

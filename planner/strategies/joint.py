@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from planner.ir import Schedule
+from planner.model.compression import MAX_RATIO
+from planner.model.problem import Problem
 from planner.passes.joint import Joint
-from planner.problem import Problem
-from planner.selection import MAX_RATIO
 from planner.strategies.arguments import positive_number
 from planner.strategies.optimal import optimal
 

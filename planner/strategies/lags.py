@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 
 from planner.ir import Schedule
-from planner.layerwise import layer_wise
-from planner.problem import Problem
-from planner.selection import DEFAULT_MAX_RATIO, MAX_RATIO
+from planner.model.compression import DEFAULT_MAX_RATIO, MAX_RATIO
+from planner.model.problem import Problem
+from planner.search.lags import layer_wise
 from planner.strategies.arguments import positive_number
-from runtime.names import numbered
+from runtime.plan.names import numbered
 
 
 def lags(problem: Problem, argument: str | None = None) -> Schedule:

@@ -7,8 +7,8 @@ process, which waits for an averaging after every H steps, from the beginning or
 from __future__ import annotations
 
 from planner.ir import Schedule, Updaters
+from planner.model.problem import Problem
 from planner.passes.local_async import updater_schedule
-from planner.problem import Problem
 from planner.strategies.arguments import refuse_argument, whole_number
 from planner.strategies.optimal import optimal
 from runtime.plan import MAX_UPDATERS

@@ -11,7 +11,7 @@ from __future__ import annotations
 from itertools import pairwise
 
 from planner.ir import Schedule
-from planner.problem import Problem
+from planner.model.problem import Problem
 from planner.strategies.arguments import refuse_argument
 
 

@@ -9,18 +9,18 @@ all buckets go flat or all by a torus, and `planner optimize`, which mixes them,
 from __future__ import annotations
 
 from planner.ir import Schedule
-from planner.merging.link_forms import has_two_links
+from planner.model.problem import Problem
 from planner.passes.merge import Merge, best_of
 from planner.passes.shard_updates import ShardUpdates
 from planner.passes.topology import Topology
-from planner.problem import Problem
+from planner.search.link_forms import has_two_links
 from planner.strategies.ddp import ddp
 from planner.strategies.mg_wfbp import mg_wfbp
 from planner.strategies.single import single
 from planner.strategies.torus_2d import torus_2d
 from planner.strategies.wfbp import wfbp
 from runtime.errors import InputError
-from runtime.interfaces import SHARDED_STEP
+from runtime.plan.interfaces import SHARDED_STEP
 
 MIXED = 200
 """Gradients up to which each bucket has a choice of its own on two kinds of link."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from planner.ir import Schedule
-from planner.problem import Problem
+from planner.model.problem import Problem
 from planner.strategies.arguments import refuse_argument
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from planner.cost.sparse import selected_elements
 from planner.ir import Bucket, Schedule
-from planner.problem import Problem
+from planner.model.problem import Problem
 from planner.strategies.arguments import density
 
 DEFAULT_DENSITY = 0.001

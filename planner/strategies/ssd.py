@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from planner.ir import Schedule
+from planner.model.problem import Problem
 from planner.passes.delay import DEFAULT_MAX_DELAY, MAX_DELAY, candidates, delayed_schedule
-from planner.problem import Problem
 from planner.strategies.arguments import whole_number
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from functools import partial
 
 from planner.ir import Schedule
-from planner.merging.phased import PhasedProblem, merge_phased
-from planner.problem import Problem
+from planner.model.problem import Problem
+from planner.search.merge_phased import PhasedProblem, merge_phased
 from planner.strategies.arguments import refuse_argument
 from planner.strategies.mg_wfbp import mg_wfbp
 from planner.strategies.single import single

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from planner.ir import Schedule
-from planner.merging.exact import MergeProblem, merge_exact
-from planner.problem import Problem
+from planner.model.problem import Problem
+from planner.search.merge import MergeProblem, merge_exact
 from planner.strategies.arguments import refuse_argument
 
 ALGORITHM = "tree"

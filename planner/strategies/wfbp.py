@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from planner.ir import Schedule
-from planner.problem import Problem
+from planner.model.problem import Problem
 from runtime.errors import InputError
 
 

@@ -11,7 +11,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from planner.profile.document import Emulated
+from planner.documents.profile import Emulated
 from runtime.errors import InputError
 
 Kind = Emulated

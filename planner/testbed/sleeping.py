@@ -23,7 +23,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import AllgatherOptions, ProcessGroup, ProcessGroupGloo, Work
 
 from planner.cost.collectives import COLLECTIVE_COSTS
-from planner.profile.document import Link
+from planner.documents.profile import Link
 from planner.testbed.emulation import Emulation
 
 NAME = "sleeping"

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from runtime.comm.world import World, check_timeout_s
 from runtime.datacache.fetching import Fetcher, rendezvous
 from runtime.datacache.memory import NodeMemory
 from runtime.datacache.node import Wishes, agree, check_bytes, check_folder, node_name, raise_all, share
@@ -22,7 +23,6 @@ from runtime.datacache.sampler import CachedSampler
 from runtime.datacache.samples import STORABLE, Unstorable, unpack
 from runtime.datacache.source import Source, identity, stored_as
 from runtime.errors import CacheWarning, InputError, PlannerError
-from runtime.world import World, check_timeout_s
 
 TIMEOUT_S = 600.0
 """Deadline of an exchange between nodes: a rank may evaluate or save meanwhile."""

@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 from torch.utils.data import get_worker_info
 
+from runtime.comm.world import first_line
 from runtime.errors import CommunicationError, InputError
 from runtime.torch_compat import all_to_all_uneven, is_of_backend, meet, store_address
-from runtime.world import first_line
 
 _INHERITED: list[Any] = []
 """Groups of the process that this one was forked from: to end one would wait for threads that did not come along."""

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from runtime.comm.world import World
 from runtime.datacache.database import Database, least_bound_bytes
 from runtime.datacache.disk import DiskStore
 from runtime.datacache.memory import NodeMemory, overhead_bytes
@@ -19,8 +20,7 @@ from runtime.datacache.partition import Partition
 from runtime.datacache.samples import ALIGNMENT
 from runtime.datacache.source import PROBED, Source, probe
 from runtime.errors import EnvironmentFailure, InputError, PlannerError
-from runtime.files import checked_path
-from runtime.world import World
+from runtime.plan.files import checked_path
 
 FREE_SHARE = 0.1
 """How much of the disk's free space a cache without a bound leaves."""

@@ -16,12 +16,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from runtime.communicator import GRACE_S
+from runtime.comm.communicator import GRACE_S
+from runtime.comm.world import World
 from runtime.errors import CommunicationError
 from runtime.local_async.report import KEPT, Averaging
 from runtime.plan import LocalAsyncSpec
 from runtime.torch_compat import wait_for
-from runtime.world import World
 
 RUNNING, DONE, STOPPING, FAILED = 0, 1, 2, 3
 """What a rank says of itself: its updaters are at work; they have ended; all shall end; it cannot go on."""

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from runtime.comm.world import World
 from runtime.local_async.averaging import Averager
 from runtime.local_async.report import Averaging, LocalReport, UpdaterReport
 from runtime.local_async.updater import DONE, PARTIAL, SAMPLES, Result
 from runtime.local_async.updaters import Updaters
-from runtime.timeline import UPDATER, Span
-from runtime.world import World
+from runtime.plan.timeline import UPDATER, Span
 
 
 def run_report(

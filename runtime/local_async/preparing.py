@@ -11,21 +11,21 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from runtime.attaching import STEPS_PER_DEADLINE
-from runtime.closures import DECIDE_BY_LOSS
+from runtime.checks.plan import find_misfit, model_fingerprint, trainable_parameters
+from runtime.comm.topology import node_name
+from runtime.comm.world import Credentials, World, agree, bounded_timeout_s, check_timeout_s
+from runtime.core.closures import DECIDE_BY_LOSS
 from runtime.datacache.memory import available_bytes
 from runtime.errors import EnvironmentFailure, InputError, PlannerError
-from runtime.fit import find_misfit, model_fingerprint, trainable_parameters
 from runtime.local_async.job import Batches, LocalJob, Part
 from runtime.local_async.partial import is_reentrant, partial_backward
 from runtime.local_async.script import find_unguarded_script
 from runtime.local_async.shared import Layout
 from runtime.local_async.updaters import check_start_method
+from runtime.monitor.preserve import preserved
 from runtime.plan import LocalAsyncSpec, Plan, load_plan
-from runtime.preserve import preserved
-from runtime.topology import node_name
+from runtime.session.attaching import STEPS_PER_DEADLINE
 from runtime.version import __version__
-from runtime.world import Credentials, World, agree, bounded_timeout_s, check_timeout_s
 
 ON_LOST = ("continue", "stop")
 

@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from runtime.timeline import Span
+from runtime.plan.timeline import Span
 
 KEPT = 4096
 """Minibatches of each updater, and averagings, whose times are kept."""

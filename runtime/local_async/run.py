@@ -9,6 +9,7 @@ from pathlib import Path
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from runtime.comm.world import World
 from runtime.errors import CommunicationError, EnvironmentFailure, InputError
 from runtime.local_async.averaging import DONE, FAILED, RUNNING, STOPPING, Averager, every
 from runtime.local_async.job import LocalJob
@@ -22,7 +23,6 @@ from runtime.local_async.synchronous import train_by_session, train_locally
 from runtime.local_async.updater import Result
 from runtime.local_async.updaters import LONGEST_WATCH_S, Orders, Updaters
 from runtime.plan import Plan
-from runtime.world import World
 
 START_TIMEOUT_S = 300.0
 """Deadline of each wait before a minibatch was measured, and for updaters to import torch and make their job."""

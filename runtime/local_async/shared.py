@@ -14,10 +14,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from runtime.buckets import is_dense, view_of
+from runtime.core.buckets import is_dense, view_of
 from runtime.errors import EnvironmentFailure, InputError
 from runtime.local_async.memory import SharedMemory
-from runtime.names import canonical_name
+from runtime.plan.names import canonical_name
 
 ALIGNMENT = 64
 """Bytes; so that vectorized kernels treat a view as they treat a tensor of its own."""

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch.distributed as dist
 from torch import nn
 
-from runtime.attaching import attach
+from runtime.comm.world import World
 from runtime.errors import InputError
 from runtime.local_async.averaging import DONE, RUNNING, Averager, every
 from runtime.local_async.job import Batches, LocalJob, Part, samples_of
@@ -18,7 +18,7 @@ from runtime.local_async.report import LocalReport, UpdaterReport
 from runtime.local_async.shared import SharedModel, make_memory
 from runtime.local_async.updater import Result, Times
 from runtime.plan import Plan
-from runtime.world import World
+from runtime.session.attaching import attach
 
 
 class Loop:

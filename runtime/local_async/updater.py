@@ -25,9 +25,9 @@ from runtime.errors import InputError, PlannerError
 from runtime.local_async.job import Batches, LocalJob, Part, samples_of
 from runtime.local_async.memory import AtomicCounter, Doorbell, SharedMemory
 from runtime.local_async.partial import partial_backward
+from runtime.local_async.processes import end_with_parent
 from runtime.local_async.report import KEPT, STALEST
 from runtime.local_async.shared import Layout, SharedModel, Snapshots, open_memory
-from runtime.processes import end_with_parent
 
 BEGUN, DONE, PARTIAL, SAMPLES, COUNTS = 0, 1, 2, 3, 4
 """Columns of the table in which each updater counts, in a row of its own, so that the counts of a killed one stay."""

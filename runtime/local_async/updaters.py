@@ -19,11 +19,11 @@ import torch
 from runtime.errors import EnvironmentFailure, InputError, LostUpdaterWarning, PlannerError
 from runtime.local_async.job import LocalJob
 from runtime.local_async.memory import AtomicCounter, Doorbell, SharedMemory
+from runtime.local_async.processes import on_signal
 from runtime.local_async.script import GUARD
 from runtime.local_async.shared import Layout
 from runtime.local_async.updater import BEGUN, COUNTS, DONE, GO, READY, Failure, Result, Shared, Task, main
 from runtime.plan import LocalAsyncSpec
-from runtime.processes import on_signal
 
 START_METHODS = ("spawn", "forkserver")
 """How updaters may be started. Not by fork: a forked process has none of its parent's threads, but the locks that they

@@ -11,12 +11,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from runtime.clock import Clock
+from runtime.comm.world import MIN_TIMEOUT_S, World
 from runtime.errors import InputError
+from runtime.monitor.clock import Clock
 from runtime.optimizers.norms import LayerNorms, norm_dtype
-from runtime.partition import longest_first
-from runtime.pto import Split
-from runtime.world import MIN_TIMEOUT_S, World
+from runtime.optimizers.pto import Split
+from runtime.plan.lpt import longest_first
 
 Closure = Callable[[], Any]
 """Runs forward and backward again, and returns the loss."""
@@ -183,7 +183,7 @@ class LayerwiseOptimizer(torch.optim.Optimizer):
         return self._norms.split
 
     def observe_norms(self, clock: Clock | None) -> None:
-        """Marks, from now on, what norms take in each step (see `runtime.clock.make_clock`); None: no more."""
+        """Marks, from now on, what norms take in each step (see `runtime.monitor.clock.make_clock`); None: no more."""
         self._norms.observe(clock)
 
     def norm_times_us(self) -> list[float]:

@@ -10,11 +10,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from runtime.clock import Clock
-from runtime.pto import Pending, Split
+from runtime.monitor.clock import Clock
+from runtime.optimizers.pto import Pending, Split
 
 KEPT_STEPS = 60
-"""As many as `runtime.recorder` keeps."""
+"""As many as `runtime.monitor.recorder` keeps."""
 
 Pair = tuple[Tensor, Tensor]
 """A layer's weights, and what the other norm is of: its gradient (LARS) or its update (LAMB)."""

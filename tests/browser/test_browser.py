@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from chromium import Page, chromium_page
 
-from planner.cli import main
+from planner.cli.app import main
 from runtime.plan import Plan, load_plan
 
 HOSTILE = "</script><script>document.title = 'broken'</script><b>"

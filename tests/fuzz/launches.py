@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
-from planner.launch import LocalWorld, run_ranks
+from planner.jobs.launch import LocalWorld, run_ranks
 from runtime.errors import PlannerError
 
 SHRINKING_S = 300.0

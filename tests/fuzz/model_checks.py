@@ -23,9 +23,9 @@ from models import Case, Step, ddp_can, from_line
 from torch import Tensor, nn
 
 import runtime
-from runtime.buckets import Message, Slot, UsageFlags
-from runtime.buffers import BufferSync
-from runtime.collectives.library import LibraryAllReduce
+from runtime.comm.collectives.library import LibraryAllReduce
+from runtime.core.buckets import Message, Slot, UsageFlags
+from runtime.core.buffers import BufferSync
 from runtime.plan import ModelReference, Plan, PlanBucket, PlanWorld
 
 CASE_S = 90

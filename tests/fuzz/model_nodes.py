@@ -13,7 +13,7 @@ from torch.nn import functional
 from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
-from runtime.fit import trainable_parameters
+from runtime.checks.plan import trainable_parameters
 
 BATCH, WIDTH = 3, 8
 LARGE = 2100

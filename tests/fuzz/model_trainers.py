@@ -186,7 +186,7 @@ def plan_of(model: RandomModel, shape: PlanShape) -> Plan:
         size = shape.sizes[len(buckets) % len(shape.sizes)]
         buckets.append(PlanBucket(gradients=tuple(names[start : start + size])))
         start += size
-    print_ = runtime.fit.model_fingerprint(model)
+    print_ = runtime.checks.plan.model_fingerprint(model)
     plan = Plan(
         model=ModelReference(name="random", fingerprint=print_),
         world=PlanWorld(ranks=dist.get_world_size()),

@@ -12,16 +12,16 @@ from script_checks import Group, gather, prepare, run_script
 from scripts import from_line
 from torch import Tensor
 
-from runtime import sharded
-from runtime.buckets import UsageFlags
-from runtime.buffers import BufferSync
-from runtime.carried import Carried
-from runtime.closures import LossAveraging
-from runtime.hooks import GradientHook
-from runtime.session import Session
-from runtime.sharded_step import ShardedStep
-from runtime.shards import Server
-from runtime.views import ViewGuard
+from runtime.core.buckets import UsageFlags
+from runtime.core.buffers import BufferSync
+from runtime.core.closures import LossAveraging
+from runtime.core.hooks import GradientHook
+from runtime.core.views import ViewGuard
+from runtime.delay.server import Server
+from runtime.session.session import Session
+from runtime.sharded import exchange as sharded
+from runtime.sharded.step import ShardedStep
+from runtime.sparse.residuals import Carried
 
 
 def _before_later_hooks(self: Any, node: Any) -> None:

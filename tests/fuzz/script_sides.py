@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import runtime
-from runtime.fit import trainable_parameters
-from runtime.session import Session
+from runtime.checks.plan import trainable_parameters
+from runtime.session.session import Session
 
 WAIT_S = 20.0
 """Deadline of every collective."""

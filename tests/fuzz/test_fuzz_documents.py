@@ -17,12 +17,12 @@ from documents import Case, cases
 from hypothesis import HealthCheck, given, settings
 
 from planner import load_profile, optimize, simulate
-from planner.cli import main
+from planner.cli.app import main
+from planner.decide.simulate import Simulation
+from planner.documents.profile import Profile
 from planner.ir import Bucket, Schedule
-from planner.pictures.page import page_text
-from planner.pictures.trace import trace_text
-from planner.predict import Simulation
-from planner.profile.document import Profile
+from planner.report.page import page_text
+from planner.report.trace import trace_text
 from planner.verify import verify
 from runtime.errors import InputError
 from runtime.plan import Plan, load_plan, parse_plan

@@ -10,7 +10,7 @@ from launches import Failure, first_failure, shrunk
 from model_shrinking import simpler
 from models import RANKS, Case, draw_cases, from_line
 
-from planner.launch import LocalWorld, run_ranks
+from planner.jobs.launch import LocalWorld, run_ranks
 
 MODELS, SEED = 40, 0
 """How many random models, and which, where no option says otherwise."""

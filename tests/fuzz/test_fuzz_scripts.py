@@ -13,7 +13,7 @@ from script_checks import check_scripts
 from script_faults import FAULTS, find_faults
 from scripts import KINDS, Script, draw_scripts, from_line, simpler
 
-from planner.launch import LocalWorld, run_ranks
+from planner.jobs.launch import LocalWorld, run_ranks
 
 SCRIPTS, SEED = 60, 0
 """How many random scripts, and which, where no option says otherwise."""

@@ -10,13 +10,13 @@ from kernel_cases import bits, same
 from kernel_host import HostBackend, needs_compiler, usual_library
 from torch import Tensor, nn
 
-from runtime.buckets import BucketBuffer, lay_out, make_slot
-from runtime.communicator import NullCommunicator, Sent
-from runtime.compressors import device
+from runtime.comm.communicator import NullCommunicator, Sent
+from runtime.core.buckets import BucketBuffer, lay_out, make_slot
+from runtime.core.layout import make_lossy
 from runtime.kernels.backend import installed
-from runtime.layout import make_lossy
 from runtime.plan import CompressorSpec
-from runtime.selected import SelectedBucket
+from runtime.sparse.compressors import device
+from runtime.sparse.selected import SelectedBucket
 
 pytestmark = needs_compiler
 RANKS = 2

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 from hypothesis import strategies as st
 
-from planner.cli import main
+from planner.cli.app import main
 from planner.cost.model import communication_cost
-from planner.problem import Problem
-from planner.profile.document import Cluster, Profile, parse_cluster, parse_profile
+from planner.documents.profile import Cluster, Profile, parse_cluster, parse_profile
+from planner.model.problem import Problem
 
 Rows = Sequence[tuple[int, float]]
 """(numel, backward_us) of each gradient."""

@@ -14,13 +14,13 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from runtime.compressors import COMPRESSORS, Compressor, make_compressor
-from runtime.compressors import exact as exact_module
-from runtime.compressors import magnitudes as magnitudes_module
-from runtime.compressors import sampled as sampled_module
-from runtime.compressors.sparse import SELECTORS, SparseCompressor
-from runtime.compressors.wire import WIRE_DTYPES, WireCompressor
 from runtime.plan import CompressorSpec
+from runtime.sparse.compressors import COMPRESSORS, Compressor, make_compressor
+from runtime.sparse.compressors import exact as exact_module
+from runtime.sparse.compressors import magnitudes as magnitudes_module
+from runtime.sparse.compressors import sampled as sampled_module
+from runtime.sparse.compressors.sparse import SELECTORS, SparseCompressor
+from runtime.sparse.compressors.wire import WIRE_DTYPES, WireCompressor
 
 Layers = Sequence[tuple[str, int]]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from planner.delay_load import Load
+from planner.model.delay_load import Load
 
 
 def starts_us(load: Load, k: int, steps: int, network_free_us: float = 0.0) -> list[float]:

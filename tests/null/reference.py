@@ -8,7 +8,7 @@ import statistics
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 
-from planner.problem import Problem
+from planner.model.problem import Problem
 
 DTYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 import reference
 
-from planner.problem import Problem
+from planner.model.problem import Problem
 
 
 class Sent(NamedTuple):

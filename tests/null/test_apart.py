@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from planner.cost.collectives import collective_cost
-from planner.profile.apart import implied_link, parts_of
-from planner.profile.document import Line, Link
+from planner.documents.profile import Line, Link
+from planner.profile.node_links import implied_link, parts_of
 
 
 @pytest.mark.parametrize(

@@ -16,11 +16,10 @@ from builders import cluster_document, usual_document, write
 
 import runtime
 from planner import load_cluster, load_profile, optimize, simulate
-from planner.cli import main
-from planner.profile.document import parse_cluster, parse_profile
-from runtime import files
+from planner.cli.app import main
+from planner.documents.profile import parse_cluster, parse_profile
 from runtime.errors import InputError
-from runtime.plan import parse_plan
+from runtime.plan import files, parse_plan
 
 COMMANDS: dict[str, list[list[str]]] = {
     "profile": [["optimize", "FILE", "-o", "out.json"], ["simulate", "FILE"]],
@@ -281,7 +280,7 @@ def test_outputs_that_are_no_path(command: Command, output: str) -> None:
 def test_profile_looks_at_its_output_before_it_measures(
     command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("planner.world.on_ranks", lambda *_: pytest.fail("measured"))
+    monkeypatch.setattr("planner.jobs.world.on_ranks", lambda *_: pytest.fail("measured"))
     before = snapshot(tmp_path)
     for output, words in (("absent/x.json", "there is no folder"), ("job.py", "found the input file job.py")):
         check_refused(command("profile", "job.py:job", "-o", output), output, words)

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from planner.merging.blocks import BlockProblem, best_blocks, sharers
+from planner.search.blocks import BlockProblem, best_blocks, sharers
 
 
 def all_cuts(layers: int, blocks: int) -> list[tuple[int, ...]]:

@@ -8,9 +8,9 @@ import pytest
 from builders import cluster_document, run, run_json, usual_document, write
 
 from planner import optimize, simulate
-from planner.catalog import entries, find_cluster, find_profile, names
-from planner.problem import make_problem
-from planner.profile.document import load_cluster, load_profile, parse_profile
+from planner.documents.catalog import entries, find_cluster, find_profile, names
+from planner.documents.profile import load_cluster, load_profile, parse_profile
+from planner.model.problem import make_problem
 from runtime.errors import InputError
 
 ROOT = Path(__file__).parents[2]

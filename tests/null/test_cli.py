@@ -15,9 +15,9 @@ from builders import cluster_document, usual_document, write
 from rich.table import Table
 
 from planner import optimize, simulate
-from planner.cli import main
-from planner.options import make_console, print_table
-from planner.sources import counted
+from planner.cli.app import main
+from planner.cli.options import make_console, print_table
+from planner.emit.sources import counted
 from runtime.plan import load_plan
 from runtime.version import __version__
 

@@ -14,7 +14,7 @@ from builders import cluster_document, profile_document, usual_document, usual_p
 from rich.console import Console
 
 from planner import optimize
-from planner.cli import main
+from planner.cli.app import main
 from planner.comparison.contestants import BARE, CAPS_MIB, DDP, PLAN, Contestant, contestants, distinct_caps, sweep
 from planner.comparison.measure import Measured, Record
 from planner.comparison.picture import picture_text
@@ -28,8 +28,8 @@ from planner.comparison.statistics import (
     step_values,
     verdict,
 )
-from planner.problem import Problem, make_problem
-from planner.profile.document import parse_profile
+from planner.documents.profile import parse_profile
+from planner.model.problem import Problem, make_problem
 from planner.strategies import make_schedule
 from planner.strategies.ddp import ddp_buckets
 from runtime.errors import InputError

@@ -12,15 +12,15 @@ import torch
 from compressor_cases import Layers, numbers, reference_topk, sparse
 from torch import nn
 
-from runtime.compressors import COMPRESSORS, make_compressor
-from runtime.compressors.delta import delta
-from runtime.compressors.dgc import MomentumCorrection, warmup_density
-from runtime.compressors.options import MAX_ELEMENTS, Segment
-from runtime.compressors.randomk import draw
-from runtime.compressors.sparse import SparseCompressor
+from runtime.checks.plan import find_misfit
 from runtime.errors import InputError
-from runtime.fit import find_misfit
 from runtime.plan import CompressorSpec, ModelReference, Plan, PlanBucket, PlanWorld
+from runtime.sparse.compressors import COMPRESSORS, make_compressor
+from runtime.sparse.compressors.delta import delta
+from runtime.sparse.compressors.dgc import MomentumCorrection, warmup_density
+from runtime.sparse.compressors.options import MAX_ELEMENTS, Segment
+from runtime.sparse.compressors.randomk import draw
+from runtime.sparse.compressors.sparse import SparseCompressor
 
 
 @pytest.mark.parametrize("text", contract_examples.COMPRESSORS)

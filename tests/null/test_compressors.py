@@ -29,12 +29,12 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from runtime.compressors import magnitudes as magnitudes_module
-from runtime.compressors import sampled as sampled_module
-from runtime.compressors.magnitudes import seed_of
-from runtime.compressors.randomk import draw
-from runtime.compressors.sparse import SELECTORS, SparseCompressor
-from runtime.compressors.wire import WIRE_DTYPES, WireCompressor
+from runtime.sparse.compressors import magnitudes as magnitudes_module
+from runtime.sparse.compressors import sampled as sampled_module
+from runtime.sparse.compressors.magnitudes import seed_of
+from runtime.sparse.compressors.randomk import draw
+from runtime.sparse.compressors.sparse import SELECTORS, SparseCompressor
+from runtime.sparse.compressors.wire import WIRE_DTYPES, WireCompressor
 
 
 @pytest.mark.parametrize("variant", list(variants()), ids=lambda v: " ".join(str(x) for x in v.values()))

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from planner.cost.collectives import COLLECTIVE_COSTS, Coefficients, collective_cost, solve_link
 from planner.cost.curve import CostCurve, fit_line, merge_duplicates
 from planner.cost.model import CommunicationCost, communication_cost, resize
-from planner.profile.document import Link, parse_cluster
+from planner.documents.profile import Link, parse_cluster
 from runtime.errors import InputError
 
 LINK = Link(alpha_us=10.0, beta_us_per_byte=0.5, gamma_us_per_byte=0.25)

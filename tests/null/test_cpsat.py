@@ -13,15 +13,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from planner import optimize, simulate
-from planner.explain import certificate_text
 from planner.ir import Schedule
-from planner.merging.contended import end_us
-from planner.merging.cpsat import MAX_GRADIENTS, solve_merge, solve_two_links
-from planner.merging.exact import MergeSolution
-from planner.merging.phased import PhasedProblem
+from planner.model.problem import Problem
+from planner.model.simulator import simulate_schedule
 from planner.passes.merge import boundaries, merge_problem, merge_without_contention, overlap_of
-from planner.problem import Problem
-from planner.simulator import simulate_schedule
+from planner.report.tables import certificate_text
+from planner.search.cpsat import MAX_GRADIENTS, solve_merge, solve_two_links
+from planner.search.merge import MergeSolution
+from planner.search.merge_contended import end_us
+from planner.search.merge_phased import PhasedProblem
 from planner.strategies import make_schedule
 from planner.strategies.torus_2d import phased_problem
 from runtime.errors import CheckFailed, InputError
@@ -180,7 +180,7 @@ def test_a_contradiction_fails_the_check(factor: float, monkeypatch: pytest.Monk
     problem = random_problem(np.random.default_rng(2), 8, "line")
     true = merge_without_contention(problem)
     wrong = MergeSolution(true.stops, true.end_us * factor)
-    monkeypatch.setattr("planner.solvers.merge_without_contention", lambda _: wrong)
+    monkeypatch.setattr("planner.decide.solvers.merge_without_contention", lambda _: wrong)
     with pytest.raises(CheckFailed, match="a defect of the planner"):
         optimize(problem.profile, problem.cost.cluster, solver="cpsat")
 

@@ -10,11 +10,11 @@ from hypothesis import given, settings
 from test_joint import RATIOS, sparse_problems
 
 from planner import optimize
-from planner.merging.cpsat_joint import solve_joint
-from planner.merging.densities import joint_tables
-from planner.merging.joint import JointTables, search
-from planner.problem import Problem
-from planner.selection import ratio_limits
+from planner.model.compression import ratio_limits
+from planner.model.problem import Problem
+from planner.search.cpsat_joint import solve_joint
+from planner.search.joint import JointTables, search
+from planner.search.joint_tables import joint_tables
 
 LIMIT = 4.0
 

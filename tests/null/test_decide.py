@@ -23,8 +23,8 @@ from hypothesis import given
 
 import planner
 from planner import optimize, simulate
-from planner.problem import Problem
-from planner.profile.document import parse_cluster, parse_profile
+from planner.documents.profile import parse_cluster, parse_profile
+from planner.model.problem import Problem
 from planner.strategies import BASELINES
 from runtime.errors import InputError
 from runtime.plan import Plan, parse_plan

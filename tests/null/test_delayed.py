@@ -16,8 +16,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from planner.cost.ssd import Terms, mean_step_us
-from planner.delay_load import Load
-from planner.delayed import (
+from planner.decide.simulate import critical_shares, idle_us, message_bytes
+from planner.ir import Schedule
+from planner.model.delay import (
     WORK,
     CycleTimeline,
     StepSpan,
@@ -26,13 +27,12 @@ from planner.delayed import (
     simulate_delayed,
     steady_state,
 )
-from planner.ir import Schedule
-from planner.lanes import Piece, run_lanes
-from planner.predict import critical_shares, idle_us, message_bytes
-from planner.problem import Problem
-from planner.simulator import simulate_schedule, step_us
+from planner.model.delay_load import Load
+from planner.model.lanes import Piece, run_lanes
+from planner.model.problem import Problem
+from planner.model.simulator import simulate_schedule, step_us
+from planner.model.taskgraph import build_graph, run_graph
 from planner.strategies import make_schedule
-from planner.taskgraph import build_graph, run_graph
 from planner.verify import VerifyError, verify
 from runtime.errors import InputError
 

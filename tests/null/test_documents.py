@@ -12,10 +12,10 @@ import contract_examples
 import pytest
 from builders import cluster_document, profile_document
 
-from planner.profile.document import Cluster, load_cluster, load_profile, parse_cluster, parse_profile
-from runtime.documents import dump
+from planner.documents.profile import Cluster, load_cluster, load_profile, parse_cluster, parse_profile
 from runtime.errors import InputError
 from runtime.plan import CompressorSpec, DelaySpec, LocalAsyncSpec, Plan, load_plan, parse_plan
+from runtime.plan.strict_json import dump
 
 LOADERS: dict[str, Callable[[Path], Any]] = {"profile": load_profile, "cluster": load_cluster, "plan": load_plan}
 

@@ -15,11 +15,13 @@ from hypothesis import strategies as st
 
 import planner
 import runtime
+from planner.documents.profile import Contention, parse_profile
+from planner.jobs.replanning import find_late_rank, without_contention
 from planner.profile.compute import RankTimes
-from planner.profile.document import Contention, parse_profile
-from planner.replanning import find_late_rank, without_contention
-from runtime.clock import WallClock
-from runtime.drift import (
+from runtime.comm.world import World
+from runtime.errors import DriftWarning, InputError
+from runtime.monitor.clock import WallClock
+from runtime.monitor.drift import (
     DriftGuard,
     StepTimes,
     Verdict,
@@ -30,12 +32,10 @@ from runtime.drift import (
     predicted_times,
     warn_of_torch,
 )
-from runtime.errors import DriftWarning, InputError
+from runtime.monitor.recorder import Recorder, StepMarks
 from runtime.plan import ModelReference, Plan, PlanBucket, PlanWorld
-from runtime.predicted import PredictedTask, Prediction
-from runtime.recorder import Recorder, StepMarks
-from runtime.report import make_report
-from runtime.world import World
+from runtime.plan.predicted import PredictedTask, Prediction
+from runtime.session.report import make_report
 
 CLOCK = WallClock()
 READY_MS = (15.0, 20.0, 30.0)

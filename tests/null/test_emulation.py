@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 from builders import usual_document
 
-from planner import doctor, optimize
-from planner.cli import main
+from planner import optimize
+from planner.cli import doctor
+from planner.cli.app import main
 from planner.cost.model import communication_cost
-from planner.profile.document import parse_cluster, parse_profile
+from planner.documents.profile import parse_cluster, parse_profile
 from planner.testbed import namespaces, wiring
 from planner.testbed.emulation import emulation_here, mark, parse_emulation
 from planner.testbed.hosts import EmulatedHosts, emulated_hosts
@@ -135,7 +136,7 @@ def test_without_privileges_it_is_refused_with_the_cure(
     told = r"--emulate: a network namespace cannot be made \(on purpose\); or let ranks sleep .*sleep:2x2@1gbit"
     with pytest.raises(NoNamespaces, match=told), emulated_hosts(parse_emulation(spec)):
         pass
-    monkeypatch.setattr("planner.launch.run_ranks", None)  # nothing is started
+    monkeypatch.setattr("planner.jobs.launch.run_ranks", None)  # nothing is started
     with pytest.raises(SystemExit) as ended:
         main(["demo", "--emulate", spec])
     assert ended.value.code == 3
@@ -158,7 +159,7 @@ def test_doctor_says_what_emulation_lacks(monkeypatch: pytest.MonkeyPatch) -> No
 )
 def test_wrong_ranks_and_shapes_are_refused_before_torch_is_imported(command: str, options: list[str]) -> None:
     script = (
-        "import sys\nfrom planner.cli import main\n"
+        "import sys\nfrom planner.cli.app import main\n"
         "try:\n    main(sys.argv[1:])\nexcept SystemExit as ended:\n    print(ended.code, 'torch' in sys.modules)"
     )
     done = subprocess.run(

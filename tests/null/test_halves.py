@@ -9,8 +9,8 @@ from builders import cluster_document, line_problem, make, profile_document
 
 from planner.cost.collectives import reduce_scatter_ring
 from planner.cost.model import communication_cost
-from planner.problem import Problem
-from planner.profile.document import Link
+from planner.documents.profile import Link
+from planner.model.problem import Problem
 
 
 def halves(**cluster: Any) -> tuple[float, float, str, str]:

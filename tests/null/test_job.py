@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from planner.job import TrainingJob, load_job
+from planner.jobs.job import TrainingJob, load_job
 from runtime.errors import InputError
 
 SOUND = """

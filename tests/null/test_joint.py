@@ -15,13 +15,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from planner.ir import Bucket, Schedule
-from planner.layerwise import apportion, layer_wise
-from planner.merging.densities import joint_tables
+from planner.model.compression import bucket_at, compression, ratio_limits
+from planner.model.problem import Problem
+from planner.model.simulator import simulate_schedule, step_us
 from planner.passes.joint import Joint, parse_densities
 from planner.passes.sparsify import Sparsify
-from planner.problem import Problem
-from planner.selection import bucket_at, compression, ratio_limits
-from planner.simulator import simulate_schedule, step_us
+from planner.search.joint_tables import joint_tables
+from planner.search.lags import apportion, layer_wise
 from planner.strategies import make_schedule
 from planner.verify import VerifyError, verify
 from runtime.errors import InputError

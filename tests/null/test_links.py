@@ -13,18 +13,18 @@ from builders import cluster_document, make, profile_document
 from test_topology import cluster, every
 
 from planner import optimize, simulate
+from planner.documents.profile import parse_cluster, parse_profile
 from planner.ir import Schedule
-from planner.merging.cpsat_joint import MAX_LINK_PLACES, solve_joint
-from planner.merging.link_forms import dense_algorithms, forms_of
-from planner.merging.link_labels import least_ends_us
-from planner.merging.link_labels import search as search_labels
-from planner.merging.link_tables import LinkTables, link_tables
-from planner.merging.links import LinkForms, search
+from planner.model.problem import Problem
+from planner.model.simulator import simulate_schedule, step_us
 from planner.passes.joint import Joint
 from planner.passes.topology import Topology, links_without_contention
-from planner.problem import Problem
-from planner.profile.document import parse_cluster, parse_profile
-from planner.simulator import simulate_schedule, step_us
+from planner.search.cpsat_joint import MAX_LINK_PLACES, solve_joint
+from planner.search.link_forms import dense_algorithms, forms_of
+from planner.search.link_labels import least_ends_us
+from planner.search.link_labels import search as search_labels
+from planner.search.link_tables import LinkTables, link_tables
+from planner.search.links import LinkForms, search
 from planner.strategies import make_schedule
 from planner.strategies.optimal import MIXED
 from runtime.errors import CheckFailed, InputError
@@ -125,12 +125,12 @@ def test_few_labels_and_a_coarse_grid_are_nearly_as_good(monkeypatch: pytest.Mon
         best = search(forms, [(20,)])
         assert best.exact
         with monkeypatch.context() as fewer:
-            fewer.setattr("planner.merging.links.MAX_CELLS", 11**2 * len(forms.forms))
-            fewer.setattr("planner.merging.link_labels.MANY_LABELS", 4)
+            fewer.setattr("planner.search.links.MAX_CELLS", 11**2 * len(forms.forms))
+            fewer.setattr("planner.search.link_labels.MANY_LABELS", 4)
             found = search(forms, [(20,)])
             assert best.end_us * (1 - 1e-9) <= found.end_us <= best.end_us * 1.03
             assert found.bound_us <= best.end_us * (1 + 1e-9)
-            fewer.setattr("planner.merging.links.BOUNDED_CELLS", 1)
+            fewer.setattr("planner.search.links.BOUNDED_CELLS", 1)
             assert search(forms, [(20,)]).bound_us <= found.bound_us
 
 
@@ -197,7 +197,7 @@ def test_a_contradiction_is_a_defect(monkeypatch: pytest.MonkeyPatch) -> None:
     of = problem(1, 5)
     true = links_without_contention(of)
     wrong = replace(true, end_us=true.end_us * 1.1)
-    monkeypatch.setattr("planner.solvers.links_without_contention", lambda _: wrong)
+    monkeypatch.setattr("planner.decide.solvers.links_without_contention", lambda _: wrong)
     with pytest.raises(CheckFailed, match=r"labels: the last bucket ends after .* a defect of the planner"):
         optimize(of.profile, of.cost.cluster, solver="cpsat")
 

@@ -14,17 +14,17 @@ from cache_datasets import Raw
 from torch import nn
 
 from planner import TrainingJob, optimize
-from planner.cli import main
-from planner.explain import profile_lines
-from planner.job import load_job
-from planner.loading import loading_lines, node_memory_bytes, workers_needed
-from planner.profile.document import load_profile
+from planner.cli.app import main
+from planner.documents.profile import load_profile
+from planner.jobs.job import load_job
+from planner.jobs.training import profile_rank
 from planner.profile.loading import batch_samples, measure_loading
-from planner.training import profile_rank
+from planner.report.loading import loading_lines, node_memory_bytes, workers_needed
+from planner.report.tables import profile_lines
+from runtime.comm.world import World
 from runtime.errors import InputError
 from runtime.plan import load_plan
-from runtime.predicted import Loading, Prediction
-from runtime.world import World
+from runtime.plan.predicted import Loading, Prediction
 
 LOADING = Loading(
     samples=1000, batch_samples=32, cold_us=4000.0, disk_us=1500.0, memory_us=20.0, raw_bytes=30_000,
@@ -36,7 +36,7 @@ def lines(loading: Loading, step_us: float) -> str:
     """What `planner explain` says of a step so long."""
     document = usual_document()
     document["loading"] = {name: getattr(loading, name) for name in loading.__dataclass_fields__}
-    from planner.profile.document import parse_profile
+    from planner.documents.profile import parse_profile
 
     plan = optimize(parse_profile(document))
     assert plan.loading == loading

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from planner import demo_job
+from planner.jobs import demo_job
 from runtime.errors import InputError
 from runtime.local_async.averaging import every
 from runtime.local_async.job import Batches, LocalJob, Part, PartSampler, samples_of

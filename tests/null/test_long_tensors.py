@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from runtime.blocks import BLOCK, blocks
-from runtime.staleness import norm
+from runtime.delay.chunks import BLOCK, blocks
+from runtime.delay.staleness import norm
 
 SHAPES = {"short": (7,), "one block": (BLOCK,), "longer": (3, BLOCK // 2 + 1), "image": (2, 3, 80, 90), "scalar": ()}
 

@@ -13,19 +13,19 @@ from hypothesis import given, settings
 from rich.console import Console
 
 from planner import optimize, simulate
-from planner.explain import accuracy_lines, print_plan
-from planner.lossy import GAIN
-from planner.lower import compressor_of, lower
+from planner.decide.bounded import GAIN
+from planner.documents.profile import parse_cluster, parse_profile
+from planner.emit.lower import compressor_of, lower
+from planner.model.compression import bucket_at, ratio_limits
+from planner.model.problem import Problem
 from planner.passes.joint import Joint
-from planner.problem import Problem
-from planner.profile.document import parse_cluster, parse_profile
-from planner.selection import bucket_at, ratio_limits
+from planner.report.tables import accuracy_lines, print_plan
 from planner.strategies import make_schedule
-from runtime.compressors import make_compressor
-from runtime.compressors.wire import WireCompressor
 from runtime.errors import InputError
-from runtime.lossy import layer_runs
 from runtime.plan import Plan, parse_plan
+from runtime.sparse.compressors import make_compressor
+from runtime.sparse.compressors.wire import WireCompressor
+from runtime.sparse.lossy import layer_runs
 
 
 def slow(**fields: Any) -> Any:

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 from builders import run, run_json, usual_document, write
 
-from planner.catalog import search
 from planner.cost.model import communication_cost
-from planner.machines import describe_machines
-from planner.profile.document import load_cluster, parse_cluster, parse_profile
-from planner.units import parse_bandwidth, parse_latency_us
+from planner.documents.catalog import search
+from planner.documents.machines import describe_machines
+from planner.documents.profile import load_cluster, parse_cluster, parse_profile
+from planner.documents.units import parse_bandwidth, parse_latency_us
 from runtime.errors import InputError
 
 

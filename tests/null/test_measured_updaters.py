@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from planner.profile.document import Gradient
+from planner.documents.profile import Gradient
 from planner.profile.updaters import (
     Backwards,
     _growing,

@@ -20,9 +20,9 @@ from planner.profile.compute import RankTimes, combine, combine_parameters, spre
 from planner.profile.contention import Seen, solve
 from planner.profile.links import fit, message_sizes
 from planner.profile.measuring import _describe
+from planner.profile.progress import Silent
 from planner.profile.wanted import Wanted
-from planner.progress import Silent
-from runtime.world import World
+from runtime.comm.world import World
 
 
 @pytest.mark.parametrize(

@@ -13,11 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from planner.ir import Schedule
-from planner.merging.contended import MAX_GRID, _neighbours, _Replay, end_us, improve, merge_contended
-from planner.merging.exact import TIE, merge_exact
+from planner.model.problem import Problem
+from planner.model.simulator import Overlap, simulate_schedule
 from planner.passes.merge import Merge, best_of, merge_problem, merge_without_contention, overlap_of
-from planner.problem import Problem
-from planner.simulator import Overlap, simulate_schedule
+from planner.search.merge import TIE, merge_exact
+from planner.search.merge_contended import MAX_GRID, _neighbours, _Replay, end_us, improve, merge_contended
 from planner.strategies import BASELINES, make_schedule
 from planner.strategies.optimal import best_baseline
 

@@ -13,24 +13,24 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from planner.decide import optimize
+from planner.decide.optimize import optimize
+from planner.decide.pipeline import parse_passes, run_passes
+from planner.documents.profile import parse_cluster, parse_profile
 from planner.ir import Schedule
-from planner.norms import gather_us, replicated_us, shared_us, update_bound_us, update_us
-from planner.partition import NEAR, best_partition
+from planner.model.norms import gather_us, replicated_us, shared_us, update_bound_us, update_us
+from planner.model.problem import Problem
+from planner.model.simulator import simulate_schedule, step_us
+from planner.model.taskgraph import build_graph, run_graph
+from planner.model.what_if import scale_compute
 from planner.passes.shard_updates import ShardUpdates
-from planner.pipeline import parse_passes, run_passes
-from planner.problem import Problem
-from planner.profile.document import parse_cluster, parse_profile
 from planner.profile.norms import measure_norms
-from planner.progress import Silent
-from planner.simulator import simulate_schedule, step_us
-from planner.taskgraph import build_graph, run_graph
+from planner.profile.progress import Silent
+from planner.search.partition import NEAR, best_partition
 from planner.verify import VerifyError, verify
-from planner.whatif import scale_compute
+from runtime.comm.world import World
 from runtime.errors import InputError
 from runtime.optimizers import LAMB, LARS
-from runtime.partition import loads_of, longest_first
-from runtime.world import World
+from runtime.plan.lpt import loads_of, longest_first
 
 ROWS = [(1000, 100.0), (50, 10.0), (3000, 300.0), (2000, 200.0), (4, 1.0)]
 NORMS_US = {"g0": 10.0, "g2": 30.0, "g3": 20.0}
@@ -210,7 +210,7 @@ def test_items_without_cost_are_spread() -> None:
 
 def test_many_layers_are_split_as_well_as_times_are_measured() -> None:
     """161 layers of ResNet-50's sizes on 4 ranks: LPT alone is 0.2 % off."""
-    from planner.catalog import find_profile
+    from planner.documents.catalog import find_profile
 
     sizes = tuple(5.0 + gradient.numel * 1e-4 for gradient in find_profile("resnet50").compute.gradients)
     assert len(sizes) == 161

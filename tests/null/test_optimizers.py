@@ -16,8 +16,8 @@ from optimizer_references import SHAPES, gradients_of, lamb_reference, lars_refe
 from torch import nn
 from torch.nn import functional
 
-from runtime.clock import WallClock
 from runtime.errors import InputError
+from runtime.monitor.clock import WallClock
 from runtime.optimizers import LAMB, LARS, LayerwiseOptimizer
 
 RATES = (0.5, 0.5, 0.25, 1.0, 0.1)
@@ -204,7 +204,7 @@ def test_a_rate_may_be_a_tensor(make: Callable[[Any], LayerwiseOptimizer]) -> No
 
 def train_digits(make: Callable[[Any], torch.optim.Optimizer], steps: int, batch: int) -> float:
     """The share of test digits that a small network gets right after some large-batch steps."""
-    from planner.demo_job import digits
+    from planner.jobs.demo_job import digits
 
     data = digits()
     torch.manual_seed(0)

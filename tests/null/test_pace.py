@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import pytest
 import torch
 
+from runtime.delay.pace import SKIPPED, TURNS, UNTOLD, Pace
 from runtime.errors import FallbackWarning
-from runtime.pace import SKIPPED, TURNS, UNTOLD, Pace
 
 
 class Hands:

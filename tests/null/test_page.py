@@ -19,16 +19,16 @@ from hypothesis import strategies as st
 from test_trace import measured_step, small_plan
 
 from planner import optimize
-from planner.bars import MAX_BARS, join_neighbours
-from planner.explain import milliseconds
-from planner.pictures.figures import scaling_figure, shorten, timeline_figure
-from planner.pictures.page import page_text
-from planner.pictures.tracks import plan_tracks
-from planner.pictures.words import certificate_words, headline
-from planner.profile.document import parse_profile
+from planner.documents.profile import parse_profile
+from planner.emit.timelines import MAX_BARS, join_neighbours
+from planner.report.figures import scaling_figure, shorten, timeline_figure
+from planner.report.page import page_text
+from planner.report.tables import milliseconds
+from planner.report.tracks import plan_tracks
+from planner.report.words import certificate_words, headline
 from runtime.errors import EnvironmentFailure
 from runtime.plan import Plan, parse_plan
-from runtime.predicted import Certificate, PredictedTask
+from runtime.plan.predicted import Certificate, PredictedTask
 
 HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(2)>&amp;%{x}"
 

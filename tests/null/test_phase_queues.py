@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from runtime.collectives.tree import parents, tree_rounds
-from runtime.phased import LINKS, PhaseQueues, default_order
+from runtime.comm.collectives.tree import parents, tree_rounds
+from runtime.comm.phased_communicator import LINKS, PhaseQueues, default_order
+from runtime.comm.topology import Topology, Whereabouts, find_topology, node_name
 from runtime.plan import parse_plan
-from runtime.topology import Topology, Whereabouts, find_topology, node_name
 
 TORUS = ("intra", "inter", "intra")
 FLAT = ("inter",)

@@ -12,7 +12,7 @@ from planner.cost.curve import CostCurve
 from planner.cost.model import resize
 from planner.cost.phases import PHASES
 from planner.cost.sparse import selected_elements, sparse_us
-from planner.profile.document import Cluster, Line, Link
+from planner.documents.profile import Cluster, Line, Link
 from runtime.errors import InputError
 
 CLUSTER = Cluster(

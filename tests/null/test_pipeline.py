@@ -11,13 +11,13 @@ from builders import line_problem, problems, usual_profile
 from hypothesis import given
 from hypothesis import strategies as st
 
-from planner import pipeline
+from planner.decide import pipeline
+from planner.decide.pipeline import parse_passes, run_passes
 from planner.ir import Bucket, Schedule, format_indices, parse_indices
+from planner.model.problem import Problem
+from planner.model.simulator import simulate_schedule
 from planner.passes import PASSES, Pass
 from planner.passes.merge import Merge
-from planner.pipeline import parse_passes, run_passes
-from planner.problem import Problem
-from planner.simulator import simulate_schedule
 from planner.verify import VerifyError, verify
 from runtime.errors import InputError
 
@@ -239,7 +239,7 @@ def test_passes_run_in_order_and_report() -> None:
 
 def test_bad_pass_is_caught_in_optimize(monkeypatch: pytest.MonkeyPatch) -> None:
     """The whole way: a registered pass that loses a gradient never becomes a plan."""
-    from planner.decide import optimize
+    from planner.decide.optimize import optimize
 
     broken: dict[str, Any] = {"fake": lambda: Fake(drop_last)}
     monkeypatch.setattr(pipeline, "_make_pass", lambda name, _: broken[name]())

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from runtime.preserve import preserved
+from runtime.monitor.preserve import preserved
 
 
 class Averaging(nn.Module):

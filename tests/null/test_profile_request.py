@@ -11,15 +11,15 @@ import pytest
 from builders import cluster_document, profile_document
 
 from planner import optimize
-from planner.explain import accuracy_lines, uncertainty_line
-from planner.measured import unmeasured
+from planner.documents.measured import unmeasured
+from planner.documents.profile import Cluster, ComputeIntervals, Contention, Profile, parse_cluster, parse_profile
 from planner.profile import budget
 from planner.profile.budget import Phase, Phases, heard
-from planner.profile.document import Cluster, ComputeIntervals, Contention, Profile, parse_cluster, parse_profile
 from planner.profile.request import make_request
 from planner.profile.wanted import CONTENTION, DELAY, FLAT, LAYERS, NORMS, REPEATS, SELECTION, Wanted
+from planner.report.tables import accuracy_lines, uncertainty_line
+from runtime.comm.world import World
 from runtime.errors import InputError
-from runtime.world import World
 
 LINES = {"alpha_us": 1.0, "beta_us_per_byte": 0.0}
 ROWS = [(1000, 50.0)] * 6

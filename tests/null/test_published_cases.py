@@ -19,7 +19,7 @@ from benchmarks.published import asc, collectives, commlib, ddl2020, dgx, infoco
 from benchmarks.published.common import Comparison, model, ordered, predict_s
 from benchmarks.traces import in_dtype
 from planner import optimize
-from planner.catalog import find_cluster
+from planner.documents.catalog import find_cluster
 
 
 def check(comparisons: Iterable[Comparison], tolerance: float) -> None:

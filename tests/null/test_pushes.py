@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from runtime.delay.pushes import Push, SelectedPush, WholePush, lay, make_push
 from runtime.plan import NO_COMPRESSION, CompressorSpec
-from runtime.pushes import Push, SelectedPush, WholePush, lay, make_push
 
 SPECS = {
     "none": NO_COMPRESSION,

@@ -16,16 +16,16 @@ from hypothesis import given, settings
 from rich.console import Console
 
 from planner import optimize, simulate
-from planner.delay_load import Load
-from planner.explain import accuracy_lines, print_plan
+from planner.decide.bounded import GAIN
+from planner.decide.offer import Offer, choose_offer
+from planner.documents.profile import Cluster, parse_cluster, parse_profile
+from planner.emit.lower import lower
 from planner.ir import Bucket, Schedule
-from planner.lossy import GAIN
-from planner.lower import lower
-from planner.offer import Offer, choose_offer
+from planner.model.delay_load import Load
+from planner.model.problem import Problem, make_problem
+from planner.model.simulator import step_us
 from planner.passes.delay import MAX_DELAY, NEAR, Delay, best_choice, candidates
-from planner.problem import Problem, make_problem
-from planner.profile.document import Cluster, parse_cluster, parse_profile
-from planner.simulator import step_us
+from planner.report.tables import accuracy_lines, print_plan
 from planner.strategies import make_schedule
 from runtime.errors import InputError
 from runtime.plan import DelaySpec, Plan, load_plan, parse_plan

@@ -9,11 +9,11 @@ import pytest
 from builders import cluster_document, make, profile_document, random_problem, usual_document, usual_profile
 
 from planner import optimize, simulate
-from planner.profile.document import parse_cluster, parse_profile
-from planner.scaling import scaling_curve
-from planner.sources import describe_sources, short, short_with_source, three_digits
+from planner.decide.scaling import scaling_curve
+from planner.documents.profile import parse_cluster, parse_profile
+from planner.emit.sources import describe_sources, short, short_with_source, three_digits
 from planner.strategies import BASELINES
-from runtime.predicted import ScalingPoint
+from runtime.plan.predicted import ScalingPoint
 
 LINK = {"alpha_us": 5.0, "beta_us_per_byte": 1e-3}
 

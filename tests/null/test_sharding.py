@@ -13,18 +13,18 @@ from builders import cluster_document, make, profile_document, write
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from planner.cli import main
+from planner.cli.app import main
 from planner.comparison.contestants import contestants
-from planner.decide import optimize
+from planner.decide.optimize import optimize
+from planner.decide.pipeline import parse_passes, run_passes
+from planner.decide.solvers import UNASKED
+from planner.documents.profile import Profile, parse_profile
 from planner.ir import Schedule, Updaters
+from planner.model.problem import Problem
+from planner.model.sharded_step import gathers_us, message_costs_us, replicated_bytes, sharded_bytes
+from planner.model.simulator import simulate_schedule, step_us
+from planner.model.taskgraph import build_graph, run_graph
 from planner.passes.shard_updates import ShardUpdates
-from planner.pipeline import parse_passes, run_passes
-from planner.problem import Problem
-from planner.profile.document import Profile, parse_profile
-from planner.sharding import gathers_us, message_costs_us, replicated_bytes, sharded_bytes
-from planner.simulator import simulate_schedule, step_us
-from planner.solvers import UNASKED
-from planner.taskgraph import build_graph, run_graph
 from planner.verify import VerifyError, verify
 from runtime.errors import InputError
 

@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from runtime.buckets import BucketBuffer, lay_out, make_slot
-from runtime.delay_state import joined
-from runtime.shards import Server, rates_of
+from runtime.core.buckets import BucketBuffer, lay_out, make_slot
+from runtime.delay.checkpoint import joined
+from runtime.delay.server import Server, rates_of
 
 USED = torch.ones(20, dtype=torch.bool)
 

@@ -12,13 +12,13 @@ from builders import cluster_document, factors, line_problem, make, problems, pr
 from hypothesis import given
 from hypothesis import strategies as st
 
+from planner.documents.profile import Contention, parse_cluster, parse_profile
 from planner.ir import Bucket, Schedule
-from planner.problem import Problem, make_problem
-from planner.profile.document import Contention, parse_cluster, parse_profile
-from planner.simulator import simulate_schedule, step_us
+from planner.model.problem import Problem, make_problem
+from planner.model.simulator import simulate_schedule, step_us
 from planner.strategies import make_schedule
 from runtime.errors import InputError
-from runtime.timeline import Span, Timeline, busy_us
+from runtime.plan.timeline import Span, Timeline, busy_us
 
 
 def members(schedule: Schedule) -> list[Sequence[int]]:

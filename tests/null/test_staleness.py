@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import nn
 
-from runtime import staleness
+from runtime.comm.topology import Topology
+from runtime.delay import staleness
+from runtime.delay.staleness import BOUND, FAR, PULLS, WINDOWS, Staleness
 from runtime.errors import AccuracyWarning
-from runtime.staleness import BOUND, FAR, PULLS, WINDOWS, Staleness
-from runtime.topology import Topology
 
 
 def warmed(steps: int, k: int, moves: dict[int, float]) -> Staleness:

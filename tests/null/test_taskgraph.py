@@ -12,12 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from planner.ir import Schedule
-from planner.merging.phased import PhasedProblem, _neighbours, _Replay, merge_phased
-from planner.problem import Problem
-from planner.simulator import simulate_schedule
+from planner.model.problem import Problem
+from planner.model.simulator import simulate_schedule
+from planner.model.taskgraph import Task, TaskGraph, build_graph, run_graph
+from planner.search.merge_phased import PhasedProblem, _neighbours, _Replay, merge_phased
 from planner.strategies import make_schedule
 from planner.strategies.torus_2d import phased_problem
-from planner.taskgraph import Task, TaskGraph, build_graph, run_graph
 
 LINKS = {
     "intra": {"alpha_us": 5.0, "beta_us_per_byte": 0.001},

@@ -10,16 +10,16 @@ import numpy as np
 import pytest
 from builders import cluster_document, line_problem, make, profile_document
 
-from planner.decide import optimize
+from planner.decide.optimize import optimize
+from planner.documents.profile import parse_cluster, parse_profile
 from planner.ir import Bucket, Schedule
-from planner.merging.link_forms import dense_algorithms, forms_of, has_two_links
-from planner.merging.links import LinkForms, search
+from planner.model.problem import Problem
+from planner.model.simulator import simulate_schedule, step_us
 from planner.passes.joint import Joint
 from planner.passes.merge import Merge
 from planner.passes.topology import Topology
-from planner.problem import Problem
-from planner.profile.document import parse_cluster, parse_profile
-from planner.simulator import simulate_schedule, step_us
+from planner.search.link_forms import dense_algorithms, forms_of, has_two_links
+from planner.search.links import LinkForms, search
 from planner.strategies import make_schedule
 from planner.verify import verify
 

@@ -14,13 +14,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from planner import optimize
+from planner.emit.lower import lower
 from planner.ir import Schedule
-from planner.lower import lower
-from planner.pictures.trace import trace_document, trace_text
+from planner.report.trace import trace_document, trace_text
 from runtime.errors import InputError
-from runtime.measured import MeasuredStep, MeasuredTask, load_measured
 from runtime.plan import Plan
-from runtime.timeline import Span, Timeline
+from runtime.plan.measured import MeasuredStep, MeasuredTask, load_measured
+from runtime.plan.timeline import Span, Timeline
 
 METADATA = {
     "process_name": {"name": str},

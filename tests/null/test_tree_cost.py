@@ -10,16 +10,16 @@ from builders import cluster_document, make, profile_document
 
 from benchmarks.hierarchy import crossover
 from benchmarks.marked import marks
-from planner.catalog import find_cluster
 from planner.cost.curve import CostCurve
 from planner.cost.phases import PHASES
 from planner.cost.sparse import SPARSE_PHASES
 from planner.cost.tree import CHUNK_BYTES, MOST_CHUNKS, chunks_of, double_binary_tree, rounds, tree_curve
-from planner.profile.document import Cluster, Link, parse_cluster
-from planner.simulator import simulate_schedule, step_us
+from planner.documents.catalog import find_cluster
+from planner.documents.profile import Cluster, Link, parse_cluster
+from planner.model.simulator import simulate_schedule, step_us
 from planner.strategies import make_schedule
-from runtime.collectives import tree as runtime_tree
-from runtime.collectives.tree import tree_rounds
+from runtime.comm.collectives import tree as runtime_tree
+from runtime.comm.collectives.tree import tree_rounds
 from runtime.errors import InputError
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "hierarchy.md"

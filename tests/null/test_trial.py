@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from runtime.trial import ROUNDS, judge
+from runtime.monitor.trial import ROUNDS, judge
 
 
 def blocks(rng: np.random.Generator, mean_us: float, spread_us: float) -> list[float]:

@@ -22,7 +22,7 @@ from benchmarks.truth.report import (
     write_into,
 )  # fmt: skip
 from planner.comparison.contestants import BARE
-from planner.problem import make_problem
+from planner.model.problem import make_problem
 
 
 def seen(name: str, predicted_us: float, measured_us: float, alone_us: float | None = 40.0) -> Seen:

@@ -12,19 +12,19 @@ from builders import cluster_document, make, profile_document
 from rich.console import Console
 
 from planner import optimize, simulate
-from planner.explain import accuracy_lines, print_plan
+from planner.documents.profile import parse_cluster, parse_profile
 from planner.ir import Bucket, Schedule, Updaters
+from planner.model.local_async import Work, closed_form_saved_backwards, phases, saved_backwards, speed_up
+from planner.model.problem import Problem
+from planner.model.simulator import simulate_schedule, step_us
+from planner.model.what_if import WhatIf
 from planner.passes.local_async import LocalAsync, best_choice, updater_schedule
-from planner.problem import Problem
-from planner.profile.document import parse_cluster, parse_profile
-from planner.simulator import simulate_schedule, step_us
+from planner.report.tables import accuracy_lines, print_plan
 from planner.strategies import make_schedule
-from planner.updaters import Work, closed_form_saved_backwards, phases, saved_backwards, speed_up
 from planner.verify import VerifyError, verify
-from planner.whatif import WhatIf
 from runtime.errors import InputError
 from runtime.plan import LocalAsyncSpec, parse_plan
-from runtime.timeline import busy_us
+from runtime.plan.timeline import busy_us
 
 
 def section(curve: list[tuple[float, float | None]], layers: int = 4, **fields: Any) -> dict[str, Any]:

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 from builders import cluster_document, profile_document, write
 
-from planner.cli import main
-from planner.predict import simulate
-from planner.profile.document import Cluster, Link, parse_cluster, parse_profile
-from planner.whatif import WhatIf, parse_link, relink
+from planner.cli.app import main
+from planner.decide.simulate import simulate
+from planner.documents.profile import Cluster, Link, parse_cluster, parse_profile
+from planner.model.what_if import WhatIf, parse_link, relink
 from runtime.errors import InputError
 
 ROWS = [(1000, 50.0), (20000, 200.0), (300, 10.0), (70000, 400.0)]

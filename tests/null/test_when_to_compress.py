@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from benchmarks.when_to_compress import LINKS, SELECTORS, Judged, Setting, harmed, judge, settings, summary, table
-from planner.catalog import find_profile
-from planner.profile.document import Profile
+from planner.documents.catalog import find_profile
+from planner.documents.profile import Profile
 
 GRADIENTS = 12
 """Of a catalogue's model, that the sweep looks at here."""

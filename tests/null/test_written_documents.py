@@ -12,12 +12,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from planner.profile import document as d
+from planner.documents import profile as d
 from runtime import plan as p
-from runtime import predicted
-from runtime.documents import dump, write_json
 from runtime.errors import InputError
-from runtime.files import write_text
+from runtime.plan import predicted
+from runtime.plan.files import write_text
+from runtime.plan.strict_json import dump, write_json
 
 texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
 names = texts.filter(bool)

@@ -16,12 +16,12 @@ from matrix_cells import Cell, Given, gradients_of
 from torch import Tensor
 
 import runtime
-from runtime.buffers import BufferSync
+from runtime.core.buffers import BufferSync
+from runtime.delay.pushes import WholePush
 from runtime.errors import CommunicationError
-from runtime.hierarchical import HitopkBucket
-from runtime.narrowed import Narrowed
 from runtime.plan import NO_COMPRESSION, CompressorSpec, DelaySpec, PlanWorld, StepPlan, UpdatePlan
-from runtime.pushes import WholePush
+from runtime.sparse.hitopk import HitopkBucket
+from runtime.sparse.narrowed import Narrowed
 
 FAULTY, DEADLINE_S = 1, 5.0
 """The rank that fails, and how long the others wait for it."""
@@ -48,7 +48,7 @@ FAULTS: dict[str, Fault] = {
     ),
     "on a link's thread": Fault(HitopkBucket, "select", TypeError("injected"), ("sparse", "hitopk"), TOPK),
     "in a shared step": Fault(
-        "runtime.sharded", "add_up", RuntimeError("injected"),
+        "runtime.sharded.exchange", "add_up", RuntimeError("injected"),
         changes=(("updates", UpdatePlan(step=StepPlan(sharded=True))), ("interface", ("sharded-step",))),
     ),
     "in a push": Fault(

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import runtime
 from runtime.plan import DelaySpec, ModelReference, Plan, PlanBucket, PlanWorld
-from runtime.session import Session
+from runtime.session.session import Session
 
 WARMUP = 60
 """A multiple of 1 to 5."""

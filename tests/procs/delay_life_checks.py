@@ -23,10 +23,10 @@ from step_checks import raised
 from torch import Tensor, nn
 
 import runtime
-from runtime import pace, staleness
-from runtime.delay_state import joined
+from runtime.delay import pace, staleness
+from runtime.delay.checkpoint import joined
 from runtime.plan import CompressorSpec, DelaySpec, MomentumSpec, PlanBucket
-from runtime.session import Session
+from runtime.session.session import Session
 
 
 def _started(spec: DelaySpec = FEW) -> tuple[nn.Module, torch.optim.Optimizer, Session]:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import runtime
 from runtime.plan import DelaySpec, PlanWorld
-from runtime.session import Session
+from runtime.session.session import Session
 
 Started = tuple[nn.Module, torch.optim.Optimizer, Session]
 

@@ -18,9 +18,9 @@ from delay_reference import Lossy, Sgd
 from step_checks import raised
 from torch import Tensor, nn
 
-from runtime import guard
 from runtime.plan import CompressorSpec, DelaySpec, PlanBucket, PlanWorld
-from runtime.session import Session
+from runtime.session.session import Session
+from runtime.sparse import guard
 
 SGD = Sgd(lambda _: 0.02, 0.9, 1e-3)
 WHOLE_SGD = Sgd(lambda _: 2**-6, 0.5)

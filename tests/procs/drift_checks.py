@@ -18,13 +18,13 @@ from torch import nn
 
 import planner
 import runtime
-from planner.lower import lower
-from planner.problem import make_problem
-from planner.profile.document import Profile, parse_profile
+from planner.documents.profile import Profile, parse_profile
+from planner.emit.lower import lower
+from planner.model.problem import make_problem
 from planner.strategies import make_schedule
-from runtime.buckets import Message
-from runtime.collectives import COLLECTIVES
-from runtime.fit import dtype_name, trainable_parameters
+from runtime.checks.plan import dtype_name, trainable_parameters
+from runtime.comm.collectives import COLLECTIVES
+from runtime.core.buckets import Message
 from runtime.plan import Plan
 
 KEY = ("all_reduce", "library")

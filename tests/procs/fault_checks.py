@@ -12,12 +12,12 @@ from session_checks import Weighted, plan_of
 from torch import Tensor
 
 import runtime
-from runtime.buckets import Message
-from runtime.collectives import COLLECTIVES, NARROWED, Collective
+from runtime.comm.collectives import COLLECTIVES, NARROWED, Collective
+from runtime.comm.world import World
+from runtime.core.buckets import Message
 from runtime.errors import CommunicationError, EnvironmentFailure
-from runtime.narrowed import Narrowed
-from runtime.selected import Packed
-from runtime.world import World
+from runtime.sparse.narrowed import Narrowed
+from runtime.sparse.selected import Packed
 
 
 def sums_are_exact() -> dict[str, bool]:

@@ -115,7 +115,7 @@ def job() -> TrainingJob:
 
 
 def _fail_in_attach() -> None:
-    from runtime.world import World
+    from runtime.comm.world import World
 
     broadcast = World.broadcast
 

@@ -11,7 +11,7 @@ from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
 from planner import TrainingJob
-from planner.training import build, weights_sha256
+from planner.jobs.training import build, weights_sha256
 
 VOCABULARY, LENGTH, SEQUENCES = 97, 16, 4
 MASK, MASKED_SHARE, IGNORED = 0, 0.3, -100

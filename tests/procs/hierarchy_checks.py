@@ -24,15 +24,15 @@ from session_checks import convnet
 from torch import Tensor, nn
 
 import runtime
-from runtime.buckets import BucketBuffer, Message
-from runtime.collectives import PHASED, TORUS
-from runtime.communicator import Sent
-from runtime.grid import Grid
-from runtime.phased import LINKS, PhasedHostCommunicator, default_order
+from runtime.comm.collectives import PHASED, TORUS
+from runtime.comm.communicator import Sent
+from runtime.comm.node_groups import Grid
+from runtime.comm.phased_communicator import LINKS, PhasedHostCommunicator, default_order
+from runtime.comm.topology import Topology
+from runtime.comm.world import World
+from runtime.core.buckets import BucketBuffer, Message
 from runtime.plan import CompressorSpec, Plan
-from runtime.session import Session
-from runtime.topology import Topology
-from runtime.world import World
+from runtime.session.session import Session
 
 GRIDS = {2: ((1, 1), (1, 2), (2, 1)), 3: ((1, 3), (3, 1)), 4: ((2, 2),)}
 """By number of ranks: (nodes, ranks of each)."""

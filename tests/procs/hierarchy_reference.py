@@ -16,7 +16,7 @@ from lossy_reference import loss_of
 from session_checks import plan_of
 from torch import Tensor, nn
 
-from runtime.fit import trainable_parameters
+from runtime.checks.plan import trainable_parameters
 from runtime.plan import CompressorSpec, Plan, PlanBucket, PlanWorld
 
 

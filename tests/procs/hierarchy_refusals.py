@@ -17,8 +17,8 @@ from step_checks import raised
 from torch import Tensor
 
 import runtime
-from runtime.collectives import TORUS
-from runtime.phased import default_order
+from runtime.comm.collectives import TORUS
+from runtime.comm.phased_communicator import default_order
 from runtime.plan import CompressorSpec, MomentumSpec, Plan, PlanWorld
 
 

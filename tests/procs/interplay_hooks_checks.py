@@ -22,7 +22,7 @@ Hook = Callable[[nn.Parameter], None]
 
 
 def large_and_small() -> nn.Sequential:
-    """Two weights above `runtime.buckets.LARGE_BYTES`, and small parameters between them."""
+    """Two weights above `runtime.core.buckets.LARGE_BYTES`, and small parameters between them."""
     torch.manual_seed(0)
     return nn.Sequential(
         nn.Linear(6, 128), nn.Tanh(), nn.Linear(128, 129), nn.Tanh(), nn.Linear(129, 130), nn.Linear(130, 3)

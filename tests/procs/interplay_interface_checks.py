@@ -11,8 +11,8 @@ from interplay_harness import ADAM, Side, compare, loss_of, mlp, outcome, with_d
 from torch import Tensor, nn
 
 import planner
-from planner.profile.document import Profile, parse_profile
-from runtime.fit import dtype_name, trainable_parameters
+from planner.documents.profile import Profile, parse_profile
+from runtime.checks.plan import dtype_name, trainable_parameters
 
 STEPS = 4
 

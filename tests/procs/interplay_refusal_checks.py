@@ -29,7 +29,7 @@ from torch.nn import functional
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 import runtime
-from runtime.fit import model_fingerprint
+from runtime.checks.plan import model_fingerprint
 from runtime.plan import ModelReference, Plan, PlanBucket
 
 

@@ -14,9 +14,9 @@ from step_checks import raised
 from torch import Tensor, nn
 
 import runtime
-from runtime.fit import trainable_parameters
+from runtime.checks.plan import trainable_parameters
 from runtime.plan import CompressorSpec
-from runtime.session import Session
+from runtime.session.session import Session
 
 
 def carried(session: Session) -> dict[str, Tensor]:

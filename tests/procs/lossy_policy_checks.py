@@ -19,9 +19,10 @@ from session_checks import convnet, plan_of
 from torch import nn
 
 import runtime
-from runtime import guard, trial
+from runtime.monitor import trial
 from runtime.plan import CompressorSpec, Plan
-from runtime.session import Session
+from runtime.session.session import Session
+from runtime.sparse import guard
 
 
 def tried_plan(spec: CompressorSpec = TOPK) -> Plan:

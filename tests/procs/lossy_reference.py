@@ -13,9 +13,9 @@ from session_checks import images
 from torch import Tensor, nn
 from torch.nn import functional
 
-from runtime.fit import trainable_parameters
-from runtime.names import layer_of
+from runtime.checks.plan import trainable_parameters
 from runtime.plan import NO_COMPRESSION, CompressorSpec, Plan, PlanBucket
+from runtime.plan.names import layer_of
 
 TOPK = CompressorSpec(name="topk", selector="exact", density=0.05)
 RANDOM = CompressorSpec(name="randomk", density=0.2)

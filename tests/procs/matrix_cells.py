@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from runtime.collectives import COLLECTIVES, PHASED
-from runtime.compressors import COMPRESSORS, Family
-from runtime.compressors.sparse import SELECTORS
-from runtime.compressors.wire import WIRE_DTYPES
-from runtime.fit import find_plan_misfit
+from runtime.checks.plan import find_plan_misfit
+from runtime.comm.collectives import COLLECTIVES, PHASED
 from runtime.plan import CompressorSpec, ModelReference, Plan, PlanBucket, PlanWorld
+from runtime.sparse.compressors import COMPRESSORS, Family
+from runtime.sparse.compressors.sparse import SELECTORS
+from runtime.sparse.compressors.wire import WIRE_DTYPES
 
 DENSITY = 0.3
 STEPS = 3

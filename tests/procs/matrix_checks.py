@@ -16,7 +16,7 @@ from matrix_reference import Everyone
 from torch import Tensor
 
 import runtime
-from runtime.collectives import PHASED
+from runtime.comm.collectives import PHASED
 from runtime.errors import PlanMismatch
 
 GRIDS = {2: ((1, 2), (2, 1)), 3: ((1, 3), (3, 1)), 4: ((2, 2),)}

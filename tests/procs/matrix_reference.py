@@ -10,13 +10,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from runtime.buckets import UsageFlags
-from runtime.collectives import HITOPK
-from runtime.compressors import make_compressor
-from runtime.compressors.sparse import SparseCompressor
-from runtime.compressors.wire import WIRE_DTYPES, WireCompressor
-from runtime.lossy import layer_runs
+from runtime.comm.collectives import HITOPK
+from runtime.core.buckets import UsageFlags
 from runtime.plan import Plan, PlanBucket
+from runtime.sparse.compressors import make_compressor
+from runtime.sparse.compressors.sparse import SparseCompressor
+from runtime.sparse.compressors.wire import WIRE_DTYPES, WireCompressor
+from runtime.sparse.lossy import layer_runs
 
 
 class Everyone:

@@ -17,7 +17,7 @@ from session_checks import Weighted, convnet, plan_of
 from torch import nn
 
 import runtime
-import runtime.attaching
+import runtime.session.attaching
 from planner import profile_step
 from runtime.errors import PlannerError
 from runtime.plan import ModelReference, Plan
@@ -42,7 +42,7 @@ def disagreements() -> dict[str, str]:
     said: dict[str, str] = {}
     model = convnet()
     plan = plan_of(model, 3)
-    with patch.object(runtime.attaching, "__version__", "9.9.9" if odd else runtime.__version__):
+    with patch.object(runtime.session.attaching, "__version__", "9.9.9" if odd else runtime.__version__):
         said["versions"] = _said(runtime.attach, model, None, plan)
     with patch.object(torch, "__version__", "9.9.9" if odd else torch.__version__):
         said["versions of torch"] = _said(runtime.attach, model, None, plan)

@@ -16,9 +16,9 @@ from step_checks import raised
 from torch import Tensor, nn
 
 import runtime
-from runtime.fit import trainable_parameters
+from runtime.checks.plan import trainable_parameters
 from runtime.plan import CompressorSpec, MomentumSpec, Plan
-from runtime.session import Session
+from runtime.session.session import Session
 
 HEAVY = MomentumSpec(momentum=0.75, masking=False)
 DGC = MomentumSpec(momentum=0.75)

@@ -22,8 +22,8 @@ from torch.nn import functional
 import planner
 import runtime
 from runtime.optimizers import LAMB, LARS, LayerwiseOptimizer
+from runtime.optimizers.pto import parallel_tensor_op
 from runtime.plan import NormPlan, UpdatePlan
-from runtime.pto import parallel_tensor_op
 
 STEPS = 4
 

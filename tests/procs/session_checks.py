@@ -15,7 +15,7 @@ from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
 import runtime
-from runtime.fit import trainable_parameters
+from runtime.checks.plan import trainable_parameters
 from runtime.plan import ModelReference, Plan, PlanBucket, PlanWorld
 
 STEPS = 20

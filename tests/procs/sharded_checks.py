@@ -21,9 +21,9 @@ from torch.optim import lr_scheduler
 
 import planner
 import runtime
-from runtime.elementwise import ELEMENTWISE, state_bytes
-from runtime.measured import MeasuredStep
+from runtime.checks.elementwise import ELEMENTWISE, state_bytes
 from runtime.plan import StepPlan, UpdatePlan
+from runtime.plan.measured import MeasuredStep
 
 SHARED = UpdatePlan(step=StepPlan(sharded=True))
 Optimizer = torch.optim.Optimizer

@@ -18,12 +18,12 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import runtime
+from runtime.checks.plan import trainable_parameters
 from runtime.errors import PlannerError
-from runtime.fit import trainable_parameters
-from runtime.measured import MeasuredStep
-from runtime.names import layer_of
 from runtime.plan import CompressorSpec, DelaySpec, ModelReference, Plan, PlanBucket, PlanWorld
-from runtime.predicted import Prediction
+from runtime.plan.measured import MeasuredStep
+from runtime.plan.names import layer_of
+from runtime.plan.predicted import Prediction
 
 
 class Branches(nn.Module):

@@ -10,8 +10,8 @@ from pathlib import Path
 import bad_jobs
 import pytest
 
-from planner.cli import main
-from planner.launch import LocalWorld, run_ranks
+from planner.cli.app import main
+from planner.jobs.launch import LocalWorld, run_ranks
 
 JOBS = str(Path(__file__).with_name("bad_jobs.py"))
 

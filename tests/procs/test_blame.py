@@ -5,7 +5,7 @@ from __future__ import annotations
 import blame_checks
 import pytest
 
-from planner.launch import LocalWorld, run_ranks
+from planner.jobs.launch import LocalWorld, run_ranks
 
 
 @pytest.fixture(scope="module")

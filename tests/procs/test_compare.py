@@ -14,8 +14,8 @@ import compare_script
 import foreign_jobs
 import pytest
 
-from planner.cli import main
-from planner.launch import LocalWorld, run_ranks
+from planner.cli.app import main
+from planner.jobs.launch import LocalWorld, run_ranks
 
 JOB = f"{Path(__file__).with_name('compare_jobs.py')}:"
 

@@ -9,7 +9,7 @@ import datacache_checks
 import pytest
 from datacache_checks import EPOCHS, SAMPLES
 
-from planner.launch import LocalWorld, run_ranks
+from planner.jobs.launch import LocalWorld, run_ranks
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ import delay_life_checks
 import pytest
 import torch
 
-from planner.launch import LocalWorld, run_ranks
+from planner.jobs.launch import LocalWorld, run_ranks
 
 Results = list[dict[str, dict[str, bool]]]
 

@@ -7,7 +7,7 @@ from typing import Any
 import dropped_checks
 import pytest
 
-from planner.launch import LocalWorld, run_ranks
+from planner.jobs.launch import LocalWorld, run_ranks
 
 Results = list[dict[str, dict[str, Any]]]
 

@@ -7,10 +7,10 @@ import multiprocessing
 import fault_checks
 import pytest
 
-from planner.cli import main
-from planner.launch import LocalWorld, run_ranks
+from planner.cli.app import main
+from planner.jobs.launch import LocalWorld, run_ranks
+from runtime.comm.world import World
 from runtime.errors import EnvironmentFailure, InputError
-from runtime.world import World
 
 TWO = LocalWorld(ranks=2)
 

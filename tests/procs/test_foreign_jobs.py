@@ -11,8 +11,8 @@ from typing import Any
 import foreign_jobs
 import pytest
 
-from planner.cli import main
-from planner.launch import LocalWorld, run_ranks
+from planner.cli.app import main
+from planner.jobs.launch import LocalWorld, run_ranks
 
 JOBS = str(Path(__file__).with_name("foreign_jobs.py"))
 STEPS = 3

@@ -11,7 +11,7 @@ from typing import Any
 import habit_checks
 import pytest
 
-from planner.launch import LocalWorld, run_ranks
+from planner.jobs.launch import LocalWorld, run_ranks
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,7 @@ import hierarchy_checks
 import hierarchy_refusals
 import pytest
 
-from planner.launch import LocalWorld, run_ranks
+from planner.jobs.launch import LocalWorld, run_ranks
 
 pytestmark = pytest.mark.filterwarnings("default::runtime.AdaptedWarning")
 

@@ -21,7 +21,7 @@ import torch
 from started import started
 
 import runtime
-from planner.launch import LocalWorld, run_ranks
+from planner.jobs.launch import LocalWorld, run_ranks
 from runtime.errors import EnvironmentFailure, InputError, LostUpdaterWarning, PlanMismatch
 from runtime.local_async import LocalRun, run_local_async
 from runtime.local_async.updaters import Updaters

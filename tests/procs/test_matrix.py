@@ -8,8 +8,8 @@ import matrix_checks
 import pytest
 from matrix_cells import FORMS, KINDS, LAYOUTS, SPECS, UNKNOWN, Cell, carried
 
-from planner.launch import LocalWorld, run_ranks
-from runtime.collectives import HITOPK
+from planner.jobs.launch import LocalWorld, run_ranks
+from runtime.comm.collectives import HITOPK
 
 DENSE = {("all_reduce", "library"): {"none", "wire"}, ("all_reduce", "torus_2d"): {"none"},
          ("all_reduce", "tree"): {"none"}}  # fmt: skip

@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from planner import optimize
-from planner.local_training import measure_updaters
+from planner.documents.profile import ComputeProfile, Gradient, OptimizerProfile, Profile, ProfileWorld, parse_cluster
+from planner.jobs.local_training import measure_updaters
+from planner.jobs.training import build
 from planner.profile import updaters
-from planner.profile.document import ComputeProfile, Gradient, OptimizerProfile, Profile, ProfileWorld, parse_cluster
-from planner.progress import Silent
-from planner.training import build
-from runtime.fit import trainable_parameters
+from planner.profile.progress import Silent
+from runtime.checks.plan import trainable_parameters
 from runtime.plan import ModelReference
 
 
@@ -22,7 +22,7 @@ def test_updaters_of_the_digits_job(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(updaters, "LEAST_MINIBATCHES", 8)
     monkeypatch.setattr(updaters, "REPEATS", 2)
     monkeypatch.setattr(updaters, "PROBES", 6)
-    built = build("planner.demo_job:job", "cpu")
+    built = build("planner.jobs.demo_job:job", "cpu")
     before = {name: parameter.clone() for name, parameter in built.model.named_parameters()}
     gradients = tuple(
         Gradient(name=name, layer=name.rpartition(".")[0], numel=tensor.numel(), dtype="float32", backward_us=300.0)

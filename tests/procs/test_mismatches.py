@@ -7,11 +7,11 @@ from typing import Any
 import mismatch_checks
 import pytest
 
-from planner.launch import LocalWorld, run_ranks
-from runtime.attaching import _default_timeout_s
+from planner.jobs.launch import LocalWorld, run_ranks
+from runtime.comm.world import LONGEST_TIMEOUT_S
 from runtime.plan import ModelReference, Plan, PlanBucket, PlanWorld
-from runtime.predicted import Prediction
-from runtime.world import LONGEST_TIMEOUT_S
+from runtime.plan.predicted import Prediction
+from runtime.session.attaching import _default_timeout_s
 
 
 @pytest.fixture(scope="module")

@@ -8,8 +8,8 @@ import profile_checks
 import pytest
 
 from planner import optimize
-from planner.launch import LocalWorld, run_ranks
-from planner.profile.document import Profile, parse_profile
+from planner.documents.profile import Profile, parse_profile
+from planner.jobs.launch import LocalWorld, run_ranks
 from runtime.errors import InputError
 
 

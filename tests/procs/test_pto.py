@@ -10,7 +10,7 @@ from typing import Any
 import pto_checks
 import pytest
 
-from planner.launch import LocalWorld, run_ranks
+from planner.jobs.launch import LocalWorld, run_ranks
 from runtime.errors import EnvironmentFailure
 
 

@@ -8,9 +8,9 @@ import all_checks
 import pytest
 import step_checks
 
-from planner.launch import LocalWorld, run_ranks
-from runtime.documents import validate
-from runtime.measured import MeasuredStep
+from planner.jobs.launch import LocalWorld, run_ranks
+from runtime.plan.measured import MeasuredStep
+from runtime.plan.strict_json import validate
 
 
 @pytest.fixture(scope="module")

@@ -11,8 +11,8 @@ import sharded_refusals
 import torch
 
 import runtime
-from planner.launch import LocalWorld, run_ranks
-from runtime.fit import trainable_parameters
+from planner.jobs.launch import LocalWorld, run_ranks
+from runtime.checks.plan import trainable_parameters
 from runtime.plan import ModelReference, Plan, PlanBucket, PlanWorld
 
 Results = list[dict[str, Any]]

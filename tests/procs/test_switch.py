@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import switch_checks
 
-from planner.launch import LocalWorld, run_ranks
+from planner.jobs.launch import LocalWorld, run_ranks
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,7 @@ import pytest
 import testbed_checks
 
 import planner
-from planner.launch import LocalWorld, run_ranks
+from planner.jobs.launch import LocalWorld, run_ranks
 from planner.testbed import wiring
 from planner.testbed.commands import run_on_hosts
 from planner.testbed.emulation import parse_emulation

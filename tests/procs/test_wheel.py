@@ -42,10 +42,10 @@ def test_the_wheel_holds_code_data_and_licence(tmp_path: Path) -> None:
     assert any(name.endswith("LICENSE") for name in names)
     assert not any(name.startswith(("tests/", "examples/", "benchmarks/")) for name in names)
     entry_points = next(name for name in names if name.endswith("entry_points.txt"))
-    assert "planner = planner.cli:main" in zipfile.ZipFile(wheel).read(entry_points).decode()
+    assert "planner = planner.cli.app:main" in zipfile.ZipFile(wheel).read(entry_points).decode()
     installed = tmp_path / "installed"
     zipfile.ZipFile(wheel).extractall(installed)
-    program = "from planner.cli import main; main(['simulate', 'resnet50@v100-16x8-25gbe', '--strategy', 'single'])"
+    program = "from planner.cli.app import main; main(['simulate', 'resnet50@v100-16x8-25gbe', '--strategy', 'single'])"
     environment = {**os.environ, "PYTHONPATH": str(installed)}
     found = subprocess.run(
         [sys.executable, "-c", program], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60

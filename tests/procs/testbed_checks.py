@@ -15,14 +15,14 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from planner import TrainingJob
-from planner.profile.apart import measure_apart
-from planner.progress import Silent
+from planner.profile.node_links import measure_apart
+from planner.profile.progress import Silent
 from planner.testbed.commands import run_on_hosts
 from planner.testbed.emulation import emulation_here, parse_emulation
 from planner.testbed.hosts import emulated_hosts
 from planner.testbed.wiring import shaping
+from runtime.comm.world import World
 from runtime.torch_compat import all_gather_single, all_to_all_single, reduce_scatter_single
-from runtime.world import World
 
 MESSAGE_BYTES = 4 * 2**20
 REPEATS = 3

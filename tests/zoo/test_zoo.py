@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from planner.launch import LocalWorld, run_ranks
+from planner.jobs.launch import LocalWorld, run_ranks
 
 from . import walk as walking
 from .registry import ZOO

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 
 from planner import optimize
+from planner.documents.profile import Profile
 from planner.frontend.layers import TracedModel
+from planner.jobs.training import Trainer, build, profile_rank
 from planner.profile import compute, contention, grad_weight, links, measuring
-from planner.profile.document import Profile
-from planner.training import Trainer, build, profile_rank
 
 from .registry import ZOO
 

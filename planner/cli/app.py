@@ -1,0 +1,356 @@
+"""The command line: each command loads, makes one call, and saves or prints.
+
+`--json` and `-v` are accepted before or after the command. Exit codes: 0 done; 1 a check did not hold; 2 the user's
+input is wrong; 3 the environment failed.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import sys
+import traceback
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from planner.cli.options import (
+    Allow,
+    ClusterName,
+    Flags,
+    MaxDelay,
+    MaxMemory,
+    MaxRatio,
+    ProfileName,
+    Protect,
+    Solver,
+    SolverLimit,
+    entries_beginning,
+    make_console,
+    print_json,
+    print_table,
+    strategies_beginning,
+)
+from planner.cli.rank_commands import compare, demo, profile, run
+from runtime.errors import InputError, PlannerError
+from runtime.version import __version__
+
+app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, pretty_exceptions_enable=False)
+
+
+def _version(show: bool) -> None:
+    if show:
+        typer.echo(f"planner {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Machine-readable result on standard output.")] = False,
+    verbose: Annotated[bool, typer.Option("-v", "--verbose", help="Show tracebacks.")] = False,
+) -> None:
+    """A compiler for the communication of data-parallel PyTorch training.
+
+    --json and -v may also stand after the command.
+    """
+    Flags.as_json, Flags.verbose = as_json, verbose
+
+
+app.command()(profile)
+
+
+@app.command()
+def optimize(
+    profile: ProfileName,
+    cluster: ClusterName = None,
+    accuracy: Annotated[
+        str, typer.Option(help="exact, bounded or relaxed: the riskiest class of plan allowed.")
+    ] = "exact",
+    allow: Allow = None,
+    output: Annotated[str, typer.Option("-o", "--output", help="Where to write the plan.")] = "plan.json",
+    passes: Annotated[
+        str,
+        typer.Option(
+            help="The pipeline, for example merge{labels=4}; lossy passes: joint, sparsify; delay, local_async."
+        ),
+    ] = "merge,topology,shard_updates",
+    print_after: Annotated[str | None, typer.Option(help="Print the schedule after this pass, or after all.")] = None,
+    solver: Solver = "dp",
+    solver_limit: SolverLimit = None,
+    max_ratio: MaxRatio = None,
+    protect: Protect = None,
+    max_delay: MaxDelay = None,
+    max_memory_mib: MaxMemory = None,
+) -> None:
+    """Decide how gradients travel, and how far that is from optimal."""
+    from planner.cli.outputs import check_writable
+    from planner.decide.optimize import optimize as decide
+    from planner.decide.solvers import UNASKED
+    from planner.passes import PASSES
+
+    check_writable(output, profile, cluster)
+    if print_after is not None and print_after not in ("all", *PASSES):
+        raise InputError(f"--print-after: found {print_after!r}, expected all or one of: {', '.join(sorted(PASSES))}")
+
+    def after_pass(name: str, schedule: object, seconds: float) -> None:
+        if print_after in ("all", name):
+            typer.echo(f"after {name} ({seconds * 1e3:.1f} ms):\n{schedule}", err=True)
+
+    plan = decide(
+        profile,
+        cluster,
+        accuracy=accuracy,  # type: ignore[arg-type]
+        allow=() if allow is None else _items("--allow", allow),
+        passes=passes,
+        after_pass=after_pass,
+        solver=solver,
+        solver_limit=solver_limit,
+        max_ratio=max_ratio,
+        protect=protect,
+        max_delay=max_delay,
+        max_memory_mib=max_memory_mib,
+    )
+    if solver == "cpsat" and plan.sharded:
+        typer.echo(f"planner: --solver cpsat: {UNASKED}", err=True)
+    plan.save(output)
+    if Flags.as_json:
+        print_json(plan.to_document())
+        return
+    from planner.documents.catalog import find_cluster, find_profile
+    from planner.documents.measured import unmeasured
+    from planner.report.tables import accuracy_lines, print_plan
+
+    console = make_console()
+    print_plan(plan, console, buckets=False)
+    machines = find_profile(profile).cluster if cluster is None else find_cluster(cluster)
+    for line in accuracy_lines(plan, unmeasured(machines, cluster or profile) if machines else None):
+        console.print(line, highlight=False)
+    console.print(f"wrote {output}; see `planner explain {output}`", highlight=False)
+
+
+@app.command()
+def simulate(
+    profile: ProfileName,
+    cluster: ClusterName = None,
+    strategy: Annotated[
+        str | None,
+        typer.Option(
+            help="Strategies, comma-separated: wfbp, wfbp:layer, single, mg_wfbp, ddp, ddp:MIB, torus_2d, optimal, "
+            "optimal:sharded-step; lossy ones: joint, joint:MAX_RATIO; ssd:STEPS; lap:UPDATERS, lpp:UPDATERS; for "
+            "comparison: slgs:DENSITY, lags:MAX_RATIO, hitopk:DENSITY, mb_sgd, l_sgd:STEPS, pl_sgd:STEPS.",
+            autocompletion=strategies_beginning,
+        ),
+    ] = None,
+    ranks: Annotated[
+        str | None, typer.Option(help="Numbers of ranks, comma-separated; default: the cluster's.")
+    ] = None,
+    compute_speed: Annotated[float, typer.Option(help="What if the accelerator were so many times as fast?")] = 1.0,
+    batch: Annotated[float, typer.Option(help="What if each rank's batch were so many times as large?")] = 1.0,
+    intra: Annotated[str | None, typer.Option(help="What if links inside nodes were like 3us,600gbit?")] = None,
+    inter: Annotated[str | None, typer.Option(help="What if links between nodes were like 5us,100gbit?")] = None,
+    straggler: Annotated[float, typer.Option(help="What if one rank computed so many times slower?")] = 1.0,
+    jitter: Annotated[
+        float, typer.Option(help="Standard deviation of ranks' compute times, as a share: gives quantiles.")
+    ] = 0.0,
+    seed: Annotated[int, typer.Option(help="Of the jitter.")] = 0,
+    critical_path: Annotated[
+        bool, typer.Option("--critical-path", help="Say what the step's length is made of.")
+    ] = False,
+    solver: Solver = "dp",
+    solver_limit: SolverLimit = None,
+) -> None:
+    """Predict strategies on a cluster."""
+    from planner.decide.simulate import DEFAULT_STRATEGIES
+    from planner.decide.simulate import simulate as predict
+    from planner.model.what_if import WhatIf, parse_link
+
+    strategies = DEFAULT_STRATEGIES if strategy is None else tuple(_items("--strategy", strategy))
+    change = WhatIf(
+        compute_speed=compute_speed,
+        batch=batch,
+        straggler=straggler,
+        jitter=jitter,
+        seed=seed,
+        intra=None if intra is None else parse_link("--intra", intra),
+        inter=None if inter is None else parse_link("--inter", inter),
+    )
+    results = predict(
+        profile,
+        cluster,
+        strategies=strategies,
+        ranks=_counts(ranks),
+        what_if=change,
+        critical_path=critical_path,
+        solver=solver,
+        solver_limit=solver_limit,
+    )
+    if Flags.as_json:
+        print_json([result.to_document() for result in results])
+        return
+    from planner.report.tables import simulation_table
+
+    print_table(make_console(), simulation_table(results))
+
+
+def _items(option: str, text: str) -> list[str]:
+    items = [item.strip() for item in text.split(",")]
+    if not all(items):
+        raise InputError(f"{option}: found {text!r}, expected items separated by commas")
+    return items
+
+
+def _counts(text: str | None) -> list[int] | None:
+    if text is None:
+        return None
+    items = _items("--ranks", text)
+    if not all(item.isdecimal() and len(item) < 10 and int(item) >= 1 for item in items):
+        raise InputError(f"--ranks: found {text!r}, expected positive integers such as 4,8,16")
+    return [int(item) for item in items]
+
+
+@app.command()
+def catalog(
+    name: Annotated[
+        str,
+        typer.Argument(
+            help="A name, for all that is known of it; or a part of one, to filter.", autocompletion=entries_beginning
+        ),
+    ] = "",
+) -> None:
+    """List models and clusters that others measured, by name."""
+    from planner.documents.catalog import search
+
+    found = search(name)
+    if Flags.as_json:
+        print_json([entry.to_document() for entry in found])
+        return
+    for entry in found:
+        typer.echo(entry.details() if name == entry.name else f"{entry.kind:<8} {entry.name:<28} {entry.summary}")
+
+
+clusters = typer.Typer(no_args_is_help=True, help="Write a cluster.json.")
+app.add_typer(clusters, name="cluster")
+
+
+@clusters.command()
+def new(
+    nodes: Annotated[int, typer.Option(help="How many machines.")],
+    gpus: Annotated[int, typer.Option(help="Accelerators, and so ranks, of each.")],
+    nic: Annotated[
+        str | None, typer.Option(help="All network cards of one node, as 8x400gbit or 25gbit per second.")
+    ] = None,
+    nvlink: Annotated[
+        str | None, typer.Option(help="NVLink of one GPU as vendors state it, both directions added: 900gbyte.")
+    ] = None,
+    intra: Annotated[
+        str | None, typer.Option(help="Another link inside a node in one direction, such as PCIe: 32gbyte.")
+    ] = None,
+    nic_latency: Annotated[str, typer.Option(help="Start-up time of a message between nodes.")] = "5us",
+    intra_latency: Annotated[str, typer.Option(help="Start-up time of a message inside a node.")] = "2.5us",
+    output: Annotated[str, typer.Option("-o", "--output", help="Where to write the cluster.")] = "cluster.json",
+) -> None:
+    """Write the cluster that a description of its machines gives, from line rates."""
+    from planner.cli.outputs import check_writable
+    from planner.documents.machines import describe_machines
+
+    check_writable(output)
+    cluster = describe_machines(
+        nodes=nodes, gpus=gpus, nic=nic, nvlink=nvlink, intra=intra, nic_latency=nic_latency,
+        intra_latency=intra_latency, name=Path(output).stem,
+    )  # fmt: skip
+    cluster.save(output)
+    if Flags.as_json:
+        print_json(cluster.to_document())
+        return
+    for note in cluster.notes or ():
+        typer.echo(note)
+    typer.echo(f"wrote {output}; use it with `planner simulate PROFILE --cluster {output}`")
+
+
+@app.command()
+def explain(
+    plan: Annotated[str, typer.Argument(help="plan.json")],
+    trace: Annotated[
+        str | None, typer.Option(help="Write Chrome trace events here, for ui.perfetto.dev or chrome://tracing.")
+    ] = None,
+    html: Annotated[str | None, typer.Option(help="Write a page here that needs no network.")] = None,
+    measured: Annotated[
+        str | None, typer.Option(help="A step measured with this plan (`session.report().save(...)`), to lay beside.")
+    ] = None,
+) -> None:
+    """Say why a plan is what it is: a table, a trace, a page."""
+    from planner.report.files import check_outputs, load, write
+
+    outputs = check_outputs(plan, measured, {"--trace": trace, "--html": html})
+    loaded = load(plan, measured, outputs)
+    write(loaded, outputs)
+    if Flags.as_json:
+        print_json(loaded.plan.to_document())
+        return
+    from planner.report.tables import print_plan
+
+    console = make_console()
+    print_plan(loaded.plan, console, buckets=True)
+    for path in outputs.values():
+        console.print(f"wrote {path}", highlight=False)
+
+
+for command in (run, compare, demo):
+    app.command()(command)
+
+
+@app.command()
+def doctor() -> None:
+    """Look at what is installed and works here, with cures."""
+    from planner.cli.doctor import examine
+
+    findings = examine()
+    if Flags.as_json:
+        print_json([finding.to_document() for finding in findings])
+    else:
+        for finding in findings:
+            mark = "ok " if finding.ok else "NO " if finding.required else "-- "
+            cure = f"  → {finding.cure}" if finding.cure and not finding.ok else ""
+            typer.echo(f"{mark} {finding.what:<20} {finding.found}{cure}")
+    if not all(finding.ok for finding in findings if finding.required):
+        raise typer.Exit(3)
+
+
+@contextmanager
+def _full_output_told() -> Iterator[None]:
+    """Turns a failed write to standard output into an error of ours; files that are named are dealt with elsewhere."""
+    try:
+        yield
+    except OSError as error:
+        if isinstance(error, PlannerError) or error.filename is not None:
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # or Python would try, and fail, once more as it ends
+        raise InputError(f"standard output: cannot be written: {error.strerror}; send it somewhere else") from error
+
+
+_ANYWHERE = ("--json", "-v", "--verbose")
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """The console script `planner`: runs a command and exits with its code."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    end = given.index("--") if "--" in given else len(given)  # what follows is a script's own
+    flags = [argument for argument in given[:end] if argument in _ANYWHERE]
+    rest = [argument for argument in given[:end] if argument not in _ANYWHERE] + given[end:]
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # names may hold what the terminal's encoding lacks
+    try:
+        with _full_output_told():
+            app([*flags, *rest], prog_name="planner")
+    except PlannerError as error:
+        if Flags.verbose:
+            traceback.print_exc()
+        typer.echo(f"planner: {error}", err=True)
+        sys.exit(error.exit_code)

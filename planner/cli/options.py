@@ -1,0 +1,148 @@
+"""What commands have in common: the types of their options, the global flags, and how results are printed."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any
+
+import typer
+
+Device = Annotated[str, typer.Option(help="auto, cpu or cuda.")]
+Backend = Annotated[str | None, typer.Option(help="Backend of torch.distributed; default: nccl on GPUs, else gloo.")]
+Ranks = Annotated[
+    int | None, typer.Option(help="Local ranks to start (default 2); under torchrun its world is joined.")
+]
+Timeout = Annotated[
+    float | None,
+    typer.Option(
+        help="Deadline in seconds of every wait for other ranks; default: from the measured step, at least 30."
+    ),
+]
+Emulate = Annotated[
+    str | None,
+    typer.Option(
+        help="Run on an emulated cluster HOSTSxRANKS@RATE on this machine, for example 4x1@1gbit (needs root)."
+    ),
+]
+Job = Annotated[
+    str, typer.Argument(help="path/to/file.py:name or package.module:name of a function that returns a TrainingJob.")
+]
+MAX_STEPS = 10**9
+"""More steps than anybody waits for."""
+
+Solver = Annotated[str, typer.Option(help="dp, or cpsat: a constraint program looks again, and proves a bound.")]
+SolverLimit = Annotated[
+    float | None, typer.Option(help="Deterministic time for cpsat (default 2: less than a minute).")
+]
+MaxRatio = Annotated[
+    float | None,
+    typer.Option(
+        help="Lossy plans: at most so many elements of a layer for each that is sent "
+        "(default 1000; 250 for recurrent and embedding layers)."
+    ),
+]
+Protect = Annotated[
+    str | None,
+    typer.Option(
+        help="Lossy plans: gradients to send whole, as patterns of names separated by |, beside biases and "
+        "normalization layers; with 'none', not those."
+    ),
+]
+MaxDelay = Annotated[
+    int | None,
+    typer.Option(
+        help="Relaxed plans: the largest number of steps from one pull of new weights to the next (default 4)."
+    ),
+]
+MaxMemory = Annotated[
+    float | None,
+    typer.Option(
+        "--max-memory-mib",
+        help="What each rank has for weights, gradients, the optimizer's state and activations; where that is too "
+        "little, ranks share the optimizer's step if --allow lets them (default: the accelerator's, as profiled).",
+    ),
+]
+Allow = Annotated[
+    str | None,
+    typer.Option(
+        help="What plans may ask of the script beside what DDP does, comma-separated: sharded-step. Without, they are "
+        "drop-in."
+    ),
+]
+
+
+def models_beginning(incomplete: str) -> list[str]:
+    """Names of the catalog's profiles, for a shell that completes one."""
+    from planner.documents.catalog import names
+
+    model, at, _ = incomplete.partition("@")
+    known = [f"{model}@{cluster}" for cluster in names("cluster")] if at else names("model")
+    return [name for name in known if name.startswith(incomplete)]
+
+
+def clusters_beginning(incomplete: str) -> list[str]:
+    """Likewise of its clusters."""
+    from planner.documents.catalog import names
+
+    return [name for name in names("cluster") if name.startswith(incomplete)]
+
+
+def entries_beginning(incomplete: str) -> list[str]:
+    """Likewise of both."""
+    return [*models_beginning(incomplete), *clusters_beginning(incomplete)]
+
+
+def strategies_beginning(incomplete: str) -> list[str]:
+    """Names of strategies, for a shell that completes the last one of a list."""
+    from planner.strategies import STRATEGIES
+
+    before, comma, last = incomplete.rpartition(",")
+    return [f"{before}{comma}{name}" for name in STRATEGIES if name.startswith(last)]
+
+
+ProfileName = Annotated[
+    str,
+    typer.Argument(
+        help="profile.json, or a name: MODEL or MODEL@CLUSTER (planner catalog).", autocompletion=models_beginning
+    ),
+]
+ClusterName = Annotated[
+    str | None,
+    typer.Option(
+        help="cluster.json, or a name (planner catalog); default: the cluster measured with the profile.",
+        autocompletion=clusters_beginning,
+    ),
+]
+
+
+UNWRAPPED = 100_000
+"""Wider than any table or line."""
+
+
+class Flags:
+    """Global flags of this call."""
+
+    as_json = False
+    verbose = False
+
+
+def print_json(value: Any) -> None:
+    """The machine-readable result, alone on standard output."""
+    typer.echo(json.dumps(value, indent=1, allow_nan=False))
+
+
+def make_console() -> Any:
+    """Where tables go."""
+    from rich.console import Console
+
+    # Into a pipe or a file nothing is wrapped or cut off. Names are printed as they are.
+    width = None if Console().is_terminal else UNWRAPPED
+    return Console(width=width, markup=False, emoji=False)
+
+
+def print_table(console: Any, table: Any) -> None:
+    """A table, with title and caption as lines of their own: rich would wrap them to the table's width."""
+    title, caption, table.title, table.caption = table.title, table.caption, None, None
+    for part, style in ((title, "table.title"), (table, None), (caption, "table.caption")):
+        if part is not None and part != "":
+            console.print(part, style=style, highlight=False)

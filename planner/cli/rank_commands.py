@@ -1,0 +1,246 @@
+"""The commands that need ranks: profile, run, compare, demo."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from planner.cli.options import (
+    MAX_STEPS,
+    Backend,
+    Device,
+    Emulate,
+    Flags,
+    Job,
+    Ranks,
+    Timeout,
+    make_console,
+    print_json,
+    print_table,
+    strategies_beginning,
+)  # fmt: skip
+from planner.jobs.rank_options import RankOptions, under_torchrun
+from runtime.errors import CheckFailed, InputError, PlanMismatch
+
+if TYPE_CHECKING:
+    from planner.comparison.report import Comparison
+
+
+def profile(
+    job: Job,
+    ranks: Ranks = None,
+    output: Annotated[
+        str | None,
+        typer.Option("-o", "--output", help="Where to write the profile; default: profile.json, or that of --add-to."),
+    ] = None,
+    measure_for: Annotated[
+        str | None,
+        typer.Option("--for", help="exact, bounded or relaxed: the riskiest class of plan to measure for."),
+    ] = None,
+    add_to: Annotated[
+        str | None, typer.Option(help="A profile of this job on these ranks: measure only what it lacks, and add it.")
+    ] = None,
+    budget_s: Annotated[
+        float | None, typer.Option(help="Seconds that it may take beyond the first steps (default 60).")
+    ] = None,
+    device: Device = "auto",
+    backend: Backend = None,
+    timeout_s: Timeout = None,
+    emulate: Emulate = None,
+    updaters: Annotated[
+        int | None,
+        typer.Option(help="Also measure up to so many local updaters of each rank, for relaxed plans."),
+    ] = None,
+) -> None:
+    """Trace a job and measure its step and the links between ranks."""
+    where = RankOptions(ranks, device, backend, timeout_s, emulate)
+    from planner.cli.outputs import check_writable
+    from planner.jobs.job import find_job
+    from planner.jobs.training import profile_rank
+    from planner.jobs.world import choose_device, is_first_rank, on_ranks
+    from planner.passes.local_async import check_updaters
+    from planner.profile.request import make_request
+
+    if updaters is not None:
+        check_updaters(updaters, "--updaters")
+    request = make_request(measure_for, add_to, budget_s, updaters)
+    if request.add_to is not None and ranks is None and emulate is None and not under_torchrun():
+        world = request.add_to.world  # measured where that was
+        where = replace(where, ranks=None if world.emulation else world.ranks, emulate=world.emulation)
+    output = output or add_to or "profile.json"
+    check_writable(output, find_job(job)[0])
+    arguments = (job, choose_device(device), not Flags.as_json, timeout_s, updaters or 0, request)
+    result = on_ranks(where, profile_rank, *arguments)[0]
+    if not is_first_rank():
+        return
+    result.save(output)
+    if Flags.as_json:
+        print_json(result.to_document())
+    else:
+        from planner.cli.outputs import emulation_lines
+        from planner.report.tables import profile_lines
+
+        typer.echo("\n".join([*profile_lines(result), *emulation_lines(result.world), f"wrote {output}"]))
+
+
+def run(
+    job: Job,
+    plan: Annotated[str | None, typer.Option(help="plan.json; without one the job trains with plain DDP.")] = None,
+    ranks: Ranks = None,
+    steps: Annotated[int, typer.Option(help="Steps to train.")] = 20,
+    device: Device = "auto",
+    backend: Backend = None,
+    timeout_s: Timeout = None,
+    emulate: Emulate = None,
+) -> None:
+    """Train a job with a plan, or with plain DDP."""
+    if not 1 <= steps <= MAX_STEPS:
+        raise InputError(f"--steps: found {steps}, expected at least 1 and at most {MAX_STEPS}; correct it")
+    where = RankOptions(ranks, device, backend, timeout_s, emulate)
+    from planner.cli.outputs import run_document, run_lines
+    from planner.jobs.job import find_job
+    from planner.jobs.training import train_rank
+    from planner.jobs.world import choose_device, is_first_rank, on_ranks, planned_ranks
+    from runtime.plan import load_plan
+
+    find_job(job)
+    loaded = None if plan is None else load_plan(plan)
+    if ranks is None and emulate is None and loaded is not None:
+        where = replace(where, ranks=planned_ranks(loaded.world.ranks, str(plan)))
+    try:
+        runs = on_ranks(where, train_rank, job, loaded, steps, choose_device(device), not Flags.as_json, timeout_s)
+    except PlanMismatch as error:
+        raise PlanMismatch(f"{plan}: {error}") from error
+    document = run_document(runs)
+    if not is_first_rank():
+        return
+    if Flags.as_json:
+        print_json(document)
+    else:
+        typer.echo("\n".join(run_lines(document, runs)))
+
+
+def compare(
+    job: Annotated[
+        str,
+        typer.Argument(
+            help="A job as for profile, or script.py: an existing script that calls planner.compare(session, step)."
+        ),
+    ],
+    plan: Annotated[str, typer.Option(help="The plan to judge.")],
+    profile: Annotated[str | None, typer.Option(help="profile.json, for predictions of what is not the plan.")] = None,
+    strategy: Annotated[
+        str, typer.Option(help="Further strategies, by name; needs --profile.", autocompletion=strategies_beginning)
+    ] = "",
+    ranks: Ranks = None,
+    steps: Annotated[int, typer.Option(help="Measured steps of each contestant.")] = 25,
+    rounds: Annotated[
+        int | None, typer.Option(help="Rounds that these steps are spread over; default: 5, or as many as steps.")
+    ] = None,
+    html: Annotated[str | None, typer.Option(help="Draw the comparison on one page.")] = None,
+    device: Device = "auto",
+    backend: Backend = None,
+    timeout_s: Timeout = None,
+    emulate: Emulate = None,
+    arguments: Annotated[
+        list[str] | None, typer.Argument(metavar="[-- ARGUMENTS]", help="Of a script: its own arguments.")
+    ] = None,
+) -> None:
+    """Measure a plan and the best of DDP by turns in one run.
+
+    Also what is not communicated at all, DDP's hooks, and further strategies.
+    """
+    where = RankOptions(ranks, device, backend, timeout_s, emulate)
+    from planner.cli.outputs import check_writable
+    from planner.comparison.contestants import contestants, sweep
+    from planner.comparison.measure import compare_rank
+    from planner.comparison.picture import picture_text
+    from planner.comparison.report import summarize
+    from planner.comparison.script import Asked, check_rounds, find_trained, script_rank
+    from planner.documents.profile import load_profile
+    from planner.jobs.world import choose_device, is_first_rank, on_ranks, on_ranks_of_script, planned_ranks
+    from planner.model.problem import make_problem
+    from runtime.plan import load_plan
+    from runtime.plan.files import write_text
+
+    rounds = check_rounds(steps, rounds)
+    file, script = find_trained(job, arguments or [])
+    if html is not None:
+        check_writable(html, file, plan, profile)
+    loaded = load_plan(plan)
+    measured_profile = None if profile is None else load_profile(profile)
+    problem = None if measured_profile is None else make_problem(measured_profile, None, where=str(profile))
+    names = [name.strip() for name in strategy.split(",") if name.strip()]
+    them, caps = contestants(loaded, problem, names), sweep(loaded, problem)
+    if ranks is None and emulate is None:
+        where = replace(where, ranks=planned_ranks(loaded.world.ranks, plan))
+    shown = not Flags.as_json
+
+    def measure() -> Comparison:
+        if not script:
+            measured = (job, them, caps, rounds, steps // rounds, choose_device(device), shown, timeout_s)
+            return summarize(on_ranks(where, compare_rank, *measured))
+        asked = Asked(
+            plan=loaded, profile=measured_profile, strategies=tuple(names), steps=steps, rounds=rounds,
+            timeout_s=timeout_s, show_progress=shown,
+        )  # fmt: skip
+        return on_ranks_of_script(where, script_rank, job, arguments or [], asked)[0]
+
+    try:
+        comparison = measure()
+    except PlanMismatch as error:
+        raise PlanMismatch(f"{plan}: {error}") from error
+    if not is_first_rank():
+        return
+    if html is not None:
+        title = f"{loaded.model.name}{f' on {emulate}' if emulate else ''}"
+        write_text(html, picture_text(comparison, title, datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")))
+    _print_comparison(comparison)
+    if comparison.differences:
+        raise CheckFailed("\n".join(comparison.differences))
+
+
+def _print_comparison(comparison: Comparison) -> None:
+    """All but what ends the command."""
+    if Flags.as_json:
+        print_json(comparison.to_document())
+        return
+    from planner.comparison.report import comparison_table, failures
+
+    if comparison.cause is not None:
+        typer.echo(comparison.cause)
+    print_table(make_console(), comparison_table(comparison))
+    typer.echo("\n".join([*comparison.verdicts, *failures(comparison)]))
+
+
+def demo(
+    ranks: Ranks = None,
+    device: Device = "auto",
+    backend: Backend = None,
+    timeout_s: Timeout = None,
+    emulate: Emulate = None,
+) -> None:
+    """Show the whole story here: profile, optimize, train, compare.
+
+    On local ranks of this machine; a small model is trained with DDP and with the plan.
+    """
+    where = RankOptions(ranks, device, backend, timeout_s, emulate)
+    from planner.cli.outputs import demo_table
+    from planner.jobs.demo import demo_rank
+    from planner.jobs.world import choose_device, is_first_rank, on_ranks
+
+    result = on_ranks(where, demo_rank, choose_device(device), not Flags.as_json, timeout_s)[0]
+    if not is_first_rank():
+        return
+    if Flags.as_json:
+        print_json(result.to_document())
+        return
+    from planner.report.tables import print_plan, profile_lines
+
+    console = make_console()
+    typer.echo("\n".join(profile_lines(result.profile)))
+    print_plan(result.plan, console, buckets=True)
+    print_table(console, demo_table(result))

@@ -1,0 +1,93 @@
+"""Runs passes over a schedule: parses `merge{labels=4}`, verifies between, times, and hands out for printing."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import re
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from planner.ir import Schedule
+from planner.model.problem import Problem
+from planner.passes import PASSES, Pass
+from planner.passes.shard_updates import ShardUpdates
+from planner.verify import verify
+from runtime.errors import InputError
+
+_SPEC = re.compile(r"\s*([a-z_]+)\s*(?:\{([^{}]*)\})?\s*(?:,|$)")
+
+AfterPass = Callable[[str, Schedule, float], None]
+"""(name of the pass, its result, seconds it took)."""
+
+
+def parse_passes(text: str) -> tuple[Pass, ...]:
+    """Passes from text such as `merge{labels=4}`.
+
+    Raises:
+        InputError: unknown pass or option (lists the known ones), or a value of another type than the option's.
+    """
+    passes: list[Pass] = []
+    position = 0
+    while position < len(text):
+        match = _SPEC.match(text, position)
+        if match is None:
+            raise InputError(f"--passes: cannot read {text[position:]!r}, expected for example merge{{labels=8}}")
+        passes.append(_make_pass(match[1], match[2] or ""))
+        position = match.end()
+    return tuple(passes)
+
+
+def _make_pass(name: str, options: str) -> Pass:
+    if name not in PASSES:
+        raise InputError(f"--passes: found {name!r}, expected one of: {', '.join(sorted(PASSES))}")
+    fields = {field.name: field for field in dataclasses.fields(PASSES[name])}  # type: ignore[arg-type]
+    values: dict[str, Any] = {}
+    for option in filter(None, (part.strip() for part in options.split(","))):
+        key, _, value = (part.strip() for part in option.partition("="))
+        if key not in fields:
+            near = difflib.get_close_matches(key, fields, n=1)
+            hint = f"did you mean {near[0]}?" if near else f"it has: {', '.join(fields) or 'none'}"
+            raise InputError(f"--passes: {name} has no option {key!r}; {hint}")
+        values[key] = _convert(name, key, value, type(fields[key].default))
+    return PASSES[name](**values)
+
+
+def _convert(name: str, key: str, value: str, kind: type[Any]) -> Any:
+    try:
+        converted = kind(value)
+    except ValueError:
+        converted = None
+    if converted is None or (kind is not str and not converted >= 1):
+        number = "an integer" if kind is int else "a number"
+        raise InputError(f"--passes: {name}{{{key}={value}}}: expected {number} of at least 1")
+    return converted
+
+
+def run_passes(
+    passes: Sequence[Pass],
+    schedule: Schedule,
+    problem: Problem,
+    after_pass: AfterPass | None = None,
+    *,
+    accuracy: str = "exact",
+) -> Schedule:
+    """Applies the passes in order; the verifier runs before the first and after each.
+
+    What ranks share of the update does not depend on how gradients travel, so passes that decide on that do not see it.
+    """
+    dtype_ids, elements = problem.dtype_ids.tolist(), problem.layer_elements
+    norms = (len(problem.norm_layers), problem.ranks)
+    verify(schedule, dtype_ids, accuracy=accuracy, elements=elements, norms=norms)
+    for current in passes:
+        started = time.perf_counter()
+        before, schedule = schedule, current.apply(replace(schedule, norms=None, sharded=False), problem)
+        alone = schedule.delay is not None or schedule.updaters is not None  # ranks update by themselves
+        if not isinstance(current, ShardUpdates) and not alone:
+            schedule = replace(schedule, norms=before.norms, sharded=before.sharded)
+        verify(schedule, dtype_ids, accuracy=accuracy, elements=elements, norms=norms)
+        if after_pass is not None:
+            after_pass(current.name, schedule, time.perf_counter() - started)
+    return schedule

@@ -1,0 +1,224 @@
+"""What a plan says of the optimizer's step: shared by ranks or not, with the prediction of both, and in words."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+from planner.decide.offer import GAIN
+from planner.decide.pipeline import run_passes
+from planner.emit.sources import three_digits
+from planner.ir import Schedule
+from planner.model.problem import Problem
+from planner.model.sharded_step import (
+    can_share,
+    costs_known,
+    gathers_us,
+    leaves_out,
+    memory_bytes,
+    replicated_bytes,
+    sharded_bytes,
+)
+from planner.model.simulator import step_us
+from planner.passes import Pass
+from planner.passes.shard_updates import ShardUpdates
+from runtime.errors import InputError
+from runtime.plan import Plan, StepPlan, UpdatePlan
+from runtime.plan.interfaces import SHARDED_STEP
+
+LEAVES_OUT = (
+    "ranks do not share the optimizer's step, and cannot: it does not hold all parameters that have gradients; add "
+    "the others, or freeze them before profiling"
+)
+
+ALLOW = f"--allow {SHARDED_STEP}"
+SMALLER = "take more ranks, or a smaller batch"
+
+
+def with_memory(passes: Sequence[Pass], memory_mib: float | None) -> tuple[Pass, ...]:
+    """The passes with what each rank has, where they have no value of their own."""
+    return tuple(
+        replace(each, memory_mib=each.memory_mib or memory_mib or 0.0) if isinstance(each, ShardUpdates) else each
+        for each in passes
+    )
+
+
+def check_memory(memory_mib: float | None) -> float | None:
+    """The limit; raises InputError where it is none."""
+    if memory_mib is not None and not 0.0 < memory_mib < math.inf:
+        raise InputError(
+            f"--max-memory-mib: found {memory_mib:g}, expected MiB of memory on each rank, such as 40000; correct it"
+        )
+    return memory_mib
+
+
+def demanded(problem: Problem, passes: Sequence[Pass]) -> bool:
+    """Whether what every rank would hold does not fit into its memory."""
+    return any(isinstance(each, ShardUpdates) and each.demanded(problem) for each in passes)
+
+
+def beside_shared(shared: Plan, riskier: Plan, *, demanded: bool, making_us: float) -> Plan:
+    """The exact plan whose ranks share the step, or the riskier one, which cannot, where that wins by 2 %.
+
+    Args:
+        shared: the exact plan.
+        riskier: what was chosen beside the best exact plan whose ranks share nothing; perhaps that itself.
+        demanded: whether memory demands that ranks share.
+        making_us: what making a minibatch takes, which is in the times of local updaters alone.
+    """
+    exact_us, risky_us = (plan.predicted.iteration_us if plan.predicted else 0.0 for plan in (shared, riskier))
+    exact_us += making_us if riskier.local_async is not None else 0.0
+    wins = riskier.accuracy != "exact" and risky_us <= exact_us * (1.0 - GAIN)
+    if wins and not demanded:
+        return riskier
+    others = dict(riskier.alternatives or {})
+    if riskier.accuracy != "exact":
+        others = {**others, riskier.accuracy: replace(riskier, baselines=None, scaling=None, fallback=None,
+                                                      alternatives=None)}  # fmt: skip
+    others.pop("exact", None)
+    why = "memory demands a shared step, which lossy plans do not have" if demanded else (
+        f"none wins {GAIN:.0%} over ranks that share the optimizer's step")  # fmt: skip
+    return replace(
+        shared, frontier=riskier.frontier, delays=riskier.delays, updaters=riskier.updaters,
+        alternatives=others or None,
+        notes=(*shared.notes, f"riskier plans were allowed, but {why}: the plan is exact"),
+    )  # fmt: skip
+
+
+def other_way(problem: Problem, schedule: Schedule, start: Schedule, passes: Sequence[Pass]) -> Schedule | None:
+    """The best exact schedule that shares the step where `schedule` does not, or the reverse; None: there is none.
+
+    Args:
+        problem: the step.
+        schedule: what the passes have made of `start`.
+        start: what they began with.
+        passes: the exact ones.
+    """
+    if (sharing := _sharing(passes)) is None:
+        return None
+    if not schedule.sharded:
+        return sharing.shared_step(replace(schedule, norms=None), problem)
+    never = [replace(each, step="never") if isinstance(each, ShardUpdates) else each for each in passes]
+    return run_passes(never, start, problem)
+
+
+def with_step(problem: Problem, plan: Plan, schedule: Schedule, other: Schedule | None, passes: Sequence[Pass]) -> Plan:
+    """The plan with both predictions, where ranks could share the step."""
+    sharing = _sharing(passes)
+    if sharing is None or not can_share(problem):
+        return plan
+    shared, whole = (schedule, other) if schedule.sharded else (other, schedule)
+    step = StepPlan(
+        sharded=schedule.sharded,
+        replicated_us=None if whole is None else step_us(problem, whole),
+        sharded_us=None if shared is None else step_us(problem, shared),
+        gather_us=None if shared is None else sum(gathers_us(problem, shared.buckets)),
+        replicated_bytes=replicated_bytes(problem),
+        sharded_bytes=None if shared is None else sharded_bytes(problem, shared),
+        memory_bytes=memory_bytes(problem, sharing.memory_mib),
+    )
+    return replace(plan, updates=UpdatePlan(norms=plan.updates.norms if plan.updates else None, step=step))
+
+
+def with_notes(problem: Problem, plan: Plan, passes: Sequence[Pass]) -> Plan:
+    """The plan, which says why ranks share the optimizer's step, or do not: for a reader who has allowed it."""
+    sharing, step = _sharing(passes), _step(plan)
+    if sharing is None or sharing.step == "never":
+        return plan
+    notes = [LEAVES_OUT] if leaves_out(problem) else [] if step is None else _notes(problem, step, sharing)
+    return replace(plan, notes=(*plan.notes, *notes))
+
+
+def with_gain(problem: Problem, plan: Plan, exact: Plan, passes: Sequence[Pass], *, making_us: float) -> Plan:
+    """The plan, which says in one line what ranks would gain that share the optimizer's step; nothing where they would
+    not.
+
+    Args:
+        problem: the step.
+        plan: the one that was chosen, in which ranks were not allowed to share the step.
+        exact: the exact one beside it, or itself, with both predictions.
+        passes: the exact ones, as asked for.
+        making_us: what making a minibatch takes, which is in the times of local updaters alone.
+    """
+    sharing, step = _sharing(passes), _step(exact)
+    if sharing is None or step is None or step.sharded_us is None:
+        return plan
+    own_us = plan.predicted.iteration_us if plan.predicted else 0.0
+    own_us -= making_us if plan.local_async is not None else 0.0
+    if sharing.demanded(problem):
+        return replace(plan, notes=(*plan.notes, _too_large(replace(step, replicated_us=own_us))))
+    if not costs_known(problem) or step.sharded_us > own_us * (1.0 - GAIN):
+        return plan
+    memory = f", and {_memory(step)}" if _saves(step) else ""
+    line = f"allowed to share the optimizer's step (as ZeRO-1), ranks would take {_ms(step.sharded_us)} a step instead "
+    line += f"of {_ms(own_us)}{memory}; some lines that work with DDP then do not: docs/sharded-step.md, {ALLOW}"
+    return replace(plan, notes=(*plan.notes, line))
+
+
+def _sharing(passes: Sequence[Pass]) -> ShardUpdates | None:
+    return next((each for each in passes if isinstance(each, ShardUpdates)), None)
+
+
+def _step(plan: Plan) -> StepPlan | None:
+    return plan.updates.step if plan.updates else None
+
+
+def _saves(step: StepPlan) -> bool:
+    """Whether a shared step takes less memory, as far as the digits go that are said."""
+    shared, whole = step.sharded_bytes, step.replicated_bytes
+    return shared is not None and whole is not None and shared < whole and _mib(shared) != _mib(whole)
+
+
+def _too_large(step: StepPlan) -> str:
+    """What is said of a plan that does not fit into a rank's memory, and whether sharing the step would."""
+    has, whole, shared = step.memory_bytes or 0, step.replicated_bytes or 0, step.sharded_bytes or 0
+    text = f"a rank needs {_mib(whole)} for weights, gradients, the optimizer's state and known activations, more than "
+    text += f"the {_mib(has)} that it has"
+    if not _saves(step):
+        return f"{text}: {SMALLER}"
+    if shared > has:
+        return f"{text}; sharing the optimizer's step would take {_mib(shared)}, too much as well: {SMALLER}"
+    text += f"; sharing the optimizer's step (as ZeRO-1) would fit, with {_mib(shared)}, and is {_times(step)}"
+    return f"{text}; some lines that work with DDP then do not: docs/sharded-step.md, {ALLOW}"
+
+
+def _times(step: StepPlan) -> str:
+    shared, whole = _ms(step.sharded_us or 0.0), _ms(step.replicated_us or 0.0)
+    return f"predicted {shared} a step, as now" if shared == whole else f"predicted {shared} a step, {whole} as now"
+
+
+def _notes(problem: Problem, step: StepPlan, sharing: ShardUpdates) -> list[str]:
+    if step.sharded_us is None or step.replicated_us is None:
+        return []
+    implied = "" if costs_known(problem) else "; reduce-scatter and all-gather were not measured: profile again"
+    memory = f"; {_memory(step)}" if _saves(step) else ""
+    if not step.sharded:
+        notes = [
+            f"ranks do not share the optimizer's step, as they may: that is {_times(step)}, and has to be {GAIN:.0%} "
+            f"shorter{memory}{implied}"
+        ]
+        return [*notes, _too_large(step)] if sharing.demanded(problem) else notes
+    name = problem.profile.compute.optimizer.name if problem.profile.compute.optimizer else "the optimizer"
+    why = "memory demands it, " if sharing.demanded(problem) and _saves(step) else ""
+    notes = [
+        f"ranks share the step of {name} (as ZeRO-1): {why}predicted {_ms(step.sharded_us)} a step, "
+        f"{_ms(step.replicated_us)} where every rank updates all weights, of it {_ms(step.gather_us or 0.0)} to gather "
+        f"weights{memory}{implied}",
+    ]
+    if step.memory_bytes is not None and (step.sharded_bytes or 0) > step.memory_bytes:
+        notes.append(f"even so a rank needs more than its {_mib(step.memory_bytes)}: {SMALLER}")
+    return notes
+
+
+def _memory(step: StepPlan) -> str:
+    shared, whole = _mib(step.sharded_bytes or 0), _mib(step.replicated_bytes or 0)
+    return f"{shared} for weights, gradients, state and known activations instead of {whole}"
+
+
+def _mib(size_bytes: int) -> str:
+    return f"{three_digits(size_bytes / 2**20)} MiB"
+
+
+def _ms(time_us: float) -> str:
+    return f"{three_digits(time_us / 1000)} ms"

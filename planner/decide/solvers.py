@@ -1,0 +1,165 @@
+"""`--solver cpsat`: a second, independent word on a schedule, by constraint programming: a better one, and a bound.
+
+The dynamic programs stay the default: on one network without contention they are exact, and a thousand times as fast.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import NoReturn
+
+import numpy as np
+
+from planner.ir import Schedule
+from planner.model.norms import update_bound_us
+from planner.model.problem import Problem
+from planner.model.simulator import simulate_schedule
+from planner.passes.merge import best_of, boundaries, merge_problem, merge_without_contention, overlap_of
+from planner.passes.topology import links_without_contention
+from planner.search.cpsat import TIME_LIMIT, Solution, solve_merge, solve_two_links
+from planner.search.cpsat_joint import MAX_LINK_PLACES, solve_joint
+from planner.search.link_forms import dense_algorithms, forms_of, has_two_links
+from planner.search.link_tables import link_tables
+from planner.search.links import LinkForms
+from planner.strategies.torus_2d import ALGORITHM, phased_problem
+from runtime.errors import CheckFailed, InputError
+
+SOLVERS = ("dp", "cpsat")
+"""The dynamic programs alone, or with the constraint program after them."""
+
+SOLVABLE = ("optimal", ALGORITHM)
+"""Strategies that look for the best schedule; the others follow a fixed rule."""
+
+UNASKED = (
+    "the solver cpsat was not asked, for its model is of all-reduces, and here ranks share the optimizer's step "
+    "(leave out --allow sharded-step)"
+)
+
+MAX_LIMIT = 3600.0
+
+AGREEMENT = 1e-9
+"""Relative difference of two optima of one problem beyond which one of them is wrong."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Solved:
+    """A schedule that is no worse than the one given, and what the solver proved of the step."""
+
+    schedule: Schedule
+    bound_us: float
+    """No schedule of this class has a shorter step."""
+    proven: bool
+    error_us: float
+    limit: float
+    """Deterministic time that was allowed."""
+
+
+def check_solver(solver: str, limit: float | None = None) -> float:
+    """The limit in deterministic time (default: the solver's own).
+
+    Raises:
+        InputError: no such solver or limit.
+    """
+    if solver not in SOLVERS:
+        raise InputError(f"--solver: found {solver!r}, expected one of: {', '.join(SOLVERS)}")
+    if limit is None:
+        return TIME_LIMIT
+    if solver != "cpsat":
+        raise InputError(f"--solver-limit: found it with the solver {solver}, expected --solver cpsat; add that")
+    if not (math.isfinite(limit) and 0.0 < limit <= MAX_LIMIT):
+        raise InputError(f"--solver-limit: found {limit}, expected more than 0 and at most {MAX_LIMIT:g}; correct it")
+    return limit
+
+
+def solve(problem: Problem, schedule: Schedule, limit: float = TIME_LIMIT) -> Solved:
+    """The best exact schedule that the solver and `schedule` know: of flat all-reduces, and on two kinds of link of all
+    forms of dense buckets.
+
+    Raises:
+        CheckFailed: solver and dynamic program contradict each other.
+        InputError: the problem is too large for this solver.
+    """
+    if has_two_links(problem):
+        return _solve_links(problem, schedule, limit)
+    overlap = overlap_of(problem) if problem.contended else None
+    hint = boundaries(schedule) or merge_without_contention(problem).stops
+    solution = solve_merge(merge_problem(problem), hint, overlap, limit)
+    if overlap is None:
+        _compare(problem, solution)
+    found = [replace(Schedule.from_boundaries(solution.stops), norms=schedule.norms)] if solution.stops else []
+    return _solved(problem, best_of(problem, [schedule, *found]), solution, limit)
+
+
+def _solve_links(problem: Problem, schedule: Schedule, limit: float) -> Solved:
+    """On two kinds of link, as where compute and network do not slow each other down."""
+    if problem.count >= MAX_LINK_PLACES:
+        raise InputError(
+            f"the solver cpsat: found {problem.count} gradients on two kinds of link, expected at most "
+            f"{MAX_LINK_PLACES - 1}; use the solver dp, which has no such limit"
+        )
+    known = links_without_contention(problem)
+    forms = LinkForms(problem, forms_of((), dense_algorithms(problem)))
+    tables = link_tables(problem, forms.forms, forms.limits, np.arange(problem.count + 1))
+    known_us = known.end_us
+    solution = solve_joint(tables, len(forms.forms), known_us, limit)
+    found = tuple(zip(solution.stops, solution.forms, strict=True))
+    found_us = forms.end_us(found) if found else known_us
+    room_us = AGREEMENT * known_us
+    excluded = solution.proven and solution.bound_us < known_us - solution.error_us - room_us
+    if known.exact and (excluded or solution.bound_us > known_us + room_us or found_us < known_us - room_us):
+        _contradiction("labels", known_us, found_us, solution.bound_us)
+    schedules = [replace(forms.schedule(found), norms=schedule.norms)] if found else []
+    return Solved(
+        schedule=best_of(problem, [schedule, *schedules]),
+        bound_us=max(solution.bound_us, problem.compute_end_us) + update_bound_us(problem),
+        proven=solution.proven,
+        error_us=solution.error_us,
+        limit=limit,
+    )
+
+
+def solve_strategy(problem: Problem, strategy: str, schedule: Schedule, limit: float = TIME_LIMIT) -> Solved | None:
+    """As `solve`, for a strategy by name; None where that follows a fixed rule, or sends nothing."""
+    if strategy == "optimal":
+        return solve(problem, schedule, limit)
+    arrays = phased_problem(problem) if strategy == ALGORITHM else None
+    if arrays is None:
+        return None
+    hint = boundaries(schedule, ALGORITHM)
+    solution = solve_two_links(arrays, hint or (problem.count,), limit)
+    found = [Schedule.from_boundaries(solution.stops, ALGORITHM)] if solution.stops else []
+    return _solved(problem, best_of(problem, [schedule, *found]), solution, limit)
+
+
+def _solved(problem: Problem, schedule: Schedule, solution: Solution, limit: float) -> Solved:
+    bound_us = max(solution.bound_us, problem.compute_end_us) + update_bound_us(problem)
+    return Solved(
+        schedule=schedule,
+        bound_us=min(bound_us, simulate_schedule(problem, schedule).iteration_us),
+        proven=solution.proven,
+        error_us=solution.error_us,
+        limit=limit,
+    )
+
+
+def _compare(problem: Problem, solution: Solution) -> None:
+    """Both are exact here, so neither may find or prove what the other excludes."""
+    optimum_us = merge_without_contention(problem).end_us
+    room_us = AGREEMENT * optimum_us
+    arrays = merge_problem(problem)
+    found_us, start = 0.0, 0
+    for stop in solution.stops:
+        found_us = max(found_us, float(arrays.ready_us[stop - 1])) + float(arrays.cost_us(start, stop))
+        start = stop
+    better = bool(solution.stops) and found_us < optimum_us - room_us
+    worse = solution.proven and solution.bound_us < optimum_us - solution.error_us - room_us
+    if better or worse or solution.bound_us > optimum_us + room_us:
+        _contradiction("dynamic program", optimum_us, found_us, solution.bound_us)
+
+
+def _contradiction(other: str, optimum_us: float, found_us: float, bound_us: float) -> NoReturn:
+    raise CheckFailed(
+        f"{other}: the last bucket ends after {optimum_us} us; the solver cpsat found {found_us} us and the bound "
+        f"{bound_us} us, expected the same: a defect of the planner, please report the profile"
+    )

@@ -1,0 +1,1 @@
+"""profile.json, cluster.json and the catalogue as records. Imports no torch."""

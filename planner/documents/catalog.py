@@ -1,0 +1,142 @@
+"""Profiles and clusters by name: the documents that ship with the package, in `profiles/`.
+
+A name is that of a file without its ending; `MODEL@CLUSTER` is a model on a cluster. A path that exists wins over a
+name, on either side of the `@`. Never imports torch.
+"""
+
+from __future__ import annotations
+
+import difflib
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+from planner.documents.profile import Cluster, Profile, load_cluster, load_profile
+from runtime.errors import InputError
+from runtime.plan.files import checked_path
+
+Kind = Literal["model", "cluster"]
+
+# Beside this package, in a checkout as in an installed wheel; found by place, for a folder named `profiles` is common.
+FOLDER = Path(__file__).resolve().parents[2] / "profiles"
+
+MAX_SUGGESTIONS = 3
+
+Document = TypeVar("Document", Profile, Cluster)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Entry:
+    """One document of the catalogue."""
+
+    kind: Kind
+    name: str
+    summary: str
+    source: str
+    notes: tuple[str, ...] = ()
+
+    def to_document(self) -> dict[str, Any]:
+        """The entry as plain JSON types."""
+        return {
+            "kind": self.kind, "name": self.name, "summary": self.summary, "source": self.source,
+            "notes": list(self.notes),
+        }  # fmt: skip
+
+    def details(self) -> str:
+        """Return all that is known of it, a line each."""
+        lines = [f"{self.kind} {self.name}: {self.summary}", f"source: {self.source}"]
+        return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
+
+
+def names(kind: Kind) -> list[str]:
+    """The names that the catalogue knows, sorted."""
+    return sorted(path.stem for path in (FOLDER / f"{kind}s").glob("*.json"))
+
+
+def entries() -> list[Entry]:
+    """Every document with what it is and where its numbers come from: models, then clusters."""
+    models = [(load_profile(_file("model", name)), name) for name in names("model")]
+    clusters = [(load_cluster(_file("cluster", name)), name) for name in names("cluster")]
+    return [
+        *(_entry("model", name, _model_summary(profile), profile) for profile, name in models),
+        *(_entry("cluster", name, _cluster_summary(cluster), cluster) for cluster, name in clusters),
+    ]
+
+
+def _entry(kind: Kind, name: str, summary: str, document: Profile | Cluster) -> Entry:
+    return Entry(kind=kind, name=name, summary=summary, source=document.source or "", notes=document.notes or ())
+
+
+def search(text: str) -> list[Entry]:
+    """Return the document of that name, or those whose names contain the text; in any case of letters.
+
+    Raises:
+        InputError: there is none (lists the near and the known names).
+    """
+    known = entries()
+    found = [entry for entry in known if entry.name == text] or [e for e in known if text.lower() in e.name.lower()]
+    if not found:
+        listed = [entry.name for entry in known]
+        raise InputError(
+            f"{text}: found no model or cluster with that in its name{_hint(text, listed)}; expected one of: "
+            f"{', '.join(listed)}"
+        )
+    return found
+
+
+def find_profile(given: Profile | str | Path) -> Profile:
+    """A profile as given: a record, the path of profile.json, `MODEL`, or `MODEL@CLUSTER`.
+
+    Raises:
+        InputError: neither a file nor a name (lists the near and the known ones); the document is wrong.
+    """
+    if isinstance(given, Profile):
+        return given
+    model, at, cluster = checked_path(given).rpartition("@")
+    if not at or Path(given).exists():
+        return load_profile(_locate("model", given))
+    return replace(load_profile(_locate("model", model)), cluster=load_cluster(_locate("cluster", cluster)))
+
+
+def find_cluster(given: Cluster | str | Path) -> Cluster:
+    """A cluster as given: a record, the path of cluster.json, or a name. Raises as `find_profile` does."""
+    if isinstance(given, Cluster):
+        return given
+    checked_path(given)
+    return load_cluster(_locate("cluster", given))
+
+
+def _file(kind: Kind, name: str) -> Path:
+    return FOLDER / f"{kind}s" / f"{name}.json"
+
+
+def _locate(kind: Kind, given: str | Path) -> Path:
+    """The file that is meant. What looks like a path stays one, so that its message names that path."""
+    path, text, known = Path(given), str(given), names(kind)
+    if path.is_file() or isinstance(given, Path):
+        return path
+    if text in known:
+        return _file(kind, text)
+    if text and (path.exists() or path.suffix == ".json" or len(path.parts) > 1):
+        return path
+    document = "profile.json" if kind == "model" else "cluster.json"
+    raise InputError(
+        f"{text or 'empty name'}: found neither a file nor a known {kind} of that name{_hint(text, known)}; expected "
+        f"the path of a {document}, or one of: {', '.join(known)}"
+    )
+
+
+def _hint(text: str, known: list[str]) -> str:
+    near = difflib.get_close_matches(text.lower(), known, n=MAX_SUGGESTIONS, cutoff=0.5)
+    return f" (did you mean {' or '.join(near)}?)" if near else ""
+
+
+def _model_summary(profile: Profile) -> str:
+    gradients, world = profile.compute.gradients, profile.world
+    batch = f", batch {world.batch_per_rank}" if world.batch_per_rank else ""
+    numel = sum(gradient.numel for gradient in gradients)
+    return f"{numel / 1e6:.1f} M parameters in {len(gradients)} gradients; {world.accelerator or world.device}{batch}"
+
+
+def _cluster_summary(cluster: Cluster) -> str:
+    return f"{cluster.ranks} ranks: {cluster.nodes} nodes of {cluster.ranks_per_node}"

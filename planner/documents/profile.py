@@ -1,0 +1,459 @@
+"""profile.json and cluster.json: what was measured of a training step and of the links. Torch-free."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from planner.documents.local_async import LocalAsyncProfile
+from planner.documents.units import parse_bandwidth, parse_latency_us, us_per_byte
+from runtime.errors import InputError
+from runtime.plan import Accuracy, ModelReference
+from runtime.plan.predicted import Loading
+from runtime.plan.quantities import Count, Name, PositiveCount, Ranks, TimeUs
+from runtime.plan.strict_json import STRICT, check_schema, dump, read_json, validate, write_json
+
+PROFILE_SCHEMA: Literal["planner.profile/1"] = "planner.profile/1"
+CLUSTER_SCHEMA: Literal["planner.cluster/1"] = "planner.cluster/1"
+
+DTYPE_BYTES = {
+    "float64": 8, "float32": 4, "float16": 2, "bfloat16": 2,
+    "float8_e4m3fn": 1, "float8_e5m2": 1, "complex64": 8, "complex128": 16,
+}  # fmt: skip
+"""Bytes per element of every gradient dtype that is known."""
+
+MAX_GRADIENTS = 20_000
+"""More would take minutes to plan."""
+
+MAX_MODEL_BYTES = 2**53
+"""9 PB; sums of bytes are exact up to here."""
+
+CURE = "correct it, or measure again with `planner profile`"
+
+Rate = Annotated[float, Field(ge=0.0, le=1e12)]
+Share = Annotated[float, Field(ge=0.0, le=1.0)]
+Factor = Annotated[float, Field(ge=1.0, le=1e6)]
+Emulated = Literal["namespaces", "sleep"]
+Sample = tuple[Annotated[float, Field(ge=0.0, le=2**60)], TimeUs]
+"""(message_bytes, time_us)."""
+Interval = tuple[TimeUs, TimeUs]
+"""(low, high)."""
+SizeFactors = tuple[Annotated[float, Field(gt=0.0, le=2**60)], Factor, Factor]
+"""(message_bytes, compute, network)."""
+DensityLine = tuple[Annotated[float, Field(gt=0.0, le=1.0)], TimeUs, Rate]
+"""(density, alpha_us, beta_us_per_byte)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gradient:
+    """One trainable parameter's gradient; its place in the profile is its place in readiness order."""
+
+    __pydantic_config__ = STRICT
+
+    name: Name
+    layer: str
+    numel: Annotated[int, Field(ge=0, le=2**40)]
+    dtype: Literal[tuple(DTYPE_BYTES)]  # type: ignore[valid-type]
+    backward_us: TimeUs
+    """From the previous gradient's readiness (or the start of backward) to this one's."""
+    spread_us: TimeUs | None = None
+    """Interquartile range of the readiness time over repeats."""
+
+    @property
+    def size_bytes(self) -> int:
+        return self.numel * DTYPE_BYTES[self.dtype]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerNorm:
+    """What the two norms take that an optimizer needs of one layer."""
+
+    __pydantic_config__ = STRICT
+
+    name: Name
+    """The parameter's."""
+    norm_us: TimeUs
+
+
+@dataclass(frozen=True, kw_only=True)
+class NormProfile:
+    """Norms of layers, a part of the update of LARS and LAMB, where every rank computes all of them."""
+
+    __pydantic_config__ = STRICT
+
+    optimizer: Name
+    row_bytes: Annotated[int, Field(ge=1, le=1024)] = 8
+    """What a layer's norms are in a message."""
+    layers: Annotated[tuple[LayerNorm, ...], Field(min_length=1, max_length=MAX_GRADIENTS)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerProfile:
+    """Whose update was timed."""
+
+    __pydantic_config__ = STRICT
+
+    name: Name
+    """Of its class."""
+    adaptive: bool
+    """Whether it divides gradients by a measure of their own size, as Adam does."""
+    elementwise: bool | None = None
+    """Whether it treats every element by itself, so that ranks can share its step; None: not known."""
+    holds_all: bool | None = None
+    """Whether it updates every gradient's parameter, without which ranks cannot share its step; None: not known."""
+    state_bytes: Count | None = None
+    """What it keeps from step to step."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ComputeIntervals:
+    """Between which times the middle half of the repeats lay."""
+
+    __pydantic_config__ = STRICT
+
+    forward_us: Interval
+    """On all ranks."""
+    backward_us: Interval
+    """From the median forward to the end on the slowest rank."""
+    step_us: Interval
+    """Forward, backward and update together, on the slowest rank."""
+
+    @property
+    def spread_us(self) -> float:
+        """How far apart the quartiles of the step are."""
+        low_us, high_us = self.step_us
+        return max(0.0, high_us - low_us)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ComputeProfile:
+    """Times of one step without communication, on all ranks at once."""
+
+    __pydantic_config__ = STRICT
+
+    forward_us: TimeUs
+    update_us: TimeUs
+    gradients: Annotated[tuple[Gradient, ...], Field(min_length=1, max_length=MAX_GRADIENTS)]
+    optimizer: OptimizerProfile | None = None
+    norms: NormProfile | None = None
+    """Absent: the optimizer needs none."""
+    repeats: Count | None = None
+    step_spread_us: TimeUs | None = None
+    """Interquartile range of forward plus backward over repeats."""
+    intervals: ComputeIntervals | None = None
+    """How much the repeats differed; absent where that is not known."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layer:
+    """One layer of the traced graph."""
+
+    __pydantic_config__ = STRICT
+
+    name: str
+    kind: str
+    flops: Annotated[float, Field(ge=0.0)]
+    """Forward floating-point operations, a multiply-add counted as two."""
+    activation_bytes: Annotated[float, Field(ge=0.0)]
+    forward_us: TimeUs | None = None
+    grad_input_us: TimeUs | None = None
+    grad_weight_us: TimeUs | None = None
+    parameters: tuple[str, ...] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class GradWeightShare:
+    """Share of backward spent on gradients of weights: from FLOPs, and as measured."""
+
+    __pydantic_config__ = STRICT
+
+    estimated: Share
+    measured: Share | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tracing:
+    """Which tracer saw the model, and why better ones did not."""
+
+    __pydantic_config__ = STRICT
+
+    method: Literal["export", "symbolic_trace", "hooks"]
+    failures: dict[str, str] | None = None
+    grad_weight_share: GradWeightShare | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProfileWorld:
+    """Where and when it was measured."""
+
+    __pydantic_config__ = STRICT
+
+    ranks: Ranks
+    nodes: Ranks | None = None
+    backend: str | None = None
+    device: str | None = None
+    torch: str | None = None
+    measured: str | None = None
+    threads_per_rank: Count | None = None
+    cores: Count | None = None
+    accelerator: str | None = None
+    """The name of the device, for example `Tesla V100`."""
+    memory_bytes: PositiveCount | None = None
+    """The accelerator's."""
+    batch_per_rank: PositiveCount | None = None
+    """Samples that each rank computes in a step."""
+    emulated: Emulated | None = None
+    """How the hosts were emulated; absent on a real cluster."""
+    emulation: str | None = None
+    """What was emulated, for example `4x1@1gbit`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Link:
+    """Start-up time, time per byte and reduction time per byte of one link.
+
+    In a file `"latency": "3us"` may stand for `alpha_us`, and `"bandwidth": "400gbit"` for `beta_us_per_byte`.
+    """
+
+    __pydantic_config__ = STRICT
+
+    alpha_us: TimeUs
+    beta_us_per_byte: Rate
+    gamma_us_per_byte: Rate = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Line:
+    """time_us = alpha_us + beta_us_per_byte · bytes."""
+
+    __pydantic_config__ = STRICT
+
+    alpha_us: TimeUs
+    beta_us_per_byte: Rate
+    r_squared: Annotated[float, Field(le=1.0)] | None = None
+    mean_error: Annotated[float, Field(ge=0.0)] | None = None
+    """Mean of |line − sample| / sample over the samples."""
+
+    def at(self, size_bytes: float) -> float:
+        """In microseconds."""
+        return self.alpha_us + self.beta_us_per_byte * size_bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class SelectionLine(Line):
+    """What selecting (or adding up what was selected) costs over a bucket's dense bytes."""
+
+    by_density: Annotated[tuple[DensityLine, ...], Field(min_length=1)] | None = None
+    """The same by the share of elements that is selected, where that was measured; `alpha_us` and `beta_us_per_byte`
+    then are those of one share."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Contention:
+    """Slow-down of each resource while the other one is active."""
+
+    __pydantic_config__ = STRICT
+
+    compute: Factor = 1.0
+    network: Factor = 1.0
+    by_size: Annotated[tuple[SizeFactors, ...], Field(min_length=1)] | None = None
+    """The same for flat all-reduces by the size of the message, where that was measured; `compute` and `network` then
+    are those of a usual size, for what has no size here."""
+    gathers_by_size: Annotated[tuple[SizeFactors, ...], Field(min_length=1)] | None = None
+    """The same for flat gathers of selected elements, by what all ranks send; where absent, `by_size` holds.
+    Never without that: all-reduces would have factors of no size beside them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cluster:
+    """Nodes, ranks and links, with measured collectives where there are any."""
+
+    __pydantic_config__ = STRICT
+
+    schema: Literal["planner.cluster/1"] = CLUSTER_SCHEMA
+    name: str | None = None
+    nodes: PositiveCount
+    ranks_per_node: PositiveCount = 1
+    nics_per_node: PositiveCount = 1
+    intra: Link | None = None
+    inter: Link | None = None
+    collectives: dict[str, Line] | None = None
+    samples: dict[str, Annotated[tuple[Sample, ...], Field(min_length=1)]] | None = None
+    back_to_back: dict[str, Annotated[tuple[Sample, ...], Field(min_length=1)]] | None = None
+    """As `samples`, per call when calls queue behind one another: the cost of messages in a step, where it is known. In
+    `samples` all ranks and their threads have just met, which they have not at the end of a computation."""
+    sparsify: SelectionLine | dict[str, SelectionLine] | None = None
+    unpack: SelectionLine | dict[str, SelectionLine] | None = None
+    push_pack: Line | None = None
+    """With a delay: what a rank computes before a push, over its bytes. Nothing where it is not said."""
+    local_update: Line | None = None
+    pull_take: Line | None = None
+    """With a delay: what a rank computes with weights that were pulled, over the bytes of all. Likewise."""
+    all_reduce_algorithm: Literal["ring", "recursive_doubling", "halving_doubling", "binary_tree"] = "ring"
+    contention: Contention | None = None
+    measured_for: Accuracy | None = None
+    """The riskiest class of plans whose costs were measured; absent where that is not known."""
+    emulated: Emulated | None = None
+    """As in the profile's world; the name then is what was emulated."""
+    source: str | None = None
+    """Who measured it, where it was published, and how each constant was obtained."""
+    notes: tuple[str, ...] | None = None
+    """What a reader has to know: assumptions, fits and what they were checked on."""
+
+    @property
+    def ranks(self) -> int:
+        return self.nodes * self.ranks_per_node
+
+    def save(self, path: str | Path) -> None:
+        """Writes cluster.json atomically."""
+        write_json(path, self.to_document())
+
+    def to_document(self) -> dict[str, Any]:
+        """The cluster as plain JSON types."""
+        document: dict[str, Any] = dump(self)
+        return document
+
+
+@dataclass(frozen=True, kw_only=True)
+class Profile:
+    """The contents of profile.json."""
+
+    __pydantic_config__ = STRICT
+
+    schema: Literal["planner.profile/1"] = PROFILE_SCHEMA
+    model: ModelReference
+    world: ProfileWorld
+    compute: ComputeProfile
+    layers: tuple[Layer, ...] | None = None
+    tracing: Tracing | None = None
+    cluster: Cluster | None = None
+    loading: Loading | None = None
+    """What input takes, where the job has a dataset."""
+    local_async: LocalAsyncProfile | None = None
+    """What local updaters would take, where that was measured."""
+    source: str | None = None
+    """Who measured it and where it was published, where it was not measured here."""
+    notes: tuple[str, ...] | None = None
+    """What a reader has to know: assumptions, and the rule by which a known total was split."""
+
+    def save(self, path: str | Path) -> None:
+        """Writes profile.json atomically."""
+        write_json(path, self.to_document())
+
+    def to_document(self) -> dict[str, Any]:
+        """The profile as plain JSON types."""
+        document: dict[str, Any] = dump(self)
+        document.setdefault("cluster", {})
+        return document
+
+
+def load_profile(path: str | Path) -> Profile:
+    """Reads and checks profile.json.
+
+    Raises:
+        InputError: not a profile of this schema; unknown, missing or wrong fields; a gradient named twice; norms, or
+            backward's parts, of layers that are none; contention of gathers alone.
+    """
+    return parse_profile(read_json(path), where=str(path))
+
+
+def parse_profile(document: Any, where: str = "profile") -> Profile:
+    """Checks a parsed profile document; `where` names it in messages. Raises as `load_profile` does."""
+    record = dict(check_schema(document, PROFILE_SCHEMA, where))
+    if record.get("cluster") == {}:
+        del record["cluster"]
+    if "cluster" in record:
+        record["cluster"] = _with_link_constants(record["cluster"], f"{where}: $.cluster")
+    profile = validate(Profile, record, where, cure=CURE)
+    _check_names(profile, where)
+    _check_size(profile.compute, where)
+    _check_norms(profile.compute, where)
+    _check_contention(profile.cluster, f"{where}: $.cluster")
+    if profile.local_async is not None:
+        layers = [gradient.layer for gradient in profile.compute.gradients]
+        profile.local_async.check(layers, f"{where}: $.local_async", CURE)
+    return profile
+
+
+def _check_names(profile: Profile, where: str) -> None:
+    seen: dict[str, int] = {}
+    for index, gradient in enumerate(profile.compute.gradients):
+        if gradient.name in seen:
+            raise InputError(
+                f"{where}: $.compute.gradients[{index}].name: found {gradient.name!r}, which is gradient "
+                f"{seen[gradient.name]} already; expected each parameter once (a shared one too): take one out"
+            )
+        seen[gradient.name] = index
+
+
+def _check_norms(compute: ComputeProfile, where: str) -> None:
+    known, seen = {gradient.name for gradient in compute.gradients}, set()
+    for index, layer in enumerate(compute.norms.layers if compute.norms else ()):
+        path = f"{where}: $.compute.norms.layers[{index}].name: found {layer.name!r}"
+        if layer.name not in known:
+            raise InputError(f"{path}, which is none of the gradients; expected one of them: {CURE}")
+        if layer.name in seen:
+            raise InputError(f"{path} once more; expected each layer once: take one out")
+        seen.add(layer.name)
+
+
+def _check_size(compute: ComputeProfile, where: str) -> None:
+    """Each gradient may be in its range, and their sum be no model."""
+    size_bytes = sum(gradient.size_bytes for gradient in compute.gradients)
+    if size_bytes > MAX_MODEL_BYTES:
+        raise InputError(
+            f"{where}: $.compute.gradients: found {size_bytes} bytes in all, expected at most {MAX_MODEL_BYTES}; {CURE}"
+        )
+
+
+def _check_contention(cluster: Cluster | None, where: str) -> None:
+    factors = None if cluster is None else cluster.contention
+    if factors is not None and factors.gathers_by_size is not None and factors.by_size is None:
+        raise InputError(
+            f"{where}.contention: found gathers_by_size without by_size, expected both, or by_size alone; {CURE}"
+        )
+
+
+def load_cluster(path: str | Path) -> Cluster:
+    """Reads and checks cluster.json. Raises InputError as `load_profile` does."""
+    return parse_cluster(read_json(path), where=str(path))
+
+
+def parse_cluster(document: Any, where: str = "cluster") -> Cluster:
+    """Checks a parsed cluster document; `where` names it in messages."""
+    record = _with_link_constants(check_schema(document, CLUSTER_SCHEMA, where), f"{where}: $")
+    cluster = validate(Cluster, record, where)
+    _check_contention(cluster, f"{where}: $")
+    return cluster
+
+
+def _with_link_constants(document: Any, where: str) -> Any:
+    """Return a cluster document in which links that are written as `bandwidth` and `latency` have α and β.
+
+    Raises:
+        InputError: a rate or a time that is none, or one beside the constant that it stands for.
+    """
+    if not isinstance(document, Mapping):
+        return document
+    record = dict(document)
+    for name in ("intra", "inter"):
+        link = record.get(name)
+        if not isinstance(link, Mapping):
+            continue
+        record[name] = dict(link)
+        for written, constant, parse in (
+            ("bandwidth", "beta_us_per_byte", lambda text, at: us_per_byte(parse_bandwidth(text, at))),
+            ("latency", "alpha_us", parse_latency_us),
+        ):
+            place = f"{where}.{name}"
+            if written in link and constant in link:
+                raise InputError(f"{place}: found {written} and {constant}, expected one of them: take one out")
+            if written in link:
+                record[name][constant] = parse(record[name].pop(written), f"{place}.{written}")
+            elif constant not in link:
+                raise InputError(f"{place}.{constant}: missing field; add it, or {written}")
+    return record

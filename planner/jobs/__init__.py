@@ -1,0 +1,1 @@
+"""A user's job on ranks: found, launched, built, trained, planned again."""

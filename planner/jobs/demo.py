@@ -1,0 +1,101 @@
+"""`planner demo`: profile, optimize, train an epoch with DDP and one with the plan, and compare."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch.distributed as dist
+
+from planner.decide.optimize import optimize
+from planner.documents.profile import Profile
+from planner.jobs.demo_job import steps_per_epoch, test_accuracy
+from planner.jobs.training import Trainer, build, profile_rank
+from planner.profile.progress import make_progress
+from runtime.plan import Plan
+
+JOB = "planner.jobs.demo_job:job"
+BLOCK_STEPS = 5
+"""DDP and the plan take turns by so many steps, so that a drift of the machine hits both alike."""
+
+
+@dataclass(frozen=True)
+class EpochResult:
+    """One epoch of one way to train."""
+
+    epoch_s: float
+    median_us: float
+    loss_last: float
+    test_accuracy: float
+    weights_sha256: str
+
+
+@dataclass(frozen=True)
+class DemoResult:
+    """Everything that the demo shows."""
+
+    profile: Profile
+    plan: Plan
+    steps: int
+    ddp: EpochResult
+    planned: EpochResult
+    report: str
+
+    @property
+    def predicted_us(self) -> float:
+        return self.plan.predicted.iteration_us if self.plan.predicted else 0.0
+
+    @property
+    def error(self) -> float:
+        """predicted / measured − 1."""
+        return self.predicted_us / self.planned.median_us - 1.0
+
+    def to_document(self) -> dict[str, Any]:
+        """The figures as plain JSON types."""
+        world = self.profile.world
+        return {
+            "ranks": self.plan.world.ranks,
+            "steps": self.steps,
+            "ddp": asdict(self.ddp),
+            "plan": asdict(self.planned),
+            "predicted_us": self.predicted_us,
+            "error": self.error,
+            "buckets": len(self.plan.buckets),
+            **({} if world.emulated is None else {"emulated": world.emulated, "emulation": world.emulation}),
+        }
+
+
+def demo_rank(device: str, show_progress: bool, timeout_s: float | None = None) -> DemoResult:
+    """The demo on one rank; every rank calls it, and all plans are equal because the profile is."""
+    profile = profile_rank(JOB, device, show_progress, timeout_s)
+    plan = optimize(profile)
+    ranks = dist.get_world_size() if dist.is_initialized() else 1
+    ddp, planned = (Trainer(build(JOB, device), chosen, timeout_s) for chosen in (None, plan))
+    steps = steps_per_epoch(ranks)
+    progress = make_progress(show=show_progress and (not dist.is_initialized() or dist.get_rank() == 0))
+    for trainer, step in progress.track(list(_turns(ddp, planned, steps)), "DDP and plan in turn"):
+        trainer.step(trainer.built.batch(step))
+    accuracies = [test_accuracy(trainer.built.model) for trainer in (ddp, planned)]
+    results = [_summarize(trainer, accuracy) for trainer, accuracy in zip((ddp, planned), accuracies, strict=True)]
+    return DemoResult(profile, plan, steps, results[0][0], results[1][0], results[1][1])
+
+
+def _turns(ddp: Trainer, planned: Trainer, steps: int) -> Iterator[tuple[Trainer, int]]:
+    for first in range(0, steps, BLOCK_STEPS):
+        for trainer in (ddp, planned):
+            for step in range(first, min(first + BLOCK_STEPS, steps)):
+                yield trainer, step
+
+
+def _summarize(trainer: Trainer, accuracy: float) -> tuple[EpochResult, str]:
+    run = trainer.close()
+    result = EpochResult(
+        epoch_s=sum(run.step_us) / 1e6,
+        median_us=statistics.median(run.step_us),
+        loss_last=run.losses[-1],
+        test_accuracy=accuracy,
+        weights_sha256=run.weights_sha256,
+    )
+    return result, run.report

@@ -1,0 +1,322 @@
+"""Runs a function on N local ranks: starts the processes, forms the process group, brings results and errors back.
+
+How ranks end. A rank may compute for as long as it likes, so this parent never judges how long one takes. It ends a
+rank in three cases: another rank has failed (the others get `GRACE_S` to say what they saw); the rank has been stopped
+(SIGSTOP) for the whole deadline; another rank is done, and this one has not followed within the deadline. A rank that
+hangs without being stopped is found by the ranks that wait for it, since every wait of theirs has a deadline. When this
+parent ends, however it ends, its ranks are killed. What ranks leave lies in files without a name: nothing stays behind.
+"""
+
+from __future__ import annotations
+
+import atexit
+import multiprocessing
+import os
+import pickle
+import signal
+import socket
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import wait as wait_for_any
+from multiprocessing.context import SpawnProcess
+from multiprocessing.reduction import DupFd
+from pathlib import Path
+from typing import Any, BinaryIO, NoReturn, TypeVar, cast
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import TCPStore
+
+from planner.testbed.emulation import Emulation
+from planner.testbed.hosts import Place, hosts_for
+from runtime.comm.world import MIN_TIMEOUT_S
+from runtime.errors import CommunicationError, EnvironmentFailure, PlannerError
+from runtime.local_async.processes import end_with_parent, on_signal
+
+T = TypeVar("T")
+
+START_TIMEOUT_S = 120.0
+"""Least deadline for all ranks to import torch and find each other; also for the last rank to end after the first."""
+GRACE_S = 10.0
+"""How long the others may go on once a rank has failed: they notice by themselves and say in which collective."""
+POLL_S = 0.2
+
+
+@dataclass(frozen=True, kw_only=True)
+class LocalWorld:
+    """How local ranks are started."""
+
+    ranks: int
+    backend: str = "gloo"
+    device: str = "cpu"
+    timeout_s: float | None = None
+    """Deadline of the waits that this module does; default: 30 s for a stopped rank, 120 s for starting and ending."""
+    emulation: Emulation | None = None
+    """The emulated cluster to run on, of as many ranks."""
+    joins: bool = True
+    """Whether ranks are put into a process group; else what they run does that, as under torchrun."""
+
+    @property
+    def start_timeout_s(self) -> float:
+        """Deadline for all ranks to find each other: a short deadline is not meant for importing torch."""
+        return max(START_TIMEOUT_S, self.timeout_s or 0.0)
+
+
+@dataclass(frozen=True)
+class _Result:
+    """What a rank leaves that has done its work."""
+
+    value: Any
+
+
+@dataclass(frozen=True)
+class _Failure:
+    """What a rank leaves that raised."""
+
+    rank: int
+    time: float
+    error: PlannerError | None
+    text: str
+    trace: str
+
+
+class _Words:
+    """A file without a name, which a rank writes and its parent reads when the rank has ended."""
+
+    def __init__(self, file: BinaryIO | None = None) -> None:
+        self._file = file or cast(BinaryIO, tempfile.TemporaryFile(prefix="planner-"))  # noqa: SIM115
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _reopened, (DupFd(self._file.fileno()),)
+
+    def write(self, word: _Result | _Failure) -> None:
+        self._file.write(pickle.dumps(word))
+        self._file.flush()
+
+    def read(self) -> _Result | _Failure | None:
+        """The word, once; None where the rank wrote nothing, or was killed while it wrote."""
+        with self._file as file:
+            file.seek(0)
+            try:
+                word: _Result | _Failure = pickle.load(file)
+            except (EOFError, pickle.UnpicklingError):
+                return None
+            return word
+
+
+def _reopened(descriptor: Any) -> _Words:
+    return _Words(os.fdopen(descriptor.detach(), "wb"))
+
+
+@dataclass(eq=False)
+class _Rank:
+    """The parent's view of one rank."""
+
+    number: int
+    process: SpawnProcess
+    words: _Words
+    word: _Result | _Failure | None = None
+    """What it left; known when all ranks have ended."""
+    stopped_since: float | None = None
+    ended_because: str = ""
+    """Why this parent ended it; empty where it did not."""
+
+    @property
+    def exit_code(self) -> int | None:
+        return self.process.exitcode
+
+    @property
+    def fate(self) -> str:
+        """How a rank ended that left no word."""
+        code = self.exit_code
+        if self.ended_because:
+            return f"rank {self.number} {self.ended_because}"
+        if code is not None and code < 0:
+            return f"rank {self.number} was killed by {signal.Signals(-code).name}"
+        return f"rank {self.number} ended without a word (exit code {code})"
+
+    def is_stopped(self) -> bool:
+        """Whether a signal has stopped the process; False where that cannot be known (not on Linux)."""
+        try:
+            status = Path(f"/proc/{self.process.pid}/stat").read_text()
+        except OSError:
+            return False
+        return status.rpartition(")")[2].split()[0] == "T"
+
+    def end(self, why: str = "") -> None:
+        """Kills the rank and what it started."""
+        if self.exit_code is None:
+            self.ended_because = "was stopped (SIGSTOP) and did not go on" if self.is_stopped() else why
+        assert self.process.pid is not None
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.kill()  # before it has made its own process group, too
+        self.process.join()
+
+
+def run_ranks(world: LocalWorld, function: Callable[..., T], *arguments: Any) -> list[T]:
+    """Calls `function(*arguments)` on every local rank, inside an initialized process group.
+
+    Args:
+        world: how many ranks, which backend and device.
+        function: importable by name; its result must be picklable.
+
+    Returns:
+        The results in order of rank.
+
+    Raises:
+        PlannerError: the first error that a rank raised on purpose, as it was raised.
+        EnvironmentFailure: a rank died, stalled or raised something else; names the rank, and what the others saw. Or
+            the emulated cluster did not come up.
+    """
+    ranks: list[_Rank] = []
+    with on_signal(signal.SIGTERM, _leave), hosts_for(world.ranks, world.emulation) as hosts:
+        timeout = timedelta(seconds=world.start_timeout_s)
+        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timeout)
+        try:
+            # Inherited: until ranks have a process group of their own, Ctrl-C is not for them.
+            with on_signal(signal.SIGINT, signal.SIG_IGN):
+                for number in range(world.ranks):
+                    ranks.append(_start(number, world, hosts.place(number), store.port, function, arguments))
+            _watch(ranks, world)
+        finally:
+            for rank in ranks:
+                rank.end()
+            for rank in ranks:
+                rank.word = rank.words.read()
+    results = [rank.word.value for rank in ranks if isinstance(rank.word, _Result)]
+    if len(results) < world.ranks:
+        raise _cause(ranks)
+    # Every rank has done its work; one may have died while it was taking its process group down.
+    return results
+
+
+def _start(
+    number: int, world: LocalWorld, place: Place, port: int, function: Callable[..., Any], arguments: tuple[Any, ...]
+) -> _Rank:
+    words = _Words()
+    process = multiprocessing.get_context("spawn").Process(
+        target=_rank_main, args=(number, world, place, port, words, function, arguments)
+    )
+    process.start()
+    return _Rank(number, process, words)
+
+
+def _leave(number: int, _frame: object) -> NoReturn:
+    """Ends with the code of an uncaught signal, but in order: the ranks are ended on the way out."""
+    sys.exit(128 + number)
+
+
+def _watch(ranks: Sequence[_Rank], world: LocalWorld) -> None:
+    """Returns when every rank has ended; ends those that need not be waited for (see the top of this file)."""
+    stop_limit_s = (world.timeout_s or MIN_TIMEOUT_S) + GRACE_S  # who waits for it notices first, and says where
+    rest_s = world.timeout_s or START_TIMEOUT_S
+    over_at, why = float("inf"), ""
+    while running := [rank for rank in ranks if rank.exit_code is None]:
+        now = time.monotonic()
+        codes = [rank.exit_code for rank in ranks if rank.exit_code is not None]
+        if any(codes) and now + GRACE_S < over_at:
+            over_at, why = now + GRACE_S, "was still running and was ended"
+        elif codes and over_at == float("inf"):
+            over_at, why = now + rest_s, f"did not end within {rest_s:g} s of the first rank's end"
+        for rank in running:
+            rank.stopped_since = (rank.stopped_since or now) if rank.is_stopped() else None
+            lost = rank.stopped_since is not None and (any(codes) or now > rank.stopped_since + stop_limit_s)
+            if lost or now > over_at:
+                rank.end(why)
+        wait_for_any([rank.process.sentinel for rank in running], timeout=POLL_S)
+
+
+def _cause(ranks: Sequence[_Rank]) -> PlannerError:
+    """The error to show: the first that is not a mere consequence, with what other ranks saw of it."""
+    silent = [rank for rank in ranks if rank.word is None]
+    in_time = sorted((r.word for r in ranks if isinstance(r.word, _Failure)), key=lambda failure: failure.time)
+    seen = [failure for failure in in_time if isinstance(failure.error, CommunicationError)]
+    raised = [failure for failure in in_time if not isinstance(failure.error, CommunicationError)]
+    died = [rank for rank in silent if not rank.ended_because] or [rank for rank in silent if rank.stopped_since]
+    if raised and not died:
+        return _as_error(raised[0])
+    told = [rank.fate for rank in died or silent] + [str(failure.error) for failure in seen[:1]]
+    failure = EnvironmentFailure("; ".join(told) or "the ranks failed without a word")
+    for one in in_time:
+        failure.add_note(one.trace)  # shown with a traceback, which the command line prints on request
+    return failure
+
+
+def _as_error(failure: _Failure) -> PlannerError:
+    error = failure.error or EnvironmentFailure(f"rank {failure.rank} raised {failure.text}")
+    error.add_note(failure.trace)
+    return error
+
+
+def _rank_main(
+    rank: int, world: LocalWorld, place: Place, port: int, words: _Words,
+    function: Callable[..., Any], arguments: tuple[Any, ...],
+) -> None:  # fmt: skip
+    os.setsid()  # Ctrl-C goes to the parent, which ends us, and what we started with us
+    end_with_parent()
+    os.dup2(2, 1)  # what a job prints is not the command's result
+    try:
+        _join(rank, world, place, port)
+        words.write(_Result(function(*arguments)))
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        end(0)
+    except BaseException as error:
+        ours = error if isinstance(error, PlannerError) else None
+        text = f"{type(error).__name__}: {error}"
+        words.write(_Failure(rank, time.time(), ours, text, traceback.format_exc()))
+        end(1)
+
+
+def end(code: int) -> NoReturn:
+    """Leaves at once: threads in a broken collective must not hold the process up, and torch's sometimes abort it when
+    the interpreter takes them down in order. What was registered to run at exit does run after a success.
+    """
+    if code == 0:
+        atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def _join(rank: int, world: LocalWorld, place: Place, port: int) -> None:
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world.ranks))
+    if world.backend == "gloo" and place.namespace is None and "GLOO_SOCKET_IFNAME" not in os.environ:
+        loopback = _loopback()
+        if loopback is not None:
+            os.environ["GLOO_SOCKET_IFNAME"] = loopback
+    torch.set_num_threads(threads_per_rank(world.ranks))
+    if not world.joins:
+        # As torchrun's: the store is there already, and all ranks are its clients.
+        os.environ.update(
+            LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(world.ranks), GROUP_RANK="0", MASTER_ADDR="127.0.0.1",
+            MASTER_PORT=str(port), TORCHELASTIC_USE_AGENT_STORE="True",
+        )  # fmt: skip
+        return
+    if world.device == "cuda":
+        torch.cuda.set_device(rank % torch.cuda.device_count())
+    timeout = timedelta(seconds=world.start_timeout_s)
+    store = TCPStore("127.0.0.1", port, is_master=False, timeout=timeout)
+    place.enter()  # after it has been connected: ranks find each other over the machine's loopback, wherever they are
+    dist.init_process_group(
+        place.backend(world.backend), store=store, rank=rank, world_size=world.ranks, timeout=timeout
+    )
+
+
+def threads_per_rank(local_ranks: int) -> int:
+    """The cores of this machine, shared evenly."""
+    return max(
+        1, (len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1) // local_ranks
+    )
+
+
+def _loopback() -> str | None:
+    """The loopback interface: without it gloo looks the host's name up, which need not lead to this machine."""
+    return next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), None)

@@ -1,0 +1,319 @@
+"""What every rank does for `planner profile` and `planner run`: build the job, measure it or train it."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import re
+import time
+from collections.abc import Callable, Iterator, MutableMapping
+from contextlib import contextmanager
+from dataclasses import dataclass, fields, is_dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parameter import is_lazy
+
+import runtime
+from planner.documents.profile import Profile
+from planner.jobs.job import TrainingJob, described, load_job
+from planner.profile.budget import LOGGER, heard
+from planner.profile.loading import LONGEST_S as LOADING_S
+from planner.profile.loading import batch_samples, measure_loading
+from planner.profile.progress import make_progress
+from planner.profile.request import Request
+from planner.profile.step import TIMEOUT_S, check_same_model, deadline_s, measure
+from planner.testbed.emulation import Emulation, emulation_here
+from runtime.checks.plan import model_fingerprint
+from runtime.comm.world import World, first_line
+from runtime.errors import CommunicationError, InputError, PlannerError
+from runtime.monitor.preserve import preserved
+from runtime.plan import Plan
+from runtime.plan.predicted import Loading
+
+SEED = 0
+KEPT_BATCHES = 4
+"""Batches that are made before a step is timed, and then used in turn."""
+
+
+def rank_device(device: str) -> torch.device:
+    """This rank's device: `cpu`, or the current CUDA device for `cuda`."""
+    return torch.device("cuda", torch.cuda.current_device()) if device == "cuda" else torch.device("cpu")
+
+
+def to_device(value: Any, device: torch.device) -> Any:
+    """A batch on the device: tensors inside dicts, lists, tuples and dataclasses are moved, the rest is kept."""
+    if device.type == "cpu":
+        return value  # jobs make their batches there
+    if hasattr(value, "to") and callable(value.to):
+        return value.to(device)
+    if isinstance(value, MutableMapping):
+        moved = copy.copy(value)
+        for key, item in value.items():
+            moved[key] = to_device(item, device)
+        return moved
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(to_device(item, device) for item in value))
+    if isinstance(value, list | tuple):
+        return type(value)(to_device(item, device) for item in value)
+    if is_dataclass(value) and not isinstance(value, type):
+        return replace(value, **{f.name: to_device(getattr(value, f.name), device) for f in fields(value) if f.init})
+    return value
+
+
+@dataclass
+class BuiltJob:
+    """A job with its model on the device and its optimizer made."""
+
+    spec: str
+    job: TrainingJob
+    optimizer: torch.optim.Optimizer
+    device: torch.device
+
+    @property
+    def model(self) -> nn.Module:
+        return self.job.model
+
+    def batch(self, step: int) -> Any:
+        """This rank's batch of one step, on the device."""
+        rank = dist.get_rank() if dist.is_initialized() else 0
+        with blaming(f"{self.spec}: batch({step}, {rank})"):
+            batch = self.job.batch(step, rank)
+        return to_device(batch, self.device)
+
+    def loss(self, model: nn.Module, batch: Any) -> Tensor:
+        """The loss, checked to be a scalar that requires a gradient."""
+        with blaming(f"{self.spec}: loss(model, batch)"):
+            loss = self.job.loss(model, batch)
+        if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
+            found = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+            raise InputError(f"{self.spec}: loss returned {found}, expected a scalar tensor that requires a gradient")
+        return loss
+
+    def backward(self, loss: Tensor, *, in_ddp: bool = False) -> None:
+        """`loss.backward()`."""
+        with blaming(f"{self.spec}: loss.backward(){', all_reduce of a bucket of DDP' if in_ddp else ''}"):
+            loss.backward()
+
+    def synchronize(self) -> None:
+        """Waits until the device has done what it was told; before a clock is read."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def update(self) -> None:
+        """`optimizer.step()`."""
+        with blaming(f"{self.spec}: optimizer.step()"):
+            self.optimizer.step()
+
+
+@contextmanager
+def blaming(where: str) -> Iterator[None]:
+    """Turns what a user's function raises into an InputError that names it: on that rank the user's input is wrong, and
+    the command that shows it ends with exit code 2. A backend's error is no fault of the function: another rank is
+    gone, which is a CommunicationError (3). Errors of ours pass.
+    """
+    try:
+        yield
+    except PlannerError:
+        raise
+    except (Exception, SystemExit) as error:
+        if isinstance(error, RuntimeError) and _LOST.search(str(error)):
+            rank = dist.get_rank() if dist.is_initialized() else 0
+            raise CommunicationError(f"rank {rank}: {where}: lost another rank: {first_line(error)}") from error
+        raise InputError(f"{where} raised {described(error)}; expected it not to: correct it") from error
+
+
+@contextmanager
+def naming(spec: str) -> Iterator[None]:
+    """Puts the job before the messages of wrong input that do not begin with it."""
+    try:
+        yield
+    except InputError as error:
+        raise error if str(error).startswith(spec) else InputError(f"{spec}: {error}") from error
+
+
+_LOST = re.compile(r"gloo|nccl|connection closed|timed out waiting|pair closure", re.IGNORECASE)
+"""What backends say when a rank is gone."""
+
+
+def build(spec: str, device: str) -> BuiltJob:
+    """Loads a job, from the same seed on every rank. Raises InputError."""
+    torch.manual_seed(SEED)
+    job = load_job(spec)
+    target = rank_device(device)
+    lazy = [name for name, parameter in job.model.named_parameters() if is_lazy(parameter)]
+    if lazy:
+        raise InputError(f"{spec}: {lazy[0]} has no shape yet; expected a model whose lazy modules have seen a batch")
+    job.model.to(target)
+    with blaming(f"{spec}: optimizer(parameters)"):
+        optimizer = job.optimizer(parameter for parameter in job.model.parameters() if parameter.requires_grad)
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise InputError(f"{spec}: optimizer returned {type(optimizer).__name__}, expected a torch.optim.Optimizer")
+    return BuiltJob(spec=spec, job=job, optimizer=optimizer, device=target)
+
+
+def profile_rank(
+    spec: str,
+    device: str,
+    show_progress: bool,
+    timeout_s: float | None = None,
+    updaters: int = 0,
+    request: Request | None = None,
+) -> Profile:
+    """Profiles a job on this rank; every rank calls it and gets the same profile.
+
+    Args:
+        spec: the job's name.
+        device: `cpu` or `cuda`.
+        show_progress: whether the first rank shows bars.
+        timeout_s: see `profile_step`.
+        updaters: measures up to so many local updaters, too.
+        request: the class of plans, the profile to add to, and the budget.
+    """
+    built = build(spec, device)
+    batches = [built.batch(step) for step in range(KEPT_BATCHES)]
+    turn = 0
+
+    def step(loss_ready: Callable[[], None]) -> None:
+        nonlocal turn
+        turn += 1
+        loss = built.loss(built.model, batches[turn % KEPT_BATCHES])
+        loss_ready()
+        built.backward(loss)
+
+    first = not dist.is_initialized() or dist.get_rank() == 0
+    progress = make_progress(show=show_progress and first)
+    name = type(built.model).__name__.lower()
+    with naming(spec), heard():
+        found = measure(
+            built.model, step, built.optimizer, None, progress=progress, request=request, name=name,
+            timeout_s=timeout_s,
+        )  # fmt: skip
+        if built.job.dataset is not None and found.loading is None:
+            if first:
+                LOGGER.info("profile: loading samples: some seconds, up to %.0f s from slow storage", LOADING_S)
+            found = replace(found, loading=_loading(built, batches[0], timeout_s))
+        if not updaters:
+            return found
+        from planner.jobs.local_training import measure_updaters  # which needs this module
+
+        return measure_updaters(built, batches[0], found, updaters, progress, timeout_s)
+
+
+def _loading(built: BuiltJob, batch: Any, timeout_s: float | None) -> Loading:
+    """What it takes to load the job's samples; every rank calls it."""
+    world = World.join(None, TIMEOUT_S if timeout_s is None else timeout_s)
+    try:
+        return measure_loading(built.job.dataset, built.job.batch_samples or batch_samples(batch), world)
+    finally:
+        world.leave()
+
+
+@dataclass(frozen=True)
+class RankRun:
+    """What one rank saw of a run."""
+
+    step_us: tuple[float, ...]
+    losses: tuple[float, ...]
+    weights_sha256: str
+    report: str
+    emulation: Emulation | None = None
+    """The emulated cluster that it ran on, if any."""
+
+
+def _measure_first_step(built: BuiltJob) -> tuple[bool, float]:
+    """(whether a parameter gets no gradient, microseconds of forward and backward); the model stays as it was."""
+    start = time.perf_counter()
+    with preserved(built.model):
+        built.backward(built.loss(built.model, built.batch(0)))
+        missing = any(p.requires_grad and p.grad is None for p in built.model.parameters())
+    return missing, (time.perf_counter() - start) * 1e6
+
+
+def _join_for_ddp(built: BuiltJob, timeout_s: float | None) -> tuple[World, bool]:
+    """Ranks with a deadline that follows from a first step where none is given; whether one left parameters unused."""
+    world = World.join(None, TIMEOUT_S if timeout_s is None else timeout_s)
+    with naming(built.spec):
+        check_same_model(world.gather(model_fingerprint(built.model), "comparing models"))
+    mine = _measure_first_step(built)
+    everyone = world.gather(mine, "comparing the first step")
+    missing, step_us = (max(column) for column in zip(*everyone, strict=True))
+    if timeout_s is None:
+        size_bytes = sum(p.numel() * p.element_size() for p in built.model.parameters() if p.requires_grad)
+        world.leave()
+        world = World.join(None, deadline_s(step_us, size_bytes))
+    return world, bool(missing)
+
+
+class Trainer:
+    """One model that trains step by step: plain DDP without a plan, attached with one."""
+
+    def __init__(self, built: BuiltJob, plan: Plan | None, timeout_s: float | None = None) -> None:
+        """`timeout_s` is the deadline of every wait for other ranks; default: 20 steps, at least 30 s."""
+        self.built = built
+        self.session = None if plan is None else runtime.attach(built.model, built.optimizer, plan, timeout_s=timeout_s)
+        self._model: nn.Module = built.model
+        # After the model, and let go of after it: DDP gives a group that it is the last to hold back without letting
+        # other threads run, and waits for the group's thread, which may wait to be let run.
+        self._world = World()
+        if self.session is None and dist.is_initialized() and dist.get_world_size() > 1:
+            self._world, unused = _join_for_ddp(built, timeout_s)
+            with blaming(f"{built.spec}: DistributedDataParallel(model)"):
+                # Told of unused parameters, since it would stop at the second step otherwise.
+                self._model = DistributedDataParallel(
+                    built.model, process_group=self._world.group, find_unused_parameters=unused
+                )
+        self.step_us: list[float] = []
+        self.losses: list[float] = []
+
+    def step(self, batch: Any) -> None:
+        """One training step, timed from zero_grad to the end of the update; the batch is ready before."""
+        built = self.built
+        built.synchronize()
+        start = time.perf_counter()
+        built.optimizer.zero_grad()
+        loss = built.loss(self._model, batch)
+        built.backward(loss, in_ddp=self._model is not built.model)
+        built.update()
+        built.synchronize()
+        self.step_us.append((time.perf_counter() - start) * 1e6)
+        self.losses.append(float(loss.detach()))
+
+    def close(self) -> RankRun:
+        """Ends the run."""
+        report = "" if self.session is None else str(self.session.report())
+        if self.session is not None:
+            self.session.detach()
+        self._model = self.built.model
+        self._world.leave()
+        return RankRun(
+            tuple(self.step_us), tuple(self.losses), weights_sha256(self.built.model), report, emulation_here()
+        )
+
+
+def train_rank(
+    spec: str, plan: Plan | None, steps: int, device: str, show_progress: bool, timeout_s: float | None = None
+) -> RankRun:
+    """Trains a job for some steps on this rank. `timeout_s`: see `Trainer`."""
+    if plan is not None and plan.local_async is not None:
+        from planner.jobs.local_training import train_rank_locally
+
+        return train_rank_locally(spec, plan, steps, device, timeout_s)
+    built = build(spec, device)
+    trainer = Trainer(built, plan, timeout_s)
+    first = not dist.is_initialized() or dist.get_rank() == 0
+    for step in make_progress(show=show_progress and first).track(range(steps), "training"):
+        trainer.step(built.batch(step))
+    return trainer.close()
+
+
+def weights_sha256(model: nn.Module) -> str:
+    """SHA-256 over the bytes of all parameters, in order of name."""
+    digest = hashlib.sha256()
+    for _, parameter in sorted(model.named_parameters()):
+        raw = parameter.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+        digest.update(raw.numpy().tobytes())
+    return digest.hexdigest()

@@ -1,1 +1,0 @@
-"""Optimal merging of gradients into buckets."""

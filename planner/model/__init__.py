@@ -1,0 +1,1 @@
+"""What a schedule costs: problem, simulators, ways to train; decides nothing."""

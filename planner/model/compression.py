@@ -1,0 +1,231 @@
+"""How much of each gradient may be left out of a step: limits by kind of layer, and what always travels whole.
+
+A gradient is protected where its limit is 1: biases, what normalization layers hold, and what `protect` names.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Sequence
+from fnmatch import fnmatchcase
+
+import numpy as np
+from numpy.typing import NDArray
+
+from planner.ir import Bucket
+from planner.model.problem import Problem
+from runtime.errors import InputError
+
+Floats = NDArray[np.float64]
+
+DEFAULT_MAX_RATIO = 1000.0
+MAX_RATIO = 1e12
+
+SENSITIVE_MAX_RATIO = 250.0
+"""Of recurrent and embedding layers, whose gradients suffer more (LAGS uses 250 for its LSTM)."""
+SENSITIVE_KINDS = frozenset({"recurrent", "embedding"})
+PROTECTED_KINDS = frozenset({"norm"})
+
+NONE = "none"
+"""In `protect`: nothing is protected that is not named."""
+
+_BIAS = re.compile(r"(.*[._])?bias(_.*)?")
+_NORM = re.compile(r"(.*[._0-9])?(bn|ln|norm|layernorm|batchnorm|groupnorm|rmsnorm)[_0-9a-z]*")
+
+
+def check_max_ratio(value: float, where: str = "--max-ratio") -> float:
+    """The largest ratio allowed; raises InputError where it is none."""
+    if not (math.isfinite(value) and 1.0 <= value <= MAX_RATIO):
+        raise InputError(
+            f"{where}: found {value:g}, expected a number from 1 (nothing is left out) up to {MAX_RATIO:g}, such as 250"
+        )
+    return value
+
+
+def ratio_limits(problem: Problem, max_ratio: float | None = None, protect: str = "") -> Floats:
+    """The largest ratio (elements over those that travel) of each gradient; 1 where it travels whole.
+
+    Args:
+        problem: the step.
+        max_ratio: for all layers; default: 1000, and 250 for recurrent and embedding layers.
+        protect: patterns of names that are protected too, separated by `|`, such as `fc.*|*.embed.weight`; with `none`
+            among them biases and normalization layers are not.
+
+    Raises:
+        InputError: a ratio below 1, or a pattern that no name matches.
+    """
+    gradients = problem.profile.compute.gradients
+    kinds = _kinds(problem)
+    if max_ratio is not None:
+        limits = np.full(problem.count, check_max_ratio(max_ratio))
+    else:
+        sensitive = [kinds.get(index) in SENSITIVE_KINDS for index in range(problem.count)]
+        limits = np.where(sensitive, SENSITIVE_MAX_RATIO, DEFAULT_MAX_RATIO)
+    patterns = [pattern.strip() for pattern in protect.split("|") if pattern.strip()]
+    if NONE not in patterns:
+        limits[[*_small(problem, kinds)]] = 1.0
+    for pattern in patterns:
+        matching = [index for index, gradient in enumerate(gradients) if fnmatchcase(gradient.name, pattern)]
+        if not matching and pattern != NONE:
+            names = ", ".join(gradient.name for gradient in gradients[:3])
+            raise InputError(
+                f"--protect: found {pattern!r}, which is the name of no gradient; expected a pattern such as 'fc.*', "
+                f"several separated by '|', or {NONE}; the model's first gradients are {names}"
+            )
+        limits[matching] = 1.0
+    return np.asarray(limits, dtype=np.float64)
+
+
+def _kinds(problem: Problem) -> dict[int, str]:
+    """Gradient → kind of its layer, where the profile tells."""
+    layers = problem.profile.layers or ()
+    by_name = {layer.name: layer.kind for layer in layers}
+    by_parameter = {name: layer.kind for layer in layers for name in layer.parameters or ()}
+    kinds: dict[int, str] = {}
+    for index, gradient in enumerate(problem.profile.compute.gradients):
+        kind = by_parameter.get(gradient.name, by_name.get(gradient.layer))
+        if kind is not None:
+            kinds[index] = kind
+    return kinds
+
+
+def _small(problem: Problem, kinds: dict[int, str]) -> Iterator[int]:
+    """Biases, and what layers hold that have one element per channel: their errors matter more than their bytes."""
+    gradients = problem.profile.compute.gradients
+    for index, gradient in enumerate(gradients):
+        layer, _, parameter = gradient.name.rpartition(".")
+        named = bool(layer) and (
+            _BIAS.fullmatch(parameter) is not None or _NORM.fullmatch(layer.rpartition(".")[2].lower()) is not None
+        )
+        known = index in kinds
+        if named or (kinds[index] in PROTECTED_KINDS if known else _per_channel(problem, index)):
+            yield index
+
+
+def _per_channel(problem: Problem, index: int) -> bool:
+    """Whether a gradient called weight is as long as the bias of its layer, as in normalization layers."""
+    layer, names = problem.layers_by_name[index], problem.profile.compute.gradients
+    if names[index].name != f"{layer}.weight":
+        return False
+    beside = [near for near in (index - 1, index + 1) if 0 <= near < problem.count]
+    return any(names[near].name == f"{layer}.bias" and names[near].numel == names[index].numel for near in beside)
+
+
+def segments(problem: Problem, limits: Floats) -> list[tuple[int, int]]:
+    """(start, stop) of runs of gradients of one layer, by name, and one limit: a bucket has one k for each."""
+    edges = [
+        index
+        for index in range(problem.count)
+        if index == 0
+        or problem.layers_by_name[index] != problem.layers_by_name[index - 1]
+        or limits[index] != limits[index - 1]
+    ]
+    return list(zip(edges, [*edges[1:], problem.count], strict=True))
+
+
+def torn_places(problem: Problem, limits: Floats) -> tuple[int, ...]:
+    """Where a layer's limit changes within it: no bucket of selected elements holds both sides."""
+    return tuple(
+        start
+        for start, _ in segments(problem, limits)[1:]
+        if problem.layers_by_name[start] == problem.layers_by_name[start - 1]
+    )
+
+
+def sparse_bucket(members: Sequence[int], ks: Sequence[int]) -> Bucket:
+    """A bucket of which so many elements of each layer travel."""
+    return Bucket(
+        gradients=tuple(members),
+        collective="sparse",
+        algorithm="flat",
+        compressor="topk",
+        k=sum(ks),
+        ks=tuple(ks),
+    )
+
+
+def selected(numel: int, limit: float, ratio: float) -> int:
+    """k of a run of gradients: the fewest elements that keep to a ratio and to the run's own limit."""
+    return math.ceil(numel / min(limit, ratio))
+
+
+def bucket_at(problem: Problem, limits: Floats, start: int, stop: int, ratio: float) -> Bucket | None:
+    """The bucket [start, stop) at a ratio; dense at 1, None where its layers cannot be selected from apart.
+
+    That is where a layer is protected in part, or has no elements, for a plan has one k ≥ 1 for each layer in a bucket;
+    and where all are protected.
+    """
+    members = range(start, stop)
+    if ratio <= 1.0:
+        return Bucket(gradients=tuple(members))
+    if not (limits[start:stop] > 1.0).any():
+        return None
+    ks: list[int] = []
+    elements, before = 0, None
+    for index in members:
+        layer, numel = problem.layers_by_name[index], int(problem.numel[index])
+        torn = layer == before and limits[index] != limits[index - 1]
+        if torn or numel == 0:
+            return None
+        if layer == before:
+            ks.pop()
+        else:
+            elements = 0
+        elements, before = elements + numel, layer
+        ks.append(selected(elements, float(limits[index]), ratio))
+    return sparse_bucket(members, ks)
+
+
+def hitopk_at(problem: Problem, limits: Floats, start: int, stop: int, ratio: float) -> Bucket | None:
+    """The bucket [start, stop) at a ratio, selected from the shards of a node; None where one of its gradients is
+    protected, or has no elements: shards do not follow gradients, so what must travel whole cannot be told apart there.
+    """
+    numel = problem.numel[start:stop]
+    limit = min(float(limits[start:stop].min()), ratio)
+    if limit <= 1.0 or not numel.all():
+        return None
+    k = selected(shard_elements(problem, int(numel.sum())), limit, ratio)
+    return Bucket(gradients=tuple(range(start, stop)), collective="sparse", algorithm="hitopk", compressor="topk", k=k)
+
+
+def shard_elements(problem: Problem, numel: int) -> int:
+    """Elements of each shard of a node."""
+    return math.ceil(numel / problem.cost.cluster.ranks_per_node)
+
+
+def ratio_of(problem: Problem, bucket: Bucket) -> float:
+    """The largest ratio among a bucket's layers; 1 where it travels whole."""
+    if bucket.k is None or bucket.collective != "sparse":
+        return 1.0
+    elements = problem.layer_elements(bucket)
+    if bucket.ks is None:
+        return _selected_from(problem, bucket, sum(elements)) / bucket.k
+    return max(numel / k for numel, k in zip(elements, bucket.ks, strict=True))
+
+
+def density_sum(problem: Problem, bucket: Bucket) -> float:
+    """Densities (1 over the ratio), summed over the gradients of a bucket."""
+    if bucket.k is None or bucket.collective != "sparse":
+        return float(len(bucket.gradients))
+    elements, position = problem.layer_elements(bucket), -1
+    ks = bucket.ks or (bucket.k,)
+    total, before = 0.0, None
+    for index in bucket.gradients:
+        layer = problem.layers_by_name[index]
+        position += layer != before
+        before = layer
+        whole = max(1, _selected_from(problem, bucket, sum(elements)))
+        total += ks[position] / elements[position] if bucket.ks else bucket.k / whole
+    return total
+
+
+def _selected_from(problem: Problem, bucket: Bucket, elements: int) -> int:
+    """Of how many elements a bucket's k are selected."""
+    return shard_elements(problem, elements) if bucket.algorithm == "hitopk" else elements
+
+
+def compression(problem: Problem, buckets: Sequence[Bucket]) -> tuple[float, float]:
+    """(largest ratio, less the sum of densities): of two the smaller one leaves less out."""
+    largest = max((ratio_of(problem, bucket) for bucket in buckets), default=1.0)
+    return largest, -math.fsum(density_sum(problem, bucket) for bucket in buckets)

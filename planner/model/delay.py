@@ -1,0 +1,314 @@
+"""The steady state of delayed synchronization (SSD-SGD): the mean step, and the timeline of one cycle of k steps.
+
+In each step every bucket is pushed (reduce-scattered to the owners of its parts) when it is ready, one message at a
+time, beside backward and beyond it. Behind the last push of a step the owners update their parts; after every k-th step
+the new weights are pulled (all-gathered), bucket by bucket, before anything else is pushed. Pulls travel during the
+next step, whose local update waits for them and takes them over. The local update takes the optimizer's place at the
+end of each step, and the next forward begins at once. Nothing else waits for the network, but that no rank is more than
+one step ahead of its pushes: a bucket is packed again only when its last push has ended, and backward waits for that.
+
+Where nodes have several ranks, the node is the worker: every bucket is reduce-scattered and gathered inside the node,
+pushed between nodes as soon as it is scattered, and the local update waits for the last average. What is pulled between
+nodes is spread inside them.
+
+Approximated: where nodes have several ranks, packing is counted behind the average inside the node, for the rank's part
+alone; the owners' update takes their share of the optimizer's time, and neither slows anything nor is slowed; a
+push and a pull contend with computation as the all-reduce of the bucket does, for
+nobody measured them apart; averages and what is spread share the links inside a node without slowing each other; the
+synchronous steps at the beginning of training do not count.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from planner.ir import Schedule
+from planner.model.delay_load import Load
+from planner.model.lanes import Lane, Piece, run_lanes
+from planner.model.problem import Problem
+from runtime.plan.timeline import Span, Timeline
+
+PUSH, PULL = "reduce_scatter", "all_gather"
+SCATTER, GATHER, SPREAD = "node_reduce_scatter", "node_all_gather", "spread"
+COMPUTE, NETWORK, INSIDE, SPREADING = range(4)
+"""Lanes; the last two only where nodes have several ranks."""
+
+REPEATS = 1e-9
+"""A state repeats where it differs by less than this share of the step."""
+CYCLES = (3, 12, 48)
+"""Cycles that are simulated, until the state repeats."""
+WORK = 20_000
+"""Buckets, over all steps, beyond which no more cycles are simulated (some 0.1 s)."""
+SHOWN = 4
+"""Cycles that a timeline shows, where it takes several until the state repeats."""
+
+
+def pieces(load: Load, k: int, steps: int, head_us: float = 0.0) -> tuple[list[Piece], ...]:
+    """What each lane does in so many steps from the beginning; steps 0, k, 2k, … pull.
+
+    Args:
+        load: one step.
+        k: every how many steps weights are pulled.
+        steps: their number.
+        head_us: for how long the network is busy with something else at first.
+    """
+    lanes = _Lanes(load, head_us)
+    for step in range(steps):
+        lanes.add(step, pulls=step % k == 0)
+    return (lanes.compute, lanes.network, *((lanes.inside, lanes.spread) if load.scatter_us else ()))
+
+
+class _Lanes:
+    """What each lane does, step by step."""
+
+    def __init__(self, load: Load, head_us: float) -> None:
+        self._load = load
+        self._buckets = range(len(load.ready_us))
+        self._in_order = sorted(self._buckets, key=lambda bucket: load.ready_us[bucket])
+        self.compute: list[Piece] = []
+        self.network = [Piece(head_us, kind="before")]
+        self.inside: list[Piece] = []
+        self.spread: list[Piece] = []
+        self._pushed, self._pulled = [-1] * len(load.ready_us), -1
+
+    def add(self, step: int, *, pulls: bool) -> None:
+        """One step more."""
+        load = self._load
+        packed = self._add_backward(step)
+        nodes = bool(load.scatter_us)
+        made, on = packed, COMPUTE
+        if nodes:
+            made, on = self._add_averages(step, packed), INSIDE
+            self.compute.append(Piece(0.0, len(self.inside) - 1, "average", step, on=INSIDE))
+        waits_on = SPREADING if nodes else NETWORK
+        update_us = load.local_update_us + (load.take_us if self._pulled >= 0 else 0.0)
+        self.compute.append(Piece(update_us, self._pulled, "update", step, on=waits_on))
+        self._pushed, self._pulled = [len(self.network) + bucket for bucket in self._buckets], -1
+        self.network += [Piece(load.push_us[b], made[b], PUSH, step, b, load.factors[b], on) for b in self._buckets]
+        self.network.append(Piece(load.owner_us, kind="owner_update", step=step))
+        if pulls:
+            self._add_pull(step)
+
+    def _add_backward(self, step: int) -> list[int]:
+        """The piece that packs each bucket."""
+        load = self._load
+        self.compute.append(Piece(load.forward_us, kind="forward", step=step))
+        packed, done_us = [-1] * len(load.ready_us), load.forward_us
+        for bucket in self._in_order:
+            self.compute.append(Piece(load.ready_us[bucket] - done_us, kind="backward", step=step))
+            packed[bucket], done_us = len(self.compute), load.ready_us[bucket]
+            pack_us = load.pack_us[bucket] if load.pack_us else 0.0
+            self.compute.append(Piece(pack_us, self._pushed[bucket], "pack", step, bucket, on=NETWORK))
+        return packed
+
+    def _add_averages(self, step: int, packed: Sequence[int]) -> list[int]:
+        """The piece after which each bucket can be pushed."""
+        load, made = self._load, []
+        for b in self._buckets:
+            made.append(len(self.inside))
+            self.inside.append(Piece(load.scatter_us[b], packed[b], SCATTER, step, b, load.factors[b]))
+            self.inside.append(Piece(load.gather_us[b], -1, GATHER, step, b, load.factors[b]))
+        return made
+
+    def _add_pull(self, step: int) -> None:
+        load = self._load
+        for b in self._buckets:
+            if load.spread_us:
+                pulled = len(self.network)
+                self.spread.append(Piece(load.spread_us[b], pulled, SPREAD, step, b, load.factors[b], NETWORK))
+            self.network.append(Piece(load.pull_us[b], -1, PULL, step, b, load.factors[b]))
+        self._pulled = len(self.spread if load.spread_us else self.network) - 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Steady:
+    """Steps after which the state is what it was before them."""
+
+    mean_us: float
+    error_us: float
+    """By how much the mean step may be off: 0 where the state repeats. A bound without contention, else an estimate."""
+    first: int
+    """The step of the simulation that they begin with, a multiple of k."""
+    steps: int
+    lanes: tuple[Lane, ...]
+
+    @property
+    def compute(self) -> Lane:
+        return self.lanes[COMPUTE]
+
+    @property
+    def network(self) -> Lane:
+        return self.lanes[NETWORK]
+
+    @property
+    def settled(self) -> bool:
+        """Whether the state repeats."""
+        return self.error_us <= REPEATS * self.mean_us
+
+
+def steady_state(load: Load, k: int) -> Steady:
+    """Simulates cycles of k steps until the state at the beginning of one is that of an earlier one.
+
+    The state is when the messages of earlier steps end, from the beginning of the step. As no rank is more than one
+    step ahead, these are the messages of the last step. Without contention all times are maxima of sums, so the mean
+    does not depend on the state that one begins with. Where network and computation take nearly as long, a backlog
+    grows or goes down by little in each cycle. So an idle network is tried first, and then one that is behind as far as
+    it can be: a backlog that has to grow is there at once, and one that has to go down was never there.
+    """
+    behind_us = 2.0 * (load.compute_us + load.terms.exchange_us)
+    best: Steady | None = None
+    for cycles in CYCLES:
+        if best is not None and cycles * k * len(load.ready_us) > WORK:
+            break
+        for head_us in (0.0, behind_us):
+            found = _simulate(load, k, cycles, head_us)
+            if best is None or found.error_us < best.error_us:
+                best = found
+            if found.settled:
+                return found
+    assert best is not None
+    return best
+
+
+def _simulate(load: Load, k: int, cycles: int, head_us: float) -> Steady:
+    """The last cycles after which a state repeats, else the later half of them."""
+    steps = cycles * k + 2  # messages end beside later steps
+    lanes = run_lanes(*pieces(load, k, steps, head_us))
+    sent = _sent(lanes)
+    starts = np.array([_start_us(lanes[COMPUTE], steps, cycle * k) for cycle in range(1, cycles + 1)])
+    ends = np.array([[lane.end_us[i] for lane, i in sent[cycle * k - 1]] for cycle in range(1, cycles + 1)])
+    states = np.maximum(ends - starts[:, None], 0.0)
+
+    def window(first: int, last: int) -> Steady:
+        steps = (last - first) * k
+        mean_us = float(starts[last] - starts[first]) / steps
+        error_us = float(np.abs(states[last] - states[first]).max()) / steps
+        shown = last - first if last - first <= SHOWN else 1
+        return Steady(
+            mean_us=load.compute_us if abs(mean_us - load.compute_us) <= REPEATS * mean_us else mean_us,
+            error_us=0.0 if error_us <= REPEATS * mean_us else error_us,
+            first=(1 + last - shown) * k,
+            steps=shown * k,
+            lanes=lanes,
+        )
+
+    for last in range(1, cycles):
+        for first in reversed(range(last)):
+            found = window(first, last)
+            if found.settled:
+                return found
+    return window((cycles - 1) // 2, cycles - 1)
+
+
+def _start_us(compute: Lane, steps: int, step: int) -> float:
+    """When a step begins: with the end of the update before it."""
+    return compute.end_us[step * (len(compute.pieces) // steps) - 1]
+
+
+def _sent(lanes: tuple[Lane, ...]) -> dict[int, list[tuple[Lane, int]]]:
+    """By step the messages that may end beside later ones, and the owners' update."""
+    found: dict[int, list[tuple[Lane, int]]] = {}
+    for lane in (lanes[NETWORK], *lanes[SPREADING:]):
+        for index, piece in enumerate(lane.pieces):
+            if piece.kind != "before":
+                found.setdefault(piece.step, []).append((lane, index))
+    return found
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepSpan(Span):
+    """A task of one of several steps."""
+
+    step: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CycleTimeline(Timeline):
+    """What begins in a whole number of cycles; `iteration_us` is the mean step, `update_us` the local update.
+
+    The first step is one that pulls. Messages of the last one may end after it.
+    """
+
+    steps: int
+    error_us: float
+    """By how much `iteration_us` may be off; 0 where the state repeats."""
+
+
+def simulate_delayed(problem: Problem, schedule: Schedule) -> CycleTimeline:
+    """The steady state of a schedule with delay."""
+    load, k = Load.of(problem, schedule), _delay(schedule)
+    found = steady_state(load, k)
+    begin_us = next(
+        start_us
+        for piece, start_us in zip(found.compute.pieces, found.compute.start_us, strict=True)
+        if piece.step == found.first
+    )
+    spans = [
+        replace(span, start_us=max(0.0, span.start_us - begin_us), end_us=max(0.0, span.end_us - begin_us),
+                ready_us=None if span.ready_us is None else max(0.0, span.ready_us - begin_us))
+        for span in (*_computed(found), *_sent_spans(found))
+    ]  # fmt: skip
+    return CycleTimeline(
+        spans=tuple(sorted(spans, key=lambda span: (span.start_us, span.end_us))),
+        iteration_us=found.mean_us,
+        forward_us=problem.forward_us,
+        backward_us=problem.backward_us,
+        update_us=load.local_update_us,
+        steps=found.steps,
+        error_us=found.error_us,
+    )
+
+
+def delayed_step_us(problem: Problem, schedule: Schedule, local_update_us: float | None = None) -> float:
+    """The mean step alone; `local_update_us` in place of what the cluster says."""
+    return steady_state(Load.of(problem, schedule, local_update_us), _delay(schedule)).mean_us
+
+
+def _delay(schedule: Schedule) -> int:
+    if schedule.delay is None:
+        raise ValueError("the schedule has no delay")
+    return schedule.delay
+
+
+def _computed(found: Steady) -> Iterator[StepSpan]:
+    """Forward, backward and update of each step; backward in several parts where it has to wait."""
+    lane = found.compute
+    open_span: StepSpan | None = None
+    for piece, start_us, end_us in zip(lane.pieces, lane.start_us, lane.end_us, strict=True):
+        step = piece.step - found.first
+        packs = piece.kind in ("pack", "average")
+        if not 0 <= step < found.steps or (packs and piece.time_us <= 0.0):
+            continue
+        if open_span is not None:
+            goes_on = piece.kind == "backward" and open_span.task.startswith("backward")
+            if goes_on and open_span.end_us == start_us:
+                open_span = replace(open_span, end_us=end_us)
+                continue
+            yield open_span
+        kind = "pack" if packs else piece.kind
+        name = f"{kind} {step}" if step else kind
+        open_span = StepSpan(task=name, resource="compute", start_us=start_us, end_us=end_us, step=step)
+    if open_span is not None:
+        yield open_span
+
+
+def _sent_spans(found: Steady) -> Iterator[StepSpan]:
+    """Messages, with the time at which they could begin at the earliest where they wait for another resource."""
+    names = resources(found.lanes)
+    for lane, resource in zip(found.lanes[NETWORK:], names[NETWORK:], strict=True):
+        for piece, start_us, end_us in zip(lane.pieces, lane.start_us, lane.end_us, strict=True):
+            step = piece.step - found.first
+            if piece.bucket is not None and 0 <= step < found.steps:
+                waits_on = found.lanes[COMPUTE if piece.on is None else piece.on]
+                yield StepSpan(
+                    task=f"bucket {piece.bucket} {piece.kind}", resource=resource, start_us=start_us, end_us=end_us,
+                    bucket=piece.bucket, ready_us=waits_on.end_us[piece.after] if piece.after >= 0 else None, step=step,
+                )  # fmt: skip
+
+
+def resources(lanes: Sequence[object]) -> tuple[str, ...]:
+    """What lanes stand for: one network, or the links between nodes and twice those inside."""
+    return ("compute", "network") if len(lanes) == NETWORK + 1 else ("compute", "inter", "intra", "intra")

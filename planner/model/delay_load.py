@@ -1,0 +1,115 @@
+"""What one step of delayed synchronization (SSD-SGD) asks of compute and network."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from planner.cost.sparse import SELECTED_BYTES
+from planner.cost.ssd import Terms
+from planner.documents.profile import Line
+from planner.ir import Bucket, Schedule
+from planner.model.problem import Problem
+
+
+@dataclass(frozen=True, kw_only=True)
+class Load:
+    """What one step asks of compute and network, each alone on the machine."""
+
+    forward_us: float
+    ready_us: tuple[float, ...]
+    """Of each bucket, from the start of forward."""
+    push_us: tuple[float, ...]
+    pull_us: tuple[float, ...]
+    factors: tuple[tuple[float, float], ...]
+    owner_us: float
+    """The update of a rank's own part of the weights."""
+    local_update_us: float
+    pack_us: tuple[float, ...] = ()
+    """What compute spends on packing, of each bucket; empty: nothing."""
+    take_us: float = 0.0
+    """What it spends on weights that were pulled, before its local update."""
+    scatter_us: tuple[float, ...] = ()
+    """Where nodes have several ranks: inside them, of each bucket. Likewise the next ones."""
+    gather_us: tuple[float, ...] = ()
+    spread_us: tuple[float, ...] = ()
+
+    @classmethod
+    def of(cls, problem: Problem, schedule: Schedule, local_update_us: float | None = None) -> Load:
+        """The load of a schedule; `local_update_us` in place of what the cluster says."""
+        members = [bucket.gradients for bucket in schedule.buckets]
+        packs_us = [_pack_us(problem, bucket) for bucket in schedule.buckets]
+        load = cls(
+            forward_us=problem.forward_us,
+            ready_us=tuple(problem.ready_list_us[max(gradients)] for gradients in members),
+            push_us=tuple(_pushes_us(problem, schedule)),
+            pull_us=tuple(problem.bucket_cost_us(members, problem.pull.curve)),
+            factors=tuple(problem.bucket_factors(members)),
+            owner_us=problem.update_us / problem.ranks,
+            local_update_us=problem.local_update_us if local_update_us is None else local_update_us,
+            take_us=_line_us(problem.cost.cluster.pull_take, problem.size_bytes.sum()),
+        )
+        costs = problem.node_costs
+        if costs is None:
+            return replace(load, pack_us=tuple(packs_us) if any(packs_us) else ())
+        scatters_us = problem.bucket_cost_us(members, costs.scatter.times_us)
+        gathers_us = tuple(problem.bucket_cost_us(members, costs.gather.times_us))
+        return replace(
+            load,
+            scatter_us=tuple(map(sum, zip(scatters_us, packs_us, strict=True))),  # packed behind it
+            gather_us=gathers_us,
+            spread_us=gathers_us,
+        )
+
+    @property
+    def averaged_us(self) -> float:
+        """When a step's gradients are averaged inside the node, or backward has ended."""
+        end_us = 0.0
+        for index in sorted(range(len(self.scatter_us)), key=lambda index: self.ready_us[index]):
+            end_us = max(end_us, self.ready_us[index]) + self.scatter_us[index] + self.gather_us[index]
+        return max(end_us, max(self.ready_us) + sum(self.pack_us))
+
+    @property
+    def compute_us(self) -> float:
+        """A step without communication between workers."""
+        return self.averaged_us + self.local_update_us
+
+    @property
+    def _first_us(self) -> float:
+        """When the first bucket has been packed."""
+        first = min(range(len(self.ready_us)), key=lambda index: self.ready_us[index])
+        return self.ready_us[first] + (self.pack_us[first] if self.pack_us else 0.0)
+
+    @property
+    def terms(self) -> Terms:
+        """What Eq. 4 is made of; its sync is a part of the reduce-scatter here, and owners update behind each."""
+        return Terms(
+            forward_us=self.forward_us,
+            backward_us=self.averaged_us - self.forward_us,
+            first_us=self._first_us - self.forward_us,
+            push_us=sum(self.push_us) + self.owner_us,
+            exchange_us=sum(self.push_us) + self.owner_us + sum(self.pull_us) + sum(self.spread_us[-1:]),
+            local_update_us=self.local_update_us,
+        )
+
+
+def _pack_us(problem: Problem, bucket: Bucket) -> float:
+    if bucket.collective == "sparse":
+        return problem.selection_us(bucket) / problem.ranks_per_worker
+    size_bytes = problem.size_bytes[list(bucket.gradients)].sum()
+    return _line_us(problem.cost.cluster.push_pack, size_bytes / problem.ranks_per_worker)
+
+
+def _line_us(line: Line | None, size_bytes: float) -> float:
+    return 0.0 if line is None else line.at(float(size_bytes))
+
+
+def _pushes_us(problem: Problem, schedule: Schedule) -> Iterator[float]:
+    """Of each bucket: of one that selects, its elements' values and places, and what owners do with them."""
+    dense_us = problem.bucket_cost_us([bucket.gradients for bucket in schedule.buckets], problem.push.curve)
+    for bucket, whole_us in zip(schedule.buckets, dense_us, strict=True):
+        if bucket.collective != "sparse":
+            yield whole_us
+            continue
+        unpack_us = problem.selection_us(bucket, "unpack") / problem.ranks
+        yield problem.push.curve.at(float(SELECTED_BYTES * (bucket.k or 0))) + unpack_us

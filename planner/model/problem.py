@@ -1,0 +1,387 @@
+"""The problem that passes and strategies solve: one training step and the cost of its messages, as arrays."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import chain
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from planner.cost.halves import ALL_GATHER, REDUCE_SCATTER, Half, NodeCosts, half, node_costs, worker_half
+from planner.cost.model import CommunicationCost, communication_cost
+from planner.cost.phases import PHASES, Phase
+from planner.cost.selection import SelectionCost, selector_line
+from planner.cost.sparse import FLAT_GATHERS, SPARSE_PHASES, SparsePhase
+from planner.documents.profile import Cluster, Contention, LayerNorm, Profile
+from planner.ir import Bucket
+from planner.search.merge import Places
+from runtime.errors import InputError
+from runtime.plan.names import layer_of
+
+Messages = tuple[NDArray[np.float64], NDArray[np.bool_] | None]
+"""Of one dtype, by bucket: the size of its message, and whether it has one (None: all have)."""
+Factors = float | NDArray[np.float64]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Problem:
+    """A profile on a cluster. Gradients are named by their index in readiness order."""
+
+    profile: Profile
+    cost: CommunicationCost
+
+    @property
+    def ranks(self) -> int:
+        return self.cost.cluster.ranks
+
+    @property
+    def contention(self) -> Contention:
+        return self.cost.contention
+
+    @property
+    def contended(self) -> bool:
+        """Whether compute and network slow each other down."""
+        factors = self.contention
+        return factors.compute != 1.0 or factors.network != 1.0 or factors.by_size is not None
+
+    @property
+    def forward_us(self) -> float:
+        return self.profile.compute.forward_us
+
+    @property
+    def update_us(self) -> float:
+        return self.profile.compute.update_us
+
+    @property
+    def norm_layers(self) -> tuple[LayerNorm, ...]:
+        """The layers whose norms the optimizer needs; none for most optimizers."""
+        norms = self.profile.compute.norms
+        return () if norms is None else norms.layers
+
+    @cached_property
+    def count(self) -> int:
+        """Number of gradients."""
+        return len(self.profile.compute.gradients)
+
+    @cached_property
+    def ready_us(self) -> NDArray[np.float64]:
+        """When each gradient is ready if nothing slows compute: forward_us + sum(backward_us[0..i]). Shape (count,)."""
+        steps = [self.forward_us, *(gradient.backward_us for gradient in self.profile.compute.gradients)]
+        return np.cumsum(np.array(steps))[1:]
+
+    @cached_property
+    def ready_list_us(self) -> list[float]:
+        """`ready_us` as numbers of Python's own."""
+        values: list[float] = self.ready_us.tolist()
+        return values
+
+    @property
+    def compute_end_us(self) -> float:
+        """End of backward if nothing slows it."""
+        return float(self.ready_us[-1])
+
+    @property
+    def backward_us(self) -> float:
+        return self.compute_end_us - self.forward_us
+
+    @cached_property
+    def size_bytes(self) -> NDArray[np.int64]:
+        """Bytes of each gradient. Shape (count,)."""
+        return np.array([gradient.size_bytes for gradient in self.profile.compute.gradients], dtype=np.int64)
+
+    @cached_property
+    def dtype_ids(self) -> NDArray[np.int64]:
+        """A small integer per gradient; equal for equal dtypes. Shape (count,)."""
+        ids: dict[str, int] = {}
+        return np.array([ids.setdefault(g.dtype, len(ids)) for g in self.profile.compute.gradients], dtype=np.int64)
+
+    @cached_property
+    def dtype_count(self) -> int:
+        return int(self.dtype_ids.max()) + 1
+
+    @cached_property
+    def layer_runs(self) -> tuple[tuple[int, int], ...]:
+        """(start, stop) of each run of gradients with equal `layer`."""
+        layers = [gradient.layer for gradient in self.profile.compute.gradients]
+        edges = [i for i in range(self.count) if i == 0 or layers[i] != layers[i - 1]]
+        return tuple(zip(edges, [*edges[1:], self.count], strict=True))
+
+    @cached_property
+    def _prefix_bytes(self) -> NDArray[np.float64]:
+        """Bytes of each dtype before each gradient. Shape (dtypes, count + 1)."""
+        return self._prefix(self.size_bytes)
+
+    @cached_property
+    def _prefix_messages(self) -> NDArray[np.float64]:
+        return self._prefix(np.ones(self.count, dtype=np.int64))
+
+    def _prefix(self, values: NDArray[np.int64]) -> NDArray[np.float64]:
+        table = np.zeros((self.dtype_count, self.count + 1))
+        for dtype in range(self.dtype_count):
+            table[dtype, 1:] = np.cumsum(np.where(self.dtype_ids == dtype, values, 0))
+        return table
+
+    def range_cost_us(self, starts: Places, stops: Places) -> NDArray[np.float64]:
+        """Time of the bucket [start, stop) for ranges of starts or stops: one message per dtype, their sum."""
+        return self.range_time_us(self.cost.all_reduce, starts, stops)
+
+    def range_time_us(
+        self, curve: Callable[[NDArray[np.float64]], NDArray[np.float64]], starts: Places, stops: Places
+    ) -> NDArray[np.float64]:
+        """As `range_cost_us`, by another curve of time over bytes."""
+        return _sum_over(self._range_messages(starts, stops), curve)
+
+    def range_factors(self, starts: Places, stops: Places) -> tuple[Factors, Factors]:
+        """By how much compute and the network slow down while the bucket [start, stop) is on its way."""
+        if self.cost.slowdown is None:
+            return self.contention.compute, self.contention.network
+        return self._factors(list(self._range_messages(starts, stops)))
+
+    def _range_messages(self, starts: Places, stops: Places) -> Iterator[Messages]:
+        for dtype in range(self.dtype_count):
+            prefix, messages = self._prefix_bytes[dtype], self._prefix_messages[dtype]
+            present = messages[stops] > messages[starts] if self.dtype_count > 1 else None
+            yield prefix[stops] - prefix[starts], present
+
+    def _factors(self, messages: Sequence[Messages]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        """Factors of buckets whose messages, one per dtype, have factors of their own."""
+        slowdown, curve = self.cost.slowdown, self.cost.all_reduce
+        assert slowdown is not None
+        if len(messages) == 1:
+            return slowdown(messages[0][0])
+        idle_us = _sum_over(messages, curve)
+        busy_us = _sum_over(messages, lambda sizes: curve(sizes) * slowdown(sizes)[1])
+        computed_us = _sum_over(messages, lambda sizes: curve(sizes) * slowdown(sizes)[1] / slowdown(sizes)[0])
+        takes = busy_us > 0.0
+        return (
+            np.divide(busy_us, computed_us, out=np.ones_like(busy_us), where=takes),
+            np.divide(busy_us, idle_us, out=np.ones_like(busy_us), where=takes),
+        )
+
+    def phase_times(self, bucket: Bucket) -> list[tuple[str, str, float]]:
+        """(resource, name, time_us) of each phase of a bucket: one for a collective of the library, on `network`."""
+        if bucket.collective == "sparse":
+            flat = bucket.algorithm in FLAT_GATHERS  # passes through all ranks: one network
+            return [
+                ("network" if flat else phase.link, phase.name, time_us)
+                for phase, _, time_us in self._sparse_messages(bucket)
+            ]
+        key = (bucket.collective, bucket.algorithm)
+        if key not in PHASES:
+            return [("network", bucket.collective, self.bucket_cost_us([bucket.gradients])[0])]
+        sizes: dict[int, int] = {}
+        for gradient in bucket.gradients:
+            dtype = int(self.dtype_ids[gradient])
+            sizes[dtype] = sizes.get(dtype, 0) + int(self.size_bytes[gradient])
+        return [
+            (phase.link, phase.name, sum(phase.time_us(size_bytes) for size_bytes in sizes.values()))
+            for phase in self.phases(*key)
+        ]
+
+    def message_shares(self, bucket: Bucket) -> list[tuple[str, float]]:
+        """(resource, share of the bucket's bytes) of each phase's message."""
+        if bucket.collective == "sparse":
+            dense_bytes = max(1, int(self.size_bytes[list(bucket.gradients)].sum()))
+            flat = bucket.algorithm in FLAT_GATHERS
+            return [
+                ("network" if flat else phase.link, sent / dense_bytes)
+                for phase, sent, _ in self._sparse_messages(bucket)
+            ]
+        key = (bucket.collective, bucket.algorithm)
+        return [(phase.link, phase.share) for phase in self.phases(*key)] if key in PHASES else [("network", 1.0)]
+
+    def phases(self, collective: str, algorithm: str) -> tuple[Phase, ...]:
+        """The phases of a dense collective on this cluster."""
+        key = (collective, algorithm)
+        if key not in self._phases:
+            self._phases[key] = PHASES[key](self.cost.cluster, self.cost.all_reduce, self.cost.link)
+        return self._phases[key]
+
+    def _sparse_messages(self, bucket: Bucket) -> Iterator[tuple[SparsePhase, float, float]]:
+        """(phase, message bytes, time_us) of a bucket of selected elements: one message, whatever its dtypes."""
+        dense_bytes, selected = int(self.size_bytes[list(bucket.gradients)].sum()), bucket.k or 0
+        for phase in self.sparse_phases(bucket.algorithm):
+            yield phase, float(phase.message_bytes(selected, dense_bytes)), phase.time_us(selected, dense_bytes)
+
+    def sparse_phases(self, algorithm: str) -> tuple[SparsePhase, ...]:
+        """The phases of a collective of selected elements on this cluster."""
+        if algorithm not in self._sparse_phases:
+            self._sparse_phases[algorithm] = SPARSE_PHASES[algorithm](self.cost.cluster, self.cost.link)
+        return self._sparse_phases[algorithm]
+
+    @cached_property
+    def _sparse_phases(self) -> dict[str, tuple[SparsePhase, ...]]:
+        return {}
+
+    def selection_cost(self, algorithm: str, field: Literal["sparsify", "unpack"] = "sparsify") -> SelectionCost:
+        """What selecting, or unpacking, costs over the dense bytes of a bucket; HiTopKComm selects from a shard."""
+        cluster = self.cost.cluster
+        selector, shards = self.hitopk_selector if algorithm == "hitopk" else "exact", self.shards(algorithm)
+        line = selector_line(getattr(cluster, field), selector, f"cluster {cluster.name or '(unnamed)'}: $.{field}")
+        return SelectionCost.of(line, shards)
+
+    @property
+    def hitopk_selector(self) -> str:
+        """CommLib's, but where another one was measured to be faster."""
+        lines = self.cost.cluster.sparsify
+        if not isinstance(lines, dict) or not {"exact", "mstopk"} <= lines.keys():
+            return "mstopk"
+        return min(("mstopk", "exact"), key=lambda name: lines[name].beta_us_per_byte)
+
+    def selection_us(self, bucket: Bucket, field: Literal["sparsify", "unpack"] = "sparsify") -> float:
+        """Compute time that a bucket's selection takes when it is ready, or its unpacking at the end; 0 if dense."""
+        if bucket.collective != "sparse" or self.ranks == 1:
+            return 0.0
+        members, shards = list(bucket.gradients), self.shards(bucket.algorithm)
+        density = (bucket.k or 0) * shards / max(1, int(self.numel[members].sum()))
+        return float(self.selection_cost(bucket.algorithm, field)(self.size_bytes[members].sum(), density))
+
+    def shards(self, algorithm: str) -> int:
+        """Over how many ranks a bucket is shared out before each selects from its own."""
+        return self.cost.cluster.ranks_per_node if algorithm == "hitopk" else 1
+
+    def layer_elements(self, bucket: Bucket) -> list[int]:
+        """The elements of each run of gradients of one layer in a bucket, layers as the runtime knows them: by name."""
+        elements: list[int] = []
+        before: str | None = None
+        for index in bucket.gradients:
+            layer = self.layers_by_name[index]
+            if layer != before:
+                elements.append(0)
+            elements[-1] += int(self.numel[index])
+            before = layer
+        return elements
+
+    @cached_property
+    def layers_by_name(self) -> tuple[str, ...]:
+        """Of each gradient the layer that its name tells; usually what the profile says, too."""
+        return tuple(layer_of(gradient.name) for gradient in self.profile.compute.gradients)
+
+    @cached_property
+    def numel(self) -> NDArray[np.int64]:
+        """Elements of each gradient. Shape (count,)."""
+        return np.array([gradient.numel for gradient in self.profile.compute.gradients], dtype=np.int64)
+
+    @cached_property
+    def _phases(self) -> dict[tuple[str, str], tuple[Phase, ...]]:
+        return {}
+
+    def bucket_cost_us(
+        self,
+        buckets: Sequence[Sequence[int]],
+        curve: Callable[[NDArray[np.float64]], NDArray[np.float64]] | None = None,
+    ) -> list[float]:
+        """Time of each bucket of any gradients: all-reduced, or by another curve of time over bytes."""
+        result: list[float] = _sum_over(self._bucket_messages(buckets), curve or self.cost.all_reduce).tolist()
+        return result
+
+    @cached_property
+    def push(self) -> Half:
+        """With delay: what a reduce-scatter between workers costs, over all ranks or between nodes."""
+        return worker_half(self.cost, REDUCE_SCATTER)
+
+    @cached_property
+    def pull(self) -> Half:
+        """Likewise an all-gather."""
+        return worker_half(self.cost, ALL_GATHER)
+
+    @cached_property
+    def reduce_scatter(self) -> Half:
+        """What a reduce-scatter over all ranks costs."""
+        return half(self.cost, REDUCE_SCATTER)
+
+    @cached_property
+    def all_gather(self) -> Half:
+        """Likewise an all-gather."""
+        return half(self.cost, ALL_GATHER)
+
+    @property
+    def ranks_per_worker(self) -> int:
+        """With delay: the ranks of a node, where it is the worker."""
+        return 1 if self.node_costs is None else self.cost.cluster.ranks_per_node
+
+    @cached_property
+    def node_costs(self) -> NodeCosts | None:
+        """What delay costs where nodes have several ranks and both kinds of link are known."""
+        return node_costs(self.cost.cluster)
+
+    @cached_property
+    def local_update_us(self) -> float:
+        """SSD-SGD's h_loc: what a rank's own update of all its weights takes; 0 where the cluster does not say."""
+        line = self.cost.cluster.local_update
+        return 0.0 if line is None else line.at(float(self.size_bytes.sum()))
+
+    def bucket_factors(self, buckets: Sequence[Sequence[int]]) -> list[tuple[float, float]]:
+        """As `range_factors`, for buckets of any gradients."""
+        if self.cost.slowdown is None:
+            return [(self.contention.compute, self.contention.network)] * len(buckets)
+        compute, network = self._factors(list(self._bucket_messages(buckets)))
+        return list(zip(compute.tolist(), network.tolist(), strict=True))
+
+    def factors_of(self, buckets: Sequence[Bucket]) -> list[tuple[float, float]]:
+        """As `bucket_factors`, for buckets of which some send selected elements: those count by what is gathered."""
+        factors, slowdown = self.bucket_factors([bucket.gradients for bucket in buckets]), self.cost.slowdown
+        if slowdown is None:
+            return factors
+        gathers = self.cost.slowdown_of_gathers or slowdown
+        for index, bucket in enumerate(buckets):
+            if bucket.collective == "sparse" and bucket.algorithm in FLAT_GATHERS:
+                compute, network = gathers(sum(size for _, size, _ in self._sparse_messages(bucket)))
+                factors[index] = float(compute), float(network)
+        return factors
+
+    def _bucket_messages(self, buckets: Sequence[Sequence[int]]) -> Iterator[Messages]:
+        members, owner = _flat(buckets)
+        for dtype in range(self.dtype_count):
+            of_dtype = self.dtype_ids[members] == dtype
+            sizes = np.bincount(owner[of_dtype], self.size_bytes[members[of_dtype]], len(buckets))
+            yield sizes.astype(np.float64), np.bincount(owner[of_dtype], minlength=len(buckets)) > 0
+
+    def bucket_bytes(self, buckets: Sequence[Sequence[int]]) -> list[float]:
+        """Bytes of each bucket of any gradients."""
+        members, owner = _flat(buckets)
+        sizes: list[float] = np.bincount(owner, self.size_bytes[members], len(buckets)).tolist()
+        return sizes
+
+
+def _sum_over(
+    messages: Iterable[Messages], time_us: Callable[[NDArray[np.float64]], NDArray[np.float64]]
+) -> NDArray[np.float64]:
+    """Time of buckets: the sum of their messages'."""
+    total: NDArray[np.float64] | float = 0.0
+    for sizes, present in messages:
+        of_dtype = time_us(sizes)
+        total = total + (of_dtype if present is None else np.where(present, of_dtype, 0.0))
+    return np.asarray(total)
+
+
+def _flat(buckets: Sequence[Sequence[int]]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """All gradients of all buckets, and for each the number of its bucket."""
+    members = np.fromiter(chain.from_iterable(buckets), dtype=np.int64)
+    return members, np.repeat(np.arange(len(buckets)), [len(bucket) for bucket in buckets])
+
+
+def make_problem(
+    profile: Profile, cluster: Cluster | None = None, ranks: int | None = None, where: str = "profile"
+) -> Problem:
+    """Joins a profile with a cluster (default: the one measured with it), resized to `ranks` where given.
+
+    `where` names the document that holds the cluster in messages.
+
+    Raises:
+        InputError: no cluster in the profile and none given; no cost for an all-reduce on it.
+    """
+    chosen = cluster or profile.cluster
+    if chosen is None:
+        raise InputError(
+            f"{where}: $.cluster: found none and no other was given; expected `--cluster FILE`, `--cluster NAME` "
+            f"(`planner catalog` lists names), or a profile made by `planner profile` on the machines in question"
+        )
+    try:
+        return Problem(profile=profile, cost=communication_cost(chosen, ranks))
+    except InputError as error:
+        raise InputError(f"{where}: $.cluster: {error}" if cluster is None else f"{where}: {error}") from error

@@ -1,0 +1,181 @@
+"""What if: the same step on a faster accelerator, with another batch, another link, a slow rank, or jitter.
+
+Pure functions from records to records. Assumptions, which the results repeat: a faster accelerator shortens forward,
+backward and update alike; a batch b times as large takes b times as long forward and backward and leaves the update
+alone; a synchronous step is as slow as its slowest rank.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+import numpy as np
+
+from planner.cost.phases import LinkName
+from planner.documents.local_async import LocalAsyncProfile
+from planner.documents.profile import Cluster, ComputeProfile, Link, NormProfile, Profile
+from planner.documents.units import parse_bandwidth, parse_latency_us, us_per_byte
+from planner.ir import Schedule
+from planner.model.problem import Problem
+from planner.model.simulator import simulate_schedule
+from runtime.errors import InputError
+
+T = TypeVar("T")
+
+QUANTILES = (0.5, 0.9, 0.99)
+
+
+@dataclass(frozen=True, kw_only=True)
+class WhatIf:
+    """Changes to a profile and its cluster; the defaults change nothing."""
+
+    compute_speed: float = 1.0
+    """How many times as fast the accelerator is."""
+    batch: float = 1.0
+    """How many times as large each rank's batch is."""
+    straggler: float = 1.0
+    """By what factor the slowest rank computes slower than the profile says."""
+    jitter: float = 0.0
+    """Standard deviation of a rank's compute time from step to step, as a share of it."""
+    seed: int = 0
+    steps: int = 200
+    """Steps that are drawn where there is jitter."""
+    intra: Link | None = None
+    inter: Link | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("compute_speed", "batch", "straggler"):
+            value = getattr(self, name)
+            if not (math.isfinite(value) and 1e-6 <= value <= 1e6):
+                raise InputError(f"{name}: found {value}, expected a factor between 1e-6 and 1e6")
+        if not 0.0 <= self.jitter <= 1.0:
+            raise InputError(f"jitter: found {self.jitter}, expected a share between 0 and 1, for example 0.05")
+        if not 1 <= self.steps <= 100_000:
+            raise InputError(f"steps: found {self.steps}, expected between 1 and 100000")
+
+    def profile(self, profile: Profile) -> Profile:
+        """The profile of the changed step, with its cluster changed too."""
+        slow = self.straggler / self.compute_speed
+        cluster = None if profile.cluster is None else self.cluster(profile.cluster)
+        compute = scale_compute(profile.compute, slow * self.batch, slow)
+        local_async = profile.local_async and scale_updaters(profile.local_async, slow * self.batch, slow)
+        return replace(profile, compute=compute, local_async=local_async, cluster=cluster)
+
+    def cluster(self, cluster: Cluster) -> Cluster:
+        """The cluster with the changed links."""
+        for name, link in (("intra", self.intra), ("inter", self.inter)):
+            if link is not None:
+                cluster = relink(cluster, name, link)  # type: ignore[arg-type]
+        return cluster
+
+
+def scale_compute(compute: ComputeProfile, step: float, update: float) -> ComputeProfile:
+    """Forward and backward times `step`, the update times `update`."""
+    if step == 1.0 and update == 1.0:
+        return compute
+    return replace(
+        compute,
+        forward_us=compute.forward_us * step,
+        update_us=compute.update_us * update,
+        norms=_scale_norms(compute.norms, update),
+        intervals=None,
+        gradients=tuple(replace(g, backward_us=g.backward_us * step) for g in compute.gradients),
+    )
+
+
+def scale_updaters(measured: LocalAsyncProfile, step: float, update: float) -> LocalAsyncProfile:
+    """Backward times `step`, updates times `update`, and minibatches by what they spend on either."""
+    if step == 1.0 and update == 1.0:
+        return measured
+    updating = min(1.0, sum(layer.update_us for layer in measured.layers) / measured.curve[0].minibatch_us)
+    both = step * (1.0 - updating) + update * updating
+    layers = [
+        replace(
+            layer,
+            grad_weight_us=layer.grad_weight_us * step,
+            grad_input_us=layer.grad_input_us * step,
+            update_us=layer.update_us * update,
+        )
+        for layer in measured.layers
+    ]
+    curve = [
+        replace(
+            point,
+            minibatch_us=point.minibatch_us * both,
+            averaging_us=None if point.averaging_us is None else point.averaging_us * both,
+        )
+        for point in measured.curve
+    ]
+    before = {name: getattr(measured, name) * step for name in ("batch_us", "forward_us", "loss_us")}
+    return replace(measured, **before, layers=tuple(layers), curve=tuple(curve))
+
+
+def _scale_norms(norms: NormProfile | None, update: float) -> NormProfile | None:
+    if norms is None:
+        return None
+    return replace(norms, layers=tuple(replace(layer, norm_us=layer.norm_us * update) for layer in norms.layers))
+
+
+def relink(cluster: Cluster, name: LinkName, link: Link) -> Cluster:
+    """Another link inside (`intra`) or between (`inter`) nodes; what was measured over the old one is dropped."""
+    flat_over = "inter" if cluster.nodes > 1 else "intra"
+
+    def kept(curves: dict[str, T] | None) -> dict[str, T] | None:
+        left = {
+            key: curve
+            for key, curve in (curves or {}).items()
+            if (key.partition("/")[0] if key.startswith(("intra/", "inter/")) else flat_over) != name
+        }
+        return left or None
+
+    measured = {field: kept(getattr(cluster, field)) for field in ("samples", "collectives", "back_to_back")}
+    return replace(cluster, **measured, **{name: link})  # type: ignore[arg-type]
+
+
+def parse_link(option: str, text: str) -> Link:
+    """Return the link of a text such as `5us,100gbit`: start-up time and bandwidth.
+
+    Raises:
+        InputError: anything else.
+    """
+    latency, comma, bandwidth = text.partition(",")
+    if not comma:
+        raise InputError(
+            f"{option}: found {text!r}, expected start-up time and bandwidth of the link, for example 5us,100gbit"
+        )
+    return Link(
+        alpha_us=parse_latency_us(latency, option), beta_us_per_byte=us_per_byte(parse_bandwidth(bandwidth, option))
+    )
+
+
+def step_quantiles(problem: Problem, schedule: Schedule, what: WhatIf) -> dict[str, float]:
+    """Quantiles of the step time in microseconds, by name (`p50`, …), where ranks' compute times jitter.
+
+    In each drawn step every rank's compute time is its own, normally distributed (never below half of the mean); the
+    slowest rank sets the pace. Equal seeds give equal results.
+    """
+    generator = np.random.default_rng(what.seed)
+    slowest = np.array([generator.normal(1.0, what.jitter, problem.ranks).max() for _ in range(what.steps)])
+    times_us = [_step_us(problem, schedule, factor) for factor in np.maximum(slowest, 0.5).tolist()]
+    return {f"p{round(q * 100)}": float(np.quantile(times_us, q)) for q in QUANTILES}
+
+
+def _step_us(problem: Problem, schedule: Schedule, factor: float) -> float:
+    profile = replace(problem.profile, compute=scale_compute(problem.profile.compute, factor, factor))
+    return simulate_schedule(Problem(profile=profile, cost=problem.cost), schedule).iteration_us
+
+
+def describe(what: WhatIf) -> tuple[str, ...]:
+    """The changes in words."""
+    changes: Sequence[tuple[bool, str]] = (
+        (what.compute_speed != 1.0, f"accelerator {what.compute_speed:g} × as fast"),
+        (what.batch != 1.0, f"batch {what.batch:g} × as large"),
+        (what.straggler != 1.0, f"one rank {what.straggler:g} × as slow"),
+        (what.jitter != 0.0, f"jitter {what.jitter:.0%} (seed {what.seed})"),
+        (what.intra is not None, "another link inside nodes"),
+        (what.inter is not None, "another link between nodes"),
+    )
+    return tuple(text for changed, text in changes if changed)

@@ -1,0 +1,358 @@
+"""Plans and simulations as tables on the terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from rich.console import Console
+from rich.table import Table
+
+from planner.cli.options import print_table
+from planner.decide.offer import ALLOWED
+from planner.decide.simulate import Simulation
+from planner.documents.profile import ComputeIntervals, Profile
+from planner.emit.sources import counted, slower
+from planner.report.loading import levels, loading_lines
+from runtime.plan import LocalAsyncSpec, Plan, PlanBucket
+from runtime.plan.interfaces import INTERFACES
+from runtime.plan.predicted import Prediction
+
+
+def milliseconds(time_us: float | None) -> str:
+    """Four significant digits, in ms; more where the number has more before its point."""
+    if time_us is None:
+        return ""
+    return f"{time_us / 1000:,.0f}" if 1e7 <= time_us < 1e15 else f"{time_us / 1000:,.4g}"
+
+
+def mebibytes(size_bytes: int | None) -> str:
+    """Bytes as people read them."""
+    if size_bytes is None:
+        return ""
+    for unit, scale in (("MiB", 2**20), ("KiB", 2**10)):
+        if size_bytes >= scale:
+            return f"{size_bytes / scale:,.1f} {unit}"
+    return f"{size_bytes} B"
+
+
+SHOWN_BUCKETS = 1000
+"""Rows that people might read."""
+
+NAME_CHARACTERS, SENTENCE_CHARACTERS = 120, 2000
+"""How much is shown of a name and of a sentence."""
+
+
+def printable(text: str, characters: int = NAME_CHARACTERS) -> str:
+    """A text from a document for the terminal: control characters written out, a long one cut short."""
+    if len(text) > characters:
+        text = text[:characters] + "…"
+    return text if text.isprintable() else "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
+
+
+def summary_table(plan: Plan) -> Table:
+    """The plan beside its baselines."""
+    nodes = f" on {counted(plan.world.nodes, 'node')}" if plan.world.nodes else ""
+    world = f"{counted(plan.world.ranks, 'rank')}{nodes}"
+    table = Table(title=f"{printable(plan.model.name)}, {world}: predicted time of one step", title_justify="left")
+    table.add_column("schedule")
+    for column in ("buckets", "step (ms)", "exposed (ms)", "step / plan"):
+        table.add_column(column, justify="right")
+    planned = plan.predicted
+    rows: list[tuple[str, Prediction]] = [(plan_kind(plan), planned)] if planned else []
+    rows += sorted((plan.baselines or {}).items(), key=lambda item: item[1].iteration_us)
+    for name, prediction in rows:
+        ratio = prediction.iteration_us / planned.iteration_us if planned and planned.iteration_us else 1.0
+        buckets = "" if prediction.buckets is None else str(prediction.buckets)
+        step, exposed = milliseconds(prediction.iteration_us), milliseconds(prediction.exposed_us)
+        table.add_row(printable(name), buckets or str(len(plan.buckets)), step, exposed, f"{ratio:.3f}")
+    return table
+
+
+def plan_kind(plan: Plan) -> str:
+    """The plan's name in tables: its accuracy, and its interface where that is not drop-in."""
+    return f"plan ({', '.join((plan.accuracy, *plan.interfaces))})"
+
+
+def interface_lines(plan: Plan) -> list[str]:
+    """What a script has to know of the plan; nothing where it is drop-in."""
+    return [f"interface {name}: {INTERFACES[name]}" for name in plan.interfaces if name in INTERFACES]
+
+
+def bucket_table(plan: Plan) -> Table:
+    """Every bucket: what is in it, when it travels, and why it is what it is."""
+    table = Table(title="buckets in launch order", title_justify="left")
+    for column in ("#", "gradients", "size", "start (ms)", "end (ms)"):
+        table.add_column(column, justify="right" if column != "gradients" else "left")
+    table.add_column("how")
+    table.add_column("why")
+    sent = plan.predicted.bucket_times(len(plan.buckets)) if plan.predicted else [None] * len(plan.buckets)
+    for index, bucket in enumerate(plan.buckets[:SHOWN_BUCKETS]):
+        start_us, end_us = sent[index] or (None, None)
+        times = milliseconds(start_us), milliseconds(end_us)
+        table.add_row(
+            str(index),
+            _members(bucket),
+            mebibytes(bucket.size_bytes),
+            *times,
+            bucket_form(bucket, sharded=plan.sharded),
+            printable(bucket.reason or "", SENTENCE_CHARACTERS),
+        )
+    if len(plan.buckets) > SHOWN_BUCKETS:
+        table.add_row("…", f"{len(plan.buckets) - SHOWN_BUCKETS} more buckets: see --json", *[""] * 5)
+    return table
+
+
+def _members(bucket: PlanBucket) -> str:
+    first, last, count = printable(bucket.gradients[0]), printable(bucket.gradients[-1]), len(bucket.gradients)
+    return first if count == 1 else f"{first} … {last} ({count})"
+
+
+def bucket_form(bucket: PlanBucket, *, sharded: bool = False) -> str:
+    """How a bucket travels: collective, algorithm and compressor; both halves, where ranks share the step."""
+    if sharded:
+        return "reduce_scatter, all_gather"
+    form = printable(f"{bucket.collective}/{bucket.algorithm}")
+    return form if bucket.compressor.name == "none" else f"{form} {printable(bucket.compressor.name)}"
+
+
+NOISY = 0.05
+"""From this share of the step on, a prediction is so uncertain that measuring again is the cure."""
+
+
+def _two_digits(value: float) -> str:
+    return f"{float(f'{value:.2g}'):,g}"
+
+
+def uncertainty_line(plan: Plan) -> str:
+    """How uncertain the prediction is; empty where the profile did not say how much its steps differed."""
+    prediction = plan.predicted
+    if prediction is None or prediction.compute_spread_us is None:
+        return ""
+    half_us = prediction.compute_spread_us / 2.0
+    parts = (prediction.forward_us, prediction.backward_us, prediction.update_us)
+    share = half_us / max(sum(part or 0.0 for part in parts), 1e-9)
+    text = f"predicted {milliseconds(prediction.iteration_us)} ms ± {_two_digits(half_us / 1000)}"
+    text += f": compute varied by {share:.0%} while it was profiled"
+    return f"{text}; profile again when the machine has nothing else to do" if share > NOISY else text
+
+
+def certificate_text(plan: Plan) -> str:
+    """The certificate in a sentence or two."""
+    certificate = plan.certificate
+    if certificate is None:
+        return "no certificate"
+    kind = "exact plan" if plan.accuracy == "exact" else f"{plan.accuracy} plan of those looked at"
+    if certificate.gap <= 1e-9:
+        text = f"optimal: no {kind} is faster under this cost model"
+    else:
+        text = f"within {certificate.gap:.2%} of optimal: no {kind} takes less than "
+        text += f"{milliseconds(certificate.lower_bound_us)} ms under this cost model"
+    note = f"; {printable(certificate.note, SENTENCE_CHARACTERS)}" if certificate.note else ""
+    return f"{text} ({printable(certificate.method)}){note}"
+
+
+def accuracy_lines(plan: Plan, unmeasured: Mapping[str, str] | None = None) -> list[str]:
+    """One line for each class of accuracy; `unmeasured` says of classes why they cannot be decided."""
+    classes = {plan.accuracy: plan, **(plan.alternatives or {})}
+    refused = next((note for note in plan.notes if ALLOWED in note), "")  # says why, for the class that was allowed
+    lines = []
+    for name, looked_at in (("bounded", plan.frontier), ("relaxed", plan.delays or plan.updaters)):
+        if name in classes:
+            lines.append(f"{name}  {_accuracy_line(classes[name])}")
+        elif unmeasured and name in unmeasured:
+            lines.append(f"{name}  {unmeasured[name]}")
+        elif refused and (looked_at or refused.startswith(name)):
+            lines.append(f'{name}  none: see the note that begins with "{refused.partition(",")[0]}"')
+        else:
+            why = "nothing makes the step shorter" if looked_at else f"not looked at: --accuracy {name} does"
+            lines.append(f"{name}  {why}")
+    exact = _accuracy_line(classes["exact"]) if "exact" in classes else "not kept in this plan"
+    return [f"exact    {exact}", *lines]
+
+
+def _accuracy_line(plan: Plan) -> str:
+    """Buckets, what is left out, and the step."""
+    kept = [k for bucket in plan.buckets for k in (bucket.compressor.k or {}).values()]
+    sparse = sum(bucket.collective == "sparse" for bucket in plan.buckets)
+    by_layer = sum(bucket.compressor.k is not None for bucket in plan.buckets)
+    sent = f", {sum(kept):,} elements of these travel" if sparse == by_layer else ""
+    how = f"{sparse} of them sparse{sent}" if sparse else "no compression"
+    step = milliseconds(plan.predicted.iteration_us if plan.predicted else None)
+    delay = "no delay" if plan.delay is None else f"delay k = {plan.delay.steps}"
+    if plan.local_async is not None:
+        return f"{_updaters_words(plan.local_async)}: {step} ms for a minibatch of a rank"
+    return f"{counted(len(plan.buckets), 'bucket')}, {how}, {delay}: {step} ms"
+
+
+def frontier_table(plan: Plan) -> Table:
+    """The step by the largest ratio allowed."""
+    table = Table(title="speed over compression", title_justify="left")
+    for column in ("largest ratio", "buckets", "sparse", "elements sent", "step (ms)"):
+        table.add_column(column, justify="right")
+    for point in plan.frontier or ():
+        sent, step = f"{point.sent_share:.2%}", milliseconds(point.iteration_us)
+        table.add_row(f"{point.max_ratio:,g}", str(point.buckets), str(point.sparse_buckets), sent, step)
+    return table
+
+
+def delay_table(plan: Plan) -> Table:
+    """The mean step by k: as simulated, and in closed form."""
+    table = Table(title="speed over delay", title_justify="left")
+    for column in ("k", "buckets", "mean step (ms)", "by Eq. 4 (ms)", "case of Eq. 4"):
+        table.add_column(column, justify="right")
+    for point in plan.delays or ():
+        times = milliseconds(point.iteration_us), milliseconds(point.closed_form_us)
+        table.add_row(str(point.steps), str(point.buckets), *times, str(point.case))
+    return table
+
+
+def _updaters_words(spec: LocalAsyncSpec) -> str:
+    blocks = "" if spec.blocks is None else f" and {counted(len(spec.blocks), 'block')} by turns"
+    return f"{counted(spec.updaters, 'local updater')} on the full model{blocks}"
+
+
+def updaters_table(plan: Plan) -> Table:
+    """A rank's time for a minibatch by its number of updaters."""
+    table = Table(title="speed over local updaters: a rank's time for a minibatch", title_justify="left")
+    for column in ("updaters", "blocks", "LAP-SGD (ms)", "LPP-SGD (ms)", "backwards saved", "(c − 1)/2", "memory"):
+        table.add_column(column, justify="right")
+    for point in plan.updaters or ():
+        times = milliseconds(point.lap_us), milliseconds(point.lpp_us)
+        saved = f"{point.saved_backwards:.2f}", f"{point.closed_form:.2f}"
+        memory = "" if point.fits else "too little"
+        table.add_row(str(point.updaters), str(point.blocks), *times, *saved, memory)
+    return table
+
+
+def updaters_line(plan: Plan) -> str:
+    """What a plan with local updaters does."""
+    spec = plan.local_async
+    if spec is None:
+        return ""
+    often = f"models are averaged after every {counted(spec.average_every, 'update')} of a rank, in the last "
+    often += f"{1.0 - spec.switch_fraction:.0%} of training after every {spec.then_every}"
+    full = "" if spec.blocks is None else f"; the first {spec.full_fraction:.0%} of minibatches update the full model"
+    return f"{_updaters_words(spec)}; {often}{full}"
+
+
+def delay_line(plan: Plan) -> str:
+    """What a plan with delay does, and what it asks for."""
+    spec = plan.delay
+    if spec is None:
+        return ""
+    every = "step" if spec.steps == 1 else f"{spec.steps} steps"
+    first = counted(spec.warmup_steps, "synchronous step")
+    needs = "the optimizer has to be torch.optim.SGD"
+    return f"delay k = {spec.steps}: new weights after every {every}, {first} first; {needs}"
+
+
+def print_plan(plan: Plan, console: Console, *, buckets: bool) -> None:
+    """Summary, certificate and notes; with `buckets` the table of buckets and where the numbers came from too."""
+    print_table(console, summary_table(plan))
+    if buckets:
+        print_table(console, bucket_table(plan))
+    tables = ((plan.frontier, frontier_table), (plan.delays, delay_table), (plan.updaters, updaters_table))
+    for points, table in tables:
+        if points:
+            print_table(console, table(plan))
+    said = [f"accuracy {plan.accuracy}; {line}" for line in (updaters_line(plan), delay_line(plan)) if line]
+    for line in filter(None, (*said, *interface_lines(plan), uncertainty_line(plan), certificate_text(plan))):
+        console.print(line, highlight=False)
+    for note in plan.notes:
+        console.print(f"- {printable(note, SENTENCE_CHARACTERS)}", highlight=False)
+    if buckets:
+        for line in loading_lines(plan):
+            console.print(line, highlight=False)
+        for name, text in (plan.sources or {}).items():
+            console.print(f"{printable(name)}: {printable(text, SENTENCE_CHARACTERS)}", highlight=False)
+
+
+def simulation_table(results: Sequence[Simulation]) -> Table:
+    """Strategies by number of ranks."""
+    best = {
+        ranks: min(r.iteration_us for r in results if r.ranks == ranks) for ranks in _unique(r.ranks for r in results)
+    }
+    changes = f", what if: {', '.join(results[0].what_if)}" if results and results[0].what_if else ""
+    table = Table(title=f"predicted time of one step{changes}", title_justify="left")
+    columns = ["ranks", "strategy", "buckets", "step (ms)", "exposed (ms)", "step / best", "all-reduce"]
+    quantiles = list((results[0].quantiles_us or {}) if results else {})
+    columns += [f"{name} (ms)" for name in quantiles]
+    columns += ["critical path"] if any(result.critical_path for result in results) else []
+    for column in columns:
+        table.add_column(column, justify="left" if column in ("strategy", "all-reduce", "critical path") else "right")
+    for result in results:
+        source = result.cost_source + (", extrapolated" if result.extrapolated else "")
+        table.add_row(
+            str(result.ranks),
+            result.strategy,
+            str(result.buckets),
+            milliseconds(result.iteration_us),
+            milliseconds(result.exposed_us),
+            f"{result.iteration_us / best[result.ranks]:.3f}" if best[result.ranks] else "",
+            source,
+            *(milliseconds((result.quantiles_us or {})[name]) for name in quantiles),
+            *([_shares(result.critical_path)] if result.critical_path else []),
+        )
+    return table
+
+
+def _shares(shares: Mapping[str, float]) -> str:
+    largest = sorted(shares.items(), key=lambda item: -item[1])
+    return ", ".join(f"{kind} {share:.0%}" for kind, share in largest if share >= 0.005)
+
+
+def _unique(values: Iterable[int]) -> list[int]:
+    return list(dict.fromkeys(values))
+
+
+def _intervals_line(intervals: ComputeIntervals) -> str:
+    low_us, high_us = intervals.step_us
+    half_us, middle_us = intervals.spread_us / 2.0, (low_us + high_us) / 2.0
+    share = half_us / middle_us if middle_us > 0.0 else 0.0
+    text = f"half of the steps took {milliseconds(low_us)} to {milliseconds(high_us)} ms without communication: "
+    text += f"predictions are uncertain by ± {_two_digits(half_us / 1000)} ms ({share:.0%})"
+    return f"{text}; profile again when the machine has nothing else to do" if share > NOISY else text
+
+
+def profile_lines(profile: Profile) -> list[str]:
+    """A profile in a few lines."""
+    compute = profile.compute
+    size_bytes = sum(gradient.size_bytes for gradient in compute.gradients)
+    backward_us = sum(gradient.backward_us for gradient in compute.gradients)
+    lines = [
+        f"{printable(profile.model.name)}: {len(compute.gradients)} gradients, {mebibytes(size_bytes)}, "
+        f"{profile.world.ranks} ranks; "
+        f"forward {milliseconds(compute.forward_us)}, backward {milliseconds(backward_us)}, "
+        f"update {milliseconds(compute.update_us)} ms"
+    ]
+    if compute.intervals is not None:
+        lines.append(_intervals_line(compute.intervals))
+    tracing = profile.tracing
+    if tracing is not None:
+        lines.append(
+            f"traced by {tracing.method}"
+            + "".join(f"; {n}: {printable(why, SENTENCE_CHARACTERS)}" for n, why in (tracing.failures or {}).items())
+        )
+        share = tracing.grad_weight_share
+        if share is not None and share.measured is not None:
+            lines.append(
+                f"gradients of weights take {share.estimated:.0%} of backward by FLOPs, {share.measured:.0%} measured"
+            )
+    cluster = profile.cluster
+    line = (cluster.collectives or {}).get("all_reduce") if cluster else None
+    if line is not None:
+        lines.append(
+            f"all-reduce: {line.alpha_us:.0f} µs + {line.beta_us_per_byte * 1e3:.3g} µs per kB; the line "
+            f"is off by {line.mean_error or 0:.0%} on average, so the samples are used"
+        )
+    if cluster is not None and cluster.contention is not None:
+        lines.append(f"while both are busy, {slower(cluster.contention)}")
+    if profile.local_async is not None:
+        rates = ", ".join(
+            f"{point.updaters}: {milliseconds(point.minibatch_us)} ms" for point in profile.local_async.curve
+        )
+        lines.append(f"a rank's time for a minibatch by its number of local updaters: {rates}")
+    if profile.loading is not None:
+        times = ", ".join(f"{milliseconds(us)} ms from {name}" for name, us in levels(profile.loading).items())
+        lines.append(f"one of {profile.loading.samples:,} samples takes {times}, on the slowest rank")
+    return lines

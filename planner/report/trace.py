@@ -1,0 +1,140 @@
+"""A plan as Chrome trace events, which Perfetto and chrome://tracing open.
+
+Processes: the predicted step, and a measured one where there is one. Threads: one per resource. Every task is a
+complete event (`"ph": "X"`, microseconds); all are sorted by start. The trace holds every task, none are joined.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, Protocol
+
+from planner.emit.sources import counted, short
+from runtime.plan import Plan
+from runtime.plan.measured import MeasuredStep
+from runtime.plan.timeline import computes
+from runtime.version import __version__
+
+Event = dict[str, Any]
+
+DIGITS = 3
+"""Times are rounded to nanoseconds, so that tasks that touch do not overlap by an error of rounding."""
+
+
+class Task(Protocol):
+    """A predicted or a measured task."""
+
+    @property
+    def task(self) -> str: ...
+    @property
+    def resource(self) -> str: ...
+    @property
+    def start_us(self) -> float: ...
+    @property
+    def end_us(self) -> float: ...
+    @property
+    def bucket(self) -> int | None: ...
+    @property
+    def ready_us(self) -> float | None: ...
+
+
+def trace_document(plan: Plan, measured: MeasuredStep | None = None) -> dict[str, Any]:
+    """The whole trace file as plain JSON types."""
+    processes: list[tuple[str, str, Sequence[Task]]] = []
+    cluster = (plan.sources or {}).get("cluster")
+    ranks = f"{plan.model.name}, {counted(plan.world.ranks, 'rank')}" + (f", {short(cluster)}" if cluster else "")
+    predicted = plan.predicted.timeline if plan.predicted else None
+    if predicted:
+        processes.append(("predicted", ranks, predicted))
+    if measured is not None:
+        where = f"{ranks}, rank {measured.rank}, mean of the middle half of {counted(measured.steps, 'step')}"
+        processes.append(("measured", where, measured.timeline))
+    metadata: list[Event] = []
+    complete: list[Event] = []
+    for pid, (name, label, tasks) in enumerate(processes, start=1):
+        lanes = _lanes(tasks)
+        metadata += _names(pid, name, label, [lane for lane, _ in lanes])
+        for tid, (lane, members) in enumerate(lanes, start=1):
+            complete += [_event(plan, task, pid, tid, lane) for task in members]
+    complete.sort(key=lambda event: (event["ts"], event["pid"], event["tid"]))
+    about = {"model": plan.model.name, "ranks": str(plan.world.ranks), "planner": __version__}
+    return {
+        "traceEvents": [*metadata, *complete],
+        "displayTimeUnit": "ms",
+        "otherData": {**about, **(plan.sources or {})},
+    }
+
+
+def trace_text(plan: Plan, measured: MeasuredStep | None = None) -> str:
+    """The trace file, one event a line."""
+    document = trace_document(plan, measured)
+    events = ",\n".join(_json(event) for event in document.pop("traceEvents"))
+    return f'{{"traceEvents": [\n{events}\n],\n{_json(document)[1:]}\n'
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False, allow_nan=False)
+
+
+def _lanes(tasks: Sequence[Task]) -> list[tuple[str, list[Task]]]:
+    """(thread, tasks) per resource, compute first. Tasks of a resource that overlap, as medians may, get a thread more.
+
+    Events of one thread have to follow one another or lie inside each other.
+    """
+    resources = dict.fromkeys(task.resource for task in tasks)
+    named = []
+    for resource in sorted(resources, key=lambda name: not computes(name)):
+        lanes: list[list[Task]] = []
+        for task in sorted((t for t in tasks if t.resource == resource), key=lambda t: (t.start_us, t.end_us)):
+            free = (lane for lane in lanes if round(lane[-1].end_us, DIGITS) <= round(task.start_us, DIGITS))
+            lane = next(free, None)
+            if lane is None:
+                lanes.append([task])
+            else:
+                lane.append(task)
+        named += [(resource if number == 1 else f"{resource} {number}", lane) for number, lane in enumerate(lanes, 1)]
+    return named
+
+
+def _names(pid: int, process: str, label: str, threads: Iterable[str]) -> Iterator[Event]:
+    """Metadata events: what processes and threads are called, and their order."""
+
+    def metadata(what: str, tid: int, **arguments: Any) -> Event:
+        return {"name": what, "ph": "M", "ts": 0, "pid": pid, "tid": tid, "args": arguments}
+
+    yield metadata("process_name", 0, name=process)
+    yield metadata("process_labels", 0, labels=label)
+    yield metadata("process_sort_index", 0, sort_index=pid)
+    for tid, thread in enumerate(threads, start=1):
+        yield metadata("thread_name", tid, name=thread)
+        yield metadata("thread_sort_index", tid, sort_index=tid)
+
+
+def _event(plan: Plan, task: Task, pid: int, tid: int, lane: str) -> Event:
+    start_us, end_us = round(task.start_us, DIGITS), round(task.end_us, DIGITS)
+    return {
+        "name": task.task,
+        "cat": task.resource,
+        "ph": "X",
+        "ts": start_us,
+        "dur": round(end_us - start_us, DIGITS),
+        "pid": pid,
+        "tid": tid,
+        "args": _arguments(plan, task),
+    }
+
+
+def _arguments(plan: Plan, task: Task) -> dict[str, Any]:
+    if task.bucket is None or task.bucket >= len(plan.buckets):
+        return {}
+    bucket = plan.buckets[task.bucket]
+    arguments: dict[str, Any] = {"bucket": task.bucket, "gradients": list(bucket.gradients)}
+    if bucket.size_bytes is not None:
+        arguments["size_bytes"] = bucket.size_bytes
+    if task.ready_us is not None:
+        arguments["ready_us"] = round(task.ready_us, DIGITS)
+        arguments["wait_us"] = round(max(0.0, task.start_us - task.ready_us), DIGITS)
+    if bucket.reason is not None:
+        arguments["reason"] = bucket.reason
+    return arguments

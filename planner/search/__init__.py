@@ -1,0 +1,1 @@
+"""Algorithms that find schedules: dynamic programs, Pareto labels, local search, CP-SAT."""

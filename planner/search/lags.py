@@ -1,0 +1,155 @@
+"""Eq. 19 of LAGS-SGD (Shi et al., ECAI 2020): of each layer, as little compression as hides.
+
+A layer's message has to hide behind the backward of the layer that comes next, selection included; the last layer in
+backward has nothing to hide behind. A layer whose dense all-reduce hides stays dense. Otherwise the most elements whose
+gather hides are sent, but never fewer than 1/c_u of them.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from planner.cost.selection import SelectionCost
+from planner.cost.sparse import SparsePhase
+from planner.ir import Bucket, Schedule
+from planner.model.compression import sparse_bucket
+from planner.model.problem import Problem
+
+
+def layer_wise(problem: Problem, limits: NDArray[np.float64], *, by_layer: bool = False) -> Schedule:
+    """Every layer by Eq. 19.
+
+    Args:
+        problem: the step.
+        limits: c_u of each gradient. Gradients with 1, and those without elements, stay dense in buckets of their own,
+            and the rest of their layer has the less to hide behind.
+        by_layer: whether each k is told by the layers that gradients' names tell, as plans need it.
+    """
+    runs, gather = problem.layer_runs, _Gather(problem)
+    budgets_us = [_backward_us(problem, run) for run in runs[1:]] + [0.0]
+    buckets = [
+        bucket
+        for run, budget_us in zip(runs, budgets_us, strict=True)
+        for bucket in _layer(problem, gather, run, budget_us, limits, by_layer=by_layer)
+    ]
+    return Schedule(buckets=tuple(buckets))
+
+
+def _backward_us(problem: Problem, run: tuple[int, int]) -> float:
+    gradients = problem.profile.compute.gradients[slice(*run)]
+    return math.fsum(gradient.backward_us for gradient in gradients)
+
+
+def _layer(
+    problem: Problem,
+    gather: _Gather,
+    run: tuple[int, int],
+    budget_us: float,
+    limits: NDArray[np.float64],
+    *,
+    by_layer: bool,
+) -> list[Bucket]:
+    """The buckets of one layer, with `budget_us` to hide behind: one, where all of it has one limit."""
+    if int(problem.numel[slice(*run)].sum()) == 0 or float(problem.range_cost_us(*run)) <= budget_us:
+        return [Bucket(gradients=tuple(range(*run)))]
+    if not by_layer:
+        return [_sparse(tuple(range(*run)), _count(problem, gather, run, budget_us, float(limits[run[0]])))]
+    pieces = _pieces(problem, run, limits)
+    dense = [piece for piece, limit in pieces if limit == 1.0]
+    left_us = budget_us - sum(float(problem.range_cost_us(*piece)) for piece in dense)
+    buckets = []
+    for piece, limit in pieces:
+        members = tuple(range(*piece))
+        if limit == 1.0:
+            buckets.append(Bucket(gradients=members))
+            continue
+        elements = problem.layer_elements(Bucket(gradients=members))
+        ks = apportion(_count(problem, gather, piece, left_us, limit), elements, limit)
+        left_us -= float(gather.times_us(sum(ks), *_sizes(problem, piece)))
+        buckets.append(sparse_bucket(members, ks))
+    return buckets
+
+
+def _pieces(problem: Problem, run: tuple[int, int], limits: NDArray[np.float64]) -> list[tuple[tuple[int, int], float]]:
+    """A layer cut where limits change."""
+    pieces: list[tuple[tuple[int, int], float]] = []
+    for index in range(*run):
+        limit = float(limits[index]) if problem.numel[index] else 1.0
+        if pieces and pieces[-1][1] == limit:
+            pieces[-1] = ((pieces[-1][0][0], index + 1), limit)
+        else:
+            pieces.append(((index, index + 1), limit))
+    return pieces
+
+
+def apportion(k: int, elements: list[int], limit: float) -> list[int]:
+    """k shared by the elements of runs, none with fewer than its limit asks for; in all k, or what the limits need."""
+    total, shares, before = sum(elements), [], 0
+    for numel in elements:
+        after = before + numel
+        shares.append(max(math.ceil(numel / limit), k * after // total - k * before // total))
+        before = after
+    return shares
+
+
+def _count(problem: Problem, gather: _Gather, piece: tuple[int, int], budget_us: float, limit: float) -> int:
+    """Eq. 19's k of a piece that does not hide dense."""
+    numel, size_bytes = _sizes(problem, piece)
+    return max(math.ceil(numel / limit), gather.most_that_hide(numel, size_bytes, budget_us))
+
+
+def _sizes(problem: Problem, piece: tuple[int, int]) -> tuple[int, float]:
+    """(elements, bytes)."""
+    return int(problem.numel[slice(*piece)].sum()), float(problem.size_bytes[slice(*piece)].sum())
+
+
+def _sparse(members: tuple[int, ...], k: int) -> Bucket:
+    return Bucket(gradients=members, collective="sparse", algorithm="flat", compressor="topk", k=k)
+
+
+class _Gather:
+    """What layers' selected elements take, on the network, of selection and of unpacking, over their number k."""
+
+    def __init__(self, problem: Problem) -> None:
+        self._problem = problem
+
+    @cached_property
+    def _phases(self) -> tuple[SparsePhase, ...]:
+        return self._problem.sparse_phases("flat")
+
+    @cached_property
+    def _selection(self) -> tuple[SelectionCost, SelectionCost]:
+        return self._problem.selection_cost("flat"), self._problem.selection_cost("flat", "unpack")
+
+    def times_us(self, k: ArrayLike, numel: int, size_bytes: float) -> NDArray[np.float64]:
+        """Of a layer of so many elements and dense bytes; elementwise."""
+        spent_us = sum((cost(size_bytes, np.asarray(k) / numel) for cost in self._selection), np.zeros(()))
+        return sum((phase.curve(phase.message_bytes(k, size_bytes)) for phase in self._phases), spent_us)
+
+    def most_that_hide(self, numel: int, size_bytes: float, budget_us: float) -> int:
+        """The largest k whose gather and selection fit into the budget; 0 if none does.
+
+        Measured times may fall while k rises, so each stretch on which they are a line is looked at.
+        """
+        ends = self._line_ends(numel)
+        fitting = np.flatnonzero(self.times_us(ends, numel, size_bytes) <= budget_us)
+        if fitting.size == 0:
+            return 0
+        last = int(fitting[-1])
+        low, high = int(ends[last]), int(ends[min(last + 1, ends.size - 1)])
+        while high - low > 1:
+            middle = (low + high) // 2
+            fits = bool(self.times_us(middle, numel, size_bytes) <= budget_us)
+            low, high = (middle, high) if fits else (low, middle)
+        return low
+
+    def _line_ends(self, numel: int) -> NDArray[np.int64]:
+        """Ascending k from 1 to `numel`: between neighbours, and those next to them, times are a line."""
+        gathers = [phase.curve.bends_bytes / float(phase.message_bytes(1, 0.0)) for phase in self._phases]
+        bends = np.concatenate([*gathers, *(cost.density * numel for cost in self._selection), [1.0, numel]])
+        bends = np.clip(bends, 1.0, numel)
+        return np.unique(np.concatenate([np.floor(bends), np.ceil(bends)])).astype(np.int64)

@@ -1,0 +1,201 @@
+"""Merging for collectives with phases inside, between, and again inside nodes: a flow shop on two networks.
+
+The networks take their tasks sorted by bucket + phase, then bucket: inside the nodes the gather of bucket b−2 comes
+before the scatter of bucket b. So what a prefix of buckets leaves behind is three numbers: when the network inside is
+free for the next scatter, when the one between nodes is free, and how long the last bucket's gather will take. Smaller
+is never worse in any of them, so a program over prefixes that keeps the labels that do not dominate one another is
+exact while every prefix may keep all of them and every boundary is allowed. Where gradients are many, boundaries are
+chosen among evenly spread ones and then moved one by one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from planner.search.merge import TIE, CostOf, MergeProblem, Places, merge_exact
+
+MAX_PLACES = 96
+"""Places where buckets may stop before boundaries are moved one by one."""
+MAX_LABELS = 32
+"""Labels that a prefix may keep."""
+EVALUATIONS = 400
+"""Moves that are tried: the effort is counted, not timed, so that equal inputs give equal plans."""
+
+Stops = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class PhasedProblem:
+    """Arrays of one merge problem on two networks.
+
+    Args:
+        ready_us: when each gradient is ready, shape (count,).
+        links: the network of each phase.
+        cost_us: for each phase, T of [start, stop) for a slice of starts and one stop, or the reverse, or for pairs.
+        non_decreasing: whether a longer range never costs less, in any phase.
+    """
+
+    ready_us: NDArray[np.float64]
+    links: tuple[str, ...]
+    cost_us: tuple[CostOf, ...]
+    non_decreasing: bool = False
+
+    def total_us(self, starts: Places, stops: Places) -> NDArray[np.float64]:
+        """All phases of a bucket, one after the other."""
+        return np.asarray(sum(cost(starts, stops) for cost in self.cost_us))
+
+    def end_us(self, stops: Stops) -> float:
+        """When the last phase ends; each network takes its tasks sorted by bucket + phase, then bucket."""
+        starts, ends = np.array((0, *stops[:-1])), np.array(stops)
+        times = np.column_stack([cost(starts, ends) for cost in self.cost_us]).tolist()
+        done_us = [float(self.ready_us[stop - 1]) for stop in stops]
+        free_us = dict.fromkeys(self.links, 0.0)
+        count, phases = len(stops), len(self.links)
+        for wave in range(count + phases - 1):
+            for bucket in range(max(0, wave - phases + 1), min(wave, count - 1) + 1):
+                link = self.links[wave - bucket]
+                done_us[bucket] = max(done_us[bucket], free_us[link]) + times[bucket][wave - bucket]
+                free_us[link] = done_us[bucket]
+        return max(done_us)
+
+
+def merge_phased(problem: PhasedProblem, starts: Sequence[Stops] = ()) -> Stops:
+    """The best boundaries found; `starts` are tried as well."""
+    if len(set(problem.links)) == 1:  # nothing overlaps: one network
+        return merge_exact(MergeProblem(problem.ready_us, problem.total_us, problem.non_decreasing)).stops
+    if len(problem.links) != 3 or problem.links[0] != problem.links[2]:
+        raise NotImplementedError(f"phases on {problem.links}: expected one network, or there, elsewhere and back")
+    places = _places(problem)
+    found = _labels(problem, places)
+    best = min([found, *starts], key=lambda stops: (problem.end_us(stops), len(stops)))
+    return best if len(places) == len(problem.ready_us) else _move(problem, best)
+
+
+def _places(problem: PhasedProblem) -> NDArray[np.int64]:
+    """Where buckets may stop: everywhere, or at `MAX_PLACES` places that are evenly spread in time and in cost."""
+    count = len(problem.ready_us)
+    if count <= MAX_PLACES:
+        return np.arange(1, count + 1)
+    to_here_us = problem.total_us(0, slice(1, count + 1))
+    scale = to_here_us / max(float(to_here_us[-1]), 1e-9) + problem.ready_us / max(float(problem.ready_us[-1]), 1e-9)
+    wanted = np.linspace(scale[0], scale[-1], MAX_PLACES)
+    return np.unique(np.append(np.searchsorted(scale, wanted, side="left").clip(0, count - 1) + 1, count))
+
+
+def _labels(problem: PhasedProblem, places: NDArray[np.int64]) -> Stops:
+    """The program over prefixes. Columns of a label: inside free, between free, pending gather, where it came from."""
+    scatter, between, gather = problem.cost_us
+    labels = np.zeros((1, 3))
+    prefix, parent = np.zeros(1, dtype=np.int64), np.full(1, -1)
+    for stop in places.tolist():
+        start = prefix
+        ready = float(problem.ready_us[stop - 1])
+        bounds = np.unique(start)
+        costs = [cost(bounds, stop) for cost in (scatter, between, gather)]
+        at = np.searchsorted(bounds, start)
+        scattered = np.maximum(labels[:, 0], ready) + costs[0][at]
+        begun = np.maximum(scattered, labels[:, 1])
+        # The gather of the bucket before waits for both, as this bucket's exchange between nodes does.
+        inside = np.where(start > 0, begun + labels[:, 2], scattered)
+        new = np.column_stack([inside, begun + costs[1][at], costs[2][at]])
+        kept = _undominated(new)
+        labels = np.concatenate([labels, new[kept]])
+        prefix = np.concatenate([prefix, np.full(len(kept), stop)])
+        parent = np.concatenate([parent, kept])
+    last = np.flatnonzero(prefix == len(problem.ready_us))
+    ends_us = np.maximum(labels[last, 0], labels[last, 1]) + labels[last, 2]
+    number = int(last[np.flatnonzero(ends_us <= ends_us.min() * (1.0 + TIE))[0]])
+    stops: list[int] = []
+    while number > 0:
+        stops.append(int(prefix[number]))
+        number = int(parent[number])
+    return tuple(reversed(stops))
+
+
+def _undominated(labels: NDArray[np.float64]) -> NDArray[np.int64]:
+    """Numbers of the labels that no other is at least as good as in every column; at most `MAX_LABELS`, the best."""
+    order = np.argsort(np.maximum(labels[:, 0], labels[:, 1]) + labels[:, 2], kind="stable")
+    kept: list[int] = []
+    while order.size and len(kept) < MAX_LABELS:
+        kept.append(int(order[0]))
+        worse = (labels[order] >= labels[order[0]]).all(axis=1)
+        order = order[~worse]
+    return np.array(kept)
+
+
+def _move(problem: PhasedProblem, stops: Stops) -> Stops:
+    """Boundaries moved by powers of two, or dropped, as long as the step gets shorter."""
+    replay, left, improved = _Replay(problem), EVALUATIONS, True
+    best_us = replay.begin(stops)
+    while improved and left > 0:
+        improved = False
+        for index, moved in _neighbours(stops):
+            left -= 1
+            end_us = replay.end_us(moved, index)
+            if end_us < best_us * (1.0 - TIE):
+                stops, best_us, improved = moved, replay.begin(moved), True
+                break
+            if left <= 0:
+                break
+    return stops
+
+
+class _Replay:
+    """`PhasedProblem.end_us` for many neighbours of one schedule: what they have in common is computed once."""
+
+    def __init__(self, problem: PhasedProblem) -> None:
+        self._problem = problem
+        self._ready_us: list[float] = problem.ready_us.tolist()
+        self._times: dict[tuple[int, int], tuple[float, ...]] = {}
+        self._before: list[tuple[float, float, float]] = []
+        """What each prefix of the schedule leaves: see the module's text."""
+
+    def begin(self, stops: Stops) -> float:
+        """Takes a schedule whose neighbours will be asked for; returns its end."""
+        wanted = set(zip((0, *stops[:-1]), stops, strict=True))
+        for index, moved in _neighbours(stops):
+            wanted.update(zip((0, *moved)[index : index + 2], moved[index : index + 2], strict=False))
+        pairs = sorted(wanted - self._times.keys())
+        if pairs:
+            starts, ends = np.array(pairs).T
+            of_phases = [cost(starts, ends).tolist() for cost in self._problem.cost_us]
+            self._times.update(zip(pairs, zip(*of_phases, strict=True), strict=True))
+        self._before = [(0.0, 0.0, 0.0)]
+        for start, stop in zip((0, *stops[:-1]), stops, strict=True):
+            self._before.append(self._send(self._before[-1], start, stop))
+        return _end(self._before[-1])
+
+    def end_us(self, moved: Stops, index: int) -> float:
+        """The end of a neighbour whose buckets before `index` are those of the schedule."""
+        left, start = self._before[index], moved[index - 1] if index else 0
+        for stop in moved[index:]:
+            left = self._send(left, start, stop)
+            start = stop
+        return _end(left)
+
+    def _send(self, before: tuple[float, float, float], start: int, stop: int) -> tuple[float, float, float]:
+        inside_us, between_us, pending_us = before
+        scatter_us, exchange_us, gather_us = self._times[start, stop]
+        scattered_us = max(self._ready_us[stop - 1], inside_us) + scatter_us
+        begun_us = max(scattered_us, between_us)
+        return begun_us + pending_us if start else scattered_us, begun_us + exchange_us, gather_us
+
+
+def _end(left: tuple[float, float, float]) -> float:
+    return max(left[0], left[1]) + left[2]
+
+
+def _neighbours(stops: Stops) -> Iterator[tuple[int, Stops]]:
+    """Schedules with one boundary dropped or moved, each with the number of that boundary."""
+    bounds = (0, *stops)
+    for index in range(len(stops) - 1):
+        low, here, high = bounds[index], stops[index], stops[index + 1]
+        yield index, stops[:index] + stops[index + 1 :]
+        for distance in (1, 2, 4, 8, 16):
+            for place in (here - distance, here + distance):
+                if low < place < high:
+                    yield index, (*stops[:index], place, *stops[index + 1 :])

@@ -1,0 +1,1 @@
+"""Every refusal: whether a plan can be carried out here."""

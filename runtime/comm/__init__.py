@@ -1,0 +1,1 @@
+"""Process groups, nodes, communicators and collectives."""

@@ -1,0 +1,77 @@
+"""2D-torus all-reduce: reduce-scatter inside the node, all-reduce of each shard between nodes, all-gather inside.
+
+Between nodes a rank sends 2(m−1)/m of its shard, so that a node sends what one rank would in a flat all-reduce over
+nodes. Source: Mikami et al. (arXiv 1811.05233), the dense rival in CommLib (Shi et al., MLSys 2021).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch.distributed as dist
+from torch import Tensor
+
+from runtime.comm.collectives.phases import Phase, Scatter, Works, add_up, gather, present, share_of, start
+from runtime.comm.node_groups import Grid
+from runtime.comm.topology import Topology
+
+if TYPE_CHECKING:
+    from runtime.core.buckets import Message
+
+
+class Torus2d:
+    """See the module's text. Shards divide a message evenly but for the last ones."""
+
+    def phases(self, topology: Topology) -> tuple[Phase, ...]:
+        """See `PhasedCollective.phases`."""
+        return present(
+            [
+                Phase("reduce_scatter", "intra", _scatter),
+                Phase("all_reduce", "inter", _all_reduce),
+                Phase("all_gather", "intra", _gather),
+            ],
+            topology,
+        )
+
+
+class _Shards:
+    """Memory of a message, kept from step to step."""
+
+    def __init__(self, flat: Tensor, grid: Grid) -> None:
+        parts = grid.per_node
+        self.flat = flat
+        self.scatter = Scatter(flat, parts, grid.inside.rank)
+        share = share_of(flat.numel(), parts)
+        self.part = flat.new_zeros(share)
+        self.mine = self.part[: self.scatter.stop - self.scatter.start]
+        """This rank's shard."""
+        self.whole = flat if parts * share == flat.numel() else flat.new_zeros(parts * share)
+        """All shards: the message itself, where ranks divide it."""
+
+
+def _shards(message: Message, grid: Grid) -> _Shards:
+    known = message.scratch
+    if not isinstance(known, _Shards) or known.flat is not message.flat:
+        known = message.scratch = _Shards(message.flat, grid)
+    return known
+
+
+def _scatter(message: Message, grid: Grid) -> Works:
+    shards, group = _shards(message, grid), grid.inside.group
+    assert group is not None
+    yield from start(shards.scatter.operations(group))
+    add_up(shards.scatter.rows, shards.mine)
+
+
+def _all_reduce(message: Message, grid: Grid) -> Works:
+    mine = _shards(message, grid).mine if grid.per_node > 1 else message.flat
+    if mine.numel():  # alike on all ranks of this place
+        yield dist.all_reduce(mine, group=grid.between.group, async_op=True)
+
+
+def _gather(message: Message, grid: Grid) -> Works:
+    shards, group = _shards(message, grid), grid.inside.group
+    assert group is not None
+    yield from gather(shards.whole, shards.part, group)
+    if shards.whole is not message.flat:
+        message.flat.copy_(shards.whole[: message.flat.numel()])

@@ -1,0 +1,338 @@
+"""Sends buckets in plan order, one at a time, beside backward; every wait has a deadline."""
+
+from __future__ import annotations
+
+import atexit
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from datetime import timedelta
+from functools import partial
+from typing import Any, NoReturn, Protocol
+
+import torch
+import torch.distributed as dist
+
+from runtime.comm.collectives import Collective
+from runtime.comm.world import World, first_line, note
+from runtime.core.buckets import BucketBuffer, Parcel
+from runtime.errors import CommunicationError
+from runtime.torch_compat import is_of_backend, result_of, wait_for
+
+GRACE_S = 5.0
+"""How much longer than the backend's own deadline the waiting thread gives it."""
+
+EXIT_S, SETTLING_S = 5.0, 0.01
+"""How long the end of a script waits for messages on their way, and how often it looks."""
+
+
+@dataclass(slots=True)
+class Sent:
+    """When one bucket was sent; marks of the session's clock, None where unknown."""
+
+    launch: Any = None
+    start: Any = None
+    end: Any = None
+    phases: list[tuple[str, str, Any, Any]] = field(default_factory=list)
+    """(name, link, start, end) of each phase, of collectives that have several."""
+
+
+@dataclass(slots=True, eq=False)
+class _Task:
+    """One message on its way."""
+
+    bucket: BucketBuffer | Parcel
+    message: Any
+    """See `Collective.run`."""
+    sent: Sent
+    last: bool
+    """Whether it is its bucket's last."""
+    phases: Iterator[dist.Work] = field(default_factory=lambda: iter(()))
+    work: dist.Work | None = None
+    """The phase that is on its way."""
+
+
+def nothing() -> None:
+    """What a bucket needs whose messages are filled already."""
+
+
+class Communicator(Protocol):
+    """Launches buckets in the order of the calls and waits for all of them."""
+
+    def launch(self, bucket: BucketBuffer | Parcel, sent: Sent, prepare: Callable[[], None] = nothing) -> None:
+        """Hands the bucket over; returns at once. Fills `sent`.
+
+        `prepare` fills the bucket's messages: on a device, beside what is computed there meanwhile.
+        """
+        ...
+
+    def wait(self, until: Sent | None = None) -> None:
+        """Returns when every bucket launched so far, or that one, has come. Raises CommunicationError."""
+        ...
+
+    def close(self) -> None:
+        """Ends what the communicator started."""
+        ...
+
+
+class NullCommunicator:
+    """Sends nothing: for one rank, and for measuring computation without communication."""
+
+    def launch(self, bucket: BucketBuffer | Parcel, sent: Sent, prepare: Callable[[], None] = nothing) -> None:
+        """Prepares only."""
+        prepare()
+
+    def wait(self, until: Sent | None = None) -> None:
+        """Returns at once."""
+
+    def close(self) -> None:
+        """Does nothing."""
+
+
+def failure_of(world: World, label: str, error: Exception) -> Exception:
+    """What to raise where a collective ended with an error: what other ranks and the network may have to do with it;
+    where it came up in this process, the error itself, with a note of that.
+    """
+    if is_of_backend(error):
+        return describe_failure(world, label, error)
+    note(error, world, label)
+    return error
+
+
+def raise_failure(world: World, label: str, error: Exception) -> NoReturn:
+    """Raises `failure_of` an error that is being handled."""
+    failure = failure_of(world, label, error)
+    if failure is error:
+        raise failure
+    raise failure from error
+
+
+def describe_failure(world: World, label: str, error: BaseException) -> CommunicationError:
+    """One message for a collective that failed: rank, bucket, collective, cause and cure."""
+    return CommunicationError(
+        f"rank {world.rank}: {label} did not complete: another rank died, stalled, left the step or had a backward "
+        f"that reached no parameter, or the network failed (deadline {world.timeout_s:.0f} s; {first_line(error)}); "
+        f"look at the other ranks' first error"
+    )
+
+
+class HostCommunicator:
+    """CPU tensors: one message at a time, so that messages never share the link with each other.
+
+    A message that finds the link busy waits in a queue; whoever notices first that the one before it has ended, the
+    backend's own thread or the waiting main thread, starts it. No thread of ours stands between them, which would cost
+    two wake-ups per message.
+    """
+
+    def __init__(self, world: World, collectives: list[Collective], whole: World | None = None) -> None:
+        self._world, self._collectives, self._whole = world, collectives, whole or world
+        # Reentrant: the callback of a message that has ended already runs at once, inside `_start_next`, which then
+        # starts the message after it.
+        self._lock = threading.RLock()
+        self._queue: deque[_Task] = deque()
+        self._current: _Task | None = None
+        self._failure: Exception | None = None
+        self._callbacks = 0
+        """How many the backend's thread has yet to call."""
+        _running.add(self)
+
+    def launch(self, bucket: BucketBuffer | Parcel, sent: Sent, prepare: Callable[[], None] = nothing) -> None:
+        """See `Communicator.launch`."""
+        prepare()
+        # A step that was given up may have marked it.
+        sent.launch, sent.start, sent.end = time.perf_counter(), None, None
+        with self._lock:
+            for message in bucket.payloads:
+                self._queue.append(_Task(bucket, message, sent, last=message is bucket.payloads[-1]))
+            if self._current is None:
+                self._try_next()
+
+    def wait(self, until: Sent | None = None) -> None:
+        """See `Communicator.wait`. After a failure every later wait fails alike: the group is broken."""
+        self._drain(until)
+        if self._failure is not None:
+            raise self._failure
+
+    def _drain(self, until: Sent | None = None) -> None:
+        """Waits, and keeps what fails."""
+        while (flying := self._in_flight()) is not None and (until is None or until.end is None):
+            task, work = flying
+            try:
+                wait_for(work, timedelta(seconds=self._world.timeout_s + GRACE_S))
+            except RuntimeError as error:
+                self._fail(task, error)
+                break
+            self._ended(task, work)
+
+    def close(self) -> None:
+        """Waits for what a backward that raised left on its way, then lets go of the group.
+
+        The backend's thread may still hold this object, and a group that is taken down by its own thread ends the
+        process.
+        """
+        self._drain()  # whoever waited for it first has told what failed
+        self._world = self._whole = World()
+
+    def settle(self, deadline: float) -> None:
+        """Starts nothing more, and gives the backend's thread until `deadline` (monotonic) for what is on its way."""
+        with self._lock:
+            self._queue.clear()
+        while self._callbacks > 0 and time.monotonic() < deadline:
+            time.sleep(SETTLING_S)
+
+    def _in_flight(self) -> tuple[_Task, dist.Work] | None:
+        with self._lock:  # not between one message's end and the next one's start
+            if self._current is None:
+                return None
+            assert self._current.work is not None
+            return self._current, self._current.work
+
+    def _start_next(self) -> None:
+        """Starts the first message of the queue, if any; the lock is held."""
+        self._current = None
+        if not self._queue or self._failure is not None:
+            return
+        group = self._world.group
+        assert group is not None
+        task = self._current = self._queue.popleft()
+        if task.sent.start is None:
+            task.sent.start = time.perf_counter()
+        task.phases = self._collectives[task.bucket.index].run(task.message, group)
+        self._advance(task)
+
+    def _advance(self, task: _Task) -> None:
+        """Starts the message's next phase, or, after the last one, the next message; the lock is held."""
+        task.work = next(task.phases, None)
+        if task.work is None:
+            if task.last:
+                task.sent.end = time.perf_counter()
+            self._start_next()
+            return
+        self._callbacks += 1
+        task.work.get_future().add_done_callback(partial(self._on_done, task, task.work))
+
+    def _try_next(self) -> None:
+        """`_start_next`, with a failure kept for the next `wait`; the lock is held."""
+        self._kept(self._start_next)
+
+    def _kept(self, go_on: Callable[[], None]) -> None:
+        """Goes on; what is raised is kept for the next `wait`. The lock is held."""
+        try:
+            go_on()
+        except Exception as error:  # nobody else hears of it on the backend's thread
+            if self._current is not None:
+                self._fail(self._current, error)
+
+    def _on_done(self, task: _Task, work: dist.Work, future: torch.futures.Future[Any]) -> None:
+        """Called on the backend's thread."""
+        try:
+            result_of(future)
+        except RuntimeError as error:
+            self._fail(task, error)
+        else:
+            self._ended(task, work)
+        finally:
+            with self._lock:
+                self._callbacks -= 1
+
+    def _ended(self, task: _Task, work: dist.Work) -> None:
+        with self._lock:
+            if self._current is not task or task.work is not work:
+                return  # the other thread was first
+            self._kept(partial(self._advance, task))
+
+    def _fail(self, task: _Task, error: Exception) -> None:
+        with self._lock:
+            self._failure = self._failure or failure_of(self._whole, task.bucket.label, error)
+            self._queue.clear()
+            self._current = None
+
+
+_running: weakref.WeakSet[HostCommunicator] = weakref.WeakSet()
+
+
+@atexit.register
+def _settle_all() -> None:
+    """A script that ends while messages are on their way, by an exception in backward, say: the backend's thread must
+    not call back into an interpreter that is being taken down, which would abort the process.
+    """
+    deadline = time.monotonic() + EXIT_S
+    running = list(_running)
+    for communicator in running:
+        communicator.settle(deadline)
+    if running:
+        time.sleep(SETTLING_S)  # the thread lets go of what it has called
+
+
+class StreamCommunicator:
+    """CUDA tensors: the backend queues the collectives on its own stream; the host never waits for the device."""
+
+    def __init__(
+        self, world: World, collectives: list[Collective], device: torch.device, whole: World | None = None
+    ) -> None:
+        self._world, self._collectives, self._whole = world, collectives, whole or world
+        self._side = torch.cuda.Stream(device)
+        self._works: list[tuple[dist.Work, str]] = []
+
+    def launch(self, bucket: BucketBuffer | Parcel, sent: Sent, prepare: Callable[[], None] = nothing) -> None:
+        """See `Communicator.launch`; what the current stream has queued so far is waited for on the device."""
+        group = self._world.group
+        assert group is not None
+        self._works = [(work, label) for work, label in self._works if not work.is_completed()]
+        sent.launch = sent.start = mark_on(torch.cuda.current_stream())
+        self._side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._side):
+            prepare()
+            try:
+                for message in bucket.payloads:
+                    for work in self._collectives[bucket.index].run(message, group):
+                        wait_for(work)  # makes the side stream wait, not the host
+                        self._works.append((work, bucket.label))
+            except RuntimeError as error:
+                raise_failure(self._whole, bucket.label, error)
+        sent.end = mark_on(self._side)
+
+    def wait(self, until: Sent | None = None) -> None:
+        """See `Communicator.wait`: makes the current stream wait, for all that was launched or for that bucket."""
+        if until is not None and isinstance(until.end, torch.cuda.Event):
+            torch.cuda.current_stream().wait_event(until.end)
+            return
+        works, self._works = self._works, []
+        torch.cuda.current_stream().wait_stream(self._side)
+        for work, label in works:
+            try:
+                wait_for(work)
+            except RuntimeError as error:
+                raise_failure(self._whole, label, error)
+
+    def close(self) -> None:
+        """See `Communicator.close`."""
+        self._works.clear()
+
+
+def mark_on(stream: torch.cuda.Stream) -> torch.cuda.Event:
+    """A mark of what the stream has queued so far."""
+    event = torch.cuda.Event(enable_timing=True)
+    event.record(stream)
+    return event
+
+
+def make_communicator(
+    world: World, collectives: list[Collective], device: torch.device, whole: World | None = None
+) -> Communicator:
+    """The communicator for the device that the gradients live on.
+
+    Args:
+        world: the ranks that exchange.
+        collectives: by bucket.
+        device: of what is sent.
+        whole: of which `world` is a part, where it is one: errors name this rank by its number there.
+    """
+    if world.group is None:
+        return NullCommunicator()
+    if device.type == "cuda":
+        return StreamCommunicator(world, collectives, device, whole)
+    return HostCommunicator(world, collectives, whole)

@@ -1,0 +1,342 @@
+"""Carries buckets whose collectives have several phases, on two kinds of link at once.
+
+While one bucket is between nodes, another one is inside them. Each kind of link takes its phases in the plan's order,
+which is the same on all ranks, so that no two groups of ranks wait for each other. A phase begins when the one before
+it has ended and its link is free. On CPUs a thread for each kind of link does that, which also adds up and selects, so
+that backward goes on; on CUDA there is a stream for each, and the host waits for nothing.
+"""
+
+from __future__ import annotations
+
+import atexit
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from runtime.comm.collectives import PHASED, collective_of, form_of
+from runtime.comm.collectives.phases import Phase
+from runtime.comm.communicator import (
+    EXIT_S,
+    GRACE_S,
+    Communicator,
+    Sent,
+    describe_failure,
+    failure_of,
+    mark_on,
+    nothing,
+    raise_failure,
+)
+from runtime.comm.node_groups import Grid
+from runtime.comm.topology import LinkName, Topology
+from runtime.core.buckets import BucketBuffer, Parcel
+from runtime.plan import Plan, PlanBucket
+from runtime.torch_compat import wait_for
+
+LINKS: tuple[LinkName, ...] = ("intra", "inter")
+Entry = tuple[int, int]
+"""(bucket, phase)."""
+
+
+def phases_of(bucket: PlanBucket, topology: Topology) -> tuple[Phase, ...]:
+    """The phases of a bucket; one for collectives without any, on the links that it keeps busy."""
+    if form_of(bucket) in PHASED:
+        return PHASED[form_of(bucket)].phases(topology)
+    collective = collective_of(bucket)
+
+    def run(message: Any, grid: Grid) -> Iterator[dist.Work]:
+        assert grid.world.group is not None
+        return collective.run(message, grid.world.group)
+
+    return (Phase(bucket.collective, "inter" if topology.count > 1 else "intra", run),)
+
+
+def default_order(counts: Sequence[int]) -> list[Entry]:
+    """Phases sorted by bucket + phase, then bucket, given how many each bucket has."""
+    return sorted(
+        ((bucket, phase) for bucket, count in enumerate(counts) for phase in range(count)),
+        key=lambda entry: (sum(entry), entry[0]),
+    )
+
+
+class PhaseQueues:
+    """Which phase each kind of link takes next. A round is what is launched between two waits for everything."""
+
+    def __init__(self, links: Sequence[Sequence[LinkName]], order: Sequence[Entry] | None = None) -> None:
+        """
+        Args:
+            links: of each bucket, the links of its phases.
+            order: of all phases; default: see `default_order`.
+        """
+        self._counts = [len(of) for of in links]
+        order = default_order(self._counts) if order is None else order
+        self.order = tuple(order)
+        self._queues = {link: [entry for entry in order if links[entry[0]][entry[1]] == link] for link in LINKS}
+        self.begin()
+
+    def begin(self) -> None:
+        """A new round."""
+        self._places = dict.fromkeys(LINKS, 0)
+        self._done: dict[int, int] = {}
+        self._flushed = False
+
+    def over(self, bucket: int) -> bool:
+        """Whether a bucket belongs to the next round: it has been launched in this one, or no more come."""
+        return bucket in self._done or self._flushed
+
+    def launch(self, bucket: int) -> None:
+        """A bucket may travel now."""
+        self._done[bucket] = 0
+
+    def flush(self) -> None:
+        """No more buckets come in this round: those that have not come are not waited for."""
+        self._flushed = True
+
+    def next(self, link: LinkName) -> Entry | None:
+        """What the link takes now; None where it has to wait, or is through. The same until `done` is called."""
+        queue = self._queues[link]
+        while self._places[link] < len(queue):
+            bucket, phase = queue[self._places[link]]
+            if bucket in self._done:
+                return (bucket, phase) if self._done[bucket] == phase else None
+            if not self._flushed:
+                return None
+            self._places[link] += 1
+        return None
+
+    def done(self, link: LinkName) -> None:
+        """What `next` gave has ended."""
+        bucket, _ = self._queues[link][self._places[link]]
+        self._places[link] += 1
+        self._done[bucket] += 1
+
+    def complete(self, bucket: int | None = None) -> bool:
+        """Whether all phases have ended, of one bucket or of all that were launched."""
+        buckets = self._done if bucket is None else [bucket]
+        return all(self._done.get(one, 0) == self._counts[one] for one in buckets)
+
+
+class PhasedHostCommunicator:
+    """CPU tensors: one thread for each kind of link. See `runtime.comm.communicator.Communicator`."""
+
+    def __init__(self, grid: Grid, phases: Sequence[tuple[Phase, ...]], order: Sequence[Entry] | None = None) -> None:
+        self._grid, self._phases = grid, phases
+        self._queues = PhaseQueues([[phase.link for phase in of] for of in phases], order)
+        self._changed = threading.Condition()
+        self._buckets: dict[int, tuple[BucketBuffer | Parcel, Sent]] = {}
+        self._failure: Exception | None = None
+        self._moved_at, self._closing = time.monotonic(), False
+        self._threads: list[threading.Thread] = []
+        _running.add(self)
+
+    def launch(self, bucket: BucketBuffer | Parcel, sent: Sent, prepare: Callable[[], None] = nothing) -> None:
+        """See `Communicator.launch`."""
+        if self._queues.over(bucket.index):
+            self.wait()
+        prepare()
+        sent.launch, sent.start, sent.end = time.perf_counter(), None, None
+        sent.phases.clear()
+        with self._changed:
+            if not self._threads:
+                self._start()
+            self._buckets[bucket.index] = bucket, sent
+            self._queues.launch(bucket.index)
+            self._changed.notify_all()
+
+    def _start(self) -> None:
+        for link in LINKS:
+            thread = threading.Thread(target=self._carry, args=(link,), name=f"planner {link}", daemon=True)
+            self._threads.append(thread)
+            thread.start()
+
+    def wait(self, until: Sent | None = None) -> None:
+        """See `Communicator.wait`. After a failure every later wait fails alike: the groups are broken."""
+        with self._changed:
+            self._drain(until)
+            if self._failure is not None:
+                raise self._failure
+            if self._queues.complete():
+                self._queues.begin()
+                self._buckets.clear()
+
+    def _drain(self, until: Sent | None = None) -> None:
+        """Waits, and keeps what fails; the lock is held."""
+        limit_s = self._grid.world.timeout_s + 2 * GRACE_S  # a thread's own wait ends first, and says what it was for
+        self._queues.flush()
+        self._changed.notify_all()
+        self._moved_at = time.monotonic()
+        while self._failure is None and not self._arrived(until):
+            self._changed.wait(limit_s)
+            if time.monotonic() > self._moved_at + limit_s:
+                nothing_moved = TimeoutError("nothing has moved")
+                self._fail(describe_failure(self._grid.world, "what was launched", nothing_moved))
+
+    def _arrived(self, until: Sent | None) -> bool:
+        return self._queues.complete() if until is None else until.end is not None
+
+    def close(self) -> None:
+        """Waits for what a backward that raised left on its way, then ends the threads."""
+        with self._changed:
+            self._drain()  # whoever waited for it first has told what failed
+        self.settle(time.monotonic() + EXIT_S)
+
+    def settle(self, deadline: float) -> None:
+        """Starts nothing more, and gives the threads until `deadline` (monotonic) for what is on its way."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
+        for thread in self._threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
+
+    # What the threads do.
+
+    def _carry(self, link: LinkName) -> None:
+        while (entry := self._take(link)) is not None:
+            bucket, sent = self._buckets[entry[0]]
+            phase = self._phases[entry[0]][entry[1]]
+            begun = time.perf_counter()
+            if sent.start is None:
+                sent.start = begun
+            try:
+                self._run(phase, bucket)
+            except Exception as error:  # nobody else hears of it on this thread
+                with self._changed:
+                    self._fail(failure_of(self._grid.world, f"{phase.name} ({link}) of {bucket.label}", error))
+                return
+            self._end(link, phase, entry, sent, begun)
+
+    def _take(self, link: LinkName) -> Entry | None:
+        """The link's next phase, once it may begin; None at the end."""
+        with self._changed:
+            while not self._closing and self._failure is None:
+                entry = self._queues.next(link)
+                if entry is not None:
+                    return entry
+                self._changed.wait()
+        return None
+
+    def _run(self, phase: Phase, bucket: BucketBuffer | Parcel) -> None:
+        limit = timedelta(seconds=self._grid.world.timeout_s + GRACE_S)
+        for message in bucket.payloads:
+            for work in phase.run(message, self._grid):
+                wait_for(work, limit)
+                self._moved_at = time.monotonic()
+
+    def _end(self, link: LinkName, phase: Phase, entry: Entry, sent: Sent, begun: float) -> None:
+        ended = time.perf_counter()
+        with self._changed:
+            sent.phases.append((phase.name, link, begun, ended))
+            if entry[1] == len(self._phases[entry[0]]) - 1:
+                sent.end = ended
+            self._queues.done(link)
+            self._changed.notify_all()
+
+    def _fail(self, error: Exception) -> None:
+        """The lock is held."""
+        self._failure = self._failure or error
+        self._changed.notify_all()
+
+
+_running: weakref.WeakSet[PhasedHostCommunicator] = weakref.WeakSet()
+
+
+@atexit.register
+def _settle_all() -> None:
+    """A script that ends while messages are on their way: threads must not run while the interpreter is taken down."""
+    deadline = time.monotonic() + EXIT_S
+    for communicator in list(_running):
+        communicator.settle(deadline)
+
+
+class PhasedStreamCommunicator:
+    """CUDA tensors: a stream for each kind of link, phases queued in the plan's order. See `Communicator`."""
+
+    def __init__(
+        self,
+        grid: Grid,
+        phases: Sequence[tuple[Phase, ...]],
+        device: torch.device,
+        order: Sequence[Entry] | None = None,
+    ) -> None:
+        self._grid, self._phases = grid, phases
+        self._queues = PhaseQueues([[phase.link for phase in of] for of in phases], order)
+        self._streams = {link: torch.cuda.Stream(device) for link in LINKS}
+        self._buckets: dict[int, tuple[BucketBuffer | Parcel, Sent]] = {}
+        self._events: dict[int, torch.cuda.Event] = {}
+        self._works: list[tuple[dist.Work, str]] = []
+
+    def launch(self, bucket: BucketBuffer | Parcel, sent: Sent, prepare: Callable[[], None] = nothing) -> None:
+        """See `Communicator.launch`; what the current stream has queued so far is waited for on the device."""
+        if self._queues.over(bucket.index):
+            self.wait()
+        prepare()
+        self._works = [(work, label) for work, label in self._works if not work.is_completed()]
+        sent.launch = sent.start = sent.end = mark_on(torch.cuda.current_stream())
+        sent.phases.clear()
+        self._buckets[bucket.index], self._events[bucket.index] = (bucket, sent), sent.launch
+        self._queues.launch(bucket.index)
+        self._queue()
+
+    def _queue(self) -> None:
+        """Hands the backend every phase that may be queued now, in an order that is the same on all ranks."""
+        queued = True
+        while queued:
+            queued = False
+            for link in LINKS:
+                entry = self._queues.next(link)
+                if entry is not None:
+                    self._queue_phase(link, entry)
+                    self._queues.done(link)
+                    queued = True
+
+    def _queue_phase(self, link: LinkName, entry: Entry) -> None:
+        (bucket, sent), phase, stream = self._buckets[entry[0]], self._phases[entry[0]][entry[1]], self._streams[link]
+        stream.wait_event(self._events[entry[0]])
+        begun = mark_on(stream)
+        with torch.cuda.stream(stream):
+            try:
+                for message in bucket.payloads:
+                    for work in phase.run(message, self._grid):
+                        wait_for(work)  # makes the stream wait, not the host
+                        self._works.append((work, bucket.label))
+            except RuntimeError as error:
+                raise_failure(self._grid.world, bucket.label, error)
+        sent.end = self._events[entry[0]] = mark_on(stream)
+        sent.phases.append((phase.name, link, begun, sent.end))
+        sent.start = sent.phases[0][2]
+
+    def wait(self, until: Sent | None = None) -> None:
+        """See `Communicator.wait`: makes the current stream wait, for all that was launched or for that bucket."""
+        self._queues.flush()
+        self._queue()
+        if until is not None and isinstance(until.end, torch.cuda.Event):
+            torch.cuda.current_stream().wait_event(until.end)
+            return
+        for stream in self._streams.values():
+            torch.cuda.current_stream().wait_stream(stream)
+        works, self._works = self._works, []
+        for work, label in works:
+            try:
+                wait_for(work)
+            except RuntimeError as error:
+                raise_failure(self._grid.world, label, error)
+        self._queues.begin()
+        self._buckets.clear()
+        self._events.clear()
+
+    def close(self) -> None:
+        """See `Communicator.close`."""
+        self._works.clear()
+
+
+def make_phased_communicator(grid: Grid, plan: Plan, device: torch.device) -> Communicator:
+    """The communicator of a plan with collectives of several phases."""
+    phases = [phases_of(bucket, grid.topology) for bucket in plan.buckets]
+    if device.type == "cuda":
+        return PhasedStreamCommunicator(grid, phases, device, plan.phase_order)
+    return PhasedHostCommunicator(grid, phases, plan.phase_order)

@@ -1,0 +1,329 @@
+"""The ranks that share a plan: a private process group with a deadline, and agreement before the first collective."""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from runtime.comm.topology import Topology, Whereabouts
+from runtime.errors import CommunicationError, InputError, PlanMismatch, PlannerError
+from runtime.torch_compat import is_of_backend
+
+MIN_TIMEOUT_S = 30.0
+"""Least deadline where none is given."""
+SHORTEST_TIMEOUT_S, LONGEST_TIMEOUT_S = 1.0, 7 * 24 * 3600.0
+"""What may be given as a deadline: less fails on any busy machine, more is as good as none."""
+_CHUNK_BYTES = 64 * 1024 * 1024
+
+
+def check_timeout_s(timeout_s: float, name: str = "timeout_s") -> float:
+    """The deadline, if it is one. Raises InputError, which calls it `name`."""
+    if math.isfinite(timeout_s) and SHORTEST_TIMEOUT_S <= timeout_s <= LONGEST_TIMEOUT_S:
+        return timeout_s
+    raise InputError(
+        f"{name}: found {timeout_s:g}, expected a deadline of {SHORTEST_TIMEOUT_S:g} to {LONGEST_TIMEOUT_S:.0f} seconds"
+    )
+
+
+def bounded_timeout_s(seconds: float) -> float:
+    """A default deadline: what was computed, or the least or longest one that may be given."""
+    return min(max(seconds, MIN_TIMEOUT_S), LONGEST_TIMEOUT_S)
+
+
+_dropped: deque[dist.ProcessGroup] = deque()
+"""Of worlds that were collected."""
+
+
+@dataclass
+class World:
+    """This rank's view of the ranks that work together. One rank needs no process group."""
+
+    rank: int = 0
+    ranks: int = 1
+    group: dist.ProcessGroup | None = None
+    backend: str = "none"
+    timeout_s: float = MIN_TIMEOUT_S
+    last: str = ""
+    """The last exchange that this rank completed: says in an error how far the ranks had got."""
+    topology: Topology | str | None = None
+    """Which ranks share a node, or why that cannot be told; None where ranks have not agreed on it."""
+    _owned: bool = field(default=False, repr=False)
+
+    def __post_init__(self) -> None:
+        if self._owned and self.group is not None:
+            self._dropped = weakref.finalize(self, _dropped.append, self.group)
+            self._dropped.atexit = False
+
+    @classmethod
+    def join(cls, process_group: dist.ProcessGroup | None = None, timeout_s: float = MIN_TIMEOUT_S) -> World:
+        """Makes a private group over the ranks of `process_group` (default: all), with a deadline on every wait.
+
+        Private, so that nothing the user sends can come between the buckets. All its ranks must call this.
+
+        Raises:
+            InputError: the deadline is none.
+            CommunicationError: not all ranks came within the deadline.
+        """
+        check_timeout_s(timeout_s)
+        if not dist.is_available() or not dist.is_initialized() or dist.get_world_size(process_group) == 1:
+            return cls(timeout_s=timeout_s)
+        parent = process_group or dist.group.WORLD
+        whole = dist.get_world_size(parent) == dist.get_world_size()
+        try:
+            group = dist.new_group(
+                ranks=dist.get_process_group_ranks(parent),
+                timeout=timedelta(seconds=timeout_s),
+                backend=dist.get_backend(parent),
+                use_local_synchronization=not whole,  # only members of a subgroup are here
+            )
+        except RuntimeError as error:
+            if not is_of_backend(error):
+                raise
+            here = cls(rank=dist.get_rank(parent), ranks=dist.get_world_size(parent))
+            raise CommunicationError(
+                f"rank {here.rank}: not all {here.ranks} ranks came to make a process group, {here.others} did not "
+                f"within {timeout_s:g} s; every rank has to call this at the same place ({first_line(error)})"
+            ) from error
+        return cls(
+            rank=dist.get_rank(group),
+            ranks=dist.get_world_size(group),
+            group=group,
+            backend=dist.get_backend(parent),
+            timeout_s=timeout_s,
+            # torch names a locally made group after its ranks and the number of groups: given back, its name, and
+            # with it stale addresses, would come again. Such a group stays until the process ends.
+            _owned=whole,
+        )
+
+    @classmethod
+    def over(cls, process_group: dist.ProcessGroup | None = None, timeout_s: float = MIN_TIMEOUT_S) -> World:
+        """The ranks of `process_group` (default: all) with that group itself: what is sent on it has to be in order."""
+        if not dist.is_available() or not dist.is_initialized() or dist.get_world_size(process_group) == 1:
+            return cls(timeout_s=timeout_s)
+        group = process_group or dist.group.WORLD
+        return cls(
+            rank=dist.get_rank(group),
+            ranks=dist.get_world_size(group),
+            group=group,
+            backend=dist.get_backend(group),
+            timeout_s=timeout_s,
+        )
+
+    def leave(self) -> None:
+        """Gives the private group back."""
+        if self._owned and self.group is not None:
+            self._dropped.detach()
+            if dist.is_initialized():
+                dist.destroy_process_group(self.group)
+        self._owned = False
+
+    def take_down_dropped(self) -> None:
+        """Takes down the groups of worlds that were dropped without `leave`, once no rank has them any more.
+
+        Every rank calls this at the same place, with all of torch.distributed's ranks. Ranks collect garbage when each
+        of them likes, on any thread, and torch names some groups by how many there are: so nothing is done before all
+        can do it.
+
+        Raises:
+            CommunicationError: a rank died or missed the deadline.
+        """
+        if not self._owned:
+            return
+        here = {}
+        for group in [_dropped.popleft() for _ in range(len(_dropped))]:
+            with suppress(KeyError, ValueError):  # the script has ended torch.distributed meanwhile
+                here[str(group.group_name)] = (dist.get_process_group_ranks(group), group)
+        rank = dist.get_rank()
+        mine = (rank, {name: ranks for name, (ranks, _) in here.items()})
+        everyone = dict(self.gather(mine, "telling which sessions are gone"))
+        for name, (ranks, group) in here.items():
+            if all(name in everyone[one] for one in ranks):
+                dist.destroy_process_group(group)
+            else:
+                _dropped.append(group)
+
+    def split(self, parts: Sequence[Sequence[int]]) -> World:
+        """This rank's part, a group of its own, of ranks that are split into disjoint parts; all ranks must call this.
+
+        Raises:
+            CommunicationError: not all ranks came within the deadline.
+        """
+        if self.group is None:
+            return World(timeout_s=self.timeout_s)
+        known = dist.get_process_group_ranks(self.group)
+        whole = len(known) == dist.get_world_size()
+        mine = next(part for part in parts if self.rank in part)
+        for part in parts:
+            if not whole and part is not mine:
+                continue
+            with self.naming("making a group of some of the ranks"):
+                made = dist.new_group(
+                    ranks=[known[rank] for rank in part],
+                    timeout=timedelta(seconds=self.timeout_s),
+                    backend=self.backend,
+                    use_local_synchronization=not whole,
+                )
+            if part is mine:
+                group = made
+        return World(
+            rank=mine.index(self.rank),
+            ranks=len(mine),
+            group=group if len(mine) > 1 else None,
+            backend=self.backend,
+            timeout_s=self.timeout_s,
+            _owned=whole and len(mine) > 1,
+        )
+
+    @property
+    def others(self) -> str:
+        """Who may have failed when a collective does: a name where there is only one."""
+        return f"rank {1 - self.rank}" if self.ranks == 2 else "another rank"
+
+    @contextmanager
+    def naming(self, what: str) -> Iterator[None]:
+        """Turns what a backend raises inside into an error that names this rank and `what`, the exchange. Whatever else
+        is raised goes on as it is, errors of operations on tensors with a note.
+
+        Raises:
+            CommunicationError: another rank died or missed the deadline.
+        """
+        try:
+            yield
+        except PlannerError:
+            raise
+        except RuntimeError as error:
+            if not is_of_backend(error):
+                note(error, self, what)
+                raise
+            after = f", after {self.last!r}" if self.last else ""
+            raise CommunicationError(
+                f"rank {self.rank}: {what}{after}: {self.others} died or did not answer within {self.timeout_s:g} s "
+                f"({first_line(error)})"
+            ) from error
+
+    def gather(self, value: Any, what: str) -> list[Any]:
+        """Every rank's picklable `value`, in order of rank; `what` names the exchange in the error.
+
+        Raises:
+            CommunicationError: a rank died or missed the deadline.
+        """
+        if self.group is None:
+            return [value]
+        values: list[Any] = [None] * self.ranks
+        with self.naming(what):
+            dist.all_gather_object(values, value, group=self.group)
+        self.last = what
+        return values
+
+    def broadcast(self, tensors: Iterable[Tensor]) -> None:
+        """Overwrites the tensors with rank 0's, whatever their layout; in messages of up to 64 MiB per dtype.
+
+        Raises:
+            CommunicationError: a rank died or missed the deadline.
+        """
+        if self.group is None:
+            return
+        for chunk in _chunks(tensors):
+            flat = torch.cat([tensor.detach().reshape(-1) for tensor in chunk])
+            with self.naming("the broadcast of rank 0's parameters and buffers"):
+                # As bytes: backends know few dtypes.
+                dist.broadcast(flat.view(torch.uint8), group=self.group, group_src=0)
+            if self.rank != 0:
+                parts = flat.split([tensor.numel() for tensor in chunk])
+                with torch.no_grad():
+                    for tensor, part in zip(chunk, parts, strict=True):
+                        tensor.copy_(part.view(tensor.shape))
+
+
+def _chunks(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
+    by_kind: dict[tuple[torch.dtype, torch.device], list[list[Tensor]]] = {}
+    filled: dict[tuple[torch.dtype, torch.device], int] = {}
+    for tensor in tensors:
+        kind = (tensor.dtype, tensor.device)
+        chunks = by_kind.setdefault(kind, [[]])
+        size_bytes = tensor.numel() * tensor.element_size()
+        if chunks[-1] and filled[kind] + size_bytes > _CHUNK_BYTES:
+            chunks.append([])
+            filled[kind] = 0
+        chunks[-1].append(tensor)
+        filled[kind] = filled.get(kind, 0) + size_bytes
+    return [chunk for chunks in by_kind.values() for chunk in chunks]
+
+
+def note(error: Exception, world: World, label: str) -> None:
+    """Says with an error that came up in this process where it did, and that nobody else is to blame."""
+    error.add_note(
+        f"rank {world.rank}: {label}: this error came up in this process itself, not by another rank or the network"
+    )
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an error's text, for a message of our own."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
+
+
+@dataclass(frozen=True)
+class Credentials:
+    """What has to be equal on all ranks before the first collective, and what is wrong on this one."""
+
+    version: str
+    torch: str
+    plan_digest: str
+    model: str = ""
+    parameters: tuple[str, ...] = ()
+    """Names in the order of the flat buffers."""
+    device: str = ""
+    problem: str | None = None
+    step: int = 0
+    """How many steps this rank has done with the session."""
+    at_step: int = 0
+    """The first step with the plan."""
+    local_async: str = "null"
+    """What the plan says of local updaters, in words."""
+    where: Whereabouts | None = None
+    """Where this rank runs."""
+
+
+def agree(world: World, mine: Credentials) -> list[Credentials]:
+    """Compares all ranks' credentials, and returns them; every rank comes to the same verdict.
+
+    Raises:
+        PlanMismatch: a rank has a problem of its own, or ranks differ in plan, model, version or device.
+        CommunicationError: a rank died or missed the deadline.
+    """
+    everyone: list[Credentials] = world.gather(mine, "agreeing on the plan")
+    problems = [f"rank {rank}: {one.problem}" for rank, one in enumerate(everyone) if one.problem]
+    if problems:
+        same = {one.problem for one in everyone}
+        raise PlanMismatch(everyone[0].problem if len(same) == 1 and everyone[0].problem else "\n".join(problems))
+    for attribute, what, cure in (
+        ("version", "versions of this package", "install the same one everywhere"),
+        ("torch", "versions of torch", "install the same one everywhere"),
+        ("local_async", "local_async in their plans", "give every rank the same plan.json"),
+        ("plan_digest", "plans", "give every rank the same plan.json"),
+        ("model", "models (fingerprints of the trainable parameters)", "build the same model on every rank"),
+        ("parameters", "orders of parameters", "give every rank the same plan.json"),
+        ("device", "kinds of device", "use one kind of device"),
+        ("step", "numbers of steps done", "call switch between the same two steps on every rank"),
+        ("at_step", "steps to change plans at", "give every rank the same at_step"),
+    ):
+        values = [getattr(one, attribute) for one in everyone]
+        if len(set(values)) > 1:
+            raise PlanMismatch(f"ranks hold different {what}: {_by_rank(values)}; {cure}")
+    return everyone
+
+
+def _by_rank(values: Sequence[Any]) -> str:
+    shown = [str(value) if len(str(value)) <= 80 else str(value)[:80] + "…" for value in values]
+    listed = [f"rank {rank}: {text}" for rank, text in enumerate(shown)]
+    return ", ".join(listed[:8]) + (f", and {len(listed) - 8} more" if len(listed) > 8 else "")

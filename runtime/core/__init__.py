@@ -1,0 +1,1 @@
+"""An exact step: buckets, hooks, backward; knows no way of training."""

@@ -1,0 +1,159 @@
+"""The life of one training step.
+
+    backward begins      ─▶ ask autograd for a callback at the end of this backward
+    each gradient ready  ─▶ scale it into its bucket; buckets whose gradients are all there leave in plan order
+    end of backward      ─▶ fill in what no backward produced, send the rest, wait; `.grad` is the average
+
+Which backwards are steps is decided here, and what becomes of one that an exception ends; what is done with gradients
+is the exchange's affair.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from runtime.core.buckets import Slot
+from runtime.core.exchange import Exchange
+from runtime.core.hooks import HookWatch, ModuleHook
+from runtime.core.watch import ModelWatch
+from runtime.errors import InputError
+from runtime.torch_compat import OUTSIDE, current_backward_id, queue_backward_callback, tree_leaves
+
+
+class BackwardLife:
+    """Sees forwards and backwards of one model."""
+
+    def __init__(
+        self, model: nn.Module, watch: ModelWatch, exchange: Callable[[], Exchange], step_done: Callable[[], None]
+    ) -> None:
+        """
+        Args:
+            watch: looks for parameters that have come or gone.
+            exchange: the one in place now.
+            step_done: called at the end of each backward that exchanges.
+        """
+        self._model, self._watch, self._exchange, self._step_done = model, watch, exchange, step_done
+        self._hooks = HookWatch(model)
+        self.synchronizing = True
+        """Whether forwards are now followed by an exchange; False in `no_sync`."""
+        self._reached: bool | None = None
+        """Whether this backward has reached an output of a forward that exchanges; None: it has reached none."""
+        self._returned_leaf: bool | None = None
+        """Whether a forward that exchanges has returned leaves since the last backward; None: no forward has."""
+        self._declined = False
+        """Whether a gradient has come in a backward that does not exchange."""
+        self._awaiting_end = False
+        self._end: Callable[[], Any] = lambda: None
+
+    def install(self) -> list[Any]:
+        """Hooks the model's forward; returns the handles."""
+        return [
+            self._model.register_forward_pre_hook(ModuleHook(self._before_forward), prepend=True),
+            self._model.register_forward_hook(ModuleHook(self._after_forward)),
+        ]
+
+    def admit_to(self, exchange: Exchange) -> None:
+        """Hooks the parameters: their gradients go to this exchange, when a step is on."""
+        exchange.install(self._admit, self._begin_again, self._hooks.may_look)
+
+    # One step, in the order in which it happens.
+
+    def _before_forward(self, _module: nn.Module, _arguments: Any) -> None:
+        if self._exchange().slots and torch.is_grad_enabled():  # alone, nothing is missed
+            self._watch.check()
+        if current_backward_id() == OUTSIDE:
+            self.forget_abandoned()
+            if torch.is_grad_enabled():
+                self._exchange().carried.read_scale()
+
+    def _after_forward(self, _module: nn.Module, _arguments: Any, output: Any) -> None:
+        """Sees the outermost backward begin, also where a reentrant checkpoint runs backwards inside it.
+
+        Leaves, such as a parameter that is returned, outlive the graph, and so would hooks on them.
+        """
+        if torch.is_grad_enabled():
+            reached = partial(self._backward_reaches_output, self.synchronizing)
+            for tensor in tree_leaves(output):
+                if not isinstance(tensor, Tensor) or not tensor.requires_grad:
+                    continue
+                if tensor.is_leaf:
+                    self._returned_leaf = self._returned_leaf or self.synchronizing
+                else:
+                    HookWatch.on_output(tensor, reached)
+
+    def _backward_reaches_output(self, synchronizing: bool, _gradient: Tensor) -> None:
+        """Whether this backward reaches parameters is not known yet: `torch.autograd.grad` does not."""
+        if self._abandoned():
+            self._forget_backward()
+        self._reached = self._reached or synchronizing
+        if not self._awaiting_end:
+            self._exchange().begin_backward()
+        self._await_end()
+
+    def _admit(self) -> bool:
+        """The first gradient of a backward is here: a step begins, if this backward exchanges.
+
+        As with DDP the forward decides: one outside of `no_sync` is enough. If none was seen, the backward does.
+        """
+        seen = self._reached is not None or self._returned_leaf is not None
+        if not (self._reached or self._returned_leaf if seen else self.synchronizing):
+            if not self._declined:
+                self._declined = True
+                self._await_end()
+            return False
+        if not seen:  # no forward of the model itself
+            self._watch.check()
+        self._exchange().begin()
+        self._await_end()
+        return True
+
+    def _await_end(self) -> None:
+        """Asks for a callback at the end of this backward, once."""
+        if self._awaiting_end and not self._abandoned():
+            return
+        self._awaiting_end = True
+        callback = partial(self._end_of_backward)
+        self._end = weakref.ref(callback)
+        queue_backward_callback(callback)
+
+    def _abandoned(self) -> bool:
+        """Whether an exception ended the backward whose end is awaited: its callback is gone and has not run."""
+        return self._awaiting_end and self._end() is None
+
+    def _forget_backward(self) -> None:
+        self._awaiting_end = self._declined = False
+        self._reached = self._returned_leaf = None
+        self._exchange().forget()
+
+    def forget_abandoned(self) -> None:
+        """Outside of backward: one that an exception ended is forgotten; its messages are waited for."""
+        if self._exchange().open or self._awaiting_end:
+            self._forget_backward()
+            self._exchange().untouch()
+
+    def _begin_again(self, slot: Slot) -> None:
+        """A gradient that is here already has come, which is an error unless it was an abandoned backward's."""
+        if not self._abandoned():
+            raise InputError(
+                f"the gradient of {slot.name} became ready twice in one backward; expected once: reentrant activation "
+                f"checkpointing of a shared parameter does that, use checkpoint(..., use_reentrant=False)"
+            )
+        self._forget_backward()
+        self._exchange().gradient_ready(slot)
+
+    def _end_of_backward(self) -> None:
+        self._awaiting_end = False
+        reached, self._reached = self._reached, None
+        if self._declined and not self._exchange().open:
+            self._exchange().accumulated()
+        if self._exchange().open or self._declined:  # gradients have come: `torch.autograd.grad` brings none
+            self._returned_leaf, self._declined = None, False
+        if self._exchange().open or (reached and not self._exchange().slots):  # one rank only reports
+            self._exchange().finish()
+            self._step_done()

@@ -1,0 +1,363 @@
+"""Flat buffers that carry a bucket's gradients, and the gradients as views of them.
+
+An exact step passes once over each gradient: it is scaled by 1/ranks while it is copied into its place (or in place,
+where `.grad` already is the view), as DDP does, so that equal buckets give equal bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+from sys import getrefcount
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from runtime.errors import InputError
+from runtime.torch_compat import held_by_torch
+
+if TYPE_CHECKING:
+    from runtime.sparse.lossy import Lossy
+
+
+LARGE_BYTES = 64 * 1024
+"""Gradients of at least this size are moved into the bucket one by one, smaller ones together."""
+
+
+@dataclass(eq=False)
+class Slot:
+    """One gradient's place."""
+
+    name: str
+    index: int
+    """Position in the plan's readiness order."""
+    parameter: nn.Parameter
+    large: bool
+    """Whether its bytes cost more than a call: moved at once, while it is in the cache, and not with the others."""
+    view: Tensor = field(init=False)
+    """The gradient's part of the flat buffer, in the parameter's shape and strides."""
+    address: int = field(init=False)
+    """Where that is in memory."""
+    _home: Tensor = field(init=False, repr=False)
+    """Another tensor of it, to which a script has no way."""
+    bucket: BucketBuffer = field(init=False, repr=False)
+    waiting: bool = True
+    """Whether this step's gradient has not come yet."""
+    touched: bool = False
+    """Whether a backward has produced a gradient since the last exchange (also without synchronization)."""
+
+    def take(self, scale: float, *, apart: bool = False) -> None:
+        """Moves `.grad`, times `scale`, into the view and makes the view the parameter's `.grad`. Where a hook has let
+        go of `.grad`, it is zeros, as with DDP. With `apart`, `.grad` stays what it is.
+        """
+        gradient = self.parameter.grad
+        if gradient is self.view:
+            if gradient.data_ptr() == self.address:
+                gradient.mul_(scale)
+                return
+            self.take_back()
+        self.clear_view()
+        if gradient is None:
+            self.view.zero_()
+        else:
+            self.refuse_graph(gradient)
+            if apart and gradient.dtype != self.view.dtype:  # else torch refuses it as `.grad`
+                raise RuntimeError(f"the gradient of {self.name} is {gradient.dtype}, expected {self.view.dtype}")
+            torch.mul(gradient, scale, out=self.view)
+        if not apart:
+            self.parameter.grad = self.view
+
+    def place(self, view: Tensor, *, follow: bool = True) -> None:
+        """Makes `view` the gradient's place. A view that is `.grad` becomes it, for gradients are added up there; one
+        that is not, or does not `follow`, stays where it is, with whoever has kept it.
+        """
+        if follow and hasattr(self, "view") and self.parameter.grad is self.view:
+            self.view.data = view
+        else:
+            self.view = view
+        self._home, self.address = view.data, view.data_ptr()
+
+    def take_back(self) -> None:
+        """Takes a new view where a script has given the old one other memory (`parameter.grad.data = …`)."""
+        self.view = self._home.data
+
+    def refuse_graph(self, gradient: Tensor) -> None:
+        """Raises InputError for a gradient that is to be differentiated: the average would be a constant."""
+        if gradient.requires_grad:
+            raise InputError(
+                f"the gradient of {self.name} requires a gradient itself, as backward(create_graph=True) makes it; "
+                f"expected a plain one, for the average over ranks cannot be differentiated (with DDP neither): take "
+                f"torch.autograd.grad(loss, parameters, create_graph=True) and add what depends on it to the loss, or "
+                f"leave create_graph out"
+            )
+
+    def clear_view(self) -> None:
+        """Makes the view free to be written to, while it is not the parameter's `.grad`.
+
+        Somebody may have kept the last gradient, or made it another parameter's: it goes on with memory of its own.
+        Where DLPack or a graph keeps it, which know its memory, the bucket leaves that to them.
+        """
+        if getrefcount(self.view) <= _ONLY_HERE:
+            return
+        if held_by_torch(self.view):
+            self.bucket.move(next(message for message in self.bucket.messages if self in message.slots))
+        else:
+            theirs, self.view = self.view, self._home.data
+            theirs.data = self.view.clone()
+
+
+class _Holder:
+    def __init__(self) -> None:
+        self.view = object()
+
+    def references(self) -> int:
+        return getrefcount(self.view)
+
+
+_ONLY_HERE = _Holder().references()
+"""What `getrefcount` says of an attribute that nothing else holds."""
+
+
+@dataclass(eq=False, frozen=True)
+class Kept:
+    """The `.grad` of a parameter that a backward did not reach, to be given back if no rank's did."""
+
+    slot: Slot
+    gradient: Tensor | None
+    values: Tensor | None
+    """A copy, where `.grad` is the bucket's own memory."""
+
+    @classmethod
+    def of(cls, slot: Slot) -> Kept:
+        """As it is now."""
+        gradient = slot.parameter.grad
+        return cls(slot, gradient, gradient.detach().clone() if gradient is slot.view else None)
+
+    def add(self) -> None:
+        """Adds what it was to what has come."""
+        before = self.values if self.values is not None else self.gradient
+        if before is not None:
+            self.slot.view.add_(before.detach())
+
+    def give_back(self) -> None:
+        """Makes `.grad` what it was."""
+        if self.values is not None:
+            self.slot.view.copy_(self.values)
+        else:
+            self.slot.parameter.grad = self.gradient
+
+
+@dataclass(eq=False)
+class Message:
+    """The gradients of one dtype in one bucket: what a collective gets."""
+
+    flat: Tensor
+    """1-D, all that travels."""
+    slots: list[Slot]
+    storage: torch.UntypedStorage = field(init=False, repr=False)
+    """The memory of `flat`."""
+    scratch: Any = field(default=None, repr=False)
+    """What its collective keeps from step to step."""
+
+    def __post_init__(self) -> None:
+        self.place(self.flat)
+
+    def place(self, flat: Tensor, *, follow: bool = True) -> None:
+        """Lays the gradients out in `flat`, in order; see `Slot.place`."""
+        self.flat, self.storage = flat, flat.untyped_storage()
+        offset = 0
+        for slot in self.slots:
+            slot.place(view_of(flat, offset, slot.parameter), follow=follow)
+            offset += slot.parameter.numel()
+
+    @property
+    def size_bytes(self) -> int:
+        return self.flat.numel() * self.flat.element_size()
+
+
+@dataclass(frozen=True, eq=False)
+class Parcel:
+    """What a bucket sends beside, or in place of, its gradients: a communicator takes it as it takes a bucket."""
+
+    index: int
+    """The bucket's."""
+    label: str
+    """Likewise."""
+    payloads: Sequence[Any]
+    """What its collective gets."""
+
+
+@dataclass(eq=False)
+class BucketBuffer:
+    """One bucket at run time."""
+
+    index: int
+    slots: list[Slot]
+    messages: list[Message]
+    label: str
+    """For messages to people: index, collective, first and last gradient."""
+    waiting: int = 0
+    """Gradients of this step that have not come yet."""
+    lossy: Lossy | None = None
+    """What of it travels, where that is not everything."""
+    small: list[Slot] = field(init=False)
+    _small_runs: list[Tensor] = field(init=False, repr=False)
+    """The parts of the flat buffers that small gradients fill without a gap."""
+
+    def __post_init__(self) -> None:
+        self.small = [slot for slot in self.slots if not slot.large]
+        self._find_runs()
+        for slot in self.slots:
+            slot.bucket = self
+
+    @property
+    def payloads(self) -> Sequence[Any]:
+        """What its collective gets."""
+        return self.messages if self.lossy is None else [self.lossy.packed]
+
+    def _find_runs(self) -> None:
+        self._small_runs = [run for message in self.messages for run in _small_runs(message)]
+
+    def move(self, message: Message) -> None:
+        """Gives one message other memory; views that are `.grad`s go along, all else that looks at the old does not."""
+        for slot in message.slots:
+            if slot.parameter.grad is slot.view and held_by_torch(slot.view, holders=1):
+                raise InputError(
+                    f"the gradient of {slot.name} is added up in place and looked at through DLPack or a graph, while "
+                    f"another one of {self.label} has been replaced and is kept, too; expected one of both in a "
+                    f"bucket: keep `.grad.clone()`, or zero all gradients alike"
+                )
+        message.place(message.flat.clone())
+        self._find_runs()
+
+    def part(self, message: Message) -> None:
+        """Gives one message other memory; `.grad`s stay where they are."""
+        message.place(torch.zeros_like(message.flat), follow=False)
+        self._find_runs()
+
+    def take_small(self, scale: float) -> None:
+        """`Slot.take` for all small gradients at once."""
+        moved: list[Slot] = []
+        gradients: list[Tensor] = []
+        for slot in self.small:
+            gradient = slot.parameter.grad
+            if gradient is slot.view:
+                if gradient.data_ptr() == slot.address:
+                    continue
+                slot.take_back()
+            slot.clear_view()
+            if gradient is None:
+                slot.view.zero_()
+                slot.parameter.grad = slot.view
+            else:
+                slot.refuse_graph(gradient)
+                moved.append(slot)
+                gradients.append(gradient)
+        if moved:
+            torch._foreach_copy_([slot.view for slot in moved], gradients)
+        for slot in moved:
+            slot.parameter.grad = slot.view
+        for run in self._small_runs:
+            run.mul_(scale)
+
+
+def _small_runs(message: Message) -> list[Tensor]:
+    runs, offset = [], 0
+    for large, neighbours in groupby(message.slots, key=lambda slot: slot.large):
+        numel = sum(slot.parameter.numel() for slot in neighbours)
+        if not large:
+            runs.append(message.flat[offset : offset + numel])
+        offset += numel
+    return runs
+
+
+def make_slot(name: str, index: int, parameter: nn.Parameter) -> Slot:
+    """The place of one gradient, not yet laid out."""
+    large = parameter.numel() * parameter.element_size() >= LARGE_BYTES
+    return Slot(name=name, index=index, parameter=parameter, large=large)
+
+
+def lay_out(slots: Sequence[Slot], tail_elements: int = 0, parts: int = 1) -> list[Message]:
+    """One flat buffer per dtype, in order of first appearance; the first one with `tail_elements` more at its end, all
+    of a length that `parts` divides.
+    """
+    by_dtype: dict[torch.dtype, list[Slot]] = {}
+    for slot in slots:
+        by_dtype.setdefault(slot.parameter.dtype, []).append(slot)
+    messages: list[Message] = []
+    for dtype, members in by_dtype.items():
+        numel = sum(slot.parameter.numel() for slot in members)
+        elements = numel + (tail_elements if not messages else 0)
+        flat = torch.zeros(-(-elements // parts) * parts, dtype=dtype, device=members[0].parameter.device)
+        messages.append(Message(flat, members))
+    return messages
+
+
+def view_of(flat: Tensor, offset: int, parameter: Tensor) -> Tensor:
+    """The parameter's part of the buffer, with the parameter's strides where they are dense (channels-last, say)."""
+    strides = parameter.stride() if is_dense(parameter) else torch.empty(parameter.shape, device="meta").stride()
+    # Not a view in autograd's books: those may not be changed in place by `.grad.detach_()`.
+    return flat.new_empty(0).set_(flat.untyped_storage(), offset, parameter.size(), strides)
+
+
+def is_dense(tensor: Tensor) -> bool:
+    """Whether the strides cover numel elements without gaps or overlap."""
+    expected = 1
+    dimensions = [(stride, size) for stride, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1]
+    for stride, size in sorted(dimensions):
+        if stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+class UsageFlags:
+    """How many ranks produced each gradient, carried by a few elements behind the last bucket.
+
+    A parameter that no rank used must keep its `.grad` as it was, and a rank cannot know what others used. So each
+    rank adds one per used parameter, several counters to an element, as many as the dtype sums exactly.
+    """
+
+    def __init__(self, parameters: int, ranks: int, dtype: torch.dtype) -> None:
+        exact_bits = {torch.float64: 52, torch.float32: 24, torch.float16: 11, torch.bfloat16: 8}.get(dtype, 1)
+        self._bits = min(exact_bits, max(1, ranks.bit_length()))
+        self._per_element = max(1, exact_bits // self._bits)
+        self._parameters, self._dtype = parameters, dtype
+        self.elements = -(-parameters // self._per_element)
+        """How many elements carry the counters of all parameters."""
+
+    def lie_in(self, message: Message) -> None:
+        """Says where they travel: in the last `elements` of a message."""
+        self._message = message
+        self._everything = self._pack(range(self._parameters)).to(message.flat.device)
+
+    @property
+    def _tail(self) -> Tensor:
+        return self._message.flat[-self.elements :]
+
+    def write(self, unused: Sequence[int]) -> None:
+        """Before the message leaves: counts this rank in for every parameter but the unused."""
+        left_out = set(unused)
+        used = (index for index in range(self._parameters) if index not in left_out)
+        self._tail.copy_(self._pack(used) if unused else self._everything)
+
+    def used_somewhere(self) -> set[int]:
+        """After the message has come: the parameters that any rank used. Waits for the device."""
+        tail = self._tail.real if self._tail.is_complex() else self._tail
+        values = [int(value) for value in tail.double().cpu().tolist()]
+        if self._per_element == 1:
+            return {index for index, value in enumerate(values) if value}
+        mask = (1 << self._bits) - 1
+        return {
+            index
+            for index in range(self._parameters)
+            if (values[index // self._per_element] >> (self._bits * (index % self._per_element))) & mask
+        }
+
+    def _pack(self, used: Iterable[int]) -> Tensor:
+        packed = [0] * self.elements
+        for index in used:
+            packed[index // self._per_element] += 1 << (self._bits * (index % self._per_element))
+        return torch.tensor(packed, dtype=torch.float64).to(self._dtype)

@@ -1,0 +1,70 @@
+"""Optimizers that decide by the loss which their closure returns: it is averaged, so that all ranks decide alike."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from runtime.comm.communicator import raise_failure
+from runtime.comm.world import World
+
+DECIDE_BY_LOSS: tuple[type[torch.optim.Optimizer], ...] = (torch.optim.LBFGS,)
+"""Line search and stopping compare losses. Every other optimizer of torch only hands the closure's loss back."""
+
+
+class LossAveraging:
+    """Lets LBFGS see the average loss of all ranks.
+
+    Each rank's closure returns the loss of its own batch. Gradients are averaged, so without this one rank would stop
+    or step shorter than another, and wait for ever for collectives that the other one does not start.
+    """
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+
+    def install(self, optimizer: torch.optim.Optimizer | None) -> list[Any]:
+        """Hooks the optimizer's step; returns the handles. Nothing to do for most optimizers or with one rank."""
+        if self._world.group is None or not isinstance(optimizer, DECIDE_BY_LOSS):
+            return []
+        return [optimizer.register_step_pre_hook(self._before_step)]
+
+    def _before_step(
+        self, _optimizer: torch.optim.Optimizer, arguments: tuple[Any, ...], keywords: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        return with_closures(self._averaged, arguments, keywords)
+
+    def _averaged(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        def averaged() -> Any:
+            loss = closure()
+            total = loss.detach().clone() if isinstance(loss, Tensor) else torch.tensor(loss, dtype=torch.float64)
+            total /= self._world.ranks
+            try:
+                dist.all_reduce(total, group=self._world.group)
+            except RuntimeError as error:
+                raise_failure(self._world, "averaging the closure's loss", error)
+            return total
+
+        return averaged
+
+
+Closure = Callable[[], Any]
+
+
+def with_closures(
+    wrap: Callable[[Closure], Closure], arguments: tuple[Any, ...], keywords: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of an optimizer's step with another closure in the place of theirs.
+
+    It is the step's only callable argument; whether torch counts the optimizer in does not matter.
+    """
+    replaced = tuple(wrap(a) if is_closure(a) else a for a in arguments)
+    return replaced, {name: wrap(a) if is_closure(a) else a for name, a in keywords.items()}
+
+
+def is_closure(argument: Any) -> bool:
+    """Whether an argument of an optimizer's step is its closure."""
+    return callable(argument) and not isinstance(argument, torch.optim.Optimizer)

@@ -1,0 +1,140 @@
+"""Notices what changed about an attached model that its plan cannot bear: parameters that came later, other dtypes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from itertools import chain
+from operator import is_
+from typing import Any, NoReturn
+
+from torch import Tensor, nn
+
+from runtime.core.buckets import BucketBuffer
+from runtime.errors import InputError
+from runtime.plan.names import canonical_name
+from runtime.torch_compat import is_wrapped, running_ddp
+
+CURE = "call session.detach(), profile the model again as it is now, and attach with the new plan"
+_SHOWN = 5
+
+
+class ModelWatch:
+    """Refuses parameters that became trainable after attach: each rank would train them alone, without a word.
+
+    Parameters that were frozen or taken off since are borne like unused ones. Called at every training forward, so
+    it looks only at the tables in which modules keep parameters and submodules (some microseconds for a ResNet); a
+    walk through the model follows where one of them has changed.
+    """
+
+    def __init__(self, model: nn.Module, trainable: Mapping[str, nn.Parameter]) -> None:
+        self._model = model
+        self._known = dict(trainable)
+        self._known_ids = {id(parameter) for parameter in trainable.values()}
+        self._frozen_then = [p for p in model.parameters() if not p.requires_grad]
+        self._remember()
+
+    def check(self) -> None:
+        """Raises InputError where the model has trainable parameters that it had not when it was attached."""
+        outer = running_ddp()
+        if outer is not None:
+            self._refuse_wrapper(outer)
+        if self._unchanged():
+            return
+        self._refuse_newcomers()
+        if not self._borrowed():
+            self._remember()
+
+    def _borrowed(self) -> bool:
+        """Whether plain tensors stand in for parameters (`torch.func.functional_call`): to be forgotten at once."""
+        return any(not isinstance(parameter, nn.Parameter) for parameter in self._model.parameters())
+
+    def _remember(self) -> None:
+        tables = [table for module in self._model.modules() for table in (module._parameters, module._modules)]
+        self._empty = [table for table in tables if not table]
+        self._values = [table.values() for table in tables if table]
+        self._members = list(chain.from_iterable(self._values))
+        self._frozen = [p for p in self._model.parameters() if not p.requires_grad and id(p) not in self._known_ids]
+
+    def _unchanged(self) -> bool:
+        for parameter in self._frozen:
+            if parameter.requires_grad:
+                return False
+        if sum(map(len, self._values)) != len(self._members):
+            return False
+        if not all(map(is_, chain.from_iterable(self._values), self._members)):
+            return False
+        return not any(self._empty)
+
+    def _refuse_newcomers(self) -> None:
+        wrapper = is_wrapped(self._model)
+        if wrapper is not None:
+            raise InputError(
+                f"the model was wrapped in {wrapper} after attach, which exchanges gradients itself; expected the "
+                f"plain module: drop the wrapper, or call session.detach() first"
+            )
+        reasons = [
+            f"{canonical_name(name)} ({self._reason(canonical_name(name), parameter)})"
+            for name, parameter in self._model.named_parameters()
+            if _is_trained(parameter) and id(parameter) not in self._known_ids
+        ]
+        if reasons:
+            more = f" and {len(reasons) - _SHOWN} more" if len(reasons) > _SHOWN else ""
+            raise InputError(
+                f"parameters are trainable now that were not when the model was attached: "
+                f"{', '.join(reasons[:_SHOWN])}{more}; no bucket of the plan holds them, each rank would train them "
+                f"alone; {CURE}"
+            )
+
+    def _reason(self, name: str, parameter: nn.Parameter) -> str:
+        if any(parameter is one for one in self._frozen_then):
+            return "frozen then, requires_grad now"
+        return "replaced by another parameter" if name in self._known else "new"
+
+    def _refuse_wrapper(self, outer: nn.Module) -> None:
+        if any(module is self._model for module in outer.modules()):
+            raise InputError(
+                f"the model is attached and called inside a {type(outer).__name__}, which exchanges its gradients a "
+                f"second time; expected one of the two: call the bare model, or session.detach() before wrapping it"
+            )
+
+
+def refuse_unplanned(name: str, _nothing: Any, gradients: tuple[Tensor | None]) -> None:
+    """The hook of a trainable parameter that the plan leaves out because it got no gradient when it was profiled."""
+    if gradients[0] is None:
+        return  # a backward function gave None for it
+    raise InputError(
+        f"{name} got a gradient, but the plan does not hold it: it got none when the model was profiled; profile "
+        f"again with a step that uses it"
+    )
+
+
+def raise_failed_move(error: RuntimeError, bucket: BucketBuffer) -> NoReturn:
+    """Raise what explains that gradients could not be moved into their bucket: InputError where a parameter has another
+    dtype, device or shape than at attach, or a gradient is sparse; else the error itself.
+    """
+    for slot in bucket.slots:
+        found, then = _form(slot.parameter), _form(slot.view)
+        if found != then:
+            raise InputError(
+                f"{slot.name} is {found} now and was {then} when the model was attached (model.half() or "
+                f"model.to(...) does that); expected it unchanged: convert the model before attach; now {CURE}"
+            ) from error
+        if slot.parameter.grad_dtype != slot.view.dtype:
+            raise InputError(
+                f"{slot.name} has the grad_dtype {slot.parameter.grad_dtype} now; expected {slot.view.dtype}, that of "
+                f"the parameter, as when the model was attached: leave grad_dtype as it is"
+            ) from error
+    if "sparse" in str(error).lower():
+        raise InputError(
+            f"{bucket.label}: a gradient is sparse (functional.embedding with sparse=True makes such); expected dense "
+            f"ones: leave sparse=True out"
+        ) from error
+    raise error
+
+
+def _is_trained(parameter: Tensor) -> bool:
+    return parameter.requires_grad and isinstance(parameter, nn.Parameter)
+
+
+def _form(tensor: Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)} on {tensor.device}"

@@ -1,0 +1,112 @@
+"""A rank's own weights while it is delayed, and what its local updates compare them with."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from runtime.delay.checkpoint import clones, copy_all, kept_on_host
+from runtime.delay.local_updates import LOCAL_UPDATES, LocalStep
+from runtime.delay.server import Rates
+from runtime.plan import DelaySpec
+
+Gradients = Mapping[int, Tensor]
+"""By `id` of the parameter."""
+
+
+class LocalWeights:
+    """The parameters between two pulls."""
+
+    def __init__(
+        self,
+        spec: DelaySpec,
+        parameters: Mapping[str, nn.Parameter],
+        groups: Sequence[Sequence[tuple[str, nn.Parameter]]],
+    ) -> None:
+        """`groups`: of the optimizer, names and parameters."""
+        self._spec, self._parameters, self._groups = spec, parameters, groups
+        self._before: dict[str, Tensor] = {}
+        """`pre_weight`."""
+        self._memory: dict[str, Tensor] = {}
+        """What local updaters remember, by parameter."""
+        self._aside: tuple[dict[str, Tensor], list[Tensor]] | None = None
+        """The rank's own weights and buffers, where the model has others for a while."""
+
+    def begin(self) -> None:
+        """All ranks have the global weights."""
+        self._before = {name: kept_on_host(parameter) for name, parameter in self._parameters.items()}
+
+    def end(self) -> None:
+        """Gives the memory back."""
+        self._before, self._memory = {}, {}
+
+    def take(self, weights: Mapping[str, Tensor]) -> None:
+        """Pulled weights, by name, become the rank's own."""
+        copy_all([self._parameters[name] for name in weights], list(weights.values()))
+
+    @contextmanager
+    def aside(self, buffers: Sequence[Tensor]) -> Iterator[None]:
+        """Inside, parameters and buffers may have other values; `state` tells the rank's own, which come back."""
+        before, own = self._aside, (clones(self._parameters), [buffer.detach().clone() for buffer in buffers])
+        self._aside = before or own
+        try:
+            yield
+        finally:
+            self._aside = before
+            self.take(own[0])
+            copy_all(buffers, own[1])
+
+    def overwrite(self, weights: Mapping[str, Tensor]) -> None:
+        """Pulled weights become `pre_weight`: after the local update that took them."""
+        for name, weight in weights.items():
+            self._before[name].copy_(weight, non_blocking=True)
+
+    def update(self, gradients: Gradients, rates: Rates, lr_sums: Sequence[float]) -> None:
+        """One local update with this worker's gradients.
+
+        Args:
+            gradients: of those that have one.
+            rates: hyperparameters of each group now.
+            lr_sums: of the learning rates of the last k steps, for each group.
+        """
+        for group, values, lr_sum in zip(self._groups, rates, lr_sums, strict=True):
+            found = [(name, p, gradients[id(p)]) for name, p in group if id(p) in gradients]
+            if found:
+                LOCAL_UPDATES[self._spec.local_update](self._step(found, values, lr_sum))
+
+    def _step(
+        self, group: Sequence[tuple[str, nn.Parameter, Tensor]], rates: Mapping[str, Any], lr_sum: float
+    ) -> LocalStep:
+        return LocalStep(
+            names=[name for name, _, _ in group],
+            weights=[parameter.detach() for _, parameter, _ in group],
+            gradients=[gradient for _, _, gradient in group],
+            before=[self._before[name].to(p.device, non_blocking=True) for name, p, _ in group],
+            rates=rates,
+            lr_sum=lr_sum,
+            spec=self._spec,
+            state=self._memory,
+        )
+
+    def state(self, buffers: Sequence[Tensor]) -> dict[str, Any]:
+        """Copies; what `load` continues from, and the rank's own `buffers`."""
+        own, own_buffers = self._aside or (self._parameters, buffers)
+        return {
+            "weights": clones(own), "buffers": [buffer.detach().clone() for buffer in own_buffers],
+            "pre_weight": clones(self._before), "memory": clones(self._memory),
+        }  # fmt: skip
+
+    @torch.no_grad()
+    def load(self, state: Mapping[str, Any], *, own: bool) -> None:
+        """Goes on from a `state`; `own`: of this rank, else only what ranks have in common counts."""
+        for name, before in state["pre_weight"].items():
+            self._before[name].copy_(before)
+        if own:
+            self.take(state["weights"])
+            self._memory = {
+                name: kept.to(self._parameters[name].device, copy=True) for name, kept in state["memory"].items()
+            }

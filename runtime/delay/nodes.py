@@ -1,0 +1,144 @@
+"""Workers that are nodes of several ranks: gradients are averaged inside a node, and pushed between nodes.
+
+    bucket complete  ─▶ inside the node each rank gets, and adds up, what ranks with its place own (reduce-scatter);
+                        it leaves for them between nodes, and meanwhile the node's average comes to all of its ranks
+    pull             ─▶ between nodes each rank gets the weights that ranks with its place own, and spreads them inside
+
+Three queues carry that, each in an order of its own that is the same on all of its ranks: averages, pushes and pulls
+between nodes, and what is pulled inside nodes, which so never stands before an average that backward's end waits for.
+What one of them has carried is handed to the next one by whoever notices that it has come.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from runtime.comm.collectives.phases import gather
+from runtime.comm.collectives.push_pull import PushPull
+from runtime.comm.communicator import Communicator, Sent, make_communicator, nothing
+from runtime.comm.node_groups import Grid
+from runtime.comm.topology import Topology
+from runtime.comm.world import World
+from runtime.core.buckets import BucketBuffer, Parcel
+from runtime.delay.pushes import Rows, lay
+from runtime.delay.server import Shard
+from runtime.plan import Plan
+
+
+@dataclass(frozen=True)
+class NodeGroups:
+    """The groups of one rank."""
+
+    grid: Grid
+    spread: World
+    """The ranks of this node once more: what is pulled crosses no average."""
+
+    @classmethod
+    def make(cls, world: World, topology: Topology) -> NodeGroups:
+        """All ranks call this at the same place.
+
+        Raises:
+            CommunicationError: not all ranks came within the deadline.
+        """
+        return cls(Grid.make(world, topology), world.split(topology.nodes))
+
+    def leave(self) -> None:
+        """Gives the groups back."""
+        self.grid.leave()
+        self.spread.leave()
+
+
+class NodeLinks:
+    """The three queues. As a `Communicator` it is the one between nodes, and waits for all of them."""
+
+    def __init__(self, groups: NodeGroups, buckets: int, device: torch.device) -> None:
+        grid = groups.grid
+        self.inside, self.between, self.spread = (
+            make_communicator(part, [PushPull()] * buckets, device, grid.world)
+            for part in (grid.inside, grid.between, groups.spread)
+        )
+
+    def launch(self, bucket: BucketBuffer | Parcel, sent: Sent, prepare: Callable[[], None] = nothing) -> None:
+        """See `Communicator.launch`: between nodes."""
+        self.between.launch(bucket, sent, prepare)
+
+    def wait(self, until: Sent | None = None) -> None:
+        """See `Communicator.wait`: for all of it, or for a message between nodes and what it has brought."""
+        if until is None:
+            self.inside.wait()
+        self.between.wait(until)
+        self.spread.wait()
+
+    def close(self) -> None:
+        """See `Communicator.close`."""
+        for one in (self.inside, self.between, self.spread):
+            one.close()
+
+
+class Average:
+    """The gradients of one message, inside a node."""
+
+    def __init__(self, shard: Shard, per_node: int, words_bytes: int) -> None:
+        flat = shard.message.flat
+        self._shard, self._whole = shard, shard.whole()
+        self.rows = Rows(per_node, shard.node_share * flat.dtype.itemsize, words_bytes, flat.device)
+        self._sent, self._received = (
+            self.rows.body(of, flat.dtype, shard.node_share) for of in (self.rows.sent, self.rows.received)
+        )
+        self.then: Callable[[], None] = nothing
+        """Called when this rank has its part of the sum."""
+
+    def pack(self) -> None:
+        """The bucket's gradients, which are divided by the ranks of the node already, are there."""
+        lay(self._sent, self._shard.message.flat[: self._shard.numel])
+
+    def phases(self, group: dist.ProcessGroup) -> Iterator[dist.Work]:
+        """See `Collective.run`."""
+        yield from self.rows.phases(group)
+        mine = self._shard.of_node
+        assert mine is not None
+        mine.copy_(self._received[0])
+        for row in self._received[1:]:  # one after the other: the order of summation is fixed
+            mine.add_(row)
+        self.then()
+        yield from gather(self._whole, mine, group)
+        self._shard.message.flat[: self._shard.numel] = self._whole[: self._shard.numel]
+
+
+@dataclass(frozen=True, eq=False)
+class Spread:
+    """Weights that ranks with this rank's place own, on their way to the node's other ranks."""
+
+    whole: Tensor
+    """Becomes all weights. Shape (ranks · share,)."""
+    part: Tensor
+    """Shape (node_share,)."""
+
+    def phases(self, group: dist.ProcessGroup) -> Iterator[dist.Work]:
+        """See `Collective.run`."""
+        return gather(self.whole, self.part, group)
+
+
+def averages_of(shards: list[Shard], per_node: int, words_bytes: int) -> list[Average]:
+    """Of one bucket's messages; behind the last one travel so many bytes of words."""
+    return [Average(shard, per_node, words_bytes if shard is shards[-1] else 0) for shard in shards]
+
+
+def communicator_of(groups: NodeGroups | None, world: World, buckets: int, device: torch.device) -> Communicator:
+    """What carries a delay: between nodes where these are the workers, else between ranks."""
+    if groups is not None:
+        return NodeLinks(groups, buckets, device)
+    return make_communicator(world, [PushPull()] * buckets, device)
+
+
+def workers_of(plan: Plan, world: World) -> Topology:
+    """The nodes that are the workers of a plan with delay: of one rank each where it has as many nodes as ranks."""
+    if (plan.world.nodes or world.ranks) == world.ranks:
+        return Topology.of_one_rank_each(world.ranks)
+    assert isinstance(world.topology, Topology)  # else the plan has been refused
+    return world.topology

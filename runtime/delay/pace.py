@@ -1,0 +1,129 @@
+"""Whether delayed steps are shorter than the synchronous ones of the warm-up before them: if not, delay does only harm.
+
+Steps are timed in turns of k, for one of k takes what was pulled; what counts is the median of some turns, so that a
+validation in between does not. Work that changes with the delay's beginning (longer batches, say) is taken for its
+doing. Every worker tells the others what it saw behind one push, so that all decide alike, at one step, without a
+message of their own.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import warnings
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+from torch import Tensor
+
+from runtime.errors import FallbackWarning
+from runtime.monitor.clock import Clock
+from runtime.monitor.trial import SURE
+
+TURNS, SKIPPED = 16, 2
+"""Turns of k steps that are timed, before and after, and that are left out when the delay begins."""
+UNTOLD = (0.0, 0.0, 0.0)
+"""Told in all steps but one: (synchronous step, delayed step, noise of their difference), in microseconds."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PaceVerdict:
+    """What the first delayed steps have shown; means over ranks."""
+
+    faster: bool
+    """Whether they are shorter beyond the noise."""
+    delayed_us: float
+    synchronous_us: float
+    noise_us: float
+    """Standard error of the difference, times `SURE`."""
+
+    @property
+    def text(self) -> str:
+        """In words."""
+        taken = f"{self.delayed_us / 1e3:.2f} ms, those of the warm-up {self.synchronous_us / 1e3:.2f} ms"
+        text = f"delayed steps take {taken} (noise ± {self.noise_us / 1e3:.2f} ms)"
+        return text if self.faster else f"{text}: they are not faster, and the run goes on with synchronous ones"
+
+
+class Pace:
+    """Times of one run."""
+
+    def __init__(self, clock: Clock, k: int) -> None:
+        """`k` is the delay that the plan asks for."""
+        self._clock, self._k, self._over = clock, k, False
+        self._before: deque[Any] = deque(maxlen=TURNS * k + 1)
+        self._step = 0
+        """Number of the last synchronous one."""
+        self._synchronous: list[float] = []
+        """Its turns, when the delay has begun."""
+        self._after: list[Any] = []
+        self.verdict: PaceVerdict | None = None
+        """None until all ranks have told what they saw, and where the warm-up or the delay is too short to say."""
+
+    def state(self) -> dict[str, Any]:
+        """What `load` continues from: what the warm-up showed, and whether that is still to be compared."""
+        return {"synchronous": self._known(), "over": self._over}
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Goes on from a `state`; delayed steps are timed anew."""
+        self._synchronous, self._over = list(state["synchronous"]), state["over"]
+
+    def synchronous_step(self, step: int) -> None:
+        """After each step of the warm-up, by its number: of those that do not follow one another nothing is known."""
+        if step != self._step + 1:
+            self._before.clear()
+        self._step = step
+        self._before.append(self._clock.mark())
+
+    def _known(self) -> list[float]:
+        return self._turns_us(self._before) or self._synchronous
+
+    def delayed_step(self, k: int) -> tuple[float, float, float]:
+        """After each backward with a delay of `k`: what this rank tells the others."""
+        self._over = self._over or k != self._k
+        if self._over:
+            return UNTOLD
+        self._after.append(self._clock.mark())
+        if len(self._after) <= (SKIPPED + TURNS) * k:
+            return UNTOLD
+        before, after = self._known(), self._turns_us(self._after[SKIPPED * k :])
+        self._over = True
+        self._before.clear()
+        self._after.clear()
+        if len(before) < TURNS:
+            return UNTOLD
+        noise_us = SURE * math.hypot(_error(before), _error(after))
+        return statistics.median(before), statistics.median(after), noise_us
+
+    def _turns_us(self, marks: Sequence[Any]) -> list[float]:
+        """The mean step of each turn."""
+        ends = list(marks)[:: self._k]
+        return [self._clock.between_us(start, end) / self._k for start, end in pairwise(ends)]
+
+    def allows(self, told: Tensor) -> bool:
+        """Whether to go on with the delay; warns where it is not faster.
+
+        Args:
+            told: by each rank, of a step. Shape (ranks, 3).
+        """
+        if not bool((told[:, 0] > 0.0).all()):
+            return True
+        synchronous_us, delayed_us, noise_us = told.mean(dim=0).tolist()
+        self.verdict = PaceVerdict(
+            faster=synchronous_us - delayed_us > noise_us,
+            delayed_us=delayed_us,
+            synchronous_us=synchronous_us,
+            noise_us=noise_us,
+        )
+        if not self.verdict.faster:
+            warnings.warn(self.verdict.text, FallbackWarning, stacklevel=2)
+        return self.verdict.faster
+
+
+def _error(values: Sequence[float]) -> float:
+    """The standard error of the median, by the quartiles: as of normal ones, whatever a few outliers are."""
+    low, _, high = statistics.quantiles(values, n=4)
+    return 1.2533 * (high - low) / 1.349 / math.sqrt(len(values))

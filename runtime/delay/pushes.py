@@ -1,0 +1,257 @@
+"""How a vector of gradients gets to those who own its parts: whole, selected or narrowed, with a few words behind it.
+
+Every peer owns one part of the vector, and all parts but the last ones are equally long. A worker sends each peer as
+many bytes, so that sizes need not be told: of a bucket that selects, the largest elements of each owner's part by
+itself. What is held back stays with the worker, in units of the averaged gradient: what is sent and what is held back
+are together what there was, bit for bit. `make_push` is the only list of ways.
+
+What a step's owners have to know of all workers travels as words behind its last vector: no message of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from runtime.comm.collectives.phases import add_up, all_to_all
+from runtime.plan import NO_COMPRESSION, CompressorSpec
+from runtime.sparse.compressors import make_compressor
+from runtime.sparse.compressors.dgc import warmup_density
+from runtime.sparse.compressors.sparse import SparseCompressor
+from runtime.sparse.compressors.wire import WireCompressor
+from runtime.sparse.residual_buffers import Held
+
+WORD_BYTES = 8
+"""Rows begin at multiples of it, so that any dtype may lie in them."""
+INDEX = torch.int32
+
+
+class Rows:
+    """What a rank sends to each of its peers, and gets from each: a body and words behind it, as bytes."""
+
+    def __init__(self, peers: int, body_bytes: int, words_bytes: int, device: torch.device) -> None:
+        self._body = _rounded(body_bytes)
+        self.sent = torch.zeros(peers, self._body + _rounded(words_bytes), dtype=torch.uint8, device=device)
+        """Shape (peers, bytes)."""
+        self.received = torch.zeros_like(self.sent)
+        """Likewise, of every peer."""
+
+    def body(self, of: Tensor, dtype: torch.dtype, elements: int, begin_bytes: int = 0) -> Tensor:
+        """A part of the body of `sent` or `received`. Shape (peers, elements)."""
+        if not elements:
+            return of.new_empty(len(of), 0, dtype=dtype)
+        return of[:, begin_bytes : begin_bytes + elements * dtype.itemsize].view(dtype)
+
+    def words(self, of: Tensor) -> Tensor:
+        """The words of `sent` or `received`. Shape (peers, bytes)."""
+        return of[:, self._body :]
+
+    def phases(self, group: dist.ProcessGroup) -> Iterator[dist.Work]:
+        """Sends and receives; see `Collective.run`."""
+        return all_to_all(self.received.view(-1), self.sent.view(-1), group)
+
+
+def _rounded(size_bytes: int) -> int:
+    return -(-size_bytes // WORD_BYTES) * WORD_BYTES
+
+
+def lay(rows: Tensor, vector: Tensor, scale: float | None = None) -> None:
+    """Writes a vector (1-D), times `scale`, into rows (2-D) of another memory layout, one after the other."""
+    width = rows.shape[1]
+    full = vector.numel() // width if width else 0
+    rest = vector.numel() - full * width
+    parts = [(vector[: full * width].view(full, width), rows[:full])] if full else []
+    parts += [(vector[full * width :], rows[full, :rest])] if rest else []
+    for part, place in parts:
+        if scale is None:
+            place.copy_(part)
+        else:
+            torch.mul(part, scale, out=place)
+
+
+class Push(Protocol):
+    """One vector's way to its owners."""
+
+    rows: Rows
+    """What travels."""
+
+    def pack(self, vector: Tensor, scale: float, finite: Tensor, step: int) -> None:
+        """Fills what is sent.
+
+        Args:
+            vector: 1-D, up to peers · share elements.
+            scale: makes of it this worker's part of the averaged gradient.
+            finite: whether it is (0-d); if not, nothing of it counts as sent.
+            step: its number.
+        """
+        ...
+
+    def add_up(self, total: Tensor) -> None:
+        """All peers' parts have come: `total`, 1-D of `share` elements, becomes their sum, in order of rank."""
+        ...
+
+    def residual(self) -> Tensor | None:
+        """What has not travelled yet, 1-D as the vector; None where everything does."""
+        ...
+
+
+class WholePush:
+    """All elements as they are."""
+
+    def __init__(self, share: int, peers: int, dtype: torch.dtype, device: torch.device, words_bytes: int) -> None:
+        self.rows = Rows(peers, share * dtype.itemsize, words_bytes, device)
+        self._sent, self._received = (self.rows.body(of, dtype, share) for of in (self.rows.sent, self.rows.received))
+
+        self.late: Tensor | None = None
+        """What was held back before everything was pushed: it travels with the next vector that is finite."""
+
+    def pack(self, vector: Tensor, scale: float, finite: Tensor, step: int) -> None:
+        """See `Push.pack`."""
+        if self.late is None:
+            lay(self._sent, vector, scale)
+            return
+        lay(self._sent, torch.mul(vector.to(self.late.dtype), scale).add_(self.late))
+        if finite:  # once: the host may wait for it
+            self.late = None
+
+    def add_up(self, total: Tensor) -> None:
+        """See `Push.add_up`."""
+        add_up(list(self._received), total)
+
+    def residual(self) -> Tensor | None:
+        """See `Push.residual`."""
+        return self.late
+
+
+class _Held:
+    """What pushes have in common that hold something back."""
+
+    def __init__(self, elements: int, dtype: torch.dtype, device: torch.device) -> None:
+        self.dtype = torch.float64 if dtype == torch.float64 else torch.float32
+        self.held = Held(elements, self.dtype, device, on_device=False)
+        self._addend = torch.zeros(elements, dtype=self.dtype, device=device)
+
+    def residual(self) -> Tensor:
+        """See `Push.residual`."""
+        return self.held.residual
+
+    def scaled(self, vector: Tensor, scale: float) -> Tensor:
+        """In the dtype that is added up in."""
+        return torch.mul(vector.to(self.dtype), scale, out=self._addend)
+
+
+class SelectedPush(_Held):
+    """Of each owner's part some elements: values, and their places within the part."""
+
+    def __init__(
+        self, spec: CompressorSpec, elements: int, share: int, peers: int, dtype: torch.dtype, device: torch.device,
+        words_bytes: int,
+    ) -> None:  # fmt: skip
+        super().__init__(elements, dtype, device)
+        self._share, self._peers, self._words_bytes, self._device = share, peers, words_bytes, device
+        self._warmup_steps = spec.warmup_steps
+        parts = [(f"part {p}", max(0, min(share, elements - p * share))) for p in range(peers)]
+        made = make_compressor(replace(spec, scope="layer", warmup_steps=None), parts, ranks=peers)
+        assert isinstance(made, SparseCompressor)
+        self._planned = made
+        self._select_by(made)
+
+    @property
+    def selected(self) -> int:
+        """Elements that are sent in all."""
+        return self._compressor.k
+
+    def sent(self) -> Tensor:
+        """What was sent last, zero elsewhere. Shape as the residual's."""
+        whole = self.held.residual.new_zeros(self._peers, self._share)
+        for part, values, indices in zip(whole, self._values[0], self._indices[0], strict=True):
+            part.index_add_(0, indices, values)
+        return whole.view(-1)[: self._addend.numel()]
+
+    def _select_by(self, compressor: SparseCompressor) -> None:
+        self._compressor = compressor
+        self.k = max((segment.k for segment in compressor.segments), default=0)
+        """Elements that go to each owner, at most: a shorter part has fewer, and nothing in their place."""
+        values_bytes = self.k * self.dtype.itemsize
+        self.rows = Rows(self._peers, values_bytes + self.k * INDEX.itemsize, self._words_bytes, self._device)
+        self._values, self._indices = (
+            [self.rows.body(of, dtype, self.k, begin) for of in (self.rows.sent, self.rows.received)]
+            for dtype, begin in ((self.dtype, 0), (INDEX, values_bytes))
+        )
+
+    def pack(self, vector: Tensor, scale: float, finite: Tensor, step: int) -> None:
+        """See `Push.pack`."""
+        if self._warmup_steps is not None:
+            warms = step < self._warmup_steps
+            compressor = self._planned.at_least(warmup_density(step, self._warmup_steps)) if warms else self._planned
+            if compressor.k != self._compressor.k:
+                self._select_by(compressor)
+        addend = self.scaled(vector, scale)
+        values, indices = self._compressor.compress(addend, self.held.residual, self.held.following, step)
+        lay(self._values[0], values)
+        lay(self._indices[0], indices % self._share if self._share else indices)
+        self.held.commit(finite)
+
+    def add_up(self, total: Tensor) -> None:
+        """See `Push.add_up`."""
+        sums = total.zero_() if total.dtype == self.dtype else torch.zeros_like(total, dtype=self.dtype)
+        for values, indices in zip(self._values[1], self._indices[1], strict=True):
+            sums.index_add_(0, indices, values)
+        if sums is not total:
+            total.copy_(sums)
+
+
+class NarrowedPush(_Held):
+    """All elements in a narrower dtype, added up in a wider one."""
+
+    def __init__(
+        self, spec: CompressorSpec, elements: int, share: int, peers: int, dtype: torch.dtype, device: torch.device,
+        words_bytes: int,
+    ) -> None:  # fmt: skip
+        super().__init__(elements, dtype, device)
+        made = make_compressor(spec, [("bucket", elements)], ranks=1)  # nobody adds up in the wire's dtype
+        assert isinstance(made, WireCompressor)
+        self._compressor = made
+        self.rows = Rows(peers, share * made.dtype.itemsize, words_bytes, device)
+        self._sent, self._received = (
+            self.rows.body(of, made.dtype, share) for of in (self.rows.sent, self.rows.received)
+        )
+
+    def pack(self, vector: Tensor, scale: float, finite: Tensor, step: int) -> None:
+        """See `Push.pack`."""
+        addend = self.scaled(vector, scale)
+        lay(self._sent, self._compressor.compress(addend, self.held.residual, self.held.following, step))
+        self.held.commit(finite)
+
+    def add_up(self, total: Tensor) -> None:
+        """See `Push.add_up`."""
+        sums = self._received[0].to(self.dtype)
+        for row in self._received[1:]:
+            sums += row
+        total.copy_(sums)
+
+
+def make_push(
+    spec: CompressorSpec, elements: int, share: int, peers: int, dtype: torch.dtype, device: torch.device,
+    words_bytes: int = 0,
+) -> Push:  # fmt: skip
+    """The way of one vector.
+
+    Args:
+        spec: what the plan says of its bucket; of those that select, with one density.
+        elements: of the vector.
+        share: elements of each owner's part.
+        peers: how many owners there are.
+        dtype: of the gradients, and of their sum.
+        device: where they are.
+        words_bytes: of the words behind it.
+    """
+    if spec == NO_COMPRESSION:
+        return WholePush(share, peers, dtype, device, words_bytes)
+    kind = NarrowedPush if spec.name == "wire" else SelectedPush
+    return kind(spec, elements, share, peers, dtype, device, words_bytes)

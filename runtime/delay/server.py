@@ -1,0 +1,398 @@
+"""The shard of the global weights that a rank owns, as a parameter server would: gradients in, weights out.
+
+Every bucket is cut into as many equal parts as there are owners: every rank is one, part r belongs to owner r. What is
+owned lies flat, in the order of the bucket's gradients and the memory order of each, and `torch.optim.SGD` itself
+updates it, so that the servers' arithmetic is the user's optimizer's.
+
+Where the worker is a node of several ranks, owners are counted by place: the first ranks of all nodes, then the second
+ones, and so on. So the rank with a place has, of the node's gradients, those that ranks with its place own, and pushes
+these to them. Source: SSD-SGD (Xu et al., arXiv 2012.05396), Algorithm 2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from runtime.comm.world import World
+from runtime.core.buckets import BucketBuffer, Message, Slot, view_of
+from runtime.delay.pushes import SelectedPush, WholePush, make_push
+from runtime.errors import InputError
+from runtime.plan import NO_COMPRESSION, CompressorSpec
+from runtime.torch_compat import all_gather_single
+
+HYPERPARAMETERS = ("lr", "momentum", "dampening", "weight_decay", "nesterov")
+"""Of a parameter group, what its owners need."""
+
+Pieces = dict[str, dict[str, Any]]
+"""What a rank owns of each parameter: `start`, `weights` and `momentum` (None: none yet), 1-D in memory order, whose
+`stride` it has."""
+
+Rates = Sequence[Mapping[str, Any]]
+"""The hyperparameters of each of the optimizer's groups, as they are at one step."""
+
+
+def rates_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """The hyperparameters that are in force now."""
+    found = []
+    for group in optimizer.param_groups:
+        values = {name: group[name] for name in HYPERPARAMETERS}
+        found.append(values | {"lr": float(values["lr"])})  # schedulers may keep a tensor
+    return found
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A part of one parameter that this rank owns."""
+
+    slot: Slot
+    """Of the parameter."""
+    start: int
+    """In the parameter's elements, in memory order."""
+    place: slice
+    """In the shard."""
+    weights: nn.Parameter
+    """1-D; a part of the shard."""
+    gradient: Tensor
+    """Likewise, of the sum of what was pushed."""
+
+    @property
+    def name(self) -> str:
+        return self.slot.name
+
+
+class Part:
+    """What one rank has of a message of a bucket, cut into as many equal parts as there are ranks."""
+
+    def __init__(self, message: Message, rank: int, ranks: int) -> None:
+        self.message, self.rank, self.ranks = message, rank, ranks
+        self.numel = sum(slot.parameter.numel() for slot in message.slots)
+        self.share = -(-self.numel // ranks)
+        """Elements of a part; the last one may be shorter, and is filled up."""
+
+    def cuts(self) -> Iterator[tuple[Slot, int, slice]]:
+        """(parameter, first of its elements in memory order, where they lie in this rank's part) of what is in it."""
+        first, offset = self.rank * self.share, 0
+        for slot in self.message.slots:
+            start, stop = max(offset, first), min(offset + slot.parameter.numel(), first + self.share)
+            if start < stop:
+                yield slot, start - offset, slice(start - first, stop - first)
+            offset += slot.parameter.numel()
+
+    def views(self, whole: Tensor) -> dict[str, Tensor]:
+        """The gradients' or weights' places in a vector of all parts. Shapes as the parameters'."""
+        found, offset = {}, 0
+        for slot in self.message.slots:  # laid out as gradients are, whatever becomes of the parameter's own layout
+            found[slot.name] = view_of(whole, offset, slot.view)
+            offset += slot.parameter.numel()
+        return found
+
+
+class Shard(Part):
+    """This rank's part of one message of a bucket: of all gradients of one dtype."""
+
+    def __init__(
+        self,
+        message: Message,
+        rank: int,
+        ranks: int,
+        *,
+        per_node: int = 1,
+        compressor: CompressorSpec = NO_COMPRESSION,
+        words_bytes: int = 0,
+    ) -> None:
+        """
+        Args:
+            message: the gradients.
+            rank: this owner's number.
+            ranks: how many owners there are.
+            per_node: the ranks of each worker.
+            compressor: of what is pushed.
+            words_bytes: of the words that travel behind it.
+        """
+        super().__init__(message, rank, ranks)
+        flat = message.flat
+        self.node_share = ranks // per_node * self.share
+        """Elements that owners with one place have together."""
+        self.of_node = flat.new_zeros(self.node_share) if per_node > 1 else None
+        """The node's gradients, of those that ranks with this place own. Shape (node_share,); None: all are pushed."""
+        first = self.place.start
+        self._mine = slice(first, max(first, min(first + self.node_share, self.numel)))
+        """In a vector of all parts, the elements that this rank pushes."""
+        elements = self._mine.stop - first
+        self._per_node, self._words_bytes = per_node, words_bytes
+        self.push = make_push(compressor, elements, self.share, ranks // per_node, flat.dtype, flat.device, words_bytes)
+        """How gradients travel to their owners."""
+        self.holds_back = compressor != NO_COMPRESSION
+        self.total = flat.new_zeros(self.share)
+        """The sum of what was pushed, in order of workers: the averaged gradient. Shape (share,)."""
+        self.weights = self.flatten({slot.name: slot.parameter.detach() for slot in message.slots})
+        """The global weights. Shape (share,)."""
+        self.pieces = [
+            Piece(slot, start, place, nn.Parameter(self.weights[place]), self.total[place])
+            for slot, start, place in self.cuts()
+        ]
+
+    def whole(self) -> Tensor:
+        """Zeros for all parts. Shape (ranks · share,)."""
+        return self.total.new_zeros(self.ranks * self.share)
+
+    @property
+    def place(self) -> slice:
+        """In a vector of all parts, those of owners with this rank's place."""
+        first = self.rank * self.share // self.node_share * self.node_share if self.node_share else 0
+        return slice(first, first + self.node_share)
+
+    def flatten(self, tensors: Mapping[str, Tensor]) -> Tensor:
+        """This rank's part of tensors by name, in the shapes of their parameters; missing ones are zero."""
+        return self.joined(tensors)[self.rank * self.share : (self.rank + 1) * self.share].clone()
+
+    def joined(self, tensors: Mapping[str, Tensor], dtype: torch.dtype | None = None) -> Tensor:
+        """All parts of tensors by name. Shape (ranks · share,)."""
+        whole = self.message.flat.new_zeros(self.ranks * self.share, dtype=dtype)
+        for name, view in self.views(whole).items():
+            if name in tensors:
+                view.copy_(tensors[name])
+        return whole
+
+    def pack(self, scale: float, finite: Tensor, step: int = 0) -> None:
+        """`vector`, times `scale`, is what is pushed; see `Push`."""
+        self.push.pack(self.vector, scale, finite, step)
+
+    @property
+    def vector(self) -> Tensor:
+        """What is pushed: the bucket's gradients, or those that this rank has of the node's. 1-D."""
+        if self.of_node is None:
+            return self.message.flat[: self.numel]
+        return self.of_node[: self._mine.stop - self._mine.start]
+
+    @property
+    def k(self) -> int:
+        """How many elements each worker pushes; 0 where they are not selected."""
+        push = self.push
+        return min(self.numel, self._per_node * push.selected) if isinstance(push, SelectedPush) else 0
+
+    def held_and_sent(self) -> Tensor:
+        """What this rank has yet to push, and what it pushed last. Shape (2, elements of the message)."""
+        push = self.push
+        assert isinstance(push, SelectedPush)
+        both = push.residual().new_zeros(2, self.numel)
+        both[0, self._mine], both[1, self._mine] = push.residual(), push.sent()
+        return both
+
+    def push_whole(self) -> None:
+        """From the next step on everything is pushed, and first what was held back; nothing may be on its way."""
+        flat, workers = self.message.flat, self.ranks // self._per_node
+        whole = WholePush(self.share, workers, flat.dtype, flat.device, self._words_bytes)
+        whole.late, self.push = self.push.residual(), whole
+
+    def phases(self, group: dist.ProcessGroup) -> Iterator[dist.Work]:
+        """See `Collective.run`."""
+        yield from self.push.rows.phases(group)
+        self.push.add_up(self.total)
+
+    def residuals(self) -> dict[str, Tensor]:
+        """What this rank has yet to push, by gradient, in its shape; zero where other ranks of the node do."""
+        held = self.push.residual()
+        if held is None:
+            return {}
+        whole = held.new_zeros(self.ranks * self.share)
+        whole[self._mine] = held
+        return self.views(whole)
+
+    def put_residuals(self, residuals: Mapping[str, Tensor]) -> None:
+        """Takes over what its gradients hold back; what belongs to other ranks of the node is left out."""
+        held = self.push.residual()
+        if held is not None:
+            held.copy_(self.joined(residuals, held.dtype)[self._mine])
+
+
+class Server:
+    """What one rank owns of all buckets, and the optimizer that updates it."""
+
+    def __init__(
+        self,
+        buckets: Sequence[BucketBuffer],
+        optimizer: torch.optim.Optimizer,
+        rank: int,
+        ranks: int,
+        *,
+        owners: Sequence[int] | None = None,
+        per_node: int = 1,
+        compressors: Sequence[CompressorSpec] | None = None,
+        words_bytes: int = 0,
+    ) -> None:
+        """Takes over the parameters' weights and the optimizer's momentum, which are the same on all ranks.
+
+        Args:
+            buckets: laid out.
+            optimizer: the user's.
+            rank: this one.
+            ranks: how many there are.
+            owners: the number of each rank as an owner; default: its own.
+            per_node: the ranks of each worker.
+            compressors: of each bucket's pushes; default: none.
+            words_bytes: of the words behind the last push.
+        """
+        self._owners = tuple(range(ranks) if owners is None else owners)
+        last = buckets[-1].messages[-1]
+        self.shards = [
+            [
+                Shard(
+                    message, self._owners[rank], ranks, per_node=per_node,
+                    compressor=NO_COMPRESSION if compressors is None else compressors[bucket.index],
+                    words_bytes=words_bytes if message is last else 0,
+                )
+                for message in bucket.messages
+            ]
+            for bucket in buckets
+        ]  # fmt: skip
+        """By bucket and message."""
+        groups = {id(p): index for index, group in enumerate(optimizer.param_groups) for p in group["params"]}
+        parameters = {slot.name: slot.parameter for bucket in buckets for slot in bucket.slots}
+        self._sgd = self._make_optimizer(parameters, groups)
+        momenta = {name: optimizer.state.get(p, {}).get("momentum_buffer") for name, p in parameters.items()}
+        self.set_momenta({name: buffer for name, buffer in momenta.items() if buffer is not None})
+
+    @property
+    def pieces(self) -> Iterator[Piece]:
+        """Of all parameters."""
+        return (piece for shard in self._all_shards for piece in shard.pieces)
+
+    @property
+    def _all_shards(self) -> Iterator[Shard]:
+        return (shard for shards in self.shards for shard in shards)
+
+    def _make_optimizer(
+        self, parameters: Mapping[str, nn.Parameter], groups: Mapping[int, int]
+    ) -> torch.optim.SGD | None:
+        """One group for each of the user's of which this rank owns something."""
+        owned: dict[int, list[nn.Parameter]] = {}
+        for piece in self.pieces:
+            piece.weights.grad = piece.gradient
+            group = groups.get(id(parameters[piece.name]))
+            if group is not None:
+                owned.setdefault(group, []).append(piece.weights)
+        self._mirrored = sorted(owned)
+        listed = [{"params": owned[group]} for group in self._mirrored]
+        on_device = any(piece.weights.device.type != "cpu" for piece in self.pieces)
+        return torch.optim.SGD(listed, lr=0.0, fused=on_device or None) if listed else None
+
+    def set_momenta(self, momenta: Mapping[str, Tensor]) -> None:
+        """Goes on with momentum buffers by name, in the shapes of their parameters."""
+        for shard in self._all_shards:
+            flat = shard.flatten(momenta)
+            for piece in shard.pieces:
+                # On a device all have one: a first step that is left out there leaves none undefined.
+                if piece.name in momenta or piece.weights.device.type != "cpu":
+                    self._set_momentum(piece, flat[piece.place])
+
+    def _momentum_of(self, piece: Piece) -> Tensor | None:
+        return None if self._sgd is None else self._sgd.state.get(piece.weights, {}).get("momentum_buffer")
+
+    def _set_momentum(self, piece: Piece, buffer: Tensor | None) -> None:
+        if self._sgd is not None:
+            kept = None if buffer is None else buffer.to(piece.weights.device, copy=True)
+            self._sgd.state[piece.weights]["momentum_buffer"] = kept
+
+    def momenta(self, shard: Shard) -> Tensor:
+        """The momentum buffers of what is owned, zero where there is none yet. Shape (share,)."""
+        flat = torch.zeros_like(shard.weights)
+        for piece in shard.pieces:
+            buffer = self._momentum_of(piece)
+            if buffer is not None:
+                flat[piece.place] = buffer
+        return flat
+
+    def gathered(self, part_of: Callable[[Shard], Tensor], world: World) -> dict[str, Tensor]:
+        """What all owners have, by name, in the parameters' shapes; all ranks must call this.
+
+        Raises:
+            CommunicationError: a rank did not come within the deadline.
+        """
+        found: dict[str, Tensor] = {}
+        for shard in self._all_shards:
+            whole, parts = shard.whole(), shard.whole()
+            with world.naming("gathering the global weights"):
+                all_gather_single(parts.view(torch.uint8), part_of(shard).view(torch.uint8), group=world.group)
+            by_owner = whole.view(shard.ranks, -1)
+            for owner, part in zip(self._owners, parts.view(shard.ranks, -1), strict=True):
+                by_owner[owner] = part
+            found |= shard.views(whole)
+        return found
+
+    def residuals(self) -> dict[str, Tensor]:
+        """Copies of what this rank has yet to push, by gradient, of buckets that do not push everything."""
+        return {name: part.clone() for shard in self._all_shards for name, part in shard.residuals().items()}
+
+    def put_residuals(self, residuals: Mapping[str, Tensor]) -> None:
+        """Takes over what gradients, by name, hold back."""
+        for shard in self._all_shards:
+            shard.put_residuals(residuals)
+
+    def set_weights(self, weights: Mapping[str, Tensor]) -> None:
+        """Goes on with weights by name, in the shapes of their parameters."""
+        for shard in self._all_shards:
+            shard.weights.copy_(shard.flatten(weights))
+
+    def state(self) -> Pieces:
+        """Copies of what is owned, by parameter."""
+        found: Pieces = {}
+        for shard in self._all_shards:
+            for piece in shard.pieces:
+                buffer = self._momentum_of(piece)
+                found[piece.name] = {
+                    "start": piece.start,
+                    "stride": piece.slot.view.stride(),
+                    "weights": piece.weights.detach().clone(),
+                    "momentum": None if buffer is None else buffer.clone(),
+                }
+        return found
+
+    @torch.no_grad()
+    def load(self, pieces: Pieces) -> None:
+        """Goes on from the `state` of the same rank of as many.
+
+        Raises:
+            InputError: the parameters were laid out in memory in another way.
+        """
+        for piece in self.pieces:
+            saved = pieces[piece.name]
+            if tuple(saved["stride"]) != piece.slot.view.stride():
+                raise InputError(
+                    f"found {piece.name} saved with the strides {tuple(saved['stride'])}, expected "
+                    f"{piece.slot.view.stride()}: give the model the memory format that it had, before attach"
+                )
+            piece.weights.copy_(saved["weights"])
+            self._set_momentum(piece, saved["momentum"])
+
+    def update(self, rates: Rates, finite: Tensor, used: Tensor) -> None:
+        """One step of momentum SGD with weight decay, with the averaged gradients that have come.
+
+        Args:
+            rates: hyperparameters of the user's groups.
+            finite: 0-d; whether to make the step at all. The host does not wait for a device to know it.
+            used: whether any rank has a gradient, of each in order of readiness; without one, and where nothing comes
+                that was held back, nothing happens to a parameter. On a device, where the host would have to wait for
+                this, it counts as used.
+        """
+        if self._sgd is None:
+            return
+        if used.device.type == "cpu":
+            for shard in self._all_shards:
+                for piece in shard.pieces:
+                    comes = bool(used[piece.slot.index]) or (shard.holds_back and bool(piece.gradient.any()))
+                    piece.weights.grad = piece.gradient if comes else None
+        for group, index in zip(self._sgd.param_groups, self._mirrored, strict=True):
+            group.update(rates[index])
+        if finite.device.type == "cpu":
+            if finite:
+                self._sgd.step()
+            return
+        self._sgd.found_inf = 1.0 - finite.float()  # type: ignore[attr-defined]  # the fused step looks at it
+        self._sgd.step()

@@ -1,0 +1,492 @@
+"""Delay: the two stages of a run whose ranks do not wait for each other's gradients (SSD-SGD).
+
+    warm-up   synchronous steps, by the plan's buckets: every `.grad` is the average, the optimizer's step is its own
+    delayed   `.grad`s are a rank's own and are pushed to the owners of the weights (`runtime.delay.exchange`), who
+              update them. In place of the optimizer's step each rank updates its own weights
+              (`runtime.delay.local_updates`); first they become the global ones, where a pull has come, which is once
+              in every k steps
+
+A worker is a rank, or where the plan has fewer nodes than ranks a node, whose ranks have the same weights and `.grad`s.
+Warm-up sends everything, also in buckets whose pushes are compressed.
+Step numbers count from 0 and warm-up is a multiple of k. Weights are pulled behind the pushes of steps with
+(step + 1) mod k = 0, travel during the next step and are taken at its local update. `pre_weight` are the global weights
+of the last pull: overwritten after that local update, which compares them with the new ones.
+Source: SSD-SGD (Xu et al., arXiv 2012.05396), Algorithms 1 and 2.
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from runtime.comm.world import World, first_line
+from runtime.core.exchange import Exchange
+from runtime.delay.checkpoint import (
+    Place,
+    buckets_of,
+    check_state,
+    clones,
+    copy_all,
+    delays_of,
+    joined,
+    residuals_of,
+)
+from runtime.delay.exchange import DelayedExchange
+from runtime.delay.local_weights import LocalWeights
+from runtime.delay.nodes import NodeGroups, communicator_of, workers_of
+from runtime.delay.pace import Pace
+from runtime.delay.server import Rates, rates_of
+from runtime.delay.staleness import NOTHING, WINDOWS, Staleness
+from runtime.errors import AccuracyWarning, FallbackWarning, InputError
+from runtime.monitor.recorder import Recorder
+from runtime.plan import Plan
+from runtime.torch_compat import is_out_of_memory
+
+Stage = Literal["warm-up", "delayed", "synchronous"]
+
+
+class Delay:
+    """The stages of one session's run."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        optimizer: torch.optim.Optimizer,
+        world: World,
+        parameters: Mapping[str, nn.Parameter],
+        buffers: Callable[[], list[Tensor]],
+        recorder: Recorder,
+        *,
+        put: Callable[[Exchange | None], None],
+        steps_done: Callable[[], int],
+        loss_scale: Callable[[], float] | None,
+        guard: bool,
+    ) -> None:
+        """Every rank of `world` must call this: it makes a group of its own, whose messages cross nobody else's.
+
+        Args:
+            buffers: the model's that follow rank 0; while a rank is delayed they stay its own.
+            put: gives the session another exchange; None: a synchronous one.
+            steps_done: how many steps the session has exchanged.
+            loss_scale: gives the factor of this rank's losses.
+            guard: shorten the delay where ranks are too far from each other, end it where it is not faster.
+        """
+        assert plan.delay is not None
+        self.plan, self.spec = plan, plan.delay
+        self.stage: Stage = "warm-up"
+        self.steps = plan.delay.steps
+        """k: shortened where ranks drift apart."""
+        self.staleness, self.pace = Staleness(), Pace(recorder.clock, self.steps)
+        self._optimizer, self._buffers = optimizer, buffers
+        self._all, self._parameters = parameters, {name: parameters[name] for name in plan.gradients}
+        self._recorder, self._put, self._steps_done = recorder, put, steps_done
+        self._loss_scale, self._guarded = loss_scale or (lambda: 1.0), guard
+        self._session_world = world
+        self.workers = workers_of(plan, world)
+        self._groups_of_nodes = NodeGroups.make(world, self.workers) if self.workers.per_node > 1 else None
+        self._world = world if self._groups_of_nodes is not None else world.split([range(world.ranks)])
+        self._names = {id(parameter): name for name, parameter in self._parameters.items()}
+        self._names_of_groups = self._listed()
+        self._groups = [[(name, self._parameters[name]) for name in group] for group in self._names_of_groups]
+        self._lrs: deque[Rates] = deque(maxlen=self.steps)
+        self._exchange: DelayedExchange | None = None
+        self._own = LocalWeights(plan.delay, self._parameters, self._groups)
+        self._hidden: list[tuple[nn.Parameter, Tensor]] = []
+        self._updated = 0
+        """How many steps had been exchanged at the optimizer's last one."""
+        self._done_by_owners: int | None = None
+        """The step whose gradients owners have used, so that the optimizer has to pass over them."""
+        self._norms: Tensor | None = None
+        """Of the weights, where a step has come without one of the optimizer's. Shape (parameters,)."""
+        self._places: list[int] | None = None
+        """While ranks are delayed: where the weights lay after the last update."""
+
+    @property
+    def active(self) -> bool:
+        """Whether ranks have weights of their own now."""
+        return self._exchange is not None
+
+    def install(self) -> list[Any]:
+        """Hooks the optimizer's step, and those of others; returns the handles."""
+        _watch_steps(self)
+        return [
+            self._optimizer.register_step_pre_hook(self._before_step),
+            self._optimizer.register_step_post_hook(self._after_step),
+        ]
+
+    def start(self) -> None:
+        """The session is complete: without warm-up, ranks are delayed from the first step on."""
+        if self.spec.warmup_steps == 0:
+            if self._guarded and self._world.rank == 0:
+                warnings.warn(
+                    "the delay begins without synchronous steps, in which weights change most: it may cost accuracy; "
+                    "give the plan's delay warmup_steps, such as the 500 of the paper",
+                    AccuracyWarning,
+                    stacklevel=4,
+                )
+            self._begin()
+
+    def _listed(self) -> list[list[str]]:
+        """The parameters in the optimizer's groups now, by name."""
+        groups = [group["params"] for group in self._optimizer.param_groups]
+        return [[self._names[id(p)] for p in group if id(p) in self._names] for group in groups]
+
+    # What would leave ranks alone.
+
+    def refuse_other(self, optimizer: torch.optim.Optimizer) -> None:
+        """Called before any optimizer's step: of this model's parameters only the attached one may make it."""
+        if optimizer is self._optimizer or self.stage == "synchronous":
+            return
+        held = (id(parameter) for group in optimizer.param_groups for parameter in group["params"])
+        name = next((self._names[one] for one in held if one in self._names), None)
+        if name is not None:
+            raise InputError(
+                f"found a step of another optimizer ({type(optimizer).__name__}) that holds {name}, expected steps of "
+                f"the one given to attach, for with a delay owners of the weights do what that one does: make the "
+                f"optimizer before attach, or call session.detach() and attach with the new one"
+            )
+
+    @torch.no_grad()
+    def step_done(self) -> None:
+        """A step's gradients have been exchanged.
+
+        Raises:
+            InputError: weights have changed in a way that no optimizer's step is, and the optimizer makes none.
+        """
+        first = self._steps_done() == 1
+        if self.stage == "synchronous" or (self._updated == self._steps_done() - 1 and not first):
+            self._norms = None
+            return
+        parameters = [parameter.detach() for parameter in self._parameters.values() if parameter.numel()]
+        before, self._norms = self._norms, torch.stack([norm.double() for norm in torch._foreach_norm(parameters)])
+        if before is not None and not torch.allclose(before, self._norms, rtol=0.0, atol=0.0, equal_nan=True):
+            raise InputError(
+                "the weights have changed since the last step, and the optimizer given to attach made no step; "
+                "expected its optimizer.step(), for with a delay owners of the weights do what it does: let it update "
+                "them, or use a plan without a delay"
+            )
+
+    def _refuse_moved(self) -> None:
+        if self._places is None:
+            return
+        places = zip(self._parameters.items(), self._places, strict=True)
+        moved = next((name for (name, parameter), place in places if parameter.data_ptr() != place), None)
+        if moved is not None:
+            raise InputError(
+                f"{moved}.data was replaced since the last step, which the owners of the global weights do not hear "
+                f"of: the next pull would undo it; expected the memory that it had: put it back before the step, or "
+                f"call session.switch to a plan without a delay first"
+            )
+
+    def _note_places(self) -> None:
+        self._places = [p.data_ptr() for p in self._parameters.values()] if self._exchange is not None else None
+
+    # One step, in the order in which it happens.
+
+    def _before_step(self, optimizer: torch.optim.Optimizer, arguments: Any, keywords: Any) -> None:
+        if self.stage == "synchronous" and self._done_by_owners != self._steps_done():
+            return
+        if any(callable(one) for one in (*arguments[1:], *keywords.values())):
+            raise InputError(
+                "optimizer.step(closure): found a closure, expected none, for a plan with delay takes the place of the "
+                "optimizer's step: call backward before it"
+            )
+        if len(optimizer.param_groups) != len(self._groups):
+            raise InputError(
+                f"found {len(optimizer.param_groups)} groups of parameters in the optimizer, expected the "
+                f"{len(self._groups)} that it had at attach: with a delay, owners of the weights update them, too"
+            )
+        if self._listed() != self._names_of_groups:
+            raise InputError(
+                "found other parameters in the optimizer's groups than it had at attach; with a delay, owners of the "
+                "weights update them, too: keep the groups, or call session.detach() and attach again"
+            )
+        if self.stage == "warm-up":
+            return
+        self._refuse_moved()
+        self._hidden = [(p, p.grad) for group in self._groups for _, p in group if p.grad is not None]
+        for parameter, _ in self._hidden:
+            parameter.grad = None  # the optimizer passes over it
+
+    def _after_step(self, *_: Any) -> None:
+        rates = rates_of(self._optimizer)
+        if self._exchange is not None:
+            self._update(rates)
+        for parameter, gradient in self._hidden:
+            parameter.grad = gradient
+        self._hidden, self._updated = [], self._steps_done()
+        self._lrs.append(rates)
+        if self.stage == "warm-up":
+            self._warm_up(sum(group["lr"] for group in rates))
+        self._note_places()
+
+    def _warm_up(self, lr: float) -> None:
+        left = self.spec.warmup_steps - self._steps_done()
+        if left > WINDOWS * self.steps:  # later ones are looked at, too, which takes time
+            self.pace.synchronous_step(self._steps_done())
+        self.staleness.see_warmup(self._parameters, lr, left=left, steps=self.steps)
+        if left <= 0:
+            self._begin()
+
+    def _lr_sums(self) -> list[float]:
+        """Of the last k steps, for each group."""
+        return [sum(rates[index]["lr"] for rates in self._lrs) for index in range(len(self._groups))]
+
+    @torch.no_grad()
+    def _update(self, rates: Rates) -> None:
+        exchange = self._exchange
+        assert exchange is not None
+        pulled = exchange.take()
+        weights = {} if pulled is None else exchange.weights(pulled.whole)
+        if weights:
+            exchange.words = self.staleness.measure(self._parameters, weights, sum(self._lr_sums()))
+            self._own.take(weights)
+        # What is not finite is no gradient; on a device nobody waits to know it.
+        if exchange.finite.device.type != "cpu" or exchange.finite:
+            self._own.update({id(p): gradient for p, gradient in self._hidden}, rates, self._lr_sums())
+        self._own.overwrite(weights)
+        if pulled is not None:
+            exchange.give_back(pulled)
+
+    def _pulls_at(self, step: int, told: Tensor | None) -> bool:
+        """Called by the exchange; what all ranks said decides how long the delay is from this step on."""
+        if told is not None and self._guarded:
+            self.steps = self.staleness.judge(told[:, : len(NOTHING)], step, self.steps)
+            self.steps *= self.pace.allows(told[:, len(NOTHING) :])
+            if self.steps:
+                self._lrs = deque(self._lrs, maxlen=self.steps)
+        if self._exchange is not None and self._guarded:
+            self._exchange.pace = self.pace.delayed_step(self.steps)
+        return self.steps > 0 and (step + 1) % self.steps == 0
+
+    @property
+    def has_to_end(self) -> bool:
+        """Whether ranks are too far from each other, or no faster: this step has to be the last one with a delay."""
+        return self._exchange is not None and self.steps == 0
+
+    def push_whole(self, bucket: int) -> bool:
+        """Whether ranks are delayed: then a bucket pushes everything from the next step on. All ranks call it alike."""
+        if self._exchange is not None:
+            self._exchange.push_whole(bucket)
+        return self._exchange is not None
+
+    # Stages.
+
+    def _begin(self) -> None:
+        """Ranks have the same weights: from now on each has its own, if all have memory for it."""
+        rates, exchange, problem = rates_of(self._optimizer), None, None
+        try:
+            exchange = self._make_exchange()
+            self._own.begin()
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+            problem = first_line(error)
+        problems = [one for one in self._session_world.gather(problem, "beginning a delay") if one]
+        if problems or exchange is None:
+            warnings.warn(
+                f"the run stays synchronous: no memory for a delay ({problems[0]})", FallbackWarning, stacklevel=4
+            )
+            self.stage = "synchronous"
+            return
+        while len(self._lrs) < self.steps:  # with less warm-up than k
+            self._lrs.append(rates)
+        self.stage, self._exchange = "delayed", exchange
+        self._note_places()
+        self._put(exchange)
+
+    def _make_exchange(self) -> DelayedExchange:
+        device = _device(self._parameters)
+        communicator = communicator_of(self._groups_of_nodes, self._world, len(self.plan.buckets), device)
+        made = DelayedExchange(
+            self.plan, self._all, self.workers, communicator, self._recorder,
+            optimizer=self._optimizer, rank=self._world.rank, rates=lambda: rates_of(self._optimizer),
+            pulls_at=self._pulls_at, scale=self._loss_scale,
+        )  # fmt: skip
+        made.step = self._steps_done()
+        return made
+
+    def end(self) -> None:
+        """Ranks have the same weights and momentum again; all of them call this at the same step.
+
+        Where owners have used the gradients of a backward whose optimizer's step is yet to come, that step passes over.
+        """
+        exchange, self.stage = self._exchange, "synchronous"
+        if exchange is None:
+            return
+        exchange.settle()
+        weights, momenta = self._weights(), self._momenta()
+        copy_all([self._parameters[name] for name in weights], list(weights.values()))
+        for name, momentum in momenta.items():
+            self._optimizer.state[self._parameters[name]]["momentum_buffer"] = momentum.clone()
+        self._session_world.broadcast(self._buffers())
+        if self._updated != self._steps_done():
+            self._done_by_owners = self._steps_done()
+        self._check_scales()
+        self._exchange = None
+        self._own.end()
+
+    def _check_scales(self) -> None:
+        scales = self._session_world.gather(self._loss_scale(), "comparing loss scales")
+        if len(set(scales)) > 1:
+            text = (
+                f"ranks scale losses differently now ({', '.join(f'{scale:g}' for scale in scales)}), and synchronous "
+            )
+            text += "steps average their gradients: give all scalers one scale, scaler.update(new_scale=…)"
+            warnings.warn(text, AccuracyWarning, stacklevel=4)
+
+    def _weights(self) -> dict[str, Tensor]:
+        assert self._exchange is not None
+        return self._exchange.server.gathered(lambda shard: shard.weights, self._world)
+
+    def _momenta(self) -> dict[str, Tensor]:
+        assert self._exchange is not None
+        server = self._exchange.server
+        if not any(group["momentum"] for group in self._optimizer.param_groups):
+            return {}
+        return server.gathered(server.momenta, self._world)
+
+    @contextmanager
+    def global_weights(self) -> Iterator[None]:
+        """See `Session.global_weights`."""
+        if self._exchange is None:
+            yield
+            return
+        self._exchange.communicator.wait()
+        weights, buffers = self._weights(), self._buffers()
+        with self._own.aside(buffers):
+            self._session_world.broadcast(buffers)
+            self._own.take(weights)
+            yield
+
+    def close(self) -> None:
+        """Gives the group back."""
+        _delays.discard(self)
+        self._exchange = None
+        if self._groups_of_nodes is not None:
+            self._groups_of_nodes.leave()
+        else:
+            self._world.leave()
+
+    # Checkpoints.
+
+    def state(self) -> dict[str, Any]:
+        """What `load` continues from, of this rank; copies. Waits for what is on its way.
+
+        Raises:
+            InputError: the session is detached.
+        """
+        if self.stage == "delayed" and self._exchange is None:
+            raise InputError(
+                "state_dict: the session is detached; expected one with its weights: call it before detach"
+            )
+        state: dict[str, Any] = {
+            "spec": asdict(self.spec), "stage": self.stage, "step": self._steps_done(), "steps": self.steps,
+            "rates": list(self._lrs), "staleness": self.staleness.state(), "pace": self.pace.state(),
+            "workers": self.workers.count,
+        }  # fmt: skip
+        exchange = self._exchange
+        if exchange is None:
+            return state
+        exchange.settle()
+        if _device(self._parameters).type == "cuda":
+            torch.cuda.current_stream().synchronize()  # pre_weight may still be on its way to the host
+        pulls = [(pulled.step, clones(exchange.weights(pulled.whole))) for pulled in exchange.pulls]
+        return state | {
+            "pushed": exchange.step,
+            "pieces": exchange.server.state(),
+            "residuals": exchange.server.residuals(),
+            "buckets": buckets_of(self.plan),
+            "pulls": pulls, "told": exchange.told, "words": exchange.words, **self._own.state(self._buffers()),
+        }  # fmt: skip
+
+    def load(self, given: Any) -> int:
+        """Goes on; returns the number of the next step.
+
+        Args:
+            given: see `Session.load_state_dict`; of a run with other ranks, workers or buckets those of all its ranks.
+
+        Raises:
+            InputError: of a run with another delay, model or optimizer.
+        """
+        place = Place(self._world.rank, self._world.ranks, self.workers.count, buckets_of(self.plan))
+        states, same = delays_of(given, place)
+        first = states[0]
+        check_state(first, self.spec, self._parameters, len(self._groups))
+        if self._steps_done():
+            raise InputError("load_state_dict: found a session that has trained, expected one before its first step")
+        self.steps = first["steps"]
+        self._lrs = deque(first["rates"], maxlen=max(1, self.steps))
+        self.staleness.load(first["staleness"])
+        self.pace.load(first["pace"])
+        if first["stage"] == "delayed":
+            self._go_on(states, same=same)
+        else:
+            self.stage = first["stage"]
+            if self._exchange is not None:  # the plan has no warm-up
+                self._exchange = None
+                self._put(None)
+        step: int = first["step"]
+        return step
+
+    @torch.no_grad()
+    def _go_on(self, states: Sequence[Mapping[str, Any]], *, same: bool) -> None:
+        first = states[0]
+        if self._exchange is None:
+            self._begin()
+        exchange = self._exchange
+        assert exchange is not None
+        exchange.step = first["pushed"] if same else first["step"]
+        self._own.load(first, own=same)
+        if not same:
+            weights, momenta = joined([one["pieces"] for one in states], self._parameters)
+            exchange.server.set_weights(weights)
+            exchange.server.set_momenta(momenta)
+            exchange.server.put_residuals(residuals_of(states, self._worker, self.workers.count))
+            self._own.take(weights)
+            return
+        exchange.server.load(first["pieces"])
+        exchange.server.put_residuals(first["residuals"])
+        copy_all(self._buffers(), first["buffers"])
+        for step, pulled in first["pulls"]:
+            exchange.put_back(step, pulled)
+        exchange.told, exchange.words = first["told"], first["words"]
+
+    @property
+    def _worker(self) -> int:
+        """The number of this rank's worker."""
+        return self.workers.owners[self._world.rank] % self.workers.count
+
+
+_delays: weakref.WeakSet[Delay] = weakref.WeakSet()
+
+
+def _before_any_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    for delay in _delays:
+        delay.refuse_other(optimizer)
+
+
+@functools.cache
+def _watch_all_steps() -> None:
+    """Once in a process, for good: torch goes through these hooks while a session may be collected."""
+    register_optimizer_step_pre_hook(_before_any_step)
+
+
+def _watch_steps(delay: Delay) -> None:
+    """Tells it of every optimizer's step, while it lives."""
+    _watch_all_steps()
+    _delays.add(delay)
+
+
+def _device(parameters: Mapping[str, nn.Parameter]) -> torch.device:
+    return next(iter(parameters.values())).device

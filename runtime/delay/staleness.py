@@ -1,0 +1,170 @@
+"""How far ranks are from the global weights while they are delayed, and when that is too far.
+
+At each pull a worker knows how far its own weights have gone from the global ones, and tells the others behind its next
+push. Two measures say whether that is far: the weights themselves, and what synchronous training moved them by in k
+steps at the end of the warm-up (a mean of several times k steps), per unit of learning rate, which schedulers change.
+Where workers stay too far by both for some pulls, k is halved; with k = 1 the run goes back to synchronous steps. All
+ranks have the same figures at the same step, and decide alike.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import warnings
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from runtime.delay.chunks import BLOCK, blocks
+from runtime.errors import AccuracyWarning
+
+BOUND, FAR, PULLS = 30.0, 0.05, 3
+"""Workers are too far when in so many pulls in a row their mean distance is above this many times the warm-up's
+movement, and above this share of the weights: after convergence a single noisy step is many times what a step moves
+by. The first is more than twice what healthy runs came to, and what diverges passes both within a few pulls
+(docs/delay.md has the figures)."""
+WINDOWS = 8
+"""Times k steps at the end of the warm-up over which its movement is averaged: one alone may be small by chance."""
+KEPT = 1000
+"""Samples, at most."""
+NOTHING = (0.0, 0.0, 0.0)
+"""Told in steps without a pull: (whether there is a distance, per unit of learning rate, as a share of the weights)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Distance:
+    """At one pull, over all ranks."""
+
+    step: int
+    mean: float
+    """‖own weights − global weights‖ per unit of learning rate, mean over ranks."""
+    largest: float
+    relative: float
+    """The mean over what the weights moved by in as many steps of the warm-up."""
+    share: float
+    """‖own weights − global weights‖ / ‖global weights‖, mean over ranks."""
+
+
+def norm(tensors: Mapping[str, Tensor], others: Mapping[str, Tensor] | None = None) -> float:
+    """‖tensors − others‖ over all of the names in `others`; without any, ‖tensors‖."""
+    mine = [_real(tensors[name]) for name in (tensors if others is None else others)]
+    if others is None:
+        apart = (part for (parts,) in blocks(mine) for part in parts)
+    else:
+        theirs = [_real(other.to(one.device)) for one, other in zip(mine, others.values(), strict=True)]
+        apart = (one - other for pair in blocks(mine, theirs) for one, other in zip(*pair, strict=True))
+    squares = [_square(part) for part in apart]
+    return math.sqrt(float(torch.stack(squares).sum())) if squares else 0.0
+
+
+def _real(tensor: Tensor) -> Tensor:
+    return torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor.detach()
+
+
+def _square(part: Tensor) -> Tensor:
+    """‖part‖²: of few elements in single precision, whatever theirs is; of many, or on a device, in double."""
+    if part.device.type != "cpu" or part.numel() > BLOCK:
+        square: Tensor = torch.linalg.vector_norm(part, dtype=torch.float64) ** 2
+        return square
+    flat = part.reshape(-1)
+    flat = flat if flat.dtype == torch.float64 else flat.float()
+    return torch.dot(flat, flat).double()
+
+
+class Staleness:
+    """Distances of one run."""
+
+    def __init__(self) -> None:
+        self._snapshot: dict[str, Tensor] | None = None
+        self._lr_since = 0.0
+        self._moved: list[float] = []
+        """In each k of the last steps of the warm-up, per unit of learning rate."""
+        self._base: float | None = None
+        self._alarms = 0
+        """Pulls in a row in which ranks were too far."""
+        self.samples: deque[Distance] = deque(maxlen=KEPT)
+        """The last ones."""
+
+    def state(self) -> dict[str, Any]:
+        """What `load` continues from."""
+        return {
+            "base": self._base, "alarms": self._alarms, "snapshot": copy.deepcopy(self._snapshot),
+            "lr_since": self._lr_since, "moved": list(self._moved),
+            "samples": [asdict(sample) for sample in self.samples],
+        }  # fmt: skip
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Goes on from a `state`."""
+        self._base, self._alarms = state["base"], state["alarms"]
+        self._snapshot, self._lr_since = copy.deepcopy(state["snapshot"]), state["lr_since"]
+        self._moved = list(state["moved"])
+        self.samples = deque((Distance(**sample) for sample in state["samples"]), maxlen=KEPT)
+
+    def see_warmup(self, parameters: Mapping[str, nn.Parameter], lr: float, *, left: int, steps: int) -> None:
+        """After each step of the warm-up.
+
+        Args:
+            parameters: by name.
+            lr: the step's learning rate (of all groups, added up).
+            left: how many steps of the warm-up follow.
+            steps: k.
+        """
+        if left > WINDOWS * steps:
+            return
+        self._lr_since += lr
+        if left % steps == 0:
+            if self._snapshot is not None and self._lr_since > 0.0:
+                self._moved.append(norm(parameters, self._snapshot) / self._lr_since)
+            self._snapshot = {name: parameter.detach().clone() for name, parameter in parameters.items()}
+            self._lr_since = 0.0
+        if left <= 0:
+            self._base = sum(self._moved) / len(self._moved) if any(self._moved) else None
+            self._snapshot = None
+
+    def measure(
+        self, parameters: Mapping[str, nn.Parameter], weights: Mapping[str, Tensor], lr_sum: float
+    ) -> tuple[float, float, float]:
+        """What this rank tells the others: how far its weights are from the global ones; `lr_sum` of the same steps."""
+        if lr_sum <= 0.0:
+            return NOTHING
+        apart, size = norm(parameters, weights), norm(weights)
+        return 1.0, apart / lr_sum, apart / size if size > 0.0 else math.inf
+
+    def judge(self, told: Tensor, step: int, steps: int) -> int:
+        """How long the delay is to be from now on, 0 for synchronous steps; warns where that is another.
+
+        Args:
+            told: what each rank measured. Shape (ranks, 3).
+            step: for the record.
+            steps: how long it is now.
+        """
+        fresh = told[:, 0] > 0.0
+        if not bool(fresh.any()):
+            return steps
+        distances = told[fresh, 1]
+        mean = float(distances.mean())
+        if self._base is None and math.isfinite(mean) and mean > 0.0:  # no warm-up: by the first pull
+            self._base = mean
+        relative = mean / self._base if self._base else math.inf if not math.isfinite(mean) else 0.0
+        share = float(told[fresh, 2].mean())
+        found = Distance(step=step, mean=mean, largest=float(distances.max()), relative=relative, share=share)
+        self.samples.append(found)
+        self._alarms = self._alarms + 1 if relative > BOUND and not share <= FAR else 0
+        if self._alarms < PULLS:
+            return steps
+        self._alarms, last = 0, list(self.samples)[-PULLS:]
+        following = steps // 2
+        what = f"weights are pulled every {following} steps" if following > 1 else "weights are pulled in every step"
+        values = ", ".join(f"{sample.relative:.1f} ({sample.share:.0%})" for sample in last)
+        text = (
+            f"ranks' weights are far from the global ones (by {values} times what the warm-up moved them by, expected "
+        )
+        text += f"at most {BOUND:g} or {FAR:.0%} of the weights): from step {step + 1} on "
+        text += f"{what if following else 'steps are synchronous'}, and take longer than predicted"
+        warnings.warn(text, AccuracyWarning, stacklevel=2)
+        return following

@@ -1,0 +1,1 @@
+"""Clocks, the recorder of steps, and what is concluded from them while training runs."""

@@ -1,0 +1,140 @@
+"""What happened when, in the last steps: marks of a clock, turned into times only when somebody asks."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from runtime.comm.communicator import Sent
+from runtime.core.hooks import ModuleHook
+from runtime.monitor.clock import Clock
+
+KEPT_STEPS = 60
+"""More than `runtime.monitor.drift` judges: the last ones may still be on their way through a device."""
+
+
+class StepMarks:
+    """The marks of one step; None where something did not happen."""
+
+    __slots__ = (
+        "backward",
+        "backward_end",
+        "end",
+        "forward",
+        "forward_end",
+        "loss",
+        "micro_batches",
+        "ready",
+        "sent",
+        "update",
+        "update_end",
+    )
+
+    def __init__(self, buckets: int, gradients: int) -> None:
+        self.micro_batches: list[tuple[Any, Any, Any]] = []
+        """Forward, its end, and the end of backward, of those before that only accumulated (`no_sync`)."""
+        self.forward: Any = None
+        self.forward_end: Any = None
+        self.loss: Any = None
+        """The loss is there, backward begins; only where the caller says so."""
+        self.backward: Any = None
+        """The first gradient is ready."""
+        self.backward_end: Any = None
+        self.end: Any = None
+        """All gradients are averaged."""
+        self.update: Any = None
+        self.update_end: Any = None
+        self.ready: list[Any] = [None] * gradients
+        self.sent: list[Sent] = [Sent() for _ in range(buckets)]
+
+
+class Recorder:
+    """Records the steps of one session; `steps` holds the last ones, complete up to the optimizer's step."""
+
+    def __init__(self, clock: Clock, buckets: int, gradients: int) -> None:
+        self.clock, self._mark = clock, clock.mark
+        self.steps: deque[StepMarks] = deque(maxlen=KEPT_STEPS)
+        self.each_gradient = clock.cheap
+        """Whether the readiness of every gradient is marked."""
+        self.on_backward: Callable[[], None] | None = None
+        """Called when the first gradient of a step is ready (for measuring)."""
+        self._shape = (buckets, gradients)
+        self._now = StepMarks(*self._shape)
+
+    def restart(self, buckets: int, gradients: int) -> None:
+        """Forgets all steps: another plan begins. What has been seen of the step that is on its way is kept."""
+        self.steps.clear()
+        self._shape = (buckets, gradients)
+        before, self._now = self._now, StepMarks(*self._shape)
+        self._now.forward, self._now.forward_end, self._now.loss = before.forward, before.forward_end, before.loss
+        self._now.micro_batches = before.micro_batches
+
+    def observe(self, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Iterator[Any]:
+        """Hooks forward and the optimizer's step; yields the handles."""
+        yield model.register_forward_pre_hook(ModuleHook(self._before_forward), prepend=True)
+        yield model.register_forward_hook(ModuleHook(self._after_forward))
+        if optimizer is not None:
+            yield optimizer.register_step_pre_hook(self._before_update)
+            yield optimizer.register_step_post_hook(self._after_update)
+
+    def _before_forward(self, _module: nn.Module, _arguments: Any) -> None:
+        if torch.is_grad_enabled():
+            self._now.forward = self.clock.mark()
+
+    def _after_forward(self, _module: nn.Module, _arguments: Any, _output: Any) -> None:
+        if torch.is_grad_enabled():
+            self._now.forward_end = self.clock.mark()
+
+    def loss_ready(self) -> None:
+        """For callers that know when backward begins."""
+        self._now.loss = self.clock.mark()
+
+    @property
+    def next_forward(self) -> Any:
+        """Of the step that is on its way, if it has begun."""
+        now = self._now
+        return now.micro_batches[0][0] if now.micro_batches else now.forward
+
+    def end_micro_batch(self) -> None:
+        """A backward has only accumulated."""
+        now = self._now
+        if now.forward is not None and now.forward_end is not None:
+            now.micro_batches.append((now.forward, now.forward_end, self.clock.mark()))
+            now.forward = now.forward_end = None
+
+    def begin_backward(self) -> None:
+        """The first gradient of a step is ready."""
+        self._now.backward = self.clock.mark()
+        if self.on_backward is not None:
+            self.on_backward()
+
+    def ready(self, gradient: int) -> None:
+        """The gradient with this index is in its bucket."""
+        if self.each_gradient:
+            self._now.ready[gradient] = self._mark()
+
+    def sent(self, bucket: int) -> Sent:
+        """Where the communicator notes when it sent this bucket."""
+        return self._now.sent[bucket]
+
+    def end_backward(self) -> None:
+        """Autograd is through; what has not arrived yet is waited for."""
+        self._now.backward_end = self.clock.mark()
+
+    def end_step(self) -> None:
+        """All gradients are averaged."""
+        self._now.end = self.clock.mark()
+        self.steps.append(self._now)
+        self._now = StepMarks(*self._shape)
+
+    def _before_update(self, *_: Any) -> None:
+        if self.steps:
+            self.steps[-1].update = self.clock.mark()
+
+    def _after_update(self, *_: Any) -> None:
+        if self.steps:
+            self.steps[-1].update_end = self.clock.mark()

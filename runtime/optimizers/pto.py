@@ -1,0 +1,202 @@
+"""Parallel tensor operator (PTO): work that every rank would repeat is split over the ranks, its results gathered.
+
+Replicated tensors, such as weights and averaged gradients, are the same on all ranks; so is what follows from them.
+Each rank computes the results of its share of the tensors, and one all-gather brings the small results together.
+Source: CommLib (Shi et al., MLSys 2021, arXiv 2010.10458), Sec. 4.2.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import weakref
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from itertools import chain
+from math import prod
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from runtime.comm.communicator import GRACE_S
+from runtime.comm.world import MIN_TIMEOUT_S, World, check_timeout_s
+from runtime.errors import InputError, PlanMismatch
+from runtime.plan.lpt import longest_first
+from runtime.torch_compat import all_gather_single, wait_for
+
+Item = TypeVar("Item")
+
+Operation = Callable[[list[Item]], Tensor]
+"""Some of the items, in their order → one row for each. What a row holds depends on its own item alone."""
+
+WHAT = "the exchange of what a parallel tensor operation computed"
+
+
+class Split:
+    """Which rank computes which items' results, and what a result looks like; the same on all ranks."""
+
+    def __init__(
+        self, world: World, owners: Sequence[int], shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
+    ) -> None:
+        """A split.
+
+        Args:
+            world: the ranks.
+            owners: by item, the rank that computes it.
+            shape: of one result.
+            dtype: of the results.
+            device: where tensors and results are.
+
+        Raises:
+            InputError: an owner is no rank.
+        """
+        odd = next((owner for owner in owners if not 0 <= owner < world.ranks), None)
+        if odd is not None:
+            raise InputError(f"owners: found rank {odd}, expected ranks from 0 to {world.ranks - 1}; correct them")
+        self.world, self.owners, self.shape, self.dtype, self.device = world, tuple(owners), shape, dtype, device
+        self.mine = tuple(item for item, owner in enumerate(owners) if owner == world.rank)
+        """Items of this rank."""
+        counts = [0] * world.ranks
+        places = []
+        for owner in owners:
+            places.append(counts[owner])
+            counts[owner] += 1
+        self.rows = max(counts)
+        """Results that each rank sends: as many as the most that one of them has."""
+        where = [owner * self.rows + place for owner, place in zip(owners, places, strict=True)]
+        self._where = torch.tensor(where, dtype=torch.long, device=device)
+
+    @property
+    def message_bytes(self) -> int:
+        """What all ranks gather."""
+        return self.world.ranks * self.rows * prod(self.shape) * self.dtype.itemsize
+
+    def start(self, operation: Operation[Item], items: Sequence[Item]) -> Pending:
+        """Computes this rank's share and sends it; the results are there after `Pending.wait`.
+
+        Raises:
+            InputError: the operation gives rows of another number, shape, dtype or device.
+            CommunicationError: another rank died.
+        """
+        own = torch.zeros((self.rows, *self.shape), dtype=self.dtype, device=self.device)
+        if self.mine:
+            results = operation([items[item] for item in self.mine])
+            self._check(results)
+            own[: len(self.mine)].copy_(results)
+        group = self.world.group
+        if group is None or not self.rows:
+            return Pending(self, own, None)
+        gathered = own.new_empty((self.world.ranks * self.rows, *self.shape))
+        with self.world.naming(WHAT):
+            # As bytes: backends know few dtypes.
+            to, of = gathered.view(-1).view(torch.uint8), own.view(-1).view(torch.uint8)
+            return Pending(self, gathered, all_gather_single(to, of, group=group, async_op=True))
+
+    def _check(self, results: Any) -> None:
+        expected = (len(self.mine), *self.shape)
+        found = tuple(results.shape) if isinstance(results, Tensor) else type(results).__name__
+        if found != expected or results.dtype != self.dtype or results.device != self.device:
+            found = f"{found}, {results.dtype} on {results.device}" if isinstance(results, Tensor) else found
+            raise InputError(
+                f"the operation returned {found}, expected a tensor with one row for each item, {expected}, "
+                f"{self.dtype} on {self.device}; stack the results, or say their shape and dtype"
+            )
+
+    def arranged(self, gathered: Tensor) -> Tensor:
+        """The results in the order of the items, from those of all ranks one after the other."""
+        return gathered.index_select(0, self._where)
+
+
+class Pending:
+    """Results that are on their way."""
+
+    def __init__(self, split: Split, gathered: Tensor, work: dist.Work | None) -> None:
+        self._split, self._gathered, self._work = split, gathered, work
+
+    def wait(self) -> Tensor:
+        """The results of all items, one row each, with a deadline; on CUDA the current stream waits, not the host.
+
+        Raises:
+            CommunicationError: another rank died or missed the deadline.
+        """
+        world = self._split.world
+        if self._work is not None:
+            with world.naming(WHAT):
+                if self._gathered.is_cuda:
+                    wait_for(self._work)  # the backend's watchdog has the deadline
+                else:
+                    wait_for(self._work, timedelta(seconds=world.timeout_s + GRACE_S))
+            self._work = None
+        return self._split.arranged(self._gathered)
+
+
+def parallel_tensor_op(
+    op: Operation[Item],
+    tensors: Sequence[Item],
+    group: dist.ProcessGroup | None = None,
+    *,
+    owners: Sequence[int] | None = None,
+    shape: tuple[int, ...] = (),
+    dtype: torch.dtype = torch.float32,
+    timeout_s: float = MIN_TIMEOUT_S,
+) -> Pending:
+    """Splits work on replicated tensors over the ranks of a group and gathers the small results in one message.
+
+    Returns at once, with this rank's share computed and the message on its way; `.wait()` gives the results.
+
+    >>> norms = parallel_tensor_op(lambda own: torch.stack([t.norm() for t in own]), [torch.ones(4), torch.zeros(2)])
+    >>> norms.wait()
+    tensor([2., 0.])
+
+    Args:
+        op: from a list of items to a tensor with one row for each; it is not called where a rank has no share. For
+            results that are equal bit for bit to those of one rank alone, a row must depend on its own item only.
+        tensors: tensors, or tuples of them, the same on every rank, on one device.
+        group: the ranks; default: all of torch.distributed, or this process alone. Every rank of it has to call this
+            with the same tensors, in the same order of calls.
+        owners: by item, the rank that computes it; default: by number of elements, the largest first.
+        shape: of one result; default: a scalar.
+        dtype: of the results.
+        timeout_s: deadline of every wait.
+
+    Raises:
+        PlanMismatch: ranks came with other numbers or sizes of tensors, or other owners; found when sizes are new.
+        InputError: `op` gives something else than it should, or `owners` are none.
+        CommunicationError: another rank died or missed the deadline.
+    """
+    world = World.over(group, check_timeout_s(timeout_s))
+    sizes = [sum(tensor.numel() for tensor in _tensors(item)) for item in tensors]
+    if owners is not None and len(owners) != len(sizes):
+        raise InputError(f"owners: found {len(owners)} for {len(sizes)} tensors, expected one for each; correct them")
+    split_over = tuple(longest_first(sizes, world.ranks) if owners is None else owners)
+    device = next((tensor.device for item in tensors for tensor in _tensors(item)), torch.device("cpu"))
+    split = Split(world, split_over, shape, dtype, device)
+    _agree(world, (tuple(sizes), split_over, shape, str(dtype)))
+    return split.start(op, tensors)
+
+
+def _tensors(item: Any) -> Sequence[Tensor]:
+    return (item,) if isinstance(item, Tensor) else tuple(chain.from_iterable(map(_tensors, item)))
+
+
+_agreed: weakref.WeakKeyDictionary[dist.ProcessGroup, set[str]] = weakref.WeakKeyDictionary()
+"""By group, what its ranks have compared already."""
+
+
+def _agree(world: World, call: object) -> None:
+    """Compares a call that is new; messages of different sizes would end some backends' processes."""
+    if world.group is None:
+        return
+    known = _agreed.setdefault(world.group, set())
+    digest = hashlib.sha256(repr(call).encode()).hexdigest()
+    if digest in known:
+        return
+    everyone = world.gather((digest, str(call)), "comparing the tensors of a parallel tensor operation")
+    if len({one for one, _ in everyone}) > 1:
+        told = ", ".join(f"rank {rank}: {text[:120]}" for rank, (_, text) in enumerate(everyone[:4]))
+        raise PlanMismatch(
+            f"ranks called parallel_tensor_op with different tensors or owners ((elements, owners, shape, dtype): "
+            f"{told}); give every rank the same"
+        )
+    known.add(digest)

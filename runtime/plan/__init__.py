@@ -1,0 +1,31 @@
+"""plan.json and the other files that planner and runtime share. Imports no torch."""
+
+from __future__ import annotations
+
+from runtime.plan.document import (
+    CURE,
+    MAX_UPDATERS,
+    NO_COMPRESSION,
+    Accuracy,
+    CompressorSpec,
+    DelaySpec,
+    LocalAsyncSpec,
+    ModelReference,
+    MomentumSpec,
+    NormPlan,
+    Plan,
+    PlanBucket,
+    PlanWorld,
+    StepPlan,
+    UpdatePlan,
+    check_blocks,
+    interface_misfit,
+    load_plan,
+    parse_plan,
+)
+
+__all__ = [
+    "CURE", "MAX_UPDATERS", "NO_COMPRESSION", "Accuracy", "CompressorSpec", "DelaySpec", "LocalAsyncSpec",
+    "ModelReference", "MomentumSpec", "NormPlan", "Plan", "PlanBucket", "PlanWorld", "StepPlan", "UpdatePlan",
+    "check_blocks", "interface_misfit", "load_plan", "parse_plan",
+]  # fmt: skip

@@ -1,0 +1,400 @@
+"""plan.json: what a runtime of this version can be told to execute. Torch-free, so that deciding stays light.
+
+A plan is data. Nothing in it is executed or imported; names are looked up in the runtime's registries.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from runtime.errors import InputError
+from runtime.plan.interfaces import DROP_IN, SHARDED_STEP, name_problem
+from runtime.plan.predicted import (
+    Certificate,
+    DelayPoint,
+    FrontierPoint,
+    Loading,
+    Prediction,
+    ScalingPoint,
+    UpdatersPoint,
+)
+from runtime.plan.quantities import Count, Name, PositiveCount, PredictedUs, Ranks
+from runtime.plan.strict_json import STRICT, check_schema, dump, json_step, read_json, validate, write_json
+
+SCHEMA: Literal["planner.plan/1"] = "planner.plan/1"
+
+MAX_BUCKETS = 20_000
+"""One for each gradient of the largest model that can be planned."""
+
+MAX_UPDATERS = 1024
+"""More processes than any rank has cores or device memory for."""
+
+CURE = "correct it, or make the plan again with `planner optimize`"
+
+Accuracy = Literal["exact", "bounded", "relaxed"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelReference:
+    """Which model a document is about."""
+
+    __pydantic_config__ = STRICT
+
+    name: str
+    fingerprint: Annotated[str, Field(pattern=r"^sha256:")] | None = None
+    """See `runtime.plan.names.fingerprint`; without it only the gradients' names are compared."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanWorld:
+    """The ranks that a plan was made for."""
+
+    __pydantic_config__ = STRICT
+
+    ranks: Ranks
+    nodes: Ranks | None = None
+    """With a delay, where they are fewer than ranks, nodes are the workers."""
+    torch: str | None = None
+    """The version of torch that compute was profiled with."""
+
+    @property
+    def misfit(self) -> str | None:
+        """Why ranks cannot be so many on each of so many nodes, or None."""
+        if self.nodes is None or self.ranks % self.nodes == 0:
+            return None
+        return f"found {self.ranks} ranks on {self.nodes} nodes, expected as many ranks on each node: {CURE}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompressorSpec:
+    """A compressor by name with its options; which names and options exist is the registry's affair."""
+
+    __pydantic_config__ = STRICT
+
+    name: Name
+    dtype: Name | None = None
+    selector: Name | None = None
+    k: dict[str, PositiveCount] | None = None
+    """Number of elements kept, per layer within the bucket."""
+    density: Annotated[float, Field(gt=0.0, le=1.0)] | None = None
+    scope: Literal["bucket", "layer"] | None = None
+    warmup_steps: PositiveCount | None = None
+    """Steps in which the density comes down to the plan's: a quarter of them each at 25, 6.25, 1.5625 and 0.39 %."""
+
+
+NO_COMPRESSION = CompressorSpec(name="none")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanBucket:
+    """Gradients that travel as one message (one per dtype), and how."""
+
+    __pydantic_config__ = STRICT
+
+    gradients: Annotated[tuple[Name, ...], Field(min_length=1)]
+    """Names in readiness order, contiguous in it."""
+    collective: Name = "all_reduce"
+    algorithm: Name = "library"
+    compressor: CompressorSpec = NO_COMPRESSION
+    size_bytes: Count | None = None
+    """Dense bytes of the bucket, where the planner knew them."""
+    reason: str | None = None
+    """Why this bucket ends where it does, in words."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MomentumSpec:
+    """Momentum that the runtime adds up in place of the optimizer: before it selects (Deep Gradient Compression)."""
+
+    __pydantic_config__ = STRICT
+
+    momentum: Annotated[float, Field(ge=0.0, lt=1.0)]
+    masking: bool = True
+    """Whether elements that are sent lose their velocity."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DelaySpec:
+    """SSD-SGD: `steps` is the paper's k."""
+
+    __pydantic_config__ = STRICT
+
+    steps: PositiveCount
+    warmup_steps: Count = 500
+    local_update: Name = "glu"
+    alpha: Annotated[float, Field(ge=0.0)] = 2.0
+    beta: Annotated[float, Field(ge=0.0)] = 0.5
+    local_lr_scale: Annotated[float, Field(gt=0.0)] = 4.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class LocalAsyncSpec:
+    """LAP-SGD (blocks None) or LPP-SGD: updaters that share a rank's model without locks, averaged over ranks beside
+    them."""
+
+    __pydantic_config__ = STRICT
+
+    updaters: Annotated[int, Field(ge=1, le=MAX_UPDATERS)]
+    """Processes of each rank that update its model."""
+    blocks: Annotated[tuple[Annotated[tuple[Name, ...], Field(min_length=1)], ...], Field(min_length=1)] | None = None
+    """Gradients that one updater takes by itself: in all each gradient once, in a block those that become ready one
+    after the other, at most as many blocks as updaters. Updater i has block i modulo their number."""
+    full_fraction: Annotated[float, Field(ge=0.0, le=1.0)] = 0.1
+    """Of all minibatches, the first ones that update the full model; later ones alternate that with the own block."""
+    average_every: PositiveCount = 1
+    """Updates of a rank between averagings over ranks, at first; the paper's K."""
+    then_every: PositiveCount = 16
+    """The same later; the paper's H."""
+    switch_fraction: Annotated[float, Field(ge=0.0, le=1.0)] = 0.5
+    """Of all minibatches, those after which `then_every` counts."""
+    synchronous: bool | None = None
+    """True: local SGD, of one updater, which waits for each averaging; post-local SGD where `average_every` is 1."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class NormPlan:
+    """Norms of layers, which LARS and LAMB need: whether ranks share the work (PTO), and what was predicted."""
+
+    __pydantic_config__ = STRICT
+
+    shares: tuple[tuple[Name, ...], ...] | None = None
+    """By rank, the parameters whose norms it computes for all; None: each rank computes all of them."""
+    replicated_us: PredictedUs | None = None
+    """What they take where each rank computes all of them."""
+    shared_us: PredictedUs | None = None
+    """What they take shared: the largest share and the all-gather."""
+    gather_us: PredictedUs | None = None
+    """The all-gather alone."""
+    message_bytes: Count | None = None
+    """What it gathers."""
+    bound_us: PredictedUs | None = None
+    """No split has a largest share that takes less."""
+    method: str | None = None
+    """How the split was found."""
+
+    @property
+    def predicted_us(self) -> float | None:
+        """What they take as planned."""
+        return self.replicated_us if self.shares is None else self.shared_us
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepPlan:
+    """Whether ranks share the whole step (as ZeRO-1 does), and what was predicted of both ways.
+
+    Shared, gradients are reduce-scattered, each rank updates its part of the weights and keeps the optimizer's state of
+    that alone, and weights are all-gathered after the update.
+    """
+
+    __pydantic_config__ = STRICT
+
+    sharded: bool
+    replicated_us: PredictedUs | None = None
+    """The training step where every rank updates all weights."""
+    sharded_us: PredictedUs | None = None
+    """The training step where ranks share that."""
+    gather_us: PredictedUs | None = None
+    """The all-gathers of weights alone."""
+    replicated_bytes: Count | None = None
+    """What weights, gradients, the optimizer's state and known activations take on each rank, updated by every rank."""
+    sharded_bytes: Count | None = None
+    """The same where ranks share the step, with what the exchange needs."""
+    memory_bytes: Count | None = None
+    """What a rank has, where that is known."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class UpdatePlan:
+    """How ranks go about the optimizer's step."""
+
+    __pydantic_config__ = STRICT
+
+    norms: NormPlan | None = None
+    step: StepPlan | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """The contents of plan.json."""
+
+    __pydantic_config__ = STRICT
+
+    schema: Literal["planner.plan/1"] = SCHEMA
+    model: ModelReference
+    world: PlanWorld
+    accuracy: Accuracy
+    interface: Literal["drop-in"] | Annotated[tuple[Name, ...], Field(min_length=1)] | None = None
+    """What the script has to know about, by name (see `runtime.plan.interfaces`); None is drop-in: every line that
+    works with DDP works. Delay and local updaters are interfaces of their own, which `accuracy` permits."""
+    buckets: Annotated[tuple[PlanBucket, ...], Field(min_length=1, max_length=MAX_BUCKETS)]
+    momentum_correction: MomentumSpec | None = None
+    delay: DelaySpec | None = None
+    local_async: LocalAsyncSpec | None = None
+    predicted: Prediction | None = None
+    baselines: dict[str, Prediction] | None = None
+    certificate: Certificate | None = None
+    scaling: tuple[ScalingPoint, ...] | None = None
+    """The strategies over numbers of ranks."""
+    frontier: tuple[FrontierPoint, ...] | None = None
+    """Speed over compression, from none to the most that was allowed; where lossy plans were asked for."""
+    delays: tuple[DelayPoint, ...] | None = None
+    """Speed over delay, for k from 1 to the most that was allowed; where relaxed plans were asked for."""
+    updaters: tuple[UpdatersPoint, ...] | None = None
+    """Speed over local updaters, for each number that was measured; where relaxed plans were asked for."""
+    loading: Loading | None = None
+    """What input takes, where the job has a dataset."""
+    sources: dict[str, str] | None = None
+    """Where the numbers came from, in words: `model`, `cluster`, `compute`, `communication`, `planner`."""
+    fallback: Plan | None = None
+    alternatives: dict[str, Plan] | None = None
+    """Accuracy class → the best plan of that class."""
+    phase_order: tuple[tuple[Count, Count], ...] | None = None
+    """(bucket, phase) pairs in launch order, for collectives of several phases."""
+    updates: UpdatePlan | None = None
+    """What ranks share of the optimizer's step; None: each does all of it."""
+    notes: tuple[str, ...] = field(default=())
+    """What the planner wants the reader to know."""
+
+    @property
+    def gradients(self) -> tuple[str, ...]:
+        """All gradient names in readiness order."""
+        return tuple(name for bucket in self.buckets for name in bucket.gradients)
+
+    @property
+    def sharded(self) -> bool:
+        """Whether ranks share the optimizer's step."""
+        return self.updates is not None and self.updates.step is not None and self.updates.step.sharded
+
+    @property
+    def interfaces(self) -> tuple[str, ...]:
+        """What the script has to know about; nothing of a drop-in plan."""
+        return () if self.interface is None or self.interface == DROP_IN else tuple(self.interface)
+
+    def to_document(self) -> dict[str, Any]:
+        """The plan as plain JSON types."""
+        document: dict[str, Any] = dump(self)
+        document.setdefault("delay", None)
+        document.setdefault("local_async", None)
+        if not self.notes:
+            document.pop("notes", None)
+        order = ("schema", "model", "world", "accuracy", "interface", "notes", "buckets", "delay", "local_async")
+        return {key: document[key] for key in (*order, *document) if key in document}
+
+    def digest(self) -> str:
+        """SHA-256 over every field, as `sha256:<hex>`; equal on all ranks or nothing starts."""
+        text = json.dumps(self.to_document(), sort_keys=True, separators=(",", ":"), ensure_ascii=False)
+        return "sha256:" + hashlib.sha256(text.encode()).hexdigest()
+
+    def save(self, path: str | Path) -> None:
+        """Writes plan.json atomically."""
+        write_json(path, self.to_document())
+
+
+def load_plan(path: str | Path) -> Plan:
+    """Reads and checks plan.json.
+
+    Raises:
+        InputError: not a plan of this schema; unknown, missing or wrong fields; ranks that nodes cannot have alike; an
+            unknown interface, or a shared step that the interface does not name; a gradient in two buckets; blocks of
+            local updaters that are no partition of the gradients, each of them contiguous.
+    """
+    return parse_plan(read_json(path), where=str(path))
+
+
+def parse_plan(document: Any, where: str = "plan") -> Plan:
+    """Checks a parsed plan document; `where` names it in messages. Raises as `load_plan` does."""
+    check_schema(document, SCHEMA, where)
+    plan = validate(Plan, document, where, cure=CURE)
+    _check_whole(plan, where, "$")
+    return plan
+
+
+def _check_whole(plan: Plan, where: str, path: str) -> None:
+    if plan.world.misfit is not None:
+        raise InputError(f"{where}: {path}.world: {plan.world.misfit}")
+    if (problem := interface_misfit(plan, path)) is not None:
+        raise InputError(f"{where}: {problem}")
+    owner: dict[str, int] = {}
+    for index, bucket in enumerate(plan.buckets):
+        for position, name in enumerate(bucket.gradients):
+            if name in owner:
+                raise InputError(
+                    f"{where}: {path}.buckets[{index}].gradients[{position}]: found {name!r}, which is in bucket "
+                    f"{owner[name]} already; expected each gradient in exactly one bucket: take one out"
+                )
+            owner[name] = index
+    if plan.local_async is not None:
+        check_blocks(plan.local_async, plan.gradients, f"{where}: {path}.local_async.blocks")
+    if plan.fallback is not None:
+        _check_whole(plan.fallback, where, f"{path}.fallback")
+    for accuracy, alternative in (plan.alternatives or {}).items():
+        _check_whole(alternative, where, f"{path}.alternatives{json_step(accuracy)}")
+
+
+def interface_misfit(plan: Plan, path: str = "the plan") -> str | None:
+    """Why the interface is none, or does not say what the plan does to a script; None where it is right.
+
+    A lossy plan's `fallback` may take its place in a run, so the plan has to name the fallback's interface, too.
+    """
+    for position, name in enumerate(plan.interfaces):
+        if (problem := name_problem(name)) is not None:
+            return f"{path}.interface[{position}]: {problem}: {CURE}"
+    shares = "" if plan.sharded else ".fallback" if plan.fallback is not None and plan.fallback.sharded else None
+    if shares is None or SHARDED_STEP in plan.interfaces:
+        return None
+    found = DROP_IN if plan.interface is not None else f"no interface, so {DROP_IN}"
+    return (
+        f"{path}.interface: found {found}, beside {path}{shares}.updates.step, where ranks share the optimizer's step, "
+        f"so that lines which work with DDP do not (p.grad.abs(), optimizer.state_dict() on one rank); expected "
+        f'["{SHARDED_STEP}"]: add that if the script is made for it, or make the plan again with `planner optimize`, '
+        f"which shares the step with --allow {SHARDED_STEP} alone"
+    )
+
+
+def check_blocks(spec: LocalAsyncSpec, gradients: Sequence[str], where: str) -> None:
+    """Raises InputError where blocks are no partition of the gradients, given in readiness order, into runs of them."""
+    if spec.blocks is None:
+        return
+    blocks = spec.blocks
+    if len(blocks) > spec.updaters:
+        raise InputError(
+            f"{where}: found {len(blocks)} blocks for {spec.updaters} updaters, expected at most as many, or nobody "
+            f"has some for its own: join blocks or add updaters"
+        )
+    place = {name: position for position, name in enumerate(gradients)}
+    owner: dict[str, int] = {}
+    for index, block in enumerate(blocks):
+        for position, name in enumerate(block):
+            if name not in place:
+                raise InputError(
+                    f"{where}[{index}][{position}]: found {name!r}, which is in no bucket; expected a gradient of the "
+                    f"plan: {CURE}"
+                )
+            if name in owner:
+                raise InputError(
+                    f"{where}[{index}][{position}]: found {name!r}, which is in block {owner[name]} already; expected "
+                    f"each gradient in exactly one block: take one out"
+                )
+            owner[name] = index
+        places = sorted(place[name] for name in block)
+        if places[-1] - places[0] >= len(places):
+            between = next(gradients[at + 1] for at, after in pairwise(places) if after > at + 1)
+            raise InputError(
+                f"{where}[{index}]: found {gradients[places[0]]!r} and {gradients[places[-1]]!r} without "
+                f"{between!r}, which becomes ready between them; expected gradients that become ready one after the "
+                f"other, as the buckets have them: {CURE}"
+            )
+    missing = [name for name in gradients if name not in owner]
+    if missing:
+        raise InputError(
+            f"{where}: found no block with {missing[0]!r}{f' and {len(missing) - 1} more' if missing[1:] else ''}, "
+            f"expected each gradient in exactly one block: add it to one"
+        )

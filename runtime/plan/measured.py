@@ -1,0 +1,133 @@
+"""A measured step as a file (`"schema": "planner.timeline/1"`), written by a session, read by `planner explain`.
+
+Torch-free, as reading is part of explaining.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from runtime.errors import InputError
+from runtime.plan.document import ModelReference, Plan
+from runtime.plan.quantities import MAX_RANKS, Count, Name, TimeUs
+from runtime.plan.strict_json import STRICT, check_schema, dump, read_json, validate
+from runtime.plan.timeline import Timeline, busy_us
+
+TIMELINE_SCHEMA: Literal["planner.timeline/1"] = "planner.timeline/1"
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeasuredTask:
+    """One task as measured; times from the start of forward."""
+
+    __pydantic_config__ = STRICT
+
+    task: str
+    resource: Name
+    start_us: TimeUs
+    end_us: TimeUs
+    bucket: Count | None = None
+    ready_us: TimeUs | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeasuredStep:
+    """Means over the middle half of some steps of one rank."""
+
+    __pydantic_config__ = STRICT
+
+    schema: Literal["planner.timeline/1"] = TIMELINE_SCHEMA
+    model: ModelReference
+    rank: Annotated[int, Field(ge=0, lt=MAX_RANKS)]
+    ranks: Annotated[int, Field(ge=1, le=MAX_RANKS)]
+    steps: Count
+    """Number of steps that were looked at."""
+    iteration_us: TimeUs
+    forward_us: TimeUs
+    backward_us: TimeUs
+    update_us: TimeUs
+    timeline: Annotated[tuple[MeasuredTask, ...], Field(min_length=1)]
+
+    @classmethod
+    def of(cls, timeline: Timeline, *, model: ModelReference, rank: int, ranks: int, steps: int) -> MeasuredStep:
+        """The record of a timeline."""
+        return cls(
+            model=model,
+            rank=rank,
+            ranks=ranks,
+            steps=steps,
+            iteration_us=timeline.iteration_us,
+            forward_us=timeline.forward_us,
+            backward_us=timeline.backward_us,
+            update_us=timeline.update_us,
+            timeline=tuple(
+                MeasuredTask(
+                    task=span.task,
+                    resource=span.resource,
+                    start_us=span.start_us,
+                    # A bucket's marks may be missing in some steps.
+                    end_us=max(span.start_us, span.end_us),
+                    bucket=span.bucket,
+                    ready_us=span.ready_us,
+                )
+                for span in timeline.spans
+            ),
+        )
+
+    @property
+    def exposed_us(self) -> float:
+        """Time that the step spent on nothing but communication.
+
+        From the tasks of compute as they are drawn. What comes after them, gathers of weights that ranks have updated,
+        is a part of the update, as in predictions.
+        """
+        compute = [task for task in self.timeline if task.resource == "compute"]
+        quiet_us = self.forward_us + self.backward_us + self.update_us
+        if compute:
+            quiet_us = busy_us(compute) + self.iteration_us - max(task.end_us for task in compute)
+        return max(0.0, self.iteration_us - quiet_us)
+
+    def to_document(self) -> dict[str, Any]:
+        """The step as plain JSON types."""
+        document: dict[str, Any] = dump(self)
+        return document
+
+
+def load_measured(path: str | Path, plan: Plan) -> MeasuredStep:
+    """Reads and checks a measured step of `plan`.
+
+    Raises:
+        InputError: not a timeline of this schema; a task that ends before it starts; of another model, another number
+            of ranks or other buckets than the plan.
+    """
+    where, document = str(path), read_json(path)
+    check_schema(document, TIMELINE_SCHEMA, where)
+    step = validate(MeasuredStep, document, where, cure="save the step again with session.report().save(…)")
+    for index, task in enumerate(step.timeline):
+        place = f"{where}: $.timeline[{index}]"
+        if task.end_us < task.start_us:
+            raise InputError(f"{place}.end_us: found {task.end_us}, expected at least start_us, {task.start_us}")
+        if task.bucket is not None and task.bucket >= len(plan.buckets):
+            raise InputError(
+                f"{place}.bucket: found {task.bucket}, expected less than {len(plan.buckets)}, the plan's number of "
+                f"buckets; use the plan that was measured"
+            )
+    _check_same(step, plan, where)
+    return step
+
+
+def _check_same(step: MeasuredStep, plan: Plan, where: str) -> None:
+    pairs: list[tuple[str, Any, Any]] = [("model.name", step.model.name, plan.model.name)]
+    if step.model.fingerprint and plan.model.fingerprint:
+        pairs.append(("model.fingerprint", step.model.fingerprint, plan.model.fingerprint))
+    pairs.append(("ranks", step.ranks, plan.world.ranks))
+    for field, found, expected in pairs:
+        if found != expected:
+            raise InputError(
+                f"{where}: $.{field}: found {found!r}, the plan has {expected!r}; expected a step that was measured "
+                f"with this plan"
+            )

@@ -1,0 +1,195 @@
+"""What a plan says about itself: predicted times, how far from optimal, what else there was. Torch-free."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from runtime.plan.quantities import Count, Name, PositiveCount, PredictedUs, Ranks, TimeUs
+from runtime.plan.strict_json import STRICT
+from runtime.plan.timeline import computes
+
+
+@dataclass(frozen=True, kw_only=True)
+class PredictedTask:
+    """One bar of the predicted timeline."""
+
+    __pydantic_config__ = STRICT
+
+    task: str
+    resource: str
+    start_us: PredictedUs
+    end_us: PredictedUs
+    bucket: Count | None = None
+    """Index of the bucket, for communication."""
+    ready_us: PredictedUs | None = None
+    """When the bucket's last gradient was ready."""
+    tasks: Annotated[int, Field(ge=1, le=2**53)] | None = None
+    """Number of neighbouring tasks that this bar stands for; absent: one."""
+    gradients: Count | None = None
+    """Their number, in timelines of baselines, whose buckets the plan does not hold."""
+    first_gradient: Count | None = None
+    """Index of the first of them in the plan's order, where they are consecutive."""
+    size_bytes: Count | None = None
+    """Dense bytes of them."""
+    step: Count | None = None
+    """With delay: the step, of those that the timeline shows, that the task belongs to."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prediction:
+    """What the simulator says of one step; times from the start of forward."""
+
+    __pydantic_config__ = STRICT
+
+    iteration_us: PredictedUs
+    forward_us: PredictedUs | None = None
+    backward_us: PredictedUs | None = None
+    update_us: PredictedUs | None = None
+    exposed_us: PredictedUs | None = None
+    compute_spread_us: PredictedUs | None = None
+    """How far apart the quartiles of forward, backward and update together were while they were profiled: the
+    prediction is uncertain by half of it, either way. Absent where that is not known."""
+    buckets: Count | None = None
+    extrapolated: bool | None = None
+    """True where costs were derived for another number of ranks than was measured."""
+    timeline: tuple[PredictedTask, ...] | None = None
+
+    def bucket_times(self, count: int) -> list[tuple[float, float] | None]:
+        """(start_us, end_us) of the communication of each of `count` buckets; None where it is not known.
+
+        Tasks without `bucket` are taken in launch order, as in plans written by hand. With delay it is the bucket's
+        first push.
+        """
+        sent = [task for task in self.timeline or () if not computes(task.resource)]
+        times: list[tuple[float, float] | None] = [None] * count
+        for place, task in enumerate(sent):
+            index = place if task.bucket is None else task.bucket
+            if index < count and (task.step is None or times[index] is None):
+                start_us, end_us = times[index] or (task.start_us, task.end_us)
+                times[index] = min(start_us, task.start_us), max(end_us, task.end_us)
+        return times
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScalingPoint:
+    """What strategies take on another number of ranks of the same cluster."""
+
+    __pydantic_config__ = STRICT
+
+    ranks: Ranks
+    nodes: Ranks | None = None
+    basis: Literal["measured", "formula", "extrapolated"]
+    """Where costs come from: measured on so many ranks, computed from link constants, or derived from a measurement
+    on another number of ranks."""
+    source: str | None = None
+    iteration_us: dict[Name, PredictedUs]
+    """Strategy → predicted time of one step; `optimal` is decided anew for each number of ranks."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FrontierPoint:
+    """What more compression would gain: the best plan found whose layers are compressed at most so much."""
+
+    __pydantic_config__ = STRICT
+
+    max_ratio: Annotated[float, Field(ge=1.0)]
+    """The largest ratio of a layer's elements to those that travel, as allowed; 1: nothing is left out."""
+    iteration_us: PredictedUs
+    buckets: Count
+    sparse_buckets: Count
+    sent_share: Annotated[float, Field(ge=0.0, le=1.0)]
+    """Share of the model's elements that a rank sends."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DelayPoint:
+    """What delay of k steps would give, with the best buckets found for it."""
+
+    __pydantic_config__ = STRICT
+
+    steps: PositiveCount
+    """k."""
+    iteration_us: PredictedUs
+    """The mean step in the steady state, simulated."""
+    closed_form_us: PredictedUs
+    """The same by SSD-SGD's Eq. 4."""
+    case: Annotated[int, Field(ge=1, le=3)]
+    """Of Eq. 4: 1, pulls are late; 2, the network is never idle; 3, nothing is exposed."""
+    buckets: Count
+
+
+@dataclass(frozen=True, kw_only=True)
+class UpdatersPoint:
+    """What so many local updaters would give."""
+
+    __pydantic_config__ = STRICT
+
+    updaters: PositiveCount
+    lap_us: PredictedUs
+    """A rank's mean time for a minibatch, where every minibatch updates the full model (LAP-SGD)."""
+    lpp_us: PredictedUs
+    """The same with blocks (LPP-SGD)."""
+    blocks: PositiveCount
+    saved_backwards: Annotated[float, Field(ge=0.0)]
+    """What one partial backward of each updater saves, in full backwards."""
+    closed_form: Annotated[float, Field(ge=0.0)]
+    """The same for blocks that cost alike: (updaters − 1)/2, as the paper counts."""
+    fits: bool = True
+    """Whether so many updaters fit into the memory, as far as that is known."""
+
+
+@dataclass(frozen=True)
+class SolverBound:
+    """What a solver proved about the step, apart from the certificate's own bound."""
+
+    __pydantic_config__ = STRICT
+
+    name: str
+    bound_us: PredictedUs
+    proven: bool
+    """Whether the bound is the optimum of its model, up to rounding."""
+    limit: Annotated[float, Field(gt=0.0)]
+    """Deterministic time that it was allowed, in its own unit."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Certificate:
+    """How far from optimal: under the cost model no schedule of this class takes less than `lower_bound_us`."""
+
+    __pydantic_config__ = STRICT
+
+    method: str
+    lower_bound_us: PredictedUs
+    gap: Annotated[float, Field(ge=0.0)]
+    """iteration_us / lower_bound_us − 1."""
+    note: str | None = None
+    solver: SolverBound | None = None
+    """The bound of `planner optimize --solver`; `lower_bound_us` is the highest that is known."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Loading:
+    """What it takes to load the job's samples, by one process of each rank, all ranks at once."""
+
+    __pydantic_config__ = STRICT
+
+    samples: PositiveCount
+    """In the dataset."""
+    batch_samples: PositiveCount
+    """Of each rank and step."""
+    cold_us: TimeUs
+    """One sample from its storage, decoded; the median on the slowest rank."""
+    disk_us: TimeUs
+    """One from `runtime.datacache` on the local disk, decoded."""
+    memory_us: TimeUs
+    """One from the memory of the node."""
+    raw_bytes: PositiveCount
+    """Of one sample, as it is kept on the disk."""
+    decoded_bytes: PositiveCount
+    """Of one, as it is kept in memory; the mean."""
+    nodes: Ranks
+    memory_available_bytes: Count
+    """On the node that has least."""

@@ -1,0 +1,281 @@
+"""Reading and writing of the project's JSON documents: strict on the way in, atomic on the way out.
+
+Records are frozen dataclasses; pydantic validates them here, at the file boundary, and nowhere else.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import math
+import re
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, TypeVar, cast, get_type_hints
+
+from pydantic import ConfigDict, TypeAdapter, ValidationError
+from pydantic_core import ErrorDetails
+
+from runtime.errors import InputError
+from runtime.plan.files import checked_path, read_text, write_text
+
+T = TypeVar("T")
+
+STRICT = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+"""Put into a record as `__pydantic_config__`: unknown fields, coercions, NaN and infinity are refused."""
+
+MAX_DEPTH = 100
+"""Levels of nesting in a document; ours have fewer than ten."""
+
+MAX_VALUES = 1_000_000
+"""Values in a document: 10,000 gradients in as many buckets are some 200,000."""
+
+SHOWN_VIOLATIONS = 5
+SHOWN_CHARACTERS = 60
+"""How much a message shows of what is wrong."""
+
+
+class _Twice(dict[str, Any]):
+    """An object that gave one field twice; refused where its place in the document is known."""
+
+    field: str
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    record = dict(pairs)
+    if len(record) == len(pairs):
+        return record
+    twice, times = _Twice(record), Counter(name for name, _ in pairs)
+    twice.field = next(name for name, count in times.items() if count > 1)
+    return twice
+
+
+def _flaw(value: Any, depth: int = 0) -> str | None:
+    """What no document may hold anywhere, as `.field[0]: found …, expected …`; None for a sound value."""
+    if isinstance(value, float):
+        return None if math.isfinite(value) else f": found {json.dumps(value)}, expected a finite number; correct it"
+    if isinstance(value, str):
+        sound = value.isascii() or not any("\ud800" <= character <= "\udfff" for character in value)
+        return None if sound else f": found {_shown(value)}, expected Unicode text without lone surrogates; correct it"
+    if not isinstance(value, dict | list):
+        return None
+    if depth == MAX_DEPTH:
+        return f": found more than {MAX_DEPTH} levels of nesting, expected fewer; check that it is the right file"
+    if isinstance(value, _Twice):
+        return f"{json_step(value.field)}: found the field twice in one object, expected it once; take one out"
+    for key, item in value.items() if isinstance(value, dict) else enumerate(value):
+        if (flaw := _flaw(key)) is not None:
+            return flaw
+        if (flaw := _flaw(item, depth + 1)) is not None:
+            return json_step(key) + flaw
+    return None
+
+
+def read_json(path: str | Path) -> Any:
+    """Parses one JSON file.
+
+    Raises:
+        InputError: the file cannot be read (see `runtime.plan.files.read_text`), is not JSON, is nested too deeply, or
+            holds too many values, a duplicate field, NaN or infinity. The message starts with the path.
+    """
+    text = read_text(path)
+    path = checked_path(path)
+    values = sum(map(text.count, "[{,"))
+    if values > MAX_VALUES:
+        raise InputError(
+            f"{path}: found about {values} values, expected at most {MAX_VALUES}; check that it is the right file"
+        )
+    try:
+        document = json.loads(text, object_pairs_hook=_object)
+    except json.JSONDecodeError as error:
+        raise InputError(f"{path}: not valid JSON at {_syntax(error)}") from None
+    except RecursionError:
+        raise InputError(
+            f"{path}: found a text nested too deeply, expected at most {MAX_DEPTH} levels; check that it is the right "
+            f"file"
+        ) from None
+    except ValueError as error:  # an integer of more digits than Python converts
+        raise InputError(
+            f"{path}: not valid JSON: {str(error).partition(':')[0]}; expected numbers of a few digits: correct it"
+        ) from None
+    flaw = _flaw(document)
+    if flaw is not None:
+        raise InputError(f"{path}: ${flaw}")
+    return document
+
+
+def _syntax(error: json.JSONDecodeError) -> str:
+    """Where and why a text is not JSON: `line 1, column 5: found …, expected …; cure`."""
+    rest = error.doc[error.pos :].lstrip()
+    place = f"line {error.lineno}, column {error.colno}"
+    expected = _JSON_ERRORS.get(error.msg, error.msg.removeprefix("Expecting "))
+    if not error.doc.strip():
+        return f"{place}: found an empty file, expected {expected}; check that it is the right file"
+    if not rest or error.msg.startswith("Unterminated"):
+        return f"{place}: found the end of the file too early, expected {expected}; write the file anew"
+    return f"{place}: found {json.dumps(rest[:20])}, expected {expected}; correct it"
+
+
+_JSON_ERRORS = {
+    "Expecting value": "a value",
+    "Expecting property name enclosed in double quotes": "a field name in double quotes",
+    "Illegal trailing comma before end of object": "no comma before the end of an object",
+    "Illegal trailing comma before end of array": "no comma before the end of a list",
+    "Unterminated string starting at": "a string that ends",
+    "Extra data": "the end of the file",
+    "Invalid control character at": "no control character in a string",
+    "Invalid \\escape": "one of JSON's escapes after a backslash",
+    "Invalid \\uXXXX escape": "four hexadecimal digits after \\u",
+}
+"""The parser's words for what it did not find, as what it would have liked to find."""
+
+
+def write_json(path: str | Path, document: Any) -> None:
+    """Writes `document` as indented JSON, atomically (see `write_text`)."""
+    write_text(path, json.dumps(document, indent=1, allow_nan=False, ensure_ascii=False) + "\n")
+
+
+def check_schema(document: Any, expected: str, where: str) -> Mapping[str, Any]:
+    """Checks that `document` is an object of the schema `expected`, for example `"planner.plan/1"`."""
+    cure = "use a file of that kind and version"
+    if not isinstance(document, dict):
+        raise InputError(f'{where}: $: found {_kind(document)}, expected an object with "schema": "{expected}"; {cure}')
+    found = document.get("schema")
+    if found != expected:
+        shown = 'no field "schema"' if found is None else f"schema {_shown(found)}"
+        raise InputError(f'{where}: $.schema: found {shown}, expected "{expected}"; {cure}')
+    return document
+
+
+def validate(record_type: type[T], document: Any, where: str, *, cure: str = "correct it") -> T:
+    """Turns parsed JSON into a record of `record_type`.
+
+    Raises:
+        InputError: lists up to five violations, each with its JSON path, what was found, what was expected and `cure`.
+    """
+    try:
+        # Strict JSON semantics, yet from Python objects: lists become tuples, integers become floats.
+        return cast(T, _adapter(record_type).validate_json(_compact(document, where), strict=True))
+    except ValidationError as error:
+        raise InputError(_describe(error, document, record_type, where, cure)) from None
+
+
+def dump(record: Any) -> Any:
+    """A record as plain JSON types, without the fields that are None."""
+    return _adapter(type(record)).dump_python(record, mode="json", exclude_none=True, warnings="error")
+
+
+_adapters: dict[Any, TypeAdapter[Any]] = {}
+
+
+def _adapter(record_type: type[Any]) -> TypeAdapter[Any]:
+    if record_type not in _adapters:
+        _adapters[record_type] = TypeAdapter(record_type)
+    return _adapters[record_type]
+
+
+def _compact(document: Any, where: str) -> bytes:
+    try:
+        return json.dumps(document, separators=(",", ":"), allow_nan=False).encode()
+    except (TypeError, ValueError, RecursionError) as error:
+        flaw = _flaw(document) or f": found what JSON cannot hold ({error}), expected what json.load returns; pass that"
+        raise InputError(f"{where}: ${flaw}") from None
+
+
+def _kind(value: Any) -> str:
+    names = {dict: "an object", list: "a list", str: "a string", bool: "a boolean", type(None): "null"}
+    return names.get(type(value), "a number")
+
+
+def _shown(value: Any) -> str:
+    text = json.dumps(value, allow_nan=True)
+    return text if len(text) <= SHOWN_CHARACTERS else f"{_kind(value)} ({text[: SHOWN_CHARACTERS - 20]}…)"
+
+
+def json_step(key: int | str) -> str:
+    """One step of a JSON path; a name that is no identifier in quotes, a long one cut short."""
+    if isinstance(key, int):
+        return f"[{key}]"
+    if len(key) > SHOWN_CHARACTERS:
+        key = key[:SHOWN_CHARACTERS] + "…"
+    return f".{key}" if _PLAIN.fullmatch(key) else f"[{json.dumps(key, ensure_ascii=not key.isprintable())}]"
+
+
+_PLAIN = re.compile(r"\w+")
+
+
+def _json_path(document: Any, location: tuple[int | str, ...]) -> str:
+    """The location as a JSON path; steps that name a union's branch and not a field are left out."""
+    path, value = "$", document
+    for step in location:
+        if isinstance(step, int) and isinstance(value, list):
+            path += json_step(step)
+            value = value[step] if step < len(value) else None
+        elif isinstance(value, dict) and (step in value or step == location[-1]):
+            path += json_step(step)
+            value = value.get(cast(str, step))
+    return path
+
+
+def _describe(error: ValidationError, document: Any, record_type: type[Any], where: str, cure: str) -> str:
+    details = error.errors(include_url=False, include_context=False)
+    # A list whose element is wrong is also reported as too short: keep the cause, drop the echo.
+    causes = {detail["loc"][:depth] for detail in details for depth in range(len(detail["loc"]))}
+    details = [detail for detail in details if detail["type"] != "too_short" or detail["loc"] not in causes]
+    lines = [
+        f"{where}: {_json_path(document, detail['loc'])}: {_violation(detail, record_type, cure)}"
+        for detail in details[:SHOWN_VIOLATIONS]
+    ]
+    if len(details) > SHOWN_VIOLATIONS:
+        lines.append(f"{where}: and {len(details) - SHOWN_VIOLATIONS} more")
+    return "\n".join(dict.fromkeys(lines))  # the branches of a union may say the same
+
+
+def _violation(detail: ErrorDetails, record_type: type[Any], cure: str) -> str:
+    """What is wrong at one place: found, expected, cure."""
+    if detail["type"] in ("unexpected_keyword_argument", "extra_forbidden"):
+        field = str(detail["loc"][-1])
+        near = difflib.get_close_matches(field, _field_names(record_type), n=1) if len(field) < 100 else []
+        hint = f'did you mean "{near[0]}"?' if near else "remove it or use the version that knows it"
+        return f"unknown field; {hint}"
+    if detail["type"] in ("missing", "missing_argument", "missing_keyword_only_argument"):
+        return "missing field; add it"
+    if detail["type"] == "json_invalid":
+        return f"not a document of ours: found {detail['msg']}, expected plain JSON; check that it is the right file"
+    return f"found {_shown(detail['input'])}, expected {_expected(detail['msg'])}; {cure}"
+
+
+def _expected(message: str) -> str:
+    """`Tuple should have at least 1 item after validation, not 0`, as pydantic puts it → `at least 1 item`."""
+    for start in ("Input should be ", "Value error, ", "Tuple should have ", "String should have ", "String should "):
+        message = message.removeprefix(start)
+    message = message.partition(" after validation")[0]
+    return _JSON_WORDS.get(message, message)
+
+
+_JSON_WORDS = {
+    "a valid tuple": "a valid list",
+    "a valid array": "a valid list",
+    "a valid dictionary": "a valid object",
+    "match pattern '^sha256:'": '"sha256:" and 64 hexadecimal digits',
+}
+"""Python's names of types, as JSON's."""
+
+
+def _field_names(record_type: type[Any]) -> tuple[str, ...]:
+    """Every field name reachable from a record type, for "did you mean"."""
+    names: set[str] = set()
+    todo: list[Any] = [record_type]
+    seen: set[Any] = set()
+    while todo:
+        current = todo.pop()
+        if current in seen:
+            continue
+        seen.add(current)
+        if hasattr(current, "__dataclass_fields__"):
+            hints = get_type_hints(current)
+            names.update(current.__dataclass_fields__)
+            todo.extend(hints.values())
+        todo.extend(argument for argument in getattr(current, "__args__", ()) if argument is not Ellipsis)
+    return tuple(sorted(names))

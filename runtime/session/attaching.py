@@ -1,0 +1,154 @@
+"""attach: a plan, a model and its ranks are checked against each other before anything is changed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from runtime.checks.adaptive import warn_of_selection
+from runtime.checks.local_async import find_local_updaters
+from runtime.checks.optimizer import find_optimizer_misfit, inner_optimizer
+from runtime.checks.plan import find_attached, find_misfit, model_fingerprint, trainable_parameters
+from runtime.checks.topology import adapt, find_topology_misfit
+from runtime.comm.topology import Whereabouts, find_topology, whereabouts
+from runtime.comm.world import Credentials, World, agree, bounded_timeout_s
+from runtime.errors import InputError, PlanMismatch
+from runtime.monitor.drift import warn_of_torch
+from runtime.plan import Plan, load_plan
+from runtime.session.session import Session, attached
+from runtime.version import __version__
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+STEPS_PER_DEADLINE = 20
+"""A collective may take this many predicted steps (and at least 30 s) before its peers are given up."""
+
+
+def attach(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    plan: Plan | str | Path,
+    process_group: dist.ProcessGroup | None = None,
+    *,
+    sync: bool = True,
+    broadcast_buffers: bool = True,
+    timeout_s: float | None = None,
+    drift: bool = True,
+    loss_scale: Callable[[], float] | None = None,
+    guard: bool = True,
+    mesh: DeviceMesh | None = None,
+) -> Session:
+    """Makes `backward()` of a plain model exchange its gradients as the plan says.
+
+    Args:
+        model: the bare module, on its device; the same on every rank.
+        optimizer: its optimizer; its step is timed, and LBFGS is given the average of the ranks' losses. None is
+            allowed for every other one, but not with a delay. Of an object with a `step` that holds one optimizer (a
+            wrapper), that one counts; plans that do a part of the step themselves (delay, a shared step) refuse it.
+        plan: a plan, or the path of plan.json; the same on every rank.
+        process_group: the ranks that train together; default: all of torch.distributed, or this process alone.
+        sync: overwrite parameters and buffers with rank 0's, as DDP does.
+        broadcast_buffers: overwrite buffers (BatchNorm) with rank 0's before each training forward, as DDP does.
+        timeout_s: deadline of every wait; default: 20 predicted steps, at least 30 s.
+        drift: warn (`runtime.DriftWarning`, once for each plan, on each rank that sees it) when the last 50 steps took
+            more than 20 % longer than the plan predicts; see `runtime.monitor.drift`. On rank 0 also at once, where the
+            plan was profiled with another version of torch.
+        loss_scale: `scaler.get_scale` of the GradScaler, where there is one: what lossy buckets hold back is rescaled
+            when the scale changes, and what a delay pushes is unscaled. Not needed for exact plans.
+        guard: of lossy plans. In the first steps try the exact plan beside it (`fallback`) by turns, and go on with
+            that where the lossy one is not faster (`runtime.FallbackWarning`); later sample what buckets leave behind,
+            and let those that leave too much send everything; with a delay, shorten it where ranks' weights are too far
+            from each other (`runtime.AccuracyWarning`), and end it where it is not faster than the warm-up.
+        mesh: for plans with collectives on two kinds of link: the ranks as rows of nodes, the same on every rank, such
+            as `init_device_mesh("cuda", (nodes, ranks_per_node))`; default: what torchrun says (GROUP_RANK,
+            LOCAL_WORLD_SIZE), or the machines' names.
+
+    Returns:
+        The session; `.grad` is the average over ranks whenever `backward()` returns (with a delay, while ranks are
+        delayed, a rank's own).
+
+    Raises:
+        PlanMismatch: on all ranks alike, before anything is changed: the plan is for another model or number of
+            ranks, asks for what this runtime does not know, or ranks hold different plans.
+        InputError: the model is attached already, or is none; the optimizer is none.
+        EnvironmentFailure: a rank did not come within the deadline.
+    """
+    _check_types(model, optimizer)
+    loaded, problem = _load(model, plan)
+    if loaded is not None and problem is None:
+        problem = find_optimizer_misfit(loaded, optimizer, dict(model.named_parameters()))
+    scale: object = loss_scale  # of any type, where callers are not checked
+    if problem is None and scale is not None and not callable(scale):
+        problem = f"loss_scale: found {scale!r}, expected a function such as scaler.get_scale; pass that"
+    world = World.join(process_group, timeout_s if timeout_s is not None else _default_timeout_s(loaded))
+    try:
+        plan = _agree(world, model, loaded, problem, mesh)
+        world.take_down_dropped()  # all ranks are known to attach now
+        if world.rank == 0 and world.ranks > 1:
+            warn_of_selection(plan, inner_optimizer(optimizer))
+        if drift and world.rank == 0:
+            warn_of_torch(plan)
+        if sync:
+            world.broadcast([*model.parameters(), *model.buffers()])
+        return Session(
+            model, optimizer, plan, world, broadcast_buffers=broadcast_buffers, drift=drift, loss_scale=loss_scale,
+            guard=guard,
+        )  # fmt: skip
+    except BaseException:
+        world.leave()
+        raise
+
+
+def _check_types(model: object, optimizer: object) -> None:
+    """Of what a script gives, which is the same on every rank."""
+    cure = "call planner.attach(model, optimizer, plan)"
+    if not isinstance(model, nn.Module):
+        raise InputError(f"model: found a {type(model).__name__}, expected a torch.nn.Module; {cure}")
+    if optimizer is not None and not callable(getattr(optimizer, "step", None)):
+        raise InputError(f"optimizer: found a {type(optimizer).__name__}, expected a torch.optim.Optimizer; {cure}")
+
+
+def _load(model: nn.Module, plan: Plan | str | Path) -> tuple[Plan | None, str | None]:
+    """The plan, and what is wrong on this rank: it is told to all ranks, so that none waits for this one."""
+    try:
+        loaded = plan if isinstance(plan, Plan) else load_plan(plan)
+    except InputError as error:
+        return None, str(error)
+    return loaded, find_attached(model, attached)
+
+
+def _default_timeout_s(plan: Plan | None) -> float:
+    predicted_us = plan.predicted.iteration_us if plan and plan.predicted else 0.0
+    return bounded_timeout_s(STEPS_PER_DEADLINE * predicted_us / 1e6)
+
+
+def _agree(world: World, model: nn.Module, plan: Plan | None, problem: str | None, mesh: DeviceMesh | None) -> Plan:
+    """The plan as it is executed here."""
+    digest, print_ = "", ""
+    parameters: tuple[str, ...] = ()
+    where: Whereabouts | None = None
+    try:
+        where = whereabouts(world.group, mesh)
+        if plan is not None and problem is None:
+            problem = find_local_updaters(plan) or find_misfit(model, plan, world.ranks)
+        if plan is not None and problem is None:
+            digest, parameters, print_ = plan.digest(), plan.gradients, model_fingerprint(model)
+    except InputError as error:
+        problem = str(error)
+    devices = sorted({parameter.device.type for parameter in model.parameters()})
+    mine = Credentials(
+        __version__, torch.__version__, digest, print_, parameters, ",".join(devices), problem, where=where
+    )
+    everyone = agree(world, mine)
+    assert plan is not None
+    world.topology = find_topology([one.where for one in everyone if one.where is not None])
+    misfit = find_topology_misfit(plan, world.topology)
+    if misfit is not None:
+        raise PlanMismatch(misfit)
+    return adapt(plan, world, trainable_parameters(model))

@@ -1,0 +1,468 @@
+"""Predicted against measured, from the marks of the last steps.
+
+A step is all that one step of the optimizer takes, with several micro-batches where gradients are accumulated. Its
+parts are means over the same steps, the middle half by length, so that they add up; medians of parts would not.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from runtime.comm.world import World
+from runtime.monitor.causes import cause_of_error
+from runtime.monitor.clock import Clock
+from runtime.monitor.drift import complete, measured_times, predicted_times
+from runtime.monitor.recorder import Recorder, StepMarks
+from runtime.plan import ModelReference, Plan
+from runtime.plan.measured import MeasuredStep
+from runtime.plan.strict_json import write_json
+from runtime.plan.timeline import Span, Timeline
+from runtime.session.updates import NormReport
+from runtime.sharded.step import StepReport
+from runtime.sparse.guard import Sampled
+
+MIN_STEPS = 5
+"""Of fewer steps nothing is said about why they are not what was predicted: the first ones are slow."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PhaseReport:
+    """One phase of a bucket on one kind of link: means in microseconds from the step's start."""
+
+    name: str
+    """Such as `reduce_scatter`."""
+    link: str
+    """`intra` or `inter`."""
+    start_us: float
+    end_us: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class BucketReport:
+    """One bucket, as measured on this rank: means in microseconds from the step's start."""
+
+    index: int
+    gradients: int
+    size_bytes: int | None
+    ready_us: float
+    """Its last gradient is in the buffer."""
+    launch_us: float
+    """It is handed to the communicator: later than ready where an earlier bucket is not complete."""
+    start_us: float
+    end_us: float
+    predicted_start_us: float | None = None
+    predicted_end_us: float | None = None
+    compressor: str = "none"
+    sends: str = "all_reduce"
+    """What it travels by, where that has no phases."""
+    sample: Sampled | None = None
+    """Of a lossy bucket, when it was last looked at."""
+    phases: tuple[PhaseReport, ...] = ()
+    """Where the plan's collectives have several."""
+
+    @property
+    def spans(self) -> list[Span]:
+        """What it keeps busy, and when."""
+        parts = [(phase.name, phase.link, phase.start_us, phase.end_us) for phase in self.phases]
+        return [
+            Span(
+                task=f"bucket {self.index} {name}", resource=resource, start_us=start_us, end_us=end_us,
+                bucket=self.index, ready_us=self.ready_us,
+            )
+            for name, resource, start_us, end_us in parts or [(self.sends, "network", self.start_us, self.end_us)]
+        ]  # fmt: skip
+
+    def __str__(self) -> str:
+        text = (
+            f"bucket {self.index}: {self.gradients} gradients, ready {self.ready_us / 1e3:.2f}, "
+            f"launch {self.launch_us / 1e3:.2f}, start {self.start_us / 1e3:.2f}, end {self.end_us / 1e3:.2f} ms"
+        )
+        if self.compressor != "none":
+            text += f"; {self.compressor}"
+        if self.sample is not None:
+            text += (
+                f", δ {self.sample.delta:.2f}, {self.sample.energy:.0%} of the energy sent, "
+                f"norm of what is held back {self.sample.residual_norm:.3g}"
+            )
+        return text
+
+
+@dataclass(frozen=True, kw_only=True)
+class Accumulated:
+    """The micro-batches of a step before its last one, together; they are in the step's own times, too."""
+
+    micro_batches: int
+    exchanged: int
+    """How many of them exchanged gradients (backward outside of `no_sync`)."""
+    forward_us: float
+    backward_us: float
+    wait_us: float
+
+    @property
+    def total_us(self) -> float:
+        """When the last micro-batch begins, without what the script does in between."""
+        return self.forward_us + self.backward_us + self.wait_us
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """Means over the middle half of the last steps of one rank."""
+
+    model: ModelReference
+    rank: int
+    ranks: int
+    steps: int
+    iteration_us: float
+    """What the step takes without the script: the sum of forward, backward, waiting and update."""
+    forward_us: float
+    backward_us: float
+    """From the end of forward to the end of autograd, the loss included."""
+    update_us: float
+    wait_us: float
+    """From the end of autograd to the last averaged gradient."""
+    script_us: float = 0.0
+    """What else passes until the next step begins: loading data, clipping, logging and the like (median)."""
+    accumulated: Accumulated | None = None
+    """Where a step has several micro-batches."""
+    predicted_us: float | None
+    """Of as many micro-batches as a step has, each as large as the profile's batch; None where that is not known."""
+    error: float | None
+    """predicted / measured − 1."""
+    buckets: tuple[BucketReport, ...]
+    norms: NormReport | None = None
+    """A part of the update, of optimizers that scale each layer's step (LARS, LAMB)."""
+    step: StepReport | None = None
+    """Where ranks share the whole step."""
+    interfaces: tuple[str, ...] = ()
+    """Of the plan, where it is not drop-in."""
+    cause: str | None = None
+    """Why the step is not what was predicted, where it is far from that."""
+
+    @property
+    def timeline(self) -> Timeline:
+        """The measured step in the form of a predicted one."""
+        end_us = self.iteration_us - self.update_us
+        compute = list(self._compute())
+        network = [span for bucket in self.buckets for span in bucket.spans]
+        gathers = list(self._gathers())
+        updated_us = gathers[0].start_us if gathers else self.iteration_us
+        update = Span(task="update", resource="compute", start_us=end_us, end_us=updated_us)
+        return Timeline(
+            spans=(*compute, *network, update, *gathers),
+            iteration_us=self.iteration_us,
+            forward_us=self.forward_us,
+            backward_us=self.backward_us,
+            update_us=self.update_us,
+        )
+
+    def _compute(self) -> Iterator[Span]:
+        """Forward and backward of the last micro-batch, and before them those of the others."""
+        start_us, forward_us, backward_us = 0.0, self.forward_us, self.backward_us
+        if (before := self.accumulated) is not None:
+            of = f"of {before.micro_batches} micro-batches before"
+            yield Span(task=f"forward {of}", resource="compute", start_us=0.0, end_us=before.forward_us)
+            end_us = before.forward_us + before.backward_us
+            yield Span(task=f"backward {of}", resource="compute", start_us=before.forward_us, end_us=end_us)
+            start_us = before.total_us
+            forward_us, backward_us = forward_us - before.forward_us, backward_us - before.backward_us
+        middle_us = start_us + forward_us
+        yield Span(task="forward", resource="compute", start_us=start_us, end_us=middle_us)
+        yield Span(task="backward", resource="compute", start_us=middle_us, end_us=middle_us + backward_us)
+
+    @property
+    def every_us(self) -> float:
+        """From the start of a step to that of the next one."""
+        return self.iteration_us + self.script_us
+
+    def _gathers(self) -> Iterator[Span]:
+        """Of the weights that ranks have updated, which end the step."""
+        times_us = self.step.gathers_us if self.step else ()
+        start_us = self.iteration_us - min(sum(times_us), self.update_us)
+        for index, time_us in enumerate(times_us):
+            end_us = min(start_us + time_us, self.iteration_us)
+            yield Span(
+                task=f"bucket {index} all_gather", resource="network", start_us=start_us, end_us=end_us, bucket=index
+            )
+            start_us = end_us
+
+    def to_document(self) -> dict[str, Any]:
+        """The measured step as plain JSON types, in the form that `planner explain --measured` reads."""
+        return MeasuredStep.of(
+            self.timeline, model=self.model, rank=self.rank, ranks=self.ranks, steps=self.steps
+        ).to_document()
+
+    def save(self, path: str | Path) -> None:
+        """Writes the measured step (`to_document`) atomically."""
+        write_json(path, self.to_document())
+
+    def __str__(self) -> str:
+        predicted = ""
+        if self.predicted_us is not None and self.error is not None:
+            predicted = f", predicted {self.predicted_us / 1e3:.2f} ms ({self.error:+.1%})"
+        interface = f"; interface {', '.join(self.interfaces)}" if self.interfaces else ""
+        of = f" of {self.accumulated.micro_batches + 1} micro-batches" if self.accumulated else ""
+        lines = [
+            *((self.cause,) if self.cause is not None else ()),
+            f"rank {self.rank} of {self.ranks}, {self.steps} steps{of}: "
+            f"measured {self.iteration_us / 1e3:.2f} ms{predicted}{interface}",
+            f"  forward {self.forward_us / 1e3:.2f}, backward {self.backward_us / 1e3:.2f}, "
+            f"waiting {self.wait_us / 1e3:.2f}, update {self.update_us / 1e3:.2f} ms",
+        ]
+        lines += [f"  {part}" for part in (self.norms, self.step) if part is not None]
+        if self.script_us > 0.0:
+            lines.append(
+                f"  the script beside it (loading data, clipping, logging) {self.script_us / 1e3:.2f} ms: a step every "
+                f"{self.every_us / 1e3:.2f} ms"
+            )
+        if self.accumulated and self.predicted_us is not None:
+            lines.append("  predicted for micro-batches as large as the batch that was profiled")
+        return "\n".join([*lines, *(f"  {bucket}" for bucket in self.buckets)])
+
+
+@dataclass(frozen=True)
+class _Backward:
+    """One backward that exchanged, and those before it that only accumulated."""
+
+    marks: StepMarks
+    begun: Any
+    """Where it starts; the end of the backward before where both go through one forward."""
+    forward_us: float
+    backward_us: float
+    wait_us: float
+    earlier_us: tuple[float, float]
+    """Forward and backward of those that accumulated."""
+
+    @classmethod
+    def of(cls, marks: StepMarks, before: StepMarks | None, clock: Clock) -> _Backward | None:
+        """None where a mark is missing."""
+        apart = marks.forward is None or marks.forward_end is None
+        begun = (before.end if before else None) if apart else marks.forward
+        middle = begun if apart else marks.forward_end
+        if begun is None or marks.backward_end is None or marks.end is None:
+            return None
+        between = clock.between_us
+        return cls(
+            marks, begun, between(begun, middle), between(middle, marks.backward_end),
+            between(marks.backward_end, marks.end),
+            (
+                sum(between(start, end) for start, end, _ in marks.micro_batches),
+                sum(between(end, over) for _, end, over in marks.micro_batches),
+            ),
+        )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class _Step:
+    """What belongs to one step of the optimizer."""
+
+    backwards: list[_Backward]
+    update_us: float
+    start: Any
+    end: Any
+
+    @property
+    def kind(self) -> tuple[int, int]:
+        """(micro-batches, how many of them exchanged)."""
+        alone = sum(len(one.marks.micro_batches) for one in self.backwards)
+        return alone + len(self.backwards), len(self.backwards)
+
+    @property
+    def parts(self) -> tuple[float, float, float, float]:
+        """Forward, backward, waiting, update."""
+        return (
+            sum(one.forward_us + one.earlier_us[0] for one in self.backwards),
+            sum(one.backward_us + one.earlier_us[1] for one in self.backwards),
+            sum(one.wait_us for one in self.backwards),
+            self.update_us,
+        )
+
+    @property
+    def earlier(self) -> tuple[float, float, float]:
+        """Forward, backward and waiting before the last micro-batch."""
+        forward_us, backward_us, wait_us, _ = self.parts
+        last = self.backwards[-1]
+        return forward_us - last.forward_us, backward_us - last.backward_us, wait_us - last.wait_us
+
+    def until(self, mark: Any, clock: Clock) -> float:
+        """From the step's start to a mark of its last backward, without what the script does in between."""
+        return sum(self.earlier) + clock.between_us(self.backwards[-1].begun, mark)
+
+
+def _optimizer_steps(recorded: Sequence[StepMarks], clock: Clock) -> Iterator[_Step]:
+    """The steps of which all marks are there, each up to the optimizer's where one is seen to step."""
+    updated = any(marks.update_end is not None for marks in recorded)
+    backwards: list[_Backward | None] = []
+    before = None
+    for marks in recorded:
+        backwards.append(_Backward.of(marks, before, clock))
+        before = marks
+        if updated and marks.update_end is None:
+            continue
+        known = [one for one in backwards if one is not None]
+        if len(known) == len(backwards):
+            # A closure's backward comes after the optimizer's step has begun: then the update is not known apart.
+            timed = updated and marks.update is not None
+            update_us = clock.between_us(marks.update, marks.update_end) if timed else 0.0
+            first = known[0].marks.micro_batches
+            start = first[0][0] if first else known[0].begun
+            yield _Step(known, update_us, start, marks.update_end if updated else marks.end)
+        backwards = []
+
+
+def _middle(steps: Sequence[_Step]) -> list[_Step]:
+    """The middle half by length, of the kind that most steps are of."""
+    if not steps:
+        return []
+    usual = statistics.mode(step.kind for step in steps)
+    ordered = sorted((step for step in steps if step.kind == usual), key=lambda step: sum(step.parts))
+    aside = len(ordered) // 4
+    return ordered[aside : len(ordered) - aside]
+
+
+def _script_us(steps: Sequence[_Step], next_forward: Any, clock: Clock) -> float:
+    """The median of what a step's parts leave of the time until the next one begins."""
+    starts = [*(step.start for step in steps[1:]), next_forward][: len(steps)]
+    rests = [
+        clock.between_us(step.start, start) - sum(step.parts)
+        for step, start in zip(steps, starts, strict=True)
+        if start is not None
+    ]
+    return max(0.0, statistics.median(rests)) if rests else 0.0
+
+
+def _predicted_us(plan: Plan, kind: tuple[int, int]) -> float | None:
+    """What the plan says of a step with so many micro-batches, of which so many exchange; None where it does not."""
+    said = plan.predicted
+    if said is None:
+        return None
+    micro_batches, exchanged = kind
+    if micro_batches == 1:
+        return said.iteration_us
+    if said.forward_us is None or said.backward_us is None or said.update_us is None:
+        return None
+    alone_us = (micro_batches - exchanged) * (said.forward_us + said.backward_us)
+    return exchanged * (said.iteration_us - said.update_us) + alone_us + said.update_us
+
+
+def make_report(
+    plan: Plan, recorder: Recorder, world: World, samples: Mapping[int, Sequence[Sampled]] | None = None,
+    norms: NormReport | None = None, step: StepReport | None = None,
+) -> Report:  # fmt: skip
+    """Means over the middle half of the recorded steps.
+
+    `samples`: of lossy buckets by their index. `norms`, `step`: what those of the optimizer took, where it has them.
+    """
+    steps = list(_optimizer_steps(list(recorder.steps), recorder.clock))
+    middle = _middle(steps)
+    kind = middle[0].kind if middle else (1, 1)
+    forward_us, backward_us, wait_us, update_us = _means([one.parts for one in middle], 4)
+    iteration_us = forward_us + backward_us + wait_us + update_us
+    predicted_us = _predicted_us(plan, kind)
+    earlier_us = _means([one.earlier for one in middle], 3)
+    return Report(
+        model=plan.model,
+        rank=world.rank,
+        ranks=world.ranks,
+        steps=sum(one.kind == kind for one in steps),
+        iteration_us=iteration_us,
+        forward_us=forward_us,
+        backward_us=backward_us,
+        update_us=update_us,
+        wait_us=wait_us,
+        script_us=_script_us(steps, recorder.next_forward, recorder.clock),
+        accumulated=None if kind[0] == 1 else Accumulated(
+            micro_batches=kind[0] - 1, exchanged=kind[1] - 1, forward_us=earlier_us[0], backward_us=earlier_us[1],
+            wait_us=earlier_us[2],
+        ),
+        predicted_us=predicted_us,
+        error=predicted_us / iteration_us - 1.0 if predicted_us is not None and iteration_us > 0.0 else None,
+        buckets=tuple(_buckets(plan, middle, recorder.clock, samples or {})),
+        norms=norms,
+        step=step,
+        interfaces=plan.interfaces,
+        # Whether micro-batches are as large as the profiled batch is not known, so nothing is said of causes then.
+        cause=_cause(plan, list(recorder.steps), recorder.clock) if kind == (1, 1) else None,
+    )  # fmt: skip
+
+
+def _cause(plan: Plan, steps: Sequence[StepMarks], clock: Clock) -> str | None:
+    known, predicted = complete(steps, clock), predicted_times(plan)
+    if len(known) < MIN_STEPS or predicted is None:
+        return None
+    measured = measured_times(known, clock, with_buckets=False)
+    updated = measured.update_us > 0.0  # without an optimizer nobody times the update
+    return cause_of_error(
+        computed_us=measured.compute_us + measured.update_us,
+        predicted_computed_us=predicted.compute_us + (predicted.update_us if updated else 0.0),
+        step_us=measured.step_us,
+        predicted_step_us=predicted.step_us if updated else predicted.exchanged_us,
+    )
+
+
+def _means(rows: Sequence[Sequence[float]], columns: int) -> list[float]:
+    """The mean of each column; zeros where there is no row."""
+    return [statistics.fmean(row[column] for row in rows) if rows else 0.0 for column in range(columns)]
+
+
+def _buckets(
+    plan: Plan, steps: Sequence[_Step], clock: Clock, samples: Mapping[int, Sequence[Sampled]]
+) -> Iterable[BucketReport]:
+    lasts = [step.backwards[-1].marks for step in steps]
+    if not any(marks.sent and marks.sent[0].end is not None for marks in lasts):
+        return
+
+    def mean(of: Callable[[StepMarks], Any]) -> float:
+        """From the step's start to what is marked of its last backward."""
+        marks = [(step, of(step.backwards[-1].marks)) for step in steps]
+        known = [step.until(mark, clock) for step, mark in marks if mark is not None]
+        return statistics.fmean(known) if known else 0.0
+
+    predicted = plan.predicted.bucket_times(len(plan.buckets)) if plan.predicted else [None] * len(plan.buckets)
+    last = -1
+    for index, bucket in enumerate(plan.buckets):
+        first, last = last + 1, last + len(bucket.gradients)
+        start_us, end_us = predicted[index] or (None, None)
+        yield BucketReport(
+            index=index,
+            gradients=len(bucket.gradients),
+            size_bytes=bucket.size_bytes,
+            ready_us=mean(partial(_ready, slice(first, last + 1))),
+            launch_us=mean(partial(_sent, index, "launch")),
+            start_us=mean(partial(_sent, index, "start")),
+            end_us=mean(partial(_sent, index, "end")),
+            predicted_start_us=start_us,
+            predicted_end_us=end_us,
+            compressor=bucket.compressor.name,
+            sends="reduce_scatter" if plan.sharded else bucket.collective,
+            sample=samples[index][-1] if samples.get(index) else None,
+            phases=tuple(_phases(index, lasts, mean)),
+        )
+
+
+def _phases(
+    bucket: int, lasts: Sequence[StepMarks], mean: Callable[[Callable[[StepMarks], Any]], float]
+) -> Iterator[PhaseReport]:
+    kinds = next((marks.sent[bucket].phases for marks in reversed(lasts) if marks.sent[bucket].phases), [])
+    for number, (name, link, _, _) in enumerate(kinds):
+        start_us, end_us = (mean(partial(_phase, bucket, number, side)) for side in (2, 3))
+        yield PhaseReport(name=name, link=link, start_us=start_us, end_us=end_us)
+
+
+def _phase(bucket: int, number: int, side: int, marks: StepMarks) -> Any:
+    phases = marks.sent[bucket].phases
+    return phases[number][side] if number < len(phases) else None
+
+
+def _ready(members: slice, marks: StepMarks) -> Any:
+    """The last of a bucket's gradients; those that came in no backward have no mark."""
+    known = [mark for mark in marks.ready[members] if mark is not None]
+    return max(known) if known else None
+
+
+def _sent(index: int, what: str, marks: StepMarks) -> Any:
+    return getattr(marks.sent[index], what)

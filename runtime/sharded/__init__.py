@@ -1,0 +1,1 @@
+"""The sharded optimizer step (ZeRO-1)."""

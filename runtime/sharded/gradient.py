@@ -1,0 +1,252 @@
+"""The `.grad` of a parameter whose gradient ranks share: each holds the average of its own part alone.
+
+What a script does to gradients between backward and step goes on working where it can be done by parts: scaling and
+clamping in place, zeroing, a GradScaler's check, and norms, which ranks add up (so `clip_grad_norm_` is right).
+Whatever else would look at numbers that this rank does not have is refused by name; the tensor itself holds NaN, so
+that what comes here by another way cannot go unnoticed.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from runtime.comm.world import World
+from runtime.errors import InputError
+
+IN_PLACE = frozenset((
+    "mul_", "multiply_", "div_", "divide_", "true_divide_", "clamp_", "clip_", "clamp_min_", "clamp_max_", "neg_",
+    "nan_to_num_", "zero_",
+))  # fmt: skip
+"""Element by element, with numbers."""
+FOREACH_IN_PLACE = frozenset((
+    "_foreach_mul_", "_foreach_div_", "_foreach_clamp_min_", "_foreach_clamp_max_", "_foreach_neg_", "_foreach_zero_",
+))  # fmt: skip
+"""The same for lists."""
+SHAPES = frozenset((
+    "__len__", "__hash__", "__repr__", "__str__", "data_ptr", "detach", "detach_", "dim", "element_size", "get_device",
+    "is_complex", "is_contiguous", "is_floating_point", "ndimension", "nelement", "numel", "requires_grad_", "size",
+    "stride", "type", "untyped_storage",
+))  # fmt: skip
+"""What asks nothing of the numbers."""
+PARTS_OF_NUMBERS = frozenset(("H", "T", "imag", "mH", "mT", "real"))
+"""Attributes that are tensors of them; `data` is the gradient itself here."""
+NORMS = frozenset(("linalg_vector_norm", "norm", "_foreach_norm"))
+SCALER = "_amp_foreach_non_finite_check_and_unscale_"
+
+
+class Owned(Protocol):
+    """What a sharded gradient asks of whom it belongs to."""
+
+    world: World
+
+    def part(self, index: int) -> Tensor:
+        """This rank's part of a gradient, by its place in the plan; 1-D."""
+        ...
+
+    def local_share(self, index: int) -> Tensor | None:
+        """A plain gradient that, averaged with the other ranks' ones, is the average again; None after zeroing."""
+        ...
+
+    def norms(self, order: float) -> Tensor:
+        """Of every whole gradient, float64; all ranks must call this."""
+        ...
+
+
+class ShardedGradient(Tensor):
+    """Shape, dtype and device of the whole gradient, without its memory."""
+
+    _owner: weakref.ref[Owned]
+    """Weakly: a parameter's `.grad` is where no garbage collector looks."""
+    whose: str
+    """The parameter's name."""
+    place: int
+    """In the plan."""
+    zeroed: bool
+    """Whether it was zeroed since it has come."""
+
+    @staticmethod
+    def of(parameter: Tensor, name: str, place: int, owner: Owned) -> ShardedGradient:
+        """For a parameter, by its name and its place in the plan."""
+        nothing = torch.full((), math.nan, dtype=parameter.dtype, device=parameter.device)
+        made = nothing.expand(parameter.shape).as_subclass(ShardedGradient)
+        made.whose, made.place, made._owner, made.zeroed = name, place, weakref.ref(owner), False
+        return made
+
+    @property
+    def owner(self) -> Owned:
+        """Whom it belongs to. Raises InputError where that is gone."""
+        owner = self._owner()
+        if owner is None:
+            raise InputError(
+                f"the gradient of {self.whose} was shared by ranks in a session that is gone, and no rank has all of "
+                f"it; expected the model to be kept as long as its gradients: keep it, or call session.detach() first"
+            )
+        return owner
+
+    @property
+    def part(self) -> Tensor:
+        """This rank's, 1-D."""
+        return self.owner.part(self.place)
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Serves what can be served by parts, and refuses the rest."""
+        options = dict(kwargs or {})
+        with torch._C.DisableTorchFunctionSubclass():
+            return _served(func, tuple(args), options)
+
+
+def _served(func: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any]) -> Any:
+    name = str(getattr(func, "__name__", func))
+    if name in ("__get__", "__set__"):
+        return _attribute(func, name, args)
+    if name in IN_PLACE and _numbers(args[1:]) and _numbers(options.values()):
+        return _in_place(func, name, args, options)
+    if name in FOREACH_IN_PLACE and _numbers(args[1:]) and _numbers(options.values()):
+        func([_part(gradient) for gradient in args[0]], *args[1:], **options)
+        if name == "_foreach_zero_":
+            _mark_zeroed(args[0])
+        return None
+    if name in NORMS:
+        return _norm(name, args, options)
+    if name == SCALER:
+        return _unscale(func, args, options)
+    if name in SHAPES:
+        return _shape(func, name, args, options)
+    raise refusal(_first(args), name)
+
+
+def refusal(gradient: ShardedGradient | None, what: str) -> InputError:
+    """Why something cannot be done with a sharded gradient."""
+    whose = "a gradient" if gradient is None else f"the gradient of {gradient.whose}"
+    return InputError(
+        f"found {what} on {whose}, but ranks share the optimizer's step, so that each has the average of its own part "
+        f"alone; expected norms (clip_grad_norm_, on every rank), scaling or clamping in place, or zeroing: leave it "
+        f"out, or plan without sharing (`planner optimize` without --allow sharded-step)"
+    )
+
+
+def _first(given: Any) -> ShardedGradient | None:
+    """The first sharded gradient among arguments."""
+    if isinstance(given, ShardedGradient):
+        return given
+    if isinstance(given, list | tuple):
+        return next((found for found in map(_first, given) if found is not None), None)
+    return None
+
+
+def _part(gradient: Tensor) -> Tensor:
+    return gradient.part if isinstance(gradient, ShardedGradient) else gradient
+
+
+def _numbers(arguments: Any) -> bool:
+    """Whether all of them are numbers, also in tensors of one element."""
+    return all(
+        one is None or isinstance(one, int | float) or (type(one) is Tensor and one.numel() == 1) for one in arguments
+    )
+
+
+def _mark_zeroed(gradients: Sequence[Tensor]) -> None:
+    for gradient in gradients:
+        if isinstance(gradient, ShardedGradient):
+            gradient.zeroed = True
+
+
+def _attribute(func: Callable[..., Any], name: str, args: tuple[Any, ...]) -> Any:
+    attribute = str(getattr(getattr(func, "__self__", None), "__name__", ""))
+    gradient = _first(args)
+    if attribute in PARTS_OF_NUMBERS or (name == "__set__" and attribute != "requires_grad"):
+        raise refusal(gradient, f".{attribute}")
+    return gradient if attribute == "data" else func(*args)
+
+
+def _in_place(func: Callable[..., Any], name: str, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
+    gradient = args[0]
+    if not isinstance(gradient, ShardedGradient):  # a plain tensor, changed by this one
+        raise refusal(_first(args), name)
+    func(gradient.part, *args[1:], **options)
+    gradient.zeroed = gradient.zeroed or name == "zero_"
+    return gradient
+
+
+def _shape(func: Callable[..., Any], name: str, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
+    gradient = args[0]
+    if name == "type" and (len(args) > 1 or options):
+        raise refusal(gradient, name)
+    if name in ("__repr__", "__str__"):
+        return f"ShardedGradient(of {gradient.whose}, shape {tuple(gradient.shape)}, {gradient.dtype})"
+    if name in ("detach", "detach_"):
+        return gradient
+    return func(*args, **options)
+
+
+def _norm(name: str, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
+    """Of whole gradients, in the dtype that torch gives."""
+    given, *rest = args
+    named = dict(zip(("ord", "dim", "keepdim", "dtype") if name != "norm" else ("p", "dim", "keepdim", "dtype"), rest,
+                     strict=False))  # fmt: skip
+    named |= options
+    order = named.pop("ord", named.pop("p", 2))
+    if any(value is not None and value is not False for value in named.values()):
+        raise refusal(_first(args), f"{name} with {', '.join(named)}")
+    order = 2.0 if order in ("fro", None) else float(order)
+    several = isinstance(given, list | tuple)
+    found = [
+        _whole_norm(one, order) if isinstance(one, ShardedGradient) else torch.linalg.vector_norm(one, order)
+        for one in (given if several else [given])
+    ]
+    return found if several else found[0]
+
+
+def _whole_norm(gradient: ShardedGradient, order: float) -> Tensor:
+    dtype = gradient.dtype.to_real() if gradient.dtype.is_complex else gradient.dtype
+    return gradient.owner.norms(order)[gradient.place].to(dtype)
+
+
+def _unscale(func: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any]) -> None:
+    """A GradScaler's: parts are unscaled, and all ranks hear of what is not finite on any of them."""
+    gradients, found, *rest = args
+    first = _first(gradients)
+    assert first is not None
+    parts = [_part(gradient) for gradient in gradients]
+    func([part for part in parts if part.numel()], found, *rest, **options)
+    # torch does not count this as a change, and norms that were asked for before would be taken for those after.
+    torch.autograd.graph.increment_version(parts)
+    world = first.owner.world
+    with world.naming("telling each other whether all gradients are finite"):
+        dist.all_reduce(found, op=dist.ReduceOp.MAX, group=world.group)
+
+
+def whole_norms(parts: Sequence[Tensor], order: float, world: World, device: torch.device) -> Tensor:
+    """Norms of vectors of which each rank has a part, float64; all ranks must call this.
+
+    Raises:
+        CommunicationError: a rank did not come within the deadline.
+    """
+    infinite = math.isinf(order)
+    nothing = torch.zeros((), dtype=torch.float64, device=device)
+    if infinite and order < 0:
+        nothing = nothing + math.inf
+    own = [_partial(part, order).to(torch.float64) if part.numel() else nothing for part in parts]
+    total = torch.stack(own) if own else nothing.new_zeros(0)
+    if not infinite and order:
+        total = total.pow(order)
+    how = dist.ReduceOp.SUM if not infinite else dist.ReduceOp.MAX if order > 0 else dist.ReduceOp.MIN
+    with world.naming("adding up the norms of gradients that ranks share; every rank has to ask for them"):
+        dist.all_reduce(total, op=how, group=world.group)
+    return total if infinite or not order else total.pow(1.0 / order)
+
+
+def _partial(part: Tensor, order: float) -> Tensor:
+    narrow = part.dtype in (torch.float16, torch.bfloat16)
+    norm: Tensor = torch.linalg.vector_norm(part, order, dtype=torch.float32 if narrow else None)
+    return norm

@@ -1,0 +1,119 @@
+"""The state of an elementwise optimizer, cut to a rank's parts of parameters and put together again.
+
+A tensor of a parameter's shape is by element; everything else (step counters, say) is one value for the parameter,
+which every owner of a part has. Cut and put together, a state is the same bit for bit, whatever the number of ranks.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from runtime.comm.world import World
+from runtime.core.buckets import Slot, view_of
+from runtime.sharded.exchange import OwnPart
+from runtime.torch_compat import all_gather_single
+
+Values = Mapping[str, Any]
+"""The state of one parameter, or of a piece of one."""
+
+
+def cut(whole: Values, slot: Slot, place: slice) -> dict[str, Any]:
+    """The state of the elements in `place`, in memory order, of a parameter's."""
+    return {key: _piece(value, slot, place) for key, value in whole.items()}
+
+
+def _piece(value: Any, slot: Slot, place: slice) -> Any:
+    if not isinstance(value, Tensor):
+        return copy.deepcopy(value)
+    if value.shape != slot.parameter.shape:
+        return value.detach().clone()
+    flat = value.new_empty(slot.parameter.numel())
+    view_of(flat, 0, slot.view).copy_(value.detach())
+    return flat[place].clone()
+
+
+def gathered_state(
+    parts: Sequence[OwnPart], mine: Mapping[int, Values], world: World, device: torch.device | None
+) -> dict[int, dict[str, Any]]:
+    """The whole state of every parameter that has any, by its place in the plan; all ranks must call this.
+
+    Args:
+        parts: of all messages.
+        mine: by place in the plan, the state of this rank's pieces.
+        world: the ranks.
+        device: where the result is to be; None: where the parameters are.
+
+    Raises:
+        CommunicationError: a rank did not come within the deadline.
+    """
+    lengths = {index: place.stop - place.start for part in parts for index, (_, place) in part.places.items()}
+    forms = {
+        index: {key: _form(value, lengths[index]) for key, value in values.items()} for index, values in mine.items()
+    }
+    known: dict[int, dict[str, Any]] = {}
+    for of_rank in world.gather(forms, "gathering the form of the optimizer's state"):
+        for index, keys in of_rank.items():
+            known.setdefault(index, {}).update(keys)
+    found: dict[int, dict[str, Any]] = {index: {} for index in known}
+    for part in parts:
+        indices = [slot.index for slot in part.message.slots if slot.index in known]
+        kinds = dict.fromkeys((key, form) for index in indices for key, form in known[index].items())
+        for key, form in kinds:
+            if not isinstance(form, torch.dtype):
+                continue
+            views = _gathered(part, key, form, mine, world)
+            for index in (index for index in indices if known[index].get(key) == form):
+                found[index][key] = views[index].to(device or views[index].device, copy=True)
+    for index, keys in known.items():
+        ordered = {key: found[index].get(key, form) for key, form in keys.items()}
+        found[index] = {key: _value(value, device) for key, value in ordered.items()}
+    return found
+
+
+def _form(value: Any, length: int) -> Any:
+    """The dtype of what is by element (of pieces: as long as they are); else a value, as it is on the host."""
+    if isinstance(value, Tensor):
+        return value.dtype if value.shape == (length,) else _OnDevice(value.detach().cpu(), value.device.type)
+    return _Plain(value)
+
+
+class _Plain:
+    """A value that is no tensor; equal to none, so that each counts."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+
+class _OnDevice(_Plain):
+    """A tensor for a whole parameter, on the host, with the kind of device that it was on."""
+
+    def __init__(self, value: Tensor, kind: str) -> None:
+        super().__init__(value)
+        self.kind = kind
+
+
+def _value(form: Any, device: torch.device | None) -> Any:
+    if isinstance(form, _OnDevice):
+        return form.value.to(device or form.kind)
+    return form.value if isinstance(form, _Plain) else form
+
+
+def _gathered(
+    part: OwnPart, key: str, dtype: torch.dtype, mine: Mapping[int, Values], world: World
+) -> dict[int, Tensor]:
+    """One entry of the state of all parameters of a message, zero where there is none; views of one vector."""
+    own = torch.zeros(part.share, dtype=dtype, device=part.whole.device)
+    for index, (_, place) in part.places.items():
+        value = mine.get(index, {}).get(key)
+        if isinstance(value, Tensor) and value.shape == own[place].shape and value.dtype == dtype:
+            own[place] = value
+    whole = own.new_zeros(part.ranks * part.share)
+    with world.naming("gathering the optimizer's state"):
+        all_gather_single(whole.view(torch.uint8), own.view(torch.uint8), group=world.group)
+    views = part.views(whole)
+    return {slot.index: views[slot.name] for slot in part.message.slots}

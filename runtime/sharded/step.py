@@ -1,0 +1,419 @@
+"""The optimizer's step shared by ranks (ZeRO-1; Rajbhandari et al., SC 2020): each updates its part of the weights.
+
+while ranks share   parameters lie in flat buffers, one for each message, which are cut into equal parts
+optimizer.step()    in the groups of the user's own optimizer this rank's pieces stand in for parameters until it is
+                    done, or raises; afterwards the buffers are all-gathered, which makes them the weights of all ranks
+between steps       groups and schedulers see parameters; the optimizer's state is by piece, so that each rank keeps
+                    that of its part alone; `optimizer_state_dict` puts the whole together
+"""
+
+from __future__ import annotations
+
+import functools
+import statistics
+import types
+import weakref
+from collections import defaultdict, deque
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from runtime.checks.elementwise import state_bytes
+from runtime.checks.optimizer import find_shared_memory
+from runtime.comm.collectives.phases import gather
+from runtime.comm.world import World
+from runtime.core.buckets import Slot
+from runtime.core.closures import Closure, is_closure, with_closures
+from runtime.errors import InputError
+from runtime.monitor.clock import Clock
+from runtime.monitor.recorder import KEPT_STEPS
+from runtime.sharded.exchange import OwnPart, ShardedExchange
+from runtime.sharded.gradient import ShardedGradient
+from runtime.sharded.state import cut, gathered_state
+from runtime.torch_compat import OUTSIDE, all_gather_single, current_backward_id, storage_uses, wait_for
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepReport:
+    """The shared step of one rank: medians in microseconds, beside what the plan predicts."""
+
+    gather_us: float
+    """All-gathers of weights, a part of the update."""
+    gathers_us: tuple[float, ...]
+    """Of each bucket, one after the other."""
+    predicted_gather_us: float | None
+    state_bytes: int
+    """What this rank keeps of the optimizer's state."""
+
+    def __str__(self) -> str:
+        predicted = "" if self.predicted_gather_us is None else f", predicted {self.predicted_gather_us / 1e3:.2f}"
+        return (
+            f"step shared by ranks: weights gathered in {self.gather_us / 1e3:.2f}{predicted} ms, "
+            f"{self.state_bytes / 2**20:.1f} MiB of the optimizer's state here"
+        )
+
+
+class ShardedStep:
+    """The step of one session's optimizer while ranks share it."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, exchange: ShardedExchange, world: World, clock: Clock) -> None:
+        """Takes over weights and state, which are the same on all ranks; each keeps its part of the state."""
+        self._optimizer, self._exchange, self._world, self._clock = optimizer, exchange, world, clock
+        self._slots = {id(slot.parameter): slot for slot in exchange.slots}
+        pieces = ((slot, piece) for part in exchange.parts for slot, piece in _pieces_of(part))
+        self._pieces = {id(slot.parameter): nn.Parameter(piece) for slot, piece in pieces}
+        """Of each parameter of which this rank has a part: that part of the weights."""
+        self._homes = [_Home(part) for part in exchange.parts]
+        self._groups: list[list[nn.Parameter]] | None = None
+        """The parameters of the optimizer's groups, while pieces stand in for them."""
+        self._marks: deque[list[Any]] = deque(maxlen=KEPT_STEPS)
+        """Of each step: before its first all-gather, and after that of each bucket."""
+        self._gathering = False
+        self._shard_state()
+        self._step_before, self._guarded = vars(optimizer).get("step"), self._guarded_step()
+        optimizer.step = self._guarded  # type: ignore[method-assign]
+        optimizer.__getstate__ = _refuse_copy  # type: ignore[method-assign]
+        self._handles = [
+            optimizer.register_state_dict_pre_hook(self._refuse_part),
+            optimizer.register_load_state_dict_post_hook(lambda _: self._shard_state()),
+        ]
+
+    # One step, in the order in which it happens.
+
+    def _guarded_step(self) -> Any:
+        """The optimizer's step, after which no piece stands in for anything; torch calls no hook where it raises."""
+        step, me = self._optimizer.step, weakref.ref(self)
+
+        @functools.wraps(getattr(step, "__func__", step))  # with what schedulers have noted there
+        def guarded(_: torch.optim.Optimizer, *arguments: Any, **keywords: Any) -> Any:
+            try:
+                return step(*arguments, **keywords)
+            except BaseException:
+                if (sharded := me()) is not None:
+                    sharded._swap_back()
+                raise
+
+        return types.MethodType(guarded, self._optimizer)  # schedulers wrap methods only
+
+    def _unguard_step(self) -> None:
+        """Where somebody has wrapped it since, it stays: it does nothing any more."""
+        if vars(self._optimizer).get("step") is not self._guarded:
+            return
+        if self._step_before is None:
+            del self._optimizer.step
+        else:
+            self._optimizer.step = self._step_before  # type: ignore[method-assign]
+
+    def before_step(self, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
+        """What the optimizer's step is called with in place of these arguments, or None for the same.
+
+        Raises:
+            InputError: called while a backward runs, when no rank has the average of any gradient.
+        """
+        if current_backward_id() != OUTSIDE:
+            raise InputError(
+                "the optimizer's step was called while a backward runs (in a hook, say), but ranks share it and have "
+                "not added gradients up yet; expected it after backward: call it then, or plan without sharing "
+                "(`planner optimize` without --allow sharded-step)"
+            )
+        self._swap_back()  # a step before this one may have raised that was called past the instance
+        if any(map(is_closure, (*arguments, *keywords.values()))):
+            return with_closures(self._beside, arguments, keywords)
+        self._swap_in()
+        return None
+
+    def _beside(self, closure: Closure) -> Closure:
+        """The closure's backward meets parameters, and the optimizer's step afterwards pieces."""
+
+        def run() -> Any:
+            self._swap_back()
+            loss = closure()
+            self._swap_in()
+            return loss
+
+        return run
+
+    @torch.no_grad()
+    def _swap_in(self) -> None:
+        self._collect_weights()
+        for key, piece in self._pieces.items():
+            piece.grad = self._exchange.gradient_of(self._slots[key])
+        groups = self._optimizer.param_groups
+        self._groups = [group["params"] for group in groups]
+        for group, parameters in zip(groups, self._groups, strict=True):
+            group["params"] = [one for parameter in parameters for one in self._stand_ins(parameter)]
+
+    def _stand_ins(self, parameter: nn.Parameter) -> list[nn.Parameter]:
+        """What the optimizer updates in place of a parameter; of those that the plan does not know, themselves."""
+        key = id(parameter)
+        if key not in self._slots:
+            return [parameter]
+        return [self._pieces[key]] if key in self._pieces else []
+
+    def _swap_back(self) -> None:
+        if self._groups is None:
+            return
+        for group, parameters in zip(self._optimizer.param_groups, self._groups, strict=True):
+            group["params"] = parameters
+        self._groups = None
+        for piece in self._pieces.values():
+            piece.grad = None  # else a second name of the bucket's memory
+
+    def after_step(self) -> None:
+        """The optimizer has updated this rank's part: every rank gets all of them.
+
+        Raises:
+            CommunicationError: a rank did not come within the deadline.
+        """
+        self._swap_back()
+        self._marks.append(self._gather_weights())
+
+    def _gather_weights(self) -> list[Any]:
+        group = self._world.group
+        assert group is not None
+        marks = [self._clock.mark()]
+        doing = "gathering the weights that ranks have updated; each has to call optimizer.step()"
+        for parts in self._exchange.parts_of:
+            for part in parts:
+                with self._world.naming(doing):
+                    for work in gather(part.whole, part.weights, group):
+                        wait_for(work)
+            marks.append(self._clock.mark())
+        for home in self._homes:
+            home.hand_out()
+        # As any optimizer's step, so that autograd refuses a backward through what has changed.
+        torch.autograd.graph.increment_version([slot.parameter for slot in self._exchange.slots])
+        return marks
+
+    def _collect_weights(self) -> None:
+        """The buffers hold the parameters' values, wherever a script has put these.
+
+        Raises:
+            InputError: a parameter has become another tensor than it was, or shares memory with another one.
+        """
+        astray = [home for home in self._homes if home.astray]
+        if not astray:
+            return
+        parameters = {slot.name: slot.parameter for slot in self._exchange.slots}
+        if (problem := find_shared_memory(parameters)) is not None:
+            raise InputError(problem)
+        for home in astray:
+            if home.collect():
+                for slot, piece in _pieces_of(home.part):
+                    self._pieces[id(slot.parameter)].data = piece
+
+    # State.
+
+    def _shard_state(self) -> None:
+        """What the optimizer has of whole parameters, as after `load_state_dict`, is cut to this rank's parts."""
+        state = self._optimizer.state
+        for part in self._exchange.parts:
+            for slot in part.message.slots:
+                whole = state.pop(slot.parameter, None)
+                if whole and slot.index in part.places:
+                    start, place = part.places[slot.index]
+                    piece = self._pieces[id(slot.parameter)]
+                    state[piece] = cut(whole, slot, slice(start, start + place.stop - place.start))
+
+    def _refuse_part(self, _: torch.optim.Optimizer) -> None:
+        if not self._gathering:
+            raise _partial("optimizer.state_dict()")
+
+    def _whole_state(self, device: torch.device | None = None) -> dict[nn.Parameter, dict[str, Any]]:
+        """By parameter, of all ranks' pieces; all ranks must call this."""
+        owned = {slot.index: self._pieces[key] for key, slot in self._slots.items() if key in self._pieces}
+        state = self._optimizer.state
+        mine = {index: dict(state[piece]) for index, piece in owned.items() if state.get(piece)}
+        found = gathered_state(self._exchange.parts, mine, self._world, device)
+        return {self._exchange.slots[index].parameter: values for index, values in found.items()}
+
+    def optimizer_state_dict(self) -> dict[str, Any]:
+        """See `Session.optimizer_state_dict`."""
+        self._swap_back()
+        whole = self._whole_state(torch.device("cpu"))
+        with self._holding(whole):
+            state: dict[str, Any] = self._optimizer.state_dict()
+        return state
+
+    @contextmanager
+    def _holding(self, whole: Mapping[nn.Parameter, dict[str, Any]]) -> Iterator[None]:
+        """The optimizer has a whole state, in the order of its parameters, as if nobody shared anything."""
+        kept, self._gathering = self._optimizer.state, True
+        others = {one: value for one, value in kept.items() if not self._mine(one)}
+        listed = [one for group in self._optimizer.param_groups for one in group["params"]]
+        found: dict[Any, dict[str, Any]] = {**others, **whole}
+        ordered = {one: found.pop(one) for one in listed if one in found}
+        self._optimizer.state = defaultdict(dict, {**ordered, **found})
+        try:
+            yield
+        finally:
+            self._optimizer.state, self._gathering = kept, False
+
+    def _mine(self, one: Any) -> bool:
+        return id(one) in self._slots or any(one is piece for piece in self._pieces.values())
+
+    # The end, and what a report says.
+
+    def end(self) -> None:
+        """The optimizer is plain again, with the whole state, and gradients are whole; all ranks call this at once.
+
+        Raises:
+            CommunicationError: a rank did not come within the deadline; then all of that is this rank's own but the
+                state and the gradients, which are gone.
+        """
+        self._swap_back()
+        for handle in self._handles:
+            handle.remove()
+        self._unguard_step()
+        del self._optimizer.__getstate__
+        whole: dict[nn.Parameter, dict[str, Any]] = {}
+        gradients: dict[int, Tensor] = {}
+        try:
+            whole = self._whole_state()
+            gradients = self._whole_gradients()
+        finally:
+            state = self._optimizer.state
+            for piece in self._pieces.values():
+                state.pop(piece, None)
+            for parameter, values in whole.items():
+                state[parameter] = values
+            self._leave(gradients)
+
+    @torch.no_grad()
+    def _leave(self, gradients: Mapping[int, Tensor]) -> None:
+        """Parameters and gradients get memory of their own."""
+        for home in self._homes:
+            home.leave()
+        for slot in self._exchange.slots:
+            if isinstance(slot.parameter.grad, ShardedGradient):
+                slot.parameter.grad = gradients.get(slot.index)
+            elif slot.parameter.grad is slot.view:
+                slot.parameter.grad = slot.view.clone()
+        self._exchange.let_go()
+
+    def _whole_gradients(self) -> dict[int, Tensor]:
+        """Of those that are sharded now, by their place in the plan."""
+        found: dict[int, Tensor] = {}
+        for part in self._exchange.parts:
+            whole = torch.zeros_like(part.whole)
+            with self._world.naming("gathering the gradients that ranks share"):
+                all_gather_single(whole.view(torch.uint8), part.total.contiguous().view(torch.uint8),
+                                  group=self._world.group)  # fmt: skip
+            views = part.views(whole)
+            found.update((slot.index, views[slot.name].clone()) for slot in part.message.slots)
+        return found
+
+    def report(self, predicted_gather_us: float | None) -> StepReport | None:
+        """What the last steps took; None where there were none."""
+        if not self._marks:
+            return None
+        between = self._clock.between_us
+        steps = [[between(start, end) for start, end in pairwise(marks)] for marks in self._marks]
+        return StepReport(
+            gather_us=statistics.median(map(sum, steps)),
+            gathers_us=tuple(map(statistics.median, zip(*steps, strict=True))),
+            predicted_gather_us=predicted_gather_us,
+            state_bytes=state_bytes(self._optimizer),
+        )
+
+
+def _partial(what: str) -> InputError:
+    return InputError(
+        f"{what}: ranks share the optimizer's step, so each has its part of the state alone; expected "
+        f"session.optimizer_state_dict(), called on every rank: it gives the whole state, in the same form"
+    )
+
+
+def _refuse_copy() -> dict[str, Any]:
+    """The optimizer's `__getstate__`: a copy would be of pieces of parameters, which nothing belongs to."""
+    raise _partial("a copy of the optimizer (copy.deepcopy, pickle, torch.save)")
+
+
+def _pieces_of(part: OwnPart) -> Iterator[tuple[Slot, Tensor]]:
+    """This rank's parts of the message's weights; views of its buffer."""
+    for slot in part.message.slots:
+        if slot.index in part.places:
+            yield slot, part.weights[part.places[slot.index][1]]
+
+
+_ALONE = storage_uses(torch.zeros(1).untyped_storage())
+"""What `storage_uses` says of memory that one tensor looks at."""
+
+
+class _Home:
+    """Where the parameters of one message lie: in the buffer of all weights, or where a script has put them.
+
+    `parameter.data = …` gives a parameter other memory, and the place that it leaves may be another parameter's from
+    then on (`a.data, b.data = b.data, a.data`) or a tensor of the script's (an EMA that has changed places with it). So
+    the first time a step finds a parameter elsewhere, the message gets another buffer, to which and from which weights
+    are copied: every parameter keeps the memory that it has, as in any other training.
+    """
+
+    @torch.no_grad()
+    def __init__(self, part: OwnPart) -> None:
+        """Moves parameters to the buffer, but for those that somebody else looks at; their values stay."""
+        self.part, self._apart = part, False
+        self._lay_out()
+        for slot, view in self._views:
+            _check_form(slot, view)
+            view.copy_(slot.parameter)
+            if storage_uses(slot.parameter.untyped_storage()) > _ALONE:
+                self._apart = True
+        if not self._apart:
+            for slot, view in self._views:
+                slot.parameter.data = view
+        self._addresses = [slot.parameter.data_ptr() for slot, _ in self._views]
+
+    def _lay_out(self) -> None:
+        views = self.part.views(self.part.whole)
+        self._views = [(slot, views[slot.name]) for slot in self.part.message.slots]
+
+    @property
+    def astray(self) -> bool:
+        """Whether parameters lie elsewhere than in the buffer."""
+        return self._apart or [slot.parameter.data_ptr() for slot, _ in self._views] != self._addresses
+
+    @torch.no_grad()
+    def collect(self) -> bool:
+        """The buffer gets the values of parameters that are astray; returns whether it is another one than before.
+
+        Raises:
+            InputError: a parameter has become another tensor than it was.
+        """
+        for slot, view in self._views:
+            _check_form(slot, view)
+        before, self._apart = self._apart, True
+        if not before:
+            self.part.whole = torch.zeros_like(self.part.whole)
+            self._lay_out()
+        torch._foreach_copy_([view for _, view in self._views], [slot.parameter for slot, _ in self._views])
+        return not before
+
+    @torch.no_grad()
+    def hand_out(self) -> None:
+        """The parameters have the buffer's values."""
+        if self._apart:
+            torch._foreach_copy_([slot.parameter for slot, _ in self._views], [view for _, view in self._views])
+
+    def leave(self) -> None:
+        """Parameters get memory of their own."""
+        for slot, view in self._views:
+            if slot.parameter.data_ptr() == view.data_ptr():
+                slot.parameter.data = slot.parameter.data.clone()
+
+
+def _check_form(slot: Slot, view: Tensor) -> None:
+    """Raises InputError where a parameter has become another tensor than it was."""
+    parameter = slot.parameter
+    found = (tuple(parameter.shape), parameter.dtype, parameter.device)
+    expected = (tuple(view.shape), view.dtype, view.device)
+    if found != expected:
+        raise InputError(
+            f"{slot.name}: found {found[1]} {found[0]} on {found[2]}, expected {expected[1]} {expected[0]} on "
+            f"{expected[2]}, as at attach, for ranks share the optimizer's step: convert the model before attach"
+        )

@@ -1,0 +1,1 @@
+"""Compressed buckets: selection, residuals, error feedback."""

@@ -1,0 +1,80 @@
+"""What a lossy bucket sends instead of all its elements. `COMPRESSORS` is the only list of what there is.
+
+A compressor works on one flat buffer of a bucket with error feedback: what it adds up is residual + gradient, and what
+of that is not sent goes to a second buffer, the new residual. The caller commits it by exchanging the two buffers, or
+discards it by not doing so. Sent + new residual = residual + gradient, bit for bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from runtime.errors import InputError
+from runtime.plan import CompressorSpec
+from runtime.sparse.compressors.options import Layer, check_options, choose, kept_elements
+from runtime.sparse.compressors.randomk import select_random
+from runtime.sparse.compressors.sparse import SELECTORS, SparseCompressor
+from runtime.sparse.compressors.wire import WIRE_DTYPES, WireCompressor
+
+Compressor = SparseCompressor | WireCompressor
+
+
+@dataclass(frozen=True, kw_only=True)
+class Family:
+    """One entry of the registry."""
+
+    options: frozenset[str]
+    """The fields of `CompressorSpec` that it understands."""
+    make: Callable[[CompressorSpec, Sequence[Layer], int], Compressor | None]
+    """(specification, layers, ranks) → compressor."""
+
+
+def _no_compressor(spec: CompressorSpec, layers: Sequence[Layer], ranks: int) -> None:
+    return None
+
+
+def _make_randomk(spec: CompressorSpec, layers: Sequence[Layer], ranks: int) -> Compressor:
+    return SparseCompressor(kept_elements(spec, layers), select_random)
+
+
+def _make_topk(spec: CompressorSpec, layers: Sequence[Layer], ranks: int) -> Compressor:
+    name = "exact" if spec.selector is None else spec.selector
+    return SparseCompressor(kept_elements(spec, layers), choose("topk: selector", name, SELECTORS))
+
+
+def _make_wire(spec: CompressorSpec, layers: Sequence[Layer], ranks: int) -> Compressor:
+    if spec.dtype is None:
+        known = ", ".join(WIRE_DTYPES)
+        raise InputError(f"the compressor wire has no dtype; expected one of {known}: give it one")
+    return WireCompressor(choose("wire: dtype", spec.dtype, WIRE_DTYPES), ranks)
+
+
+_SELECTION = frozenset({"k", "density", "scope", "warmup_steps"})
+
+COMPRESSORS: Mapping[str, Family] = MappingProxyType(
+    {
+        "none": Family(options=frozenset(), make=_no_compressor),
+        "randomk": Family(options=_SELECTION, make=_make_randomk),
+        "topk": Family(options=_SELECTION | {"selector"}, make=_make_topk),
+        "wire": Family(options=frozenset({"dtype"}), make=_make_wire),
+    }
+)
+"""Name → how to make it."""
+
+
+def make_compressor(spec: CompressorSpec, layers: Sequence[Layer], *, ranks: int) -> Compressor | None:
+    """The compressor of one flat buffer; None where every element is sent as it is.
+
+    Args:
+        spec: what the plan says.
+        layers: (name, elements) of each run of gradients of one layer, in order; together they fill the buffer.
+        ranks: how many ranks' messages are summed.
+
+    Raises:
+        InputError: an unknown name, or options that do not fit the compressor or these layers.
+    """
+    family = choose("compressor", spec.name, COMPRESSORS)
+    check_options(spec, family.options)
+    return family.make(spec, layers, ranks)

@@ -1,0 +1,76 @@
+"""Lossy buckets that send all elements in a narrower dtype, and add them up in a wider one.
+
+Each rank sends every other one its part of the bucket; every rank adds up the part that it owns, and sends the sum,
+narrowed again, to all. What either narrowing loses stays in a residual: what the second one does, in the owner's.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from runtime.sparse.compressors.wire import WireCompressor
+from runtime.sparse.lossy import Carrier
+
+
+class Narrowed:
+    """One rank's message, padded so that every rank owns as much."""
+
+    def __init__(self, numel: int, ranks: int, wire: torch.dtype, wide: torch.dtype, device: torch.device) -> None:
+        self.ranks, self.share = ranks, -(-numel // ranks)
+        self.flat = torch.zeros(ranks * self.share, dtype=wire, device=device)
+        """All that this rank sends, 1-D; part r goes to rank r."""
+        self.received = torch.zeros_like(self.flat)
+        """This rank's part from every rank."""
+        self.own = torch.zeros(self.share, dtype=wire, device=device)
+        """The sum of this rank's part."""
+        self.lost = torch.zeros(self.share, dtype=wide, device=device)
+        """What narrowing the sum has lost."""
+        self.gathered = torch.zeros_like(self.flat)
+        """The sums of all parts."""
+        self.rank = 0
+
+    def add_up(self) -> None:
+        """Between the two phases: sums of this rank's part, in order of rank."""
+        parts = self.received.view(self.ranks, -1)
+        total = parts[0].to(self.lost.dtype)
+        for rank in range(1, self.ranks):
+            total += parts[rank]
+        self.own.copy_(total)
+        torch.sub(total, self.own, out=self.lost)
+
+
+class NarrowedBucket:
+    """See `runtime.sparse.lossy.Lossy`; for the compressor `wire`."""
+
+    selects, by_magnitude = False, False
+
+    def __init__(self, carrier: Carrier, compressor: WireCompressor, ranks: int, tail: Tensor | None) -> None:
+        """`tail` (float32, small integers) travels behind the elements and becomes its sum over ranks."""
+        self.carrier, self._compressor, self._tail = carrier, compressor, tail
+        self.k = carrier.residual.numel()
+        flags = 0 if tail is None else tail.numel()
+        self.packed = Narrowed(self.k + flags, ranks, compressor.dtype, carrier.dtype, carrier.device)
+
+    def pack(self, step: int) -> None:
+        """See `Lossy.pack`."""
+        carrier, flat = self.carrier, self.packed.flat
+        flat[: self.k] = self._compressor.compress(carrier.gradient(), carrier.residual, carrier.following, step)
+        if self._tail is not None:
+            flat[self.k : self.k + self._tail.numel()] = self._tail
+
+    def unpack(self) -> Tensor:
+        """See `Lossy.unpack`."""
+        sums = self.carrier.zeros()
+        torch.add(sums, self.packed.gathered[: self.k], out=sums)
+        self.carrier.give(sums)
+        if self._tail is not None:
+            self._tail.copy_(self.packed.gathered[self.k : self.k + self._tail.numel()])
+        first = self.packed.rank * self.packed.share
+        mine = self.carrier.following[first : first + self.packed.share]
+        mine.add_(self.packed.lost[: mine.numel()])
+        return self.carrier.finite()
+
+    def commit(self, finite: Tensor) -> None:
+        """See `Lossy.commit`."""
+        self.carrier.commit(finite)
