@@ -44,8 +44,6 @@ class Task:
     better: str
     """`higher` or `lower`."""
     steps: int
-    momentum: float = 0.0
-    """Of its SGD."""
 
 
 class CharLstm(nn.Module):
@@ -81,7 +79,7 @@ def tasks(scale: float = 1.0) -> list[Task]:
     return [
         Task(
             "digits, ResNet-20", ResNet20, loss, batch,
-            lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9), test_accuracy, "higher", round(360 * scale), 0.9,
+            lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9), test_accuracy, "higher", round(360 * scale),
         ),
         Task(
             "characters, GPT", lambda: charlm.CharLM(_known()), charlm.loss, charlm.batch,
@@ -89,7 +87,7 @@ def tasks(scale: float = 1.0) -> list[Task]:
         ),
         Task(
             "characters, LSTM", lambda: CharLstm(_known()), charlm.loss, charlm.batch,
-            lambda p: torch.optim.SGD(p, lr=1.0, momentum=0.9), _held_out_loss, "lower", round(600 * scale), 0.9,
+            lambda p: torch.optim.SGD(p, lr=1.0, momentum=0.9), _held_out_loss, "lower", round(600 * scale),
         ),
     ]  # fmt: skip
 

@@ -12,7 +12,7 @@ from torch import nn
 
 from benchmarks.learning import Outcome, Task, learn
 from runtime.checks.plan import trainable_parameters
-from runtime.plan import CompressorSpec, ModelReference, MomentumSpec, Plan, PlanBucket, PlanWorld
+from runtime.plan import CompressorSpec, ModelReference, Plan, PlanBucket, PlanWorld
 from runtime.plan.names import layer_of
 
 TASKS = ("digits, ResNet-20", "characters, GPT", "characters, LSTM")
@@ -24,8 +24,6 @@ class Way:
 
     density: float | None
     """None: everything."""
-    dgc: bool = False
-    """With density warm-up over a sixth of the steps, and momentum correction where the optimizer has momentum."""
     dense: float = 0.0
     """Share of the steps before it in which everything travels."""
 
@@ -34,7 +32,6 @@ DENSE = "dense"
 WAYS = {
     DENSE: Way(None),
     **{f"{share:g} %": Way(share / 100) for share in (25, 10, 3, 1, 0.1)},
-    "0.1 %, DGC": Way(0.001, dgc=True),
 }
 FIRST_DENSE = {
     DENSE: WAYS[DENSE],
@@ -47,21 +44,18 @@ FEWEST_ELEMENTS = 1000
 """Smaller gradients travel whole."""
 
 
-def plan_of(model: nn.Module, way: Way = WAYS[DENSE], warmup_steps: int | None = None, momentum: float = 0.0) -> Plan:
+def plan_of(model: nn.Module, way: Way = WAYS[DENSE]) -> Plan:
     """One bucket for each layer's weights, with so many of their elements, and the rest in whole."""
     names = list(reversed(trainable_parameters(model)))
     return Plan(
         model=ModelReference(name=type(model).__name__),
         world=PlanWorld(ranks=dist.get_world_size()),
         accuracy="exact" if way.density is None else "bounded",
-        buckets=tuple(_buckets(model, names, way.density, warmup_steps)),
-        momentum_correction=MomentumSpec(momentum=momentum) if momentum else None,
+        buckets=tuple(_buckets(model, names, way.density)),
     )
 
 
-def _buckets(
-    model: nn.Module, names: list[str], density: float | None, warmup_steps: int | None
-) -> Iterator[PlanBucket]:
+def _buckets(model: nn.Module, names: list[str], density: float | None) -> Iterator[PlanBucket]:
     parameters = trainable_parameters(model)
     whole: list[str] = []
     for name in names:
@@ -72,7 +66,7 @@ def _buckets(
             yield PlanBucket(gradients=tuple(whole))
             whole = []
         k = max(1, round(density * parameters[name].numel()))
-        spec = CompressorSpec(name="topk", selector="exact", k={layer_of(name): k}, warmup_steps=warmup_steps)
+        spec = CompressorSpec(name="topk", selector="exact", k={layer_of(name): k})
         yield PlanBucket(gradients=(name,), collective="sparse", algorithm="flat", compressor=spec)
     if whole:
         yield PlanBucket(gradients=tuple(whole))
@@ -90,14 +84,8 @@ def train(task: Task, seed: int, way: str) -> Sampled:
     """One run on this rank."""
     chosen = {**WAYS, **FIRST_DENSE}[way]
 
-    def make_plan(model: nn.Module, optimizer: torch.optim.Optimizer) -> Plan:
-        if chosen.dense:
-            return plan_of(model)
-        if not chosen.dgc:
-            return plan_of(model, chosen)
-        for group in optimizer.param_groups if task.momentum else ():
-            group["momentum"] = 0.0  # the plan's takes its place
-        return plan_of(model, chosen, max(1, task.steps // 6), task.momentum)
+    def make_plan(model: nn.Module, _: torch.optim.Optimizer) -> Plan:
+        return plan_of(model) if chosen.dense else plan_of(model, chosen)
 
     then = (chosen.dense, lambda model: plan_of(model, chosen)) if chosen.dense else None
     model, session = learn(task, seed, make_plan, then)

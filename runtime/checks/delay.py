@@ -40,8 +40,6 @@ def delay_misfit(plan: Plan, delay: DelaySpec) -> str | None:
             f"bucket {index} selects by layer, but with a delay what is pushed is selected from each owner's part of a "
             f'bucket; expected one density, and no scope "layer": {CURE}'
         )
-    if plan.momentum_correction is not None:
-        return f"the plan has a delay and corrects momentum, which are not done together; expected one of them: {CURE}"
     if plan.world.nodes == 1 and plan.world.ranks > 1:
         return (
             f"the plan has a delay for {plan.world.ranks} ranks on one node, which is one worker, and nothing is "

@@ -25,8 +25,6 @@ def find_updater_misfit(parameters: Container[str], plan: Plan, spec: LocalAsync
     lossy = next((index for index, bucket in enumerate(plan.buckets) if bucket.compressor.name != "none"), None)
     if lossy is not None:
         return f"bucket {lossy} is compressed, but updaters average whole models; expected the compressor none: {CURE}"
-    if plan.momentum_correction is not None:
-        return f"the plan has local updaters and corrects momentum, which are not done together; expected one: {CURE}"
     unknown = next((name for block in spec.blocks or () for name in block if name not in parameters), None)
     if unknown is not None:
         return f"a block of the plan holds {unknown!r}, which is no trainable parameter of the model; {CURE}"

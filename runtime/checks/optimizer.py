@@ -47,14 +47,6 @@ def _no_plain_sgd(optimizer: torch.optim.Optimizer | None) -> str | None:
     return next((f"SGD with {o}" for group in optimizer.param_groups for o in options if group[o]), None)
 
 
-def _has_momentum(optimizer: torch.optim.Optimizer | None) -> str | None:
-    """What is not plain SGD about an optimizer, or None."""
-    if not isinstance(optimizer, torch.optim.SGD):
-        return "no optimizer" if optimizer is None else type(optimizer).__name__
-    found = next((group["momentum"] for group in optimizer.param_groups if group["momentum"]), None)
-    return None if found is None else f"SGD with momentum {found}"
-
-
 def find_unowned(optimizer: torch.optim.Optimizer | None, parameters: Mapping[str, nn.Parameter]) -> str | None:
     """A parameter that is in none of the optimizer's groups, by name, or None."""
     groups = [] if optimizer is None else optimizer.param_groups
@@ -102,7 +94,6 @@ def _find_wrapper(plan: Plan, given: object, *, sharded: bool) -> str | None:
     what = {
         "has a delay, for which owners of the weights do the optimizer's step": plan.delay is not None,
         "has ranks share the optimizer's step": sharded,
-        "corrects momentum, and so has to know the optimizer's": plan.momentum_correction is not None,
     }
     reason = next((text for text, holds in what.items() if holds), None)
     inner = inner_optimizer(given)
@@ -125,11 +116,6 @@ def find_optimizer_misfit(plan: Plan, given: object, parameters: Mapping[str, nn
         return problem
     if plan.delay is not None and (problem := _find_unserved(optimizer, planned)):
         return problem
-    if plan.momentum_correction is not None and (odd := _has_momentum(optimizer)):
-        return (
-            f"the plan corrects momentum, which is added up before the optimizer then, but found {odd}; expected "
-            f"torch.optim.SGD without momentum: leave it out there, or momentum_correction in the plan"
-        )
     if sharded and (odd := find_not_elementwise(optimizer)):
         return (
             f"the plan has ranks share the optimizer's step, each updating a part of the weights, but found {odd}; "

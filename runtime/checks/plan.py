@@ -103,8 +103,6 @@ def _fallback_misfit(parameters: Mapping[str, nn.Parameter], plan: Plan, ranks: 
         return None
     if plan.fallback.accuracy != "exact":
         return f"the plan's fallback has the accuracy {plan.fallback.accuracy}; expected exact: {CURE}"
-    if plan.fallback.momentum_correction != plan.momentum_correction:
-        return f"the plan and its fallback correct momentum differently; expected the same of both: {CURE}"
     problem = find_plan_misfit(parameters, plan.fallback, ranks)
     return None if problem is None else f"the plan's fallback: {problem}"
 
@@ -239,11 +237,6 @@ def _support_misfit(parameters: Mapping[str, nn.Parameter], plan: Plan) -> str |
         return problem
     if plan.local_async is not None and (problem := find_updater_misfit(parameters, plan, plan.local_async)):
         return problem
-    if plan.momentum_correction is not None and any(form_of(bucket) == HITOPK for bucket in plan.buckets):
-        return (
-            "the plan corrects momentum and has buckets of sparse/hitopk, which this version does not do together; "
-            "expected sparse/flat there, or momentum_correction null"
-        )
     if (problem := _norms_misfit(parameters, plan) or _step_misfit(plan)) is not None:
         return problem
     for index, bucket in enumerate(plan.buckets):
@@ -280,11 +273,7 @@ def _step_misfit(plan: Plan) -> str | None:
     if not plan.sharded:
         return None
     where = "the plan's updates.step"
-    others = {
-        "a delay": plan.delay,
-        "local updaters": plan.local_async,
-        "momentum correction": plan.momentum_correction,
-    }
+    others = {"a delay": plan.delay, "local updaters": plan.local_async}
     beside = next((name for name, other in others.items() if other is not None), None)
     if beside is not None:
         return (

@@ -55,8 +55,8 @@ class Exchange:
         self._flags: UsageFlags | None = None
         if exchanges:
             self.slots, self.buckets, self._flags = self._lay_out(parameters, ranks)
-        self.carried = Carried(self.buckets, loss_scale, plan.momentum_correction, ranks)
-        """What lossy buckets have yet to send, and momentum."""
+        self.carried = Carried(self.buckets, loss_scale)
+        """What lossy buckets have yet to send."""
         self._views = ViewGuard(self.buckets)
         self._parameters, self._recorder = parameters, recorder
         self._scale = 1.0 / ranks
@@ -286,7 +286,7 @@ class Exchange:
 
     def follow(self, before: Exchange) -> None:
         """Takes over which gradients have come since the last exchange (in `no_sync`), and what has yet to travel."""
-        # An exact plan has no state, and yet its steps count: densities warm up once in a run.
+        # An exact plan has no state, and yet its steps count: selectors that draw lots draw others in each.
         state = {"residuals": {}, **before.carried.state(), "steps": before.carried.steps}
         self.carried.take_over(state, self._parameters)
         touched = {slot.name for slot in before.slots if slot.touched}

@@ -28,7 +28,7 @@ def make_hitopk(bucket: BucketBuffer, spec: CompressorSpec, position: Position, 
     carrier = ShardCarrier(bucket, topology.per_node, position.place)
     compressor = make_compressor(spec, [("shard", carrier.share)], ranks=topology.count)
     assert isinstance(compressor, SparseCompressor)
-    return HitopkBucket(carrier, compressor, topology.count, topology.per_node, tail, warmup_steps=spec.warmup_steps)
+    return HitopkBucket(carrier, compressor, topology.count, topology.per_node, tail)
 
 
 def make_lossy(bucket: BucketBuffer, spec: CompressorSpec, ranks: int, tail: Tensor | None = None) -> Lossy:
@@ -48,9 +48,7 @@ def make_lossy(bucket: BucketBuffer, spec: CompressorSpec, ranks: int, tail: Ten
     if isinstance(compressor, WireCompressor):
         return NarrowedBucket(carrier, compressor, ranks, tail)
     assert compressor is not None
-    return SelectedBucket(
-        carrier, compressor, ranks, tail, by_magnitude=spec.name != "randomk", warmup_steps=spec.warmup_steps
-    )
+    return SelectedBucket(carrier, compressor, ranks, tail, by_magnitude=spec.name != "randomk")
 
 
 def flags_dtype(last: PlanBucket, parameters: Mapping[str, nn.Parameter]) -> torch.dtype:

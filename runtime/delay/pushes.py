@@ -21,7 +21,6 @@ from torch import Tensor
 from runtime.comm.collectives.phases import add_up, all_to_all
 from runtime.plan import NO_COMPRESSION, CompressorSpec
 from runtime.sparse.compressors import make_compressor
-from runtime.sparse.compressors.dgc import warmup_density
 from runtime.sparse.compressors.sparse import SparseCompressor
 from runtime.sparse.compressors.wire import WireCompressor
 from runtime.sparse.residual_buffers import Held
@@ -153,13 +152,19 @@ class SelectedPush(_Held):
         words_bytes: int,
     ) -> None:  # fmt: skip
         super().__init__(elements, dtype, device)
-        self._share, self._peers, self._words_bytes, self._device = share, peers, words_bytes, device
-        self._warmup_steps = spec.warmup_steps
+        self._share, self._peers = share, peers
         parts = [(f"part {p}", max(0, min(share, elements - p * share))) for p in range(peers)]
-        made = make_compressor(replace(spec, scope="layer", warmup_steps=None), parts, ranks=peers)
+        made = make_compressor(replace(spec, scope="layer"), parts, ranks=peers)
         assert isinstance(made, SparseCompressor)
-        self._planned = made
-        self._select_by(made)
+        self._compressor = made
+        self.k = max((segment.k for segment in made.segments), default=0)
+        """Elements that go to each owner, at most: a shorter part has fewer, and nothing in their place."""
+        values_bytes = self.k * self.dtype.itemsize
+        self.rows = Rows(peers, values_bytes + self.k * INDEX.itemsize, words_bytes, device)
+        self._values, self._indices = (
+            [self.rows.body(of, dtype, self.k, begin) for of in (self.rows.sent, self.rows.received)]
+            for dtype, begin in ((self.dtype, 0), (INDEX, values_bytes))
+        )
 
     @property
     def selected(self) -> int:
@@ -173,24 +178,8 @@ class SelectedPush(_Held):
             part.index_add_(0, indices, values)
         return whole.view(-1)[: self._addend.numel()]
 
-    def _select_by(self, compressor: SparseCompressor) -> None:
-        self._compressor = compressor
-        self.k = max((segment.k for segment in compressor.segments), default=0)
-        """Elements that go to each owner, at most: a shorter part has fewer, and nothing in their place."""
-        values_bytes = self.k * self.dtype.itemsize
-        self.rows = Rows(self._peers, values_bytes + self.k * INDEX.itemsize, self._words_bytes, self._device)
-        self._values, self._indices = (
-            [self.rows.body(of, dtype, self.k, begin) for of in (self.rows.sent, self.rows.received)]
-            for dtype, begin in ((self.dtype, 0), (INDEX, values_bytes))
-        )
-
     def pack(self, vector: Tensor, scale: float, finite: Tensor, step: int) -> None:
         """See `Push.pack`."""
-        if self._warmup_steps is not None:
-            warms = step < self._warmup_steps
-            compressor = self._planned.at_least(warmup_density(step, self._warmup_steps)) if warms else self._planned
-            if compressor.k != self._compressor.k:
-                self._select_by(compressor)
         addend = self.scaled(vector, scale)
         values, indices = self._compressor.compress(addend, self.held.residual, self.held.following, step)
         lay(self._values[0], values)

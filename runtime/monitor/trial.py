@@ -59,8 +59,7 @@ class Trial:
         self._world, self._clock = world, clock
         order = [("lossy", "exact") if number % 2 == 0 else ("exact", "lossy") for number in range(ROUNDS)]
         self._blocks = [name for pair in order for name in pair]
-        # While densities warm up, steps are not yet what they will be.
-        self._step = -WARM_UP_STEPS - max(bucket.compressor.warmup_steps or 0 for bucket in plan.buckets)
+        self._step = -WARM_UP_STEPS
         self._marks: list[Any] = []
         self._times_us: dict[str, list[float]] = {"lossy": [], "exact": []}
         self.verdict: TrialVerdict | None = None

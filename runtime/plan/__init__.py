@@ -11,7 +11,6 @@ from runtime.plan.document import (
     DelaySpec,
     LocalAsyncSpec,
     ModelReference,
-    MomentumSpec,
     NormPlan,
     Plan,
     PlanBucket,
@@ -26,6 +25,6 @@ from runtime.plan.document import (
 
 __all__ = [
     "CURE", "MAX_UPDATERS", "NO_COMPRESSION", "Accuracy", "CompressorSpec", "DelaySpec", "LocalAsyncSpec",
-    "ModelReference", "MomentumSpec", "NormPlan", "Plan", "PlanBucket", "PlanWorld", "StepPlan", "UpdatePlan",
+    "ModelReference", "NormPlan", "Plan", "PlanBucket", "PlanWorld", "StepPlan", "UpdatePlan",
     "check_blocks", "interface_misfit", "load_plan", "parse_plan",
 ]  # fmt: skip

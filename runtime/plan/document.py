@@ -39,6 +39,17 @@ MAX_UPDATERS = 1024
 
 CURE = "correct it, or make the plan again with `planner optimize`"
 
+RETIRED = {
+    ".momentum_correction": (
+        "found momentum correction, which is no longer done; remove the field and give the optimizer its momentum"
+    ),
+    ".compressor.warmup_steps": (
+        "found a density that comes down step by step, which is no longer done; remove the field and, to send more at "
+        "first, begin with an exact plan and session.switch to this one"
+    ),
+}
+"""Fields of earlier versions, by the end of their JSON path: why they are refused, and what to do."""
+
 Accuracy = Literal["exact", "bounded", "relaxed"]
 
 
@@ -86,8 +97,6 @@ class CompressorSpec:
     """Number of elements kept, per layer within the bucket."""
     density: Annotated[float, Field(gt=0.0, le=1.0)] | None = None
     scope: Literal["bucket", "layer"] | None = None
-    warmup_steps: PositiveCount | None = None
-    """Steps in which the density comes down to the plan's: a quarter of them each at 25, 6.25, 1.5625 and 0.39 %."""
 
 
 NO_COMPRESSION = CompressorSpec(name="none")
@@ -108,17 +117,6 @@ class PlanBucket:
     """Dense bytes of the bucket, where the planner knew them."""
     reason: str | None = None
     """Why this bucket ends where it does, in words."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class MomentumSpec:
-    """Momentum that the runtime adds up in place of the optimizer: before it selects (Deep Gradient Compression)."""
-
-    __pydantic_config__ = STRICT
-
-    momentum: Annotated[float, Field(ge=0.0, lt=1.0)]
-    masking: bool = True
-    """Whether elements that are sent lose their velocity."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -235,7 +233,6 @@ class Plan:
     """What the script has to know about, by name (see `runtime.plan.interfaces`); None is drop-in: every line that
     works with DDP works. Delay and local updaters are interfaces of their own, which `accuracy` permits."""
     buckets: Annotated[tuple[PlanBucket, ...], Field(min_length=1, max_length=MAX_BUCKETS)]
-    momentum_correction: MomentumSpec | None = None
     delay: DelaySpec | None = None
     local_async: LocalAsyncSpec | None = None
     predicted: Prediction | None = None
@@ -312,7 +309,7 @@ def load_plan(path: str | Path) -> Plan:
 def parse_plan(document: Any, where: str = "plan") -> Plan:
     """Checks a parsed plan document; `where` names it in messages. Raises as `load_plan` does."""
     check_schema(document, SCHEMA, where)
-    plan = validate(Plan, document, where, cure=CURE)
+    plan = validate(Plan, document, where, cure=CURE, retired=RETIRED)
     _check_whole(plan, where, "$")
     return plan
 

@@ -12,6 +12,7 @@ import re
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, TypeVar, cast, get_type_hints
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
@@ -30,6 +31,9 @@ MAX_DEPTH = 100
 
 MAX_VALUES = 1_000_000
 """Values in a document: 10,000 gradients in as many buckets are some 200,000."""
+
+UNKNOWN = ("unexpected_keyword_argument", "extra_forbidden")
+"""How pydantic names a field that a record does not have."""
 
 SHOWN_VIOLATIONS = 5
 SHOWN_CHARACTERS = 60
@@ -148,8 +152,22 @@ def check_schema(document: Any, expected: str, where: str) -> Mapping[str, Any]:
     return document
 
 
-def validate(record_type: type[T], document: Any, where: str, *, cure: str = "correct it") -> T:
+def validate(
+    record_type: type[T],
+    document: Any,
+    where: str,
+    *,
+    cure: str = "correct it",
+    retired: Mapping[str, str] = MappingProxyType({}),
+) -> T:
     """Turns parsed JSON into a record of `record_type`.
+
+    Args:
+        record_type: a frozen dataclass with `STRICT` as its `__pydantic_config__`.
+        document: plain JSON types.
+        where: names the document in messages.
+        cure: what to do about wrong values, in words.
+        retired: what to say of fields that earlier versions knew, by the end of their JSON path, such as `.delay.k`.
 
     Raises:
         InputError: lists up to five violations, each with its JSON path, what was found, what was expected and `cure`.
@@ -158,7 +176,7 @@ def validate(record_type: type[T], document: Any, where: str, *, cure: str = "co
         # Strict JSON semantics, yet from Python objects: lists become tuples, integers become floats.
         return cast(T, _adapter(record_type).validate_json(_compact(document, where), strict=True))
     except ValidationError as error:
-        raise InputError(_describe(error, document, record_type, where, cure)) from None
+        raise InputError(_describe(error, document, record_type, where, cure, retired)) from None
 
 
 def dump(record: Any) -> Any:
@@ -218,15 +236,18 @@ def _json_path(document: Any, location: tuple[int | str, ...]) -> str:
     return path
 
 
-def _describe(error: ValidationError, document: Any, record_type: type[Any], where: str, cure: str) -> str:
+def _describe(
+    error: ValidationError, document: Any, record_type: type[Any], where: str, cure: str, retired: Mapping[str, str]
+) -> str:
     details = error.errors(include_url=False, include_context=False)
     # A list whose element is wrong is also reported as too short: keep the cause, drop the echo.
     causes = {detail["loc"][:depth] for detail in details for depth in range(len(detail["loc"]))}
     details = [detail for detail in details if detail["type"] != "too_short" or detail["loc"] not in causes]
-    lines = [
-        f"{where}: {_json_path(document, detail['loc'])}: {_violation(detail, record_type, cure)}"
-        for detail in details[:SHOWN_VIOLATIONS]
-    ]
+    lines = []
+    for detail in details[:SHOWN_VIOLATIONS]:
+        path = _json_path(document, detail["loc"])
+        gone = next((what for end, what in retired.items() if path.endswith(end) and detail["type"] in UNKNOWN), None)
+        lines.append(f"{where}: {path}: {gone or _violation(detail, record_type, cure)}")
     if len(details) > SHOWN_VIOLATIONS:
         lines.append(f"{where}: and {len(details) - SHOWN_VIOLATIONS} more")
     return "\n".join(dict.fromkeys(lines))  # the branches of a union may say the same
@@ -234,7 +255,7 @@ def _describe(error: ValidationError, document: Any, record_type: type[Any], whe
 
 def _violation(detail: ErrorDetails, record_type: type[Any], cure: str) -> str:
     """What is wrong at one place: found, expected, cure."""
-    if detail["type"] in ("unexpected_keyword_argument", "extra_forbidden"):
+    if detail["type"] in UNKNOWN:
         field = str(detail["loc"][-1])
         near = difflib.get_close_matches(field, _field_names(record_type), n=1) if len(field) < 100 else []
         hint = f'did you mean "{near[0]}"?' if near else "remove it or use the version that knows it"

@@ -18,7 +18,6 @@ from torch import Tensor
 
 from runtime.comm.collectives.phases import Scatter, add_up, bounds, exchange, share_of
 from runtime.core.buckets import BucketBuffer
-from runtime.sparse.compressors.dgc import warmup_density
 from runtime.sparse.compressors.sparse import SparseCompressor
 from runtime.sparse.lossy import Carrier
 
@@ -55,7 +54,7 @@ class ShardCarrier(Carrier):
         """See `Carrier.residuals`."""
         return self._by_name(self.held_back())
 
-    def put(self, residuals: Mapping[str, Tensor], velocities: Mapping[str, Tensor]) -> None:
+    def put(self, residuals: Mapping[str, Tensor]) -> None:
         """See `Carrier.put`."""
         whole = self.residual.new_zeros(self.elements)
         for name, part in self._by_name(whole).items():
@@ -132,38 +131,22 @@ class Shard:
 class HitopkBucket:
     """See `runtime.sparse.lossy.Lossy`; several nodes of several ranks each."""
 
-    selects, by_magnitude = True, True
+    by_magnitude = True
 
     def __init__(
-        self,
-        carrier: ShardCarrier,
-        compressor: SparseCompressor,
-        nodes: int,
-        per_node: int,
-        tail: Tensor | None,
-        *,
-        warmup_steps: int | None = None,
+        self, carrier: ShardCarrier, compressor: SparseCompressor, nodes: int, per_node: int, tail: Tensor | None
     ) -> None:
         """`compressor` selects from a shard. `tail` (float32, small integers) becomes its sum over ranks."""
         self.carrier: ShardCarrier = carrier
         self.nodes, self.per_node = nodes, per_node
-        self._planned, self._tail, self._warmup_steps = compressor, tail, warmup_steps
+        self.compressor, self._tail = compressor, tail
         self.tail_elements = 0 if tail is None else tail.numel()
         self._step = 0
-        self._send_by(compressor)
-
-    def _send_by(self, compressor: SparseCompressor) -> None:
-        self.compressor = compressor
-        self.k = min(self.carrier.elements, self.per_node * compressor.k)
+        self.k = min(carrier.elements, per_node * compressor.k)
         self.packed = Shard(self)
 
     def pack(self, step: int) -> None:
         """See `Lossy.pack`."""
-        if self._warmup_steps is not None:
-            warms = step < self._warmup_steps
-            compressor = self._planned.at_least(warmup_density(step, self._warmup_steps)) if warms else self._planned
-            if compressor.k != self.compressor.k:
-                self._send_by(compressor)
         self._step = step
         vector, late = self.carrier.gradient().to(self.carrier.dtype), self.carrier.late
         if late is not None:

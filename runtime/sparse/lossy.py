@@ -22,7 +22,6 @@ from torch import Tensor
 from runtime.core.buckets import BucketBuffer, view_of
 from runtime.plan.names import layer_of, numbered
 from runtime.sparse.compressors.device import has_kernels
-from runtime.sparse.compressors.dgc import MomentumCorrection
 from runtime.sparse.residual_buffers import Held
 
 
@@ -53,10 +52,8 @@ class Lossy(Protocol):
     """What its collective gets."""
     k: int
     """How many elements each rank sends."""
-    selects: bool
-    """Whether these are fewer than all, each rank's own."""
     by_magnitude: bool
-    """Whether these are the largest: what `runtime.sparse.guard` looks at."""
+    """Whether these are the largest of them: what `runtime.sparse.guard` looks at."""
 
     @property
     def carrier(self) -> Carrier:
@@ -89,9 +86,6 @@ class Carrier:
         self.layers = layer_runs((slot.name, slot.parameter.numel()) for slot in bucket.slots)
         kept = sum(self.sizes) if elements is None else elements
         self.held = Held(kept, self.dtype, self.device, on_device=has_kernels(self.device, self.dtype))
-        self.velocity: Tensor | None = None
-        """With momentum correction, the momentum of this rank's gradients. Shape as the residual's."""
-        self._correction: MomentumCorrection | None = None
 
     @property
     def residual(self) -> Tensor:
@@ -102,24 +96,6 @@ class Carrier:
     def following(self) -> Tensor:
         """The residual after the step that is on its way, where no kernel writes it. Shape as the residual's."""
         return self.held.following
-
-    def correct_momentum(self, correction: MomentumCorrection) -> None:
-        """From now on velocities are added up instead of gradients."""
-        self._correction = correction
-        self.velocity = torch.zeros_like(self.held.following)
-        self._following_velocity = torch.zeros_like(self.held.following)
-
-    def addend(self) -> Tensor:
-        """What is added to the residual before it is selected from. Shape (elements of the bucket,)."""
-        if self._correction is None or self.velocity is None:
-            return self.gradient()
-        self._correction.correct(self.gradient(), self.velocity, self._following_velocity)
-        return self._following_velocity
-
-    def mask(self, indices: Tensor) -> None:
-        """What has been selected loses its velocity, where that is asked for."""
-        if self._correction is not None:
-            self._correction.mask(self._following_velocity, indices)
 
     def gradient(self) -> Tensor:
         """The bucket's gradients in order of its slots. Shape (elements of the bucket,)."""
@@ -165,18 +141,10 @@ class Carrier:
     def commit(self, finite: Tensor) -> None:
         """See `Lossy.commit`."""
         self.held.commit(finite)
-        if self.velocity is None:
-            return
-        if finite.device.type != "cpu":  # without waiting for the device
-            torch.where(finite, self._following_velocity, self.velocity, out=self.velocity)
-        elif finite:
-            self.velocity, self._following_velocity = self._following_velocity, self.velocity
 
     def memory(self) -> Iterator[Tensor]:
         """All memory that is carried from step to step."""
         yield self.residual
-        if self.velocity is not None:
-            yield self.velocity
 
     def held_back(self) -> Tensor:
         """A copy of what this rank holds back of the bucket. Shape (elements of the bucket,)."""
@@ -186,15 +154,10 @@ class Carrier:
         """By gradient, in its shape."""
         return self._by_name(self.residual)
 
-    def velocities(self) -> dict[str, Tensor]:
-        """By gradient, in its shape; none without momentum correction."""
-        return {} if self.velocity is None else self._by_name(self.velocity)
-
-    def put(self, residuals: Mapping[str, Tensor], velocities: Mapping[str, Tensor]) -> None:
-        """Takes over what gradients, by name, hold back, and their velocities; of others nothing is held back."""
-        for own, given in ((self.residuals(), residuals), (self.velocities(), velocities)):
-            for name, part in own.items():
-                part.copy_(given[name]) if name in given else part.zero_()
+    def put(self, residuals: Mapping[str, Tensor]) -> None:
+        """Takes over what gradients, by name, hold back; of others nothing is held back."""
+        for name, part in self.residuals().items():
+            part.copy_(residuals[name]) if name in residuals else part.zero_()
 
     def _by_name(self, flat: Tensor) -> dict[str, Tensor]:
         parts, offset = {}, 0

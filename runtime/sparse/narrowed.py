@@ -43,7 +43,7 @@ class Narrowed:
 class NarrowedBucket:
     """See `runtime.sparse.lossy.Lossy`; for the compressor `wire`."""
 
-    selects, by_magnitude = False, False
+    by_magnitude = False
 
     def __init__(self, carrier: Carrier, compressor: WireCompressor, ranks: int, tail: Tensor | None) -> None:
         """`tail` (float32, small integers) travels behind the elements and becomes its sum over ranks."""

@@ -1,4 +1,4 @@
-"""What an exchange carries from step to step: residuals of lossy buckets, and momentum, in one place for all buckets.
+"""What an exchange carries from step to step: the residuals of lossy buckets, in one place for all buckets.
 
 A step counts for all buckets or for none: where a gradient of any of them is not finite, an optimizer that looks at
 that (as with a GradScaler) skips the step on all ranks, and no residual changes. When a plan whose buckets send
@@ -16,35 +16,18 @@ from torch import Tensor, nn
 
 from runtime.core.buckets import BucketBuffer
 from runtime.errors import InputError
-from runtime.plan import MomentumSpec
-from runtime.sparse.compressors.dgc import MomentumCorrection
-from runtime.sparse.lossy import Lossy, all_finite
-from runtime.sparse.momenta import Momenta, Owed
+from runtime.sparse.lossy import all_finite
 
 State = dict[str, Any]
-"""`residuals` (by gradient, in its shape, times 1/ranks), `steps`, `loss_scale`; with momentum correction `momentum`,
-`velocities` (likewise, of gradients that are selected from) and `momenta` (of the others; the same on all ranks)."""
-TENSORS = ("residuals", "velocities", "momenta")
+"""`residuals` (by gradient, in its shape, times 1/ranks), `steps`, `loss_scale`."""
 
 
 class Carried:
-    """Residuals and momentum of all buckets of an exchange."""
+    """Residuals of all buckets of an exchange."""
 
-    def __init__(
-        self,
-        buckets: Sequence[BucketBuffer],
-        loss_scale: Callable[[], float] | None = None,
-        correction: MomentumSpec | None = None,
-        ranks: int = 1,
-    ) -> None:
-        self._buckets, self._ranks = buckets, ranks
+    def __init__(self, buckets: Sequence[BucketBuffer], loss_scale: Callable[[], float] | None = None) -> None:
+        self._buckets = buckets
         self._lossy = [(bucket, bucket.lossy) for bucket in buckets if bucket.lossy is not None]
-        self._momenta = None if correction is None else Momenta(correction.momentum)
-        for _, lossy in self._lossy:
-            if correction is not None and lossy.selects:
-                lossy.carrier.correct_momentum(
-                    MomentumCorrection(momentum=correction.momentum, masking=correction.masking)
-                )
         self._late: dict[str, Tensor] = {}
         """Of gradients whose buckets send everything: what has yet to travel."""
         self._steps = 0
@@ -55,7 +38,7 @@ class Carried:
     @property
     def active(self) -> bool:
         """Whether anything is carried: on all ranks alike."""
-        return bool(self._lossy or self._late or self._momenta)
+        return bool(self._lossy or self._late)
 
     @property
     def steps(self) -> int:
@@ -89,8 +72,6 @@ class Carried:
         for _, lossy in self._lossy:
             yield from lossy.carrier.memory()
         yield from self._late.values()
-        if self._momenta is not None:
-            yield from self._momenta.velocities.values()
 
     def add_to(self, bucket: BucketBuffer) -> None:
         """All gradients of a bucket are there, and it is about to leave."""
@@ -122,18 +103,9 @@ class Carried:
         everything = torch.stack(finite).all() if finite else torch.tensor(True)
         for _, lossy in self._lossy:
             lossy.commit(everything)
-        if self._momenta is not None:
-            self._momenta.add(self._averaged(parameters), everything)
         if self._late and bool(everything):  # once after a change of plans: the host may wait
             self._late.clear()
         self._steps += 1
-
-    def _averaged(self, parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
-        """Gradients that have been averaged whole, by name."""
-        if not self._buckets:
-            return {name: p.grad for name, p in parameters.items() if p.grad is not None}
-        whole = [bucket for bucket in self._buckets if bucket.lossy is None or not bucket.lossy.selects]
-        return {slot.name: slot.view for bucket in whole for slot in bucket.slots}
 
     def _add_late(self, parameters: Mapping[str, nn.Parameter]) -> None:
         for name, part in self._late.items():
@@ -150,70 +122,21 @@ class Carried:
         carriers = [lossy.carrier for _, lossy in self._lossy]
         residuals = {name: part.clone() for carrier in carriers for name, part in carrier.residuals().items()}
         late = {name: part.clone() for name, part in self._late.items()}
-        state: State = {"residuals": residuals | late, "steps": self._steps, "loss_scale": self._scale}
-        if self._momenta is not None:
-            state["momentum"] = self._momenta.momentum
-            state["velocities"] = {
-                name: part.clone() for carrier in carriers for name, part in carrier.velocities().items()
-            }
-            state["momenta"] = {name: part.clone() for name, part in self._momenta.velocities.items()}
-        return state
+        return {"residuals": residuals | late, "steps": self._steps, "loss_scale": self._scale}
 
     def take_over(self, state: State, parameters: Mapping[str, nn.Parameter]) -> None:
         """Goes on from another exchange's `state`, whatever its buckets were; from an empty one with nothing."""
         self._steps, self._scale = state.get("steps", 0), state.get("loss_scale", 1.0)
-        self._late = {}
         self._drop()
-        for tensor in self._tensors():
-            tensor.zero_()
-        lossy = {slot.name: one for bucket, one in self._lossy for slot in bucket.slots}
-        residuals: dict[str, Tensor] = {}
-        velocities: dict[str, Tensor] = {}
-        for name in dict.fromkeys((*state.get("residuals", {}), *state.get("momenta", {}))):
-            if name not in parameters:
-                continue
-            rest, velocity = self._continued(name, state, parameters[name], lossy.get(name))
-            if name in lossy:
-                residuals[name], velocities[name] = rest, velocity
-            elif name in state["residuals"] or (self._momentum != state.get("momentum", 0.0)):
-                self._late[name] = rest.clone()
-        for _, one in self._lossy:
-            one.carrier.put(residuals, velocities)
-
-    @property
-    def _momentum(self) -> float:
-        return 0.0 if self._momenta is None else self._momenta.momentum
-
-    def _continued(
-        self, name: str, state: State, parameter: nn.Parameter, lossy: Lossy | None
-    ) -> tuple[Tensor, Tensor]:
-        """(residual, velocity) of one gradient. Where it is selected from now and was not, or the other way round,
-        nothing of it is lost.
-        """
-        owed = _owed(name, state, parameter, self._ranks)
-        selected = lossy is not None and lossy.selects
-        same = self._momentum == owed.momentum
-        velocity = owed.velocity if same and (selected or not owed.selected) else torch.zeros_like(owed.velocity)
-        if self._momenta is not None and same and not selected and name in state.get("momenta", {}):
-            self._momenta.velocities[name] = state["momenta"][name].to(parameter.device, copy=True)
-        return owed.rest(velocity, self._momentum, selected=selected), velocity
-
-
-def _owed(name: str, state: State, parameter: nn.Parameter, ranks: int) -> Owed:
-    """What a gradient's past owes, from the state of an exchange."""
-    momentum: float = state.get("momentum", 0.0)
-    nothing = torch.zeros_like(parameter.detach())
-    velocity = state.get("velocities", {}).get(name)
-    selected = momentum == 0.0 or velocity is not None
-    if name in state.get("momenta", {}):
-        velocity = state["momenta"][name] / ranks
-    residual = state["residuals"].get(name)
-    return Owed(
-        residual=nothing if residual is None else residual.to(parameter.device),
-        velocity=nothing if velocity is None else velocity.to(parameter.device),
-        momentum=momentum,
-        selected=selected,
-    )
+        residuals: dict[str, Tensor] = {
+            name: part.to(parameters[name].device)
+            for name, part in state.get("residuals", {}).items()
+            if name in parameters
+        }
+        for _, lossy in self._lossy:
+            lossy.carrier.put(residuals)
+        compressed = {slot.name for bucket, _ in self._lossy for slot in bucket.slots}
+        self._late = {name: part.clone() for name, part in residuals.items() if name not in compressed}
 
 
 def checked_scale(scale: Any) -> float:
@@ -256,21 +179,12 @@ def merged(states: Sequence[State], rank: int, ranks: int) -> State:
     known = next((state for state in states if state), None)
     if known is None:
         return {}
-    shared = {"steps": known["steps"], "loss_scale": known["loss_scale"]}
-    shared |= {key: known[key] for key in ("momentum", "momenta") if key in known}
-    return shared | {
-        key: _summed(states[rank::ranks], key, known) for key in ("residuals", "velocities") if key in known
-    }
-
-
-def _summed(states: Sequence[State], key: str, known: State) -> dict[str, Tensor]:
-    """The sums of the states' parts, at the scale of one that is known."""
-    total = {name: torch.zeros_like(part) for name, part in known[key].items()}
-    for state in states:
-        for name, part in state.get(key, {}).items():
+    total = {name: torch.zeros_like(part) for name, part in known["residuals"].items()}
+    for state in states[rank::ranks]:
+        for name, part in state.get("residuals", {}).items():
             scaled = part.to(total[name].device) * (known["loss_scale"] / state["loss_scale"])
             total[name] = total[name] + scaled
-    return total
+    return {"residuals": total, "steps": known["steps"], "loss_scale": known["loss_scale"]}
 
 
 def _check_state(one: Any, shapes: Mapping[str, torch.Size]) -> None:
@@ -281,13 +195,12 @@ def _check_state(one: Any, shapes: Mapping[str, torch.Size]) -> None:
             "began with"
         )
     carried = one.get("carried", {}) if isinstance(one, dict) else None
-    always, sometimes = {"residuals", "steps", "loss_scale"}, {"momentum", "velocities", "momenta"}
     good = (
         isinstance(one, dict)
         and {"plan", "ranks"} <= set(one) <= {"plan", "ranks", "rank", "tried", "carried"}
         and isinstance(carried, dict)
-        and (not carried or ("rank" in one and set(carried) in (always, always | sometimes)))
-        and all(isinstance(carried.get(key, {}), dict) for key in TENSORS)
+        and (not carried or ("rank" in one and set(carried) == {"residuals", "steps", "loss_scale"}))
+        and isinstance(carried.get("residuals", {}), dict)
     )
     if not good:
         found = f"a dict with {sorted(map(str, one))}" if isinstance(one, dict) else type(one).__name__
@@ -295,7 +208,7 @@ def _check_state(one: Any, shapes: Mapping[str, torch.Size]) -> None:
     assert isinstance(carried, dict)
     if carried:
         checked_scale(carried["loss_scale"])
-    for name, part in ((name, part) for key in TENSORS for name, part in carried.get(key, {}).items()):
+    for name, part in carried.get("residuals", {}).items():
         if name not in shapes or part.shape != shapes[name]:
             found = f"{name} {tuple(part.shape)}"
             expected = f"shape {tuple(shapes[name])}" if name in shapes else "a parameter of this model"

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from runtime.sparse.compressors.device import unpack, unpacks
-from runtime.sparse.compressors.dgc import warmup_density
 from runtime.sparse.compressors.sparse import SparseCompressor
 from runtime.sparse.lossy import Carrier
 
@@ -28,42 +27,21 @@ class Packed:
 class SelectedBucket:
     """See `runtime.sparse.lossy.Lossy`; for the compressors `topk` and `randomk`."""
 
-    selects = True
-
     def __init__(
-        self,
-        carrier: Carrier,
-        compressor: SparseCompressor,
-        ranks: int,
-        tail: Tensor | None,
-        *,
-        by_magnitude: bool,
-        warmup_steps: int | None = None,
+        self, carrier: Carrier, compressor: SparseCompressor, ranks: int, tail: Tensor | None, *, by_magnitude: bool
     ) -> None:
         """`tail` (float32) travels behind the message and becomes its sum over ranks. `by_magnitude`: what is not
-        finite is chosen first, and so is seen by all ranks without more ado. In the first `warmup_steps` more is sent.
+        finite is chosen first, and so is seen by all ranks without more ado.
         """
-        self.carrier, self._planned, self._ranks, self._tail = carrier, compressor, ranks, tail
-        self.by_magnitude, self._warmup_steps = by_magnitude, warmup_steps
-        self._send_by(compressor)
-
-    def _send_by(self, compressor: SparseCompressor) -> None:
-        self._compressor, self.k = compressor, compressor.k
-        self._words = self.k * (self.carrier.dtype.itemsize // 4)
-        words = self._words + self.k + (0 if self._tail is None else self._tail.numel())
-        flat = torch.zeros(words, dtype=torch.int32, device=self.carrier.device)
-        self.packed = Packed(flat, flat.new_zeros(self._ranks * words), self._words)
-
-    def _warm_up(self, step: int, warmup_steps: int) -> None:
-        warms = step < warmup_steps
-        compressor = self._planned.at_least(warmup_density(step, warmup_steps)) if warms else self._planned
-        if compressor.k != self.k:
-            self._send_by(compressor)
+        self.carrier, self._compressor, self._ranks, self._tail = carrier, compressor, ranks, tail
+        self.by_magnitude, self.k = by_magnitude, compressor.k
+        self._words = self.k * (carrier.dtype.itemsize // 4)
+        words = self._words + self.k + (0 if tail is None else tail.numel())
+        flat = torch.zeros(words, dtype=torch.int32, device=carrier.device)
+        self.packed = Packed(flat, flat.new_zeros(ranks * words), self._words)
 
     def pack(self, step: int) -> None:
         """See `Lossy.pack`."""
-        if self._warmup_steps is not None:
-            self._warm_up(step, self._warmup_steps)
         carrier, words, flat = self.carrier, self._words, self.packed.flat
         self._fill(flat[:words].view(carrier.dtype), flat[words : words + self.k], step)
         if self._tail is not None:
@@ -71,15 +49,14 @@ class SelectedBucket:
 
     def _fill(self, values: Tensor, indices: Tensor, step: int) -> None:
         """Selects what travels into the message."""
-        carrier, addend = self.carrier, self.carrier.addend()
-        by_kernel = self._compressor.selects_on(carrier.device, carrier.dtype, addend.dtype)
+        carrier, gradient = self.carrier, self.carrier.gradient()
+        by_kernel = self._compressor.selects_on(carrier.device, carrier.dtype, gradient.dtype)
         buffers = carrier.held.for_kernels() if by_kernel else None
         if buffers is not None:
-            self._compressor.select_on_device(addend, buffers, (values, indices), step)
+            self._compressor.select_on_device(gradient, buffers, (values, indices), step)
         else:
-            found = self._compressor.compress(addend, carrier.residual, carrier.following, step)
+            found = self._compressor.compress(gradient, carrier.residual, carrier.following, step)
             values.copy_(found[0]), indices.copy_(found[1])
-        carrier.mask(indices)
         if not self.by_magnitude and self.k:
             # Not finite where any element is not: all ranks must see it.
             values[0] += 0.0 * carrier.following.sum(dtype=torch.float64)

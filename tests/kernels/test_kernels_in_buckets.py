@@ -104,7 +104,7 @@ def test_a_step_that_was_given_up_leaves_the_residual() -> None:
     assert torch.equal(lossy.carrier.residual, 2.0 * before)
 
 
-def test_mstopk_and_momentum_correction_keep_what_they_do_not_send() -> None:
+def test_mstopk_keeps_what_it_does_not_send() -> None:
     with installed("cpu", HostBackend(usual_library(), grid=2, resident=2)):
         lossy = make(CompressorSpec(name="topk", selector="mstopk", density=0.05))
         flat = lossy.carrier.bucket.messages[0].flat

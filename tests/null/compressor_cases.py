@@ -36,7 +36,7 @@ SELECTIONS: list[dict[str, Any]] = [
 def variants() -> Iterator[dict[str, Any]]:
     """Every family with every value of its named options and several ways to say how much is sent."""
     for name, family in COMPRESSORS.items():
-        named = sorted(family.options - {"k", "density", "scope", "warmup_steps"})
+        named = sorted(family.options - {"k", "density", "scope"})
         for values in itertools.product(*(VALUES[option] for option in named)):
             for selection in SELECTIONS if "density" in family.options else [{}]:
                 yield {"name": name, **dict(zip(named, values, strict=True)), **selection}

@@ -1,4 +1,4 @@
-"""How compressors are asked for, and what goes with them: momentum correction, warm-up, and the measure δ."""
+"""How compressors are asked for, and the measure δ."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ from runtime.errors import InputError
 from runtime.plan import CompressorSpec, ModelReference, Plan, PlanBucket, PlanWorld
 from runtime.sparse.compressors import COMPRESSORS, make_compressor
 from runtime.sparse.compressors.delta import delta
-from runtime.sparse.compressors.dgc import MomentumCorrection, warmup_density
 from runtime.sparse.compressors.options import MAX_ELEMENTS, Segment
 from runtime.sparse.compressors.randomk import draw
 from runtime.sparse.compressors.sparse import SparseCompressor
@@ -100,51 +99,6 @@ def test_plans_may_ask_for_each_where_it_fits(name: str) -> None:
     ):
         assert wrong is not None
         assert expected in wrong
-
-
-def test_momentum_is_added_up_before_selection() -> None:
-    correction = MomentumCorrection(momentum=0.5)
-    velocity, new_velocity = torch.tensor([4.0, 8.0, -2.0]), torch.full((3,), math.nan)
-    gradient = torch.tensor([1.0, 1.0, 1.0], dtype=torch.bfloat16)
-    correction.correct(gradient, velocity, new_velocity)
-    assert new_velocity.tolist() == [3.0, 5.0, 0.0]
-    assert velocity.tolist() == [4.0, 8.0, -2.0]
-    MomentumCorrection(momentum=0.5, masking=False).mask(new_velocity, torch.tensor([1], dtype=torch.int32))
-    assert new_velocity.tolist() == [3.0, 5.0, 0.0]
-    correction.mask(new_velocity, torch.tensor([1], dtype=torch.int32))
-    assert new_velocity.tolist() == [3.0, 0.0, 0.0]
-    with pytest.raises(InputError, match=r"momentum: found 1\.0"):
-        MomentumCorrection(momentum=1.0)
-
-
-def test_sending_everything_with_momentum_correction_is_momentum() -> None:
-    """At density 1 without masking each step sends the velocity of heavy-ball SGD."""
-    correction = MomentumCorrection(momentum=0.75, masking=False)
-    compressor = sparse("exact", [("a", 8)], density=1.0)
-    velocity, residual, expected = torch.zeros(8), torch.zeros(8), torch.zeros(8)
-    for step in range(5):
-        gradient = numbers("ties", 8, step, torch.float32)
-        new_velocity, new_residual = torch.empty(8), torch.empty(8)
-        correction.correct(gradient, velocity, new_velocity)
-        values, _ = compressor.compress(new_velocity, residual, new_residual, step)
-        velocity, residual = new_velocity, new_residual
-        expected = 0.75 * expected + gradient
-        assert torch.equal(values, expected)
-
-
-def test_density_warms_up_in_stages() -> None:
-    stages = [warmup_density(step, 40) for step in (0, 9, 10, 20, 30, 39, 40, 10**6)]
-    assert stages == [0.25, 0.25, 0.0625, 0.015625, 0.00390625, 0.00390625, 0.0, 0.0]
-    assert [warmup_density(step, 2) for step in range(3)] == [0.25, 0.015625, 0.0]
-    for arguments in ((-1, 10), (0, 0)):
-        with pytest.raises(InputError, match="warm-up: found"):
-            warmup_density(*arguments)
-
-
-def test_a_denser_compressor_keeps_what_was_more() -> None:
-    made = sparse("exact", [("a", 100), ("b", 10)], k={"a": 2, "b": 5})
-    assert [segment.k for segment in made.at_least(0.25).segments] == [25, 5]
-    assert [segment.k for segment in made.at_least(0.0).segments] == [2, 5]
 
 
 def test_delta_compares_with_random_selection() -> None:

@@ -17,7 +17,6 @@ SPECS = {
     "randomk": CompressorSpec(name="randomk", density=0.5),
     "bfloat16": CompressorSpec(name="wire", dtype="bfloat16"),
     "float16": CompressorSpec(name="wire", dtype="float16"),
-    "warm": CompressorSpec(name="topk", density=0.1, warmup_steps=4),
 }
 FINITE = torch.tensor(True)
 

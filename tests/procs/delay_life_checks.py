@@ -25,7 +25,7 @@ from torch import Tensor, nn
 import runtime
 from runtime.delay import pace, staleness
 from runtime.delay.checkpoint import joined
-from runtime.plan import CompressorSpec, DelaySpec, MomentumSpec, PlanBucket
+from runtime.plan import CompressorSpec, DelaySpec, PlanBucket
 from runtime.session.session import Session
 
 
@@ -404,7 +404,6 @@ def refused() -> dict[str, bool]:
         "which is unknown; known: glu, sgd, dc_asgd": (replace(FEW, local_update="lu"), sgd, {}),
         "travels by sparse/naive_all_gather": (FEW, sgd, {"buckets": (replace(bucket, algorithm="naive_all_gather"),)}),
         "SGD with fused": (FEW, torch.optim.SGD(model.parameters(), lr=0.1, fused=True), {}),
-        "corrects momentum": (FEW, sgd, {"momentum_correction": MomentumSpec(momentum=0.5)}),
         "the gradient one.weight, whose parameter is not in": (
             FEW,
             torch.optim.SGD([model.one.bias, *model.two.parameters()], lr=0.1),

@@ -19,7 +19,7 @@ from torch import Tensor
 import runtime
 from runtime.comm.collectives import TORUS
 from runtime.comm.phased_communicator import default_order
-from runtime.plan import CompressorSpec, MomentumSpec, Plan, PlanWorld
+from runtime.plan import CompressorSpec, Plan, PlanWorld
 
 
 def refusals() -> dict[str, str]:
@@ -63,9 +63,6 @@ def refusals() -> dict[str, str]:
     said["short order"] = told(pairs, replace(plan, phase_order=((0, 0),)))
     backwards = tuple(reversed(default_order([3] * len(plan.buckets))))
     said["order"] = told(pairs, replace(plan, phase_order=backwards))
-    momentum = replace(planned(model, 4, HITOPK, 4), momentum_correction=MomentumSpec(momentum=0.9))
-    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
-    said["momentum"] = raised(lambda: runtime.attach(model, sgd, momentum))
     return said
 
 

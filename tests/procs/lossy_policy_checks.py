@@ -14,7 +14,6 @@ import torch.distributed as dist
 from drift_checks import linked
 from lossy_checks import CHECKS as LOSSY_CHECKS
 from lossy_reference import RANDOM, TOPK, WIRE, loss_of, lossy
-from momentum_checks import CHECKS as MOMENTUM_CHECKS
 from session_checks import convnet, plan_of
 from torch import nn
 
@@ -196,14 +195,10 @@ def adaptive_optimizers() -> dict[str, bool]:
     }
 
 
-CHECKS: dict[str, Callable[[], dict[str, bool]]] = (
-    LOSSY_CHECKS
-    | MOMENTUM_CHECKS
-    | {
-        check.__name__: check
-        for check in (fallback, tried_once, guarded, others_are_not_judged, adaptive_optimizers, without_elements)
-    }
-)
+CHECKS: dict[str, Callable[[], dict[str, bool]]] = LOSSY_CHECKS | {
+    check.__name__: check
+    for check in (fallback, tried_once, guarded, others_are_not_judged, adaptive_optimizers, without_elements)
+}
 
 
 def run() -> dict[str, dict[str, bool]]:

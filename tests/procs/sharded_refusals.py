@@ -16,7 +16,7 @@ from step_checks import raised
 
 import runtime
 from runtime.optimizers import LARS
-from runtime.plan import CompressorSpec, DelaySpec, MomentumSpec, Plan
+from runtime.plan import CompressorSpec, DelaySpec, Plan
 
 CHECKS = {**STEP_CHECKS, "memory": memory}
 
@@ -50,9 +50,6 @@ def misfits() -> dict[str, str]:
         "none": attach(None),
         "differentiable": attach(lambda p: torch.optim.SGD(p, lr=0.1, differentiable=True)),
         "unowned": attach(lambda p: torch.optim.SGD(p[1:], lr=0.1)),
-        "momentum": attach(
-            lambda p: torch.optim.SGD(p, lr=0.1), accuracy="bounded", momentum_correction=MomentumSpec(momentum=0.9)
-        ),
         "delay": attach(
             lambda p: torch.optim.SGD(p, lr=0.1), accuracy="relaxed", delay=DelaySpec(steps=1, warmup_steps=1)
         ),

@@ -59,7 +59,6 @@ def test_training(four: list[dict[str, Any]], check: str) -> None:
         ("by layer", ["bucket 0 travels by sparse/hitopk", "not from layers"]),
         ("short order", ["phase_order: found 1 pairs", "each of 9 once", "[0, 1]"]),
         ("order", ["found phase 2 of bucket 2 before its phase 0"]),
-        ("momentum", ["corrects momentum", "sparse/hitopk"]),
     ],
 )
 def test_what_does_not_fit_is_refused_on_all_ranks_alike(

@@ -51,7 +51,7 @@ def _make_wire(spec: CompressorSpec, layers: Sequence[Layer], ranks: int) -> Com
     return WireCompressor(choose("wire: dtype", spec.dtype, WIRE_DTYPES), ranks)
 
 
-_SELECTION = frozenset({"k", "density", "scope", "warmup_steps"})
+_SELECTION = frozenset({"k", "density", "scope"})
 
 COMPRESSORS: Mapping[str, Family] = MappingProxyType(
     {

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from types import MappingProxyType
 
 import torch
@@ -42,11 +40,6 @@ class SparseCompressor:
         self._selector = selector
         by_kernel = selector in (select_exact, select_mstopk)
         self._on_device = DeviceSelection(segments, random_ties=selector is select_mstopk) if by_kernel else None
-
-    def at_least(self, density: float) -> SparseCompressor:
-        """The same, with k of each part raised to this share of its elements."""
-        segments = [replace(one, k=max(one.k, math.floor(density * one.elements))) for one in self.segments]
-        return SparseCompressor(segments, self._selector)
 
     def selects_on(self, device: torch.device, *dtypes: torch.dtype) -> bool:
         """Whether kernels of the device do it: then `select_on_device` does what `compress` does."""
