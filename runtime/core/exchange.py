@@ -97,7 +97,7 @@ class Exchange:
             self._hooks[name] = GradientHook(self._parameters[name], partial(refuse_unplanned, name))
         here = weakref.ref(self)
         for slot in self.slots:
-            self._hooks[slot.name] = self._hook(slot, partial(_has_come, here, slot))
+            self._hooks[slot.name] = self._hook(slot, partial(_gradient_ready, here, slot))
 
     def _hook(self, slot: Slot, after: Callable[[Any, Any], None]) -> GradientHook:
         return GradientHook(slot.parameter, after)
@@ -114,29 +114,8 @@ class Exchange:
                 self._hooks[slot.name].renew()
 
     def gradient_ready(self, slot: Slot) -> None:
-        """A parameter's gradient has been added to its `.grad`, and the user's hooks have seen it."""
-        slot.touched = True
-        if not self.open:
-            self._first = slot
-            if not self._admit():
-                return
-        if not slot.waiting:
-            return self._again(slot)
-        slot.waiting = False
-        bucket = slot.bucket
-        bucket.waiting -= 1
-        try:
-            if slot.large or self._apart:
-                slot.take(self._scale, apart=self._apart)
-            if bucket.waiting:
-                self._recorder.ready(slot.index)
-                return
-            if not self._apart:
-                bucket.take_small(self._scale)
-        except RuntimeError as error:
-            raise_failed_move(error, bucket)
-        self._recorder.ready(slot.index)
-        self._launch_complete()
+        """Take a gradient that has been added to its parameter's `.grad`, and that the user's hooks have seen."""
+        _gradient_ready(weakref.ref(self), slot, None, (slot.parameter.grad,))
 
     def begin(self) -> None:
         """The first gradient of a step is here."""
@@ -314,9 +293,32 @@ class Exchange:
                     slot.view.data = slot.view.clone()
 
 
-def _has_come(exchange: weakref.ref[Exchange], slot: Slot, _nothing: Any, gradients: tuple[Tensor | None]) -> None:
-    """The hook of each parameter's node."""
+def _gradient_ready(
+    exchange: weakref.ref[Exchange], slot: Slot, _nothing: Any, gradients: tuple[Tensor | None]
+) -> None:
+    """The hook of each parameter's node; one Python frame, for it is all that a step costs for each gradient."""
     here = exchange()
     if here is None or (gradients[0] is None and slot.parameter.grad is None):
         return  # a backward function gave None for it: as if this rank had not used it
-    here.gradient_ready(slot)
+    slot.touched = True
+    if not here.open:
+        here._first = slot
+        if not here._admit():
+            return
+    if not slot.waiting:
+        return here._again(slot)
+    slot.waiting = False
+    bucket = slot.bucket
+    bucket.waiting -= 1
+    try:
+        if slot.large or here._apart:
+            slot.take(here._scale, apart=here._apart)
+        if bucket.waiting:
+            here._recorder.ready(slot.index)
+            return
+        if not here._apart:
+            bucket.take_small(here._scale)
+    except RuntimeError as error:
+        raise_failed_move(error, bucket)
+    here._recorder.ready(slot.index)
+    here._launch_complete()

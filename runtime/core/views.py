@@ -73,7 +73,8 @@ class ViewGuard:
         Args:
             first: its gradient has come already; a new one is the backward's, too, and nobody else's.
         """
-        others = [(slot, _storage_of(slot)) for slot in self._slots if _is_apart(slot)]
+        set_ones = [slot for slot in self._slots if slot.parameter.grad is not None]
+        others = [(slot, _storage_of(slot)) for slot in set_ones if _is_apart(slot)]
         addresses = [storage.data_ptr() for _, storage in others]
         sharing = Counter(addresses)
         for (slot, storage), address in zip(others, addresses, strict=True):
