@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).parents[2]))
-
 from benchmarks import validate
 from benchmarks.published.common import Comparison
 from benchmarks.published.report import CLOSE, Section, section_lines, summary_lines, swaps

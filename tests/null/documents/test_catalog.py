@@ -13,7 +13,7 @@ from planner.documents.profile import load_cluster, load_profile, parse_profile
 from planner.model.problem import make_problem
 from runtime.errors import InputError
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 def test_a_model_on_a_cluster_is_found_by_name(capsys: pytest.CaptureFixture[str]) -> None:

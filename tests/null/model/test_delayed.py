@@ -155,7 +155,7 @@ def test_eq_4_has_no_step_between_its_cases() -> None:
 
 def test_eq_4_is_what_the_paper_prints() -> None:
     """The record of the equation, read as arithmetic."""
-    records = json.loads((Path(__file__).parents[1] / "data" / "paper_tables.json").read_text(encoding="utf-8"))
+    records = json.loads((Path(__file__).parents[2] / "data" / "paper_tables.json").read_text(encoding="utf-8"))
     [record] = [item for item in records if item["id"] == "ssd-041"]
     printed = [text.partition(": ")[2] for text in record["value"].split("; ")]
     names = {"h_loc^1": "h_loc", "h_b^L": "h_b", "sum h_s": "sum_h"}

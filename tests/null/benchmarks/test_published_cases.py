@@ -7,13 +7,9 @@ compared; `benchmarks/published` says for each on which data.
 from __future__ import annotations
 
 import statistics
-import sys
 from collections.abc import Iterable
-from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from benchmarks.published import asc, collectives, commlib, ddl2020, dgx, infocom19, omgs, ssd, tpds
 from benchmarks.published.common import Comparison, model, ordered, predict_s

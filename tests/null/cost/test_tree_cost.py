@@ -22,7 +22,7 @@ from runtime.comm.collectives import tree as runtime_tree
 from runtime.comm.collectives.tree import tree_rounds
 from runtime.errors import InputError
 
-DOCUMENT = Path(__file__).parents[2] / "docs" / "hierarchy.md"
+DOCUMENT = Path(__file__).parents[3] / "docs" / "hierarchy.md"
 FAST, SLOW = Link(alpha_us=2.0, beta_us_per_byte=1e-5), Link(alpha_us=20.0, beta_us_per_byte=4e-4)
 
 
