@@ -18,11 +18,11 @@ from torch import nn
 import runtime
 from benchmarks.pto import CASES, RANKS, STEPS, WARM_UP
 from planner.jobs.launch import LocalWorld, run_ranks
-from runtime.checks.elementwise import state_bytes
 from runtime.checks.plan import trainable_parameters
 from runtime.comm.world import World
 from runtime.plan import ModelReference, Plan, PlanBucket, PlanWorld, StepPlan, UpdatePlan
 from runtime.plan.interfaces import SHARDED_STEP
+from runtime.sharded.state import state_bytes
 
 BUCKET_BYTES = 25 * 2**20
 

@@ -14,14 +14,15 @@ from torch import nn
 
 from planner.testbed.wiring import INTERFACE
 from runtime.comm.collectives import collective_of, has_phases
-from runtime.comm.communicator import Communicator, Sent, make_communicator
+from runtime.comm.communicator import Communicator, make_communicator
 from runtime.comm.node_groups import Grid
+from runtime.comm.parcel import Sent
 from runtime.comm.phased_communicator import make_phased_communicator
 from runtime.comm.topology import Position, Topology, find_topology, whereabouts
 from runtime.comm.world import World
 from runtime.core.buckets import BucketBuffer, lay_out, make_slot
-from runtime.core.layout import make_hitopk, make_lossy
 from runtime.plan import NO_COMPRESSION, CompressorSpec, ModelReference, Plan, PlanBucket, PlanWorld
+from runtime.sparse.layout import make_hitopk, make_lossy
 
 DENSE = (("all_reduce", "library"), ("all_reduce", "tree"), ("all_reduce", "torus_2d"))
 SPARSE = (("sparse", "naive_all_gather"), ("sparse", "flat"), ("sparse", "hitopk"))
@@ -107,7 +108,7 @@ def _runs(grid: Grid, form: tuple[str, str], size_bytes: int, density: float | N
         before, begun, sent = _host_bytes(), time.perf_counter(), Sent()
         if lossy is not None:
             lossy.pack(number)
-        communicator.launch(bucket, sent)
+        communicator.launch(bucket.parcel, sent)
         communicator.wait()
         if lossy is not None:
             lossy.commit(lossy.unpack())

@@ -11,7 +11,7 @@ from planner.cost.curve import CostCurve, fit_line
 from planner.cost.slowdown import Slowdown
 from planner.documents.profile import Cluster, Contention, Line, Link
 from runtime.errors import InputError
-from runtime.plan.quantities import MAX_RANKS
+from runtime.plan.strict_json import MAX_RANKS
 
 T = TypeVar("T")
 

@@ -11,8 +11,7 @@ from pydantic import Field
 
 from runtime.errors import InputError
 from runtime.plan import MAX_UPDATERS
-from runtime.plan.quantities import Count, PositiveCount, TimeUs
-from runtime.plan.strict_json import STRICT
+from runtime.plan.strict_json import STRICT, Count, PositiveCount, TimeUs
 
 MAX_LAYERS = 20_000
 

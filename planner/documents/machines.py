@@ -7,7 +7,7 @@ import re
 from planner.documents.profile import Cluster, Link
 from planner.documents.units import parse_bandwidth, parse_latency_us, us_per_byte
 from runtime.errors import InputError
-from runtime.plan.quantities import MAX_RANKS
+from runtime.plan.strict_json import MAX_RANKS
 
 _CARDS = re.compile(r"(?:(\d{1,4})x)?(.+)", re.DOTALL)
 

@@ -14,8 +14,19 @@ from planner.documents.units import parse_bandwidth, parse_latency_us, us_per_by
 from runtime.errors import InputError
 from runtime.plan import Accuracy, ModelReference
 from runtime.plan.predicted import Loading
-from runtime.plan.quantities import Count, Name, PositiveCount, Ranks, TimeUs
-from runtime.plan.strict_json import STRICT, check_schema, dump, read_json, validate, write_json
+from runtime.plan.strict_json import (
+    STRICT,
+    Count,
+    Name,
+    PositiveCount,
+    Ranks,
+    TimeUs,
+    check_schema,
+    dump,
+    read_json,
+    validate,
+    write_json,
+)
 
 PROFILE_SCHEMA: Literal["planner.profile/1"] = "planner.profile/1"
 CLUSTER_SCHEMA: Literal["planner.cluster/1"] = "planner.cluster/1"

@@ -25,9 +25,9 @@ from planner.profile.progress import Progress
 from planner.profile.wanted import REPEATS
 from runtime.checks.plan import dtype_name, trainable_parameters
 from runtime.comm.collectives import COLLECTIVES
-from runtime.comm.communicator import Communicator, Sent, make_communicator, nothing
+from runtime.comm.communicator import Communicator, make_communicator, nothing
+from runtime.comm.parcel import Parcel, Sent
 from runtime.comm.world import World
-from runtime.core.buckets import BucketBuffer, Parcel
 from runtime.errors import InputError
 from runtime.monitor.clock import Clock
 from runtime.monitor.recorder import StepMarks
@@ -91,13 +91,13 @@ class AfterBackward:
         self._inner = make_communicator(world, [COLLECTIVES[("all_reduce", "library")]], device)
         self._bucket = make_bucket(size_bytes, device, "the message behind a measured step")
 
-    def launch(self, bucket: BucketBuffer | Parcel, sent: Sent, prepare: Callable[[], None] = nothing) -> None:
+    def launch(self, bucket: Parcel, sent: Sent, prepare: Callable[[], None] = nothing) -> None:
         """The session's own buckets are filled, and not sent."""
         prepare()
 
     def wait(self, until: Sent | None = None) -> None:
         """See `Communicator.wait`."""
-        self._inner.launch(self._bucket, Sent())
+        self._inner.launch(self._bucket.parcel, Sent())
         self._inner.wait()
 
     def close(self) -> None:

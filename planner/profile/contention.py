@@ -26,11 +26,11 @@ from planner.profile.links import make_bucket
 from planner.profile.progress import Progress
 from planner.profile.wanted import ALL_GATHER, ALL_REDUCE
 from runtime.comm.collectives import COLLECTIVES
-from runtime.comm.communicator import Sent, make_communicator, nothing
+from runtime.comm.collectives.sparse_flat import Packed
+from runtime.comm.communicator import make_communicator, nothing
+from runtime.comm.parcel import Parcel, Sent
 from runtime.comm.world import World
-from runtime.core.buckets import BucketBuffer, Parcel
 from runtime.monitor.clock import Clock
-from runtime.sparse.selected import Packed
 
 MAX_ROUNDS = 15
 LEAST_ROUNDS = (3, 2, 1)
@@ -67,16 +67,16 @@ class _Flood:
     def __init__(self, world: World, device: torch.device) -> None:
         self._inner = make_communicator(world, [COLLECTIVES[kind] for kind in KINDS.values()], device)
         self._device, self._ranks = device, world.ranks
-        self._buckets: list[BucketBuffer | Parcel] = []
+        self._buckets: list[Parcel] = []
         self.sent: list[Sent] = []
 
     def choose(self, kind: str, size_bytes: int, messages: int) -> None:
         """From now on so many of this kind and size."""
         self._buckets = [self._bucket(kind, size_bytes) for _ in range(messages)]
 
-    def _bucket(self, kind: str, size_bytes: int) -> BucketBuffer | Parcel:
+    def _bucket(self, kind: str, size_bytes: int) -> Parcel:
         if kind == ALL_REDUCE:
-            return make_bucket(size_bytes, self._device)
+            return make_bucket(size_bytes, self._device).parcel
         own = torch.zeros(max(1, size_bytes // 4 // self._ranks), device=self._device)
         place = list(KINDS).index(kind)
         return Parcel(place, f"a gather of {size_bytes} bytes", [Packed(own, own.new_zeros(self._ranks * own.numel()))])
@@ -86,7 +86,7 @@ class _Flood:
         for bucket, sent in zip(self._buckets, self.sent, strict=True):
             self._inner.launch(bucket, sent)
 
-    def launch(self, bucket: BucketBuffer | Parcel, sent: Sent, prepare: Callable[[], None] = nothing) -> None:
+    def launch(self, bucket: Parcel, sent: Sent, prepare: Callable[[], None] = nothing) -> None:
         """The session's own buckets are filled, and not sent."""
         prepare()
 

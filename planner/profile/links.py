@@ -24,7 +24,8 @@ from planner.documents.profile import Line, Sample
 from planner.profile.progress import Progress
 from runtime.comm.collectives import COLLECTIVES
 from runtime.comm.collectives.phases import Scatter, add_up, start
-from runtime.comm.communicator import Communicator, Sent, make_communicator
+from runtime.comm.communicator import Communicator, make_communicator
+from runtime.comm.parcel import Sent
 from runtime.comm.world import World
 from runtime.core.buckets import BucketBuffer, Message, lay_out, make_slot
 from runtime.delay.server import Shard
@@ -187,7 +188,7 @@ class _AllReduceProbe:
 
     def _send(self, buckets: Sequence[BucketBuffer]) -> None:
         for bucket in buckets:
-            self._communicator.launch(bucket, Sent())
+            self._communicator.launch(bucket.parcel, Sent())
         self._communicator.wait()
 
 

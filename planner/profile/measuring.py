@@ -49,14 +49,13 @@ from planner.profile.wanted import (
     curves,
 )
 from planner.testbed.emulation import emulation_here
-from runtime.checks.adaptive import is_adaptive
-from runtime.checks.elementwise import find_not_elementwise, state_bytes
-from runtime.checks.optimizer import find_unowned
+from runtime.checks.optimizer import find_not_elementwise, find_unowned, is_adaptive
 from runtime.checks.plan import model_fingerprint, trainable_parameters
 from runtime.comm.topology import node_name
 from runtime.comm.world import World
 from runtime.optimizers import LayerwiseOptimizer
 from runtime.plan import Accuracy, ModelReference
+from runtime.sharded.state import state_bytes
 
 
 @dataclass(frozen=True)

@@ -17,9 +17,9 @@ from planner.profile.links import sizes_up_to, slowest_line, timed_us
 from planner.profile.progress import Progress
 from runtime.comm.world import World
 from runtime.core.buckets import BucketBuffer, lay_out, make_slot
-from runtime.core.layout import make_lossy
 from runtime.plan import CompressorSpec
 from runtime.sparse.compressors.sparse import SELECTORS
+from runtime.sparse.layout import make_lossy
 
 SIZES = tuple(2**exponent for exponent in (16, 18, 20, 22, 24, 26))
 """Bytes of a bucket; none larger than the model. Beyond them the line goes on: no memory has to be found for more."""

@@ -1,19 +1,23 @@
-"""Whether a plan fits this optimizer: every misfit in words, before any training step."""
+"""Whether a plan fits this optimizer: every misfit in words, before any training step.
+
+Where elements are selected, error feedback sends in one step what has gathered over many. SGD moves a weight by all of
+it; Adam and the like, which divide by a measure of the gradient's own size, move it about as far as in any other step,
+so most of what has gathered is lost, and no residual shows it.
+"""
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
-from itertools import pairwise
 
 import torch
 from torch import nn
 
-from runtime.checks.elementwise import find_not_elementwise
 from runtime.core.closures import DECIDE_BY_LOSS
-from runtime.optimizers import LayerwiseOptimizer
+from runtime.errors import AccuracyWarning
+from runtime.optimizers import LAMB, LayerwiseOptimizer
 from runtime.plan import Plan
-
-NEVER = "`planner optimize` without --allow sharded-step"
+from runtime.sharded.step import NEVER, find_shared_memory
 
 
 def inner_optimizer(optimizer: object) -> torch.optim.Optimizer | None:
@@ -54,25 +58,6 @@ def find_unowned(optimizer: torch.optim.Optimizer | None, parameters: Mapping[st
     return next((name for name, parameter in parameters.items() if id(parameter) not in known), None)
 
 
-def find_shared_memory(parameters: Mapping[str, nn.Parameter]) -> str | None:
-    """Why ranks cannot share the step of parameters of which two lie in the same memory, or None."""
-    places = sorted((p.data_ptr(), name) for name, p in parameters.items() if p.numel())
-    for (start, name), (following, other) in pairwise(places):
-        if following < start + _extent_bytes(parameters[name]):
-            return (
-                f"found {name} and {other} in the same memory (`.data` of one is the other's), expected each parameter "
-                f"in memory of its own, for ranks share the optimizer's step: make them one parameter, or plan without "
-                f"sharing ({NEVER})"
-            )
-    return None
-
-
-def _extent_bytes(tensor: torch.Tensor) -> int:
-    """From the first element to the end of the last one."""
-    steps = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return (1 + steps) * tensor.element_size()
-
-
 def _find_unserved(optimizer: torch.optim.Optimizer | None, planned: Mapping[str, nn.Parameter]) -> str | None:
     """Why owners of the weights cannot do what this optimizer does, or None."""
     if (odd := _no_plain_sgd(optimizer)) is not None:
@@ -105,6 +90,36 @@ def _find_wrapper(plan: Plan, given: object, *, sharded: bool) -> str | None:
         f"else knows; expected the torch.optim.Optimizer itself: give attach the one inside if the wrapper changes "
         f"neither weights nor gradients, or plan without"
     )
+
+
+ELEMENTWISE: tuple[type[torch.optim.Optimizer], ...] = (
+    torch.optim.ASGD, torch.optim.Adadelta, torch.optim.Adagrad, torch.optim.Adam, torch.optim.AdamW,
+    torch.optim.Adamax, torch.optim.NAdam, torch.optim.RAdam, torch.optim.RMSprop, torch.optim.Rprop, torch.optim.SGD,
+)  # fmt: skip
+"""Those of torch. What is derived from them may not be; a class of one's own says so by `elementwise = True`."""
+
+_WHY_NOT: tuple[tuple[type[torch.optim.Optimizer], str], ...] = (
+    (LayerwiseOptimizer, "scales the step of each layer by norms of the whole layer"),
+    (torch.optim.LBFGS, "compares whole gradients of several backwards"),
+    (torch.optim.Adafactor, "keeps sums over rows and columns of whole matrices"),
+    (torch.optim.Muon, "orthogonalizes whole matrices"),
+    (torch.optim.SparseAdam, "takes sparse gradients"),
+)
+
+
+def find_not_elementwise(optimizer: torch.optim.Optimizer | None) -> str | None:
+    """What about an optimizer needs whole parameters, as what follows "found", or None."""
+    if optimizer is None:
+        return "no optimizer"
+    name = type(optimizer).__name__
+    for kind, why in _WHY_NOT:
+        if isinstance(optimizer, kind):
+            return f"{name}, which {why}"
+    if type(optimizer) not in ELEMENTWISE and getattr(type(optimizer), "elementwise", False) is not True:
+        return f"{name}, of which this version does not know that it treats every element by itself"
+    if any(group.get("differentiable") for group in optimizer.param_groups):
+        return f"{name} with differentiable=True, whose step is a part of a graph"
+    return None
 
 
 def find_optimizer_misfit(plan: Plan, given: object, parameters: Mapping[str, nn.Parameter]) -> str | None:
@@ -145,3 +160,29 @@ def find_optimizer_misfit(plan: Plan, given: object, parameters: Mapping[str, nn
         f"several backwards in each step, which then are of different parts; expected an exact plan: `planner "
         f"optimize` without --accuracy"
     )
+
+
+ADAPTIVE: tuple[type[torch.optim.Optimizer], ...] = (
+    torch.optim.Adadelta, torch.optim.Adafactor, torch.optim.Adagrad, torch.optim.Adam, torch.optim.AdamW,
+    torch.optim.Adamax, torch.optim.Muon, torch.optim.NAdam, torch.optim.RAdam, torch.optim.RMSprop,
+    torch.optim.Rprop, LAMB,
+)  # fmt: skip
+"""Those of torch and of this package, and what is derived from them."""
+
+
+def is_adaptive(optimizer: torch.optim.Optimizer | None) -> bool:
+    """Whether steps hardly depend on the size of gradients."""
+    return isinstance(optimizer, ADAPTIVE)
+
+
+def warn_of_selection(plan: Plan, optimizer: torch.optim.Optimizer | None) -> None:
+    """Says so where a plan selects elements for such an optimizer."""
+    selected = sum(bucket.collective == "sparse" for bucket in plan.buckets)
+    if selected and is_adaptive(optimizer):
+        warnings.warn(
+            f"{selected} of {len(plan.buckets)} buckets send selected elements, and {type(optimizer).__name__} divides "
+            f"gradients by their own size, so that what was held back is mostly lost when it comes; expect a worse "
+            f"model after the same steps (docs/lags.md has figures): use torch.optim.SGD, or an exact plan",
+            AccuracyWarning,
+            stacklevel=3,
+        )

@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 
 from runtime.comm.collectives import Collective
+from runtime.comm.parcel import Parcel, Sent
 from runtime.comm.world import World, first_line, note
-from runtime.core.buckets import BucketBuffer, Parcel
 from runtime.errors import CommunicationError
 from runtime.torch_compat import is_of_backend, result_of, wait_for
 
@@ -29,22 +29,11 @@ EXIT_S, SETTLING_S = 5.0, 0.01
 """How long the end of a script waits for messages on their way, and how often it looks."""
 
 
-@dataclass(slots=True)
-class Sent:
-    """When one bucket was sent; marks of the session's clock, None where unknown."""
-
-    launch: Any = None
-    start: Any = None
-    end: Any = None
-    phases: list[tuple[str, str, Any, Any]] = field(default_factory=list)
-    """(name, link, start, end) of each phase, of collectives that have several."""
-
-
 @dataclass(slots=True, eq=False)
 class _Task:
     """One message on its way."""
 
-    bucket: BucketBuffer | Parcel
+    bucket: Parcel
     message: Any
     """See `Collective.run`."""
     sent: Sent
@@ -62,7 +51,7 @@ def nothing() -> None:
 class Communicator(Protocol):
     """Launches buckets in the order of the calls and waits for all of them."""
 
-    def launch(self, bucket: BucketBuffer | Parcel, sent: Sent, prepare: Callable[[], None] = nothing) -> None:
+    def launch(self, bucket: Parcel, sent: Sent, prepare: Callable[[], None] = nothing) -> None:
         """Hands the bucket over; returns at once. Fills `sent`.
 
         `prepare` fills the bucket's messages: on a device, beside what is computed there meanwhile.
@@ -81,7 +70,7 @@ class Communicator(Protocol):
 class NullCommunicator:
     """Sends nothing: for one rank, and for measuring computation without communication."""
 
-    def launch(self, bucket: BucketBuffer | Parcel, sent: Sent, prepare: Callable[[], None] = nothing) -> None:
+    def launch(self, bucket: Parcel, sent: Sent, prepare: Callable[[], None] = nothing) -> None:
         """Prepares only."""
         prepare()
 
@@ -139,7 +128,7 @@ class HostCommunicator:
         """How many the backend's thread has yet to call."""
         _running.add(self)
 
-    def launch(self, bucket: BucketBuffer | Parcel, sent: Sent, prepare: Callable[[], None] = nothing) -> None:
+    def launch(self, bucket: Parcel, sent: Sent, prepare: Callable[[], None] = nothing) -> None:
         """See `Communicator.launch`."""
         prepare()
         # A step that was given up may have marked it.
@@ -277,7 +266,7 @@ class StreamCommunicator:
         self._side = torch.cuda.Stream(device)
         self._works: list[tuple[dist.Work, str]] = []
 
-    def launch(self, bucket: BucketBuffer | Parcel, sent: Sent, prepare: Callable[[], None] = nothing) -> None:
+    def launch(self, bucket: Parcel, sent: Sent, prepare: Callable[[], None] = nothing) -> None:
         """See `Communicator.launch`; what the current stream has queued so far is waited for on the device."""
         group = self._world.group
         assert group is not None

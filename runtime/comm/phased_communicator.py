@@ -25,7 +25,6 @@ from runtime.comm.communicator import (
     EXIT_S,
     GRACE_S,
     Communicator,
-    Sent,
     describe_failure,
     failure_of,
     mark_on,
@@ -33,8 +32,8 @@ from runtime.comm.communicator import (
     raise_failure,
 )
 from runtime.comm.node_groups import Grid
+from runtime.comm.parcel import Parcel, Sent
 from runtime.comm.topology import LinkName, Topology
-from runtime.core.buckets import BucketBuffer, Parcel
 from runtime.plan import Plan, PlanBucket
 from runtime.torch_compat import wait_for
 
@@ -128,13 +127,13 @@ class PhasedHostCommunicator:
         self._grid, self._phases = grid, phases
         self._queues = PhaseQueues([[phase.link for phase in of] for of in phases], order)
         self._changed = threading.Condition()
-        self._buckets: dict[int, tuple[BucketBuffer | Parcel, Sent]] = {}
+        self._buckets: dict[int, tuple[Parcel, Sent]] = {}
         self._failure: Exception | None = None
         self._moved_at, self._closing = time.monotonic(), False
         self._threads: list[threading.Thread] = []
         _running.add(self)
 
-    def launch(self, bucket: BucketBuffer | Parcel, sent: Sent, prepare: Callable[[], None] = nothing) -> None:
+    def launch(self, bucket: Parcel, sent: Sent, prepare: Callable[[], None] = nothing) -> None:
         """See `Communicator.launch`."""
         if self._queues.over(bucket.index):
             self.wait()
@@ -220,7 +219,7 @@ class PhasedHostCommunicator:
                 self._changed.wait()
         return None
 
-    def _run(self, phase: Phase, bucket: BucketBuffer | Parcel) -> None:
+    def _run(self, phase: Phase, bucket: Parcel) -> None:
         limit = timedelta(seconds=self._grid.world.timeout_s + GRACE_S)
         for message in bucket.payloads:
             for work in phase.run(message, self._grid):
@@ -266,11 +265,11 @@ class PhasedStreamCommunicator:
         self._grid, self._phases = grid, phases
         self._queues = PhaseQueues([[phase.link for phase in of] for of in phases], order)
         self._streams = {link: torch.cuda.Stream(device) for link in LINKS}
-        self._buckets: dict[int, tuple[BucketBuffer | Parcel, Sent]] = {}
+        self._buckets: dict[int, tuple[Parcel, Sent]] = {}
         self._events: dict[int, torch.cuda.Event] = {}
         self._works: list[tuple[dist.Work, str]] = []
 
-    def launch(self, bucket: BucketBuffer | Parcel, sent: Sent, prepare: Callable[[], None] = nothing) -> None:
+    def launch(self, bucket: Parcel, sent: Sent, prepare: Callable[[], None] = nothing) -> None:
         """See `Communicator.launch`; what the current stream has queued so far is waited for on the device."""
         if self._queues.over(bucket.index):
             self.wait()

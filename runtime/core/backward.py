@@ -20,10 +20,10 @@ from torch import Tensor, nn
 
 from runtime.core.buckets import Slot
 from runtime.core.exchange import Exchange
-from runtime.core.hooks import HookWatch, ModuleHook
+from runtime.core.hooks import HookWatch
 from runtime.core.watch import ModelWatch
 from runtime.errors import InputError
-from runtime.torch_compat import OUTSIDE, current_backward_id, queue_backward_callback, tree_leaves
+from runtime.torch_compat import OUTSIDE, ModuleHook, current_backward_id, queue_backward_callback, tree_leaves
 
 
 class BackwardLife:

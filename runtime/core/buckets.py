@@ -6,21 +6,18 @@ where `.grad` already is the view), as DDP does, so that equal buckets give equa
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from sys import getrefcount
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from runtime.comm.parcel import Parcel
 from runtime.errors import InputError
 from runtime.torch_compat import held_by_torch
-
-if TYPE_CHECKING:
-    from runtime.sparse.lossy import Lossy
-
 
 LARGE_BYTES = 64 * 1024
 """Gradients of at least this size are moved into the bucket one by one, smaller ones together."""
@@ -177,18 +174,6 @@ class Message:
         return self.flat.numel() * self.flat.element_size()
 
 
-@dataclass(frozen=True, eq=False)
-class Parcel:
-    """What a bucket sends beside, or in place of, its gradients: a communicator takes it as it takes a bucket."""
-
-    index: int
-    """The bucket's."""
-    label: str
-    """Likewise."""
-    payloads: Sequence[Any]
-    """What its collective gets."""
-
-
 @dataclass(eq=False)
 class BucketBuffer:
     """One bucket at run time."""
@@ -200,8 +185,10 @@ class BucketBuffer:
     """For messages to people: index, collective, first and last gradient."""
     waiting: int = 0
     """Gradients of this step that have not come yet."""
-    lossy: Lossy | None = None
-    """What of it travels, where that is not everything."""
+    lossy: Any = None
+    """What of it travels, where that is not everything (`runtime.sparse.lossy.Lossy`)."""
+    parcel: Parcel = field(init=False)
+    """What its collective gets: its messages, unless a mode or a compressor has put something in their place."""
     small: list[Slot] = field(init=False)
     _small_runs: list[Tensor] = field(init=False, repr=False)
     """The parts of the flat buffers that small gradients fill without a gap."""
@@ -209,13 +196,9 @@ class BucketBuffer:
     def __post_init__(self) -> None:
         self.small = [slot for slot in self.slots if not slot.large]
         self._find_runs()
+        self.parcel = Parcel(self.index, self.label, self.messages)
         for slot in self.slots:
             slot.bucket = self
-
-    @property
-    def payloads(self) -> Sequence[Any]:
-        """What its collective gets."""
-        return self.messages if self.lossy is None else [self.lossy.packed]
 
     def _find_runs(self) -> None:
         self._small_runs = [run for message in self.messages for run in _small_runs(message)]
@@ -311,53 +294,3 @@ def is_dense(tensor: Tensor) -> bool:
             return False
         expected *= size
     return True
-
-
-class UsageFlags:
-    """How many ranks produced each gradient, carried by a few elements behind the last bucket.
-
-    A parameter that no rank used must keep its `.grad` as it was, and a rank cannot know what others used. So each
-    rank adds one per used parameter, several counters to an element, as many as the dtype sums exactly.
-    """
-
-    def __init__(self, parameters: int, ranks: int, dtype: torch.dtype) -> None:
-        exact_bits = {torch.float64: 52, torch.float32: 24, torch.float16: 11, torch.bfloat16: 8}.get(dtype, 1)
-        self._bits = min(exact_bits, max(1, ranks.bit_length()))
-        self._per_element = max(1, exact_bits // self._bits)
-        self._parameters, self._dtype = parameters, dtype
-        self.elements = -(-parameters // self._per_element)
-        """How many elements carry the counters of all parameters."""
-
-    def lie_in(self, message: Message) -> None:
-        """Says where they travel: in the last `elements` of a message."""
-        self._message = message
-        self._everything = self._pack(range(self._parameters)).to(message.flat.device)
-
-    @property
-    def _tail(self) -> Tensor:
-        return self._message.flat[-self.elements :]
-
-    def write(self, unused: Sequence[int]) -> None:
-        """Before the message leaves: counts this rank in for every parameter but the unused."""
-        left_out = set(unused)
-        used = (index for index in range(self._parameters) if index not in left_out)
-        self._tail.copy_(self._pack(used) if unused else self._everything)
-
-    def used_somewhere(self) -> set[int]:
-        """After the message has come: the parameters that any rank used. Waits for the device."""
-        tail = self._tail.real if self._tail.is_complex() else self._tail
-        values = [int(value) for value in tail.double().cpu().tolist()]
-        if self._per_element == 1:
-            return {index for index, value in enumerate(values) if value}
-        mask = (1 << self._bits) - 1
-        return {
-            index
-            for index in range(self._parameters)
-            if (values[index // self._per_element] >> (self._bits * (index % self._per_element))) & mask
-        }
-
-    def _pack(self, used: Iterable[int]) -> Tensor:
-        packed = [0] * self.elements
-        for index in used:
-            packed[index // self._per_element] += 1 << (self._bits * (index % self._per_element))
-        return torch.tensor(packed, dtype=torch.float64).to(self._dtype)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from runtime.comm.communicator import raise_failure
 from runtime.comm.world import World
-from runtime.core.hooks import ModuleHook
+from runtime.torch_compat import ModuleHook
 
 ALIGNMENT_BYTES = 16
 """Of the largest element there is, so that any dtype may begin at a multiple of it."""

@@ -16,14 +16,15 @@ from torch import Tensor, nn
 
 from runtime.comm.communicator import Communicator
 from runtime.comm.topology import Position
-from runtime.core.buckets import BucketBuffer, Kept, Parcel, Slot, UsageFlags
+from runtime.core.buckets import BucketBuffer, Kept, Slot
 from runtime.core.hooks import GradientHook
-from runtime.core.layout import make_buckets
+from runtime.core.usage import UsageFlags
 from runtime.core.views import ViewGuard
 from runtime.core.watch import raise_failed_move, refuse_unplanned
 from runtime.monitor.recorder import Recorder
 from runtime.plan import Plan
 from runtime.sparse.guard import LossyBucket, Watched
+from runtime.sparse.layout import make_buckets
 from runtime.sparse.residuals import Carried
 from runtime.torch_compat import held_by_torch
 
@@ -144,12 +145,8 @@ class Exchange:
         if self._flags is not None and bucket.index == len(self.buckets) - 1:
             self._flags.write([slot.index for slot in self.slots if not slot.touched])
         sent = self._recorder.sent(bucket.index)
-        self.communicator.launch(self.sending(bucket), sent, partial(self.carried.add_to, bucket))
+        self.communicator.launch(bucket.parcel, sent, partial(self.carried.add_to, bucket))
         self._next += 1
-
-    def sending(self, bucket: BucketBuffer) -> BucketBuffer | Parcel:
-        """What travels for a bucket whose gradients are all here."""
-        return bucket
 
     def accumulated(self) -> None:
         """The end of a backward that is not exchanged."""
@@ -280,7 +277,7 @@ class Exchange:
         self.communicator.close()
         # Cycles, whose memory would wait for the garbage collector.
         for bucket in self.buckets:
-            bucket.lossy = None
+            bucket.lossy, bucket.parcel.payloads = None, ()
         for slot in self.slots:
             slot.__dict__.pop("bucket", None)
 

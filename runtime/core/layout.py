@@ -1,91 +1,13 @@
-"""A plan's buckets laid out in memory."""
+"""A plan's buckets laid out in memory, and what one rank has of them."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
-import torch
 from torch import Tensor, nn
 
-from runtime.comm.collectives import HITOPK, form_of
-from runtime.comm.topology import Position
-from runtime.core.buckets import BucketBuffer, Message, Slot, UsageFlags, lay_out, make_slot
-from runtime.plan import CompressorSpec, Plan, PlanBucket
-from runtime.sparse.compressors import make_compressor
-from runtime.sparse.compressors.sparse import SparseCompressor
-from runtime.sparse.compressors.wire import WIRE_DTYPES, WireCompressor
-from runtime.sparse.hitopk import HitopkBucket, ShardCarrier
-from runtime.sparse.lossy import Carrier, Lossy
-from runtime.sparse.narrowed import NarrowedBucket
-from runtime.sparse.selected import SelectedBucket
-
-EXACT = "none"
-
-
-def make_hitopk(bucket: BucketBuffer, spec: CompressorSpec, position: Position, tail: Tensor | None = None) -> Lossy:
-    """What makes a bucket of HiTopKComm lossy; as `make_lossy`, which selects from each rank's own gradients."""
-    topology = position.topology
-    carrier = ShardCarrier(bucket, topology.per_node, position.place)
-    compressor = make_compressor(spec, [("shard", carrier.share)], ranks=topology.count)
-    assert isinstance(compressor, SparseCompressor)
-    return HitopkBucket(carrier, compressor, topology.count, topology.per_node, tail)
-
-
-def make_lossy(bucket: BucketBuffer, spec: CompressorSpec, ranks: int, tail: Tensor | None = None) -> Lossy:
-    """What makes a bucket lossy.
-
-    Args:
-        bucket: laid out, with nothing behind its gradients.
-        spec: its compressor, not `none`.
-        ranks: how many there are.
-        tail: 1-D (see `flags_dtype`), travels behind the message and becomes its sum over ranks.
-
-    Raises:
-        InputError: the compressor's options are wrong, or do not fit the bucket.
-    """
-    carrier = Carrier(bucket)
-    compressor = make_compressor(spec, carrier.layers, ranks=ranks)
-    if isinstance(compressor, WireCompressor):
-        return NarrowedBucket(carrier, compressor, ranks, tail)
-    assert compressor is not None
-    return SelectedBucket(carrier, compressor, ranks, tail, by_magnitude=spec.name != "randomk")
-
-
-def flags_dtype(last: PlanBucket, parameters: Mapping[str, nn.Parameter]) -> torch.dtype:
-    """Of the usage flags, which travel behind the last bucket."""
-    if last.compressor.name == EXACT:
-        return parameters[last.gradients[0]].dtype
-    return WIRE_DTYPES.get(last.compressor.dtype or "", torch.float32)
-
-
-def make_buckets(
-    plan: Plan, parameters: Mapping[str, nn.Parameter], ranks: int, position: Position | None = None
-) -> tuple[list[Slot], list[BucketBuffer], UsageFlags]:
-    """The plan's buckets at run time, all gradients in readiness order, and the flags behind the last bucket.
-
-    `position`: where this rank is, for buckets of HiTopKComm.
-
-    Raises:
-        InputError: a compressor's options are wrong, or do not fit its bucket.
-    """
-    last = plan.buckets[-1]
-    dtype = flags_dtype(last, parameters)
-    flags = UsageFlags(len(plan.gradients), ranks, dtype)
-    exact = last.compressor.name == EXACT
-    slots, buckets = make_plain_buckets(plan, parameters, tail_elements=flags.elements if exact else 0)
-    tail = buckets[-1].messages[0]
-    if not exact:
-        tail = Message(torch.zeros(flags.elements, dtype=dtype, device=tail.flat.device), [])
-    for bucket, planned in zip(buckets, plan.buckets, strict=True):
-        if planned.compressor.name != EXACT:
-            behind = tail.flat if planned is last else None
-            if form_of(planned) == HITOPK:
-                assert position is not None
-                bucket.lossy = make_hitopk(bucket, planned.compressor, position, behind)
-            else:
-                bucket.lossy = make_lossy(bucket, planned.compressor, ranks, behind)
-    flags.lie_in(tail)
-    return slots, buckets, flags
+from runtime.core.buckets import BucketBuffer, Message, Slot, lay_out, make_slot, view_of
+from runtime.plan import Plan
 
 
 def make_plain_buckets(
@@ -106,3 +28,30 @@ def make_plain_buckets(
         label = f"bucket {index} ({planned.collective}/{planned.algorithm}, {members[0].name} … {members[-1].name})"
         buckets.append(BucketBuffer(index, members, messages, label))
     return slots, buckets
+
+
+class Part:
+    """What one rank has of a message of a bucket, cut into as many equal parts as there are ranks."""
+
+    def __init__(self, message: Message, rank: int, ranks: int) -> None:
+        self.message, self.rank, self.ranks = message, rank, ranks
+        self.numel = sum(slot.parameter.numel() for slot in message.slots)
+        self.share = -(-self.numel // ranks)
+        """Elements of a part; the last one may be shorter, and is filled up."""
+
+    def cuts(self) -> Iterator[tuple[Slot, int, slice]]:
+        """(parameter, first of its elements in memory order, where they lie in this rank's part) of what is in it."""
+        first, offset = self.rank * self.share, 0
+        for slot in self.message.slots:
+            start, stop = max(offset, first), min(offset + slot.parameter.numel(), first + self.share)
+            if start < stop:
+                yield slot, start - offset, slice(start - first, stop - first)
+            offset += slot.parameter.numel()
+
+    def views(self, whole: Tensor) -> dict[str, Tensor]:
+        """The gradients' or weights' places in a vector of all parts. Shapes as the parameters'."""
+        found, offset = {}, 0
+        for slot in self.message.slots:  # laid out as gradients are, whatever becomes of the parameter's own layout
+            found[slot.name] = view_of(whole, offset, slot.view)
+            offset += slot.parameter.numel()
+        return found

@@ -22,11 +22,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from runtime.comm.collectives.phases import gather
-from runtime.comm.communicator import Communicator, Sent
+from runtime.comm.communicator import Communicator
+from runtime.comm.parcel import Parcel, Sent
 from runtime.comm.topology import Topology
-from runtime.core.buckets import BucketBuffer, Parcel, Slot, UsageFlags
+from runtime.core.buckets import BucketBuffer, Slot
 from runtime.core.exchange import Exchange
 from runtime.core.layout import make_plain_buckets
+from runtime.core.usage import UsageFlags
 from runtime.delay.nodes import Average, NodeLinks, Spread, averages_of
 from runtime.delay.pace import UNTOLD
 from runtime.delay.server import Rates, Server, Shard

@@ -20,11 +20,11 @@ from torch import Tensor
 
 from runtime.comm.collectives.phases import gather
 from runtime.comm.collectives.push_pull import PushPull
-from runtime.comm.communicator import Communicator, Sent, make_communicator, nothing
+from runtime.comm.communicator import Communicator, make_communicator, nothing
 from runtime.comm.node_groups import Grid
+from runtime.comm.parcel import Parcel, Sent
 from runtime.comm.topology import Topology
 from runtime.comm.world import World
-from runtime.core.buckets import BucketBuffer, Parcel
 from runtime.delay.pushes import Rows, lay
 from runtime.delay.server import Shard
 from runtime.plan import Plan
@@ -63,7 +63,7 @@ class NodeLinks:
             for part in (grid.inside, grid.between, groups.spread)
         )
 
-    def launch(self, bucket: BucketBuffer | Parcel, sent: Sent, prepare: Callable[[], None] = nothing) -> None:
+    def launch(self, bucket: Parcel, sent: Sent, prepare: Callable[[], None] = nothing) -> None:
         """See `Communicator.launch`: between nodes."""
         self.between.launch(bucket, sent, prepare)
 

@@ -20,7 +20,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from runtime.comm.world import World
-from runtime.core.buckets import BucketBuffer, Message, Slot, view_of
+from runtime.core.buckets import BucketBuffer, Message, Slot
+from runtime.core.layout import Part
 from runtime.delay.pushes import SelectedPush, WholePush, make_push
 from runtime.errors import InputError
 from runtime.plan import NO_COMPRESSION, CompressorSpec
@@ -64,33 +65,6 @@ class Piece:
     @property
     def name(self) -> str:
         return self.slot.name
-
-
-class Part:
-    """What one rank has of a message of a bucket, cut into as many equal parts as there are ranks."""
-
-    def __init__(self, message: Message, rank: int, ranks: int) -> None:
-        self.message, self.rank, self.ranks = message, rank, ranks
-        self.numel = sum(slot.parameter.numel() for slot in message.slots)
-        self.share = -(-self.numel // ranks)
-        """Elements of a part; the last one may be shorter, and is filled up."""
-
-    def cuts(self) -> Iterator[tuple[Slot, int, slice]]:
-        """(parameter, first of its elements in memory order, where they lie in this rank's part) of what is in it."""
-        first, offset = self.rank * self.share, 0
-        for slot in self.message.slots:
-            start, stop = max(offset, first), min(offset + slot.parameter.numel(), first + self.share)
-            if start < stop:
-                yield slot, start - offset, slice(start - first, stop - first)
-            offset += slot.parameter.numel()
-
-    def views(self, whole: Tensor) -> dict[str, Tensor]:
-        """The gradients' or weights' places in a vector of all parts. Shapes as the parameters'."""
-        found, offset = {}, 0
-        for slot in self.message.slots:  # laid out as gradients are, whatever becomes of the parameter's own layout
-            found[slot.name] = view_of(whole, offset, slot.view)
-            offset += slot.parameter.numel()
-        return found
 
 
 class Shard(Part):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -28,6 +29,9 @@ from runtime.session.attaching import STEPS_PER_DEADLINE
 from runtime.version import __version__
 
 ON_LOST = ("continue", "stop")
+
+MPS_PIPES = "/tmp/nvidia-mps"
+"""Where NVIDIA's Multi-Process Service listens, without which the kernels of several updaters take turns on a GPU."""
 
 LEAST_TIMEOUT_S = 120.0
 """An updater is taken for hung after half of it, and its first minibatch may have to read data."""
@@ -263,4 +267,20 @@ def _check_memory(needs: list[_Need]) -> None:
         f"updaters: found {needs[0].updaters} on each of {len(needs)} ranks of this machine, which take about "
         f"{each / 2**20:.0f} MiB each, {wanted / 2**20:.0f} MiB in all, and it has {free / 2**20:.0f} MiB left; "
         f"expected at most {fit}: plan for fewer updaters (`planner optimize` again), or use a machine with more memory"
+    )
+
+
+def mps_runs() -> bool:
+    """Whether this machine's control daemon has its pipe where processes of this environment look for it."""
+    return (Path(os.environ.get("CUDA_MPS_PIPE_DIRECTORY", MPS_PIPES)) / "control").exists()
+
+
+def mps_note(model: nn.Module, updaters: int) -> tuple[str, ...]:
+    """What to tell of it, if anything."""
+    on_gpu = any(parameter.is_cuda for parameter in model.parameters())
+    if not on_gpu or updaters == 1 or mps_runs():
+        return ()
+    return (
+        f"{updaters} updaters took turns on the GPU: found no Multi-Process Service, with which they share it; start "
+        f"nvidia-cuda-mps-control -d",
     )

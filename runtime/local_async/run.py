@@ -13,9 +13,8 @@ from runtime.comm.world import World
 from runtime.errors import CommunicationError, EnvironmentFailure, InputError
 from runtime.local_async.averaging import DONE, FAILED, RUNNING, STOPPING, Averager, every
 from runtime.local_async.job import LocalJob
-from runtime.local_async.mps import mps_note
 from runtime.local_async.outcome import run_report
-from runtime.local_async.preparing import Prepared, Request, agree_on_plan, agreed, prepare
+from runtime.local_async.preparing import Prepared, Request, agree_on_plan, agreed, mps_note, prepare
 from runtime.local_async.report import LocalReport
 from runtime.local_async.script import check_not_imported
 from runtime.local_async.shared import SharedModel, make_memory

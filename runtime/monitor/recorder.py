@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from runtime.comm.communicator import Sent
-from runtime.core.hooks import ModuleHook
+from runtime.comm.parcel import Sent
 from runtime.monitor.clock import Clock
+from runtime.torch_compat import ModuleHook
 
 KEPT_STEPS = 60
 """More than `runtime.monitor.drift` judges: the last ones may still be on their way through a device."""

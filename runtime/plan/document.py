@@ -26,8 +26,20 @@ from runtime.plan.predicted import (
     ScalingPoint,
     UpdatersPoint,
 )
-from runtime.plan.quantities import Count, Name, PositiveCount, PredictedUs, Ranks
-from runtime.plan.strict_json import STRICT, check_schema, dump, json_step, read_json, validate, write_json
+from runtime.plan.strict_json import (
+    STRICT,
+    Count,
+    Name,
+    PositiveCount,
+    PredictedUs,
+    Ranks,
+    check_schema,
+    dump,
+    json_step,
+    read_json,
+    validate,
+    write_json,
+)
 
 SCHEMA: Literal["planner.plan/1"] = "planner.plan/1"
 

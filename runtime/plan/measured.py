@@ -13,8 +13,7 @@ from pydantic import Field
 
 from runtime.errors import InputError
 from runtime.plan.document import ModelReference, Plan
-from runtime.plan.quantities import MAX_RANKS, Count, Name, TimeUs
-from runtime.plan.strict_json import STRICT, check_schema, dump, read_json, validate
+from runtime.plan.strict_json import MAX_RANKS, STRICT, Count, Name, TimeUs, check_schema, dump, read_json, validate
 from runtime.plan.timeline import Timeline, busy_us
 
 TIMELINE_SCHEMA: Literal["planner.timeline/1"] = "planner.timeline/1"

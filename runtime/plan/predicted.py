@@ -7,8 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from runtime.plan.quantities import Count, Name, PositiveCount, PredictedUs, Ranks, TimeUs
-from runtime.plan.strict_json import STRICT
+from runtime.plan.strict_json import STRICT, Count, Name, PositiveCount, PredictedUs, Ranks, TimeUs
 from runtime.plan.timeline import computes
 
 

@@ -13,9 +13,9 @@ from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, TypeVar, cast, get_type_hints
+from typing import Annotated, Any, TypeVar, cast, get_type_hints
 
-from pydantic import ConfigDict, TypeAdapter, ValidationError
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails
 
 from runtime.errors import InputError
@@ -34,6 +34,17 @@ MAX_VALUES = 1_000_000
 
 UNKNOWN = ("unexpected_keyword_argument", "extra_forbidden")
 """How pydantic names a field that a record does not have."""
+
+MAX_RANKS = 10**7
+
+TimeUs = Annotated[float, Field(ge=0.0, le=1e15)]
+"""A measured time (1e15 µs are 31 years)."""
+PredictedUs = Annotated[float, Field(ge=0.0)]
+"""A computed time: the sum of any number of measured ones."""
+Count = Annotated[int, Field(ge=0, le=2**53)]
+PositiveCount = Annotated[int, Field(ge=1, le=2**53)]
+Ranks = Annotated[int, Field(ge=1, le=MAX_RANKS)]
+Name = Annotated[str, Field(min_length=1, max_length=4096)]
 
 SHOWN_VIOLATIONS = 5
 SHOWN_CHARACTERS = 60

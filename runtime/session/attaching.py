@@ -10,9 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from runtime.checks.adaptive import warn_of_selection
 from runtime.checks.local_async import find_local_updaters
-from runtime.checks.optimizer import find_optimizer_misfit, inner_optimizer
+from runtime.checks.optimizer import find_optimizer_misfit, inner_optimizer, warn_of_selection
 from runtime.checks.plan import find_attached, find_misfit, model_fingerprint, trainable_parameters
 from runtime.checks.topology import adapt, find_topology_misfit
 from runtime.comm.topology import Whereabouts, find_topology, whereabouts

@@ -15,14 +15,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from runtime.checks.adaptive import warn_of_selection
 from runtime.checks.delay import SHARED_STEP_TAKES_NOTHING_OVER, afterwards, find_late_plan, synchronous
-from runtime.checks.optimizer import find_optimizer_misfit, inner_optimizer
+from runtime.checks.optimizer import find_optimizer_misfit, inner_optimizer, warn_of_selection
 from runtime.checks.plan import find_late_step, find_plan_misfit, trainable_parameters
 from runtime.checks.topology import adapt, find_topology_misfit
 from runtime.comm.collectives import has_phases
-from runtime.comm.communicator import Communicator, Sent
+from runtime.comm.communicator import Communicator
 from runtime.comm.node_groups import Grid
+from runtime.comm.parcel import Sent
 from runtime.comm.phased_communicator import make_phased_communicator
 from runtime.comm.topology import Position, Topology
 from runtime.comm.world import Credentials, World, agree, first_line
@@ -39,9 +39,9 @@ from runtime.monitor.drift import DriftGuard
 from runtime.monitor.recorder import Recorder
 from runtime.monitor.trial import make_trial
 from runtime.plan import Plan, load_plan
+from runtime.session.exchanges import make_exchange
 from runtime.session.report import Report, make_report
 from runtime.session.updates import Updates
-from runtime.sharded.exchange import make_exchange
 from runtime.sparse.guard import Guard, Sampled, without
 from runtime.sparse.residuals import carried_part
 from runtime.torch_compat import OUTSIDE, current_backward_id, is_out_of_memory, leave_uncompiled
@@ -419,7 +419,7 @@ class Session:
     def exchange_alone(self) -> None:
         """Sends every bucket once, as it is, with no backward beside it (for measuring)."""
         for bucket in self._exchange.buckets:
-            self._exchange.communicator.launch(self._exchange.sending(bucket), Sent())
+            self._exchange.communicator.launch(bucket.parcel, Sent())
         self._exchange.communicator.wait()
 
     def use_communicator(self, communicator: Communicator) -> None:

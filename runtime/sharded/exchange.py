@@ -18,17 +18,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from runtime.comm.collectives import collective_of, has_phases
 from runtime.comm.collectives.phases import add_up, all_to_all, gather
 from runtime.comm.collectives.push_pull import PushPull
-from runtime.comm.communicator import Communicator, NullCommunicator, make_communicator
-from runtime.comm.topology import Position
+from runtime.comm.communicator import make_communicator
 from runtime.comm.world import World
-from runtime.core.buckets import BucketBuffer, Kept, Message, Parcel, Slot, UsageFlags, view_of
+from runtime.core.buckets import BucketBuffer, Kept, Message, Slot, view_of
 from runtime.core.exchange import Exchange
 from runtime.core.hooks import GradientHook
-from runtime.core.layout import make_plain_buckets
-from runtime.delay.server import Part
+from runtime.core.layout import Part, make_plain_buckets
+from runtime.core.usage import UsageFlags
 from runtime.errors import InputError
 from runtime.monitor.recorder import Recorder
 from runtime.plan import Plan
@@ -107,8 +105,6 @@ class ShardedExchange(Exchange):
         self.world = world
         self.parts_of: list[list[OwnPart]] = []
         """By bucket, of its messages."""
-        self._parcels: list[Parcel] = []
-        """By bucket, what travels in its place."""
         communicator = make_communicator(world, [PushPull()] * len(plan.buckets), device)
         super().__init__(plan, parameters, world.ranks, communicator, recorder, exchanges=True)
         self._part_of = {slot.index: part for part in self.parts for slot in part.message.slots}
@@ -127,8 +123,7 @@ class ShardedExchange(Exchange):
         for bucket in buckets:
             own = [OwnPart(message, self.world.rank, ranks, scratch) for message in bucket.messages]
             self.parts_of.append(own)
-            payloads = [*own, self._usage] if bucket is buckets[-1] else own
-            self._parcels.append(Parcel(bucket.index, bucket.label, payloads))
+            bucket.parcel.payloads = [*own, self._usage] if bucket is buckets[-1] else own
         return slots, buckets, None
 
     def _hook(self, slot: Slot, after: Callable[[Any, Any], None]) -> GradientHook:
@@ -146,10 +141,6 @@ class ShardedExchange(Exchange):
             touched = [slot.touched for slot in self.slots]
             self._usage.own.copy_(torch.tensor(touched, dtype=torch.uint8))
         super()._launch(bucket)
-
-    def sending(self, bucket: BucketBuffer) -> Parcel:
-        """See `Exchange.sending`."""
-        return self._parcels[bucket.index]
 
     def _fill_missing(self, bucket: BucketBuffer) -> None:
         """As with an all-reduce; of an average that is still there each rank gives its part."""
@@ -242,22 +233,6 @@ class ShardedExchange(Exchange):
     def let_go(self) -> None:
         """Of cycles, whose memory would wait for the garbage collector; nobody asks for anything any more."""
         self._gradients.clear()
-
-
-def make_exchange(
-    plan: Plan, parameters: Mapping[str, nn.Parameter], world: World, recorder: Recorder, device: torch.device,
-    position: Position, *, communicate: bool, loss_scale: Callable[[], float] | None,
-) -> Exchange:  # fmt: skip
-    """The buckets of any plan, not yet hooked; see `Exchange` and `Session`."""
-    if plan.sharded and communicate and world.ranks > 1:
-        return ShardedExchange(plan, parameters, world, recorder, device)
-    communicator: Communicator = NullCommunicator()
-    if communicate and not has_phases(plan):
-        communicator = make_communicator(world, [collective_of(bucket) for bucket in plan.buckets], device)
-    return Exchange(
-        plan, parameters, world.ranks, communicator, recorder, exchanges=world.ranks > 1 or not communicate,
-        loss_scale=loss_scale, position=position,
-    )  # fmt: skip
 
 
 def _make_room(parameter: nn.Parameter, _gradients: Any) -> None:

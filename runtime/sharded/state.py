@@ -117,3 +117,10 @@ def _gathered(
         all_gather_single(whole.view(torch.uint8), own.view(torch.uint8), group=world.group)
     views = part.views(whole)
     return {slot.index: views[slot.name] for slot in part.message.slots}
+
+
+def state_bytes(optimizer: torch.optim.Optimizer) -> int:
+    """What the optimizer keeps from step to step on this rank, scalars left out."""
+    values = [value for state in optimizer.state.values() for value in state.values()]
+    tensors = [value for value in values if isinstance(value, Tensor) and value.dim() > 0]
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)

@@ -23,8 +23,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from runtime.checks.elementwise import state_bytes
-from runtime.checks.optimizer import find_shared_memory
 from runtime.comm.collectives.phases import gather
 from runtime.comm.world import World
 from runtime.core.buckets import Slot
@@ -34,8 +32,10 @@ from runtime.monitor.clock import Clock
 from runtime.monitor.recorder import KEPT_STEPS
 from runtime.sharded.exchange import OwnPart, ShardedExchange
 from runtime.sharded.gradient import ShardedGradient
-from runtime.sharded.state import cut, gathered_state
+from runtime.sharded.state import cut, gathered_state, state_bytes
 from runtime.torch_compat import OUTSIDE, all_gather_single, current_backward_id, storage_uses, wait_for
+
+NEVER = "`planner optimize` without --allow sharded-step"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -320,6 +320,25 @@ class ShardedStep:
             predicted_gather_us=predicted_gather_us,
             state_bytes=state_bytes(self._optimizer),
         )
+
+
+def find_shared_memory(parameters: Mapping[str, nn.Parameter]) -> str | None:
+    """Why ranks cannot share the step of parameters of which two lie in the same memory, or None."""
+    places = sorted((p.data_ptr(), name) for name, p in parameters.items() if p.numel())
+    for (start, name), (following, other) in pairwise(places):
+        if following < start + _extent_bytes(parameters[name]):
+            return (
+                f"found {name} and {other} in the same memory (`.data` of one is the other's), expected each parameter "
+                f"in memory of its own, for ranks share the optimizer's step: make them one parameter, or plan without "
+                f"sharing ({NEVER})"
+            )
+    return None
+
+
+def _extent_bytes(tensor: torch.Tensor) -> int:
+    """From the first element to the end of the last one."""
+    steps = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return (1 + steps) * tensor.element_size()
 
 
 def _partial(what: str) -> InputError:

@@ -144,6 +144,7 @@ class HitopkBucket:
         self._step = 0
         self.k = min(carrier.elements, per_node * compressor.k)
         self.packed = Shard(self)
+        self.carrier.bucket.parcel.payloads = [self.packed]
 
     def pack(self, step: int) -> None:
         """See `Lossy.pack`."""

@@ -9,35 +9,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from runtime.comm.collectives.narrowed import Narrowed
 from runtime.sparse.compressors.wire import WireCompressor
 from runtime.sparse.lossy import Carrier
-
-
-class Narrowed:
-    """One rank's message, padded so that every rank owns as much."""
-
-    def __init__(self, numel: int, ranks: int, wire: torch.dtype, wide: torch.dtype, device: torch.device) -> None:
-        self.ranks, self.share = ranks, -(-numel // ranks)
-        self.flat = torch.zeros(ranks * self.share, dtype=wire, device=device)
-        """All that this rank sends, 1-D; part r goes to rank r."""
-        self.received = torch.zeros_like(self.flat)
-        """This rank's part from every rank."""
-        self.own = torch.zeros(self.share, dtype=wire, device=device)
-        """The sum of this rank's part."""
-        self.lost = torch.zeros(self.share, dtype=wide, device=device)
-        """What narrowing the sum has lost."""
-        self.gathered = torch.zeros_like(self.flat)
-        """The sums of all parts."""
-        self.rank = 0
-
-    def add_up(self) -> None:
-        """Between the two phases: sums of this rank's part, in order of rank."""
-        parts = self.received.view(self.ranks, -1)
-        total = parts[0].to(self.lost.dtype)
-        for rank in range(1, self.ranks):
-            total += parts[rank]
-        self.own.copy_(total)
-        torch.sub(total, self.own, out=self.lost)
 
 
 class NarrowedBucket:
@@ -51,6 +25,7 @@ class NarrowedBucket:
         self.k = carrier.residual.numel()
         flags = 0 if tail is None else tail.numel()
         self.packed = Narrowed(self.k + flags, ranks, compressor.dtype, carrier.dtype, carrier.device)
+        carrier.bucket.parcel.payloads = [self.packed]
 
     def pack(self, step: int) -> None:
         """See `Lossy.pack`."""

@@ -2,26 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
+from runtime.comm.collectives.sparse_flat import Packed
 from runtime.sparse.compressors.device import unpack, unpacks
 from runtime.sparse.compressors.sparse import SparseCompressor
 from runtime.sparse.lossy import Carrier
-
-
-@dataclass(eq=False)
-class Packed:
-    """One rank's message: values, indices and a tail of flags, as words of four bytes."""
-
-    flat: Tensor
-    """1-D int32."""
-    gathered: Tensor
-    """Every rank's, one after the other."""
-    value_words: int = 0
-    """How many of the words, the first ones, are values."""
 
 
 class SelectedBucket:
@@ -39,6 +26,7 @@ class SelectedBucket:
         words = self._words + self.k + (0 if tail is None else tail.numel())
         flat = torch.zeros(words, dtype=torch.int32, device=carrier.device)
         self.packed = Packed(flat, flat.new_zeros(ranks * words), self._words)
+        carrier.bucket.parcel.payloads = [self.packed]
 
     def pack(self, step: int) -> None:
         """See `Lossy.pack`."""

@@ -24,8 +24,9 @@ from torch import Tensor, nn
 
 import runtime
 from runtime.comm.collectives.library import LibraryAllReduce
-from runtime.core.buckets import Message, Slot, UsageFlags
+from runtime.core.buckets import Message, Slot
 from runtime.core.buffers import BufferSync
+from runtime.core.usage import UsageFlags
 from runtime.plan import ModelReference, Plan, PlanBucket, PlanWorld
 
 CASE_S = 90

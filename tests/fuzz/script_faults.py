@@ -12,10 +12,10 @@ from script_checks import Group, gather, prepare, run_script
 from scripts import from_line
 from torch import Tensor
 
-from runtime.core.buckets import UsageFlags
 from runtime.core.buffers import BufferSync
 from runtime.core.closures import LossAveraging
 from runtime.core.hooks import GradientHook
+from runtime.core.usage import UsageFlags
 from runtime.core.views import ViewGuard
 from runtime.delay.server import Server
 from runtime.session.session import Session

@@ -10,12 +10,13 @@ from kernel_cases import bits, same
 from kernel_host import HostBackend, needs_compiler, usual_library
 from torch import Tensor, nn
 
-from runtime.comm.communicator import NullCommunicator, Sent
+from runtime.comm.communicator import NullCommunicator
+from runtime.comm.parcel import Sent
 from runtime.core.buckets import BucketBuffer, lay_out, make_slot
-from runtime.core.layout import make_lossy
 from runtime.kernels.backend import installed
 from runtime.plan import CompressorSpec
 from runtime.sparse.compressors import device
+from runtime.sparse.layout import make_lossy
 from runtime.sparse.selected import SelectedBucket
 
 pytestmark = needs_compiler
@@ -139,5 +140,7 @@ def test_buckets_are_filled_by_whoever_sends_them() -> None:
     """On a device that is the side stream, so that selection runs beside backward."""
     done: list[str] = []
     slots = [make_slot("w", 0, nn.Parameter(torch.zeros(5)))]
-    NullCommunicator().launch(BucketBuffer(0, slots, lay_out(slots), "one"), Sent(), lambda: done.append("filled"))
+    NullCommunicator().launch(
+        BucketBuffer(0, slots, lay_out(slots), "one").parcel, Sent(), lambda: done.append("filled")
+    )
     assert done == ["filled"]

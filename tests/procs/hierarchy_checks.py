@@ -25,8 +25,8 @@ from torch import Tensor, nn
 
 import runtime
 from runtime.comm.collectives import PHASED, TORUS
-from runtime.comm.communicator import Sent
 from runtime.comm.node_groups import Grid
+from runtime.comm.parcel import Sent
 from runtime.comm.phased_communicator import LINKS, PhasedHostCommunicator, default_order
 from runtime.comm.topology import Topology
 from runtime.comm.world import World
@@ -77,7 +77,7 @@ def _sums(grid: Grid, phases: Any) -> Iterator[tuple[str, bool]]:
             for _ in range(2):  # what is kept from the first does not matter in the second
                 for flat, values in zip(flats, (pattern * mine, float(mine)), strict=True):
                     flat.copy_(torch.as_tensor(values))
-                communicator.launch(bucket, Sent())
+                communicator.launch(bucket.parcel, Sent())
                 communicator.wait()
             communicator.close()
             yield f"{dtype} {numel}", torch.equal(flats[0], pattern * expected) and bool((flats[1] == expected).all())

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from runtime.comm.collectives import HITOPK
-from runtime.core.buckets import UsageFlags
+from runtime.core.usage import UsageFlags
 from runtime.plan import Plan, PlanBucket
 from runtime.sparse.compressors import make_compressor
 from runtime.sparse.compressors.sparse import SparseCompressor

@@ -21,9 +21,10 @@ from torch.optim import lr_scheduler
 
 import planner
 import runtime
-from runtime.checks.elementwise import ELEMENTWISE, state_bytes
+from runtime.checks.optimizer import ELEMENTWISE
 from runtime.plan import StepPlan, UpdatePlan
 from runtime.plan.measured import MeasuredStep
+from runtime.sharded.state import state_bytes
 
 SHARED = UpdatePlan(step=StepPlan(sharded=True))
 Optimizer = torch.optim.Optimizer

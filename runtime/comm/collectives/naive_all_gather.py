@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
+from runtime.comm.collectives.sparse_flat import Packed
 from runtime.torch_compat import all_gather_single
-
-if TYPE_CHECKING:
-    from runtime.sparse.selected import Packed
 
 
 class NaiveAllGather:

@@ -3,14 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
 
 import torch.distributed as dist
+from torch import Tensor
 
 from runtime.torch_compat import all_gather_single
 
-if TYPE_CHECKING:
-    from runtime.sparse.selected import Packed
+
+@dataclass(eq=False)
+class Packed:
+    """One rank's message: values, indices and a tail of flags, as words of four bytes."""
+
+    flat: Tensor
+    """1-D int32."""
+    gathered: Tensor
+    """Every rank's, one after the other."""
+    value_words: int = 0
+    """How many of the words, the first ones, are values."""
 
 
 class SparseFlat:

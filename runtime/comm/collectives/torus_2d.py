@@ -6,17 +6,13 @@ nodes. Source: Mikami et al. (arXiv 1811.05233), the dense rival in CommLib (Shi
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch.distributed as dist
 from torch import Tensor
 
 from runtime.comm.collectives.phases import Phase, Scatter, Works, add_up, gather, present, share_of, start
 from runtime.comm.node_groups import Grid
+from runtime.comm.parcel import Vector
 from runtime.comm.topology import Topology
-
-if TYPE_CHECKING:
-    from runtime.core.buckets import Message
 
 
 class Torus2d:
@@ -49,27 +45,27 @@ class _Shards:
         """All shards: the message itself, where ranks divide it."""
 
 
-def _shards(message: Message, grid: Grid) -> _Shards:
+def _shards(message: Vector, grid: Grid) -> _Shards:
     known = message.scratch
     if not isinstance(known, _Shards) or known.flat is not message.flat:
         known = message.scratch = _Shards(message.flat, grid)
     return known
 
 
-def _scatter(message: Message, grid: Grid) -> Works:
+def _scatter(message: Vector, grid: Grid) -> Works:
     shards, group = _shards(message, grid), grid.inside.group
     assert group is not None
     yield from start(shards.scatter.operations(group))
     add_up(shards.scatter.rows, shards.mine)
 
 
-def _all_reduce(message: Message, grid: Grid) -> Works:
+def _all_reduce(message: Vector, grid: Grid) -> Works:
     mine = _shards(message, grid).mine if grid.per_node > 1 else message.flat
     if mine.numel():  # alike on all ranks of this place
         yield dist.all_reduce(mine, group=grid.between.group, async_op=True)
 
 
-def _gather(message: Message, grid: Grid) -> Works:
+def _gather(message: Vector, grid: Grid) -> Works:
     shards, group = _shards(message, grid), grid.inside.group
     assert group is not None
     yield from gather(shards.whole, shards.part, group)

@@ -10,17 +10,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
 from runtime.comm.collectives.phases import Phase, Works, bounds
 from runtime.comm.node_groups import Grid
+from runtime.comm.parcel import Vector
 from runtime.comm.topology import Topology
-
-if TYPE_CHECKING:
-    from runtime.core.buckets import Message
 
 CHUNK_BYTES = 256 * 1024
 """A chunk is not smaller than this, as long as each tree has one."""
@@ -111,9 +108,9 @@ class TreeAllReduce:
         return (Phase("all_reduce", "inter" if topology.count > 1 else "intra", _run),) if ranks > 1 else ()
 
 
-def _run(message: Message, grid: Grid) -> Works:
+def _run(message: Vector, grid: Grid) -> Works:
     flat, rank, group = message.flat, grid.world.rank, grid.world.group
-    chunks = max(2, min(MAX_CHUNKS, message.size_bytes // CHUNK_BYTES))
+    chunks = max(2, min(MAX_CHUNKS, flat.numel() * flat.itemsize // CHUNK_BYTES))
     limits = [bounds(flat.numel(), chunks, chunk) for chunk in range(chunks)]
     arrived = torch.empty(max(stop - start for start, stop in limits), dtype=flat.dtype, device=flat.device)
     for transfers in tree_rounds(grid.world.ranks, chunks):

@@ -15,7 +15,7 @@ from runtime.errors import InputError
 from runtime.local_async.averaging import every
 from runtime.local_async.job import Batches, LocalJob, Part, PartSampler, samples_of
 from runtime.local_async.memory import AtomicCounter, Doorbell, SharedMemory
-from runtime.local_async.mps import mps_note, mps_runs
+from runtime.local_async.preparing import mps_note, mps_runs
 from runtime.local_async.report import Averaging, LocalReport, UpdaterReport
 from runtime.local_async.shared import ALIGNMENT, Layout, SharedModel, Snapshots, make_memory
 from runtime.plan import LocalAsyncSpec
