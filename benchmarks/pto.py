@@ -30,12 +30,13 @@ from planner.documents.profile import Cluster, ComputeProfile, Gradient, Profile
 from planner.ir import Schedule
 from planner.jobs.demo_job import ResNet20
 from planner.jobs.launch import LocalWorld, run_ranks
-from planner.model.norms import partition_of, replicated_us, shared_us
+from planner.model.norms import replicated_us, shared_us
 from planner.model.problem import Problem, make_problem
 from planner.passes.shard_updates import ShardUpdates
 from planner.profile.links import measure_links
 from planner.profile.norms import measure_norms
 from planner.profile.progress import Silent
+from planner.search.partition import partition_of
 from runtime.comm.world import World
 from runtime.monitor.clock import WallClock
 from runtime.optimizers import LAMB, LARS, LayerwiseOptimizer

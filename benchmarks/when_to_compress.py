@@ -24,6 +24,7 @@ import numpy as np
 
 from benchmarks.marked import replace_part
 from planner.decide.bounded import GAIN, sent_share
+from planner.decide.strategies import best_baseline
 from planner.documents.catalog import find_profile
 from planner.documents.profile import Cluster, ComputeProfile, Contention, Link, Profile, SelectionLine
 from planner.ir import Schedule
@@ -31,7 +32,6 @@ from planner.model.problem import Problem, make_problem
 from planner.model.simulator import step_us
 from planner.passes.joint import Joint
 from planner.passes.merge import Merge
-from planner.strategies.optimal import best_baseline
 
 MODELS = (
     "alexnet", "bert-base", "bert-large", "densenet161", "googlenet", "gpt2", "inception-v4", "resnet50", "resnet101",

@@ -10,6 +10,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
+import numpy as np
+from numpy.typing import NDArray
+
 from runtime.errors import InputError
 
 _BUCKET = re.compile(
@@ -197,3 +200,11 @@ def parse_indices(text: str) -> tuple[int, ...]:
             raise InputError(f"found {text!r}, expected indices such as '0-2,5'")
         indices.extend(members)
     return tuple(indices)
+
+
+Places = slice | int | NDArray[np.int64]
+"""Places between gradients: one, a slice or an array of them."""
+
+
+TIE = 1e-12
+"""Relative difference of finishing times below which two schedules count as equal."""

@@ -9,7 +9,7 @@ from planner.cost.phases import PHASES
 from planner.cost.sparse import sparse_us
 from planner.documents.catalog import find_cluster
 from planner.documents.profile import Cluster
-from planner.emit.sources import three_digits
+from planner.emit.text import three_digits
 
 CLUSTERS = ("v100-16x8-25gbe", "a100-8x8-100gb")
 DENSITY = 0.01

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from benchmarks.steps import measure_rank
 from planner.comparison.report import values_by_name
 from planner.comparison.statistics import median_interval
+from planner.decide.strategies import best_baseline, make_schedule
 from planner.emit.lower import predict
 from planner.ir import Schedule
 from planner.jobs.rank_options import RankOptions
@@ -19,8 +20,6 @@ from planner.model.problem import Problem, make_problem
 from planner.passes.joint import Joint
 from planner.passes.merge import Merge
 from planner.passes.topology import Topology
-from planner.strategies import make_schedule
-from planner.strategies.optimal import best_baseline
 
 NAMED = ("ddp", "torus_2d", "slgs:0.01", "hitopk:0.01")
 

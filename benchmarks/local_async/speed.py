@@ -15,6 +15,7 @@ import numpy as np
 from torch import Tensor
 
 from benchmarks.local_async.jobs import DEADLINE_S, spec
+from planner.decide.strategies import make_schedule
 from planner.emit.lower import lower
 from planner.ir import Schedule
 from planner.jobs.local_training import local_job
@@ -22,7 +23,6 @@ from planner.jobs.training import build, profile_rank
 from planner.model.local_async import Work, closed_form_saved_backwards, making_us, saved_backwards, speed_up
 from planner.model.problem import Problem, make_problem
 from planner.model.simulator import step_us
-from planner.strategies import make_schedule
 from runtime.checks.plan import trainable_parameters
 from runtime.comm.world import World
 from runtime.local_async import LocalReport, run_local_async

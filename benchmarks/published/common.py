@@ -11,12 +11,12 @@ from itertools import product
 from pathlib import Path
 
 from benchmarks.traces import by_tensor, read_csv
+from planner.decide.strategies import make_schedule
 from planner.documents.catalog import find_profile
 from planner.documents.profile import Cluster, Line, Profile
 from planner.ir import Schedule
 from planner.model.problem import make_problem
 from planner.model.simulator import simulate_schedule
-from planner.strategies import make_schedule
 
 DATA = Path(__file__).resolve().parents[2] / "tests" / "data"
 

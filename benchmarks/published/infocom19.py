@@ -11,11 +11,11 @@ from benchmarks.published.collectives import osu_knots
 from benchmarks.published.common import DATA, STRATEGY, Comparison, model, predict_s, schedule_of, simulate_s, table
 from benchmarks.traces import layer_log_rows, make_profile, with_step
 from planner.cost.curve import CostCurve
+from planner.decide.strategies import make_schedule
 from planner.documents.profile import Cluster, Link, Profile
 from planner.ir import Schedule
 from planner.model.problem import make_problem
 from planner.model.simulator import simulate_schedule
-from planner.strategies import make_schedule
 from runtime.plan.timeline import Timeline
 
 METHODS = ("WFBP", "SyncEASGD", "MG-WFBP")

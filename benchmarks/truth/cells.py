@@ -15,13 +15,13 @@ from planner.comparison.contestants import BARE
 from planner.comparison.measure import Measured
 from planner.comparison.report import values_by_name
 from planner.comparison.statistics import median_interval, ratio_interval
+from planner.decide.strategies import make_schedule
 from planner.documents.profile import Profile
 from planner.emit.lower import predict
 from planner.ir import Schedule
 from planner.jobs.training import profile_rank
 from planner.model.problem import Problem, make_problem
 from planner.profile.request import Request
-from planner.strategies import make_schedule
 from runtime.plan import Accuracy
 
 NAMED = ("wfbp", "single", "ddp", "mg_wfbp", "optimal")

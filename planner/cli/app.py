@@ -29,9 +29,7 @@ from planner.cli.options import (
     Solver,
     SolverLimit,
     entries_beginning,
-    make_console,
     print_json,
-    print_table,
     strategies_beginning,
 )
 from planner.cli.rank_commands import compare, demo, profile, run
@@ -89,10 +87,10 @@ def optimize(
     max_memory_mib: MaxMemory = None,
 ) -> None:
     """Decide how gradients travel, and how far that is from optimal."""
-    from planner.cli.outputs import check_writable
     from planner.decide.optimize import optimize as decide
     from planner.decide.solvers import UNASKED
     from planner.passes import PASSES
+    from planner.report.files import check_writable
 
     check_writable(output, profile, cluster)
     if print_after is not None and print_after not in ("all", *PASSES):
@@ -124,7 +122,7 @@ def optimize(
         return
     from planner.documents.catalog import find_cluster, find_profile
     from planner.documents.measured import unmeasured
-    from planner.report.tables import accuracy_lines, print_plan
+    from planner.report.tables import accuracy_lines, make_console, print_plan
 
     console = make_console()
     print_plan(plan, console, buckets=False)
@@ -193,7 +191,7 @@ def simulate(
     if Flags.as_json:
         print_json([result.to_document() for result in results])
         return
-    from planner.report.tables import simulation_table
+    from planner.report.tables import make_console, print_table, simulation_table
 
     print_table(make_console(), simulation_table(results))
 
@@ -256,8 +254,8 @@ def new(
     output: Annotated[str, typer.Option("-o", "--output", help="Where to write the cluster.")] = "cluster.json",
 ) -> None:
     """Write the cluster that a description of its machines gives, from line rates."""
-    from planner.cli.outputs import check_writable
     from planner.documents.machines import describe_machines
+    from planner.report.files import check_writable
 
     check_writable(output)
     cluster = describe_machines(
@@ -293,7 +291,7 @@ def explain(
     if Flags.as_json:
         print_json(loaded.plan.to_document())
         return
-    from planner.report.tables import print_plan
+    from planner.report.tables import make_console, print_plan
 
     console = make_console()
     print_plan(loaded.plan, console, buckets=True)

@@ -94,7 +94,7 @@ def entries_beginning(incomplete: str) -> list[str]:
 
 def strategies_beginning(incomplete: str) -> list[str]:
     """Names of strategies, for a shell that completes the last one of a list."""
-    from planner.strategies import STRATEGIES
+    from planner.decide.strategies import STRATEGIES
 
     before, comma, last = incomplete.rpartition(",")
     return [f"{before}{comma}{name}" for name in STRATEGIES if name.startswith(last)]
@@ -115,10 +115,6 @@ ClusterName = Annotated[
 ]
 
 
-UNWRAPPED = 100_000
-"""Wider than any table or line."""
-
-
 class Flags:
     """Global flags of this call."""
 
@@ -129,20 +125,3 @@ class Flags:
 def print_json(value: Any) -> None:
     """The machine-readable result, alone on standard output."""
     typer.echo(json.dumps(value, indent=1, allow_nan=False))
-
-
-def make_console() -> Any:
-    """Where tables go."""
-    from rich.console import Console
-
-    # Into a pipe or a file nothing is wrapped or cut off. Names are printed as they are.
-    width = None if Console().is_terminal else UNWRAPPED
-    return Console(width=width, markup=False, emoji=False)
-
-
-def print_table(console: Any, table: Any) -> None:
-    """A table, with title and caption as lines of their own: rich would wrap them to the table's width."""
-    title, caption, table.title, table.caption = table.title, table.caption, None, None
-    for part, style in ((title, "table.title"), (table, None), (caption, "table.caption")):
-        if part is not None and part != "":
-            console.print(part, style=style, highlight=False)

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import math
-import os
 import statistics
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from planner.testbed.emulation import describe
-from runtime.errors import CheckFailed, InputError
-from runtime.plan.files import check_output
+from runtime.errors import CheckFailed
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -19,24 +16,6 @@ if TYPE_CHECKING:
     from planner.documents.profile import ProfileWorld
     from planner.jobs.demo import DemoResult
     from planner.jobs.training import RankRun
-
-
-def check_writable(path: str, *inputs: str | None) -> None:
-    """Refuses, before any work is done, an output path that cannot be written or is one of the input files."""
-    target = check_output(path)
-    for given in inputs:
-        if given is not None and _same_file(given, target):
-            raise InputError(
-                f"{path}: found the input file {given}, expected another one to write to; choose another output path"
-            )
-
-
-def _same_file(given: str, target: Path) -> bool:
-    """Whether both lead to one file, by whatever links."""
-    try:
-        return target.is_file() and os.path.samefile(given, target)
-    except (OSError, ValueError):
-        return False  # the input cannot be read: its reader will say so
 
 
 def run_document(runs: Sequence[RankRun]) -> dict[str, Any]:

@@ -17,11 +17,9 @@ from planner.cli.options import (
     Job,
     Ranks,
     Timeout,
-    make_console,
     print_json,
-    print_table,
     strategies_beginning,
-)  # fmt: skip
+)
 from planner.jobs.rank_options import RankOptions, under_torchrun
 from runtime.errors import CheckFailed, InputError, PlanMismatch
 
@@ -57,12 +55,12 @@ def profile(
 ) -> None:
     """Trace a job and measure its step and the links between ranks."""
     where = RankOptions(ranks, device, backend, timeout_s, emulate)
-    from planner.cli.outputs import check_writable
     from planner.jobs.job import find_job
     from planner.jobs.training import profile_rank
     from planner.jobs.world import choose_device, is_first_rank, on_ranks
     from planner.passes.local_async import check_updaters
     from planner.profile.request import make_request
+    from planner.report.files import check_writable
 
     if updaters is not None:
         check_updaters(updaters, "--updaters")
@@ -154,7 +152,6 @@ def compare(
     Also what is not communicated at all, DDP's hooks, and further strategies.
     """
     where = RankOptions(ranks, device, backend, timeout_s, emulate)
-    from planner.cli.outputs import check_writable
     from planner.comparison.contestants import contestants, sweep
     from planner.comparison.measure import compare_rank
     from planner.comparison.picture import picture_text
@@ -163,6 +160,7 @@ def compare(
     from planner.documents.profile import load_profile
     from planner.jobs.world import choose_device, is_first_rank, on_ranks, on_ranks_of_script, planned_ranks
     from planner.model.problem import make_problem
+    from planner.report.files import check_writable
     from runtime.plan import load_plan
     from runtime.plan.files import write_text
 
@@ -209,6 +207,7 @@ def _print_comparison(comparison: Comparison) -> None:
         print_json(comparison.to_document())
         return
     from planner.comparison.report import comparison_table, failures
+    from planner.report.tables import make_console, print_table
 
     if comparison.cause is not None:
         typer.echo(comparison.cause)
@@ -238,7 +237,7 @@ def demo(
     if Flags.as_json:
         print_json(result.to_document())
         return
-    from planner.report.tables import print_plan, profile_lines
+    from planner.report.tables import make_console, print_plan, print_table, profile_lines
 
     console = make_console()
     typer.echo("\n".join(profile_lines(result.profile)))

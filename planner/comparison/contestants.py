@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from planner.decide.strategies import make_schedule
 from planner.emit.lower import lower
 from planner.model.problem import Problem
-from planner.strategies import make_schedule
 from planner.strategies.ddp import ddp_buckets
 from runtime.errors import InputError
 from runtime.plan import Plan

@@ -7,8 +7,8 @@ from typing import Any
 
 from planner.comparison.contestants import BARE, BEST_DDP
 from planner.comparison.report import Comparison, Row, failures
+from planner.emit.text import milliseconds
 from planner.report.frame import figure, frame_text, paragraphs, table
-from planner.report.tables import milliseconds
 
 ROW_PX, AROUND_PX = 40, 110
 LABEL_CHARACTER_PX = 7

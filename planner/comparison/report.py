@@ -186,7 +186,7 @@ def comparison_table(comparison: Comparison) -> Table:
     """For the terminal."""
     from rich.table import Table
 
-    from planner.report.tables import milliseconds
+    from planner.emit.text import milliseconds
 
     table = Table(
         title=f"{comparison.steps} steps each on {comparison.ranks} ranks, in {comparison.rounds} rounds by turns",

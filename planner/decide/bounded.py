@@ -10,17 +10,17 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from planner.cost.sparse import SELECTED_BYTES, flat_is_implied
-from planner.decide.offer import ALLOWED, GAIN, Offer, choose_offer
+from planner.decide.offer import ALLOWED, Offer, choose_offer
 from planner.decide.pipeline import AfterPass, run_passes
 from planner.decide.relaxed import delay_offer, updaters_offer
 from planner.emit.lower import lower
-from planner.emit.sources import counted, three_digits
+from planner.emit.text import counted, mib, three_digits
 from planner.ir import Bucket, Schedule
 from planner.model.compression import check_max_ratio, ratio_limits, ratio_of
 from planner.model.norms import update_us
 from planner.model.problem import Problem
 from planner.model.simulator import step_us
-from planner.passes import Pass
+from planner.passes.base import GAIN, Pass
 from planner.passes.delay import Delay, check_max_delay
 from planner.passes.joint import Frontier, Joint
 from planner.passes.local_async import LocalAsync
@@ -271,10 +271,6 @@ def _solved(problem: Problem, plan: Plan, frontier: Frontier, limit: float) -> P
     return replace(plan, certificate=solved)
 
 
-def _mib(size_bytes: int) -> str:
-    return f"{three_digits(size_bytes / 2**20)} MiB"
-
-
 def _notes(problem: Problem, schedule: Schedule, frontier: Frontier, gain: float, joint: Joint) -> list[str]:
     """What the reader of a bounded plan should know."""
     sparse = _sparse(schedule)
@@ -288,8 +284,8 @@ def _notes(problem: Problem, schedule: Schedule, frontier: Frontier, gain: float
         "what is held back is learnt late, and costs most in the first steps: train those with the fallback, and go "
         "over by session.switch (docs/lags.md)",
         f"{counted(len(sparse), 'sparse bucket')} of {len(schedule.buckets)}: "
-        f"{_mib(int(problem.size_bytes[members].sum()))} of gradients travel as {_mib(sent_bytes)} of values "
-        f"and indices from each rank, {_mib(dense_bytes)} travel dense; largest ratio "
+        f"{mib(int(problem.size_bytes[members].sum()))} of gradients travel as {mib(sent_bytes)} of values "
+        f"and indices from each rank, {mib(dense_bytes)} travel dense; largest ratio "
         f"{max(ratio_of(problem, bucket) for bucket in sparse):,.4g}",
         "step by largest ratio allowed: "
         + ", ".join(f"{point.max_ratio:,g}: {three_digits(point.iteration_us / 1000)} ms" for point in frontier.points),

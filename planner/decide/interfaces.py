@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from planner.passes import Pass
+from planner.passes.base import Pass
 from planner.passes.shard_updates import ShardUpdates
 from runtime.errors import InputError
 from runtime.plan.interfaces import SHARDED_STEP, name_problem

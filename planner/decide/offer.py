@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from planner.passes.base import GAIN
 from runtime.plan import Accuracy, Plan
 
 ALLOWED = " was allowed, but "
 """In the note that says why no plan of the class was taken."""
-GAIN = 0.02
-"""Share of the step that a riskier class has to save."""
 
 
 @dataclass(frozen=True, kw_only=True)

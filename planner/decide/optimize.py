@@ -8,6 +8,7 @@ from pathlib import Path
 
 from planner.decide.bounded import ACCURACIES, choose, split_passes
 from planner.decide.interfaces import allowed_passes, check_allow
+from planner.decide.norms import describe, update_bound_us
 from planner.decide.pipeline import AfterPass, parse_passes, run_passes
 from planner.decide.scaling import OPTIMAL, scaling_curve
 from planner.decide.sharded_step import (
@@ -21,15 +22,16 @@ from planner.decide.sharded_step import (
     with_step,
 )
 from planner.decide.solvers import UNASKED, Solved, check_solver, solve
+from planner.decide.strategies import BASELINES, best_baseline, make_schedule
 from planner.documents.catalog import find_cluster, find_profile
 from planner.documents.measured import refuse_unmeasured
 from planner.documents.profile import Cluster, Profile
 from planner.emit.lower import lower, predict
-from planner.emit.sources import counted, describe_sources
+from planner.emit.sources import describe_sources
+from planner.emit.text import counted
 from planner.emit.timelines import baseline_prediction
 from planner.ir import Schedule
 from planner.model.local_async import making_us
-from planner.model.norms import describe, update_bound_us
 from planner.model.problem import Problem, make_problem
 from planner.model.sharded_step import can_share, own_update_us, saves_memory
 from planner.model.simulator import simulate_schedule
@@ -37,8 +39,6 @@ from planner.passes.merge import merge_without_contention
 from planner.passes.shard_updates import memory_unheeded
 from planner.passes.topology import links_without_contention
 from planner.search.link_forms import has_two_links
-from planner.strategies import BASELINES, make_schedule
-from planner.strategies.optimal import best_baseline
 from runtime.errors import InputError
 from runtime.plan import Accuracy, Plan
 from runtime.plan.interfaces import SHARDED_STEP

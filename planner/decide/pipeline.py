@@ -12,7 +12,8 @@ from typing import Any
 
 from planner.ir import Schedule
 from planner.model.problem import Problem
-from planner.passes import PASSES, Pass
+from planner.passes import PASSES
+from planner.passes.base import Pass
 from planner.passes.shard_updates import ShardUpdates
 from planner.verify import verify
 from runtime.errors import InputError

@@ -10,7 +10,7 @@ from functools import partial
 from planner.decide.offer import Offer
 from planner.decide.pipeline import AfterPass, run_passes
 from planner.emit.lower import lower
-from planner.emit.sources import counted, three_digits
+from planner.emit.text import counted, three_digits
 from planner.ir import Schedule, Updaters
 from planner.model.compression import compression
 from planner.model.delay import CycleTimeline
@@ -18,7 +18,7 @@ from planner.model.delay_load import Load
 from planner.model.local_async import Work, closed_form_saved_backwards, making_us, saved_backwards
 from planner.model.problem import Problem
 from planner.model.simulator import simulate_schedule, step_us
-from planner.passes import Pass
+from planner.passes.base import Pass
 from planner.passes.delay import NEAR, Choice, Delay, cautious_step_us
 from planner.passes.local_async import GROWTH, LocalAsync, UpdaterChoice
 from runtime.plan import Plan

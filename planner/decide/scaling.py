@@ -6,11 +6,11 @@ from collections.abc import Mapping, Sequence
 from typing import Literal
 
 from planner.cost.model import communication_cost, resize
+from planner.decide.strategies import BASELINES, make_schedule
 from planner.documents.profile import Cluster
 from planner.emit.lower import predict
 from planner.model.problem import Problem
 from planner.search.link_forms import has_two_links
-from planner.strategies import BASELINES, make_schedule
 from runtime.errors import InputError
 from runtime.plan.predicted import ScalingPoint
 

@@ -6,9 +6,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
-from planner.decide.offer import GAIN
 from planner.decide.pipeline import run_passes
-from planner.emit.sources import three_digits
+from planner.emit.text import mib, ms
 from planner.ir import Schedule
 from planner.model.problem import Problem
 from planner.model.sharded_step import (
@@ -21,7 +20,7 @@ from planner.model.sharded_step import (
     sharded_bytes,
 )
 from planner.model.simulator import step_us
-from planner.passes import Pass
+from planner.passes.base import GAIN, Pass
 from planner.passes.shard_updates import ShardUpdates
 from runtime.errors import InputError
 from runtime.plan import Plan, StepPlan, UpdatePlan
@@ -151,8 +150,8 @@ def with_gain(problem: Problem, plan: Plan, exact: Plan, passes: Sequence[Pass],
     if not costs_known(problem) or step.sharded_us > own_us * (1.0 - GAIN):
         return plan
     memory = f", and {_memory(step)}" if _saves(step) else ""
-    line = f"allowed to share the optimizer's step (as ZeRO-1), ranks would take {_ms(step.sharded_us)} a step instead "
-    line += f"of {_ms(own_us)}{memory}; some lines that work with DDP then do not: docs/sharded-step.md, {ALLOW}"
+    line = f"allowed to share the optimizer's step (as ZeRO-1), ranks would take {ms(step.sharded_us)} a step instead "
+    line += f"of {ms(own_us)}{memory}; some lines that work with DDP then do not: docs/sharded-step.md, {ALLOW}"
     return replace(plan, notes=(*plan.notes, line))
 
 
@@ -167,24 +166,24 @@ def _step(plan: Plan) -> StepPlan | None:
 def _saves(step: StepPlan) -> bool:
     """Whether a shared step takes less memory, as far as the digits go that are said."""
     shared, whole = step.sharded_bytes, step.replicated_bytes
-    return shared is not None and whole is not None and shared < whole and _mib(shared) != _mib(whole)
+    return shared is not None and whole is not None and shared < whole and mib(shared) != mib(whole)
 
 
 def _too_large(step: StepPlan) -> str:
     """What is said of a plan that does not fit into a rank's memory, and whether sharing the step would."""
     has, whole, shared = step.memory_bytes or 0, step.replicated_bytes or 0, step.sharded_bytes or 0
-    text = f"a rank needs {_mib(whole)} for weights, gradients, the optimizer's state and known activations, more than "
-    text += f"the {_mib(has)} that it has"
+    text = f"a rank needs {mib(whole)} for weights, gradients, the optimizer's state and known activations, more than "
+    text += f"the {mib(has)} that it has"
     if not _saves(step):
         return f"{text}: {SMALLER}"
     if shared > has:
-        return f"{text}; sharing the optimizer's step would take {_mib(shared)}, too much as well: {SMALLER}"
-    text += f"; sharing the optimizer's step (as ZeRO-1) would fit, with {_mib(shared)}, and is {_times(step)}"
+        return f"{text}; sharing the optimizer's step would take {mib(shared)}, too much as well: {SMALLER}"
+    text += f"; sharing the optimizer's step (as ZeRO-1) would fit, with {mib(shared)}, and is {_times(step)}"
     return f"{text}; some lines that work with DDP then do not: docs/sharded-step.md, {ALLOW}"
 
 
 def _times(step: StepPlan) -> str:
-    shared, whole = _ms(step.sharded_us or 0.0), _ms(step.replicated_us or 0.0)
+    shared, whole = ms(step.sharded_us or 0.0), ms(step.replicated_us or 0.0)
     return f"predicted {shared} a step, as now" if shared == whole else f"predicted {shared} a step, {whole} as now"
 
 
@@ -202,23 +201,15 @@ def _notes(problem: Problem, step: StepPlan, sharing: ShardUpdates) -> list[str]
     name = problem.profile.compute.optimizer.name if problem.profile.compute.optimizer else "the optimizer"
     why = "memory demands it, " if sharing.demanded(problem) and _saves(step) else ""
     notes = [
-        f"ranks share the step of {name} (as ZeRO-1): {why}predicted {_ms(step.sharded_us)} a step, "
-        f"{_ms(step.replicated_us)} where every rank updates all weights, of it {_ms(step.gather_us or 0.0)} to gather "
+        f"ranks share the step of {name} (as ZeRO-1): {why}predicted {ms(step.sharded_us)} a step, "
+        f"{ms(step.replicated_us)} where every rank updates all weights, of it {ms(step.gather_us or 0.0)} to gather "
         f"weights{memory}{implied}",
     ]
     if step.memory_bytes is not None and (step.sharded_bytes or 0) > step.memory_bytes:
-        notes.append(f"even so a rank needs more than its {_mib(step.memory_bytes)}: {SMALLER}")
+        notes.append(f"even so a rank needs more than its {mib(step.memory_bytes)}: {SMALLER}")
     return notes
 
 
 def _memory(step: StepPlan) -> str:
-    shared, whole = _mib(step.sharded_bytes or 0), _mib(step.replicated_bytes or 0)
+    shared, whole = mib(step.sharded_bytes or 0), mib(step.replicated_bytes or 0)
     return f"{shared} for weights, gradients, state and known activations instead of {whole}"
-
-
-def _mib(size_bytes: int) -> str:
-    return f"{three_digits(size_bytes / 2**20)} MiB"
-
-
-def _ms(time_us: float) -> str:
-    return f"{three_digits(time_us / 1000)} ms"

@@ -11,6 +11,7 @@ from typing import Any
 from planner.cost.sparse import SELECTED_BYTES, flat_is_implied
 from planner.decide.optimize import name_of
 from planner.decide.solvers import SOLVABLE, check_solver, solve_strategy
+from planner.decide.strategies import accuracy_of, make_schedule
 from planner.documents.catalog import find_cluster, find_profile
 from planner.documents.profile import Cluster, Profile
 from planner.ir import Bucket, Schedule
@@ -19,7 +20,6 @@ from planner.model.local_async import averagings_a_minibatch, making_us
 from planner.model.problem import Problem, make_problem
 from planner.model.simulator import simulate_schedule
 from planner.model.what_if import WhatIf, describe, step_quantiles
-from planner.strategies import accuracy_of, make_schedule
 from planner.strategies.lags import ratios
 from planner.verify import verify
 from runtime.errors import InputError

@@ -11,8 +11,8 @@ from typing import NoReturn
 
 import numpy as np
 
+from planner.decide.norms import update_bound_us
 from planner.ir import Schedule
-from planner.model.norms import update_bound_us
 from planner.model.problem import Problem
 from planner.model.simulator import simulate_schedule
 from planner.passes.merge import best_of, boundaries, merge_problem, merge_without_contention, overlap_of

@@ -2,19 +2,10 @@
 
 from __future__ import annotations
 
-from planner.documents.profile import Cluster, Contention, Link, Profile
+from planner.documents.profile import Cluster, Link, Profile
+from planner.emit.text import counted, slower, three_digits
 from planner.model.problem import Problem
 from runtime.version import __version__
-
-
-def counted(number: int, noun: str) -> str:
-    """`1 rank`, `2 ranks`."""
-    return f"{number} {noun}{'' if number == 1 else 's'}"
-
-
-def three_digits(value: float) -> str:
-    """Three significant digits; more where the number has more before its point."""
-    return f"{value:,.0f}" if 999.5 <= value < 1e15 else f"{value:,.3g}"
 
 
 def describe_sources(problem: Problem) -> dict[str, str]:
@@ -54,17 +45,6 @@ def _origin(document: Cluster | Profile) -> list[str]:
     return source + [f"note: {note}" for note in document.notes or ()]
 
 
-def short(text: str) -> str:
-    """The first of several parts: a cluster's name, nodes and ranks; what was profiled; how costs were found."""
-    return text.partition("; ")[0]
-
-
-def short_with_source(text: str) -> str:
-    """The first part, and where it is from."""
-    first, *others = text.split("; ")
-    return "; ".join([first, *(part for part in others if part.startswith("source: "))])
-
-
 def _link(link: Link) -> str:
     speed = f"{1e-3 / link.beta_us_per_byte:,.3g} GB/s" if link.beta_us_per_byte > 0.0 else "no cost per byte"
     return f"{link.alpha_us:,.3g} µs start-up and {speed}"
@@ -98,12 +78,3 @@ def _communication(problem: Problem) -> str:
         factors = problem.contention
         text += f"; while both are busy, {slower(factors)}"
     return text
-
-
-def slower(factors: Contention) -> str:
-    """Contention factors in words: from the largest message that was measured to the smallest."""
-    network = f"{factors.network:.3g}"
-    if factors.by_size is not None:
-        sizes = sorted(factors.by_size)
-        network = f"{sizes[-1][2]:.3g} (large messages) to {sizes[0][2]:.3g} (small ones)"
-    return f"compute takes {factors.compute:.3g} × and the network {network} × as long"

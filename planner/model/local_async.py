@@ -17,7 +17,7 @@ done than one, and a layer's gradients of weights cost half of its backward.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import pairwise
@@ -27,7 +27,6 @@ import numpy as np
 from planner.documents.local_async import LayerBackward, LocalAsyncProfile, UpdaterRate
 from planner.ir import Schedule, Updaters
 from planner.model.problem import Problem
-from planner.search.blocks import BlockProblem, sharers
 from runtime.plan import LocalAsyncSpec
 from runtime.plan.timeline import UPDATER, Span, Timeline
 
@@ -289,3 +288,27 @@ def _averagings(problem: Problem, schedule: Schedule, every: int, until_us: floa
             yield Span(task=task, resource="network", start_us=start_us, end_us=start_us + time_us, bucket=index)
             start_us += time_us
         at_us += pause_us
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockProblem:
+    """What backward spends on layers, in readiness order."""
+
+    input_us: Sequence[float]
+    """To have come down to each layer, from the loss on; never decreasing."""
+    weight_us: Sequence[float]
+    """On each layer's gradients of weights."""
+
+    def cost_us(self, start: int, stop: int) -> float:
+        """The partial backward of the block [start, stop)."""
+        return self.input_us[stop - 1] + sum(self.weight_us[start:stop])
+
+    @property
+    def full_us(self) -> float:
+        """Backward through all."""
+        return self.cost_us(0, len(self.weight_us))
+
+
+def sharers(updaters: int, blocks: int) -> list[int]:
+    """How many updaters each block has: updater i has block i modulo their number."""
+    return [(updaters - block - 1) // blocks + 1 for block in range(blocks)]

@@ -10,12 +10,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from planner.emit.sources import three_digits
 from planner.ir import Schedule
 from planner.model.problem import Problem
 from planner.model.sharded_step import gathers_us, own_update_us
-from planner.search.partition import Partition, best_partition
-from runtime.plan import NormPlan, StepPlan, UpdatePlan
 from runtime.plan.lpt import loads_of
 
 
@@ -56,67 +53,3 @@ def update_us(problem: Problem, schedule: Schedule) -> float:
     if schedule.norms is None:
         return problem.update_us
     return max(0.0, problem.update_us - replicated_us(problem) + shared_us(problem, schedule.norms))
-
-
-def update_bound_us(problem: Problem) -> float:
-    """No schedule has a shorter update: norms are split evenly, as far as the largest layer lets them."""
-    costs_us = norm_costs_us(problem)
-    if not costs_us or problem.ranks == 1:
-        return problem.update_us
-    even = [index % problem.ranks for index in range(len(costs_us))]
-    least_us = max(*costs_us, sum(costs_us) / problem.ranks) + gather_us(problem, even)
-    return min(problem.update_us, max(0.0, problem.update_us - replicated_us(problem) + least_us))
-
-
-def partition_of(problem: Problem, method: str = "cpsat") -> Partition:
-    """The split of norms over ranks whose largest share is least."""
-    return best_partition(norm_costs_us(problem), problem.ranks, method)
-
-
-def updates_of(problem: Problem, schedule: Schedule) -> UpdatePlan | None:
-    """What a plan says of the update; None where there is nothing to share."""
-    layers = problem.norm_layers
-    if schedule.sharded:
-        return UpdatePlan(step=StepPlan(sharded=True, gather_us=sum(gathers_us(problem, schedule.buckets))))
-    if not layers or problem.ranks == 1:
-        return None
-    found = partition_of(problem)
-    owners = schedule.norms or found.owners
-    shares = None
-    if schedule.norms is not None:
-        shares = tuple(
-            tuple(layer.name for layer, owner in zip(layers, owners, strict=True) if owner == rank)
-            for rank in range(problem.ranks)
-        )
-    return UpdatePlan(
-        norms=NormPlan(
-            shares=shares,
-            replicated_us=replicated_us(problem),
-            shared_us=shared_us(problem, owners),
-            gather_us=gather_us(problem, owners),
-            message_bytes=message_bytes(problem, owners),
-            bound_us=found.bound,
-            method=found.method if owners == found.owners else None,
-        )
-    )
-
-
-def describe(problem: Problem, updates: UpdatePlan | None) -> list[str]:
-    """What the reader of a plan should know about norms; nothing where there are none."""
-    norms = updates.norms if updates else None
-    profile = problem.profile.compute.norms
-    if norms is None or profile is None or norms.replicated_us is None or norms.shared_us is None:
-        return []
-    alone, shared, gather = (_ms(time_us) for time_us in (norms.replicated_us, norms.shared_us, norms.gather_us or 0.0))
-    layers = f"{profile.optimizer}'s norms of {len(problem.norm_layers)} layers take {alone} by every rank"
-    if norms.shares is None:
-        return [f"{layers}, and would take {shared} shared, {gather} of it the all-gather: every rank computes all"]
-    largest_us, bound_us = norms.shared_us - (norms.gather_us or 0.0), norms.bound_us or 0.0
-    over = largest_us / bound_us - 1.0 if bound_us > 0.0 else 0.0
-    best = "the least possible" if over <= 1e-3 else f"at most {over:.1%} above the least possible"
-    gathered = f"and one all-gather of {norms.message_bytes} B, {gather}"
-    return [f"{layers} and {shared} shared (PTO): the largest share, {best}, {gathered}"]
-
-
-def _ms(time_us: float) -> str:
-    return f"{three_digits(time_us / 1000)} ms"

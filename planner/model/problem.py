@@ -17,8 +17,7 @@ from planner.cost.phases import PHASES, Phase
 from planner.cost.selection import SelectionCost, selector_line
 from planner.cost.sparse import FLAT_GATHERS, SPARSE_PHASES, SparsePhase
 from planner.documents.profile import Cluster, Contention, LayerNorm, Profile
-from planner.ir import Bucket
-from planner.search.merge import Places
+from planner.ir import Bucket, Places
 from runtime.errors import InputError
 from runtime.plan.names import layer_of
 

@@ -22,13 +22,12 @@ import numpy as np
 
 from planner.cost.phases import PHASES
 from planner.cost.sparse import FLAT_GATHERS
-from planner.ir import Bucket, Schedule
+from planner.ir import Bucket, Places, Schedule
 from planner.model.delay import PULL, PUSH, delayed_step_us, simulate_delayed
 from planner.model.local_async import async_step_us, simulate_updaters
 from planner.model.norms import update_us
 from planner.model.problem import Factors, Problem
 from planner.model.sharded_step import gathers_us, message_costs_us, own_update_us
-from planner.search.merge import Places
 from runtime.plan.timeline import Span, Timeline
 
 

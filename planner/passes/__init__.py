@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import ClassVar, Literal, Protocol
 
-from planner.ir import Schedule
-from planner.model.problem import Problem
+from planner.passes.base import Pass
 from planner.passes.delay import Delay
 from planner.passes.joint import Joint
 from planner.passes.local_async import LocalAsync
@@ -14,19 +12,6 @@ from planner.passes.merge import Merge
 from planner.passes.shard_updates import ShardUpdates
 from planner.passes.sparsify import Sparsify
 from planner.passes.topology import Topology
-
-
-class Pass(Protocol):
-    """A frozen dataclass whose fields are its options on the command line."""
-
-    name: ClassVar[str]
-    accuracy: ClassVar[Literal["exact", "bounded", "relaxed"]]
-    """The class of its results."""
-
-    def apply(self, schedule: Schedule, problem: Problem) -> Schedule:
-        """A new schedule; never worse in predicted step time than the one given."""
-        ...
-
 
 PASSES: Mapping[str, type[Pass]] = {
     made.name: made for made in (Delay, Joint, LocalAsync, Merge, ShardUpdates, Sparsify, Topology)

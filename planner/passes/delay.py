@@ -14,15 +14,16 @@ from functools import lru_cache, partial
 from typing import ClassVar, Literal
 
 from planner.cost.ssd import mean_step_us
-from planner.decide.offer import GAIN
-from planner.ir import Schedule
+from planner.ir import TIE, Schedule
 from planner.model.compression import ratio_limits
 from planner.model.delay import delayed_step_us, steady_state
 from planner.model.delay_load import Load
 from planner.model.problem import Problem
 from planner.model.simulator import step_us
-from planner.search.merge import TIE, MergeProblem, merge_exact
+from planner.passes.base import GAIN
+from planner.search.merge import MergeProblem, merge_exact
 from planner.search.sparse_pushes import best_selected
+from planner.strategies.ddp import ddp
 from runtime.errors import InputError
 
 DEFAULT_MAX_DELAY = 4
@@ -113,8 +114,6 @@ def cautious_step_us(problem: Problem, schedule: Schedule) -> float:
 
 def candidates(problem: Problem, given: Schedule | None = None) -> tuple[Schedule, ...]:
     """Buckets of whole pushes, without delay: those given (if dense), merged for pushes, one, and DDP's."""
-    from planner.strategies.ddp import ddp  # strategies import passes
-
     pushes = MergeProblem(
         ready_us=problem.ready_us,
         cost_us=partial(problem.range_time_us, problem.push.curve),

@@ -15,7 +15,7 @@ from typing import ClassVar, Literal
 
 import numpy as np
 
-from planner.ir import Schedule
+from planner.ir import TIE, Schedule
 from planner.model.compression import compression, ratio_limits, torn_places
 from planner.model.problem import Problem
 from planner.model.simulator import step_us
@@ -27,7 +27,6 @@ from planner.search.lags import layer_wise
 from planner.search.link_forms import dense_algorithms, forms_of, has_two_links
 from planner.search.links import Found, LinkForms, search
 from planner.search.local_search import Forms, improve
-from planner.search.merge import TIE
 from planner.search.neighbours import Choice
 from runtime.errors import InputError
 

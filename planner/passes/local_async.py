@@ -12,12 +12,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from planner.ir import Schedule, Updaters
+from planner.ir import TIE, Schedule, Updaters
 from planner.model.local_async import Work, async_step_us, making_us
 from planner.model.problem import Problem
 from planner.model.simulator import step_us
 from planner.search.blocks import best_blocks
-from planner.search.merge import TIE
 from runtime.errors import InputError
 from runtime.plan import MAX_UPDATERS
 

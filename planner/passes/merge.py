@@ -11,10 +11,10 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import ClassVar, Literal
 
-from planner.ir import Schedule
+from planner.ir import TIE, Schedule
 from planner.model.problem import Problem
 from planner.model.simulator import Overlap, step_us
-from planner.search.merge import TIE, MergeProblem, MergeSolution, merge_exact
+from planner.search.merge import MergeProblem, MergeSolution, merge_exact
 from planner.search.merge_contended import end_us, improve, merge_contended
 
 

@@ -16,15 +16,16 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import ClassVar, Literal
 
-from planner.decide.offer import GAIN
 from planner.ir import Schedule
-from planner.model.norms import partition_of, replicated_us, shared_us
+from planner.model.norms import replicated_us, shared_us
 from planner.model.problem import Problem
 from planner.model.sharded_step import can_share, costs_known, memory_bytes, push_us, replicated_bytes, saves_memory
 from planner.model.simulator import step_us
+from planner.passes.base import GAIN
 from planner.passes.delay import candidates
 from planner.passes.merge import best_of, boundaries
 from planner.search.merge import MergeProblem, merge_exact
+from planner.search.partition import partition_of
 from planner.verify import PUSHED_FORM
 from runtime.errors import InputError
 

@@ -10,12 +10,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from planner.ir import Schedule
+from planner.ir import TIE, Schedule
 from planner.model.compression import ratio_limits
 from planner.model.problem import Problem
 from planner.model.simulator import step_us
 from planner.search.lags import layer_wise
-from planner.search.merge import TIE
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,6 +17,7 @@ from planner.model.problem import Problem
 from planner.passes.merge import best_of, merge_without_contention
 from planner.search.link_forms import dense_algorithms, forms_of, has_two_links
 from planner.search.links import Found, LinkForms, climb, search
+from planner.strategies.torus_2d import torus_2d
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,8 +60,6 @@ def _found(problem: Problem, schedule: Schedule, climbs: int) -> Schedule:
 
 @lru_cache(maxsize=4)
 def _torus(problem: Problem) -> Schedule:
-    from planner.strategies.torus_2d import torus_2d  # strategies know passes
-
     return torus_2d(problem)
 
 

@@ -22,7 +22,7 @@ from planner.documents.profile import (
     SizeFactors,
     Tracing,
 )
-from planner.emit.sources import counted
+from planner.emit.text import counted
 from planner.frontend.layers import estimated_grad_weight_share, split_backward
 from planner.frontend.trace import TracedModel, trace
 from planner.profile.budget import Phases

@@ -7,8 +7,7 @@ from html import escape
 from math import ceil, floor, isfinite, log10
 from typing import Any
 
-from planner.emit.sources import counted
-from planner.report.tables import mebibytes, milliseconds, printable
+from planner.emit.text import counted, mebibytes, milliseconds, printable
 from planner.report.tracks import ROLES, Bar, Track
 from runtime.plan import Plan
 from runtime.plan.predicted import ScalingPoint

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from os.path import realpath
+from pathlib import Path
 
-from planner.cli.outputs import check_writable
 from planner.report.page import page_text
 from planner.report.trace import trace_text
 from runtime.errors import InputError
 from runtime.plan import Plan, load_plan
-from runtime.plan.files import write_text
+from runtime.plan.files import check_output, write_text
 from runtime.plan.measured import MeasuredStep, load_measured
 
 TRACE, HTML = "--trace", "--html"
@@ -71,3 +72,21 @@ def write(explained: Explained, outputs: Mapping[str, str]) -> None:
         texts[HTML] = page_text(plan, measured, explained.measured_from)
     for option, text in texts.items():
         write_text(outputs[option], text)
+
+
+def check_writable(path: str, *inputs: str | None) -> None:
+    """Refuses, before any work is done, an output path that cannot be written or is one of the input files."""
+    target = check_output(path)
+    for given in inputs:
+        if given is not None and _same_file(given, target):
+            raise InputError(
+                f"{path}: found the input file {given}, expected another one to write to; choose another output path"
+            )
+
+
+def _same_file(given: str, target: Path) -> bool:
+    """Whether both lead to one file, by whatever links."""
+    try:
+        return target.is_file() and os.path.samefile(given, target)
+    except (OSError, ValueError):
+        return False  # the input cannot be read: its reader will say so

@@ -4,18 +4,10 @@ from __future__ import annotations
 
 from html import escape
 
-from planner.emit.sources import counted
+from planner.emit.text import SENTENCE_CHARACTERS, counted, mebibytes, milliseconds, printable
 from planner.report.figures import scaling_figure, shorten, timeline_figure
 from planner.report.frame import figure, frame_text, paragraphs, table
-from planner.report.tables import (
-    SENTENCE_CHARACTERS,
-    bucket_form,
-    interface_lines,
-    mebibytes,
-    milliseconds,
-    plan_kind,
-    printable,
-)
+from planner.report.tables import bucket_form, interface_lines, plan_kind
 from planner.report.tracks import plan_tracks
 from planner.report.words import (
     caption_words,

@@ -7,46 +7,17 @@ from collections.abc import Iterable, Mapping, Sequence
 from rich.console import Console
 from rich.table import Table
 
-from planner.cli.options import print_table
 from planner.decide.offer import ALLOWED
 from planner.decide.simulate import Simulation
 from planner.documents.profile import ComputeIntervals, Profile
-from planner.emit.sources import counted, slower
+from planner.emit.text import SENTENCE_CHARACTERS, counted, mebibytes, milliseconds, printable, slower
 from planner.report.loading import levels, loading_lines
 from runtime.plan import LocalAsyncSpec, Plan, PlanBucket
 from runtime.plan.interfaces import INTERFACES
 from runtime.plan.predicted import Prediction
 
-
-def milliseconds(time_us: float | None) -> str:
-    """Four significant digits, in ms; more where the number has more before its point."""
-    if time_us is None:
-        return ""
-    return f"{time_us / 1000:,.0f}" if 1e7 <= time_us < 1e15 else f"{time_us / 1000:,.4g}"
-
-
-def mebibytes(size_bytes: int | None) -> str:
-    """Bytes as people read them."""
-    if size_bytes is None:
-        return ""
-    for unit, scale in (("MiB", 2**20), ("KiB", 2**10)):
-        if size_bytes >= scale:
-            return f"{size_bytes / scale:,.1f} {unit}"
-    return f"{size_bytes} B"
-
-
 SHOWN_BUCKETS = 1000
 """Rows that people might read."""
-
-NAME_CHARACTERS, SENTENCE_CHARACTERS = 120, 2000
-"""How much is shown of a name and of a sentence."""
-
-
-def printable(text: str, characters: int = NAME_CHARACTERS) -> str:
-    """A text from a document for the terminal: control characters written out, a long one cut short."""
-    if len(text) > characters:
-        text = text[:characters] + "…"
-    return text if text.isprintable() else "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
 
 
 def summary_table(plan: Plan) -> Table:
@@ -356,3 +327,22 @@ def profile_lines(profile: Profile) -> list[str]:
         times = ", ".join(f"{milliseconds(us)} ms from {name}" for name, us in levels(profile.loading).items())
         lines.append(f"one of {profile.loading.samples:,} samples takes {times}, on the slowest rank")
     return lines
+
+
+def print_table(console: Console, table: Table) -> None:
+    """A table, with title and caption as lines of their own: rich would wrap them to the table's width."""
+    title, caption, table.title, table.caption = table.title, table.caption, None, None
+    for part, style in ((title, "table.title"), (table, None), (caption, "table.caption")):
+        if part is not None and part != "":
+            console.print(part, style=style, highlight=False)
+
+
+UNWRAPPED = 100_000
+"""Wider than any table or line."""
+
+
+def make_console() -> Console:
+    """Where tables go."""
+    # Into a pipe or a file nothing is wrapped or cut off. Names are printed as they are.
+    width = None if Console().is_terminal else UNWRAPPED
+    return Console(width=width, markup=False, emoji=False)

@@ -10,7 +10,7 @@ import json
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
-from planner.emit.sources import counted, short
+from planner.emit.text import counted, short
 from runtime.plan import Plan
 from runtime.plan.measured import MeasuredStep
 from runtime.plan.timeline import computes

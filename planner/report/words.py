@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from planner.emit.sources import counted, short_with_source
+from planner.emit.text import SENTENCE_CHARACTERS, counted, milliseconds, printable, short_with_source
 from planner.report.figures import shorten
-from planner.report.tables import SENTENCE_CHARACTERS, milliseconds, printable, uncertainty_line
+from planner.report.tables import uncertainty_line
 from planner.report.tracks import MEASURED, Track
 from runtime.plan import Plan
 from runtime.plan.measured import MeasuredStep

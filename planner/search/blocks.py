@@ -14,35 +14,16 @@ on.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.search.merge import TIE
+from planner.ir import TIE
+from planner.model.local_async import BlockProblem, sharers
 
 TICKS = 2**40
 """Of all backward; the largest sum is some thousands of times that."""
 NONE = np.int64(2**62)
-
-
-@dataclass(frozen=True, kw_only=True)
-class BlockProblem:
-    """What backward spends on layers, in readiness order."""
-
-    input_us: Sequence[float]
-    """To have come down to each layer, from the loss on; never decreasing."""
-    weight_us: Sequence[float]
-    """On each layer's gradients of weights."""
-
-    def cost_us(self, start: int, stop: int) -> float:
-        """The partial backward of the block [start, stop)."""
-        return self.input_us[stop - 1] + sum(self.weight_us[start:stop])
-
-    @property
-    def full_us(self) -> float:
-        """Backward through all."""
-        return self.cost_us(0, len(self.weight_us))
 
 
 def best_blocks(problem: BlockProblem, updaters: int) -> tuple[int, ...]:
@@ -64,11 +45,6 @@ def best_blocks(problem: BlockProblem, updaters: int) -> tuple[int, ...]:
     weight = np.concatenate([[0], np.cumsum(np.rint(np.asarray(problem.weight_us) * scale).astype(np.int64))])
     latest = _latest_starts(np.concatenate([[0.0], np.cumsum(problem.weight_us)]), updaters)
     return _solve(input_ticks, weight, latest, sharers(updaters, _most_blocks(latest, updaters)))
-
-
-def sharers(updaters: int, blocks: int) -> list[int]:
-    """How many updaters each block has: updater i has block i modulo their number."""
-    return [(updaters - block - 1) // blocks + 1 for block in range(blocks)]
 
 
 def _latest_starts(weight: NDArray[np.float64], updaters: int) -> NDArray[np.int64]:

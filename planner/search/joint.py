@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.search.merge import TIE
+from planner.ir import TIE
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]

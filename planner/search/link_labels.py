@@ -15,9 +15,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from planner.ir import TIE
 from planner.search.joint import JointSolution
 from planner.search.link_tables import LinkTables
-from planner.search.merge import TIE
 
 LABELS = 24
 """Labels that a prefix may keep."""

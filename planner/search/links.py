@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.ir import Bucket, Schedule
+from planner.ir import TIE, Bucket, Schedule
 from planner.model.compression import bucket_at, hitopk_at
 from planner.model.problem import Problem
 from planner.search.joint import grid
@@ -24,7 +24,6 @@ from planner.search.link_forms import Form
 from planner.search.link_labels import least_ends_us
 from planner.search.link_labels import search as search_labels
 from planner.search.link_tables import LinkTables, link_tables
-from planner.search.merge import TIE
 from planner.search.neighbours import Choice, neighbours
 
 WORK = 12_000

@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from planner.ir import Bucket, Schedule
+from planner.ir import TIE, Bucket, Schedule
 from planner.model.compression import bucket_at, density_sum, ratio_of
 from planner.model.problem import Problem
 from planner.model.simulator import bucket_facts, facts_step_us
 from planner.search.joint_tables import Floats
-from planner.search.merge import TIE
 from planner.search.neighbours import Choice, neighbours
 
 LOCAL_WORK = 40_000

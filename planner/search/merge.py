@@ -15,14 +15,12 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from planner.ir import TIE, Places
+
 Floats = NDArray[np.float64]
-Places = slice | int | NDArray[np.int64]
-"""Places between gradients: one, a slice or an array of them."""
 CostOf = Callable[[Places, Places], Floats]
 """T of buckets by their starts and stops: one of them, a slice or an array."""
 
-TIE = 1e-12
-"""Relative difference of finishing times below which two schedules count as equal."""
 
 TIE_WORK = 150_000_000
 """Pairs of boundaries that breaking ties may look at (about a second); beyond it, ties are broken along one optimum."""

@@ -12,9 +12,10 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from planner.ir import TIE
 from planner.model.problem import Factors
 from planner.model.simulator import Overlap, State
-from planner.search.merge import TIE, MergeProblem
+from planner.search.merge import MergeProblem
 
 Floats = NDArray[np.float64]
 

@@ -16,7 +16,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.search.merge import TIE, CostOf, MergeProblem, Places, merge_exact
+from planner.ir import TIE, Places
+from planner.search.merge import CostOf, MergeProblem, merge_exact
 
 MAX_PLACES = 96
 """Places where buckets may stop before boundaries are moved one by one."""

@@ -14,6 +14,8 @@ from typing import Any
 
 import numpy as np
 
+from planner.model.norms import norm_costs_us
+from planner.model.problem import Problem
 from runtime.plan.lpt import loads_of, longest_first
 
 TICKS = 2**20
@@ -142,3 +144,8 @@ def _renamed(owners: tuple[int, ...], order: list[int]) -> list[int]:
     for item in order:
         names.setdefault(owners[item], len(names))
     return [names[owner] for owner in owners]
+
+
+def partition_of(problem: Problem, method: str = "cpsat") -> Partition:
+    """The split of norms over ranks whose largest share is least."""
+    return best_partition(norm_costs_us(problem), problem.ranks, method)

@@ -13,10 +13,9 @@ from itertools import groupby
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.ir import Bucket, Schedule
+from planner.ir import TIE, Bucket, Schedule
 from planner.model.compression import compression, selected
 from planner.model.problem import Problem
-from planner.search.merge import TIE
 
 RATIOS = (4.0, 16.0, 64.0, 250.0, 1000.0)
 """Those of the pass `joint`."""

@@ -15,9 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from planner.cost.sparse import SparsePhase, selected_elements
-from planner.ir import Bucket, Schedule
+from planner.ir import TIE, Bucket, Schedule
 from planner.model.problem import Problem
-from planner.search.merge import TIE
 from planner.search.merge_phased import PhasedProblem, merge_phased
 from planner.strategies.arguments import density
 from planner.strategies.mg_wfbp import mg_wfbp

@@ -151,6 +151,53 @@ def test_deciding_files_do_not_import_heavy_packages(path: Path) -> None:
     assert not found & set(LAZY)
 
 
+ORDER = {
+    "planner": (
+        "ir", "documents", "cost", "model", "verify", "search", "strategies", "passes", "emit", "decide", "report",
+        "frontend", "testbed", "profile", "jobs", "comparison", "cli", "__main__", "__init__",
+    ),
+    "runtime": (
+        "errors", "version", "torch_compat", "plan", "kernels", "comm", "monitor", "core", "sparse", "delay", "sharded",
+        "optimizers", "checks", "session", "datacache", "local_async", "__init__",
+    ),
+}  # fmt: skip
+"""Folders and modules at the top of each package, lowest first: imports go down this list only."""
+
+UPWARD = {
+    ("comm", "core"), ("comm", "sparse"), ("core", "sparse"), ("monitor", "core"), ("sharded", "checks"),
+}  # fmt: skip
+"""Folders of the runtime that still import one above them; the list only shrinks."""
+
+
+def modules(package: str) -> dict[str, Path]:
+    """Name → file of every module of a package."""
+    found = {}
+    for path in sorted((ROOT / package).rglob("*.py")):
+        name = ".".join(path.relative_to(ROOT).with_suffix("").parts)
+        found[name.removesuffix(".__init__")] = path
+    return found
+
+
+def room_of(module: str) -> str:
+    """The folder or the module at the top of the package that a module is in."""
+    return module.split(".")[1] if "." in module else "__init__"
+
+
+@pytest.mark.parametrize("package", ORDER)
+def test_imports_go_down_the_list(package: str) -> None:
+    """Wherever they stand: at the top, in a function, for type checkers. So there is no circle between folders."""
+    order, known, upward = ORDER[package], modules(package), {}
+    assert {room_of(name) for name in known} == set(order)
+    for name, path in known.items():
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            for imported in modules_of(node):
+                if imported.partition(".")[0] == package and order.index(room_of(imported)) > order.index(
+                    room_of(name)
+                ):
+                    upward[f"{name}: {imported}"] = room_of(name), room_of(imported)
+    assert [text for text, rooms in upward.items() if package == "planner" or rooms not in UPWARD] == []
+
+
 def test_the_list_of_deciding_files_is_complete() -> None:
     """Each pattern matches, and together they cover what the three commands load."""
     assert all(list(ROOT.glob(pattern)) for pattern in DECIDING)

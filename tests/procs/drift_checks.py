@@ -18,10 +18,10 @@ from torch import nn
 
 import planner
 import runtime
+from planner.decide.strategies import make_schedule
 from planner.documents.profile import Profile, parse_profile
 from planner.emit.lower import lower
 from planner.model.problem import make_problem
-from planner.strategies import make_schedule
 from runtime.checks.plan import dtype_name, trainable_parameters
 from runtime.comm.collectives import COLLECTIVES
 from runtime.core.buckets import Message

@@ -16,8 +16,8 @@ from rich.table import Table
 
 from planner import optimize, simulate
 from planner.cli.app import main
-from planner.cli.options import make_console, print_table
-from planner.emit.sources import counted
+from planner.emit.text import counted
+from planner.report.tables import make_console, print_table
 from runtime.plan import load_plan
 from runtime.version import __version__
 

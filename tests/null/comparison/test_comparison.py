@@ -28,9 +28,9 @@ from planner.comparison.statistics import (
     step_values,
     verdict,
 )
+from planner.decide.strategies import make_schedule
 from planner.documents.profile import parse_profile
 from planner.model.problem import Problem, make_problem
-from planner.strategies import make_schedule
 from planner.strategies.ddp import ddp_buckets
 from runtime.errors import InputError
 from runtime.plan import LocalAsyncSpec

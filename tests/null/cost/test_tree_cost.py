@@ -14,10 +14,10 @@ from planner.cost.curve import CostCurve
 from planner.cost.phases import PHASES
 from planner.cost.sparse import SPARSE_PHASES
 from planner.cost.tree import CHUNK_BYTES, MOST_CHUNKS, chunks_of, double_binary_tree, rounds, tree_curve
+from planner.decide.strategies import make_schedule
 from planner.documents.catalog import find_cluster
 from planner.documents.profile import Cluster, Link, parse_cluster
 from planner.model.simulator import simulate_schedule, step_us
-from planner.strategies import make_schedule
 from runtime.comm.collectives import tree as runtime_tree
 from runtime.comm.collectives.tree import tree_rounds
 from runtime.errors import InputError

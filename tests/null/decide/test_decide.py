@@ -23,9 +23,9 @@ from hypothesis import given
 
 import planner
 from planner import optimize, simulate
+from planner.decide.strategies import BASELINES
 from planner.documents.profile import parse_cluster, parse_profile
 from planner.model.problem import Problem
-from planner.strategies import BASELINES
 from runtime.errors import InputError
 from runtime.plan import Plan, parse_plan
 

@@ -14,13 +14,13 @@ from rich.console import Console
 
 from planner import optimize, simulate
 from planner.decide.bounded import GAIN
+from planner.decide.strategies import make_schedule
 from planner.documents.profile import parse_cluster, parse_profile
 from planner.emit.lower import compressor_of, lower
 from planner.model.compression import bucket_at, ratio_limits
 from planner.model.problem import Problem
 from planner.passes.joint import Joint
 from planner.report.tables import accuracy_lines, print_plan
-from planner.strategies import make_schedule
 from runtime.errors import InputError
 from runtime.plan import Plan, parse_plan
 from runtime.sparse.compressors import make_compressor

@@ -16,7 +16,8 @@ from planner.decide.pipeline import parse_passes, run_passes
 from planner.ir import Bucket, Schedule, format_indices, parse_indices
 from planner.model.problem import Problem
 from planner.model.simulator import simulate_schedule
-from planner.passes import PASSES, Pass
+from planner.passes import PASSES
+from planner.passes.base import Pass
 from planner.passes.merge import Merge
 from planner.verify import VerifyError, verify
 from runtime.errors import InputError

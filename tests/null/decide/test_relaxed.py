@@ -18,6 +18,7 @@ from rich.console import Console
 from planner import optimize, simulate
 from planner.decide.bounded import GAIN
 from planner.decide.offer import Offer, choose_offer
+from planner.decide.strategies import make_schedule
 from planner.documents.profile import Cluster, parse_cluster, parse_profile
 from planner.emit.lower import lower
 from planner.ir import Bucket, Schedule
@@ -26,7 +27,6 @@ from planner.model.problem import Problem, make_problem
 from planner.model.simulator import step_us
 from planner.passes.delay import MAX_DELAY, NEAR, Delay, best_choice, candidates
 from planner.report.tables import accuracy_lines, print_plan
-from planner.strategies import make_schedule
 from runtime.errors import InputError
 from runtime.plan import DelaySpec, Plan, load_plan, parse_plan
 

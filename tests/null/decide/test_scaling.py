@@ -10,9 +10,10 @@ from builders import cluster_document, make, profile_document, random_problem, u
 
 from planner import optimize, simulate
 from planner.decide.scaling import scaling_curve
+from planner.decide.strategies import BASELINES
 from planner.documents.profile import parse_cluster, parse_profile
-from planner.emit.sources import describe_sources, short, short_with_source, three_digits
-from planner.strategies import BASELINES
+from planner.emit.sources import describe_sources
+from planner.emit.text import short, short_with_source, three_digits
 from runtime.plan.predicted import ScalingPoint
 
 LINK = {"alpha_us": 5.0, "beta_us_per_byte": 1e-3}

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from planner.cost.ssd import Terms, mean_step_us
 from planner.decide.simulate import critical_shares, idle_us, message_bytes
+from planner.decide.strategies import make_schedule
 from planner.ir import Schedule
 from planner.model.delay import (
     WORK,
@@ -32,7 +33,6 @@ from planner.model.lanes import Piece, run_lanes
 from planner.model.problem import Problem
 from planner.model.simulator import simulate_schedule, step_us
 from planner.model.taskgraph import build_graph, run_graph
-from planner.strategies import make_schedule
 from planner.verify import VerifyError, verify
 from runtime.errors import InputError
 

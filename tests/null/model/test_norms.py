@@ -13,11 +13,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+from planner.decide.norms import update_bound_us
 from planner.decide.optimize import optimize
 from planner.decide.pipeline import parse_passes, run_passes
 from planner.documents.profile import parse_cluster, parse_profile
 from planner.ir import Schedule
-from planner.model.norms import gather_us, replicated_us, shared_us, update_bound_us, update_us
+from planner.model.norms import gather_us, replicated_us, shared_us, update_us
 from planner.model.problem import Problem
 from planner.model.simulator import simulate_schedule, step_us
 from planner.model.taskgraph import build_graph, run_graph

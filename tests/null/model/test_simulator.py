@@ -12,11 +12,11 @@ from builders import cluster_document, factors, line_problem, make, problems, pr
 from hypothesis import given
 from hypothesis import strategies as st
 
+from planner.decide.strategies import make_schedule
 from planner.documents.profile import Contention, parse_cluster, parse_profile
 from planner.ir import Bucket, Schedule
 from planner.model.problem import Problem, make_problem
 from planner.model.simulator import simulate_schedule, step_us
-from planner.strategies import make_schedule
 from runtime.errors import InputError
 from runtime.plan.timeline import Span, Timeline, busy_us
 

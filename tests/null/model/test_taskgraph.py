@@ -11,12 +11,12 @@ from builders import cluster_document, make, problems, profile_document
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from planner.decide.strategies import make_schedule
 from planner.ir import Schedule
 from planner.model.problem import Problem
 from planner.model.simulator import simulate_schedule
 from planner.model.taskgraph import Task, TaskGraph, build_graph, run_graph
 from planner.search.merge_phased import PhasedProblem, _neighbours, _Replay, merge_phased
-from planner.strategies import make_schedule
 from planner.strategies.torus_2d import phased_problem
 
 LINKS = {

@@ -12,6 +12,7 @@ from builders import cluster_document, make, profile_document
 from rich.console import Console
 
 from planner import optimize, simulate
+from planner.decide.strategies import make_schedule
 from planner.documents.profile import parse_cluster, parse_profile
 from planner.ir import Bucket, Schedule, Updaters
 from planner.model.local_async import Work, closed_form_saved_backwards, phases, saved_backwards, speed_up
@@ -20,7 +21,6 @@ from planner.model.simulator import simulate_schedule, step_us
 from planner.model.what_if import WhatIf
 from planner.passes.local_async import LocalAsync, best_choice, updater_schedule
 from planner.report.tables import accuracy_lines, print_plan
-from planner.strategies import make_schedule
 from planner.verify import VerifyError, verify
 from runtime.errors import InputError
 from runtime.plan import LocalAsyncSpec, parse_plan

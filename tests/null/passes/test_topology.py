@@ -11,6 +11,7 @@ import pytest
 from builders import cluster_document, line_problem, make, profile_document
 
 from planner.decide.optimize import optimize
+from planner.decide.strategies import make_schedule
 from planner.documents.profile import parse_cluster, parse_profile
 from planner.ir import Bucket, Schedule
 from planner.model.problem import Problem
@@ -20,7 +21,6 @@ from planner.passes.merge import Merge
 from planner.passes.topology import Topology
 from planner.search.link_forms import dense_algorithms, forms_of, has_two_links
 from planner.search.links import LinkForms, search
-from planner.strategies import make_schedule
 from planner.verify import verify
 
 

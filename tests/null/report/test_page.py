@@ -20,10 +20,10 @@ from test_trace import measured_step, small_plan
 
 from planner import optimize
 from planner.documents.profile import parse_profile
+from planner.emit.text import milliseconds
 from planner.emit.timelines import MAX_BARS, join_neighbours
 from planner.report.figures import scaling_figure, shorten, timeline_figure
 from planner.report.page import page_text
-from planner.report.tables import milliseconds
 from planner.report.tracks import plan_tracks
 from planner.report.words import certificate_words, headline
 from runtime.errors import EnvironmentFailure

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from planner.search.blocks import BlockProblem, best_blocks, sharers
+from planner.model.local_async import BlockProblem, sharers
+from planner.search.blocks import best_blocks
 
 
 def all_cuts(layers: int, blocks: int) -> list[tuple[int, ...]]:

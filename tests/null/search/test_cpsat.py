@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from planner import optimize, simulate
+from planner.decide.strategies import make_schedule
 from planner.ir import Schedule
 from planner.model.problem import Problem
 from planner.model.simulator import simulate_schedule
@@ -22,7 +23,6 @@ from planner.search.cpsat import MAX_GRADIENTS, solve_merge, solve_two_links
 from planner.search.merge import MergeSolution
 from planner.search.merge_contended import end_us
 from planner.search.merge_phased import PhasedProblem
-from planner.strategies import make_schedule
 from planner.strategies.torus_2d import phased_problem
 from runtime.errors import CheckFailed, InputError
 from runtime.plan import parse_plan

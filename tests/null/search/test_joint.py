@@ -14,6 +14,7 @@ from builders import cluster_document, make, problems, profile_document, random_
 from hypothesis import given
 from hypothesis import strategies as st
 
+from planner.decide.strategies import make_schedule
 from planner.ir import Bucket, Schedule
 from planner.model.compression import bucket_at, compression, ratio_limits
 from planner.model.problem import Problem
@@ -22,7 +23,6 @@ from planner.passes.joint import Joint, parse_densities
 from planner.passes.sparsify import Sparsify
 from planner.search.joint_tables import joint_tables
 from planner.search.lags import apportion, layer_wise
-from planner.strategies import make_schedule
 from planner.verify import VerifyError, verify
 from runtime.errors import InputError
 

@@ -13,6 +13,7 @@ from builders import cluster_document, make, profile_document
 from test_topology import cluster, every
 
 from planner import optimize, simulate
+from planner.decide.strategies import MIXED, make_schedule
 from planner.documents.profile import parse_cluster, parse_profile
 from planner.ir import Schedule
 from planner.model.problem import Problem
@@ -25,8 +26,6 @@ from planner.search.link_labels import least_ends_us
 from planner.search.link_labels import search as search_labels
 from planner.search.link_tables import LinkTables, link_tables
 from planner.search.links import LinkForms, search
-from planner.strategies import make_schedule
-from planner.strategies.optimal import MIXED
 from runtime.errors import CheckFailed, InputError
 
 LIMIT = 2.0

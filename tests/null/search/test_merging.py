@@ -12,14 +12,13 @@ from builders import line_problem, problems, random_problem
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from planner.ir import Schedule
+from planner.decide.strategies import BASELINES, best_baseline, make_schedule
+from planner.ir import TIE, Schedule
 from planner.model.problem import Problem
 from planner.model.simulator import Overlap, simulate_schedule
 from planner.passes.merge import Merge, best_of, merge_problem, merge_without_contention, overlap_of
-from planner.search.merge import TIE, merge_exact
+from planner.search.merge import merge_exact
 from planner.search.merge_contended import MAX_GRID, _neighbours, _Replay, end_us, improve, merge_contended
-from planner.strategies import BASELINES, make_schedule
-from planner.strategies.optimal import best_baseline
 
 
 def step_us(problem: Problem, stops: Sequence[int]) -> float:
