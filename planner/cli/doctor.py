@@ -17,8 +17,8 @@ from runtime.version import __version__
 
 NEEDED = ("torch", "numpy", "scipy", "networkx", "ortools", "pydantic", "typer", "rich")
 OPTIONAL = {
-    "scikit-learn": "`planner demo` needs it: pip install scikit-learn",
-    "plotly": "`planner explain --html` needs it: pip install plotly",
+    "scikit-learn": "`planner demo` needs it: pip install 'commplanner[demo]'",
+    "plotly": "`planner explain --html` needs it: pip install 'commplanner[pages]'",
 }
 
 

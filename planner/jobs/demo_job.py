@@ -81,7 +81,7 @@ def digits() -> Digits:
         from sklearn.datasets import load_digits
     except ImportError:
         raise EnvironmentFailure(
-            "the digits come with scikit-learn, which is missing: pip install scikit-learn"
+            "the digits of the demo come with scikit-learn, which is missing: pip install 'commplanner[demo]'"
         ) from None
     raw = load_digits()
     images = torch.tensor(raw.images, dtype=torch.float32).unsqueeze(1) / 16

@@ -54,7 +54,9 @@ def _plotly() -> str:
     try:
         from plotly.offline import get_plotlyjs
     except ImportError:
-        raise EnvironmentFailure("the page is drawn by plotly, which is missing: pip install plotly") from None
+        raise EnvironmentFailure(
+            "the page is drawn by plotly, which is missing: pip install 'commplanner[pages]'"
+        ) from None
     library: str = get_plotlyjs()
     return library
 

@@ -37,7 +37,7 @@ def test_the_wheel_holds_code_data_and_licence(tmp_path: Path) -> None:
     code = {name for name in tracked if name.startswith(("planner/", "runtime/")) and name.endswith(".py")}
     assert code <= names
     assert {name for name in tracked if name.startswith(("profiles/clusters/", "profiles/models/"))} <= names
-    assert {f"planner/pictures/page.{kind}" for kind in ("css", "html", "js")} <= names
+    assert {f"planner/report/page.{kind}" for kind in ("css", "html", "js")} <= names
     assert {"planner/py.typed", "runtime/py.typed"} <= names
     assert any(name.endswith("LICENSE") for name in names)
     assert not any(name.startswith(("tests/", "examples/", "benchmarks/")) for name in names)
