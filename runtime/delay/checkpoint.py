@@ -1,15 +1,14 @@
-"""What sessions with a delay save: whether it fits, and the whole from what all ranks owned."""
+"""What sessions with a delay save, and whether it fits: the same ranks, workers and buckets go on with it."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from runtime.delay.server import Pieces
 from runtime.errors import InputError
 from runtime.plan import DelaySpec, Plan
 
@@ -30,41 +29,6 @@ def copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
     """Writes each source into its target."""
     for target, source in zip(targets, sources, strict=True):
         target.copy_(source)
-
-
-def joined(
-    owned: Sequence[Pieces], parameters: Mapping[str, nn.Parameter]
-) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """(weights, momenta) by name, in the parameters' shapes, from what all ranks of a run owned."""
-    weights: dict[str, Tensor] = {}
-    momenta: dict[str, Tensor] = {}
-    for name, parameter in parameters.items():
-        pieces = sorted((one[name] for one in owned if name in one), key=lambda piece: int(piece["start"]))
-        if not pieces:  # a parameter without elements has no owner
-            weights[name] = parameter.detach().clone()
-            continue
-        stride = pieces[0]["stride"]
-        flat = torch.cat([piece["weights"] for piece in pieces]).to(parameter.device)
-        weights[name] = flat.as_strided(parameter.shape, stride)
-        buffers = [piece["momentum"] for piece in pieces]
-        if all(buffer is not None for buffer in buffers):
-            momenta[name] = torch.cat(buffers).to(parameter.device).as_strided(parameter.shape, stride)
-    return weights, momenta
-
-
-def residuals_of(states: Sequence[Mapping[str, Any]], worker: int, workers: int) -> dict[str, Tensor]:
-    """One worker's share of what all ranks of a run had yet to push, by gradient: the sum over workers stays the same.
-
-    Args:
-        states: of all ranks.
-        worker: this one.
-        workers: how many there are now.
-    """
-    total: dict[str, Tensor] = {}
-    for state in states[worker::workers]:
-        for name, part in state["residuals"].items():
-            total[name] = total[name] + part.to(total[name].device) if name in total else part
-    return total
 
 
 KEYS = {"spec", "stage", "step", "steps", "rates", "staleness", "pace", "workers"}
@@ -104,24 +68,26 @@ def check_state(state: Any, spec: DelaySpec, parameters: Mapping[str, nn.Paramet
         )
 
 
-@dataclass(frozen=True)
-class Place:
-    """This rank, and what decides which part of the weights it owns."""
-
-    rank: int
-    ranks: int
-    workers: int
-    buckets: list[list[str]]
+ELSEWHERE = (
+    "go on as the run began, or end the delay there first (session.switch to a plan without one, then save): from "
+    "there any number of ranks may go on, with any plan"
+)
+"""What to do with the state of other ranks, workers or buckets, by which other ranks own each part of the weights."""
 
 
-def delays_of(given: Any, place: Place) -> tuple[list[Any], bool]:
-    """(what `Delay.load` continues from, whether the run had as many ranks and workers and the same buckets), from
-    `Session.state_dict()`s.
+def own_state(given: Any, rank: int, ranks: int, workers: int, buckets: list[list[str]]) -> Any:
+    """Return what `Delay.load` continues from, of this rank.
+
+    Args:
+        given: this rank's `Session.state_dict()`, or those of all ranks, in order.
+        rank: this one.
+        ranks: how many there are.
+        workers: how many workers these are.
+        buckets: see `buckets_of`.
 
     Raises:
-        InputError: no state of a run with delay; another rank's, or not those of all ranks.
+        InputError: no state of a run with delay, or of other ranks, workers or buckets.
     """
-    rank, ranks, workers = place.rank, place.ranks, place.workers
     several = isinstance(given, Sequence) and not isinstance(given, str | bytes)
     everyone: list[Any] = list(given) if several else [given]
     for one in everyone or [None]:
@@ -130,35 +96,18 @@ def delays_of(given: Any, place: Place) -> tuple[list[Any], bool]:
                 "found no state of a run with delay, expected what Session.state_dict() returned of one: go on with "
                 "the plan that the run began with"
             )
-    count = everyone[0]["ranks"]
-    before = _workers_of(everyone[0]["delay"], count)
-    if several and [one["rank"] for one in everyone] == list(range(count)):
-        states = [one["delay"] for one in everyone]
-        same = (count, before) == (ranks, workers) and _has_buckets(states[0], place)
-        return ([states[rank]], True) if same else (states, False)
-    if not several and before != workers:
+    found, count = [one["rank"] for one in everyone], everyone[0]["ranks"]
+    if count != ranks or found != (list(range(ranks)) if several else [rank]):
+        whose = f"the states of ranks {found}" if several else f"the state of rank {found[0]}"
         raise InputError(
-            f"found the state of a run with {before} workers, this one has {workers}; expected those of all ranks in "
-            f"order: pass a list of them on every rank"
+            f"found {whose} of {count}, this is rank {rank} of {ranks}; expected its own, or those of all ranks in "
+            f"order: {ELSEWHERE}"
         )
-    if several or (count, everyone[0]["rank"]) != (ranks, rank):
+    state = everyone[rank if several else 0]["delay"]
+    if isinstance(state, Mapping) and state.get("workers", workers) != workers:
         raise InputError(
-            f"found the states of ranks {[one['rank'] for one in everyone]} of {count}, this is rank {rank} of "
-            f"{ranks}; expected its own, or those of all ranks in order: pass a list of them on every rank"
+            f"found the state of a run with {state['workers']} workers, expected {workers}, as here: {ELSEWHERE}"
         )
-    if not _has_buckets(everyone[0]["delay"], place):
-        raise InputError(
-            "found the state of a run with other buckets; expected the plan that the run began with, or the states of "
-            "all ranks in order, which may go on with others: pass a list of them on every rank"
-        )
-    return [everyone[0]["delay"]], True
-
-
-def _has_buckets(state: Any, place: Place) -> bool:
-    """Whether ranks own what they did then; with no owners yet any buckets are right."""
-    return not isinstance(state, Mapping) or state.get("buckets", place.buckets) == place.buckets
-
-
-def _workers_of(state: Any, ranks: int) -> int:
-    found: int = state.get("workers", ranks) if isinstance(state, Mapping) else ranks
-    return found
+    if isinstance(state, Mapping) and state.get("buckets", buckets) != buckets:
+        raise InputError(f"found the state of a run with other buckets, expected those of this plan: {ELSEWHERE}")
+    return state

@@ -101,12 +101,11 @@ class LocalWeights:
         }  # fmt: skip
 
     @torch.no_grad()
-    def load(self, state: Mapping[str, Any], *, own: bool) -> None:
-        """Goes on from a `state`; `own`: of this rank, else only what ranks have in common counts."""
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Goes on from this rank's `state`."""
         for name, before in state["pre_weight"].items():
             self._before[name].copy_(before)
-        if own:
-            self.take(state["weights"])
-            self._memory = {
-                name: kept.to(self._parameters[name].device, copy=True) for name, kept in state["memory"].items()
-            }
+        self.take(state["weights"])
+        self._memory = {
+            name: kept.to(self._parameters[name].device, copy=True) for name, kept in state["memory"].items()
+        }

@@ -231,7 +231,7 @@ class Server:
         parameters = {slot.name: slot.parameter for bucket in buckets for slot in bucket.slots}
         self._sgd = self._make_optimizer(parameters, groups)
         momenta = {name: optimizer.state.get(p, {}).get("momentum_buffer") for name, p in parameters.items()}
-        self.set_momenta({name: buffer for name, buffer in momenta.items() if buffer is not None})
+        self._set_momenta({name: buffer for name, buffer in momenta.items() if buffer is not None})
 
     @property
     def pieces(self) -> Iterator[Piece]:
@@ -257,8 +257,8 @@ class Server:
         on_device = any(piece.weights.device.type != "cpu" for piece in self.pieces)
         return torch.optim.SGD(listed, lr=0.0, fused=on_device or None) if listed else None
 
-    def set_momenta(self, momenta: Mapping[str, Tensor]) -> None:
-        """Goes on with momentum buffers by name, in the shapes of their parameters."""
+    def _set_momenta(self, momenta: Mapping[str, Tensor]) -> None:
+        """Take over momentum buffers by name, in the shapes of their parameters."""
         for shard in self._all_shards:
             flat = shard.flatten(momenta)
             for piece in shard.pieces:
@@ -308,11 +308,6 @@ class Server:
         """Takes over what gradients, by name, hold back."""
         for shard in self._all_shards:
             shard.put_residuals(residuals)
-
-    def set_weights(self, weights: Mapping[str, Tensor]) -> None:
-        """Goes on with weights by name, in the shapes of their parameters."""
-        for shard in self._all_shards:
-            shard.weights.copy_(shard.flatten(weights))
 
     def state(self) -> Pieces:
         """Copies of what is owned, by parameter."""

@@ -20,7 +20,7 @@ import functools
 import warnings
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
 from typing import Any, Literal
@@ -31,16 +31,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from runtime.comm.world import World, first_line
 from runtime.core.exchange import Exchange
-from runtime.delay.checkpoint import (
-    Place,
-    buckets_of,
-    check_state,
-    clones,
-    copy_all,
-    delays_of,
-    joined,
-    residuals_of,
-)
+from runtime.delay.checkpoint import buckets_of, check_state, clones, copy_all, own_state
 from runtime.delay.exchange import DelayedExchange
 from runtime.delay.local_weights import LocalWeights
 from runtime.delay.nodes import NodeGroups, communicator_of, workers_of
@@ -414,58 +405,44 @@ class Delay:
         """Goes on; returns the number of the next step.
 
         Args:
-            given: see `Session.load_state_dict`; of a run with other ranks, workers or buckets those of all its ranks.
+            given: see `Session.load_state_dict`.
 
         Raises:
-            InputError: of a run with another delay, model or optimizer.
+            InputError: of a run with another delay, model or optimizer, or with other ranks, workers or buckets.
         """
-        place = Place(self._world.rank, self._world.ranks, self.workers.count, buckets_of(self.plan))
-        states, same = delays_of(given, place)
-        first = states[0]
-        check_state(first, self.spec, self._parameters, len(self._groups))
+        buckets = buckets_of(self.plan)
+        state = own_state(given, self._world.rank, self._world.ranks, self.workers.count, buckets)
+        check_state(state, self.spec, self._parameters, len(self._groups))
         if self._steps_done():
             raise InputError("load_state_dict: found a session that has trained, expected one before its first step")
-        self.steps = first["steps"]
-        self._lrs = deque(first["rates"], maxlen=max(1, self.steps))
-        self.staleness.load(first["staleness"])
-        self.pace.load(first["pace"])
-        if first["stage"] == "delayed":
-            self._go_on(states, same=same)
+        self.steps = state["steps"]
+        self._lrs = deque(state["rates"], maxlen=max(1, self.steps))
+        self.staleness.load(state["staleness"])
+        self.pace.load(state["pace"])
+        if state["stage"] == "delayed":
+            self._go_on(state)
         else:
-            self.stage = first["stage"]
+            self.stage = state["stage"]
             if self._exchange is not None:  # the plan has no warm-up
                 self._exchange = None
                 self._put(None)
-        step: int = first["step"]
+        step: int = state["step"]
         return step
 
     @torch.no_grad()
-    def _go_on(self, states: Sequence[Mapping[str, Any]], *, same: bool) -> None:
-        first = states[0]
+    def _go_on(self, state: Mapping[str, Any]) -> None:
         if self._exchange is None:
             self._begin()
         exchange = self._exchange
         assert exchange is not None
-        exchange.step = first["pushed"] if same else first["step"]
-        self._own.load(first, own=same)
-        if not same:
-            weights, momenta = joined([one["pieces"] for one in states], self._parameters)
-            exchange.server.set_weights(weights)
-            exchange.server.set_momenta(momenta)
-            exchange.server.put_residuals(residuals_of(states, self._worker, self.workers.count))
-            self._own.take(weights)
-            return
-        exchange.server.load(first["pieces"])
-        exchange.server.put_residuals(first["residuals"])
-        copy_all(self._buffers(), first["buffers"])
-        for step, pulled in first["pulls"]:
+        exchange.step = state["pushed"]
+        self._own.load(state)
+        exchange.server.load(state["pieces"])
+        exchange.server.put_residuals(state["residuals"])
+        copy_all(self._buffers(), state["buffers"])
+        for step, pulled in state["pulls"]:
             exchange.put_back(step, pulled)
-        exchange.told, exchange.words = first["told"], first["words"]
-
-    @property
-    def _worker(self) -> int:
-        """The number of this rank's worker."""
-        return self.workers.owners[self._world.rank] % self.workers.count
+        exchange.told, exchange.words = state["told"], state["words"]
 
 
 _delays: weakref.WeakSet[Delay] = weakref.WeakSet()

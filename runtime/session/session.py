@@ -31,7 +31,6 @@ from runtime.core.buffers import BufferSync
 from runtime.core.closures import LossAveraging
 from runtime.core.exchange import Exchange
 from runtime.core.watch import ModelWatch
-from runtime.delay.delay_end import ended, is_delayed
 from runtime.delay.stages import Delay
 from runtime.errors import FallbackWarning, InputError
 from runtime.monitor.clock import make_clock
@@ -352,17 +351,16 @@ class Session:
 
         Args:
             state: this rank's; or, on every rank alike, those of all ranks in order of rank, for a run on another
-                number of ranks: each takes a share, and their sum stays what it was.
+                number of ranks (without a delay): each takes a share, and their sum stays what it was.
 
         Raises:
-            InputError: other state, of other parameters, or of another number of ranks than there are.
+            InputError: other state, of other parameters, or of another number of ranks than there are; with a delay
+                also of other buckets.
         """
         shapes = {name: parameter.shape for name, parameter in self.parameters.items()}
         if self.delay is not None:
             self.step = self.delay.load(state)
             return
-        if self._optimizer is not None and is_delayed(state) and self.plan.delay is not None:  # a rank alone has none
-            self.step, state = ended(state, self.plan, self.parameters, self._optimizer)
         held = carried_part(state, self.world.rank, self.world.ranks, shapes)
         if self.plan.sharded and held.get("residuals"):
             raise InputError(f"the state: {SHARED_STEP_TAKES_NOTHING_OVER}")

@@ -191,8 +191,9 @@ def _check_state(one: Any, shapes: Mapping[str, torch.Size]) -> None:
     """Raises InputError where it is no state of a session with these parameters."""
     if isinstance(one, dict) and "delay" in one:
         raise InputError(
-            "found the state of a run with delay, expected one of a run without: go on with the plan that the run "
-            "began with"
+            "found the state of a run with delay, expected one of a run without (on one rank alone no run has one): go "
+            "on with the plan and the ranks that the run began with, or end the delay there first (session.switch to a "
+            "plan without one, then save)"
         )
     carried = one.get("carried", {}) if isinstance(one, dict) else None
     good = (

@@ -24,7 +24,6 @@ from torch import Tensor, nn
 
 import runtime
 from runtime.delay import pace, staleness
-from runtime.delay.checkpoint import joined
 from runtime.plan import CompressorSpec, DelaySpec, PlanBucket
 from runtime.session.session import Session
 
@@ -57,48 +56,35 @@ def resumed() -> dict[str, bool]:
     return results
 
 
-def resharded() -> dict[str, bool]:
-    """Another number of ranks goes on with the same global weights and momenta."""
+def elsewhere() -> dict[str, bool]:
+    """Other ranks, buckets, or no state of a run with delay are refused; all ranks' states are as good as one's own."""
     model, optimizer, session = _started()
     train(model, optimizer, net_loss, range(11))
-    with session.global_weights():
-        weights = [p.detach().clone() for p in model.parameters()]
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, session.state_dict())
-    assert session.delay is not None
-    momenta = session.delay._momenta()
     session.detach()
-    alone = copy.deepcopy(everyone[0]) | {"ranks": 1}
-    shapes = {name: p for name, p in model.named_parameters()}
-    whole, buffers = joined([one["delay"]["pieces"] for one in everyone], shapes)
-    alone["delay"]["pieces"] = {
-        name: {
-            "start": 0,
-            "stride": whole[name].stride(),
-            "weights": whole[name].flatten(),
-            "momentum": buffers[name].flatten(),
-        }
-        for name in whole
+    rank, own = dist.get_rank(), everyone[dist.get_rank()]
+    other = own["delay"] | {"buckets": [[name for name, _ in model.named_parameters()]]}
+    wrong: Mapping[str, tuple[Any, str]] = {
+        "an exact plan's": ({"plan": "x", "ranks": dist.get_world_size()}, "found no state of a run with delay"),
+        "another delay's": (
+            own | {"delay": own["delay"] | {"spec": {"steps": 9}}},
+            "with the delay {'steps': 9}",
+        ),
+        "another rank's": (everyone[rank - 1], f"this is rank {rank} of {len(everyone)}; expected its own"),
+        "some ranks'": (everyone[1:], "expected its own, or those of all ranks in order: go on as the run began"),
+        "of a run with one rank": ([everyone[0] | {"ranks": 1}], "found the states of ranks [0] of 1, this is rank"),
+        "other workers'": (own | {"delay": own["delay"] | {"workers": 9}}, "a run with 9 workers, expected"),
+        "other buckets'": (own | {"delay": other}, "found the state of a run with other buckets, expected those of"),
+        "nothing": ({}, "found no state of a run with delay"),
     }
     model, optimizer, session = _started()
-    session.load_state_dict([alone])
-    results = {"own": close(model.parameters(), weights, 0.0), "step": session.step == 11}
-    with session.global_weights():
-        results["global"] = close(model.parameters(), weights, 0.0)
-    assert session.delay is not None
-    results["momenta"] = close(session.delay._momenta().values(), list(momenta.values()), 0.0)
-    train(model, optimizer, net_loss, range(11, 14))
-    session.detach()
-    wrong: Mapping[str, Any] = {
-        "an exact plan's": {"plan": "x", "ranks": dist.get_world_size()},
-        "another delay's": everyone[dist.get_rank()] | {"delay": everyone[0]["delay"] | {"spec": {"steps": 9}}},
-        "another rank's": everyone[dist.get_rank() - 1],
-        "some ranks'": everyone[1:],
-        "nothing": {},
-    }
-    model, optimizer, session = _started()
-    for what, state in wrong.items():
-        results[f"{what} is refused"] = raised(lambda state=state: session.load_state_dict(state)).startswith("InputE")
+    results = {}
+    for what, (state, words) in wrong.items():
+        said = raised(lambda state=state: session.load_state_dict(state))
+        results[f"{what} is refused"] = said.startswith("InputError") and words in said
+    session.load_state_dict(everyone)
+    results["all ranks'"] = session.step == 11
     session.detach()
     return results
 
@@ -420,7 +406,7 @@ def refused() -> dict[str, bool]:
 CHECKS: dict[str, Callable[[], dict[str, bool]]] = DELAY_CHECKS | WORKER_CHECKS | STATE_CHECKS | {
     check.__name__: check
     for check in (
-        resumed, resharded, not_finite, left, guarded, diverging, paced, habits, other_optimizers, moved, untouched,
+        resumed, elsewhere, not_finite, left, guarded, diverging, paced, habits, other_optimizers, moved, untouched,
         without_warm_up, refused,
     )
 }  # fmt: skip

@@ -1,4 +1,4 @@
-"""Plans with delay: against a reference that plays all workers and servers, resumed, resharded, guarded and left."""
+"""Plans with delay: against a reference that plays all workers and servers, resumed, guarded and left."""
 
 from __future__ import annotations
 
