@@ -33,7 +33,7 @@ WAYS = {
     "synchronous": Way(None),
     **{f"k = {k}": Way(delay_spec(k)) for k in range(1, 6)},
     "k = 4, α = 2, β = 0.5": Way(PUBLISHED),
-    "k = 4, plain local SGD": Way(replace(PUBLISHED, local_update="sgd")),
+    "k = 4, plain local SGD": Way(replace(PUBLISHED, alpha=1.0, beta=0.0)),
     "k = 4, a sixth synchronous": Way(delay_spec(4), 1 / 6),
 }
 

@@ -6,7 +6,6 @@ from dataclasses import replace
 
 from runtime.checks.local_async import find_local_updaters
 from runtime.comm.collectives import form_of
-from runtime.delay.local_updates import LOCAL_UPDATES
 from runtime.plan import CURE, NO_COMPRESSION, DelaySpec, Plan
 
 PUSHED = (("all_reduce", "library"), ("sparse", "flat"))
@@ -22,9 +21,11 @@ def delay_misfit(plan: Plan, delay: DelaySpec) -> str | None:
             f"the delay has steps {delay.steps} and warmup_steps {delay.warmup_steps}; expected at least 1 and 0, such "
             f"as 4 and 500: correct it"
         )
-    if delay.local_update not in LOCAL_UPDATES:
-        known = ", ".join(LOCAL_UPDATES)
-        return f"the delay's local_update is {delay.local_update!r}, which is unknown; known: {known}"
+    if delay.local_update != "glu":
+        return (
+            f"the delay's local_update is {delay.local_update!r}; expected 'glu': leave it out (what was 'sgd' is "
+            f"alpha 1 with beta 0)"
+        )
     if delay.warmup_steps % delay.steps:
         return (
             f"the delay has {delay.warmup_steps} warmup_steps, expected a multiple of its {delay.steps} steps, such as "

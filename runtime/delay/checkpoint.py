@@ -33,7 +33,7 @@ def copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
 
 KEYS = {"spec", "stage", "step", "steps", "rates", "staleness", "pace", "workers"}
 DELAYED_KEYS = KEYS | {
-    "pushed", "pieces", "residuals", "weights", "buffers", "pre_weight", "pulls", "told", "words", "memory", "buckets",
+    "pushed", "pieces", "residuals", "weights", "buffers", "pre_weight", "pulls", "told", "words", "buckets",
 }  # fmt: skip
 
 
@@ -45,7 +45,8 @@ def buckets_of(plan: Plan) -> list[list[str]]:
 def check_state(state: Any, spec: DelaySpec, parameters: Mapping[str, nn.Parameter], groups: int) -> None:
     """Raises InputError where it is no state of a run with this delay and model, and so many groups of parameters."""
     keys = set(state) if isinstance(state, Mapping) else set()
-    if keys != (DELAYED_KEYS if "stage" in keys and state["stage"] == "delayed" else KEYS):
+    delayed = "stage" in keys and state["stage"] == "delayed"
+    if not keys >= (DELAYED_KEYS if delayed else KEYS):
         raise InputError("found no state of a run with delay, expected what Session.state_dict() returned of one")
     if state["spec"] != asdict(spec):
         raise InputError(
@@ -60,7 +61,7 @@ def check_state(state: Any, spec: DelaySpec, parameters: Mapping[str, nn.Paramet
         )
     shapes = {name: tuple(weight.shape) for name, weight in state.get("weights", {}).items()}
     expected = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
-    if keys == DELAYED_KEYS and shapes != expected:
+    if delayed and shapes != expected:
         odd = next(name for name in shapes.keys() | expected.keys() if shapes.get(name) != expected.get(name))
         raise InputError(
             f"found weights of {odd} with the shape {shapes.get(odd)}, expected {expected.get(odd)}: load the "

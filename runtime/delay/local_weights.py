@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from runtime.delay.checkpoint import clones, copy_all, kept_on_host
-from runtime.delay.local_updates import LOCAL_UPDATES, LocalStep
+from runtime.delay.local_updates import glu
 from runtime.delay.server import Rates
 from runtime.plan import DelaySpec
 
@@ -31,8 +31,6 @@ class LocalWeights:
         self._spec, self._parameters, self._groups = spec, parameters, groups
         self._before: dict[str, Tensor] = {}
         """`pre_weight`."""
-        self._memory: dict[str, Tensor] = {}
-        """What local updaters remember, by parameter."""
         self._aside: tuple[dict[str, Tensor], list[Tensor]] | None = None
         """The rank's own weights and buffers, where the model has others for a while."""
 
@@ -42,7 +40,7 @@ class LocalWeights:
 
     def end(self) -> None:
         """Gives the memory back."""
-        self._before, self._memory = {}, {}
+        self._before = {}
 
     def take(self, weights: Mapping[str, Tensor]) -> None:
         """Pulled weights, by name, become the rank's own."""
@@ -76,28 +74,16 @@ class LocalWeights:
         for group, values, lr_sum in zip(self._groups, rates, lr_sums, strict=True):
             found = [(name, p, gradients[id(p)]) for name, p in group if id(p) in gradients]
             if found:
-                LOCAL_UPDATES[self._spec.local_update](self._step(found, values, lr_sum))
-
-    def _step(
-        self, group: Sequence[tuple[str, nn.Parameter, Tensor]], rates: Mapping[str, Any], lr_sum: float
-    ) -> LocalStep:
-        return LocalStep(
-            names=[name for name, _, _ in group],
-            weights=[parameter.detach() for _, parameter, _ in group],
-            gradients=[gradient for _, _, gradient in group],
-            before=[self._before[name].to(p.device, non_blocking=True) for name, p, _ in group],
-            rates=rates,
-            lr_sum=lr_sum,
-            spec=self._spec,
-            state=self._memory,
-        )
+                weights = [parameter.detach() for _, parameter, _ in found]
+                before = [self._before[name].to(p.device, non_blocking=True) for name, p, _ in found]
+                glu(self._spec, weights, [gradient for _, _, gradient in found], before, values, lr_sum)
 
     def state(self, buffers: Sequence[Tensor]) -> dict[str, Any]:
         """Copies; what `load` continues from, and the rank's own `buffers`."""
         own, own_buffers = self._aside or (self._parameters, buffers)
         return {
             "weights": clones(own), "buffers": [buffer.detach().clone() for buffer in own_buffers],
-            "pre_weight": clones(self._before), "memory": clones(self._memory),
+            "pre_weight": clones(self._before),
         }  # fmt: skip
 
     @torch.no_grad()
@@ -106,6 +92,3 @@ class LocalWeights:
         for name, before in state["pre_weight"].items():
             self._before[name].copy_(before)
         self.take(state["weights"])
-        self._memory = {
-            name: kept.to(self._parameters[name].device, copy=True) for name, kept in state["memory"].items()
-        }

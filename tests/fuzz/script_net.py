@@ -25,7 +25,7 @@ LARGE = 263
 """Rows of WIDTH outputs each: their weights are more than the 64 KiB from which gradients are moved one by one."""
 DENSITY = 0.3
 """What sparse buckets send."""
-DELAY = DelaySpec(steps=2, warmup_steps=2, local_update="sgd", local_lr_scale=1.0)
+DELAY = DelaySpec(steps=2, warmup_steps=2, alpha=1.0, beta=0.0, local_lr_scale=1.0)
 
 OPTIMIZERS: dict[str, Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]] = {
     "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.05),

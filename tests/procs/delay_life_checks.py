@@ -387,7 +387,11 @@ def refused() -> dict[str, bool]:
         "the delay has steps 0 and warmup_steps 4": (replace(FEW, steps=0), sgd, {}),
         'expected "relaxed"': (FEW, sgd, {"accuracy": "exact"}),
         "expected a multiple of its 3 steps, such as 6": (DelaySpec(steps=3, warmup_steps=4), sgd, {}),
-        "which is unknown; known: glu, sgd, dc_asgd": (replace(FEW, local_update="lu"), sgd, {}),
+        "is 'sgd'; expected 'glu': leave it out (what was 'sgd' is alpha 1 with beta 0)": (
+            replace(FEW, local_update="sgd"),
+            sgd,
+            {},
+        ),
         "travels by sparse/naive_all_gather": (FEW, sgd, {"buckets": (replace(bucket, algorithm="naive_all_gather"),)}),
         "SGD with fused": (FEW, torch.optim.SGD(model.parameters(), lr=0.1, fused=True), {}),
         "the gradient one.weight, whose parameter is not in": (

@@ -68,7 +68,6 @@ class Reference:
     """By worker and bucket."""
     velocity: list[Tensor | None] = field(init=False)
     lrs: list[float] = field(default_factory=list)
-    squares: dict[tuple[int, int], Tensor] = field(default_factory=dict)
     pulled: Weights | None = None
 
     def __post_init__(self) -> None:
@@ -141,21 +140,10 @@ class Reference:
     def update(self, rank: int, index: int, gradient: Tensor, lr: float, lr_sum: float) -> None:
         """One parameter's local update."""
         spec, weight = self.spec, self.local[rank][index]
-        if spec.local_update == "glu":
-            direction = gradient * spec.alpha
-            direction = direction.add(weight, alpha=self.sgd.weight_decay)
-            sync = (self.before[index] - weight) * ((1.0 - self.sgd.momentum) / lr_sum)
-            direction = direction.add(sync, alpha=spec.beta)
-        elif spec.local_update == "sgd":
-            direction = gradient.add(weight, alpha=self.sgd.weight_decay)
-        else:
-            square = gradient**2
-            mean = self.squares.get((rank, index))
-            mean = square if mean is None else 0.95 * mean + 0.05 * square
-            self.squares[rank, index] = mean
-            strength = 2.0 / (mean.sqrt() + 1e-7)
-            direction = gradient + strength * square * (weight - self.before[index])
-            direction = direction + self.sgd.weight_decay * weight
+        direction = gradient * spec.alpha
+        direction = direction.add(weight, alpha=self.sgd.weight_decay)
+        sync = (self.before[index] - weight) * ((1.0 - self.sgd.momentum) / lr_sum)
+        direction = direction.add(sync, alpha=spec.beta)
         self.local[rank][index] = weight.add(direction, alpha=-lr * spec.local_lr_scale)
 
 
