@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from planner.testbed.emulation import Emulation, mark
 from planner.testbed.namespaces import Namespace, NoNamespaces
-from planner.testbed.wiring import INTERFACE, check_tools, host_address, wire
+from planner.testbed.wiring import INTERFACE, check_tools, wire
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,10 +77,6 @@ class EmulatedHosts(Hosts):
                 namespace.close()
             raise
         return cls(replace(emulation, kind="namespaces"), made[0], tuple(made[1:]))
-
-    def address(self, host: int) -> str:
-        """Where a host is reached from the other hosts."""
-        return host_address(host) if self.namespaces else "127.0.0.1"
 
     def place(self, rank: int) -> Place:
         """See `Hosts.place`."""

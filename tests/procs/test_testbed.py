@@ -19,9 +19,8 @@ import testbed_checks
 import planner
 from planner.jobs.launch import LocalWorld, run_ranks
 from planner.testbed import wiring
-from planner.testbed.commands import run_on_hosts
 from planner.testbed.emulation import parse_emulation
-from planner.testbed.hosts import EmulatedHosts, emulated_hosts
+from planner.testbed.hosts import EmulatedHosts
 from planner.testbed.namespaces import NoNamespaces
 from runtime.errors import EnvironmentFailure
 
@@ -200,46 +199,6 @@ def test_a_rank_that_dies_on_an_emulated_host_is_named(untouched: None) -> None:
     world = LocalWorld(ranks=2, emulation=parse_emulation("2x1@1gbit"))
     with pytest.raises(EnvironmentFailure, match="rank 1 was killed by SIGKILL"):
         run_ranks(world, testbed_checks.stop_a_host)
-
-
-@needs_namespaces
-def test_commands_run_in_the_hosts(untouched: None) -> None:
-    with emulated_hosts(parse_emulation("3x1@1gbit")) as hosts:
-        script = "ip -o -4 addr show dev eth0; ps ax | wc -l; echo error >&2; exit $0"
-        outputs = run_on_hosts(hosts, lambda host: ["sh", "-c", script, str(host)])
-        assert [(output.host, output.code, output.err) for output in outputs] == [(h, h, "error\n") for h in range(3)]
-        for output in outputs:
-            assert f" {hosts.address(output.host)}/16 " in output.out
-            assert int(output.out.splitlines()[-1]) < 10  # it sees its own processes only
-        pinged = run_on_hosts(hosts, lambda host: [sys.executable, "-c", PING, hosts.address((host + 1) % 3)])
-        assert [output.out for output in pinged] == ["refused\n"] * 3  # somebody is there to refuse
-        with pytest.raises(EnvironmentFailure, match=r"host 0 of .*`sleep 60` did not end within 1 s"):
-            run_on_hosts(hosts, lambda host: ["sleep", "60"] if host == 0 else ["true"], timeout_s=1.0)
-        assert run_on_hosts(hosts, lambda host: ["absent"])[0].code == 127
-        assert run_on_hosts(hosts, lambda host: ["sh", "-c", "kill -9 $$"])[0].code == 137
-
-
-PING = """
-import socket, sys
-try:
-    socket.create_connection((sys.argv[1], 9), timeout=10)
-except ConnectionRefusedError:
-    print("refused")
-"""
-
-
-@needs_namespaces
-@pytest.mark.parametrize("how", ["INT", "TERM", "KILL", "exception"])
-def test_a_program_leaves_nothing_in_its_hosts(how: str, tmp_path: Path, untouched: None) -> None:
-    """Commands in the hosts have started processes of their own, which go too."""
-    failing = "fail" if how == "exception" else "wait"
-    command = Command(tmp_path / "run", testbed_checks.__file__, "2x1@100mbit", str(tmp_path / "run" / "host"), failing)
-    namespaces = command.namespaces("host0", "host1")
-    assert len(set(namespaces)) == 2
-    assert os.readlink("/proc/self/ns/net") not in namespaces
-    code = command.end(0 if how == "exception" else getattr(signal, f"SIG{how}"))
-    assert code == (1 if how == "exception" else -getattr(signal, f"SIG{how}"))
-    assert command.left(namespaces) == []
 
 
 @needs_namespaces

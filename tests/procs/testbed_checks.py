@@ -1,10 +1,9 @@
-"""What ranks do on an emulated cluster, and a program that holds one; see test_testbed.py."""
+"""What ranks do on an emulated cluster; see test_testbed.py."""
 
 from __future__ import annotations
 
 import os
 import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -17,9 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from planner import TrainingJob
 from planner.profile.node_links import measure_apart
 from planner.profile.progress import Silent
-from planner.testbed.commands import run_on_hosts
-from planner.testbed.emulation import emulation_here, parse_emulation
-from planner.testbed.hosts import emulated_hosts
+from planner.testbed.emulation import emulation_here
 from planner.testbed.wiring import shaping
 from runtime.comm.world import World
 from runtime.torch_compat import all_gather_single, all_to_all_single, reduce_scatter_single
@@ -135,14 +132,3 @@ def job() -> TrainingJob:
         batch=batch,
         optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.01),
     )
-
-
-def hold(spec: str, moment: str, *, fail: bool) -> None:
-    """A program that runs something long in the hosts of a cluster, and raises meanwhile where it is told to."""
-    script = 'readlink /proc/self/ns/net > "$0"; sleep 300 & sleep 300'
-    with emulated_hosts(parse_emulation(spec)) as hosts:
-        run_on_hosts(hosts, lambda host: ["sh", "-c", script, f"{moment}{host}"], timeout_s=2.0 if fail else 300.0)
-
-
-if __name__ == "__main__":
-    hold(sys.argv[1], sys.argv[2], fail=sys.argv[3] == "fail")
