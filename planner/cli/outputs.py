@@ -64,7 +64,7 @@ def run_lines(document: dict[str, Any], runs: Sequence[RankRun]) -> list[str]:
 
 def emulation_lines(world: ProfileWorld) -> list[str]:
     """That a profile was measured on an emulated cluster, where it was."""
-    return [] if world.emulated is None else [f"measured on the {describe(world.emulated, world.emulation)}"]
+    return [] if world.emulated is None else [f"measured on the {describe(world.emulation)}"]
 
 
 def demo_table(result: DemoResult) -> Table:
@@ -74,7 +74,7 @@ def demo_table(result: DemoResult) -> Table:
     title = f"one epoch of {result.steps} steps on {result.plan.world.ranks} ranks, from the same seed, in turns"
     world = result.profile.world
     if world.emulated is not None:
-        title += f"; {describe(world.emulated, world.emulation)}"
+        title += f"; {describe(world.emulation)}"
     error = f"prediction off by {result.error:+.1%}"
     same = "the same weights, bit for bit" if result.ddp.weights_sha256 == result.planned.weights_sha256 else ""
     table = Table(

@@ -125,7 +125,7 @@ def _emulated(cluster: Cluster) -> str:
     """What a source adds that was measured on an emulated cluster."""
     if cluster.emulated is None:
         return ""
-    return f", emulated {cluster.name or 'cluster'}" + (" by sleeping" if cluster.emulated == "sleep" else "")
+    return f", emulated {cluster.name or 'cluster'}"
 
 
 def _coefficients(line: Line) -> Coefficients:

@@ -48,7 +48,7 @@ CURE = "correct it, or measure again with `planner profile`"
 Rate = Annotated[float, Field(ge=0.0, le=1e12)]
 Share = Annotated[float, Field(ge=0.0, le=1.0)]
 Factor = Annotated[float, Field(ge=1.0, le=1e6)]
-Emulated = Literal["namespaces", "sleep"]
+Emulated = Literal["namespaces"]
 Sample = tuple[Annotated[float, Field(ge=0.0, le=2**60)], TimeUs]
 """(message_bytes, time_us)."""
 Interval = tuple[TimeUs, TimeUs]

@@ -305,9 +305,7 @@ def _join(rank: int, world: LocalWorld, place: Place, port: int) -> None:
     timeout = timedelta(seconds=world.start_timeout_s)
     store = TCPStore("127.0.0.1", port, is_master=False, timeout=timeout)
     place.enter()  # after it has been connected: ranks find each other over the machine's loopback, wherever they are
-    dist.init_process_group(
-        place.backend(world.backend), store=store, rank=rank, world_size=world.ranks, timeout=timeout
-    )
+    dist.init_process_group(world.backend, store=store, rank=rank, world_size=world.ranks, timeout=timeout)
 
 
 def threads_per_rank(local_ranks: int) -> int:

@@ -14,22 +14,19 @@ from dataclasses import dataclass
 from planner.documents.profile import Emulated
 from runtime.errors import InputError
 
-Kind = Emulated
-"""Real traffic through shaped links between network namespaces; or loopback traffic, and ranks that sleep."""
-
 MAX_RANKS = 256
 """More processes than any one machine trains with."""
 SLOWEST_BITS_PER_S, FASTEST_BITS_PER_S = 100e3, 100e9
 """Less takes minutes for a message; more is no limit to what one machine can move."""
 
 VARIABLE = "PLANNER_EMULATED"
-"""Tells a process on an emulated host so, as `kind:spec`."""
+"""Tells a process on an emulated host which cluster that is of, by `Emulation.spec`."""
 
 _UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
-_SPEC = re.compile(r"(?:(namespaces|sleep):)?(\d{1,9})x(\d{1,9})@(\d{1,9}(?:\.\d{1,9})?)(kbit|mbit|gbit)", re.ASCII)
+_SPEC = re.compile(r"(?:namespaces:)?(\d{1,9})x(\d{1,9})@(\d{1,9}(?:\.\d{1,9})?)(kbit|mbit|gbit)", re.ASCII)
 _EXPECTED = (
     "HOSTSxRANKS@RATE with the rate of each host's link in kbit, mbit or gbit (per second), for example 4x1@1gbit or "
-    "2x2@200mbit; namespaces: or sleep: before it chooses the way"
+    "2x2@200mbit"
 )
 
 
@@ -41,9 +38,9 @@ class Emulation:
     ranks_per_host: int
     bits_per_s: float
     spec: str
-    """As it was written, without the kind."""
-    kind: Kind | None = None
-    """None: namespaces."""
+    """As it was written."""
+    kind: Emulated = "namespaces"
+    """Real traffic through shaped links between network namespaces."""
 
     @property
     def ranks(self) -> int:
@@ -56,17 +53,16 @@ class Emulation:
 
     def __str__(self) -> str:
         """In words, for people who read results."""
-        return describe(self.kind, self.spec)
+        return describe(self.spec)
 
     def host_of(self, rank: int) -> int:
         """The ranks of a host follow one another."""
         return rank // self.ranks_per_host
 
 
-def describe(kind: str | None, spec: str | None) -> str:
-    """An emulation in words."""
-    ways = {"namespaces": "network namespaces with shaped links", "sleep": "loopback, and ranks that sleep"}
-    return f"emulated cluster {spec}" + (f" ({ways[kind]})" if kind in ways else "")
+def describe(spec: str | None) -> str:
+    """Return an emulation in words."""
+    return f"emulated cluster {spec} (network namespaces with shaped links)"
 
 
 def parse_emulation(text: str, option: str = "--emulate") -> Emulation:
@@ -75,17 +71,22 @@ def parse_emulation(text: str, option: str = "--emulate") -> Emulation:
     Raises:
         InputError: anything else, or more than one machine can stand; `option` names the place.
     """
-    match = _SPEC.fullmatch(text.strip().lower())
+    given = text.strip().lower()
+    if given.startswith("sleep:"):
+        raise InputError(
+            f"{option}: found {text[:80]!r}, by which ranks would sleep and nothing real be measured; expected network "
+            f"namespaces: leave `sleep:` out (`planner doctor` says what they need)"
+        )
+    match = _SPEC.fullmatch(given)
     if match is None:
         raise InputError(f"{option}: found {text[:80]!r}, expected {_EXPECTED}")
-    kind, hosts, ranks, number, unit = match.groups()
+    hosts, ranks, number, unit = match.groups()
     spec = f"{int(hosts)}x{int(ranks)}@{number}{unit}"
     found = Emulation(
         hosts=int(hosts),
         ranks_per_host=int(ranks),
         bits_per_s=float(number) * _UNITS[unit],
         spec=spec,
-        kind=kind,  # type: ignore[arg-type]
     )
     if not 1 <= found.ranks <= MAX_RANKS:
         raise InputError(
@@ -99,7 +100,7 @@ def parse_emulation(text: str, option: str = "--emulate") -> Emulation:
 
 def mark(emulation: Emulation) -> dict[str, str]:
     """What the environment of a process on an emulated host holds."""
-    return {VARIABLE: f"{emulation.kind}:{emulation.spec}"}
+    return {VARIABLE: emulation.spec}
 
 
 def emulation_here(environment: Mapping[str, str] = os.environ) -> Emulation | None:

@@ -1,11 +1,11 @@
-"""Where local ranks run: on this machine as it is, on emulated hosts, or on hosts whose links are slept."""
+"""Where local ranks run: on this machine as it is, or on emulated hosts."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from planner.testbed.emulation import Emulation, mark
 from planner.testbed.namespaces import Namespace, NoNamespaces
@@ -33,14 +33,6 @@ class Place:
             self.namespace.close()
             os.environ["GLOO_SOCKET_IFNAME"] = INTERFACE
 
-    def backend(self, name: str) -> str:
-        """What to form the process group with, for a backend that was asked for."""
-        if self.emulation is None or self.emulation.kind != "sleep":
-            return name
-        from planner.testbed.sleeping import register
-
-        return register(self.emulation)
-
 
 class Hosts:
     """This machine as one host of all local ranks; emulated clusters differ from it."""
@@ -56,13 +48,9 @@ class Hosts:
 class EmulatedHosts(Hosts):
     """Hosts of a few ranks each."""
 
-    def __init__(
-        self, emulation: Emulation, switch: Namespace | None = None, hosts: tuple[Namespace, ...] = ()
-    ) -> None:
+    def __init__(self, emulation: Emulation, switch: Namespace, hosts: tuple[Namespace, ...]) -> None:
         super().__init__(emulation.ranks)
-        self.emulation = emulation
-        self.switch, self.namespaces = switch, hosts
-        """Empty where links are slept."""
+        self.emulation, self.switch, self.namespaces = emulation, switch, hosts
 
     @classmethod
     def make(cls, emulation: Emulation) -> EmulatedHosts:
@@ -76,7 +64,7 @@ class EmulatedHosts(Hosts):
             for namespace in made:
                 namespace.close()
             raise
-        return cls(replace(emulation, kind="namespaces"), made[0], tuple(made[1:]))
+        return cls(emulation, made[0], tuple(made[1:]))
 
     def place(self, rank: int) -> Place:
         """See `Hosts.place`."""
@@ -86,14 +74,13 @@ class EmulatedHosts(Hosts):
             local_rank=rank % self.emulation.ranks_per_host,
             local_ranks=self.emulation.ranks_per_host,
             emulation=self.emulation,
-            namespace=self.namespaces[host] if self.namespaces else None,
+            namespace=self.namespaces[host],
         )
 
     def close(self) -> None:
         """Lets go of the namespaces; they vanish with their last process."""
         for namespace in (self.switch, *self.namespaces):
-            if namespace is not None:
-                namespace.close()
+            namespace.close()
 
 
 @contextmanager
@@ -101,38 +88,26 @@ def emulated_hosts(emulation: Emulation) -> Iterator[EmulatedHosts]:
     """The hosts of an emulated cluster, for as long as the block runs.
 
     Raises:
-        NoNamespaces: they cannot be had, and sleeping was not asked for by name.
+        NoNamespaces: they cannot be had.
         EnvironmentFailure: a host did not come up within its deadline.
     """
-    hosts = _make(emulation)
+    try:
+        hosts = EmulatedHosts.make(emulation)
+    except NoNamespaces as error:
+        raise NoNamespaces(f"--emulate: {error}") from error
     try:
         yield hosts
     finally:
         hosts.close()
 
 
-def _make(emulation: Emulation) -> EmulatedHosts:
-    if emulation.kind == "sleep":
-        return EmulatedHosts(emulation)
-    try:
-        return EmulatedHosts.make(emulation)
-    except NoNamespaces as error:
-        raise _or_sleep(error, emulation) from error
-
-
-def check_namespaces(emulation: Emulation) -> None:
+def check_namespaces() -> None:
     """Raises NoNamespaces, with the cure, where this machine cannot emulate a cluster by them; takes a moment."""
     try:
         check_tools()
         Namespace.make().close()
     except NoNamespaces as error:
-        raise _or_sleep(error, emulation) from error
-
-
-def _or_sleep(error: NoNamespaces, emulation: Emulation) -> NoNamespaces:
-    return NoNamespaces(
-        f"--emulate: {error}; or let ranks sleep instead, less like a cluster: --emulate sleep:{emulation.spec}"
-    )
+        raise NoNamespaces(f"--emulate: {error}") from error
 
 
 @contextmanager

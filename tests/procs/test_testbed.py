@@ -221,19 +221,6 @@ def test_commands_of_planner_leave_nothing_however_they_end(tmp_path: Path, unto
     assert done.left([]) == []
 
 
-def test_ranks_sleep_where_namespaces_cannot_be_had() -> None:
-    world = LocalWorld(ranks=2, emulation=parse_emulation("sleep:2x1@100mbit"))
-    for rank in run_ranks(world, testbed_checks.sleeping_collectives):
-        summed, sent, whole, part, received, swapped = rank["results"]
-        assert (summed, sent, whole, received) == ([3.0, 7.0], [2.0, 4.0], [1.0, 3.0, 2.0, 4.0], [1.0, 3.0])
-        assert part in ([3.0], [7.0])
-        assert swapped in ([1.0, 2.0], [3.0, 4.0])
-        assert rank["objects"] == ["rank 0", "rank 1"]
-        assert rank["gradient"] == [[1.5, 0.0]]
-        assert (rank["backend"], rank["emulation"].kind) == ("sleeping", "sleep")
-        assert rank["took_s"] > 2**20 * 8 / 100e6  # 84 ms; without sleeping a few
-
-
 @needs_namespaces
 def test_a_host_that_does_not_come_up_ends_it_in_time(monkeypatch: pytest.MonkeyPatch, untouched: None) -> None:
     """An `ip` that leaves one host unconnected."""

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 from planner import TrainingJob
 from planner.profile.node_links import measure_apart
@@ -19,7 +18,6 @@ from planner.profile.progress import Silent
 from planner.testbed.emulation import emulation_here
 from planner.testbed.wiring import shaping
 from runtime.comm.world import World
-from runtime.torch_compat import all_gather_single, all_to_all_single, reduce_scatter_single
 
 MESSAGE_BYTES = 4 * 2**20
 REPEATS = 3
@@ -70,42 +68,6 @@ def ranks_of_a_host_and_of_two() -> dict[str, Any]:
         dist.barrier()
         dist.barrier()
     return found
-
-
-def sleeping_collectives() -> dict[str, Any]:
-    """On sleep:2x1@100mbit: collectives by their results, how long one took, and a step of DDP."""
-    rank = dist.get_rank()
-    mine = torch.tensor([1.0 + rank, 3.0 + rank])
-    summed, sent = mine.clone(), mine.clone()
-    dist.all_reduce(summed)
-    dist.broadcast(sent, src=1)
-    whole, part = torch.zeros(4), torch.zeros(1)
-    all_gather_single(whole, mine)
-    reduce_scatter_single(part, mine)
-    swapped = torch.zeros(2)
-    all_to_all_single(swapped, mine)
-    objects: list[Any] = [None, None]
-    dist.all_gather_object(objects, f"rank {rank}")
-    if rank == 0:
-        dist.send(mine, 1)
-    else:
-        dist.recv(mine, 0)
-    # Before the second rank begins, nothing can end: this rank's own time is all of it.
-    dist.barrier()
-    start = time.perf_counter()
-    dist.all_reduce(torch.ones(2**18))
-    took_s = time.perf_counter() - start
-    model = DistributedDataParallel(nn.Linear(2, 1, bias=False))
-    model(torch.tensor([[1.0 + rank, 0.0]])).sum().backward()
-    gradient = model.module.weight.grad
-    return {
-        "results": [summed.tolist(), sent.tolist(), whole.tolist(), part.tolist(), mine.tolist(), swapped.tolist()],
-        "objects": objects,
-        "took_s": took_s,
-        "gradient": None if gradient is None else gradient.tolist(),
-        "backend": dist.get_backend(),
-        "emulation": emulation_here(),
-    }
 
 
 def stop_a_host() -> None:
