@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import errno
 import os
-import select
 import stat
 import tempfile
-import time
 from contextlib import suppress
 from pathlib import Path
 
@@ -16,20 +14,7 @@ from runtime.errors import InputError
 MAX_FILE_BYTES = 64 * 1024 * 1024
 """A document larger than this is a mistake (10,000 gradients take a few MB)."""
 
-PIPE_WAIT_S = 10.0
-"""How long the other end of a pipe may be silent."""
-
-_CHUNK_BYTES = 1024 * 1024
-_FULL = (errno.ENOSPC, errno.EDQUOT)
-
-_FOREIGN = (
-    (b"\xef\xbb\xbf", "a byte order mark", "save the file without it"),
-    (b"\xff\xfe", "UTF-16", "save the file as UTF-8"),
-    (b"\xfe\xff", "UTF-16", "save the file as UTF-8"),
-    (b"\x1f\x8b", "a gzip archive", "unpack it first"),
-    (b"PK\x03\x04", "a zip archive", "unpack it first"),
-)
-"""(first bytes, what they announce, cure)."""
+FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 def checked_path(path: object) -> str:
@@ -49,72 +34,36 @@ def checked_path(path: object) -> str:
 
 
 def read_text(path: str | Path) -> str:
-    """The text of a file or pipe.
+    """Return the text of a file; of UTF-8, with or without a byte order mark.
 
     Raises:
-        InputError: the file is missing, unreadable, too large, a directory or device, or not UTF-8; a pipe is silent.
+        InputError: the file is missing, unreadable, too large, no regular file, or not UTF-8.
     """
     name = checked_path(path)
     try:
-        # Without O_NONBLOCK a pipe that nobody writes to would hold us up right here.
-        handle = os.open(name, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
-        try:
-            content = _content(handle, name)
-        finally:
-            os.close(handle)
+        found = os.stat(name)
+        if stat.S_ISDIR(found.st_mode):
+            raise InputError(f"{name}: found a directory, expected a JSON file; check the path")
+        if not stat.S_ISREG(found.st_mode):  # a pipe may be silent for ever, a device never end
+            raise InputError(
+                f"{name}: found a pipe or device, expected a JSON file; write the document to a file first"
+            )
+        if found.st_size > MAX_FILE_BYTES:
+            raise InputError(
+                f"{name}: found {found.st_size} bytes, expected at most {MAX_FILE_BYTES}; check that it is the right "
+                f"file"
+            )
+        return Path(name).read_text(encoding="utf-8-sig")
     except FileNotFoundError:
         raise InputError(f"{name}: no such file; check the path") from None
     except OSError as error:
         raise InputError(
             f"{name}: cannot be read: {error.strerror}; expected a JSON file: check the path and its permissions"
         ) from None
-    return _decoded(content, name)
-
-
-def _content(handle: int, name: str) -> bytes:
-    found = os.fstat(handle)
-    if stat.S_ISDIR(found.st_mode):
-        raise InputError(f"{name}: found a directory, expected a JSON file; check the path")
-    if not (stat.S_ISREG(found.st_mode) or stat.S_ISFIFO(found.st_mode)):
-        raise InputError(f"{name}: found a device, expected a JSON file; check the path")
-    if found.st_size > MAX_FILE_BYTES:
-        _refuse_size(name, found.st_size)
-    chunks, size_bytes = [], 0
-    while chunk := _next_chunk(handle, name, stat.S_ISFIFO(found.st_mode)):
-        chunks.append(chunk)
-        size_bytes += len(chunk)
-        if size_bytes > MAX_FILE_BYTES:
-            _refuse_size(name, size_bytes)
-    return b"".join(chunks)
-
-
-def _next_chunk(handle: int, name: str, is_pipe: bool) -> bytes:
-    if is_pipe:
-        poller = select.poll()
-        poller.register(handle, select.POLLIN)
-        if not poller.poll(PIPE_WAIT_S * 1000):
-            raise InputError(
-                f"{name}: found a pipe that was silent for {PIPE_WAIT_S:g} s, expected a JSON file; write the "
-                f"document to a file first"
-            )
-    return os.read(handle, _CHUNK_BYTES)
-
-
-def _refuse_size(name: str, size_bytes: int) -> None:
-    raise InputError(
-        f"{name}: found {size_bytes} bytes or more, expected at most {MAX_FILE_BYTES}; check that it is the right file"
-    )
-
-
-def _decoded(content: bytes, name: str) -> str:
-    for start, what, cure in _FOREIGN:
-        if content.startswith(start):
-            raise InputError(f"{name}: found {what}, expected JSON in plain UTF-8; {cure}")
-    try:
-        return content.decode("utf-8")
     except UnicodeDecodeError as error:
         raise InputError(
-            f"{name}: expected UTF-8 text, found byte {error.start} that is not; save the file as UTF-8"
+            f"{name}: expected UTF-8 text, found byte {error.start} that is not; check that it is the right file, and "
+            f"save it as UTF-8"
         ) from None
 
 
@@ -130,11 +79,15 @@ def write_text(path: str | Path, text: str) -> None:
     try:
         target = check_output(name)
         if target.exists() and not target.is_file():
-            _send(target, text.encode())
+            # A pipe that nobody reads from is an error, where opening it to write would wait.
+            handle = os.open(target, os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
+            os.set_blocking(handle, True)
+            with os.fdopen(handle, "wb") as file:
+                file.write(text.encode())
         else:
             _replace(target, text.encode())
     except OSError as error:
-        if error.errno in _FULL:
+        if error.errno in FULL:
             raise InputError(
                 f"{name}: not written, the disk is full; nothing was changed: free some space, or choose another "
                 f"output path"
@@ -171,31 +124,6 @@ def check_output(path: str | Path) -> Path:
     return target
 
 
-def _send(target: Path, content: bytes) -> None:
-    """Writes to a device or pipe. A pipe that nobody reads from, or stops being read, is given up after a while."""
-    deadline = time.monotonic() + PIPE_WAIT_S
-    while True:
-        try:
-            handle = os.open(target, os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
-            break
-        except OSError as error:
-            if error.errno != errno.ENXIO:
-                raise
-            if time.monotonic() > deadline:
-                raise TimeoutError(errno.ETIMEDOUT, f"nobody came to read from it for {PIPE_WAIT_S:g} s") from None
-            time.sleep(0.05)
-    try:
-        left = memoryview(content)
-        poller = select.poll()
-        poller.register(handle, select.POLLOUT)
-        while left:
-            if not poller.poll(PIPE_WAIT_S * 1000):
-                raise TimeoutError(errno.ETIMEDOUT, f"nobody read from it for {PIPE_WAIT_S:g} s")
-            left = left[os.write(handle, left) :]
-    finally:
-        os.close(handle)
-
-
 def _replace(target: Path, content: bytes) -> None:
     handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=".planner-", suffix=".tmp")
     try:
@@ -203,15 +131,11 @@ def _replace(target: Path, content: bytes) -> None:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
-        os.chmod(temporary, 0o666 & ~_umask())
+        mask = os.umask(0)  # there is no other way to ask for it
+        os.umask(mask)
+        os.chmod(temporary, 0o666 & ~mask)
         os.replace(temporary, target)
     except BaseException:
         with suppress(FileNotFoundError):
             os.unlink(temporary)
         raise
-
-
-def _umask() -> int:
-    current = os.umask(0)
-    os.umask(current)
-    return current
