@@ -5,7 +5,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: help demo test chromium fuzz lint types check zoo validation wheel clean
+.PHONY: help demo test chromium fuzz lint types docs check zoo validation pictures wheel clean
 
 help:  ## list the targets
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/'
@@ -35,16 +35,26 @@ lint: $(INSTALLED)  ## style
 types: $(INSTALLED)  ## static types
 	$(BIN)/mypy
 
-check: test lint types  ## everything that CI runs
+$(VENV)/.docs: pyproject.toml $(INSTALLED)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[docs]'
+	touch $@
 
-zoo: $(INSTALLED)  ## profile, plan and train every model of tests/zoo; rewrites the table in docs/tracing.md
-	$(BIN)/python -m benchmarks.trace_zoo --output docs/tracing.md
+docs: $(VENV)/.docs  ## the documents as a site in site/; fails on a link that leads nowhere
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
-validation: $(INSTALLED)  ## published figures beside planner's: rewrites docs/validation.md
+check: test lint types docs  ## everything that CI runs
+
+zoo: $(INSTALLED)  ## profile, plan and train every model of tests/zoo; rewrites the table in docs/results/tracing.md
+	$(BIN)/python -m benchmarks.trace_zoo --output docs/results/tracing.md
+
+validation: $(INSTALLED)  ## published figures beside planner's: rewrites docs/results/validation.md
 	$(BIN)/python -m benchmarks.validate
+
+pictures: $(INSTALLED) chromium  ## draw docs/pictures
+	$(BIN)/python -m benchmarks.pictures
 
 wheel: $(INSTALLED)  ## build the wheel into dist/
 	$(BIN)/python -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir dist .
 
 clean:  ## remove what the targets made
-	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache
+	rm -rf $(VENV) build dist site *.egg-info .mypy_cache .ruff_cache .pytest_cache

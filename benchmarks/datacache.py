@@ -2,7 +2,7 @@
 
     python -m benchmarks.datacache              # 20,000 JPEGs of 256²; a table; exit code 1 where a target is missed
     python -m benchmarks.datacache --quick      # 1,000 of them
-    python -m benchmarks.datacache --write docs/datacache.md
+    python -m benchmarks.datacache --write docs/results/datacache.md
 
 Pillow makes the JPEGs. The storage is a dataset that waits: 2 ms for each file that is opened, and until the file would
 have come through a link of 20 MB/s, which all workers share. FUSE would do the same below the file system; it needs

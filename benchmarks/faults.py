@@ -1,4 +1,4 @@
-"""Runs the fault matrix and writes its recovery times into docs/faults.md.
+"""Runs the fault matrix and writes its recovery times into docs/results/faults.md.
 
     python -m benchmarks.faults
 
@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "procs"))
 
 from fault_cells import CELLS, DEADLINE_S, ROOT, run_cell, table
 
-DOCUMENT = ROOT / "docs" / "faults.md"
+DOCUMENT = ROOT / "docs" / "results" / "faults.md"
 BEGIN = "<!-- written by python -m benchmarks.faults -->\n"
 
 

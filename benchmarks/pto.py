@@ -1,7 +1,7 @@
 """What ranks gain by sharing the norms of layers (PTO), and whether the planner's choice was right.
 
     python -m benchmarks.pto                        # prints the table; exit code 1 where a target is missed
-    python -m benchmarks.pto --output docs/pto.md   # writes it there, too
+    python -m benchmarks.pto --output docs/results/pto.md   # writes it there, too
 
 For each case the planner decides on a profile of these ranks: the norms of every layer, and the all-gather. Then both
 ways are timed in the same processes, step by step in turn, so that a machine that changes its speed changes both alike.

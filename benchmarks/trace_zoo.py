@@ -1,7 +1,7 @@
-"""Takes every model of the zoo through tracing, profiling, planning and a step; makes the table of docs/tracing.md.
+"""Takes every model of the zoo through tracing, profiling, planning and a step; writes docs/results/tracing.md.
 
     python -m benchmarks.trace_zoo                       # prints the table
-    python -m benchmarks.trace_zoo -o docs/tracing.md    # puts it between the markers of the file
+    python -m benchmarks.trace_zoo -o docs/results/tracing.md    # puts it between the markers of the file
     python -m benchmarks.trace_zoo bert unet             # some models only
 
 Exit code 1 if a model gets no plan, or too few come through a graph.
@@ -92,7 +92,7 @@ def main() -> int:
 
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
     parser.add_argument("models", nargs="*", metavar="MODEL", help=f"of: {', '.join(ZOO)}")
-    parser.add_argument("-o", "--output", type=Path, help="a file with markers, such as docs/tracing.md")
+    parser.add_argument("-o", "--output", type=Path, help="a file with markers, such as docs/results/tracing.md")
     parser.add_argument("--hurry", action="store_true", help="measure as seldom as can be: a third of the time")
     arguments = parser.parse_args()
     if unknown := set(arguments.models) - set(ZOO):

@@ -1,4 +1,4 @@
-"""`python -m benchmarks.validate`: published figures beside the planner's own → docs/validation.md.
+"""`python -m benchmarks.validate`: published figures beside the planner's own → docs/results/validation.md.
 
 Everything is computed from `tests/data` and `profiles`; no clock, no randomness, so the same text comes out each time.
 """
@@ -19,7 +19,7 @@ from benchmarks.published.fits import fit_lines
 from benchmarks.published.report import Section, section_lines, summary_lines
 from runtime.plan.files import write_text
 
-REPORT = Path(__file__).resolve().parents[1] / "docs" / "validation.md"
+REPORT = Path(__file__).resolve().parents[1] / "docs" / "results" / "validation.md"
 
 HEAD = """\
 # Validation

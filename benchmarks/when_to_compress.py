@@ -2,7 +2,7 @@
 
 python -m benchmarks.when_to_compress --results rows.jsonl              # all settings; goes on where it was stopped
 python -m benchmarks.when_to_compress --models vgg16 --ranks 16
-python -m benchmarks.when_to_compress --output docs/when-to-compress.md
+python -m benchmarks.when_to_compress --output docs/results/when-to-compress.md
 
 In each setting the lossy plan is taken where it is predicted 2 % faster than the best exact one, as `planner optimize
 --accuracy bounded` does. Then every cost is changed at random by up to 10 %, by itself, and the plan that was taken is

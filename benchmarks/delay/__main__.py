@@ -2,7 +2,7 @@
 
 python -m benchmarks.delay                                # some minutes
 python -m benchmarks.delay --scale 0.2                    # shorter runs
-python -m benchmarks.delay --output docs/delay.md
+python -m benchmarks.delay --output docs/results/delay.md
 """
 
 from __future__ import annotations

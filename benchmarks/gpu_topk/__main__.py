@@ -20,7 +20,7 @@ from runtime.kernels import Shape
 from runtime.kernels.cuda import why_not, working
 from runtime.kernels.nvrtc import compiler
 
-DOCUMENT = Path(__file__).parents[2] / "docs" / "gpu-topk.md"
+DOCUMENT = Path(__file__).parents[2] / "docs" / "results" / "gpu-topk.md"
 SIZES = (1 << 18, 1 << 20, 1 << 22, 1 << 24, 1 << 27)
 DENSITY = 0.01
 BOTH_FLOAT = (torch.float32, torch.float32)
@@ -97,7 +97,7 @@ def tune(timer: Timer) -> None:
 
 
 def document(checks: Checks, timer: Timer, seconds: float) -> str:
-    """What goes into docs/gpu-topk.md."""
+    """What goes into docs/results/gpu-topk.md."""
     name = torch.cuda.get_device_name(timer.device)
     where = f"{datetime.now(UTC):%Y-%m-%d}, {name}, torch {torch.__version__}, CUDA {torch.version.cuda}, NVRTC "
     verdict = "all equal bit for bit" if not checks.failed else f"{len(checks.failed)} differ: {checks.failed[:5]}"

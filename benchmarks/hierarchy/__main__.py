@@ -3,8 +3,8 @@
 python -m benchmarks.hierarchy                                    # messages of 16 MB, on 2x2@200mbit
 python -m benchmarks.hierarchy --part steps --jobs benchmarks.truth.jobs:vgg_job
 python -m benchmarks.hierarchy --part accuracy --results runs.jsonl   # goes on where it was stopped
-python -m benchmarks.hierarchy --part crossover --output docs/hierarchy.md             # predicted: seconds, not as root
-python -m benchmarks.hierarchy --output docs/hierarchy.md
+python -m benchmarks.hierarchy --part crossover --output docs/results/hierarchy.md  # predicted: seconds, not as root
+python -m benchmarks.hierarchy --output docs/results/hierarchy.md
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 python -m benchmarks.local_async                                    # an hour on a quiet machine; needs root
 python -m benchmarks.local_async --quick                            # some minutes; figures are rough
 python -m benchmarks.local_async --parts speed --trace trace.json   # the timeline for ui.perfetto.dev
-python -m benchmarks.local_async --output docs/local-async.md
+python -m benchmarks.local_async --output docs/results/local-async.md
 """
 
 from __future__ import annotations

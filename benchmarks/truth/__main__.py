@@ -1,4 +1,4 @@
-"""Measures how true predictions are, and writes docs/truth.md.
+"""Measures how true predictions are, and writes docs/results/truth.md.
 
 python -m benchmarks.truth --quick        # some cells, ten minutes
 python -m benchmarks.truth                # all; resumes where an earlier run was stopped
@@ -38,7 +38,7 @@ LOSSY = tuple(
     for hosts in HOSTS for rate in ("1gbit", "100mbit") for model in ("resnet18", "vgg", "lstm", "gpt")
 )  # fmt: skip
 DELAYED = tuple(Cell(model, 4, rate, delayed=True) for rate in ("1gbit", "100mbit") for model in ("resnet18", "vgg"))
-DOCUMENT = Path("docs/truth.md")
+DOCUMENT = Path("docs/results/truth.md")
 
 
 def main() -> int:

@@ -1,4 +1,4 @@
-"""The figures of all cells as docs/truth.md, and whether they meet the targets."""
+"""The figures of all cells as docs/results/truth.md, and whether they meet the targets."""
 
 from __future__ import annotations
 
@@ -165,7 +165,7 @@ def plan_lines(results: Sequence[Result]) -> Iterator[str]:
 
 
 def document(results: Sequence[Result]) -> str:
-    """What stands between the marks in docs/truth.md."""
+    """What stands between the marks in docs/results/truth.md."""
     versions = f"{platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}, gloo"
     where = f"Measured on {date.today().isoformat()}: {versions}, {len(results)} cells."
     tables = (summary(results), group_lines(results), cell_lines(results), plan_lines(results))

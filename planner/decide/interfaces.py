@@ -32,7 +32,7 @@ def allowed_passes(passes: Sequence[Pass], allow: Sequence[str]) -> tuple[Pass, 
     if any(isinstance(each, ShardUpdates) and each.step == "always" for each in passes):
         raise InputError(
             f"--passes: found shard_updates{{step=always}}, where ranks share the optimizer's step, so that some lines "
-            f"which work with DDP do not (docs/sharded-step.md); expected --allow {SHARDED_STEP} beside it: add that, "
-            f"or leave step=always out"
+            f"which work with DDP do not (docs/concepts/sharded-step.md); expected --allow {SHARDED_STEP} beside it: "
+            f"add that, or leave step=always out"
         )
     return tuple(replace(each, step="never") if isinstance(each, ShardUpdates) else each for each in passes)

@@ -182,7 +182,7 @@ def warn_of_selection(plan: Plan, optimizer: torch.optim.Optimizer | None) -> No
         warnings.warn(
             f"{selected} of {len(plan.buckets)} buckets send selected elements, and {type(optimizer).__name__} divides "
             f"gradients by their own size, so that what was held back is mostly lost when it comes; expect a worse "
-            f"model after the same steps (docs/lags.md has figures): use torch.optim.SGD, or an exact plan",
+            f"model after the same steps (docs/results/lags.md has figures): use torch.optim.SGD, or an exact plan",
             AccuracyWarning,
             stacklevel=3,
         )

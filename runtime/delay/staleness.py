@@ -27,7 +27,7 @@ BOUND, FAR, PULLS = 30.0, 0.05, 3
 """Workers are too far when in so many pulls in a row their mean distance is above this many times the warm-up's
 movement, and above this share of the weights: after convergence a single noisy step is many times what a step moves
 by. The first is more than twice what healthy runs came to, and what diverges passes both within a few pulls
-(docs/delay.md has the figures)."""
+(docs/results/delay.md has the figures)."""
 WINDOWS = 8
 """Times k steps at the end of the warm-up over which its movement is averaged: one alone may be small by chance."""
 KEPT = 1000

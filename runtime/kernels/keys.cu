@@ -3,7 +3,7 @@
 // Error feedback, selection of the k largest magnitudes, packing and the new residual, for many segments, in one launch.
 //
 // A segment is a run of elements with a k of its own. What is computed, to the bit, is `ef_topk_torch` in reference.py;
-// how, and why so, is told in docs/gpu-topk.md. In short:
+// how:
 //
 //   accumulate   reads gradient and residual once, writes the new residual, keeps what reaches a floor (last step's) as
 //                candidates, and counts keys by bins of a window around it

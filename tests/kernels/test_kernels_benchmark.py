@@ -101,5 +101,5 @@ def test_segments_are_those_of_resnet50() -> None:
 
 
 def test_the_document_has_a_place_for_what_is_measured() -> None:
-    text = (ROOT / "docs" / "gpu-topk.md").read_text(encoding="utf-8")
+    text = (ROOT / "docs" / "results" / "gpu-topk.md").read_text(encoding="utf-8")
     assert text.count("<!-- measured: begin -->") == text.count("<!-- measured: end -->") == 1

@@ -1,7 +1,7 @@
 """The fault matrix: where a rank fails × how, under each way to start ranks; and what is left when it is over.
 
 `run_cell` starts one cell as a user would, waits for it, and looks for what it left behind. `tests/procs/
-test_fault_matrix.py` checks every cell; `python -m benchmarks.faults` writes the times into docs/faults.md.
+test_fault_matrix.py` checks every cell; `python -m benchmarks.faults` writes the times into docs/results/faults.md.
 """
 
 from __future__ import annotations

@@ -166,7 +166,8 @@ def test_network_cards_that_ranks_share_make_the_2d_torus_as_slow_as_it_was() ->
 def test_throughput_of_128_v100_on_a_public_cloud() -> None:
     """The order of methods in every cell as published; TreeAR by order only.
 
-    The model was chosen with this table in view (docs/validation.md), so this holds a choice and proves no prediction.
+    The model was chosen with this table in view (docs/results/validation.md), so this holds a choice and proves no
+    prediction.
     """
     rows = commlib.comparisons(3)
     check([row for row in rows if "TreeAR" not in row.method], 0.15)

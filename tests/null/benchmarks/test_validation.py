@@ -1,4 +1,4 @@
-"""docs/validation.md is what `python -m benchmarks.validate` writes, and the report's arithmetic is right."""
+"""docs/results/validation.md is what `python -m benchmarks.validate` writes, and the report's arithmetic is right."""
 
 from __future__ import annotations
 

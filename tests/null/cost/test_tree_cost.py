@@ -22,7 +22,7 @@ from runtime.comm.collectives import tree as runtime_tree
 from runtime.comm.collectives.tree import tree_rounds
 from runtime.errors import InputError
 
-DOCUMENT = Path(__file__).parents[3] / "docs" / "hierarchy.md"
+DOCUMENT = Path(__file__).parents[3] / "docs" / "results" / "hierarchy.md"
 FAST, SLOW = Link(alpha_us=2.0, beta_us_per_byte=1e-5), Link(alpha_us=20.0, beta_us_per_byte=4e-4)
 
 
@@ -64,7 +64,7 @@ def test_messages_where_ranks_share_a_card(shape: tuple[int, int], size_bytes: f
 
 
 def test_measured_on_emulated_hosts() -> None:
-    """docs/hierarchy.md: 16 MB on 2 × 2 ranks, 200 Mbit/s a host, took 1,766 ms, of which this is the part on cards."""
+    """docs/results/hierarchy.md: 16 MB on 2 × 2 ranks, 200 Mbit/s a host, took 1,766 ms; this is the part on cards."""
     line = double_binary_tree(2, 2, MOST_CHUNKS, FAST, Link(alpha_us=100.0, beta_us_per_byte=8 / 200))
     assert (line.start_up_us + line.per_byte_us * 16e6) / 1e3 == pytest.approx(1766, rel=0.1)
 
@@ -132,7 +132,7 @@ def test_the_document_has_the_crossovers_as_predicted() -> None:
     written = DOCUMENT.read_text("utf-8").partition(begin)[2].partition(end)[0]
     found = "\n".join(crossover.lines())
     assert written.strip() == found.strip(), (
-        "python -m benchmarks.hierarchy --part crossover --output docs/hierarchy.md"
+        "python -m benchmarks.hierarchy --part crossover --output docs/results/hierarchy.md"
     )
     starts = {name: dict(crossover.crossings(find_cluster(name), crossover.DENSE)) for name in crossover.CLUSTERS}
     assert {starts[name][crossover.SMALLEST] for name in starts} == {"tree"}

@@ -1,0 +1,93 @@
+"""The pictures of the documents, as SVG: figures of the page of `planner explain`, drawn by Chromium.
+
+    python -m benchmarks.pictures             # all, into docs/pictures
+    python -m benchmarks.pictures timeline    # some
+
+Needs Chromium (`make chromium`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+from urllib.parse import unquote
+
+import planner
+from planner.report.page import page_text
+
+ROOT = Path(__file__).resolve().parents[1]
+FOLDER = ROOT / "docs" / "pictures"
+SCREEN_PX = 1000
+MARGIN = 1.05
+"""The time axis ends so much later than the last track that is to be seen whole."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Picture:
+    """One figure of one plan's page."""
+
+    profile: str
+    """A name of the catalogue."""
+    figure: str = "timeline"
+    whole: str | None = None
+    """The baseline whose step is the longest to be seen whole; default: all."""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """Of `planner.optimize`."""
+
+    def page(self) -> tuple[str, float | None]:
+        """The page, and where the time axis ends (ms)."""
+        plan = planner.optimize(self.profile, **self.options)
+        shown = (plan.baselines or {}).get(self.whole or "")
+        return page_text(plan), None if shown is None else MARGIN * shown.iteration_us / 1e3
+
+
+PICTURES = {
+    "timeline": Picture(profile="resnet50@v100-16x8-25gbe", whole="single"),
+    "ranks": Picture(profile="resnet50@v100-16x8-25gbe", figure="scaling"),
+    "sparse": Picture(profile="resnet50@v100-4x4-10gbe", whole="single", options={"accuracy": "bounded"}),
+    "delay": Picture(
+        profile="resnet50-k80-b32@k80-10gbe", options={"accuracy": "relaxed", "protect": "*", "max_delay": 2}
+    ),
+}
+
+
+def svg(page: Any, picture: Picture, end_ms: float | None) -> str:
+    """The figure on the open page."""
+    name = json.dumps(picture.figure)
+    if end_ms is not None:
+        page.evaluate(f"Plotly.relayout({name}, {{'xaxis.range': [0, {end_ms}]}}).then(() => 1)")
+    uri = page.evaluate(
+        f"Plotly.toImage({name}, {{format: 'svg', width: {SCREEN_PX},"
+        f" height: document.getElementById({name}).offsetHeight}})"
+    )
+    return unquote(uri.partition(",")[2])
+
+
+def main() -> int:
+    """Draws, and says what was written."""
+    parser = argparse.ArgumentParser(description="The pictures of the documents.")
+    parser.add_argument("names", nargs="*", choices=[[], *PICTURES], metavar="NAME", help=", ".join(PICTURES))
+    names = parser.parse_args().names or list(PICTURES)
+    sys.path.insert(0, str(ROOT / "tests" / "browser"))
+    from chromium import chromium_page
+
+    with TemporaryDirectory() as folder, chromium_page(Path(folder)) as page:
+        for name in names:
+            text, end_ms = PICTURES[name].page()
+            (Path(folder) / "page.html").write_text(text, encoding="utf-8")
+            page.look(SCREEN_PX, "light")
+            page.open(Path(folder) / "page.html")
+            target = FOLDER / f"{name}.svg"
+            target.write_text(svg(page, PICTURES[name], end_ms) + "\n", encoding="utf-8")
+            print(f"wrote {target.relative_to(ROOT)}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
