@@ -10,6 +10,7 @@ is the exchange's affair.
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections.abc import Callable
 from functools import partial
@@ -50,6 +51,7 @@ class BackwardLife:
         """Whether a gradient has come in a backward that does not exchange."""
         self._awaiting_end = False
         self._end: Callable[[], Any] = lambda: None
+        self._gone = partial(_gone, weakref.ref(self))
 
     def install(self) -> list[Any]:
         """Hooks the model's forward; returns the handles."""
@@ -119,12 +121,20 @@ class BackwardLife:
             return
         self._awaiting_end = True
         callback = partial(self._end_of_backward)
-        self._end = weakref.ref(callback)
+        self._end = weakref.ref(callback, self._gone)
         queue_backward_callback(callback)
 
     def _abandoned(self) -> bool:
         """Whether an exception ended the backward whose end is awaited: its callback is gone and has not run."""
         return self._awaiting_end and self._end() is None
+
+    def callback_gone(self) -> None:
+        """Autograd has let go of the callback. Where it has not run, an exception ended the backward: other ranks,
+        which may wait for this one's gradients, are told at once.
+        """
+        if self._awaiting_end and self._exchange().open:
+            with contextlib.suppress(Exception):  # the next forward comes here again, and raises it
+                self._exchange().give_up()
 
     def _forget_backward(self) -> None:
         self._awaiting_end = self._declined = False
@@ -157,3 +167,10 @@ class BackwardLife:
         if self._exchange().open or (reached and not self._exchange().slots):  # one rank only reports
             self._exchange().finish()
             self._step_done()
+
+
+def _gone(life: weakref.ref[BackwardLife], _callback: Any) -> None:
+    """What hears that a callback is gone; it keeps no session."""
+    here = life()
+    if here is not None:
+        here.callback_gone()

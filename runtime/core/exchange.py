@@ -21,6 +21,7 @@ from runtime.core.hooks import GradientHook
 from runtime.core.usage import UsageFlags
 from runtime.core.views import ViewGuard
 from runtime.core.watch import raise_failed_move, refuse_unplanned
+from runtime.errors import CommunicationError
 from runtime.monitor.recorder import Recorder
 from runtime.plan import Plan
 from runtime.sparse.guard import LossyBucket, Watched
@@ -60,11 +61,15 @@ class Exchange:
         """What lossy buckets have yet to send."""
         self._views = ViewGuard(self.buckets)
         self._parameters, self._recorder = parameters, recorder
-        self._scale = 1.0 / ranks
+        self._ranks, self._scale = ranks, 1.0 / ranks
         self._kept: list[Kept] = []
         self._next = 0
         self.open = False
         """Whether a backward gives its gradients now."""
+        self._given_up = False
+        """Whether an exception has ended the backward whose buckets leave now."""
+        self._on_host = bool(self.slots) and self.slots[0].view.device.type == "cpu"
+        """Whether the host waits for what comes anyway, and may look at it for nothing."""
         self._may_part = plan.accuracy == "exact"
         """Whether every `.grad` is the plain average of what ranks have."""
         self._apart = False
@@ -129,7 +134,7 @@ class Exchange:
             self._apart = not self.plan.sharded and self._views.others_kept(self._first)
         if self._apart:
             self._views.part()
-        self.open = True
+        self.open, self._given_up = True, False
         self._next = 0
         for bucket in self.buckets:
             bucket.waiting = len(bucket.slots)
@@ -142,11 +147,27 @@ class Exchange:
             self._launch(self.buckets[self._next])
 
     def _launch(self, bucket: BucketBuffer) -> None:
-        if self._flags is not None and bucket.index == len(self.buckets) - 1:
-            self._flags.write([slot.index for slot in self.slots if not slot.touched])
+        if bucket.index == len(self.buckets) - 1:
+            self._tell_usage()
         sent = self._recorder.sent(bucket.index)
         self.communicator.launch(bucket.parcel, sent, partial(self.carried.add_to, bucket))
         self._next += 1
+
+    def _tell_usage(self) -> None:
+        """Behind the last bucket: which gradients have come on this rank, or that it gave the step up."""
+        assert self._flags is not None
+        if self._given_up:
+            self._flags.write_given_up()
+        else:
+            self._flags.write([slot.index for slot in self.slots if not slot.touched])
+
+    def _ranks_given_up(self) -> int:
+        """After everything has come: of how many ranks an exception ended the backward."""
+        return 0 if self._flags is None else self._flags.given_up()
+
+    def _anybody_finished(self) -> bool:
+        """After everything has come: whether any rank did not give the step up."""
+        return self._flags is not None and bool(self._flags.used_somewhere())
 
     def accumulated(self) -> None:
         """The end of a backward that is not exchanged."""
@@ -159,7 +180,7 @@ class Exchange:
         carries = self.carried.active
         if carries:
             self.carried.settle(self._wait_for, self._parameters)
-        self.communicator.wait()
+        self._wait_for(None)
         self._settle(carries)
         self.untouch()
         self.open = False
@@ -183,8 +204,17 @@ class Exchange:
             torch._foreach_copy_(gradients, [slot.view for slot in slots])
 
     def _wait_for(self, bucket: BucketBuffer | None) -> None:
-        """Until a bucket has come, or all have: later ones travel while it is unpacked."""
+        """Until a bucket has come, or all have: later ones travel while it is unpacked.
+
+        Raises CommunicationError where another rank has given the step up: before anything counts as sent.
+        """
         self.communicator.wait(None if bucket is None else self._recorder.sent(bucket.index))
+        if bucket is None and self._on_host and (gave_up := self._ranks_given_up()):
+            raise CommunicationError(
+                f"the step did not complete: an exception ended the backward of {gave_up} of {self._ranks} ranks, and "
+                f"not of this one, whose gradients are therefore no averages; look at the other ranks' first error, or "
+                f"catch exceptions around the step on every rank and zero gradients before the next one"
+            )
 
     def _launch_rest(self) -> None:
         for bucket in self.buckets[self._next :]:
@@ -255,10 +285,29 @@ class Exchange:
             slot.touched = False
 
     def forget(self) -> None:
-        """An exception ended the backward: what it sent is waited for, what is missing is not."""
-        self.open = False
+        """An exception ended the backward: the step is given up, if it is not yet, and what is on its way waited for.
+
+        Raises CommunicationError where others did not fail, and did not wait to know that this one did.
+        """
+        if self.open:
+            self.give_up()
+        given_up, self._given_up, self.open = self._given_up, False, False
         self._kept.clear()
         self.communicator.wait()
+        if given_up and not self._on_host and self._anybody_finished():
+            raise CommunicationError(
+                "an exception ended the last backward of this rank, and not of all others, which have gone on with "
+                "gradients that are no averages; expected a backward that ends alike on all ranks: mend what raised "
+                "it, or begin again from a checkpoint"
+            )
+
+    def give_up(self) -> None:
+        """What has not left yet leaves now, whatever it is, with the word that an exception ended this rank's backward:
+        so ranks' collectives stay in step, wherever in the backward each of them failed, and the others are told.
+        """
+        self._given_up = self._given_up or self._next < len(self.buckets)
+        for bucket in self.buckets[self._next :]:
+            self._launch(bucket)
 
     def follow(self, before: Exchange) -> None:
         """Takes over which gradients have come since the last exchange (in `no_sync`), and what has yet to travel."""

@@ -22,8 +22,9 @@ class UsageFlags:
         self._bits = min(exact_bits, max(1, ranks.bit_length()))
         self._per_element = max(1, exact_bits // self._bits)
         self._parameters, self._dtype = parameters, dtype
-        self.elements = -(-parameters // self._per_element)
-        """How many elements carry the counters of all parameters."""
+        self._counters = -(-parameters // self._per_element)
+        self.elements = self._counters + 1
+        """How many elements carry the counters of all parameters, and the one of ranks that gave the step up."""
 
     def lie_in(self, message: Message) -> None:
         """Says where they travel: in the last `elements` of a message."""
@@ -40,12 +41,22 @@ class UsageFlags:
         used = (index for index in range(self._parameters) if index not in left_out)
         self._tail.copy_(self._pack(used) if unused else self._everything)
 
+    def write_given_up(self) -> None:
+        """Before the message leaves: an exception ended this rank's backward, which counts for no parameter."""
+        self._tail.zero_()
+        self._tail[-1] = 1
+
+    def given_up(self) -> int:
+        """After the message has come: how many ranks gave the step up. Waits for the device."""
+        found = self._message.flat[-1]
+        return int(found.real if found.is_complex() else found)
+
     def used_somewhere(self) -> set[int]:
         """After the message has come: the parameters that any rank used. Waits for the device."""
         tail = self._tail.real if self._tail.is_complex() else self._tail
         values = [int(value) for value in tail.double().cpu().tolist()]
         if self._per_element == 1:
-            return {index for index, value in enumerate(values) if value}
+            return {index for index, value in enumerate(values[: self._counters]) if value}
         mask = (1 << self._bits) - 1
         return {
             index

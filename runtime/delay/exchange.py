@@ -11,6 +11,7 @@ Source: SSD-SGD (Xu et al., arXiv 2012.05396), Algorithms 1 and 2.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -366,13 +367,20 @@ class DelayedExchange(Exchange):
         self._kept.clear()
 
     def forget(self) -> None:
-        """An exception ended the backward. Where it did so on all ranks, what they have pushed is no step of anybody's;
-        a rank that goes on alone waits for the others until the deadline.
-        """
+        """See `Exchange.forget`; owners leave the step out."""
+        if self.open:
+            self.give_up()
         self.open = False
         self._kept.clear()
         self._finite.clear()
         self.communicator.wait()
+
+    def give_up(self) -> None:
+        """See `Exchange.give_up`: pushes what is not finite, which is no step of anybody's."""
+        for bucket in self.buckets[self._next :]:
+            for message in bucket.messages:
+                message.flat.fill_(math.nan)
+            self._launch(bucket)
 
 
 def _tell(places: Tensor, words: Tensor) -> None:

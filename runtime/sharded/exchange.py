@@ -10,6 +10,7 @@ A gradient is scaled and summed as in an all-reduce, so equal orders of summatio
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -79,11 +80,11 @@ class OwnPart(Part):
 
 
 class Usage:
-    """What travels behind the last bucket: which gradients came on this rank."""
+    """What travels behind the last bucket: which gradients came on this rank, and whether it gave the step up."""
 
     def __init__(self, gradients: int, ranks: int, device: torch.device) -> None:
-        self.own = torch.ones(gradients, dtype=torch.uint8, device=device)
-        self._told = self.own.new_zeros(ranks, gradients)
+        self.own = torch.ones(gradients + 1, dtype=torch.uint8, device=device)
+        self._told = self.own.new_zeros(ranks, gradients + 1)
 
     def phases(self, group: dist.ProcessGroup) -> Iterator[dist.Work]:
         """See `Collective.run`."""
@@ -91,8 +92,12 @@ class Usage:
 
     def somewhere(self) -> list[bool]:
         """Of each gradient, whether it came on any rank. Waits for the device."""
-        found: list[bool] = self._told.bool().any(dim=0).tolist()
+        found: list[bool] = self._told[:, :-1].bool().any(dim=0).tolist()
         return found
+
+    def given_up(self) -> int:
+        """How many ranks gave the step up. Waits for the device."""
+        return int(self._told[:, -1].sum())
 
 
 class ShardedExchange(Exchange):
@@ -127,7 +132,7 @@ class ShardedExchange(Exchange):
         return slots, buckets, None
 
     def _hook(self, slot: Slot, after: Callable[[Any, Any], None]) -> GradientHook:
-        return GradientHook(slot.parameter, after, partial(_make_room, slot.parameter))
+        return GradientHook(slot.parameter, after, partial(_make_room, weakref.ref(self), slot))
 
     @property
     def parts(self) -> list[OwnPart]:
@@ -136,11 +141,15 @@ class ShardedExchange(Exchange):
 
     # One step, in the order in which it happens.
 
-    def _launch(self, bucket: BucketBuffer) -> None:
-        if bucket.index == len(self.buckets) - 1:
-            touched = [slot.touched for slot in self.slots]
-            self._usage.own.copy_(torch.tensor(touched, dtype=torch.uint8))
-        super()._launch(bucket)
+    def _tell_usage(self) -> None:
+        told = [not self._given_up and slot.touched for slot in self.slots]
+        self._usage.own.copy_(torch.tensor([*told, self._given_up], dtype=torch.uint8))
+
+    def _ranks_given_up(self) -> int:
+        return self._usage.given_up()
+
+    def _anybody_finished(self) -> bool:
+        return any(self._usage.somewhere())
 
     def _fill_missing(self, bucket: BucketBuffer) -> None:
         """As with an all-reduce; of an average that is still there each rank gives its part."""
@@ -174,6 +183,21 @@ class ShardedExchange(Exchange):
         """See `Exchange.forget`."""
         self._before.clear()
         super().forget()
+
+    def refuse_onlookers(self, slot: Slot) -> None:
+        """Raises InputError where hooks would see a gradient added to an average of which this rank has a part; the
+        other ranks are told that this one gives the step up.
+        """
+        if not slot.parameter._post_accumulate_grad_hooks and not self._hooks[slot.name].accompanied:
+            return
+        if self.open or self._admit():
+            self.give_up()
+        raise InputError(
+            f"found a hook that runs after the gradient of {slot.name} has been added to the average of an earlier "
+            f"step, but ranks share the optimizer's step, so that each has its own part of that average alone; "
+            f"expected gradients that are zeroed before each backward, or no such hook: zero them, use "
+            f"register_hook, or plan without sharing (`planner optimize` without --allow sharded-step)"
+        )
 
     # What sharded gradients and the optimizer's step ask for.
 
@@ -235,8 +259,12 @@ class ShardedExchange(Exchange):
         self._gradients.clear()
 
 
-def _make_room(parameter: nn.Parameter, _gradients: Any) -> None:
+def _make_room(exchange: weakref.ref[ShardedExchange], slot: Slot, _gradients: Any) -> None:
     """A gradient is about to be added to `.grad`: to this rank's share of an average that is still there."""
-    gradient = parameter.grad
+    gradient = slot.parameter.grad
     if isinstance(gradient, ShardedGradient):
-        parameter.grad = gradient.owner.local_share(gradient.place)
+        share = gradient.owner.local_share(gradient.place)
+        here = exchange()
+        if share is not None and here is not None:
+            here.refuse_onlookers(slot)
+        slot.parameter.grad = share

@@ -27,6 +27,9 @@ from runtime.errors import InputError
 SCRIPT_S = 90
 """Wall clock that a script may take before its ranks are given up."""
 
+TOLD = "an exception ended the backward of"
+"""What a rank says where another one's backward has raised."""
+
 Log = list[tuple[str, Tensor | None]]
 
 
@@ -146,7 +149,9 @@ def judge(script: Script, ddp: Outcome, plan: Outcome) -> str | None:
         what = "; ".join(told)
         if "wrong: " in what:
             return f"{plan.at}: {what}"
-        if any("CommunicationError" in (one or "") for one in plan.errors) and not _one_rank_only(script, plan):
+        if any("CommunicationError" in (one or "") and TOLD not in (one or "") for one in plan.errors) and not (
+            _one_rank_only(script, plan)
+        ):
             return f"{plan.at}: a rank waited in vain: {what}"
         if not plan.refused and not (ddp.raised and ddp.at == plan.at):
             return f"{plan.at}: raised, not refused: {what}"

@@ -6,7 +6,7 @@ import contextlib
 import copy
 import gc
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -16,6 +16,8 @@ from script_net import BATCH, OPTIMIZERS, WIDTH, Net, batch, loss_of
 from script_sides import DDPSide, PlanSide, Servers
 from scripts import RULES, Action, Script
 from torch import Tensor, nn
+
+from runtime.errors import CommunicationError
 
 
 class Misfit(Exception):
@@ -495,19 +497,37 @@ class Run:
         self.optimizer.zero_grad()
 
     def do_fail(self, where: str) -> None:
-        """A step that raises, caught; DDP, which could not go on, only does what comes before, without a graph."""
+        """A step that raises, caught: in forward, in backward, or there on one rank alone, of which the others are
+        told. DDP, which could not go on, only does what comes before, without a graph.
+        """
         self.optimizer.zero_grad()
         call = self.call
         if not self.side.plans:
             follow_rank_0(self.model.buffers(), self.members)
             self.call = self.model
-        self.model.trap = where if where == "forward" or self.side.plans else ""
-        with contextlib.suppress(ArithmeticError), torch.set_grad_enabled(self.side.plans):
+        fails = where == "forward" or (self.side.plans and (where == "backward" or self.rank == 1))
+        self.model.trap = ("forward" if where == "forward" else "backward") if fails else ""
+        told = contextlib.nullcontext() if fails else self._told()
+        with contextlib.suppress(ArithmeticError), told, torch.set_grad_enabled(self.side.plans):
             loss = self._loss(6, probing=False)
             if self.side.plans:
                 loss.backward()
         self.model.trap, self.call = "", call
         self.optimizer.zero_grad()
+
+    @contextlib.contextmanager
+    def _told(self) -> Iterator[None]:
+        """Inside, another rank's backward raises, and this one's says so; with a delay it is no step, unsaid."""
+        session = self.side.watched()
+        waits = self.side.plans and session is not None and not (session.delay and session.delay.active)
+        try:
+            yield
+        except CommunicationError as error:
+            if "an exception ended the backward of 1" not in str(error):
+                raise
+        else:
+            if waits:
+                raise Misfit("another rank's backward raised, and this one's did not")
 
     def do_interrupt(self) -> None:
         """An exception between backward and step."""

@@ -150,7 +150,7 @@ RULES: dict[str, Rule] = {
     "copy": Rule(2, (("model", "optimizer", "both"),), alone=True, early=True),
     "exchange": Rule(2, (("parameters", "average", "average_and_back", "scaled"),), NOT_DELAYED),
     "compile": Rule(1, (("in_place", "around"), ("eager", "aot_eager")), ("exact", "sharded"), early=True),
-    "fail": Rule(2, (("forward", "backward"),), LIKE_DDP),
+    "fail": Rule(2, (("forward", "backward", "alone"),)),
     "interrupt": Rule(1, (), LIKE_DDP),
     "drop": Rule(2),
     "switch": Rule(4, (("1", "2", "100"),), NOT_DELAYED),

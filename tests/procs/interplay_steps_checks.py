@@ -33,6 +33,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import runtime
+from runtime.errors import CommunicationError
 
 STEPS = 4
 
@@ -217,26 +218,34 @@ def _raise_in(layer: nn.Module) -> Any:
 def exception(then: str) -> dict[str, bool]:
     """A backward that raises in the middle on all ranks; then ordinary steps, or the same graph once more.
 
-    Against DDP that never failed: DDP itself refuses the next forward.
+    `elsewhere`: after other buckets on each rank; `alone`: on rank 1, of which the others are told. Against DDP that
+    never failed: DDP itself refuses the next forward.
     """
     reference, planned = with_ddp(mlp()), with_plan(mlp())
     steps(reference, range(STEPS))
+    rank, results = dist.get_rank(), dict[str, bool]()
     for step in range(STEPS):
         planned.optimizer.zero_grad()
         loss = loss_of(planned, step)
         if step == 1:
-            handle = _raise_in(planned.model[0])
+            fails = then != "alone" or rank == 1
+            handle = _raise_in(planned.model[0 if then != "elsewhere" or rank == 1 else 4]) if fails else None
+            expected = (
+                "on purpose" if fails else f"an exception ended the backward of 1 of {dist.get_world_size()} ranks"
+            )
             try:
                 loss.backward(retain_graph=True)
-                return {"raised": False}
-            except ArithmeticError:
+                results["raised"] = False
+            except (ArithmeticError, CommunicationError) as error:
+                results["raised"] = expected in str(error)
+            if handle is not None:
                 handle.remove()
             planned.optimizer.zero_grad()
-            if then == "new forward":
+            if then != "same graph":
                 loss = loss_of(planned, step)
         loss.backward()
         planned.optimizer.step()
-    results = compare(outcome(reference), outcome(planned))
+    results |= compare(outcome(reference), outcome(planned))
     planned.close()
     return results
 
@@ -330,5 +339,5 @@ STEP_CHECKS: dict[str, Callable[[], dict[str, bool]]] = {
     "two_losses": two_losses,
     "exception_in_forward": exception_in_forward,
     **{f"unused-{where}": partial(unused, where) for where in ("somewhere", "everywhere")},
-    **{f"exception-{then}": partial(exception, then) for then in ("new forward", "same graph")},
+    **{f"exception-{then}": partial(exception, then) for then in ("new forward", "same graph", "elsewhere", "alone")},
 }

@@ -83,6 +83,8 @@ SEEN: dict[str, str] = {
     "end": "",
 }
 """What rank 0 says of each phase, in which rank 1 left it alone."""
+GIVEN_UP = "the step did not complete: an exception ended the backward of 1 of "
+"""What it says where rank 1 could tell it."""
 BLAMED: dict[str, str] = {
     "compute": r"loss\(model, batch\) raised ArithmeticError: on purpose",
     "links": r"^planner: rank 1 raised ArithmeticError: on purpose$",
@@ -113,6 +115,8 @@ def expected_words(cell: Cell) -> list[str]:
         return [LOCAL[cell.fault], seen]
     if cell.phase == "end":
         return [r"rank 0: not all 2 ranks came .*, rank 1 did not within 4 s"]
+    if cell.phase == "backward" and cell.fault == "raise":
+        return [GIVEN_UP]
     return [SEEN[cell.phase].replace("rank 0:", f"rank {1 - cell.failing}:")]
 
 
