@@ -149,7 +149,7 @@ def measure(index: int) -> Row:
     optimizer = CASES[index].optimizer(list(parameters.values()))
     problem = _problem(parameters, optimizer, world, device)
     owners = partition_of(problem).owners
-    on = ShardUpdates().apply(Schedule.from_boundaries([problem.count]), problem).norms is not None
+    on = ShardUpdates().apply(Schedule.from_boundaries([problem.count]), problem).schedule.norms is not None
     layers = [parameters[layer.name] for layer in problem.norm_layers]
     split = Split(world, owners, (2,), norm_dtype(layers), device)
     alone, shared = _norms_us(split, layers, world), _norms_us(split, layers, world, shared=True)

@@ -23,13 +23,14 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.marked import replace_part
-from planner.decide.bounded import GAIN, sent_share
+from planner.decide.bounded import sent_share
 from planner.decide.strategies import best_baseline
 from planner.documents.catalog import find_profile
 from planner.documents.profile import Cluster, ComputeProfile, Contention, Link, Profile, SelectionLine
 from planner.ir import Schedule
 from planner.model.problem import Problem, make_problem
 from planner.model.simulator import step_us
+from planner.passes.base import GAIN
 from planner.passes.joint import Joint
 from planner.passes.merge import Merge
 
@@ -142,8 +143,8 @@ def judge(setting: Setting, profile: Profile) -> Judged:
 
 def decide(problem: Problem) -> tuple[Schedule, Schedule]:
     """(best exact, best bounded)."""
-    exact = Merge().apply(best_baseline(problem), problem)
-    return exact, Joint().apply(exact, problem)
+    exact = Merge().apply(best_baseline(problem), problem).schedule
+    return exact, Joint().apply(exact, problem).schedule
 
 
 def perturbed(problem: Problem, rng: np.random.Generator) -> Problem:

@@ -38,9 +38,9 @@ class Seen:
 def schedules(problem: Problem) -> dict[str, Schedule]:
     """The rivals, then what planner chooses: flat, among all exact plans, with up to 1 % of each layer's elements."""
     made = {name: make_schedule(problem, name) for name in NAMED}
-    made["merge"] = Merge().apply(best_baseline(problem), problem)
-    made["topology"] = Topology().apply(made["merge"], problem)
-    made["joint"] = Joint(max_ratio=100.0, protect="none").apply(made["topology"], problem)
+    made["merge"] = Merge().apply(best_baseline(problem), problem).schedule
+    made["topology"] = Topology().apply(made["merge"], problem).schedule
+    made["joint"] = Joint(max_ratio=100.0, protect="none").apply(made["topology"], problem).schedule
     return made
 
 

@@ -1,40 +1,37 @@
 """Where more than exact plans are allowed: the best of each class beside the best exact one, and which of them it is.
 
 A riskier class has to win by 2 % of the predicted step over the best less risky one; if none does, the plan stays exact
-and says what they would give. Bounded plans are looked for here, relaxed ones in `planner.decide.relaxed`.
+and says what they would give. Passes find them, and say what is to be said of them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
+from typing import Any
 
 from planner.cost.sparse import SELECTED_BYTES, flat_is_implied
 from planner.decide.offer import ALLOWED, Offer, choose_offer
-from planner.decide.pipeline import AfterPass, run_passes
-from planner.decide.relaxed import delay_offer, updaters_offer
-from planner.emit.lower import lower
+from planner.decide.pipeline import AfterPass, run_passes, with_options
+from planner.emit.lower import accuracy_of_schedule, lower
 from planner.emit.text import counted, mib, three_digits
 from planner.ir import Bucket, Schedule
-from planner.model.compression import check_max_ratio, ratio_limits, ratio_of
+from planner.model.compression import check_max_ratio, ratio_of
 from planner.model.norms import update_us
 from planner.model.problem import Problem
 from planner.model.simulator import step_us
-from planner.passes.base import GAIN, Pass
+from planner.passes.base import Bound, Frontier, Pass, Result
 from planner.passes.delay import Delay, check_max_delay
-from planner.passes.joint import Frontier, Joint
+from planner.passes.joint import Joint
 from planner.passes.local_async import LocalAsync
-from planner.passes.sparsify import Sparsify
 from planner.search.cpsat_joint import MAX_PLACES, fits, solve_joint
 from runtime.errors import InputError
 from runtime.plan import Accuracy, Plan
-from runtime.plan.predicted import Certificate, DelayPoint, FrontierPoint, SolverBound, UpdatersPoint
+from runtime.plan.predicted import Certificate, FrontierPoint, SolverBound
 
 ACCURACIES: tuple[Accuracy, ...] = ("exact", "bounded", "relaxed")
 """The classes, from the least risky to the riskiest."""
-
-
-__all__ = ["ACCURACIES", "GAIN", "choose", "sent_share", "split_passes"]
 
 
 def split_passes(
@@ -64,7 +61,7 @@ def split_passes(
     for risk, usual in defaults.items():
         if ACCURACIES.index(accuracy) >= ACCURACIES.index(risk):
             lossy += [each for each in passes if each.accuracy == risk] or usual
-    return exact, tuple(_with_options(each, max_ratio, protect, max_delay) for each in lossy)
+    return exact, with_options(lossy, max_ratio=max_ratio, protect=protect, max_delay=max_delay)
 
 
 def _refuse_riskier(accuracy: Accuracy, asked: Sequence[tuple[str, str]]) -> None:
@@ -79,15 +76,6 @@ def _refuse_riskier(accuracy: Accuracy, asked: Sequence[tuple[str, str]]) -> Non
         f"--accuracy {accuracy}: found {' and '.join(what for what, _ in riskier)}, expected "
         f"{'none' if len(riskier) == 1 else 'neither'}, for {why}; add --accuracy {cure}"
     )
-
-
-def _with_options(lossy: Pass, max_ratio: float | None, protect: str | None, max_delay: int | None) -> Pass:
-    """The pass with options of the command, where it has no values of its own."""
-    if isinstance(lossy, Delay):
-        lossy = replace(lossy, max_delay=lossy.max_delay or max_delay or 0)
-    elif not isinstance(lossy, Joint | Sparsify):
-        return lossy
-    return replace(lossy, max_ratio=lossy.max_ratio or max_ratio or 0.0, protect=lossy.protect or protect or "")
 
 
 def choose(
@@ -115,17 +103,16 @@ def choose(
         asked: for bounded passes by name, so that a step whose optimizer they do not suit gets their plan, too.
     """
     bounded = [each for each in passes if each.accuracy == "bounded"]
-    offer, frontier = _bounded_offer(problem, schedule, bounded, after_pass, solver_limit)
+    offer, fields = _bounded_offer(problem, schedule, bounded, after_pass, solver_limit)
     offers = [offer if asked else _for_optimizer(problem, offer)]
-    delays: tuple[DelayPoint, ...] | None = None
-    updaters: tuple[UpdatersPoint, ...] | None = None
-    if accuracy == "relaxed":
-        relaxed = [each for each in passes if each.accuracy == "relaxed"]
-        delayed, delays = delay_offer(problem, schedule, relaxed, after_pass)
-        local, updaters = updaters_offer(problem, schedule, relaxed, after_pass)
-        offers += [offer for offer in (delayed, local) if offer is not None]
+    relaxed = [each for each in passes if each.accuracy == "relaxed"]
+    for each in relaxed:
+        result = run_passes([each], schedule, problem, after_pass, accuracy="relaxed")
+        fields |= result.plan_fields
+        if result.measured or len(relaxed) == 1:
+            offers.append(_relaxed_offer(problem, schedule, each.what, result))
     beside = replace(exact, baselines=None, scaling=None, sources=None, notes=())
-    exact = replace(exact, frontier=_points(problem, frontier), delays=delays, updaters=updaters)
+    exact = replace(exact, **fields)
     chosen, refused = choose_offer(step_us(problem, schedule), offers)
     if chosen is None or chosen.plan is None:
         why = f"{accuracy}{ALLOWED}{', and '.join(refused.values())}: the plan is exact"
@@ -137,12 +124,10 @@ def choose(
         baselines=exact.baselines,
         scaling=exact.scaling,
         sources=exact.sources,
-        frontier=exact.frontier,
-        delays=exact.delays,
-        updaters=exact.updaters,
+        **fields,
         fallback=beside,
         alternatives={"exact": beside, **_others(offers, chosen.accuracy)},
-        notes=(*exact.notes, *chosen.notes, *beyond),
+        notes=(*exact.notes, *chosen.plan.notes, *beyond),
     )
 
 
@@ -153,7 +138,7 @@ def _others(offers: Sequence[Offer], taken: str) -> dict[str, Plan]:
         before = found.get(offer.accuracy)
         if offer.plan is not None and offer.accuracy != taken and (before is None or offer.own_us < before.own_us):
             found[offer.accuracy] = offer
-    return {accuracy: offer.plan for accuracy, offer in found.items() if offer.plan is not None}
+    return {accuracy: replace(offer.plan, notes=()) for accuracy, offer in found.items() if offer.plan is not None}
 
 
 def _bounded_offer(
@@ -162,23 +147,41 @@ def _bounded_offer(
     passes: Sequence[Pass],
     after_pass: AfterPass | None,
     solver_limit: float | None,
-) -> tuple[Offer, Frontier]:
+) -> tuple[Offer, dict[str, Any]]:
     """The best bounded plan found, beginning with the best exact schedule, and speed over compression."""
-    found = run_passes(passes, schedule, problem, after_pass, accuracy="bounded")
-    joint = next((each for each in passes if isinstance(each, Joint)), None)
-    options = next((each for each in passes if isinstance(each, Joint | Sparsify)), Joint())
-    joint = joint or Joint(max_ratio=options.max_ratio, protect=options.protect)
+    result = run_passes(passes, schedule, problem, after_pass, accuracy="bounded")
+    found, frontier = result.schedule, result.frontier
+    assert frontier is not None
+    # The passes do not see that norms are shared, which makes every step shorter by as much.
     saved_us = problem.update_us - update_us(problem, schedule)
-    frontier = _sooner(joint.frontier(replace(schedule, norms=None), problem), saved_us)
+    if saved_us:
+        points = tuple(replace(point, iteration_us=point.iteration_us - saved_us) for point in frontier.points)
+        frontier = replace(frontier, points=points, bound_us=frontier.bound_us - saved_us)
+    fields = {"frontier": _points(problem, frontier)}
     exact_us, found_us = step_us(problem, schedule), step_us(problem, found)
+    offer = partial(Offer, accuracy="bounded", what="compression")
     if not _sparse(found):
-        return Offer(accuracy="bounded", what="compression", plan=None, step_us=exact_us), frontier
-    plan = replace(lower(problem, found), certificate=_certificate(problem, found, frontier, joint, passes))
-    if solver_limit is not None:
-        plan = _solved(problem, plan, frontier, solver_limit)
+        return offer(plan=None, step_us=exact_us), fields
+    certificate = _bound(problem, frontier, passes).certificate(found_us)
     gain = 1.0 - found_us / exact_us if exact_us > 0.0 else 0.0
-    notes = tuple(_notes(problem, found, frontier, gain, joint))
-    return Offer(accuracy="bounded", what="compression", plan=plan, step_us=found_us, notes=notes), frontier
+    notes = tuple(_notes(problem, found, frontier, gain))
+    plan = replace(lower(problem, found), certificate=certificate, notes=notes)
+    if solver_limit is not None:
+        plan = _solved(plan, certificate, frontier, solver_limit)
+    return offer(plan=plan, step_us=found_us), fields
+
+
+def _relaxed_offer(problem: Problem, schedule: Schedule, what: str, result: Result) -> Offer:
+    """The plan of what a relaxed pass found, beside the best exact schedule."""
+    found, found_us = result.schedule, step_us(problem, result.schedule)
+    exact_us = step_us(problem, schedule) + result.making_us
+    offer = partial(Offer, accuracy="relaxed", what=what, making_us=result.making_us)
+    if accuracy_of_schedule(found) != "relaxed":
+        return offer(plan=None, step_us=exact_us, why_not=result.why_not)
+    gain = f"relaxed: predicted {1.0 - found_us / exact_us:.1%} shorter than the best exact plan, which is the fallback"
+    certificate = None if result.bound is None else result.bound.certificate(found_us)
+    plan = replace(lower(problem, found), certificate=certificate, notes=(gain, *result.notes))
+    return offer(plan=plan, step_us=found_us if result.judged_us is None else result.judged_us)
 
 
 def _for_optimizer(problem: Problem, offer: Offer) -> Offer:
@@ -191,12 +194,6 @@ def _for_optimizer(problem: Problem, offer: Offer) -> Offer:
         f"(docs/lags.md; --passes merge,joint asks for them nevertheless)"
     )
     return replace(offer, plan=None, why_not=why_not)
-
-
-def _sooner(frontier: Frontier, saved_us: float) -> Frontier:
-    """The frontier of steps whose update is shorter by what sharing norms saves."""
-    points = tuple(replace(point, iteration_us=point.iteration_us - saved_us) for point in frontier.points)
-    return replace(frontier, points=points, bound_us=frontier.bound_us - saved_us) if saved_us else frontier
 
 
 def _sparse(schedule: Schedule) -> list[Bucket]:
@@ -229,30 +226,21 @@ def _sent(problem: Problem, bucket: Bucket) -> int:
     return min(int(problem.numel[list(bucket.gradients)].sum()), shards * (bucket.k or 0))
 
 
-def _certificate(
-    problem: Problem, schedule: Schedule, frontier: Frontier, joint: Joint, passes: Sequence[Pass]
-) -> Certificate:
-    iteration_us = step_us(problem, schedule)
-    bound_us = min(frontier.bound_us, iteration_us)
+def _bound(problem: Problem, frontier: Frontier, passes: Sequence[Pass]) -> Bound:
     ratios = ", ".join(f"{point.max_ratio:g}" for point in frontier.points[1:])
     notes = [f"among plans whose buckets are dense or have, in each layer not limited further, a ratio of {ratios}"]
     if problem.contended:
         notes.append("the bound is for a machine where compute and network do not slow each other down")
-    if joint not in passes:
+    if all(each.name != Joint.name for each in passes):
         notes.append(f"decided by {', '.join(each.name for each in passes)}, which does not look at all of them")
-    exact = frontier.points[-1].exact
-    return Certificate(
-        method="labels over merging and densities" + ("" if exact else ", a part of them, and local search"),
-        lower_bound_us=bound_us,
-        gap=max(0.0, iteration_us / bound_us - 1.0) if bound_us > 0.0 else 0.0,
-        note="; ".join(notes),
-    )
+    method = "labels over merging and densities"
+    method += "" if frontier.points[-1].exact else ", a part of them, and local search"
+    return Bound(step_us=frontier.bound_us, method=method, note="; ".join(notes))
 
 
-def _solved(problem: Problem, plan: Plan, frontier: Frontier, limit: float) -> Plan:
+def _solved(plan: Plan, certificate: Certificate, frontier: Frontier, limit: float) -> Plan:
     """The plan with the constraint program's bound in its certificate."""
-    certificate, tables = plan.certificate, frontier.tables
-    assert certificate is not None
+    tables = frontier.tables
     if tables is None or not fits(tables):
         note = f"CP-SAT was not asked: up to {MAX_PLACES - 1} gradients and no contention are what its model can take"
         return replace(plan, certificate=replace(certificate, note=f"{certificate.note}; {note}"))
@@ -261,24 +249,18 @@ def _solved(problem: Problem, plan: Plan, frontier: Frontier, limit: float) -> P
     solution = solve_joint(tables, len(tables.cost_us), iteration_us - updating_us, limit)
     solver_us = min(solution.bound_us + updating_us, iteration_us)
     bound_us = max(certificate.lower_bound_us, solver_us)
-    solved = replace(
-        certificate,
-        method=f"{certificate.method}, then CP-SAT",
-        lower_bound_us=bound_us,
-        gap=max(0.0, iteration_us / bound_us - 1.0) if bound_us > 0.0 else 0.0,
-        solver=SolverBound("cpsat", solver_us, solution.proven, limit),
-    )
-    return replace(plan, certificate=solved)
+    bound = Bound(step_us=bound_us, method=f"{certificate.method}, then CP-SAT", note=certificate.note)
+    solver = SolverBound("cpsat", solver_us, solution.proven, limit)
+    return replace(plan, certificate=replace(bound.certificate(iteration_us), solver=solver))
 
 
-def _notes(problem: Problem, schedule: Schedule, frontier: Frontier, gain: float, joint: Joint) -> list[str]:
+def _notes(problem: Problem, schedule: Schedule, frontier: Frontier, gain: float) -> list[str]:
     """What the reader of a bounded plan should know."""
     sparse = _sparse(schedule)
     members = [index for bucket in sparse for index in bucket.gradients]
     dense_bytes = int(problem.size_bytes.sum() - problem.size_bytes[members].sum())
     sent_bytes = SELECTED_BYTES * sum(_sent(problem, bucket) for bucket in sparse)
-    limits = ratio_limits(problem, joint.max_ratio or None, joint.protect)
-    protected = [index for index in range(problem.count) if limits[index] <= 1.0]
+    protected = [index for index in range(problem.count) if frontier.limits[index] <= 1.0]
     notes = [
         f"bounded: predicted {gain:.1%} shorter than the best exact plan, which is the fallback",
         "what is held back is learnt late, and costs most in the first steps: train those with the fallback, and go "

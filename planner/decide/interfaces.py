@@ -21,6 +21,11 @@ def check_allow(allow: Sequence[str]) -> tuple[str, ...]:
     return tuple(allow)
 
 
+def find_sharing(passes: Sequence[Pass]) -> ShardUpdates | None:
+    """The pass that decides whether ranks share the step; None where it is not among the passes."""
+    return next((each for each in passes if isinstance(each, ShardUpdates)), None)
+
+
 def allowed_passes(passes: Sequence[Pass], allow: Sequence[str]) -> tuple[Pass, ...]:
     """The passes, of which none shares the optimizer's step where that is not allowed.
 
@@ -29,10 +34,11 @@ def allowed_passes(passes: Sequence[Pass], allow: Sequence[str]) -> tuple[Pass, 
     """
     if SHARDED_STEP in allow:
         return tuple(passes)
-    if any(isinstance(each, ShardUpdates) and each.step == "always" for each in passes):
+    sharing = find_sharing(passes)
+    if sharing is not None and sharing.step == "always":
         raise InputError(
             f"--passes: found shard_updates{{step=always}}, where ranks share the optimizer's step, so that some lines "
             f"which work with DDP do not (docs/concepts/sharded-step.md); expected --allow {SHARDED_STEP} beside it: "
             f"add that, or leave step=always out"
         )
-    return tuple(replace(each, step="never") if isinstance(each, ShardUpdates) else each for each in passes)
+    return tuple(replace(sharing, step="never") if sharing and each.decides_update else each for each in passes)

@@ -25,8 +25,6 @@ class Offer:
     """What the plan is judged by; without one, the exact plan's step."""
     making_us: float = 0.0
     """Of that, what steps of other classes leave out: making the minibatch."""
-    notes: tuple[str, ...] = ()
-    """What its reader should know."""
     why_not: str = ""
     """Why there is no plan, where it is not that none makes the step shorter."""
 

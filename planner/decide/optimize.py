@@ -7,17 +7,15 @@ from dataclasses import replace
 from pathlib import Path
 
 from planner.decide.bounded import ACCURACIES, choose, split_passes
-from planner.decide.interfaces import allowed_passes, check_allow
+from planner.decide.interfaces import allowed_passes, check_allow, find_sharing
 from planner.decide.norms import describe, update_bound_us
-from planner.decide.pipeline import AfterPass, parse_passes, run_passes
+from planner.decide.pipeline import AfterPass, parse_passes, run_passes, with_options
 from planner.decide.scaling import OPTIMAL, scaling_curve
 from planner.decide.sharded_step import (
     beside_shared,
     check_memory,
-    demanded,
     other_way,
     with_gain,
-    with_memory,
     with_notes,
     with_step,
 )
@@ -35,8 +33,8 @@ from planner.model.local_async import making_us
 from planner.model.problem import Problem, make_problem
 from planner.model.sharded_step import can_share, own_update_us, saves_memory
 from planner.model.simulator import simulate_schedule
+from planner.passes.base import Bound
 from planner.passes.merge import merge_without_contention
-from planner.passes.shard_updates import memory_unheeded
 from planner.passes.topology import links_without_contention
 from planner.search.link_forms import has_two_links
 from runtime.errors import InputError
@@ -104,21 +102,24 @@ def optimize(
     limit = check_solver(solver, solver_limit)
     parsed = parse_passes(passes)
     asked_for, lossy = split_passes(parsed, accuracy, max_ratio, protect, max_delay)
-    asked_for = with_memory(asked_for, check_memory(max_memory_mib))
+    asked_for = with_options(asked_for, memory_mib=check_memory(max_memory_mib))
+    sharing = find_sharing(asked_for)
     pipeline = allowed_passes(asked_for, check_allow(allow))
     where = name_of(profile if cluster is None else cluster)
     machines = None if cluster is None else find_cluster(cluster)
     problem = make_problem(find_profile(profile), machines, where=where)
     refuse_unmeasured(problem.cost.cluster, accuracy, where)
     start = best_baseline(problem)
-    schedule = run_passes(pipeline, start, problem, after_pass)
+    schedule = run_passes(pipeline, start, problem, after_pass).schedule
     solved = solve(problem, schedule, limit) if solver == "cpsat" and not schedule.sharded else None
     schedule = solved.schedule if solved else schedule
-    other = other_way(problem, schedule, start, asked_for)
-    exact = plan = with_step(problem, _exact(problem, schedule, solved), schedule, other, asked_for)
+    other = other_way(problem, schedule, start, asked_for, sharing)
+    exact = plan = with_step(problem, _exact(problem, schedule, solved), schedule, other, sharing)
     if SHARDED_STEP in allow:
-        plan = with_notes(problem, plan, asked_for)
-    unheeded = "" if max_memory_mib is None else memory_unheeded(problem, asked_for)
+        plan = with_notes(problem, plan, sharing)
+    unheeded = "the pass shard_updates heeds it, and is not among the passes; add it to --passes"
+    if max_memory_mib is None or sharing is not None:
+        unheeded = "" if max_memory_mib is None or sharing is None else sharing.memory_unheeded(problem)
     if unheeded:
         plan = replace(plan, notes=(*plan.notes, f"--max-memory-mib {max_memory_mib:g} changes nothing: {unheeded}"))
     if solver == "cpsat" and schedule.sharded:
@@ -134,13 +135,13 @@ def optimize(
             plan = beside_shared(
                 plan,
                 riskier(_exact(problem, other), other),
-                demanded=demanded(problem, pipeline) and saves_memory(problem, schedule),
+                demanded=sharing is not None and sharing.demanded(problem) and saves_memory(problem, schedule),
                 making_us=making_us(problem),
             )
         else:
             plan = riskier(plan, schedule)
     if SHARDED_STEP not in allow:
-        plan = with_gain(problem, plan, exact, asked_for, making_us=making_us(problem))
+        plan = with_gain(problem, plan, exact, sharing, making_us=making_us(problem))
     return replace(plan, loading=problem.profile.loading)
 
 
@@ -170,11 +171,16 @@ def name_of(document: Profile | Cluster | str | Path) -> str:
 
 def certify(problem: Problem, schedule: Schedule, solved: Solved | None = None) -> Certificate:
     """How far the schedule is from the best exact one under the cost model; the solver's bound counts where higher."""
+    iteration_us = simulate_schedule(problem, schedule).iteration_us
     if schedule.sharded:
-        return _certify_shared(problem, schedule)
+        bound = Bound(
+            step_us=problem.compute_end_us + own_update_us(problem),
+            method="search over buckets of a step that ranks share",
+            note="the bound is computation alone",
+        )
+        return bound.certificate(iteration_us)
     method, end_us, short, ties_exact = _optimum(problem)
     bound_us = max(end_us, problem.compute_end_us) + update_bound_us(problem)
-    iteration_us = simulate_schedule(problem, schedule).iteration_us
     notes = [] if solved is None else [_solver_note(solved)]
     if problem.contended and (solved is None or solved.bound_us <= bound_us):
         notes.append("the bound is the optimum on a machine where compute and network do not slow each other down")
@@ -186,14 +192,13 @@ def certify(problem: Problem, schedule: Schedule, solved: Solved | None = None) 
         notes.append("the bound is for buckets of consecutive gradients; DDP's, one dtype each, are of another class")
     if not ties_exact and not problem.contended:
         notes.append("the time is optimal; among plans of equal time this one may not have the fewest buckets")
-    bound_us = max(bound_us, solved.bound_us) if solved else bound_us
-    return Certificate(
+    bound = Bound(
+        step_us=max(bound_us, solved.bound_us) if solved else bound_us,
         method=method if solved is None else f"{method}, then CP-SAT",
-        lower_bound_us=min(bound_us, iteration_us),
-        gap=max(0.0, iteration_us / bound_us - 1.0) if bound_us > 0.0 else 0.0,
         note="; ".join(notes) or None,
-        solver=None if solved is None else SolverBound("cpsat", solved.bound_us, solved.proven, solved.limit),
     )
+    solver = None if solved is None else SolverBound("cpsat", solved.bound_us, solved.proven, solved.limit)
+    return replace(bound.certificate(iteration_us), solver=solver)
 
 
 def _unasked(plan: Plan) -> Plan:
@@ -201,18 +206,6 @@ def _unasked(plan: Plan) -> Plan:
     certificate = plan.certificate
     assert certificate is not None
     return replace(plan, certificate=replace(certificate, note=f"{certificate.note}; {UNASKED}"))
-
-
-def _certify_shared(problem: Problem, schedule: Schedule) -> Certificate:
-    """Of a step that ranks share, computation is a bound."""
-    compute_us = problem.compute_end_us + own_update_us(problem)
-    iteration_us = simulate_schedule(problem, schedule).iteration_us
-    return Certificate(
-        method="search over buckets of a step that ranks share",
-        lower_bound_us=compute_us,
-        gap=max(0.0, iteration_us / compute_us - 1.0) if compute_us > 0.0 else 0.0,
-        note="the bound is computation alone",
-    )
 
 
 def _optimum(problem: Problem) -> tuple[str, float, str | None, bool]:

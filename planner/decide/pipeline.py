@@ -13,8 +13,7 @@ from typing import Any
 from planner.ir import Schedule
 from planner.model.problem import Problem
 from planner.passes import PASSES
-from planner.passes.base import Pass
-from planner.passes.shard_updates import ShardUpdates
+from planner.passes.base import Pass, Result
 from planner.verify import verify
 from runtime.errors import InputError
 
@@ -74,21 +73,42 @@ def run_passes(
     after_pass: AfterPass | None = None,
     *,
     accuracy: str = "exact",
-) -> Schedule:
+) -> Result:
     """Applies the passes in order; the verifier runs before the first and after each.
 
     What ranks share of the update does not depend on how gradients travel, so passes that decide on that do not see it.
+
+    Returns:
+        The last pass's result, with what the ones before it say of the plan.
     """
     dtype_ids, elements = problem.dtype_ids.tolist(), problem.layer_elements
     norms = (len(problem.norm_layers), problem.ranks)
     verify(schedule, dtype_ids, accuracy=accuracy, elements=elements, norms=norms)
+    result = Result(schedule=schedule)
     for current in passes:
         started = time.perf_counter()
-        before, schedule = schedule, current.apply(replace(schedule, norms=None, sharded=False), problem)
+        before = result
+        result = current.apply(replace(before.schedule, norms=None, sharded=False), problem)
+        schedule = result.schedule
         alone = schedule.delay is not None or schedule.updaters is not None  # ranks update by themselves
-        if not isinstance(current, ShardUpdates) and not alone:
-            schedule = replace(schedule, norms=before.norms, sharded=before.sharded)
+        if not current.decides_update and not alone:
+            schedule = replace(schedule, norms=before.schedule.norms, sharded=before.schedule.sharded)
+        result = replace(
+            result,
+            schedule=schedule,
+            plan_fields={**result.plan_fields, **before.plan_fields},
+            frontier=before.frontier or result.frontier,
+        )
         verify(schedule, dtype_ids, accuracy=accuracy, elements=elements, norms=norms)
         if after_pass is not None:
             after_pass(current.name, schedule, time.perf_counter() - started)
-    return schedule
+    return result
+
+
+def with_options(passes: Sequence[Pass], **given: Any) -> tuple[Pass, ...]:
+    """The passes with options of the command, as far as they have options of these names and no values of their own."""
+    made: list[Pass] = []
+    for each in passes:
+        missing = {name: value for name, value in given.items() if value is not None and not getattr(each, name, True)}
+        made.append(replace(each, **missing) if missing else each)  # type: ignore[type-var]
+    return tuple(made)

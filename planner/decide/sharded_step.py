@@ -35,14 +35,6 @@ ALLOW = f"--allow {SHARDED_STEP}"
 SMALLER = "take more ranks, or a smaller batch"
 
 
-def with_memory(passes: Sequence[Pass], memory_mib: float | None) -> tuple[Pass, ...]:
-    """The passes with what each rank has, where they have no value of their own."""
-    return tuple(
-        replace(each, memory_mib=each.memory_mib or memory_mib or 0.0) if isinstance(each, ShardUpdates) else each
-        for each in passes
-    )
-
-
 def check_memory(memory_mib: float | None) -> float | None:
     """The limit; raises InputError where it is none."""
     if memory_mib is not None and not 0.0 < memory_mib < math.inf:
@@ -50,11 +42,6 @@ def check_memory(memory_mib: float | None) -> float | None:
             f"--max-memory-mib: found {memory_mib:g}, expected MiB of memory on each rank, such as 40000; correct it"
         )
     return memory_mib
-
-
-def demanded(problem: Problem, passes: Sequence[Pass]) -> bool:
-    """Whether what every rank would hold does not fit into its memory."""
-    return any(isinstance(each, ShardUpdates) and each.demanded(problem) for each in passes)
 
 
 def beside_shared(shared: Plan, riskier: Plan, *, demanded: bool, making_us: float) -> Plan:
@@ -85,7 +72,9 @@ def beside_shared(shared: Plan, riskier: Plan, *, demanded: bool, making_us: flo
     )  # fmt: skip
 
 
-def other_way(problem: Problem, schedule: Schedule, start: Schedule, passes: Sequence[Pass]) -> Schedule | None:
+def other_way(
+    problem: Problem, schedule: Schedule, start: Schedule, passes: Sequence[Pass], sharing: ShardUpdates | None
+) -> Schedule | None:
     """The best exact schedule that shares the step where `schedule` does not, or the reverse; None: there is none.
 
     Args:
@@ -93,18 +82,20 @@ def other_way(problem: Problem, schedule: Schedule, start: Schedule, passes: Seq
         schedule: what the passes have made of `start`.
         start: what they began with.
         passes: the exact ones.
+        sharing: the one of them that decides on the step.
     """
-    if (sharing := _sharing(passes)) is None:
+    if sharing is None:
         return None
     if not schedule.sharded:
         return sharing.shared_step(replace(schedule, norms=None), problem)
-    never = [replace(each, step="never") if isinstance(each, ShardUpdates) else each for each in passes]
-    return run_passes(never, start, problem)
+    never = [replace(sharing, step="never") if each.decides_update else each for each in passes]
+    return run_passes(never, start, problem).schedule
 
 
-def with_step(problem: Problem, plan: Plan, schedule: Schedule, other: Schedule | None, passes: Sequence[Pass]) -> Plan:
+def with_step(
+    problem: Problem, plan: Plan, schedule: Schedule, other: Schedule | None, sharing: ShardUpdates | None
+) -> Plan:
     """The plan with both predictions, where ranks could share the step."""
-    sharing = _sharing(passes)
     if sharing is None or not can_share(problem):
         return plan
     shared, whole = (schedule, other) if schedule.sharded else (other, schedule)
@@ -120,16 +111,16 @@ def with_step(problem: Problem, plan: Plan, schedule: Schedule, other: Schedule 
     return replace(plan, updates=UpdatePlan(norms=plan.updates.norms if plan.updates else None, step=step))
 
 
-def with_notes(problem: Problem, plan: Plan, passes: Sequence[Pass]) -> Plan:
+def with_notes(problem: Problem, plan: Plan, sharing: ShardUpdates | None) -> Plan:
     """The plan, which says why ranks share the optimizer's step, or do not: for a reader who has allowed it."""
-    sharing, step = _sharing(passes), _step(plan)
+    step = _step(plan)
     if sharing is None or sharing.step == "never":
         return plan
     notes = [LEAVES_OUT] if leaves_out(problem) else [] if step is None else _notes(problem, step, sharing)
     return replace(plan, notes=(*plan.notes, *notes))
 
 
-def with_gain(problem: Problem, plan: Plan, exact: Plan, passes: Sequence[Pass], *, making_us: float) -> Plan:
+def with_gain(problem: Problem, plan: Plan, exact: Plan, sharing: ShardUpdates | None, *, making_us: float) -> Plan:
     """The plan, which says in one line what ranks would gain that share the optimizer's step; nothing where they would
     not.
 
@@ -137,10 +128,10 @@ def with_gain(problem: Problem, plan: Plan, exact: Plan, passes: Sequence[Pass],
         problem: the step.
         plan: the one that was chosen, in which ranks were not allowed to share the step.
         exact: the exact one beside it, or itself, with both predictions.
-        passes: the exact ones, as asked for.
+        sharing: the pass that decides on the step, as asked for.
         making_us: what making a minibatch takes, which is in the times of local updaters alone.
     """
-    sharing, step = _sharing(passes), _step(exact)
+    step = _step(exact)
     if sharing is None or step is None or step.sharded_us is None:
         return plan
     own_us = plan.predicted.iteration_us if plan.predicted else 0.0
@@ -153,10 +144,6 @@ def with_gain(problem: Problem, plan: Plan, exact: Plan, passes: Sequence[Pass],
     line = f"allowed to share the optimizer's step (as ZeRO-1), ranks would take {ms(step.sharded_us)} a step instead "
     line += f"of {ms(own_us)}{memory}; some lines that work with DDP then do not: docs/sharded-step.md, {ALLOW}"
     return replace(plan, notes=(*plan.notes, line))
-
-
-def _sharing(passes: Sequence[Pass]) -> ShardUpdates | None:
-    return next((each for each in passes if isinstance(each, ShardUpdates)), None)
 
 
 def _step(plan: Plan) -> StepPlan | None:

@@ -48,13 +48,13 @@ def optimal(problem: Problem, argument: str | None = None) -> Schedule:
     """What `planner optimize` chooses among exact plans."""
     if argument not in (None, SHARDED_STEP):
         raise InputError(f"found the strategy optimal:{argument}, expected optimal or optimal:{SHARDED_STEP}")
-    merged = Merge().apply(best_baseline(problem), problem)
+    merged = Merge().apply(best_baseline(problem), problem).schedule
     if problem.count <= MIXED or not has_two_links(problem):
-        chosen = Topology().apply(merged, problem)
+        chosen = Topology().apply(merged, problem).schedule
     else:
         chosen = best_of(problem, [merged, torus_2d(problem)])
     step = "auto" if argument == SHARDED_STEP else "never"
-    return ShardUpdates(method="lpt", step=step).apply(chosen, problem)
+    return ShardUpdates(method="lpt", step=step).apply(chosen, problem).schedule
 
 
 def best_baseline(problem: Problem) -> Schedule:
@@ -70,7 +70,7 @@ def joint(problem: Problem, argument: str | None = None) -> Schedule:
     max_ratio = 0.0
     if argument is not None:
         max_ratio = positive_number("joint", argument, "times of compression", at_most=MAX_RATIO, at_least=1.0)
-    return Joint(max_ratio=max_ratio).apply(optimal(problem), problem)
+    return Joint(max_ratio=max_ratio).apply(optimal(problem), problem).schedule
 
 
 def ssd(problem: Problem, argument: str | None = None) -> Schedule:

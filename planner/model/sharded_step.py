@@ -61,7 +61,7 @@ def _at_least(problem: Problem, sizes: Sizes) -> Sizes:
     """
     whole = _alone(problem) or problem.cost.all_reduce
     halves_us = np.asarray(problem.reduce_scatter.curve(sizes) + problem.all_gather.curve(sizes))
-    factors = np.divide(whole(sizes), halves_us, out=np.ones_like(halves_us), where=halves_us > 0.0)
+    factors = np.divide(whole(sizes), halves_us, out=np.ones_like(halves_us), where=halves_us > 1e-9)
     return np.maximum(1.0, factors)
 
 

@@ -1,23 +1,102 @@
-"""What a pass is, and by how much a riskier choice has to win."""
+"""What a pass is, what it answers, and by how much a riskier choice has to win."""
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal, Protocol
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
 
-from planner.ir import Schedule
+import numpy as np
+from numpy.typing import NDArray
+
+from planner.ir import TIE, Schedule
 from planner.model.problem import Problem
+from planner.search.joint import BucketTables
+from runtime.plan import Accuracy
+from runtime.plan.predicted import Certificate
 
 GAIN = 0.02
 """Share of the step that a riskier class has to save."""
 
 
-class Pass(Protocol):
-    """A frozen dataclass whose fields are its options on the command line."""
+@dataclass(frozen=True, kw_only=True)
+class Bound:
+    """What no schedule of a class takes less than."""
+
+    step_us: float
+    method: str
+    note: str | None = None
+
+    def certificate(self, iteration_us: float) -> Certificate:
+        """How far a step of the class is from it."""
+        gap = max(0.0, iteration_us / self.step_us - 1.0) if self.step_us > 0.0 else 0.0
+        lower_us = min(self.step_us, iteration_us)
+        return Certificate(method=self.method, lower_bound_us=lower_us, gap=gap, note=self.note)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Point:
+    """The best found with ratios up to `max_ratio`."""
+
+    max_ratio: float
+    schedule: Schedule
+    iteration_us: float
+    exact: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Frontier:
+    """Speed over compression: points from no compression to the most that is allowed, none slower than the one before.
+
+    `bound_us`: no choice on the grid of densities has a shorter step. `limits`: the largest ratio of each gradient.
+    """
+
+    points: tuple[Point, ...]
+    bound_us: float
+    limits: NDArray[np.float64]
+    tables: BucketTables | None = None
+    """What the last point was decided on, where every place between gradients was looked at and nothing contends."""
+
+    @property
+    def best(self) -> Point:
+        """The shortest step; of equal ones the least compression."""
+        limit_us = self.points[-1].iteration_us * (1.0 + TIE)
+        return next(point for point in self.points if point.iteration_us <= limit_us)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    """What a pass answers: a schedule, and what a plan says of it."""
+
+    schedule: Schedule
+    notes: tuple[str, ...] = ()
+    """What the reader of a plan with this schedule should know."""
+    plan_fields: Mapping[str, Any] = field(default_factory=dict)
+    """Fields of any plan of this step: what the other choices would have given."""
+    bound: Bound | None = None
+    frontier: Frontier | None = None
+    """Of bounded passes."""
+    making_us: float = 0.0
+    """Of its step, what steps of other classes leave out: making the minibatch."""
+    judged_us: float | None = None
+    """What the schedule is judged by in place of its step."""
+    why_not: str = ""
+    """Why the schedule is as it was, where it is not that nothing makes the step shorter."""
+    measured: bool = True
+    """Whether what the pass decides on was measured; it is, where nobody asked for that by name, not missed."""
+
+
+class Pass:
+    """Made a frozen dataclass by every pass; the fields are its options on the command line."""
 
     name: ClassVar[str]
-    accuracy: ClassVar[Literal["exact", "bounded", "relaxed"]]
+    accuracy: ClassVar[Accuracy] = "exact"
     """The class of its results."""
+    what: ClassVar[str] = ""
+    """What a relaxed one does, in a word or two."""
+    decides_update: ClassVar[bool] = False
+    """Whether it decides what ranks share of the update; the others do not see that."""
 
-    def apply(self, schedule: Schedule, problem: Problem) -> Schedule:
+    def apply(self, schedule: Schedule, problem: Problem) -> Result:
         """A new schedule; never worse in predicted step time than the one given."""
-        ...
+        raise NotImplementedError

@@ -9,27 +9,35 @@ pushes of selected elements (`planner.search.sparse_pushes`) are looked at, too,
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache, partial
-from typing import ClassVar, Literal
+from functools import partial
+from typing import ClassVar
 
 from planner.cost.ssd import mean_step_us
+from planner.emit.lower import delay_spec
+from planner.emit.text import three_digits
 from planner.ir import TIE, Schedule
-from planner.model.compression import ratio_limits
-from planner.model.delay import delayed_step_us, steady_state
+from planner.model.compression import compression, ratio_limits
+from planner.model.delay import CycleTimeline, delayed_step_us, steady_state
 from planner.model.delay_load import Load
 from planner.model.problem import Problem
-from planner.model.simulator import step_us
-from planner.passes.base import GAIN
+from planner.model.simulator import simulate_schedule, step_us
+from planner.passes.base import GAIN, Bound, Pass, Result
 from planner.search.merge import MergeProblem, merge_exact
 from planner.search.sparse_pushes import best_selected
 from planner.strategies.ddp import ddp
 from runtime.errors import InputError
+from runtime.plan import Accuracy
+from runtime.plan.predicted import DelayPoint
 
 DEFAULT_MAX_DELAY = 4
 """Table 2 of SSD-SGD shows loss of accuracy at 5."""
 MAX_DELAY = 32
 """More than anybody trained with, by far."""
+
+CASES = {1: "pulls are late", 2: "the network is never idle", 3: "nothing is exposed"}
+"""Of Eq. 4."""
 
 NEAR = 0.02
 """Share of the best mean step that a smaller k may cost."""
@@ -48,13 +56,25 @@ class Choice:
     case: int
     """Of Eq. 4."""
 
+    @property
+    def point(self) -> DelayPoint:
+        """As a plan says it."""
+        return DelayPoint(
+            steps=self.k,
+            iteration_us=self.iteration_us,
+            closed_form_us=self.closed_form_us,
+            case=self.case,
+            buckets=len(self.schedule.buckets),
+        )
+
 
 @dataclass(frozen=True, kw_only=True)
-class Delay:
+class Delay(Pass):
     """The pass `delay`."""
 
     name: ClassVar[str] = "delay"
-    accuracy: ClassVar[Literal["exact", "bounded", "relaxed"]] = "relaxed"
+    what: ClassVar[str] = "delay"
+    accuracy: ClassVar[Accuracy] = "relaxed"
 
     max_delay: int = 0
     """The largest k that may be chosen; 0: 4."""
@@ -63,19 +83,35 @@ class Delay:
     protect: str = ""
     """As of `joint`: names that are pushed whole."""
 
-    def apply(self, schedule: Schedule, problem: Problem) -> Schedule:
+    def apply(self, schedule: Schedule, problem: Problem) -> Result:
         """The chosen k with its buckets where that makes the step shorter, else the schedule as it was.
 
         A local update that nobody measured is not taken as free here: it has to be worth it when it takes as long as
         the optimizer's update.
         """
+        if why_not := unsuited(problem, "delay needs"):
+            return Result(schedule=schedule, why_not=why_not)
         choices = self.choices(schedule, problem)
         if not choices:
-            return schedule
+            return Result(schedule=schedule, why_not=_no_workers(problem))
         found = best_choice(choices)
+        fields = {"delays": tuple(choice.point for choice in choices)}
         before_us = step_us(problem, schedule) * (1.0 - TIE)
-        worth = found.iteration_us < before_us and cautious_step_us(problem, found.schedule) < before_us
-        return found.schedule if worth else schedule
+        cautious_us = cautious_step_us(problem, found.schedule)
+        if not (found.iteration_us < before_us and cautious_us < before_us):
+            return Result(schedule=schedule, plan_fields=fields)
+        load = Load.of(problem, found.schedule)
+        return Result(
+            schedule=found.schedule,
+            notes=tuple(_notes(problem, found, choices)),
+            plan_fields=fields,
+            bound=Bound(
+                step_us=load.compute_us + load.take_us / found.k,
+                method="each k simulated with several merges",
+                note="the bound is a step without communication",
+            ),
+            judged_us=max(step_us(problem, found.schedule), cautious_us),
+        )
 
     def choices(self, schedule: Schedule, problem: Problem) -> tuple[Choice, ...]:
         """The best buckets for each k up to the largest; none on one worker, which sends nothing. Where ranks share a
@@ -137,9 +173,7 @@ def delayed_schedule(problem: Problem, k: int, options: tuple[Schedule, ...]) ->
     return min(equals, key=lambda schedule: len(schedule.buckets))
 
 
-@lru_cache(maxsize=4)
 def _choices(problem: Problem, given: Schedule, largest: int, max_ratio: float, protect: str) -> tuple[Choice, ...]:
-    """Kept: the pass and what is said of it ask."""
     options = candidates(problem, given)
     limits = ratio_limits(problem, max_ratio or None, protect)
     selected = best_selected(
@@ -165,3 +199,59 @@ def _choice(problem: Problem, k: int, options: tuple[Schedule, ...], selected: S
         closed_form_us=mean_step_us(load.terms, k),
         case=load.terms.case,
     )
+
+
+def unsuited(problem: Problem, what: str) -> str:
+    """Why the step's optimizer is none for relaxed plans; empty where it is."""
+    optimizer, norms = problem.profile.compute.optimizer, problem.profile.compute.norms
+    name = optimizer.name if optimizer is not None else norms.optimizer if norms is not None else "SGD"
+    return "" if name == "SGD" else f"{what} torch.optim.SGD, and this step's optimizer is {name}"
+
+
+def _no_workers(problem: Problem) -> str:
+    """Why nothing can be delayed on this cluster; empty where it can."""
+    cluster = problem.cost.cluster
+    if cluster.ranks_per_node == 1 or problem.node_costs is not None:
+        return ""
+    if cluster.nodes == 1:
+        return "delay is between nodes, and here all ranks share one"
+    return "delay is between nodes of several ranks here, and the cluster does not say what both kinds of link cost"
+
+
+def _notes(problem: Problem, found: Choice, choices: Sequence[Choice]) -> list[str]:
+    """What the reader of a relaxed plan should know."""
+    k, schedule = found.k, found.schedule
+    times = ", ".join(
+        f"{choice.k}: {three_digits(choice.iteration_us / 1000)} ms ({three_digits(choice.closed_form_us / 1000)} by "
+        f"Eq. 4, case {choice.case}: {CASES[choice.case]})"
+        for choice in choices
+    )
+    notes = [
+        f"delay: gradients are pushed in every step, new weights come after every {f'{k} steps' if k != 1 else 'step'} "
+        f"and are used one step later; in between ranks hold weights of their own",
+        f"mean step by k, simulated: {times}; k = {k} is the smallest within {NEAR:.0%} of the best",
+        f"the optimizer has to be torch.optim.SGD; the first {delay_spec(k).warmup_steps} steps are synchronous",
+        f"reduce-scatter: {problem.push.source}; all-gather: {problem.pull.source}",
+    ]
+    if problem.ranks_per_worker > 1:
+        notes.append(
+            f"the worker is the node: its {problem.ranks_per_worker} ranks average their gradients in every step and "
+            f"have the same weights"
+        )
+    lossy = [bucket for bucket in schedule.buckets if bucket.k is not None]
+    if lossy:
+        ratio, _ = compression(problem, lossy)
+        notes.append(
+            f"pushes of {len(lossy)} of {len(schedule.buckets)} buckets carry their largest elements, one in "
+            f"{ratio:.0f} at the least; each worker holds the rest back and pushes it later; the synchronous steps and "
+            f"the pulls carry everything"
+        )
+    if problem.cost.cluster.local_update is None:
+        notes.append(
+            "the local update is taken as free, for the cluster has no `local_update` cost; delay had to pay with "
+            "one as long as the optimizer's update: time it on that machine and add it"
+        )
+    timeline = simulate_schedule(problem, schedule)
+    if isinstance(timeline, CycleTimeline) and timeline.error_us > 0.0:
+        notes.append(f"steps do not repeat exactly: the mean step may be off by {timeline.error_us:.3g} us")
+    return notes

@@ -10,8 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 import numpy as np
 
@@ -19,8 +18,9 @@ from planner.ir import TIE, Schedule
 from planner.model.compression import compression, ratio_limits, torn_places
 from planner.model.problem import Problem
 from planner.model.simulator import step_us
+from planner.passes.base import Frontier, Pass, Point, Result
 from planner.passes.topology import known_stops
-from planner.search.joint import BucketTables, JointTables, grid, least_ends_us
+from planner.search.joint import JointTables, grid, least_ends_us
 from planner.search.joint import search as search_joint
 from planner.search.joint_tables import Floats, joint_tables
 from planner.search.lags import layer_wise
@@ -29,6 +29,7 @@ from planner.search.links import Found, LinkForms, search
 from planner.search.local_search import Forms, improve
 from planner.search.neighbours import Choice
 from runtime.errors import InputError
+from runtime.plan import Accuracy
 
 DENSITIES = "0.25|0.0625|0.015625|0.004|0.001"
 MAX_DENSITIES = 32
@@ -42,40 +43,11 @@ FEW = 300
 
 
 @dataclass(frozen=True, kw_only=True)
-class Point:
-    """The best found with ratios up to `max_ratio`."""
-
-    max_ratio: float
-    schedule: Schedule
-    iteration_us: float
-    exact: bool
-
-
-@dataclass(frozen=True, kw_only=True)
-class Frontier:
-    """Speed over compression: points from no compression to the most that is allowed, none slower than the one before.
-
-    `bound_us`: no choice on the grid of densities has a shorter step.
-    """
-
-    points: tuple[Point, ...]
-    bound_us: float
-    tables: BucketTables | None = None
-    """What the last point was decided on, where every place between gradients was looked at and nothing contends."""
-
-    @property
-    def best(self) -> Point:
-        """The shortest step; of equal ones the least compression."""
-        limit_us = self.points[-1].iteration_us * (1.0 + TIE)
-        return next(point for point in self.points if point.iteration_us <= limit_us)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Joint:
+class Joint(Pass):
     """The pass `joint`."""
 
     name: ClassVar[str] = "joint"
-    accuracy: ClassVar[Literal["exact", "bounded", "relaxed"]] = "bounded"
+    accuracy: ClassVar[Accuracy] = "bounded"
 
     max_ratio: float = 0.0
     """The largest ratio of a layer's elements to those that travel; 0: 1000, and 250 for recurrent and embedding ones.
@@ -85,14 +57,15 @@ class Joint:
     densities: str = DENSITIES
     """Shares of elements that a bucket may send, separated by `|`."""
 
-    def apply(self, schedule: Schedule, problem: Problem) -> Schedule:
+    def apply(self, schedule: Schedule, problem: Problem) -> Result:
         """The best schedule found; never worse than the one given."""
-        return self.frontier(schedule, problem).best.schedule
+        frontier = self.frontier(schedule, problem)
+        return Result(schedule=frontier.best.schedule, frontier=frontier)
 
     def frontier(self, schedule: Schedule, problem: Problem) -> Frontier:
         """The best schedule for each largest ratio, beginning with the one given."""
         limits = ratio_limits(problem, self.max_ratio or None, self.protect)
-        return _frontier(problem, schedule, tuple(limits.tolist()), parse_densities(self.densities))
+        return _frontier(problem, schedule, limits, parse_densities(self.densities))
 
 
 def parse_densities(text: str) -> tuple[float, ...]:
@@ -114,16 +87,14 @@ def parse_densities(text: str) -> tuple[float, ...]:
     return tuple(sorted({1.0 / value for value in values if value < 1.0}))
 
 
-@lru_cache(maxsize=4)
-def _frontier(problem: Problem, given: Schedule, limits_of: tuple[float, ...], ratios: tuple[float, ...]) -> Frontier:
-    limits = np.array(limits_of)
+def _frontier(problem: Problem, given: Schedule, limits: Floats, ratios: tuple[float, ...]) -> Frontier:
     start_us = step_us(problem, given)
     points = [Point(max_ratio=1.0, schedule=given, iteration_us=start_us, exact=False)]
     most = float(limits.max())
     ratios = (*(ratio for ratio in ratios if ratio < most), *([most] if any(r >= most for r in ratios) else []))
     ratios = tuple(ratio for ratio in ratios if ratio > 1.0)
     if problem.ranks == 1 or not ratios:
-        return Frontier(points=tuple(points), bound_us=start_us)
+        return Frontier(points=tuple(points), bound_us=start_us, limits=limits)
     forms = Forms(problem, limits, (1.0, *ratios))
     stops = [*known_stops([given, layer_wise(problem, limits, by_layer=True)]), (problem.count,)]
     known = [torn_places(problem, limits), *(of for of in stops if len(of) <= FEW)]
@@ -138,12 +109,13 @@ def _frontier(problem: Problem, given: Schedule, limits_of: tuple[float, ...], r
     if links is not None:
         bound_us, everywhere = links.bound_us, links.tables is not None
     bound_us = min(start_us, bound_us + problem.update_us)
-    best = Frontier(points=tuple(points), bound_us=bound_us).best
+    best = Frontier(points=tuple(points), bound_us=bound_us, limits=limits).best
     bound_us = best.iteration_us if points[-1].exact else bound_us
     compute_us = problem.compute_end_us + problem.update_us
     return Frontier(
         points=tuple(points),
         bound_us=max(bound_us, min(compute_us, start_us)),
+        limits=limits,
         tables=(links.tables if links else tables) if everywhere and not problem.contended else None,
     )
 

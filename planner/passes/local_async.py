@@ -9,16 +9,23 @@ added. Blocks are whole layers (see `planner.search.blocks`); without blocks whe
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import ClassVar
 
+from planner.emit.text import counted, three_digits
 from planner.ir import TIE, Schedule, Updaters
-from planner.model.local_async import Work, async_step_us, making_us
+from planner.model.local_async import Work, async_step_us, closed_form_saved_backwards, making_us, saved_backwards
 from planner.model.problem import Problem
 from planner.model.simulator import step_us
+from planner.passes.base import Bound, Pass, Result
+from planner.passes.delay import unsuited
 from planner.search.blocks import best_blocks
 from runtime.errors import InputError
-from runtime.plan import MAX_UPDATERS
+from runtime.plan import MAX_UPDATERS, Accuracy
+from runtime.plan.predicted import UpdatersPoint
+
+UNMEASURED = "local updaters were not measured (`planner profile --updaters 4` does)"
 
 GROWTH = 0.03
 """By how much more updaters have to get more done."""
@@ -43,25 +50,56 @@ class UpdaterChoice:
         """Without blocks where they save nothing."""
         return self.lpp if self.lpp_us < self.lap_us * (1.0 - TIE) else self.lap
 
+    def point(self, problem: Problem) -> UpdatersPoint:
+        """As a plan says it."""
+        updaters = self.lpp.updaters
+        assert updaters is not None
+        return UpdatersPoint(
+            updaters=self.updaters,
+            lap_us=self.lap_us,
+            lpp_us=self.lpp_us,
+            blocks=len(updaters.blocks),
+            saved_backwards=saved_backwards(problem, updaters),
+            closed_form=closed_form_saved_backwards(self.updaters),
+            fits=self.fits,
+        )
+
 
 @dataclass(frozen=True, kw_only=True)
-class LocalAsync:
+class LocalAsync(Pass):
     """The pass `local_async`."""
 
     name: ClassVar[str] = "local_async"
-    accuracy: ClassVar[Literal["exact", "bounded", "relaxed"]] = "relaxed"
+    what: ClassVar[str] = "local updaters"
+    accuracy: ClassVar[Accuracy] = "relaxed"
 
     updaters: int = 0
     """How many updaters; 0: as throughput and memory allow."""
 
-    def apply(self, schedule: Schedule, problem: Problem) -> Schedule:
+    def apply(self, schedule: Schedule, problem: Problem) -> Result:
         """Local updaters where a rank gets through more minibatches with them, else the schedule as it was."""
         choices = self.choices(problem)
         if not choices:
-            return schedule
+            return Result(schedule=schedule, why_not=UNMEASURED, measured=False)
+        fields = {"updaters": tuple(choice.point(problem) for choice in choices)}
+        if why_not := unsuited(problem, "local updaters need"):
+            return Result(schedule=schedule, why_not=why_not, plan_fields=fields)
         found = best_choice(choices).best
-        before_us = step_us(problem, schedule) + making_us(problem)
-        return found if async_step_us(problem, found) < before_us * (1.0 - TIE) else schedule
+        before_us, found_us = step_us(problem, schedule) + making_us(problem), async_step_us(problem, found)
+        if found_us >= before_us * (1.0 - TIE):
+            why_not = "no number of local updaters would get more done"
+            return Result(schedule=schedule, why_not=why_not, plan_fields=fields)
+        return Result(
+            schedule=found,
+            notes=tuple(_notes(problem, found, choices, before_us)),
+            plan_fields=fields,
+            making_us=making_us(problem),
+            bound=Bound(
+                step_us=min([found_us, *(step_us(problem, choice.best) for choice in choices)]),
+                method="each measured number of updaters, with the blocks of least cost by dynamic programming",
+                note="the bound is the number of updaters that gets most done; fewer are taken where more hardly help",
+            ),
+        )
 
     def choices(self, problem: Problem) -> tuple[UpdaterChoice, ...]:
         """What each measured number of updaters would give (or the one asked for); none where nothing was measured.
@@ -114,3 +152,52 @@ def updater_schedule(problem: Problem, updaters: int, *, blocks: bool) -> Schedu
         stops = tuple(work.stops[layer - 1] for layer in best_blocks(work.backward, updaters))
     whole = Schedule.from_boundaries([problem.count])
     return Schedule(buckets=whole.buckets, updaters=Updaters(count=updaters, stops=stops))
+
+
+def _notes(problem: Problem, schedule: Schedule, choices: Sequence[UpdaterChoice], exact_us: float) -> list[str]:
+    """What the reader of a plan with local updaters should know."""
+    updaters, found_us = schedule.updaters, step_us(problem, schedule)
+    assert updaters is not None
+    rates = [_rate(problem, time_us) for time_us in (found_us, exact_us)]
+    notes = [
+        f"{counted(updaters.count, 'updater')} of each rank share its model without locks, and ranks average their "
+        f"models beside them; a step here is what a rank takes for a minibatch",
+        f"predicted {rates[0]} from all ranks; the best plan that synchronizes in every step: {rates[1]}",
+        "a rank's time for a minibatch by updaters, LAP-SGD and LPP-SGD: "
+        + ", ".join(
+            f"{choice.updaters}: {three_digits(choice.lap_us / 1000)} and {three_digits(choice.lpp_us / 1000)} ms"
+            f"{'' if choice.fits else ' (more than fits into memory)'}"
+            for choice in choices
+        )
+        + f"; each updater has to bring {GROWTH:.0%} more",
+    ]
+    if making_us(problem) > 0.0:
+        notes.append(
+            f"making a minibatch takes a rank {three_digits(making_us(problem) / 1000)} ms: it is in the times of "
+            f"updaters, and added to the step of the plan that they are compared with"
+        )
+    if updaters.stops is not None:
+        notes.append(_blocks_note(problem, updaters))
+    notes.append(
+        "what updaters cost in accuracy was measured with torch.optim.SGD: they are offered with no other optimizer; "
+        "`planner run` trains so, and `runtime.local_async.run_local_async` in a script"
+    )
+    return notes
+
+
+def _rate(problem: Problem, time_us: float) -> str:
+    """Of all ranks, in samples where the profile says how many a minibatch has."""
+    samples = problem.profile.world.batch_per_rank
+    per_s = problem.ranks * (samples or 1) * 1e6 / time_us
+    return f"{per_s:,.4g} {'samples' if samples else 'minibatches'}/s"
+
+
+def _blocks_note(problem: Problem, updaters: Updaters) -> str:
+    work, full_us = Work.of(problem), Work.of(problem).backward.full_us
+    parts = ", ".join(f"{work.partial_us(block) / full_us:.0%}" for block in updaters.blocks)
+    saved, closed = saved_backwards(problem, updaters), closed_form_saved_backwards(updaters.count)
+    return (
+        f"after the first tenth every other minibatch updates a block only: {counted(len(updaters.blocks), 'block')} "
+        f"whose partial backwards take {parts} of a full one; one of each updater saves {saved:.2f} full backwards, "
+        f"where (c − 1)/2 = {closed:.2f} would be saved with blocks that cost alike"
+    )

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 from planner.ir import TIE, Schedule
 from planner.model.problem import Problem
 from planner.model.simulator import Overlap, step_us
+from planner.passes.base import Pass, Result
 from planner.search.merge import MergeProblem, MergeSolution, merge_exact
 from planner.search.merge_contended import end_us, improve, merge_contended
 
@@ -40,27 +41,27 @@ def merge_without_contention(problem: Problem) -> MergeSolution:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Merge:
+class Merge(Pass):
     """The pass `merge`."""
 
     name: ClassVar[str] = "merge"
-    accuracy: ClassVar[Literal["exact", "bounded", "relaxed"]] = "exact"
 
     labels: int = 32
     """Labels that a prefix may keep when compute and network slow each other down; fewer where gradients are many."""
 
-    def apply(self, schedule: Schedule, problem: Problem) -> Schedule:
+    def apply(self, schedule: Schedule, problem: Problem) -> Result:
         """The best merge of the gradients: without contention whatever the buckets were before, with it never worse."""
         optimum = merge_without_contention(problem).stops
         if not problem.contended:
-            return Schedule.from_boundaries(optimum)
+            return Result(schedule=Schedule.from_boundaries(optimum))
         overlap, arrays = overlap_of(problem), merge_problem(problem)
         given = boundaries(schedule) or optimum
         found = merge_contended(arrays, overlap, self.labels, [optimum, given])
         starts = [(problem.count,), optimum, found, given]
         best = min(starts, key=lambda stops: (end_us(arrays, overlap, stops), len(stops)))
         better = [improve(arrays, overlap, stops) for stops in dict.fromkeys([best, found, optimum])]
-        return best_of(problem, [Schedule.from_boundaries(stops) for stops in [*better, *starts]] + [schedule])
+        made = [Schedule.from_boundaries(stops) for stops in (*better, *starts)]
+        return Result(schedule=best_of(problem, [*made, schedule]))
 
 
 def boundaries(schedule: Schedule, algorithm: str = "library") -> tuple[int, ...] | None:

@@ -11,17 +11,17 @@ then have parts of gradients alone, so `planner optimize` lets the pass do so on
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 from planner.ir import Schedule
 from planner.model.norms import replicated_us, shared_us
 from planner.model.problem import Problem
 from planner.model.sharded_step import can_share, costs_known, memory_bytes, push_us, replicated_bytes, saves_memory
 from planner.model.simulator import step_us
-from planner.passes.base import GAIN
+from planner.passes.base import GAIN, Pass, Result
 from planner.passes.delay import candidates
 from planner.passes.merge import best_of, boundaries
 from planner.search.merge import MergeProblem, merge_exact
@@ -36,11 +36,11 @@ DROPPED = 16
 
 
 @dataclass(frozen=True, kw_only=True)
-class ShardUpdates:
+class ShardUpdates(Pass):
     """The pass `shard_updates`."""
 
     name: ClassVar[str] = "shard_updates"
-    accuracy: ClassVar[Literal["exact", "bounded", "relaxed"]] = "exact"
+    decides_update: ClassVar[bool] = True
 
     method: str = "cpsat"
     """How layers are split over ranks: `cpsat` looks on where `lpt`, the longest first, may not be best."""
@@ -56,19 +56,19 @@ class ShardUpdates:
                     f"--passes: shard_updates{{{name}={value}}}: expected one of: {', '.join(known)}; correct it"
                 )
 
-    def apply(self, schedule: Schedule, problem: Problem) -> Schedule:
+    def apply(self, schedule: Schedule, problem: Problem) -> Result:
         """The schedule with norms or the step shared, where that pays; without, where it does not."""
         whole = replace(schedule, norms=None, sharded=False)
         if schedule.delay is not None or schedule.updaters is not None:  # ranks update by themselves
-            return whole
+            return Result(schedule=whole)
         found = self.shared_step(whole, problem)
         if found is not None and self.takes(whole, found, problem):
-            return found
+            return Result(schedule=found)
         if not problem.norm_layers or problem.ranks == 1:
-            return whole
+            return Result(schedule=whole)
         owners = partition_of(problem, self.method).owners
         pays = shared_us(problem, owners) < replicated_us(problem)
-        return replace(whole, norms=owners if pays else None)
+        return Result(schedule=replace(whole, norms=owners if pays else None))
 
     def shared_step(self, schedule: Schedule, problem: Problem) -> Schedule | None:
         """The best buckets for a shared step; None where the step cannot be shared, or may not."""
@@ -91,23 +91,22 @@ class ShardUpdates:
             return True
         return costs_known(problem) and step_us(problem, found) <= step_us(problem, whole) * (1.0 - GAIN)
 
-
-def memory_unheeded(problem: Problem, passes: Sequence[object]) -> str:
-    """Why a limit of memory decides nothing here; empty where it may, or where other words say why."""
-    optimizer = problem.profile.compute.optimizer
-    if not any(isinstance(each, ShardUpdates) for each in passes):
-        return "the pass shard_updates heeds it, and is not among the passes; add it to --passes"
-    if problem.ranks == 1:
-        return "one rank alone has nobody to share the optimizer's step with"
-    if optimizer is None:
-        return "the profile does not say what the optimizer is and keeps, which `planner profile` notes: profile again"
-    if not optimizer.elementwise:
-        return f"ranks cannot share the step of {optimizer.name}, which does not treat every element by itself"
-    if optimizer.holds_all is False:
-        return "ranks cannot share the optimizer's step, for it does not hold all parameters that have gradients"
-    if optimizer.state_bytes is None:
-        return "the profile does not say what the optimizer keeps: profile again"
-    return ""
+    def memory_unheeded(self, problem: Problem) -> str:
+        """Why a limit of memory decides nothing here; empty where it may, or where other words say why."""
+        optimizer = problem.profile.compute.optimizer
+        if problem.ranks == 1:
+            return "one rank alone has nobody to share the optimizer's step with"
+        if optimizer is None:
+            return (
+                "the profile does not say what the optimizer is and keeps, which `planner profile` notes: profile again"
+            )
+        if not optimizer.elementwise:
+            return f"ranks cannot share the step of {optimizer.name}, which does not treat every element by itself"
+        if optimizer.holds_all is False:
+            return "ranks cannot share the optimizer's step, for it does not hold all parameters that have gradients"
+        if optimizer.state_bytes is None:
+            return "the profile does not say what the optimizer keeps: profile again"
+        return ""
 
 
 def _options(problem: Problem, schedule: Schedule) -> Iterator[Schedule]:

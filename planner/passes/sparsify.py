@@ -8,21 +8,23 @@ travel whole.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 from planner.ir import TIE, Schedule
-from planner.model.compression import ratio_limits
 from planner.model.problem import Problem
 from planner.model.simulator import step_us
+from planner.passes.base import Pass, Result
+from planner.passes.joint import Joint
 from planner.search.lags import layer_wise
+from runtime.plan import Accuracy
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sparsify:
+class Sparsify(Pass):
     """The pass `sparsify`."""
 
     name: ClassVar[str] = "sparsify"
-    accuracy: ClassVar[Literal["exact", "bounded", "relaxed"]] = "bounded"
+    accuracy: ClassVar[Accuracy] = "bounded"
 
     max_ratio: float = 0.0
     """The largest ratio of a layer's elements to those that travel; 0: 1000, and 250 for recurrent and embedding ones.
@@ -30,8 +32,9 @@ class Sparsify:
     protect: str = ""
     """Names that travel whole, as patterns separated by `|`; with `none`, biases and norms need not."""
 
-    def apply(self, schedule: Schedule, problem: Problem) -> Schedule:
+    def apply(self, schedule: Schedule, problem: Problem) -> Result:
         """Eq. 19's buckets where they make the step shorter, else the schedule as it was."""
-        limits = ratio_limits(problem, self.max_ratio or None, self.protect)
-        found = layer_wise(problem, limits, by_layer=True)
-        return found if step_us(problem, found) < step_us(problem, schedule) * (1.0 - TIE) else schedule
+        frontier = Joint(max_ratio=self.max_ratio, protect=self.protect).frontier(schedule, problem)
+        found = layer_wise(problem, frontier.limits, by_layer=True)
+        shorter = step_us(problem, found) < step_us(problem, schedule) * (1.0 - TIE)
+        return Result(schedule=found if shorter else schedule, frontier=frontier)

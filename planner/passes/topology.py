@@ -10,10 +10,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 from planner.ir import Schedule
 from planner.model.problem import Problem
+from planner.passes.base import Pass, Result
 from planner.passes.merge import best_of, merge_without_contention
 from planner.search.link_forms import dense_algorithms, forms_of, has_two_links
 from planner.search.links import Found, LinkForms, climb, search
@@ -21,20 +22,23 @@ from planner.strategies.torus_2d import torus_2d
 
 
 @dataclass(frozen=True, kw_only=True)
-class Topology:
+class Topology(Pass):
     """The pass `topology`."""
 
     name: ClassVar[str] = "topology"
-    accuracy: ClassVar[Literal["exact", "bounded", "relaxed"]] = "exact"
 
     climbs: int = 3
     """From how many of the best known schedules boundaries and forms are moved."""
 
-    def apply(self, schedule: Schedule, problem: Problem) -> Schedule:
+    def apply(self, schedule: Schedule, problem: Problem) -> Result:
         """The best found; never worse than the one given."""
         if not has_two_links(problem):
-            return schedule
-        return _found(problem, schedule, self.climbs)
+            return Result(schedule=schedule)
+        candidates = [schedule, torus_2d(problem), *links_without_contention(problem, self.climbs).schedules]
+        if problem.contended:  # where what is given knows more of contention than the labels do
+            forms = LinkForms(problem, forms_of((), dense_algorithms(problem)))
+            candidates += climb(forms, known_stops([schedule]), self.climbs)
+        return Result(schedule=best_of(problem, candidates))
 
 
 @lru_cache(maxsize=4)
@@ -46,21 +50,7 @@ def links_without_contention(problem: Problem, climbs: int = 3) -> Found:
     """
     forms = LinkForms(problem, forms_of((), dense_algorithms(problem)))
     flat = Schedule.from_boundaries(merge_without_contention(problem).stops)
-    return search(forms, known_stops([flat, _torus(problem)]), climbs)
-
-
-@lru_cache(maxsize=4)
-def _found(problem: Problem, schedule: Schedule, climbs: int) -> Schedule:
-    candidates = [schedule, _torus(problem), *links_without_contention(problem, climbs).schedules]
-    if problem.contended:  # where what is given knows more of contention than the labels do
-        forms = LinkForms(problem, forms_of((), dense_algorithms(problem)))
-        candidates += climb(forms, known_stops([schedule]), climbs)
-    return best_of(problem, candidates)
-
-
-@lru_cache(maxsize=4)
-def _torus(problem: Problem) -> Schedule:
-    return torus_2d(problem)
+    return search(forms, known_stops([flat, torus_2d(problem)]), climbs)
 
 
 def known_stops(schedules: list[Schedule]) -> list[tuple[int, ...]]:

@@ -153,7 +153,7 @@ def test_deciding_files_do_not_import_heavy_packages(path: Path) -> None:
 
 ORDER = {
     "planner": (
-        "ir", "documents", "cost", "model", "verify", "search", "strategies", "passes", "emit", "decide", "report",
+        "ir", "documents", "cost", "model", "verify", "search", "strategies", "emit", "passes", "decide", "report",
         "frontend", "testbed", "profile", "jobs", "comparison", "cli", "__main__", "__init__",
     ),
     "runtime": (

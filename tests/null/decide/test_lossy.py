@@ -13,12 +13,12 @@ from hypothesis import given, settings
 from rich.console import Console
 
 from planner import optimize, simulate
-from planner.decide.bounded import GAIN
 from planner.decide.strategies import make_schedule
 from planner.documents.profile import parse_cluster, parse_profile
 from planner.emit.lower import compressor_of, lower
 from planner.model.compression import bucket_at, ratio_limits
 from planner.model.problem import Problem
+from planner.passes.base import GAIN
 from planner.passes.joint import Joint
 from planner.report.tables import accuracy_lines, print_plan
 from runtime.errors import InputError
@@ -246,7 +246,7 @@ def test_the_strategy_is_what_a_plan_gets() -> None:
     [limited] = simulate(problem.profile, problem.cost.cluster, strategies=["joint:5"])
     assert limited.iteration_us > record.iteration_us
     schedule = make_schedule(problem, "joint")
-    assert schedule == Joint().apply(make_schedule(problem, "optimal"), problem)
+    assert schedule == Joint().apply(make_schedule(problem, "optimal"), problem).schedule
     assert lower(problem, schedule).accuracy == "bounded"
 
 

@@ -17,7 +17,7 @@ from planner.ir import Bucket, Schedule, format_indices, parse_indices
 from planner.model.problem import Problem
 from planner.model.simulator import simulate_schedule
 from planner.passes import PASSES
-from planner.passes.base import Pass
+from planner.passes.base import Pass, Result
 from planner.passes.merge import Merge
 from planner.verify import VerifyError, verify
 from runtime.errors import InputError
@@ -188,24 +188,23 @@ def test_every_pass_keeps_its_promise(name: str, data: st.DataObject) -> None:
     schedule = data.draw(cuts(problem))
     text = str(schedule)
     (made,) = parse_passes(name)
-    result = run_passes([made], schedule, problem, accuracy=made.accuracy)
+    result = run_passes([made], schedule, problem, accuracy=made.accuracy).schedule
     assert Schedule.parse(str(result)) == result
     assert str(schedule) == text
-    assert made.apply(schedule, problem) == result
+    assert made.apply(schedule, problem).schedule == result
     before, after = (simulate_schedule(problem, s).iteration_us for s in (schedule, result))
     assert after <= before * (1 + 1e-12)
 
 
 @dataclass(frozen=True)
-class Fake:
+class Fake(Pass):
     """A pass that does what the test says."""
 
     name: ClassVar[str] = "fake"
-    accuracy: ClassVar[str] = "exact"
     act: Callable[[Schedule], Schedule]
 
-    def apply(self, schedule: Schedule, problem: Problem) -> Schedule:
-        return self.act(schedule)
+    def apply(self, schedule: Schedule, problem: Problem) -> Result:
+        return Result(schedule=self.act(schedule))
 
 
 def drop_last(schedule: Schedule) -> Schedule:
@@ -232,10 +231,10 @@ def test_passes_run_in_order_and_report() -> None:
         seen.append((name, str(schedule).replace(" all_reduce/library none", "")))
 
     passes = [Fake(lambda _: lines("0", "1-2")), Merge(), Fake(lambda s: s)]
-    result = run_passes(passes, lines("0-2"), problem, note)
+    result = run_passes(passes, lines("0-2"), problem, note).schedule
     assert seen[0] == ("fake", "[0]\n[1-2]")
     assert [name for name, _ in seen] == ["fake", "merge", "fake"]
-    assert result == Merge().apply(lines("0-2"), problem)
+    assert result == Merge().apply(lines("0-2"), problem).schedule
 
 
 def test_bad_pass_is_caught_in_optimize(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -251,8 +250,8 @@ def test_bad_pass_is_caught_in_optimize(monkeypatch: pytest.MonkeyPatch) -> None
 def test_merge_fires_holds_back_and_takes_one_gradient() -> None:
     """Fires where start-up is dear, holds back where it is free and sending hides, and copes with one gradient."""
     dear = line_problem([(100, 10.0)] * 3, 1000.0, 0.001)
-    assert Merge().apply(lines("0", "1", "2"), dear) == lines("0-2")
+    assert Merge().apply(lines("0", "1", "2"), dear).schedule == lines("0-2")
     cheap = line_problem([(100, 1000.0)] * 3, 1.0, 1.0)
     # The first two hide under backward whether they travel together or apart: fewer buckets win.
-    assert Merge().apply(lines("0-2"), cheap) == lines("0-1", "2")
-    assert Merge().apply(lines("0"), line_problem([(1, 1.0)], 1.0, 1.0)) == lines("0")
+    assert Merge().apply(lines("0-2"), cheap).schedule == lines("0-1", "2")
+    assert Merge().apply(lines("0"), line_problem([(1, 1.0)], 1.0, 1.0)).schedule == lines("0")

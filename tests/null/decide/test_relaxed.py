@@ -16,7 +16,6 @@ from hypothesis import given, settings
 from rich.console import Console
 
 from planner import optimize, simulate
-from planner.decide.bounded import GAIN
 from planner.decide.offer import Offer, choose_offer
 from planner.decide.strategies import make_schedule
 from planner.documents.profile import Cluster, parse_cluster, parse_profile
@@ -25,6 +24,7 @@ from planner.ir import Bucket, Schedule
 from planner.model.delay_load import Load
 from planner.model.problem import Problem, make_problem
 from planner.model.simulator import step_us
+from planner.passes.base import GAIN
 from planner.passes.delay import MAX_DELAY, NEAR, Delay, best_choice, candidates
 from planner.report.tables import accuracy_lines, print_plan
 from runtime.errors import InputError
@@ -109,7 +109,7 @@ def test_less_delay_where_more_hardly_helps() -> None:
     assert {choice.case for choice in choices} == {1}
     assert best_choice(choices).k == 6  # 325.3 are within 2 % of 321.5, 328.4 are not
     assert best_choice(choices[:4]).k == 4
-    assert Delay().apply(exact, problem) == replace(exact, delay=4)
+    assert Delay().apply(exact, problem).schedule == replace(exact, delay=4)
 
 
 def test_pushes_are_merged_as_suits_the_delay() -> None:
@@ -117,7 +117,7 @@ def test_pushes_are_merged_as_suits_the_delay() -> None:
     rows = [(1000, 400.0)] * 3
     problem = make(profile_document(rows, update_us=0.0), cluster_document((2000.0, 0.0), local_update=FREE))
     layers = make_schedule(problem, "wfbp")
-    found = Delay().apply(layers, problem)
+    found = Delay().apply(layers, problem).schedule
     assert len(found.buckets) == 1
     assert found.delay is not None
     assert step_us(problem, found) < step_us(problem, replace(layers, delay=found.delay))
@@ -160,7 +160,7 @@ def test_pushes_may_be_selected_from() -> None:
     problem = make(profile, document)
     exact = make_schedule(problem, "optimal")
     whole = min(step_us(problem, replace(option, delay=4)) for option in candidates(problem, exact))
-    found = Delay(protect="g0|g2|none").apply(exact, problem)
+    found = Delay(protect="g0|g2|none").apply(exact, problem).schedule
     assert [bucket.compressor for bucket in found.buckets] == ["none", "topk", "none"]
     assert step_us(problem, found) < whole / 4  # pulls are whole, once in four steps at the most
     load = Load.of(problem, found)
@@ -172,10 +172,10 @@ def test_pushes_may_be_selected_from() -> None:
     assert plan.accuracy == "relaxed"
     assert plan.buckets[1].compressor.density == pytest.approx((k + 0.5) / 500_000)
     assert "elements: reduce_scatter" in (plan.buckets[1].reason or "")
-    protected = Delay(protect="g1|none").apply(exact, problem)
+    protected = Delay(protect="g1|none").apply(exact, problem).schedule
     assert {bucket.compressor for bucket in protected.buckets} == {"none"}
     free = make(profile, cluster_document((20.0, 0.01), local_update=FREE))
-    assert {bucket.compressor for bucket in Delay(protect="none").apply(exact, free).buckets} == {"none"}
+    assert {bucket.compressor for bucket in Delay(protect="none").apply(exact, free).schedule.buckets} == {"none"}
 
 
 def test_a_local_update_that_nobody_measured_is_no_gain() -> None:
@@ -183,9 +183,9 @@ def test_a_local_update_that_nobody_measured_is_no_gain() -> None:
     profile = profile_document([(1000, 200.0)], forward_us=100.0, update_us=130.0)
     problem = make(profile, cluster_document((0.0, 0.0)))
     assert step_us(problem, make_schedule(problem, "ssd:2")) == 300.0
-    assert Delay().apply(make_schedule(problem, "optimal"), problem).delay is None
+    assert Delay().apply(make_schedule(problem, "optimal"), problem).schedule.delay is None
     known = make(profile, cluster_document((0.0, 0.0), local_update=FREE))
-    assert Delay().apply(make_schedule(known, "optimal"), known).delay == 1
+    assert Delay().apply(make_schedule(known, "optimal"), known).schedule.delay == 1
 
 
 # Which class
@@ -342,7 +342,7 @@ def test_less_delay_may_be_asked_for() -> None:
     assert own.delay.steps == 1
     seen: list[str] = []
     decided(after_pass=lambda name, schedule, seconds: seen.append(name))
-    assert seen == ["merge", "topology", "shard_updates", "joint", "delay"]
+    assert seen == ["merge", "topology", "shard_updates", "joint", "delay", "local_async"]
 
 
 def test_delay_is_offered_for_sgd_only() -> None:

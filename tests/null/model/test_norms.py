@@ -59,21 +59,22 @@ def problem(gather: tuple[float, float] = (5.0, 0.0), **options: Any) -> Problem
 def test_norms_are_shared_where_that_is_shorter() -> None:
     """60 us by every rank; 30 and the gather shared."""
     schedule = Schedule.from_boundaries([5])
-    found = ShardUpdates().apply(schedule, problem())
+    found = ShardUpdates().apply(schedule, problem()).schedule
     assert found.norms == (1, 0, 1)
     assert found.buckets == schedule.buckets
     assert replicated_us(problem()) == 60.0
     assert shared_us(problem(), found.norms) == 35.0
-    assert ShardUpdates().apply(schedule, problem((29.9, 0.0))).norms is not None
-    assert ShardUpdates().apply(found, problem((30.0, 0.0))).norms is None
-    assert ShardUpdates().apply(found, problem((0.0, 1.0))).norms is None  # 2 ranks, 2 layers of 8 bytes: 32 us
+    assert ShardUpdates().apply(schedule, problem((29.9, 0.0))).schedule.norms is not None
+    assert ShardUpdates().apply(found, problem((30.0, 0.0))).schedule.norms is None
+    # On 2 ranks, 2 layers of 8 bytes: 32 us.
+    assert ShardUpdates().apply(found, problem((0.0, 1.0))).schedule.norms is None
 
 
 def test_one_rank_and_other_optimizers_share_nothing() -> None:
     alone = make(document(), cluster(nodes=1))
-    assert ShardUpdates().apply(Schedule.from_boundaries([5]), alone).norms is None
+    assert ShardUpdates().apply(Schedule.from_boundaries([5]), alone).schedule.norms is None
     plain = make(profile_document(ROWS), cluster())
-    assert ShardUpdates().apply(Schedule.from_boundaries([5], "library"), plain).norms is None
+    assert ShardUpdates().apply(Schedule.from_boundaries([5], "library"), plain).schedule.norms is None
     assert optimize(parse_profile(profile_document(ROWS, cluster=cluster()))).updates is None
 
 
@@ -98,7 +99,7 @@ def test_only_the_update_is_shorter(contention: tuple[float, float] | None) -> N
 
 def test_an_update_never_takes_less_than_nothing() -> None:
     step = problem(update_us=10.0)
-    shared = ShardUpdates().apply(Schedule.from_boundaries([5]), step)
+    shared = ShardUpdates().apply(Schedule.from_boundaries([5]), step).schedule
     assert update_us(step, shared) == 0.0
 
 
@@ -137,8 +138,8 @@ def test_plans_say_why_norms_are_not_shared() -> None:
 
 def test_the_order_of_passes_does_not_matter() -> None:
     step, start = problem(), Schedule.from_boundaries([1, 2, 3, 4, 5])
-    one = run_passes(parse_passes("merge,shard_updates"), start, step)
-    assert run_passes(parse_passes("shard_updates,merge"), start, step) == one
+    one = run_passes(parse_passes("merge,shard_updates"), start, step).schedule
+    assert run_passes(parse_passes("shard_updates,merge"), start, step).schedule == one
     assert one.norms is not None
 
 

@@ -265,7 +265,7 @@ def test_never_slower_in_prediction(
     step = make(document(update_us=update_us), cluster(half, contention=contention))
     passes = parse_passes("merge,topology,shard_updates")
     start = Schedule.from_boundaries([1, 2, 3, 4, 5])
-    found, without = run_passes(passes, start, step), run_passes(passes[:2], start, step)
+    found, without = run_passes(passes, start, step).schedule, run_passes(passes[:2], start, step).schedule
     assert step_us(step, found) <= step_us(step, without) * (1.0 + 1e-12)
     assert Schedule.parse(str(found)) == found
 
@@ -290,16 +290,16 @@ def test_schedules_that_cannot_be_are_refused() -> None:
             verify(odd, ids, norms=(1, 4))
     with pytest.raises(VerifyError, match="ranks share the optimizer's step in a schedule with delay, local updaters"):
         verify(replace(good, updaters=Updaters(count=2)), ids, accuracy="relaxed")
-    kept = run_passes(parse_passes("merge"), good, problem())
+    kept = run_passes(parse_passes("merge"), good, problem()).schedule
     assert kept.sharded
 
 
 def test_local_updaters_share_no_step() -> None:
     step, passes = problem(update_us=2000.0), parse_passes("shard_updates{step=always}")
     given = Schedule.from_boundaries([5])
-    assert run_passes(passes, given, step, accuracy="relaxed").sharded
+    assert run_passes(passes, given, step, accuracy="relaxed").schedule.sharded
     local = replace(given, updaters=Updaters(count=2))
-    assert run_passes(passes, local, step, accuracy="relaxed") == local
+    assert run_passes(passes, local, step, accuracy="relaxed").schedule == local
 
 
 def test_the_bare_loop_of_a_comparison_updates_all_weights() -> None:

@@ -129,18 +129,18 @@ def test_updaters_are_added_while_they_bring_three_percent_and_fit() -> None:
 
 def test_the_pass_takes_them_only_where_more_gets_done() -> None:
     exact = Schedule.from_boundaries([4])
-    assert LocalAsync().apply(exact, problem_of([(120.0, None), (66.0, None)])).updaters is not None
-    assert LocalAsync().apply(exact, problem_of([(130.0, None), (131.0, None)])) == exact
+    assert LocalAsync().apply(exact, problem_of([(120.0, None), (66.0, None)])).schedule.updaters is not None
+    assert LocalAsync().apply(exact, problem_of([(130.0, None), (131.0, None)])).schedule == exact
     assert LocalAsync(updaters=2).choices(problem_of([(120.0, None), (66.0, None), (60.0, None)]))[0].updaters == 2
     unmeasured = make({**document([(1.0, None)]), "local_async": None}, cluster_document())
-    assert LocalAsync().apply(exact, unmeasured) == exact
+    assert LocalAsync().apply(exact, unmeasured).schedule == exact
 
 
 def test_making_the_minibatch_counts_on_both_sides() -> None:
     """An updater takes 125 for a minibatch, with making it; other steps take 115, with a minibatch that is there."""
     exact = Schedule.from_boundaries([4])
-    assert LocalAsync().apply(exact, problem_of([(125.0, None)], batch_us=9.0)) == exact
-    assert LocalAsync().apply(exact, problem_of([(125.0, None)], batch_us=11.0)).updaters is not None
+    assert LocalAsync().apply(exact, problem_of([(125.0, None)], batch_us=9.0)).schedule == exact
+    assert LocalAsync().apply(exact, problem_of([(125.0, None)], batch_us=11.0)).schedule.updaters is not None
 
 
 @pytest.mark.parametrize("step", ["never", "always"])

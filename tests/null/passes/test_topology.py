@@ -66,8 +66,8 @@ def test_exact_buckets_are_the_best_of_all(seed: int) -> None:
     of = problem(rng, 6)
     forms = LinkForms(of, forms_of((), dense_algorithms(of)))
     best_us = min(forms.end_us(choice) for choice in every(6, 3)) + of.update_us
-    given = Merge().apply(Schedule.from_boundaries([6]), of)
-    found = Topology().apply(given, of)
+    given = Merge().apply(Schedule.from_boundaries([6]), of).schedule
+    found = Topology().apply(given, of).schedule
     verify(found, of.dtype_ids.tolist())
     assert step_us(of, found) == pytest.approx(best_us, rel=1e-9)
     assert step_us(of, found) <= min(step_us(of, given), step_us(of, make_schedule(of, "torus_2d"))) * (1 + 1e-9)
@@ -89,17 +89,17 @@ def test_elsewhere_the_schedule_stays_as_it_is() -> None:
     flat = line_problem([(1000, 100.0), (2000, 50.0)], 50.0, 0.01)
     given = Schedule.from_boundaries([1, 2])
     assert not has_two_links(flat)
-    assert Topology().apply(given, flat) is given
+    assert Topology().apply(given, flat).schedule is given
     unknown = make(profile_document([(10, 1.0)]), cluster_document((1.0, 0.1), nodes=2, ranks_per_node=2))
-    assert Topology().apply(Schedule.from_boundaries([1]), unknown) == Schedule.from_boundaries([1])
+    assert Topology().apply(Schedule.from_boundaries([1]), unknown).schedule == Schedule.from_boundaries([1])
 
 
 def test_a_torus_where_links_inside_are_fast_and_flat_where_starting_is_dear() -> None:
     rows = [(100_000, 100.0)]
     fast, dear = cluster(), cluster(slow=0.001, fast=0.1, alpha_us=1000.0)
     given = Schedule.from_boundaries([1])
-    assert Topology().apply(given, make(profile_document(rows), fast)).buckets[0].algorithm == "torus_2d"
-    assert Topology().apply(given, make(profile_document(rows), dear)).buckets[0].algorithm == "library"
+    assert Topology().apply(given, make(profile_document(rows), fast)).schedule.buckets[0].algorithm == "torus_2d"
+    assert Topology().apply(given, make(profile_document(rows), dear)).schedule.buckets[0].algorithm == "library"
 
 
 def test_while_one_bucket_is_between_nodes_another_is_inside() -> None:
@@ -125,7 +125,7 @@ def test_plans_carry_the_order_of_phases() -> None:
 def test_hitopk_in_joint_where_nothing_is_protected() -> None:
     rows = [(200_000, 100.0), (300_000, 100.0)]
     of = make(profile_document(rows), cluster(slow=0.5, fast=0.0001))
-    found = Joint(protect="none").apply(Topology().apply(Schedule.from_boundaries([2]), of), of)
+    found = Joint(protect="none").apply(Topology().apply(Schedule.from_boundaries([2]), of).schedule, of).schedule
     assert {bucket.algorithm for bucket in found.buckets} == {"hitopk"}
     [first, *_] = found.buckets
     assert first.k is not None

@@ -133,7 +133,7 @@ def test_never_slower_than_what_is_known_within_the_limits(data: st.DataObject) 
     max_ratio = data.draw(st.sampled_from([1.0, 3.0, 64.0, 1000.0]))
     limits = ratio_limits(problem, max_ratio, "none")
     exact = exact_of(problem)
-    result = Joint(max_ratio=max_ratio, protect="none").apply(exact, problem)
+    result = Joint(max_ratio=max_ratio, protect="none").apply(exact, problem).schedule
     verify(result, problem.dtype_ids.tolist(), accuracy="bounded", elements=problem.layer_elements)
     known = [exact]
     # At 1 everything is protected, so that no bucket is sparse; gradients without elements travel dense.
@@ -161,13 +161,13 @@ def test_large_problems_beat_what_is_known_and_come_out_the_same(contention: Any
         link = {"alpha_us": 30.0, "beta_us_per_byte": 1e-3}
         problem = make(profile_document(rows), cluster_document((300.0, 0.01), None, contention, inter=link, **fields))
         exact = exact_of(problem)
-        result = Joint().apply(exact, problem)
+        result = Joint().apply(exact, problem).schedule
         known = [exact, make_schedule(problem, "lags")]
         whole = bucket_at(problem, ratio_limits(problem), 0, count, 1000.0)
         known += [Schedule(buckets=(whole,))] if whole else []
         assert step_us(problem, result) <= min(step_us(problem, other) for other in known) * (1 + 1e-12)
         copy = make(profile_document(rows), cluster_document((300.0, 0.01), None, contention, inter=link, **fields))
-        assert str(Joint().apply(exact_of(copy), copy)) == str(result)
+        assert str(Joint().apply(exact_of(copy), copy).schedule) == str(result)
 
 
 @given(sparse_problems(), st.sampled_from([1.5, 7.0, 50.0]))
@@ -206,7 +206,7 @@ def test_sparsify_keeps_to_limits_and_is_the_strategy_without_protection(problem
         apart = [len(problem.layer_elements(bucket)) > 1 for bucket in strategy.buckets]
         assert [b.k for b in found.buckets] == [b.k for b in strategy.buckets] or any(apart)
     start = exact_of(problem)
-    result = Sparsify(max_ratio=20.0, protect=protect).apply(start, problem)
+    result = Sparsify(max_ratio=20.0, protect=protect).apply(start, problem).schedule
     assert result == (found if step_us(problem, found) < step_us(problem, start) * (1 - 1e-12) else start)
 
 

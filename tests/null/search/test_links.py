@@ -103,7 +103,7 @@ def test_the_solver_judges_the_passes(seed: int) -> None:
     forms = forms_at(exact)
     solution = solve_joint(tables_of(forms), len(forms.forms), one_bucket_us(forms), LIMIT)
     assert solution.proven
-    found_us = step_us(exact, Topology().apply(Schedule.from_boundaries([9]), exact)) - exact.update_us
+    found_us = step_us(exact, Topology().apply(Schedule.from_boundaries([9]), exact).schedule) - exact.update_us
     assert solution.bound_us <= found_us * (1 + 1e-9)
     assert found_us <= solution.bound_us + solution.error_us
     lossy = problem(seed, 6, **SELECTS)
