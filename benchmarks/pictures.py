@@ -1,4 +1,4 @@
-"""The pictures of the documents, as SVG: figures of the page of `planner explain`, drawn by Chromium.
+"""The pictures of the documents: the page of `planner explain` as PNG, its figures as SVG, drawn by Chromium.
 
     python -m benchmarks.pictures             # all, into docs/pictures
     python -m benchmarks.pictures timeline    # some
@@ -9,7 +9,9 @@ Needs Chromium (`make chromium`).
 from __future__ import annotations
 
 import argparse
+import base64
 import json
+import re
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -23,7 +25,8 @@ from planner.report.page import page_text
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / "docs" / "pictures"
-SCREEN_PX = 1000
+SCREEN_PX, TOP_PX = 1000, 1120
+"""Width of all pictures, and how much of a page is shown."""
 MARGIN = 1.05
 """The time axis ends so much later than the last track that is to be seen whole."""
 
@@ -34,7 +37,8 @@ class Picture:
 
     profile: str
     """A name of the catalogue."""
-    figure: str = "timeline"
+    figure: str | None = "timeline"
+    """None: the page itself."""
     whole: str | None = None
     """The baseline whose step is the longest to be seen whole; default: all."""
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -49,6 +53,7 @@ class Picture:
 
 PICTURES = {
     "timeline": Picture(profile="resnet50@v100-16x8-25gbe", whole="single"),
+    "page": Picture(profile="resnet50@v100-16x8-25gbe", figure=None),
     "ranks": Picture(profile="resnet50@v100-16x8-25gbe", figure="scaling"),
     "sparse": Picture(profile="resnet50@v100-4x4-10gbe", whole="single", options={"accuracy": "bounded"}),
     "delay": Picture(
@@ -57,7 +62,14 @@ PICTURES = {
 }
 
 
-def svg(page: Any, picture: Picture, end_ms: float | None) -> str:
+def png(page: Any) -> bytes:
+    """The top of the open page."""
+    clip = {"x": 0, "y": 0, "width": SCREEN_PX, "height": TOP_PX, "scale": 1}
+    answer = page.call("Page.captureScreenshot", format="png", captureBeyondViewport=True, clip=clip)
+    return base64.b64decode(answer["data"])
+
+
+def svg(page: Any, picture: Picture, end_ms: float | None) -> bytes:
     """The figure on the open page."""
     name = json.dumps(picture.figure)
     if end_ms is not None:
@@ -66,7 +78,14 @@ def svg(page: Any, picture: Picture, end_ms: float | None) -> str:
         f"Plotly.toImage({name}, {{format: 'svg', width: {SCREEN_PX},"
         f" height: document.getElementById({name}).offsetHeight}})"
     )
-    return unquote(uri.partition(",")[2])
+    text = unquote(uri.partition(",")[2])
+    numbers: dict[str, str] = {}  # plotly's ids are random: numbered, the same figure is the same file
+    text = re.sub(
+        r"\b(clip|defs-|topdefs-|legend|trace)([0-9a-f]{6})",
+        lambda id_: f"{id_[1]}{numbers.setdefault(id_[2], str(len(numbers)))}_",
+        text,
+    )
+    return f"{text}\n".encode()
 
 
 def main() -> int:
@@ -83,8 +102,9 @@ def main() -> int:
             (Path(folder) / "page.html").write_text(text, encoding="utf-8")
             page.look(SCREEN_PX, "light")
             page.open(Path(folder) / "page.html")
-            target = FOLDER / f"{name}.svg"
-            target.write_text(svg(page, PICTURES[name], end_ms) + "\n", encoding="utf-8")
+            whole = PICTURES[name].figure is None
+            target = FOLDER / f"{name}.{'png' if whole else 'svg'}"
+            target.write_bytes(png(page) if whole else svg(page, PICTURES[name], end_ms))
             print(f"wrote {target.relative_to(ROOT)}")
     return 0
 
