@@ -191,7 +191,7 @@ def _for_optimizer(problem: Problem, offer: Offer) -> Offer:
         return offer
     why_not = (
         f"selected elements train a worse model with {optimizer.name}, which divides gradients by their own size "
-        f"(docs/lags.md; --passes merge,joint asks for them nevertheless)"
+        f"(docs/results/lags.md; --passes merge,joint asks for them nevertheless)"
     )
     return replace(offer, plan=None, why_not=why_not)
 
@@ -264,7 +264,7 @@ def _notes(problem: Problem, schedule: Schedule, frontier: Frontier, gain: float
     notes = [
         f"bounded: predicted {gain:.1%} shorter than the best exact plan, which is the fallback",
         "what is held back is learnt late, and costs most in the first steps: train those with the fallback, and go "
-        "over by session.switch (docs/lags.md)",
+        "over by session.switch (docs/concepts/compression.md)",
         f"{counted(len(sparse), 'sparse bucket')} of {len(schedule.buckets)}: "
         f"{mib(int(problem.size_bytes[members].sum()))} of gradients travel as {mib(sent_bytes)} of values "
         f"and indices from each rank, {mib(dense_bytes)} travel dense; largest ratio "

@@ -141,8 +141,10 @@ def with_gain(problem: Problem, plan: Plan, exact: Plan, sharing: ShardUpdates |
     if not costs_known(problem) or step.sharded_us > own_us * (1.0 - GAIN):
         return plan
     memory = f", and {_memory(step)}" if _saves(step) else ""
-    line = f"allowed to share the optimizer's step (as ZeRO-1), ranks would take {ms(step.sharded_us)} a step instead "
-    line += f"of {ms(own_us)}{memory}; some lines that work with DDP then do not: docs/sharded-step.md, {ALLOW}"
+    line = (
+        f"allowed to share the optimizer's step (as ZeRO-1), ranks would take {ms(step.sharded_us)} a step instead of "
+    )
+    line += f"{ms(own_us)}{memory}; some lines that work with DDP then do not: docs/concepts/sharded-step.md, {ALLOW}"
     return replace(plan, notes=(*plan.notes, line))
 
 
@@ -166,7 +168,7 @@ def _too_large(step: StepPlan) -> str:
     if shared > has:
         return f"{text}; sharing the optimizer's step would take {mib(shared)}, too much as well: {SMALLER}"
     text += f"; sharing the optimizer's step (as ZeRO-1) would fit, with {mib(shared)}, and is {_times(step)}"
-    return f"{text}; some lines that work with DDP then do not: docs/sharded-step.md, {ALLOW}"
+    return f"{text}; some lines that work with DDP then do not: docs/concepts/sharded-step.md, {ALLOW}"
 
 
 def _times(step: StepPlan) -> str:
