@@ -39,7 +39,11 @@ class Finding:
 
 def examine() -> list[Finding]:
     """Everything worth knowing; slow checks (starting two ranks) last."""
-    findings = [_python(), Finding("commplanner", True, __version__)]
+    version = platform.python_version()
+    findings = [
+        Finding("python", sys.version_info >= (3, 11), version, "use Python 3.11 or newer"),
+        Finding("commplanner", True, __version__),
+    ]
     findings += [_package(name) for name in NEEDED]
     findings += [_package(name, cure, required=False) for name, cure in OPTIONAL.items()]
     if all(finding.ok for finding in findings if finding.what == "torch"):
@@ -48,11 +52,6 @@ def examine() -> list[Finding]:
     if any(finding.what == "gloo" for finding in findings):
         findings.append(_two_ranks())
     return findings
-
-
-def _python() -> Finding:
-    version = platform.python_version()
-    return Finding("python", sys.version_info >= (3, 11), version, "use Python 3.11 or newer")
 
 
 def _package(name: str, cure: str = "", *, required: bool = True) -> Finding:
