@@ -149,7 +149,12 @@ class Contest:
                 if _is_reference(contestant) and not self._first_step.taken:
                     self._first_step.begin()
                 for step in range(self._warm_up_steps + contestant.in_turns(steps)):
-                    losses.append(self._step(forward, optimizer, step, contestant.kind, times))
+                    self._synchronize()
+                    start = time.perf_counter()
+                    loss = self.trained.step(forward, optimizer, step, in_ddp=contestant.kind == "ddp")
+                    self._synchronize()
+                    times.append((time.perf_counter() - start) * 1e6)
+                    losses.append(loss)
                     if step == 0:
                         self._look(record)
         measured = times[self._warm_up_steps :]
@@ -164,16 +169,6 @@ class Contest:
             record.apart.append(self._first_step.compare())
         elif _is_reference(contestant):
             self._first_step.take_ddp()
-
-    def _step(
-        self, forward: nn.Module, optimizer: torch.optim.Optimizer, step: int, kind: str, times: list[float]
-    ) -> float | None:
-        self._synchronize()
-        start = time.perf_counter()
-        loss = self.trained.step(forward, optimizer, step, in_ddp=kind == "ddp")
-        self._synchronize()
-        times.append((time.perf_counter() - start) * 1e6)
-        return loss
 
     def _synchronize(self) -> None:
         """Waits until the device has done what it was told; before a clock is read."""
@@ -234,7 +229,14 @@ class Contest:
 
     def _wrap(self, contestant: Contestant) -> DistributedDataParallel:
         if contestant.hook == "powersgd" and self.world.backend == "gloo":
-            contestant = self._in_one_bucket(contestant)
+            # PowerSGD sends further messages when one has come. Over gloo those of several buckets go out in an order
+            # that differs between ranks, which ends the process; so there is one bucket, or none of it.
+            dtypes = {parameter.dtype for parameter in self.model.parameters() if parameter.requires_grad}
+            if len(dtypes) > 1:
+                raise InputError(
+                    "PowerSGD over gloo with gradients of several dtypes, and so several buckets, would fail"
+                )
+            contestant = replace(contestant, cap_mib=ONE_BUCKET_MIB)
         with blaming(f"{self.trained.name}: DistributedDataParallel(model)"):
             model = DistributedDataParallel(
                 self.model,
@@ -251,15 +253,6 @@ class Contest:
             )
             model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
         return model
-
-    def _in_one_bucket(self, contestant: Contestant) -> Contestant:
-        """PowerSGD sends further messages when one has come. Over gloo those of several buckets go out in an order that
-        differs between ranks, which ends the process; so there is one bucket, or none of it.
-        """
-        dtypes = {parameter.dtype for parameter in self.model.parameters() if parameter.requires_grad}
-        if len(dtypes) > 1:
-            raise InputError("PowerSGD over gloo with gradients of several dtypes, and so several buckets, would fail")
-        return replace(contestant, cap_mib=ONE_BUCKET_MIB)
 
     def distinct(
         self, caps: Sequence[tuple[float, Contestant]], contestants: Sequence[Contestant]
