@@ -61,7 +61,16 @@ def load_job(spec: str) -> TrainingJob:
         raise InputError(
             f"{spec}: found a {type(function).__name__}, expected a function that returns a TrainingJob; name one"
         )
-    return _call(spec, function)
+    try:
+        job = function()
+    except (Exception, SystemExit) as error:
+        raise InputError(
+            f"{spec}: raised {described(error)}; expected it to return a TrainingJob: correct it"
+        ) from error
+    if not isinstance(job, TrainingJob):
+        raise InputError(f"{spec}: returned {type(job).__name__}, expected a planner.TrainingJob; return one")
+    _check(spec, job)
+    return job
 
 
 def find_job(spec: str) -> tuple[str, str]:
@@ -78,19 +87,6 @@ def find_job(spec: str) -> tuple[str, str]:
     if where.endswith(".py") and not Path(where).is_file():
         raise InputError(f"{where}: no such file; expected path/to/file.py:name: check the path")
     return where, name
-
-
-def _call(spec: str, function: Callable[[], Any]) -> TrainingJob:
-    try:
-        job = function()
-    except (Exception, SystemExit) as error:
-        raise InputError(
-            f"{spec}: raised {described(error)}; expected it to return a TrainingJob: correct it"
-        ) from error
-    if not isinstance(job, TrainingJob):
-        raise InputError(f"{spec}: returned {type(job).__name__}, expected a planner.TrainingJob; return one")
-    _check(spec, job)
-    return job
 
 
 def _check(spec: str, job: TrainingJob) -> None:

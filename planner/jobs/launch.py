@@ -183,7 +183,13 @@ def run_ranks(world: LocalWorld, function: Callable[..., T], *arguments: Any) ->
             # Inherited: until ranks have a process group of their own, Ctrl-C is not for them.
             with on_signal(signal.SIGINT, signal.SIG_IGN):
                 for number in range(world.ranks):
-                    ranks.append(_start(number, world, hosts.place(number), store.port, function, arguments))
+                    place = hosts.place(number)
+                    words = _Words()
+                    process = multiprocessing.get_context("spawn").Process(
+                        target=_rank_main, args=(number, world, place, store.port, words, function, arguments)
+                    )
+                    process.start()
+                    ranks.append(_Rank(number, process, words))
             _watch(ranks, world)
         finally:
             for rank in ranks:
@@ -195,17 +201,6 @@ def run_ranks(world: LocalWorld, function: Callable[..., T], *arguments: Any) ->
         raise _cause(ranks)
     # Every rank has done its work; one may have died while it was taking its process group down.
     return results
-
-
-def _start(
-    number: int, world: LocalWorld, place: Place, port: int, function: Callable[..., Any], arguments: tuple[Any, ...]
-) -> _Rank:
-    words = _Words()
-    process = multiprocessing.get_context("spawn").Process(
-        target=_rank_main, args=(number, world, place, port, words, function, arguments)
-    )
-    process.start()
-    return _Rank(number, process, words)
 
 
 def _leave(number: int, _frame: object) -> NoReturn:
@@ -289,7 +284,8 @@ def end(code: int) -> NoReturn:
 def _join(rank: int, world: LocalWorld, place: Place, port: int) -> None:
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world.ranks))
     if world.backend == "gloo" and place.namespace is None and "GLOO_SOCKET_IFNAME" not in os.environ:
-        loopback = _loopback()
+        # The loopback interface: without it gloo looks the host's name up, which need not lead to this machine.
+        loopback = next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), None)
         if loopback is not None:
             os.environ["GLOO_SOCKET_IFNAME"] = loopback
     torch.set_num_threads(threads_per_rank(world.ranks))
@@ -313,8 +309,3 @@ def threads_per_rank(local_ranks: int) -> int:
     return max(
         1, (len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1) // local_ranks
     )
-
-
-def _loopback() -> str | None:
-    """The loopback interface: without it gloo looks the host's name up, which need not lead to this machine."""
-    return next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), None)

@@ -37,7 +37,20 @@ class RankOptions:
         """
         emulation = self.emulation
         if emulation is not None:
-            self._check_emulation(emulation)
+            if under_torchrun():
+                raise InputError(
+                    "--emulate: torchrun has started the ranks already; start the command without torchrun"
+                )
+            if self.ranks not in (None, emulation.ranks):
+                raise InputError(
+                    f"--ranks: found {self.ranks}, expected {emulation.ranks} as in --emulate {emulation.spec}; leave "
+                    f"--ranks out"
+                )
+            if self.backend not in (None, "gloo"):
+                raise InputError(
+                    f"--backend: found {self.backend!r}, expected gloo on an emulated cluster; leave it out"
+                )
+            check_namespaces()
         count = self.local_ranks
         if not under_torchrun() and not 1 <= count <= MAX_LOCAL_RANKS:
             raise InputError(
@@ -48,18 +61,6 @@ class RankOptions:
             from runtime.comm.world import check_timeout_s
 
             check_timeout_s(self.timeout_s, "--timeout-s")
-
-    def _check_emulation(self, emulation: Emulation) -> None:
-        if under_torchrun():
-            raise InputError("--emulate: torchrun has started the ranks already; start the command without torchrun")
-        if self.ranks not in (None, emulation.ranks):
-            raise InputError(
-                f"--ranks: found {self.ranks}, expected {emulation.ranks} as in --emulate {emulation.spec}; leave "
-                f"--ranks out"
-            )
-        if self.backend not in (None, "gloo"):
-            raise InputError(f"--backend: found {self.backend!r}, expected gloo on an emulated cluster; leave it out")
-        check_namespaces()
 
     @property
     def emulation(self) -> Emulation | None:

@@ -20,7 +20,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -123,7 +123,17 @@ def replan(
         )
     old, mine = _measure_rank(session, profile)
     everyone: list[RankSteps] = session.world.gather(mine, "comparing the last steps")
-    _refuse(everyone)
+    # The same verdict on all ranks.
+    problems = [f"rank {rank}: {one.problem}" for rank, one in enumerate(everyone) if one.problem]
+    if problems:
+        alike = len({one.problem for one in everyone}) == 1
+        raise InputError(f"planner.replan: {everyone[0].problem}" if alike else "\n".join(problems))
+    steps = [one.step for one in everyone]
+    if len(set(steps)) > 1:
+        raise InputError(
+            f"planner.replan: ranks have done different numbers of steps ({', '.join(map(str, steps[:8]))}); expected "
+            f"one: call it between the same two steps on every rank"
+        )
     device = next(iter(session.parameters.values())).device
     size_bytes = sum(p.numel() * p.element_size() for p in session.parameters.values())
     with session.world.naming("timing the all-reduce"):
@@ -182,20 +192,6 @@ def _ratio(measured: float, predicted: float) -> float | None:
     return measured / predicted if predicted > 0.0 and measured > 0.0 else None
 
 
-def _refuse(everyone: Sequence[RankSteps]) -> None:
-    """Raises InputError on all ranks alike."""
-    problems = [f"rank {rank}: {one.problem}" for rank, one in enumerate(everyone) if one.problem]
-    if problems:
-        alike = len({one.problem for one in everyone}) == 1
-        raise InputError(f"planner.replan: {everyone[0].problem}" if alike else "\n".join(problems))
-    steps = [one.step for one in everyone]
-    if len(set(steps)) > 1:
-        raise InputError(
-            f"planner.replan: ranks have done different numbers of steps ({', '.join(map(str, steps[:8]))}); expected "
-            f"one: call it between the same two steps on every rank"
-        )
-
-
 def _busy(step: StepMarks, clock: Clock) -> list[tuple[float, float]]:
     """When messages were on the link, in microseconds from the start of forward."""
     sent = [one for one in step.sent if one.start is not None and one.end is not None]
@@ -244,8 +240,11 @@ def _decide_on_first(
     if session.world.rank == 0:
         try:
             profile = _profile(session, old, everyone, curves)
-            limits = _limits(session)
-            found = optimize(profile, passes=passes, **(limits if allow is None else {**limits, "allow": allow}))
+            # Accuracy and interface of the run's plans: of the lossy one while it is tried against the exact one.
+            trial = session.trial
+            plan_of_run = session.plan if trial is None or trial.verdict is not None else trial.lossy
+            allowed = plan_of_run.interfaces if allow is None else allow
+            found = optimize(profile, passes=passes, accuracy=plan_of_run.accuracy, allow=allowed)
             plan = replace(found, notes=(*found.notes, *_findings(session, everyone)))
         except Exception as error:  # the other ranks wait for the answer
             problem = str(error) if isinstance(error, InputError) else f"{type(error).__name__}: {error}"
@@ -253,13 +252,6 @@ def _decide_on_first(
     if decided[0] is None:
         raise InputError(f"planner.replan: {decided[1]}")
     return decided[0]
-
-
-def _limits(session: Session) -> dict[str, Any]:
-    """Accuracy and interface of the run's plans: those of the lossy one while it is tried against the exact one."""
-    trying = session.trial is not None and session.trial.verdict is None
-    plan = session.trial.lossy if trying and session.trial is not None else session.plan
-    return {"accuracy": plan.accuracy, "allow": plan.interfaces}
 
 
 def _profile(
@@ -273,11 +265,16 @@ def _profile(
     nodes = plan.world.nodes if plan.world.nodes is not None and world.ranks % plan.world.nodes == 0 else world.ranks
     before = old.cluster if old is not None else None
     alone, queued = curves
+    # What a reduce-scatter and an all-gather took when the ranks were profiled: a shared step asks for it.
+    known = before.samples if before is not None and before.samples and before.ranks == world.ranks else {}
     cluster = Cluster(
         name="measured while training",
         nodes=nodes,
         ranks_per_node=world.ranks // nodes,
-        samples={**_halves(before, world.ranks), "all_reduce": alone},
+        samples={
+            **{name: known[name] for name in ("reduce_scatter", "all_gather") if name in known},
+            "all_reduce": alone,
+        },
         back_to_back={"all_reduce": queued},
         collectives={"all_reduce": fit(alone)},
         contention=before.contention if before is not None else None,
@@ -294,12 +291,6 @@ def _profile(
         compute=_compute(session, old, [one.times for one in everyone if one.times is not None]),
         cluster=cluster,
     )
-
-
-def _halves(before: Cluster | None, ranks: int) -> dict[str, tuple[Sample, ...]]:
-    """What a reduce-scatter and an all-gather took when the ranks were profiled: a shared step asks for it."""
-    known = before.samples if before is not None and before.samples and before.ranks == ranks else {}
-    return {name: known[name] for name in ("reduce_scatter", "all_gather") if name in known}
 
 
 def _update_us(session: Session, old: Profile | None, measured_us: float) -> float:
