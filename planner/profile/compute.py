@@ -152,7 +152,12 @@ class StepRunner:
                 "the step gave no trainable parameter a gradient; expected one forward and backward of the model"
             )
         if self._optimizer is not None:
-            _update(self._optimizer)
+            try:
+                self._optimizer.step()
+            except (TypeError, ValueError, RuntimeError) as error:
+                raise InputError(
+                    f"optimizer.step() raised {type(error).__name__}: {error}; expected a step without arguments"
+                ) from error
         marks = recorder.steps[-1]
         if marks.forward is None:  # the step calls parts of the model, never the model
             marks.forward_end = marks.backward
@@ -162,15 +167,6 @@ class StepRunner:
     def close(self) -> None:
         """Takes the hooks off; the world stays."""
         self.session.detach(leave=False)
-
-
-def _update(optimizer: torch.optim.Optimizer) -> None:
-    try:
-        optimizer.step()
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise InputError(
-            f"optimizer.step() raised {type(error).__name__}: {error}; expected a step without arguments"
-        ) from error
 
 
 def measure_compute(

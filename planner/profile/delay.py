@@ -47,7 +47,7 @@ def measure_delay(world: World, device: torch.device, model_bytes: int, progress
         for size in progress.track(sizes, what):
             run = make(size)
             world.gather(None, f"beginning to time {what}")
-            times_us.append(_times_us(run, device))
+            times_us.append([timed_us(run, device) for _ in range(WARM_UPS + REPEATS)][WARM_UPS:])
         return slowest_line(world, sizes, times_us, f"comparing times of {what}")
 
     return DelayCosts(
@@ -55,10 +55,6 @@ def measure_delay(world: World, device: torch.device, model_bytes: int, progress
         local_update=line(lambda size: _update(device, size), "local updates"),
         pull_take=line(lambda size: _take(device, size), "taking pulled weights"),
     )
-
-
-def _times_us(run: Callable[[], object], device: torch.device) -> list[float]:
-    return [timed_us(run, device) for _ in range(WARM_UPS + REPEATS)][WARM_UPS:]
 
 
 def _pack(world: World, device: torch.device, size_bytes: int) -> Callable[[], None]:

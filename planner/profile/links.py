@@ -259,24 +259,8 @@ def _curve(
     """
     everybody = everybody or world
     budget_s, longest_s = limits
-    runs, pass_s = _affordable(sizes, make, device, everybody, what, longest_s)
-    passes = int(min(MAX_PASSES, max(MIN_PASSES, budget_s / max(pass_s, 1e-9))))
-    mine = [[_timed(run, device, everybody) for run in runs.values()] for _ in progress.track(range(passes), what)]
-    group = tuple(dist.get_process_group_ranks(world.group)) if world.group else ()
-    everyone = everybody.gather((group, mine), f"comparing times of {what}")
-    by_group = [np.array([times for of, times in everyone if of == one]) for one in {of for of, _ in everyone}]
-    passes_us = np.max([times.min(axis=0) for times in by_group], axis=0)  # (passes, sizes)
-    times_us = np.median(passes_us, axis=0)
-    return tuple((float(size), round(float(time_us), 3)) for size, time_us in zip(runs, times_us, strict=True))
-
-
-def _affordable(
-    sizes: Sequence[int], make: Callable[[int], Run], device: torch.device, everybody: World, what: str,
-    longest_s: float,
-) -> tuple[dict[int, Run], float]:  # fmt: skip
-    """(the runs by size that fit into the time, what one pass over them takes), the same on all ranks; each is run once
-    to warm up. The next size is taken to take longer by as much as it is larger.
-    """
+    # The runs by size that fit into the time, the same on all ranks; each is run once to warm up. The next size is
+    # taken to take longer by as much as it is larger.
     runs: dict[int, Run] = {}
     pass_s = last_s = 0.0
     for size in sizes:
@@ -287,7 +271,14 @@ def _affordable(
         run = make(size)
         last_s = max(everybody.gather(_timed(run, device, everybody) / 1e6, f"warming up {what}"))
         runs[size], pass_s = run, pass_s + last_s
-    return runs, pass_s
+    passes = int(min(MAX_PASSES, max(MIN_PASSES, budget_s / max(pass_s, 1e-9))))
+    mine = [[_timed(run, device, everybody) for run in runs.values()] for _ in progress.track(range(passes), what)]
+    group = tuple(dist.get_process_group_ranks(world.group)) if world.group else ()
+    everyone = everybody.gather((group, mine), f"comparing times of {what}")
+    by_group = [np.array([times for of, times in everyone if of == one]) for one in {of for of, _ in everyone}]
+    passes_us = np.max([times.min(axis=0) for times in by_group], axis=0)  # (passes, sizes)
+    times_us = np.median(passes_us, axis=0)
+    return tuple((float(size), round(float(time_us), 3)) for size, time_us in zip(runs, times_us, strict=True))
 
 
 def _timed(run: Run, device: torch.device, world: World) -> float:

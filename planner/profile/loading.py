@@ -64,7 +64,11 @@ def measure_loading(dataset: Any, batch: int, world: World) -> Loading:
     make = partial(CachedDataset, node=f"rank {world.rank}", group=world.group, timeout_s=world.timeout_s)
     try:
         on_disk = make(dataset, local_dir=folder, name="timed")
-        chosen = _chosen(on_disk)
+        # Samples of this rank's part, in random order: the storage shall not read ahead.
+        part = on_disk.partition.part(on_disk.partition.node_of_rank[on_disk.rank])
+        if not len(part):  # fewer samples than ranks
+            part = np.arange(len(on_disk))
+        chosen: list[int] = np.random.default_rng(on_disk.rank).permutation(part)[:TIMED].tolist()
         cold_us = _times_us(on_disk, chosen)
         chosen = chosen[: len(cold_us)]
         on_disk.flush()
@@ -92,15 +96,6 @@ def measure_loading(dataset: Any, batch: int, world: World) -> Loading:
         nodes=len(set(names)),
         memory_available_bytes=min(available),
     )
-
-
-def _chosen(cached: CachedDataset) -> list[int]:
-    """Samples of this rank's part, in random order: the storage shall not read ahead."""
-    part = cached.partition.part(cached.partition.node_of_rank[cached.rank])
-    if not len(part):  # fewer samples than ranks
-        part = np.arange(len(cached))
-    chosen: list[int] = np.random.default_rng(cached.rank).permutation(part)[:TIMED].tolist()
-    return chosen
 
 
 def _times_us(dataset: CachedDataset, indices: Sequence[int]) -> list[float]:

@@ -14,7 +14,6 @@ from planner.documents.profile import (
     Cluster,
     ComputeProfile,
     GradWeightShare,
-    Layer,
     OptimizerProfile,
     Profile,
     ProfileWorld,
@@ -122,7 +121,17 @@ class Measuring:
     def layers(self, world: World, found: Profile) -> Profile:
         """The profile with the layers of the model."""
         self._phases.begin(LAYERS, world)
-        layers, tracing = _trace(self._model, self._run, found.compute, world)
+        traced: TracedModel = trace(self._model, lambda: self._run(lambda: None))
+        backward_us: dict[str, float] = {}
+        for gradient in found.compute.gradients:
+            backward_us[gradient.layer] = backward_us.get(gradient.layer, 0.0) + gradient.backward_us
+        layers = split_backward(traced.layers, backward_us, None, found.compute.forward_us)
+        # How well the graph's split of backward agrees with a measurement.
+        share = GradWeightShare(
+            estimated=estimated_grad_weight_share(traced.layers),
+            measured=measure_grad_weight_share(self._model, self._run, found.compute, world),
+        )
+        tracing = Tracing(method=traced.method, failures=dict(traced.failures) or None, grad_weight_share=share)
         return replace(found, layers=layers, tracing=tracing)
 
     def links(self, world: World, compute: ComputeProfile) -> Network:
@@ -230,21 +239,6 @@ def _describe(
         holds_all=find_unowned(optimizer, parameters) is None,
         state_bytes=state_bytes(optimizer),
     )
-
-
-def _trace(model: nn.Module, step: Step, compute: ComputeProfile, world: World) -> tuple[tuple[Layer, ...], Tracing]:
-    """Layers from the graph, and how well its split of backward agrees with a measurement."""
-    traced: TracedModel = trace(model, lambda: step(lambda: None))
-    backward_us: dict[str, float] = {}
-    for gradient in compute.gradients:
-        backward_us[gradient.layer] = backward_us.get(gradient.layer, 0.0) + gradient.backward_us
-    layers = split_backward(traced.layers, backward_us, None, compute.forward_us)
-    share = GradWeightShare(
-        estimated=estimated_grad_weight_share(traced.layers),
-        measured=measure_grad_weight_share(model, step, compute, world),
-    )
-    tracing = Tracing(method=traced.method, failures=dict(traced.failures) or None, grad_weight_share=share)
-    return layers, tracing
 
 
 def count_nodes(names: Sequence[str]) -> int:

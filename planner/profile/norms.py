@@ -11,7 +11,7 @@ import statistics
 from collections.abc import Mapping
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from planner.documents.profile import ComputeProfile, LayerNorm, NormProfile
 from planner.profile.links import timed_us
@@ -59,7 +59,10 @@ def _times_us(
     layers: list[nn.Parameter], dtype: torch.dtype, world: World, device: torch.device, progress: Progress
 ) -> tuple[list[float], list[float]]:
     """Microseconds of this rank: of all layers together in every repeat, and of each, its median over repeats."""
-    pairs: list[Pair] = [(layer.detach(), _beside(layer)) for layer in layers]
+    # Each with its gradient, or something of its size.
+    pairs: list[Pair] = [
+        (layer.detach(), torch.ones_like(layer) if layer.grad is None else layer.grad) for layer in layers
+    ]
     totals: list[float] = []
     singles: list[list[float]] = []
     for _ in progress.track(range(WARM_UPS + REPEATS), "norms of layers"):
@@ -69,8 +72,3 @@ def _times_us(
         singles.append([timed_us(lambda pair=pair: pair_norms([pair], dtype), device) for pair in pairs])  # type: ignore[misc]
     each_us = [statistics.median(column) for column in zip(*singles[WARM_UPS:], strict=True)]
     return totals[WARM_UPS:], each_us
-
-
-def _beside(layer: nn.Parameter) -> Tensor:
-    """The layer's gradient, or something of its size."""
-    return torch.ones_like(layer) if layer.grad is None else layer.grad

@@ -99,7 +99,9 @@ class _Between:
 def _time(world: World, between: _Between, selector: str, density: float, size_bytes: int) -> tuple[Times, Times]:
     """Microseconds of this rank: (select and pack, unpack), of each repeat."""
     device = between.device
-    bucket = _bucket(size_bytes, device)
+    parameter = nn.Parameter(torch.zeros(max(1, size_bytes // 4), device=device))
+    slots = [make_slot("parameter", 0, parameter)]
+    bucket = BucketBuffer(0, slots, lay_out(slots), f"a bucket of {size_bytes} bytes")
     lossy = make_lossy(bucket, CompressorSpec(name="topk", selector=selector, density=density), world.ranks)
     gradient, finite = bucket.messages[0].flat, torch.tensor(True, device=device)
     packs: list[float] = []
@@ -114,9 +116,3 @@ def _time(world: World, between: _Between, selector: str, density: float, size_b
         unpacks.append(timed_us(lossy.unpack, device))
         lossy.commit(finite)
     return packs[WARM_UPS:], unpacks[WARM_UPS:]
-
-
-def _bucket(size_bytes: int, device: torch.device) -> BucketBuffer:
-    parameter = nn.Parameter(torch.zeros(max(1, size_bytes // 4), device=device))
-    slots = [make_slot("parameter", 0, parameter)]
-    return BucketBuffer(0, slots, lay_out(slots), f"a bucket of {size_bytes} bytes")

@@ -104,9 +104,17 @@ def measure(
     world = World.join(process_group, TIMEOUT_S if timeout_s is None else timeout_s)
     try:
         with heard():
-            _agree(model, world)
+            # Every rank comes to the same verdict, so that none waits for one that has given up.
+            everyone: list[tuple[str | None, str]] = world.gather(_problem(model), "comparing models")
+            _refuse([problem for problem, _ in everyone])
+            check_same_model([print_ for _, print_ in everyone])
             described = _describe_world(world, next(model.parameters()).device)
-            _check_base(request.add_to, model, described, world)
+            # What is added to a profile has to be measured of its model, in its world.
+            _refuse(
+                world.gather(
+                    None if request.add_to is None else _misfit(request.add_to, model, described), "comparing profiles"
+                )
+            )
             measuring = Measuring(model, step, optimizer, world, request, progress)
             with preserved(model, optimizer):
                 found = request.add_to or measuring.step(name or type(model).__name__, described)
@@ -138,28 +146,12 @@ def _hurried(
         hurried.leave()
 
 
-def _agree(model: nn.Module, world: World) -> None:
-    """Every rank comes to the same verdict, so that none waits for one that has given up.
-
-    Raises:
-        InputError: a rank's model cannot be measured, or ranks hold different models.
-    """
-    everyone: list[tuple[str | None, str]] = world.gather(_problem(model), "comparing models")
-    _refuse([problem for problem, _ in everyone])
-    check_same_model([print_ for _, print_ in everyone])
-
-
 def _refuse(problems: Sequence[str | None]) -> None:
     """Raises InputError on all ranks alike, given what is wrong on each."""
     first = {problem: rank for rank, problem in reversed(list(enumerate(problems))) if problem}
     if first:
         alike = len(set(problems)) == 1
         raise InputError("\n".join(p if alike else f"rank {rank}: {p}" for p, rank in reversed(first.items())))
-
-
-def _check_base(known: Profile | None, model: nn.Module, here: ProfileWorld, world: World) -> None:
-    """Raises InputError where what is measured here cannot be added to this profile."""
-    _refuse(world.gather(None if known is None else _misfit(known, model, here), "comparing profiles"))
 
 
 def _misfit(known: Profile, model: nn.Module, here: ProfileWorld) -> str | None:

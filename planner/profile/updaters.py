@@ -157,7 +157,12 @@ def take_apart(
     before_us[0] = 0.0
     alone_us = np.interp(reached_us, at_us, times.single_us)
     weight_us = np.diff(before_us, append=before_us[-1])
-    weight_us[-1] = _last_weight_us(alone_us, weight_us)
+    # Of the layer that is ready last: half of what its backward adds to reaching it, for that cannot be left out.
+    weight_us[-1] = (
+        float(alone_us[0]) / 2.0
+        if len(alone_us) == 1
+        else max(0.0, float(alone_us[-1] - (alone_us[-2] - weight_us[-2]))) / 2.0
+    )
     input_us = _growing(np.maximum(alone_us - weight_us, 0.0))
     steps_us = np.diff(input_us, append=input_us[-1])
     layers = tuple(
@@ -182,13 +187,6 @@ def with_updates(
     return tuple(
         replace(layer, update_us=round(count * scale, 3)) for layer, count in zip(layers, elements, strict=True)
     )
-
-
-def _last_weight_us(alone_us: NDArray[np.float64], weight_us: NDArray[np.float64]) -> float:
-    """Of the layer that is ready last: half of what its backward adds to reaching it, for that cannot be left out."""
-    if len(alone_us) == 1:
-        return float(alone_us[0]) / 2.0
-    return max(0.0, float(alone_us[-1] - (alone_us[-2] - weight_us[-2]))) / 2.0
 
 
 def _growing(values: NDArray[np.float64]) -> NDArray[np.float64]:
