@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from rich.console import Console
 from rich.table import Table
@@ -241,7 +241,8 @@ def print_plan(plan: Plan, console: Console, *, buckets: bool) -> None:
 def simulation_table(results: Sequence[Simulation]) -> Table:
     """Strategies by number of ranks."""
     best = {
-        ranks: min(r.iteration_us for r in results if r.ranks == ranks) for ranks in _unique(r.ranks for r in results)
+        ranks: min(r.iteration_us for r in results if r.ranks == ranks)
+        for ranks in dict.fromkeys(r.ranks for r in results)
     }
     changes = f", what if: {', '.join(results[0].what_if)}" if results and results[0].what_if else ""
     table = Table(title=f"predicted time of one step{changes}", title_justify="left")
@@ -270,10 +271,6 @@ def simulation_table(results: Sequence[Simulation]) -> Table:
 def _shares(shares: Mapping[str, float]) -> str:
     largest = sorted(shares.items(), key=lambda item: -item[1])
     return ", ".join(f"{kind} {share:.0%}" for kind, share in largest if share >= 0.005)
-
-
-def _unique(values: Iterable[int]) -> list[int]:
-    return list(dict.fromkeys(values))
 
 
 def _intervals_line(intervals: ComputeIntervals) -> str:
