@@ -47,10 +47,8 @@ class Namespace:
 
     def enter(self) -> None:
         """Moves the calling thread, and all threads and processes that it will start. Raises EnvironmentFailure."""
-        try:
-            _set_namespace(self.descriptor)
-        except OSError as error:
-            raise EnvironmentFailure(f"an emulated host cannot be entered: {error}") from error
+        if _libc().setns(self.descriptor, _CLONE_NEWNET) != 0:
+            raise EnvironmentFailure(f"an emulated host cannot be entered: {os.strerror(ctypes.get_errno())}")
 
     def call(self, function: Callable[[], T]) -> T:
         """The function's result, called inside: sockets that it makes, and processes that it starts, stay inside."""
@@ -87,12 +85,6 @@ def _unshare() -> int:
             f"container: with --privileged, or both capabilities)"
         )
     return os.open("/proc/thread-self/ns/net", os.O_RDONLY | os.O_CLOEXEC)
-
-
-def _set_namespace(descriptor: int) -> None:
-    if _libc().setns(descriptor, _CLONE_NEWNET) != 0:
-        number = ctypes.get_errno()
-        raise OSError(number, os.strerror(number))
 
 
 def _in_thread(function: Callable[[], T]) -> T:
