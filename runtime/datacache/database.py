@@ -114,7 +114,11 @@ class Database:
         self._lock = threading.RLock()
 
     def _open(self) -> sqlite3.Connection:
-        self.read_only = not _writable(self.folder)
+        folder = self.folder
+        # Whether files can be made in a directory, or in the nearest one above it that is there.
+        while not folder.exists() and folder != folder.parent:
+            folder = folder.parent
+        self.read_only = not (os.access(folder, os.W_OK) and not os.statvfs(folder).f_flag & os.ST_RDONLY)
         if self.read_only:
             return self._open_read_only()
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -214,7 +218,17 @@ class Database:
             connection.execute("BEGIN IMMEDIATE")
             try:
                 self._enter(connection)
-                kept = self._fitting(connection, samples)
+                # The first samples for which there is room, or room is made.
+                bound_bytes = self.bound_bytes - log_bytes(self.bound_bytes)
+                used_bytes = self.used_bytes(connection)
+                sizes_bytes = [stored_bytes(len(raw)) for _, raw in samples]
+                if used_bytes + sum(sizes_bytes) > bound_bytes:
+                    used_bytes = self._evict(connection, bound_bytes - sum(sizes_bytes))
+                kept = []
+                for sample, size_bytes in zip(samples, sizes_bytes, strict=True):
+                    used_bytes += size_bytes
+                    if used_bytes <= bound_bytes:
+                        kept.append(sample)
                 connection.executemany(
                     "INSERT OR IGNORE INTO sample VALUES (?, ?, ?)",
                     [(self._first + index, _checksum(self._first + index, raw), raw) for index, raw in kept],
@@ -225,20 +239,6 @@ class Database:
                     connection.execute("ROLLBACK")
                 raise
             return len(kept)
-
-    def _fitting(self, connection: sqlite3.Connection, samples: Sequence[tuple[int, bytes]]) -> list[tuple[int, bytes]]:
-        """The first samples for which there is room, or room is made."""
-        bound_bytes = self.bound_bytes - log_bytes(self.bound_bytes)
-        used_bytes = self.used_bytes(connection)
-        sizes_bytes = [stored_bytes(len(raw)) for _, raw in samples]
-        if used_bytes + sum(sizes_bytes) > bound_bytes:
-            used_bytes = self._evict(connection, bound_bytes - sum(sizes_bytes))
-        kept = []
-        for sample, size_bytes in zip(samples, sizes_bytes, strict=True):
-            used_bytes += size_bytes
-            if used_bytes <= bound_bytes:
-                kept.append(sample)
-        return kept
 
     def used_bytes(self, connection: sqlite3.Connection) -> int:
         """Bytes of the database that hold something."""
@@ -347,13 +347,6 @@ def _checksum(number: int, raw: bytes) -> int:
 
 def _quoted(path: Path) -> str:
     return str(path.absolute()).replace("%", "%25").replace("?", "%3f").replace("#", "%23")
-
-
-def _writable(folder: Path) -> bool:
-    """Whether files can be made in a directory, or in the nearest one above it that is there."""
-    while not folder.exists() and folder != folder.parent:
-        folder = folder.parent
-    return os.access(folder, os.W_OK) and not os.statvfs(folder).f_flag & os.ST_RDONLY
 
 
 @contextlib.contextmanager

@@ -165,26 +165,28 @@ class CachedDataset(Dataset[Any]):
         """
         chosen = [self._checked(index) for index in indices]
         if self._fetcher is None:
-            missing = self._not_on_disk(chosen)
+            # What only the storage has, in the first epoch all, by one question to the disk.
+            missing = (
+                set()
+                if self._disk is None or len(chosen) == 1
+                else self._disk.missing([index for index in chosen if not self._in_memory(index)])
+            )
             return [self._finished(self._sample(index, on_disk=index not in missing)) for index in chosen]
-        samples = self._fetched(self._fetcher, chosen)
-        return [self._finished(samples[i] if i in samples else self._sample(index)) for i, index in enumerate(chosen)]
-
-    def _fetched(self, fetcher: Fetcher, indices: Sequence[int]) -> dict[int, Any]:
-        """The samples that other nodes hold, by their place in the batch."""
-        places: list[list[int]] = [[] for _ in range(fetcher.ranks)]
-        for place, node in enumerate(self.partition.owners(indices)):
+        # The samples that other nodes hold, by their place in the batch.
+        places: list[list[int]] = [[] for _ in range(self._fetcher.ranks)]
+        for place, node in enumerate(self.partition.owners(chosen)):
             if node != self._node:
                 there = self.partition.ranks_of(int(node))
                 places[there[self.rank % len(there)]].append(place)
-        wanted = [[indices[place] for place in one] for one in places]
-        found = fetcher.exchange(wanted, self._flat)
+        wanted = [[chosen[place] for place in one] for one in places]
+        found = self._fetcher.exchange(wanted, self._flat)
         self._memory.count("fetched", sum(map(len, wanted)))
-        return {
+        samples = {
             place: unpack(flat)
             for places_there, flats in zip(places, found, strict=True)
             for place, flat in zip(places_there, flats, strict=True)
         }
+        return [self._finished(samples[i] if i in samples else self._sample(index)) for i, index in enumerate(chosen)]
 
     def _checked(self, index: int) -> int:
         found = operator.index(index)
@@ -194,12 +196,6 @@ class CachedDataset(Dataset[Any]):
 
     def _finished(self, sample: Any) -> Any:
         return sample if self.transform is None else self.transform(sample)
-
-    def _not_on_disk(self, indices: Sequence[int]) -> set[int]:
-        """Samples of a batch that only the storage has: in the first epoch all, by one question to the disk."""
-        if self._disk is None or len(indices) == 1:
-            return set()
-        return self._disk.missing([index for index in indices if not self._in_memory(index)])
 
     def _in_memory(self, index: int) -> bool:
         slot = self.partition.slot(index, self._node) if self._memory.shape.slots else -1

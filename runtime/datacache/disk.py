@@ -84,7 +84,11 @@ class DiskStore:
         try:
             if now_s >= self._look_at_s:
                 self._look_at_s = now_s + LOOK_S
-                self._look()
+                # Somebody may have deleted the file: then a new one is made.
+                if not self._reader.is_there():
+                    self._reader.close()
+                    if self._memory.first("deleted"):
+                        self._say(f"{self._reader.path} was deleted while in use; a new one is made, and filled again")
             raw = self._reader.get(index)
         except Damaged:
             self._corrupted(index)
@@ -109,14 +113,6 @@ class DiskStore:
             return self._reader.missing(indices)
         except (sqlite3.Error, OSError):
             return set()
-
-    def _look(self) -> None:
-        """Finds out that somebody has deleted the file; then a new one is made."""
-        if self._reader.is_there():
-            return
-        self._reader.close()
-        if self._memory.first("deleted"):
-            self._say(f"{self._reader.path} was deleted while in use; a new one is made, and filled again")
 
     def _corrupted(self, index: int) -> None:
         self._memory.count("corrupted")
@@ -190,17 +186,14 @@ class DiskStore:
                 return False
             # A transaction costs as much as some samples, so it waits for a few.
             self._wake.wait_for(lambda: self._hurry or self._waiting_bytes >= self._batch_bytes, LINGER_S)
-            self._batch, self._touch = self._next_batch(), False
+            batch: list[tuple[int, bytes]] = []
+            size_bytes = 0
+            while self._waiting and (not batch or size_bytes + len(self._waiting[0][1]) <= self._batch_bytes):
+                batch.append(self._waiting.popleft())
+                size_bytes += len(batch[-1][1])
+            self._waiting_bytes -= size_bytes
+            self._batch, self._touch = batch, False
             return True
-
-    def _next_batch(self) -> list[tuple[int, bytes]]:
-        batch: list[tuple[int, bytes]] = []
-        size_bytes = 0
-        while self._waiting and (not batch or size_bytes + len(self._waiting[0][1]) <= self._batch_bytes):
-            batch.append(self._waiting.popleft())
-            size_bytes += len(batch[-1][1])
-        self._waiting_bytes -= size_bytes
-        return batch
 
     def _write(self, batch: list[tuple[int, bytes]]) -> None:
         try:

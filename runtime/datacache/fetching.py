@@ -53,16 +53,6 @@ class Fetcher:
     def __reduce__(self) -> tuple[Any, ...]:
         return Fetcher, (self.rank, self.ranks, self._address, self._key, self.timeout_s)
 
-    def _joined(self) -> Any:
-        """The group of this process; made with the first exchange in it."""
-        if self._process != os.getpid():
-            _INHERITED.append(self._group)
-            worker = get_worker_info()
-            key = f"{self._key}/{'rank' if worker is None else worker.id}"
-            self._group = meet(self._address, key, self.rank, self.ranks, timedelta(seconds=self.timeout_s))
-            self._process = os.getpid()
-        return self._group
-
     def exchange(self, wanted: Sequence[Sequence[int]], load: Callable[[int], Tensor]) -> list[list[Tensor]]:
         """Every rank calls this for the same batch.
 
@@ -78,7 +68,14 @@ class Fetcher:
             Whatever `load` raises here, after the other ranks have been told.
         """
         with self._naming():
-            group = self._joined()
+            # The group of this process; made with the first exchange in it.
+            if self._process != os.getpid():
+                _INHERITED.append(self._group)
+                worker = get_worker_info()
+                key = f"{self._key}/{'rank' if worker is None else worker.id}"
+                self._group = meet(self._address, key, self.rank, self.ranks, timedelta(seconds=self.timeout_s))
+                self._process = os.getpid()
+            group = self._group
             counts = self._to_all(group, torch.tensor([len(indices) for indices in wanted]), [1] * self.ranks)
             asked = self._to_all(
                 group, torch.tensor([index for indices in wanted for index in indices], dtype=torch.int64),

@@ -194,13 +194,7 @@ def _make(wishes: Wishes, source: Source, partition: Partition, node: int) -> Sh
     chosen = {0, len(source) - 1} if not len(part) else {int(part[0]), int(part[-1])}
     chosen |= {int(index) for index in np.random.default_rng().choice(part, min(len(part), PROBED - len(chosen)))}
     found, raw_bytes, flat_bytes = probe(source, sorted(chosen), decoded=wishes.memory_bytes > 0 or wishes.fetch)
-    _check_bounds(wishes, partition.size(node), disk, raw_bytes, flat_bytes)
-    if disk is not None:
-        disk.compare(found)
-    return Shared(memory, disk, flat_bytes, raw_bytes)
-
-
-def _check_bounds(wishes: Wishes, slots: int, disk: DiskStore | None, raw_bytes: int, flat_bytes: int) -> None:
+    slots = partition.size(node)
     least = overhead_bytes(slots) + -(-flat_bytes // ALIGNMENT) * ALIGNMENT
     if 0 < wishes.memory_bytes < least:
         raise InputError(
@@ -213,6 +207,9 @@ def _check_bounds(wishes: Wishes, slots: int, disk: DiskStore | None, raw_bytes:
             f"least {least_bound_bytes(raw_bytes)}: one raw sample has {raw_bytes} bytes, and the database needs "
             f"some; give more, or no local_dir to keep none on the disk"
         )
+    if disk is not None:
+        disk.compare(found)
+    return Shared(memory, disk, flat_bytes, raw_bytes)
 
 
 def _disk(

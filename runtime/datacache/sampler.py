@@ -67,10 +67,8 @@ class CachedSampler(Sampler[int]):
 
     def __len__(self) -> int:
         """Samples that this rank reads in this iteration, or the next one where none has begun."""
-        return int(self._orders().shape[1]) - self._skip if self._before else self._whole() - self._skip
-
-    def _whole(self) -> int:
-        return per_rank(len(self.dataset), self.num_replicas, self.rules.drop_last)
+        whole = per_rank(len(self.dataset), self.num_replicas, self.rules.drop_last)
+        return (int(self._orders().shape[1]) if self._before else whole) - self._skip
 
     def __iter__(self) -> Iterator[int]:
         """Raises InputError where the dataset's length has changed."""
