@@ -62,9 +62,7 @@ class Compiler:
             )
         machine_code = known[-1] == capability
         target = f"--gpu-architecture={'sm' if machine_code else 'compute'}_{known[-1]}"
-        return self._compile(program, (*OPTIONS, target, *more), machine_code)
-
-    def _compile(self, program: Program, options: tuple[str, ...], machine_code: bool) -> tuple[bytes, str]:
+        options = (*OPTIONS, target, *more)
         library, handle = self._library, ctypes.c_void_p()
         source, name = program.text.encode(), f"{program.name}.cu".encode()
         self._check(library.nvrtcCreateProgram(ctypes.byref(handle), source, name, 0, None, None), "nvrtcCreateProgram")
@@ -100,18 +98,14 @@ def compiler() -> Compiler:
     why = "no libnvrtc among the installed packages, in CUDA_HOME, or on the library path"
     for path in _candidates():
         try:
-            _load_beside(path)
+            # NVRTC opens its built-ins by name, which it finds where they are loaded already.
+            if "/" in path:
+                for builtins in sorted(Path(path).parent.glob("libnvrtc-builtins.so*")):
+                    ctypes.CDLL(str(builtins), mode=ctypes.RTLD_GLOBAL)
             return Compiler(ctypes.CDLL(path))
         except OSError as error:
             why = str(error)
     raise EnvironmentFailure(f"kernels: NVRTC cannot be loaded ({why}): {CURE}")
-
-
-def _load_beside(path: str) -> None:
-    """NVRTC opens its built-ins by name, which it finds where they are loaded already."""
-    if "/" in path:
-        for builtins in sorted(Path(path).parent.glob("libnvrtc-builtins.so*")):
-            ctypes.CDLL(str(builtins), mode=ctypes.RTLD_GLOBAL)
 
 
 def _candidates() -> Iterator[str]:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from runtime.kernels.backend import Backend, backend_for
+from runtime.kernels.backend import backend_for
 from runtime.kernels.checks import check_memory, check_unpack_memory
 from runtime.kernels.reference import ef_topk_torch, ms_topk_torch, unpack_torch
 from runtime.kernels.source import UNPACK, UNPACK_PART, Program, Shape
@@ -62,23 +62,17 @@ def ef_topk_operator(
     counts = [len(elements), sum(layout.tiles), sum(layout.chunks)]
     options = [int(random_ties), seed & (2**64 - 1)]
     kernel = f"ef_topk_{_name(gradients[0])}_{_name(values)}"
-    _launch(
-        backend, Program(name="topk", shape=sizes), kernel, [*pointers, *outputs, *where, *counts], options, launches
-    )
+    program = Program(name="topk", shape=sizes)
+    words = [*pointers, *outputs, *where, *counts]
+    grid = min(backend.blocks(program, kernel), words[-2])
+    spans = [(0, PHASES - 1)] if launches == ALL_AT_ONCE else [(phase, phase) for phase in range(PHASES)]
+    for first, last in spans:
+        backend.launch(program, kernel, grid, _words([*words, first, last, *options]))
 
 
 @ef_topk_operator.register_fake
 def _(*arguments: object) -> None:
     return None
-
-
-def _launch(
-    backend: Backend, program: Program, kernel: str, words: list[int], options: list[int], launches: int
-) -> None:
-    grid = min(backend.blocks(program, kernel), words[-2])
-    spans = [(0, PHASES - 1)] if launches == ALL_AT_ONCE else [(phase, phase) for phase in range(PHASES)]
-    for first, last in spans:
-        backend.launch(program, kernel, grid, _words([*words, first, last, *options]))
 
 
 def _words(values: list[int]) -> ctypes.Array[ctypes.c_uint64]:

@@ -65,7 +65,10 @@ class Layout:
         """Candidates that there is room for, by segment."""
         if self.capacity is not None:
             return tuple(self.capacity if n else 0 for n in self.elements)
-        return tuple(_capacity(n, k) for n, k in zip(self.elements, self.k, strict=True))
+        return tuple(
+            0 if n > SMALL and k * DENSE > n else min(n, SPARE + ROOM * k)
+            for n, k in zip(self.elements, self.k, strict=True)
+        )
 
     @functools.cached_property
     def tiles(self) -> tuple[int, ...]:
@@ -144,12 +147,6 @@ def _sums(values: Sequence[int]) -> list[int]:
 def layout_of(elements: tuple[int, ...], k: tuple[int, ...], shape: Shape, capacity: int | None = None) -> Layout:
     """The layout of segments, which follows from them."""
     return Layout(elements, k, shape, capacity)
-
-
-def _capacity(elements: int, k: int) -> int:
-    if elements > SMALL and k * DENSE > elements:
-        return 0
-    return min(elements, SPARE + ROOM * k)
 
 
 @dataclass(eq=False)
