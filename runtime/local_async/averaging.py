@@ -80,7 +80,12 @@ class Averager:
             CommunicationError: a rank died or missed the deadline.
         """
         start_s = time.perf_counter()
-        self._fill(status)
+        for flat, snapshot, message in zip(self._flats, self._snapshots, self._messages, strict=False):
+            snapshot.copy_(flat)
+            message[: flat.numel()] = snapshot
+        told = self._messages[self._carrier][-self.world.ranks :]
+        told.zero_()
+        told[self.world.rank] = status
         sent_s = time.perf_counter()
         self._exchange(meanwhile)
         statuses = [round(float(value)) for value in self._messages[self._carrier][-self.world.ranks :]]
@@ -90,14 +95,6 @@ class Averager:
             Averaging(start_s=start_s, sent_s=sent_s, end_s=time.perf_counter(), updates=updates, distance=distance)
         )
         return statuses
-
-    def _fill(self, status: int) -> None:
-        for flat, snapshot, message in zip(self._flats, self._snapshots, self._messages, strict=False):
-            snapshot.copy_(flat)
-            message[: flat.numel()] = snapshot
-        told = self._messages[self._carrier][-self.world.ranks :]
-        told.zero_()
-        told[self.world.rank] = status
 
     def _exchange(self, meanwhile: Callable[[float], object]) -> None:
         what = f"averaging {self.rounds} of models"

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import nn
@@ -206,24 +206,16 @@ def _try_minibatch(job: LocalJob, spec: LocalAsyncSpec, rank: int, seed: int) ->
         start = time.perf_counter()
         loss = job.loss(job.model, batch)
         loss.backward()
-        _synchronize(job.model)
+        device = next(job.model.parameters()).device
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
         trial = _Trial(time.perf_counter() - start, _private_bytes())
         if is_reentrant(loss):
-            _try_blocks(job, spec, batch)
+            # One backward for each block: InputError where one cannot be done.
+            parameters = trainable_parameters(job.model)
+            for block in spec.blocks or ():
+                partial_backward(job.loss(job.model, batch), [parameters[name] for name in block])
         return trial
-
-
-def _try_blocks(job: LocalJob, spec: LocalAsyncSpec, batch: Any) -> None:
-    """One backward for each block. Raises InputError where one cannot be done."""
-    parameters = trainable_parameters(job.model)
-    for block in spec.blocks or ():
-        partial_backward(job.loss(job.model, batch), [parameters[name] for name in block])
-
-
-def _synchronize(model: nn.Module) -> None:
-    device = next(model.parameters()).device
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def _private_bytes() -> int | None:

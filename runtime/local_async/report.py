@@ -115,7 +115,14 @@ class LocalReport:
         if len(self.updaters) > 1:
             lines.append(f"  staleness (updates between snapshot and update): {_histogram(self.staleness)}")
         if self.averagings:
-            lines.append(f"  {self.rounds} averagings, {_averagings(self.averagings)}")
+            took_ms = statistics.median(one.end_s - one.start_s for one in self.averagings) * 1e3
+            updates = statistics.fmean(one.updates for one in self.averagings)
+            distances = [one.distance for one in self.averagings]
+            lines.append(
+                f"  {self.rounds} averagings, of the last {len(distances)}: median {took_ms:.2f} ms, every "
+                f"{updates:.1f} updates, distance from the mean of all {statistics.fmean(distances):.2e} on average, "
+                f"{max(distances):.2e} at most"
+            )
         return "\n".join([*lines, *(f"  {note}" for note in self.notes)])
 
 
@@ -123,16 +130,3 @@ def _histogram(counts: Sequence[int]) -> str:
     total = sum(counts)
     shown = [f"{index}: {count / total:.0%}" for index, count in enumerate(counts) if count * 100 >= total]
     return ", ".join(shown[:12]) + (", …" if len(shown) > 12 else "")
-
-
-def _averagings(averagings: Sequence[Averaging]) -> str:
-    took_ms = statistics.median(one.end_s - one.start_s for one in averagings) * 1e3
-    distances = [one.distance for one in averagings]
-    return (
-        f"of the last {len(averagings)}: median {took_ms:.2f} ms, every {_mean_updates(averagings):.1f} updates, "
-        f"distance from the mean of all {statistics.fmean(distances):.2e} on average, {max(distances):.2e} at most"
-    )
-
-
-def _mean_updates(averagings: Sequence[Averaging]) -> float:
-    return statistics.fmean(one.updates for one in averagings)

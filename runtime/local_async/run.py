@@ -197,7 +197,9 @@ class _Rank:
                 over = True
                 self._raise_own()
         self._world.broadcast(self._shared.kept)
-        return self._shared.model, self._report(), updaters.results
+        notes = mps_note(self._shared.model, self._spec.updaters)
+        report = run_report(updaters, self._averager, self._world, notes=notes)
+        return self._shared.model, report, updaters.results
 
     @property
     def _status(self) -> int:
@@ -238,8 +240,3 @@ class _Rank:
         if self._status == FAILED:
             told = "; ".join(f"updater {number} {why}" for number, why in self._updaters.lost.items())
             raise EnvironmentFailure(f"rank {self._world.rank}: no updater is left: {told}")
-
-    def _report(self) -> LocalReport:
-        return run_report(
-            self._updaters, self._averager, self._world, notes=mps_note(self._shared.model, self._spec.updaters)
-        )

@@ -132,7 +132,11 @@ class Updater:
         self.job = job = task.make()
         # The first updater goes on with the generators as the job has left them, as a single process would.
         if task.part.index > 0:
-            _reseed(task.part.index)
+            # Random numbers of its own: dropout and augmentation must not be alike in all of them.
+            seed = (torch.initial_seed() + task.part.index) % 2**32
+            torch.manual_seed(seed)
+            random.seed(seed)
+            np.random.seed(seed)
         self.shared = SharedModel(job.model, _checked(job, task.layout), open_memory(task.memory))
         self.snapshots = Snapshots(self.shared)
         self.optimizer = job.optimizer(p for p in job.model.parameters() if p.requires_grad)
@@ -157,7 +161,14 @@ class Updater:
         shared, row = self.task.shared, self._row
         start_s = time.perf_counter()
         row[BEGUN] += 1
-        self._advance_rate(number)
+        # The schedule follows the shared count of minibatches.
+        if self.schedule is not None:
+            with warnings.catch_warnings():
+                if not self.result.numbers:  # torch takes it for a mistake that the rate changes before the first step
+                    warnings.simplefilter("ignore")
+                while self._scheduled < number:
+                    self.schedule.step()
+                    self._scheduled += 1
         batch = self.batches.get(number)
         batch_s = time.perf_counter()
         partial = self._choose(number)
@@ -202,17 +213,6 @@ class Updater:
             loss.backward()
         return float(loss.detach())
 
-    def _advance_rate(self, number: int) -> None:
-        """Brings the schedule to a minibatch of the shared count."""
-        if self.schedule is None:
-            return
-        with warnings.catch_warnings():
-            if not self.result.numbers:  # torch takes it for a mistake that the rate changes before the first step
-                warnings.simplefilter("ignore")
-            while self._scheduled < number:
-                self.schedule.step()
-                self._scheduled += 1
-
 
 def _checked(job: object, layout: Layout) -> Layout:
     if not isinstance(job, LocalJob):
@@ -224,14 +224,6 @@ def _checked(job: object, layout: Layout) -> Layout:
             f"every call"
         )
     return layout
-
-
-def _reseed(index: int) -> None:
-    """Gives an updater random numbers of its own: dropout and augmentation must not be alike in all of them."""
-    seed = (torch.initial_seed() + index) % 2**32
-    torch.manual_seed(seed)
-    random.seed(seed)
-    np.random.seed(seed)
 
 
 def _peak_bytes() -> int:
