@@ -106,7 +106,12 @@ def _ratios(norms: Tensor, batch: Batch) -> Tensor:
 def _step(batch: Batch, velocities: list[Tensor], ratios: Tensor | None) -> None:
     """w ← w − v and the like, where v is decayed already; rates are scalar tensors, so that no device is waited for."""
     parameters, gradients, lr = batch.parameters, batch.gradients, batch.group["lr"]
-    rates = _rates(lr, ratios, parameters)
+    # lr · λ of each parameter, as scalar tensors on its device.
+    if ratios is not None:
+        rates = list((ratios * lr).unbind())
+    else:
+        one = torch.as_tensor(lr, dtype=torch.float64 if parameters[0].dtype == torch.float64 else torch.float32)
+        rates = [one.to(parameters[0].device)] * len(parameters)
     decays = [rate * batch.weight_decay for rate in rates] if batch.weight_decay else None
     if velocities and not batch.group["nesterov"]:
         torch._foreach_addcmul_(velocities, gradients, rates, value=1.0)
@@ -121,11 +126,3 @@ def _step(batch: Batch, velocities: list[Tensor], ratios: Tensor | None) -> None
         torch._foreach_add_(velocities, steps)
         torch._foreach_sub_(parameters, velocities, alpha=batch.group["momentum"])
     torch._foreach_sub_(parameters, steps)
-
-
-def _rates(lr: Any, ratios: Tensor | None, parameters: list[Tensor]) -> list[Tensor]:
-    """lr · λ of each parameter, as scalar tensors on its device."""
-    if ratios is not None:
-        return list((ratios * lr).unbind())
-    one = torch.as_tensor(lr, dtype=torch.float64 if parameters[0].dtype == torch.float64 else torch.float32)
-    return [one.to(parameters[0].device)] * len(parameters)
