@@ -115,11 +115,6 @@ def load_measured(path: str | Path, plan: Plan) -> MeasuredStep:
                 f"{place}.bucket: found {task.bucket}, expected less than {len(plan.buckets)}, the plan's number of "
                 f"buckets; use the plan that was measured"
             )
-    _check_same(step, plan, where)
-    return step
-
-
-def _check_same(step: MeasuredStep, plan: Plan, where: str) -> None:
     pairs: list[tuple[str, Any, Any]] = [("model.name", step.model.name, plan.model.name)]
     if step.model.fingerprint and plan.model.fingerprint:
         pairs.append(("model.fingerprint", step.model.fingerprint, plan.model.fingerprint))
@@ -130,3 +125,4 @@ def _check_same(step: MeasuredStep, plan: Plan, where: str) -> None:
                 f"{where}: $.{field}: found {found!r}, the plan has {expected!r}; expected a step that was measured "
                 f"with this plan"
             )
+    return step

@@ -187,7 +187,20 @@ def validate(
         # Strict JSON semantics, yet from Python objects: lists become tuples, integers become floats.
         return cast(T, _adapter(record_type).validate_json(_compact(document, where), strict=True))
     except ValidationError as error:
-        raise InputError(_describe(error, document, record_type, where, cure, retired)) from None
+        details = error.errors(include_url=False, include_context=False)
+        # A list whose element is wrong is also reported as too short: keep the cause, drop the echo.
+        causes = {detail["loc"][:depth] for detail in details for depth in range(len(detail["loc"]))}
+        details = [detail for detail in details if detail["type"] != "too_short" or detail["loc"] not in causes]
+        lines = []
+        for detail in details[:SHOWN_VIOLATIONS]:
+            path = _json_path(document, detail["loc"])
+            gone = next(
+                (what for end, what in retired.items() if path.endswith(end) and detail["type"] in UNKNOWN), None
+            )
+            lines.append(f"{where}: {path}: {gone or _violation(detail, record_type, cure)}")
+        if len(details) > SHOWN_VIOLATIONS:
+            lines.append(f"{where}: and {len(details) - SHOWN_VIOLATIONS} more")
+        raise InputError("\n".join(dict.fromkeys(lines))) from None
 
 
 def dump(record: Any) -> Any:
@@ -245,23 +258,6 @@ def _json_path(document: Any, location: tuple[int | str, ...]) -> str:
             path += json_step(step)
             value = value.get(cast(str, step))
     return path
-
-
-def _describe(
-    error: ValidationError, document: Any, record_type: type[Any], where: str, cure: str, retired: Mapping[str, str]
-) -> str:
-    details = error.errors(include_url=False, include_context=False)
-    # A list whose element is wrong is also reported as too short: keep the cause, drop the echo.
-    causes = {detail["loc"][:depth] for detail in details for depth in range(len(detail["loc"]))}
-    details = [detail for detail in details if detail["type"] != "too_short" or detail["loc"] not in causes]
-    lines = []
-    for detail in details[:SHOWN_VIOLATIONS]:
-        path = _json_path(document, detail["loc"])
-        gone = next((what for end, what in retired.items() if path.endswith(end) and detail["type"] in UNKNOWN), None)
-        lines.append(f"{where}: {path}: {gone or _violation(detail, record_type, cure)}")
-    if len(details) > SHOWN_VIOLATIONS:
-        lines.append(f"{where}: and {len(details) - SHOWN_VIOLATIONS} more")
-    return "\n".join(dict.fromkeys(lines))  # the branches of a union may say the same
 
 
 def _violation(detail: ErrorDetails, record_type: type[Any], cure: str) -> str:
