@@ -13,7 +13,8 @@ import torch
 from benchmarks.lags.accuracy import plan_of
 from benchmarks.learning import Outcome, Task, learn
 from planner.emit.lower import delay_spec
-from runtime.delay import pace, staleness
+from runtime.delay import staleness
+from runtime.monitor import pace
 from runtime.plan import DelaySpec, Plan
 
 TASKS = ("digits, ResNet-20", "characters, LSTM")

@@ -23,6 +23,7 @@ from runtime.comm.world import World
 from runtime.core.buckets import BucketBuffer, lay_out, make_slot
 from runtime.plan import NO_COMPRESSION, CompressorSpec, ModelReference, Plan, PlanBucket, PlanWorld
 from runtime.sparse.layout import make_hitopk, make_lossy
+from runtime.sparse.lossy import Lossy
 
 DENSE = (("all_reduce", "library"), ("all_reduce", "tree"), ("all_reduce", "torus_2d"))
 SPARSE = (("sparse", "naive_all_gather"), ("sparse", "flat"), ("sparse", "hitopk"))
@@ -99,8 +100,8 @@ def _measure(grid: Grid, form: tuple[str, str], size_bytes: int, density: float 
 
 
 def _runs(grid: Grid, form: tuple[str, str], size_bytes: int, density: float | None, passes: int) -> Runs:
-    bucket, communicator = _bucket(grid, form, size_bytes, density)
-    lossy, times_us, sent_us, sent_bytes = bucket.lossy, [], [], []
+    bucket, lossy, communicator = _bucket(grid, form, size_bytes, density)
+    times_us, sent_us, sent_bytes = [], [], []
     generator = torch.Generator().manual_seed(grid.world.rank)
     for number in range(passes + 1):
         bucket.messages[0].flat.normal_(generator=generator)
@@ -111,7 +112,7 @@ def _runs(grid: Grid, form: tuple[str, str], size_bytes: int, density: float | N
         communicator.launch(bucket.parcel, sent)
         communicator.wait()
         if lossy is not None:
-            lossy.commit(lossy.unpack())
+            lossy.carrier.commit(lossy.unpack())
         times_us.append((time.perf_counter() - begun) * 1e6)
         sent_us.append((sent.end - sent.launch) * 1e6)
         dist.barrier(group=grid.world.group)  # whose few bytes count, too
@@ -125,15 +126,16 @@ def _runs(grid: Grid, form: tuple[str, str], size_bytes: int, density: float | N
 
 def _bucket(
     grid: Grid, form: tuple[str, str], size_bytes: int, density: float | None
-) -> tuple[BucketBuffer, Communicator]:
+) -> tuple[BucketBuffer, Lossy | None, Communicator]:
     slots = [make_slot("layer.weight", 0, nn.Parameter(torch.zeros(size_bytes // 4)))]
     spec = NO_COMPRESSION if density is None else CompressorSpec(name="topk", selector="exact", density=density)
     planned = PlanBucket(gradients=("layer.weight",), collective=form[0], algorithm=form[1], compressor=spec)
     bucket = BucketBuffer(0, slots, lay_out(slots), "/".join(form))
+    lossy: Lossy | None = None
     if form == ("sparse", "hitopk"):
-        bucket.lossy = make_hitopk(bucket, spec, Position(grid.topology, grid.world.rank))
+        lossy = make_hitopk(bucket, spec, Position(grid.topology, grid.world.rank))
     elif density is not None:
-        bucket.lossy = make_lossy(bucket, spec, grid.world.ranks)
+        lossy = make_lossy(bucket, spec, grid.world.ranks)
     plan = Plan(
         model=ModelReference(name="message"),
         world=PlanWorld(ranks=grid.world.ranks),
@@ -142,8 +144,8 @@ def _bucket(
     )
     device = torch.device("cpu")
     if has_phases(plan):
-        return bucket, make_phased_communicator(grid, plan, device)
-    return bucket, make_communicator(grid.world, [collective_of(planned)], device)
+        return bucket, lossy, make_phased_communicator(grid, plan, device)
+    return bucket, lossy, make_communicator(grid.world, [collective_of(planned)], device)
 
 
 def _host_bytes() -> int:

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from planner.documents.profile import Line, Sample
 from planner.profile.progress import Progress
 from runtime.comm.collectives import COLLECTIVES
-from runtime.comm.collectives.phases import Scatter, add_up, start
+from runtime.comm.collectives.phases import bounds, reduce_scatter
 from runtime.comm.communicator import Communicator, make_communicator
 from runtime.comm.parcel import Sent
 from runtime.comm.world import World
@@ -226,14 +226,13 @@ def _reduce_scatter(world: World, device: torch.device, size_bytes: int) -> Run:
 def _scatter(world: World, device: torch.device, size_bytes: int) -> Run:
     """As phases inside nodes do it."""
     vector = torch.zeros(max(1, size_bytes // 4), device=device)
-    scatter = Scatter(vector, world.ranks, world.rank)
-    summed, group = torch.zeros_like(scatter.received[0]), world.group
+    first, last = bounds(vector.numel(), world.ranks, world.rank)
+    received, summed, group = vector.new_zeros(world.ranks, last - first), vector.new_zeros(last - first), world.group
     assert group is not None
 
     def run() -> None:
-        for work in start(scatter.operations(group)):
+        for work in reduce_scatter(vector, received, summed, group):
             work.wait()
-        add_up(scatter.rows, summed)
 
     return run
 

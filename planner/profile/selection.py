@@ -114,5 +114,5 @@ def _time(world: World, between: _Between, selector: str, density: float, size_b
         lossy.packed.gathered.copy_(lossy.packed.flat.repeat(world.ranks))
         between()
         unpacks.append(timed_us(lossy.unpack, device))
-        lossy.commit(finite)
+        lossy.carrier.commit(finite)
     return packs[WARM_UPS:], unpacks[WARM_UPS:]

@@ -34,12 +34,10 @@ def inner_optimizer(optimizer: object) -> torch.optim.Optimizer | None:
         seen.append(optimizer)
         held = {id(value): value for value in attributes.values() if isinstance(value, torch.optim.Optimizer)}
         named = attributes.get("optimizer")
-        optimizer = next(iter(held.values())) if len(held) == 1 else named if callable(_step_of(named)) else None
+        optimizer = (
+            next(iter(held.values())) if len(held) == 1 else named if callable(getattr(named, "step", None)) else None
+        )
     return None
-
-
-def _step_of(thing: object) -> object:
-    return getattr(thing, "step", None)
 
 
 def _no_plain_sgd(optimizer: torch.optim.Optimizer | None) -> str | None:

@@ -126,7 +126,7 @@ class HostCommunicator:
         self._failure: Exception | None = None
         self._callbacks = 0
         """How many the backend's thread has yet to call."""
-        _running.add(self)
+        to_settle.add(self)
 
     def launch(self, bucket: Parcel, sent: Sent, prepare: Callable[[], None] = nothing) -> None:
         """See `Communicator.launch`."""
@@ -137,7 +137,7 @@ class HostCommunicator:
             for message in bucket.payloads:
                 self._queue.append(_Task(bucket, message, sent, last=message is bucket.payloads[-1]))
             if self._current is None:
-                self._try_next()
+                self._keeping(self._start_next)
 
     def wait(self, until: Sent | None = None) -> None:
         """See `Communicator.wait`. After a failure every later wait fails alike: the group is broken."""
@@ -203,11 +203,7 @@ class HostCommunicator:
         self._callbacks += 1
         task.work.get_future().add_done_callback(partial(self._on_done, task, task.work))
 
-    def _try_next(self) -> None:
-        """`_start_next`, with a failure kept for the next `wait`; the lock is held."""
-        self._kept(self._start_next)
-
-    def _kept(self, go_on: Callable[[], None]) -> None:
+    def _keeping(self, go_on: Callable[[], None]) -> None:
         """Goes on; what is raised is kept for the next `wait`. The lock is held."""
         try:
             go_on()
@@ -231,7 +227,7 @@ class HostCommunicator:
         with self._lock:
             if self._current is not task or task.work is not work:
                 return  # the other thread was first
-            self._kept(partial(self._advance, task))
+            self._keeping(partial(self._advance, task))
 
     def _fail(self, task: _Task, error: Exception) -> None:
         with self._lock:
@@ -240,16 +236,25 @@ class HostCommunicator:
             self._current = None
 
 
-_running: weakref.WeakSet[HostCommunicator] = weakref.WeakSet()
+class Settling(Protocol):
+    """What has messages on their way that the end of a script has to wait for."""
+
+    def settle(self, deadline: float) -> None:
+        """Starts nothing more, and gives what is on its way until `deadline` (monotonic)."""
+        ...
+
+
+to_settle: weakref.WeakSet[Settling] = weakref.WeakSet()
+"""Those that are in use."""
 
 
 @atexit.register
 def _settle_all() -> None:
-    """A script that ends while messages are on their way, by an exception in backward, say: the backend's thread must
-    not call back into an interpreter that is being taken down, which would abort the process.
+    """A script that ends while messages are on their way, by an exception in backward, say: neither threads of ours nor
+    the backend's may run in an interpreter that is being taken down, which would abort the process.
     """
     deadline = time.monotonic() + EXIT_S
-    running = list(_running)
+    running = list(to_settle)
     for communicator in running:
         communicator.settle(deadline)
     if running:

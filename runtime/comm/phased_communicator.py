@@ -8,10 +8,8 @@ that backward goes on; on CUDA there is a stream for each, and the host waits fo
 
 from __future__ import annotations
 
-import atexit
 import threading
 import time
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
@@ -30,6 +28,7 @@ from runtime.comm.communicator import (
     mark_on,
     nothing,
     raise_failure,
+    to_settle,
 )
 from runtime.comm.node_groups import Grid
 from runtime.comm.parcel import Parcel, Sent
@@ -131,7 +130,7 @@ class PhasedHostCommunicator:
         self._failure: Exception | None = None
         self._moved_at, self._closing = time.monotonic(), False
         self._threads: list[threading.Thread] = []
-        _running.add(self)
+        to_settle.add(self)
 
     def launch(self, bucket: Parcel, sent: Sent, prepare: Callable[[], None] = nothing) -> None:
         """See `Communicator.launch`."""
@@ -141,17 +140,13 @@ class PhasedHostCommunicator:
         sent.launch, sent.start, sent.end = time.perf_counter(), None, None
         sent.phases.clear()
         with self._changed:
-            if not self._threads:
-                self._start()
+            for link in LINKS if not self._threads else ():
+                thread = threading.Thread(target=self._carry, args=(link,), name=f"planner {link}", daemon=True)
+                self._threads.append(thread)
+                thread.start()
             self._buckets[bucket.index] = bucket, sent
             self._queues.launch(bucket.index)
             self._changed.notify_all()
-
-    def _start(self) -> None:
-        for link in LINKS:
-            thread = threading.Thread(target=self._carry, args=(link,), name=f"planner {link}", daemon=True)
-            self._threads.append(thread)
-            thread.start()
 
     def wait(self, until: Sent | None = None) -> None:
         """See `Communicator.wait`. After a failure every later wait fails alike: the groups are broken."""
@@ -169,14 +164,11 @@ class PhasedHostCommunicator:
         self._queues.flush()
         self._changed.notify_all()
         self._moved_at = time.monotonic()
-        while self._failure is None and not self._arrived(until):
+        while self._failure is None and (not self._queues.complete() if until is None else until.end is None):
             self._changed.wait(limit_s)
             if time.monotonic() > self._moved_at + limit_s:
                 nothing_moved = TimeoutError("nothing has moved")
                 self._fail(describe_failure(self._grid.world, "what was launched", nothing_moved))
-
-    def _arrived(self, until: Sent | None) -> bool:
-        return self._queues.complete() if until is None else until.end is not None
 
     def close(self) -> None:
         """Waits for what a backward that raised left on its way, then ends the threads."""
@@ -195,19 +187,29 @@ class PhasedHostCommunicator:
     # What the threads do.
 
     def _carry(self, link: LinkName) -> None:
+        limit = timedelta(seconds=self._grid.world.timeout_s + GRACE_S)
         while (entry := self._take(link)) is not None:
             bucket, sent = self._buckets[entry[0]]
-            phase = self._phases[entry[0]][entry[1]]
+            phases = self._phases[entry[0]]
+            phase = phases[entry[1]]
             begun = time.perf_counter()
             if sent.start is None:
                 sent.start = begun
             try:
-                self._run(phase, bucket)
+                for work in (work for message in bucket.payloads for work in phase.run(message, self._grid)):
+                    wait_for(work, limit)
+                    self._moved_at = time.monotonic()
             except Exception as error:  # nobody else hears of it on this thread
                 with self._changed:
                     self._fail(failure_of(self._grid.world, f"{phase.name} ({link}) of {bucket.label}", error))
                 return
-            self._end(link, phase, entry, sent, begun)
+            ended = time.perf_counter()
+            with self._changed:
+                sent.phases.append((phase.name, link, begun, ended))
+                if entry[1] == len(phases) - 1:
+                    sent.end = ended
+                self._queues.done(link)
+                self._changed.notify_all()
 
     def _take(self, link: LinkName) -> Entry | None:
         """The link's next phase, once it may begin; None at the end."""
@@ -219,37 +221,10 @@ class PhasedHostCommunicator:
                 self._changed.wait()
         return None
 
-    def _run(self, phase: Phase, bucket: Parcel) -> None:
-        limit = timedelta(seconds=self._grid.world.timeout_s + GRACE_S)
-        for message in bucket.payloads:
-            for work in phase.run(message, self._grid):
-                wait_for(work, limit)
-                self._moved_at = time.monotonic()
-
-    def _end(self, link: LinkName, phase: Phase, entry: Entry, sent: Sent, begun: float) -> None:
-        ended = time.perf_counter()
-        with self._changed:
-            sent.phases.append((phase.name, link, begun, ended))
-            if entry[1] == len(self._phases[entry[0]]) - 1:
-                sent.end = ended
-            self._queues.done(link)
-            self._changed.notify_all()
-
     def _fail(self, error: Exception) -> None:
         """The lock is held."""
         self._failure = self._failure or error
         self._changed.notify_all()
-
-
-_running: weakref.WeakSet[PhasedHostCommunicator] = weakref.WeakSet()
-
-
-@atexit.register
-def _settle_all() -> None:
-    """A script that ends while messages are on their way: threads must not run while the interpreter is taken down."""
-    deadline = time.monotonic() + EXIT_S
-    for communicator in list(_running):
-        communicator.settle(deadline)
 
 
 class PhasedStreamCommunicator:

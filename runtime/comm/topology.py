@@ -114,7 +114,8 @@ def find_topology(everyone: Sequence[Whereabouts]) -> Topology | str:
     """The topology, or what is wrong with it, from what every rank knows: all ranks come to the same answer."""
     meshes = {one.mesh for one in everyone}
     if len(meshes) > 1:
-        return f"ranks were given different meshes ({_by_rank([str(one.mesh) for one in everyone])}); give all the same"
+        listed = ", ".join(f"rank {rank}: {one.mesh}" for rank, one in list(enumerate(everyone))[:4])
+        return f"ranks were given different meshes ({listed}); give all the same"
     [mesh] = meshes
     if mesh is not None:
         return Topology(mesh)
@@ -133,10 +134,6 @@ def find_topology(everyone: Sequence[Whereabouts]) -> Topology | str:
                 f"launcher, or give a mesh"
             )
     return Topology(tuple(tuple(ranks) for ranks in members.values()))
-
-
-def _by_rank(values: Sequence[str]) -> str:
-    return ", ".join(f"rank {rank}: {value}" for rank, value in list(enumerate(values))[:4])
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from runtime.comm.topology import Topology, Whereabouts
 from runtime.errors import CommunicationError, InputError, PlanMismatch, PlannerError
-from runtime.torch_compat import is_of_backend
+from runtime.torch_compat import all_gather_single, is_of_backend
 
 MIN_TIMEOUT_S = 30.0
 """Least deadline where none is given."""
@@ -224,6 +224,20 @@ class World:
             dist.all_gather_object(values, value, group=self.group)
         self.last = what
         return values
+
+    def gather_parts(self, part: Tensor, what: str, out: Tensor | None = None) -> Tensor:
+        """Every rank's `part` (1-D, of equal length and dtype), one after the other; `what` names it in the error.
+
+        `out` has the memory for it, of which the part may be this rank's.
+
+        Raises:
+            CommunicationError: a rank died or missed the deadline.
+        """
+        whole = part.new_empty(self.ranks * part.numel()) if out is None else out
+        with self.naming(what):
+            # As bytes: backends know few dtypes.
+            all_gather_single(whole.view(torch.uint8), part.contiguous().view(torch.uint8), group=self.group)
+        return whole
 
     def broadcast(self, tensors: Iterable[Tensor]) -> None:
         """Overwrites the tensors with rank 0's, whatever their layout; in messages of up to 64 MiB per dtype.

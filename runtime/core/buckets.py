@@ -185,8 +185,6 @@ class BucketBuffer:
     """For messages to people: index, collective, first and last gradient."""
     waiting: int = 0
     """Gradients of this step that have not come yet."""
-    lossy: Any = None
-    """What of it travels, where that is not everything (`runtime.sparse.lossy.Lossy`)."""
     parcel: Parcel = field(init=False)
     """What its collective gets: its messages, unless a mode or a compressor has put something in their place."""
     small: list[Slot] = field(init=False)

@@ -30,12 +30,7 @@ class LossAveraging:
         """Hooks the optimizer's step; returns the handles. Nothing to do for most optimizers or with one rank."""
         if self._world.group is None or not isinstance(optimizer, DECIDE_BY_LOSS):
             return []
-        return [optimizer.register_step_pre_hook(self._before_step)]
-
-    def _before_step(
-        self, _optimizer: torch.optim.Optimizer, arguments: tuple[Any, ...], keywords: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        return with_closures(self._averaged, arguments, keywords)
+        return [optimizer.register_step_pre_hook(lambda _, *given: with_closures(self._averaged, *given))]
 
     def _averaged(self, closure: Callable[[], Any]) -> Callable[[], Any]:
         def averaged() -> Any:

@@ -11,23 +11,111 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from runtime.comm.communicator import Communicator
-from runtime.comm.topology import Position
 from runtime.core.buckets import BucketBuffer, Kept, Slot
 from runtime.core.hooks import GradientHook
-from runtime.core.usage import UsageFlags
+from runtime.core.usage import Usage
 from runtime.core.views import ViewGuard
 from runtime.core.watch import raise_failed_move, refuse_unplanned
 from runtime.errors import CommunicationError
 from runtime.monitor.recorder import Recorder
 from runtime.plan import Plan
-from runtime.sparse.guard import LossyBucket, Watched
-from runtime.sparse.layout import make_buckets
-from runtime.sparse.residuals import Carried
 from runtime.torch_compat import held_by_torch
+
+
+class ErrorFeedback:
+    """What an exchange carries from step to step: here nothing."""
+
+    @property
+    def active(self) -> bool:
+        """Whether anything is carried: on all ranks alike."""
+        return False
+
+    steps = 0
+    """That have been carried over, also by exchanges before this one."""
+
+    def read_scale(self) -> None:
+        """Asks for the scale of the loss: before backward, for on a device the answer has to be waited for."""
+
+    def begin(self) -> None:
+        """A step begins."""
+
+    def add_to(self, bucket: BucketBuffer) -> None:
+        """All gradients of a bucket are there, and it is about to leave."""
+
+    def settle(self, wait: Callable[[BucketBuffer | None], None], parameters: Mapping[str, nn.Parameter]) -> None:
+        """Every bucket has been launched; `wait` returns when one has come, or all have."""
+
+    def holds_back(self, bucket: BucketBuffer) -> bool:
+        """Whether something of a bucket may be sent in later steps."""
+        return False
+
+    def watched(self) -> list[Any]:
+        """The buckets whose largest elements are sent; see `runtime.sparse.guard.Watched`."""
+        return []
+
+    def state(self) -> dict[str, Any]:
+        """Copies; what `take_over` continues from. Empty where nothing is carried."""
+        return {}
+
+    def take_over(self, state: dict[str, Any], parameters: Mapping[str, nn.Parameter]) -> None:
+        """Goes on from another exchange's `state`, whatever its buckets were; from an empty one with nothing."""
+
+
+class Launcher:
+    """How buckets are sent, and what becomes of `.grad`s then: one for each way of training."""
+
+    communicator: Communicator
+    scale: float
+    """What gradients are multiplied by on their way into a bucket."""
+    usage: Usage | None = None
+    """What ranks tell each other behind the last bucket; None: nothing that counts for `.grad`s."""
+
+    def wait(self) -> None:
+        """Returns when everything has come.
+
+        Raises:
+            CommunicationError: another rank has given the step up. On a device the host does not wait to know it.
+        """
+        self.communicator.wait()
+        if self.usage is not None and self.usage.on_host and (gave_up := self.usage.given_up()):
+            raise CommunicationError(
+                f"the step did not complete: an exception ended the backward of {gave_up} of {self.usage.ranks} ranks, "
+                f"and not of this one, whose gradients are therefore no averages; look at the other ranks' first "
+                f"error, or catch exceptions around the step on every rank and zero gradients before the next one"
+            )
+
+    def before_added(self, slot: Slot, exchange: weakref.ref[Exchange]) -> Callable[[Any], None] | None:
+        """What is called when a gradient is about to be added to `.grad`, if anything; see `GradientHook`."""
+        return None
+
+    def separates(self, may_look: bool, kept: Callable[[], bool]) -> bool:
+        """Whether `.grad`s of this step are none of the buckets' memory.
+
+        Args:
+            may_look: whether hooks of the user's may look at them while backward runs.
+            kept: whether somebody has kept a `.grad` that backward adds to.
+        """
+        return False
+
+    def missing(self, slot: Slot) -> None:
+        """This backward did not produce a gradient: what `.grad` holds is about to be taken for it."""
+
+    def launch(self, bucket: BucketBuffer) -> None:
+        """All gradients of a bucket are there: sends it. Buckets come in plan order."""
+        raise NotImplementedError
+
+    def settle(self, missing: Sequence[Kept], *, separate: bool) -> None:
+        """The end of backward, every bucket has been launched: makes every `.grad` final."""
+        raise NotImplementedError
+
+    def give_up(self, bucket: BucketBuffer) -> None:
+        """A bucket is about to leave in a step that an exception has ended, of which `usage`, if any, tells."""
+
+    def forget(self) -> None:
+        """An exception ended the backward."""
 
 
 class Exchange:
@@ -36,42 +124,21 @@ class Exchange:
     """
 
     def __init__(
-        self,
-        plan: Plan,
-        parameters: Mapping[str, nn.Parameter],
-        ranks: int,
-        communicator: Communicator,
-        recorder: Recorder,
-        *,
-        exchanges: bool,
-        loss_scale: Callable[[], float] | None = None,
-        position: Position | None = None,
-    ) -> None:
-        """Lays out the buckets; nothing happens before `install`. Without `exchanges` (one rank) there are none.
-        `loss_scale` gives the factor of the losses, where they are scaled; `position` tells where this rank is, where
-        ranks have agreed on that.
-        """
-        self.plan, self.communicator, self._position = plan, communicator, position
-        self.slots: list[Slot] = []
-        self.buckets: list[BucketBuffer] = []
-        self._flags: UsageFlags | None = None
-        if exchanges:
-            self.slots, self.buckets, self._flags = self._lay_out(parameters, ranks)
-        self.carried = Carried(self.buckets, loss_scale)
-        """What lossy buckets have yet to send."""
-        self._views = ViewGuard(self.buckets)
-        self._parameters, self._recorder = parameters, recorder
-        self._ranks, self._scale = ranks, 1.0 / ranks
+        self, plan: Plan, parameters: Mapping[str, nn.Parameter], buckets: Sequence[BucketBuffer], launcher: Launcher,
+        carried: ErrorFeedback, recorder: Recorder,
+    ) -> None:  # fmt: skip
+        """Nothing happens before `install`. Without buckets (one rank) nothing is sent."""
+        self.plan, self.buckets, self.launcher, self.carried = plan, buckets, launcher, carried
+        self.slots = [slot for bucket in buckets for slot in bucket.slots]
+        """In readiness order."""
+        self._views = ViewGuard(buckets)
+        self._parameters, self._recorder, self._scale = parameters, recorder, launcher.scale
         self._kept: list[Kept] = []
         self._next = 0
         self.open = False
         """Whether a backward gives its gradients now."""
         self._given_up = False
         """Whether an exception has ended the backward whose buckets leave now."""
-        self._on_host = bool(self.slots) and self.slots[0].view.device.type == "cpu"
-        """Whether the host waits for what comes anyway, and may look at it for nothing."""
-        self._may_part = plan.accuracy == "exact"
-        """Whether every `.grad` is the plain average of what ranks have."""
         self._apart = False
         """Whether `.grad`s are none of the buckets' memory in this step, for hooks may look at them, or somebody has
         kept those that backward adds to.
@@ -79,11 +146,6 @@ class Exchange:
         self._first: Slot | None = None
         """Whose gradient came first."""
         self._hooks: dict[str, GradientHook] = {}
-
-    def _lay_out(
-        self, parameters: Mapping[str, nn.Parameter], ranks: int
-    ) -> tuple[list[Slot], list[BucketBuffer], UsageFlags | None]:
-        return make_buckets(self.plan, parameters, ranks, self._position)
 
     def install(
         self,
@@ -103,10 +165,8 @@ class Exchange:
             self._hooks[name] = GradientHook(self._parameters[name], partial(refuse_unplanned, name))
         here = weakref.ref(self)
         for slot in self.slots:
-            self._hooks[slot.name] = self._hook(slot, partial(_gradient_ready, here, slot))
-
-    def _hook(self, slot: Slot, after: Callable[[Any, Any], None]) -> GradientHook:
-        return GradientHook(slot.parameter, after)
+            after = partial(_gradient_ready, here, slot)
+            self._hooks[slot.name] = GradientHook(slot.parameter, after, self.launcher.before_added(slot, here))
 
     # One step, in the order in which it happens.
 
@@ -128,10 +188,7 @@ class Exchange:
         self._views.restore()
         self.carried.begin()
         may_look = self._may_look(self._hooks.values())
-        self._apart = self._may_part and not self.carried.active
-        if self._apart and not may_look:
-            # Of a sharded gradient no rank has all: there is nothing that whoever kept it could go on looking at.
-            self._apart = not self.plan.sharded and self._views.others_kept(self._first)
+        self._apart = self.launcher.separates(may_look, partial(self._views.others_kept, self._first))
         if self._apart:
             self._views.part()
         self.open, self._given_up = True, False
@@ -142,32 +199,15 @@ class Exchange:
             slot.waiting = True
         self._recorder.begin_backward()
 
-    def _launch_complete(self) -> None:
-        while self._next < len(self.buckets) and self.buckets[self._next].waiting == 0:
-            self._launch(self.buckets[self._next])
-
     def _launch(self, bucket: BucketBuffer) -> None:
-        if bucket.index == len(self.buckets) - 1:
-            self._tell_usage()
-        sent = self._recorder.sent(bucket.index)
-        self.communicator.launch(bucket.parcel, sent, partial(self.carried.add_to, bucket))
+        usage = self.launcher.usage
+        if usage is not None and bucket is self.buckets[-1]:
+            if self._given_up:
+                usage.write_given_up()
+            else:
+                usage.write([slot.index for slot in self.slots if not slot.touched])
+        self.launcher.launch(bucket)
         self._next += 1
-
-    def _tell_usage(self) -> None:
-        """Behind the last bucket: which gradients have come on this rank, or that it gave the step up."""
-        assert self._flags is not None
-        if self._given_up:
-            self._flags.write_given_up()
-        else:
-            self._flags.write([slot.index for slot in self.slots if not slot.touched])
-
-    def _ranks_given_up(self) -> int:
-        """After everything has come: of how many ranks an exception ended the backward."""
-        return 0 if self._flags is None else self._flags.given_up()
-
-    def _anybody_finished(self) -> bool:
-        """After everything has come: whether any rank did not give the step up."""
-        return self._flags is not None and bool(self._flags.used_somewhere())
 
     def accumulated(self) -> None:
         """The end of a backward that is not exchanged."""
@@ -177,44 +217,11 @@ class Exchange:
         """The end of backward: after this, every `.grad` is final."""
         self._launch_rest()
         self._recorder.end_backward()
-        carries = self.carried.active
-        if carries:
-            self.carried.settle(self._wait_for, self._parameters)
-        self._wait_for(None)
-        self._settle(carries)
+        self.launcher.settle(self._kept, separate=self._apart)
+        self._kept.clear()
         self.untouch()
         self.open = False
         self._recorder.end_step()
-
-    def _settle(self, carries: bool) -> None:
-        """Everything has come; `carries`: whether something stays from step to step."""
-        unused = self._settle_missing(carries) if self._kept else set()
-        if self._apart:
-            self._copy_averages([slot for slot in self.slots if slot.index not in unused])
-
-    def _copy_averages(self, slots: Sequence[Slot]) -> None:
-        """Into `.grad`s apart from the buckets: as with DDP, what a hook has kept of them becomes the average."""
-        gradients = []
-        for slot in slots:
-            gradient = slot.parameter.grad
-            if gradient is None or gradient is slot.view:
-                gradient = slot.parameter.grad = torch.empty_like(slot.view)
-            gradients.append(gradient)
-        if slots:
-            torch._foreach_copy_(gradients, [slot.view for slot in slots])
-
-    def _wait_for(self, bucket: BucketBuffer | None) -> None:
-        """Until a bucket has come, or all have: later ones travel while it is unpacked.
-
-        Raises CommunicationError where another rank has given the step up: before anything counts as sent.
-        """
-        self.communicator.wait(None if bucket is None else self._recorder.sent(bucket.index))
-        if bucket is None and self._on_host and (gave_up := self._ranks_given_up()):
-            raise CommunicationError(
-                f"the step did not complete: an exception ended the backward of {gave_up} of {self._ranks} ranks, and "
-                f"not of this one, whose gradients are therefore no averages; look at the other ranks' first error, or "
-                f"catch exceptions around the step on every rank and zero gradients before the next one"
-            )
 
     def _launch_rest(self) -> None:
         for bucket in self.buckets[self._next :]:
@@ -237,9 +244,10 @@ class Exchange:
         for slot in bucket.slots:
             if not slot.waiting:
                 continue
+            self.launcher.missing(slot)
             self._kept.append(Kept.of(slot))
             slot.waiting = False
-            stale = self._holds_back(bucket) and not slot.touched
+            stale = self.carried.holds_back(bucket) and not slot.touched
             if slot.parameter.grad is None or stale:
                 slot.clear_view()
                 slot.view.zero_()
@@ -248,34 +256,6 @@ class Exchange:
                 slot.take(self._scale, apart=self._apart)
         if bucket.waiting and not self._apart:
             bucket.take_small(self._scale)
-
-    def _holds_back(self, bucket: BucketBuffer) -> bool:
-        """Whether something of a bucket may travel in later steps."""
-        return bucket.lossy is not None
-
-    def watched(self) -> list[Watched]:
-        """The buckets whose largest elements travel."""
-        lossy = [(bucket, bucket.lossy) for bucket in self.buckets]
-        return [LossyBucket(bucket, one) for bucket, one in lossy if one is not None and one.by_magnitude]
-
-    def _settle_missing(self, carries: bool) -> set[int]:
-        """A parameter that no rank used keeps its `.grad`; one that another rank used gets the average. Returns the
-        places in the plan of the former.
-
-        What was held back of a parameter, where any is carried, may come in a step that nobody uses it in: it is added.
-        """
-        assert self._flags is not None
-        used = self._flags.used_somewhere()
-        for kept in self._kept:
-            if kept.slot.index in used:
-                continue
-            if carries and bool(kept.slot.view.any()):
-                kept.add()
-            else:
-                kept.give_back()
-        unused = {kept.slot.index for kept in self._kept} - used
-        self._kept.clear()
-        return unused
 
     # What ends a step in another way, and the exchange.
 
@@ -293,8 +273,10 @@ class Exchange:
             self.give_up()
         given_up, self._given_up, self.open = self._given_up, False, False
         self._kept.clear()
-        self.communicator.wait()
-        if given_up and not self._on_host and self._anybody_finished():
+        self.launcher.forget()
+        self.launcher.communicator.wait()
+        usage = self.launcher.usage
+        if given_up and usage is not None and not usage.on_host and usage.used_somewhere():
             raise CommunicationError(
                 "an exception ended the last backward of this rank, and not of all others, which have gone on with "
                 "gradients that are no averages; expected a backward that ends alike on all ranks: mend what raised "
@@ -305,9 +287,16 @@ class Exchange:
         """What has not left yet leaves now, whatever it is, with the word that an exception ended this rank's backward:
         so ranks' collectives stay in step, wherever in the backward each of them failed, and the others are told.
         """
+        if not (self.open or self._admit()):
+            return  # this backward exchanges nothing
         self._given_up = self._given_up or self._next < len(self.buckets)
         for bucket in self.buckets[self._next :]:
+            self.launcher.give_up(bucket)
             self._launch(bucket)
+
+    def onlookers(self, slot: Slot) -> bool:
+        """Whether hooks of the user's run after a gradient has been added to `.grad`."""
+        return bool(slot.parameter._post_accumulate_grad_hooks) or self._hooks[slot.name].accompanied
 
     def follow(self, before: Exchange) -> None:
         """Takes over which gradients have come since the last exchange (in `no_sync`), and what has yet to travel."""
@@ -323,10 +312,10 @@ class Exchange:
         for hook in self._hooks.values():
             hook.remove()
         self._hooks.clear()
-        self.communicator.close()
+        self.launcher.communicator.close()
         # Cycles, whose memory would wait for the garbage collector.
         for bucket in self.buckets:
-            bucket.lossy, bucket.parcel.payloads = None, ()
+            bucket.parcel.payloads = ()
         for slot in self.slots:
             slot.__dict__.pop("bucket", None)
 
@@ -367,4 +356,5 @@ def _gradient_ready(
     except RuntimeError as error:
         raise_failed_move(error, bucket)
     here._recorder.ready(slot.index)
-    here._launch_complete()
+    while here._next < len(here.buckets) and not here.buckets[here._next].waiting:
+        here._launch(here.buckets[here._next])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from itertools import count
 
 from torch import Tensor, nn
 
@@ -12,22 +13,19 @@ from runtime.plan import Plan
 
 def make_plain_buckets(
     plan: Plan, parameters: Mapping[str, nn.Parameter], tail_elements: int = 0, parts: int = 1
-) -> tuple[list[Slot], list[BucketBuffer]]:
-    """All gradients in readiness order, and buckets that send them as they are; `tail_elements` behind the last, and
-    messages of a length that `parts` divides.
+) -> list[BucketBuffer]:
+    """Buckets that send all gradients as they are; `tail_elements` behind the last, and messages of a length that
+    `parts` divides.
     """
-    slots: list[Slot] = []
     buckets: list[BucketBuffer] = []
+    places = count()
     for index, planned in enumerate(plan.buckets):
-        members = [
-            make_slot(name, len(slots) + position, parameters[name]) for position, name in enumerate(planned.gradients)
-        ]
-        slots += members
+        members = [make_slot(name, next(places), parameters[name]) for name in planned.gradients]
         tail = tail_elements if index == len(plan.buckets) - 1 else 0
         messages = lay_out(members, tail_elements=tail, parts=parts)
         label = f"bucket {index} ({planned.collective}/{planned.algorithm}, {members[0].name} … {members[-1].name})"
         buckets.append(BucketBuffer(index, members, messages, label))
-    return slots, buckets
+    return buckets
 
 
 class Part:

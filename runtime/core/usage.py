@@ -1,27 +1,31 @@
-"""Which gradients came on any rank."""
+"""Which gradients came on any rank: where ranks add messages up, and where each gets all that others say.
+
+A parameter that no rank used must keep its `.grad` as it was, and a rank cannot know what others used.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from runtime.comm.collectives.phases import gather
 from runtime.core.buckets import Message
 
 
 class UsageFlags:
     """How many ranks produced each gradient, carried by a few elements behind the last bucket.
 
-    A parameter that no rank used must keep its `.grad` as it was, and a rank cannot know what others used. So each
-    rank adds one per used parameter, several counters to an element, as many as the dtype sums exactly.
+    Each rank adds one per used parameter, several counters to an element, as many as the dtype sums exactly.
     """
 
     def __init__(self, parameters: int, ranks: int, dtype: torch.dtype) -> None:
         exact_bits = {torch.float64: 52, torch.float32: 24, torch.float16: 11, torch.bfloat16: 8}.get(dtype, 1)
         self._bits = min(exact_bits, max(1, ranks.bit_length()))
         self._per_element = max(1, exact_bits // self._bits)
-        self._parameters, self._dtype = parameters, dtype
+        self._parameters, self._dtype, self.ranks = parameters, dtype, ranks
         self._counters = -(-parameters // self._per_element)
         self.elements = self._counters + 1
         """How many elements carry the counters of all parameters, and the one of ranks that gave the step up."""
@@ -30,6 +34,11 @@ class UsageFlags:
         """Says where they travel: in the last `elements` of a message."""
         self._message = message
         self._everything = self._pack(range(self._parameters)).to(message.flat.device)
+
+    @property
+    def on_host(self) -> bool:
+        """Whether the host waits for what comes anyway, and may look at it for nothing."""
+        return self._message.flat.device.type == "cpu"
 
     @property
     def _tail(self) -> Tensor:
@@ -69,3 +78,44 @@ class UsageFlags:
         for index in used:
             packed[index // self._per_element] += 1 << (self._bits * (index % self._per_element))
         return torch.tensor(packed, dtype=torch.float64).to(self._dtype)
+
+
+def used_on_any(told: Tensor) -> Tensor:
+    """Of each gradient whether it came on any rank. Shapes (ranks, gradients) → (gradients,), bool."""
+    return told.bool().any(dim=0)
+
+
+class GatheredUsage:
+    """What every rank says, as a message of its own behind the last bucket."""
+
+    def __init__(self, gradients: int, ranks: int, device: torch.device) -> None:
+        self._own = torch.ones(gradients + 1, dtype=torch.uint8, device=device)
+        """Of each gradient whether it came, and at last whether this rank gave the step up."""
+        self.ranks, self._told = ranks, self._own.new_zeros(ranks, gradients + 1)
+        self.on_host = device.type == "cpu"
+        """Whether the host waits for what comes anyway, and may look at it for nothing."""
+
+    def phases(self, group: dist.ProcessGroup) -> Iterator[dist.Work]:
+        """See `Collective.run`."""
+        return gather(self._told.view(-1), self._own, group)
+
+    def write(self, unused: Sequence[int]) -> None:
+        """See `UsageFlags.write`."""
+        self._own.fill_(1)
+        self._own[[*unused, -1]] = 0
+
+    def write_given_up(self) -> None:
+        """See `UsageFlags.write_given_up`."""
+        self._own.zero_()
+        self._own[-1] = 1
+
+    def given_up(self) -> int:
+        """See `UsageFlags.given_up`."""
+        return int(self._told[:, -1].sum())
+
+    def used_somewhere(self) -> set[int]:
+        """See `UsageFlags.used_somewhere`."""
+        return set(used_on_any(self._told[:, :-1]).nonzero().flatten().tolist())
+
+
+Usage = UsageFlags | GatheredUsage

@@ -36,17 +36,17 @@ class ModelWatch:
     def check(self) -> None:
         """Raises InputError where the model has trainable parameters that it had not when it was attached."""
         outer = running_ddp()
-        if outer is not None:
-            self._refuse_wrapper(outer)
+        if outer is not None and any(module is self._model for module in outer.modules()):
+            raise InputError(
+                f"the model is attached and called inside a {type(outer).__name__}, which exchanges its gradients a "
+                f"second time; expected one of the two: call the bare model, or session.detach() before wrapping it"
+            )
         if self._unchanged():
             return
         self._refuse_newcomers()
-        if not self._borrowed():
+        # Plain tensors stand in for parameters inside `torch.func.functional_call`: to be forgotten at once.
+        if all(isinstance(parameter, nn.Parameter) for parameter in self._model.parameters()):
             self._remember()
-
-    def _borrowed(self) -> bool:
-        """Whether plain tensors stand in for parameters (`torch.func.functional_call`): to be forgotten at once."""
-        return any(not isinstance(parameter, nn.Parameter) for parameter in self._model.parameters())
 
     def _remember(self) -> None:
         tables = [table for module in self._model.modules() for table in (module._parameters, module._modules)]
@@ -75,7 +75,7 @@ class ModelWatch:
         reasons = [
             f"{canonical_name(name)} ({self._reason(canonical_name(name), parameter)})"
             for name, parameter in self._model.named_parameters()
-            if _is_trained(parameter) and id(parameter) not in self._known_ids
+            if parameter.requires_grad and isinstance(parameter, nn.Parameter) and id(parameter) not in self._known_ids
         ]
         if reasons:
             more = f" and {len(reasons) - _SHOWN} more" if len(reasons) > _SHOWN else ""
@@ -89,13 +89,6 @@ class ModelWatch:
         if any(parameter is one for one in self._frozen_then):
             return "frozen then, requires_grad now"
         return "replaced by another parameter" if name in self._known else "new"
-
-    def _refuse_wrapper(self, outer: nn.Module) -> None:
-        if any(module is self._model for module in outer.modules()):
-            raise InputError(
-                f"the model is attached and called inside a {type(outer).__name__}, which exchanges its gradients a "
-                f"second time; expected one of the two: call the bare model, or session.detach() before wrapping it"
-            )
 
 
 def refuse_unplanned(name: str, _nothing: Any, gradients: tuple[Tensor | None]) -> None:
@@ -130,10 +123,6 @@ def raise_failed_move(error: RuntimeError, bucket: BucketBuffer) -> NoReturn:
             f"ones: leave sparse=True out"
         ) from error
     raise error
-
-
-def _is_trained(parameter: Tensor) -> bool:
-    return parameter.requires_grad and isinstance(parameter, nn.Parameter)
 
 
 def _form(tensor: Tensor) -> str:

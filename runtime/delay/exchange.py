@@ -13,34 +13,32 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from runtime.comm.collectives.phases import gather
 from runtime.comm.communicator import Communicator
 from runtime.comm.parcel import Parcel, Sent
 from runtime.comm.topology import Topology
-from runtime.core.buckets import BucketBuffer, Slot
-from runtime.core.exchange import Exchange
-from runtime.core.layout import make_plain_buckets
-from runtime.core.usage import UsageFlags
+from runtime.core.buckets import BucketBuffer, Kept
+from runtime.core.exchange import ErrorFeedback, Launcher
+from runtime.core.usage import used_on_any
 from runtime.delay.nodes import Average, NodeLinks, Spread, averages_of
-from runtime.delay.pace import UNTOLD
 from runtime.delay.server import Rates, Server, Shard
 from runtime.delay.staleness import NOTHING
+from runtime.monitor.pace import NO_TIMING
 from runtime.monitor.recorder import Recorder
 from runtime.plan import Plan
 from runtime.sparse.guard import Watched
 from runtime.sparse.lossy import all_finite
-from runtime.sparse.residuals import Carried, State
 
-HEAD = 1 + len(NOTHING) + len(UNTOLD)
+HEAD = 1 + len(NOTHING) + len(NO_TIMING)
 """Entries of what workers tell each other, before those of gradients."""
 HEAD_BYTES = HEAD * torch.float64.itemsize
 KEPT_PULLS = 2
@@ -69,7 +67,7 @@ class StepEnd:
     words: Tensor
     """Every worker's, behind the last push. Shape (workers, bytes)."""
     pulled: Pulled | None
-    spread: Callable[[Shard, Tensor, Tensor], None]
+    links: NodeLinks | None
     """Hands weights that were pulled between nodes to the node's other ranks."""
     told: Tensor | None = None
     """Of every worker whether its gradients were finite, what `Staleness.measure` said, what `Pace.delayed_step` did.
@@ -89,7 +87,9 @@ class StepEnd:
                     continue
                 part = self.pulled.parts[index][number]
                 yield from gather(part, shard.weights, group)
-                self.spread(shard, whole, part)
+                assert self.links is not None
+                bucket = shard.message.slots[0].bucket
+                self.links.spread.launch(Parcel(bucket.index, bucket.label, [Spread(whole, part)]), Sent())
 
 
 def words_of(head: Tensor, used: Tensor) -> Tensor:
@@ -100,18 +100,25 @@ def words_of(head: Tensor, used: Tensor) -> Tensor:
 def read_words(words: Tensor) -> tuple[Tensor, Tensor]:
     """(every rank's head, of each gradient whether any rank has one, as bytes behind which there may be more)."""
     heads = words[:, :HEAD_BYTES].contiguous().view(torch.float64)
-    return heads, words[:, HEAD_BYTES:].bool().any(dim=0)
+    return heads, used_on_any(words[:, HEAD_BYTES:])
 
 
-class HeldPushes(Carried):
+class HeldPushes(ErrorFeedback):
     """What pushes hold back, for the exchange that follows one with a delay."""
 
     def __init__(self, server: Server) -> None:
-        super().__init__(())
         self._server = server
 
-    def state(self) -> State:
-        """See `Carried.state`."""
+    def holds_back(self, bucket: BucketBuffer) -> bool:
+        """See `ErrorFeedback.holds_back`."""
+        return any(shard.holds_back for shard in self._server.shards[bucket.index])
+
+    def watched(self) -> list[Watched]:
+        """See `ErrorFeedback.watched`: the pushes that are selected from by magnitude."""
+        return [PushedBucket(shards[0]) for shards in self._server.shards if shards[0].by_magnitude and shards[0].k]
+
+    def state(self) -> dict[str, Any]:
+        """See `ErrorFeedback.state`."""
         residuals = self._server.residuals()
         return {"residuals": residuals, "steps": self.steps, "loss_scale": 1.0} if residuals else {}
 
@@ -120,8 +127,11 @@ class HeldPushes(Carried):
 class PushedBucket:
     """See `runtime.sparse.guard.Watched`; nobody but the owners has the sums."""
 
-    bucket: BucketBuffer
     shard: Shard
+
+    @property
+    def bucket(self) -> BucketBuffer:
+        return self.shard.message.slots[0].bucket
 
     @property
     def k(self) -> int:
@@ -134,13 +144,13 @@ class PushedBucket:
         return both[0], both[1]
 
 
-class DelayedExchange(Exchange):
-    """Gradients and weights of one plan with delay."""
+class Pushes(Launcher):
+    """How buckets are sent while ranks are delayed (see `runtime.core.exchange.Launcher`), and what they bring back."""
 
     def __init__(
         self,
         plan: Plan,
-        parameters: Mapping[str, nn.Parameter],
+        buckets: Sequence[BucketBuffer],
         topology: Topology,
         communicator: Communicator,
         recorder: Recorder,
@@ -149,34 +159,36 @@ class DelayedExchange(Exchange):
         rank: int,
         rates: Callable[[], Rates],
         pulls_at: Callable[[int, Tensor | None], bool],
-        scale: Callable[[], float],
+        loss_scale: Callable[[], float],
     ) -> None:
-        """Lays out the buckets and takes over the weights, which are the same on all ranks.
+        """Takes over the weights, which are the same on all ranks.
 
         Args:
+            buckets: with nothing behind the gradients.
             topology: whose nodes are the workers.
             communicator: `runtime.delay.nodes.NodeLinks` where nodes have several ranks.
             optimizer: whose groups and momentum the owners take over.
             rates: the hyperparameters of its groups now.
             pulls_at: (step, what all workers said behind the pushes of the one before) → whether the weights that the
                 step leaves are pulled; called once for each step, and alike on all ranks.
-            scale: the factor of this rank's losses now.
+            loss_scale: the factor of this rank's losses now.
         """
         per_node = topology.per_node
-        super().__init__(plan, parameters, topology.count * per_node, communicator, recorder, exchanges=True)
-        words_bytes = HEAD_BYTES + len(self.slots)
+        self.buckets, self.communicator, self._recorder = buckets, communicator, recorder
+        self.scale = 1.0 / per_node
+        """`.grad`s stay this worker's own."""
+        self._slots = [slot for bucket in buckets for slot in bucket.slots]
+        words_bytes = HEAD_BYTES + len(self._slots)
         self.server = Server(
-            self.buckets, optimizer, rank, topology.count * per_node, owners=topology.owners, per_node=per_node,
+            buckets, optimizer, rank, topology.count * per_node, owners=topology.owners, per_node=per_node,
             compressors=[bucket.compressor for bucket in plan.buckets], words_bytes=words_bytes,
         )  # fmt: skip
-        self.carried = HeldPushes(self.server)
         self._links = communicator if isinstance(communicator, NodeLinks) else None
-        self._pushes: Communicator = communicator if self._links is None else self._links.between
+        self._between: Communicator = communicator if self._links is None else self._links.between
         self._averages: list[list[Average]] = []
         if per_node > 1:
             self._averages = [averages_of(shards, per_node, words_bytes) for shards in self.server.shards]
-        self._rates, self._loss_scale, self._workers = rates, scale, topology.count
-        self._scale = 1.0 / per_node  # `.grad`s stay this worker's own
+        self._rates, self._loss_scale, self._workers = rates, loss_scale, topology.count
         self._before: dict[int, Sent] = {}
         """Of each bucket, its last push."""
         self._finite: list[Tensor] = []
@@ -186,8 +198,8 @@ class DelayedExchange(Exchange):
         """Of each gradient of the last step, whether this worker has one."""
         self.words = NOTHING
         """What this worker tells the others behind its next push, beside whether its gradients are finite."""
-        self.pace = UNTOLD
-        """Likewise, see `runtime.delay.pace`."""
+        self.pace = NO_TIMING
+        """Likewise, see `runtime.monitor.pace`."""
         self._end: StepEnd | None = None
         """What follows the last step's pushes."""
         self.told: Tensor | None = None
@@ -199,43 +211,26 @@ class DelayedExchange(Exchange):
         """The last ones, until a local update takes them."""
         self._spare: list[Pulled] = []
 
-    def _lay_out(
-        self, parameters: Mapping[str, nn.Parameter], ranks: int
-    ) -> tuple[list[Slot], list[BucketBuffer], UsageFlags | None]:
-        """Nothing behind the gradients."""
-        slots, buckets = make_plain_buckets(self.plan, parameters)
-        return slots, buckets, None
-
-    def _holds_back(self, bucket: BucketBuffer) -> bool:
-        return any(shard.holds_back for shard in self.server.shards[bucket.index])
-
-    def watched(self) -> list[Watched]:
-        """See `Exchange.watched`: the pushes that are selected from by magnitude."""
-        return [
-            PushedBucket(bucket, self.server.shards[bucket.index][0])
-            for bucket, planned in zip(self.buckets, self.plan.buckets, strict=True)
-            if planned.compressor.name == "topk" and self.server.shards[bucket.index][0].k
-        ]
-
     def push_whole(self, index: int) -> None:
         """From the next step on a bucket pushes everything, and first what it has held back."""
         if index in self._before:
-            self._pushes.wait(self._before[index])
+            self._between.wait(self._before[index])
         for shard in self.server.shards[index]:
             shard.push_whole()
 
-    def _launch(self, bucket: BucketBuffer) -> None:
+    def launch(self, bucket: BucketBuffer) -> None:
+        """See `Launcher.launch`."""
         before = self._before.get(bucket.index)
         if before is not None:
-            self._pushes.wait(before)  # a rank that computes faster than the network carries stops here
+            self._between.wait(before)  # a rank that computes faster than the network carries stops here
         self._finite += [all_finite(message.flat) for message in bucket.messages]
         sent = self._before[bucket.index] = self._recorder.sent(bucket.index)
         end, head = None, None
         if bucket.index == len(self.buckets) - 1:
             head = self._head()
             end = self._step_end(sent)
-            self._used = torch.tensor([slot.touched for slot in self.slots]).to(head.device)
-        step, self._next = self.step - (end is not None), self._next + 1
+            self._used = torch.tensor([slot.touched for slot in self._slots]).to(head.device)
+        step = self.step - (end is not None)
         if self._links is None:
             self._push(bucket, sent, end, words=None if head is None else words_of(head, self._used), step=step)
             return
@@ -254,7 +249,7 @@ class DelayedExchange(Exchange):
         if end is not None:
             rows = self._averages[bucket.index][-1].rows
             heads, used = read_words(rows.words(rows.received))
-            self.finite, self._used = heads[:, 0].bool().all(), used[: len(self.slots)]
+            self.finite, self._used = heads[:, 0].bool().all(), used[: len(self._slots)]
             heads[0, 0] = self.finite
             words = words_of(heads[0], self._used)  # how far they are is the same on all of them
         self._push(bucket, sent, end, words, step)
@@ -270,14 +265,14 @@ class DelayedExchange(Exchange):
             _tell(rows.words(rows.sent), words)
             end.words = rows.words(rows.received)
             payloads.append(end)
-        self._pushes.launch(Parcel(bucket.index, bucket.label, payloads), sent)
+        self._between.launch(Parcel(bucket.index, bucket.label, payloads), sent)
 
     def _head(self) -> Tensor:
         """What the others have to know of this rank's step, without gradients. Shape (HEAD,), float64."""
         self.finite = torch.stack(self._finite).all()
         self._finite.clear()
         head = torch.tensor([0.0, *self.words, *self.pace], dtype=torch.float64).to(self.finite.device)
-        head[0], self.words, self.pace = self.finite, NOTHING, UNTOLD
+        head[0], self.words, self.pace = self.finite, NOTHING, NO_TIMING
         return head
 
     def _step_end(self, sent: Sent) -> StepEnd:
@@ -285,18 +280,13 @@ class DelayedExchange(Exchange):
             self.told = self._end.told  # its bucket's push has ended
         pulls = self._pulls_at(self.step, None if self.told is None else self.told[:, 1:HEAD])
         pulled = self._room(self.step, sent) if pulls else None
-        self._end = StepEnd(self.server, self._rates(), torch.empty(0), pulled, self._spread)
+        self._end = StepEnd(self.server, self._rates(), torch.empty(0), pulled, self._links)
         if pulled is not None:
             self.pulls.append(pulled)
             if len(self.pulls) > KEPT_PULLS:  # nobody has taken it: optimizer's steps were left out
                 self.give_back(self.pulls.popleft())
         self.step += 1
         return self._end
-
-    def _spread(self, shard: Shard, whole: Tensor, part: Tensor) -> None:
-        assert self._links is not None
-        bucket = shard.message.slots[0].bucket
-        self._links.spread.launch(Parcel(bucket.index, bucket.label, [Spread(whole, part)]), Sent())
 
     def _room(self, step: int, sent: Sent) -> Pulled:
         """Memory for all weights that nothing on its way is written to and nobody reads."""
@@ -322,7 +312,7 @@ class DelayedExchange(Exchange):
             self.communicator.wait(taken.sent)
         return taken
 
-    def settle(self) -> None:
+    def come(self) -> None:
         """Waits for all that is on its way."""
         self.communicator.wait()
         if self._end is not None:
@@ -347,40 +337,25 @@ class DelayedExchange(Exchange):
                 found |= shard.views(part)
         return found
 
-    def finish(self) -> None:
-        """The end of backward: the rest leaves, and nothing is waited for but the averages of the node."""
-        self._launch_rest()
-        self._recorder.end_backward()
+    def settle(self, missing: Sequence[Kept], *, separate: bool) -> None:
+        """See `Launcher.settle`: nothing is waited for but the averages of the node. What came in no backward of this
+        worker keeps its `.grad`.
+        """
         if self._links is not None:
             self._links.inside.wait()
-        self._settle_used()
-        self.untouch()
-        self.open = False
-        self._recorder.end_step()
-
-    def _settle_used(self) -> None:
-        """What came in no backward of this worker keeps its `.grad`."""
-        used = self._used.tolist() if self._kept and self._links is not None else None
-        for kept in self._kept:
+        used = self._used.tolist() if missing and self._links is not None else None
+        for kept in missing:
             if used is None or not used[kept.slot.index]:
                 kept.give_back()
-        self._kept.clear()
+
+    def give_up(self, bucket: BucketBuffer) -> None:
+        """See `Launcher.give_up`: pushes what is not finite, which is no step of anybody's: owners leave it out."""
+        for message in bucket.messages:
+            message.flat.fill_(math.nan)
 
     def forget(self) -> None:
-        """See `Exchange.forget`; owners leave the step out."""
-        if self.open:
-            self.give_up()
-        self.open = False
-        self._kept.clear()
+        """See `Launcher.forget`."""
         self._finite.clear()
-        self.communicator.wait()
-
-    def give_up(self) -> None:
-        """See `Exchange.give_up`: pushes what is not finite, which is no step of anybody's."""
-        for bucket in self.buckets[self._next :]:
-            for message in bucket.messages:
-                message.flat.fill_(math.nan)
-            self._launch(bucket)
 
 
 def _tell(places: Tensor, words: Tensor) -> None:

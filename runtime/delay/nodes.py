@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from runtime.comm.collectives.phases import gather
+from runtime.comm.collectives.phases import add_up, gather
 from runtime.comm.collectives.push_pull import PushPull
 from runtime.comm.communicator import Communicator, make_communicator, nothing
 from runtime.comm.node_groups import Grid
@@ -102,9 +102,7 @@ class Average:
         yield from self.rows.phases(group)
         mine = self._shard.of_node
         assert mine is not None
-        mine.copy_(self._received[0])
-        for row in self._received[1:]:  # one after the other: the order of summation is fixed
-            mine.add_(row)
+        add_up(list(self._received), mine)
         self.then()
         yield from gather(self._whole, mine, group)
         self._shard.message.flat[: self._shard.numel] = self._whole[: self._shard.numel]

@@ -219,10 +219,10 @@ class NarrowedPush(_Held):
 
     def add_up(self, total: Tensor) -> None:
         """See `Push.add_up`."""
-        sums = self._received[0].to(self.dtype)
-        for row in self._received[1:]:
-            sums += row
-        total.copy_(sums)
+        sums = total if total.dtype == self.dtype else torch.empty_like(total, dtype=self.dtype)
+        add_up(list(self._received), sums)
+        if sums is not total:
+            total.copy_(sums)
 
 
 def make_push(

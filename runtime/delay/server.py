@@ -25,7 +25,6 @@ from runtime.core.layout import Part
 from runtime.delay.pushes import SelectedPush, WholePush, make_push
 from runtime.errors import InputError
 from runtime.plan import NO_COMPRESSION, CompressorSpec
-from runtime.torch_compat import all_gather_single
 
 HYPERPARAMETERS = ("lr", "momentum", "dampening", "weight_decay", "nesterov")
 """Of a parameter group, what its owners need."""
@@ -102,7 +101,7 @@ class Shard(Part):
         self._per_node, self._words_bytes = per_node, words_bytes
         self.push = make_push(compressor, elements, self.share, ranks // per_node, flat.dtype, flat.device, words_bytes)
         """How gradients travel to their owners."""
-        self.holds_back = compressor != NO_COMPRESSION
+        self.holds_back, self.by_magnitude = compressor != NO_COMPRESSION, compressor.name == "topk"
         self.total = flat.new_zeros(self.share)
         """The sum of what was pushed, in order of workers: the averaged gradient. Shape (share,)."""
         self.weights = self.flatten({slot.name: slot.parameter.detach() for slot in message.slots})
@@ -291,9 +290,7 @@ class Server:
         """
         found: dict[str, Tensor] = {}
         for shard in self._all_shards:
-            whole, parts = shard.whole(), shard.whole()
-            with world.naming("gathering the global weights"):
-                all_gather_single(parts.view(torch.uint8), part_of(shard).view(torch.uint8), group=world.group)
+            whole, parts = shard.whole(), world.gather_parts(part_of(shard), "gathering the global weights")
             by_owner = whole.view(shard.ranks, -1)
             for owner, part in zip(self._owners, parts.view(shard.ranks, -1), strict=True):
                 by_owner[owner] = part

@@ -31,14 +31,15 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from runtime.comm.world import World, first_line
 from runtime.core.exchange import Exchange
+from runtime.core.layout import make_plain_buckets
 from runtime.delay.checkpoint import buckets_of, check_state, clones, copy_all, own_state
-from runtime.delay.exchange import DelayedExchange
+from runtime.delay.exchange import HeldPushes, Pushes
 from runtime.delay.local_weights import LocalWeights
 from runtime.delay.nodes import NodeGroups, communicator_of, workers_of
-from runtime.delay.pace import Pace
 from runtime.delay.server import Rates, rates_of
 from runtime.delay.staleness import NOTHING, WINDOWS, Staleness
 from runtime.errors import AccuracyWarning, FallbackWarning, InputError
+from runtime.monitor.pace import Pace
 from runtime.monitor.recorder import Recorder
 from runtime.plan import Plan
 from runtime.torch_compat import is_out_of_memory
@@ -90,7 +91,7 @@ class Delay:
         self._names_of_groups = self._listed()
         self._groups = [[(name, self._parameters[name]) for name in group] for group in self._names_of_groups]
         self._lrs: deque[Rates] = deque(maxlen=self.steps)
-        self._exchange: DelayedExchange | None = None
+        self._pushes: Pushes | None = None
         self._own = LocalWeights(plan.delay, self._parameters, self._groups)
         self._hidden: list[tuple[nn.Parameter, Tensor]] = []
         self._updated = 0
@@ -105,11 +106,12 @@ class Delay:
     @property
     def active(self) -> bool:
         """Whether ranks have weights of their own now."""
-        return self._exchange is not None
+        return self._pushes is not None
 
     def install(self) -> list[Any]:
         """Hooks the optimizer's step, and those of others; returns the handles."""
-        _watch_steps(self)
+        _watch_all_steps()
+        _delays.add(self)
         return [
             self._optimizer.register_step_pre_hook(self._before_step),
             self._optimizer.register_step_post_hook(self._after_step),
@@ -180,7 +182,7 @@ class Delay:
             )
 
     def _note_places(self) -> None:
-        self._places = [p.data_ptr() for p in self._parameters.values()] if self._exchange is not None else None
+        self._places = [p.data_ptr() for p in self._parameters.values()] if self._pushes is not None else None
 
     # One step, in the order in which it happens.
 
@@ -211,23 +213,21 @@ class Delay:
 
     def _after_step(self, *_: Any) -> None:
         rates = rates_of(self._optimizer)
-        if self._exchange is not None:
+        if self._pushes is not None:
             self._update(rates)
         for parameter, gradient in self._hidden:
             parameter.grad = gradient
         self._hidden, self._updated = [], self._steps_done()
         self._lrs.append(rates)
         if self.stage == "warm-up":
-            self._warm_up(sum(group["lr"] for group in rates))
+            left = self.spec.warmup_steps - self._steps_done()
+            if left > WINDOWS * self.steps:  # later ones are looked at, too, which takes time
+                self.pace.synchronous_step(self._steps_done())
+            lr = sum(group["lr"] for group in rates)
+            self.staleness.see_warmup(self._parameters, lr, left=left, steps=self.steps)
+            if left <= 0:
+                self._begin()
         self._note_places()
-
-    def _warm_up(self, lr: float) -> None:
-        left = self.spec.warmup_steps - self._steps_done()
-        if left > WINDOWS * self.steps:  # later ones are looked at, too, which takes time
-            self.pace.synchronous_step(self._steps_done())
-        self.staleness.see_warmup(self._parameters, lr, left=left, steps=self.steps)
-        if left <= 0:
-            self._begin()
 
     def _lr_sums(self) -> list[float]:
         """Of the last k steps, for each group."""
@@ -235,19 +235,19 @@ class Delay:
 
     @torch.no_grad()
     def _update(self, rates: Rates) -> None:
-        exchange = self._exchange
-        assert exchange is not None
-        pulled = exchange.take()
-        weights = {} if pulled is None else exchange.weights(pulled.whole)
+        pushes = self._pushes
+        assert pushes is not None
+        pulled = pushes.take()
+        weights = {} if pulled is None else pushes.weights(pulled.whole)
         if weights:
-            exchange.words = self.staleness.measure(self._parameters, weights, sum(self._lr_sums()))
+            pushes.words = self.staleness.measure(self._parameters, weights, sum(self._lr_sums()))
             self._own.take(weights)
         # What is not finite is no gradient; on a device nobody waits to know it.
-        if exchange.finite.device.type != "cpu" or exchange.finite:
+        if pushes.finite.device.type != "cpu" or pushes.finite:
             self._own.update({id(p): gradient for p, gradient in self._hidden}, rates, self._lr_sums())
         self._own.overwrite(weights)
         if pulled is not None:
-            exchange.give_back(pulled)
+            pushes.give_back(pulled)
 
     def _pulls_at(self, step: int, told: Tensor | None) -> bool:
         """Called by the exchange; what all ranks said decides how long the delay is from this step on."""
@@ -256,35 +256,35 @@ class Delay:
             self.steps *= self.pace.allows(told[:, len(NOTHING) :])
             if self.steps:
                 self._lrs = deque(self._lrs, maxlen=self.steps)
-        if self._exchange is not None and self._guarded:
-            self._exchange.pace = self.pace.delayed_step(self.steps)
+        if self._pushes is not None and self._guarded:
+            self._pushes.pace = self.pace.delayed_step(self.steps)
         return self.steps > 0 and (step + 1) % self.steps == 0
 
     @property
     def has_to_end(self) -> bool:
         """Whether ranks are too far from each other, or no faster: this step has to be the last one with a delay."""
-        return self._exchange is not None and self.steps == 0
+        return self._pushes is not None and self.steps == 0
 
     def push_whole(self, bucket: int) -> bool:
         """Whether ranks are delayed: then a bucket pushes everything from the next step on. All ranks call it alike."""
-        if self._exchange is not None:
-            self._exchange.push_whole(bucket)
-        return self._exchange is not None
+        if self._pushes is not None:
+            self._pushes.push_whole(bucket)
+        return self._pushes is not None
 
     # Stages.
 
     def _begin(self) -> None:
         """Ranks have the same weights: from now on each has its own, if all have memory for it."""
-        rates, exchange, problem = rates_of(self._optimizer), None, None
+        rates, pushes, problem = rates_of(self._optimizer), None, None
         try:
-            exchange = self._make_exchange()
+            pushes = self._make_pushes()
             self._own.begin()
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
             problem = first_line(error)
         problems = [one for one in self._session_world.gather(problem, "beginning a delay") if one]
-        if problems or exchange is None:
+        if problems or pushes is None:
             warnings.warn(
                 f"the run stays synchronous: no memory for a delay ({problems[0]})", FallbackWarning, stacklevel=4
             )
@@ -292,17 +292,18 @@ class Delay:
             return
         while len(self._lrs) < self.steps:  # with less warm-up than k
             self._lrs.append(rates)
-        self.stage, self._exchange = "delayed", exchange
+        self.stage, self._pushes = "delayed", pushes
         self._note_places()
-        self._put(exchange)
+        held = HeldPushes(pushes.server)
+        self._put(Exchange(self.plan, self._all, pushes.buckets, pushes, held, self._recorder))
 
-    def _make_exchange(self) -> DelayedExchange:
+    def _make_pushes(self) -> Pushes:
         device = _device(self._parameters)
         communicator = communicator_of(self._groups_of_nodes, self._world, len(self.plan.buckets), device)
-        made = DelayedExchange(
-            self.plan, self._all, self.workers, communicator, self._recorder,
+        made = Pushes(
+            self.plan, make_plain_buckets(self.plan, self._all), self.workers, communicator, self._recorder,
             optimizer=self._optimizer, rank=self._world.rank, rates=lambda: rates_of(self._optimizer),
-            pulls_at=self._pulls_at, scale=self._loss_scale,
+            pulls_at=self._pulls_at, loss_scale=self._loss_scale,
         )  # fmt: skip
         made.step = self._steps_done()
         return made
@@ -312,48 +313,41 @@ class Delay:
 
         Where owners have used the gradients of a backward whose optimizer's step is yet to come, that step passes over.
         """
-        exchange, self.stage = self._exchange, "synchronous"
-        if exchange is None:
+        pushes, self.stage = self._pushes, "synchronous"
+        if pushes is None:
             return
-        exchange.settle()
-        weights, momenta = self._weights(), self._momenta()
+        pushes.come()
+        weights, server = self._weights(), pushes.server
+        momenta: dict[str, Tensor] = {}
+        if any(group["momentum"] for group in self._optimizer.param_groups):
+            momenta = server.gathered(server.momenta, self._world)
         copy_all([self._parameters[name] for name in weights], list(weights.values()))
         for name, momentum in momenta.items():
             self._optimizer.state[self._parameters[name]]["momentum_buffer"] = momentum.clone()
         self._session_world.broadcast(self._buffers())
         if self._updated != self._steps_done():
             self._done_by_owners = self._steps_done()
-        self._check_scales()
-        self._exchange = None
-        self._own.end()
-
-    def _check_scales(self) -> None:
         scales = self._session_world.gather(self._loss_scale(), "comparing loss scales")
         if len(set(scales)) > 1:
             text = (
                 f"ranks scale losses differently now ({', '.join(f'{scale:g}' for scale in scales)}), and synchronous "
             )
             text += "steps average their gradients: give all scalers one scale, scaler.update(new_scale=…)"
-            warnings.warn(text, AccuracyWarning, stacklevel=4)
+            warnings.warn(text, AccuracyWarning, stacklevel=3)
+        self._pushes = None
+        self._own.end()
 
     def _weights(self) -> dict[str, Tensor]:
-        assert self._exchange is not None
-        return self._exchange.server.gathered(lambda shard: shard.weights, self._world)
-
-    def _momenta(self) -> dict[str, Tensor]:
-        assert self._exchange is not None
-        server = self._exchange.server
-        if not any(group["momentum"] for group in self._optimizer.param_groups):
-            return {}
-        return server.gathered(server.momenta, self._world)
+        assert self._pushes is not None
+        return self._pushes.server.gathered(lambda shard: shard.weights, self._world)
 
     @contextmanager
     def global_weights(self) -> Iterator[None]:
         """See `Session.global_weights`."""
-        if self._exchange is None:
+        if self._pushes is None:
             yield
             return
-        self._exchange.communicator.wait()
+        self._pushes.communicator.wait()
         weights, buffers = self._weights(), self._buffers()
         with self._own.aside(buffers):
             self._session_world.broadcast(buffers)
@@ -363,7 +357,7 @@ class Delay:
     def close(self) -> None:
         """Gives the group back."""
         _delays.discard(self)
-        self._exchange = None
+        self._pushes = None
         if self._groups_of_nodes is not None:
             self._groups_of_nodes.leave()
         else:
@@ -377,7 +371,7 @@ class Delay:
         Raises:
             InputError: the session is detached.
         """
-        if self.stage == "delayed" and self._exchange is None:
+        if self.stage == "delayed" and self._pushes is None:
             raise InputError(
                 "state_dict: the session is detached; expected one with its weights: call it before detach"
             )
@@ -386,19 +380,19 @@ class Delay:
             "rates": list(self._lrs), "staleness": self.staleness.state(), "pace": self.pace.state(),
             "workers": self.workers.count,
         }  # fmt: skip
-        exchange = self._exchange
-        if exchange is None:
+        pushes = self._pushes
+        if pushes is None:
             return state
-        exchange.settle()
+        pushes.come()
         if _device(self._parameters).type == "cuda":
             torch.cuda.current_stream().synchronize()  # pre_weight may still be on its way to the host
-        pulls = [(pulled.step, clones(exchange.weights(pulled.whole))) for pulled in exchange.pulls]
+        pulls = [(pulled.step, clones(pushes.weights(pulled.whole))) for pulled in pushes.pulls]
         return state | {
-            "pushed": exchange.step,
-            "pieces": exchange.server.state(),
-            "residuals": exchange.server.residuals(),
+            "pushed": pushes.step,
+            "pieces": pushes.server.state(),
+            "residuals": pushes.server.residuals(),
             "buckets": buckets_of(self.plan),
-            "pulls": pulls, "told": exchange.told, "words": exchange.words, **self._own.state(self._buffers()),
+            "pulls": pulls, "told": pushes.told, "words": pushes.words, **self._own.state(self._buffers()),
         }  # fmt: skip
 
     def load(self, given: Any) -> int:
@@ -423,26 +417,26 @@ class Delay:
             self._go_on(state)
         else:
             self.stage = state["stage"]
-            if self._exchange is not None:  # the plan has no warm-up
-                self._exchange = None
+            if self._pushes is not None:  # the plan has no warm-up
+                self._pushes = None
                 self._put(None)
         step: int = state["step"]
         return step
 
     @torch.no_grad()
     def _go_on(self, state: Mapping[str, Any]) -> None:
-        if self._exchange is None:
+        if self._pushes is None:
             self._begin()
-        exchange = self._exchange
-        assert exchange is not None
-        exchange.step = state["pushed"]
+        pushes = self._pushes
+        assert pushes is not None
+        pushes.step = state["pushed"]
         self._own.load(state)
-        exchange.server.load(state["pieces"])
-        exchange.server.put_residuals(state["residuals"])
+        pushes.server.load(state["pieces"])
+        pushes.server.put_residuals(state["residuals"])
         copy_all(self._buffers(), state["buffers"])
         for step, pulled in state["pulls"]:
-            exchange.put_back(step, pulled)
-        exchange.told, exchange.words = state["told"], state["words"]
+            pushes.put_back(step, pulled)
+        pushes.told, pushes.words = state["told"], state["words"]
 
 
 _delays: weakref.WeakSet[Delay] = weakref.WeakSet()
@@ -457,12 +451,6 @@ def _before_any_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
 def _watch_all_steps() -> None:
     """Once in a process, for good: torch goes through these hooks while a session may be collected."""
     register_optimizer_step_pre_hook(_before_any_step)
-
-
-def _watch_steps(delay: Delay) -> None:
-    """Tells it of every optimizer's step, while it lives."""
-    _watch_all_steps()
-    _delays.add(delay)
 
 
 def _device(parameters: Mapping[str, nn.Parameter]) -> torch.device:

@@ -10,13 +10,14 @@ import statistics
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
 from runtime.errors import DriftWarning
 from runtime.monitor.clock import Clock
 from runtime.monitor.recorder import StepMarks
+from runtime.monitor.verdict import Cause, Verdict
 from runtime.plan import Plan
 
 WARM_UP_STEPS = 10
@@ -31,10 +32,6 @@ EVERY_STEPS = 10
 SLOWER, NOT_SLOWER = 0.20, 0.10
 """Steps drift when the median of every window is more than 20 % above the prediction, and have stopped to when the
 median of all is less than 10 % above it."""
-
-Cause = Literal["none", "compute", "network", "rank"]
-"""What made steps longer: nothing; this rank's computation; messages; the first message, which waits for another rank.
-"""
 
 CURE = (
     "planner.replan(session) adapts the plan while the run goes on; or measure again: "
@@ -59,34 +56,17 @@ class StepTimes:
         return self.exchanged_us + self.update_us
 
 
-@dataclass(frozen=True, kw_only=True)
-class Verdict:
-    """What the last steps say about a plan's prediction."""
-
-    cause: Cause
-    measured: StepTimes
-    predicted: StepTimes
-
-    @property
-    def text(self) -> str:
-        """The finding in words."""
-        found, planned = self.measured, self.predicted
-        if self.cause == "none":
-            return f"steps take {_compared(found.step_us, planned.step_us)}"
-        return f"steps take {_compared(found.step_us, planned.step_us)}; likely cause: {self._cause()}"
-
-    def _cause(self) -> str:
-        found, planned = self.measured, self.predicted
-        if self.cause == "compute":
-            computed = found.compute_us + found.update_us, planned.compute_us + planned.update_us
-            return f"computation is slower on this rank ({_compared(*computed)})"
-        if self.cause == "rank":
-            first = _compared(found.buckets_us[0], planned.buckets_us[0])
-            return f"another rank comes late: the first message waits ({first}), the others hardly do"
-        messages = ""
-        if found.buckets_us and planned.buckets_us:
-            messages = f" (messages take {_compared(sum(found.buckets_us), sum(planned.buckets_us))})"
-        return f"the network is slower than it was, or another rank comes late to its messages{messages}"
+def _cause_text(cause: Cause, found: StepTimes, planned: StepTimes) -> str:
+    if cause == "compute":
+        computed = found.compute_us + found.update_us, planned.compute_us + planned.update_us
+        return f"computation is slower on this rank ({_compared(*computed)})"
+    if cause == "rank":
+        first = _compared(found.buckets_us[0], planned.buckets_us[0])
+        return f"another rank comes late: the first message waits ({first}), the others hardly do"
+    messages = ""
+    if found.buckets_us and planned.buckets_us:
+        messages = f" (messages take {_compared(sum(found.buckets_us), sum(planned.buckets_us))})"
+    return f"the network is slower than it was, or another rank comes late to its messages{messages}"
 
 
 def _compared(found_us: float, planned_us: float) -> str:
@@ -173,10 +153,14 @@ def judge(steps: Sequence[StepMarks], predicted: StepTimes, clock: Clock, *, dri
     medians = [statistics.median(clock.between_us(s.forward, s.end) for s in window) for window in windows]
     slower = min(medians) + measured.update_us > (1.0 + SLOWER) * predicted.step_us
     still = drifting and measured.step_us > (1.0 + NOT_SLOWER) * predicted.step_us
-    if not (slower or still):
-        return Verdict(cause="none", measured=measured, predicted=predicted)
-    measured = measured_times(last, clock)
-    return Verdict(cause=find_cause(measured, predicted), measured=measured, predicted=predicted)
+    step_us, predicted_us = measured.step_us, predicted.step_us
+    cause: Cause = "none"
+    text = f"steps take {_compared(step_us, predicted_us)}"
+    if slower or still:
+        measured = measured_times(last, clock)
+        cause = find_cause(measured, predicted)
+        text += f"; likely cause: {_cause_text(cause, measured, predicted)}"
+    return Verdict(good=cause == "none", step_us=step_us, other_us=predicted_us, text=text, cause=cause)
 
 
 def find_cause(measured: StepTimes, predicted: StepTimes) -> Cause:
@@ -221,10 +205,10 @@ class DriftGuard:
         if self._done < self._due or self._predicted is None:
             return
         self._due += EVERY_STEPS
-        drifting = self.verdict is not None and self.verdict.cause != "none"
+        drifting = self.verdict is not None and not self.verdict.good
         judged = complete(steps, self._clock)
         self.verdict = judge(judged, self._predicted, self._clock, drifting=drifting) or self.verdict
-        if self._warned or self.verdict is None or self.verdict.cause == "none":
+        if self._warned or self.verdict is None or self.verdict.good:
             return
         self._warned = True
         count = WINDOW_STEPS * WINDOWS

@@ -10,7 +10,6 @@ from __future__ import annotations
 import statistics
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
@@ -19,33 +18,13 @@ import numpy as np
 from runtime.comm.world import World
 from runtime.errors import FallbackWarning
 from runtime.monitor.clock import Clock
+from runtime.monitor.verdict import Z_SCORE, Verdict, faster
 from runtime.plan import Plan
 
 WARM_UP_STEPS = 3
 """Of a run, before the first block; and the first of each block, which has come from another plan, is not counted."""
 BLOCK_STEPS, ROUNDS = 5, 4
 """Each round has a block of each plan, the second one in the other order."""
-SURE = 2.0
-"""Standard errors that the difference has to exceed before it counts."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class TrialVerdict:
-    """What the first steps of a lossy plan have shown."""
-
-    faster: bool
-    """Whether the lossy plan's steps are shorter beyond the noise."""
-    lossy_us: float
-    exact_us: float
-    noise_us: float
-    """Standard error of the difference, times `SURE`."""
-
-    @property
-    def text(self) -> str:
-        """In words."""
-        taken = f"{self.lossy_us / 1e3:.2f} ms, those of the exact plan beside it {self.exact_us / 1e3:.2f} ms"
-        text = f"steps of the lossy plan take {taken} (noise ± {self.noise_us / 1e3:.2f} ms)"
-        return text if self.faster else f"{text}: it is not faster, and the run goes on with the exact plan"
 
 
 class Trial:
@@ -62,7 +41,7 @@ class Trial:
         self._step = -WARM_UP_STEPS
         self._marks: list[Any] = []
         self._times_us: dict[str, list[float]] = {"lossy": [], "exact": []}
-        self.verdict: TrialVerdict | None = None
+        self.verdict: Verdict | None = None
         """None until the trial is over."""
 
     def step_done(self) -> Plan | None:
@@ -82,9 +61,9 @@ class Trial:
             return self._changed(self._blocks[block], self._blocks[block + 1])
         everyone: list[dict[str, list[float]]] = self._world.gather(self._times_us, "comparing plans")
         self.verdict = judge(everyone)
-        if not self.verdict.faster:
+        if not self.verdict.good:
             warnings.warn(self.verdict.text, FallbackWarning, stacklevel=2)
-        return self._changed(self._blocks[block], "lossy" if self.verdict.faster else "exact")
+        return self._changed(self._blocks[block], "lossy" if self.verdict.good else "exact")
 
     def _changed(self, present: str, following: str) -> Plan | None:
         return None if present == following else self._plans[following]
@@ -96,14 +75,12 @@ def make_trial(plan: Plan, world: World, clock: Clock) -> Trial | None:
     return Trial(plan, world, clock) if lossy and plan.fallback is not None and world.ranks > 1 else None
 
 
-def judge(ranks: Sequence[dict[str, list[float]]]) -> TrialVerdict:
+def judge(ranks: Sequence[dict[str, list[float]]]) -> Verdict:
     """The verdict of all ranks' blocks: a step is as long as on the slowest rank."""
     lossy, exact = (np.array([rank[name] for rank in ranks]).max(axis=0) for name in ("lossy", "exact"))
     difference = exact - lossy  # of blocks that are neighbours in time
-    noise_us = SURE * float(difference.std(ddof=1)) / len(difference) ** 0.5
-    return TrialVerdict(
-        faster=float(difference.mean()) > noise_us,
-        lossy_us=float(lossy.mean()),
-        exact_us=float(exact.mean()),
-        noise_us=noise_us,
-    )
+    noise_us = Z_SCORE * float(difference.std(ddof=1)) / len(difference) ** 0.5
+    return faster(
+        float(lossy.mean()), float(exact.mean()), noise_us, "steps of the lossy plan",
+        "those of the exact plan beside it", "the exact plan",
+    )  # fmt: skip

@@ -97,7 +97,7 @@ class LayerNorms:
         Returns:
             A function that waits, and gives the norms, one row for each of `layers`.
         """
-        mark = self._clock.mark if self._clock else _no_mark
+        mark = self._clock.mark if self._clock else lambda: None
         begin, split = mark(), self._split_for(dtype)
         pending: Pending | None = None
         if split is not None:
@@ -127,10 +127,6 @@ class LayerNorms:
         here = {layer: place for place, layer in enumerate(local)}
         each = [rows[here[p]] if rows is not None and p in here else gathered[self._places[p]] for p in layers]
         return torch.stack(each) if each else gathered[:0]
-
-
-def _no_mark() -> None:
-    return None
 
 
 def _rows(own: Sequence[Pair | None], split: Split) -> Tensor:

@@ -85,7 +85,10 @@ def attach(
     scale: object = loss_scale  # of any type, where callers are not checked
     if problem is None and scale is not None and not callable(scale):
         problem = f"loss_scale: found {scale!r}, expected a function such as scaler.get_scale; pass that"
-    world = World.join(process_group, timeout_s if timeout_s is not None else _default_timeout_s(loaded))
+    if timeout_s is None:
+        predicted_us = loaded.predicted.iteration_us if loaded and loaded.predicted else 0.0
+        timeout_s = bounded_timeout_s(STEPS_PER_DEADLINE * predicted_us / 1e6)
+    world = World.join(process_group, timeout_s)
     try:
         plan = _agree(world, model, loaded, problem, mesh)
         world.take_down_dropped()  # all ranks are known to attach now
@@ -120,11 +123,6 @@ def _load(model: nn.Module, plan: Plan | str | Path) -> tuple[Plan | None, str |
     except InputError as error:
         return None, str(error)
     return loaded, find_attached(model, attached)
-
-
-def _default_timeout_s(plan: Plan | None) -> float:
-    predicted_us = plan.predicted.iteration_us if plan and plan.predicted else 0.0
-    return bounded_timeout_s(STEPS_PER_DEADLINE * predicted_us / 1e6)
 
 
 def _agree(world: World, model: nn.Module, plan: Plan | None, problem: str | None, mesh: DeviceMesh | None) -> Plan:

@@ -142,7 +142,7 @@ class Session:
         if not self._communicate or self.world.group is None or not has_phases(exchange.plan):
             return
         self._grid = self._grid or Grid.make(self.world, self._topology)
-        exchange.communicator = make_phased_communicator(self._grid, exchange.plan, self._device)
+        exchange.launcher.communicator = make_phased_communicator(self._grid, exchange.plan, self._device)
 
     def _step_done(self) -> None:
         """All gradients of a step are there; the optimizer's step comes next."""
@@ -171,7 +171,7 @@ class Session:
         return self.step, prepared
 
     def _make_guard(self) -> Guard | None:
-        watched = self._exchange.watched() if self._guarded else []
+        watched = self._exchange.carried.watched() if self._guarded else []
         return Guard(watched, self.world, self.recorder.clock) if watched else None
 
     def _judged(self) -> Plan | None:
@@ -282,7 +282,7 @@ class Session:
         if current_backward_id() != OUTSIDE:
             raise InputError(f"{what} was called while a backward runs; expected between two steps: call it after it")
         self._backward.forget_abandoned()
-        self._exchange.communicator.wait()
+        self._exchange.launcher.communicator.wait()
 
     def _prepare(self, plan: Plan | str | Path, at_step: int) -> tuple[Exchange | None, str | None]:
         """The new plan's buckets, or what is wrong on this rank: it is told to all ranks."""
@@ -417,13 +417,13 @@ class Session:
     def exchange_alone(self) -> None:
         """Sends every bucket once, as it is, with no backward beside it (for measuring)."""
         for bucket in self._exchange.buckets:
-            self._exchange.communicator.launch(bucket.parcel, Sent())
-        self._exchange.communicator.wait()
+            self._exchange.launcher.communicator.launch(bucket.parcel, Sent())
+        self._exchange.launcher.communicator.wait()
 
     def use_communicator(self, communicator: Communicator) -> None:
         """Sends buckets through another communicator from the next step on (for measuring)."""
-        self._exchange.communicator.close()
-        self._exchange.communicator = communicator
+        self._exchange.launcher.communicator.close()
+        self._exchange.launcher.communicator = communicator
 
     def detach(self, *, leave: bool = True) -> None:
         """Makes the model plain again; gradients stay, as tensors of their own.

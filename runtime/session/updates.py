@@ -16,7 +16,7 @@ from runtime.errors import InputError
 from runtime.monitor.clock import Clock
 from runtime.optimizers import LayerwiseOptimizer
 from runtime.plan import NormPlan, Plan, StepPlan
-from runtime.sharded.exchange import ShardedExchange
+from runtime.sharded.exchange import ReduceScatter
 from runtime.sharded.step import ShardedStep, StepReport
 
 
@@ -89,8 +89,8 @@ class Updates:
         """
         self._end_sharing()
         self._step = plan.updates.step if plan.updates else None
-        if isinstance(exchange, ShardedExchange) and self._optimizer is not None:
-            self._sharded = ShardedStep(self._optimizer, exchange, self._world, self._clock)
+        if isinstance(exchange.launcher, ReduceScatter) and self._optimizer is not None:
+            self._sharded = ShardedStep(self._optimizer, exchange.launcher, self._world, self._clock)
         if self._layerwise is not None:
             self._share_norms(self._layerwise, plan)
 

@@ -11,26 +11,24 @@ A gradient is scaled and summed as in an all-reduce, so equal orders of summatio
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
-from runtime.comm.collectives.phases import add_up, all_to_all, gather
+from runtime.comm.collectives.phases import reduce_scatter
 from runtime.comm.collectives.push_pull import PushPull
 from runtime.comm.communicator import make_communicator
 from runtime.comm.world import World
 from runtime.core.buckets import BucketBuffer, Kept, Message, Slot, view_of
-from runtime.core.exchange import Exchange
-from runtime.core.hooks import GradientHook
-from runtime.core.layout import Part, make_plain_buckets
-from runtime.core.usage import UsageFlags
+from runtime.core.exchange import Exchange, Launcher
+from runtime.core.layout import Part
+from runtime.core.usage import GatheredUsage
 from runtime.errors import InputError
 from runtime.monitor.recorder import Recorder
-from runtime.plan import Plan
 from runtime.sharded.gradient import ShardedGradient, whole_norms
 from runtime.torch_compat import OUTSIDE, current_backward_id
 
@@ -74,65 +72,35 @@ class OwnPart(Part):
 
     def phases(self, group: dist.ProcessGroup) -> Iterator[dist.Work]:
         """See `Collective.run`."""
-        received = self._scratch.like(self.message.flat)
-        yield from all_to_all(received, self.message.flat, group)
-        add_up(list(received.view(self.ranks, self.share)), self.total)
+        received = self._scratch.like(self.message.flat).view(self.ranks, self.share)
+        return reduce_scatter(self.message.flat, received, self.total, group)
 
 
-class Usage:
-    """What travels behind the last bucket: which gradients came on this rank, and whether it gave the step up."""
+class ReduceScatter(Launcher):
+    """How buckets are sent while ranks share the step (see `runtime.core.exchange.Launcher`), and who has which part of
+    a gradient (see `runtime.sharded.gradient.Owned`).
+    """
 
-    def __init__(self, gradients: int, ranks: int, device: torch.device) -> None:
-        self.own = torch.ones(gradients + 1, dtype=torch.uint8, device=device)
-        self._told = self.own.new_zeros(ranks, gradients + 1)
-
-    def phases(self, group: dist.ProcessGroup) -> Iterator[dist.Work]:
-        """See `Collective.run`."""
-        return gather(self._told.view(-1), self.own, group)
-
-    def somewhere(self) -> list[bool]:
-        """Of each gradient, whether it came on any rank. Waits for the device."""
-        found: list[bool] = self._told[:, :-1].bool().any(dim=0).tolist()
-        return found
-
-    def given_up(self) -> int:
-        """How many ranks gave the step up. Waits for the device."""
-        return int(self._told[:, -1].sum())
-
-
-class ShardedExchange(Exchange):
-    """Gradients of one plan whose ranks share the optimizer's step."""
-
-    def __init__(
-        self, plan: Plan, parameters: Mapping[str, nn.Parameter], world: World, recorder: Recorder, device: torch.device
-    ) -> None:
-        """Lays out the buckets, and memory for weights; see `Exchange`."""
-        self.world = world
-        self.parts_of: list[list[OwnPart]] = []
+    def __init__(self, buckets: Sequence[BucketBuffer], world: World, recorder: Recorder, device: torch.device) -> None:
+        """Lays out memory for weights; of the `buckets` every message is as many equal parts as there are ranks."""
+        self.world, self.scale, self._recorder = world, 1.0 / world.ranks, recorder
+        self.communicator = make_communicator(world, [PushPull()] * len(buckets), device)
+        self.slots = [slot for bucket in buckets for slot in bucket.slots]
+        messages = [message for bucket in buckets for message in bucket.messages]
+        scratch = Scratch(messages)
+        self.parts_of = [
+            [OwnPart(one, world.rank, world.ranks, scratch) for one in bucket.messages] for bucket in buckets
+        ]
         """By bucket, of its messages."""
-        communicator = make_communicator(world, [PushPull()] * len(plan.buckets), device)
-        super().__init__(plan, parameters, world.ranks, communicator, recorder, exchanges=True)
+        for bucket, parts in zip(buckets, self.parts_of, strict=True):
+            bucket.parcel.payloads = list(parts)
+        self.usage = GatheredUsage(len(self.slots), world.ranks, device)
+        buckets[-1].parcel.payloads = [*self.parts_of[-1], self.usage]
         self._part_of = {slot.index: part for part in self.parts for slot in part.message.slots}
         self._gradients = [ShardedGradient.of(slot.parameter, slot.name, slot.index, self) for slot in self.slots]
         self._before: dict[int, Tensor] = {}
         """Of gradients that this backward did not produce and that have an average: this rank's part of it."""
         self._norms: dict[float, tuple[Any, Tensor]] = {}
-
-    def _lay_out(
-        self, parameters: Mapping[str, nn.Parameter], ranks: int
-    ) -> tuple[list[Slot], list[BucketBuffer], UsageFlags | None]:
-        slots, buckets = make_plain_buckets(self.plan, parameters, parts=ranks)
-        messages = [message for bucket in buckets for message in bucket.messages]
-        scratch = Scratch(messages)
-        self._usage = Usage(len(slots), ranks, messages[0].flat.device)
-        for bucket in buckets:
-            own = [OwnPart(message, self.world.rank, ranks, scratch) for message in bucket.messages]
-            self.parts_of.append(own)
-            bucket.parcel.payloads = [*own, self._usage] if bucket is buckets[-1] else own
-        return slots, buckets, None
-
-    def _hook(self, slot: Slot, after: Callable[[Any, Any], None]) -> GradientHook:
-        return GradientHook(slot.parameter, after, partial(_make_room, weakref.ref(self), slot))
 
     @property
     def parts(self) -> list[OwnPart]:
@@ -141,31 +109,32 @@ class ShardedExchange(Exchange):
 
     # One step, in the order in which it happens.
 
-    def _tell_usage(self) -> None:
-        told = [not self._given_up and slot.touched for slot in self.slots]
-        self._usage.own.copy_(torch.tensor([*told, self._given_up], dtype=torch.uint8))
+    def before_added(self, slot: Slot, exchange: weakref.ref[Exchange]) -> Callable[[Any], None]:
+        """See `Launcher.before_added`."""
+        return partial(_make_room, exchange, slot)
 
-    def _ranks_given_up(self) -> int:
-        return self._usage.given_up()
+    def separates(self, may_look: bool, kept: Callable[[], bool]) -> bool:
+        """See `Launcher.separates`. Of a sharded gradient no rank has all: there is nothing that whoever kept it could
+        go on looking at.
+        """
+        return may_look
 
-    def _anybody_finished(self) -> bool:
-        return any(self._usage.somewhere())
+    def missing(self, slot: Slot) -> None:
+        """See `Launcher.missing`: of an average that is still there each rank gives its part."""
+        gradient = slot.parameter.grad
+        if isinstance(gradient, ShardedGradient):
+            self._before[slot.index] = gradient.part.clone()
+            slot.parameter.grad = self.local_share(slot.index)
 
-    def _fill_missing(self, bucket: BucketBuffer) -> None:
-        """As with an all-reduce; of an average that is still there each rank gives its part."""
-        for slot in bucket.slots:
-            gradient = slot.parameter.grad
-            if slot.waiting and isinstance(gradient, ShardedGradient):
-                self._before[slot.index] = gradient.part.clone()
-                slot.parameter.grad = self.local_share(slot.index)
-        super()._fill_missing(bucket)
+    def launch(self, bucket: BucketBuffer) -> None:
+        """See `Launcher.launch`."""
+        self.communicator.launch(bucket.parcel, self._recorder.sent(bucket.index))
 
-    def _settle(self, carries: bool) -> None:
-        """Every `.grad` is the average, but those that no rank used, which stay what they were."""
-        kept: dict[int, Kept] = {}
-        if self._kept:
-            used = self._usage.somewhere()
-            kept = {one.slot.index: one for one in self._kept if not used[one.slot.index]}
+    def settle(self, missing: Sequence[Kept], *, separate: bool) -> None:
+        """See `Launcher.settle`: every `.grad` is the average, but those that no rank used stay what they were."""
+        self.wait()
+        used = self.usage.used_somewhere() if missing and self.usage else set()
+        kept = {one.slot.index: one for one in missing if one.slot.index not in used}
         for slot, gradient in zip(self.slots, self._gradients, strict=True):
             if slot.index in kept and slot.index not in self._before:
                 kept[slot.index].give_back()
@@ -175,29 +144,12 @@ class ShardedExchange(Exchange):
             else:
                 gradient.zeroed = False
             slot.parameter.grad = gradient
-        self._kept.clear()
         self._before.clear()
         self._norms.clear()
 
     def forget(self) -> None:
-        """See `Exchange.forget`."""
+        """See `Launcher.forget`."""
         self._before.clear()
-        super().forget()
-
-    def refuse_onlookers(self, slot: Slot) -> None:
-        """Raises InputError where hooks would see a gradient added to an average of which this rank has a part; the
-        other ranks are told that this one gives the step up.
-        """
-        if not slot.parameter._post_accumulate_grad_hooks and not self._hooks[slot.name].accompanied:
-            return
-        if self.open or self._admit():
-            self.give_up()
-        raise InputError(
-            f"found a hook that runs after the gradient of {slot.name} has been added to the average of an earlier "
-            f"step, but ranks share the optimizer's step, so that each has its own part of that average alone; "
-            f"expected gradients that are zeroed before each backward, or no such hook: zero them, use "
-            f"register_hook, or plan without sharing (`planner optimize` without --allow sharded-step)"
-        )
 
     # What sharded gradients and the optimizer's step ask for.
 
@@ -251,20 +203,26 @@ class ShardedExchange(Exchange):
             slot.view.copy_(gradient.detach())
         return self.part(slot.index)
 
-    def give_gradients_away(self) -> None:
-        """`runtime.sharded.step` has done so, for all ranks have to be there."""
-
     def let_go(self) -> None:
         """Of cycles, whose memory would wait for the garbage collector; nobody asks for anything any more."""
         self._gradients.clear()
 
 
-def _make_room(exchange: weakref.ref[ShardedExchange], slot: Slot, _gradients: Any) -> None:
-    """A gradient is about to be added to `.grad`: to this rank's share of an average that is still there."""
+def _make_room(exchange: weakref.ref[Exchange], slot: Slot, _gradients: Any) -> None:
+    """A gradient is about to be added to `.grad`: to this rank's share of an average that is still there.
+
+    Raises InputError where hooks would see the sum, of which this rank has a part alone; the other ranks are told.
+    """
     gradient = slot.parameter.grad
-    if isinstance(gradient, ShardedGradient):
-        share = gradient.owner.local_share(gradient.place)
-        here = exchange()
-        if share is not None and here is not None:
-            here.refuse_onlookers(slot)
-        slot.parameter.grad = share
+    if not isinstance(gradient, ShardedGradient):
+        return
+    share, here = gradient.owner.local_share(gradient.place), exchange()
+    if share is not None and here is not None and here.onlookers(slot):
+        here.give_up()
+        raise InputError(
+            f"found a hook that runs after the gradient of {slot.name} has been added to the average of an earlier "
+            f"step, but ranks share the optimizer's step, so that each has its own part of that average alone; "
+            f"expected gradients that are zeroed before each backward, or no such hook: zero them, use "
+            f"register_hook, or plan without sharing (`planner optimize` without --allow sharded-step)"
+        )
+    slot.parameter.grad = share

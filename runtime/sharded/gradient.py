@@ -113,8 +113,9 @@ def _served(func: Callable[..., Any], args: tuple[Any, ...], options: dict[str, 
         return _in_place(func, name, args, options)
     if name in FOREACH_IN_PLACE and _numbers(args[1:]) and _numbers(options.values()):
         func([_part(gradient) for gradient in args[0]], *args[1:], **options)
-        if name == "_foreach_zero_":
-            _mark_zeroed(args[0])
+        for gradient in args[0] if name == "_foreach_zero_" else ():
+            if isinstance(gradient, ShardedGradient):
+                gradient.zeroed = True
         return None
     if name in NORMS:
         return _norm(name, args, options)
@@ -153,12 +154,6 @@ def _numbers(arguments: Any) -> bool:
     return all(
         one is None or isinstance(one, int | float) or (type(one) is Tensor and one.numel() == 1) for one in arguments
     )
-
-
-def _mark_zeroed(gradients: Sequence[Tensor]) -> None:
-    for gradient in gradients:
-        if isinstance(gradient, ShardedGradient):
-            gradient.zeroed = True
 
 
 def _attribute(func: Callable[..., Any], name: str, args: tuple[Any, ...]) -> Any:
@@ -200,16 +195,14 @@ def _norm(name: str, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
         raise refusal(_first(args), f"{name} with {', '.join(named)}")
     order = 2.0 if order in ("fro", None) else float(order)
     several = isinstance(given, list | tuple)
-    found = [
-        _whole_norm(one, order) if isinstance(one, ShardedGradient) else torch.linalg.vector_norm(one, order)
-        for one in (given if several else [given])
-    ]
+    found = []
+    for one in given if several else [given]:
+        if isinstance(one, ShardedGradient):
+            dtype = one.dtype.to_real() if one.dtype.is_complex else one.dtype
+            found.append(one.owner.norms(order)[one.place].to(dtype))
+        else:
+            found.append(torch.linalg.vector_norm(one, order))
     return found if several else found[0]
-
-
-def _whole_norm(gradient: ShardedGradient, order: float) -> Tensor:
-    dtype = gradient.dtype.to_real() if gradient.dtype.is_complex else gradient.dtype
-    return gradient.owner.norms(order)[gradient.place].to(dtype)
 
 
 def _unscale(func: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any]) -> None:

@@ -16,7 +16,6 @@ from torch import Tensor
 from runtime.comm.world import World
 from runtime.core.buckets import Slot, view_of
 from runtime.sharded.exchange import OwnPart
-from runtime.torch_compat import all_gather_single
 
 Values = Mapping[str, Any]
 """The state of one parameter, or of a piece of one."""
@@ -112,10 +111,7 @@ def _gathered(
         value = mine.get(index, {}).get(key)
         if isinstance(value, Tensor) and value.shape == own[place].shape and value.dtype == dtype:
             own[place] = value
-    whole = own.new_zeros(part.ranks * part.share)
-    with world.naming("gathering the optimizer's state"):
-        all_gather_single(whole.view(torch.uint8), own.view(torch.uint8), group=world.group)
-    views = part.views(whole)
+    views = part.views(world.gather_parts(own, "gathering the optimizer's state"))
     return {slot.index: views[slot.name] for slot in part.message.slots}
 
 

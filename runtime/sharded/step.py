@@ -23,17 +23,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from runtime.comm.collectives.phases import gather
 from runtime.comm.world import World
 from runtime.core.buckets import Slot
 from runtime.core.closures import Closure, is_closure, with_closures
 from runtime.errors import InputError
 from runtime.monitor.clock import Clock
 from runtime.monitor.recorder import KEPT_STEPS
-from runtime.sharded.exchange import OwnPart, ShardedExchange
+from runtime.sharded.exchange import OwnPart, ReduceScatter
 from runtime.sharded.gradient import ShardedGradient
 from runtime.sharded.state import cut, gathered_state, state_bytes
-from runtime.torch_compat import OUTSIDE, all_gather_single, current_backward_id, storage_uses, wait_for
+from runtime.torch_compat import OUTSIDE, current_backward_id, storage_uses
 
 NEVER = "`planner optimize` without --allow sharded-step"
 
@@ -61,7 +60,7 @@ class StepReport:
 class ShardedStep:
     """The step of one session's optimizer while ranks share it."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer, exchange: ShardedExchange, world: World, clock: Clock) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, exchange: ReduceScatter, world: World, clock: Clock) -> None:
         """Takes over weights and state, which are the same on all ranks; each keeps its part of the state."""
         self._optimizer, self._exchange, self._world, self._clock = optimizer, exchange, world, clock
         self._slots = {id(slot.parameter): slot for slot in exchange.slots}
@@ -174,15 +173,11 @@ class ShardedStep:
         self._marks.append(self._gather_weights())
 
     def _gather_weights(self) -> list[Any]:
-        group = self._world.group
-        assert group is not None
         marks = [self._clock.mark()]
         doing = "gathering the weights that ranks have updated; each has to call optimizer.step()"
         for parts in self._exchange.parts_of:
             for part in parts:
-                with self._world.naming(doing):
-                    for work in gather(part.whole, part.weights, group):
-                        wait_for(work)
+                self._world.gather_parts(part.weights, doing, out=part.whole)
             marks.append(self._clock.mark())
         for home in self._homes:
             home.hand_out()
@@ -244,7 +239,8 @@ class ShardedStep:
     def _holding(self, whole: Mapping[nn.Parameter, dict[str, Any]]) -> Iterator[None]:
         """The optimizer has a whole state, in the order of its parameters, as if nobody shared anything."""
         kept, self._gathering = self._optimizer.state, True
-        others = {one: value for one, value in kept.items() if not self._mine(one)}
+        mine = {*self._slots, *map(id, self._pieces.values())}
+        others = {one: value for one, value in kept.items() if id(one) not in mine}
         listed = [one for group in self._optimizer.param_groups for one in group["params"]]
         found: dict[Any, dict[str, Any]] = {**others, **whole}
         ordered = {one: found.pop(one) for one in listed if one in found}
@@ -253,9 +249,6 @@ class ShardedStep:
             yield
         finally:
             self._optimizer.state, self._gathering = kept, False
-
-    def _mine(self, one: Any) -> bool:
-        return id(one) in self._slots or any(one is piece for piece in self._pieces.values())
 
     # The end, and what a report says.
 
@@ -300,11 +293,7 @@ class ShardedStep:
         """Of those that are sharded now, by their place in the plan."""
         found: dict[int, Tensor] = {}
         for part in self._exchange.parts:
-            whole = torch.zeros_like(part.whole)
-            with self._world.naming("gathering the gradients that ranks share"):
-                all_gather_single(whole.view(torch.uint8), part.total.contiguous().view(torch.uint8),
-                                  group=self._world.group)  # fmt: skip
-            views = part.views(whole)
+            views = part.views(self._world.gather_parts(part.total, "gathering the gradients that ranks share"))
             found.update((slot.index, views[slot.name].clone()) for slot in part.message.slots)
         return found
 
@@ -326,19 +315,15 @@ def find_shared_memory(parameters: Mapping[str, nn.Parameter]) -> str | None:
     """Why ranks cannot share the step of parameters of which two lie in the same memory, or None."""
     places = sorted((p.data_ptr(), name) for name, p in parameters.items() if p.numel())
     for (start, name), (following, other) in pairwise(places):
-        if following < start + _extent_bytes(parameters[name]):
+        tensor = parameters[name]
+        steps = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+        if following < start + (1 + steps) * tensor.element_size():
             return (
                 f"found {name} and {other} in the same memory (`.data` of one is the other's), expected each parameter "
                 f"in memory of its own, for ranks share the optimizer's step: make them one parameter, or plan without "
                 f"sharing ({NEVER})"
             )
     return None
-
-
-def _extent_bytes(tensor: torch.Tensor) -> int:
-    """From the first element to the end of the last one."""
-    steps = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return (1 + steps) * tensor.element_size()
 
 
 def _partial(what: str) -> InputError:

@@ -13,10 +13,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from runtime.comm.collectives.phases import Scatter, add_up, bounds, exchange, share_of
+from runtime.comm.collectives.hitopk import Shard
+from runtime.comm.collectives.phases import bounds, share_of
 from runtime.core.buckets import BucketBuffer
 from runtime.sparse.compressors.sparse import SparseCompressor
 from runtime.sparse.lossy import Carrier
@@ -67,7 +67,7 @@ class ShardCarrier(Carrier):
         self.late = whole if bool(whole.any()) else None
 
     def commit(self, finite: Tensor) -> None:
-        """See `Lossy.commit`."""
+        """See `Carrier.commit`."""
         super().commit(finite)
         if self.late is None:
             return
@@ -75,57 +75,6 @@ class ShardCarrier(Carrier):
             self.late.masked_fill_(finite, 0.0)  # without waiting for the device
         elif finite:
             self.late = None
-
-
-class Shard:
-    """What a bucket gives to HiTopKComm, and the memory for what comes back."""
-
-    def __init__(self, bucket: HitopkBucket) -> None:
-        carrier, tail = bucket.carrier, bucket.tail_elements
-        self._bucket = bucket
-        self.scatter: Scatter | None = None
-        """This rank's gradients, and its shard of those of the node's other ranks."""
-        new = carrier.residual.new_zeros
-        self.tails = torch.zeros(carrier.parts, tail, dtype=torch.float32, device=carrier.device)
-        """What travels behind the gradients, of every rank of the node."""
-        self.summed = new(carrier.share)
-        """This rank's shard of the node's sum."""
-        words = bucket.compressor.k * carrier.dtype.itemsize // WORD_BYTES + bucket.compressor.k + tail
-        self.selected = torch.zeros(words, dtype=torch.int32, device=carrier.device)
-        """Values, indices within the shard, and the tail, as words of four bytes."""
-        self.selected_everywhere = self.selected.new_zeros(bucket.nodes * words)
-        """Every node's."""
-        selected_words = bucket.nodes * (words - tail)
-        self.sparse = selected_words < carrier.share * carrier.dtype.itemsize // WORD_BYTES
-        """Whether the shards' selected elements are fewer bytes than their sums."""
-        self.own = self.selected.new_zeros(selected_words) if self.sparse else new(carrier.share)
-        """What the ranks of the node need of this shard: the elements selected on all nodes, or their sum."""
-        self.whole = self.own.new_zeros(carrier.parts * self.own.numel())
-        """Every shard's."""
-
-    def give(self, vector: Tensor) -> None:
-        """What this rank's gradients are, 1-D; they may be changed."""
-        if self.scatter is None or self.scatter.vector is not vector:
-            self.scatter = Scatter(vector, self._bucket.carrier.parts, self._bucket.carrier.part)
-
-    def operations(self, group: dist.ProcessGroup) -> list[dist.P2POp]:
-        """What ranks of the node send each other."""
-        if self.scatter is None:  # before the first step
-            self.give(self._bucket.carrier.gradient())
-        assert self.scatter is not None
-        operations, mine = self.scatter.operations(group), self._bucket.carrier.part
-        for peer, tail in enumerate(self.tails):
-            if peer != mine:
-                operations += exchange(self.tails[mine], tail, peer, group)
-        return operations
-
-    def select(self) -> None:
-        """The node's gradients have come: adds them up, and selects what travels between nodes."""
-        self._bucket.select()
-
-    def add_nodes(self) -> None:
-        """The elements selected on all nodes have come: prepares what the ranks of the node need of them."""
-        self._bucket.add_nodes()
 
 
 class HitopkBucket:
@@ -143,8 +92,32 @@ class HitopkBucket:
         self.tail_elements = 0 if tail is None else tail.numel()
         self._step = 0
         self.k = min(carrier.elements, per_node * compressor.k)
-        self.packed = Shard(self)
+        self.packed = self._make_shard()
         self.carrier.bucket.parcel.payloads = [self.packed]
+
+    def _make_shard(self) -> Shard:
+        carrier, new, words = self.carrier, self.carrier.residual.new_zeros, torch.int32
+        selected = self.compressor.k * carrier.dtype.itemsize // WORD_BYTES + self.compressor.k
+        self._sparse = self.nodes * selected < carrier.share * carrier.dtype.itemsize // WORD_BYTES
+        """Whether the shards' selected elements are fewer bytes than their sums."""
+        own = new(self.nodes * selected, dtype=words) if self._sparse else new(carrier.share)
+        tails = new(carrier.parts, self.tail_elements, dtype=torch.float32)
+        self._summed = new(carrier.share)
+        """This rank's shard of the node's sum; zeros behind the bucket's elements."""
+        elements = carrier.stop - carrier.start
+        return Shard(
+            vector=carrier.gradient().to(carrier.dtype),
+            received=new(carrier.parts, elements),
+            summed=self._summed[:elements],
+            tail=tails[carrier.part],
+            tails=tails,
+            selected=new(selected + self.tail_elements, dtype=words),
+            selected_everywhere=new(self.nodes * (selected + self.tail_elements), dtype=words),
+            own=own,
+            whole=own.new_zeros(carrier.parts * own.numel()),
+            select=lambda: self.select(),
+            add_nodes=lambda: self.add_nodes(),
+        )
 
     def pack(self, step: int) -> None:
         """See `Lossy.pack`."""
@@ -152,16 +125,14 @@ class HitopkBucket:
         vector, late = self.carrier.gradient().to(self.carrier.dtype), self.carrier.late
         if late is not None:
             vector += late  # sums come in its place
-        self.packed.give(vector)
+        self.packed.vector = vector
         if self._tail is not None:
-            self.packed.tails[self.carrier.part] = self._tail
+            self.packed.tail.copy_(self._tail)
 
     def select(self) -> None:
         """Step 2 of the algorithm, on this rank's shard of the node's sum."""
         message, carrier = self.packed, self.carrier
-        assert message.scatter is not None
-        add_up(message.scatter.rows, message.summed[: carrier.stop - carrier.start])
-        values, indices = self.compressor.compress(message.summed, carrier.residual, carrier.following, self._step)
+        values, indices = self.compressor.compress(self._summed, carrier.residual, carrier.following, self._step)
         words = values.view(torch.int32)
         message.selected[: words.numel()] = words
         message.selected[words.numel() : words.numel() + indices.numel()] = indices
@@ -173,7 +144,7 @@ class HitopkBucket:
         message = self.packed
         rows = message.selected_everywhere.view(self.nodes, -1)
         elements = rows[:, : rows.shape[1] - self.tail_elements]
-        if message.sparse:
+        if self._sparse:
             message.own.view(self.nodes, -1).copy_(elements)
         else:
             self._add(elements, message.own.zero_())
@@ -192,7 +163,7 @@ class HitopkBucket:
         """See `Lossy.unpack`."""
         carrier, message = self.carrier, self.packed
         shards = message.whole.view(self.per_node, -1)
-        if message.sparse:
+        if self._sparse:
             even = self.per_node * carrier.share == carrier.elements
             sums = carrier.zeros() if even else carrier.residual.new_zeros(self.per_node * carrier.share)
             for part in range(self.per_node):
@@ -202,7 +173,3 @@ class HitopkBucket:
         else:
             carrier.give(message.whole[: carrier.elements])
         return carrier.finite()
-
-    def commit(self, finite: Tensor) -> None:
-        """See `Lossy.commit`."""
-        self.carrier.commit(finite)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from runtime.comm.collectives import HITOPK, form_of
 from runtime.comm.topology import Position
-from runtime.core.buckets import BucketBuffer, Message, Slot
+from runtime.core.buckets import BucketBuffer, Message
 from runtime.core.layout import make_plain_buckets
 from runtime.core.usage import UsageFlags
 from runtime.plan import CompressorSpec, Plan, PlanBucket
@@ -62,8 +62,8 @@ def flags_dtype(last: PlanBucket, parameters: Mapping[str, nn.Parameter]) -> tor
 
 def make_buckets(
     plan: Plan, parameters: Mapping[str, nn.Parameter], ranks: int, position: Position | None = None
-) -> tuple[list[Slot], list[BucketBuffer], UsageFlags]:
-    """The plan's buckets at run time, all gradients in readiness order, and the flags behind the last bucket.
+) -> tuple[list[BucketBuffer], UsageFlags, dict[int, Lossy]]:
+    """The plan's buckets at run time, the flags behind the last one, and by index what makes some of them lossy.
 
     `position`: where this rank is, for buckets of HiTopKComm.
 
@@ -74,17 +74,18 @@ def make_buckets(
     dtype = flags_dtype(last, parameters)
     flags = UsageFlags(len(plan.gradients), ranks, dtype)
     exact = last.compressor.name == EXACT
-    slots, buckets = make_plain_buckets(plan, parameters, tail_elements=flags.elements if exact else 0)
+    buckets = make_plain_buckets(plan, parameters, tail_elements=flags.elements if exact else 0)
     tail = buckets[-1].messages[0]
     if not exact:
         tail = Message(torch.zeros(flags.elements, dtype=dtype, device=tail.flat.device), [])
+    lossy: dict[int, Lossy] = {}
     for bucket, planned in zip(buckets, plan.buckets, strict=True):
         if planned.compressor.name != EXACT:
             behind = tail.flat if planned is last else None
             if form_of(planned) == HITOPK:
                 assert position is not None
-                bucket.lossy = make_hitopk(bucket, planned.compressor, position, behind)
+                lossy[bucket.index] = make_hitopk(bucket, planned.compressor, position, behind)
             else:
-                bucket.lossy = make_lossy(bucket, planned.compressor, ranks, behind)
+                lossy[bucket.index] = make_lossy(bucket, planned.compressor, ranks, behind)
     flags.lie_in(tail)
-    return slots, buckets, flags
+    return buckets, flags, lossy

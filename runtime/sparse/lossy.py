@@ -68,10 +68,6 @@ class Lossy(Protocol):
         """All ranks' messages have come: the gradients become their sum. Returns whether all of it is finite (0-d)."""
         ...
 
-    def commit(self, finite: Tensor) -> None:
-        """What was sent counts as sent if `finite` (0-d) is true; else the residual stays what it was."""
-        ...
-
 
 class Carrier:
     """A bucket's gradients as one vector, and what of them has not travelled yet."""
@@ -139,7 +135,7 @@ class Carrier:
         return torch.stack([all_finite(message.flat) for message in messages]).all()
 
     def commit(self, finite: Tensor) -> None:
-        """See `Lossy.commit`."""
+        """What was sent counts as sent if `finite` (0-d) is true; else the residual stays what it was."""
         self.held.commit(finite)
 
     def memory(self) -> Iterator[Tensor]:

@@ -43,9 +43,5 @@ class NarrowedBucket:
             self._tail.copy_(self.packed.gathered[self.k : self.k + self._tail.numel()])
         first = self.packed.rank * self.packed.share
         mine = self.carrier.following[first : first + self.packed.share]
-        mine.add_(self.packed.lost[: mine.numel()])
+        mine.add_(self.packed.total[: mine.numel()])
         return self.carrier.finite()
-
-    def commit(self, finite: Tensor) -> None:
-        """See `Lossy.commit`."""
-        self.carrier.commit(finite)

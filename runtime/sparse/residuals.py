@@ -8,45 +8,49 @@ everything follows one whose buckets did not, what was held back travels with it
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from runtime.core.buckets import BucketBuffer
+from runtime.core.exchange import ErrorFeedback
 from runtime.errors import InputError
-from runtime.sparse.lossy import all_finite
+from runtime.sparse.guard import LossyBucket
+from runtime.sparse.lossy import Lossy, all_finite
 
 State = dict[str, Any]
 """`residuals` (by gradient, in its shape, times 1/ranks), `steps`, `loss_scale`."""
 
 
-class Carried:
+class Carried(ErrorFeedback):
     """Residuals of all buckets of an exchange."""
 
-    def __init__(self, buckets: Sequence[BucketBuffer], loss_scale: Callable[[], float] | None = None) -> None:
-        self._buckets = buckets
-        self._lossy = [(bucket, bucket.lossy) for bucket in buckets if bucket.lossy is not None]
+    def __init__(
+        self, buckets: Sequence[BucketBuffer] = (), lossy: Mapping[int, Lossy] = MappingProxyType({}),
+        loss_scale: Callable[[], float] | None = None,
+    ) -> None:  # fmt: skip
+        """`lossy`: by index, of those buckets of which something is held back. `loss_scale` gives the factor of the
+        losses, where they are scaled.
+        """
+        self._buckets, self._lossy = buckets, lossy
         self._late: dict[str, Tensor] = {}
         """Of gradients whose buckets send everything: what has yet to travel."""
-        self._steps = 0
+        self.steps = 0
         self._loss_scale, self._scale = loss_scale, 1.0
         self._read: float | None = None
         """The scale of this step's loss, where it has been asked for."""
 
     @property
     def active(self) -> bool:
-        """Whether anything is carried: on all ranks alike."""
+        """See `ErrorFeedback.active`."""
         return bool(self._lossy or self._late)
 
-    @property
-    def steps(self) -> int:
-        """That have been carried over, also by exchanges before this one."""
-        return self._steps
-
     def read_scale(self) -> None:
-        """Asks for the scale of the loss: before backward, for on a device the answer has to be waited for."""
+        """See `ErrorFeedback.read_scale`."""
         if self._loss_scale is not None and self.active:
             self._read = checked_scale(self._loss_scale())
 
@@ -59,24 +63,19 @@ class Carried:
             self.read_scale()
         scale, self._read = self._read or self._scale, None
         if scale != self._scale:
-            for tensor in self._tensors():
+            for tensor in chain(*(lossy.carrier.memory() for lossy in self._lossy.values()), self._late.values()):
                 tensor.mul_(scale / self._scale)
             self._scale = scale
 
     def _drop(self) -> None:
         """What a backward that was given up has begun to hold back counts no more."""
-        for _, lossy in self._lossy:
+        for lossy in self._lossy.values():
             lossy.carrier.held.drop()
 
-    def _tensors(self) -> Iterator[Tensor]:
-        for _, lossy in self._lossy:
-            yield from lossy.carrier.memory()
-        yield from self._late.values()
-
     def add_to(self, bucket: BucketBuffer) -> None:
-        """All gradients of a bucket are there, and it is about to leave."""
-        if bucket.lossy is not None:
-            bucket.lossy.pack(self._steps)
+        """See `ErrorFeedback.add_to`."""
+        if bucket.index in self._lossy:
+            self._lossy[bucket.index].pack(self.steps)
         elif self._late:
             for slot in bucket.slots:
                 if slot.name in self._late:
@@ -90,22 +89,25 @@ class Carried:
             parameters: by name; of a rank alone, which has no buckets, what is late is added to their gradients.
         """
         finite = []
-        for bucket, lossy in self._lossy:
-            wait(bucket)
+        for index, lossy in self._lossy.items():
+            wait(self._buckets[index])
             finite.append(lossy.unpack())
         wait(None)
         finite += [
-            all_finite(message.flat) for bucket in self._buckets if bucket.lossy is None for message in bucket.messages
+            all_finite(message.flat)
+            for bucket in self._buckets
+            if not self.holds_back(bucket)
+            for message in bucket.messages
         ]
         if not self._buckets:
             self._add_late(parameters)
             finite = [all_finite(p.grad) for p in parameters.values() if p.grad is not None]
         everything = torch.stack(finite).all() if finite else torch.tensor(True)
-        for _, lossy in self._lossy:
-            lossy.commit(everything)
+        for lossy in self._lossy.values():
+            lossy.carrier.commit(everything)
         if self._late and bool(everything):  # once after a change of plans: the host may wait
             self._late.clear()
-        self._steps += 1
+        self.steps += 1
 
     def _add_late(self, parameters: Mapping[str, nn.Parameter]) -> None:
         for name, part in self._late.items():
@@ -115,27 +117,35 @@ class Carried:
             elif bool(part.any()):
                 parameter.grad = part.to(parameter.dtype)
 
+    def holds_back(self, bucket: BucketBuffer) -> bool:
+        """See `ErrorFeedback.holds_back`."""
+        return bucket.index in self._lossy
+
+    def watched(self) -> list[Any]:
+        """See `ErrorFeedback.watched`."""
+        return [LossyBucket(self._buckets[index], one) for index, one in self._lossy.items() if one.by_magnitude]
+
     def state(self) -> State:
         """Copies; what `take_over` continues from. Empty where nothing is carried."""
         if not self.active:
             return {}
-        carriers = [lossy.carrier for _, lossy in self._lossy]
+        carriers = [lossy.carrier for lossy in self._lossy.values()]
         residuals = {name: part.clone() for carrier in carriers for name, part in carrier.residuals().items()}
         late = {name: part.clone() for name, part in self._late.items()}
-        return {"residuals": residuals | late, "steps": self._steps, "loss_scale": self._scale}
+        return {"residuals": residuals | late, "steps": self.steps, "loss_scale": self._scale}
 
     def take_over(self, state: State, parameters: Mapping[str, nn.Parameter]) -> None:
         """Goes on from another exchange's `state`, whatever its buckets were; from an empty one with nothing."""
-        self._steps, self._scale = state.get("steps", 0), state.get("loss_scale", 1.0)
+        self.steps, self._scale = state.get("steps", 0), state.get("loss_scale", 1.0)
         self._drop()
         residuals: dict[str, Tensor] = {
             name: part.to(parameters[name].device)
             for name, part in state.get("residuals", {}).items()
             if name in parameters
         }
-        for _, lossy in self._lossy:
+        for lossy in self._lossy.values():
             lossy.carrier.put(residuals)
-        compressed = {slot.name for bucket, _ in self._lossy for slot in bucket.slots}
+        compressed = {slot.name for index in self._lossy for slot in self._buckets[index].slots}
         self._late = {name: part.clone() for name, part in residuals.items() if name not in compressed}
 
 

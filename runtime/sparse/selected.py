@@ -72,7 +72,3 @@ class SelectedBucket:
         for rank in range(self._ranks):
             sums.index_add_(0, indices[rank], values[rank])
         return sums
-
-    def commit(self, finite: Tensor) -> None:
-        """See `Lossy.commit`."""
-        self.carrier.commit(finite)

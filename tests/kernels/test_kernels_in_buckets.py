@@ -50,7 +50,7 @@ def step(lossy: SelectedBucket, seed: int, *, spoiled: float | None = None, befo
     message = lossy.packed.flat.clone()
     finite = lossy.unpack()
     assert bool(finite) == (spoiled is None)
-    lossy.commit(finite)
+    lossy.carrier.commit(finite)
     return message, lossy.carrier.sums().clone(), lossy.carrier.residual.clone() if before else torch.zeros(0)
 
 
@@ -85,7 +85,7 @@ def test_a_residual_that_is_looked_at_in_the_middle_of_a_step_is_the_one_before(
     lossy.pack(1)
     assert torch.equal(lossy.carrier.residual, before)
     lossy.packed.gathered.copy_(lossy.packed.flat.repeat(RANKS))
-    lossy.commit(lossy.unpack())
+    lossy.carrier.commit(lossy.unpack())
     after = lossy.carrier.residual
     sent = lossy.carrier.sums() / RANKS
     assert torch.equal(after + sent, added)

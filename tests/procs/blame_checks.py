@@ -44,11 +44,11 @@ class Fault:
 
 FAULTS: dict[str, Fault] = {
     "on the backend's thread": Fault(
-        Narrowed, "add_up", RuntimeError("injected"), LIBRARY, CompressorSpec(name="wire", dtype="bfloat16")
+        Narrowed, "narrow", RuntimeError("injected"), LIBRARY, CompressorSpec(name="wire", dtype="bfloat16")
     ),
     "on a link's thread": Fault(HitopkBucket, "select", TypeError("injected"), ("sparse", "hitopk"), TOPK),
     "in a shared step": Fault(
-        "runtime.sharded.exchange", "add_up", RuntimeError("injected"),
+        "runtime.sharded.exchange", "reduce_scatter", RuntimeError("injected"),
         changes=(("updates", UpdatePlan(step=StepPlan(sharded=True))), ("interface", ("sharded-step",))),
     ),
     "in a push": Fault(

@@ -23,7 +23,8 @@ from step_checks import raised
 from torch import Tensor, nn
 
 import runtime
-from runtime.delay import pace, staleness
+from runtime.delay import staleness
+from runtime.monitor import pace
 from runtime.plan import CompressorSpec, DelaySpec, PlanBucket
 from runtime.session.session import Session
 
@@ -229,11 +230,11 @@ def paced() -> dict[str, bool]:
         verdict = session.delay.pace.verdict
         assert verdict is not None
         if name == "slower":
-            results["slower: all go back"] = alike and stages[-1] == "synchronous" and not verdict.faster
+            results["slower: all go back"] = alike and stages[-1] == "synchronous" and not verdict.good
             results["slower: and say so"] = len(said) == 1 and "are not faster" in said[0]
             results["slower: to the exact plan"] = session.plan == exact
         else:
-            results["faster: stays"] = stages[-1] == "delayed" and verdict.faster and not said
+            results["faster: stays"] = stages[-1] == "delayed" and verdict.good and not said
         session.detach()
     return results
 

@@ -19,6 +19,7 @@ from torch import nn
 
 import runtime
 from runtime.monitor import trial
+from runtime.monitor.verdict import Verdict
 from runtime.plan import CompressorSpec, Plan
 from runtime.session.session import Session
 from runtime.sparse import guard
@@ -69,7 +70,7 @@ def fallback() -> dict[str, bool]:
         results[f"{what}: both were tried"] = set(accuracies[:40]) == {"bounded", "exact"}
         results[f"{what}: chosen"] = session.plan.accuracy == accuracy and set(accuracies[-10:]) == {accuracy}
         results[f"{what}: said"] = (
-            [] if accuracy == "bounded" else ["it is not faster, and the run goes on with the exact plan"]
+            [] if accuracy == "bounded" else ["they are not faster, and the run goes on with the exact plan"]
         ) == [text.partition("): ")[2] for text in said]
         assert session.trial is not None
         results[f"{what}: verdict"] = session.trial.verdict is not None
@@ -99,7 +100,7 @@ def tried_once() -> dict[str, bool]:
     return results
 
 
-def turned(judge: Callable[[Any], trial.TrialVerdict]) -> Callable[[Any], trial.TrialVerdict]:
+def turned(judge: Callable[[Any], Verdict]) -> Callable[[Any], Verdict]:
     """As if the plans had been as fast as the other one."""
     swap = {"lossy": "exact", "exact": "lossy"}
     return lambda ranks: judge([{swap[name]: times for name, times in rank.items()} for rank in ranks])

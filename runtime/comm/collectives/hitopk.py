@@ -8,18 +8,46 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from dataclasses import dataclass
 
-from runtime.comm.collectives.phases import Phase, Works, gather, present, start
+from torch import Tensor
+
+from runtime.comm.collectives.phases import Phase, Works, gather, present, reduce_scatter
 from runtime.comm.node_groups import Grid
 from runtime.comm.topology import Topology
 
-if TYPE_CHECKING:
-    from runtime.sparse.hitopk import Shard
+
+@dataclass(eq=False)
+class Shard:
+    """What a bucket gives, and the memory for what comes back."""
+
+    vector: Tensor
+    """This rank's gradients, 1-D."""
+    received: Tensor
+    """This rank's shard of those of the node's ranks, in order of rank. Shape (ranks of the node, elements)."""
+    summed: Tensor
+    """Their sum. Shape (elements,)."""
+    tail: Tensor
+    """What is sent behind the gradients. Shape (tail,)."""
+    tails: Tensor
+    """That of every rank of the node. Shape (ranks of the node, tail)."""
+    selected: Tensor
+    """Values, indices within the shard, and the tail, as words of four bytes (int32)."""
+    selected_everywhere: Tensor
+    """Every node's, one after the other."""
+    own: Tensor
+    """What the ranks of the node need of this shard: the elements selected on all nodes, or their sum."""
+    whole: Tensor
+    """Every shard's, one after the other."""
+    select: Callable[[], None]
+    """Fills `selected` when `summed` is there."""
+    add_nodes: Callable[[], None]
+    """Fills `own` when `selected_everywhere` is there."""
 
 
 class HiTopK:
-    """The network's part of it; what is added up and selected is `runtime.sparse.hitopk`'s."""
+    """The network's part of it; what is selected is `runtime.sparse.hitopk`'s."""
 
     def phases(self, topology: Topology) -> tuple[Phase, ...]:
         """See `PhasedCollective.phases`."""
@@ -36,7 +64,9 @@ class HiTopK:
 def _scatter(message: Shard, grid: Grid) -> Works:
     group = grid.inside.group
     assert group is not None
-    yield from start(message.operations(group))
+    yield from reduce_scatter(message.vector, message.received, message.summed, group)
+    if message.tail.numel():
+        yield from gather(message.tails.view(-1), message.tail, group)
     message.select()
 
 

@@ -54,52 +54,30 @@ def bounds(numel: int, parts: int, part: int) -> tuple[int, int]:
     return min(numel, part * share), min(numel, (part + 1) * share)
 
 
-class Scatter:
-    """Of a vector every rank of a group gets its part, from every other one: a reduce-scatter before the adding up.
+def reduce_scatter(vector: Tensor, received: Tensor, out: Tensor, group: dist.ProcessGroup) -> Works:
+    """`out` becomes this rank's part of the sum of all ranks' vectors, which are added up in order of rank.
 
-    Libraries' own reduce-scatters can take several times as long, and add up in an order of their own; what a rank
-    keeps for itself is not copied.
+    Libraries' own reduce-scatters can take several times as long, and add up in an order of their own.
+
+    Args:
+        vector: 1-D, of the same length on all ranks; cut as `bounds` says.
+        received: memory for this rank's part of every rank's. Shape (ranks, elements of the part).
+        out: 1-D; of a wider dtype than the vector's, if that is to be added up in.
+        group: the ranks.
     """
-
-    def __init__(self, vector: Tensor, parts: int, rank: int) -> None:
-        """`vector` (1-D) is divided into as many parts as the group has ranks; this one has number `rank`."""
-        self.vector, self.rank = vector, rank
-        self.limits = [bounds(vector.numel(), parts, part) for part in range(parts)]
-        self.start, self.stop = self.limits[rank]
-        self.received = vector.new_zeros(parts - 1, self.stop - self.start)
-        """This rank's part of the other ranks' vectors, in order of rank."""
-
-    def operations(self, group: dist.ProcessGroup) -> list[dist.P2POp]:
-        """What is sent and received; parts without elements are not."""
-        rows, operations = iter(self.received), []
-        for peer, (start, stop) in enumerate(self.limits):
-            if peer != self.rank:
-                operations += exchange(self.vector[start:stop], next(rows), peer, group)
-        return operations
-
-    @property
-    def rows(self) -> list[Tensor]:
-        """This rank's part of every rank's vector, in order of rank; all have been received."""
-        rows = list(self.received)
-        return [*rows[: self.rank], self.vector[self.start : self.stop], *rows[self.rank :]]
-
-
-def exchange(given: Tensor, received: Tensor, peer: int, group: dist.ProcessGroup) -> list[dist.P2POp]:
-    """Sends to a rank of the group and receives from it; what has no elements does not travel."""
+    ranks, size_bytes = len(received), vector.itemsize
+    limits = [bounds(vector.numel(), ranks, part) for part in range(ranks)]
+    gives = [(stop - start) * size_bytes for start, stop in limits]
+    gets = [received.shape[1] * size_bytes] * ranks
+    uneven = (gets, gives) if len(set(gives)) > 1 else ()
     # As bytes: backends know few dtypes.
-    kinds = ((dist.isend, given), (dist.irecv, received))
-    return [dist.P2POp(k, t.view(torch.uint8), group=group, group_peer=peer) for k, t in kinds if t.numel()]
-
-
-def start(operations: list[dist.P2POp]) -> Works:
-    """Starts all of them at once."""
-    if operations:
-        yield from dist.batch_isend_irecv(operations)
+    given, got = vector.view(torch.uint8), received.view(-1).view(torch.uint8)
+    yield all_to_all_single(got, given, *uneven, group=group, async_op=True)
+    add_up(list(received), out)
 
 
 def all_to_all(received: Tensor, given: Tensor, group: dist.ProcessGroup) -> Works:
     """Part r of `given` (1-D, ranks · n) goes to rank r; `received` (likewise) becomes what ranks gave this one."""
-    # As bytes: backends know few dtypes.
     yield all_to_all_single(received.view(torch.uint8), given.view(torch.uint8), group=group, async_op=True)
 
 
@@ -108,11 +86,12 @@ def gather(whole: Tensor, part: Tensor, group: dist.ProcessGroup) -> Works:
     yield all_gather_single(whole.view(torch.uint8), part.view(torch.uint8), group=group, async_op=True)
 
 
-def add_up(rows: Sequence[Tensor], out: Tensor) -> Tensor:
-    """`out` becomes the sum of the rows, which have its shape, in their order; it may be none of them."""
-    if len(rows) == 1:
-        return out.copy_(rows[0])
-    torch.add(rows[0], rows[1], out=out)
-    for row in rows[2:]:
+def add_up(rows: Sequence[Tensor], out: Tensor) -> None:
+    """`out` becomes the sum of the rows, which have its shape, in their order and in its dtype; it is none of them."""
+    first = 2 if len(rows) > 1 and rows[0].dtype == out.dtype else 1
+    if first == 2:
+        torch.add(rows[0], rows[1], out=out)  # one pass less
+    else:
+        out.copy_(rows[0])
+    for row in rows[first:]:
         out += row
-    return out

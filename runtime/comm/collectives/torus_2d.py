@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch.distributed as dist
 from torch import Tensor
 
-from runtime.comm.collectives.phases import Phase, Scatter, Works, add_up, gather, present, share_of, start
+from runtime.comm.collectives.phases import Phase, Works, bounds, gather, present, reduce_scatter, share_of
 from runtime.comm.node_groups import Grid
 from runtime.comm.parcel import Vector
 from runtime.comm.topology import Topology
@@ -36,10 +36,10 @@ class _Shards:
     def __init__(self, flat: Tensor, grid: Grid) -> None:
         parts = grid.per_node
         self.flat = flat
-        self.scatter = Scatter(flat, parts, grid.inside.rank)
-        share = share_of(flat.numel(), parts)
+        share, (start, stop) = share_of(flat.numel(), parts), bounds(flat.numel(), parts, grid.inside.rank)
+        self.received = flat.new_zeros(parts, stop - start)
         self.part = flat.new_zeros(share)
-        self.mine = self.part[: self.scatter.stop - self.scatter.start]
+        self.mine = self.part[: stop - start]
         """This rank's shard."""
         self.whole = flat if parts * share == flat.numel() else flat.new_zeros(parts * share)
         """All shards: the message itself, where ranks divide it."""
@@ -55,8 +55,7 @@ def _shards(message: Vector, grid: Grid) -> _Shards:
 def _scatter(message: Vector, grid: Grid) -> Works:
     shards, group = _shards(message, grid), grid.inside.group
     assert group is not None
-    yield from start(shards.scatter.operations(group))
-    add_up(shards.scatter.rows, shards.mine)
+    yield from reduce_scatter(message.flat, shards.received, shards.mine, group)
 
 
 def _all_reduce(message: Vector, grid: Grid) -> Works:

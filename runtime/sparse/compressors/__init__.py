@@ -31,14 +31,6 @@ class Family:
     """(specification, layers, ranks) → compressor."""
 
 
-def _no_compressor(spec: CompressorSpec, layers: Sequence[Layer], ranks: int) -> None:
-    return None
-
-
-def _make_randomk(spec: CompressorSpec, layers: Sequence[Layer], ranks: int) -> Compressor:
-    return SparseCompressor(kept_elements(spec, layers), select_random)
-
-
 def _make_topk(spec: CompressorSpec, layers: Sequence[Layer], ranks: int) -> Compressor:
     name = "exact" if spec.selector is None else spec.selector
     return SparseCompressor(kept_elements(spec, layers), choose("topk: selector", name, SELECTORS))
@@ -55,8 +47,11 @@ _SELECTION = frozenset({"k", "density", "scope"})
 
 COMPRESSORS: Mapping[str, Family] = MappingProxyType(
     {
-        "none": Family(options=frozenset(), make=_no_compressor),
-        "randomk": Family(options=_SELECTION, make=_make_randomk),
+        "none": Family(options=frozenset(), make=lambda *_: None),
+        "randomk": Family(
+            options=_SELECTION,
+            make=lambda spec, layers, _: SparseCompressor(kept_elements(spec, layers), select_random),
+        ),
         "topk": Family(options=_SELECTION | {"selector"}, make=_make_topk),
         "wire": Family(options=frozenset({"dtype"}), make=_make_wire),
     }

@@ -51,17 +51,14 @@ class DeviceSelection:
     ) -> None:
         """Fills `out`, and the buffer of the next residual."""
         values, indices = out
-        state = self._state(gradient.device)
+        if gradient.device not in self._states:
+            elements, k = [s.elements for s in self._segments], [s.k for s in self._segments]
+            self._states[gradient.device] = make_state(elements, k, gradient.device)
+        state = self._states[gradient.device]
         if self._random_ties:
             ms_topk_(gradient, one, other, values, indices, state, seed=seed, swapped=swapped)
         else:
             ef_topk_(gradient, one, other, values, indices, state, swapped=swapped)
-
-    def _state(self, device: torch.device) -> TopkState:
-        if device not in self._states:
-            elements, k = [s.elements for s in self._segments], [s.k for s in self._segments]
-            self._states[device] = make_state(elements, k, device)
-        return self._states[device]
 
 
 def unpacks(values: Tensor, sums: Tensor) -> bool:

@@ -44,7 +44,8 @@ FEW_BLOCKS = 0.25
 def select_exact(residual: Tensor, gradient: Tensor, total: Tensor, k: int, seed: int) -> Tensor:
     """Writes residual + gradient into `total`; returns the ascending positions of its k largest magnitudes."""
     elements = total.numel()
-    width = _block_width(elements, k)
+    most = elements / (BLOCKS_PER_PICK * k)
+    width = min(BLOCK, 1 << int(math.log2(most))) if most >= 1 else 1  # a power of two that leaves blocks enough
     # Elsewhere the plain way, which keeps the host from waiting for the device.
     if elements <= SMALL or width < 2 or total.device.type != "cpu":
         return largest(accumulate(residual, gradient, total), k)
@@ -55,12 +56,6 @@ def select_exact(residual: Tensor, gradient: Tensor, total: Tensor, k: int, seed
     if rows is not None and rows.numel() > FEW_BLOCKS * maxima.numel():  # many equal maxima
         rows = None
     return _pick(_Reduced(total, rows), bound, k)
-
-
-def _block_width(elements: int, k: int) -> int:
-    """A power of two that leaves blocks enough."""
-    most = elements / (BLOCKS_PER_PICK * k)
-    return min(BLOCK, 1 << int(math.log2(most))) if most >= 1 else 1
 
 
 def _accumulate_with_maxima(residual: Tensor, gradient: Tensor, total: Tensor, width: int, by_rows: bool) -> Tensor:

@@ -72,11 +72,7 @@ def _largest_on_device(values: Tensor, k: int) -> Tensor:
 def kth_largest(magnitude: Tensor, k: int) -> float:
     """The k-th largest of numbers that are not negative; NaN counts as +Inf."""
     found = float(magnitude.topk(k, sorted=False).values.amin())  # topk puts NaN first; a minimum with one is NaN
-    return _kth_with_nan(magnitude, k) if math.isnan(found) else found
-
-
-def _kth_with_nan(magnitude: Tensor, k: int) -> float:
-    return float(magnitudes(magnitude).topk(k, sorted=False).values.amin())
+    return float(magnitudes(magnitude).topk(k, sorted=False).values.amin()) if math.isnan(found) else found
 
 
 def reaches(values: Tensor, threshold: float) -> Tensor:

@@ -24,7 +24,6 @@ from runtime.monitor.clock import WallClock
 from runtime.monitor.drift import (
     DriftGuard,
     StepTimes,
-    Verdict,
     complete,
     find_cause,
     judge,
@@ -33,6 +32,7 @@ from runtime.monitor.drift import (
     warn_of_torch,
 )
 from runtime.monitor.recorder import Recorder, StepMarks
+from runtime.monitor.verdict import Verdict
 from runtime.plan import ModelReference, Plan, PlanBucket, PlanWorld
 from runtime.plan.predicted import PredictedTask, Prediction
 from runtime.session.report import make_report
@@ -179,7 +179,7 @@ def test_lasting_slowness_is_found_in_spite_of_noise(noise: list[float], slow: f
     planned = predicted()
     found = judge(steps, planned, CLOCK)
     assert found is not None
-    if found.measured.step_us > 1.3 * planned.step_us:
+    if found.step_us > 1.3 * planned.step_us:
         assert found.cause == kind
     else:
         assert found.cause in ("none", kind)

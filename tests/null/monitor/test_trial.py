@@ -21,17 +21,17 @@ def test_a_clear_difference_counts(lossy_us: float, faster: bool) -> None:
         judge([{"lossy": blocks(rng, lossy_us, 10.0), "exact": blocks(rng, 1000.0, 10.0)} for _ in range(2)])
         for _ in range(50)
     ]
-    share = sum(verdict.faster for verdict in verdicts) / len(verdicts)
+    share = sum(verdict.good for verdict in verdicts) / len(verdicts)
     assert share > 0.95 if faster else share < 0.2
 
 
 def test_the_slowest_rank_sets_the_pace() -> None:
     quick = {"lossy": [500.0] * ROUNDS, "exact": [1000.0] * ROUNDS}
     slow = {"lossy": [1200.0] * ROUNDS, "exact": [1000.0] * ROUNDS}
-    assert judge([quick, quick]).faster
+    assert judge([quick, quick]).good
     verdict = judge([quick, slow])
-    assert (verdict.faster, verdict.lossy_us, verdict.exact_us) == (False, 1200.0, 1000.0)
+    assert (verdict.good, verdict.step_us, verdict.other_us) == (False, 1200.0, 1000.0)
     assert verdict.text == (
-        "steps of the lossy plan take 1.20 ms, those of the exact plan beside it 1.00 ms (noise ± 0.00 ms): it is not "
-        "faster, and the run goes on with the exact plan"
+        "steps of the lossy plan take 1.20 ms, those of the exact plan beside it 1.00 ms (noise ± 0.00 ms): they are "
+        "not faster, and the run goes on with the exact plan"
     )

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from runtime.delay.pace import SKIPPED, TURNS, UNTOLD, Pace
 from runtime.errors import FallbackWarning
+from runtime.monitor.pace import NO_TIMING, SKIPPED, TURNS, Pace
 
 
 class Hands:
@@ -50,19 +50,19 @@ def test_turns_of_k_steps_are_timed(k: int) -> None:
     delayed = [10.0 + 6.0 * (step % k == 0) for step in range(2 * (SKIPPED + TURNS) * k)]
     delayed[0], delayed[SKIPPED * k + 1] = 500.0, 9000.0
     found = told(k, [20.0] * (3 * TURNS * k), delayed)
-    [said] = [one for one in found if one != UNTOLD]
+    [said] = [one for one in found if one != NO_TIMING]
     assert found.index(said) == (SKIPPED + TURNS) * k
     assert said == pytest.approx((20.0, 10.0 + 6.0 / k, 0.0))
 
 
 def test_nothing_is_told_of_what_is_too_short_or_changes() -> None:
-    assert set(told(2, [20.0] * (2 * TURNS), [10.0] * 200)) == {UNTOLD}  # one mark too few in the warm-up
-    assert set(told(2, [20.0] * (2 * TURNS + 1), [10.0] * (2 * (SKIPPED + TURNS)))) == {UNTOLD}
-    assert set(told(2, [20.0] * (2 * TURNS + 1), [10.0] * 200)) != {UNTOLD}
+    assert set(told(2, [20.0] * (2 * TURNS), [10.0] * 200)) == {NO_TIMING}  # one mark too few in the warm-up
+    assert set(told(2, [20.0] * (2 * TURNS + 1), [10.0] * (2 * (SKIPPED + TURNS)))) == {NO_TIMING}
+    assert set(told(2, [20.0] * (2 * TURNS + 1), [10.0] * 200)) != {NO_TIMING}
     pace = Pace(Hands(), 2)
     for step in range(100):
         pace.synchronous_step(step)
-    assert {pace.delayed_step(1) for _ in range(100)} == {UNTOLD}  # the guard has shortened it
+    assert {pace.delayed_step(1) for _ in range(100)} == {NO_TIMING}  # the guard has shortened it
 
 
 def test_steps_of_the_warm_up_follow_one_another() -> None:
@@ -70,7 +70,7 @@ def test_steps_of_the_warm_up_follow_one_another() -> None:
     pace = Pace(Hands(), 1)
     for step in range(0, 200, 2):
         pace.synchronous_step(step)
-    assert {pace.delayed_step(1) for _ in range(100)} == {UNTOLD}
+    assert {pace.delayed_step(1) for _ in range(100)} == {NO_TIMING}
 
 
 def test_a_checkpoint_keeps_what_the_warm_up_showed() -> None:
@@ -82,7 +82,7 @@ def test_a_checkpoint_keeps_what_the_warm_up_showed() -> None:
         pace.synchronous_step(step)
     for _ in range(5):
         clock.now_us += 10.0
-        assert pace.delayed_step(1) == UNTOLD
+        assert pace.delayed_step(1) == NO_TIMING
     again = Pace(clock, 1)
     again.load(json.loads(json.dumps(pace.state())))
     clock.now_us += 1e6
@@ -90,21 +90,21 @@ def test_a_checkpoint_keeps_what_the_warm_up_showed() -> None:
     for _ in range(2 * (SKIPPED + TURNS)):
         clock.now_us += 10.0
         said.append(again.delayed_step(1))
-    assert [one for one in said if one != UNTOLD] == [pytest.approx((20.0, 10.0, 0.0))]
+    assert [one for one in said if one != NO_TIMING] == [pytest.approx((20.0, 10.0, 0.0))]
     over = Pace(clock, 1)
     over.load(again.state())
-    assert {over.delayed_step(1) for _ in range(100)} == {UNTOLD}
+    assert {over.delayed_step(1) for _ in range(100)} == {NO_TIMING}
 
 
 def test_delay_has_to_be_faster_beyond_the_noise() -> None:
     """The mean over ranks decides, and nothing is decided while one has not told."""
     faster = torch.tensor([[20.0, 18.0, 1.0], [20.0, 18.5, 2.0]], dtype=torch.float64)
     pace = Pace(Hands(), 2)
-    assert pace.allows(torch.tensor([[20.0, 30.0, 0.0], UNTOLD], dtype=torch.float64))
+    assert pace.allows(torch.tensor([[20.0, 30.0, 0.0], NO_TIMING], dtype=torch.float64))
     assert pace.verdict is None
     assert pace.allows(faster)
     assert pace.verdict is not None
-    assert pace.verdict.faster
+    assert pace.verdict.good
     for slower in (faster + torch.tensor([0.0, 0.0, 1.0]), faster + torch.tensor([0.0, 2.0, 0.0])):
         with pytest.warns(FallbackWarning, match="not faster, and the run goes on with synchronous ones"):
             assert not pace.allows(slower)
@@ -112,5 +112,5 @@ def test_delay_has_to_be_faster_beyond_the_noise() -> None:
 
 def test_noise_is_that_of_medians() -> None:
     """Alternating times have quartiles 4 apart: 2 · 1.2533 · 4 / 1.349 / √16 in each half."""
-    [said] = [one for one in told(1, [18.0, 22.0] * TURNS, [8.0, 12.0] * TURNS) if one != UNTOLD]
+    [said] = [one for one in told(1, [18.0, 22.0] * TURNS, [8.0, 12.0] * TURNS) if one != NO_TIMING]
     assert said[2] == pytest.approx(2.0 * 1.2533 * 4.0 / 1.349 / 4.0 * 2**0.5)

@@ -13,7 +13,6 @@ import statistics
 import warnings
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
@@ -21,31 +20,12 @@ from torch import Tensor
 
 from runtime.errors import FallbackWarning
 from runtime.monitor.clock import Clock
-from runtime.monitor.trial import SURE
+from runtime.monitor.verdict import Z_SCORE, Verdict, faster
 
 TURNS, SKIPPED = 16, 2
 """Turns of k steps that are timed, before and after, and that are left out when the delay begins."""
-UNTOLD = (0.0, 0.0, 0.0)
+NO_TIMING = (0.0, 0.0, 0.0)
 """Told in all steps but one: (synchronous step, delayed step, noise of their difference), in microseconds."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class PaceVerdict:
-    """What the first delayed steps have shown; means over ranks."""
-
-    faster: bool
-    """Whether they are shorter beyond the noise."""
-    delayed_us: float
-    synchronous_us: float
-    noise_us: float
-    """Standard error of the difference, times `SURE`."""
-
-    @property
-    def text(self) -> str:
-        """In words."""
-        taken = f"{self.delayed_us / 1e3:.2f} ms, those of the warm-up {self.synchronous_us / 1e3:.2f} ms"
-        text = f"delayed steps take {taken} (noise ± {self.noise_us / 1e3:.2f} ms)"
-        return text if self.faster else f"{text}: they are not faster, and the run goes on with synchronous ones"
 
 
 class Pace:
@@ -60,7 +40,7 @@ class Pace:
         self._synchronous: list[float] = []
         """Its turns, when the delay has begun."""
         self._after: list[Any] = []
-        self.verdict: PaceVerdict | None = None
+        self.verdict: Verdict | None = None
         """None until all ranks have told what they saw, and where the warm-up or the delay is too short to say."""
 
     def state(self) -> dict[str, Any]:
@@ -85,17 +65,17 @@ class Pace:
         """After each backward with a delay of `k`: what this rank tells the others."""
         self._over = self._over or k != self._k
         if self._over:
-            return UNTOLD
+            return NO_TIMING
         self._after.append(self._clock.mark())
         if len(self._after) <= (SKIPPED + TURNS) * k:
-            return UNTOLD
+            return NO_TIMING
         before, after = self._known(), self._turns_us(self._after[SKIPPED * k :])
         self._over = True
         self._before.clear()
         self._after.clear()
         if len(before) < TURNS:
-            return UNTOLD
-        noise_us = SURE * math.hypot(_error(before), _error(after))
+            return NO_TIMING
+        noise_us = Z_SCORE * math.hypot(_error(before), _error(after))
         return statistics.median(before), statistics.median(after), noise_us
 
     def _turns_us(self, marks: Sequence[Any]) -> list[float]:
@@ -112,15 +92,12 @@ class Pace:
         if not bool((told[:, 0] > 0.0).all()):
             return True
         synchronous_us, delayed_us, noise_us = told.mean(dim=0).tolist()
-        self.verdict = PaceVerdict(
-            faster=synchronous_us - delayed_us > noise_us,
-            delayed_us=delayed_us,
-            synchronous_us=synchronous_us,
-            noise_us=noise_us,
+        self.verdict = faster(
+            delayed_us, synchronous_us, noise_us, "delayed steps", "those of the warm-up", "synchronous ones"
         )
-        if not self.verdict.faster:
+        if not self.verdict.good:
             warnings.warn(self.verdict.text, FallbackWarning, stacklevel=2)
-        return self.verdict.faster
+        return self.verdict.good
 
 
 def _error(values: Sequence[float]) -> float:

@@ -1,0 +1,89 @@
+"""Synchronous steps: buckets are all-reduced, and every `.grad` becomes the average over ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+
+import torch
+from torch import nn
+
+from runtime.comm.communicator import Communicator
+from runtime.core.buckets import BucketBuffer, Kept, Slot
+from runtime.core.exchange import ErrorFeedback, Launcher
+from runtime.core.usage import UsageFlags
+from runtime.monitor.recorder import Recorder
+
+
+class AllReduce(Launcher):
+    """See `runtime.core.exchange.Launcher`."""
+
+    def __init__(
+        self, buckets: Sequence[BucketBuffer], flags: UsageFlags | None, communicator: Communicator,
+        carried: ErrorFeedback, parameters: Mapping[str, nn.Parameter], recorder: Recorder, *, ranks: int, exact: bool,
+    ) -> None:  # fmt: skip
+        """
+        Args:
+            buckets: of a rank alone none.
+            flags: travel behind the last bucket.
+            parameters: by name; of a rank alone, to which gradients that were held back are added.
+            exact: whether every `.grad` is the plain average of what ranks have.
+        """
+        self.communicator, self.scale = communicator, 1.0 / ranks
+        self._slots = [slot for bucket in buckets for slot in bucket.slots]
+        self.usage = flags
+        self._carried, self._parameters, self._recorder, self._exact = carried, parameters, recorder, exact
+
+    def separates(self, may_look: bool, kept: Callable[[], bool]) -> bool:
+        """See `Launcher.separates`."""
+        return self._exact and not self._carried.active and (may_look or kept())
+
+    def launch(self, bucket: BucketBuffer) -> None:
+        """See `Launcher.launch`."""
+        sent = self._recorder.sent(bucket.index)
+        self.communicator.launch(bucket.parcel, sent, partial(self._carried.add_to, bucket))
+
+    def settle(self, missing: Sequence[Kept], *, separate: bool) -> None:
+        """See `Launcher.settle`."""
+        carries = self._carried.active
+        if carries:
+            self._carried.settle(self._wait_for, self._parameters)
+        self.wait()
+        unused = self._settle_missing(missing, carries) if missing else set()
+        if separate:
+            self._copy_averages([slot for slot in self._slots if slot.index not in unused])
+
+    def _wait_for(self, bucket: BucketBuffer | None) -> None:
+        """Until a bucket has come, or all have: later ones are sent while it is unpacked."""
+        if bucket is None:
+            self.wait()  # before anything counts as sent
+        else:
+            self.communicator.wait(self._recorder.sent(bucket.index))
+
+    def _settle_missing(self, missing: Sequence[Kept], carries: bool) -> set[int]:
+        """A parameter that no rank used keeps its `.grad`; one that another rank used gets the average. Returns the
+        places in the plan of the former.
+
+        What was held back of a parameter, where any is carried, may come in a step that nobody uses it in: it is added.
+        """
+        assert self.usage is not None
+        used = self.usage.used_somewhere()
+        for kept in missing:
+            if kept.slot.index in used:
+                continue
+            if carries and bool(kept.slot.view.any()):
+                kept.add()
+            else:
+                kept.give_back()
+        return {kept.slot.index for kept in missing} - used
+
+    def _copy_averages(self, slots: Sequence[Slot]) -> None:
+        """Into `.grad`s apart from the buckets: as with DDP, what a hook has kept of them becomes the average."""
+        gradients = []
+        for slot in slots:
+            gradient = slot.parameter.grad
+            if gradient is None or gradient is slot.view:
+                gradient = slot.parameter.grad = torch.empty_like(slot.view)
+            gradients.append(gradient)
+        if slots:
+            torch._foreach_copy_(gradients, [slot.view for slot in slots])
