@@ -17,17 +17,17 @@ import numpy as np
 from planner.ir import TIE, Schedule
 from planner.model.compression import compression, ratio_limits, torn_places
 from planner.model.problem import Problem
+from planner.model.replay import Choice
 from planner.model.simulator import step_us
 from planner.passes.base import Frontier, Pass, Point, Result
 from planner.passes.topology import known_stops
 from planner.search.joint import JointTables, grid, least_ends_us
 from planner.search.joint import search as search_joint
+from planner.search.joint_forms import Forms, improve
 from planner.search.joint_tables import Floats, joint_tables
 from planner.search.lags import layer_wise
 from planner.search.link_forms import dense_algorithms, forms_of, has_two_links
 from planner.search.links import Found, LinkForms, search
-from planner.search.local_search import Forms, improve
-from planner.search.neighbours import Choice
 from runtime.errors import InputError
 from runtime.plan import Accuracy
 

@@ -24,9 +24,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from planner.model.simulator import Overlap
+from planner.search.local_search import Stops
 from planner.search.merge import CostOf, MergeProblem
 from planner.search.merge_contended import end_us as contended_end_us
-from planner.search.merge_phased import PhasedProblem, Stops
+from planner.search.merge_phased import PhasedProblem
 from runtime.errors import InputError
 
 TIME_LIMIT = 2.0

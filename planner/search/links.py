@@ -19,12 +19,13 @@ from numpy.typing import NDArray
 from planner.ir import TIE, Bucket, Schedule
 from planner.model.compression import bucket_at, hitopk_at
 from planner.model.problem import Problem
+from planner.model.replay import Choice, Work, steps_end_us
 from planner.search.joint import grid
 from planner.search.link_forms import Form
 from planner.search.link_labels import least_ends_us
 from planner.search.link_labels import search as search_labels
 from planner.search.link_tables import LinkTables, link_tables
-from planner.search.neighbours import Choice, neighbours
+from planner.search.local_search import local_search
 
 WORK = 12_000
 """Buckets that a search may evaluate: the effort is counted, not timed."""
@@ -37,10 +38,7 @@ BOUNDED_CELLS = 600_000
 
 class _Known(NamedTuple):
     bucket: Bucket
-    last: int
-    select_us: float
-    unpack_us: float
-    phases: list[tuple[str, float]]
+    work: Work
 
 
 class LinkForms:
@@ -76,7 +74,8 @@ class LinkForms:
         problem = self.problem
         phases = [(self._flat if on == "network" else on, us) for on, _, us in problem.phase_times(bucket)]
         unpack_us = problem.selection_us(bucket, "unpack")
-        return _Known(bucket, max(bucket.gradients), problem.selection_us(bucket), unpack_us, phases)
+        ready_us = problem.ready_list_us[max(bucket.gradients)]
+        return _Known(bucket, Work(ready_us, phases, problem.selection_us(bucket), unpack_us))
 
     def of(self, choice: Choice) -> list[_Known] | None:
         """What is known of every bucket; None where one cannot have its form."""
@@ -98,42 +97,12 @@ class LinkForms:
         found = self.of(choice)
         if found is None:
             return math.inf
-        delay_us, done_us = 0.0, []
-        for known in found:  # buckets are consecutive, so in order of readiness
-            delay_us += known.select_us
-            done_us.append(self.problem.ready_list_us[known.last] + delay_us)
-        free_us = {"intra": 0.0, "inter": 0.0}
-        most = max(len(known.phases) for known in found)
-        for wave in range(len(found) + most - 1):
-            for index in range(max(0, wave - most + 1), min(wave, len(found) - 1) + 1):
-                phases = found[index].phases
-                if wave - index < len(phases):
-                    link, time_us = phases[wave - index]
-                    done_us[index] = free_us[link] = max(done_us[index], free_us[link]) + time_us
-        end_us = self.problem.compute_end_us + delay_us
-        for known, arrived_us in zip(found, done_us, strict=True):
-            end_us = max(end_us, arrived_us) + known.unpack_us if known.unpack_us else end_us
-        return max(end_us, *done_us)
+        return steps_end_us([known.work for known in found], self.problem.compute_end_us)
 
 
 def improve(forms: LinkForms, choice: Choice) -> Choice:
-    """Other forms, boundaries dropped or moved, as long as the step gets shorter, or no longer with fewer buckets."""
-    best_us, left, improved = forms.end_us(choice), WORK, True
-    while improved and left > 0:
-        improved = False
-        for index in range(len(choice)):
-            for trial in neighbours(choice, index, len(forms.forms)):
-                left -= len(trial)
-                end_us = forms.end_us(trial)
-                fewer = len(trial) < len(choice) and end_us <= best_us * (1.0 + TIE)
-                if fewer or end_us < best_us * (1.0 - TIE):
-                    choice, best_us, improved = trial, min(end_us, best_us), True
-                    break
-                if left <= 0:
-                    return choice
-            if improved:
-                break
-    return choice
+    """The best found: other forms, boundaries dropped or moved."""
+    return local_search(choice, forms.end_us, WORK, forms=len(forms.forms))
 
 
 def starts(forms: LinkForms, boundaries: Sequence[tuple[int, ...]]) -> list[Choice]:

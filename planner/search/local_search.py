@@ -1,94 +1,101 @@
-"""Buckets in one of several forms, dense or at a density, judged quickly and moved as long as the step improves."""
+"""The local search over buckets: forms changed, boundaries dropped or moved, as long as the step gets shorter.
+
+A step that is no longer is taken where its rank is lower (fewer buckets, less compression), too. The effort is counted
+in buckets, not timed, so that equal inputs give equal plans; the result is never worse.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Literal
 
-from planner.ir import TIE, Bucket, Schedule
-from planner.model.compression import bucket_at, density_sum, ratio_of
-from planner.model.problem import Problem
-from planner.model.simulator import bucket_facts, facts_step_us
-from planner.search.joint_tables import Floats
-from planner.search.neighbours import Choice, neighbours
+from planner.ir import TIE
+from planner.model.replay import Choice, Replay
 
-LOCAL_WORK = 40_000
-"""Buckets that a local search may evaluate (some 0.1 s)."""
+Stops = tuple[int, ...]
 
 
-class Forms:
-    """The forms of buckets of one problem; what is known of a bucket is computed once."""
-
-    def __init__(self, problem: Problem, limits: Floats, ratios: Sequence[float]) -> None:
-        self.problem, self.ratios, self._limits = problem, tuple(ratios), limits
-        self._known: dict[tuple[int, int, int], _Known | None] = {}
-
-    def known(self, start: int, stop: int, form: int) -> _Known | None:
-        """The bucket [start, stop) in a form; None where it cannot have that."""
-        key = start, stop, form
-        if key not in self._known:
-            bucket = bucket_at(self.problem, self._limits, start, stop, self.ratios[form])
-            self._known[key] = None if bucket is None else _Known.of(self.problem, bucket)
-        return self._known[key]
-
-    def _buckets(self, choice: Choice) -> Iterator[_Known | None]:
-        start = 0
-        for stop, form in choice:
-            yield self.known(start, stop, form)
-            start = stop
-
-    def possible(self, choice: Choice) -> bool:
-        """Whether each bucket can have its form."""
-        return all(known is not None for known in self._buckets(choice))
-
-    def schedule(self, choice: Choice) -> Schedule:
-        """The schedule of a possible choice."""
-        return Schedule(buckets=tuple(known.bucket for known in self._buckets(choice) if known is not None))
-
-    def step_us(self, choice: Choice) -> float:
-        """How long the step is, as the simulator says."""
-        return facts_step_us(self.problem, [known.facts for known in self._buckets(choice) if known is not None])
-
-    def compression(self, choice: Choice) -> tuple[float, float]:
-        """(largest ratio, less the sum of densities)."""
-        knowns = [known for known in self._buckets(choice) if known is not None]
-        return max(known.ratio for known in knowns), round(-sum(known.densities for known in knowns), 6)
+def neighbours(choice: Choice, index: int, forms: int = 1, reach: int = 16) -> Iterator[Choice]:
+    """Bucket `index` in another form, merged with the next one, or ending up to `reach` elsewhere, by powers of two."""
+    stop, form = choice[index]
+    for other in range(forms):
+        if other != form:
+            yield (*choice[:index], (stop, other), *choice[index + 1 :])
+    if index + 1 == len(choice):
+        return
+    following = choice[index + 1]
+    for other in sorted({form, following[1]}):
+        yield (*choice[:index], (following[0], other), *choice[index + 2 :])
+    before, distance = choice[index - 1][0] if index else 0, 1
+    while distance <= min(reach, following[0] - before):
+        for place in (stop - distance, stop + distance):
+            if before < place < following[0]:
+                yield (*choice[:index], (place, form), *choice[index + 1 :])
+        distance *= 2
 
 
-class _Known(NamedTuple):
-    bucket: Bucket
-    facts: tuple[int, float, float, float, tuple[float, float]]
-    ratio: float
-    densities: float
+def local_search(
+    choice: Choice,
+    judge: Replay | Callable[[Choice], float | None],
+    work: int,
+    *,
+    forms: int = 1,
+    rank: Callable[[Choice], Any] = len,
+    then: Literal["restart", "stay", "go_on"] = "restart",
+    reach: int = 16,
+) -> Choice:
+    """The best choice found from one.
 
-    @classmethod
-    def of(cls, problem: Problem, bucket: Bucket) -> _Known:
-        [facts] = bucket_facts(problem, [bucket])
-        return cls(bucket, facts, ratio_of(problem, bucket), density_sum(problem, bucket))
-
-
-def improve(forms: Forms, choice: Choice, allowed: int) -> Choice:
-    """Local search over the first `allowed` densities: other forms, boundaries dropped or moved.
-
-    A step that is no longer is taken for less compression or fewer buckets, too. The effort is counted, not timed; the
-    result is never worse.
+    Args:
+        choice: where to begin.
+        judge: the end of a choice; infinite for one that cannot be, None for one that takes no effort to know so.
+        work: buckets that may be evaluated.
+        forms: how many forms a bucket may have.
+        rank: what is to be small among steps that are no longer; asked for possible choices alone.
+        then: where to look on after a better choice: from the first bucket, at this one, or at the next boundary.
+        reach: how far a boundary is moved at the most.
     """
-    work = LOCAL_WORK // 3 if forms.problem.contended else LOCAL_WORK  # there each takes three times as long
-    best, changed = (forms.step_us(choice), *forms.compression(choice), len(choice)), True
-    while changed and work > 0:
-        changed, index = False, 0
+    replay = judge if isinstance(judge, Replay) else None
+    best_us = (judge.begin(choice) if isinstance(judge, Replay) else judge(choice)) or 0.0
+    best_rank, improved = rank(choice), True
+    while improved and work > 0:
+        improved, index = False, 0
         while index < len(choice) and work > 0:
-            for trial in neighbours(choice, index, allowed + 1):
-                if not forms.possible(trial):
+            found, trials = False, list(neighbours(choice, index, forms, reach))
+            if replay is not None:
+                replay.look_up(trials, index, 2)
+            for trial in trials:
+                end_us = judge.end_us(trial, index) if isinstance(judge, Replay) else judge(trial)
+                if end_us is None:
                     continue
                 work -= len(trial)
-                time_us = forms.step_us(trial)
-                if time_us > best[0] * (1.0 + TIE):
-                    continue
-                rank = (*forms.compression(trial), len(trial))
-                if time_us < best[0] * (1.0 - TIE) or rank < best[1:]:
-                    choice, best, changed = trial, (min(time_us, best[0]), *rank), True
+                shorter = end_us < best_us * (1.0 - TIE)
+                if shorter or (end_us <= best_us * (1.0 + TIE) and rank(trial) < best_rank):
+                    found, dropped = True, len(trial) < len(choice)
+                    choice, best_us, best_rank = trial, min(end_us, best_us), rank(trial)
                     break
-            else:
-                index += 1
+                if then == "restart" and work <= 0:
+                    break
+            improved |= found
+            if found and replay is not None:
+                replay.begin(choice)
+            if found and then == "restart":
+                break
+            stays = found and (then == "stay" or dropped)
+            index += not stays
     return choice
+
+
+def moved(stops: Stops, judge: Replay | Callable[[Choice], float], work: int) -> Stops:
+    """Boundaries moved or dropped while that makes the step shorter."""
+    return stops_of(local_search(choice_of(stops), judge, work, rank=lambda _: 0))
+
+
+def choice_of(stops: Sequence[int]) -> Choice:
+    """Buckets that end there, in form 0."""
+    return tuple((stop, 0) for stop in stops)
+
+
+def stops_of(choice: Choice) -> Stops:
+    """Where buckets end."""
+    return tuple(stop for stop, _ in choice)

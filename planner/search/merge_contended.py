@@ -7,14 +7,15 @@ bound on their number it is a heuristic, and the factor-free optimum (`planner.s
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.ir import TIE
 from planner.model.problem import Factors
-from planner.model.simulator import Overlap, State
+from planner.model.replay import Replay
+from planner.model.simulator import Overlap
+from planner.search.local_search import choice_of, local_search, stops_of
 from planner.search.merge import MergeProblem
 
 Floats = NDArray[np.float64]
@@ -117,110 +118,35 @@ def _best_labels(time_us: Floats, progress_us: Floats, width: int) -> NDArray[np
     return np.asarray(frontier[np.unique(np.linspace(0, frontier.size - 1, width).astype(np.int64))])
 
 
+def replay(problem: MergeProblem, overlap: Overlap) -> Replay:
+    """When the last bucket of schedules ends: a state is (time, compute progress)."""
+    ready, compute_end_us = problem.ready_us.tolist(), overlap.compute_end_us
+
+    def costs(starts: NDArray[np.int64], stops: NDArray[np.int64]) -> list[tuple[float, ...]]:
+        factors = [np.broadcast_to(factor, starts.shape).tolist() for factor in overlap.factors(starts, stops)]
+        return list(zip(problem.cost_us(starts, stops).tolist(), *factors, strict=True))
+
+    def send(before: tuple[float, float], start: int, stop: int, cost: tuple[float, ...]) -> tuple[float, float]:
+        """`Overlap.send`, which this is called too often for."""
+        (time_us, progress_us), (cost_us, compute, network) = before, cost
+        wait_us = ready[stop - 1] - progress_us
+        if wait_us > 0.0:
+            time_us, progress_us = time_us + wait_us, progress_us + wait_us
+        stretched_us = cost_us * network
+        shared_us = (compute_end_us - progress_us) * compute
+        if shared_us >= stretched_us:
+            return time_us + stretched_us, progress_us + stretched_us / compute
+        return time_us + shared_us + cost_us - shared_us / network, compute_end_us
+
+    return Replay(costs, send, lambda state: state[0], (0.0, 0.0))
+
+
 def end_us(problem: MergeProblem, overlap: Overlap, stops: tuple[int, ...]) -> float:
     """When the last bucket ends."""
-    ends = np.array(stops)
-    sent = _sent(problem, overlap, np.append(0, ends[:-1]), ends)
-    ready_us: list[float] = problem.ready_us[ends - 1].tolist()
-    state = State(0.0, 0.0)
-    for ready, (cost_us, compute, network) in zip(ready_us, sent, strict=True):
-        state = overlap.send(state, ready, cost_us, (compute, network))[2]
-    return state.time_us
-
-
-def _sent(
-    problem: MergeProblem, overlap: Overlap, starts: NDArray[np.int64], stops: NDArray[np.int64]
-) -> list[tuple[float, float, float]]:
-    """(time on an idle machine, factor of compute, of the network) of each bucket."""
-    factors = [np.broadcast_to(factor, starts.shape).tolist() for factor in overlap.factors(starts, stops)]
-    return list(zip(problem.cost_us(starts, stops).tolist(), *factors, strict=True))
+    return replay(problem, overlap).begin(choice_of(stops))
 
 
 def improve(problem: MergeProblem, overlap: Overlap, stops: tuple[int, ...]) -> tuple[int, ...]:
-    """Local search: drops a boundary, from the front, where the step gets no longer, or moves it where it gets shorter.
-
-    The number of bucket evaluations that full replays would take is bounded; the result is never worse.
-    """
-    replay = _Replay(problem, overlap)
-    best_us, work, changed = replay.begin(stops), LOCAL_WORK, True
-    while changed and work > 0:
-        changed, k = False, 0
-        while k < len(stops) - 1 and work > 0:
-            dropped = False
-            trials = list(_neighbours(stops, k))
-            replay.look_up(stops, k, trials)
-            for trial in trials:
-                work -= len(trial)
-                trial_us = replay.end_us(trial, k)
-                fewer = len(trial) < len(stops) and trial_us <= best_us * (1.0 + TIE)
-                if fewer or trial_us < best_us * (1.0 - TIE):
-                    stops, best_us, changed, dropped = trial, min(trial_us, best_us), True, fewer
-                    replay.begin(stops)
-                    break
-            k += not dropped
-    return stops
-
-
-class _Replay:
-    """`end_us` for many neighbours of one schedule: what they have in common is computed once."""
-
-    def __init__(self, problem: MergeProblem, overlap: Overlap) -> None:
-        self._problem, self._overlap = problem, overlap
-        self._ready_us: list[float] = problem.ready_us.tolist()
-        self._sent: dict[tuple[int, int], tuple[float, float, float]] = {}
-        self._before: list[tuple[float, float]] = []
-        """(time, progress) before each bucket."""
-
-    def begin(self, stops: tuple[int, ...]) -> float:
-        """Takes a schedule whose neighbours will be asked for; returns its end."""
-        self._fetch(set(zip((0, *stops[:-1]), stops, strict=True)))
-        self._before = [(0.0, 0.0)]
-        for start, stop in zip((0, *stops[:-1]), stops, strict=True):
-            self._before.append(self._run(self._before[-1], start, (stop,)))
-        return self._before[-1][0]
-
-    def look_up(self, stops: tuple[int, ...], k: int, trials: Sequence[tuple[int, ...]]) -> None:
-        """Costs of the buckets that only schedules without boundary k, or with it elsewhere, have."""
-        low, high = stops[k - 1] if k else 0, stops[k + 1]
-        moved = {trial[k] for trial in trials}
-        self._fetch({(low, place) for place in moved} | {(place, high) for place in moved if place < high})
-
-    def _fetch(self, buckets: set[tuple[int, int]]) -> None:
-        missing = sorted(buckets - self._sent.keys())
-        if missing:
-            starts, stops = np.array(missing).T
-            self._sent.update(zip(missing, _sent(self._problem, self._overlap, starts, stops), strict=True))
-
-    def end_us(self, trial: tuple[int, ...], k: int) -> float:
-        """The end of a neighbour whose buckets before `k` are those of the schedule."""
-        return self._run(self._before[k], trial[k - 1] if k else 0, trial[k:])[0]
-
-    def _run(self, before: tuple[float, float], start: int, stops: tuple[int, ...]) -> tuple[float, float]:
-        """`Overlap.send` for buckets in a row: (time, progress) at the end."""
-        time_us, progress_us = before
-        compute_end_us = self._overlap.compute_end_us
-        for stop in stops:
-            cost_us, compute, network = self._sent[start, stop]
-            wait_us = self._ready_us[stop - 1] - progress_us
-            if wait_us > 0.0:
-                time_us, progress_us = time_us + wait_us, progress_us + wait_us
-            stretched_us = cost_us * network
-            shared_us = (compute_end_us - progress_us) * compute
-            if shared_us >= stretched_us:
-                time_us, progress_us = time_us + stretched_us, progress_us + stretched_us / compute
-            else:
-                time_us, progress_us = time_us + shared_us + cost_us - shared_us / network, compute_end_us
-            start = stop
-        return time_us, progress_us
-
-
-def _neighbours(stops: tuple[int, ...], k: int) -> Iterator[tuple[int, ...]]:
-    """Schedules without boundary k, or with it moved by powers of two between its neighbours."""
-    yield stops[:k] + stops[k + 1 :]
-    low, high = stops[k - 1] if k else 0, stops[k + 1]
-    step = 1
-    while step < high - low:
-        for moved in (stops[k] - step, stops[k] + step):
-            if low < moved < high:
-                yield (*stops[:k], moved, *stops[k + 1 :])
-        step *= 2
+    """The best found by moving and dropping boundaries; never worse."""
+    judge, reach = replay(problem, overlap), problem.count
+    return stops_of(local_search(choice_of(stops), judge, LOCAL_WORK, then="go_on", reach=reach))

@@ -10,23 +10,23 @@ chosen among evenly spread ones and then moved one by one.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from planner.ir import TIE, Places
+from planner.model.replay import Replay, Work, messages_end_us
+from planner.search.local_search import Stops, moved
 from planner.search.merge import CostOf, MergeProblem, merge_exact
 
 MAX_PLACES = 96
 """Places where buckets may stop before boundaries are moved one by one."""
 MAX_LABELS = 32
 """Labels that a prefix may keep."""
-EVALUATIONS = 400
-"""Moves that are tried: the effort is counted, not timed, so that equal inputs give equal plans."""
-
-Stops = tuple[int, ...]
+WORK = 12_000
+"""Buckets that moving boundaries may evaluate."""
 
 
 @dataclass(frozen=True)
@@ -53,15 +53,9 @@ class PhasedProblem:
         """When the last phase ends; each network takes its tasks sorted by bucket + phase, then bucket."""
         starts, ends = np.array((0, *stops[:-1])), np.array(stops)
         times = np.column_stack([cost(starts, ends) for cost in self.cost_us]).tolist()
-        done_us = [float(self.ready_us[stop - 1]) for stop in stops]
-        free_us = dict.fromkeys(self.links, 0.0)
-        count, phases = len(stops), len(self.links)
-        for wave in range(count + phases - 1):
-            for bucket in range(max(0, wave - phases + 1), min(wave, count - 1) + 1):
-                link = self.links[wave - bucket]
-                done_us[bucket] = max(done_us[bucket], free_us[link]) + times[bucket][wave - bucket]
-                free_us[link] = done_us[bucket]
-        return max(done_us)
+        ready_us: list[float] = self.ready_us[ends - 1].tolist()
+        works = [Work(ready, list(zip(self.links, of, strict=True))) for ready, of in zip(ready_us, times, strict=True)]
+        return max(messages_end_us(works)[0])
 
 
 def merge_phased(problem: PhasedProblem, starts: Sequence[Stops] = ()) -> Stops:
@@ -73,7 +67,7 @@ def merge_phased(problem: PhasedProblem, starts: Sequence[Stops] = ()) -> Stops:
     places = _places(problem)
     found = _labels(problem, places)
     best = min([found, *starts], key=lambda stops: (problem.end_us(stops), len(stops)))
-    return best if len(places) == len(problem.ready_us) else _move(problem, best)
+    return best if len(places) == len(problem.ready_us) else moved(best, replay(problem), WORK)
 
 
 def _places(problem: PhasedProblem) -> NDArray[np.int64]:
@@ -128,75 +122,17 @@ def _undominated(labels: NDArray[np.float64]) -> NDArray[np.int64]:
     return np.array(kept)
 
 
-def _move(problem: PhasedProblem, stops: Stops) -> Stops:
-    """Boundaries moved by powers of two, or dropped, as long as the step gets shorter."""
-    replay, left, improved = _Replay(problem), EVALUATIONS, True
-    best_us = replay.begin(stops)
-    while improved and left > 0:
-        improved = False
-        for index, moved in _neighbours(stops):
-            left -= 1
-            end_us = replay.end_us(moved, index)
-            if end_us < best_us * (1.0 - TIE):
-                stops, best_us, improved = moved, replay.begin(moved), True
-                break
-            if left <= 0:
-                break
-    return stops
+def replay(problem: PhasedProblem) -> Replay:
+    """As `PhasedProblem.end_us`, on two networks; for what a prefix leaves behind, see the module's text."""
+    ready: list[float] = problem.ready_us.tolist()
 
+    def costs(starts: NDArray[np.int64], stops: NDArray[np.int64]) -> list[tuple[float, ...]]:
+        return list(zip(*(cost(starts, stops).tolist() for cost in problem.cost_us), strict=True))
 
-class _Replay:
-    """`PhasedProblem.end_us` for many neighbours of one schedule: what they have in common is computed once."""
-
-    def __init__(self, problem: PhasedProblem) -> None:
-        self._problem = problem
-        self._ready_us: list[float] = problem.ready_us.tolist()
-        self._times: dict[tuple[int, int], tuple[float, ...]] = {}
-        self._before: list[tuple[float, float, float]] = []
-        """What each prefix of the schedule leaves: see the module's text."""
-
-    def begin(self, stops: Stops) -> float:
-        """Takes a schedule whose neighbours will be asked for; returns its end."""
-        wanted = set(zip((0, *stops[:-1]), stops, strict=True))
-        for index, moved in _neighbours(stops):
-            wanted.update(zip((0, *moved)[index : index + 2], moved[index : index + 2], strict=False))
-        pairs = sorted(wanted - self._times.keys())
-        if pairs:
-            starts, ends = np.array(pairs).T
-            of_phases = [cost(starts, ends).tolist() for cost in self._problem.cost_us]
-            self._times.update(zip(pairs, zip(*of_phases, strict=True), strict=True))
-        self._before = [(0.0, 0.0, 0.0)]
-        for start, stop in zip((0, *stops[:-1]), stops, strict=True):
-            self._before.append(self._send(self._before[-1], start, stop))
-        return _end(self._before[-1])
-
-    def end_us(self, moved: Stops, index: int) -> float:
-        """The end of a neighbour whose buckets before `index` are those of the schedule."""
-        left, start = self._before[index], moved[index - 1] if index else 0
-        for stop in moved[index:]:
-            left = self._send(left, start, stop)
-            start = stop
-        return _end(left)
-
-    def _send(self, before: tuple[float, float, float], start: int, stop: int) -> tuple[float, float, float]:
-        inside_us, between_us, pending_us = before
-        scatter_us, exchange_us, gather_us = self._times[start, stop]
-        scattered_us = max(self._ready_us[stop - 1], inside_us) + scatter_us
+    def send(before: tuple[float, ...], start: int, stop: int, cost: tuple[float, ...]) -> tuple[float, ...]:
+        (inside_us, between_us, pending_us), (scatter_us, exchange_us, gather_us) = before, cost
+        scattered_us = max(ready[stop - 1], inside_us) + scatter_us
         begun_us = max(scattered_us, between_us)
         return begun_us + pending_us if start else scattered_us, begun_us + exchange_us, gather_us
 
-
-def _end(left: tuple[float, float, float]) -> float:
-    return max(left[0], left[1]) + left[2]
-
-
-def _neighbours(stops: Stops) -> Iterator[tuple[int, Stops]]:
-    """Schedules with one boundary dropped or moved, each with the number of that boundary."""
-    bounds = (0, *stops)
-    for index in range(len(stops) - 1):
-        low, here, high = bounds[index], stops[index], stops[index + 1]
-        yield index, stops[:index] + stops[index + 1 :]
-        for distance in (1, 2, 4, 8, 16):
-            for place in (here - distance, here + distance):
-                if low < place < high:
-                    yield index, (*stops[:index], place, *stops[index + 1 :])
+    return Replay(costs, send, lambda left: max(left[0], left[1]) + left[2], (0.0, 0.0, 0.0))

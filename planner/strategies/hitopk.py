@@ -15,8 +15,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from planner.cost.sparse import SparsePhase, selected_elements
-from planner.ir import TIE, Bucket, Schedule
+from planner.ir import Bucket, Schedule
 from planner.model.problem import Problem
+from planner.search.local_search import Stops, moved, stops_of
 from planner.search.merge_phased import PhasedProblem, merge_phased
 from planner.strategies.arguments import density
 from planner.strategies.mg_wfbp import mg_wfbp
@@ -32,7 +33,6 @@ CLIMBS = 4
 WORK = 4_000
 """Buckets that the moves from each may evaluate."""
 
-Stops = tuple[int, ...]
 Floats = NDArray[np.float64]
 
 
@@ -54,7 +54,7 @@ def hitopk(problem: Problem, argument: str | None = None) -> Schedule:
     if arrays.start_up_us > 0.0:
         thinned = [thin for stops in found for thin in _thinned(stops)]
         best = sorted(dict.fromkeys(thinned), key=lambda stops: (arrays.end_us(stops), len(stops)))
-        found = [_climb(arrays, stops) for stops in best[:CLIMBS]]
+        found = [moved(stops, lambda choice: arrays.end_us(stops_of(choice)), WORK) for stops in best[:CLIMBS]]
     return _schedule(problem, min(found, key=lambda stops: (arrays.end_us(stops), len(stops))), share)
 
 
@@ -108,32 +108,6 @@ class _Delayed(PhasedProblem):
         ready_us = self.ready_us.copy()
         ready_us[np.array(stops) - 1] += self.start_up_us * np.arange(1, len(stops) + 1)
         return PhasedProblem(ready_us, self.links, self.cost_us).end_us(stops)
-
-
-def _climb(problem: _Delayed, stops: Stops) -> Stops:
-    """Boundaries dropped or moved, as long as the step gets shorter; the effort is counted, not timed."""
-    best_us, left, improved = problem.end_us(stops), WORK, True
-    while improved and left > 0:
-        improved = False
-        for moved in _neighbours(stops):
-            left -= len(moved)
-            end_us = problem.end_us(moved)
-            if end_us < best_us * (1.0 - TIE):
-                stops, best_us, improved = moved, end_us, True
-                break
-            if left <= 0:
-                break
-    return stops
-
-
-def _neighbours(stops: Stops) -> Iterator[Stops]:
-    bounds = (0, *stops)
-    for index, here in enumerate(stops[:-1]):
-        yield stops[:index] + stops[index + 1 :]
-        for distance in (1, 2, 4, 8, 16):
-            for place in (here - distance, here + distance):
-                if bounds[index] < place < stops[index + 1]:
-                    yield (*stops[:index], place, *stops[index + 1 :])
 
 
 def _arrays(problem: Problem, phases: tuple[SparsePhase, ...], share: float) -> _Delayed:

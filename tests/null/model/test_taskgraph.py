@@ -16,7 +16,8 @@ from planner.ir import Schedule
 from planner.model.problem import Problem
 from planner.model.simulator import simulate_schedule
 from planner.model.taskgraph import Task, TaskGraph, build_graph, run_graph
-from planner.search.merge_phased import PhasedProblem, _neighbours, _Replay, merge_phased
+from planner.search.local_search import choice_of, neighbours, stops_of
+from planner.search.merge_phased import PhasedProblem, merge_phased, replay
 from planner.strategies.torus_2d import phased_problem
 
 LINKS = {
@@ -129,10 +130,13 @@ def test_replays_of_moves_equal_full_replays(rows: list[tuple[int, float]], data
     assert problem is not None
     count = len(rows)
     stops = tuple(sorted(data.draw(st.sets(st.integers(1, count))) | {count}))
-    replay = _Replay(problem)
-    assert replay.begin(stops) == problem.end_us(stops)
-    for index, moved in _neighbours(stops):
-        assert replay.end_us(moved, index) == problem.end_us(moved)
+    judge, choice = replay(problem), choice_of(stops)
+    assert judge.begin(choice) == problem.end_us(stops)
+    for index in range(len(stops)):
+        trials = list(neighbours(choice, index))
+        judge.look_up(trials, index, 2)
+        for trial in trials:
+            assert judge.end_us(trial, index) == problem.end_us(stops_of(trial))
 
 
 def test_the_search_never_loses_to_what_it_began_with() -> None:

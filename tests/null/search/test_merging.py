@@ -15,10 +15,11 @@ from hypothesis import strategies as st
 from planner.decide.strategies import BASELINES, best_baseline, make_schedule
 from planner.ir import TIE, Schedule
 from planner.model.problem import Problem
-from planner.model.simulator import Overlap, simulate_schedule
+from planner.model.simulator import Overlap, State, simulate_schedule
 from planner.passes.merge import Merge, best_of, merge_problem, merge_without_contention, overlap_of
+from planner.search.local_search import choice_of, neighbours, stops_of
 from planner.search.merge import merge_exact
-from planner.search.merge_contended import MAX_GRID, _neighbours, _Replay, end_us, improve, merge_contended
+from planner.search.merge_contended import MAX_GRID, end_us, improve, merge_contended, replay
 
 
 def step_us(problem: Problem, stops: Sequence[int]) -> float:
@@ -246,12 +247,23 @@ def test_replays_of_neighbours_equal_full_replays(problem: Problem, data: st.Dat
     arrays, overlap = merge_problem(problem), overlap_of(problem)
     cuts = data.draw(st.sets(st.integers(1, problem.count)))
     stops = tuple(sorted(cuts | {problem.count}))
-    replay = _Replay(arrays, overlap)
-    assert replay.begin(stops) == end_us(arrays, overlap, stops)
+    judge, choice = replay(arrays, overlap), choice_of(stops)
+    assert judge.begin(choice) == sent_end_us(problem, overlap, stops)
     for k in range(len(stops) - 1):
-        trials = list(_neighbours(stops, k))
-        replay.look_up(stops, k, trials)
-        assert [replay.end_us(trial, k) for trial in trials] == [end_us(arrays, overlap, trial) for trial in trials]
+        trials = list(neighbours(choice, k, reach=problem.count))
+        judge.look_up(trials, k, 2)
+        expected = [sent_end_us(problem, overlap, stops_of(trial)) for trial in trials]
+        assert [judge.end_us(trial, k) for trial in trials] == expected
+
+
+def sent_end_us(problem: Problem, overlap: Overlap, stops: Sequence[int]) -> float:
+    """When the last bucket ends, one after the other."""
+    state, starts, ends = State(0.0, 0.0), np.array((0, *stops[:-1])), np.array(stops)
+    factors = [np.broadcast_to(factor, ends.shape).tolist() for factor in overlap.factors(starts, ends)]
+    costs_us, ready_us = problem.range_cost_us(starts, ends).tolist(), problem.ready_us[ends - 1].tolist()
+    for ready, cost_us, *slowed in zip(ready_us, costs_us, *factors, strict=True):
+        state = overlap.send(state, ready, cost_us, tuple(slowed))[2]
+    return state.time_us
 
 
 def test_any_number_of_labels() -> None:
