@@ -181,7 +181,7 @@ class Exchange:
 
     def gradient_ready(self, slot: Slot) -> None:
         """Take a gradient that has been added to its parameter's `.grad`, and that the user's hooks have seen."""
-        _gradient_ready(weakref.ref(self), slot, None, (slot.parameter.grad,))
+        _gradient_ready(weakref.ref(self), slot, None, (slot.view,))  # it has come, whatever became of `.grad`
 
     def begin(self) -> None:
         """The first gradient of a step is here."""

@@ -8,10 +8,8 @@ import mismatch_checks
 import pytest
 
 from planner.jobs.launch import LocalWorld, run_ranks
-from runtime.comm.world import LONGEST_TIMEOUT_S
-from runtime.plan import ModelReference, Plan, PlanBucket, PlanWorld
-from runtime.plan.predicted import Prediction
-from runtime.session.attaching import _default_timeout_s
+from runtime.comm.world import LONGEST_TIMEOUT_S, bounded_timeout_s
+from runtime.session.attaching import STEPS_PER_DEADLINE
 
 
 @pytest.fixture(scope="module")
@@ -83,11 +81,4 @@ def test_ranks_in_groups_of_different_sizes_do_not_hang(pair: list[dict[str, Any
 
 @pytest.mark.parametrize("predicted_us", [1e17, 1e30])
 def test_the_deadline_of_an_absurd_prediction_is_one_that_torch_can_hold(predicted_us: float) -> None:
-    plan = Plan(
-        model=ModelReference(name="slow"),
-        world=PlanWorld(ranks=2),
-        accuracy="exact",
-        buckets=(PlanBucket(gradients=("a",)),),
-        predicted=Prediction(iteration_us=predicted_us),
-    )
-    assert _default_timeout_s(plan) == LONGEST_TIMEOUT_S
+    assert bounded_timeout_s(STEPS_PER_DEADLINE * predicted_us / 1e6) == LONGEST_TIMEOUT_S
