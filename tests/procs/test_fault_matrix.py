@@ -83,8 +83,10 @@ SEEN: dict[str, str] = {
     "end": "",
 }
 """What rank 0 says of each phase, in which rank 1 left it alone."""
-GIVEN_UP = "the step did not complete: an exception ended the backward of 1 of "
-"""What it says where rank 1 could tell it."""
+GIVEN_UP = (
+    r"bucket \d \(all_reduce/library, \d\.bias … \d\.weight\) did not complete|an exception ended the backward of 1 of "
+)
+"""What it says where rank 1 raised in backward and ended: whether it still heard of that depends on who is faster."""
 BLAMED: dict[str, str] = {
     "compute": r"loss\(model, batch\) raised ArithmeticError: on purpose",
     "links": r"^planner: rank 1 raised ArithmeticError: on purpose$",
