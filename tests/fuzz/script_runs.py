@@ -90,6 +90,8 @@ class Run:
         self.scaler = torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=10**6)
         self.second: tuple[nn.Module, torch.optim.Optimizer, DDPSide | PlanSide, nn.Module] | None = None
         self.servers: Servers | None = None
+        self.delayed = False
+        """Whether ranks have, or have had, weights of their own."""
         self.momenta = dict[str, Tensor]()
         self.ema = dict[str, Tensor]()
         self.waits = any(action.name == "attach" for action in script.actions)
@@ -153,11 +155,6 @@ class Run:
             tensor = value if value is None or isinstance(value, Tensor) else torch.as_tensor(value)
             self.log.append((f"{self.label}: {what}", None if tensor is None else tensor.detach().clone()))
 
-    @property
-    def delayed(self) -> bool:
-        """Whether ranks have weights of their own."""
-        return self.servers is not None
-
     def _note_model(self, model: nn.Module) -> None:
         for name, tensor in model.state_dict().items():
             self.note(name, tensor)
@@ -185,11 +182,32 @@ class Run:
 
     def do_reattach(self, buckets: str) -> None:
         """Another plan, by way of none."""
+        self._end_delay()
         self.side.reattach(int(buckets))
 
     def do_switch(self, buckets: str) -> None:
         """Another plan."""
+        self._end_delay()
         self.side.switch(int(buckets))
+
+    def _end_delay(self) -> None:
+        """What owners go on with begins anew when there is a delay again."""
+        self._check_servers()
+        self.servers = None if not self.dropped else self.servers
+
+    def do_switch_within(self, buckets: str) -> None:
+        """Another plan between two backwards of a step."""
+        if self.dropped:
+            return self.do_train("1")
+        self._zero()
+        with self.side.no_sync():
+            self._backward(self._loss(0), False)
+        self.do_switch(buckets)
+        self._backward(self._loss(1), True)
+        self._note_gradients()
+        self._update()
+        self._after_update()
+        self.number += 1
 
     def do_drop(self) -> None:
         """The script forgets its session."""
@@ -298,7 +316,7 @@ class Run:
         loss.backward()
         if exchanged and self.servers is not None:
             group = self.optimizer.param_groups[0]
-            self.servers.push(self.model, group["lr"], group.get("momentum", 0.0), self._mean)
+            self.servers.push(self.model, group["lr"], group.get("momentum", 0.0), self._loss_scale(), self._mean)
 
     def _mean(self, tensor: Tensor) -> None:
         dist.all_reduce(tensor, group=self.members)
@@ -360,7 +378,7 @@ class Run:
     def _after_update(self) -> None:
         session = self.side.watched()
         if self.servers is None and session is not None and session.delay is not None and session.delay.active:
-            self.servers = Servers(self.model, self.momenta)
+            self.servers, self.delayed = Servers(self.model, self.momenta), True
         for scheduler in self.schedulers:
             scheduler.step()
         if self._habit("ema"):
@@ -630,6 +648,8 @@ class Run:
         self.optimizer.load_state_dict(states[1]) if kind is not Wrapper else None
         self.call = self.side.attach(self.target, self.model, self.optimizer, self._loss_scale)
         self.side.restore(states[2])
+        if states[2] is None:  # of a session that was dropped: a delay begins anew, from what rank 0's weights are
+            self.servers = None
         self.dropped = False
 
     def do_resize(self) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from model_trainers import follow_rank_0
-from script_net import DENSITY, plan_of
+from script_net import DENSITY, Net, plan_of
 from scripts import Script
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -33,9 +33,9 @@ class DDPSide:
         self.watched: Callable[[], Session | None] = lambda: None
         self._feedback = Feedback(script.buckets, group)
 
-    def attach(self, target: nn.Module, model: nn.Module, _optimizer: Any, _loss_scale: Any) -> nn.Module:
+    def attach(self, target: nn.Module, model: nn.Module, _optimizer: Any, loss_scale: Any) -> nn.Module:
         """Wraps the model; returns what the loop calls."""
-        self._model = model
+        self._model, self._feedback.loss_scale = model, loss_scale
         self._ddp = DistributedDataParallel(
             target, process_group=self.group,
             find_unused_parameters=self.script.habit == "find_unused", static_graph=self.script.habit == "static",
@@ -135,12 +135,12 @@ class PlanSide:
         self.group = group
 
     def switch(self, buckets: int) -> None:
-        """Another plan; of a sharded step one that is not, by turns."""
+        """Another plan; of a sharded step one that is not, by turns, and likewise with a delay."""
         if self.session is None:
             return
         self._buckets = buckets
-        if self.script.kind == "sharded":
-            self._kind = "exact" if self._kind == "sharded" else "sharded"
+        if self.script.kind in ("sharded", "delayed"):
+            self._kind = "exact" if self._kind == self.script.kind else self.script.kind
         self.session.switch(self._plan())
 
     def drop(self) -> None:
@@ -167,6 +167,8 @@ class Feedback:
         self._residuals = dict[tuple[str, ...], Tensor]()
         self.names = dict[int, str]()
         """By parameter."""
+        self.loss_scale: Callable[[], float] = lambda: 1.0
+        self._scale = 1.0
 
     def __call__(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
         """All gradients are in one bucket of DDP's."""
@@ -174,6 +176,9 @@ class Feedback:
         assert bucket.index() == 0
         found = {self.names[id(p)]: g for p, g in zip(bucket.parameters(), bucket.gradients(), strict=True)}
         order = [name for name in reversed(self.names.values()) if name in found]
+        scale = self.loss_scale()
+        self._residuals = {members: held * (scale / self._scale) for members, held in self._residuals.items()}
+        self._scale = scale
         for start in range(0, len(order), self._buckets):
             members = tuple(order[start : start + self._buckets])
             self._select(members, [found[name] for name in members])
@@ -202,12 +207,21 @@ class Servers:
         self._momenta = momenta
         self.weights = {name: p.detach().clone() for name, p in model.named_parameters()}
 
-    def push(self, model: nn.Module, lr: float, momentum: float, average: Callable[[Tensor], None]) -> None:
-        """A backward is over; `average` is over ranks, in place."""
+    def push(
+        self, model: Net, lr: float, momentum: float, loss_scale: float, average: Callable[[Tensor], None]
+    ) -> None:
+        """A backward is over; `average` is over ranks, in place. Where any gradient is not finite, it is no step."""
+        means: dict[str, Tensor] = {}
         for name, parameter in model.named_parameters():
-            assert parameter.grad is not None
-            mean = parameter.grad.detach().clone()
-            average(mean)
+            nothing = parameter.grad is None or not parameter.requires_grad
+            mean = torch.zeros_like(parameter) if nothing else parameter.grad.detach() / loss_scale  # type: ignore[union-attr]
+            used = torch.tensor(float(not nothing and (model.uses_branch or not name.startswith("branch."))))
+            average(mean), average(used)
+            if used:
+                means[name] = mean.detach()
+        if not all(bool(mean.isfinite().all()) for mean in means.values()):
+            return
+        for name, mean in means.items():
             if momentum:
                 before = self._momenta.get(name)
                 mean = self._momenta[name] = mean if before is None else before * momentum + mean

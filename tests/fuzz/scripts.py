@@ -107,7 +107,7 @@ HABITS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "every": (("2", "3", "off"), LIKE_DDP),
     "forwards": (("2", "off"), KINDS),
     "autocast": (("on", "off"), ("exact", "sharded")),
-    "scaler": (("on", "overflow", "unscale", "off"), LIKE_DDP),
+    "scaler": (("on", "overflow", "unscale", "off"), KINDS),
     "ema": (("copy", "data", "off"), KINDS),
     "edit": (("half", "delete", "in_place", "data", "swap", "off"), LIKE_DDP),
     "own": (("each", "off"), LIKE_DDP),
@@ -136,8 +136,8 @@ RULES: dict[str, Rule] = {
     "look": Rule(3, (("norm", "abs", "max", "numpy", "print", "sum_of_squares"),), alone=True),
     "keep": Rule(4, (("itself", "clone", "detach", "data", "view", "numpy", "dlpack", "storage"),), alone=True),
     "let_go": Rule(1),
-    "freeze": Rule(3, (PARAMETERS,), NOT_DELAYED, early=True),
-    "thaw": Rule(3, (PARAMETERS,), NOT_DELAYED),
+    "freeze": Rule(3, (PARAMETERS,), early=True),
+    "thaw": Rule(3, (PARAMETERS,)),
     "add_group": Rule(2, (), LIKE_DDP),
     "optimizer": Rule(2, (("sgd", "momentum", "adamw"),)),
     "attach": Rule(0),
@@ -153,8 +153,9 @@ RULES: dict[str, Rule] = {
     "fail": Rule(2, (("forward", "backward", "alone"),)),
     "interrupt": Rule(1, (), LIKE_DDP),
     "drop": Rule(2),
-    "switch": Rule(4, (("1", "2", "100"),), NOT_DELAYED),
-    "reattach": Rule(2, (("1", "2", "100"),), LIKE_DDP),
+    "switch": Rule(4, (("1", "2", "100"),)),
+    "switch_within": Rule(2, (("1", "2", "100"),), NOT_DELAYED),
+    "reattach": Rule(2, (("1", "2", "100"),), ("exact", "sharded", "delayed")),
     "report": Rule(1, alone=True),
     "resize": Rule(1, (), ("exact", "sharded", "sparse")),
 }
@@ -231,9 +232,10 @@ def _draw_action(chance: random.Random, kind: str, *, early: bool = False) -> Ac
     name = chance.choices(list(rules), [often.get(name, rule.weight) for name, rule in rules.items()])[0]
     rule = rules[name]
     rank = chance.choice((0, 1)) if rule.alone and chance.random() < 0.4 else None
-    if kind == "sharded" and name in ("look", "save"):
-        rank = None  # what every rank has to be there for
-    return Action(name, tuple(chance.choice(words) for words in rule.arguments), rank)
+    arguments = tuple(chance.choice(words) for words in rule.arguments)
+    if kind == "sharded" and (name, *arguments) == ("look", "norm"):
+        rank = None  # every rank has to be there
+    return Action(name, arguments, rank)
 
 
 def normal(script: Script) -> Script:
@@ -246,14 +248,12 @@ def normal(script: Script) -> Script:
         dtype = "float64"  # sums have several orders
     if script.kind == "delayed":
         optimizer = "momentum" if optimizer in ("momentum", "adamw") else "sgd"
-    if script.kind in ("sparse", "delayed"):
-        features = [feature for feature in features if feature not in ("unused", "apart")]
     if optimizer == "lbfgs":
         drop = {"scaler", "closure", "edit", "clip", "penalty", "every"}
         actions = [a for a in actions if a.name != "loop" or a.arguments[0] not in drop]
-        actions = [a for a in actions if a.name not in ("add_group", "optimizer", "freeze", "thaw", "wrapper")]
-    if "autocast" in habits and script.ranks > 2:
-        actions = [a for a in actions if a.arguments[:1] != ("autocast",)]
+        actions = [
+            a for a in actions if a.name not in ("add_group", "optimizer", "freeze", "thaw", "wrapper", "switch_within")
+        ]
     if "compile" in names:
         features = [feature for feature in features if feature not in ("unused", "apart", "checkpoint")]
         # Compiled code looks at hooks again only where it is compiled again, which the reference does not come to here.
