@@ -254,6 +254,8 @@ def normal(script: Script) -> Script:
         actions = [
             a for a in actions if a.name not in ("add_group", "optimizer", "freeze", "thaw", "wrapper", "switch_within")
         ]
+    if ("alone",) in {action.arguments for action in actions}:  # of two forwards no gradient comes before it raises
+        actions = [a for a in actions if a.arguments[:1] != ("forwards",)]
     if "compile" in names:
         features = [feature for feature in features if feature not in ("unused", "apart", "checkpoint")]
         # Compiled code looks at hooks again only where it is compiled again, which the reference does not come to here.
