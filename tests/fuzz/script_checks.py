@@ -170,8 +170,10 @@ def judge(script: Script, ddp: Outcome, plan: Outcome) -> str | None:
 
 
 def _one_rank_only(script: Script, plan: Outcome) -> bool:
-    """Whether the action that a rank refused was this rank's alone."""
-    return any(str(action) == plan.at.partition(" ")[2] and action.rank is not None for action in script.actions)
+    """Whether what a rank refused was this rank's alone: an action, or a look at what it alone has kept."""
+    alone = [action for action in script.actions if action.rank is not None]
+    kept = plan.refused and any(action.name == "keep" for action in alone)
+    return kept or any(str(action) == plan.at.partition(" ")[2] for action in alone)
 
 
 @dataclass
