@@ -528,8 +528,12 @@ class Run:
         told = contextlib.nullcontext() if fails else self._told()
         with contextlib.suppress(ArithmeticError), told, torch.set_grad_enabled(self.side.plans):
             loss = self._loss(6, probing=False)
+            seen = len(self.log)
             if self.side.plans:
-                loss.backward()
+                try:
+                    loss.backward()
+                finally:
+                    del self.log[seen:]  # what hooks saw, for which DDP runs no backward
         self.model.trap, self.call = "", call
         self.optimizer.zero_grad()
 
