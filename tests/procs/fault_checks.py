@@ -36,7 +36,7 @@ def sums_are_exact() -> dict[str, bool]:
         message.flat[:numel] = torch.arange(numel) % 11 + world.rank
         run_phases(NARROWED, message, world)
         results[f"narrowed {numel}"] = torch.equal(message.gathered[:numel], expected.bfloat16())
-        results[f"narrowed {numel} loses nothing"] = not bool(message.lost.any())
+        results[f"narrowed {numel} loses nothing"] = not bool(message.total.any())
     world.leave()
     return results
 
