@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import time
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -206,22 +205,37 @@ def diverging() -> dict[str, bool]:
     return results
 
 
+class Told:
+    """A clock that says what it is told, in microseconds."""
+
+    now_us = 0.0
+
+    def mark(self) -> float:
+        """Now."""
+        return self.now_us
+
+    def between_us(self, start: float, end: float) -> float:
+        """How long that was."""
+        return end - start
+
+
 @patch.multiple(pace, TURNS=4)
 def paced() -> dict[str, bool]:
     """Delayed steps that take longer than the warm-up's are given up by all ranks at one step; shorter ones are not."""
     results = {}
-    for name, early_s, late_s in (("slower", 0.0, 0.01), ("faster", 0.02, 0.0)):
+    for name, early_us, late_us in (("slower", 5e3, 15e3), ("faster", 25e3, 5e3)):
         model = Net()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9, weight_decay=1e-3)
         exact = plan_of(model, None, 4)
         session = attach(model, optimizer, DelaySpec(steps=2, warmup_steps=28), 2, fallback=exact)
         assert session.delay is not None
+        clock = session.delay.pace._clock = Told()
         stages: list[str] = []
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             for step in range(50):
                 train(model, optimizer, net_loss, range(step, step + 1))
-                time.sleep(early_s if session.delay.stage == "warm-up" else late_s)
+                clock.now_us += early_us if session.delay.stage == "warm-up" else late_us
                 stages.append(session.delay.stage)
         said = [str(one.message) for one in caught if one.category is runtime.FallbackWarning]
         everyone: list[Any] = [None] * dist.get_world_size()
