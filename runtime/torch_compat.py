@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import pkgutil
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
@@ -95,11 +96,15 @@ def tree_leaves(value: Any) -> list[Any]:
 
 
 @functools.cache
-def leave_uncompiled(package: str) -> None:
-    """Tells `torch.compile` to run a package's functions as they are: the graph breaks where a hook is called."""
+def leave_uncompiled() -> None:
+    """Tell `torch.compile` to run this package's functions as they are: the graph breaks where a hook is called. Not
+    those of the kernels, which are operators that compiled programs hold.
+    """
     import torch._dynamo
 
-    torch._dynamo.trace_rules.add(package)
+    for module in pkgutil.iter_modules([str(Path(__file__).parent)], "runtime."):
+        if module.name != "runtime.kernels":
+            torch._dynamo.trace_rules.add(module.name)
 
 
 def no_hook(*_: Any) -> None:

@@ -78,7 +78,7 @@ class Session:
         self._backward = BackwardLife(
             model, ModelWatch(model, self.parameters), lambda: self._exchange, self._step_done
         )
-        leave_uncompiled("runtime")
+        leave_uncompiled()
         self._device = next(iter(self.parameters.values())).device
         self.recorder = Recorder(make_clock(self._device), len(plan.buckets), len(plan.gradients))
         self.drift = DriftGuard(world.rank, self.recorder.clock)
