@@ -5,10 +5,10 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: help demo test chromium fuzz lint types docs check zoo validation pictures wheel clean
+.PHONY: help demo test test-all chromium fuzz lint types docs check zoo validation pictures wheel clean
 
 help:  ## list the targets
-	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/'
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/'
 
 $(INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "expected Python 3.11 or newer: make PYTHON=python3.11")'
@@ -19,13 +19,16 @@ $(INSTALLED): pyproject.toml constraints.txt
 demo: $(INSTALLED)  ## profile, optimize and train a small model on this machine
 	$(BIN)/planner demo
 
-test: $(INSTALLED) chromium  ## all tests
-	$(BIN)/python -m pytest
+test: $(INSTALLED) chromium  ## tests, at least one of everything; about twenty minutes on two cores
+	$(BIN)/python -m pytest -m "not long"
+
+test-all: $(INSTALLED) chromium  ## all tests, with ranks that start as outside of tests
+	$(BIN)/python -m pytest --cold
 
 chromium:  ## a browser for the tests of pages, where there is none
 	@sh tests/browser/install_chromium.sh
 
-fuzz: $(INSTALLED)  ## made-up documents, models and scripts, many more than `make test` takes
+fuzz: $(INSTALLED)  ## made-up documents, models and scripts, many more than `make test-all` takes
 	$(BIN)/python -m pytest tests/fuzz --fuzz-documents 10000 --fuzz-models 500 --fuzz-scripts 2000 --timeout 0 -x -q
 
 lint: $(INSTALLED)  ## style
@@ -42,7 +45,7 @@ $(VENV)/.docs: pyproject.toml $(INSTALLED)
 docs: $(VENV)/.docs  ## the documents as a site in site/; fails on a link that leads nowhere
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
-check: test lint types docs  ## everything that CI runs
+check: test-all lint types docs  ## everything that CI runs
 
 zoo: $(INSTALLED)  ## profile, plan and train every model of tests/zoo; rewrites the table in docs/results/tracing.md
 	$(BIN)/python -m benchmarks.trace_zoo --output docs/results/tracing.md

@@ -35,7 +35,7 @@ from planner.model.problem import Problem, make_problem
 from planner.passes.shard_updates import ShardUpdates
 from planner.profile.links import measure_links
 from planner.profile.norms import measure_norms
-from planner.profile.progress import Silent
+from planner.profile.progress import Progress
 from planner.search.partition import partition_of
 from runtime.comm.world import World
 from runtime.monitor.clock import WallClock
@@ -171,8 +171,8 @@ def _problem(
         for name, parameter in parameters.items()
     )
     compute = ComputeProfile(forward_us=0.0, update_us=0.0, gradients=gradients)
-    norms = measure_norms(parameters, optimizer, compute, world, device, Silent())
-    links = measure_links(world, device, LINK_BYTES, Silent())
+    norms = measure_norms(parameters, optimizer, compute, world, device, Progress())
+    links = measure_links(world, device, LINK_BYTES, Progress())
     profile = Profile(
         model=ModelReference(name="norms"),
         world=ProfileWorld(ranks=world.ranks),

@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from planner.comparison.contestants import BARE, Contestant
-from planner.comparison.measure import WARM_UP_STEPS, Contest, Measured, Record
+from planner.comparison.measure import WARM_UP_STEPS, Measured, Record, VariantRunner
 from planner.comparison.trained import TrainedJob
+from planner.comparison.variants import NO_COMMUNICATION, Variant
 from planner.documents.profile import Profile
 from planner.emit.lower import lower, predict
 from planner.ir import Schedule
 from planner.jobs.training import build, profile_rank
 from planner.model.problem import Problem, make_problem
-from planner.profile.progress import Silent
+from planner.profile.progress import Progress
 from planner.profile.request import Request
 from planner.profile.step import TIMEOUT_S
 from runtime.comm.world import World
@@ -30,7 +30,7 @@ class RankSteps:
     profile: Profile
     """Taken before the steps."""
     measured: Measured
-    """The bare loop's records, then those of the plans in their order."""
+    """The no-communication baseline's records, then those of the plans in their order."""
 
 
 def measure_rank(
@@ -49,15 +49,15 @@ def measure_rank(
     profile = profile_rank(job, device, show_progress=False, request=Request(accuracy=accuracy))
     problem = make_problem(profile)
     plans = {name: lower(problem, schedule) for name, schedule in schedules(problem).items()}
-    bare = Contestant(name=BARE, kind="bare")
-    contestants = [bare, *(Contestant(name=name, kind="plan", plan=plan) for name, plan in plans.items())]
+    bare = Variant(name=NO_COMMUNICATION, kind="no_communication")
+    variants = [bare, *(Variant(name=name, kind="plan", plan=plan) for name, plan in plans.items())]
     long = predict(problem, Schedule.from_boundaries([problem.count])).iteration_us > LONG_STEP_US
     built = build(job, device)
     world = World.join(None, TIMEOUT_S)
     try:
-        contest = Contest(TrainedJob(built), world, None, 1 if long else WARM_UP_STEPS)
-        contest.warm_up(bare)
-        measured = contest.measure([Record(one) for one in contestants], rounds, 1 if long else steps, Silent())
+        runner = VariantRunner(TrainedJob(built), world, None, 1 if long else WARM_UP_STEPS)
+        runner.warm_up(bare)
+        measured = runner.measure([Record(one) for one in variants], rounds, 1 if long else steps, Progress())
     finally:
         world.leave()
     return RankSteps(profile, measured)

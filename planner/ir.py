@@ -1,27 +1,23 @@
-"""The schedule: which gradients travel together, in which order, and how; each record has a text form.
-
-`parse(str(record)) == record`.
+"""The schedule: which gradients are sent together, in which order, and how. `str` gives the text form of each record,
+which `Bucket.parse` and `planner.model.modes.parse_schedule` read.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from itertools import pairwise
+from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from runtime.errors import InputError
+from runtime.plan import Accuracy, combinations
 
 _BUCKET = re.compile(
     r"\[([0-9,\-]+)\] ([a-z0-9_]+)/([a-z0-9_]+) ([a-z0-9_]+)(?: k=([0-9]+))?(?: ks=([0-9]+(?:,[0-9]+)*))?"
 )
-_DELAY = re.compile(r"delay k=([1-9][0-9]*)")
-_UPDATERS = re.compile(r"updaters ([1-9][0-9]*)( wait)? every ([1-9][0-9]*),([1-9][0-9]*)(?: blocks ([0-9,\-;]+))?")
-_NORMS = re.compile(r"norms ([0-9]+(?:,[0-9]+)*)")
-_SHARDED = "sharded"
 _RUN = re.compile(r"([0-9]+)(?:-([0-9]+))?")
 
 
@@ -46,6 +42,16 @@ class Bucket:
     ks: tuple[int, ...] | None = None
     """The same by layer: for each run of gradients of one layer in the bucket; their sum is `k`. None: from all."""
 
+    @property
+    def form(self) -> tuple[str, str, str]:
+        """(collective, algorithm, compressor)."""
+        return self.collective, self.algorithm, self.compressor
+
+    @property
+    def features(self) -> tuple[str, ...]:
+        """What a mode may not go with, by names of `runtime.plan.combinations`; none where it is whole and dense."""
+        return tuple(combinations.features_of_bucket(*self.form, by_layer=self.ks is not None))
+
     def __str__(self) -> str:
         text = f"[{format_indices(self.gradients)}] {self.collective}/{self.algorithm} {self.compressor}"
         text = text if self.k is None else f"{text} k={self.k}"
@@ -68,102 +74,65 @@ class Bucket:
         )
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Updaters:
-    """Local updaters of each rank: they share its model, and ranks average their models beside them.
+ACCURACIES: tuple[Accuracy, ...] = ("exact", "bounded", "relaxed")
+"""The classes of plans, from the least risky to the riskiest."""
 
-    >>> str(Updaters(count=4, stops=(2, 3), then_every=8))
-    'updaters 4 every 1,8 blocks 0-1;2'
-    >>> str(Updaters(count=1, average_every=16, waits=True))
-    'updaters 1 wait every 16,16'
+
+class Mode:
+    """How ranks synchronize, as a frozen value; `str` gives its line in the text form of a schedule, empty for none.
+
+    The modes, and what the planner asks of each, are in `planner.model.modes`.
     """
 
-    count: int
-    stops: tuple[int, ...] | None = None
-    """Where blocks end: gradients [0, stops[0]) are the first one (LPP-SGD). None: all update all (LAP-SGD)."""
-    average_every: int = 1
-    """Updates of a rank between averagings in the first half of training."""
-    then_every: int = 16
-    """The same in the second half."""
-    waits: bool = False
-    """Whether updaters wait for averagings, as local SGD does."""
+    name: ClassVar[str]
+    """As in `runtime.plan.combinations`."""
+    accuracy: ClassVar[Accuracy] = "exact"
+    """The class of its schedules, unless their buckets are of a riskier one."""
+    shares_update: ClassVar[bool] = False
+    """Whether it is a way to share the update among ranks, on which gradients' passes do not decide."""
 
-    @property
-    def blocks(self) -> tuple[range, ...]:
-        """The gradients of each block; none where all update the full model."""
-        stops = self.stops or ()
-        return tuple(range(start, stop) for start, stop in pairwise((0, *stops)))
+
+@dataclass(frozen=True)
+class Synchronous(Mode):
+    """Every step ends with the average of all ranks' gradients on every rank."""
+
+    name: ClassVar[str] = combinations.SYNCHRONOUS
 
     def __str__(self) -> str:
-        text = f"updaters {self.count}{' wait' if self.waits else ''} every {self.average_every},{self.then_every}"
-        return f"{text} blocks {';'.join(map(format_indices, self.blocks))}" if self.stops is not None else text
-
-    @classmethod
-    def parse(cls, text: str) -> Updaters:
-        """The inverse of `str`. Raises InputError on anything else."""
-        match = _UPDATERS.fullmatch(text)
-        blocks = [parse_indices(block) for block in match[5].split(";")] if match and match[5] else []
-        members = [index for block in blocks for index in block]
-        if match is None or members != list(range(len(members))):
-            raise InputError(f"found {text!r}, expected updaters such as 'updaters 2 every 1,16 blocks 0-3;4-9'")
-        return cls(
-            count=int(match[1]),
-            stops=tuple(block[-1] + 1 for block in blocks) or None,
-            average_every=int(match[3]),
-            then_every=int(match[4]),
-            waits=match[2] is not None,
-        )
+        return ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Schedule:
-    """Buckets in launch order; `str` gives one line each, after those of delay, updaters, norms and a shared step where
-    there are any.
+    """Buckets in launch order, and the mode; `str` gives a line each, after those of mode and norms if there are any.
 
-    >>> str(Schedule(buckets=(Bucket(gradients=(0,)),), delay=4))
-    'delay k=4\\n[0] all_reduce/library none'
     >>> str(Schedule(buckets=(Bucket(gradients=(0,)),), norms=(0, 2)))
     'norms 0,2\\n[0] all_reduce/library none'
-    >>> str(Schedule(buckets=(Bucket(gradients=(0,)),), sharded=True))
-    'sharded\\n[0] all_reduce/library none'
     """
 
     buckets: tuple[Bucket, ...]
-    delay: int | None = None
-    """SSD-SGD's k: buckets are pushed in every step, and new weights pulled after every k-th one. None: synchronous."""
-    updaters: Updaters | None = None
-    """Local updaters, whose averagings send the model in these buckets. None: ranks exchange gradients."""
+    mode: Mode = Synchronous()
     norms: tuple[int, ...] | None = None
-    """By layer of `Problem.norm_layers`, the rank that computes its norms for all. None: every rank does."""
-    sharded: bool = False
-    """Whether ranks share the optimizer's step: buckets are reduce-scattered, and weights gathered after the update."""
+    """By layer of `Problem.norm_layers`, the rank that computes its norms for all; None: every rank does. Not a part of
+    the mode: which norms there are is the optimizer's affair, not one of how gradients are exchanged.
+    """
+
+    @property
+    def accuracy(self) -> Accuracy:
+        """The class of its plans: the mode's, or bounded where a part of a gradient is kept."""
+        if self.mode.accuracy == "exact" and any(bucket.compressor != "none" for bucket in self.buckets):
+            return "bounded"
+        return self.mode.accuracy
+
+    @property
+    def unshared(self) -> Schedule:
+        """The schedule of which ranks share nothing of the update."""
+        return replace(self, mode=Synchronous() if self.mode.shares_update else self.mode, norms=None)
 
     def __str__(self) -> str:
-        head = [] if self.delay is None else [f"delay k={self.delay}"]
-        head += [] if self.updaters is None else [str(self.updaters)]
+        head = [str(self.mode)] if str(self.mode) else []
         head += [] if self.norms is None else [f"norms {','.join(map(str, self.norms))}"]
-        head += [_SHARDED] if self.sharded else []
         return "\n".join([*head, *map(str, self.buckets)])
-
-    @classmethod
-    def parse(cls, text: str) -> Schedule:
-        """The inverse of `str`. Raises InputError on anything else."""
-        lines = text.splitlines()
-        delay = _DELAY.fullmatch(lines[0]) if lines else None
-        lines = lines[1:] if delay else lines
-        updaters = Updaters.parse(lines[0]) if lines and lines[0].startswith("updaters") else None
-        lines = lines[1:] if updaters else lines
-        norms = _NORMS.fullmatch(lines[0]) if lines else None
-        lines = lines[1:] if norms else lines
-        sharded = bool(lines) and lines[0] == _SHARDED
-        lines = lines[1:] if sharded else lines
-        return cls(
-            buckets=tuple(map(Bucket.parse, lines)),
-            delay=int(delay[1]) if delay else None,
-            updaters=updaters,
-            norms=tuple(map(int, norms[1].split(","))) if norms else None,
-            sharded=sharded,
-        )
 
     @classmethod
     def from_boundaries(cls, stops: Iterable[int], algorithm: str = "library") -> Schedule:

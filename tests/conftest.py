@@ -1,4 +1,4 @@
-"""For all tests: signals do what they do in a terminal, and what a failed test has started ends with it."""
+"""For all tests: signals as in a terminal, ranks that start warm, an end of what a failed test has started."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import warm_ranks
 
 MARK = "PLANNER_TEST"
 """What a test's processes have in their environment, with a value of its own for each test."""
@@ -19,10 +20,24 @@ SHARED = b"multiprocessing.resource_tracker"
 """Of this process, for all tests."""
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Read also when no folder is named: this file lies at the top of the tests."""
+    parser.addoption("--cold", action="store_true", help="ranks import everything themselves, as outside of tests")
+
+
 def pytest_configure() -> None:
     """`nohup make test &` in a script runs with Ctrl-C ignored, and so would all that tests start and interrupt."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def ranks_start_warm(pytestconfig: pytest.Config) -> Iterator[None]:
+    """Fork the ranks that this process starts; commands that it starts have ranks of their own, which are spawned."""
+    with pytest.MonkeyPatch.context() as patch:
+        if not pytestconfig.getoption("--cold"):
+            patch.setattr("planner.jobs.launch.multiprocessing", warm_ranks.WarmContext)
+        yield
 
 
 @pytest.hookimpl(wrapper=True)
@@ -41,6 +56,7 @@ def ends_with_its_test(request: pytest.FixtureRequest) -> Iterator[None]:
     yield
     del os.environ[MARK]
     if request.node.stash.get(FAILED, False):
+        warm_ranks.end_server()
         kill_marked(mark)
 
 

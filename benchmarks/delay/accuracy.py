@@ -12,8 +12,9 @@ import torch
 
 from benchmarks.lags.accuracy import plan_of
 from benchmarks.learning import Outcome, Task, learn
-from planner.emit.lower import delay_spec
+from planner.model.modes.delayed import delay_spec
 from runtime.delay import staleness
+from runtime.modes import Delayed
 from runtime.monitor import pace
 from runtime.plan import DelaySpec, Plan
 
@@ -62,11 +63,11 @@ def _plan(model: torch.nn.Module, steps: int, way: Way) -> Plan:
 
 def train(task: Task, seed: int, way: str) -> Stale:
     """One run on this rank."""
-    staleness.BOUND, pace.TURNS = math.inf, sys.maxsize // 100  # what delay does by itself
+    staleness.MOVEMENT_BOUND, pace.TURNS = math.inf, sys.maxsize // 100  # what delay does by itself
     model, session = learn(task, seed, lambda model, _: _plan(model, task.steps, WAYS[way]))
     with session.global_weights():
         metric = task.metric(model)
-    delay = session.delay
+    delay = session.mode if isinstance(session.mode, Delayed) else None
     samples = list(delay.staleness.samples) if delay else []
     session.detach()
     relative, share = (

@@ -40,8 +40,8 @@ def _plan(model: torch.nn.Module, way: str) -> Plan:
 
 def train(task: Task, seed: int, way: str) -> Outcome:
     """One run on this rank."""
-    per_node = dist.get_world_size() // NODES
-    os.environ.update(GROUP_RANK=str(dist.get_rank() // per_node), LOCAL_WORLD_SIZE=str(per_node))
+    ranks_per_node = dist.get_world_size() // NODES
+    os.environ.update(GROUP_RANK=str(dist.get_rank() // ranks_per_node), LOCAL_WORLD_SIZE=str(ranks_per_node))
     model, session = learn(task, seed, lambda model, _: _plan(model, way))
     session.detach()
     return Outcome(task.name, seed, way, task.metric(model))

@@ -9,7 +9,7 @@ from planner.cost.phases import PHASES
 from planner.cost.sparse import sparse_us
 from planner.documents.catalog import find_cluster
 from planner.documents.profile import Cluster
-from planner.emit.text import three_digits
+from planner.documents.text import format_significant
 
 CLUSTERS = ("v100-16x8-25gbe", "a100-8x8-100gb")
 DENSITY = 0.01
@@ -86,5 +86,5 @@ def lines() -> Iterator[str]:
 def _bytes(size: int) -> str:
     for factor, unit in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
         if size >= factor:
-            return f"{three_digits(size / factor)} {unit}"
+            return f"{format_significant(size / factor)} {unit}"
     return f"{size} B"

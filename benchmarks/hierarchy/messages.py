@@ -14,16 +14,14 @@ from torch import nn
 
 from planner.testbed.wiring import INTERFACE
 from runtime.comm.collectives import collective_of, has_phases
-from runtime.comm.communicator import Communicator, make_communicator
-from runtime.comm.node_groups import Grid
-from runtime.comm.parcel import Sent
+from runtime.comm.communicator import CommTiming, Communicator, make_communicator
 from runtime.comm.phased_communicator import make_phased_communicator
-from runtime.comm.topology import Position, Topology, find_topology, whereabouts
-from runtime.comm.world import World
+from runtime.comm.topology import Position, Topology, find_topology, node_info
+from runtime.comm.world import Grid, World
 from runtime.core.buckets import BucketBuffer, lay_out, make_slot
 from runtime.plan import NO_COMPRESSION, CompressorSpec, ModelReference, Plan, PlanBucket, PlanWorld
+from runtime.sparse.compressed import CompressedBucket
 from runtime.sparse.layout import make_hitopk, make_lossy
-from runtime.sparse.lossy import Lossy
 
 DENSE = (("all_reduce", "library"), ("all_reduce", "tree"), ("all_reduce", "torus_2d"))
 SPARSE = (("sparse", "naive_all_gather"), ("sparse", "flat"), ("sparse", "hitopk"))
@@ -58,19 +56,19 @@ class Runs:
     k: int
 
 
-def formula_bytes(form: tuple[str, str], size_bytes: int, k: int, nodes: int, per_node: int) -> float | None:
+def formula_bytes(form: tuple[str, str], size_bytes: int, k: int, nodes: int, ranks_per_node: int) -> float | None:
     """Payload that a node sends to others: what its ranks send there together. `k`: of a rank, or of a shard."""
     if form == ("all_reduce", "torus_2d"):
         return 2.0 * (nodes - 1) / nodes * size_bytes
     if form == ("sparse", "hitopk"):
-        return float(per_node * (nodes - 1) * SELECTED_BYTES * k)
+        return float(ranks_per_node * (nodes - 1) * SELECTED_BYTES * k)
     return None
 
 
 def run_rank(sizes: Sequence[int], densities: Sequence[float], passes: int) -> list[Timed]:
     """Every rank calls it; all get the same figures."""
     world = World.join(timeout_s=TIMEOUT_S)
-    topology = find_topology(world.gather(whereabouts(world.group), "counting nodes"))
+    topology = find_topology(world.gather(node_info(world.group), "counting nodes"))
     assert isinstance(topology, Topology)
     grid = Grid.make(world, topology)
     found = []
@@ -95,7 +93,7 @@ def _measure(grid: Grid, form: tuple[str, str], size_bytes: int, density: float 
         time_us=statistics.median(min(times) for times in zip(*(one.times_us for one in everyone), strict=True)),
         sent_us=statistics.median(min(times) for times in zip(*(one.sent_us for one in everyone), strict=True)),
         host_bytes=max(one.host_bytes for one in firsts),
-        formula_bytes=formula_bytes(form, size_bytes, mine.k, grid.nodes, grid.per_node),
+        formula_bytes=formula_bytes(form, size_bytes, mine.k, grid.num_nodes, grid.ranks_per_node),
     )
 
 
@@ -106,13 +104,13 @@ def _runs(grid: Grid, form: tuple[str, str], size_bytes: int, density: float | N
     for number in range(passes + 1):
         bucket.messages[0].flat.normal_(generator=generator)
         dist.barrier(group=grid.world.group)
-        before, begun, sent = _host_bytes(), time.perf_counter(), Sent()
+        before, begun, sent = _host_bytes(), time.perf_counter(), CommTiming()
         if lossy is not None:
             lossy.pack(number)
-        communicator.launch(bucket.parcel, sent)
+        communicator.launch(bucket.payload, sent)
         communicator.wait()
         if lossy is not None:
-            lossy.carrier.commit(lossy.unpack())
+            lossy.feedback.commit(lossy.unpack())
         times_us.append((time.perf_counter() - begun) * 1e6)
         sent_us.append((sent.end - sent.launch) * 1e6)
         dist.barrier(group=grid.world.group)  # whose few bytes count, too
@@ -120,18 +118,18 @@ def _runs(grid: Grid, form: tuple[str, str], size_bytes: int, density: float | N
     communicator.close()
     k = 0 if lossy is None else lossy.k
     if form == ("sparse", "hitopk"):
-        k //= grid.per_node
+        k //= grid.ranks_per_node
     return Runs(times_us[1:], sent_us[1:], statistics.median(sent_bytes[1:]), k)
 
 
 def _bucket(
     grid: Grid, form: tuple[str, str], size_bytes: int, density: float | None
-) -> tuple[BucketBuffer, Lossy | None, Communicator]:
+) -> tuple[BucketBuffer, CompressedBucket | None, Communicator]:
     slots = [make_slot("layer.weight", 0, nn.Parameter(torch.zeros(size_bytes // 4)))]
     spec = NO_COMPRESSION if density is None else CompressorSpec(name="topk", selector="exact", density=density)
     planned = PlanBucket(gradients=("layer.weight",), collective=form[0], algorithm=form[1], compressor=spec)
     bucket = BucketBuffer(0, slots, lay_out(slots), "/".join(form))
-    lossy: Lossy | None = None
+    lossy: CompressedBucket | None = None
     if form == ("sparse", "hitopk"):
         lossy = make_hitopk(bucket, spec, Position(grid.topology, grid.world.rank))
     elif density is not None:

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 from benchmarks.lags.bound import DENSITY, at_once, bound, layer_wise
 from benchmarks.steps import measure_rank
-from planner.comparison.contestants import BARE
 from planner.comparison.report import values_by_name
 from planner.comparison.statistics import median_interval, ratio_interval
+from planner.comparison.variants import NO_COMMUNICATION
 from planner.ir import Schedule
 from planner.jobs.rank_options import RankOptions
 from planner.jobs.world import on_ranks
@@ -45,8 +45,8 @@ def on_link(job: str, link: str, rounds: int) -> Measured:
     ranks = on_ranks(RankOptions(None, emulate=link), measure_rank, job, schedules, rounds, STEPS, "cpu", "bounded")
     measured, problem = ranks[0].measured, make_problem(ranks[0].profile)
     values = values_by_name([rank.measured for rank in ranks])
-    message_us = max(record.alone_us or 0.0 for record in measured.records if record.contestant.name == SLGS)
-    forward_us = median_interval(values[BARE]).value - measured.backward_us
+    message_us = max(record.alone_us or 0.0 for record in measured.records if record.variant.name == SLGS)
+    forward_us = median_interval(values[NO_COMMUNICATION]).value - measured.backward_us
     simulated = {name: simulate_schedule(problem, made).iteration_us for name, made in schedules(problem).items()}
     ratio = ratio_interval(values[SLGS], values[LAGS])
     return Measured(

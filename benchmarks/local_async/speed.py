@@ -20,7 +20,15 @@ from planner.emit.lower import lower
 from planner.ir import Schedule
 from planner.jobs.local_training import local_job
 from planner.jobs.training import build, profile_rank
-from planner.model.local_async import Work, closed_form_saved_backwards, making_us, saved_backwards, speed_up
+from planner.model.modes.local_updaters import (
+    LocalUpdaters,
+    Work,
+    batch_prep_us,
+    closed_form_saved_backwards,
+    saved_backwards,
+    speed_up,
+    updaters_of,
+)
 from planner.model.problem import Problem, make_problem
 from planner.model.simulator import step_us
 from runtime.checks.plan import trainable_parameters
@@ -158,7 +166,7 @@ def measure_rank(model: str, emulation: str, steps: int, rounds: int) -> Result:
 
 def _minibatch_of(problem: Problem, schedule: Schedule) -> float:
     """Predicted, with making it, as all are measured here."""
-    return step_us(problem, schedule) + (0.0 if schedule.updaters is not None else making_us(problem))
+    return step_us(problem, schedule) + (0.0 if isinstance(schedule.mode, LocalUpdaters) else batch_prep_us(problem))
 
 
 def _minibatch_us(ends_s: Sequence[float]) -> float:
@@ -168,8 +176,7 @@ def _minibatch_us(ends_s: Sequence[float]) -> float:
 
 def _saving(problem: Problem, count: int, times_us: dict[str, list[float]]) -> Saving:
     schedule, whole = make_schedule(problem, f"lpp:{count}"), make_schedule(problem, f"lap:{count}")
-    updaters = schedule.updaters
-    assert updaters is not None
+    updaters = updaters_of(schedule)
     ratios = [lap / lpp for lap, lpp in zip(times_us[f"lap:{count}"], times_us[f"lpp:{count}"], strict=True)]
     return Saving(
         updaters=count,
@@ -219,8 +226,7 @@ def _partials(model: str, problem: Problem, world: World) -> list[Partial]:
 
 def _blocks(problem: Problem) -> Iterator[tuple[int, int, range]]:
     for count in NUMBERS:
-        updaters = make_schedule(problem, f"lpp:{count}").updaters
-        assert updaters is not None
+        updaters = updaters_of(make_schedule(problem, f"lpp:{count}"))
         for index, block in enumerate(updaters.blocks):
             yield count, index, block
 

@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 
 from benchmarks.steps import measure_rank
-from planner.comparison.contestants import BARE
 from planner.comparison.measure import Measured
 from planner.comparison.report import values_by_name
 from planner.comparison.statistics import median_interval, ratio_interval
+from planner.comparison.variants import NO_COMMUNICATION
 from planner.decide.strategies import make_schedule
 from planner.documents.profile import Profile
 from planner.emit.lower import predict
@@ -97,7 +97,7 @@ class Result:
     cell: Cell
     seen: tuple[Seen, ...]
     repeat_error: float
-    """How far the bare loop's even rounds are from its odd ones: what no prediction can be expected to beat."""
+    """How far even rounds without communication are from odd ones: no prediction can be expected to beat it."""
     profiles_apart: float
     """How far the predictions of the profile after are from those of the one before, mean over plans."""
     backward_us: float
@@ -165,9 +165,9 @@ def summarize(cell: Cell, ranks: Sequence[RankCell]) -> Result:
     made = schedules(problems[0], cell)
     seen, apart = [], []
     for record in first.measured.records:
-        name = record.contestant.name
+        name = record.variant.name
         interval = median_interval(values[name])
-        if name == BARE:
+        if name == NO_COMMUNICATION:
             predicted = [problem.compute_end_us + problem.update_us for problem in problems]
         else:
             predicted = [predict(problem, made[name]).iteration_us for problem in problems]
@@ -188,7 +188,7 @@ def summarize(cell: Cell, ranks: Sequence[RankCell]) -> Result:
     rivals = dict.fromkeys(_name_of(name, made, problems[0]) for name in asked)
     tuned = min(rivals, key=lambda name: float(np.median(values[name])))
     chosen = ratio_interval(values[_name_of(cell.chosen, made, problems[0])], values[tuned])
-    bare = values[BARE]
+    bare = values[NO_COMMUNICATION]
     return Result(
         cell=cell,
         seen=tuple(seen),
@@ -207,7 +207,7 @@ def _name_of(strategy: str, made: dict[str, Schedule], problem: Problem) -> str:
 
 
 def _distinct(values: dict[str, Any]) -> list[tuple[str, str]]:
-    names = [name for name in values if name != BARE]
+    names = [name for name in values if name != NO_COMMUNICATION]
     pairs = []
     for index, one in enumerate(names):
         for other in names[index + 1 :]:

@@ -13,7 +13,7 @@ import torch
 
 from benchmarks.marked import replace_part
 from benchmarks.truth.cells import Cell, Result
-from planner.comparison.contestants import BARE
+from planner.comparison.variants import NO_COMMUNICATION
 
 WORTH_HIDING = 0.1
 """Share of the step of `single`: where less could be hidden, the difference of two steps says nothing about it."""
@@ -43,8 +43,8 @@ DELAYED = replace(EXACT, part="delayed", hides=False)
 
 
 def errors(result: Result) -> list[float]:
-    """Of the plans; the bare loop has no communication to predict."""
-    return [seen.error for seen in result.seen if seen.name != BARE]
+    """Of the plans; the no-communication baseline has no communication to predict."""
+    return [seen.error for seen in result.seen if seen.name != NO_COMMUNICATION]
 
 
 def tau(result: Result) -> float | None:
@@ -58,7 +58,7 @@ def tau(result: Result) -> float | None:
 
 def lost(result: Result) -> float:
     """What trusting the prediction costs: the plan predicted best against the one measured best."""
-    plans = [seen for seen in result.seen if seen.name != BARE]
+    plans = [seen for seen in result.seen if seen.name != NO_COMMUNICATION]
     chosen = min(plans, key=lambda seen: seen.predicted_us)
     return chosen.measured_us / min(seen.measured_us for seen in plans) - 1.0
 
@@ -69,7 +69,7 @@ def hidden(result: Result) -> float | None:
 
     None where that is so little of a step that noise is more, or plans do not send the same bytes.
     """
-    plans = {seen.name: seen for seen in result.seen if seen.name != BARE}
+    plans = {seen.name: seen for seen in result.seen if seen.name != NO_COMMUNICATION}
     chosen, single = min(plans.values(), key=lambda seen: seen.predicted_us), plans.get("single")
     if single is None or single.alone_us is None or not kind_of(result.cell).hides:
         return None
@@ -137,7 +137,7 @@ def cell_lines(results: Sequence[Result]) -> Iterator[str]:
     )
     yield "| --- " * 10 + "|"
     for result in results:
-        bare = next(seen for seen in result.seen if seen.name == BARE)
+        bare = next(seen for seen in result.seen if seen.name == NO_COMMUNICATION)
         found = np.abs(errors(result))
         rank, share = tau(result), hidden(result)
         value, low, high = result.chosen_against_best_ddp
@@ -156,7 +156,7 @@ def plan_lines(results: Sequence[Result]) -> Iterator[str]:
     for result in results:
         for seen in result.seen:
             low, high = (value / 1e3 for value in seen.ci95_us)
-            of_plan = seen.name != BARE
+            of_plan = seen.name != NO_COMMUNICATION
             predicted, error = (f"{seen.predicted_us / 1e3:.2f}", f"{seen.error:+.1%}") if of_plan else ("", "")
             yield (
                 f"| {result.cell.key} | {seen.name} | {seen.buckets or ''} | {predicted} | "

@@ -88,7 +88,7 @@ def optimize(
 ) -> None:
     """Decide how gradients travel, and how far that is from optimal."""
     from planner.decide.optimize import optimize as decide
-    from planner.decide.solvers import UNASKED
+    from planner.decide.solvers import SOLVER_SKIPPED
     from planner.passes import PASSES
     from planner.report.files import check_writable
 
@@ -115,7 +115,7 @@ def optimize(
         max_memory_mib=max_memory_mib,
     )
     if solver == "cpsat" and plan.sharded:
-        typer.echo(f"planner: --solver cpsat: {UNASKED}", err=True)
+        typer.echo(f"planner: --solver cpsat: {SOLVER_SKIPPED}", err=True)
     plan.save(output)
     if Flags.as_json:
         print_json(plan.to_document())
@@ -283,18 +283,17 @@ def explain(
     ] = None,
 ) -> None:
     """Say why a plan is what it is: a table, a trace, a page."""
-    from planner.report.files import check_outputs, load, write
+    from planner.report import files
 
-    outputs = check_outputs(plan, measured, {"--trace": trace, "--html": html})
-    loaded = load(plan, measured, outputs)
-    write(loaded, outputs)
+    outputs = files.check_outputs(plan, measured, {files.TRACE: trace, files.HTML: html})
+    loaded = files.explain(plan, measured, outputs)
     if Flags.as_json:
-        print_json(loaded.plan.to_document())
+        print_json(loaded.to_document())
         return
     from planner.report.tables import make_console, print_plan
 
     console = make_console()
-    print_plan(loaded.plan, console, buckets=True)
+    print_plan(loaded, console, buckets=True)
     for path in outputs.values():
         console.print(f"wrote {path}", highlight=False)
 

@@ -71,7 +71,7 @@ def demo_table(result: DemoResult) -> Table:
     """DDP beside the plan."""
     from rich.table import Table
 
-    title = f"one epoch of {result.steps} steps on {result.plan.world.ranks} ranks, from the same seed, in turns"
+    title = f"one epoch of {result.steps} steps on {result.plan.world.ranks} ranks, from the same seed, interleaved"
     world = result.profile.world
     if world.emulated is not None:
         title += f"; {describe(world.emulation)}"

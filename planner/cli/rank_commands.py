@@ -134,7 +134,7 @@ def compare(
         str, typer.Option(help="Further strategies, by name; needs --profile.", autocompletion=strategies_beginning)
     ] = "",
     ranks: Ranks = None,
-    steps: Annotated[int, typer.Option(help="Measured steps of each contestant.")] = 25,
+    steps: Annotated[int, typer.Option(help="Measured steps of each variant.")] = 25,
     rounds: Annotated[
         int | None, typer.Option(help="Rounds that these steps are spread over; default: 5, or as many as steps.")
     ] = None,
@@ -152,11 +152,11 @@ def compare(
     Also what is not communicated at all, DDP's hooks, and further strategies.
     """
     where = RankOptions(ranks, device, backend, timeout_s, emulate)
-    from planner.comparison.contestants import contestants, sweep
     from planner.comparison.measure import compare_rank
     from planner.comparison.picture import picture_text
     from planner.comparison.report import summarize
     from planner.comparison.script import Asked, check_rounds, find_trained, script_rank
+    from planner.comparison.variants import make_variants, sweep
     from planner.documents.profile import load_profile
     from planner.jobs.world import choose_device, is_first_rank, on_ranks, on_ranks_of_script, planned_ranks
     from planner.model.problem import make_problem
@@ -172,7 +172,7 @@ def compare(
     measured_profile = None if profile is None else load_profile(profile)
     problem = None if measured_profile is None else make_problem(measured_profile, None, where=str(profile))
     names = [name.strip() for name in strategy.split(",") if name.strip()]
-    them, caps = contestants(loaded, problem, names), sweep(loaded, problem)
+    them, caps = make_variants(loaded, problem, names), sweep(loaded, problem)
     if ranks is None and emulate is None:
         where = replace(where, ranks=planned_ranks(loaded.world.ranks, plan))
     shown = not Flags.as_json

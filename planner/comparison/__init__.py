@@ -1,1 +1,1 @@
-"""`planner compare`: every way that a user could train, measured in turn in one run, beside what was predicted."""
+"""`planner compare`: every way that a user could train, interleaved in one run, beside what was predicted."""

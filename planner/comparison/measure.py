@@ -1,4 +1,4 @@
-"""What every rank does for `planner compare`: contestants train by turns, each from the same weights."""
+"""What every rank does for `planner compare`: blocks of variants are interleaved, each from the same weights."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 from torch.nn.parallel import DistributedDataParallel
 
 import runtime
-from planner.comparison.contestants import DDP, PLAN, Contestant, distinct_caps
-from planner.comparison.same import Apart, FirstStep
+from planner.comparison.same import Deviation, FirstStep
 from planner.comparison.trained import Trained, TrainedJob
-from planner.jobs.training import SEED, blaming, build
-from planner.profile.progress import Progress, make_progress
-from planner.profile.step import TIMEOUT_S
+from planner.comparison.variants import DDP, PLAN, Variant, distinct_caps
+from planner.jobs.training import SEED, attribute_user_errors, build
+from planner.profile.progress import Progress
+from planner.profile.step import joined
 from runtime.checks.plan import trainable_parameters
 from runtime.comm.world import World, first_line
 from runtime.errors import CommunicationError, InputError, PlanMismatch
@@ -47,15 +47,15 @@ ONE_BUCKET_MIB = 2.0**33
 
 @dataclass
 class Record:
-    """What one rank saw of one contestant."""
+    """What one rank saw of one variant."""
 
-    contestant: Contestant
+    variant: Variant
     step_us: list[list[float]] = field(default_factory=list)
     """By round."""
     losses: list[list[float | None]] = field(default_factory=list)
     """Of all steps, by round; None where the step does not say."""
-    apart: list[Apart] = field(default_factory=list)
-    """By round, how far its first step was from DDP's: of exact contestants, without the round that DDP's is of."""
+    deviations: list[Deviation] = field(default_factory=list)
+    """By round, how far its first step was from DDP's: of exact variants, without the round that DDP's is of."""
     alone_us: float | None = None
     """All its messages without a backward beside them."""
     failure: str | None = None
@@ -68,11 +68,11 @@ class Measured:
 
     records: list[Record]
     backward_us: float
-    """Of the bare loop; 0 where nothing called its forward."""
+    """Of the no-communication baseline; 0 where nothing called its forward."""
 
 
-class Contest:
-    """One model on this rank, trained by one contestant after the other, each block from the same state."""
+class VariantRunner:
+    """One model on this rank, trained by one variant after the other, each block from the same state."""
 
     def __init__(
         self, trained: Trained, world: World, timeout_s: float | None, warm_up_steps: int = WARM_UP_STEPS
@@ -87,88 +87,82 @@ class Contest:
         self.backward_us: list[float] = []
 
     def block(self, record: Record, steps: int) -> None:
-        """Warm-up and so many steps of one contestant, after which everything is as it was."""
+        """Warm-up and so many steps of one variant, after which everything is as it was."""
         try:
             self._block(record, steps)
             failure = None
         except CommunicationError:
             raise
         except (InputError, RuntimeError) as error:
-            if record.contestant.hook is None:
+            if record.variant.hook is None:
                 raise
             failure = first_line(error)  # not every hook works with every backend and device
-        failures = self.world.gather(failure, f"the end of a block of {record.contestant.name}")
+        failures = self.world.gather(failure, f"the end of a block of {record.variant.name}")
         record.failure = next(filter(None, failures), None)
 
-    def check(self, contestants: Sequence[Contestant]) -> None:
+    def check(self, variants: Sequence[Variant]) -> None:
         """Attaches each plan once, before anything is measured.
 
         Raises:
             PlanMismatch: the plan to judge does not fit the model or the ranks; on all ranks alike.
             InputError: a strategy's does not.
         """
-        planned = [contestant for contestant in contestants if contestant.kind == "plan"]
-        for contestant in sorted(planned, key=lambda one: one.name != PLAN):
+        planned = [variant for variant in variants if variant.kind == "plan"]
+        for variant in sorted(planned, key=lambda one: one.name != PLAN):
             try:
                 optimizer = self.trained.optimizer()
-                with self.trained.restored(optimizer), self._travelling(contestant, optimizer):
+                with self.trained.restored(optimizer), self._communicating(variant, optimizer):
                     pass
             except PlanMismatch as error:
-                if contestant.name == PLAN:
+                if variant.name == PLAN:
                     raise
-                raise InputError(f"--strategy {contestant.name}: {error}") from error
+                raise InputError(f"--strategy {variant.name}: {error}") from error
 
-    def warm_up(self, bare: Contestant) -> None:
+    def warm_up(self, baseline: Variant) -> None:
         """What is slow only once; whether parameters go unused."""
-        self.block(Record(bare), 1)
+        self.block(Record(baseline), 1)
         self._unused = any(self.world.gather(self._missing, "comparing the first step"))
         self.backward_us.clear()
 
     def measure(self, records: list[Record], rounds: int, steps: int, progress: Progress) -> Measured:
-        """Rounds of blocks of all contestants by turns, then their messages alone; fills and returns the records."""
-        for record in progress.track(list(_turns(records, rounds)), "measuring in turn"):
+        """Interleave blocks of all variants, then time their messages alone; fills and returns the records."""
+        for record in progress.track(list(_interleaved(records, rounds)), "measuring"):
             if record.failure is None:
                 self.block(record, steps)
         for record in records:
-            if record.contestant.plan is not None and not record.contestant.delay and record.failure is None:
+            if record.variant.plan is not None and not record.variant.delay and record.failure is None:
                 with self.trained.restored(self.trained.optimizer()):
-                    record.alone_us = self.alone(record.contestant.plan)
+                    record.alone_us = self.alone(record.variant.plan)
         backward_us = statistics.median(self.backward_us) if self.backward_us else 0.0
         return Measured(records, max(self.world.gather(backward_us, "the time of backward")))
 
     def _block(self, record: Record, steps: int) -> None:
-        contestant = record.contestant
+        variant = record.variant
         times: list[float] = []
         losses: list[float | None] = []
         optimizer = self.trained.optimizer()
         with self.trained.restored(optimizer):
             self.model.zero_grad(set_to_none=True)
-            with self._travelling(contestant, optimizer) as forward, self._watched(contestant, optimizer):
+            with self._communicating(variant, optimizer) as forward, self._watched(variant, optimizer):
                 self.world.gather(None, "the start of a block")
                 restore_generators(self._generators)  # the same masks for everyone, whatever was drawn on the way here
-                if _is_reference(contestant) and not self._first_step.taken:
+                if variant.plain_ddp and not self._first_step.taken:
                     self._first_step.begin()
-                for step in range(self._warm_up_steps + contestant.in_turns(steps)):
+                for step in range(self._warm_up_steps + variant.whole_cycles(steps)):
                     self._synchronize()
                     start = time.perf_counter()
-                    loss = self.trained.step(forward, optimizer, step, in_ddp=contestant.kind == "ddp")
+                    loss = self.trained.step(forward, optimizer, step, in_ddp=variant.kind == "ddp")
                     self._synchronize()
                     times.append((time.perf_counter() - start) * 1e6)
                     losses.append(loss)
-                    if step == 0:
-                        self._look(record)
+                    if step == 0 and self._first_step.taken and variant.exact and variant.kind != "no_communication":
+                        record.deviations.append(self._first_step.compare())
+                    elif step == 0 and variant.plain_ddp:
+                        self._first_step.take_ddp()
         measured = times[self._warm_up_steps :]
-        # Steps of a delay differ from each other: what counts is their mean over whole turns of k.
-        record.step_us.append([statistics.fmean(measured)] * steps if contestant.delay else measured)
+        # Steps of a delay differ from each other: what counts is their mean over whole cycles of k.
+        record.step_us.append([statistics.fmean(measured)] * steps if variant.delay else measured)
         record.losses.append(losses)
-
-    def _look(self, record: Record) -> None:
-        """After the first step of a block."""
-        contestant = record.contestant
-        if self._first_step.taken and contestant.exact and contestant.kind != "bare":
-            record.apart.append(self._first_step.compare())
-        elif _is_reference(contestant):
-            self._first_step.take_ddp()
 
     def _synchronize(self) -> None:
         """Waits until the device has done what it was told; before a clock is read."""
@@ -176,9 +170,9 @@ class Contest:
             torch.cuda.synchronize(self._device)
 
     @contextmanager
-    def _watched(self, contestant: Contestant, optimizer: torch.optim.Optimizer) -> Iterator[None]:
-        """Of the bare loop: the time from the end of forward to the optimizer's step; whether all have gradients."""
-        if contestant.kind != "bare":
+    def _watched(self, variant: Variant, optimizer: torch.optim.Optimizer) -> Iterator[None]:
+        """Without communication: note the time from forward to the optimizer's step, and if gradients are missing."""
+        if variant.kind != "no_communication":
             yield
             return
         ends: list[float] = []
@@ -200,13 +194,13 @@ class Contest:
                 handle.remove()
 
     @contextmanager
-    def _travelling(self, contestant: Contestant, optimizer: torch.optim.Optimizer) -> Iterator[nn.Module]:
-        """What to call in place of the model, while its gradients travel as the contestant says."""
-        if contestant.kind == "bare":
+    def _communicating(self, variant: Variant, optimizer: torch.optim.Optimizer) -> Iterator[nn.Module]:
+        """What to call in place of the model, while its gradients travel as the variant says."""
+        if variant.kind == "no_communication":
             self.trained.no_sync = nullcontext
             yield self.model
-        elif contestant.kind == "ddp":
-            wrapped = [self._wrap(contestant)]
+        elif variant.kind == "ddp":
+            wrapped = [self._wrap(variant)]
             self.trained.no_sync = wrapped[0].no_sync
             try:
                 yield wrapped[0]
@@ -215,9 +209,9 @@ class Contest:
                 self.trained.no_sync = nullcontext
                 gc.collect()  # its hooks stay on the parameters until it is gone
         else:
-            assert contestant.plan is not None
+            assert variant.plan is not None
             session = runtime.attach(
-                self.model, optimizer, delayed_at_once(contestant.plan), self.world.group, sync=False,
+                self.model, optimizer, delayed_at_once(variant.plan), self.world.group, sync=False,
                 timeout_s=self._timeout_s, guard=False,
             )  # fmt: skip
             self.trained.no_sync = session.no_sync
@@ -227,8 +221,8 @@ class Contest:
                 self.trained.no_sync = nullcontext
                 session.detach()
 
-    def _wrap(self, contestant: Contestant) -> DistributedDataParallel:
-        if contestant.hook == "powersgd" and self.world.backend == "gloo":
+    def _wrap(self, variant: Variant) -> DistributedDataParallel:
+        if variant.hook == "powersgd" and self.world.backend == "gloo":
             # PowerSGD sends further messages when one has come. Over gloo those of several buckets go out in an order
             # that differs between ranks, which ends the process; so there is one bucket, or none of it.
             dtypes = {parameter.dtype for parameter in self.model.parameters() if parameter.requires_grad}
@@ -236,18 +230,18 @@ class Contest:
                 raise InputError(
                     "PowerSGD over gloo with gradients of several dtypes, and so several buckets, would fail"
                 )
-            contestant = replace(contestant, cap_mib=ONE_BUCKET_MIB)
-        with blaming(f"{self.trained.name}: DistributedDataParallel(model)"):
+            variant = replace(variant, cap_mib=ONE_BUCKET_MIB)
+        with attribute_user_errors(f"{self.trained.name}: DistributedDataParallel(model)"):
             model = DistributedDataParallel(
                 self.model,
                 process_group=self.world.group,
-                bucket_cap_mb=contestant.cap_mib,
+                bucket_cap_mb=variant.cap_mib,
                 find_unused_parameters=self._unused,
                 init_sync=False,
             )
-        if contestant.hook == "fp16":
+        if variant.hook == "fp16":
             model.register_comm_hook(self.world.group, default_hooks.fp16_compress_hook)
-        elif contestant.hook == "powersgd":
+        elif variant.hook == "powersgd":
             state = powerSGD_hook.PowerSGDState(
                 self.world.group, matrix_approximation_rank=1, start_powerSGD_iter=WARM_UP_STEPS - 1
             )
@@ -255,18 +249,18 @@ class Contest:
         return model
 
     def distinct(
-        self, caps: Sequence[tuple[float, Contestant]], contestants: Sequence[Contestant]
-    ) -> list[tuple[float, Contestant]]:
+        self, caps: Sequence[tuple[float, Variant]], variants: Sequence[Variant]
+    ) -> list[tuple[float, Variant]]:
         """The bucket sizes that give other buckets of this model than DDP's default and those before them."""
         parameters = trainable_parameters(self.model)
-        plan = next(one.plan for one in contestants if one.name == PLAN)
+        plan = next(one.plan for one in variants if one.name == PLAN)
         assert plan is not None
         # DDP follows the order of readiness, but where it searches for unused parameters.
         order = list(reversed(parameters)) if self._unused else plan.gradients
         sizes_bytes = [parameters[name].numel() * parameters[name].element_size() for name in order]
         dtypes = [hash(parameters[name].dtype) for name in order]
         wanted = distinct_caps(sizes_bytes, dtypes, [cap for cap, _ in caps])
-        return [(cap, contestant) for cap, contestant in caps if cap in wanted]
+        return [(cap, variant) for cap, variant in caps if cap in wanted]
 
     def alone(self, plan: Plan) -> float:
         """Microseconds in which a plan's messages pass when nothing else happens: the median of some rounds, over
@@ -294,8 +288,8 @@ class Contest:
 
 def compare_rank(
     spec: str,
-    contestants: Sequence[Contestant],
-    caps: Sequence[tuple[float, Contestant]],
+    variants: Sequence[Variant],
+    caps: Sequence[tuple[float, Variant]],
     rounds: int,
     steps: int,
     device: str,
@@ -306,10 +300,10 @@ def compare_rank(
 
     Args:
         spec: the job.
-        contestants: all but DDP's best bucket size; the first is the bare loop.
+        variants: all but DDP's best bucket size; the first is the no-communication baseline.
         caps: bucket sizes of DDP to try, each with what takes part if it is the best; those that give the buckets of
             another one count once.
-        rounds: each contestant has one block in each.
+        rounds: each variant has one block in each.
         steps: measured ones of a block.
         device: `cpu` or `cuda`.
         show_progress: whether the first rank shows how far it has got.
@@ -320,35 +314,38 @@ def compare_rank(
         CommunicationError: another rank died or missed the deadline.
     """
     built = build(spec, device)
-    world = World.join(None, TIMEOUT_S if timeout_s is None else timeout_s)
-    shown = make_progress(show=show_progress and world.rank == 0)
-    try:
+    with joined(None, timeout_s) as world:
         if world.ranks > 1:
             world.broadcast([*built.model.parameters(), *built.model.buffers()])
         seed_generators(SEED + 1 + world.rank)  # ranks drop out other activations, as those of DDP's users do
-        return measure_all(Contest(TrainedJob(built), world, timeout_s), contestants, caps, rounds, steps, shown)
-    finally:
-        world.leave()
+        runner = VariantRunner(TrainedJob(built), world, timeout_s)
+        return measure_all(runner, variants, caps, rounds, steps, Progress(show_progress and world.rank == 0))
 
 
 def measure_all(
-    contest: Contest,
-    contestants: Sequence[Contestant],
-    caps: Sequence[tuple[float, Contestant]],
+    runner: VariantRunner,
+    variants: Sequence[Variant],
+    caps: Sequence[tuple[float, Variant]],
     rounds: int,
     steps: int,
     progress: Progress,
 ) -> Measured:
-    """See `compare_rank`; the contest is between these contestants and DDP's best bucket size."""
-    contest.check(contestants)
-    contest.warm_up(contestants[0])
-    records = [Record(contestant) for contestant in _with_best(contest, contestants, caps, progress)]
-    return contest.measure(records, rounds, steps, progress)
-
-
-def _is_reference(contestant: Contestant) -> bool:
-    """Whether it is plain DDP, with whatever buckets."""
-    return contestant.kind == "ddp" and contestant.hook is None
+    """See `compare_rank`; the runner is between these variants and DDP's best bucket size."""
+    runner.check(variants)
+    runner.warm_up(variants[0])
+    taking_part, default = list(variants), next(variant for variant in variants if variant.name == DDP)
+    rivals: dict[float | None, Record] = {cap: Record(variant) for cap, variant in runner.distinct(caps, variants)}
+    if rivals:
+        tried = {None: Record(default), **rivals}
+        for record in progress.track(list(_interleaved(list(tried.values()), SWEEP_ROUNDS)), "DDP's best bucket size"):
+            runner.block(record, SWEEP_STEPS)
+        tried = {cap: tried[cap] for cap in _fastest(runner.world, tried)[:FINALISTS]}
+        for record in progress.track(list(_interleaved(list(tried.values()), FINAL_ROUNDS)), "the fastest of them"):
+            runner.block(record, SWEEP_STEPS)
+        best = _fastest(runner.world, tried)[0]
+        if best is not None:
+            taking_part.insert(taking_part.index(default) + 1, rivals[best].variant)
+    return runner.measure([Record(variant) for variant in taking_part], rounds, steps, progress)
 
 
 def delayed_at_once(plan: Plan) -> Plan:
@@ -356,8 +353,8 @@ def delayed_at_once(plan: Plan) -> Plan:
     return plan if plan.delay is None else replace(plan, delay=replace(plan.delay, warmup_steps=0))
 
 
-def _turns(records: Sequence[Record], rounds: int) -> Iterator[Record]:
-    """Each round begins with another contestant, so that none always follows the same one."""
+def _interleaved(records: Sequence[Record], rounds: int) -> Iterator[Record]:
+    """Each round begins with another variant, so that none always follows the same one."""
     for number in range(rounds):
         shift = number % len(records)
         yield from records[shift:]
@@ -369,30 +366,6 @@ def seed_generators(seed: int) -> None:
     random.seed(seed)
     np.random.seed(seed)
     torch.manual_seed(seed)
-
-
-def _with_best(
-    contest: Contest, contestants: Sequence[Contestant], caps: Sequence[tuple[float, Contestant]], progress: Progress
-) -> list[Contestant]:
-    """The contestants with DDP's fastest bucket size after its default, where it is not the default."""
-    default = next(contestant for contestant in contestants if contestant.name == DDP)
-    rivals: dict[float | None, Record] = {
-        cap: Record(contestant) for cap, contestant in contest.distinct(caps, contestants)
-    }
-    if not rivals:
-        return list(contestants)
-    tried = {None: Record(default), **rivals}
-    turns = list(_turns(list(tried.values()), SWEEP_ROUNDS))
-    for record in progress.track(turns, "DDP's best bucket size"):
-        contest.block(record, SWEEP_STEPS)
-    finalists = {cap: tried[cap] for cap in _fastest(contest.world, tried)[:FINALISTS]}
-    for record in progress.track(list(_turns(list(finalists.values()), FINAL_ROUNDS)), "the fastest of them"):
-        contest.block(record, SWEEP_STEPS)
-    best = _fastest(contest.world, finalists)[0]
-    if best is None:
-        return list(contestants)
-    after = contestants.index(default) + 1
-    return [*contestants[:after], rivals[best].contestant, *contestants[after:]]
 
 
 def _fastest(world: World, tried: dict[float | None, Record]) -> list[float | None]:

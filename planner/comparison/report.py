@@ -1,4 +1,4 @@
-"""What `planner compare` prints: a record for each contestant, a table, and verdicts that respect the noise."""
+"""What `planner compare` prints: a record for each variant, a table, and verdicts that respect the noise."""
 
 from __future__ import annotations
 
@@ -9,32 +9,30 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.comparison.contestants import BARE, BEST_DDP, DDP, PLAN
-from planner.comparison.statistics import (
-    hidden_share,
-    median_interval,
-    ratio_interval,
-    step_values,
-    verdict,
-)
+from planner.comparison.statistics import hidden_share, median_interval, ratio_interval, step_values, verdict
 from planner.comparison.training import judge_training
-from runtime.monitor.causes import cause_of_error
+from planner.comparison.variants import BEST_DDP, DDP, NO_COMMUNICATION, PLAN
+from planner.documents.text import milliseconds
+from runtime.monitor.verdict import cause_of_error
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from planner.comparison.measure import Measured, Record
+    from planner.comparison.measure import Measured
+
+
+COLUMNS = ("", "step (ms)", "95 % interval (ms)", "exposed (ms)", "hidden", "predicted (ms)", "error", "buckets")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One contestant."""
+    """One variant."""
 
     name: str
     median_us: float | None
     ci95_us: tuple[float, float] | None
     exposed_us: float | None
-    """What its step takes longer than the bare loop's."""
+    """What its step takes longer than the no-communication baseline's."""
     hidden_share: float | None
     """Of the communication that could be hidden; None where its messages could not be sent alone."""
     predicted_us: float | None
@@ -49,6 +47,25 @@ class Row:
     equal_to: str | None = None
     """Another row that this one is no better than: there is no bucket size that is faster than DDP's default."""
 
+    def cells(self) -> tuple[str, ...]:
+        """Return the row as text, under `COLUMNS`."""
+        if self.equal_to is not None:
+            return (BEST_DDP, f"equal to {self.equal_to}", *[""] * 6)
+        if self.failure is not None or self.ci95_us is None:
+            return (self.name, "does not work here", *[""] * 6)
+        low, high = map(milliseconds, self.ci95_us)
+        baseline = self.name == NO_COMMUNICATION
+        return (
+            self.name,
+            milliseconds(self.median_us),
+            f"{low} to {high}",
+            "" if baseline else milliseconds(self.exposed_us),
+            "" if self.hidden_share is None or baseline else f"{self.hidden_share:.0%}",
+            milliseconds(self.predicted_us),
+            "" if self.error is None else f"{self.error:+.1%}",
+            "" if self.buckets is None else str(self.buckets),
+        )
+
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
@@ -58,7 +75,7 @@ class Comparison:
     verdicts: tuple[str, ...]
     rounds: int
     steps: int
-    """Measured ones of each contestant."""
+    """Measured ones of each variant."""
     ranks: int
     cause: str | None = None
     """Why predictions are off, where they are."""
@@ -87,12 +104,31 @@ def summarize(measured: Sequence[Measured]) -> Comparison:
     """From what each rank saw, in order of rank."""
     first = measured[0]
     values = values_by_name(measured)
-    bare_us = float(np.median(values[BARE]))
+    baseline_us = float(np.median(values[NO_COMMUNICATION]))
     training = judge_training(measured)
-    rows = [
-        _row(record, values.get(record.contestant.name), bare_us, first.backward_us, training.same)
-        for record in first.records
-    ]
+    rows = []
+    for record in first.records:
+        variant, seen = record.variant, values.get(record.variant.name)
+        interval = None if seen is None else median_interval(seen)
+        exposed_us = None if interval is None else interval.value - baseline_us
+        hidden = None
+        if exposed_us is not None and record.alone_us is not None:
+            hidden = hidden_share(exposed_us, record.alone_us, first.backward_us)
+        rows.append(
+            Row(
+                name=variant.name,
+                median_us=interval.value if interval else None,
+                ci95_us=(interval.low, interval.high) if interval else None,
+                exposed_us=exposed_us,
+                hidden_share=hidden,
+                predicted_us=variant.predicted_us,
+                error=variant.predicted_us / interval.value - 1.0 if variant.predicted_us and interval else None,
+                alone_us=record.alone_us,
+                buckets=len(variant.plan.buckets) if variant.plan else None,
+                failure=record.failure,
+                same_training=training.same.get(variant.name),
+            )
+        )
     rows = _with_best_ddp(rows, values)
     rounds, steps = next(iter(values.values())).shape
     return Comparison(
@@ -103,31 +139,6 @@ def summarize(measured: Sequence[Measured]) -> Comparison:
         ranks=len(measured),
         cause=_cause({row.name: row for row in rows}),
         differences=training.differences,
-    )
-
-
-def _row(
-    record: Record,
-    values: NDArray[np.float64] | None,
-    bare_us: float,
-    backward_us: float,
-    same: Mapping[str, bool | None],
-) -> Row:
-    interval = None if values is None else median_interval(values)
-    exposed_us = None if interval is None else interval.value - bare_us
-    predicted_us, plan = record.contestant.predicted_us, record.contestant.plan
-    return Row(
-        name=record.contestant.name,
-        median_us=interval.value if interval else None,
-        ci95_us=(interval.low, interval.high) if interval else None,
-        exposed_us=exposed_us,
-        hidden_share=_hidden(exposed_us, record.alone_us, backward_us),
-        predicted_us=predicted_us,
-        error=predicted_us / interval.value - 1.0 if predicted_us and interval else None,
-        alone_us=record.alone_us,
-        buckets=len(plan.buckets) if plan else None,
-        failure=record.failure,
-        same_training=same.get(record.contestant.name),
     )
 
 
@@ -143,31 +154,27 @@ def _with_best_ddp(rows: list[Row], values: Mapping[str, NDArray[np.float64]]) -
 
 
 def _cause(rows: Mapping[str, Row]) -> str | None:
-    bare, plan = rows[BARE], rows[PLAN]
-    if not (bare.median_us and bare.predicted_us and plan.median_us and plan.predicted_us and plan.ci95_us):
+    baseline, plan = rows[NO_COMMUNICATION], rows[PLAN]
+    if not (baseline.median_us and baseline.predicted_us and plan.median_us and plan.predicted_us and plan.ci95_us):
         return None
     if plan.ci95_us[0] <= plan.predicted_us <= plan.ci95_us[1]:
         return None
     return cause_of_error(
-        computed_us=bare.median_us,
-        predicted_computed_us=bare.predicted_us,
+        computed_us=baseline.median_us,
+        predicted_computed_us=baseline.predicted_us,
         step_us=plan.median_us,
         predicted_step_us=plan.predicted_us,
     )
 
 
 def values_by_name(measured: Sequence[Measured]) -> dict[str, NDArray[np.float64]]:
-    """What each step of each contestant that works took, from what each rank saw. Shapes (rounds, steps)."""
+    """What each step of each variant that works took, from what each rank saw. Shapes (rounds, steps)."""
     values = {}
     for index, record in enumerate(measured[0].records):
         if record.failure is None:
             seen = np.array([rank.records[index].step_us for rank in measured])
-            values[record.contestant.name] = step_values(seen, together=record.contestant.kind != "bare")
+            values[record.variant.name] = step_values(seen, together=record.variant.kind != "no_communication")
     return values
-
-
-def _hidden(exposed_us: float | None, alone_us: float | None, backward_us: float) -> float | None:
-    return None if exposed_us is None or alone_us is None else hidden_share(exposed_us, alone_us, backward_us)
 
 
 def _verdicts(values: Mapping[str, NDArray[np.float64]], rows: Sequence[Row]) -> list[str]:
@@ -184,34 +191,12 @@ def _verdicts(values: Mapping[str, NDArray[np.float64]], rows: Sequence[Row]) ->
 
 def comparison_table(comparison: Comparison) -> Table:
     """For the terminal."""
-    from rich.table import Table
+    from planner.report.tables import make_table
 
-    from planner.emit.text import milliseconds
-
-    table = Table(
-        title=f"{comparison.steps} steps each on {comparison.ranks} ranks, in {comparison.rounds} rounds by turns",
-        title_justify="left",
-    )
-    table.add_column("")
-    for column in ("step (ms)", "95 % interval", "exposed (ms)", "hidden", "predicted (ms)", "error", "buckets"):
-        table.add_column(column, justify="right")
+    where = f"{comparison.steps} steps each on {comparison.ranks} ranks, in {comparison.rounds} interleaved rounds"
+    table = make_table(where, COLUMNS, left=("",))
     for row in comparison.rows:
-        if row.equal_to is not None:
-            table.add_row(BEST_DDP, f"equal to {row.equal_to}", *[""] * 6)
-            continue
-        if row.failure is not None or row.ci95_us is None:
-            table.add_row(row.name, "does not work here", *[""] * 6)
-            continue
-        table.add_row(
-            row.name,
-            milliseconds(row.median_us),
-            f"{milliseconds(row.ci95_us[0])} to {milliseconds(row.ci95_us[1])}",
-            "" if row.name == BARE else milliseconds(row.exposed_us),
-            "" if row.hidden_share is None or row.name == BARE else f"{row.hidden_share:.0%}",
-            milliseconds(row.predicted_us),
-            "" if row.error is None else f"{row.error:+.1%}",
-            "" if row.buckets is None else str(row.buckets),
-        )
+        table.add_row(*row.cells())
     return table
 
 

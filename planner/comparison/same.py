@@ -1,4 +1,4 @@
-"""Whether contestants train alike: the weights after the first step of their blocks, held against those of plain DDP.
+"""Whether variants train alike: the weights after the first step of their blocks, held against those of plain DDP.
 
 Blocks begin with the same weights, batches and random states. After one step two ways to sum the same gradients differ
 by no more than rounding, which later steps multiply; a gradient that was not averaged differs by about its own length.
@@ -22,7 +22,7 @@ size, make of sums that were taken in another order."""
 
 
 @dataclass(frozen=True)
-class Apart:
+class Deviation:
     """The parameter whose first update is furthest from DDP's."""
 
     name: str
@@ -61,7 +61,7 @@ class FirstStep:
         """Whether there is something to hold others against."""
         return self._reached is not None
 
-    def compare(self) -> Apart:
+    def compare(self) -> Deviation:
         """The parameter that is furthest from DDP's, relative to how far it may be."""
         assert self._reached is not None
         rows = zip(self._parameters.items(), self._reached, self._lengths, strict=True)
@@ -69,16 +69,16 @@ class FirstStep:
         return max(apart, key=lambda one: one.ratio)
 
 
-def _apart(name: str, found: Tensor, expected: Tensor, length: float) -> Apart:
+def _apart(name: str, found: Tensor, expected: Tensor, length: float) -> Deviation:
     epsilon = torch.finfo(expected.dtype).eps
     allowed = max(TOLERANCE, ROUNDING * math.sqrt(epsilon))
     away = _length(found - expected)
     if not math.isfinite(away):
         both = not math.isfinite(_length(found)) and not math.isfinite(_length(expected))
-        return Apart(name, 0.0 if both else math.inf, allowed)
+        return Deviation(name, 0.0 if both else math.inf, allowed)
     # An update below the rounding of the weights says nothing about the gradient.
     least = epsilon * _length(expected)
-    return Apart(name, 0.0 if away == 0.0 else away / max(length, least, 1e-300), allowed)
+    return Deviation(name, 0.0 if away == 0.0 else away / max(length, least, 1e-300), allowed)
 
 
 def _length(values: Tensor) -> float:

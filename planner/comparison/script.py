@@ -1,4 +1,4 @@
-"""`planner.compare`: a script measures its own step by turns; and the command that starts such a script."""
+"""`planner.compare`: a script measures its own step beside DDP's; and the command that starts such a script."""
 
 from __future__ import annotations
 
@@ -10,24 +10,23 @@ from pathlib import Path
 
 from torch import nn
 
-from planner.comparison.contestants import contestants, sweep
-from planner.comparison.measure import Contest, measure_all
+from planner.comparison.measure import VariantRunner, measure_all
 from planner.comparison.report import Comparison, summarize
 from planner.comparison.trained import Stateful, TrainedScript
+from planner.comparison.variants import make_variants, sweep
 from planner.documents.profile import Profile, load_profile
 from planner.jobs.job import find_job
-from planner.jobs.training import blaming
+from planner.jobs.training import attribute_user_errors
 from planner.model.problem import make_problem
-from planner.profile.progress import make_progress
-from planner.profile.step import TIMEOUT_S
-from runtime.comm.world import World
+from planner.profile.progress import Progress
+from planner.profile.step import joined
 from runtime.errors import InputError
 from runtime.plan import Plan, load_plan
 from runtime.session.session import Session
 
 STEPS, ROUNDS, MAX_STEPS = 25, 5, 10**9
 
-CURE = """put these lines before its loop, where step(model) makes one training step of the model that it is given:
+HINT = """put these lines before its loop, where step(model) makes one training step of the model that it is given:
     session = planner.attach(model, optimizer, planner.load_plan("plan.json"))
     print(planner.compare(session, step))"""
 
@@ -69,10 +68,10 @@ def compare(
     also: Sequence[Stateful] = (),
     timeout_s: float | None = None,
 ) -> Comparison:
-    """Measures no communication, DDP, its hooks and a plan by turns, with the step of a script that is running.
+    """Measure no communication, DDP, its hooks and a plan in interleaved blocks, with the step of a running script.
 
     Every rank calls this between the same two steps. Model, `.grad`, optimizer and random generators are left as found,
-    and the session goes on where it was; `session.report()` begins anew.
+    and the session continues where it was; `session.report()` begins anew.
 
     Args:
         session: attached, with an optimizer; without a delay.
@@ -82,7 +81,7 @@ def compare(
         plan: to judge, or its path; default: the session's.
         profile: for predictions of what is not the plan, and for `strategies`; or its path.
         strategies: further ones, by name.
-        steps: measured ones of each contestant.
+        steps: measured ones of each variant.
         rounds: that these are spread over; default: 5, or as many as steps.
         also: what else `step` changes, such as a scheduler or a GradScaler: put back by its state_dict.
         timeout_s: deadline of every wait; default 300 s.
@@ -95,23 +94,30 @@ def compare(
         PlanMismatch: the plan does not fit.
         CommunicationError: a rank did not come within the deadline.
     """
-    asked = _asked or _from_arguments(session, plan, profile, strategies, steps, rounds, timeout_s)
+    asked = _asked or Asked(
+        plan=session.plan if plan is None else plan if isinstance(plan, Plan) else load_plan(plan),
+        profile=profile if profile is None or isinstance(profile, Profile) else load_profile(profile),
+        strategies=tuple(strategies),
+        steps=steps,
+        rounds=check_rounds(steps, rounds),
+        timeout_s=timeout_s,
+        show_progress=True,
+    )
     if session.world.ranks == 1:
         raise InputError("planner.compare: found one rank, which sends nothing; expected at least 2: use torchrun")
     if session.optimizer is None:
         raise InputError("planner.compare: found no optimizer; expected planner.attach(model, optimizer, plan)")
     problem = None if asked.profile is None else make_problem(asked.profile)
-    them, caps = contestants(asked.plan, problem, asked.strategies), sweep(asked.plan, problem)
+    them, caps = make_variants(asked.plan, problem, asked.strategies), sweep(asked.plan, problem)
     trained = TrainedScript(session.model, session.optimizer, step, also)
-    with session.aside("planner.compare", lambda: trained.no_sync()):
-        world = World.join(session.world.group, TIMEOUT_S if asked.timeout_s is None else asked.timeout_s)
-        try:
-            contest = Contest(trained, world, asked.timeout_s)
-            shown = make_progress(show=asked.show_progress and world.rank == 0)
-            mine = measure_all(contest, them, caps, asked.rounds, asked.steps // asked.rounds, shown)
-            comparison = summarize(world.gather(mine, "collecting what ranks measured"))
-        finally:
-            world.leave()
+    with (
+        session.aside("planner.compare", lambda: trained.no_sync()),
+        joined(session.world.group, asked.timeout_s) as world,
+    ):
+        runner = VariantRunner(trained, world, asked.timeout_s)
+        progress = Progress(asked.show_progress and world.rank == 0)
+        mine = measure_all(runner, them, caps, asked.rounds, asked.steps // asked.rounds, progress)
+        comparison = summarize(world.gather(mine, "collecting what ranks measured"))
     if _asked is not None:
         raise _Answered(comparison)
     return comparison
@@ -143,26 +149,6 @@ def check_rounds(steps: int, rounds: int | None) -> int:
     return spread
 
 
-def _from_arguments(
-    session: Session,
-    plan: Plan | str | Path | None,
-    profile: Profile | str | Path | None,
-    strategies: Sequence[str],
-    steps: int,
-    rounds: int | None,
-    timeout_s: float | None,
-) -> Asked:
-    return Asked(
-        plan=session.plan if plan is None else plan if isinstance(plan, Plan) else load_plan(plan),
-        profile=profile if profile is None or isinstance(profile, Profile) else load_profile(profile),
-        strategies=tuple(strategies),
-        steps=steps,
-        rounds=check_rounds(steps, rounds),
-        timeout_s=timeout_s,
-        show_progress=True,
-    )
-
-
 def script_rank(path: str, arguments: Sequence[str], asked: Asked) -> Comparison:
     """Runs a script as `python path arguments` would, up to its call of `planner.compare`; on every rank.
 
@@ -174,8 +160,8 @@ def script_rank(path: str, arguments: Sequence[str], asked: Asked) -> Comparison
     sys.argv = [path, *arguments]
     sys.path.insert(0, str(Path(path).resolve().parent))
     try:
-        with blaming(path):
+        with attribute_user_errors(path):
             runpy.run_path(path, run_name="__main__")
     except _Answered as answer:
         return answer.comparison
-    raise InputError(f"{path}: ended without a call of planner.compare, expected one: {CURE}")
+    raise InputError(f"{path}: ended without a call of planner.compare, expected one: {HINT}")

@@ -1,4 +1,4 @@
-"""Medians, intervals and verdicts of steps that were measured in blocks by turns. Never imports torch."""
+"""Medians, intervals and verdicts of steps that were measured in interleaved blocks. Never imports torch."""
 
 from __future__ import annotations
 
@@ -37,28 +37,27 @@ def step_values(step_us: NDArray[np.float64], *, together: bool) -> NDArray[np.f
 
 def median_interval(values: NDArray[np.float64]) -> Interval:
     """The median of all steps; rounds are drawn again, and steps within them, since steps of one round are alike."""
-    medians = np.median(_resampled(values, _draws(values.shape)), axis=1)
+    medians = np.median(values.reshape(-1)[_draws(values.shape)], axis=1)
     low, high = np.quantile(medians, [0.025, 0.975])
     return Interval(float(np.median(values)), float(low), float(high))
 
 
 def ratio_interval(values: NDArray[np.float64], reference: NDArray[np.float64]) -> Interval:
-    """The ratio of two medians; the same rounds are drawn for both, since they ran in turn within each round."""
+    """The ratio of two medians; the same rounds are drawn for both, since they were interleaved within each round."""
     rounds = np.random.default_rng(SEED).integers(len(values), size=(RESAMPLES, len(values)))
-    above = np.median(_resampled(values, _draws(values.shape, rounds, 1)), axis=1)
-    below = np.median(_resampled(reference, _draws(reference.shape, rounds, 2)), axis=1)
+    above = np.median(values.reshape(-1)[_draws(values.shape, rounds, 1)], axis=1)
+    below = np.median(reference.reshape(-1)[_draws(reference.shape, rounds, 2)], axis=1)
     low, high = np.quantile(above / below, [0.025, 0.975])
     return Interval(float(np.median(values) / np.median(reference)), float(low), float(high))
 
 
 def verdict(ratio: Interval, what: str, reference: str) -> str:
     """In words; a difference inside the noise is not called one."""
-    around = f"{ratio.low:.3f} to {ratio.high:.3f}"
-    if ratio.high < 1.0:
-        return f"{what} is faster than {reference}: {ratio.value:.3f} of its step (95 % interval {around})"
-    if ratio.low > 1.0:
-        return f"{what} is slower than {reference}: {ratio.value:.3f} of its step (95 % interval {around})"
-    return f"no difference beyond the noise between {what} and {reference}: {ratio.value:.3f} (95 % interval {around})"
+    around = f"(95 % interval {ratio.low:.3f} to {ratio.high:.3f})"
+    if ratio.low <= 1.0 <= ratio.high:
+        return f"no difference beyond the noise between {what} and {reference}: {ratio.value:.3f} {around}"
+    word = "faster" if ratio.high < 1.0 else "slower"
+    return f"{what} is {word} than {reference}: {ratio.value:.3f} of its step {around}"
 
 
 def hidden_share(exposed_us: float, alone_us: float, backward_us: float) -> float | None:
@@ -74,8 +73,3 @@ def _draws(shape: tuple[int, ...], rounds: NDArray[np.int64] | None = None, stre
     drawn = generator.integers(count, size=(RESAMPLES, count)) if rounds is None else rounds
     within = generator.integers(steps, size=(RESAMPLES, count, steps))
     return (drawn[:, :, None] * steps + within).reshape(RESAMPLES, -1)
-
-
-def _resampled(values: NDArray[np.float64], draws: NDArray[np.int64]) -> NDArray[np.float64]:
-    resampled: NDArray[np.float64] = values.reshape(-1)[draws]
-    return resampled

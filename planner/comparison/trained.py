@@ -1,4 +1,4 @@
-"""What contestants train: a job, of which each block makes a new optimizer, or the model of a script with its own."""
+"""What variants train: a job, of which each block makes a new optimizer, or the model of a script with its own."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from planner.jobs.training import KEPT_BATCHES, BuiltJob, blaming
+from planner.jobs.training import KEPT_BATCHES, BuiltJob, attribute_user_errors
 from runtime.errors import InputError
 from runtime.monitor.preserve import preserved
 
@@ -22,7 +22,7 @@ class Trained(Protocol):
     name: str
     """Stands before messages of what its functions raise."""
     no_sync: Callable[[], AbstractContextManager[None]]
-    """Of the contestant whose block runs: inside, gradients only accumulate."""
+    """Of the variant whose block runs: inside, gradients only accumulate."""
 
     def restored(self, optimizer: torch.optim.Optimizer) -> AbstractContextManager[None]:
         """On leaving, everything that steps change is as it was."""
@@ -110,7 +110,7 @@ class TrainedScript:
         called: list[bool] = []
         watch = forward.register_forward_pre_hook(lambda *_: called.append(True)) if in_ddp and number == 0 else None
         try:
-            with blaming(self.name):
+            with attribute_user_errors(self.name):
                 loss = self._step(forward)
         finally:
             if watch is not None:

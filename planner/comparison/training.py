@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from planner.comparison.contestants import BEST_DDP, DDP
+from planner.comparison.variants import BEST_DDP, DDP
 
 if TYPE_CHECKING:
     from planner.comparison.measure import Measured
@@ -47,16 +47,16 @@ class _Difference:
 def judge_training(measured: Sequence[Measured]) -> Training:
     """Holds every exact plan against DDP, and DDP against itself, from what each rank saw."""
     sure = SURE_STEPS if len(measured) > 2 else None
-    contestants = [record.contestant for record in measured[0].records]
+    variants = [record.variant for record in measured[0].records]
     own = [
         difference
-        for index, one in enumerate(contestants)
+        for index, one in enumerate(variants)
         if one.name == DDP or one.name.startswith(BEST_DDP)
         for difference in _differences(measured, index, sure)
     ]
     plans = {
         one.name: list(_differences(measured, index, sure))
-        for index, one in enumerate(contestants)
+        for index, one in enumerate(variants)
         if one.kind == "plan" and one.exact
     }
     doubt = max((one for one in own if one.step == 1), key=lambda one: one.ratio, default=None)
@@ -72,7 +72,9 @@ def judge_training(measured: Sequence[Measured]) -> Training:
     same: dict[str, bool | None] = {}
     differences = []
     for name, found in plans.items():
-        real = [one for one in found if one.ratio > max(1.0, NOISE * _noise(own, one.step))]
+        # How far blocks of DDP are apart up to a step.
+        noise = {one.step: max((o.ratio for o in own if o.step <= one.step), default=0.0) for one in found}
+        real = [one for one in found if one.ratio > max(1.0, NOISE * noise[one.step])]
         same[name] = None if not found else not real
         if real:
             first = min(real, key=lambda one: (one.step, -one.ratio))
@@ -80,34 +82,26 @@ def judge_training(measured: Sequence[Measured]) -> Training:
     return Training(same=same, differences=tuple(differences))
 
 
-def _noise(own: Iterable[_Difference], step: int) -> float:
-    """How far blocks of DDP are apart up to a step."""
-    return max((one.ratio for one in own if one.step <= step), default=0.0)
-
-
 def _differences(measured: Sequence[Measured], index: int, sure: int | None) -> Iterator[_Difference]:
-    """Of all blocks of one contestant on all ranks; losses of the first `sure` steps only."""
+    """Of all blocks of one variant on all ranks; losses of the first `sure` steps only."""
     for rank, seen in enumerate(measured):
         record = seen.records[index]
-        for apart in record.apart:
+        for deviation in record.deviations:
             yield _Difference(
                 1,
-                apart.ratio,
-                f"on rank {rank} the first update of {apart.name} is off by {apart.share:.1%} of its length, expected "
-                f"{apart.allowed:.0%} at most",
+                deviation.ratio,
+                f"on rank {rank} the first update of {deviation.name} is off by {deviation.share:.1%} of its length, "
+                f"expected {deviation.allowed:.0%} at most",
             )
-        reference = next(one for one in seen.records if one.contestant.name == DDP)
+        reference = next(one for one in seen.records if one.variant.name == DDP)
         for losses in record.losses:
             for step, (found, expected) in enumerate(zip(losses[:sure], reference.losses[0], strict=False), start=1):
                 if found is not None and expected is not None:
+                    ratio = abs(found - expected) / (LOSS_TOLERANCE * max(abs(expected), 1e-5))
+                    if not (math.isfinite(found) and math.isfinite(expected)):
+                        ratio = 0.0 if repr(found) == repr(expected) else math.inf
                     yield _Difference(
                         step,
-                        _loss_ratio(found, expected),
+                        ratio,
                         f"on rank {rank} the loss was {found:.6g} in step {step} of a block, DDP's {expected:.6g}",
                     )
-
-
-def _loss_ratio(found: float, expected: float) -> float:
-    if math.isfinite(found) and math.isfinite(expected):
-        return abs(found - expected) / (LOSS_TOLERANCE * max(abs(expected), 1e-5))
-    return 0.0 if repr(found) == repr(expected) else math.inf

@@ -14,9 +14,9 @@ from typing import Any
 from planner.cost.sparse import SELECTED_BYTES, flat_is_implied
 from planner.decide.offer import ALLOWED, Offer, choose_offer
 from planner.decide.pipeline import AfterPass, run_passes, with_options
-from planner.emit.lower import accuracy_of_schedule, lower
-from planner.emit.text import counted, mib, three_digits
-from planner.ir import Bucket, Schedule
+from planner.documents.text import mib, ms, pluralize
+from planner.emit.lower import lower
+from planner.ir import ACCURACIES, Bucket, Schedule
 from planner.model.compression import check_max_ratio, ratio_of
 from planner.model.norms import update_us
 from planner.model.problem import Problem
@@ -29,9 +29,6 @@ from planner.search.cpsat_joint import MAX_PLACES, fits, solve_joint
 from runtime.errors import InputError
 from runtime.plan import Accuracy, Plan
 from runtime.plan.predicted import Certificate, FrontierPoint, SolverBound
-
-ACCURACIES: tuple[Accuracy, ...] = ("exact", "bounded", "relaxed")
-"""The classes, from the least risky to the riskiest."""
 
 
 def split_passes(
@@ -54,28 +51,22 @@ def split_passes(
         check_max_delay(max_delay)
     given = {"--max-ratio": max_ratio, "--protect": protect, "--max-delay": max_delay}
     options = [option for option, value in given.items() if value is not None]
-    asked = [(option, "relaxed" if option == "--max-delay" else "bounded") for option in options]
-    _refuse_riskier(accuracy, [*asked, *((f"the pass {each.name}", str(each.accuracy)) for each in passes)])
+    needs = [(option, "relaxed" if option == "--max-delay" else "bounded") for option in options]
+    needs += [(f"the pass {each.name}", each.accuracy) for each in passes]
+    allowed = ACCURACIES[: ACCURACIES.index(accuracy) + 1]
+    if riskier := {what: risk for what, risk in needs if risk not in allowed}:
+        why = "exact plans leave nothing out" if accuracy == "exact" else "bounded plans synchronize in every step"
+        hint = "relaxed" if "relaxed" in riskier.values() else "bounded"
+        raise InputError(
+            f"--accuracy {accuracy}: found {' and '.join(riskier)}, expected "
+            f"{'none' if len(riskier) == 1 else 'neither'}, for {why}; add --accuracy {hint}"
+        )
     lossy: list[Pass] = []
     defaults: dict[str, list[Pass]] = {"bounded": [Joint()], "relaxed": [Delay(), LocalAsync()]}
     for risk, usual in defaults.items():
-        if ACCURACIES.index(accuracy) >= ACCURACIES.index(risk):
+        if risk in allowed:
             lossy += [each for each in passes if each.accuracy == risk] or usual
     return exact, with_options(lossy, max_ratio=max_ratio, protect=protect, max_delay=max_delay)
-
-
-def _refuse_riskier(accuracy: Accuracy, asked: Sequence[tuple[str, str]]) -> None:
-    """Raises InputError where something is asked for (what, the class it needs) that is riskier than allowed."""
-    allowed = ACCURACIES.index(accuracy)
-    riskier = [(what, needs) for what, needs in asked if ACCURACIES.index(needs) > allowed]
-    if not riskier:
-        return
-    why = "exact plans leave nothing out" if accuracy == "exact" else "bounded plans synchronize in every step"
-    cure = "relaxed" if any(needs == "relaxed" for _, needs in riskier) else "bounded"
-    raise InputError(
-        f"--accuracy {accuracy}: found {' and '.join(what for what, _ in riskier)}, expected "
-        f"{'none' if len(riskier) == 1 else 'neither'}, for {why}; add --accuracy {cure}"
-    )
 
 
 def choose(
@@ -87,7 +78,7 @@ def choose(
     after_pass: AfterPass | None = None,
     solver_limit: float | None = None,
     *,
-    asked: bool = False,
+    by_name: bool = False,
 ) -> Plan:
     """The plan of the riskiest class that wins by enough, with the exact one as its fallback; else the exact one, which
     says so.
@@ -100,11 +91,20 @@ def choose(
         passes: lossy passes.
         after_pass: called after each pass.
         solver_limit: deterministic time in which the constraint program bounds the lossy plan; None: not asked for.
-        asked: for bounded passes by name, so that a step whose optimizer they do not suit gets their plan, too.
+        by_name: whether bounded passes were asked for by name, so that a step whose optimizer they do not suit gets
+            their plan, too.
     """
     bounded = [each for each in passes if each.accuracy == "bounded"]
     offer, fields = _bounded_offer(problem, schedule, bounded, after_pass, solver_limit)
-    offers = [offer if asked else _for_optimizer(problem, offer)]
+    optimizer = problem.profile.compute.optimizer
+    if offer.plan is not None and optimizer is not None and optimizer.adaptive and not by_name:
+        # Selected elements train far worse with it: see `runtime.checks.optimizer`.
+        why_not = (
+            f"selected elements train a worse model with {optimizer.name}, which divides gradients by their own size "
+            f"(docs/results/lags.md; --passes merge,joint asks for them nevertheless)"
+        )
+        offer = replace(offer, plan=None, why_not=why_not)
+    offers = [offer]
     relaxed = [each for each in passes if each.accuracy == "relaxed"]
     for each in relaxed:
         result = run_passes([each], schedule, problem, after_pass, accuracy="relaxed")
@@ -155,9 +155,19 @@ def _bounded_offer(
     # The passes do not see that norms are shared, which makes every step shorter by as much.
     saved_us = problem.update_us - update_us(problem, schedule)
     if saved_us:
-        points = tuple(replace(point, iteration_us=point.iteration_us - saved_us) for point in frontier.points)
-        frontier = replace(frontier, points=points, bound_us=frontier.bound_us - saved_us)
-    fields = {"frontier": _points(problem, frontier)}
+        shorter = tuple(replace(point, iteration_us=point.iteration_us - saved_us) for point in frontier.points)
+        frontier = replace(frontier, points=shorter, bound_us=frontier.bound_us - saved_us)
+    points = [
+        FrontierPoint(
+            max_ratio=point.max_ratio,
+            iteration_us=point.iteration_us,
+            buckets=len(point.schedule.buckets),
+            sparse_buckets=len(_sparse(point.schedule)),
+            sent_share=sent_share(problem, point.schedule),
+        )
+        for point in frontier.points
+    ]
+    fields = {"frontier": tuple(points)}
     exact_us, found_us = step_us(problem, schedule), step_us(problem, found)
     offer = partial(Offer, accuracy="bounded", what="compression")
     if not _sparse(found):
@@ -174,9 +184,9 @@ def _bounded_offer(
 def _relaxed_offer(problem: Problem, schedule: Schedule, what: str, result: Result) -> Offer:
     """The plan of what a relaxed pass found, beside the best exact schedule."""
     found, found_us = result.schedule, step_us(problem, result.schedule)
-    exact_us = step_us(problem, schedule) + result.making_us
-    offer = partial(Offer, accuracy="relaxed", what=what, making_us=result.making_us)
-    if accuracy_of_schedule(found) != "relaxed":
+    exact_us = step_us(problem, schedule) + result.batch_prep_us
+    offer = partial(Offer, accuracy="relaxed", what=what, batch_prep_us=result.batch_prep_us)
+    if found.accuracy != "relaxed":
         return offer(plan=None, step_us=exact_us, why_not=result.why_not)
     gain = f"relaxed: predicted {1.0 - found_us / exact_us:.1%} shorter than the best exact plan, which is the fallback"
     certificate = None if result.bound is None else result.bound.certificate(found_us)
@@ -184,33 +194,8 @@ def _relaxed_offer(problem: Problem, schedule: Schedule, what: str, result: Resu
     return offer(plan=plan, step_us=found_us if result.judged_us is None else result.judged_us)
 
 
-def _for_optimizer(problem: Problem, offer: Offer) -> Offer:
-    """The offer, but for optimizers with which selected elements train far worse: see `runtime.checks.adaptive`."""
-    optimizer = problem.profile.compute.optimizer
-    if offer.plan is None or optimizer is None or not optimizer.adaptive:
-        return offer
-    why_not = (
-        f"selected elements train a worse model with {optimizer.name}, which divides gradients by their own size "
-        f"(docs/results/lags.md; --passes merge,joint asks for them nevertheless)"
-    )
-    return replace(offer, plan=None, why_not=why_not)
-
-
 def _sparse(schedule: Schedule) -> list[Bucket]:
     return [bucket for bucket in schedule.buckets if bucket.collective == "sparse"]
-
-
-def _points(problem: Problem, frontier: Frontier) -> tuple[FrontierPoint, ...]:
-    return tuple(
-        FrontierPoint(
-            max_ratio=point.max_ratio,
-            iteration_us=point.iteration_us,
-            buckets=len(point.schedule.buckets),
-            sparse_buckets=len(_sparse(point.schedule)),
-            sent_share=sent_share(problem, point.schedule),
-        )
-        for point in frontier.points
-    )
 
 
 def sent_share(problem: Problem, schedule: Schedule) -> float:
@@ -265,17 +250,17 @@ def _notes(problem: Problem, schedule: Schedule, frontier: Frontier, gain: float
         f"bounded: predicted {gain:.1%} shorter than the best exact plan, which is the fallback",
         "what is held back is learnt late, and costs most in the first steps: train those with the fallback, and go "
         "over by session.switch (docs/concepts/compression.md)",
-        f"{counted(len(sparse), 'sparse bucket')} of {len(schedule.buckets)}: "
+        f"{pluralize(len(sparse), 'sparse bucket')} of {len(schedule.buckets)}: "
         f"{mib(int(problem.size_bytes[members].sum()))} of gradients travel as {mib(sent_bytes)} of values "
         f"and indices from each rank, {mib(dense_bytes)} travel dense; largest ratio "
         f"{max(ratio_of(problem, bucket) for bucket in sparse):,.4g}",
         "step by largest ratio allowed: "
-        + ", ".join(f"{point.max_ratio:,g}: {three_digits(point.iteration_us / 1000)} ms" for point in frontier.points),
+        + ", ".join(f"{point.max_ratio:,g}: {ms(point.iteration_us)}" for point in frontier.points),
     ]
     if protected:
         share = int(problem.numel[protected].sum()) / max(1, int(problem.numel.sum()))
         notes.append(
-            f"{counted(len(protected), 'gradient')} of {problem.count} travel whole ({share:.2%} of the elements)"
+            f"{pluralize(len(protected), 'gradient')} of {problem.count} travel whole ({share:.2%} of the elements)"
         )
     cluster = problem.cost.cluster
     if cluster.sparsify is None:

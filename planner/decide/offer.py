@@ -23,7 +23,7 @@ class Offer:
     """None: nothing of this class makes the step shorter."""
     step_us: float
     """What the plan is judged by; without one, the exact plan's step."""
-    making_us: float = 0.0
+    batch_prep_us: float = 0.0
     """Of that, what steps of other classes leave out: making the minibatch."""
     why_not: str = ""
     """Why there is no plan, where it is not that none makes the step shorter."""
@@ -31,7 +31,7 @@ class Offer:
     @property
     def own_us(self) -> float:
         """What compares with steps of other classes."""
-        return self.step_us - self.making_us
+        return self.step_us - self.batch_prep_us
 
 
 def choose_offer(exact_us: float, offers: Sequence[Offer]) -> tuple[Offer | None, dict[str, str]]:
@@ -45,7 +45,7 @@ def choose_offer(exact_us: float, offers: Sequence[Offer]) -> tuple[Offer | None
     best_us, best = exact_us, ""
     refused: dict[str, str] = {}
     for offer in offers:
-        than_us = best_us + offer.making_us
+        than_us = best_us + offer.batch_prep_us
         gain = 1.0 - offer.step_us / than_us if than_us > 0.0 else 0.0
         if offer.plan is None:
             refused[offer.what] = offer.why_not or f"no {offer.what} would make the step shorter"

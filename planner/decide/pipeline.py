@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from planner.ir import Schedule
+from planner.ir import Schedule, Synchronous
 from planner.model.problem import Problem
 from planner.passes import PASSES
 from planner.passes.base import Pass, Result
@@ -51,19 +51,15 @@ def _make_pass(name: str, options: str) -> Pass:
             near = difflib.get_close_matches(key, fields, n=1)
             hint = f"did you mean {near[0]}?" if near else f"it has: {', '.join(fields) or 'none'}"
             raise InputError(f"--passes: {name} has no option {key!r}; {hint}")
-        values[key] = _convert(name, key, value, type(fields[key].default))
+        kind: type[Any] = type(fields[key].default)
+        try:
+            values[key] = kind(value)
+        except ValueError:
+            values[key] = None
+        if values[key] is None or (kind is not str and not values[key] >= 1):
+            number = "an integer" if kind is int else "a number"
+            raise InputError(f"--passes: {name}{{{key}={value}}}: expected {number} of at least 1")
     return PASSES[name](**values)
-
-
-def _convert(name: str, key: str, value: str, kind: type[Any]) -> Any:
-    try:
-        converted = kind(value)
-    except ValueError:
-        converted = None
-    if converted is None or (kind is not str and not converted >= 1):
-        number = "an integer" if kind is int else "a number"
-        raise InputError(f"--passes: {name}{{{key}={value}}}: expected {number} of at least 1")
-    return converted
 
 
 def run_passes(
@@ -76,7 +72,8 @@ def run_passes(
 ) -> Result:
     """Applies the passes in order; the verifier runs before the first and after each.
 
-    What ranks share of the update does not depend on how gradients travel, so passes that decide on that do not see it.
+    What ranks share of the update does not depend on how gradients are sent, so passes that decide on that do not see
+    it.
 
     Returns:
         The last pass's result, with what the ones before it say of the plan.
@@ -88,15 +85,17 @@ def run_passes(
     for current in passes:
         started = time.perf_counter()
         before = result
-        result = current.apply(replace(before.schedule, norms=None, sharded=False), problem)
-        schedule = result.schedule
-        alone = schedule.delay is not None or schedule.updaters is not None  # ranks update by themselves
-        if not current.decides_update and not alone:
-            schedule = replace(schedule, norms=before.schedule.norms, sharded=before.schedule.sharded)
+        result = current.apply(before.schedule.unshared, problem)
+        schedule, bound = result.schedule, result.bound
+        if not current.decides_update and schedule.mode == Synchronous():
+            kept = before.schedule.mode if before.schedule.mode.shares_update else schedule.mode
+            schedule = replace(schedule, norms=before.schedule.norms, mode=kept)
+            bound = before.bound if kept.shares_update else bound
         result = replace(
             result,
             schedule=schedule,
             plan_fields={**result.plan_fields, **before.plan_fields},
+            bound=bound,
             frontier=before.frontier or result.frontier,
         )
         verify(schedule, dtype_ids, accuracy=accuracy, elements=elements, norms=norms)

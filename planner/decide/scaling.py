@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Literal
 
 from planner.cost.model import communication_cost, resize
 from planner.decide.strategies import BASELINES, make_schedule
 from planner.documents.profile import Cluster
 from planner.emit.lower import predict
 from planner.model.problem import Problem
-from planner.search.link_forms import has_two_links
+from planner.search.tables import has_two_links
 from runtime.errors import InputError
 from runtime.plan.predicted import ScalingPoint
 
@@ -37,7 +36,7 @@ def scaling_curve(problem: Problem, here_us: Mapping[str, float], strategy: str 
     others = {ranks: there for ranks in _rank_counts(problem.cost.cluster) if (there := _at(problem, ranks))}
     solved = GRADIENTS_SOLVED_CONTENDED if problem.contended else GRADIENTS_SOLVED
     solved = GRADIENTS_SOLVED_ON_LINKS if has_two_links(problem) else solved
-    kept = _thinned(sorted(others), solved // problem.count)
+    kept = _subsample(sorted(others), solved // problem.count)
     points = [_point(problem, here_us, problem.cost.cluster)]
     for ranks in kept:
         there = others[ranks]
@@ -65,7 +64,7 @@ def _at(problem: Problem, ranks: int) -> Problem | None:
         return None
 
 
-def _thinned(values: Sequence[int], most: int) -> list[int]:
+def _subsample(values: Sequence[int], most: int) -> list[int]:
     """At most so many of the values, evenly spread, the last one among them."""
     if most <= 0:
         return []
@@ -74,17 +73,11 @@ def _thinned(values: Sequence[int], most: int) -> list[int]:
 
 
 def _point(problem: Problem, times_us: Mapping[str, float], cluster: Cluster) -> ScalingPoint:
+    measured = problem.ranks == cluster.ranks and bool(cluster.samples or cluster.collectives)
     return ScalingPoint(
         ranks=problem.ranks,
         nodes=problem.cost.cluster.nodes,
-        basis=_basis(problem, cluster),
+        basis="extrapolated" if problem.cost.extrapolated else "measured" if measured else "formula",
         source=problem.cost.source,
         iteration_us=dict(times_us),
     )
-
-
-def _basis(problem: Problem, cluster: Cluster) -> Literal["measured", "formula", "extrapolated"]:
-    if problem.cost.extrapolated:
-        return "extrapolated"
-    measured = problem.ranks == cluster.ranks and bool(cluster.samples or cluster.collectives)
-    return "measured" if measured else "formula"

@@ -1,4 +1,4 @@
-"""What a plan says of the optimizer's step: shared by ranks or not, with the prediction of both, and in words."""
+"""The optimizer's step: whether ranks may share it (`--allow sharded-step`), and what a plan says of it."""
 
 from __future__ import annotations
 
@@ -7,26 +7,26 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from planner.decide.pipeline import run_passes
-from planner.emit.text import mib, ms
+from planner.documents.text import mib, ms
 from planner.ir import Schedule
-from planner.model.problem import Problem
-from planner.model.sharded_step import (
+from planner.model.modes.sharded import (
     can_share,
     costs_known,
     gathers_us,
-    leaves_out,
     memory_bytes,
+    missing_params,
     replicated_bytes,
     sharded_bytes,
 )
+from planner.model.problem import Problem
 from planner.model.simulator import step_us
 from planner.passes.base import GAIN, Pass
 from planner.passes.shard_updates import ShardUpdates
 from runtime.errors import InputError
 from runtime.plan import Plan, StepPlan, UpdatePlan
-from runtime.plan.interfaces import SHARDED_STEP
+from runtime.plan.interfaces import SHARDED_STEP, name_problem
 
-LEAVES_OUT = (
+MISSING_PARAMS = (
     "ranks do not share the optimizer's step, and cannot: it does not hold all parameters that have gradients; add "
     "the others, or freeze them before profiling"
 )
@@ -44,26 +44,59 @@ def check_memory(memory_mib: float | None) -> float | None:
     return memory_mib
 
 
-def beside_shared(shared: Plan, riskier: Plan, *, demanded: bool, making_us: float) -> Plan:
+def check_allow(allow: Sequence[str]) -> tuple[str, ...]:
+    """The names; raises InputError where one is unknown, or not built yet."""
+    if isinstance(allow, str):
+        raise InputError(f"allow: found {allow!r}, expected a list of names; pass [{allow!r}]")
+    for name in allow:
+        if (problem := name_problem(name)) is not None:
+            raise InputError(f"--allow: {problem}; correct it, or leave it out: plans then are drop-in")
+    return tuple(allow)
+
+
+def find_sharing(passes: Sequence[Pass]) -> ShardUpdates | None:
+    """The pass that decides whether ranks share the step; None where it is not among the passes."""
+    return next((each for each in passes if isinstance(each, ShardUpdates)), None)
+
+
+def allowed_passes(passes: Sequence[Pass], allow: Sequence[str]) -> tuple[Pass, ...]:
+    """The passes, of which none shares the optimizer's step where that is not allowed.
+
+    Raises:
+        InputError: one of them was told to share it, and that is not allowed.
+    """
+    if SHARDED_STEP in allow:
+        return tuple(passes)
+    sharing = find_sharing(passes)
+    if sharing is not None and sharing.step == "always":
+        raise InputError(
+            f"--passes: found shard_updates{{step=always}}, where ranks share the optimizer's step, so that some lines "
+            f"which work with DDP do not (docs/concepts/sharded-step.md); expected --allow {SHARDED_STEP} beside it: "
+            f"add that, or leave step=always out"
+        )
+    return tuple(replace(sharing, step="never") if sharing and each.decides_update else each for each in passes)
+
+
+def choose_over_sharded(shared: Plan, riskier: Plan, *, memory_requires_sharding: bool, batch_prep_us: float) -> Plan:
     """The exact plan whose ranks share the step, or the riskier one, which cannot, where that wins by 2 %.
 
     Args:
         shared: the exact plan.
         riskier: what was chosen beside the best exact plan whose ranks share nothing; perhaps that itself.
-        demanded: whether memory demands that ranks share.
-        making_us: what making a minibatch takes, which is in the times of local updaters alone.
+        memory_requires_sharding: whether nothing else fits into memory.
+        batch_prep_us: what making a minibatch takes, which is in the times of local updaters alone.
     """
     exact_us, risky_us = (plan.predicted.iteration_us if plan.predicted else 0.0 for plan in (shared, riskier))
-    exact_us += making_us if riskier.local_async is not None else 0.0
+    exact_us += batch_prep_us if riskier.local_async is not None else 0.0
     wins = riskier.accuracy != "exact" and risky_us <= exact_us * (1.0 - GAIN)
-    if wins and not demanded:
+    if wins and not memory_requires_sharding:
         return riskier
     others = dict(riskier.alternatives or {})
     if riskier.accuracy != "exact":
         others = {**others, riskier.accuracy: replace(riskier, baselines=None, scaling=None, fallback=None,
                                                       alternatives=None)}  # fmt: skip
     others.pop("exact", None)
-    why = "memory demands a shared step, which lossy plans do not have" if demanded else (
+    why = "memory demands a shared step, which lossy plans do not have" if memory_requires_sharding else (
         f"none wins {GAIN:.0%} over ranks that share the optimizer's step")  # fmt: skip
     return replace(
         shared, frontier=riskier.frontier, delays=riskier.delays, updaters=riskier.updaters,
@@ -72,7 +105,7 @@ def beside_shared(shared: Plan, riskier: Plan, *, demanded: bool, making_us: flo
     )  # fmt: skip
 
 
-def other_way(
+def alternative(
     problem: Problem, schedule: Schedule, start: Schedule, passes: Sequence[Pass], sharing: ShardUpdates | None
 ) -> Schedule | None:
     """The best exact schedule that shares the step where `schedule` does not, or the reverse; None: there is none.
@@ -86,21 +119,21 @@ def other_way(
     """
     if sharing is None:
         return None
-    if not schedule.sharded:
+    if not schedule.mode.shares_update:
         return sharing.shared_step(replace(schedule, norms=None), problem)
     never = [replace(sharing, step="never") if each.decides_update else each for each in passes]
     return run_passes(never, start, problem).schedule
 
 
-def with_step(
+def attach_step_plan(
     problem: Problem, plan: Plan, schedule: Schedule, other: Schedule | None, sharing: ShardUpdates | None
 ) -> Plan:
     """The plan with both predictions, where ranks could share the step."""
     if sharing is None or not can_share(problem):
         return plan
-    shared, whole = (schedule, other) if schedule.sharded else (other, schedule)
+    shared, whole = (schedule, other) if schedule.mode.shares_update else (other, schedule)
     step = StepPlan(
-        sharded=schedule.sharded,
+        sharded=schedule.mode.shares_update,
         replicated_us=None if whole is None else step_us(problem, whole),
         sharded_us=None if shared is None else step_us(problem, shared),
         gather_us=None if shared is None else sum(gathers_us(problem, shared.buckets)),
@@ -116,11 +149,11 @@ def with_notes(problem: Problem, plan: Plan, sharing: ShardUpdates | None) -> Pl
     step = _step(plan)
     if sharing is None or sharing.step == "never":
         return plan
-    notes = [LEAVES_OUT] if leaves_out(problem) else [] if step is None else _notes(problem, step, sharing)
+    notes = [MISSING_PARAMS] if missing_params(problem) else [] if step is None else _notes(problem, step, sharing)
     return replace(plan, notes=(*plan.notes, *notes))
 
 
-def with_gain(problem: Problem, plan: Plan, exact: Plan, sharing: ShardUpdates | None, *, making_us: float) -> Plan:
+def with_gain(problem: Problem, plan: Plan, exact: Plan, sharing: ShardUpdates | None, *, batch_prep_us: float) -> Plan:
     """The plan, which says in one line what ranks would gain that share the optimizer's step; nothing where they would
     not.
 
@@ -129,14 +162,14 @@ def with_gain(problem: Problem, plan: Plan, exact: Plan, sharing: ShardUpdates |
         plan: the one that was chosen, in which ranks were not allowed to share the step.
         exact: the exact one beside it, or itself, with both predictions.
         sharing: the pass that decides on the step, as asked for.
-        making_us: what making a minibatch takes, which is in the times of local updaters alone.
+        batch_prep_us: what making a minibatch takes, which is in the times of local updaters alone.
     """
     step = _step(exact)
     if sharing is None or step is None or step.sharded_us is None:
         return plan
     own_us = plan.predicted.iteration_us if plan.predicted else 0.0
-    own_us -= making_us if plan.local_async is not None else 0.0
-    if sharing.demanded(problem):
+    own_us -= batch_prep_us if plan.local_async is not None else 0.0
+    if sharing.memory_requires_sharding(problem):
         return replace(plan, notes=(*plan.notes, _too_large(replace(step, replicated_us=own_us))))
     if not costs_known(problem) or step.sharded_us > own_us * (1.0 - GAIN):
         return plan
@@ -186,9 +219,9 @@ def _notes(problem: Problem, step: StepPlan, sharing: ShardUpdates) -> list[str]
             f"ranks do not share the optimizer's step, as they may: that is {_times(step)}, and has to be {GAIN:.0%} "
             f"shorter{memory}{implied}"
         ]
-        return [*notes, _too_large(step)] if sharing.demanded(problem) else notes
+        return [*notes, _too_large(step)] if sharing.memory_requires_sharding(problem) else notes
     name = problem.profile.compute.optimizer.name if problem.profile.compute.optimizer else "the optimizer"
-    why = "memory demands it, " if sharing.demanded(problem) and _saves(step) else ""
+    why = "memory demands it, " if sharing.memory_requires_sharding(problem) and _saves(step) else ""
     notes = [
         f"ranks share the step of {name} (as ZeRO-1): {why}predicted {ms(step.sharded_us)} a step, "
         f"{ms(step.replicated_us)} where every rank updates all weights, of it {ms(step.gather_us or 0.0)} to gather "

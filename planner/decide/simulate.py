@@ -8,22 +8,21 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from planner.cost.sparse import SELECTED_BYTES, flat_is_implied
+from planner.cost.sparse import flat_is_implied
 from planner.decide.optimize import name_of
 from planner.decide.solvers import SOLVABLE, check_solver, solve_strategy
 from planner.decide.strategies import accuracy_of, make_schedule
 from planner.documents.catalog import find_cluster, find_profile
 from planner.documents.profile import Cluster, Profile
-from planner.ir import Bucket, Schedule
+from planner.ir import Schedule
 from planner.model.delay import CycleTimeline
-from planner.model.local_async import averagings_a_minibatch, making_us
+from planner.model.modes import model_of
 from planner.model.problem import Problem, make_problem
-from planner.model.simulator import simulate_schedule
 from planner.model.what_if import WhatIf, describe, step_quantiles
 from planner.strategies.lags import ratios
 from planner.verify import verify
 from runtime.errors import InputError
-from runtime.plan.timeline import UPDATER, Timeline, busy_us
+from runtime.plan.timeline import Timeline, busy_us
 
 DEFAULT_STRATEGIES = ("wfbp", "wfbp:layer", "single", "mg_wfbp", "ddp", "optimal")
 
@@ -96,13 +95,22 @@ def simulate(
     """
     if isinstance(strategies, str):
         raise InputError(f"strategies: found {strategies!r}, expected a list of names; pass [{strategies!r}]")
-    limit = _checked_limit(solver, solver_limit, strategies)
+    limit = check_solver(solver, solver_limit)
+    if solver != "dp" and not set(strategies) & set(SOLVABLE):
+        raise InputError(
+            f"--solver {solver}: found the strategies {', '.join(strategies)}, which follow fixed rules; expected "
+            f"{' or '.join(SOLVABLE)} among them; leave the option out or add one"
+        )
+    try:
+        counts = [] if ranks is None else [operator.index(count) for count in ranks]
+    except TypeError:  # numbers that come from a program may be of any type
+        raise InputError(f"ranks: found {ranks!r}, expected a list of integers; pass for example [4, 8]") from None
     change = what_if or WhatIf()
     loaded = change.profile(find_profile(profile))
     machines = None if cluster is None else change.cluster(find_cluster(cluster))
     results = []
     where = name_of(profile if cluster is None else cluster)
-    for count in _checked_ranks(ranks) or (None,):
+    for count in counts or (None,):
         problem = make_problem(loaded, machines, count, where=where)
         for strategy in strategies:
             schedule = make_schedule(problem, strategy)
@@ -121,26 +129,17 @@ def simulate(
     return results
 
 
-def _checked_limit(solver: str, limit: float | None, strategies: Sequence[str]) -> float:
-    checked = check_solver(solver, limit)
-    if solver != "dp" and not set(strategies) & set(SOLVABLE):
-        raise InputError(
-            f"--solver {solver}: found the strategies {', '.join(strategies)}, which follow fixed rules; expected "
-            f"{' or '.join(SOLVABLE)} among them; leave the option out or add one"
-        )
-    return checked
-
-
-def _checked_ranks(ranks: Sequence[int] | None) -> Sequence[int] | None:
-    """Numbers that come from a program may be of any type."""
-    try:
-        return None if ranks is None else [operator.index(count) for count in ranks]
-    except TypeError:
-        raise InputError(f"ranks: found {ranks!r}, expected a list of integers; pass for example [4, 8]") from None
-
-
 def _simulation(problem: Problem, schedule: Schedule, strategy: str, change: WhatIf, path: bool) -> Simulation:
-    timeline = simulate_schedule(problem, schedule)
+    model = model_of(schedule)
+    timeline = model.simulate(problem, schedule)
+    notes, implied = model.assumptions(problem)
+    source = [problem.cost.source]
+    if any(bucket.collective == "sparse" for bucket in schedule.buckets):
+        if flat_is_implied(problem.cost.cluster):
+            source.append("gathers follow from the all-reduce")
+            implied = True
+        if problem.cost.cluster.sparsify is None:
+            source.append("selection free (no `sparsify` given)")
     return Simulation(
         strategy=strategy,
         ranks=problem.ranks,
@@ -150,49 +149,15 @@ def _simulation(problem: Problem, schedule: Schedule, strategy: str, change: Wha
         backward_us=problem.backward_us,
         update_us=timeline.update_us,
         buckets=len(schedule.buckets),
-        extrapolated=problem.cost.extrapolated
-        or _gather_implied(problem, schedule)
-        or _halves_implied(problem, schedule),
-        cost_source=_cost_source(problem, schedule),
+        extrapolated=problem.cost.extrapolated or implied,
+        cost_source="; ".join([*source, *notes]),
         idle_us=idle_us(timeline),
-        message_bytes=message_bytes(problem, schedule),
-        critical_path=critical_shares(problem, schedule) if path else None,
+        message_bytes=model.message_bytes(problem, schedule),
+        critical_path=model.critical_path(problem, schedule) if path else None,
         ratios=ratios(problem, schedule) if strategy.partition(":")[0] == "lags" else None,
         quantiles_us=step_quantiles(problem, schedule, change) if change.jitter else None,
         what_if=describe(change),
     )
-
-
-def _selects(schedule: Schedule) -> bool:
-    return any(bucket.collective == "sparse" for bucket in schedule.buckets)
-
-
-def _gather_implied(problem: Problem, schedule: Schedule) -> bool:
-    return _selects(schedule) and flat_is_implied(problem.cost.cluster)
-
-
-def _halves_implied(problem: Problem, schedule: Schedule) -> bool:
-    return schedule.delay is not None and (problem.push.implied or problem.pull.implied)
-
-
-def _cost_source(problem: Problem, schedule: Schedule) -> str:
-    """Where the costs come from; for selected elements also what is not known of them."""
-    notes = [problem.cost.source]
-    if _gather_implied(problem, schedule):
-        notes.append("gathers follow from the all-reduce")
-    if _selects(schedule) and problem.cost.cluster.sparsify is None:
-        notes.append("selection free (no `sparsify` given)")
-    if schedule.updaters is not None and problem.profile.local_async is None:
-        notes.append("updaters get no more done than one process (throughput not measured)")
-    if schedule.updaters is not None and making_us(problem) > 0.0:
-        notes.append("with making the minibatch, which other steps leave out")
-    if schedule.delay is not None:
-        notes.append(f"push: {problem.push.source}, pull: {problem.pull.source}")
-        if problem.cost.cluster.local_update is None:
-            notes.append("local update free (no `local_update` given)")
-        elif problem.cost.cluster.push_pack is None:
-            notes.append("packing and taking free (no `push_pack` and `pull_take` given)")
-    return "; ".join(notes)
 
 
 def idle_us(timeline: Timeline) -> dict[str, float]:
@@ -200,42 +165,3 @@ def idle_us(timeline: Timeline) -> dict[str, float]:
     steps = timeline.steps if isinstance(timeline, CycleTimeline) else 1
     resources = dict.fromkeys(["compute", *(span.resource for span in timeline.spans)])
     return {name: max(0.0, timeline.iteration_us - busy_us(timeline.on(name)) / steps) for name in resources}
-
-
-def message_bytes(problem: Problem, schedule: Schedule) -> dict[str, float]:
-    """By network: bytes of the messages that one rank gives to the collectives of a step."""
-    total: dict[str, float] = {}
-    often = 1.0 if schedule.updaters is None else averagings_a_minibatch(problem, schedule)
-    sizes = problem.bucket_bytes([bucket.gradients for bucket in schedule.buckets])
-    for bucket, size_bytes in zip(schedule.buckets, sizes, strict=True):
-        if schedule.delay is not None:
-            shares = _delayed_shares(problem, bucket, size_bytes, schedule.delay)
-        else:
-            shares = problem.message_shares(bucket)
-        for network, share in shares:
-            total[network] = total.get(network, 0.0) + often * share * size_bytes
-    return total
-
-
-def _delayed_shares(problem: Problem, bucket: Bucket, size_bytes: float, k: int) -> list[tuple[str, float]]:
-    """Pushed in every step and pulled every k-th; where the node is the worker also averaged and spread inside."""
-    inside = problem.ranks_per_worker
-    pushed = 1.0 if bucket.k is None else SELECTED_BYTES * bucket.k / max(1.0, size_bytes)
-    between = (pushed + 1.0 / k) / inside
-    return [("network", between)] if inside == 1 else [("inter", between), ("intra", 2.0 + 1.0 / k)]
-
-
-def critical_shares(problem: Problem, schedule: Schedule) -> dict[str, float]:
-    """By kind of task: its share of the chain of tasks without a gap that the step's length comes from."""
-    if schedule.updaters is not None:  # nothing waits for anything but the minibatch before
-        spans = simulate_schedule(problem, schedule).on(f"{UPDATER}0")
-        total_us = sum(span.duration_us for span in spans) or 1.0
-        kinds = dict.fromkeys(span.task.partition(" ")[0] for span in spans)
-        return {
-            kind: sum(span.duration_us for span in spans if span.task.partition(" ")[0] == kind) / total_us
-            for kind in kinds
-        }
-    from planner.model.taskgraph import build_graph, run_graph  # networkx, which takes longer to load than to use
-
-    factors = {"compute": problem.contention.compute, "network": problem.contention.network}
-    return run_graph(build_graph(problem, schedule), factors).shares()

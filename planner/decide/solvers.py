@@ -11,19 +11,19 @@ from typing import NoReturn
 
 import numpy as np
 
-from planner.decide.norms import update_bound_us
 from planner.ir import Schedule
+from planner.model.norms import update_bound_us
 from planner.model.problem import Problem
 from planner.model.simulator import simulate_schedule
 from planner.passes.merge import best_of, boundaries, merge_problem, merge_without_contention, overlap_of
 from planner.passes.topology import links_without_contention
 from planner.search.cpsat import TIME_LIMIT, Solution, solve_merge, solve_two_links
 from planner.search.cpsat_joint import MAX_LINK_PLACES, solve_joint
-from planner.search.link_forms import dense_algorithms, forms_of, has_two_links
-from planner.search.link_tables import link_tables
 from planner.search.links import LinkForms
+from planner.search.tables import bucket_tables, dense_algorithms, forms_of, has_two_links
 from planner.strategies.torus_2d import ALGORITHM, phased_problem
 from runtime.errors import CheckFailed, InputError
+from runtime.plan.combinations import COMBINATIONS, SHARDED, SOLVER
 
 SOLVERS = ("dp", "cpsat")
 """The dynamic programs alone, or with the constraint program after them."""
@@ -31,10 +31,7 @@ SOLVERS = ("dp", "cpsat")
 SOLVABLE = ("optimal", ALGORITHM)
 """Strategies that look for the best schedule; the others follow a fixed rule."""
 
-UNASKED = (
-    "the solver cpsat was not asked, for its model is of all-reduces, and here ranks share the optimizer's step "
-    "(leave out --allow sharded-step)"
-)
+SOLVER_SKIPPED = f"the solver cpsat was not asked, for {COMBINATIONS[SHARDED][SOLVER]}"
 
 MAX_LIMIT = 3600.0
 
@@ -85,8 +82,17 @@ def solve(problem: Problem, schedule: Schedule, limit: float = TIME_LIMIT) -> So
     overlap = overlap_of(problem) if problem.contended else None
     hint = boundaries(schedule) or merge_without_contention(problem).stops
     solution = solve_merge(merge_problem(problem), hint, overlap, limit)
-    if overlap is None:
-        _compare(problem, solution)
+    if overlap is None:  # both are exact here, so neither may find or prove what the other excludes
+        arrays, optimum_us = merge_problem(problem), merge_without_contention(problem).end_us
+        room_us = AGREEMENT * optimum_us
+        found_us, start = 0.0, 0
+        for stop in solution.stops:
+            found_us = max(found_us, float(arrays.ready_us[stop - 1])) + float(arrays.cost_us(start, stop))
+            start = stop
+        better = bool(solution.stops) and found_us < optimum_us - room_us
+        worse = solution.proven and solution.bound_us < optimum_us - solution.error_us - room_us
+        if better or worse or solution.bound_us > optimum_us + room_us:
+            _contradiction("dynamic program", optimum_us, found_us, solution.bound_us)
     found = [replace(Schedule.from_boundaries(solution.stops), norms=schedule.norms)] if solution.stops else []
     return _solved(problem, best_of(problem, [schedule, *found]), solution, limit)
 
@@ -100,7 +106,7 @@ def _solve_links(problem: Problem, schedule: Schedule, limit: float) -> Solved:
         )
     known = links_without_contention(problem)
     forms = LinkForms(problem, forms_of((), dense_algorithms(problem)))
-    tables = link_tables(problem, forms.forms, forms.limits, np.arange(problem.count + 1))
+    tables = bucket_tables(problem, forms.forms, forms.limits, np.arange(problem.count + 1))
     known_us = known.end_us
     solution = solve_joint(tables, len(forms.forms), known_us, limit)
     found = tuple(zip(solution.stops, solution.forms, strict=True))
@@ -141,21 +147,6 @@ def _solved(problem: Problem, schedule: Schedule, solution: Solution, limit: flo
         error_us=solution.error_us,
         limit=limit,
     )
-
-
-def _compare(problem: Problem, solution: Solution) -> None:
-    """Both are exact here, so neither may find or prove what the other excludes."""
-    optimum_us = merge_without_contention(problem).end_us
-    room_us = AGREEMENT * optimum_us
-    arrays = merge_problem(problem)
-    found_us, start = 0.0, 0
-    for stop in solution.stops:
-        found_us = max(found_us, float(arrays.ready_us[stop - 1])) + float(arrays.cost_us(start, stop))
-        start = stop
-    better = bool(solution.stops) and found_us < optimum_us - room_us
-    worse = solution.proven and solution.bound_us < optimum_us - solution.error_us - room_us
-    if better or worse or solution.bound_us > optimum_us + room_us:
-        _contradiction("dynamic program", optimum_us, found_us, solution.bound_us)
 
 
 def _contradiction(other: str, optimum_us: float, found_us: float, bound_us: float) -> NoReturn:

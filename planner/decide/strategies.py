@@ -16,8 +16,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from planner.ir import Schedule, Updaters
+from planner.ir import Schedule
 from planner.model.compression import MAX_RATIO
+from planner.model.modes.local_updaters import LocalUpdaters
 from planner.model.problem import Problem
 from planner.passes.delay import DEFAULT_MAX_DELAY, MAX_DELAY, candidates, delayed_schedule
 from planner.passes.joint import Joint
@@ -25,7 +26,7 @@ from planner.passes.local_async import updater_schedule
 from planner.passes.merge import Merge, best_of
 from planner.passes.shard_updates import ShardUpdates
 from planner.passes.topology import Topology
-from planner.search.link_forms import has_two_links
+from planner.search.tables import has_two_links
 from planner.strategies.arguments import positive_number, refuse_argument, whole_number
 from planner.strategies.ddp import ddp
 from planner.strategies.hitopk import hitopk
@@ -95,12 +96,12 @@ def lpp(problem: Problem, argument: str | None = None) -> Schedule:
 def l_sgd(problem: Problem, argument: str | None = None) -> Schedule:
     """Local SGD: `l_sgd:H`, an averaging after every H steps, by default 16."""
     steps = _steps("l_sgd", argument)
-    return _waiting(problem, Updaters(count=1, average_every=steps, then_every=steps, waits=True))
+    return _waiting(problem, LocalUpdaters(count=1, average_every=steps, then_every=steps, waits=True))
 
 
 def pl_sgd(problem: Problem, argument: str | None = None) -> Schedule:
     """Post-local SGD: `pl_sgd:H`, after every step in the first half of training, then after every H."""
-    return _waiting(problem, Updaters(count=1, average_every=1, then_every=_steps("pl_sgd", argument), waits=True))
+    return _waiting(problem, LocalUpdaters(count=1, average_every=1, then_every=_steps("pl_sgd", argument), waits=True))
 
 
 def mb_sgd(problem: Problem, argument: str | None = None) -> Schedule:
@@ -109,8 +110,8 @@ def mb_sgd(problem: Problem, argument: str | None = None) -> Schedule:
     return optimal(problem)
 
 
-def _waiting(problem: Problem, updaters: Updaters) -> Schedule:
-    return Schedule(buckets=Schedule.from_boundaries([problem.count]).buckets, updaters=updaters)
+def _waiting(problem: Problem, updaters: LocalUpdaters) -> Schedule:
+    return Schedule(buckets=Schedule.from_boundaries([problem.count]).buckets, mode=updaters)
 
 
 def _updaters(strategy: str, argument: str | None) -> int:

@@ -57,7 +57,7 @@ class LocalAsyncProfile:
     batch_us: TimeUs = 0.0
     """Making one minibatch, in an updater that is alone."""
     forward_us: TimeUs
-    """One forward, by turns with the backwards that `layers` comes from."""
+    """One forward, interleaved with the backwards that `layers` comes from."""
     loss_us: TimeUs
     """Backward from the loss to the first gradient's layer."""
     layers: Annotated[tuple[LayerBackward, ...], Field(min_length=1, max_length=MAX_LAYERS)]

@@ -379,7 +379,7 @@ def parse_profile(document: Any, where: str = "profile") -> Profile:
         del record["cluster"]
     if "cluster" in record:
         record["cluster"] = _with_link_constants(record["cluster"], f"{where}: $.cluster")
-    profile = validate(Profile, record, where, cure=CURE)
+    profile = validate(Profile, record, where, hint=CURE)
     _check_names(profile, where)
     _check_size(profile.compute, where)
     _check_norms(profile.compute, where)

@@ -1,1 +1,1 @@
-"""From a schedule to plan.json: buckets, reasons, sources, timelines, numbers as text."""
+"""From a schedule to plan.json: buckets, sources, timelines."""

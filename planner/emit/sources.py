@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from planner.documents.profile import Cluster, Link, Profile
-from planner.emit.text import counted, slower, three_digits
+from planner.documents.text import describe_contention, mib, pluralize
 from planner.model.problem import Problem
 from runtime.version import __version__
 
@@ -22,14 +22,12 @@ def describe_sources(problem: Problem) -> dict[str, str]:
 def _model(problem: Problem) -> str:
     gradients = problem.profile.compute.gradients
     dtypes = ", ".join(dict.fromkeys(gradient.dtype for gradient in gradients))
-    size_mib = int(problem.size_bytes.sum()) / 2**20
-    return (
-        f"{problem.profile.model.name}: {counted(len(gradients), 'gradient')}, {three_digits(size_mib)} MiB, {dtypes}"
-    )
+    size = mib(int(problem.size_bytes.sum()))
+    return f"{problem.profile.model.name}: {pluralize(len(gradients), 'gradient')}, {size}, {dtypes}"
 
 
 def _cluster(cluster: Cluster) -> str:
-    ranks = f"{counted(cluster.nodes, 'node')} × {counted(cluster.ranks_per_node, 'rank')}"
+    ranks = f"{pluralize(cluster.nodes, 'node')} × {pluralize(cluster.ranks_per_node, 'rank')}"
     links = [
         f"{name} {_link(link)}"
         for name, link in (("inside a node", cluster.intra), ("between nodes", cluster.inter))
@@ -56,18 +54,18 @@ def _compute(profile: Profile) -> str:
     if world.batch_per_rank is not None:
         here.append(f"batch of {world.batch_per_rank} a rank")
     if world.threads_per_rank is not None and world.cores is not None:
-        here.append(f"{counted(world.threads_per_rank, 'thread')} a rank on {counted(world.cores, 'core')}")
-    text = f"profile of {counted(world.ranks, 'rank')}"
+        here.append(f"{pluralize(world.threads_per_rank, 'thread')} a rank on {pluralize(world.cores, 'core')}")
+    text = f"profile of {pluralize(world.ranks, 'rank')}"
     known = ", ".join(item for item in here if item)
     text += f" ({known})" if known else ""
     text += f", measured {world.measured}" if world.measured else ", without a date"
-    text += f", medians of {counted(profile.compute.repeats, 'step')}" if profile.compute.repeats else ""
+    text += f", medians of {pluralize(profile.compute.repeats, 'step')}" if profile.compute.repeats else ""
     return "; ".join([text, *_origin(profile)])
 
 
 def _communication(problem: Problem) -> str:
     cost = problem.cost
-    text = f"all-reduce on {counted(problem.ranks, 'rank')}: {cost.source}"
+    text = f"all-reduce on {pluralize(problem.ranks, 'rank')}: {cost.source}"
     samples = cost.cluster.samples or {}
     if "samples" in cost.source and samples:
         sizes = [size for curve in samples.values() for size, _ in curve]
@@ -76,5 +74,5 @@ def _communication(problem: Problem) -> str:
         text += ", extrapolated from another number of ranks"
     if problem.contended:
         factors = problem.contention
-        text += f"; while both are busy, {slower(factors)}"
+        text += f"; while both are busy, {describe_contention(factors)}"
     return text

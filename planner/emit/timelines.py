@@ -25,20 +25,18 @@ def kind_of(task: PredictedTask) -> str:
 
 def baseline_prediction(problem: Problem, schedule: Schedule, prediction: Prediction) -> Prediction:
     """A baseline's prediction with a timeline that says what is in each message, at most `MAX_BARS` a resource."""
-    tasks = [_with_members(problem, schedule, task) for task in prediction.timeline or ()]
+    tasks = []
+    for task in prediction.timeline or ():
+        if task.bucket is not None:
+            members = sorted(schedule.buckets[task.bucket].gradients)
+            task = replace(
+                task,
+                gradients=len(members),
+                first_gradient=members[0] if members[-1] - members[0] + 1 == len(members) else None,
+                size_bytes=int(problem.size_bytes[members].sum()),
+            )
+        tasks.append(task)
     return replace(prediction, timeline=join_neighbours(tasks))
-
-
-def _with_members(problem: Problem, schedule: Schedule, task: PredictedTask) -> PredictedTask:
-    if task.bucket is None:
-        return task
-    members = sorted(schedule.buckets[task.bucket].gradients)
-    return replace(
-        task,
-        gradients=len(members),
-        first_gradient=members[0] if members[-1] - members[0] + 1 == len(members) else None,
-        size_bytes=int(problem.size_bytes[members].sum()),
-    )
 
 
 def join_neighbours(tasks: Iterable[PredictedTask], limit: int = MAX_BARS) -> tuple[PredictedTask, ...]:

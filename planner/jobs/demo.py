@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -13,12 +12,12 @@ from planner.decide.optimize import optimize
 from planner.documents.profile import Profile
 from planner.jobs.demo_job import steps_per_epoch, test_accuracy
 from planner.jobs.training import Trainer, build, profile_rank
-from planner.profile.progress import make_progress
+from planner.profile.progress import Progress
 from runtime.plan import Plan
 
 JOB = "planner.jobs.demo_job:job"
 BLOCK_STEPS = 5
-"""DDP and the plan take turns by so many steps, so that a drift of the machine hits both alike."""
+"""Steps of DDP and of the plan are interleaved in such blocks, so that a drift of the machine hits both alike."""
 
 
 @dataclass(frozen=True)
@@ -74,28 +73,21 @@ def demo_rank(device: str, show_progress: bool, timeout_s: float | None = None) 
     ranks = dist.get_world_size() if dist.is_initialized() else 1
     ddp, planned = (Trainer(build(JOB, device), chosen, timeout_s) for chosen in (None, plan))
     steps = steps_per_epoch(ranks)
-    progress = make_progress(show=show_progress and (not dist.is_initialized() or dist.get_rank() == 0))
-    for trainer, step in progress.track(list(_turns(ddp, planned, steps)), "DDP and plan in turn"):
+    progress = Progress(show=show_progress and (not dist.is_initialized() or dist.get_rank() == 0))
+    blocks = [range(first, min(first + BLOCK_STEPS, steps)) for first in range(0, steps, BLOCK_STEPS)]
+    turns = [(trainer, step) for block in blocks for trainer in (ddp, planned) for step in block]
+    for trainer, step in progress.track(turns, "DDP and plan, interleaved"):
         trainer.step(trainer.built.batch(step))
     accuracies = [test_accuracy(trainer.built.model) for trainer in (ddp, planned)]
-    results = [_summarize(trainer, accuracy) for trainer, accuracy in zip((ddp, planned), accuracies, strict=True)]
-    return DemoResult(profile, plan, steps, results[0][0], results[1][0], results[1][1])
-
-
-def _turns(ddp: Trainer, planned: Trainer, steps: int) -> Iterator[tuple[Trainer, int]]:
-    for first in range(0, steps, BLOCK_STEPS):
-        for trainer in (ddp, planned):
-            for step in range(first, min(first + BLOCK_STEPS, steps)):
-                yield trainer, step
-
-
-def _summarize(trainer: Trainer, accuracy: float) -> tuple[EpochResult, str]:
-    run = trainer.close()
-    result = EpochResult(
-        epoch_s=sum(run.step_us) / 1e6,
-        median_us=statistics.median(run.step_us),
-        loss_last=run.losses[-1],
-        test_accuracy=accuracy,
-        weights_sha256=run.weights_sha256,
-    )
-    return result, run.report
+    runs = [trainer.close() for trainer in (ddp, planned)]
+    results = [
+        EpochResult(
+            epoch_s=sum(run.step_us) / 1e6,
+            median_us=statistics.median(run.step_us),
+            loss_last=run.losses[-1],
+            test_accuracy=accuracy,
+            weights_sha256=run.weights_sha256,
+        )
+        for run, accuracy in zip(runs, accuracies, strict=True)
+    ]
+    return DemoResult(profile, plan, steps, results[0], results[1], runs[1].report)

@@ -101,16 +101,12 @@ def batch(step: int, rank: int) -> tuple[Tensor, Tensor]:
     data = digits()
     count = len(data.train_labels)
     order = torch.randperm(count, generator=torch.Generator().manual_seed(0))
-    first = (step * _ranks() + rank) * BATCH_SIZE
+    # Local updaters have no process group: there the environment says how many ranks were launched.
+    joined = torch.distributed.is_initialized()
+    ranks = torch.distributed.get_world_size() if joined else int(os.environ.get("WORLD_SIZE", "1"))
+    first = (step * ranks + rank) * BATCH_SIZE
     chosen = order[torch.arange(first, first + BATCH_SIZE) % count]
     return data.train_images[chosen], data.train_labels[chosen]
-
-
-def _ranks() -> int:
-    """Local updaters have no process group: there the environment says how many ranks were launched."""
-    if torch.distributed.is_initialized():
-        return torch.distributed.get_world_size()
-    return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def loss(model: nn.Module, images_and_labels: tuple[Tensor, Tensor]) -> Tensor:

@@ -145,21 +145,19 @@ def _load_file(path: Path) -> ModuleType:
         spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:
         del sys.modules[name]
-        raise InputError(_failed_import(str(path), error) + _hidden_neighbour(path, error)) from error
+        hidden = ""
+        if isinstance(error, ImportError | AttributeError):
+            # The job may mean a file beside it of the name of one of our packages, and get the package, which was
+            # imported first.
+            folder = path.resolve().parent
+            beside = [
+                (ours, folder / place) for ours in _OURS for place in (f"{ours.name}.py", f"{ours.name}/__init__.py")
+            ]
+            for ours, theirs in reversed(beside):
+                if theirs.is_file() and theirs.parent != ours:
+                    hidden = f"; {theirs} is hidden by planner's package {ours.name!r}: rename it"
+        raise InputError(_failed_import(str(path), error) + hidden) from error
     return module
-
-
-def _hidden_neighbour(path: Path, error: BaseException) -> str:
-    """Return the reason for a failed import where a file beside the job has the name of one of our packages: the job
-    means that file and gets the package, which was imported first.
-    """
-    if not isinstance(error, ImportError | AttributeError):
-        return ""
-    for ours in _OURS:
-        for theirs in (path.resolve().parent / f"{ours.name}.py", path.resolve().parent / ours.name / "__init__.py"):
-            if theirs.is_file() and theirs.parent != ours:
-                return f"; {theirs} is hidden by planner's package {ours.name!r}: rename it"
-    return ""
 
 
 def _failed_import(where: str, error: BaseException) -> str:

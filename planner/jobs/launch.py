@@ -85,8 +85,13 @@ class _Failure:
     text: str
     trace: str
 
+    def as_error(self) -> PlannerError:
+        error = self.error or EnvironmentFailure(f"rank {self.rank} raised {self.text}")
+        error.add_note(self.trace)
+        return error
 
-class _Words:
+
+class _ResultFile:
     """A file without a name, which a rank writes and its parent reads when the rank has ended."""
 
     def __init__(self, file: BinaryIO | None = None) -> None:
@@ -95,23 +100,23 @@ class _Words:
     def __reduce__(self) -> tuple[Any, ...]:
         return _reopened, (DupFd(self._file.fileno()),)
 
-    def write(self, word: _Result | _Failure) -> None:
-        self._file.write(pickle.dumps(word))
+    def write(self, result: _Result | _Failure) -> None:
+        self._file.write(pickle.dumps(result))
         self._file.flush()
 
     def read(self) -> _Result | _Failure | None:
-        """The word, once; None where the rank wrote nothing, or was killed while it wrote."""
+        """Return the result, once; None where the rank wrote nothing, or was killed while it wrote."""
         with self._file as file:
             file.seek(0)
             try:
-                word: _Result | _Failure = pickle.load(file)
+                result: _Result | _Failure = pickle.load(file)
             except (EOFError, pickle.UnpicklingError):
                 return None
-            return word
+            return result
 
 
-def _reopened(descriptor: Any) -> _Words:
-    return _Words(os.fdopen(descriptor.detach(), "wb"))
+def _reopened(descriptor: Any) -> _ResultFile:
+    return _ResultFile(os.fdopen(descriptor.detach(), "wb"))
 
 
 @dataclass(eq=False)
@@ -120,8 +125,8 @@ class _Rank:
 
     number: int
     process: SpawnProcess
-    words: _Words
-    word: _Result | _Failure | None = None
+    file: _ResultFile
+    result: _Result | _Failure | None = None
     """What it left; known when all ranks have ended."""
     stopped_since: float | None = None
     ended_because: str = ""
@@ -133,13 +138,13 @@ class _Rank:
 
     @property
     def fate(self) -> str:
-        """How a rank ended that left no word."""
+        """How a rank ended that left no result."""
         code = self.exit_code
         if self.ended_because:
             return f"rank {self.number} {self.ended_because}"
         if code is not None and code < 0:
             return f"rank {self.number} was killed by {signal.Signals(-code).name}"
-        return f"rank {self.number} ended without a word (exit code {code})"
+        return f"rank {self.number} ended without a result (exit code {code})"
 
     def is_stopped(self) -> bool:
         """Whether a signal has stopped the process; False where that cannot be known (not on Linux)."""
@@ -152,7 +157,7 @@ class _Rank:
     def end(self, why: str = "") -> None:
         """Kills the rank and what it started."""
         if self.exit_code is None:
-            self.ended_because = "was stopped (SIGSTOP) and did not go on" if self.is_stopped() else why
+            self.ended_because = "was stopped (SIGSTOP) and did not continue" if self.is_stopped() else why
         assert self.process.pid is not None
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(self.process.pid, signal.SIGKILL)
@@ -176,7 +181,11 @@ def run_ranks(world: LocalWorld, function: Callable[..., T], *arguments: Any) ->
             the emulated cluster did not come up.
     """
     ranks: list[_Rank] = []
-    with on_signal(signal.SIGTERM, _leave), hosts_for(world.ranks, world.emulation) as hosts:
+
+    def leave(number: int, _frame: object) -> NoReturn:
+        sys.exit(128 + number)  # the code of an uncaught signal, but in order: the ranks are ended on the way out
+
+    with on_signal(signal.SIGTERM, leave), hosts_for(world.ranks, world.emulation) as hosts:
         timeout = timedelta(seconds=world.start_timeout_s)
         store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timeout)
         try:
@@ -184,28 +193,23 @@ def run_ranks(world: LocalWorld, function: Callable[..., T], *arguments: Any) ->
             with on_signal(signal.SIGINT, signal.SIG_IGN):
                 for number in range(world.ranks):
                     place = hosts.place(number)
-                    words = _Words()
+                    file = _ResultFile()
                     process = multiprocessing.get_context("spawn").Process(
-                        target=_rank_main, args=(number, world, place, store.port, words, function, arguments)
+                        target=_rank_main, args=(number, world, place, store.port, file, function, arguments)
                     )
                     process.start()
-                    ranks.append(_Rank(number, process, words))
+                    ranks.append(_Rank(number, process, file))
             _watch(ranks, world)
         finally:
             for rank in ranks:
                 rank.end()
             for rank in ranks:
-                rank.word = rank.words.read()
-    results = [rank.word.value for rank in ranks if isinstance(rank.word, _Result)]
+                rank.result = rank.file.read()
+    results = [rank.result.value for rank in ranks if isinstance(rank.result, _Result)]
     if len(results) < world.ranks:
         raise _cause(ranks)
     # Every rank has done its work; one may have died while it was taking its process group down.
     return results
-
-
-def _leave(number: int, _frame: object) -> NoReturn:
-    """Ends with the code of an uncaught signal, but in order: the ranks are ended on the way out."""
-    sys.exit(128 + number)
 
 
 def _watch(ranks: Sequence[_Rank], world: LocalWorld) -> None:
@@ -230,28 +234,22 @@ def _watch(ranks: Sequence[_Rank], world: LocalWorld) -> None:
 
 def _cause(ranks: Sequence[_Rank]) -> PlannerError:
     """The error to show: the first that is not a mere consequence, with what other ranks saw of it."""
-    silent = [rank for rank in ranks if rank.word is None]
-    in_time = sorted((r.word for r in ranks if isinstance(r.word, _Failure)), key=lambda failure: failure.time)
+    silent = [rank for rank in ranks if rank.result is None]
+    in_time = sorted((r.result for r in ranks if isinstance(r.result, _Failure)), key=lambda failure: failure.time)
     seen = [failure for failure in in_time if isinstance(failure.error, CommunicationError)]
     raised = [failure for failure in in_time if not isinstance(failure.error, CommunicationError)]
     died = [rank for rank in silent if not rank.ended_because] or [rank for rank in silent if rank.stopped_since]
     if raised and not died:
-        return _as_error(raised[0])
-    told = [rank.fate for rank in died or silent] + [str(failure.error) for failure in seen[:1]]
-    failure = EnvironmentFailure("; ".join(told) or "the ranks failed without a word")
+        return raised[0].as_error()
+    fates = [rank.fate for rank in died or silent] + [str(failure.error) for failure in seen[:1]]
+    failure = EnvironmentFailure("; ".join(fates) or "the ranks failed without a result")
     for one in in_time:
         failure.add_note(one.trace)  # shown with a traceback, which the command line prints on request
     return failure
 
 
-def _as_error(failure: _Failure) -> PlannerError:
-    error = failure.error or EnvironmentFailure(f"rank {failure.rank} raised {failure.text}")
-    error.add_note(failure.trace)
-    return error
-
-
 def _rank_main(
-    rank: int, world: LocalWorld, place: Place, port: int, words: _Words,
+    rank: int, world: LocalWorld, place: Place, port: int, file: _ResultFile,
     function: Callable[..., Any], arguments: tuple[Any, ...],
 ) -> None:  # fmt: skip
     os.setsid()  # Ctrl-C goes to the parent, which ends us, and what we started with us
@@ -259,14 +257,14 @@ def _rank_main(
     os.dup2(2, 1)  # what a job prints is not the command's result
     try:
         _join(rank, world, place, port)
-        words.write(_Result(function(*arguments)))
+        file.write(_Result(function(*arguments)))
         if dist.is_initialized():
             dist.destroy_process_group()
         end(0)
     except BaseException as error:
         ours = error if isinstance(error, PlannerError) else None
         text = f"{type(error).__name__}: {error}"
-        words.write(_Failure(rank, time.time(), ours, text, traceback.format_exc()))
+        file.write(_Failure(rank, time.time(), ours, text, traceback.format_exc()))
         end(1)
 
 
@@ -306,6 +304,5 @@ def _join(rank: int, world: LocalWorld, place: Place, port: int) -> None:
 
 def threads_per_rank(local_ranks: int) -> int:
     """The cores of this machine, shared evenly."""
-    return max(
-        1, (len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1) // local_ranks
-    )
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, cores // local_ranks)

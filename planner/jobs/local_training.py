@@ -9,16 +9,15 @@ from typing import Any
 import torch.distributed as dist
 
 from planner.documents.profile import Profile
-from planner.jobs.training import BuiltJob, RankRun, blaming, build, to_device, weights_sha256
+from planner.jobs.training import BuiltJob, RankRun, attribute_user_errors, build, to_device, weights_sha256
 from planner.profile.budget import LOGGER
 from planner.profile.progress import Progress
-from planner.profile.step import TIMEOUT_S
+from planner.profile.step import TIMEOUT_S, joined
 from planner.profile.updaters import expected_s, measure_local_async
 from planner.testbed.emulation import emulation_here
 from runtime.checks.plan import trainable_parameters
-from runtime.comm.world import World
 from runtime.errors import EnvironmentFailure
-from runtime.local_async import LocalJob, LocalRun, run_local_async
+from runtime.local_async import LocalJob, run_local_async
 from runtime.local_async.job import samples_of
 from runtime.monitor.preserve import preserved
 from runtime.plan import Plan
@@ -29,7 +28,7 @@ def local_job(spec: str, device: str) -> LocalJob:
     built = build(spec, device)
 
     def batch(number: int, rank: int) -> Any:
-        with blaming(f"{spec}: batch({number}, {rank})"):
+        with attribute_user_errors(f"{spec}: batch({number}, {rank})"):
             return to_device(built.job.batch(number, rank), built.device)
 
     return LocalJob(model=built.model, loss=built.loss, batch=batch, optimizer=built.job.optimizer)
@@ -44,23 +43,19 @@ def measure_updaters(
         InputError: the model's tensors cannot be shared.
     """
     step_us = profile.compute.forward_us + sum(g.backward_us for g in profile.compute.gradients)
-    deadline = TIMEOUT_S if timeout_s is None else timeout_s
     if not dist.is_initialized() or dist.get_rank() == 0:
         LOGGER.info("profile: up to %d local updaters of each rank: about %.0f s", most, expected_s(step_us, most))
-    world = World.join(None, max(deadline, REPEATED_STEPS * step_us / 1e6))
-    try:
-        with preserved(built.model):
-            section = measure_local_async(
-                partial(local_job, built.spec, built.device.type),
-                lambda: built.loss(built.model, batch),
-                trainable_parameters(built.model),
-                profile.compute,
-                world,
-                most,
-                progress,
-            )
-    finally:
-        world.leave()
+    longest_s = max(TIMEOUT_S if timeout_s is None else timeout_s, REPEATED_STEPS * step_us / 1e6)
+    with joined(None, longest_s) as world, preserved(built.model):
+        section = measure_local_async(
+            partial(local_job, built.spec, built.device.type),
+            lambda: built.loss(built.model, batch),
+            trainable_parameters(built.model),
+            profile.compute,
+            world,
+            most,
+            progress,
+        )
     samples = samples_of(batch) or None
     return replace(profile, local_async=section, world=replace(profile.world, batch_per_rank=samples))
 
@@ -74,20 +69,13 @@ def train_rank_locally(spec: str, plan: Plan, steps: int, device: str, timeout_s
     run = run_local_async(partial(local_job, spec, device), plan, steps, timeout_s=timeout_s)
     if not run.losses:
         raise EnvironmentFailure(f"{spec}: no minibatch was done by an updater that is left:\n{run.report}")
-    return RankRun(
-        step_us=_step_us(run), losses=run.losses, weights_sha256=weights_sha256(run.model), report=str(run.report),
-        emulation=emulation_here(),
-    )  # fmt: skip
-
-
-def _step_us(run: LocalRun) -> tuple[float, ...]:
-    """Time of a minibatch of the rank, at each update: over the last ones, as many as there are updaters.
-
-    Updates of several updaters come in no even order; over so many, each has done about one.
-    """
+    # Time of a minibatch of the rank at each update, over the last ones, as many as there are updaters: updates of
+    # several updaters come in no even order, and over so many each has done about one.
     ends_s, count = run.ends_s, len(run.report.updaters)
     first_s = ends_s[-1] - run.report.seconds
-    return tuple(
-        (ends_s[i] - (ends_s[i - count] if i >= count else first_s)) / min(count, i + 1) * 1e6
-        for i in range(len(ends_s))
-    )
+    begins_s = [*[first_s] * count, *ends_s]
+    step_us = [(end_s - begins_s[i]) / min(count, i + 1) * 1e6 for i, end_s in enumerate(ends_s)]
+    return RankRun(
+        step_us=tuple(step_us), losses=run.losses, weights_sha256=weights_sha256(run.model), report=str(run.report),
+        emulation=emulation_here(),
+    )  # fmt: skip

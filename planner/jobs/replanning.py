@@ -1,4 +1,4 @@
-"""`planner.replan`: a new plan for a run that goes on, from what its own steps and links are like now.
+"""`planner.replan`: a new plan while a run continues, from what its own steps and links are like now.
 
 What is measured, and where it comes from:
 
@@ -37,9 +37,9 @@ from planner.documents.profile import (
     load_profile,
 )
 from planner.model.what_if import scale_compute
-from planner.profile.compute import RankTimes, combine_parameters, rank_times
+from planner.profile.compute import RankTimes, combine, rank_times
 from planner.profile.links import fit, measure_all_reduce
-from planner.profile.progress import Silent
+from planner.profile.progress import Progress
 from runtime.checks.plan import dtype_name
 from runtime.errors import InputError
 from runtime.monitor.drift import bucket_times, complete, measured_times, predicted_times
@@ -47,29 +47,31 @@ from runtime.plan import Plan
 from runtime.plan.names import layer_of
 
 if TYPE_CHECKING:
-    from runtime.monitor.clock import Clock
-    from runtime.monitor.recorder import StepMarks
     from runtime.session.session import Session
 
 MIN_STEPS, LAST_STEPS = 5, 20
 """Steps of the present plan that are needed, and that are used: the last ones, for the run has changed."""
 
 LARGEST_BYTES = 16 * 1024 * 1024
-"""Largest message that is timed; beyond it the curve goes on as a line."""
+"""Largest message that is timed; beyond it the curve continues as a line."""
 
 BUDGET_S = 1.0
 """What timing the links may take, once they have been timed often enough."""
 
-LATE_SHARE = 0.05
-"""A rank counts as late when the others wait for it longer than this share of a step."""
+STRAGGLER_SHARE = 0.05
+"""A rank is a straggler when the others wait for it longer than this share of a step."""
 
 MOST_STEPS = 2 / 3
 """… and in this share of the steps."""
 
 
+KEPT = ("contention", "sparsify", "unpack", "push_pack", "local_update", "pull_take", "measured_for")
+"""Fields of the old profile's cluster, which are about its machines."""
+
+
 @dataclass(frozen=True)
 class RankSteps:
-    """What one rank tells the others about its last steps."""
+    """What one rank reports to the others about its last steps."""
 
     problem: str | None
     step: int = 0
@@ -103,7 +105,7 @@ def replan(
         passes: the pipeline, as for `optimize`.
         allow: interfaces that the new plan may have beside drop-in, as for `optimize`; default: those of the present
             plan, so that a drop-in run stays one.
-        switch: change over to the plan, with `session.switch`.
+        switch: switch to the plan, with `session.switch`.
         at_step: the first step with it; default: the next one.
 
     Returns:
@@ -136,9 +138,24 @@ def replan(
         )
     device = next(iter(session.parameters.values())).device
     size_bytes = sum(p.numel() * p.element_size() for p in session.parameters.values())
-    with session.world.naming("timing the all-reduce"):
-        curves = measure_all_reduce(session.world, device, min(size_bytes, LARGEST_BYTES), Silent(), BUDGET_S)
-    plan = _decide_on_first(session, old, everyone, curves, passes, allow)
+    with session.world.error_context("timing the all-reduce"):
+        curves = measure_all_reduce(session.world, device, min(size_bytes, LARGEST_BYTES), Progress(), BUDGET_S)
+    decided: tuple[Plan | None, str | None] = (None, None)
+    if session.world.rank == 0:
+        try:
+            measured = _profile(session, old, everyone, curves)
+            # Accuracy and interface of the run's plans: of the lossy one while it is tried against the exact one.
+            trial = session.monitor.trial
+            plan_of_run = session.plan if trial is None or trial.verdict is not None else trial.lossy
+            allowed = plan_of_run.interfaces if allow is None else allow
+            found = optimize(measured, passes=passes, accuracy=plan_of_run.accuracy, allow=allowed)
+            decided = replace(found, notes=(*found.notes, *_findings(session, everyone))), None
+        except Exception as error:  # the other ranks wait for the answer
+            decided = None, str(error) if isinstance(error, InputError) else f"{type(error).__name__}: {error}"
+    decided = session.world.gather(decided, "waiting for rank 0's plan")[0]
+    plan, problem = decided
+    if plan is None:
+        raise InputError(f"planner.replan: {problem}")
     if switch:
         session.switch(plan, at_step)
     return plan
@@ -148,8 +165,13 @@ def _measure_rank(session: Session, profile: Profile | str | Path | None) -> tup
     clock = session.recorder.clock
     try:
         old = profile if profile is None or isinstance(profile, Profile) else load_profile(profile)
-        if old is not None:
-            _check_profile(old, session)
+        other = sorted({g.name for g in old.compute.gradients} ^ set(session.plan.gradients)) if old is not None else []
+        if other:
+            more = f" and {len(other) - 5} more" if len(other) > 5 else ""
+            raise InputError(
+                f"profile: $.compute.gradients: found a profile of another model: only one of profile and plan holds "
+                f"{', '.join(other[:5])}{more}; expected the profile that the plan was made from"
+            )
         steps = complete(session.recorder.steps, clock)[-LAST_STEPS:]
         if len(steps) < MIN_STEPS:
             raise InputError(
@@ -161,7 +183,12 @@ def _measure_rank(session: Session, profile: Profile | str | Path | None) -> tup
     contention = old.cluster.contention if old is not None and old.cluster is not None else None
     times = rank_times(steps, session.plan.gradients, clock)
     if contention is not None and contention.compute > 1.0:
-        times = without_contention(times, [_busy(step, clock) for step in steps], contention)
+        sent = [[(m.start, m.end) for m in step.sent if m.start is not None and m.end is not None] for step in steps]
+        busy_us = [
+            [(clock.between_us(step.forward, start), clock.between_us(step.forward, end)) for start, end in of]
+            for step, of in zip(steps, sent, strict=True)
+        ]
+        times = without_contention(times, busy_us, contention)
     if not times.ready_us and old is None:
         return None, RankSteps("on this device only buckets are timed in training; expected the plan's profile too: "
                                "call planner.replan(session, profile)")  # fmt: skip
@@ -177,25 +204,8 @@ def _measure_rank(session: Session, profile: Profile | str | Path | None) -> tup
     )
 
 
-def _check_profile(profile: Profile, session: Session) -> None:
-    theirs, ours = {gradient.name for gradient in profile.compute.gradients}, set(session.plan.gradients)
-    if theirs != ours:
-        other = sorted(theirs ^ ours)
-        more = f" and {len(other) - 5} more" if len(other) > 5 else ""
-        raise InputError(
-            f"profile: $.compute.gradients: found a profile of another model: only one of profile and plan holds "
-            f"{', '.join(other[:5])}{more}; expected the profile that the plan was made from"
-        )
-
-
 def _ratio(measured: float, predicted: float) -> float | None:
     return measured / predicted if predicted > 0.0 and measured > 0.0 else None
-
-
-def _busy(step: StepMarks, clock: Clock) -> list[tuple[float, float]]:
-    """When messages were on the link, in microseconds from the start of forward."""
-    sent = [one for one in step.sent if one.start is not None and one.end is not None]
-    return [(clock.between_us(step.forward, one.start), clock.between_us(step.forward, one.end)) for one in sent]
 
 
 def without_contention(
@@ -211,47 +221,17 @@ def without_contention(
     lost = 1.0 - 1.0 / contention.compute
 
     def moved(column: Sequence[float]) -> list[float]:
-        return [at - lost * _overlap(busy, at) for at, busy in zip(column, busy_us, strict=True)]
+        # Messages are sent one at a time. A time that is not a number stays one.
+        busy_until = [
+            sum(max(0.0, min(end, at) - start) for start, end in busy) for at, busy in zip(column, busy_us, strict=True)
+        ]
+        return [at - lost * shared for at, shared in zip(column, busy_until, strict=True)]
 
     return replace(
         times,
         ready_us={name: moved(column) for name, column in times.ready_us.items()},
         backward_end_us=moved(times.backward_end_us),
     )
-
-
-def _overlap(busy: Sequence[tuple[float, float]], until: float) -> float:
-    """How long the link was busy by then; messages travel one at a time. Not a number stays one."""
-    if np.isnan(until):
-        return until
-    return sum(max(0.0, min(end, until) - start) for start, end in busy)
-
-
-def _decide_on_first(
-    session: Session,
-    old: Profile | None,
-    everyone: Sequence[RankSteps],
-    curves: tuple[tuple[Sample, ...], tuple[Sample, ...]],
-    passes: str,
-    allow: Sequence[str] | None,
-) -> Plan:
-    """Rank 0's plan, or its error, on all ranks."""
-    plan, problem = None, None
-    if session.world.rank == 0:
-        try:
-            profile = _profile(session, old, everyone, curves)
-            # Accuracy and interface of the run's plans: of the lossy one while it is tried against the exact one.
-            trial = session.trial
-            plan_of_run = session.plan if trial is None or trial.verdict is not None else trial.lossy
-            allowed = plan_of_run.interfaces if allow is None else allow
-            found = optimize(profile, passes=passes, accuracy=plan_of_run.accuracy, allow=allowed)
-            plan = replace(found, notes=(*found.notes, *_findings(session, everyone)))
-        except Exception as error:  # the other ranks wait for the answer
-            problem = str(error) if isinstance(error, InputError) else f"{type(error).__name__}: {error}"
-    decided: tuple[Plan | None, str | None] = session.world.gather((plan, problem), "waiting for rank 0's plan")[0]
-    if decided[0] is None:
-        raise InputError(f"planner.replan: {decided[1]}")
-    return decided[0]
 
 
 def _profile(
@@ -277,13 +257,7 @@ def _profile(
         },
         back_to_back={"all_reduce": queued},
         collectives={"all_reduce": fit(alone)},
-        contention=before.contention if before is not None else None,
-        sparsify=before.sparsify if before is not None else None,
-        unpack=before.unpack if before is not None else None,
-        push_pack=before.push_pack if before is not None else None,
-        local_update=before.local_update if before is not None else None,
-        pull_take=before.pull_take if before is not None else None,
-        measured_for=before.measured_for if before is not None else None,
+        **{name: getattr(before, name) for name in KEPT if before is not None},
     )
     return Profile(
         model=plan.model,
@@ -307,7 +281,7 @@ def _compute(session: Session, old: Profile | None, ranks: Sequence[RankTimes]) 
     """From the marks of every gradient, or the old profile stretched to the times of forward, backward and update."""
     if any(rank.ready_us for rank in ranks):
         planned = {name: session.parameters[name] for name in session.plan.gradients}
-        seen = combine_parameters(ranks, planned)
+        seen = combine(ranks, planned)
         names = {gradient.name for gradient in seen.gradients}
         # What no step of late has used closes the last bucket, so that nothing waits for it.
         unseen = tuple(
@@ -341,11 +315,11 @@ def _findings(session: Session, everyone: Sequence[RankSteps]) -> list[str]:
         notes.append(f"forward and backward took {ratio:.2f} times as long as predicted, on rank {rank} the longest")
     network = [one.network_ratio for one in everyone if one.network_ratio is not None]
     if network:
-        # The rank that comes last waits for nobody.
-        notes.append(f"messages took {min(network):.2f} times as long as predicted, waiting for late ranks left out")
-    late = find_late_rank([one.first_us for one in everyone], statistics.median(one.step_us for one in everyone))
-    if late is not None:
-        rank, late_us = late
+        # The straggler waits for nobody.
+        notes.append(f"messages took {min(network):.2f} times as long as predicted, waiting for stragglers left out")
+    straggler = find_straggler([one.first_us for one in everyone], statistics.median(one.step_us for one in everyone))
+    if straggler is not None:
+        rank, late_us = straggler
         notes.append(
             f"rank {rank} comes to the first message {late_us / 1e3:.1f} ms after the first rank; no plan mends that: "
             f"look at what this rank does besides, and at its machine"
@@ -353,11 +327,11 @@ def _findings(session: Session, everyone: Sequence[RankSteps]) -> list[str]:
     return notes
 
 
-def find_late_rank(first_us: Sequence[Sequence[float]], step_us: float) -> tuple[int, float] | None:
+def find_straggler(first_us: Sequence[Sequence[float]], step_us: float) -> tuple[int, float] | None:
     """(the rank that the others wait for, how long the first of them waits), or None where there is no such rank.
 
     Args:
-        first_us: by rank and step, how long the first message took on that rank; the late rank's is the shortest.
+        first_us: by rank and step, how long the first message took on that rank; the straggler's is the shortest.
         step_us: a step, to compare with.
     """
     count = min(map(len, first_us))
@@ -368,4 +342,4 @@ def find_late_rank(first_us: Sequence[Sequence[float]], step_us: float) -> tuple
     rank = int(np.bincount(last).argmax())
     late_us = float(np.median(times.max(axis=0) - times.min(axis=0)))
     often = float(np.mean(last == rank)) >= MOST_STEPS
-    return (rank, late_us) if often and late_us > LATE_SHARE * step_us else None
+    return (rank, late_us) if often and late_us > STRAGGLER_SHARE * step_us else None

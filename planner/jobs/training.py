@@ -7,7 +7,7 @@ import hashlib
 import re
 import time
 from collections.abc import Callable, Iterator, MutableMapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any
 
@@ -23,16 +23,15 @@ from planner.jobs.job import TrainingJob, described, load_job
 from planner.profile.budget import LOGGER, heard
 from planner.profile.loading import LONGEST_S as LOADING_S
 from planner.profile.loading import batch_samples, measure_loading
-from planner.profile.progress import make_progress
+from planner.profile.progress import Progress
 from planner.profile.request import Request
-from planner.profile.step import TIMEOUT_S, check_same_model, deadline_s, measure
+from planner.profile.step import TIMEOUT_S, check_same_model, deadline_s, joined, measure
 from planner.testbed.emulation import Emulation, emulation_here
 from runtime.checks.plan import model_fingerprint
 from runtime.comm.world import World, first_line
 from runtime.errors import CommunicationError, InputError, PlannerError
 from runtime.monitor.preserve import preserved
 from runtime.plan import Plan
-from runtime.plan.predicted import Loading
 
 SEED = 0
 KEPT_BATCHES = 4
@@ -80,13 +79,13 @@ class BuiltJob:
     def batch(self, step: int) -> Any:
         """This rank's batch of one step, on the device."""
         rank = dist.get_rank() if dist.is_initialized() else 0
-        with blaming(f"{self.spec}: batch({step}, {rank})"):
+        with attribute_user_errors(f"{self.spec}: batch({step}, {rank})"):
             batch = self.job.batch(step, rank)
         return to_device(batch, self.device)
 
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
         """The loss, checked to be a scalar that requires a gradient."""
-        with blaming(f"{self.spec}: loss(model, batch)"):
+        with attribute_user_errors(f"{self.spec}: loss(model, batch)"):
             loss = self.job.loss(model, batch)
         if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
             found = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
@@ -95,7 +94,9 @@ class BuiltJob:
 
     def backward(self, loss: Tensor, *, in_ddp: bool = False) -> None:
         """`loss.backward()`."""
-        with blaming(f"{self.spec}: loss.backward(){', all_reduce of a bucket of DDP' if in_ddp else ''}"):
+        with attribute_user_errors(
+            f"{self.spec}: loss.backward(){', all_reduce of a bucket of DDP' if in_ddp else ''}"
+        ):
             loss.backward()
 
     def synchronize(self) -> None:
@@ -105,12 +106,12 @@ class BuiltJob:
 
     def update(self) -> None:
         """`optimizer.step()`."""
-        with blaming(f"{self.spec}: optimizer.step()"):
+        with attribute_user_errors(f"{self.spec}: optimizer.step()"):
             self.optimizer.step()
 
 
 @contextmanager
-def blaming(where: str) -> Iterator[None]:
+def attribute_user_errors(where: str) -> Iterator[None]:
     """Turns what a user's function raises into an InputError that names it: on that rank the user's input is wrong, and
     the command that shows it ends with exit code 2. A backend's error is no fault of the function: another rank is
     gone, which is a CommunicationError (3). Errors of ours pass.
@@ -127,7 +128,7 @@ def blaming(where: str) -> Iterator[None]:
 
 
 @contextmanager
-def naming(spec: str) -> Iterator[None]:
+def error_context(spec: str) -> Iterator[None]:
     """Puts the job before the messages of wrong input that do not begin with it."""
     try:
         yield
@@ -148,7 +149,7 @@ def build(spec: str, device: str) -> BuiltJob:
     if lazy:
         raise InputError(f"{spec}: {lazy[0]} has no shape yet; expected a model whose lazy modules have seen a batch")
     job.model.to(target)
-    with blaming(f"{spec}: optimizer(parameters)"):
+    with attribute_user_errors(f"{spec}: optimizer(parameters)"):
         optimizer = job.optimizer(parameter for parameter in job.model.parameters() if parameter.requires_grad)
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise InputError(f"{spec}: optimizer returned {type(optimizer).__name__}, expected a torch.optim.Optimizer")
@@ -185,9 +186,9 @@ def profile_rank(
         built.backward(loss)
 
     first = not dist.is_initialized() or dist.get_rank() == 0
-    progress = make_progress(show=show_progress and first)
+    progress = Progress(show=show_progress and first)
     name = type(built.model).__name__.lower()
-    with naming(spec), heard():
+    with error_context(spec), heard():
         found = measure(
             built.model, step, built.optimizer, None, progress=progress, request=request, name=name,
             timeout_s=timeout_s,
@@ -195,21 +196,14 @@ def profile_rank(
         if built.job.dataset is not None and found.loading is None:
             if first:
                 LOGGER.info("profile: loading samples: some seconds, up to %.0f s from slow storage", LOADING_S)
-            found = replace(found, loading=_loading(built, batches[0], timeout_s))
+            samples = built.job.batch_samples or batch_samples(batches[0])
+            with joined(None, timeout_s) as world:
+                found = replace(found, loading=measure_loading(built.job.dataset, samples, world))
         if not updaters:
             return found
         from planner.jobs.local_training import measure_updaters  # which needs this module
 
         return measure_updaters(built, batches[0], found, updaters, progress, timeout_s)
-
-
-def _loading(built: BuiltJob, batch: Any, timeout_s: float | None) -> Loading:
-    """What it takes to load the job's samples; every rank calls it."""
-    world = World.join(None, TIMEOUT_S if timeout_s is None else timeout_s)
-    try:
-        return measure_loading(built.job.dataset, built.job.batch_samples or batch_samples(batch), world)
-    finally:
-        world.leave()
 
 
 @dataclass(frozen=True)
@@ -224,21 +218,16 @@ class RankRun:
     """The emulated cluster that it ran on, if any."""
 
 
-def _measure_first_step(built: BuiltJob) -> tuple[bool, float]:
-    """(whether a parameter gets no gradient, microseconds of forward and backward); the model stays as it was."""
+def _join_for_ddp(built: BuiltJob, timeout_s: float | None) -> tuple[World, bool]:
+    """Ranks with a deadline that follows from a first step where none is given; whether one left parameters unused."""
+    world = World.join(None, TIMEOUT_S if timeout_s is None else timeout_s)
+    with error_context(built.spec):
+        check_same_model(world.gather(model_fingerprint(built.model), "comparing models"))
     start = time.perf_counter()
     with preserved(built.model):
         built.backward(built.loss(built.model, built.batch(0)))
         missing = any(p.requires_grad and p.grad is None for p in built.model.parameters())
-    return missing, (time.perf_counter() - start) * 1e6
-
-
-def _join_for_ddp(built: BuiltJob, timeout_s: float | None) -> tuple[World, bool]:
-    """Ranks with a deadline that follows from a first step where none is given; whether one left parameters unused."""
-    world = World.join(None, TIMEOUT_S if timeout_s is None else timeout_s)
-    with naming(built.spec):
-        check_same_model(world.gather(model_fingerprint(built.model), "comparing models"))
-    mine = _measure_first_step(built)
+    mine = missing, (time.perf_counter() - start) * 1e6
     everyone = world.gather(mine, "comparing the first step")
     missing, step_us = (max(column) for column in zip(*everyone, strict=True))
     if timeout_s is None:
@@ -261,7 +250,7 @@ class Trainer:
         self._world = World()
         if self.session is None and dist.is_initialized() and dist.get_world_size() > 1:
             self._world, unused = _join_for_ddp(built, timeout_s)
-            with blaming(f"{built.spec}: DistributedDataParallel(model)"):
+            with attribute_user_errors(f"{built.spec}: DistributedDataParallel(model)"):
                 # Told of unused parameters, since it would stop at the second step otherwise.
                 self._model = DistributedDataParallel(
                     built.model, process_group=self._world.group, find_unused_parameters=unused
@@ -283,15 +272,15 @@ class Trainer:
         self.losses.append(float(loss.detach()))
 
     def close(self) -> RankRun:
-        """Ends the run."""
+        """End the run; all ranks must call this. The hash is of the weights that they share, also with a delay."""
         report = "" if self.session is None else str(self.session.report())
+        with nullcontext() if self.session is None else self.session.global_weights():
+            weights = weights_sha256(self.built.model)
         if self.session is not None:
             self.session.detach()
         self._model = self.built.model
         self._world.leave()
-        return RankRun(
-            tuple(self.step_us), tuple(self.losses), weights_sha256(self.built.model), report, emulation_here()
-        )
+        return RankRun(tuple(self.step_us), tuple(self.losses), weights, report, emulation_here())
 
 
 def train_rank(
@@ -305,7 +294,7 @@ def train_rank(
     built = build(spec, device)
     trainer = Trainer(built, plan, timeout_s)
     first = not dist.is_initialized() or dist.get_rank() == 0
-    for step in make_progress(show=show_progress and first).track(range(steps), "training"):
+    for step in Progress(show=show_progress and first).track(range(steps), "training"):
         trainer.step(built.batch(step))
     return trainer.close()
 

@@ -24,6 +24,9 @@ from runtime.errors import EnvironmentFailure, InputError, PlanMismatch, Planner
 
 T = TypeVar("T")
 
+_NO_WIRE = ("undefined", "fake")
+"""What torch lists beside the backends that send something."""
+
 
 def on_ranks(options: RankOptions, function: Callable[..., T], *arguments: Any) -> list[T]:
     """Calls a function on every rank and returns the results in order of rank.
@@ -36,7 +39,14 @@ def on_ranks(options: RankOptions, function: Callable[..., T], *arguments: Any) 
         EnvironmentFailure: a rank died or stalled, or not all came within the deadline.
     """
     device, backend = choose_device(options.device), options.backend
-    _check_backend(backend)
+    wired = [name for name in dist.Backend.backend_list if name not in _NO_WIRE]
+    here = [name for name in wired if dist.is_backend_available(name)]
+    if backend is not None and backend not in here:
+        lacks = ", which this build of torch lacks" if backend in wired else ""
+        raise InputError(
+            f"--backend: found {backend!r}{lacks}, expected one of: {', '.join(sorted(here))}; correct it, or leave it "
+            f"out"
+        )
     if options.emulation is not None:
         backend = "gloo"
     backend = backend or ("nccl" if device == "cuda" and torch.cuda.device_count() > 1 else "gloo")
@@ -104,22 +114,6 @@ def choose_device(device: str) -> str:
     return "cuda" if device != "cpu" and torch.cuda.is_available() else "cpu"
 
 
-def _check_backend(backend: str | None) -> None:
-    """Raises InputError for a backend that this torch does not have."""
-    here = [name for name in dist.Backend.backend_list if name not in _NO_WIRE and dist.is_backend_available(name)]
-    if backend is not None and backend not in here:
-        known = backend in dist.Backend.backend_list and backend not in _NO_WIRE
-        lacks = ", which this build of torch lacks" if known else ""
-        raise InputError(
-            f"--backend: found {backend!r}{lacks}, expected one of: {', '.join(sorted(here))}; correct it, or leave it "
-            f"out"
-        )
-
-
-_NO_WIRE = ("undefined", "fake")
-"""What torch lists beside the backends that send something."""
-
-
 @contextmanager
 def _stdout_to_stderr() -> Iterator[None]:
     """What a job prints is not the command's result."""
@@ -178,12 +172,12 @@ def _on_sigterm(_signal: int, _frame: object) -> None:
     """A launcher ends all ranks when one has failed. This one may have noticed, too: it gets a moment to say in which
     collective, and ends with exit code 3 in any case.
     """
-    timer = threading.Timer(GRACE_S, _end_for_launcher)
+
+    def leave() -> None:
+        rank = os.environ.get("RANK", "0")
+        print(f"planner: rank {rank}: ended by the launcher (SIGTERM): it was ended, or a rank failed", file=sys.stderr)
+        end(3)
+
+    timer = threading.Timer(GRACE_S, leave)
     timer.daemon = True
     timer.start()
-
-
-def _end_for_launcher() -> None:
-    rank = os.environ.get("RANK", "0")
-    print(f"planner: rank {rank}: ended by the launcher (SIGTERM): it was ended, or a rank failed", file=sys.stderr)
-    end(3)

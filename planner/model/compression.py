@@ -124,7 +124,7 @@ def segments(problem: Problem, limits: Floats) -> list[tuple[int, int]]:
     return list(zip(edges, [*edges[1:], problem.count], strict=True))
 
 
-def torn_places(problem: Problem, limits: Floats) -> tuple[int, ...]:
+def partially_protected_boundaries(problem: Problem, limits: Floats) -> tuple[int, ...]:
     """Where a layer's limit changes within it: no bucket of selected elements holds both sides."""
     return tuple(
         start

@@ -25,9 +25,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from planner.ir import Schedule
-from planner.model.delay_load import Load
-from planner.model.lanes import Lane, Piece, run_lanes
+from planner.model.delay_load import StepWork
+from planner.model.lanes import Lane, Op, run_lanes
 from planner.model.problem import Problem
 from runtime.plan.timeline import Span, Timeline
 
@@ -46,7 +45,7 @@ SHOWN = 4
 """Cycles that a timeline shows, where it takes several until the state repeats."""
 
 
-def pieces(load: Load, k: int, steps: int, head_us: float = 0.0) -> tuple[list[Piece], ...]:
+def ops(load: StepWork, k: int, steps: int, head_us: float = 0.0) -> tuple[list[Op], ...]:
     """What each lane does in so many steps from the beginning; steps 0, k, 2k, … pull.
 
     Args:
@@ -55,76 +54,43 @@ def pieces(load: Load, k: int, steps: int, head_us: float = 0.0) -> tuple[list[P
         steps: their number.
         head_us: for how long the network is busy with something else at first.
     """
-    lanes = _Lanes(load, head_us)
+    buckets, nodes = range(len(load.ready_us)), bool(load.scatter_us)
+    in_order = sorted(buckets, key=lambda bucket: load.ready_us[bucket])
+    compute: list[Op] = []
+    network = [Op(head_us, kind="before")]
+    inside: list[Op] = []
+    spread: list[Op] = []
+    pushed, pulled = [-1 for _ in buckets], -1  # ops of the step before: each bucket's push, and the last of a pull
     for step in range(steps):
-        lanes.add(step, pulls=step % k == 0)
-    return (lanes.compute, lanes.network, *((lanes.inside, lanes.spread) if load.scatter_us else ()))
-
-
-class _Lanes:
-    """What each lane does, step by step."""
-
-    def __init__(self, load: Load, head_us: float) -> None:
-        self._load = load
-        self._buckets = range(len(load.ready_us))
-        self._in_order = sorted(self._buckets, key=lambda bucket: load.ready_us[bucket])
-        self.compute: list[Piece] = []
-        self.network = [Piece(head_us, kind="before")]
-        self.inside: list[Piece] = []
-        self.spread: list[Piece] = []
-        self._pushed, self._pulled = [-1] * len(load.ready_us), -1
-
-    def add(self, step: int, *, pulls: bool) -> None:
-        """One step more."""
-        load = self._load
-        packed = self._add_backward(step)
-        nodes = bool(load.scatter_us)
-        made, on = packed, COMPUTE
+        compute.append(Op(load.forward_us, kind="forward", step=step))
+        made, done_us = [-1 for _ in buckets], load.forward_us  # by bucket, the op after which it can be pushed
+        for b in in_order:
+            compute.append(Op(load.ready_us[b] - done_us, kind="backward", step=step))
+            made[b], done_us = len(compute), load.ready_us[b]
+            compute.append(Op(load.pack_us[b] if load.pack_us else 0.0, pushed[b], "pack", step, b, on=NETWORK))
         if nodes:
-            made, on = self._add_averages(step, packed), INSIDE
-            self.compute.append(Piece(0.0, len(self.inside) - 1, "average", step, on=INSIDE))
-        waits_on = SPREADING if nodes else NETWORK
-        update_us = load.local_update_us + (load.take_us if self._pulled >= 0 else 0.0)
-        self.compute.append(Piece(update_us, self._pulled, "update", step, on=waits_on))
-        self._pushed, self._pulled = [len(self.network) + bucket for bucket in self._buckets], -1
-        self.network += [Piece(load.push_us[b], made[b], PUSH, step, b, load.factors[b], on) for b in self._buckets]
-        self.network.append(Piece(load.owner_us, kind="owner_update", step=step))
-        if pulls:
-            self._add_pull(step)
-
-    def _add_backward(self, step: int) -> list[int]:
-        """The piece that packs each bucket."""
-        load = self._load
-        self.compute.append(Piece(load.forward_us, kind="forward", step=step))
-        packed, done_us = [-1] * len(load.ready_us), load.forward_us
-        for bucket in self._in_order:
-            self.compute.append(Piece(load.ready_us[bucket] - done_us, kind="backward", step=step))
-            packed[bucket], done_us = len(self.compute), load.ready_us[bucket]
-            pack_us = load.pack_us[bucket] if load.pack_us else 0.0
-            self.compute.append(Piece(pack_us, self._pushed[bucket], "pack", step, bucket, on=NETWORK))
-        return packed
-
-    def _add_averages(self, step: int, packed: Sequence[int]) -> list[int]:
-        """The piece after which each bucket can be pushed."""
-        load, made = self._load, []
-        for b in self._buckets:
-            made.append(len(self.inside))
-            self.inside.append(Piece(load.scatter_us[b], packed[b], SCATTER, step, b, load.factors[b]))
-            self.inside.append(Piece(load.gather_us[b], -1, GATHER, step, b, load.factors[b]))
-        return made
-
-    def _add_pull(self, step: int) -> None:
-        load = self._load
-        for b in self._buckets:
-            if load.spread_us:
-                pulled = len(self.network)
-                self.spread.append(Piece(load.spread_us[b], pulled, SPREAD, step, b, load.factors[b], NETWORK))
-            self.network.append(Piece(load.pull_us[b], -1, PULL, step, b, load.factors[b]))
-        self._pulled = len(self.spread if load.spread_us else self.network) - 1
+            for b in buckets:
+                scatter = Op(load.scatter_us[b], made[b], SCATTER, step, b, load.factors[b])
+                made[b] = len(inside)
+                inside += [scatter, Op(load.gather_us[b], -1, GATHER, step, b, load.factors[b])]
+            compute.append(Op(0.0, len(inside) - 1, "average", step, on=INSIDE))
+        update_us = load.local_update_us + (load.take_us if pulled >= 0 else 0.0)
+        compute.append(Op(update_us, pulled, "update", step, on=SPREADING if nodes else NETWORK))
+        pushed, pulled = [len(network) + b for b in buckets], -1
+        on = INSIDE if nodes else COMPUTE
+        network += [Op(load.push_us[b], made[b], PUSH, step, b, load.factors[b], on) for b in buckets]
+        network.append(Op(load.owner_us, kind="owner_update", step=step))
+        if step % k == 0:
+            for b in buckets:
+                if nodes:
+                    spread.append(Op(load.spread_us[b], len(network), SPREAD, step, b, load.factors[b], NETWORK))
+                network.append(Op(load.pull_us[b], -1, PULL, step, b, load.factors[b]))
+            pulled = len(spread if nodes else network) - 1
+    return (compute, network, *((inside, spread) if nodes else ()))
 
 
 @dataclass(frozen=True, kw_only=True)
-class Steady:
+class SteadyState:
     """Steps after which the state is what it was before them."""
 
     mean_us: float
@@ -149,7 +115,7 @@ class Steady:
         return self.error_us <= REPEATS * self.mean_us
 
 
-def steady_state(load: Load, k: int) -> Steady:
+def steady_state(load: StepWork, k: int) -> SteadyState:
     """Simulates cycles of k steps until the state at the beginning of one is that of an earlier one.
 
     The state is when the messages of earlier steps end, from the beginning of the step. As no rank is more than one
@@ -159,7 +125,7 @@ def steady_state(load: Load, k: int) -> Steady:
     it can be: a backlog that has to grow is there at once, and one that has to go down was never there.
     """
     behind_us = 2.0 * (load.compute_us + load.terms.exchange_us)
-    best: Steady | None = None
+    best: SteadyState | None = None
     for cycles in CYCLES:
         if best is not None and cycles * k * len(load.ready_us) > WORK:
             break
@@ -173,21 +139,23 @@ def steady_state(load: Load, k: int) -> Steady:
     return best
 
 
-def _simulate(load: Load, k: int, cycles: int, head_us: float) -> Steady:
+def _simulate(load: StepWork, k: int, cycles: int, head_us: float) -> SteadyState:
     """The last cycles after which a state repeats, else the later half of them."""
     steps = cycles * k + 2  # messages end beside later steps
-    lanes = run_lanes(*pieces(load, k, steps, head_us))
+    lanes = run_lanes(*ops(load, k, steps, head_us))
     sent = _sent(lanes)
-    starts = np.array([_start_us(lanes[COMPUTE], steps, cycle * k) for cycle in range(1, cycles + 1)])
+    compute = lanes[COMPUTE]
+    per_step = len(compute.ops) // steps  # a step begins with the end of the update before it
+    starts = np.array([compute.end_us[cycle * k * per_step - 1] for cycle in range(1, cycles + 1)])
     ends = np.array([[lane.end_us[i] for lane, i in sent[cycle * k - 1]] for cycle in range(1, cycles + 1)])
     states = np.maximum(ends - starts[:, None], 0.0)
 
-    def window(first: int, last: int) -> Steady:
+    def window(first: int, last: int) -> SteadyState:
         steps = (last - first) * k
         mean_us = float(starts[last] - starts[first]) / steps
         error_us = float(np.abs(states[last] - states[first]).max()) / steps
         shown = last - first if last - first <= SHOWN else 1
-        return Steady(
+        return SteadyState(
             mean_us=load.compute_us if abs(mean_us - load.compute_us) <= REPEATS * mean_us else mean_us,
             error_us=0.0 if error_us <= REPEATS * mean_us else error_us,
             first=(1 + last - shown) * k,
@@ -203,18 +171,13 @@ def _simulate(load: Load, k: int, cycles: int, head_us: float) -> Steady:
     return window((cycles - 1) // 2, cycles - 1)
 
 
-def _start_us(compute: Lane, steps: int, step: int) -> float:
-    """When a step begins: with the end of the update before it."""
-    return compute.end_us[step * (len(compute.pieces) // steps) - 1]
-
-
 def _sent(lanes: tuple[Lane, ...]) -> dict[int, list[tuple[Lane, int]]]:
     """By step the messages that may end beside later ones, and the owners' update."""
     found: dict[int, list[tuple[Lane, int]]] = {}
     for lane in (lanes[NETWORK], *lanes[SPREADING:]):
-        for index, piece in enumerate(lane.pieces):
-            if piece.kind != "before":
-                found.setdefault(piece.step, []).append((lane, index))
+        for index, op in enumerate(lane.ops):
+            if op.kind != "before":
+                found.setdefault(op.step, []).append((lane, index))
     return found
 
 
@@ -237,14 +200,13 @@ class CycleTimeline(Timeline):
     """By how much `iteration_us` may be off; 0 where the state repeats."""
 
 
-def simulate_delayed(problem: Problem, schedule: Schedule) -> CycleTimeline:
-    """The steady state of a schedule with delay."""
-    load, k = Load.of(problem, schedule), _delay(schedule)
+def simulate_cycle(problem: Problem, load: StepWork, k: int) -> CycleTimeline:
+    """The steady state with delay of k steps, from a step that pulls."""
     found = steady_state(load, k)
     begin_us = next(
         start_us
-        for piece, start_us in zip(found.compute.pieces, found.compute.start_us, strict=True)
-        if piece.step == found.first
+        for op, start_us in zip(found.compute.ops, found.compute.start_us, strict=True)
+        if op.step == found.first
     )
     spans = [
         replace(span, start_us=max(0.0, span.start_us - begin_us), end_us=max(0.0, span.end_us - begin_us),
@@ -262,50 +224,39 @@ def simulate_delayed(problem: Problem, schedule: Schedule) -> CycleTimeline:
     )
 
 
-def delayed_step_us(problem: Problem, schedule: Schedule, local_update_us: float | None = None) -> float:
-    """The mean step alone; `local_update_us` in place of what the cluster says."""
-    return steady_state(Load.of(problem, schedule, local_update_us), _delay(schedule)).mean_us
-
-
-def _delay(schedule: Schedule) -> int:
-    if schedule.delay is None:
-        raise ValueError("the schedule has no delay")
-    return schedule.delay
-
-
-def _computed(found: Steady) -> Iterator[StepSpan]:
+def _computed(found: SteadyState) -> Iterator[StepSpan]:
     """Forward, backward and update of each step; backward in several parts where it has to wait."""
     lane = found.compute
     open_span: StepSpan | None = None
-    for piece, start_us, end_us in zip(lane.pieces, lane.start_us, lane.end_us, strict=True):
-        step = piece.step - found.first
-        packs = piece.kind in ("pack", "average")
-        if not 0 <= step < found.steps or (packs and piece.time_us <= 0.0):
+    for op, start_us, end_us in zip(lane.ops, lane.start_us, lane.end_us, strict=True):
+        step = op.step - found.first
+        packs = op.kind in ("pack", "average")
+        if not 0 <= step < found.steps or (packs and op.time_us <= 0.0):
             continue
         if open_span is not None:
-            goes_on = piece.kind == "backward" and open_span.task.startswith("backward")
+            goes_on = op.kind == "backward" and open_span.task.startswith("backward")
             if goes_on and open_span.end_us == start_us:
                 open_span = replace(open_span, end_us=end_us)
                 continue
             yield open_span
-        kind = "pack" if packs else piece.kind
+        kind = "pack" if packs else op.kind
         name = f"{kind} {step}" if step else kind
         open_span = StepSpan(task=name, resource="compute", start_us=start_us, end_us=end_us, step=step)
     if open_span is not None:
         yield open_span
 
 
-def _sent_spans(found: Steady) -> Iterator[StepSpan]:
+def _sent_spans(found: SteadyState) -> Iterator[StepSpan]:
     """Messages, with the time at which they could begin at the earliest where they wait for another resource."""
     names = resources(found.lanes)
     for lane, resource in zip(found.lanes[NETWORK:], names[NETWORK:], strict=True):
-        for piece, start_us, end_us in zip(lane.pieces, lane.start_us, lane.end_us, strict=True):
-            step = piece.step - found.first
-            if piece.bucket is not None and 0 <= step < found.steps:
-                waits_on = found.lanes[COMPUTE if piece.on is None else piece.on]
+        for op, start_us, end_us in zip(lane.ops, lane.start_us, lane.end_us, strict=True):
+            step = op.step - found.first
+            if op.bucket is not None and 0 <= step < found.steps:
+                waits_on = found.lanes[COMPUTE if op.on is None else op.on]
                 yield StepSpan(
-                    task=f"bucket {piece.bucket} {piece.kind}", resource=resource, start_us=start_us, end_us=end_us,
-                    bucket=piece.bucket, ready_us=waits_on.end_us[piece.after] if piece.after >= 0 else None, step=step,
+                    task=f"bucket {op.bucket} {op.kind}", resource=resource, start_us=start_us, end_us=end_us,
+                    bucket=op.bucket, ready_us=waits_on.end_us[op.after] if op.after >= 0 else None, step=step,
                 )  # fmt: skip
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from planner.cost.sparse import SELECTED_BYTES
@@ -13,7 +12,7 @@ from planner.model.problem import Problem
 
 
 @dataclass(frozen=True, kw_only=True)
-class Load:
+class StepWork:
     """What one step asks of compute and network, each alone on the machine."""
 
     forward_us: float
@@ -30,19 +29,26 @@ class Load:
     take_us: float = 0.0
     """What it spends on weights that were pulled, before its local update."""
     scatter_us: tuple[float, ...] = ()
-    """Where nodes have several ranks: inside them, of each bucket. Likewise the next ones."""
+    """Where nodes have several ranks: the intra-node reduce-scatter of each bucket."""
     gather_us: tuple[float, ...] = ()
+    """The intra-node all-gather of its average."""
     spread_us: tuple[float, ...] = ()
+    """The intra-node all-gather of weights that were pulled."""
 
     @classmethod
-    def of(cls, problem: Problem, schedule: Schedule, local_update_us: float | None = None) -> Load:
+    def of(cls, problem: Problem, schedule: Schedule, local_update_us: float | None = None) -> StepWork:
         """The load of a schedule; `local_update_us` in place of what the cluster says."""
         members = [bucket.gradients for bucket in schedule.buckets]
         packs_us = [_pack_us(problem, bucket) for bucket in schedule.buckets]
+        pushes_us = problem.bucket_cost_us(members, problem.push.curve)
+        for index, bucket in enumerate(schedule.buckets):
+            if bucket.collective == "sparse":  # values and indices, and what owners do with them
+                unpack_us = problem.selection_us(bucket, "unpack") / problem.ranks
+                pushes_us[index] = problem.push.curve.at(float(SELECTED_BYTES * (bucket.k or 0))) + unpack_us
         load = cls(
             forward_us=problem.forward_us,
             ready_us=tuple(problem.ready_list_us[max(gradients)] for gradients in members),
-            push_us=tuple(_pushes_us(problem, schedule)),
+            push_us=tuple(pushes_us),
             pull_us=tuple(problem.bucket_cost_us(members, problem.pull.curve)),
             factors=tuple(problem.bucket_factors(members)),
             owner_us=problem.update_us / problem.ranks,
@@ -102,14 +108,3 @@ def _pack_us(problem: Problem, bucket: Bucket) -> float:
 
 def _line_us(line: Line | None, size_bytes: float) -> float:
     return 0.0 if line is None else line.at(float(size_bytes))
-
-
-def _pushes_us(problem: Problem, schedule: Schedule) -> Iterator[float]:
-    """Of each bucket: of one that selects, its elements' values and places, and what owners do with them."""
-    dense_us = problem.bucket_cost_us([bucket.gradients for bucket in schedule.buckets], problem.push.curve)
-    for bucket, whole_us in zip(schedule.buckets, dense_us, strict=True):
-        if bucket.collective != "sparse":
-            yield whole_us
-            continue
-        unpack_us = problem.selection_us(bucket, "unpack") / problem.ranks
-        yield problem.push.curve.at(float(SELECTED_BYTES * (bucket.k or 0))) + unpack_us

@@ -1,6 +1,6 @@
-"""Resources that each work through pieces in a fixed order, from event to event: compute, and one network or several.
+"""Resources that each work through ops in a fixed order, from event to event: compute, and one network or several.
 
-A piece begins when the one before it has ended and, on another resource, the one that it waits for. While compute and a
+An op begins when the one before it has ended and, on another resource, the one that it waits for. While compute and a
 network work, compute and the message slow each other down by the message's factors; of several messages compute is
 slowed as by the worst.
 """
@@ -11,13 +11,13 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 
-class Piece(NamedTuple):
+class Op(NamedTuple):
     """A piece of work."""
 
     time_us: float
     """Alone on the machine."""
     after: int = -1
-    """The piece of another resource that has to have ended before; -1: none."""
+    """The op of another resource that has to have ended before; -1: none."""
     kind: str = ""
     step: int = 0
     bucket: int | None = None
@@ -28,41 +28,41 @@ class Piece(NamedTuple):
 
 
 class Lane:
-    """One resource: its pieces, and when those so far began and ended."""
+    """One resource: its ops, and when those so far began and ended."""
 
-    def __init__(self, pieces: Sequence[Piece]) -> None:
-        self.pieces = pieces
+    def __init__(self, ops: Sequence[Op]) -> None:
+        self.ops = ops
         self.start_us: list[float] = []
         self.end_us: list[float] = []
         self._left_us = 0.0
 
     def works(self, ended: Sequence[int], now_us: float, otherwise: int) -> bool:
-        """Whether it is at work; begins with the next piece where that may begin.
+        """Whether it is at work; begins with the next op where that may begin.
 
         Args:
-            ended: number of pieces that have ended, by resource.
+            ended: number of ops that have ended, by resource.
             now_us: the time.
-            otherwise: the resource that pieces wait for which name none.
+            otherwise: the resource that ops wait for which name none.
         """
         place = len(self.end_us)
         if place < len(self.start_us):
             return True
-        if place == len(self.pieces):
+        if place == len(self.ops):
             return False
-        piece = self.pieces[place]
-        if piece.after >= 0 and piece.after >= ended[otherwise if piece.on is None else piece.on]:
+        op = self.ops[place]
+        if op.after >= 0 and op.after >= ended[otherwise if op.on is None else op.on]:
             return False
         self.start_us.append(now_us)
-        self._left_us = piece.time_us
+        self._left_us = op.time_us
         return True
 
     @property
     def factors(self) -> tuple[float, float]:
-        """Of the piece under way."""
-        return self.pieces[len(self.end_us)].factors
+        """Of the op under way."""
+        return self.ops[len(self.end_us)].factors
 
     def left_us(self, factor: float) -> float:
-        """Time until the present piece ends, at a speed of 1/factor."""
+        """Time until the present op ends, at a speed of 1/factor."""
         return self._left_us * factor
 
     def go_on(self, passed_us: float, factor: float, now_us: float) -> None:
@@ -73,20 +73,20 @@ class Lane:
             self._left_us -= passed_us / factor
 
 
-def run_lanes(*pieces: Sequence[Piece]) -> tuple[Lane, ...]:
-    """When every piece begins and ends, by resource; the first one is compute.
+def run_lanes(*ops: Sequence[Op]) -> tuple[Lane, ...]:
+    """When every op begins and ends, by resource; the first one is compute.
 
     Raises:
-        ValueError: pieces wait for each other.
+        ValueError: ops wait for each other.
     """
-    lanes, now_us = tuple(map(Lane, pieces)), 0.0
+    lanes, now_us = tuple(map(Lane, ops)), 0.0
     compute, networks = lanes[0], lanes[1:]
-    while any(len(lane.end_us) < len(lane.pieces) for lane in lanes):
+    while any(len(lane.end_us) < len(lane.ops) for lane in lanes):
         ended = [len(lane.end_us) for lane in lanes]
         computing = compute.works(ended, now_us, 1)
         sending = [lane for lane in networks if lane.works(ended, now_us, 0)]
         if not (computing or sending):
-            raise ValueError("pieces of the resources wait for each other")
+            raise ValueError("ops of the resources wait for each other")
         slow = max((lane.factors[0] for lane in sending), default=1.0) if computing else 1.0
         working = [(compute, slow)] if computing else []
         working += [(lane, lane.factors[1] if computing else 1.0) for lane in sending]

@@ -280,12 +280,12 @@ class Problem:
 
     @cached_property
     def push(self) -> Half:
-        """With delay: what a reduce-scatter between workers costs, over all ranks or between nodes."""
+        """With delay: what a reduce-scatter between workers costs, that is over all ranks or between nodes."""
         return worker_half(self.cost, REDUCE_SCATTER)
 
     @cached_property
     def pull(self) -> Half:
-        """Likewise an all-gather."""
+        """With delay: what an all-gather between workers costs."""
         return worker_half(self.cost, ALL_GATHER)
 
     @cached_property
@@ -295,7 +295,7 @@ class Problem:
 
     @cached_property
     def all_gather(self) -> Half:
-        """Likewise an all-gather."""
+        """What an all-gather over all ranks costs."""
         return half(self.cost, ALL_GATHER)
 
     @property

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-Choice = tuple[tuple[int, int], ...]
+Candidate = tuple[tuple[int, int], ...]
 """(stop, form) of each bucket; what a form is, the caller knows."""
 
 
@@ -81,7 +81,7 @@ class Replay:
         self._known: dict[tuple[int, int], tuple[float, ...]] = {}
         self._before = [first]
 
-    def begin(self, choice: Choice) -> float:
+    def begin(self, choice: Candidate) -> float:
         """Takes a choice whose neighbours will be asked for; returns its end."""
         self.look_up((choice,), 0)
         self._before, start = [self._first], 0
@@ -90,7 +90,7 @@ class Replay:
             start = stop
         return self._end(self._before[-1])
 
-    def look_up(self, trials: Sequence[Choice], index: int, buckets: int | None = None) -> None:
+    def look_up(self, trials: Sequence[Candidate], index: int, buckets: int | None = None) -> None:
         """Costs of the buckets from `index` on (so many of them) that are not known yet."""
         wanted: set[tuple[int, int]] = set()
         for trial in trials:
@@ -99,7 +99,7 @@ class Replay:
         if missing := sorted(wanted - self._known.keys()):
             self._known.update(zip(missing, self._costs(*np.array(missing).T), strict=True))
 
-    def end_us(self, trial: Choice, index: int) -> float:
+    def end_us(self, trial: Candidate, index: int) -> float:
         """The end of a neighbour whose buckets before `index` are those of the choice."""
         state, start = self._before[index], 0 if index == 0 else trial[index - 1][0]
         for stop, _ in trial[index:]:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from itertools import accumulate, chain, pairwise
 from typing import Literal
 
 import networkx as nx
@@ -21,11 +21,11 @@ import networkx as nx
 from planner.cost.sparse import FLAT_GATHERS
 from planner.ir import Schedule
 from planner.model.delay import COMPUTE as COMPUTING
-from planner.model.delay import NETWORK, PUSH, SPREADING, pieces, resources
-from planner.model.delay_load import Load
+from planner.model.delay import NETWORK, SPREADING, ops, resources
+from planner.model.delay_load import StepWork
 from planner.model.norms import update_us
 from planner.model.problem import Problem
-from planner.model.sharded_step import message_costs_us
+from planner.model.step import Exchange
 from runtime.plan.timeline import Span
 
 COMPUTE = "compute"
@@ -69,75 +69,76 @@ class TaskGraph:
         return number
 
 
-def build_graph(problem: Problem, schedule: Schedule, steps: int = 1) -> TaskGraph:
-    """The tasks of `steps` consecutive training steps of a schedule; with delay, at least of three cycles."""
-    if schedule.delay is not None:
-        return _delayed_graph(problem, schedule, schedule.delay, max(steps, 3 * schedule.delay))
-    graph = TaskGraph()
-    before: tuple[int, ...] = ()
+def build_graph(problem: Problem, schedule: Schedule, steps: int = 1, exchange: Exchange | None = None) -> TaskGraph:
+    """The tasks of `steps` consecutive steps, each of which waits for its messages: of its buckets' collectives, or of
+    `exchange`. Each network takes phases in order of bucket + phase.
+    """
+    graph, buckets = TaskGraph(), schedule.buckets
+    if exchange is None:
+        phases, end_us = phases_of(problem, schedule), update_us(problem, schedule)
+    else:
+        end_us, sent = exchange.end_us, zip(exchange.collectives, exchange.costs_us, strict=True)
+        phases = [[("network", name, cost_us)] for name, cost_us in sent]
+    order = sorted((index + phase, index, phase) for index, of in enumerate(phases) for phase in range(len(of)))
+    closes = {max(bucket.gradients): index for index, bucket in enumerate(buckets)}
+    factors: list[tuple[float, float] | None] = [None] * len(buckets)
+    if problem.cost.slowdown is not None:
+        by_size = problem.factors_of(buckets)
+        factors = [of if b.algorithm in ONE_NETWORK else None for of, b in zip(by_size, buckets, strict=True)]
+
+    def add(step: int, name: str, kind: str, duration_us: float, after: Ends, bucket: int | None = None) -> Ends:
+        task = Task(name=name, kind=kind, resource=COMPUTE, duration_us=duration_us, bucket=bucket, step=step)
+        return (graph.add(task, after),)
+
+    def select(step: int, index: int, kind: Literal["sparsify", "unpack"], after: Ends) -> Ends:
+        duration_us = problem.selection_us(buckets[index], kind)
+        return add(step, f"bucket {index} {kind}", kind, duration_us, after, index) if duration_us > 0.0 else after
+
+    last: Ends = ()
     for step in range(steps):
-        before = (_add_step(graph, problem, schedule, step, before),)
+        for name, duration_us in _forward(problem):
+            last = add(step, name, "forward", duration_us, last)
+        ready: list[Ends] = []
+        for number, gradient in enumerate(problem.profile.compute.gradients):
+            last = add(step, f"backward of {gradient.name}", "backward", gradient.backward_us, last)
+            if number in closes:
+                last = select(step, closes[number], "sparsify", last)
+            ready.append(last)
+        ends = [ready[max(bucket.gradients)] for bucket in buckets]
+        for _, index, phase in order:
+            resource, kind, duration_us = phases[index][phase]
+            task = Task(
+                name=f"bucket {index} {kind}", kind=kind, resource=resource, duration_us=duration_us, bucket=index,
+                step=step, factors=factors[index],
+            )  # fmt: skip
+            ends[index] = (graph.add(task, ends[index]),)
+        ends = [select(step, index, "unpack", end) for index, end in enumerate(ends)]
+        last = add(step, "update", "update", end_us, (*last, *chain.from_iterable(ends)))
     return graph
 
 
-def _delayed_graph(problem: Problem, schedule: Schedule, k: int, steps: int) -> TaskGraph:
-    """From an idle network; steps 0, k, 2k, … pull."""
-    graph, lanes = TaskGraph(), pieces(Load.of(problem, schedule), k, steps)
+def delayed_graph(problem: Problem, schedule: Schedule, k: int, steps: int) -> TaskGraph:
+    """The same with delay, from an idle network; steps 0, k, 2k, … pull."""
+    graph, lanes = TaskGraph(), ops(StepWork.of(problem, schedule), k, steps)
     firsts = list(accumulate((len(lane) for lane in lanes), initial=0))
     names = [*resources(lanes)[:SPREADING], "intra, pulled"][: len(lanes)]
     for number, (lane, resource) in enumerate(zip(lanes, names, strict=True)):
-        for piece in lane:
+        for op in lane:
             task = Task(
-                name=f"{piece.kind} {piece.step}" if piece.bucket is None else f"bucket {piece.bucket} {piece.kind}",
-                kind=piece.kind, resource=resource, duration_us=piece.time_us, bucket=piece.bucket, step=piece.step,
-                factors=piece.factors,
+                name=f"{op.kind} {op.step}" if op.bucket is None else f"bucket {op.bucket} {op.kind}",
+                kind=op.kind, resource=resource, duration_us=op.time_us, bucket=op.bucket, step=op.step,
+                factors=op.factors,
             )  # fmt: skip
-            on = piece.on if piece.on is not None else NETWORK if number == COMPUTING else COMPUTING
-            graph.add(task, () if piece.after < 0 else (firsts[on] + piece.after,))
+            on = op.on if op.on is not None else NETWORK if number == COMPUTING else COMPUTING
+            graph.add(task, () if op.after < 0 else (firsts[on] + op.after,))
     return graph
 
 
-def _add_step(graph: TaskGraph, problem: Problem, schedule: Schedule, step: int, before: tuple[int, ...]) -> int:
-    """One step that begins after `before`; returns the number of its update."""
-    last = before
-    for name, duration_us in _forward(problem):
-        task = Task(name=name, kind="forward", resource=COMPUTE, duration_us=duration_us, step=step)
-        last = (graph.add(task, last),)
-    ready: list[int] = []
-    closes = {max(bucket.gradients): index for index, bucket in enumerate(schedule.buckets)}
-    for number, gradient in enumerate(problem.profile.compute.gradients):
-        name, duration_us = f"backward of {gradient.name}", gradient.backward_us
-        task = Task(name=name, kind="backward", resource=COMPUTE, duration_us=duration_us, step=step)
-        last = (graph.add(task, last),)
-        if number in closes:
-            last = _add_selection(graph, problem, schedule, closes[number], "sparsify", last, step)
-        ready.append(last[0])
-    sent = list(_add_messages(graph, problem, schedule, step, ready))
-    ends = [
-        end
-        for index, end in enumerate(sent)
-        for end in _add_selection(graph, problem, schedule, index, "unpack", (end,), step)
-    ]
-    update = Task(name="update", kind="update", resource=COMPUTE, duration_us=update_us(problem, schedule), step=step)
-    return graph.add(update, (*last, *ends))
+Phases = list[list[tuple[str, str, float]]]
+"""(resource, name, time_us) of every phase of every bucket."""
 
-
-def _add_selection(
-    graph: TaskGraph,
-    problem: Problem,
-    schedule: Schedule,
-    index: int,
-    kind: Literal["sparsify", "unpack"],
-    after: tuple[int, ...],
-    step: int,
-) -> tuple[int, ...]:
-    """Adds the selection (or unpacking) of a bucket to what compute does; `after` again where it costs nothing."""
-    duration_us = problem.selection_us(schedule.buckets[index], kind)
-    if duration_us <= 0.0:
-        return after
-    name = f"bucket {index} {kind}"
-    task = Task(name=name, kind=kind, resource=COMPUTE, duration_us=duration_us, bucket=index, step=step)
-    return (graph.add(task, after),)
+Ends = tuple[int, ...]
+"""Tasks that have to have ended."""
 
 
 def _forward(problem: Problem) -> Iterator[tuple[str, float]]:
@@ -151,36 +152,11 @@ def _forward(problem: Problem) -> Iterator[tuple[str, float]]:
         yield f"forward of {name}", time_us * problem.forward_us / known_us
 
 
-def _add_messages(
-    graph: TaskGraph, problem: Problem, schedule: Schedule, step: int, ready: Sequence[int]
-) -> Iterator[int]:
-    """The buckets' phases, in the order in which each network takes them; yields what each bucket ends with."""
-    phases = phases_of(problem, schedule)
-    order = sorted((index + phase, index, phase) for index, of in enumerate(phases) for phase in range(len(of)))
-    latest: dict[int, int] = {}
-    by_size = problem.cost.slowdown is not None
-    factors = problem.factors_of(schedule.buckets) if by_size else None
-    for _, index, phase in order:
-        resource, kind, duration_us = phases[index][phase]
-        after = latest.get(index, ready[max(schedule.buckets[index].gradients)])
-        name = f"bucket {index} {kind}"
-        latest[index] = graph.add(
-            Task(
-                name=name, kind=kind, resource=resource, duration_us=duration_us, bucket=index, step=step,
-                factors=factors[index] if factors and schedule.buckets[index].algorithm in ONE_NETWORK else None,
-            ),
-            (after,),
-        )  # fmt: skip
-    yield from (latest.get(index, ready[max(bucket.gradients)]) for index, bucket in enumerate(schedule.buckets))
-
-
-def phases_of(problem: Problem, schedule: Schedule) -> list[list[tuple[str, str, float]]]:
-    """(resource, name, time_us) of every phase of every bucket. Beside collectives with phases on both kinds of link,
-    one of the library, which passes through all ranks, keeps the links between nodes busy.
+def phases_of(problem: Problem, schedule: Schedule) -> Phases:
+    """What each bucket's collective sends. Beside collectives with phases on both kinds of link, one of the library,
+    which passes through all ranks, keeps the links between nodes busy.
     """
     phases = [problem.phase_times(bucket) for bucket in schedule.buckets]
-    if schedule.sharded:
-        return [[("network", PUSH, cost_us)] for cost_us in message_costs_us(problem, schedule)]
     if all(resource == "network" for of in phases for resource, _, _ in of):
         return phases
     flat = "inter" if problem.cost.cluster.nodes > 1 else "intra"
@@ -209,20 +185,16 @@ class Run:
 
     def critical_path(self) -> list[int]:
         """Tasks without a gap between them from the start to the end: shortening any other one alone gains nothing."""
-        waits_for = self._waits_for()
+        waits_for = [list(self.graph.graph.predecessors(number)) for number in range(len(self.graph.tasks))]
+        for queue in self.graph.queues.values():
+            for before, after in pairwise(queue):
+                waits_for[after].append(before)
         number = max(range(len(self.end_us)), key=lambda task: (self.end_us[task], task))
         path = [number]
         while waits_for[number]:
             number = max(waits_for[number], key=lambda task: (self.end_us[task], task))
             path.append(number)
         return path[::-1]
-
-    def _waits_for(self) -> list[list[int]]:
-        waits_for = [list(self.graph.graph.predecessors(number)) for number in range(len(self.graph.tasks))]
-        for queue in self.graph.queues.values():
-            for before, after in pairwise(queue):
-                waits_for[after].append(before)
-        return waits_for
 
     def shares(self) -> dict[str, float]:
         """The critical path by kind of task: share of its length."""
@@ -232,6 +204,11 @@ class Run:
             times[kind] = times.get(kind, 0.0) + self.end_us[number] - self.start_us[number]
         whole = sum(times.values())
         return {kind: time_us / whole for kind, time_us in times.items()} if whole > 0.0 else {}
+
+
+def run_step(problem: Problem, graph: TaskGraph) -> Run:
+    """Runs the tasks on machines whose compute and network slow each other down as the problem's do."""
+    return run_graph(graph, {"compute": problem.contention.compute, "network": problem.contention.network})
 
 
 def run_graph(graph: TaskGraph, slowdown: Mapping[str, float] | None = None) -> Run:

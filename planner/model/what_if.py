@@ -16,7 +16,7 @@ import numpy as np
 
 from planner.cost.phases import LinkName
 from planner.documents.local_async import LocalAsyncProfile
-from planner.documents.profile import Cluster, ComputeProfile, Link, NormProfile, Profile
+from planner.documents.profile import Cluster, ComputeProfile, Link, Profile
 from planner.documents.units import parse_bandwidth, parse_latency_us, us_per_byte
 from planner.ir import Schedule
 from planner.model.problem import Problem
@@ -76,11 +76,14 @@ def scale_compute(compute: ComputeProfile, step: float, update: float) -> Comput
     """Forward and backward times `step`, the update times `update`."""
     if step == 1.0 and update == 1.0:
         return compute
+    norms = compute.norms
+    if norms is not None:
+        norms = replace(norms, layers=tuple(replace(layer, norm_us=layer.norm_us * update) for layer in norms.layers))
     return replace(
         compute,
         forward_us=compute.forward_us * step,
         update_us=compute.update_us * update,
-        norms=_scale_norms(compute.norms, update),
+        norms=norms,
         intervals=None,
         gradients=tuple(replace(g, backward_us=g.backward_us * step) for g in compute.gradients),
     )
@@ -111,12 +114,6 @@ def scale_updaters(measured: LocalAsyncProfile, step: float, update: float) -> L
     ]
     before = {name: getattr(measured, name) * step for name in ("batch_us", "forward_us", "loss_us")}
     return replace(measured, **before, layers=tuple(layers), curve=tuple(curve))
-
-
-def _scale_norms(norms: NormProfile | None, update: float) -> NormProfile | None:
-    if norms is None:
-        return None
-    return replace(norms, layers=tuple(replace(layer, norm_us=layer.norm_us * update) for layer in norms.layers))
 
 
 def relink(cluster: Cluster, name: LinkName, link: Link) -> Cluster:

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from planner.ir import TIE, Schedule
 from planner.model.problem import Problem
-from planner.search.joint import BucketTables
+from planner.search.tables import BucketTables
 from runtime.plan import Accuracy
 from runtime.plan.predicted import Certificate
 
@@ -76,7 +76,7 @@ class Result:
     bound: Bound | None = None
     frontier: Frontier | None = None
     """Of bounded passes."""
-    making_us: float = 0.0
+    batch_prep_us: float = 0.0
     """Of its step, what steps of other classes leave out: making the minibatch."""
     judged_us: float | None = None
     """What the schedule is judged by in place of its step."""

@@ -15,15 +15,17 @@ from functools import partial
 from typing import ClassVar
 
 from planner.cost.ssd import mean_step_us
-from planner.emit.lower import delay_spec
-from planner.emit.text import three_digits
-from planner.ir import TIE, Schedule
+from planner.documents.text import format_significant, ms
+from planner.ir import TIE, Schedule, Synchronous
 from planner.model.compression import compression, ratio_limits
-from planner.model.delay import CycleTimeline, delayed_step_us, steady_state
-from planner.model.delay_load import Load
+from planner.model.delay import CycleTimeline
+from planner.model.delay_load import StepWork
+from planner.model.modes import delayed
+from planner.model.modes.delayed import Delayed, delay_spec
 from planner.model.problem import Problem
 from planner.model.simulator import simulate_schedule, step_us
 from planner.passes.base import GAIN, Bound, Pass, Result
+from planner.passes.merge import best_of
 from planner.search.merge import MergeProblem, merge_exact
 from planner.search.sparse_pushes import best_selected
 from planner.strategies.ddp import ddp
@@ -93,14 +95,20 @@ class Delay(Pass):
             return Result(schedule=schedule, why_not=why_not)
         choices = self.choices(schedule, problem)
         if not choices:
-            return Result(schedule=schedule, why_not=_no_workers(problem))
+            why_not = ""
+            if problem.cost.cluster.ranks_per_node > 1 and problem.node_costs is None:
+                why_not = "delay is between nodes, and here all ranks share one"
+                if problem.cost.cluster.nodes > 1:
+                    why_not = "delay is between nodes of several ranks here, and the cluster does not say what both "
+                    why_not += "kinds of link cost"
+            return Result(schedule=schedule, why_not=why_not)
         found = best_choice(choices)
         fields = {"delays": tuple(choice.point for choice in choices)}
         before_us = step_us(problem, schedule) * (1.0 - TIE)
         cautious_us = cautious_step_us(problem, found.schedule)
         if not (found.iteration_us < before_us and cautious_us < before_us):
             return Result(schedule=schedule, plan_fields=fields)
-        load = Load.of(problem, found.schedule)
+        load = StepWork.of(problem, found.schedule)
         return Result(
             schedule=found.schedule,
             notes=tuple(_notes(problem, found, choices)),
@@ -123,7 +131,26 @@ class Delay(Pass):
         largest = check_max_delay(self.max_delay or DEFAULT_MAX_DELAY)
         if problem.ranks == 1 or (problem.cost.cluster.ranks_per_node > 1 and problem.node_costs is None):
             return ()
-        return _choices(problem, schedule, largest, self.max_ratio, self.protect)
+        options = candidates(problem, schedule)
+        limits = ratio_limits(problem, self.max_ratio or None, self.protect)
+        selected = best_selected(
+            problem, limits, lambda schedule: step_us(problem, replace(schedule, mode=Delayed(largest)))
+        )
+        found = []
+        for k in range(1, largest + 1):
+            chosen = delayed_schedule(problem, k, options)
+            mean_us = step_us(problem, chosen)
+            if selected is not None:
+                lossy = replace(selected, mode=Delayed(k))
+                lossy_us = step_us(problem, lossy)
+                if lossy_us <= mean_us * (1.0 - GAIN):
+                    chosen, mean_us = lossy, lossy_us
+            terms = StepWork.of(problem, chosen).terms
+            closed_form_us = mean_step_us(terms, k)
+            found.append(
+                Choice(k=k, schedule=chosen, iteration_us=mean_us, closed_form_us=closed_form_us, case=terms.case)
+            )
+        return tuple(found)
 
 
 def check_max_delay(value: int, where: str = "--max-delay") -> int:
@@ -145,7 +172,7 @@ def best_choice(choices: tuple[Choice, ...]) -> Choice:
 def cautious_step_us(problem: Problem, schedule: Schedule) -> float:
     """The mean step with a local update that takes as long as the optimizer's, where the cluster does not say."""
     known = problem.cost.cluster.local_update is not None
-    return delayed_step_us(problem, schedule, None if known else problem.update_us)
+    return delayed.step_us(problem, schedule, None if known else problem.update_us)
 
 
 def candidates(problem: Problem, given: Schedule | None = None) -> tuple[Schedule, ...]:
@@ -160,45 +187,13 @@ def candidates(problem: Problem, given: Schedule | None = None) -> tuple[Schedul
         found.append(ddp(problem))
     if given is not None and all(bucket.compressor == "none" for bucket in given.buckets):
         library = tuple(replace(bucket, algorithm="library") for bucket in given.buckets)
-        found.insert(0, replace(given, delay=None, buckets=library))
+        found.insert(0, replace(given, mode=Synchronous(), buckets=library))
     return tuple(dict.fromkeys(found))
 
 
-def delayed_schedule(problem: Problem, k: int, options: tuple[Schedule, ...]) -> Schedule:
+def delayed_schedule(problem: Problem, k: int, options: Sequence[Schedule]) -> Schedule:
     """The shortest mean step among the options with delay of k steps; of equal ones the fewest buckets."""
-    made = [replace(option, delay=k) for option in options]
-    times_us = [delayed_step_us(problem, schedule) for schedule in made]
-    limit_us = min(times_us) * (1.0 + TIE)
-    equals = [schedule for schedule, time_us in zip(made, times_us, strict=True) if time_us <= limit_us]
-    return min(equals, key=lambda schedule: len(schedule.buckets))
-
-
-def _choices(problem: Problem, given: Schedule, largest: int, max_ratio: float, protect: str) -> tuple[Choice, ...]:
-    options = candidates(problem, given)
-    limits = ratio_limits(problem, max_ratio or None, protect)
-    selected = best_selected(
-        problem, limits, lambda schedule: delayed_step_us(problem, replace(schedule, delay=largest))
-    )
-    return tuple(_choice(problem, k, options, selected) for k in range(1, largest + 1))
-
-
-def _choice(problem: Problem, k: int, options: tuple[Schedule, ...], selected: Schedule | None) -> Choice:
-    schedule = delayed_schedule(problem, k, options)
-    load = Load.of(problem, schedule)
-    step_us = steady_state(load, k).mean_us
-    if selected is not None:
-        lossy = replace(selected, delay=k)
-        lossy_load = Load.of(problem, lossy)
-        lossy_us = steady_state(lossy_load, k).mean_us
-        if lossy_us <= step_us * (1.0 - GAIN):
-            schedule, load, step_us = lossy, lossy_load, lossy_us
-    return Choice(
-        k=k,
-        schedule=schedule,
-        iteration_us=step_us,
-        closed_form_us=mean_step_us(load.terms, k),
-        case=load.terms.case,
-    )
+    return best_of(problem, [replace(option, mode=Delayed(k)) for option in options])
 
 
 def unsuited(problem: Problem, what: str) -> str:
@@ -208,21 +203,11 @@ def unsuited(problem: Problem, what: str) -> str:
     return "" if name == "SGD" else f"{what} torch.optim.SGD, and this step's optimizer is {name}"
 
 
-def _no_workers(problem: Problem) -> str:
-    """Why nothing can be delayed on this cluster; empty where it can."""
-    cluster = problem.cost.cluster
-    if cluster.ranks_per_node == 1 or problem.node_costs is not None:
-        return ""
-    if cluster.nodes == 1:
-        return "delay is between nodes, and here all ranks share one"
-    return "delay is between nodes of several ranks here, and the cluster does not say what both kinds of link cost"
-
-
 def _notes(problem: Problem, found: Choice, choices: Sequence[Choice]) -> list[str]:
     """What the reader of a relaxed plan should know."""
     k, schedule = found.k, found.schedule
     times = ", ".join(
-        f"{choice.k}: {three_digits(choice.iteration_us / 1000)} ms ({three_digits(choice.closed_form_us / 1000)} by "
+        f"{choice.k}: {ms(choice.iteration_us)} ({format_significant(choice.closed_form_us / 1000)} by "
         f"Eq. 4, case {choice.case}: {CASES[choice.case]})"
         for choice in choices
     )

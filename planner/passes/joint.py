@@ -15,19 +15,27 @@ from typing import ClassVar
 import numpy as np
 
 from planner.ir import TIE, Schedule
-from planner.model.compression import compression, ratio_limits, torn_places
+from planner.model.compression import compression, partially_protected_boundaries, ratio_limits
 from planner.model.problem import Problem
-from planner.model.replay import Choice
+from planner.model.replay import Candidate
 from planner.model.simulator import step_us
 from planner.passes.base import Frontier, Pass, Point, Result
 from planner.passes.topology import known_stops
-from planner.search.joint import JointTables, grid, least_ends_us
-from planner.search.joint import search as search_joint
 from planner.search.joint_forms import Forms, improve
-from planner.search.joint_tables import Floats, joint_tables
+from planner.search.labels import least_ends_us
+from planner.search.labels import search as search_labels
 from planner.search.lags import layer_wise
-from planner.search.link_forms import dense_algorithms, forms_of, has_two_links
-from planner.search.links import Found, LinkForms, search
+from planner.search.links import LinkForms, SearchResult, search
+from planner.search.tables import (
+    BucketTables,
+    Floats,
+    bucket_tables,
+    dense_algorithms,
+    flat_forms,
+    forms_of,
+    grid,
+    has_two_links,
+)
 from runtime.errors import InputError
 from runtime.plan import Accuracy
 
@@ -97,10 +105,10 @@ def _frontier(problem: Problem, given: Schedule, limits: Floats, ratios: tuple[f
         return Frontier(points=tuple(points), bound_us=start_us, limits=limits)
     forms = Forms(problem, limits, (1.0, *ratios))
     stops = [*known_stops([given, layer_wise(problem, limits, by_layer=True)]), (problem.count,)]
-    known = [torn_places(problem, limits), *(of for of in stops if len(of) <= FEW)]
+    known = [partially_protected_boundaries(problem, limits), *(of for of in stops if len(of) <= FEW)]
     places = grid(problem.count, MAX_PLACES, known)
-    tables = joint_tables(problem, limits, ratios, places)
-    links: Found | None = None
+    tables = bucket_tables(problem, flat_forms(ratios), limits, places)
+    links: SearchResult | None = None
     for allowed in range(1, len(ratios) + 1):
         point, links = _point(problem, forms, tables, allowed, points[-1], limits)
         points.append(point)
@@ -121,22 +129,30 @@ def _frontier(problem: Problem, given: Schedule, limits: Floats, ratios: tuple[f
 
 
 def _point(
-    problem: Problem, forms: Forms, tables: JointTables, allowed: int, before: Point, limits: Floats
-) -> tuple[Point, Found | None]:
+    problem: Problem, forms: Forms, tables: BucketTables, allowed: int, before: Point, limits: Floats
+) -> tuple[Point, SearchResult | None]:
     """The best with the first `allowed` densities, and what was found on two kinds of link; `before` is the best with
     one density fewer.
     """
     ratio = forms.ratios[allowed]
     fixed = [before.schedule, layer_wise(problem, np.minimum(limits, ratio), by_layer=True)]
-    starts = _starts(problem, forms, allowed, before.schedule)
+    # Every gradient in one bucket (SLGS by layer), and the buckets known so far, at each density.
+    cuts = [(problem.count,), *known_stops([before.schedule])]
+    choices = [tuple((stop, form) for stop in stops) for stops in cuts for form in range(allowed + 1)]
+    starts: list[Candidate] = [choice for choice in choices if forms.possible(choice)]
     known = [forms.schedule(choice) for choice in starts]
     exact = False
     if problem.contended:
-        found = [_labels(_slowed(tables, factor), allowed, np.inf) for factor in _factors(problem)]
-        starts += [choice for choice in found if choice]
+        # Labels know of no contention: messages are slowed by what was measured at the least and at the most.
+        measured = [by_size for by_size in (problem.contention.by_size, problem.contention.gathers_by_size) if by_size]
+        for factor in sorted({1.0, problem.contention.network, *(by_size[0][2] for by_size in measured)}):
+            slowed = replace(tables, cost_us=tables.cost_us * factor)
+            solution = search_labels(slowed, 1 + allowed, np.inf, labels=CONTENDED_LABELS)
+            if solution is not None:
+                starts.append(tuple(zip(solution.stops, solution.forms, strict=True)))
     else:
         ends_us = [step_us(problem, schedule) - problem.update_us for schedule in (*fixed, *known)]
-        solution = search_joint(tables, 1 + allowed, min(ends_us))
+        solution = search_labels(tables, 1 + allowed, min(ends_us))
         if solution is not None:
             exact = solution.exact
             starts.append(tuple(zip(solution.stops, solution.forms, strict=True)))
@@ -144,7 +160,7 @@ def _point(
         best = min(starts, key=forms.step_us)
         starts = [improve(forms, choice, allowed) for choice in dict.fromkeys([best, starts[-1]])]
     candidates = [*fixed, *(forms.schedule(choice) for choice in starts)]
-    links: Found | None = None
+    links: SearchResult | None = None
     if has_two_links(problem):
         both = forms_of(forms.ratios[: allowed + 1], dense_algorithms(problem))
         known_here = known_stops([_least(problem, candidates), *fixed[:1]])
@@ -153,28 +169,6 @@ def _point(
         exact = links.exact and not problem.contended
     schedule = _least(problem, candidates)
     return Point(max_ratio=ratio, schedule=schedule, iteration_us=step_us(problem, schedule), exact=exact), links
-
-
-def _starts(problem: Problem, forms: Forms, allowed: int, before: Schedule) -> list[Choice]:
-    """Every gradient in one bucket (SLGS by layer), and the buckets known so far, at each density."""
-    cuts = [(problem.count,), *known_stops([before])]
-    choices = [tuple((stop, form) for stop in stops) for stops in cuts for form in (0, *range(1, allowed + 1))]
-    return [choice for choice in choices if forms.possible(choice)]
-
-
-def _labels(tables: JointTables, allowed: int, deadline_us: float) -> Choice | None:
-    solution = search_joint(tables, 1 + allowed, deadline_us, labels=CONTENDED_LABELS)
-    return tuple(zip(solution.stops, solution.forms, strict=True)) if solution else None
-
-
-def _factors(problem: Problem) -> list[float]:
-    """By what messages are slowed at the least and at the most, where labels know of no contention."""
-    measured = [by_size for by_size in (problem.contention.by_size, problem.contention.gathers_by_size) if by_size]
-    return sorted({1.0, problem.contention.network, *(by_size[0][2] for by_size in measured)})
-
-
-def _slowed(tables: JointTables, network: float) -> JointTables:
-    return replace(tables, cost_us=tables.cost_us * network)
 
 
 def _least(problem: Problem, schedules: Sequence[Schedule]) -> Schedule:

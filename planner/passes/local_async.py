@@ -13,9 +13,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from planner.emit.text import counted, three_digits
-from planner.ir import TIE, Schedule, Updaters
-from planner.model.local_async import Work, async_step_us, closed_form_saved_backwards, making_us, saved_backwards
+from planner.documents.text import format_significant, ms, pluralize
+from planner.ir import TIE, Schedule
+from planner.model.modes.local_updaters import (
+    LocalUpdaters,
+    Work,
+    batch_prep_us,
+    closed_form_saved_backwards,
+    saved_backwards,
+    updaters_of,
+)
 from planner.model.problem import Problem
 from planner.model.simulator import step_us
 from planner.passes.base import Bound, Pass, Result
@@ -52,8 +59,7 @@ class UpdaterChoice:
 
     def point(self, problem: Problem) -> UpdatersPoint:
         """As a plan says it."""
-        updaters = self.lpp.updaters
-        assert updaters is not None
+        updaters = updaters_of(self.lpp)
         return UpdatersPoint(
             updaters=self.updaters,
             lap_us=self.lap_us,
@@ -85,7 +91,7 @@ class LocalAsync(Pass):
         if why_not := unsuited(problem, "local updaters need"):
             return Result(schedule=schedule, why_not=why_not, plan_fields=fields)
         found = best_choice(choices).best
-        before_us, found_us = step_us(problem, schedule) + making_us(problem), async_step_us(problem, found)
+        before_us, found_us = step_us(problem, schedule) + batch_prep_us(problem), step_us(problem, found)
         if found_us >= before_us * (1.0 - TIE):
             why_not = "no number of local updaters would get more done"
             return Result(schedule=schedule, why_not=why_not, plan_fields=fields)
@@ -93,7 +99,7 @@ class LocalAsync(Pass):
             schedule=found,
             notes=tuple(_notes(problem, found, choices, before_us)),
             plan_fields=fields,
-            making_us=making_us(problem),
+            batch_prep_us=batch_prep_us(problem),
             bound=Bound(
                 step_us=min([found_us, *(step_us(problem, choice.best) for choice in choices)]),
                 method="each measured number of updaters, with the blocks of least cost by dynamic programming",
@@ -119,7 +125,7 @@ class LocalAsync(Pass):
             lap, lpp = updater_schedule(problem, count, blocks=False), updater_schedule(problem, count, blocks=True)
             needed = memory.get(count)
             fits = needed is None or available is None or needed <= available
-            lap_us, lpp_us = async_step_us(problem, lap), async_step_us(problem, lpp)
+            lap_us, lpp_us = step_us(problem, lap), step_us(problem, lpp)
             found.append(UpdaterChoice(updaters=count, lap=lap, lap_us=lap_us, lpp=lpp, lpp_us=lpp_us, fits=fits))
         return tuple(found)
 
@@ -151,53 +157,46 @@ def updater_schedule(problem: Problem, updaters: int, *, blocks: bool) -> Schedu
         work = Work.of(problem)
         stops = tuple(work.stops[layer - 1] for layer in best_blocks(work.backward, updaters))
     whole = Schedule.from_boundaries([problem.count])
-    return Schedule(buckets=whole.buckets, updaters=Updaters(count=updaters, stops=stops))
+    return Schedule(buckets=whole.buckets, mode=LocalUpdaters(count=updaters, stops=stops))
 
 
 def _notes(problem: Problem, schedule: Schedule, choices: Sequence[UpdaterChoice], exact_us: float) -> list[str]:
     """What the reader of a plan with local updaters should know."""
-    updaters, found_us = schedule.updaters, step_us(problem, schedule)
-    assert updaters is not None
-    rates = [_rate(problem, time_us) for time_us in (found_us, exact_us)]
+    updaters, found_us = updaters_of(schedule), step_us(problem, schedule)
+    samples = problem.profile.world.batch_per_rank  # where the profile says how many a minibatch has
+    rates = [
+        f"{problem.ranks * (samples or 1) * 1e6 / time_us:,.4g} {'samples' if samples else 'minibatches'}/s"
+        for time_us in (found_us, exact_us)
+    ]
     notes = [
-        f"{counted(updaters.count, 'updater')} of each rank share its model without locks, and ranks average their "
+        f"{pluralize(updaters.count, 'updater')} of each rank share its model without locks, and ranks average their "
         f"models beside them; a step here is what a rank takes for a minibatch",
         f"predicted {rates[0]} from all ranks; the best plan that synchronizes in every step: {rates[1]}",
         "a rank's time for a minibatch by updaters, LAP-SGD and LPP-SGD: "
         + ", ".join(
-            f"{choice.updaters}: {three_digits(choice.lap_us / 1000)} and {three_digits(choice.lpp_us / 1000)} ms"
+            f"{choice.updaters}: {format_significant(choice.lap_us / 1000)} and {ms(choice.lpp_us)}"
             f"{'' if choice.fits else ' (more than fits into memory)'}"
             for choice in choices
         )
         + f"; each updater has to bring {GROWTH:.0%} more",
     ]
-    if making_us(problem) > 0.0:
+    if batch_prep_us(problem) > 0.0:
         notes.append(
-            f"making a minibatch takes a rank {three_digits(making_us(problem) / 1000)} ms: it is in the times of "
+            f"making a minibatch takes a rank {ms(batch_prep_us(problem))}: it is in the times of "
             f"updaters, and added to the step of the plan that they are compared with"
         )
     if updaters.stops is not None:
-        notes.append(_blocks_note(problem, updaters))
+        work = Work.of(problem)
+        parts = ", ".join(f"{work.partial_us(block) / work.backward.full_us:.0%}" for block in updaters.blocks)
+        saved, closed = saved_backwards(problem, updaters), closed_form_saved_backwards(updaters.count)
+        notes.append(
+            f"after the first tenth every other minibatch updates a block only: "
+            f"{pluralize(len(updaters.blocks), 'block')} whose partial backwards take {parts} of a full one; one of "
+            f"each updater saves {saved:.2f} full backwards, where (c − 1)/2 = {closed:.2f} would be saved with blocks "
+            f"that cost alike"
+        )
     notes.append(
         "what updaters cost in accuracy was measured with torch.optim.SGD: they are offered with no other optimizer; "
         "`planner run` trains so, and `runtime.local_async.run_local_async` in a script"
     )
     return notes
-
-
-def _rate(problem: Problem, time_us: float) -> str:
-    """Of all ranks, in samples where the profile says how many a minibatch has."""
-    samples = problem.profile.world.batch_per_rank
-    per_s = problem.ranks * (samples or 1) * 1e6 / time_us
-    return f"{per_s:,.4g} {'samples' if samples else 'minibatches'}/s"
-
-
-def _blocks_note(problem: Problem, updaters: Updaters) -> str:
-    work, full_us = Work.of(problem), Work.of(problem).backward.full_us
-    parts = ", ".join(f"{work.partial_us(block) / full_us:.0%}" for block in updaters.blocks)
-    saved, closed = saved_backwards(problem, updaters), closed_form_saved_backwards(updaters.count)
-    return (
-        f"after the first tenth every other minibatch updates a block only: {counted(len(updaters.blocks), 'block')} "
-        f"whose partial backwards take {parts} of a full one; one of each updater saves {saved:.2f} full backwards, "
-        f"where (c − 1)/2 = {closed:.2f} would be saved with blocks that cost alike"
-    )

@@ -13,7 +13,8 @@ from typing import ClassVar
 
 from planner.ir import TIE, Schedule
 from planner.model.problem import Problem
-from planner.model.simulator import Overlap, step_us
+from planner.model.simulator import step_us
+from planner.model.step import Overlap
 from planner.passes.base import Pass, Result
 from planner.search.merge import MergeProblem, MergeSolution, merge_exact
 from planner.search.merge_contended import end_us, improve, merge_contended

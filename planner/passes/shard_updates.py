@@ -6,27 +6,34 @@ element by itself gives the same weights whoever updates them. Asks for the meas
 update, and the cost model for reduce-scatter and all-gather. Norms are shared where that is predicted to make the
 update shorter; the step where it makes the training step 2 % shorter, or where nothing else fits into memory. Scripts
 then have parts of gradients alone, so `planner optimize` lets the pass do so only where that is allowed
-(`planner.decide.interfaces`).
+(`planner.decide.sharded_step`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import ClassVar
 
-from planner.ir import Schedule
+from planner.ir import Schedule, Synchronous
+from planner.model.modes.sharded import (
+    Sharded,
+    can_share,
+    costs_known,
+    memory_bytes,
+    own_update_us,
+    push_us,
+    replicated_bytes,
+    saves_memory,
+)
 from planner.model.norms import replicated_us, shared_us
 from planner.model.problem import Problem
-from planner.model.sharded_step import can_share, costs_known, memory_bytes, push_us, replicated_bytes, saves_memory
 from planner.model.simulator import step_us
-from planner.passes.base import GAIN, Pass, Result
+from planner.passes.base import GAIN, Bound, Pass, Result
 from planner.passes.delay import candidates
 from planner.passes.merge import best_of, boundaries
 from planner.search.merge import MergeProblem, merge_exact
 from planner.search.partition import partition_of
-from planner.verify import PUSHED_FORM
 from runtime.errors import InputError
 
 METHODS = ("cpsat", "lpt")
@@ -58,12 +65,17 @@ class ShardUpdates(Pass):
 
     def apply(self, schedule: Schedule, problem: Problem) -> Result:
         """The schedule with norms or the step shared, where that pays; without, where it does not."""
-        whole = replace(schedule, norms=None, sharded=False)
-        if schedule.delay is not None or schedule.updaters is not None:  # ranks update by themselves
+        whole = schedule.unshared
+        if whole.mode != Synchronous():  # ranks update by themselves
             return Result(schedule=whole)
         found = self.shared_step(whole, problem)
         if found is not None and self.takes(whole, found, problem):
-            return Result(schedule=found)
+            bound = Bound(
+                step_us=problem.compute_end_us + own_update_us(problem),
+                method="search over buckets of a step that ranks share",
+                note="the bound is computation alone",
+            )
+            return Result(schedule=found, bound=bound)
         if not problem.norm_layers or problem.ranks == 1:
             return Result(schedule=whole)
         owners = partition_of(problem, self.method).owners
@@ -74,24 +86,30 @@ class ShardUpdates(Pass):
         """The best buckets for a shared step; None where the step cannot be shared, or may not."""
         if self.step == "never" or not can_share(problem):
             return None
-        if any((b.collective, b.algorithm, b.compressor) != PUSHED_FORM for b in schedule.buckets) and not (
-            self.demanded(problem) or self.step == "always"
+        if any(bucket.features for bucket in schedule.buckets) and not (
+            self.memory_requires_sharding(problem) or self.step == "always"
         ):
             return None  # phases on two kinds of link, which parts of all ranks do not have
-        return _dropped(problem, best_of(problem, list(_options(problem, schedule))))
+        late = MergeProblem(
+            ready_us=problem.ready_us,
+            cost_us=partial(problem.range_time_us, partial(push_us, problem)),
+            non_decreasing=False,
+        )
+        options = dict.fromkeys([*candidates(problem, schedule), Schedule.from_boundaries(merge_exact(late).stops)])
+        return _dropped(problem, best_of(problem, [replace(option, mode=Sharded()) for option in options]))
 
-    def demanded(self, problem: Problem) -> bool:
+    def memory_requires_sharding(self, problem: Problem) -> bool:
         """Whether what every rank would hold does not fit into its memory."""
         has, takes = memory_bytes(problem, self.memory_mib), replicated_bytes(problem)
         return has is not None and takes is not None and takes > has
 
     def takes(self, whole: Schedule, found: Schedule, problem: Problem) -> bool:
         """Whether the step is shared as in `found`, and not done by every rank as in `whole`."""
-        if self.step == "always" or (self.demanded(problem) and saves_memory(problem, found)):
+        if self.step == "always" or (self.memory_requires_sharding(problem) and saves_memory(problem, found)):
             return True
         return costs_known(problem) and step_us(problem, found) <= step_us(problem, whole) * (1.0 - GAIN)
 
-    def memory_unheeded(self, problem: Problem) -> str:
+    def memory_limit_unused_reason(self, problem: Problem) -> str:
         """Why a limit of memory decides nothing here; empty where it may, or where other words say why."""
         optimizer = problem.profile.compute.optimizer
         if problem.ranks == 1:
@@ -109,22 +127,11 @@ class ShardUpdates(Pass):
         return ""
 
 
-def _options(problem: Problem, schedule: Schedule) -> Iterator[Schedule]:
-    """Buckets that gradients may be pushed in: see `delay.candidates`; and those that are best for late pushes."""
-    late = MergeProblem(
-        ready_us=problem.ready_us,
-        cost_us=partial(problem.range_time_us, partial(push_us, problem)),
-        non_decreasing=False,
-    )
-    found = [*candidates(problem, schedule), Schedule.from_boundaries(merge_exact(late).stops)]
-    yield from (replace(option, sharded=True) for option in dict.fromkeys(found))
-
-
 def _dropped(problem: Problem, schedule: Schedule) -> Schedule:
     """Fewer buckets, as long as that makes the step shorter: each has to be gathered, too."""
-    while (stops := boundaries(replace(schedule, sharded=False))) is not None and 1 < len(stops) <= DROPPED:
+    while (stops := boundaries(schedule.unshared)) is not None and 1 < len(stops) <= DROPPED:
         fewer = [Schedule.from_boundaries(stops[:i] + stops[i + 1 :]) for i in range(len(stops) - 1)]
-        found = best_of(problem, [replace(one, sharded=True) for one in fewer])
+        found = best_of(problem, [replace(one, mode=Sharded()) for one in fewer])
         if step_us(problem, found) > step_us(problem, schedule):
             break
         schedule = found

@@ -16,8 +16,8 @@ from planner.ir import Schedule
 from planner.model.problem import Problem
 from planner.passes.base import Pass, Result
 from planner.passes.merge import best_of, merge_without_contention
-from planner.search.link_forms import dense_algorithms, forms_of, has_two_links
-from planner.search.links import Found, LinkForms, climb, search
+from planner.search.links import LinkForms, SearchResult, climb, search
+from planner.search.tables import dense_algorithms, forms_of, has_two_links
 from planner.strategies.torus_2d import torus_2d
 
 
@@ -42,7 +42,7 @@ class Topology(Pass):
 
 
 @lru_cache(maxsize=4)
-def links_without_contention(problem: Problem, climbs: int = 3) -> Found:
+def links_without_contention(problem: Problem, climbs: int = 3) -> SearchResult:
     """The best exact buckets that are known where nothing slows anything else. Kept: pass and certificate ask.
 
     Raises:

@@ -25,8 +25,7 @@ from planner.profile.progress import Progress
 from planner.profile.wanted import REPEATS
 from runtime.checks.plan import dtype_name, trainable_parameters
 from runtime.comm.collectives import COLLECTIVES
-from runtime.comm.communicator import Communicator, make_communicator, nothing
-from runtime.comm.parcel import Parcel, Sent
+from runtime.comm.communicator import CommTiming, Communicator, Payload, make_communicator, nothing
 from runtime.comm.world import World
 from runtime.errors import InputError
 from runtime.monitor.clock import Clock
@@ -91,13 +90,13 @@ class AfterBackward:
         self._inner = make_communicator(world, [COLLECTIVES[("all_reduce", "library")]], device)
         self._bucket = make_bucket(size_bytes, device, "the message behind a measured step")
 
-    def launch(self, bucket: Parcel, sent: Sent, prepare: Callable[[], None] = nothing) -> None:
+    def launch(self, bucket: Payload, sent: CommTiming, prepare: Callable[[], None] = nothing) -> None:
         """The session's own buckets are filled, and not sent."""
         prepare()
 
-    def wait(self, until: Sent | None = None) -> None:
+    def wait(self, until: CommTiming | None = None) -> None:
         """See `Communicator.wait`."""
-        self._inner.launch(self._bucket.parcel, Sent())
+        self._inner.launch(self._bucket.payload, CommTiming())
         self._inner.wait()
 
     def close(self) -> None:
@@ -106,7 +105,7 @@ class AfterBackward:
 
 
 def _make_communicator(world: World, model: nn.Module) -> Communicator | None:
-    """With a message of the model's size, or of a part of it where that takes long: how long, a small one tells."""
+    """Return one whose message has the model's size, or less where that takes long; a small one says how long."""
     if world.group is None:
         return None
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -184,7 +183,14 @@ def measure_compute(
     runner = StepRunner(model, optimizer, step, world, communicator=_make_communicator(world, model))
     found: list[list[RankTimes]] = []
     try:
-        each_s = _warm_up(runner, world, progress)
+        each_s = spent_s = 0.0
+        for _ in progress.track(range(WARM_UP_STEPS), "warm-up"):
+            if spent_s > WARM_UP_S:
+                break
+            started = time.perf_counter()
+            runner.run()
+            each_s = max(world.gather(time.perf_counter() - started, "timing the warm-up"))
+            spent_s += each_s
         fewest = MIN_REPEATS if MIN_REPEATS * each_s <= LONG_S else LONG_REPEATS
         repeats = int(min(MAX_REPEATS, max(fewest, BUDGET_S / max(each_s, 1e-9))))
         phases.say(f"a step takes {each_s:.3g} s, {repeats} more: {repeats * each_s:.0f} s")
@@ -203,19 +209,6 @@ def measure_compute(
     return min(found, key=spread_of)
 
 
-def _warm_up(runner: StepRunner, world: World, progress: Progress) -> float:
-    """Seconds of the last of the first steps, on the slowest rank."""
-    each_s = spent_s = 0.0
-    for _ in progress.track(range(WARM_UP_STEPS), "warm-up"):
-        if spent_s > WARM_UP_S:
-            break
-        started = time.perf_counter()
-        runner.run()
-        each_s = max(world.gather(time.perf_counter() - started, "timing the warm-up"))
-        spent_s += each_s
-    return each_s
-
-
 def rank_times(marks: Sequence[StepMarks], names: Sequence[str], clock: Clock) -> RankTimes:
     """What the marks of some steps say; `names` are the gradients' in the order of the session's plan."""
     between = clock.between_us
@@ -230,26 +223,6 @@ def rank_times(marks: Sequence[StepMarks], names: Sequence[str], clock: Clock) -
         ready_us=ready,
         backward_end_us=[between(m.forward, m.backward_end) for m in marks],
     )
-
-
-def combine(ranks: Sequence[RankTimes], model: nn.Module) -> ComputeProfile:
-    """One profile from all ranks' times, gradients in order of readiness.
-
-    A collective begins when its last rank has come, and which rank that is changes from step to step. So a gradient
-    counts as ready when it is on all ranks: in each repeat the latest rank, then the median over repeats. The update is
-    what it adds to that of the end of backward: between two collectives each rank has one of both, one after the other.
-    Forward is a median over ranks and repeats. A parameter that got no gradient on any rank is not in it.
-    """
-    return combine_parameters(ranks, trainable_parameters(model))
-
-
-def _update_us(ranks: Sequence[RankTimes]) -> float:
-    """On the slowest rank, which another one may be in every repeat; 0 without an optimizer."""
-    steps = min(len(rank.update_us) for rank in ranks)
-    if not steps:
-        return 0.0
-    backward_us = [rank.backward_end_us[-steps:] for rank in ranks]
-    return max(0.0, float(np.median(step_times_us(ranks)) - np.median(_latest(backward_us))))
 
 
 def step_times_us(ranks: Sequence[RankTimes]) -> NDArray[np.float64]:
@@ -268,22 +241,23 @@ def spread_of(ranks: Sequence[RankTimes]) -> float:
     return _spread(times_us) / max(float(np.median(times_us)), 1e-9)
 
 
-def _intervals(ranks: Sequence[RankTimes]) -> ComputeIntervals:
-    forward_us = np.array([rank.forward_us for rank in ranks])
-    end_us = _latest([rank.backward_end_us for rank in ranks])
-    return ComputeIntervals(
-        forward_us=_quartiles(forward_us),
-        backward_us=_quartiles(end_us - np.median(forward_us)),
-        step_us=_quartiles(step_times_us(ranks)),
-    )
+def combine(ranks: Sequence[RankTimes], parameters: Mapping[str, nn.Parameter]) -> ComputeProfile:
+    """One profile from all ranks' times, gradients in order of readiness.
 
+    A collective begins when its last rank has come, and which rank that is changes from step to step. So a gradient
+    counts as ready when it is on all ranks: in each repeat the latest rank, then the median over repeats. The update is
+    what it adds to that of the end of backward: between two collectives each rank has one of both, one after the other.
+    Forward is a median over ranks and repeats. A parameter that got no gradient on any rank is not in it.
 
-def combine_parameters(ranks: Sequence[RankTimes], parameters: Mapping[str, nn.Parameter]) -> ComputeProfile:
-    """`combine`, of parameters by canonical name."""
+    Args:
+        ranks: of each rank, its times.
+        parameters: those that are trained, by canonical name.
+    """
     order = {name: position for position, name in enumerate(reversed(list(parameters)))}
     everywhere = {name: _latest([r.ready_us[name] for r in ranks if name in r.ready_us]) for name in parameters}
     ready_us = {name: float(np.nanmedian(times)) for name, times in everywhere.items() if times.size}
-    forward_us = float(np.median([rank.forward_us for rank in ranks]))
+    forwards_us = np.array([rank.forward_us for rank in ranks])
+    forward_us = float(np.median(forwards_us))
     gradients = []
     before_us = forward_us
     for name in sorted(ready_us, key=lambda name: (ready_us[name], order[name])):
@@ -299,13 +273,24 @@ def combine_parameters(ranks: Sequence[RankTimes], parameters: Mapping[str, nn.P
             )
         )
         before_us = at_us
+    ends_us = _latest([rank.backward_end_us for rank in ranks])
+    steps_us = step_times_us(ranks)
+    # On the slowest rank, which another one may be in every repeat; 0 without an optimizer.
+    update_us, updates = 0.0, min(len(rank.update_us) for rank in ranks)
+    if updates:
+        last_us = _latest([rank.backward_end_us[-updates:] for rank in ranks])
+        update_us = max(0.0, float(np.median(steps_us) - np.median(last_us)))
     return ComputeProfile(
         forward_us=_round(forward_us),
-        update_us=_round(_update_us(ranks)),
+        update_us=_round(update_us),
         gradients=tuple(gradients),
         repeats=len(ranks[0].forward_us),
-        step_spread_us=_round(_spread(_latest([rank.backward_end_us for rank in ranks]))),
-        intervals=_intervals(ranks),
+        step_spread_us=_round(_spread(ends_us)),
+        intervals=ComputeIntervals(
+            forward_us=_quartiles(forwards_us),
+            backward_us=_quartiles(ends_us - forward_us),
+            step_us=_quartiles(steps_us),
+        ),
     )
 
 

@@ -26,9 +26,8 @@ from planner.profile.links import make_bucket
 from planner.profile.progress import Progress
 from planner.profile.wanted import ALL_GATHER, ALL_REDUCE
 from runtime.comm.collectives import COLLECTIVES
-from runtime.comm.collectives.sparse_flat import Packed
-from runtime.comm.communicator import make_communicator, nothing
-from runtime.comm.parcel import Parcel, Sent
+from runtime.comm.collectives.direct import Packed
+from runtime.comm.communicator import CommTiming, Payload, make_communicator, nothing
 from runtime.comm.world import World
 from runtime.monitor.clock import Clock
 
@@ -67,30 +66,29 @@ class _Flood:
     def __init__(self, world: World, device: torch.device) -> None:
         self._inner = make_communicator(world, [COLLECTIVES[kind] for kind in KINDS.values()], device)
         self._device, self._ranks = device, world.ranks
-        self._buckets: list[Parcel] = []
-        self.sent: list[Sent] = []
+        self._buckets: list[Payload] = []
+        self.sent: list[CommTiming] = []
 
     def choose(self, kind: str, size_bytes: int, messages: int) -> None:
         """From now on so many of this kind and size."""
-        self._buckets = [self._bucket(kind, size_bytes) for _ in range(messages)]
-
-    def _bucket(self, kind: str, size_bytes: int) -> Parcel:
         if kind == ALL_REDUCE:
-            return make_bucket(size_bytes, self._device).parcel
-        own = torch.zeros(max(1, size_bytes // 4 // self._ranks), device=self._device)
-        place = list(KINDS).index(kind)
-        return Parcel(place, f"a gather of {size_bytes} bytes", [Packed(own, own.new_zeros(self._ranks * own.numel()))])
+            self._buckets = [make_bucket(size_bytes, self._device).payload for _ in range(messages)]
+            return
+        name, place = f"a gather of {size_bytes} bytes", list(KINDS).index(kind)
+        numel = max(1, size_bytes // 4 // self._ranks)
+        sizes = [(torch.zeros(numel, device=self._device), self._ranks * numel) for _ in range(messages)]
+        self._buckets = [Payload(place, name, [Packed(own, own.new_zeros(all_of))]) for own, all_of in sizes]
 
     def begin(self) -> None:
-        self.sent = [Sent() for _ in self._buckets]
+        self.sent = [CommTiming() for _ in self._buckets]
         for bucket, sent in zip(self._buckets, self.sent, strict=True):
             self._inner.launch(bucket, sent)
 
-    def launch(self, bucket: Parcel, sent: Sent, prepare: Callable[[], None] = nothing) -> None:
+    def launch(self, bucket: Payload, sent: CommTiming, prepare: Callable[[], None] = nothing) -> None:
         """The session's own buckets are filled, and not sent."""
         prepare()
 
-    def wait(self, until: Sent | None = None) -> None:
+    def wait(self, until: CommTiming | None = None) -> None:
         self._inner.wait()
 
     def close(self) -> None:
@@ -216,7 +214,7 @@ def _fitting(
 
 
 def _round(runner: StepRunner, flood: _Flood, world: World, chosen: Sequence[Sort]) -> list[Seen]:
-    """Every kind and size once, and backward alone, in turn so that drift hits all alike; messages go before every
+    """Every kind and size once, interleaved with backward alone so that drift hits all alike; messages go before every
     step, so that caches are alike."""
     between = runner.clock.between_us
     flood.choose(*chosen[-1])
@@ -239,8 +237,8 @@ def _round(runner: StepRunner, flood: _Flood, world: World, chosen: Sequence[Sor
 
 
 def of_last(ranks: Sequence[Seen]) -> Seen:
-    """One round as a step feels it, which goes on when its last rank is there; messages alone as the rank sees them
-    that came last, and waits for nobody."""
+    """One round as a step feels it, which continues when the straggler is there; messages alone as the straggler sees
+    them, which waits for nobody."""
     last = max(ranks, key=lambda seen: seen.both_us)
     return replace(
         last, backward_us=max(seen.backward_us for seen in ranks), each_us=min(seen.each_us for seen in ranks)
@@ -264,7 +262,7 @@ def _send_alone(flood: _Flood, world: World) -> None:
 
 
 def _alone(probe: _Flood, world: World, clock: Clock) -> float:
-    """Microseconds of the probe's messages with nothing else going on."""
+    """Return microseconds of the probe's messages with nothing else going on."""
     times = []
     for _ in range(PROBES):
         _send_alone(probe, world)

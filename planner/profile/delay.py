@@ -6,7 +6,6 @@ Timed on all ranks at once, with what the runtime does, as lines over bytes.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -18,7 +17,7 @@ from runtime.comm.world import World
 from runtime.delay.local_weights import LocalWeights
 from runtime.delay.staleness import Staleness
 from runtime.plan import DelaySpec
-from runtime.sparse.lossy import all_finite
+from runtime.sparse.compressed import all_finite
 
 SIZES = tuple(2**exponent for exponent in (16, 20, 22, 24, 26))
 """Bytes; none larger than the model."""
@@ -26,20 +25,10 @@ WARM_UPS, REPEATS = 2, 5
 RATES = {"lr": 0.0, "momentum": 0.9, "weight_decay": 1e-4}
 
 
-@dataclass(frozen=True, kw_only=True)
-class DelayCosts:
-    """Lines, the same on all ranks."""
-
-    push_pack: Line
-    """Over the bytes of a push."""
-    local_update: Line
-    """Over the bytes of all weights."""
-    pull_take: Line
-    """Likewise, at every pull: weights are compared, taken over and remembered."""
-
-
-def measure_delay(world: World, device: torch.device, model_bytes: int, progress: Progress) -> DelayCosts:
-    """All of them."""
+def measure_delay(world: World, device: torch.device, model_bytes: int, progress: Progress) -> dict[str, Line]:
+    """Return the cluster's lines over bytes by field, the same on all ranks: `push_pack` over those of a push,
+    `local_update` and `pull_take` over those of all weights.
+    """
 
     def line(make: Callable[[int], Callable[[], object]], what: str) -> Line:
         sizes = sizes_up_to(SIZES, model_bytes)
@@ -50,16 +39,31 @@ def measure_delay(world: World, device: torch.device, model_bytes: int, progress
             times_us.append([timed_us(run, device) for _ in range(WARM_UPS + REPEATS)][WARM_UPS:])
         return slowest_line(world, sizes, times_us, f"comparing times of {what}")
 
-    return DelayCosts(
-        push_pack=line(lambda size: _pack(world, device, size), "packing pushes"),
-        local_update=line(lambda size: _update(device, size), "local updates"),
-        pull_take=line(lambda size: _take(device, size), "taking pulled weights"),
-    )
+    def pack(size_bytes: int) -> Callable[[], None]:
+        shard = make_shard(world, device, size_bytes)
+        return lambda: shard.pack(1.0 / world.ranks, all_finite(shard.vector))
 
+    def update(size_bytes: int) -> Callable[[], None]:
+        weight, own = _weights(device, size_bytes)
+        gradients = {id(weight): torch.ones_like(weight)}
+        return torch.no_grad()(lambda: own.update(gradients, [RATES], [1.0]))
 
-def _pack(world: World, device: torch.device, size_bytes: int) -> Callable[[], None]:
-    shard = make_shard(world, device, size_bytes)
-    return lambda: shard.pack(1.0 / world.ranks, all_finite(shard.vector))
+    def take(size_bytes: int) -> Callable[[], None]:
+        weight, own = _weights(device, size_bytes)
+        pulled, staleness = {"weight": torch.ones_like(weight)}, Staleness()
+
+        def run() -> None:
+            staleness.measure({"weight": weight}, pulled, 1.0)
+            own.take(pulled)
+            own.overwrite(pulled)
+
+        return run
+
+    return {
+        "push_pack": line(pack, "packing pushes"),
+        "local_update": line(update, "local updates"),
+        "pull_take": line(take, "taking pulled weights"),
+    }
 
 
 def _weights(device: torch.device, size_bytes: int) -> tuple[nn.Parameter, LocalWeights]:
@@ -67,21 +71,3 @@ def _weights(device: torch.device, size_bytes: int) -> tuple[nn.Parameter, Local
     own = LocalWeights(DelaySpec(steps=1), {"weight": weight}, [[("weight", weight)]])
     own.begin()
     return weight, own
-
-
-def _update(device: torch.device, size_bytes: int) -> Callable[[], None]:
-    weight, own = _weights(device, size_bytes)
-    gradients = {id(weight): torch.ones_like(weight)}
-    return torch.no_grad()(lambda: own.update(gradients, [RATES], [1.0]))
-
-
-def _take(device: torch.device, size_bytes: int) -> Callable[[], None]:
-    weight, own = _weights(device, size_bytes)
-    pulled, staleness = {"weight": torch.ones_like(weight)}, Staleness()
-
-    def run() -> None:
-        staleness.measure({"weight": weight}, pulled, 1.0)
-        own.take(pulled)
-        own.overwrite(pulled)
-
-    return run

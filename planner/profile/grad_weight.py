@@ -12,6 +12,7 @@ import time
 from torch import nn
 
 from planner.documents.profile import ComputeProfile
+from planner.profile.budget import LOGGER
 from planner.profile.compute import Step
 from runtime.checks.plan import trainable_parameters
 from runtime.comm.world import World
@@ -29,28 +30,22 @@ def measure_grad_weight_share(model: nn.Module, step: Step, compute: ComputeProf
     step_s = (compute.forward_us + sum(g.backward_us for g in compute.gradients)) / 1e6
     # The same number on all ranks: a step may have collectives of its own. Each part begins with a step to warm up.
     repeats = min(REPEATS, int(BUDGET_S / max(step_s, 1e-9) / 2) - 1)
-    if repeats < 1 or any(parameter.device.type != "cpu" for parameter in parameters.values()):
-        mine = None
-    else:
-        mine = _measure(parameters, step, compute.gradients[-1].name, repeats)
+    mine = None
+    if repeats >= 1 and all(parameter.device.type == "cpu" for parameter in parameters.values()):
+        try:
+            full_s = _backward_s(step, repeats)
+            for name, parameter in parameters.items():
+                parameter.requires_grad_(name == compute.gradients[-1].name)
+            chain_s = _backward_s(step, repeats)
+            if full_s and chain_s is not None:
+                mine = min(1.0, max(0.0, 1.0 - chain_s / full_s))
+        except Exception:  # a user's step may do anything with a frozen parameter; the check is optional
+            LOGGER.debug("the share of gradients of weights could not be measured", exc_info=True)
+        finally:
+            for parameter in parameters.values():
+                parameter.requires_grad_(True)
     known = [share for share in world.gather(mine, "comparing shares of backward") if share is not None]
     return round(statistics.median(known), 4) if known else None
-
-
-def _measure(parameters: dict[str, nn.Parameter], step: Step, last: str, repeats: int) -> float | None:
-    try:
-        full_s = _backward_s(step, repeats)
-        for name, parameter in parameters.items():
-            parameter.requires_grad_(name == last)
-        chain_s = _backward_s(step, repeats)
-    except Exception:  # a user's step may do anything with a frozen parameter; the check is optional
-        return None
-    finally:
-        for parameter in parameters.values():
-            parameter.requires_grad_(True)
-    if full_s is None or chain_s is None:
-        return None
-    return min(1.0, max(0.0, 1.0 - chain_s / full_s)) if full_s > 0.0 else None
 
 
 def _backward_s(step: Step, repeats: int) -> float | None:

@@ -24,8 +24,7 @@ from planner.documents.profile import Line, Sample
 from planner.profile.progress import Progress
 from runtime.comm.collectives import COLLECTIVES
 from runtime.comm.collectives.phases import bounds, reduce_scatter
-from runtime.comm.communicator import Communicator, make_communicator
-from runtime.comm.parcel import Sent
+from runtime.comm.communicator import CommTiming, Communicator, make_communicator
 from runtime.comm.world import World
 from runtime.core.buckets import BucketBuffer, Message, lay_out, make_slot
 from runtime.delay.server import Shard
@@ -188,7 +187,7 @@ class _AllReduceProbe:
 
     def _send(self, buckets: Sequence[BucketBuffer]) -> None:
         for bucket in buckets:
-            self._communicator.launch(bucket.parcel, Sent())
+            self._communicator.launch(bucket.payload, CommTiming())
         self._communicator.wait()
 
 

@@ -73,7 +73,7 @@ def measure_loading(dataset: Any, batch: int, world: World) -> Loading:
         chosen = chosen[: len(cold_us)]
         on_disk.flush()
         disk_us = _times_us(on_disk, chosen)
-        sizes_bytes = [pack(on_disk[index]).size_bytes for index in chosen[:FEWEST]]
+        sizes_bytes = [pack(on_disk[index]).numel() for index in chosen[:FEWEST]]
         room_bytes = overhead_bytes(len(on_disk)) + 2 * len(chosen) * max(sizes_bytes)
         in_memory = make(on_disk, memory_bytes=room_bytes, probe=False)
         _times_us(in_memory, chosen)

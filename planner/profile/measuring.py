@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
-from typing import get_args
+from typing import Any, get_args
 
 import torch
 from torch import nn
@@ -17,20 +17,19 @@ from planner.documents.profile import (
     OptimizerProfile,
     Profile,
     ProfileWorld,
-    SelectionLine,
     SizeFactors,
     Tracing,
 )
-from planner.emit.text import counted
+from planner.documents.text import pluralize
 from planner.frontend.layers import estimated_grad_weight_share, split_backward
 from planner.frontend.trace import TracedModel, trace
 from planner.profile.budget import Phases
 from planner.profile.compute import Step, combine, measure_compute
 from planner.profile.contention import affordable_sizes, contention_of, measure_contention, step_s
-from planner.profile.delay import DelayCosts, measure_delay
+from planner.profile.delay import measure_delay
 from planner.profile.grad_weight import measure_grad_weight_share
 from planner.profile.links import LinkTimes, cut_short, measure_links
-from planner.profile.node_links import LinksApart, measure_apart, parts_of
+from planner.profile.node_links import LinkProfile, measure_apart, parts_of
 from planner.profile.norms import measure_norms
 from planner.profile.progress import Progress
 from planner.profile.request import Request
@@ -48,11 +47,11 @@ from planner.profile.wanted import (
     curves,
 )
 from planner.testbed.emulation import emulation_here
-from runtime.checks.optimizer import find_not_elementwise, find_unowned, is_adaptive
 from runtime.checks.plan import model_fingerprint, trainable_parameters
 from runtime.comm.topology import node_name
 from runtime.comm.world import World
 from runtime.optimizers import LayerwiseOptimizer
+from runtime.optimizers.kinds import ADAPTIVE, find_missing, find_not_elementwise
 from runtime.plan import Accuracy, ModelReference
 from runtime.sharded.state import state_bytes
 
@@ -62,12 +61,11 @@ class Network:
     """What was measured of the links, and beside them; nothing with one rank."""
 
     links: LinkTimes | None = None
-    apart: LinksApart | None = None
+    apart: LinkProfile | None = None
     beside: Mapping[str, tuple[SizeFactors, ...]] | None = None
     """Factors of contention by kind of message."""
-    sparsify: dict[str, SelectionLine] | None = None
-    unpack: dict[str, SelectionLine] | None = None
-    delay: DelayCosts | None = None
+    computed: Mapping[str, Any] = field(default_factory=dict)
+    """What riskier plans compute, by the cluster's field."""
     notes: tuple[str, ...] = ()
 
 
@@ -89,7 +87,7 @@ class Measuring:
             two_links=parts_of(self._nodes) is not None,
             halves=optimizer is not None
             and find_not_elementwise(optimizer) is None
-            and find_unowned(optimizer, self._parameters) is None,
+            and find_missing(optimizer, self._parameters) is None,
             norms=isinstance(optimizer, LayerwiseOptimizer),
             known=request.add_to.cluster if request.add_to else None,
         )
@@ -102,12 +100,12 @@ class Measuring:
         """The step, without its layers."""
         world, phases = self._world, self._phases
         phases.say(
-            f"{name} on {counted(world.ranks, 'rank')}, for {self._request.accuracy} plans: the first steps, at most "
-            f"ten where they are long; then {counted(len(self._wanted.phases), 'phase')}, up to "
+            f"{name} on {pluralize(world.ranks, 'rank')}, for {self._request.accuracy} plans: the first steps, at most "
+            f"ten where they are long; then {pluralize(len(self._wanted.phases), 'phase')}, up to "
             f"{self._request.budget_s:.0f} s"
         )
         everyone = measure_compute(self._model, self._optimizer, self._run, world, self._progress, phases)
-        compute = combine(everyone, self._model)
+        compute = combine(everyone, self._parameters)
         if self._wanted.norms:
             phases.begin(NORMS, world)
             norms = measure_norms(self._parameters, self._optimizer, compute, world, self._device, self._progress)
@@ -141,7 +139,7 @@ class Measuring:
         found, notes = Network(), list[str]()
         if wanted.flat:
             each_s = phases.begin(FLAT, world) / curves(wanted.flat)
-            with world.naming("timing the collectives"):
+            with world.error_context("timing the collectives"):
                 links = measure_links(world, device, model_bytes, progress, wanted.flat, each_s)
             found, notes = replace(found, links=links), cut_short(links, model_bytes)
         if wanted.inside or wanted.between:
@@ -163,19 +161,17 @@ class Measuring:
             )
             found = replace(found, beside=beside)
             if not affordable_sizes(step_s(compute), allowed_s):
-                found = self._noted(
-                    found,
-                    [
-                        f"how messages and backward slow each other down was not measured, for a step takes "
-                        f"{step_s(compute):.3g} s: they are taken not to; --budget-s 300 would allow more of them"
-                    ],
+                note = (
+                    f"how messages and backward slow each other down was not measured, for a step takes "
+                    f"{step_s(compute):.3g} s: they are taken not to; --budget-s 300 would allow more of them"
                 )
+                found = self._noted(found, [note])
         if wanted.selection:
             chosen, unpacked = measure_selection(world, device, model_bytes, progress, phases.begin(SELECTION, world))
-            found = replace(found, sparsify=chosen, unpack=unpacked)
+            found = replace(found, computed={"sparsify": chosen, "unpack": unpacked})
         if wanted.delay:
             phases.begin(DELAY, world)
-            found = replace(found, delay=measure_delay(world, device, model_bytes, progress))
+            found = replace(found, computed={**found.computed, **measure_delay(world, device, model_bytes, progress)})
         return found
 
     def _noted(self, found: Network, notes: Sequence[str]) -> Network:
@@ -195,36 +191,28 @@ class Measuring:
         classes = list(get_args(Accuracy))
         riskiest = max(self._request.accuracy, known.measured_for or classes[0], key=classes.index)
         model_bytes = sum(gradient.size_bytes for gradient in found.compute.gradients)
-        added = _added(replace(known, measured_for=riskiest), network, model_bytes)
+        apart, contention = network.apart, known.contention
+        if network.beside and contention is not None:
+            contention = replace(contention, gathers_by_size=network.beside.get(ALL_GATHER))
+        elif network.beside:
+            contention = contention_of(network.beside, model_bytes)
+        flat, phases = network.links or LinkTimes({}, {}, {}), apart.times if apart else LinkTimes({}, {}, {})
+        added = replace(
+            known,
+            measured_for=riskiest,
+            intra=(apart.intra if apart else None) or known.intra,
+            inter=(apart.inter if apart else None) or known.inter,
+            samples={**(known.samples or {}), **flat.samples, **phases.samples} or None,
+            back_to_back={**(known.back_to_back or {}), **flat.back_to_back} or None,
+            collectives={**(known.collectives or {}), **flat.lines, **phases.lines} or None,
+            contention=contention,
+            notes=(*(known.notes or ()), *network.notes) or None,
+            **network.computed,
+        )
         if found.cluster is not None and self._wanted.phases:
             names = ", ".join(phase.name for phase in self._wanted.phases)
             added = replace(added, notes=(*(added.notes or ()), f"measured later, {now()}: {names}"))
         return added
-
-
-def _added(known: Cluster, network: Network, model_bytes: int) -> Cluster:
-    """The cluster with what was measured."""
-    links, apart, delay, contention = network.links, network.apart, network.delay, known.contention
-    flat, phases = links or LinkTimes({}, {}, {}), apart.times if apart else LinkTimes({}, {}, {})
-    if network.beside and contention is not None:
-        contention = replace(contention, gathers_by_size=network.beside.get(ALL_GATHER))
-    elif network.beside:
-        contention = contention_of(network.beside, model_bytes)
-    return replace(
-        known,
-        intra=(apart.intra if apart else None) or known.intra,
-        inter=(apart.inter if apart else None) or known.inter,
-        samples={**(known.samples or {}), **flat.samples, **phases.samples} or None,
-        back_to_back={**(known.back_to_back or {}), **flat.back_to_back} or None,
-        collectives={**(known.collectives or {}), **flat.lines, **phases.lines} or None,
-        contention=contention,
-        sparsify=network.sparsify or known.sparsify,
-        unpack=network.unpack or known.unpack,
-        push_pack=delay.push_pack if delay else known.push_pack,
-        local_update=delay.local_update if delay else known.local_update,
-        pull_take=delay.pull_take if delay else known.pull_take,
-        notes=(*(known.notes or ()), *network.notes) or None,
-    )
 
 
 def _describe(
@@ -234,9 +222,9 @@ def _describe(
         return None
     return OptimizerProfile(
         name=type(optimizer).__name__,
-        adaptive=is_adaptive(optimizer),
+        adaptive=isinstance(optimizer, ADAPTIVE),
         elementwise=find_not_elementwise(optimizer) is None,
-        holds_all=find_unowned(optimizer, parameters) is None,
+        holds_all=find_missing(optimizer, parameters) is None,
         state_bytes=state_bytes(optimizer),
     )
 

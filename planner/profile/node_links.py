@@ -1,4 +1,4 @@
-"""The links inside nodes and those between them, measured apart where there are both.
+"""Intra-node and inter-node links, measured apart where there are both.
 
 Inside: the ranks of each node among themselves, all nodes at once. Between: each rank with those of its place in the
 other nodes, so that the ranks of a node share its cards, as the phases of a hierarchical collective do.
@@ -24,7 +24,7 @@ BETWEEN = ("all_reduce", "all_gather", "reduce_scatter")
 
 
 @dataclass(frozen=True)
-class LinksApart:
+class LinkProfile:
     """Both kinds of link: curves whose names begin with `intra/` and `inter/`, and constants."""
 
     times: LinkTimes
@@ -36,9 +36,8 @@ class LinksApart:
 
 
 def parts_of(nodes: Sequence[str]) -> tuple[list[list[int]], list[list[int]]] | None:
-    """(ranks by node, ranks by place within their node), given every rank's node; None where one link is all.
-
-    Uneven nodes have no such places.
+    """Return (ranks by node, ranks by local rank), given every rank's node; None where there is one kind of link only,
+    and for nodes of different sizes.
     """
     inside = [[rank for rank, node in enumerate(nodes) if node == name] for name in dict.fromkeys(nodes)]
     count = len(inside[0])
@@ -50,7 +49,7 @@ def parts_of(nodes: Sequence[str]) -> tuple[list[list[int]], list[list[int]]] | 
 def measure_apart(
     world: World, nodes: Sequence[str], device: torch.device, model_bytes: int, progress: Progress,
     inside: Sequence[str] = INSIDE, between: Sequence[str] = BETWEEN, longest_s: float = LONGEST_S,
-) -> LinksApart | None:  # fmt: skip
+) -> LinkProfile | None:  # fmt: skip
     """Times the phases of hierarchical collectives; None where there is one kind of link. Every rank calls it.
 
     Args:
@@ -69,22 +68,35 @@ def measure_apart(
     parts = parts_of(nodes)
     if parts is None:
         return None
-    per_node = len(parts[0][0])
+    ranks_per_node = len(parts[0][0])
     samples: dict[str, tuple[Sample, ...]] = {}
     lines: dict[str, Line] = {}
     links: dict[str, Link] = {}
     cut: list[str] = []
-    kinds = (("intra", parts[0], inside, model_bytes), ("inter", parts[1], between, model_bytes // per_node))
+    kinds = (("intra", parts[0], inside, model_bytes), ("inter", parts[1], between, model_bytes // ranks_per_node))
     for kind, ranks, names, largest_bytes in kinds:
         if not names:
             continue
-        found = _measure(world, ranks, device, largest_bytes, names, progress, kind, longest_s)
+        part = world.split(ranks)
+        try:
+            with world.error_context("timing the collectives"):
+                found = measure_part(world, part, device, largest_bytes, names, progress, kind, longest_s)
+        except CommunicationError as error:
+            # The part knows its ranks by other numbers.
+            raise CommunicationError(
+                f"rank {world.rank}: timing the collectives ({kind}): another rank died or did not answer within "
+                f"{world.timeout_s:g} s ({first_line(error.__cause__ or error)})"
+            ) from error
+        finally:
+            part.leave()
         samples |= {f"{kind}/{name}": curve for name, curve in found.samples.items()}
         lines |= {f"{kind}/{name}": line for name, line in found.lines.items()}
         cut += [f"{kind}/{sentence}" for sentence in cut_short(found, largest_bytes)]
         if "all_reduce" in names:
-            links[kind] = implied_link(found.lines["all_reduce"], len(ranks[0]), 1 if kind == "intra" else per_node)
-    return LinksApart(LinkTimes(samples, {}, lines), links.get("intra"), links.get("inter"), tuple(cut))
+            links[kind] = implied_link(
+                found.lines["all_reduce"], len(ranks[0]), 1 if kind == "intra" else ranks_per_node
+            )
+    return LinkProfile(LinkTimes(samples, {}, lines), links.get("intra"), links.get("inter"), tuple(cut))
 
 
 def implied_link(all_reduce: Line, ranks: int, sharing: int) -> Link:
@@ -92,21 +104,3 @@ def implied_link(all_reduce: Line, ranks: int, sharing: int) -> Link:
     measured = Coefficients(all_reduce.alpha_us, all_reduce.beta_us_per_byte)
     link = solve_link("all_reduce/ring", ranks, measured)
     return Link(alpha_us=round(link.alpha_us, 3), beta_us_per_byte=float(f"{link.beta_us_per_byte / sharing:.6g}"))
-
-
-def _measure(
-    world: World, ranks: Sequence[Sequence[int]], device: torch.device, largest_bytes: int, names: Sequence[str],
-    progress: Progress, kind: str, longest_s: float,
-) -> LinkTimes:  # fmt: skip
-    part = world.split(ranks)
-    try:
-        with world.naming("timing the collectives"):
-            return measure_part(world, part, device, largest_bytes, names, progress, kind, longest_s)
-    except CommunicationError as error:
-        # The part knows its ranks by other numbers.
-        raise CommunicationError(
-            f"rank {world.rank}: timing the collectives ({kind}): another rank died or did not answer within "
-            f"{world.timeout_s:g} s ({first_line(error.__cause__ or error)})"
-        ) from error
-    finally:
-        part.leave()

@@ -39,9 +39,21 @@ def measure_norms(
     if not layers:
         return None
     dtype = norm_dtype(optimizer.adapted())
-    mine = _times_us(list(layers.values()), dtype, world, device, progress)
+    # Each with its gradient, or something of its size.
+    pairs: list[Pair] = [
+        (layer.detach(), torch.ones_like(layer) if layer.grad is None else layer.grad) for layer in layers.values()
+    ]
+    together_us: list[float] = []
+    alone_us: list[list[float]] = []
+    for _ in progress.track(range(WARM_UPS + REPEATS), "norms of layers"):
+        world.gather(None, "beginning to time norms")
+        together_us.append(timed_us(lambda: pair_norms(pairs, dtype), device))
+        world.gather(None, "beginning to time norms")
+        alone_us.append([timed_us(lambda pair=pair: pair_norms([pair], dtype), device) for pair in pairs])  # type: ignore[misc]
+    medians_us = [statistics.median(column) for column in zip(*alone_us[WARM_UPS:], strict=True)]
+    mine = together_us[WARM_UPS:], medians_us
     everyone: list[tuple[list[float], list[float]]] = world.gather(mine, "comparing times of norms")
-    # Whoever comes last is waited for at the next message.
+    # Others wait for the straggler at the next message.
     total_us = statistics.median(max(column) for column in zip(*(totals for totals, _ in everyone), strict=True))
     each_us = [statistics.median(column) for column in zip(*(singles for _, singles in everyone), strict=True)]
     share = total_us / max(sum(each_us), 1e-9)
@@ -53,22 +65,3 @@ def measure_norms(
             for name, time_us in zip(layers, each_us, strict=True)
         ),
     )
-
-
-def _times_us(
-    layers: list[nn.Parameter], dtype: torch.dtype, world: World, device: torch.device, progress: Progress
-) -> tuple[list[float], list[float]]:
-    """Microseconds of this rank: of all layers together in every repeat, and of each, its median over repeats."""
-    # Each with its gradient, or something of its size.
-    pairs: list[Pair] = [
-        (layer.detach(), torch.ones_like(layer) if layer.grad is None else layer.grad) for layer in layers
-    ]
-    totals: list[float] = []
-    singles: list[list[float]] = []
-    for _ in progress.track(range(WARM_UPS + REPEATS), "norms of layers"):
-        world.gather(None, "beginning to time norms")
-        totals.append(timed_us(lambda: pair_norms(pairs, dtype), device))
-        world.gather(None, "beginning to time norms")
-        singles.append([timed_us(lambda pair=pair: pair_norms([pair], dtype), device) for pair in pairs])  # type: ignore[misc]
-    each_us = [statistics.median(column) for column in zip(*singles[WARM_UPS:], strict=True)]
-    return totals[WARM_UPS:], each_us

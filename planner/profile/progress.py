@@ -3,39 +3,24 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Protocol, TypeVar
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
 
 T = TypeVar("T")
 
 
-class Progress(Protocol):
-    """Shows how far a loop has got."""
+@dataclass(frozen=True)
+class Progress:
+    """One bar per loop, gone when the loop is over; none unless asked for, and where nobody can see them."""
+
+    show: bool = False
 
     def track(self, items: Sequence[T], what: str) -> Iterable[T]:
-        """The same items, shown as a bar called `what`."""
-        ...
-
-
-class Silent:
-    """Shows nothing."""
-
-    def track(self, items: Sequence[T], what: str) -> Iterable[T]:
-        """The same items."""
-        return items
-
-
-class Bars:
-    """One bar per loop, on standard error, gone when the loop is over."""
-
-    def track(self, items: Sequence[T], what: str) -> Iterator[T]:
-        """The same items."""
+        """Return the same items, shown as a bar called `what`."""
+        if not (self.show and sys.stderr.isatty()):
+            return items
         from rich.console import Console
         from rich.progress import track
 
-        yield from track(items, description=f"{what:<26}", console=Console(stderr=True), transient=True)
-
-
-def make_progress(*, show: bool) -> Progress:
-    """Bars where they were asked for and somebody can see them."""
-    return Bars() if show and sys.stderr.isatty() else Silent()
+        return track(items, description=f"{what:<26}", console=Console(stderr=True), transient=True)

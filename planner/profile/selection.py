@@ -7,12 +7,11 @@ bucket's dense bytes, one for each density: a tenth of the elements takes `exact
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
 
 import torch
 from torch import nn
 
-from planner.documents.profile import DensityLine, SelectionLine
+from planner.documents.profile import SelectionLine
 from planner.profile.links import sizes_up_to, slowest_line, timed_us
 from planner.profile.progress import Progress
 from runtime.comm.world import World
@@ -64,22 +63,15 @@ def measure_selection(
                 times[density].append(_time(world, between, selector, density, size))
             last_s = max(world.gather(time.perf_counter() - started, "timing a selection"))
             allowed_s, left_s, done = allowed_s - last_s, left_s - last_s, done + 1
-        for which, lines in enumerate((chosen, added)):
-            of_density = {density: [pair[which] for pair in pairs] for density, pairs in times.items()}
-            lines[selector] = _by_density(world, sizes[:done], of_density)
+        for which, by_selector in enumerate((chosen, added)):
+            # Over the slowest rank's times: the message behind a selection waits for it.
+            lines = {
+                density: slowest_line(world, sizes[:done], [pair[which] for pair in pairs], "comparing selections")
+                for density, pairs in times.items()
+            }
+            rows = [(density, line.alpha_us, line.beta_us_per_byte) for density, line in lines.items()]
+            by_selector[selector] = SelectionLine(**vars(lines[USUAL]), by_density=tuple(rows))
     return chosen, added
-
-
-def _by_density(world: World, sizes: Sequence[int], times_us: Mapping[float, Sequence[Times]]) -> SelectionLine:
-    """Over the slowest rank's times: the message behind a selection waits for it."""
-    what = "comparing times of selection"
-    lines = {density: slowest_line(world, sizes, of, what) for density, of in times_us.items()}
-    rows: list[DensityLine] = [(density, line.alpha_us, line.beta_us_per_byte) for density, line in lines.items()]
-    usual = lines[USUAL]
-    return SelectionLine(
-        alpha_us=usual.alpha_us, beta_us_per_byte=usual.beta_us_per_byte, r_squared=usual.r_squared,
-        mean_error=usual.mean_error, by_density=tuple(rows),
-    )  # fmt: skip
 
 
 class _Between:
@@ -114,5 +106,5 @@ def _time(world: World, between: _Between, selector: str, density: float, size_b
         lossy.packed.gathered.copy_(lossy.packed.flat.repeat(world.ranks))
         between()
         unpacks.append(timed_us(lossy.unpack, device))
-        lossy.carrier.commit(finite)
+        lossy.feedback.commit(finite)
     return packs[WARM_UPS:], unpacks[WARM_UPS:]

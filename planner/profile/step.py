@@ -12,16 +12,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from planner.documents.profile import (
-    ComputeProfile,
-    Profile,
-    ProfileWorld,
-    load_profile,
-)
+from planner.documents.profile import ComputeProfile, Profile, ProfileWorld, load_profile
 from planner.profile.budget import heard
 from planner.profile.compute import Step
 from planner.profile.measuring import Measuring, count_nodes, now
-from planner.profile.progress import Progress, Silent
+from planner.profile.progress import Progress
 from planner.profile.request import BUDGET_S, Request
 from planner.testbed.emulation import emulation_here
 from runtime.checks.plan import model_fingerprint, trainable_parameters
@@ -79,8 +74,18 @@ def profile_step(
     base = load_profile(add_to) if isinstance(add_to, str | Path) else add_to
     request = Request(accuracy=accuracy, add_to=base, budget_s=budget_s)
     return measure(
-        model, lambda _: step(), optimizer, process_group, request=request, progress=Silent(), timeout_s=timeout_s
+        model, lambda _: step(), optimizer, process_group, request=request, progress=Progress(), timeout_s=timeout_s
     )
+
+
+@contextmanager
+def joined(group: dist.ProcessGroup | None, timeout_s: float | None) -> Iterator[World]:
+    """The ranks of a group, with a deadline of their own (default: 300 s), until this ends."""
+    world = World.join(group, TIMEOUT_S if timeout_s is None else timeout_s)
+    try:
+        yield world
+    finally:
+        world.leave()
 
 
 def deadline_s(step_us: float, size_bytes: int) -> float:
@@ -101,37 +106,43 @@ def measure(
 ) -> Profile:
     """`profile_step` for a step that says when its backward begins; `name` is the model's in the profile."""
     request = request or Request()
-    world = World.join(process_group, TIMEOUT_S if timeout_s is None else timeout_s)
-    try:
-        with heard():
-            # Every rank comes to the same verdict, so that none waits for one that has given up.
-            everyone: list[tuple[str | None, str]] = world.gather(_problem(model), "comparing models")
-            _refuse([problem for problem, _ in everyone])
-            check_same_model([print_ for _, print_ in everyone])
-            described = _describe_world(world, next(model.parameters()).device)
-            # What is added to a profile has to be measured of its model, in its world.
-            _refuse(
-                world.gather(
-                    None if request.add_to is None else _misfit(request.add_to, model, described), "comparing profiles"
-                )
-            )
-            measuring = Measuring(model, step, optimizer, world, request, progress)
-            with preserved(model, optimizer):
-                found = request.add_to or measuring.step(name or type(model).__name__, described)
-                with _hurried(world, found.compute, process_group, timeout_s) as hurried:
-                    links = measuring.links(hurried, found.compute)
-                    # With the long deadline: who traces a model may take long. And before what can be shortened.
-                    found = found if request.add_to else measuring.layers(world, found)
-                    network = measuring.beside(hurried, found.compute, links)
-            mine = replace(found, cluster=measuring.cluster(found, network))
-            agreed: Profile = world.gather(mine, "agreeing on the profile")[0]
-            return agreed
-    finally:
-        world.leave()
+    with joined(process_group, timeout_s) as world, heard():
+        # Every rank comes to the same verdict, so that none waits for one that has given up.
+        everyone: list[tuple[str | None, str]] = world.gather(_problem(model), "comparing models")
+        _refuse([problem for problem, _ in everyone])
+        check_same_model([print_ for _, print_ in everyone])
+        device, emulation = next(model.parameters()).device, emulation_here()
+        described = ProfileWorld(
+            ranks=world.ranks,
+            nodes=count_nodes(world.gather(node_name(), "counting machines")),
+            backend=world.backend,
+            device=device.type if device.type == "cpu" else torch.cuda.get_device_name(device),
+            torch=torch.__version__,
+            measured=now(),
+            threads_per_rank=torch.get_num_threads(),
+            cores=os.cpu_count(),
+            memory_bytes=None if device.type == "cpu" else torch.cuda.get_device_properties(device).total_memory,
+            emulated=emulation.kind if emulation else None,
+            emulation=emulation.spec if emulation else None,
+        )
+        # What is added to a profile has to be measured of its model, in its world.
+        wrong = None if request.add_to is None else _incompatibility(request.add_to, model, described)
+        _refuse(world.gather(wrong, "comparing profiles"))
+        measuring = Measuring(model, step, optimizer, world, request, progress)
+        with preserved(model, optimizer):
+            found = request.add_to or measuring.step(name or type(model).__name__, described)
+            with _with_measured_timeout(world, found.compute, process_group, timeout_s) as hurried:
+                links = measuring.links(hurried, found.compute)
+                # With the long deadline: who traces a model may take long. And before what can be shortened.
+                found = found if request.add_to else measuring.layers(world, found)
+                network = measuring.beside(hurried, found.compute, links)
+        mine = replace(found, cluster=measuring.cluster(found, network))
+        agreed: Profile = world.gather(mine, "agreeing on the profile")[0]
+        return agreed
 
 
 @contextmanager
-def _hurried(
+def _with_measured_timeout(
     world: World, compute: ComputeProfile, process_group: dist.ProcessGroup | None, timeout_s: float | None
 ) -> Iterator[World]:
     """The same ranks, with a deadline that follows from the measured step where none was given."""
@@ -139,11 +150,9 @@ def _hurried(
         yield world
         return
     step_us = compute.forward_us + sum(gradient.backward_us for gradient in compute.gradients) + compute.update_us
-    hurried = World.join(process_group, deadline_s(step_us, sum(gradient.size_bytes for gradient in compute.gradients)))
-    try:
+    size_bytes = sum(gradient.size_bytes for gradient in compute.gradients)
+    with joined(process_group, deadline_s(step_us, size_bytes)) as hurried:
         yield hurried
-    finally:
-        hurried.leave()
 
 
 def _refuse(problems: Sequence[str | None]) -> None:
@@ -154,19 +163,20 @@ def _refuse(problems: Sequence[str | None]) -> None:
         raise InputError("\n".join(p if alike else f"rank {rank}: {p}" for p, rank in reversed(first.items())))
 
 
-def _misfit(known: Profile, model: nn.Module, here: ProfileWorld) -> str | None:
-    cure = "profile anew, with none to add to"
+def _incompatibility(known: Profile, model: nn.Module, here: ProfileWorld) -> str | None:
+    """Return why nothing can be added to a profile here."""
+    hint = "profile anew, with none to add to"
     if known.model.fingerprint != model_fingerprint(model):
         return (
             f"the profile to add to is of another model ({known.model.name}), by the names, shapes and dtypes of "
-            f"trainable parameters; {cure}"
+            f"trainable parameters; {hint}"
         )
     if known.cluster is None:
-        return f"the profile to add to has no cluster; expected one that `planner profile` has measured: {cure}"
+        return f"the profile to add to has no cluster; expected one that `planner profile` has measured: {hint}"
     for field in ("ranks", "nodes", "backend", "device", "emulation"):
         before, now = getattr(known.world, field), getattr(here, field)
         if before != now:
-            return f"the profile to add to was measured with {field} = {before}, found {now}; measure there, or {cure}"
+            return f"the profile to add to was measured with {field} = {before}, found {now}; measure there, or {hint}"
     return None
 
 
@@ -192,20 +202,3 @@ def _problem(model: nn.Module) -> tuple[str | None, str]:
     if not trainable_parameters(model):
         return "the model has no trainable parameter, expected at least one with requires_grad; unfreeze one", ""
     return None, found
-
-
-def _describe_world(world: World, device: torch.device) -> ProfileWorld:
-    emulation = emulation_here()
-    return ProfileWorld(
-        ranks=world.ranks,
-        nodes=count_nodes(world.gather(node_name(), "counting machines")),
-        backend=world.backend,
-        device=device.type if device.type == "cpu" else torch.cuda.get_device_name(device),
-        torch=torch.__version__,
-        measured=now(),
-        threads_per_rank=torch.get_num_threads(),
-        cores=os.cpu_count(),
-        memory_bytes=None if device.type == "cpu" else torch.cuda.get_device_properties(device).total_memory,
-        emulated=emulation.kind if emulation else None,
-        emulation=emulation.spec if emulation else None,
-    )

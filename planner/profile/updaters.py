@@ -15,10 +15,12 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from scipy.optimize import isotonic_regression
 from torch import Tensor, nn
 
 from planner.documents.local_async import LayerBackward, LocalAsyncProfile, UpdaterRate
@@ -83,7 +85,11 @@ def measure_backward(
     rows: list[list[tuple[float, float, float]]] = []
     for _ in progress.track(range(WARM_UPS + REPEATS), "partial backwards"):
         world.gather(None, "beginning to time partial backwards")
-        rows.append([_probe_us(loss, tensors, probe) for probe in probes])
+        rows.append([])
+        for probe in probes:
+            forward, single = _timed_us(loss, tensors[probe])
+            _, whole = _timed_us(loss, [parameter for run in tensors[: probe + 1] for parameter in run])
+            rows[-1].append((forward, single, whole - single))
     everyone: list[list[list[tuple[float, float, float]]]] = world.gather(rows[WARM_UPS:], "comparing backwards")
     times_us = np.median(np.array(everyone), axis=1)  # over repeats: (ranks, probes, 3)
     forward_us, single_us, others_us = np.median(times_us, axis=0).T
@@ -92,13 +98,8 @@ def measure_backward(
 
 
 def _runs(gradients: Sequence[Gradient]) -> list[list[Gradient]]:
-    """Gradients by runs of equal layer."""
-    runs: list[list[Gradient]] = []
-    for gradient in gradients:
-        if not runs or runs[-1][-1].layer != gradient.layer:
-            runs.append([])
-        runs[-1].append(gradient)
-    return runs
+    """Return the gradients by runs of equal layer."""
+    return [list(run) for _, run in groupby(gradients, key=lambda gradient: gradient.layer)]
 
 
 def _affordable(step_us: float) -> int:
@@ -107,21 +108,13 @@ def _affordable(step_us: float) -> int:
 
 
 def _probes(times_us: Sequence[float], most: int) -> list[int]:
-    """The first layer, the last one, and others between them at even distances in time; all where there are few."""
+    """Return the first layer, the last one, and others at even distances in time between; all where there are few."""
     count = len(times_us)
     if count <= most:
         return list(range(count))
     reached = np.cumsum(times_us)
     wanted = np.linspace(reached[0], reached[-1], most)
     return sorted({0, count - 1, *np.clip(np.searchsorted(reached, wanted), 0, count - 1).tolist()})
-
-
-def _probe_us(
-    loss: Callable[[], Tensor], tensors: Sequence[Sequence[Tensor]], probe: int
-) -> tuple[float, float, float]:
-    forward_us, single_us = _timed_us(loss, tensors[probe])
-    _, whole_us = _timed_us(loss, [parameter for run in tensors[: probe + 1] for parameter in run])
-    return forward_us, single_us, whole_us - single_us
 
 
 def _timed_us(loss: Callable[[], Tensor], block: Sequence[Tensor]) -> tuple[float, float]:
@@ -152,8 +145,9 @@ def take_apart(
     """
     reached_us = np.cumsum([sum(gradient.backward_us for gradient in run) for run in runs])
     at_us = reached_us[list(probes)]
+    # Noise is taken out by the non-decreasing sequence next to what was measured, in least squares.
     # What the layers before each one spend on gradients of weights, and what a backward for it alone takes.
-    before_us = np.interp(reached_us, at_us, _growing(np.maximum(times.others_us, 0.0)))
+    before_us = np.interp(reached_us, at_us, isotonic_regression(np.maximum(times.others_us, 0.0)).x)
     before_us[0] = 0.0
     alone_us = np.interp(reached_us, at_us, times.single_us)
     weight_us = np.diff(before_us, append=before_us[-1])
@@ -163,7 +157,7 @@ def take_apart(
         if len(alone_us) == 1
         else max(0.0, float(alone_us[-1] - (alone_us[-2] - weight_us[-2]))) / 2.0
     )
-    input_us = _growing(np.maximum(alone_us - weight_us, 0.0))
+    input_us = isotonic_regression(np.maximum(alone_us - weight_us, 0.0)).x
     steps_us = np.diff(input_us, append=input_us[-1])
     layers = tuple(
         LayerBackward(
@@ -187,18 +181,6 @@ def with_updates(
     return tuple(
         replace(layer, update_us=round(count * scale, 3)) for layer, count in zip(layers, elements, strict=True)
     )
-
-
-def _growing(values: NDArray[np.float64]) -> NDArray[np.float64]:
-    """The non-decreasing sequence next to a noisy one in least squares: neighbours out of order share their mean."""
-    blocks: list[tuple[float, int]] = []
-    for value in values.tolist():
-        mean, count = value, 1
-        while blocks and blocks[-1][0] > mean:
-            before, held = blocks.pop()
-            mean, count = (before * held + mean * count) / (held + count), held + count
-        blocks.append((mean, count))
-    return np.repeat([mean for mean, _ in blocks], [count for _, count in blocks])
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from html import escape
 from math import ceil, floor, isfinite, log10
 from typing import Any
 
-from planner.emit.text import counted, mebibytes, milliseconds, printable
+from planner.documents.text import mebibytes, milliseconds, pluralize, sanitize
 from planner.report.tracks import ROLES, Bar, Track
 from runtime.plan import Plan
 from runtime.plan.predicted import ScalingPoint
@@ -30,14 +30,7 @@ LEGEND = {
     "message": "communication",
 }
 
-LEGEND_BELOW = {
-    "orientation": "h",
-    "x": 0,
-    "xref": "container",
-    "y": 0,
-    "yref": "container",
-    "yanchor": "bottom",
-}
+LEGEND_BELOW = {"orientation": "h", "x": 0, "xref": "container", "y": 0, "yref": "container", "yanchor": "bottom"}
 
 FAR_APART = 4.0
 """Steps that differ by more than this factor are drawn on a logarithmic axis."""
@@ -49,7 +42,7 @@ BASIS = {"measured": "circle", "formula": "square-open", "extrapolated": "circle
 def shorten(name: str, width: int) -> str:
     """A name in at most `width` characters, cut in the middle; control characters are written out."""
     if not name.isprintable():
-        name = printable(name, len(name))
+        name = sanitize(name, len(name))
     if len(name) <= width:
         return name
     tail = (width - 1) // 2
@@ -58,18 +51,37 @@ def shorten(name: str, width: int) -> str:
 
 def timeline_figure(tracks: Sequence[Track]) -> Figure:
     """All tracks on one time axis: a heading and a row of bars per resource each."""
-    data: dict[str, dict[str, Any]] = {role: _empty(role) for role in ROLES}
+    data: dict[str, Figure] = {
+        role: {
+            "type": "bar",
+            "orientation": "h",
+            "name": LEGEND[role],
+            "meta": {"role": role},
+            **{column: [] for column in ("x", "base", "y", "hovertext")},
+            "width": ROW_PX - 6,
+            "hoverinfo": "text",
+            "textposition": "none",
+        }
+        for role in ROLES
+    }
     ticks: list[tuple[float, str]] = []
     headings: list[Figure] = []
     top = 0.0
     for track in tracks:
-        headings.append(_heading(track, top + HEAD_PX / 2))
+        at = {"x": 0, "xref": "paper", "xanchor": "left", "xshift": -60, "y": top + HEAD_PX / 2, "yref": "y"}
+        headings.append({"text": _heading(track), "showarrow": False, **at})
         top += HEAD_PX
         for resource in track.resources:
             ticks.append((top + ROW_PX / 2, escape(shorten(resource, 12), quote=False)))
             for bar in (bar for bar in track.bars if bar.resource == resource):
-                _add(data[bar.role], bar, top + ROW_PX / 2, track)
+                trace = data[bar.role]
+                trace["x"].append(_ms(bar.end_us - bar.start_us))
+                trace["base"].append(_ms(bar.start_us))
+                trace["y"].append(top + ROW_PX / 2)
+                trace["hovertext"].append(_bar_text(bar, track.name))
             top += ROW_PX
+    end = {"x0": _ms(tracks[0].iteration_us), "x1": _ms(tracks[0].iteration_us)} if tracks else {}
+    end_line = {"type": "line", **end, "y0": 0, "y1": 1, "yref": "paper", "line": {"dash": "dot", "width": 1}}
     layout = {
         "height": round(top + TOP_PX + BOTTOM_PX),
         "margin": {"l": 64, "r": 12, "t": TOP_PX, "b": BOTTOM_PX},
@@ -87,32 +99,9 @@ def timeline_figure(tracks: Sequence[Track]) -> Figure:
         },
         "legend": LEGEND_BELOW,
         "annotations": headings,
-        "shapes": [_end_line(tracks[0])] if tracks else [],
+        "shapes": [{**end_line, "layer": "below"}] if tracks else [],
     }
     return {"data": [trace for trace in data.values() if trace["x"]], "layout": layout}
-
-
-def _empty(role: str) -> dict[str, Any]:
-    return {
-        "type": "bar",
-        "orientation": "h",
-        "name": LEGEND[role],
-        "meta": {"role": role},
-        "x": [],
-        "base": [],
-        "y": [],
-        "width": ROW_PX - 6,
-        "hovertext": [],
-        "hoverinfo": "text",
-        "textposition": "none",
-    }
-
-
-def _add(trace: dict[str, Any], bar: Bar, y: float, track: Track) -> None:
-    trace["x"].append(_ms(bar.duration_us))
-    trace["base"].append(_ms(bar.start_us))
-    trace["y"].append(y)
-    trace["hovertext"].append(bar_text(bar, track.name))
 
 
 def _ms(time_us: float) -> float:
@@ -120,18 +109,21 @@ def _ms(time_us: float) -> float:
     return float(f"{time_us / 1000:.7g}")
 
 
-def bar_text(bar: Bar, track: str) -> str:
-    """What a hover label says; escaped for plotly's markup."""
+def _bar_text(bar: Bar, track: str) -> str:
+    """Return what a hover label says; escaped for plotly's markup."""
     lines = [f"<b>{_plain(bar.task)}</b> · {_plain(track)}"]
-    if bar.tasks > 1:
+    joined = (bar.tasks or 1) > 1
+    if joined:
         lines.append(f"{bar.tasks} tasks, too short to be drawn one by one")
     if bar.gradients is not None:
         size = f", {mebibytes(bar.size_bytes)}" if bar.size_bytes is not None else ""
-        lines.append(f"{counted(bar.gradients, 'gradient')}{size}")
+        lines.append(f"{pluralize(bar.gradients, 'gradient')}{size}")
         lines += [_plain(name) for name in dict.fromkeys((bar.first_name, bar.last_name)) if name is not None]
-    lines.append(f"{milliseconds(bar.start_us)} to {milliseconds(bar.end_us)} ms: {milliseconds(bar.duration_us)} ms")
-    if bar.wait_us is not None and bar.tasks == 1:
-        lines.append(f"ready at {milliseconds(bar.ready_us)} ms, waits {milliseconds(bar.wait_us)} ms for the link")
+    start, end, duration = map(milliseconds, (bar.start_us, bar.end_us, bar.end_us - bar.start_us))
+    lines.append(f"{start} to {end} ms: {duration} ms")
+    if bar.ready_us is not None and not joined:
+        wait_us = max(0.0, bar.start_us - bar.ready_us)
+        lines.append(f"ready at {milliseconds(bar.ready_us)} ms, waits {milliseconds(wait_us)} ms for the link")
     return "<br>".join(lines)
 
 
@@ -139,53 +131,63 @@ def _plain(text: str) -> str:
     return escape(shorten(text, NAME_WIDTH), quote=False)
 
 
-def heading_text(track: Track) -> str:
-    """A track's name and figures."""
+def _heading(track: Track) -> str:
+    """Return a track's name and figures."""
     words = [f"{milliseconds(track.iteration_us)} ms"]
     if track.buckets is not None:
-        words.append(counted(track.buckets, "bucket"))
+        words.append(pluralize(track.buckets, "bucket"))
     if track.exposed_us is not None:
         words.append(f"{milliseconds(track.exposed_us)} ms exposed")
     return f"<b>{_plain(track.name)}</b>  {', '.join(words)}"
 
 
-def _heading(track: Track, y: float) -> Figure:
-    return {
-        "text": heading_text(track),
-        "x": 0,
-        "xref": "paper",
-        "xanchor": "left",
-        "xshift": -60,
-        "y": y,
-        "yref": "y",
-        "showarrow": False,
-    }
-
-
-def _end_line(track: Track) -> Figure:
-    """Where the first track's step ends, through all of them."""
-    x = _ms(track.iteration_us)
-    return {
-        "type": "line",
-        "x0": x,
-        "x1": x,
-        "y0": 0,
-        "y1": 1,
-        "yref": "paper",
-        "line": {"dash": "dot", "width": 1},
-        "layer": "below",
-    }
-
-
 def scaling_figure(plan: Plan, points: Sequence[ScalingPoint]) -> Figure:
     """Predicted step over ranks, one line per strategy; the marks say where costs come from."""
-    quiet_us = compute_us(plan)
+    predicted = plan.predicted
+    compute_us = None
+    if predicted is not None and predicted.forward_us is not None and predicted.backward_us is not None:
+        total_us = predicted.forward_us + predicted.backward_us + (predicted.update_us or 0.0)
+        compute_us = total_us if isfinite(total_us) else None
     names = dict.fromkeys(name for point in points for name in point.iteration_us)
-    data = [_line(number, name, points, quiet_us) for number, name in enumerate(names)]
-    if quiet_us is not None:
-        data.append(_quiet(points, quiet_us))
+    data: list[Figure] = []
+    for number, name in enumerate(names):
+        # The first line, the optimum, is broad and lies below the others: those that reach it stay visible.
+        known, first = [point for point in points if name in point.iteration_us], number == 0
+        data.append(
+            {
+                "type": "scatter",
+                "mode": "lines+markers",
+                "name": _plain(name),
+                "meta": {"role": f"line{number % 6}"},
+                "x": [point.ranks for point in known],
+                "y": [_ms(point.iteration_us[name]) for point in known],
+                "marker": {"symbol": [BASIS[point.basis] for point in known], "size": 13 if first else 8},
+                "line": {"width": 5 if first else 2},
+                "hovertext": [_point_text(name, point, compute_us) for point in known],
+                "hoverinfo": "text",
+            }
+        )
+    if compute_us is not None:
+        data.append(
+            {
+                "type": "scatter",
+                "mode": "lines",
+                "name": "compute alone",
+                "meta": {"role": "quiet"},
+                "x": [points[0].ranks, points[-1].ranks],
+                "y": [_ms(compute_us)] * 2,
+                "line": {"dash": "dot", "width": 2},
+                "hoverinfo": "skip",
+            }
+        )
     times = [time for trace in data for time in trace["y"] if time > 0.0]
-    far_apart = bool(times) and max(times) > FAR_APART * min(times)
+    scale: Figure = {"rangemode": "tozero"}
+    if times and max(times) > FAR_APART * min(times):
+        # A tick at 1, 2 and 5 times each power of ten; plotly's own ticks leave out the zeros.
+        decades = range(floor(log10(min(times))), ceil(log10(max(times))) + 1)
+        ticks = [digit * 10.0**decade for decade in decades for digit in (1, 2, 5)]
+        texts = [f"{tick:,.0f}" if tick >= 1.0 else f"{tick:g}" for tick in ticks]
+        scale = {"type": "log", "tickvals": ticks, "ticktext": texts}
     layout = {
         "height": 440,
         "margin": {"l": 76, "r": 16, "t": TOP_PX, "b": 130},
@@ -198,70 +200,16 @@ def scaling_figure(plan: Plan, points: Sequence[ScalingPoint]) -> Figure:
             "ticktext": [str(point.ranks) for point in points],
             "zeroline": False,
         },
-        "yaxis": {
-            "title": {"text": "step (ms)", "standoff": 10},
-            "zeroline": False,
-            **(_logarithmic(times) if far_apart else {"rangemode": "tozero"}),
-        },
+        "yaxis": {"title": {"text": "step (ms)", "standoff": 10}, "zeroline": False, **scale},
         "legend": LEGEND_BELOW,
     }
     return {"data": data, "layout": layout}
 
 
-def _logarithmic(times_ms: Sequence[float]) -> Figure:
-    """An axis with a tick at 1, 2 and 5 times each power of ten; plotly's own ticks leave out the zeros."""
-    decades = range(floor(log10(min(times_ms))), ceil(log10(max(times_ms))) + 1)
-    ticks = [digit * 10.0**decade for decade in decades for digit in (1, 2, 5)]
-    return {
-        "type": "log",
-        "tickvals": ticks,
-        "ticktext": [f"{tick:,.0f}" if tick >= 1.0 else f"{tick:g}" for tick in ticks],
-    }
-
-
-def compute_us(plan: Plan) -> float | None:
-    """The step without communication, where the plan says it."""
-    predicted = plan.predicted
-    if predicted is None or predicted.forward_us is None or predicted.backward_us is None:
-        return None
-    total_us = predicted.forward_us + predicted.backward_us + (predicted.update_us or 0.0)
-    return total_us if isfinite(total_us) else None
-
-
-def _line(number: int, name: str, points: Sequence[ScalingPoint], quiet_us: float | None) -> Figure:
-    """The first line, the optimum, is broad and lies below the others: those that reach it stay visible."""
-    known = [point for point in points if name in point.iteration_us]
-    return {
-        "type": "scatter",
-        "mode": "lines+markers",
-        "name": _plain(name),
-        "meta": {"role": f"line{number % 6}"},
-        "x": [point.ranks for point in known],
-        "y": [_ms(point.iteration_us[name]) for point in known],
-        "marker": {"symbol": [BASIS[point.basis] for point in known], "size": 13 if number == 0 else 8},
-        "line": {"width": 5 if number == 0 else 2},
-        "hovertext": [_point_text(name, point, quiet_us) for point in known],
-        "hoverinfo": "text",
-    }
-
-
-def _point_text(name: str, point: ScalingPoint, quiet_us: float | None) -> str:
+def _point_text(name: str, point: ScalingPoint, compute_us: float | None) -> str:
     step_us = point.iteration_us[name]
-    nodes = f" on {counted(point.nodes, 'node')}" if point.nodes is not None else ""
-    lines = [f"<b>{_plain(name)}</b> · {counted(point.ranks, 'rank')}{nodes}", f"{milliseconds(step_us)} ms a step"]
-    if quiet_us is not None and step_us > 0.0:
-        lines[-1] += f", {min(1.0, quiet_us / step_us):.0%} of it compute"
+    nodes = f" on {pluralize(point.nodes, 'node')}" if point.nodes is not None else ""
+    lines = [f"<b>{_plain(name)}</b> · {pluralize(point.ranks, 'rank')}{nodes}", f"{milliseconds(step_us)} ms a step"]
+    if compute_us is not None and step_us > 0.0:
+        lines[-1] += f", {min(1.0, compute_us / step_us):.0%} of it compute"
     return "<br>".join([*lines, f"{point.basis}: {_plain(point.source or 'source unknown')}"])
-
-
-def _quiet(points: Sequence[ScalingPoint], quiet_us: float) -> Figure:
-    return {
-        "type": "scatter",
-        "mode": "lines",
-        "name": "compute alone",
-        "meta": {"role": "quiet"},
-        "x": [points[0].ranks, points[-1].ranks],
-        "y": [_ms(quiet_us)] * 2,
-        "line": {"dash": "dot", "width": 2},
-        "hoverinfo": "skip",
-    }

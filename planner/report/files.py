@@ -4,27 +4,16 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
 from os.path import realpath
-from pathlib import Path
 
 from planner.report.page import page_text
 from planner.report.trace import trace_text
 from runtime.errors import InputError
 from runtime.plan import Plan, load_plan
 from runtime.plan.files import check_output, write_text
-from runtime.plan.measured import MeasuredStep, load_measured
+from runtime.plan.measured import load_measured
 
 TRACE, HTML = "--trace", "--html"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Explained:
-    """A plan, and a step measured with it where there is one."""
-
-    plan: Plan
-    measured: MeasuredStep | None
-    measured_from: str | None
 
 
 def check_outputs(plan: str, measured: str | None, wanted: Mapping[str, str | None]) -> dict[str, str]:
@@ -46,11 +35,12 @@ def check_outputs(plan: str, measured: str | None, wanted: Mapping[str, str | No
     return outputs
 
 
-def load(plan: str, measured: str | None, outputs: Mapping[str, str]) -> Explained:
-    """Reads what is to be explained.
+def explain(plan: str, measured: str | None, outputs: Mapping[str, str]) -> Plan:
+    """Read a plan, and a step measured with it where there is one; write each file atomically, once all are made.
 
     Raises:
         InputError: a document is wrong, they do not belong together, or a trace is wanted of a plan without times.
+        EnvironmentFailure: plotly, which draws pages, is not installed.
     """
     loaded = load_plan(plan)
     step = None if measured is None else load_measured(measured, loaded)
@@ -59,34 +49,25 @@ def load(plan: str, measured: str | None, outputs: Mapping[str, str]) -> Explain
             f"{plan}: $.predicted.timeline: found none, expected tasks to draw; make the plan with `planner optimize`, "
             f"or give a measured step with --measured"
         )
-    return Explained(plan=loaded, measured=step, measured_from=measured)
-
-
-def write(explained: Explained, outputs: Mapping[str, str]) -> None:
-    """Writes each file atomically, once all of them are made. Raises as `page_text` and `write_text` do."""
-    plan, measured = explained.plan, explained.measured
     texts = {}
     if TRACE in outputs:
-        texts[TRACE] = trace_text(plan, measured)
+        texts[TRACE] = trace_text(loaded, step)
     if HTML in outputs:
-        texts[HTML] = page_text(plan, measured, explained.measured_from)
+        texts[HTML] = page_text(loaded, step, measured)
     for option, text in texts.items():
         write_text(outputs[option], text)
+    return loaded
 
 
 def check_writable(path: str, *inputs: str | None) -> None:
     """Refuses, before any work is done, an output path that cannot be written or is one of the input files."""
     target = check_output(path)
     for given in inputs:
-        if given is not None and _same_file(given, target):
+        try:
+            same = given is not None and target.is_file() and os.path.samefile(given, target)
+        except (OSError, ValueError):
+            same = False  # the input cannot be read: its reader will say so
+        if same:
             raise InputError(
                 f"{path}: found the input file {given}, expected another one to write to; choose another output path"
             )
-
-
-def _same_file(given: str, target: Path) -> bool:
-    """Whether both lead to one file, by whatever links."""
-    try:
-        return target.is_file() and os.path.samefile(given, target)
-    except (OSError, ValueError):
-        return False  # the input cannot be read: its reader will say so

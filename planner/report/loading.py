@@ -39,7 +39,7 @@ def loading_lines(plan: Plan) -> list[str]:
         return []
     return [
         _times(loading, plan.predicted.iteration_us),
-        *_verdict(loading, plan.predicted.iteration_us),
+        _verdict(loading, plan.predicted.iteration_us),
         _memory(loading),
     ]
 
@@ -53,19 +53,19 @@ def _times(loading: Loading, step_us: float) -> str:
     )
 
 
-def _verdict(loading: Loading, step_us: float) -> list[str]:
+def _verdict(loading: Loading, step_us: float) -> str:
     """Which levels one worker keeps up from, and how many workers the others take."""
     needed = {name: workers_needed(loading, sample_us, step_us) for name, sample_us in levels(loading).items()}
     bound = {name: workers for name, workers in needed.items() if workers > 1}
     if "storage" not in bound:
-        return ["input: the step is not input-bound: one worker a rank keeps up with it from the storage"]
+        return "input: the step is not input-bound: one worker a rank keeps up with it from the storage"
     listed = ", ".join(f"{workers} workers a rank from {name}" for name, workers in bound.items())
     enough = [name for name in needed if name not in bound]
     kept = f"; one is enough from {' or '.join(enough)}" if enough else ""
-    return [
+    return (
         f"input: the step is input-bound with fewer than {listed}{kept}; workers help as far as cores and storage "
         f"serve them all at once"
-    ]
+    )
 
 
 def _memory(loading: Loading) -> str:

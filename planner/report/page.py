@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from html import escape
 
-from planner.emit.text import SENTENCE_CHARACTERS, counted, mebibytes, milliseconds, printable
+from planner.documents.text import (
+    SENTENCE_CHARACTERS,
+    first_part_with_source,
+    mebibytes,
+    milliseconds,
+    pluralize,
+    sanitize,
+)
 from planner.report.figures import scaling_figure, shorten, timeline_figure
 from planner.report.frame import figure, frame_text, paragraphs, table
-from planner.report.tables import bucket_form, interface_lines, plan_kind
-from planner.report.tracks import plan_tracks
-from planner.report.words import (
-    caption_words,
-    certificate_words,
-    headline,
-    measured_words,
-    reading_words,
-    scaling_words,
-)
+from planner.report.tables import bucket_form, interface_lines, plan_kind, uncertainty_line
+from planner.report.tracks import MEASURED, Track, plan_tracks
 from runtime.plan import Plan, PlanBucket
 from runtime.plan.measured import MeasuredStep
+from runtime.plan.predicted import ScalingPoint
 
 MAX_ROWS = 500
 """Rows of the table of buckets; a longer one is read by nobody, and by no browser quickly."""
@@ -30,6 +31,13 @@ NAME_WIDTH = 80
 
 LABELS = {"timeline": "Time line of the plan and its baselines", "scaling": "Predicted step over numbers of ranks"}
 """Of the figures, for those who cannot see them."""
+
+
+BASIS_WORDS = {
+    "measured": "a filled circle: communication was measured on so many ranks",
+    "formula": "an open square: computed from the links' constants by a published formula",
+    "extrapolated": "an open circle: extrapolated from a measurement on another number of ranks",
+}
 
 
 def page_text(plan: Plan, measured: MeasuredStep | None = None, measured_from: str | None = None) -> str:
@@ -49,26 +57,31 @@ def page_text(plan: Plan, measured: MeasuredStep | None = None, measured_from: s
         **({"timeline": timeline_figure(tracks)} if tracks else {}),
         **({"scaling": scaling_figure(plan, points)} if len(points) > 1 else {}),
     }
-    nodes = f" ({counted(plan.world.nodes, 'node')})" if plan.world.nodes else ""
-    timeline = figure("timeline", figures, LABELS["timeline"], reading_words(tracks), caption_words(plan, measured))
-    scaling = figure("scaling", figures, LABELS["scaling"], scaling_words(points), caption_words(plan))
+    nodes = f" ({pluralize(plan.world.nodes, 'node')})" if plan.world.nodes else ""
+    timeline = figure("timeline", figures, LABELS["timeline"], _reading_words(tracks), _caption_text(plan, measured))
+    scaling = figure("scaling", figures, LABELS["scaling"], _scaling_words(points), _caption_text(plan))
     sections = {
         "One step, predicted and measured" if measured else "One step, predicted": timeline,
         "Buckets in launch order, and why": _buckets(plan),
         "How good is the plan?": paragraphs(certificate_words(plan)),
         "Other numbers of ranks": scaling,
     }
+    sources = dict(plan.sources or {"numbers": "the plan does not say; it was written by hand or by an older version"})
+    if measured is not None:
+        sources["measured step"] = _measured_text(measured) + (f", from {measured_from}" if measured_from else "")
+    sources["units"] = "ms are milliseconds; KiB and MiB are 1024 and 1024² bytes; predicted times are those of a model"
+    listed = "\n".join(f"<li>{escape(note)}</li>" for note in (*interface_lines(plan), *plan.notes))
     return frame_text(
-        f"{shorten(plan.model.name, NAME_WIDTH)} on {counted(plan.world.ranks, 'rank')}{nodes}: the plan explained",
+        f"{shorten(plan.model.name, NAME_WIDTH)} on {pluralize(plan.world.ranks, 'rank')}{nodes}: the plan explained",
         "\n".join(
             [
                 paragraphs(headline(plan, measured)),
                 _summary(plan, measured),
                 *(f"<section>\n<h2>{heading}</h2>\n{text}\n</section>" for heading, text in sections.items()),
-                _notes(plan),
+                f"<h2>Notes</h2>\n<ul>\n{listed}\n</ul>" if listed else "",
             ]
         ),
-        _sources(plan, measured, measured_from),
+        sources,
         figures,
     )
 
@@ -114,18 +127,14 @@ def _buckets(plan: Plan) -> str:
                 milliseconds(start_us),
                 milliseconds(end_us),
                 escape(bucket_form(bucket, sharded=plan.sharded)),
-                escape(printable(bucket.reason or "the plan does not say", SENTENCE_CHARACTERS)),
+                escape(sanitize(bucket.reason or "the plan does not say", SENTENCE_CHARACTERS)),
             )
         )
     columns = ("#", "gradients", "size", "start (ms)", "end (ms)", "how", "why")
     listed = table("Buckets in launch order", columns, rows, texts=(1, 5, 6), cards=True)
     left_out = len(plan.buckets) - len(shown)
-    words = (
-        [f"The first {len(shown)} of {len(plan.buckets)} buckets; `planner explain --json` lists all."]
-        if left_out
-        else []
-    )
-    return f"{listed}\n{paragraphs(words)}"
+    more = [f"The first {len(shown)} of {len(plan.buckets)} buckets; `planner explain --json` lists all."]
+    return f"{listed}\n{paragraphs(more if left_out else [])}"
 
 
 def _members(bucket: PlanBucket, most: int) -> str:
@@ -144,16 +153,128 @@ def _name(name: str) -> str:
     return f"<code>{escape(shorten(name, NAME_WIDTH))}</code>"
 
 
-def _sources(plan: Plan, measured: MeasuredStep | None, measured_from: str | None) -> dict[str, str]:
-    found = dict(plan.sources or {"numbers": "the plan does not say; it was written by hand or by an older version"})
+def headline(plan: Plan, measured: MeasuredStep | None) -> list[str]:
+    """What the plan gives, in a paragraph or two."""
+    predicted = plan.predicted
+    gradients, count = pluralize(len(plan.gradients), "gradient"), pluralize(len(plan.buckets), "message")
+    text = f"{gradients} {'is' if len(plan.gradients) == 1 else 'are'} communicated in {count} a step."
+    if predicted is None:
+        return [f"{text} The plan carries no prediction; `planner optimize` makes plans that do."]
+    text += f" A step is predicted to take {milliseconds(predicted.iteration_us)} ms"
+    if predicted.exposed_us is not None:
+        text += f", of which {milliseconds(predicted.exposed_us)} ms are communication that compute does not hide"
+    text += "."
+    ddp = (plan.baselines or {}).get("ddp")
+    if ddp is not None and ddp.iteration_us > 0.0:
+        gain = 1.0 - predicted.iteration_us / ddp.iteration_us
+        if abs(gain) < 0.0005:
+            text += " DDP with its default buckets is predicted to take as long."
+        else:
+            text += (
+                f" That is {abs(gain):.1%} {'shorter' if gain > 0.0 else 'longer'} than DDP with its default buckets "
+            )
+            text += f"({milliseconds(ddp.iteration_us)} ms)."
+    lines = [text]
+    if uncertain := uncertainty_line(plan):
+        lines.append(f"{uncertain[0].upper()}{uncertain[1:]}.")
+    if plan.delay is not None:
+        every = "step" if plan.delay.steps == 1 else f"{plan.delay.steps} steps"
+        lines.append(
+            f"With delay: gradients are pushed in every step, and new weights come after every {every}. That is the "
+            f"mean step; the time line shows a whole cycle, from a step that new weights follow."
+        )
+    if plan.local_async is not None:
+        lines.append(
+            f"{pluralize(plan.local_async.updaters, 'updater')} of each rank work on its model at once, and ranks "
+            f"average their models beside them: a step is what a rank takes for a minibatch on average; the time line "
+            f"shows some minibatches of each updater, late in training."
+        )
+    if measured is not None and measured.iteration_us > 0.0:
+        error = predicted.iteration_us / measured.iteration_us - 1.0
+        lines.append(
+            f"Measured: {milliseconds(measured.iteration_us)} ms on rank {measured.rank}; the prediction is off by "
+            f"{error:+.1%}."
+        )
+    return lines
+
+
+def _caption_text(plan: Plan, measured: MeasuredStep | None = None) -> str:
+    """Below each figure, so that a picture of it says what it shows: model, cluster, and what the times rest on."""
+    sources = {name: sanitize(text, SENTENCE_CHARACTERS) for name, text in (plan.sources or {}).items()}
+    sentences = [f"{shorten(plan.model.name, NAME_WIDTH)}, {pluralize(plan.world.ranks, 'rank')}"]
+    if "cluster" in sources:
+        sentences.append(f"Cluster {first_part_with_source(sources['cluster'])}")
+    sentences += [
+        f"{name.capitalize()}: {first_part_with_source(sources[name])}"
+        for name in ("compute", "communication")
+        if name in sources
+    ]
+    if not sources:
+        sentences.append("The plan does not say where its numbers came from")
     if measured is not None:
-        found["measured step"] = measured_words(measured) + (f", from {measured_from}" if measured_from else "")
-    found["units"] = "ms are milliseconds; KiB and MiB are 1024 and 1024² bytes; predicted times are those of a model"
-    return found
+        sentences.append(f"Measured: {_measured_text(measured)}")
+    return f"{'. '.join(sentences)}."
 
 
-def _notes(plan: Plan) -> str:
-    notes = (*interface_lines(plan), *plan.notes)
-    if not notes:
-        return ""
-    return "<h2>Notes</h2>\n<ul>\n" + "\n".join(f"<li>{escape(note)}</li>" for note in notes) + "\n</ul>"
+def _measured_text(measured: MeasuredStep) -> str:
+    """Whose times a measured step holds."""
+    return f"rank {measured.rank} of {measured.ranks}, mean of the middle half of {pluralize(measured.steps, 'step')}"
+
+
+def _reading_words(tracks: Sequence[Track]) -> list[str]:
+    """How to read the time line."""
+    if not tracks:
+        return ["The plan holds no time line; `planner optimize` makes plans that do."]
+    joined = any((bar.tasks or 1) > 1 for track in tracks for bar in track.bars)
+    whose = "the plan's step" if tracks[0].name.startswith("plan") else f"the step of {tracks[0].name}"
+    words = (
+        f"One step of each schedule on one axis; the dotted line is where {whose} ends. "
+        "Hover over a bar, or tap it, for what it is. Drag with the mouse, or use the buttons, to zoom; double-click "
+        "to go back."
+    )
+    if any(track.name == MEASURED for track in tracks):
+        words += " The measured step is the plan's, as one rank saw it."
+    if joined:
+        words += " Tasks too short to be seen are drawn together."
+    return [words]
+
+
+def certificate_words(plan: Plan) -> list[str]:
+    """How far the plan is from the best one, for somebody who has not read about lower bounds."""
+    certificate, predicted = plan.certificate, plan.predicted
+    if certificate is None:
+        return ["The plan carries no certificate: nothing is known of how far it is from the best one."]
+    step = f"{milliseconds(predicted.iteration_us)} ms" if predicted is not None else "the predicted step"
+    bound = f"{milliseconds(certificate.lower_bound_us)} ms"
+    if certificate.gap <= 1e-9:
+        first = f"This is the best {plan.accuracy} plan there is: with these compute and communication times, no other "
+        first += f"one of its class has a step shorter than {step}."
+    else:
+        first = f"With these compute and communication times, no {plan.accuracy} plan has a step shorter than {bound}. "
+        first += f"This one is predicted to take {step}, {certificate.gap:.2%} more at most than the best possible."
+    how = f"Shown by {certificate.method}."
+    if certificate.note:
+        how += f" Mind: {certificate.note}."
+    return [
+        first,
+        how,
+        "The proof is about the model of the step, not about the machines: that the real step takes as long as "
+        "predicted is a matter of measuring (`session.report()`, `planner compare`).",
+    ]
+
+
+def _scaling_words(points: Sequence[ScalingPoint]) -> list[str]:
+    """How to read the curve over ranks."""
+    if len(points) < 2:
+        return [
+            "The plan holds no other numbers of ranks: either the cluster has no costs for them, or the model is so "
+            "large that they were left out. `planner simulate --ranks` computes them."
+        ]
+    kinds = dict.fromkeys(point.basis for point in points)
+    marks = "; ".join(BASIS_WORDS[kind] for kind in BASIS_WORDS if kind in kinds)
+    return [
+        "Predicted time of one step with the same batch per rank, so a flat line is perfect scaling. `optimal` is "
+        "decided anew for each number of ranks. Compute times are those of the profile everywhere. The time axis is "
+        "logarithmic where strategies lie far apart.",
+        f"Marks: {marks}.",
+    ]

@@ -9,8 +9,15 @@ from rich.table import Table
 
 from planner.decide.offer import ALLOWED
 from planner.decide.simulate import Simulation
-from planner.documents.profile import ComputeIntervals, Profile
-from planner.emit.text import SENTENCE_CHARACTERS, counted, mebibytes, milliseconds, printable, slower
+from planner.documents.profile import Profile
+from planner.documents.text import (
+    SENTENCE_CHARACTERS,
+    describe_contention,
+    mebibytes,
+    milliseconds,
+    pluralize,
+    sanitize,
+)
 from planner.report.loading import levels, loading_lines
 from runtime.plan import LocalAsyncSpec, Plan, PlanBucket
 from runtime.plan.interfaces import INTERFACES
@@ -20,14 +27,20 @@ SHOWN_BUCKETS = 1000
 """Rows that people might read."""
 
 
+def make_table(title: str, columns: Sequence[str], left: Sequence[str] = ()) -> Table:
+    """Return a table without rows; columns are aligned to the right, but for those named in `left`."""
+    table = Table(title=title, title_justify="left")
+    for column in columns:
+        table.add_column(column, justify="left" if column in left else "right")
+    return table
+
+
 def summary_table(plan: Plan) -> Table:
     """The plan beside its baselines."""
-    nodes = f" on {counted(plan.world.nodes, 'node')}" if plan.world.nodes else ""
-    world = f"{counted(plan.world.ranks, 'rank')}{nodes}"
-    table = Table(title=f"{printable(plan.model.name)}, {world}: predicted time of one step", title_justify="left")
-    table.add_column("schedule")
-    for column in ("buckets", "step (ms)", "exposed (ms)", "step / plan"):
-        table.add_column(column, justify="right")
+    nodes = f" on {pluralize(plan.world.nodes, 'node')}" if plan.world.nodes else ""
+    world = f"{pluralize(plan.world.ranks, 'rank')}{nodes}"
+    columns = ("schedule", "buckets", "step (ms)", "exposed (ms)", "step / plan")
+    table = make_table(f"{sanitize(plan.model.name)}, {world}: predicted time of one step", columns, left=("schedule",))
     planned = plan.predicted
     rows: list[tuple[str, Prediction]] = [(plan_kind(plan), planned)] if planned else []
     rows += sorted((plan.baselines or {}).items(), key=lambda item: item[1].iteration_us)
@@ -35,7 +48,7 @@ def summary_table(plan: Plan) -> Table:
         ratio = prediction.iteration_us / planned.iteration_us if planned and planned.iteration_us else 1.0
         buckets = "" if prediction.buckets is None else str(prediction.buckets)
         step, exposed = milliseconds(prediction.iteration_us), milliseconds(prediction.exposed_us)
-        table.add_row(printable(name), buckets or str(len(plan.buckets)), step, exposed, f"{ratio:.3f}")
+        table.add_row(sanitize(name), buckets or str(len(plan.buckets)), step, exposed, f"{ratio:.3f}")
     return table
 
 
@@ -50,48 +63,45 @@ def interface_lines(plan: Plan) -> list[str]:
 
 
 def bucket_table(plan: Plan) -> Table:
-    """Every bucket: what is in it, when it travels, and why it is what it is."""
-    table = Table(title="buckets in launch order", title_justify="left")
-    for column in ("#", "gradients", "size", "start (ms)", "end (ms)"):
-        table.add_column(column, justify="right" if column != "gradients" else "left")
-    table.add_column("how")
-    table.add_column("why")
+    """Every bucket: what is in it, when it is communicated, and why it is what it is."""
+    columns = ("#", "gradients", "size", "start (ms)", "end (ms)", "how", "why")
+    table = make_table("buckets in launch order", columns, left=("gradients", "how", "why"))
     sent = plan.predicted.bucket_times(len(plan.buckets)) if plan.predicted else [None] * len(plan.buckets)
     for index, bucket in enumerate(plan.buckets[:SHOWN_BUCKETS]):
         start_us, end_us = sent[index] or (None, None)
-        times = milliseconds(start_us), milliseconds(end_us)
+        first, last, count = sanitize(bucket.gradients[0]), sanitize(bucket.gradients[-1]), len(bucket.gradients)
         table.add_row(
             str(index),
-            _members(bucket),
+            first if count == 1 else f"{first} … {last} ({count})",
             mebibytes(bucket.size_bytes),
-            *times,
+            milliseconds(start_us),
+            milliseconds(end_us),
             bucket_form(bucket, sharded=plan.sharded),
-            printable(bucket.reason or "", SENTENCE_CHARACTERS),
+            sanitize(bucket.reason or "", SENTENCE_CHARACTERS),
         )
     if len(plan.buckets) > SHOWN_BUCKETS:
         table.add_row("…", f"{len(plan.buckets) - SHOWN_BUCKETS} more buckets: see --json", *[""] * 5)
     return table
 
 
-def _members(bucket: PlanBucket) -> str:
-    first, last, count = printable(bucket.gradients[0]), printable(bucket.gradients[-1]), len(bucket.gradients)
-    return first if count == 1 else f"{first} … {last} ({count})"
-
-
 def bucket_form(bucket: PlanBucket, *, sharded: bool = False) -> str:
-    """How a bucket travels: collective, algorithm and compressor; both halves, where ranks share the step."""
+    """Return a bucket's collective, algorithm and compressor; with a sharded optimizer step both collectives."""
     if sharded:
         return "reduce_scatter, all_gather"
-    form = printable(f"{bucket.collective}/{bucket.algorithm}")
-    return form if bucket.compressor.name == "none" else f"{form} {printable(bucket.compressor.name)}"
+    form = sanitize(f"{bucket.collective}/{bucket.algorithm}")
+    return form if bucket.compressor.name == "none" else f"{form} {sanitize(bucket.compressor.name)}"
 
 
 NOISY = 0.05
-"""From this share of the step on, a prediction is so uncertain that measuring again is the cure."""
+"""From this share of the step on, a prediction is so uncertain that measuring again helps."""
 
 
-def _two_digits(value: float) -> str:
-    return f"{float(f'{value:.2g}'):,g}"
+def _uncertainty(spread_us: float, whole_us: float) -> tuple[str, float, str]:
+    """Return (± of a time in ms with two digits, its share of the whole, advice where that is large)."""
+    half_us = spread_us / 2.0
+    share = half_us / whole_us if whole_us > 0.0 else 0.0
+    advice = "; profile again when the machine has nothing else to do" if share > NOISY else ""
+    return f"± {float(f'{half_us / 1000:.2g}'):,g}", share, advice
 
 
 def uncertainty_line(plan: Plan) -> str:
@@ -99,12 +109,10 @@ def uncertainty_line(plan: Plan) -> str:
     prediction = plan.predicted
     if prediction is None or prediction.compute_spread_us is None:
         return ""
-    half_us = prediction.compute_spread_us / 2.0
     parts = (prediction.forward_us, prediction.backward_us, prediction.update_us)
-    share = half_us / max(sum(part or 0.0 for part in parts), 1e-9)
-    text = f"predicted {milliseconds(prediction.iteration_us)} ms ± {_two_digits(half_us / 1000)}"
-    text += f": compute varied by {share:.0%} while it was profiled"
-    return f"{text}; profile again when the machine has nothing else to do" if share > NOISY else text
+    about, share, advice = _uncertainty(prediction.compute_spread_us, max(sum(part or 0.0 for part in parts), 1e-9))
+    step = milliseconds(prediction.iteration_us)
+    return f"predicted {step} ms {about}: compute varied by {share:.0%} while it was profiled{advice}"
 
 
 def certificate_text(plan: Plan) -> str:
@@ -118,8 +126,8 @@ def certificate_text(plan: Plan) -> str:
     else:
         text = f"within {certificate.gap:.2%} of optimal: no {kind} takes less than "
         text += f"{milliseconds(certificate.lower_bound_us)} ms under this cost model"
-    note = f"; {printable(certificate.note, SENTENCE_CHARACTERS)}" if certificate.note else ""
-    return f"{text} ({printable(certificate.method)}){note}"
+    note = f"; {sanitize(certificate.note, SENTENCE_CHARACTERS)}" if certificate.note else ""
+    return f"{text} ({sanitize(certificate.method)}){note}"
 
 
 def accuracy_lines(plan: Plan, unmeasured: Mapping[str, str] | None = None) -> list[str]:
@@ -146,20 +154,19 @@ def _accuracy_line(plan: Plan) -> str:
     kept = [k for bucket in plan.buckets for k in (bucket.compressor.k or {}).values()]
     sparse = sum(bucket.collective == "sparse" for bucket in plan.buckets)
     by_layer = sum(bucket.compressor.k is not None for bucket in plan.buckets)
-    sent = f", {sum(kept):,} elements of these travel" if sparse == by_layer else ""
+    sent = f", {sum(kept):,} elements of these are sent" if sparse == by_layer else ""
     how = f"{sparse} of them sparse{sent}" if sparse else "no compression"
     step = milliseconds(plan.predicted.iteration_us if plan.predicted else None)
     delay = "no delay" if plan.delay is None else f"delay k = {plan.delay.steps}"
     if plan.local_async is not None:
         return f"{_updaters_words(plan.local_async)}: {step} ms for a minibatch of a rank"
-    return f"{counted(len(plan.buckets), 'bucket')}, {how}, {delay}: {step} ms"
+    return f"{pluralize(len(plan.buckets), 'bucket')}, {how}, {delay}: {step} ms"
 
 
 def frontier_table(plan: Plan) -> Table:
     """The step by the largest ratio allowed."""
-    table = Table(title="speed over compression", title_justify="left")
-    for column in ("largest ratio", "buckets", "sparse", "elements sent", "step (ms)"):
-        table.add_column(column, justify="right")
+    columns = ("largest ratio", "buckets", "sparse", "elements sent", "step (ms)")
+    table = make_table("speed over compression", columns)
     for point in plan.frontier or ():
         sent, step = f"{point.sent_share:.2%}", milliseconds(point.iteration_us)
         table.add_row(f"{point.max_ratio:,g}", str(point.buckets), str(point.sparse_buckets), sent, step)
@@ -168,9 +175,7 @@ def frontier_table(plan: Plan) -> Table:
 
 def delay_table(plan: Plan) -> Table:
     """The mean step by k: as simulated, and in closed form."""
-    table = Table(title="speed over delay", title_justify="left")
-    for column in ("k", "buckets", "mean step (ms)", "by Eq. 4 (ms)", "case of Eq. 4"):
-        table.add_column(column, justify="right")
+    table = make_table("speed over delay", ("k", "buckets", "mean step (ms)", "by Eq. 4 (ms)", "case of Eq. 4"))
     for point in plan.delays or ():
         times = milliseconds(point.iteration_us), milliseconds(point.closed_form_us)
         table.add_row(str(point.steps), str(point.buckets), *times, str(point.case))
@@ -178,15 +183,14 @@ def delay_table(plan: Plan) -> Table:
 
 
 def _updaters_words(spec: LocalAsyncSpec) -> str:
-    blocks = "" if spec.blocks is None else f" and {counted(len(spec.blocks), 'block')} by turns"
-    return f"{counted(spec.updaters, 'local updater')} on the full model{blocks}"
+    blocks = "" if spec.blocks is None else f" and {pluralize(len(spec.blocks), 'block')}, interleaved"
+    return f"{pluralize(spec.updaters, 'local updater')} on the full model{blocks}"
 
 
 def updaters_table(plan: Plan) -> Table:
     """A rank's time for a minibatch by its number of updaters."""
-    table = Table(title="speed over local updaters: a rank's time for a minibatch", title_justify="left")
-    for column in ("updaters", "blocks", "LAP-SGD (ms)", "LPP-SGD (ms)", "backwards saved", "(c − 1)/2", "memory"):
-        table.add_column(column, justify="right")
+    columns = ("updaters", "blocks", "LAP-SGD (ms)", "LPP-SGD (ms)", "backwards saved", "(c − 1)/2", "memory")
+    table = make_table("speed over local updaters: a rank's time for a minibatch", columns)
     for point in plan.updaters or ():
         times = milliseconds(point.lap_us), milliseconds(point.lpp_us)
         saved = f"{point.saved_backwards:.2f}", f"{point.closed_form:.2f}"
@@ -200,7 +204,7 @@ def updaters_line(plan: Plan) -> str:
     spec = plan.local_async
     if spec is None:
         return ""
-    often = f"models are averaged after every {counted(spec.average_every, 'update')} of a rank, in the last "
+    often = f"models are averaged after every {pluralize(spec.average_every, 'update')} of a rank, in the last "
     often += f"{1.0 - spec.switch_fraction:.0%} of training after every {spec.then_every}"
     full = "" if spec.blocks is None else f"; the first {spec.full_fraction:.0%} of minibatches update the full model"
     return f"{_updaters_words(spec)}; {often}{full}"
@@ -212,7 +216,7 @@ def delay_line(plan: Plan) -> str:
     if spec is None:
         return ""
     every = "step" if spec.steps == 1 else f"{spec.steps} steps"
-    first = counted(spec.warmup_steps, "synchronous step")
+    first = pluralize(spec.warmup_steps, "synchronous step")
     needs = "the optimizer has to be torch.optim.SGD"
     return f"delay k = {spec.steps}: new weights after every {every}, {first} first; {needs}"
 
@@ -230,12 +234,12 @@ def print_plan(plan: Plan, console: Console, *, buckets: bool) -> None:
     for line in filter(None, (*said, *interface_lines(plan), uncertainty_line(plan), certificate_text(plan))):
         console.print(line, highlight=False)
     for note in plan.notes:
-        console.print(f"- {printable(note, SENTENCE_CHARACTERS)}", highlight=False)
+        console.print(f"- {sanitize(note, SENTENCE_CHARACTERS)}", highlight=False)
     if buckets:
         for line in loading_lines(plan):
             console.print(line, highlight=False)
         for name, text in (plan.sources or {}).items():
-            console.print(f"{printable(name)}: {printable(text, SENTENCE_CHARACTERS)}", highlight=False)
+            console.print(f"{sanitize(name)}: {sanitize(text, SENTENCE_CHARACTERS)}", highlight=False)
 
 
 def simulation_table(results: Sequence[Simulation]) -> Table:
@@ -245,15 +249,15 @@ def simulation_table(results: Sequence[Simulation]) -> Table:
         for ranks in dict.fromkeys(r.ranks for r in results)
     }
     changes = f", what if: {', '.join(results[0].what_if)}" if results and results[0].what_if else ""
-    table = Table(title=f"predicted time of one step{changes}", title_justify="left")
     columns = ["ranks", "strategy", "buckets", "step (ms)", "exposed (ms)", "step / best", "all-reduce"]
     quantiles = list((results[0].quantiles_us or {}) if results else {})
     columns += [f"{name} (ms)" for name in quantiles]
     columns += ["critical path"] if any(result.critical_path for result in results) else []
-    for column in columns:
-        table.add_column(column, justify="left" if column in ("strategy", "all-reduce", "critical path") else "right")
+    left = ("strategy", "all-reduce", "critical path")
+    table = make_table(f"predicted time of one step{changes}", columns, left=left)
     for result in results:
-        source = result.cost_source + (", extrapolated" if result.extrapolated else "")
+        shares = sorted((result.critical_path or {}).items(), key=lambda item: -item[1])
+        critical_path = ", ".join(f"{kind} {share:.0%}" for kind, share in shares if share >= 0.005)
         table.add_row(
             str(result.ranks),
             result.strategy,
@@ -261,25 +265,11 @@ def simulation_table(results: Sequence[Simulation]) -> Table:
             milliseconds(result.iteration_us),
             milliseconds(result.exposed_us),
             f"{result.iteration_us / best[result.ranks]:.3f}" if best[result.ranks] else "",
-            source,
+            result.cost_source + (", extrapolated" if result.extrapolated else ""),
             *(milliseconds((result.quantiles_us or {})[name]) for name in quantiles),
-            *([_shares(result.critical_path)] if result.critical_path else []),
+            *([critical_path] if result.critical_path else []),
         )
     return table
-
-
-def _shares(shares: Mapping[str, float]) -> str:
-    largest = sorted(shares.items(), key=lambda item: -item[1])
-    return ", ".join(f"{kind} {share:.0%}" for kind, share in largest if share >= 0.005)
-
-
-def _intervals_line(intervals: ComputeIntervals) -> str:
-    low_us, high_us = intervals.step_us
-    half_us, middle_us = intervals.spread_us / 2.0, (low_us + high_us) / 2.0
-    share = half_us / middle_us if middle_us > 0.0 else 0.0
-    text = f"half of the steps took {milliseconds(low_us)} to {milliseconds(high_us)} ms without communication: "
-    text += f"predictions are uncertain by ± {_two_digits(half_us / 1000)} ms ({share:.0%})"
-    return f"{text}; profile again when the machine has nothing else to do" if share > NOISY else text
 
 
 def profile_lines(profile: Profile) -> list[str]:
@@ -288,18 +278,23 @@ def profile_lines(profile: Profile) -> list[str]:
     size_bytes = sum(gradient.size_bytes for gradient in compute.gradients)
     backward_us = sum(gradient.backward_us for gradient in compute.gradients)
     lines = [
-        f"{printable(profile.model.name)}: {len(compute.gradients)} gradients, {mebibytes(size_bytes)}, "
+        f"{sanitize(profile.model.name)}: {len(compute.gradients)} gradients, {mebibytes(size_bytes)}, "
         f"{profile.world.ranks} ranks; "
         f"forward {milliseconds(compute.forward_us)}, backward {milliseconds(backward_us)}, "
         f"update {milliseconds(compute.update_us)} ms"
     ]
     if compute.intervals is not None:
-        lines.append(_intervals_line(compute.intervals))
+        low_us, high_us = compute.intervals.step_us
+        about, part, advice = _uncertainty(compute.intervals.spread_us, (low_us + high_us) / 2.0)
+        lines.append(
+            f"half of the steps took {milliseconds(low_us)} to {milliseconds(high_us)} ms without communication: "
+            f"predictions are uncertain by {about} ms ({part:.0%}){advice}"
+        )
     tracing = profile.tracing
     if tracing is not None:
         lines.append(
             f"traced by {tracing.method}"
-            + "".join(f"; {n}: {printable(why, SENTENCE_CHARACTERS)}" for n, why in (tracing.failures or {}).items())
+            + "".join(f"; {n}: {sanitize(why, SENTENCE_CHARACTERS)}" for n, why in (tracing.failures or {}).items())
         )
         share = tracing.grad_weight_share
         if share is not None and share.measured is not None:
@@ -314,7 +309,7 @@ def profile_lines(profile: Profile) -> list[str]:
             f"is off by {line.mean_error or 0:.0%} on average, so the samples are used"
         )
     if cluster is not None and cluster.contention is not None:
-        lines.append(f"while both are busy, {slower(cluster.contention)}")
+        lines.append(f"while both are busy, {describe_contention(cluster.contention)}")
     if profile.local_async is not None:
         rates = ", ".join(
             f"{point.updaters}: {milliseconds(point.minibatch_us)} ms" for point in profile.local_async.curve

@@ -7,12 +7,13 @@ complete event (`"ph": "X"`, microseconds); all are sorted by start. The trace h
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, Protocol
+from collections.abc import Sequence
+from typing import Any
 
-from planner.emit.text import counted, short
+from planner.documents.text import first_part, pluralize
 from runtime.plan import Plan
-from runtime.plan.measured import MeasuredStep
+from runtime.plan.measured import MeasuredStep, MeasuredTask
+from runtime.plan.predicted import PredictedTask
 from runtime.plan.timeline import computes
 from runtime.version import __version__
 
@@ -22,41 +23,37 @@ DIGITS = 3
 """Times are rounded to nanoseconds, so that tasks that touch do not overlap by an error of rounding."""
 
 
-class Task(Protocol):
-    """A predicted or a measured task."""
-
-    @property
-    def task(self) -> str: ...
-    @property
-    def resource(self) -> str: ...
-    @property
-    def start_us(self) -> float: ...
-    @property
-    def end_us(self) -> float: ...
-    @property
-    def bucket(self) -> int | None: ...
-    @property
-    def ready_us(self) -> float | None: ...
+Task = PredictedTask | MeasuredTask
 
 
 def trace_document(plan: Plan, measured: MeasuredStep | None = None) -> dict[str, Any]:
     """The whole trace file as plain JSON types."""
     processes: list[tuple[str, str, Sequence[Task]]] = []
     cluster = (plan.sources or {}).get("cluster")
-    ranks = f"{plan.model.name}, {counted(plan.world.ranks, 'rank')}" + (f", {short(cluster)}" if cluster else "")
+    ranks = f"{plan.model.name}, {pluralize(plan.world.ranks, 'rank')}" + (
+        f", {first_part(cluster)}" if cluster else ""
+    )
     predicted = plan.predicted.timeline if plan.predicted else None
     if predicted:
         processes.append(("predicted", ranks, predicted))
     if measured is not None:
-        where = f"{ranks}, rank {measured.rank}, mean of the middle half of {counted(measured.steps, 'step')}"
+        where = f"{ranks}, rank {measured.rank}, mean of the middle half of {pluralize(measured.steps, 'step')}"
         processes.append(("measured", where, measured.timeline))
     metadata: list[Event] = []
     complete: list[Event] = []
     for pid, (name, label, tasks) in enumerate(processes, start=1):
         lanes = _lanes(tasks)
-        metadata += _names(pid, name, label, [lane for lane, _ in lanes])
+
+        def describe(what: str, tid: int, pid: int = pid, **arguments: Any) -> None:
+            metadata.append({"name": what, "ph": "M", "ts": 0, "pid": pid, "tid": tid, "args": arguments})
+
+        describe("process_name", 0, name=name)
+        describe("process_labels", 0, labels=label)
+        describe("process_sort_index", 0, sort_index=pid)
         for tid, (lane, members) in enumerate(lanes, start=1):
-            complete += [_event(plan, task, pid, tid, lane) for task in members]
+            describe("thread_name", tid, name=lane)
+            describe("thread_sort_index", tid, sort_index=tid)
+            complete += [{**_event(plan, task), "pid": pid, "tid": tid} for task in members]
     complete.sort(key=lambda event: (event["ts"], event["pid"], event["tid"]))
     about = {"model": plan.model.name, "ranks": str(plan.world.ranks), "planner": __version__}
     return {
@@ -97,44 +94,19 @@ def _lanes(tasks: Sequence[Task]) -> list[tuple[str, list[Task]]]:
     return named
 
 
-def _names(pid: int, process: str, label: str, threads: Iterable[str]) -> Iterator[Event]:
-    """Metadata events: what processes and threads are called, and their order."""
-
-    def metadata(what: str, tid: int, **arguments: Any) -> Event:
-        return {"name": what, "ph": "M", "ts": 0, "pid": pid, "tid": tid, "args": arguments}
-
-    yield metadata("process_name", 0, name=process)
-    yield metadata("process_labels", 0, labels=label)
-    yield metadata("process_sort_index", 0, sort_index=pid)
-    for tid, thread in enumerate(threads, start=1):
-        yield metadata("thread_name", tid, name=thread)
-        yield metadata("thread_sort_index", tid, sort_index=tid)
-
-
-def _event(plan: Plan, task: Task, pid: int, tid: int, lane: str) -> Event:
+def _event(plan: Plan, task: Task) -> Event:
+    """Return a task's event but for its process and thread."""
     start_us, end_us = round(task.start_us, DIGITS), round(task.end_us, DIGITS)
-    return {
-        "name": task.task,
-        "cat": task.resource,
-        "ph": "X",
-        "ts": start_us,
-        "dur": round(end_us - start_us, DIGITS),
-        "pid": pid,
-        "tid": tid,
-        "args": _arguments(plan, task),
-    }
-
-
-def _arguments(plan: Plan, task: Task) -> dict[str, Any]:
-    if task.bucket is None or task.bucket >= len(plan.buckets):
-        return {}
-    bucket = plan.buckets[task.bucket]
-    arguments: dict[str, Any] = {"bucket": task.bucket, "gradients": list(bucket.gradients)}
-    if bucket.size_bytes is not None:
-        arguments["size_bytes"] = bucket.size_bytes
-    if task.ready_us is not None:
-        arguments["ready_us"] = round(task.ready_us, DIGITS)
-        arguments["wait_us"] = round(max(0.0, task.start_us - task.ready_us), DIGITS)
-    if bucket.reason is not None:
-        arguments["reason"] = bucket.reason
-    return arguments
+    arguments: dict[str, Any] = {}
+    if task.bucket is not None and task.bucket < len(plan.buckets):
+        bucket = plan.buckets[task.bucket]
+        arguments = {"bucket": task.bucket, "gradients": list(bucket.gradients)}
+        if bucket.size_bytes is not None:
+            arguments["size_bytes"] = bucket.size_bytes
+        if task.ready_us is not None:
+            arguments["ready_us"] = round(task.ready_us, DIGITS)
+            arguments["wait_us"] = round(max(0.0, task.start_us - task.ready_us), DIGITS)
+        if bucket.reason is not None:
+            arguments["reason"] = bucket.reason
+    times = {"ts": start_us, "dur": round(end_us - start_us, DIGITS)}
+    return {"name": task.task, "cat": task.resource, "ph": "X", **times, "args": arguments}

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from planner.ir import TIE
-from planner.model.local_async import BlockProblem, sharers
+from planner.model.modes.local_updaters import BlockProblem, updaters_per_block
 
 TICKS = 2**40
 """Of all backward; the largest sum is some thousands of times that."""
@@ -44,7 +44,7 @@ def best_blocks(problem: BlockProblem, updaters: int) -> tuple[int, ...]:
     input_ticks = np.rint(np.asarray(problem.input_us) * scale).astype(np.int64)
     weight = np.concatenate([[0], np.cumsum(np.rint(np.asarray(problem.weight_us) * scale).astype(np.int64))])
     latest = _latest_starts(np.concatenate([[0.0], np.cumsum(problem.weight_us)]), updaters)
-    return _solve(input_ticks, weight, latest, sharers(updaters, _most_blocks(latest, updaters)))
+    return _solve(input_ticks, weight, latest, updaters_per_block(updaters, _most_blocks(latest, updaters)))
 
 
 def _latest_starts(weight: NDArray[np.float64], updaters: int) -> NDArray[np.int64]:

@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.model.simulator import Overlap
+from planner.model.step import Overlap
 from planner.search.local_search import Stops
 from planner.search.merge import CostOf, MergeProblem
 from planner.search.merge_contended import end_us as contended_end_us

@@ -17,8 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from planner.search.joint import BucketTables
-from planner.search.link_tables import LinkTables
+from planner.search.tables import BucketTables
 
 MAX_PLACES = 33
 """Places of the largest problem that is worth a try: an arc for each range of gradients and form."""
@@ -41,7 +40,7 @@ class JointBound:
 
 def fits(tables: BucketTables) -> bool:
     """Whether the model can take on a problem."""
-    dense = isinstance(tables, LinkTables) and len(tables.cost_us) <= 3
+    dense = tables.two_links and len(tables.cost_us) <= 3
     return len(tables.places) <= (MAX_LINK_PLACES if dense else MAX_PLACES)
 
 
@@ -54,7 +53,7 @@ def solve_joint(tables: BucketTables, forms: int, known_us: float, limit: float)
         known_us: when a known choice ends; only choices that end no later are looked at.
         limit: deterministic time.
     """
-    model = _LinkModel(tables, forms, known_us) if isinstance(tables, LinkTables) else _Model(tables, forms, known_us)
+    model = _LinkModel(tables, forms, known_us) if tables.two_links else _Model(tables, forms, known_us)
     return model.solve(limit)
 
 
@@ -203,7 +202,7 @@ class _LinkModel(_Model):
 
     ticks = 2.0**22
     roundings = 8
-    _tables: LinkTables
+    _tables: BucketTables
 
     def _around_us(self) -> tuple[Any, Any]:
         tables, forms = self._tables, self._forms

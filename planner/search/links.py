@@ -1,7 +1,7 @@
 """Which buckets, and by which of the collectives on one or two kinds of link each.
 
 A bucket goes flat through all ranks, or by phases inside nodes and between them; dense, or at a density. Labels
-(`link_labels.py`) find the best where gradients are few, and else where to begin; then boundaries and forms are moved.
+(`labels.py`) find the best where gradients are few, and else where to begin; then boundaries and forms are moved.
 Choices are judged by a replay of the step on two networks without contention, in the simulator's order of phases; the
 caller judges what is found by the simulator.
 """
@@ -19,13 +19,11 @@ from numpy.typing import NDArray
 from planner.ir import TIE, Bucket, Schedule
 from planner.model.compression import bucket_at, hitopk_at
 from planner.model.problem import Problem
-from planner.model.replay import Choice, Work, steps_end_us
-from planner.search.joint import grid
-from planner.search.link_forms import Form
-from planner.search.link_labels import least_ends_us
-from planner.search.link_labels import search as search_labels
-from planner.search.link_tables import LinkTables, link_tables
+from planner.model.replay import Candidate, Work, steps_end_us
+from planner.search.labels import least_ends_us
+from planner.search.labels import search as search_labels
 from planner.search.local_search import local_search
+from planner.search.tables import BucketTables, Form, bucket_tables, grid
 
 WORK = 12_000
 """Buckets that a search may evaluate: the effort is counted, not timed."""
@@ -77,7 +75,7 @@ class LinkForms:
         ready_us = problem.ready_list_us[max(bucket.gradients)]
         return _Known(bucket, Work(ready_us, phases, problem.selection_us(bucket), unpack_us))
 
-    def of(self, choice: Choice) -> list[_Known] | None:
+    def of(self, choice: Candidate) -> list[_Known] | None:
         """What is known of every bucket; None where one cannot have its form."""
         found, start = [], 0
         for stop, form in choice:
@@ -88,11 +86,11 @@ class LinkForms:
             start = stop
         return found
 
-    def schedule(self, choice: Choice) -> Schedule:
+    def schedule(self, choice: Candidate) -> Schedule:
         """The schedule of a possible choice."""
         return Schedule(buckets=tuple(known.bucket for known in self.of(choice) or ()))
 
-    def end_us(self, choice: Choice) -> float:
+    def end_us(self, choice: Candidate) -> float:
         """When everything has ended but the update; infinite where a bucket cannot have its form."""
         found = self.of(choice)
         if found is None:
@@ -100,14 +98,14 @@ class LinkForms:
         return steps_end_us([known.work for known in found], self.problem.compute_end_us)
 
 
-def improve(forms: LinkForms, choice: Choice) -> Choice:
+def improve(forms: LinkForms, choice: Candidate) -> Candidate:
     """The best found: other forms, boundaries dropped or moved."""
     return local_search(choice, forms.end_us, WORK, forms=len(forms.forms))
 
 
-def starts(forms: LinkForms, boundaries: Sequence[tuple[int, ...]]) -> list[Choice]:
+def starts(forms: LinkForms, boundaries: Sequence[tuple[int, ...]]) -> list[Candidate]:
     """Known boundaries, with all buckets in one form, as far as each can have it; the others are dense."""
-    found: list[Choice] = []
+    found: list[Candidate] = []
     for stops in boundaries:
         for form, like in enumerate(forms.forms):
             fallback = forms.dense("torus_2d" if like.algorithm == "hitopk" else "library")
@@ -121,7 +119,7 @@ def starts(forms: LinkForms, boundaries: Sequence[tuple[int, ...]]) -> list[Choi
 
 
 @dataclass(frozen=True, kw_only=True)
-class Found:
+class SearchResult:
     """What a search found on two kinds of link."""
 
     schedules: tuple[Schedule, ...]
@@ -132,21 +130,21 @@ class Found:
     """No choice ends earlier."""
     exact: bool
     """Whether the bound is when the best one ends."""
-    tables: LinkTables | None = None
+    tables: BucketTables | None = None
     """With every place between gradients, where these are not too many."""
 
 
-def search(forms: LinkForms, boundaries: Sequence[tuple[int, ...]], climbs: int = 3) -> Found:
+def search(forms: LinkForms, boundaries: Sequence[tuple[int, ...]], climbs: int = 3) -> SearchResult:
     """The best found by labels, and from the best of known boundaries with all buckets in one form."""
     known, problem, count = _known(forms, boundaries), forms.problem, len(forms.forms)
     everywhere = np.arange(problem.count + 1)
     whole = len(everywhere) ** 2 * count <= BOUNDED_CELLS
-    tables = link_tables(problem, forms.forms, forms.limits, everywhere) if whole else None
+    tables = bucket_tables(problem, forms.forms, forms.limits, everywhere) if whole else None
     bound_us = problem.compute_end_us if tables is None else least_ends_us(tables, count)
     shorter = [stops for stops in boundaries if len(stops) <= MAX_PLACES]
     places = grid(problem.count, min(MAX_PLACES, int(math.sqrt(MAX_CELLS / count))), shorter)
     if tables is None:
-        looked_at = link_tables(problem, forms.forms, forms.limits, places)
+        looked_at = bucket_tables(problem, forms.forms, forms.limits, places)
     else:
         looked_at = tables if len(places) == len(everywhere) else tables.only(places)
     solution = search_labels(looked_at, count, forms.end_us(known[0]))
@@ -157,7 +155,7 @@ def search(forms: LinkForms, boundaries: Sequence[tuple[int, ...]], climbs: int 
     found = [improve(forms, choice) for choice in dict.fromkeys(found)]
     end_us = min(forms.end_us(choice) for choice in found)
     exact = exact or end_us <= bound_us * (1.0 + TIE)
-    return Found(
+    return SearchResult(
         schedules=tuple(dict.fromkeys(forms.schedule(choice) for choice in found)),
         end_us=end_us,
         bound_us=end_us if exact else bound_us,
@@ -171,7 +169,7 @@ def climb(forms: LinkForms, boundaries: Sequence[tuple[int, ...]], climbs: int) 
     return [forms.schedule(improve(forms, choice)) for choice in _known(forms, boundaries)[:climbs]]
 
 
-def _known(forms: LinkForms, boundaries: Sequence[tuple[int, ...]]) -> list[Choice]:
+def _known(forms: LinkForms, boundaries: Sequence[tuple[int, ...]]) -> list[Candidate]:
     """Possible choices, the best first."""
     possible = [choice for choice in starts(forms, boundaries) if forms.of(choice) is not None]
     return sorted(possible, key=lambda choice: (forms.end_us(choice), len(choice)))

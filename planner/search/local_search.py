@@ -10,12 +10,12 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
 
 from planner.ir import TIE
-from planner.model.replay import Choice, Replay
+from planner.model.replay import Candidate, Replay
 
 Stops = tuple[int, ...]
 
 
-def neighbours(choice: Choice, index: int, forms: int = 1, reach: int = 16) -> Iterator[Choice]:
+def neighbours(choice: Candidate, index: int, forms: int = 1, reach: int = 16) -> Iterator[Candidate]:
     """Bucket `index` in another form, merged with the next one, or ending up to `reach` elsewhere, by powers of two."""
     stop, form = choice[index]
     for other in range(forms):
@@ -35,15 +35,15 @@ def neighbours(choice: Choice, index: int, forms: int = 1, reach: int = 16) -> I
 
 
 def local_search(
-    choice: Choice,
-    judge: Replay | Callable[[Choice], float | None],
+    choice: Candidate,
+    judge: Replay | Callable[[Candidate], float | None],
     work: int,
     *,
     forms: int = 1,
-    rank: Callable[[Choice], Any] = len,
+    rank: Callable[[Candidate], Any] = len,
     then: Literal["restart", "stay", "go_on"] = "restart",
     reach: int = 16,
-) -> Choice:
+) -> Candidate:
     """The best choice found from one.
 
     Args:
@@ -86,16 +86,16 @@ def local_search(
     return choice
 
 
-def moved(stops: Stops, judge: Replay | Callable[[Choice], float], work: int) -> Stops:
+def moved(stops: Stops, judge: Replay | Callable[[Candidate], float], work: int) -> Stops:
     """Boundaries moved or dropped while that makes the step shorter."""
     return stops_of(local_search(choice_of(stops), judge, work, rank=lambda _: 0))
 
 
-def choice_of(stops: Sequence[int]) -> Choice:
+def choice_of(stops: Sequence[int]) -> Candidate:
     """Buckets that end there, in form 0."""
     return tuple((stop, 0) for stop in stops)
 
 
-def stops_of(choice: Choice) -> Stops:
+def stops_of(choice: Candidate) -> Stops:
     """Where buckets end."""
     return tuple(stop for stop, _ in choice)

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from planner.model.problem import Factors
 from planner.model.replay import Replay
-from planner.model.simulator import Overlap
+from planner.model.step import Overlap
 from planner.search.local_search import choice_of, local_search, stops_of
 from planner.search.merge import MergeProblem
 

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from planner.ir import TIE, Places
 from planner.model.replay import Replay, Work, messages_end_us
+from planner.search.labels import pareto
 from planner.search.local_search import Stops, moved
 from planner.search.merge import CostOf, MergeProblem, merge_exact
 
@@ -97,7 +98,8 @@ def _labels(problem: PhasedProblem, places: NDArray[np.int64]) -> Stops:
         # The gather of the bucket before waits for both, as this bucket's exchange between nodes does.
         inside = np.where(start > 0, begun + labels[:, 2], scattered)
         new = np.column_stack([inside, begun + costs[1][at], costs[2][at]])
-        kept = _undominated(new)
+        ends_us = np.maximum(new[:, 0], new[:, 1]) + new[:, 2]
+        kept, _ = pareto(list(new.T), np.argsort(ends_us, kind="stable"), MAX_LABELS)
         labels = np.concatenate([labels, new[kept]])
         prefix = np.concatenate([prefix, np.full(len(kept), stop)])
         parent = np.concatenate([parent, kept])
@@ -109,17 +111,6 @@ def _labels(problem: PhasedProblem, places: NDArray[np.int64]) -> Stops:
         stops.append(int(prefix[number]))
         number = int(parent[number])
     return tuple(reversed(stops))
-
-
-def _undominated(labels: NDArray[np.float64]) -> NDArray[np.int64]:
-    """Numbers of the labels that no other is at least as good as in every column; at most `MAX_LABELS`, the best."""
-    order = np.argsort(np.maximum(labels[:, 0], labels[:, 1]) + labels[:, 2], kind="stable")
-    kept: list[int] = []
-    while order.size and len(kept) < MAX_LABELS:
-        kept.append(int(order[0]))
-        worse = (labels[order] >= labels[order[0]]).all(axis=1)
-        order = order[~worse]
-    return np.array(kept)
 
 
 def replay(problem: PhasedProblem) -> Replay:

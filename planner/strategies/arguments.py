@@ -35,15 +35,12 @@ def positive_number(strategy: str, argument: str, unit: str, at_most: float, at_
     """The argument as a positive number from `at_least` to `at_most`; raises InputError otherwise."""
     value = _number(argument)
     if not (0.0 < value <= at_most and value >= at_least):
+        least = f" from {at_least:g}" if at_least > 0.0 else ""
         raise InputError(
-            f"found the strategy {strategy}:{argument}, expected a positive number of {unit}{_from(at_least)} up to "
+            f"found the strategy {strategy}:{argument}, expected a positive number of {unit}{least} up to "
             f"{at_most:g}, such as {strategy}:25"
         )
     return value
-
-
-def _from(at_least: float) -> str:
-    return f" from {at_least:g}" if at_least > 0.0 else ""
 
 
 def whole_number(strategy: str, argument: str, unit: str, at_most: int) -> int:

@@ -49,28 +49,24 @@ def hitopk(problem: Problem, argument: str | None = None) -> Schedule:
     usual = [single(problem), wfbp(problem, "layer"), mg_wfbp(problem)]
     found = [tuple(bucket.gradients[-1] + 1 for bucket in schedule.buckets) for schedule in usual]
     arrays = _arrays(problem, phases, share)
-    for buckets in _guesses(problem):
-        found.append(merge_phased(arrays.guessed(buckets), found[:3]))
+    # Numbers of buckets by whose start-ups backward may be delayed; any one where selection has none.
+    starts_up = problem.selection_cost(ALGORITHM).alpha_us.any()
+    for buckets in GUESSES if starts_up else (1,):
+        if buckets <= problem.count:
+            found.append(merge_phased(arrays.guessed(buckets), found[:3]))
     if arrays.start_up_us > 0.0:
-        thinned = [thin for stops in found for thin in _thinned(stops)]
-        best = sorted(dict.fromkeys(thinned), key=lambda stops: (arrays.end_us(stops), len(stops)))
+        subsampled = [thin for stops in found for thin in _subsample(stops)]
+        best = sorted(dict.fromkeys(subsampled), key=lambda stops: (arrays.end_us(stops), len(stops)))
         found = [moved(stops, lambda choice: arrays.end_us(stops_of(choice)), WORK) for stops in best[:CLIMBS]]
     return _schedule(problem, min(found, key=lambda stops: (arrays.end_us(stops), len(stops))), share)
 
 
-def _thinned(stops: Stops) -> Iterator[Stops]:
+def _subsample(stops: Stops) -> Iterator[Stops]:
     """All boundaries, every second one, every fourth …, the last always: where messages hide, fewer are better."""
     stride = 1
     while stride < 2 * len(stops):
         yield stops[::-1][::stride][::-1]
         stride *= 2
-
-
-def _guesses(problem: Problem) -> list[int]:
-    """Numbers of buckets by whose start-ups backward may be delayed; any one where selection has none."""
-    if not problem.selection_cost(ALGORITHM).alpha_us.any():
-        return [1]
-    return [guess for guess in GUESSES if guess <= problem.count]
 
 
 def _schedule(problem: Problem, stops: Stops, share: float) -> Schedule:

@@ -7,7 +7,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
@@ -17,7 +17,6 @@ import torch
 import torch.distributed as dist
 
 from runtime.comm.collectives import Collective
-from runtime.comm.parcel import Parcel, Sent
 from runtime.comm.world import World, first_line, note
 from runtime.errors import CommunicationError
 from runtime.torch_compat import is_of_backend, result_of, wait_for
@@ -29,14 +28,36 @@ EXIT_S, SETTLING_S = 5.0, 0.01
 """How long the end of a script waits for messages on their way, and how often it looks."""
 
 
+@dataclass(eq=False)
+class Payload:
+    """One bucket on its way."""
+
+    index: int
+    """The bucket's, by which its collective is found."""
+    label: str
+    """For messages to people."""
+    messages: Sequence[Any]
+    """What its collective gets, one after the other; see `runtime.comm.collectives.Collective`."""
+
+
+@dataclass(slots=True)
+class CommTiming:
+    """When one bucket was sent; marks of the session's clock, None where unknown."""
+
+    launch: Any = None
+    start: Any = None
+    end: Any = None
+    phases: list[tuple[str, str, Any, Any]] = field(default_factory=list)
+    """(name, link, start, end) of each phase, of collectives that have several."""
+
+
 @dataclass(slots=True, eq=False)
 class _Task:
     """One message on its way."""
 
-    bucket: Parcel
+    bucket: Payload
     message: Any
-    """See `Collective.run`."""
-    sent: Sent
+    sent: CommTiming
     last: bool
     """Whether it is its bucket's last."""
     phases: Iterator[dist.Work] = field(default_factory=lambda: iter(()))
@@ -51,14 +72,14 @@ def nothing() -> None:
 class Communicator(Protocol):
     """Launches buckets in the order of the calls and waits for all of them."""
 
-    def launch(self, bucket: Parcel, sent: Sent, prepare: Callable[[], None] = nothing) -> None:
+    def launch(self, bucket: Payload, sent: CommTiming, prepare: Callable[[], None] = nothing) -> None:
         """Hands the bucket over; returns at once. Fills `sent`.
 
         `prepare` fills the bucket's messages: on a device, beside what is computed there meanwhile.
         """
         ...
 
-    def wait(self, until: Sent | None = None) -> None:
+    def wait(self, until: CommTiming | None = None) -> None:
         """Returns when every bucket launched so far, or that one, has come. Raises CommunicationError."""
         ...
 
@@ -70,11 +91,11 @@ class Communicator(Protocol):
 class NullCommunicator:
     """Sends nothing: for one rank, and for measuring computation without communication."""
 
-    def launch(self, bucket: Parcel, sent: Sent, prepare: Callable[[], None] = nothing) -> None:
+    def launch(self, bucket: Payload, sent: CommTiming, prepare: Callable[[], None] = nothing) -> None:
         """Prepares only."""
         prepare()
 
-    def wait(self, until: Sent | None = None) -> None:
+    def wait(self, until: CommTiming | None = None) -> None:
         """Returns at once."""
 
     def close(self) -> None:
@@ -128,27 +149,30 @@ class HostCommunicator:
         """How many the backend's thread has yet to call."""
         to_settle.add(self)
 
-    def launch(self, bucket: Parcel, sent: Sent, prepare: Callable[[], None] = nothing) -> None:
-        """See `Communicator.launch`."""
+    def launch(self, bucket: Payload, sent: CommTiming, prepare: Callable[[], None] = nothing) -> None:
         prepare()
         # A step that was given up may have marked it.
         sent.launch, sent.start, sent.end = time.perf_counter(), None, None
         with self._lock:
-            for message in bucket.payloads:
-                self._queue.append(_Task(bucket, message, sent, last=message is bucket.payloads[-1]))
+            for message in bucket.messages:
+                self._queue.append(_Task(bucket, message, sent, last=message is bucket.messages[-1]))
             if self._current is None:
                 self._keeping(self._start_next)
 
-    def wait(self, until: Sent | None = None) -> None:
+    def wait(self, until: CommTiming | None = None) -> None:
         """See `Communicator.wait`. After a failure every later wait fails alike: the group is broken."""
         self._drain(until)
         if self._failure is not None:
             raise self._failure
 
-    def _drain(self, until: Sent | None = None) -> None:
+    def _drain(self, until: CommTiming | None = None) -> None:
         """Waits, and keeps what fails."""
-        while (flying := self._in_flight()) is not None and (until is None or until.end is None):
-            task, work = flying
+        while until is None or until.end is None:
+            with self._lock:  # not between one message's end and the next one's start
+                task = self._current
+                work = None if task is None else task.work
+            if task is None or work is None:
+                return
             try:
                 wait_for(work, timedelta(seconds=self._world.timeout_s + GRACE_S))
             except RuntimeError as error:
@@ -171,13 +195,6 @@ class HostCommunicator:
             self._queue.clear()
         while self._callbacks > 0 and time.monotonic() < deadline:
             time.sleep(SETTLING_S)
-
-    def _in_flight(self) -> tuple[_Task, dist.Work] | None:
-        with self._lock:  # not between one message's end and the next one's start
-            if self._current is None:
-                return None
-            assert self._current.work is not None
-            return self._current, self._current.work
 
     def _start_next(self) -> None:
         """Starts the first message of the queue, if any; the lock is held."""
@@ -271,7 +288,7 @@ class StreamCommunicator:
         self._side = torch.cuda.Stream(device)
         self._works: list[tuple[dist.Work, str]] = []
 
-    def launch(self, bucket: Parcel, sent: Sent, prepare: Callable[[], None] = nothing) -> None:
+    def launch(self, bucket: Payload, sent: CommTiming, prepare: Callable[[], None] = nothing) -> None:
         """See `Communicator.launch`; what the current stream has queued so far is waited for on the device."""
         group = self._world.group
         assert group is not None
@@ -281,7 +298,7 @@ class StreamCommunicator:
         with torch.cuda.stream(self._side):
             prepare()
             try:
-                for message in bucket.payloads:
+                for message in bucket.messages:
                     for work in self._collectives[bucket.index].run(message, group):
                         wait_for(work)  # makes the side stream wait, not the host
                         self._works.append((work, bucket.label))
@@ -289,7 +306,7 @@ class StreamCommunicator:
                 raise_failure(self._whole, bucket.label, error)
         sent.end = mark_on(self._side)
 
-    def wait(self, until: Sent | None = None) -> None:
+    def wait(self, until: CommTiming | None = None) -> None:
         """See `Communicator.wait`: makes the current stream wait, for all that was launched or for that bucket."""
         if until is not None and isinstance(until.end, torch.cuda.Event):
             torch.cuda.current_stream().wait_event(until.end)
@@ -303,7 +320,6 @@ class StreamCommunicator:
                 raise_failure(self._whole, label, error)
 
     def close(self) -> None:
-        """See `Communicator.close`."""
         self._works.clear()
 
 

@@ -22,7 +22,9 @@ from runtime.comm.collectives.phases import Phase
 from runtime.comm.communicator import (
     EXIT_S,
     GRACE_S,
+    CommTiming,
     Communicator,
+    Payload,
     describe_failure,
     failure_of,
     mark_on,
@@ -30,9 +32,8 @@ from runtime.comm.communicator import (
     raise_failure,
     to_settle,
 )
-from runtime.comm.node_groups import Grid
-from runtime.comm.parcel import Parcel, Sent
 from runtime.comm.topology import LinkName, Topology
+from runtime.comm.world import Grid
 from runtime.plan import Plan, PlanBucket
 from runtime.torch_compat import wait_for
 
@@ -44,14 +45,14 @@ Entry = tuple[int, int]
 def phases_of(bucket: PlanBucket, topology: Topology) -> tuple[Phase, ...]:
     """The phases of a bucket; one for collectives without any, on the links that it keeps busy."""
     if form_of(bucket) in PHASED:
-        return PHASED[form_of(bucket)].phases(topology)
+        return PHASED[form_of(bucket)](topology)
     collective = collective_of(bucket)
 
     def run(message: Any, grid: Grid) -> Iterator[dist.Work]:
         assert grid.world.group is not None
         return collective.run(message, grid.world.group)
 
-    return (Phase(bucket.collective, "inter" if topology.count > 1 else "intra", run),)
+    return (Phase(bucket.collective, "inter" if topology.num_nodes > 1 else "intra", run),)
 
 
 def default_order(counts: Sequence[int]) -> list[Entry]:
@@ -88,7 +89,7 @@ class PhaseQueues:
         return bucket in self._done or self._flushed
 
     def launch(self, bucket: int) -> None:
-        """A bucket may travel now."""
+        """Let a bucket be sent."""
         self._done[bucket] = 0
 
     def flush(self) -> None:
@@ -126,14 +127,13 @@ class PhasedHostCommunicator:
         self._grid, self._phases = grid, phases
         self._queues = PhaseQueues([[phase.link for phase in of] for of in phases], order)
         self._changed = threading.Condition()
-        self._buckets: dict[int, tuple[Parcel, Sent]] = {}
+        self._buckets: dict[int, tuple[Payload, CommTiming]] = {}
         self._failure: Exception | None = None
         self._moved_at, self._closing = time.monotonic(), False
         self._threads: list[threading.Thread] = []
         to_settle.add(self)
 
-    def launch(self, bucket: Parcel, sent: Sent, prepare: Callable[[], None] = nothing) -> None:
-        """See `Communicator.launch`."""
+    def launch(self, bucket: Payload, sent: CommTiming, prepare: Callable[[], None] = nothing) -> None:
         if self._queues.over(bucket.index):
             self.wait()
         prepare()
@@ -148,7 +148,7 @@ class PhasedHostCommunicator:
             self._queues.launch(bucket.index)
             self._changed.notify_all()
 
-    def wait(self, until: Sent | None = None) -> None:
+    def wait(self, until: CommTiming | None = None) -> None:
         """See `Communicator.wait`. After a failure every later wait fails alike: the groups are broken."""
         with self._changed:
             self._drain(until)
@@ -158,7 +158,7 @@ class PhasedHostCommunicator:
                 self._queues.begin()
                 self._buckets.clear()
 
-    def _drain(self, until: Sent | None = None) -> None:
+    def _drain(self, until: CommTiming | None = None) -> None:
         """Waits, and keeps what fails; the lock is held."""
         limit_s = self._grid.world.timeout_s + 2 * GRACE_S  # a thread's own wait ends first, and says what it was for
         self._queues.flush()
@@ -196,7 +196,7 @@ class PhasedHostCommunicator:
             if sent.start is None:
                 sent.start = begun
             try:
-                for work in (work for message in bucket.payloads for work in phase.run(message, self._grid)):
+                for work in (work for message in bucket.messages for work in phase.run(message, self._grid)):
                     wait_for(work, limit)
                     self._moved_at = time.monotonic()
             except Exception as error:  # nobody else hears of it on this thread
@@ -240,11 +240,11 @@ class PhasedStreamCommunicator:
         self._grid, self._phases = grid, phases
         self._queues = PhaseQueues([[phase.link for phase in of] for of in phases], order)
         self._streams = {link: torch.cuda.Stream(device) for link in LINKS}
-        self._buckets: dict[int, tuple[Parcel, Sent]] = {}
+        self._buckets: dict[int, tuple[Payload, CommTiming]] = {}
         self._events: dict[int, torch.cuda.Event] = {}
         self._works: list[tuple[dist.Work, str]] = []
 
-    def launch(self, bucket: Parcel, sent: Sent, prepare: Callable[[], None] = nothing) -> None:
+    def launch(self, bucket: Payload, sent: CommTiming, prepare: Callable[[], None] = nothing) -> None:
         """See `Communicator.launch`; what the current stream has queued so far is waited for on the device."""
         if self._queues.over(bucket.index):
             self.wait()
@@ -274,7 +274,7 @@ class PhasedStreamCommunicator:
         begun = mark_on(stream)
         with torch.cuda.stream(stream):
             try:
-                for message in bucket.payloads:
+                for message in bucket.messages:
                     for work in phase.run(message, self._grid):
                         wait_for(work)  # makes the stream wait, not the host
                         self._works.append((work, bucket.label))
@@ -284,7 +284,7 @@ class PhasedStreamCommunicator:
         sent.phases.append((phase.name, link, begun, sent.end))
         sent.start = sent.phases[0][2]
 
-    def wait(self, until: Sent | None = None) -> None:
+    def wait(self, until: CommTiming | None = None) -> None:
         """See `Communicator.wait`: makes the current stream wait, for all that was launched or for that bucket."""
         self._queues.flush()
         self._queue()
@@ -304,7 +304,6 @@ class PhasedStreamCommunicator:
         self._events.clear()
 
     def close(self) -> None:
-        """See `Communicator.close`."""
         self._works.clear()
 
 

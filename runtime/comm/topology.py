@@ -25,7 +25,7 @@ Rows = tuple[tuple[int, ...], ...]
 
 
 @dataclass(frozen=True)
-class Whereabouts:
+class NodeInfo:
     """What one rank knows of where it runs."""
 
     node: str
@@ -43,7 +43,7 @@ class Topology:
     nodes: Rows
 
     @property
-    def count(self) -> int:
+    def num_nodes(self) -> int:
         """How many nodes there are."""
         return len(self.nodes)
 
@@ -53,23 +53,25 @@ class Topology:
         return cls(tuple((rank,) for rank in range(ranks)))
 
     @property
-    def per_node(self) -> int:
+    def ranks_per_node(self) -> int:
         """Ranks on each."""
         return len(self.nodes[0])
 
     @property
-    def places(self) -> Rows:
+    def cross_node_groups(self) -> Rows:
         """Ranks by their place within their node: those that exchange a shard between nodes."""
         return tuple(tuple(sorted(ranks)) for ranks in zip(*self.nodes, strict=True))
 
     @property
     def owners(self) -> tuple[int, ...]:
         """Each rank's number when ranks are counted by place: the first ones of all nodes, then the second ones."""
-        numbers = {rank: number for number, rank in enumerate(rank for ranks in self.places for rank in ranks)}
+        numbers = {
+            rank: number for number, rank in enumerate(rank for ranks in self.cross_node_groups for rank in ranks)
+        }
         return tuple(numbers[rank] for rank in range(len(numbers)))
 
     def __str__(self) -> str:
-        return f"{self.count} nodes of {self.per_node} ranks"
+        return f"{self.num_nodes} nodes of {self.ranks_per_node} ranks"
 
 
 def node_name(environment: Mapping[str, str] = os.environ) -> str:
@@ -77,11 +79,11 @@ def node_name(environment: Mapping[str, str] = os.environ) -> str:
     return environment.get("GROUP_RANK") or socket.gethostname()
 
 
-def whereabouts(
+def node_info(
     group: dist.ProcessGroup | None = None,
     mesh: DeviceMesh | None = None,
     environment: Mapping[str, str] = os.environ,
-) -> Whereabouts:
+) -> NodeInfo:
     """Of this rank, in a process group (default: all ranks).
 
     Raises:
@@ -89,9 +91,9 @@ def whereabouts(
     """
     node = node_name(environment)
     if mesh is not None:
-        return Whereabouts(node, mesh=_rows(mesh, group))
+        return NodeInfo(node, mesh=_rows(mesh, group))
     whole = group is None or dist.get_world_size(group) == dist.get_world_size()
-    return Whereabouts(node, environment.get("LOCAL_WORLD_SIZE") if whole else None)
+    return NodeInfo(node, environment.get("LOCAL_WORLD_SIZE") if whole else None)
 
 
 def _rows(mesh: DeviceMesh, group: dist.ProcessGroup | None) -> Rows:
@@ -110,7 +112,7 @@ def _rows(mesh: DeviceMesh, group: dist.ProcessGroup | None) -> Rows:
     return tuple(sorted(tuple(sorted(known.index(rank) for rank in row)) for row in ranks))
 
 
-def find_topology(everyone: Sequence[Whereabouts]) -> Topology | str:
+def find_topology(everyone: Sequence[NodeInfo]) -> Topology | str:
     """The topology, or what is wrong with it, from what every rank knows: all ranks come to the same answer."""
     meshes = {one.mesh for one in everyone}
     if len(meshes) > 1:
@@ -144,6 +146,6 @@ class Position:
     rank: int
 
     @property
-    def place(self) -> int:
+    def local_rank(self) -> int:
         """Its number within its node."""
         return next(ranks.index(self.rank) for ranks in self.topology.nodes if self.rank in ranks)

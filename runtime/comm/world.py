@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from runtime.comm.topology import Topology, Whereabouts
+from runtime.comm.topology import LinkName, NodeInfo, Topology
 from runtime.errors import CommunicationError, InputError, PlanMismatch, PlannerError
 from runtime.torch_compat import all_gather_single, is_of_backend
 
@@ -166,7 +166,7 @@ class World:
         for part in parts:
             if not whole and part is not mine:
                 continue
-            with self.naming("making a group of some of the ranks"):
+            with self.error_context("making a group of some of the ranks"):
                 made = dist.new_group(
                     ranks=[known[rank] for rank in part],
                     timeout=timedelta(seconds=self.timeout_s),
@@ -190,7 +190,7 @@ class World:
         return f"rank {1 - self.rank}" if self.ranks == 2 else "another rank"
 
     @contextmanager
-    def naming(self, what: str) -> Iterator[None]:
+    def error_context(self, what: str) -> Iterator[None]:
         """Turns what a backend raises inside into an error that names this rank and `what`, the exchange. Whatever else
         is raised goes on as it is, errors of operations on tensors with a note.
 
@@ -220,7 +220,7 @@ class World:
         if self.group is None:
             return [value]
         values: list[Any] = [None] * self.ranks
-        with self.naming(what):
+        with self.error_context(what):
             dist.all_gather_object(values, value, group=self.group)
         self.last = what
         return values
@@ -234,7 +234,7 @@ class World:
             CommunicationError: a rank died or missed the deadline.
         """
         whole = part.new_empty(self.ranks * part.numel()) if out is None else out
-        with self.naming(what):
+        with self.error_context(what):
             # As bytes: backends know few dtypes.
             all_gather_single(whole.view(torch.uint8), part.contiguous().view(torch.uint8), group=self.group)
         return whole
@@ -249,7 +249,7 @@ class World:
             return
         for chunk in _chunks(tensors):
             flat = torch.cat([tensor.detach().reshape(-1) for tensor in chunk])
-            with self.naming("the broadcast of rank 0's parameters and buffers"):
+            with self.error_context("the broadcast of rank 0's parameters and buffers"):
                 # As bytes: backends know few dtypes.
                 dist.broadcast(flat.view(torch.uint8), group=self.group, group_src=0)
             if self.rank != 0:
@@ -257,6 +257,44 @@ class World:
                 with torch.no_grad():
                     for tensor, part in zip(chunk, parts, strict=True):
                         tensor.copy_(part.view(tensor.shape))
+
+
+@dataclass(frozen=True)
+class Grid:
+    """The groups of collectives on two kinds of link: the ranks of a node, and those of one local rank on all nodes."""
+
+    world: World
+    topology: Topology
+    inside: World
+    """The ranks of this node."""
+    between: World
+    """The ranks with this one's local rank."""
+
+    @classmethod
+    def make(cls, world: World, topology: Topology) -> Grid:
+        """All ranks call this at the same place.
+
+        Raises:
+            CommunicationError: not all ranks came within the deadline.
+        """
+        return cls(world, topology, world.split(topology.nodes), world.split(topology.cross_node_groups))
+
+    @property
+    def num_nodes(self) -> int:
+        return self.topology.num_nodes
+
+    @property
+    def ranks_per_node(self) -> int:
+        return self.topology.ranks_per_node
+
+    @property
+    def flat_link(self) -> LinkName:
+        """The links that a collective over all ranks keeps busy."""
+        return "inter" if self.num_nodes > 1 else "intra"
+
+    def leave(self) -> None:
+        self.inside.leave()
+        self.between.leave()
 
 
 def _chunks(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
@@ -287,7 +325,7 @@ def first_line(error: BaseException) -> str:
 
 
 @dataclass(frozen=True)
-class Credentials:
+class RankInfo:
     """What has to be equal on all ranks before the first collective, and what is wrong on this one."""
 
     version: str
@@ -304,23 +342,23 @@ class Credentials:
     """The first step with the plan."""
     local_async: str = "null"
     """What the plan says of local updaters, in words."""
-    where: Whereabouts | None = None
+    where: NodeInfo | None = None
     """Where this rank runs."""
 
 
-def agree(world: World, mine: Credentials) -> list[Credentials]:
+def agree(world: World, mine: RankInfo) -> list[RankInfo]:
     """Compares all ranks' credentials, and returns them; every rank comes to the same verdict.
 
     Raises:
         PlanMismatch: a rank has a problem of its own, or ranks differ in plan, model, version or device.
         CommunicationError: a rank died or missed the deadline.
     """
-    everyone: list[Credentials] = world.gather(mine, "agreeing on the plan")
+    everyone: list[RankInfo] = world.gather(mine, "agreeing on the plan")
     problems = [f"rank {rank}: {one.problem}" for rank, one in enumerate(everyone) if one.problem]
     if problems:
         same = {one.problem for one in everyone}
         raise PlanMismatch(everyone[0].problem if len(same) == 1 and everyone[0].problem else "\n".join(problems))
-    for attribute, what, cure in (
+    for attribute, what, hint in (
         ("version", "versions of this package", "install the same one everywhere"),
         ("torch", "versions of torch", "install the same one everywhere"),
         ("local_async", "local_async in their plans", "give every rank the same plan.json"),
@@ -333,11 +371,8 @@ def agree(world: World, mine: Credentials) -> list[Credentials]:
     ):
         values = [getattr(one, attribute) for one in everyone]
         if len(set(values)) > 1:
-            raise PlanMismatch(f"ranks hold different {what}: {_by_rank(values)}; {cure}")
+            shown = [str(value) if len(str(value)) <= 80 else str(value)[:80] + "…" for value in values]
+            listed = ", ".join(f"rank {rank}: {text}" for rank, text in enumerate(shown[:8]))
+            more = f", and {len(shown) - 8} more" if len(shown) > 8 else ""
+            raise PlanMismatch(f"ranks hold different {what}: {listed}{more}; {hint}")
     return everyone
-
-
-def _by_rank(values: Sequence[Any]) -> str:
-    shown = [str(value) if len(str(value)) <= 80 else str(value)[:80] + "…" for value in values]
-    listed = [f"rank {rank}: {text}" for rank, text in enumerate(shown)]
-    return ", ".join(listed[:8]) + (f", and {len(listed) - 8} more" if len(listed) > 8 else "")

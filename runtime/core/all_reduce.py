@@ -41,7 +41,7 @@ class AllReduce(Launcher):
     def launch(self, bucket: BucketBuffer) -> None:
         """See `Launcher.launch`."""
         sent = self._recorder.sent(bucket.index)
-        self.communicator.launch(bucket.parcel, sent, partial(self._carried.add_to, bucket))
+        self.communicator.launch(bucket.payload, sent, partial(self._carried.add_to, bucket))
 
     def settle(self, missing: Sequence[Kept], *, separate: bool) -> None:
         """See `Launcher.settle`."""

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from runtime.comm.parcel import Parcel
+from runtime.comm.communicator import Payload
 from runtime.errors import InputError
 from runtime.torch_compat import held_by_torch
 
@@ -185,7 +185,7 @@ class BucketBuffer:
     """For messages to people: index, collective, first and last gradient."""
     waiting: int = 0
     """Gradients of this step that have not come yet."""
-    parcel: Parcel = field(init=False)
+    payload: Payload = field(init=False)
     """What its collective gets: its messages, unless a mode or a compressor has put something in their place."""
     small: list[Slot] = field(init=False)
     _small_runs: list[Tensor] = field(init=False, repr=False)
@@ -194,7 +194,7 @@ class BucketBuffer:
     def __post_init__(self) -> None:
         self.small = [slot for slot in self.slots if not slot.large]
         self._find_runs()
-        self.parcel = Parcel(self.index, self.label, self.messages)
+        self.payload = Payload(self.index, self.label, self.messages)
         for slot in self.slots:
             slot.bucket = self
 

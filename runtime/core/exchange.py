@@ -48,7 +48,7 @@ class ErrorFeedback:
     def settle(self, wait: Callable[[BucketBuffer | None], None], parameters: Mapping[str, nn.Parameter]) -> None:
         """Every bucket has been launched; `wait` returns when one has come, or all have."""
 
-    def holds_back(self, bucket: BucketBuffer) -> bool:
+    def compresses(self, bucket: BucketBuffer) -> bool:
         """Whether something of a bucket may be sent in later steps."""
         return False
 
@@ -57,10 +57,10 @@ class ErrorFeedback:
         return []
 
     def state(self) -> dict[str, Any]:
-        """Copies; what `take_over` continues from. Empty where nothing is carried."""
+        """Copies; what `load_state` continues from. Empty where nothing is carried."""
         return {}
 
-    def take_over(self, state: dict[str, Any], parameters: Mapping[str, nn.Parameter]) -> None:
+    def load_state(self, state: dict[str, Any], parameters: Mapping[str, nn.Parameter]) -> None:
         """Goes on from another exchange's `state`, whatever its buckets were; from an empty one with nothing."""
 
 
@@ -247,7 +247,7 @@ class Exchange:
             self.launcher.missing(slot)
             self._kept.append(Kept.of(slot))
             slot.waiting = False
-            stale = self.carried.holds_back(bucket) and not slot.touched
+            stale = self.carried.compresses(bucket) and not slot.touched
             if slot.parameter.grad is None or stale:
                 slot.clear_view()
                 slot.view.zero_()
@@ -302,7 +302,7 @@ class Exchange:
         """Takes over which gradients have come since the last exchange (in `no_sync`), and what has yet to travel."""
         # An exact plan has no state, and yet its steps count: selectors that draw lots draw others in each.
         state = {"residuals": {}, **before.carried.state(), "steps": before.carried.steps}
-        self.carried.take_over(state, self._parameters)
+        self.carried.load_state(state, self._parameters)
         touched = {slot.name for slot in before.slots if slot.touched}
         for slot in self.slots:
             slot.touched = slot.name in touched
@@ -315,7 +315,7 @@ class Exchange:
         self.launcher.communicator.close()
         # Cycles, whose memory would wait for the garbage collector.
         for bucket in self.buckets:
-            bucket.parcel.payloads = ()
+            bucket.payload.messages = ()
         for slot in self.slots:
             slot.__dict__.pop("bucket", None)
 

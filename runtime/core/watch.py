@@ -14,7 +14,7 @@ from runtime.errors import InputError
 from runtime.plan.names import canonical_name
 from runtime.torch_compat import is_wrapped, running_ddp
 
-CURE = "call session.detach(), profile the model again as it is now, and attach with the new plan"
+HINT = "call session.detach(), profile the model again as it is now, and attach with the new plan"
 _SHOWN = 5
 
 
@@ -82,7 +82,7 @@ class ModelWatch:
             raise InputError(
                 f"parameters are trainable now that were not when the model was attached: "
                 f"{', '.join(reasons[:_SHOWN])}{more}; no bucket of the plan holds them, each rank would train them "
-                f"alone; {CURE}"
+                f"alone; {HINT}"
             )
 
     def _reason(self, name: str, parameter: nn.Parameter) -> str:
@@ -110,7 +110,7 @@ def raise_failed_move(error: RuntimeError, bucket: BucketBuffer) -> NoReturn:
         if found != then:
             raise InputError(
                 f"{slot.name} is {found} now and was {then} when the model was attached (model.half() or "
-                f"model.to(...) does that); expected it unchanged: convert the model before attach; now {CURE}"
+                f"model.to(...) does that); expected it unchanged: convert the model before attach; now {HINT}"
             ) from error
         if slot.parameter.grad_dtype != slot.view.dtype:
             raise InputError(

@@ -74,8 +74,8 @@ class Database:
         self.owned = owned
         self._swept = False
         self.read_only = False
-        self._lock = threading.RLock()
-        self._connection: sqlite3.Connection | None = None
+        self.lock = threading.RLock()
+        self.connection: sqlite3.Connection | None = None
         self._inode = 0
         self._first = 0
         _OPEN.add(self)
@@ -86,32 +86,17 @@ class Database:
     @contextlib.contextmanager
     def opened(self) -> Iterator[sqlite3.Connection]:
         """The connection, for this thread alone."""
-        with self._lock:
-            if self._connection is None:
-                self._connection = self._open()
-            yield self._connection
+        with self.lock:
+            if self.connection is None:
+                self.connection = self._open()
+            yield self.connection
 
     def close(self) -> None:
         """Lets go of the file; the next use opens it again."""
-        with self._lock:
-            if self._connection is not None:
-                self._connection.close()
-            self._connection = None
-
-    def before_fork(self) -> None:
-        """Closes, and holds off every other thread until `after_fork`."""
-        self._lock.acquire()
-        with contextlib.suppress(sqlite3.Error):
-            self.close()
-        self._connection = None
-
-    def after_fork(self) -> None:
-        """In the parent."""
-        self._lock.release()
-
-    def after_fork_in_child(self) -> None:
-        """The thread that held the lock is this one; whoever waited for it stayed with the parent."""
-        self._lock = threading.RLock()
+        with self.lock:
+            if self.connection is not None:
+                self.connection.close()
+            self.connection = None
 
     def _open(self) -> sqlite3.Connection:
         folder = self.folder
@@ -120,7 +105,12 @@ class Database:
             folder = folder.parent
         self.read_only = not (os.access(folder, os.W_OK) and not os.statvfs(folder).f_flag & os.ST_RDONLY)
         if self.read_only:
-            return self._open_read_only()
+            # Nobody can write to it, so the file needs no locks, which could not be taken either.
+            connection = self._connect(f"file:{_quoted(self.path)}?mode=ro&immutable=1")
+            found = connection.execute("SELECT id FROM dataset WHERE name = ?", (self.dataset,)).fetchone()
+            self._first = (found[0] if found else 0) << _NUMBER_BITS
+            self._inode = os.stat(self.path).st_ino
+            return connection
         self.folder.mkdir(parents=True, exist_ok=True)
         with _held(self.folder / LOCK):
             connection = self._connect(f"file:{_quoted(self.path)}")
@@ -134,14 +124,6 @@ class Database:
 
     def _connect(self, address: str) -> sqlite3.Connection:
         return sqlite3.connect(address, uri=True, timeout=BUSY_S, isolation_level=None, check_same_thread=False)
-
-    def _open_read_only(self) -> sqlite3.Connection:
-        """Of a directory that nobody can write to, so that the file needs no locks, which could not be taken either."""
-        connection = self._connect(f"file:{_quoted(self.path)}?mode=ro&immutable=1")
-        found = connection.execute("SELECT id FROM dataset WHERE name = ?", (self.dataset,)).fetchone()
-        self._first = (found[0] if found else 0) << _NUMBER_BITS
-        self._inode = os.stat(self.path).st_ino
-        return connection
 
     def _prepare(self, connection: sqlite3.Connection) -> None:
         """Makes the tables where there are none, and this dataset's entry."""
@@ -173,8 +155,8 @@ class Database:
 
     def is_there(self) -> bool:
         """Whether the file that is open still has its name; True where none is open."""
-        with self._lock:
-            if self._connection is None:
+        with self.lock:
+            if self.connection is None:
                 return True
             try:
                 return os.stat(self.path).st_ino == self._inode
@@ -204,7 +186,6 @@ class Database:
             return set(indices).difference(number - self._first for (number,) in rows)
 
     def delete(self, index: int) -> None:
-        """Takes a sample out."""
         with self.opened() as connection:
             connection.execute("DELETE FROM sample WHERE id = ?", (self._first + index,))
 
@@ -260,36 +241,29 @@ class Database:
             (self.dataset, time.time() - KEPT_FOR_S),
         ).fetchall()
         for (number,) in old:
-            self._evict_dataset(connection, number, target_bytes)
+            first = number << _NUMBER_BITS
+            while self.used_bytes(connection) > target_bytes:
+                done = connection.execute(
+                    "DELETE FROM sample WHERE id IN (SELECT id FROM sample WHERE id >= ? AND id < ? LIMIT 100)",
+                    (first, first + (1 << _NUMBER_BITS)),
+                )
+                if not done.rowcount:
+                    connection.execute("DELETE FROM dataset WHERE id = ?", (number,))
+                    break
         if self.owned is not None and not self._swept:
-            numbers = np.array(self._stored(connection), dtype=np.int64)
-            foreign = numbers[~self.owned[numbers]].tolist()
-            self._swept = not self._delete_until(connection, foreign, target_bytes)
+            rows = connection.execute(
+                "SELECT id FROM sample WHERE id >= ? AND id < ?", (self._first, self._first + (1 << _NUMBER_BITS))
+            )
+            numbers = np.array([number - self._first for (number,) in rows], dtype=np.int64)
+            ids = [(self._first + index,) for index in numbers[~self.owned[numbers]].tolist()]
+            while ids and self.used_bytes(connection) > target_bytes:
+                connection.executemany("DELETE FROM sample WHERE id = ?", ids[:100])
+                ids = ids[100:]
+            self._swept = not ids
         surplus = connection.execute("PRAGMA page_count").fetchone()[0] - self.bound_bytes // PAGE_BYTES
         if surplus > 0:
             connection.execute(f"PRAGMA incremental_vacuum({surplus})").fetchall()
         return self.used_bytes(connection)
-
-    def _delete_until(self, connection: sqlite3.Connection, indices: Sequence[int], target_bytes: int) -> bool:
-        """Takes samples of this dataset out by hundreds; whether few enough bytes were used before the last."""
-        for start in range(0, len(indices), 100):
-            if self.used_bytes(connection) <= target_bytes:
-                return True
-            ids = [(self._first + index,) for index in indices[start : start + 100]]
-            connection.executemany("DELETE FROM sample WHERE id = ?", ids)
-        return False
-
-    def _evict_dataset(self, connection: sqlite3.Connection, number: int, target_bytes: int) -> None:
-        """Takes samples of another dataset out, until few enough bytes are used or it is gone."""
-        first = number << _NUMBER_BITS
-        while self.used_bytes(connection) > target_bytes:
-            done = connection.execute(
-                "DELETE FROM sample WHERE id IN (SELECT id FROM sample WHERE id >= ? AND id < ? LIMIT 100)",
-                (first, first + (1 << _NUMBER_BITS)),
-            )
-            if not done.rowcount:
-                connection.execute("DELETE FROM dataset WHERE id = ?", (number,))
-                return
 
     def forget(self) -> None:
         """Takes out every sample of this dataset."""
@@ -297,20 +271,9 @@ class Database:
             last = self._first + (1 << _NUMBER_BITS)
             connection.execute("DELETE FROM sample WHERE id >= ? AND id < ?", (self._first, last))
 
-    def stored(self) -> list[int]:
-        """Numbers of the samples that are there; looks at every one."""
-        with self.opened() as connection:
-            return self._stored(connection)
-
-    def _stored(self, connection: sqlite3.Connection) -> list[int]:
-        rows = connection.execute(
-            "SELECT id FROM sample WHERE id >= ? AND id < ?", (self._first, self._first + (1 << _NUMBER_BITS))
-        )
-        return [number - self._first for (number,) in rows]
-
     def remove(self) -> None:
         """Removes the file, so that the next use makes a new one; nothing where another process just did."""
-        with self._lock:
+        with self.lock:
             there = self.is_there()
             self.close()
             if not there:
@@ -374,19 +337,23 @@ _STILL: list[Database] = []
 
 
 def _before_fork() -> None:
+    """Closes every connection, and holds off every other thread meanwhile."""
     for database in list(_OPEN):
-        database.before_fork()
+        database.lock.acquire()
+        with contextlib.suppress(sqlite3.Error):
+            database.close()
+        database.connection = None
         _STILL.append(database)
 
 
 def _after_fork() -> None:
     while _STILL:
-        _STILL.pop().after_fork()
+        _STILL.pop().lock.release()
 
 
 def _after_fork_in_child() -> None:
     while _STILL:
-        _STILL.pop().after_fork_in_child()
+        _STILL.pop().lock = threading.RLock()  # the thread that held it is this one; others stayed with the parent
 
 
 os.register_at_fork(before=_before_fork, after_in_parent=_after_fork, after_in_child=_after_fork_in_child)

@@ -17,7 +17,7 @@ from torch.utils.data import Dataset
 from runtime.comm.world import World, check_timeout_s
 from runtime.datacache.fetching import Fetcher, rendezvous
 from runtime.datacache.memory import NodeMemory
-from runtime.datacache.node import Wishes, agree, check_bytes, check_folder, node_name, raise_all, share
+from runtime.datacache.node import CacheRequest, agree, check_bytes, check_folder, node_name, raise_all, share
 from runtime.datacache.partition import Partition, numbered
 from runtime.datacache.sampler import CachedSampler
 from runtime.datacache.samples import STORABLE, Unstorable, unpack
@@ -104,19 +104,19 @@ class CachedDataset(Dataset[Any]):
         self.transform = transform
         world = World.join(group, check_timeout_s(timeout_s))
         try:
-            mine: Wishes | PlannerError
+            mine: CacheRequest | PlannerError
             try:
                 self._source = Source(dataset)
                 check_bytes("memory_bytes", memory_bytes)
                 check_bytes("disk_bytes", disk_bytes, may_be_none=True)
                 folder = None if local_dir is None else check_folder(local_dir)
                 known_as = "" if folder is None else stored_as(name or identity(dataset), raw=self._source.raw)
-                mine = Wishes(folder, int(memory_bytes), disk_bytes, known_as, node_name(node), len(self._source), seed,
-                              fetch, probe)  # fmt: skip
+                mine = CacheRequest(folder, int(memory_bytes), disk_bytes, known_as, node_name(node),
+                                    len(self._source), seed, fetch, probe)  # fmt: skip
             except PlannerError as error:
                 mine = error
             everyone = agree(world, mine)
-            assert isinstance(mine, Wishes)
+            assert isinstance(mine, CacheRequest)
             self.rank = world.rank
             self.partition = Partition(len(self._source), numbered([one.node for one in everyone]), seed)
             self._node = self.partition.node_of_rank[self.rank]
@@ -125,20 +125,20 @@ class CachedDataset(Dataset[Any]):
             self._disk = shared.disk
             self.raw_bytes = shared.raw_bytes
             """Size of the largest raw sample that was read at the start; 0 without `probe`."""
-            self._fetcher = self._make_fetcher(world, timeout_s) if fetch and self.partition.nodes > 1 else None
+            self._fetcher: Fetcher | None = None
+            if fetch and self.partition.nodes > 1:
+                found: tuple[tuple[str, int], str] | PlannerError
+                try:
+                    found = rendezvous(), os.urandom(8).hex()
+                except PlannerError as error:
+                    found = error
+                told = world.gather(found, "agreeing on where workers meet")
+                raise_all(told, found)
+                assert isinstance(found, tuple)
+                key = f"datacache/{told[0][1]}"
+                self._fetcher = Fetcher(world.rank, world.ranks, found[0], key, timeout_s)
         finally:
             world.leave()
-
-    def _make_fetcher(self, world: World, timeout_s: float) -> Fetcher:
-        found: tuple[tuple[str, int], str] | PlannerError
-        try:
-            found = rendezvous(), os.urandom(8).hex()
-        except PlannerError as error:
-            found = error
-        everyone = world.gather(found, "agreeing on where workers meet")
-        raise_all(everyone, found)
-        assert isinstance(found, tuple)
-        return Fetcher(world.rank, world.ranks, found[0], f"datacache/{everyone[0][1]}", timeout_s)
 
     def __len__(self) -> int:
         """The number of samples when this was made."""
@@ -169,7 +169,9 @@ class CachedDataset(Dataset[Any]):
             missing = (
                 set()
                 if self._disk is None or len(chosen) == 1
-                else self._disk.missing([index for index in chosen if not self._in_memory(index)])
+                else self._disk.missing(
+                    [i for i in chosen if (slot := self._slot(i)) < 0 or not self._memory.holds(slot)]
+                )
             )
             return [self._finished(self._sample(index, on_disk=index not in missing)) for index in chosen]
         # The samples that other nodes hold, by their place in the batch.
@@ -197,9 +199,9 @@ class CachedDataset(Dataset[Any]):
     def _finished(self, sample: Any) -> Any:
         return sample if self.transform is None else self.transform(sample)
 
-    def _in_memory(self, index: int) -> bool:
-        slot = self.partition.slot(index, self._node) if self._memory.shape.slots else -1
-        return slot >= 0 and self._memory.holds(slot)
+    def _slot(self, index: int) -> int:
+        """Where this node's memory may hold an index; negative where it has no place for it."""
+        return self.partition.slot(index, self._node) if self._memory.shape.slots else -1
 
     def _sample(self, index: int, *, on_disk: bool = True) -> Any:
         flat = self._held(index)
@@ -213,7 +215,14 @@ class CachedDataset(Dataset[Any]):
             # Alike in all epochs: what decoding gives is taken apart and put together in the first one, too.
             return unpack(self._keep(index, raw)) if self._memory.shape.slots else self._source.decode(raw)
         except Unstorable as error:
-            self._warn_unstorable(index, error)
+            self._memory.count("unstorable")
+            if self._memory.first("unstorable"):
+                warnings.warn(
+                    f"dataset: sample {index}: {error}, which cannot be stored, so it is made anew every time. "
+                    f"stats().unstorable counts such samples; expected {STORABLE}",
+                    CacheWarning,
+                    stacklevel=2,
+                )
             return error.sample
 
     def _flat(self, index: int) -> Tensor:
@@ -227,9 +236,7 @@ class CachedDataset(Dataset[Any]):
 
     def _held(self, index: int) -> Tensor | None:
         """A copy of the flat sample in this node's memory, or None."""
-        if not self._memory.shape.slots:
-            return None
-        slot = self.partition.slot(index, self._node)
+        slot = self._slot(index)
         flat = self._memory.get(slot) if slot >= 0 else None
         if flat is not None:
             self._memory.count("memory_hits")
@@ -253,20 +260,10 @@ class CachedDataset(Dataset[Any]):
     def _keep(self, index: int, raw: bytes) -> Tensor:
         """The flat sample of raw bytes, which the node's memory gets where it has a place for it. Raises Unstorable."""
         flat = self._source.flat(raw)
-        slot = self.partition.slot(index, self._node) if self._memory.shape.slots else -1
+        slot = self._slot(index)
         if slot >= 0:
             self._memory.put(slot, flat)
         return flat
-
-    def _warn_unstorable(self, index: int, error: Unstorable) -> None:
-        self._memory.count("unstorable")
-        if self._memory.first("unstorable"):
-            warnings.warn(
-                f"dataset: sample {index}: {error}, which cannot be stored, so it is made anew every time. "
-                f"stats().unstorable counts such samples; expected {STORABLE}",
-                CacheWarning,
-                stacklevel=2,
-            )
 
     def sampler(
         self, *, shuffle: bool = True, full: bool = False, seed: int = 0, drop_last: bool = False

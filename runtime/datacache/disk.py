@@ -16,6 +16,7 @@ import warnings
 import weakref
 from collections import deque
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from multiprocessing import util
 from pathlib import Path
 from typing import Any
@@ -91,7 +92,17 @@ class DiskStore:
                         self._say(f"{self._reader.path} was deleted while in use; a new one is made, and filled again")
             raw = self._reader.get(index)
         except Damaged:
-            self._corrupted(index)
+            self._memory.count("corrupted")
+            if self._memory.first("corrupted"):
+                self._say(
+                    f"{self._reader.path}: the bytes of sample {index} are not those that were stored; it is read "
+                    f"again from the storage. Check the disk; stats().corrupted counts further ones"
+                )
+            try:
+                if not self._reader.read_only:
+                    self._reader.delete(index)
+            except (sqlite3.Error, OSError) as error:
+                self._failed(error, "write", self._reader)
             return None
         except (sqlite3.Error, OSError) as error:
             self._unread_until_s = time.monotonic() + PAUSE_S
@@ -113,19 +124,6 @@ class DiskStore:
             return self._reader.missing(indices)
         except (sqlite3.Error, OSError):
             return set()
-
-    def _corrupted(self, index: int) -> None:
-        self._memory.count("corrupted")
-        if self._memory.first("corrupted"):
-            self._say(
-                f"{self._reader.path}: the bytes of sample {index} are not those that were stored; it is read again "
-                f"from the storage. Check the disk; stats().corrupted counts further ones"
-            )
-        try:
-            if not self._reader.read_only:
-                self._reader.delete(index)
-        except (sqlite3.Error, OSError) as error:
-            self._failed(error, "write", self._reader)
 
     def put(self, index: int, raw: bytes) -> None:
         """Stores a raw sample some time later; where that cannot be, counts it."""
@@ -226,9 +224,12 @@ class DiskStore:
         """Says what is wrong with the disk; a damaged file is made anew."""
         name = getattr(error, "sqlite_errorname", "") or ""
         if name.startswith(DAMAGED) or isinstance(error, sqlite3.NotSupportedError):
-            self._make_anew(error, database)
-            return
-        if not database.path.exists() and database.read_only:
+            if self._memory.first("rebuilt"):
+                self._say(f"{database.path} is damaged ({error}); a new one is made, and filled again. Check the disk")
+            with suppress(OSError):  # said already; the next try comes after a pause
+                database.remove()
+                self._unread_until_s = self._paused_until_s = 0.0
+        elif not database.path.exists() and database.read_only:
             self._read_only(0)
         elif name == "SQLITE_FULL" or getattr(error, "errno", None) in _FULL:
             if self._memory.first("full"):
@@ -241,15 +242,6 @@ class DiskStore:
                 f"local_dir {self.folder}: cannot {doing} {FILE} ({error}); samples come from the storage. "
                 f"Check the disk and its permissions"
             )
-
-    def _make_anew(self, error: Exception, database: Database) -> None:
-        if self._memory.first("rebuilt"):
-            self._say(f"{database.path} is damaged ({error}); a new one is made, and filled again. Check the disk")
-        try:
-            database.remove()
-        except OSError:
-            return  # said already; the next try comes after a pause
-        self._unread_until_s = self._paused_until_s = 0.0
 
     def _say(self, text: str) -> None:
         warnings.warn(text, CacheWarning, stacklevel=2)

@@ -67,7 +67,7 @@ class Fetcher:
             CommunicationError: a rank died, missed the deadline, or could not read a sample.
             Whatever `load` raises here, after the other ranks have been told.
         """
-        with self._naming():
+        with self._error_context():
             # The group of this process; made with the first exchange in it.
             if self._process != os.getpid():
                 _INHERITED.append(self._group)
@@ -81,9 +81,13 @@ class Fetcher:
                 group, torch.tensor([index for indices in wanted for index in indices], dtype=torch.int64),
                 [len(indices) for indices in wanted], counts.tolist(),
             )  # fmt: skip
-        samples, trouble = self._load(asked.tolist(), load)
+        samples, trouble = [], None
+        try:
+            samples = [load(index) for index in asked.tolist()]
+        except Exception as error:  # the others wait for an answer in any case
+            trouble = error
         sizes = torch.tensor([sample.numel() for sample in samples] or [FAILED] * len(asked), dtype=torch.int64)
-        with self._naming():
+        with self._error_context():
             got = self._to_all(group, sizes, counts.tolist(), [len(indices) for indices in wanted])
             gives = [int(part.clamp(min=0).sum()) for part in sizes.split(counts.tolist())]
             gets = [int(part.clamp(min=0).sum()) for part in got.split([len(indices) for indices in wanted])]
@@ -92,13 +96,6 @@ class Fetcher:
         if trouble is not None:
             raise trouble
         return self._split(wanted, got.tolist(), flat)
-
-    def _load(self, indices: Sequence[int], load: Callable[[int], Tensor]) -> tuple[list[Tensor], BaseException | None]:
-        """(samples, what was raised): the others wait for an answer in any case."""
-        try:
-            return [load(index) for index in indices], None
-        except Exception as error:
-            return [], error
 
     def _split(self, wanted: Sequence[Sequence[int]], sizes: list[int], flat: Tensor) -> list[list[Tensor]]:
         found: list[list[Tensor]] = []
@@ -125,7 +122,7 @@ class Fetcher:
         return output
 
     @contextmanager
-    def _naming(self) -> Any:
+    def _error_context(self) -> Any:
         try:
             yield
         except RuntimeError as error:

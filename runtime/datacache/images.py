@@ -303,7 +303,12 @@ def _same(image: Any, again: Any, *, decoded: bool) -> bool:
         return False
     if decoded and image.tobytes() != again.tobytes():
         return False
-    return image._exif is None or _same_exif(image._exif, again.getexif())
+    if image._exif is None:
+        return True
+    exif = again.getexif()
+    return dict(image._exif) == dict(exif) and all(
+        exif.get_ifd(tag) == found for tag, found in image._exif._ifds.items()
+    )
 
 
 def _equal(one: Any, other: Any) -> bool:
@@ -316,7 +321,3 @@ def _equal(one: Any, other: Any) -> bool:
     if isinstance(one, ImagePalette):
         return _palette_state(one) == _palette_state(other)
     return one == other if isinstance(one, str | bytes | bytearray | int | float | tuple | list) else True
-
-
-def _same_exif(one: Any, other: Any) -> bool:
-    return dict(one) == dict(other) and all(other.get_ifd(tag) == found for tag, found in one._ifds.items())

@@ -16,7 +16,7 @@ import os
 import threading
 import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing import context, reduction
 from typing import Any
@@ -224,17 +224,11 @@ def available_bytes() -> int:
         free = int(fields["MemAvailable"].split()[0]) * 1024
     except (OSError, KeyError, ValueError):
         free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return min([free, *_group_free()])
-
-
-def _group_free() -> Iterator[int]:
-    """What the process's control group leaves, where it sets a limit (version 2, then 1)."""
-    for limit, used in (
+    left = [free]
+    for limit, used in (  # what the process's control group leaves, where it sets a limit (version 2, then 1)
         ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
         ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
     ):
-        try:
-            with open(limit, encoding="ascii") as one, open(used, encoding="ascii") as other:
-                yield max(0, int(one.read()) - int(other.read()))
-        except (OSError, ValueError):
-            continue  # no such group, or no limit ("max")
+        with suppress(OSError, ValueError), open(limit, encoding="ascii") as one, open(used, encoding="ascii") as other:
+            left.append(max(0, int(one.read()) - int(other.read())))  # no such group, or no limit ("max"): ValueError
+    return min(left)

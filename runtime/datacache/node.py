@@ -30,7 +30,7 @@ REMOTE = frozenset(("nfs", "nfs4", "cifs", "smb3", "smbfs", "9p", "ceph", "lustr
 
 
 @dataclass(frozen=True)
-class Wishes:
+class CacheRequest:
     """What a rank was asked for."""
 
     local_dir: Path | None
@@ -106,28 +106,28 @@ def file_system(folder: Path) -> str:
     return kind
 
 
-def agree(world: World, mine: Wishes | PlannerError) -> list[Wishes]:
-    """All ranks' wishes; every rank comes to the same verdict.
+def agree(world: World, mine: CacheRequest | PlannerError) -> list[CacheRequest]:
+    """All ranks' requests; every rank comes to the same verdict.
 
     Raises:
         InputError: a rank has a problem, or ranks differ where they must not.
     """
-    everyone: list[Wishes | PlannerError] = world.gather(mine, "agreeing on a data cache")
+    everyone: list[CacheRequest | PlannerError] = world.gather(mine, "agreeing on a data cache")
     raise_all(everyone, mine)
-    wishes = [one for one in everyone if isinstance(one, Wishes)]
+    requests = [one for one in everyone if isinstance(one, CacheRequest)]
     for name, what in (("samples", "lengths of the dataset"), ("seed", "seeds"), ("fetch", "values of fetch")):
-        values = [getattr(one, name) for one in wishes]
+        values = [getattr(one, name) for one in requests]
         if len(set(values)) > 1:
             listed = ", ".join(f"rank {rank}: {value}" for rank, value in enumerate(values[:8]))
             raise InputError(f"ranks have different {what} ({listed}), expected equal ones; give every rank the same")
-    for node in {one.node for one in wishes}:
-        here = {(one.memory_bytes, one.disk_bytes, one.local_dir, one.dataset) for one in wishes if one.node == node}
+    for node in {one.node for one in requests}:
+        here = {(one.memory_bytes, one.disk_bytes, one.local_dir, one.dataset) for one in requests if one.node == node}
         if len(here) > 1:
             raise InputError(
                 "ranks of one node gave different datasets, memory_bytes, disk_bytes or local_dir, expected equal "
                 "ones, which they share; give every rank the same"
             )
-    return wishes
+    return requests
 
 
 def raise_all(everyone: Sequence[object], mine: object) -> None:
@@ -144,7 +144,7 @@ def raise_all(everyone: Sequence[object], mine: object) -> None:
             raise kind(f"rank {rank}: {one}")
 
 
-def share(world: World, wishes: Wishes, source: Source, partition: Partition, node: int) -> Shared:
+def share(world: World, request: CacheRequest, source: Source, partition: Partition, node: int) -> Shared:
     """The memory and disk of this node. Its first rank makes and checks them, the others open them.
 
     Raises:
@@ -154,20 +154,23 @@ def share(world: World, wishes: Wishes, source: Source, partition: Partition, no
     first = partition.ranks_of(node)[0] == world.rank
     made: Shared | None = None
     told: Any = None
+    raised: BaseException | None = None
     if first:
         try:
-            made = _make(wishes, source, partition, node)
+            made = _make(request, source, partition, node)
             told = made.memory.address, made.disk and made.disk.bound_bytes, made.flat_bytes, made.raw_bytes
-        except Exception as error:  # the dataset's own errors too: other ranks wait for a word
-            told = error if isinstance(error, PlannerError) else _Foreign(error)
-    everyone = world.gather(told if not isinstance(told, _Foreign) else told.words(), "sharing memory")
-    raise_all(everyone, told.error if isinstance(told, _Foreign) else told)
+        except PlannerError as error:
+            told = raised = error
+        except Exception as error:  # the dataset's own, which is raised as it is here: other ranks wait for a word
+            told, raised = EnvironmentFailure(f"the dataset raised {type(error).__name__}: {error}"), error
+    everyone = world.gather(told, "sharing memory")
+    raise_all(everyone, raised)
     problem: PlannerError | None = None
     if made is None:
         try:
             address, bound_bytes, flat_bytes, raw_bytes = everyone[partition.ranks_of(node)[0]]
             memory = NodeMemory.open(address)
-            made = Shared(memory, _disk(wishes, bound_bytes, memory, partition, node), flat_bytes, raw_bytes)
+            made = Shared(memory, _disk(request, bound_bytes, memory, partition, node), flat_bytes, raw_bytes)
         except PlannerError as error:
             problem = error
     raise_all(world.gather(problem, "opening the memory of the nodes"), problem)
@@ -175,35 +178,32 @@ def share(world: World, wishes: Wishes, source: Source, partition: Partition, no
     return made
 
 
-@dataclass(frozen=True)
-class _Foreign:
-    """What a dataset raised when it was read first: told in words to other ranks, raised as it is here."""
-
-    error: Exception
-
-    def words(self) -> EnvironmentFailure:
-        return EnvironmentFailure(f"the dataset raised {type(self.error).__name__}: {self.error}")
-
-
-def _make(wishes: Wishes, source: Source, partition: Partition, node: int) -> Shared:
+def _make(request: CacheRequest, source: Source, partition: Partition, node: int) -> Shared:
     part = partition.part(node)
-    memory = NodeMemory.make(partition.size(node) if wishes.memory_bytes else 0, wishes.memory_bytes)
-    disk = _disk(wishes, _disk_bound_bytes(wishes), memory, partition, node)
-    if not wishes.probe or not (wishes.memory_bytes or disk or wishes.fetch):
+    memory = NodeMemory.make(partition.size(node) if request.memory_bytes else 0, request.memory_bytes)
+    bound_bytes = request.disk_bytes
+    if request.local_dir is not None and bound_bytes is None:  # what the files take now, and most of what is free
+        folder = request.local_dir
+        while not folder.exists():
+            folder = folder.parent
+        here = Database(request.local_dir, 0, "").size_bytes()
+        bound_bytes = here + int(shutil.disk_usage(folder).free * (1.0 - FREE_SHARE))
+    disk = _disk(request, bound_bytes, memory, partition, node)
+    if not request.probe or not (request.memory_bytes or disk or request.fetch):
         return Shared(memory, disk, 0, 0)
     chosen = {0, len(source) - 1} if not len(part) else {int(part[0]), int(part[-1])}
     chosen |= {int(index) for index in np.random.default_rng().choice(part, min(len(part), PROBED - len(chosen)))}
-    found, raw_bytes, flat_bytes = probe(source, sorted(chosen), decoded=wishes.memory_bytes > 0 or wishes.fetch)
+    found, raw_bytes, flat_bytes = probe(source, sorted(chosen), decoded=request.memory_bytes > 0 or request.fetch)
     slots = partition.size(node)
     least = overhead_bytes(slots) + -(-flat_bytes // ALIGNMENT) * ALIGNMENT
-    if 0 < wishes.memory_bytes < least:
+    if 0 < request.memory_bytes < least:
         raise InputError(
-            f"memory_bytes: found {wishes.memory_bytes}, expected at least {least}: one decoded sample has "
+            f"memory_bytes: found {request.memory_bytes}, expected at least {least}: one decoded sample has "
             f"{flat_bytes} bytes, and the table {least - flat_bytes}; give more, or 0 to keep none in memory"
         )
     if disk is not None and disk.bound_bytes < least_bound_bytes(raw_bytes):
         raise InputError(
-            f"disk_bytes: found {disk.bound_bytes}{'' if wishes.disk_bytes is not None else ' free'}, expected at "
+            f"disk_bytes: found {disk.bound_bytes}{'' if request.disk_bytes is not None else ' free'}, expected at "
             f"least {least_bound_bytes(raw_bytes)}: one raw sample has {raw_bytes} bytes, and the database needs "
             f"some; give more, or no local_dir to keep none on the disk"
         )
@@ -213,19 +213,8 @@ def _make(wishes: Wishes, source: Source, partition: Partition, node: int) -> Sh
 
 
 def _disk(
-    wishes: Wishes, bound_bytes: int | None, memory: NodeMemory, partition: Partition, node: int
+    request: CacheRequest, bound_bytes: int | None, memory: NodeMemory, partition: Partition, node: int
 ) -> DiskStore | None:
-    if wishes.local_dir is None or bound_bytes is None:
+    if request.local_dir is None or bound_bytes is None:
         return None
-    return DiskStore(wishes.local_dir, bound_bytes, wishes.dataset, memory, partition.owned(node))
-
-
-def _disk_bound_bytes(wishes: Wishes) -> int | None:
-    """The bound given; else what the files take now, and most of what is free."""
-    if wishes.local_dir is None or wishes.disk_bytes is not None:
-        return wishes.disk_bytes
-    folder = wishes.local_dir
-    while not folder.exists():
-        folder = folder.parent
-    here = Database(wishes.local_dir, 0, "").size_bytes()
-    return here + int(shutil.disk_usage(folder).free * (1.0 - FREE_SHARE))
+    return DiskStore(request.local_dir, bound_bytes, request.dataset, memory, partition.owned(node))

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from torch.utils.data import Sampler
 
-from runtime.datacache.orders import Rules, Stage, epoch_orders, per_rank, to_stages
+from runtime.datacache.partition import Rules, Stage, epoch_orders, per_rank
 from runtime.errors import InputError
 
 if TYPE_CHECKING:
@@ -124,7 +124,8 @@ class CachedSampler(Sampler[int]):
                     f"options as when it was saved, or begin the epoch anew"
                 )
         try:
-            epoch, stages = int(state["epoch"]), to_stages(state["stages"])
+            epoch = int(state["epoch"])
+            stages = [Stage(tuple(int(node) for node in nodes), int(done)) for nodes, done in state["stages"]]
         except (KeyError, TypeError, ValueError) as error:
             raise InputError(
                 f"state of the sampler: found a damaged one ({error!r}), expected what state_dict returned; begin the "

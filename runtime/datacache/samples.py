@@ -60,35 +60,9 @@ class Unstorable(Exception):
     """The whole sample."""
 
 
-class Packed:
-    """A sample that is about to be stored; the leaves still are the sample's own memory."""
-
-    def __init__(self, header: bytes, leaves: list[tuple[int, Leaf]], size_bytes: int) -> None:
-        self.header = header
-        self.leaves = leaves
-        """(offset, bytes)."""
-        self.size_bytes = size_bytes
-
-    def write(self, into: Tensor) -> None:
-        """Writes the flat sample over the first `size_bytes` of `into` (uint8, one dimension)."""
-        head = torch.frombuffer(bytearray(struct.pack("<I", len(self.header)) + self.header), dtype=torch.uint8)
-        into[: head.numel()] = head
-        for offset, leaf in self.leaves:
-            into[offset : offset + leaf.numel()] = leaf
-
-    def flat(self) -> Tensor:
-        """The flat sample in memory of its own; gaps are zeros, so that equal samples have equal bytes."""
-        made = torch.zeros(self.size_bytes, dtype=torch.uint8)
-        self.write(made)
-        return made
-
-    def to_bytes(self) -> bytes:
-        """The flat sample."""
-        return self.flat().numpy().tobytes()
-
-
-def pack(sample: Any) -> Packed:
-    """Takes a sample apart.
+def pack(sample: Any) -> Tensor:
+    """Return the flat sample (uint8, one dimension) in memory of its own; gaps are zeros, so that equal samples have
+    equal bytes.
 
     Raises:
         Unstorable: a part is of another type than `STORABLE`, or nested too deeply.
@@ -101,12 +75,15 @@ def pack(sample: Any) -> Packed:
         error.sample = sample
         raise
     header = json.dumps(form, separators=(",", ":"), ensure_ascii=True).encode()
-    end, placed = 4 + len(header), []
+    end, starts = 4 + len(header), []
     for leaf in leaves:
-        start = _aligned(end)
-        placed.append((start, leaf))
-        end = start + leaf.numel()
-    return Packed(header, placed, end)
+        starts.append(_aligned(end))
+        end = starts[-1] + leaf.numel()
+    flat = torch.zeros(end, dtype=torch.uint8)
+    flat[: 4 + len(header)] = _leaf(struct.pack("<I", len(header)) + header)
+    for start, leaf in zip(starts, leaves, strict=True):
+        flat[start : start + leaf.numel()] = leaf
+    return flat
 
 
 def unpack(flat: Tensor) -> Any:
@@ -135,16 +112,26 @@ def _form(part: Any, leaves: list[Leaf], where: str, depth: int) -> Form:
     if kind in (tuple, list):
         return [kind.__name__, [_form(item, leaves, f"{where}[{i}]", depth + 1) for i, item in enumerate(part)]]
     if kind is dict:
-        return _dict_form(part, leaves, where, depth)
+        for key in part:
+            if type(key) not in (str, int):
+                raise Unstorable(f"{where} has a key of type {type(key).__name__}")
+        return ["dict", [[key, _form(item, leaves, f"{where}[{key!r}]", depth + 1)] for key, item in part.items()]]
     if kind is Tensor:
         return _tensor_form(part, leaves, where)
     if isinstance(part, np.ndarray | np.generic):
         return _array_form(part, leaves, where)
     if kind in (bytes, bytearray, str):
-        return _text_form(part, leaves)
+        raw = part.encode("utf-8", "surrogatepass") if isinstance(part, str) else part
+        leaves.append(_leaf(raw))
+        return [kind.__name__, len(raw)]
     pillow = sys.modules.get("PIL.Image")  # no sample is an image of a package that nobody has imported
     if pillow is not None and isinstance(part, pillow.Image):
-        return _image_form(part, leaves, where)
+        try:
+            form, raw = image_form(part)
+        except Unkept as error:
+            raise Unstorable(f"{where} {error}") from None
+        leaves.append(_leaf(raw))
+        return ["image", len(raw), form]
     raise Unstorable(f"{where} is a {kind.__module__}.{kind.__qualname__}")
 
 
@@ -162,13 +149,6 @@ def _number(part: float | None, leaves: list[Leaf], where: str) -> Form:
 
 def _leaf(raw: bytes | bytearray) -> Leaf:
     return torch.frombuffer(bytearray(raw), dtype=torch.uint8) if raw else torch.empty(0, dtype=torch.uint8)
-
-
-def _dict_form(part: dict[Any, Any], leaves: list[Leaf], where: str, depth: int) -> Form:
-    for key in part:
-        if type(key) not in (str, int):
-            raise Unstorable(f"{where} has a key of type {type(key).__name__}")
-    return ["dict", [[key, _form(value, leaves, f"{where}[{key!r}]", depth + 1)] for key, value in part.items()]]
 
 
 def _tensor_form(part: Tensor, leaves: list[Leaf], where: str) -> Form:
@@ -190,26 +170,10 @@ def _array_form(part: np.ndarray | np.generic, leaves: list[Leaf], where: str) -
     return ["array" if isinstance(part, np.ndarray) else "scalar", array.dtype.str, list(array.shape), array.nbytes]
 
 
-def _text_form(part: bytes | bytearray | str, leaves: list[Leaf]) -> Form:
-    raw = part.encode("utf-8", "surrogatepass") if isinstance(part, str) else part
-    leaves.append(_leaf(raw))
-    return [type(part).__name__, len(raw)]
-
-
-def _image_form(part: Any, leaves: list[Leaf], where: str) -> Form:
-    try:
-        form, raw = image_form(part)
-    except Unkept as error:
-        raise Unstorable(f"{where} {error}") from None
-    leaves.append(_leaf(raw))
-    return ["image", len(raw), form]
-
-
 @lru_cache(maxsize=4096)
 def _reader(header: bytes) -> Reader:
     """What makes a sample of the flat bytes behind this header."""
-    reader, _ = _compile(json.loads(header), 4 + len(header))
-    return reader
+    return _compile(json.loads(header), 4 + len(header))[0]
 
 
 def _compile(form: Form, end: int) -> tuple[Reader, int]:
@@ -271,12 +235,9 @@ def _read_text(form: Form) -> tuple[int, Reader]:
     return form[1], lambda leaf: made(leaf.numpy().tobytes())
 
 
-def _read_image(form: Form) -> tuple[int, Reader]:
-    return form[1], image_reader(form[2])
-
-
 _LEAVES: dict[str, Callable[[Form], tuple[int, Reader]]] = {
-    "tensor": _read_tensor, "array": _read_array, "scalar": _read_scalar, "image": _read_image,
+    "tensor": _read_tensor, "array": _read_array, "scalar": _read_scalar,
+    "image": lambda form: (form[1], image_reader(form[2])),
     "int": _read_number, "float": _read_number, "bool": _read_number,
     "bytes": _read_text, "bytearray": _read_text, "str": _read_text,
 }  # fmt: skip

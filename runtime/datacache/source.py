@@ -74,7 +74,7 @@ class Source:
             Unstorable: it is not raw, and holds something that cannot be stored. Whatever the dataset raises.
         """
         if not self.raw:
-            return pack(self.dataset[index]).to_bytes()
+            return pack(self.dataset[index]).numpy().tobytes()
         found = self.dataset.read(index)
         if not isinstance(found, bytes | bytearray | memoryview):
             raise InputError(
@@ -93,7 +93,7 @@ class Source:
     def flat(self, raw: bytes) -> Tensor:
         """The flat sample of raw bytes. Raises Unstorable."""
         if self.raw:
-            return pack(self.dataset.decode(raw)).flat()
+            return pack(self.dataset.decode(raw))
         return torch.frombuffer(bytearray(raw), dtype=torch.uint8)
 
 

@@ -19,14 +19,14 @@ def clones(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def kept_on_host(parameter: nn.Parameter) -> Tensor:
-    """A copy for `pre_weight`: on the host, for a device has better uses of its memory."""
+    """Return a copy for `pre_weight`: on the host, for a device has better uses of its memory."""
     copy = parameter.detach().to("cpu", copy=True)
     return copy.pin_memory() if parameter.is_cuda else copy
 
 
 @torch.no_grad()
 def copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
-    """Writes each source into its target."""
+    """Write each source into its target."""
     for target, source in zip(targets, sources, strict=True):
         target.copy_(source)
 
@@ -38,12 +38,12 @@ DELAYED_KEYS = KEYS | {
 
 
 def buckets_of(plan: Plan) -> list[list[str]]:
-    """The gradients of each bucket, from which follows what every rank owns."""
+    """Return the gradients of each bucket, from which follows what every rank owns."""
     return [list(bucket.gradients) for bucket in plan.buckets]
 
 
 def check_state(state: Any, spec: DelaySpec, parameters: Mapping[str, nn.Parameter], groups: int) -> None:
-    """Raises InputError where it is no state of a run with this delay and model, and so many groups of parameters."""
+    """Raise InputError where it is no state of a run with this delay and model, and so many groups of parameters."""
     keys = set(state) if isinstance(state, Mapping) else set()
     delayed = "stage" in keys and state["stage"] == "delayed"
     if not keys >= (DELAYED_KEYS if delayed else KEYS):

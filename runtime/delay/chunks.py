@@ -12,11 +12,11 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-BLOCK = 16_384
+CHUNK = 16_384
 """Elements of a part: several fit into a core's second-level cache, and what is that short the allocator keeps."""
 
 
-def blocks(*lists: Sequence[Tensor]) -> Iterator[tuple[list[Tensor], ...]]:
+def chunks(*lists: Sequence[Tensor]) -> Iterator[tuple[list[Tensor], ...]]:
     """Views of tensors that belong together, as lists for `torch._foreach_…`; what is written to them is the tensors'.
 
     Args:
@@ -30,14 +30,14 @@ def blocks(*lists: Sequence[Tensor]) -> Iterator[tuple[list[Tensor], ...]]:
         if flat is None:
             yield tuple([tensor] for tensor in tensors)
             continue
-        for start in range(0, flat[0].numel(), BLOCK):
-            yield tuple([tensor[start : start + BLOCK]] for tensor in flat)
+        for start in range(0, flat[0].numel(), CHUNK):
+            yield tuple([tensor[start : start + CHUNK]] for tensor in flat)
 
 
 def _flat(tensors: Sequence[Tensor]) -> list[Tensor] | None:
     """1-D views in one order of elements; None where there is none, or they are short already."""
     first = tensors[0]
-    if first.numel() <= BLOCK:
+    if first.numel() <= CHUNK:
         return None
     if all(tensor.is_contiguous() for tensor in tensors):
         return [tensor.view(-1) for tensor in tensors]

@@ -1,9 +1,9 @@
 """The buckets of a plan with delay: gradients are pushed to the owners of the global weights, and nobody waits.
 
     bucket complete   ─▶ its push of the step before has ended; its gradients are copied and leave
-    end of backward   ─▶ `.grad`s are this worker's own; behind the last push travels what all have to know of the step,
+    end of backward   ─▶ `.grad`s are this worker's own; behind the last push is sent what all have to know of the step,
                          then owners update their shards, and every k-th step the new weights follow
-    optimizer.step()  ─▶ `runtime.delay.stages`: weights that were pulled in the step before are waited for
+    optimizer.step()  ─▶ `runtime.modes.delayed`: weights that were pulled in the step before are waited for
 
 A worker is a rank, or a node (`runtime.delay.nodes`): then the end of backward waits for the node's averages.
 Source: SSD-SGD (Xu et al., arXiv 2012.05396), Algorithms 1 and 2.
@@ -23,60 +23,59 @@ import torch.distributed as dist
 from torch import Tensor
 
 from runtime.comm.collectives.phases import gather
-from runtime.comm.communicator import Communicator
-from runtime.comm.parcel import Parcel, Sent
+from runtime.comm.communicator import CommTiming, Communicator, Payload
 from runtime.comm.topology import Topology
 from runtime.core.buckets import BucketBuffer, Kept
 from runtime.core.exchange import ErrorFeedback, Launcher
 from runtime.core.usage import used_on_any
-from runtime.delay.nodes import Average, NodeLinks, Spread, averages_of
-from runtime.delay.server import Rates, Server, Shard
-from runtime.delay.staleness import NOTHING
+from runtime.delay.nodes import IntraNodeAllReduce, IntraNodeBroadcast, NodeLinks
+from runtime.delay.server import Rates, Server
+from runtime.delay.staleness import NO_DISTANCE
 from runtime.monitor.pace import NO_TIMING
 from runtime.monitor.recorder import Recorder
 from runtime.plan import Plan
+from runtime.sparse.compressed import all_finite
 from runtime.sparse.guard import Watched
-from runtime.sparse.lossy import all_finite
 
-HEAD = 1 + len(NOTHING) + len(NO_TIMING)
-"""Entries of what workers tell each other, before those of gradients."""
+HEAD = 1 + len(NO_DISTANCE) + len(NO_TIMING)
+"""Entries of the metadata that workers send each other, before those of gradients."""
 HEAD_BYTES = HEAD * torch.float64.itemsize
 KEPT_PULLS = 2
 """With k = 1 the next pull begins before the last one is taken."""
 
 
 @dataclass(eq=False)
-class Pulled:
+class PendingPull:
     """Global weights on their way to this rank, or there."""
 
     step: int
     """After whose pushes they are the weights."""
-    sent: Sent
+    sent: CommTiming
     whole: list[list[Tensor]]
     """By bucket and message, all parts one after the other."""
     parts: list[list[Tensor]]
-    """Likewise, where nodes have several ranks, what comes to this one between nodes."""
+    """By bucket and message, where nodes have several ranks, what comes to this one between nodes."""
 
 
 @dataclass(eq=False)
-class StepEnd:
-    """What follows a step's last push, with which has come what all workers said."""
+class StepEpilogue:
+    """What follows a step's last push, with which all workers' metadata have come."""
 
     server: Server
     rates: Rates
-    words: Tensor
+    metadata: Tensor
     """Every worker's, behind the last push. Shape (workers, bytes)."""
-    pulled: Pulled | None
+    pulled: PendingPull | None
     links: NodeLinks | None
     """Hands weights that were pulled between nodes to the node's other ranks."""
-    told: Tensor | None = None
+    reported: Tensor | None = None
     """Of every worker whether its gradients were finite, what `Staleness.measure` said, what `Pace.delayed_step` did.
     Shape (workers, HEAD)."""
 
     def phases(self, group: dist.ProcessGroup) -> Iterator[dist.Work]:
         """See `Collective.run`."""
-        self.told, used = read_words(self.words)
-        self.server.update(self.rates, self.told[:, 0].bool().all(), used)  # alike on all ranks
+        self.reported, used = unpack_metadata(self.metadata)
+        self.server.update(self.rates, self.reported[:, 0].bool().all(), used)  # alike on all ranks
         if self.pulled is None:
             return
         for index, shards in enumerate(self.server.shards):
@@ -89,59 +88,41 @@ class StepEnd:
                 yield from gather(part, shard.weights, group)
                 assert self.links is not None
                 bucket = shard.message.slots[0].bucket
-                self.links.spread.launch(Parcel(bucket.index, bucket.label, [Spread(whole, part)]), Sent())
+                self.links.spread.launch(
+                    Payload(bucket.index, bucket.label, [IntraNodeBroadcast(whole, part)]), CommTiming()
+                )
 
 
-def words_of(head: Tensor, used: Tensor) -> Tensor:
-    """What a rank tells the others, as bytes: `head` (float64), and of each gradient whether it has one."""
+def pack_metadata(head: Tensor, used: Tensor) -> Tensor:
+    """Return what a rank reports to the others, as bytes: `head` (float64), and of each gradient whether it has one."""
     return torch.cat([head.view(torch.uint8), used.to(torch.uint8)])
 
 
-def read_words(words: Tensor) -> tuple[Tensor, Tensor]:
-    """(every rank's head, of each gradient whether any rank has one, as bytes behind which there may be more)."""
-    heads = words[:, :HEAD_BYTES].contiguous().view(torch.float64)
-    return heads, used_on_any(words[:, HEAD_BYTES:])
+def unpack_metadata(metadata: Tensor) -> tuple[Tensor, Tensor]:
+    """Return (every rank's head, of each gradient whether any rank has one); bytes behind these do not count."""
+    heads = metadata[:, :HEAD_BYTES].contiguous().view(torch.float64)
+    return heads, used_on_any(metadata[:, HEAD_BYTES:])
 
 
-class HeldPushes(ErrorFeedback):
-    """What pushes hold back, for the exchange that follows one with a delay."""
+class PushResiduals(ErrorFeedback):
+    """The residuals of pushes, for the exchange that follows one with a delay."""
 
     def __init__(self, server: Server) -> None:
         self._server = server
 
-    def holds_back(self, bucket: BucketBuffer) -> bool:
-        """See `ErrorFeedback.holds_back`."""
-        return any(shard.holds_back for shard in self._server.shards[bucket.index])
+    def compresses(self, bucket: BucketBuffer) -> bool:
+        """See `ErrorFeedback.compresses`."""
+        return any(shard.compresses for shard in self._server.shards[bucket.index])
 
     def watched(self) -> list[Watched]:
         """See `ErrorFeedback.watched`: the pushes that are selected from by magnitude."""
-        return [PushedBucket(shards[0]) for shards in self._server.shards if shards[0].by_magnitude and shards[0].k]
+        pushed = [shards[0] for shards in self._server.shards if shards[0].by_magnitude and shards[0].k]
+        return [Watched(shard.message.slots[0].bucket, shard.k, shard.sums) for shard in pushed]
 
     def state(self) -> dict[str, Any]:
         """See `ErrorFeedback.state`."""
         residuals = self._server.residuals()
         return {"residuals": residuals, "steps": self.steps, "loss_scale": 1.0} if residuals else {}
-
-
-@dataclass(frozen=True)
-class PushedBucket:
-    """See `runtime.sparse.guard.Watched`; nobody but the owners has the sums."""
-
-    shard: Shard
-
-    @property
-    def bucket(self) -> BucketBuffer:
-        return self.shard.message.slots[0].bucket
-
-    @property
-    def k(self) -> int:
-        return self.shard.k
-
-    def sums(self, group: dist.ProcessGroup | None) -> tuple[Tensor, Tensor]:
-        """See `Watched`."""
-        both = self.shard.held_and_sent()
-        dist.all_reduce(both, group=group)
-        return both[0], both[1]
 
 
 class Pushes(Launcher):
@@ -173,46 +154,51 @@ class Pushes(Launcher):
                 step leaves are pulled; called once for each step, and alike on all ranks.
             loss_scale: the factor of this rank's losses now.
         """
-        per_node = topology.per_node
+        ranks_per_node = topology.ranks_per_node
         self.buckets, self.communicator, self._recorder = buckets, communicator, recorder
-        self.scale = 1.0 / per_node
+        self.scale = 1.0 / ranks_per_node
         """`.grad`s stay this worker's own."""
         self._slots = [slot for bucket in buckets for slot in bucket.slots]
-        words_bytes = HEAD_BYTES + len(self._slots)
+        metadata_bytes = HEAD_BYTES + len(self._slots)
         self.server = Server(
-            buckets, optimizer, rank, topology.count * per_node, owners=topology.owners, per_node=per_node,
-            compressors=[bucket.compressor for bucket in plan.buckets], words_bytes=words_bytes,
+            buckets, optimizer, rank, topology.num_nodes * ranks_per_node, owners=topology.owners,
+            ranks_per_node=ranks_per_node, metadata_bytes=metadata_bytes,
+            compressors=[bucket.compressor for bucket in plan.buckets],
         )  # fmt: skip
         self._links = communicator if isinstance(communicator, NodeLinks) else None
         self._between: Communicator = communicator if self._links is None else self._links.between
-        self._averages: list[list[Average]] = []
-        if per_node > 1:
-            self._averages = [averages_of(shards, per_node, words_bytes) for shards in self.server.shards]
-        self._rates, self._loss_scale, self._workers = rates, loss_scale, topology.count
-        self._before: dict[int, Sent] = {}
+        self._averages: list[list[IntraNodeAllReduce]] = []
+        if ranks_per_node > 1:
+            self._averages = [
+                [IntraNodeAllReduce(one, ranks_per_node, metadata_bytes if one is shards[-1] else 0) for one in shards]
+                for shards in self.server.shards
+            ]
+            """By bucket and message."""
+        self._rates, self._loss_scale, self._workers = rates, loss_scale, topology.num_nodes
+        self._before: dict[int, CommTiming] = {}
         """Of each bucket, its last push."""
         self._finite: list[Tensor] = []
         self.finite = torch.tensor(True)
         """Whether this worker's gradients of the last step are (0-d)."""
         self._used = torch.zeros(0, dtype=torch.bool)
         """Of each gradient of the last step, whether this worker has one."""
-        self.words = NOTHING
-        """What this worker tells the others behind its next push, beside whether its gradients are finite."""
+        self.distance = NO_DISTANCE
+        """What `Staleness.measure` has found since the last push, for the metadata behind the next one."""
         self.pace = NO_TIMING
-        """Likewise, see `runtime.monitor.pace`."""
-        self._end: StepEnd | None = None
+        """What `Pace.delayed_step` has found, for the metadata behind the next push."""
+        self._end: StepEpilogue | None = None
         """What follows the last step's pushes."""
-        self.told: Tensor | None = None
+        self.reported: Tensor | None = None
         """What all workers said behind an earlier step's. Shape (workers, entries)."""
         self._pulls_at = pulls_at
         self.step = 0
         """Number of the next step to push."""
-        self.pulls: deque[Pulled] = deque()
+        self.pulls: deque[PendingPull] = deque()
         """The last ones, until a local update takes them."""
-        self._spare: list[Pulled] = []
+        self._spare: list[PendingPull] = []
 
     def push_whole(self, index: int) -> None:
-        """From the next step on a bucket pushes everything, and first what it has held back."""
+        """From the next step on a bucket pushes everything, and first its residual."""
         if index in self._before:
             self._between.wait(self._before[index])
         for shard in self.server.shards[index]:
@@ -225,62 +211,60 @@ class Pushes(Launcher):
             self._between.wait(before)  # a rank that computes faster than the network carries stops here
         self._finite += [all_finite(message.flat) for message in bucket.messages]
         sent = self._before[bucket.index] = self._recorder.sent(bucket.index)
-        end, head = None, None
+        end, metadata = None, None
         if bucket.index == len(self.buckets) - 1:
-            head = self._head()
-            end = self._step_end(sent)
+            self.finite = torch.stack(self._finite).all()
+            self._finite.clear()
+            head = torch.tensor([0.0, *self.distance, *self.pace], dtype=torch.float64).to(self.finite.device)
+            head[0], self.distance, self.pace = self.finite, NO_DISTANCE, NO_TIMING
+            end = self._end_step(sent)
             self._used = torch.tensor([slot.touched for slot in self._slots]).to(head.device)
+            metadata = pack_metadata(head, self._used)
         step = self.step - (end is not None)
         if self._links is None:
-            self._push(bucket, sent, end, words=None if head is None else words_of(head, self._used), step=step)
+            self._push(bucket, sent, end, metadata, step)
             return
         averages = self._averages[bucket.index]
         for average in averages:
             average.pack()
-        rows = averages[-1].rows
-        if head is not None:
-            _tell(rows.words(rows.sent), words_of(head, self._used))
+        if metadata is not None:
+            averages[-1].rows.put_metadata(metadata)
         averages[-1].then = partial(self._push_average, bucket, sent, end, step)
-        self._links.inside.launch(Parcel(bucket.index, bucket.label, averages), Sent())
+        self._links.inside.launch(Payload(bucket.index, bucket.label, averages), CommTiming())
 
-    def _push_average(self, bucket: BucketBuffer, sent: Sent, end: StepEnd | None, step: int) -> None:
+    def _push_average(self, bucket: BucketBuffer, sent: CommTiming, end: StepEpilogue | None, step: int) -> None:
         """This rank has its part of a bucket's average, and with the last one what the node's other ranks said."""
-        words = None
+        metadata = None
         if end is not None:
             rows = self._averages[bucket.index][-1].rows
-            heads, used = read_words(rows.words(rows.received))
+            heads, used = unpack_metadata(rows.metadata(rows.received))
             self.finite, self._used = heads[:, 0].bool().all(), used[: len(self._slots)]
             heads[0, 0] = self.finite
-            words = words_of(heads[0], self._used)  # how far they are is the same on all of them
-        self._push(bucket, sent, end, words, step)
+            metadata = pack_metadata(heads[0], self._used)  # how far they are is the same on all of them
+        self._push(bucket, sent, end, metadata, step)
 
-    def _push(self, bucket: BucketBuffer, sent: Sent, end: StepEnd | None, words: Tensor | None, step: int) -> None:
+    def _push(
+        self, bucket: BucketBuffer, sent: CommTiming, end: StepEpilogue | None, metadata: Tensor | None, step: int
+    ) -> None:
         shards = self.server.shards[bucket.index]
         scale = 1.0 / (self._workers * self._loss_scale())
         for shard in shards:
-            shard.pack(scale, all_finite(shard.vector) if shard.holds_back else self.finite, step)
-        payloads: list[Any] = list(shards)
-        if end is not None and words is not None:
+            shard.pack(scale, all_finite(shard.vector) if shard.compresses else self.finite, step)
+        messages: list[Any] = list(shards)
+        if end is not None and metadata is not None:
             rows = shards[-1].push.rows
-            _tell(rows.words(rows.sent), words)
-            end.words = rows.words(rows.received)
-            payloads.append(end)
-        self._between.launch(Parcel(bucket.index, bucket.label, payloads), sent)
+            rows.put_metadata(metadata)
+            end.metadata = rows.metadata(rows.received)
+            messages.append(end)
+        self._between.launch(Payload(bucket.index, bucket.label, messages), sent)
 
-    def _head(self) -> Tensor:
-        """What the others have to know of this rank's step, without gradients. Shape (HEAD,), float64."""
-        self.finite = torch.stack(self._finite).all()
-        self._finite.clear()
-        head = torch.tensor([0.0, *self.words, *self.pace], dtype=torch.float64).to(self.finite.device)
-        head[0], self.words, self.pace = self.finite, NOTHING, NO_TIMING
-        return head
-
-    def _step_end(self, sent: Sent) -> StepEnd:
+    def _end_step(self, sent: CommTiming) -> StepEpilogue:
+        """Decide whether the step's weights are pulled, and count it."""
         if self._end is not None:
-            self.told = self._end.told  # its bucket's push has ended
-        pulls = self._pulls_at(self.step, None if self.told is None else self.told[:, 1:HEAD])
+            self.reported = self._end.reported  # its bucket's push has ended
+        pulls = self._pulls_at(self.step, None if self.reported is None else self.reported[:, 1:HEAD])
         pulled = self._room(self.step, sent) if pulls else None
-        self._end = StepEnd(self.server, self._rates(), torch.empty(0), pulled, self._links)
+        self._end = StepEpilogue(self.server, self._rates(), torch.empty(0), pulled, self._links)
         if pulled is not None:
             self.pulls.append(pulled)
             if len(self.pulls) > KEPT_PULLS:  # nobody has taken it: optimizer's steps were left out
@@ -288,7 +272,7 @@ class Pushes(Launcher):
         self.step += 1
         return self._end
 
-    def _room(self, step: int, sent: Sent) -> Pulled:
+    def _room(self, step: int, sent: CommTiming) -> PendingPull:
         """Memory for all weights that nothing on its way is written to and nobody reads."""
         if self._spare:
             return replace(self._spare.pop(), step=step, sent=sent)
@@ -296,10 +280,10 @@ class Pushes(Launcher):
         parts = [
             [torch.zeros_like(s.of_node) for s in shards if s.of_node is not None] for shards in self.server.shards
         ]
-        return Pulled(step, sent, whole, parts)
+        return PendingPull(step, sent, whole, parts)
 
-    def take(self) -> Pulled | None:
-        """The newest pull that a step before the last one began, when it has come; None where there is none.
+    def take(self) -> PendingPull | None:
+        """Return the newest pull that a step before the last one began, when it has come; None where there is none.
 
         `give_back` it when its weights have been read.
         """
@@ -313,19 +297,19 @@ class Pushes(Launcher):
         return taken
 
     def come(self) -> None:
-        """Waits for all that is on its way."""
+        """Wait for all that is on its way."""
         self.communicator.wait()
         if self._end is not None:
-            self.told = self._end.told
+            self.reported = self._end.reported
 
     def put_back(self, step: int, weights: Mapping[str, Tensor]) -> None:
         """A pull that had come before the run was interrupted."""
-        pulled = self._room(step, Sent(end=0.0))
+        pulled = self._room(step, CommTiming(end=0.0))
         for name, place in self.weights(pulled.whole).items():
             place.copy_(weights[name])
         self.pulls.append(pulled)
 
-    def give_back(self, pulled: Pulled) -> None:
+    def give_back(self, pulled: PendingPull) -> None:
         """Nobody reads it any more."""
         self._spare.append(pulled)
 
@@ -356,8 +340,3 @@ class Pushes(Launcher):
     def forget(self) -> None:
         """See `Launcher.forget`."""
         self._finite.clear()
-
-
-def _tell(places: Tensor, words: Tensor) -> None:
-    """Writes the same words for every peer. Shapes (peers, bytes), (bytes or fewer,)."""
-    places[:, : words.numel()] = words

@@ -1,4 +1,7 @@
-"""A rank's own weights while it is delayed, and what its local updates compare them with."""
+"""A rank's own weights while it is delayed, and how it updates them between two pulls of the global ones: GLU.
+
+Source: SSD-SGD (Xu et al., arXiv 2012.05396), Eq. 8 and 9.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from runtime.delay.checkpoint import clones, copy_all, kept_on_host
-from runtime.delay.local_updates import glu
+from runtime.delay.chunks import chunks
 from runtime.delay.server import Rates
 from runtime.plan import DelaySpec
 
@@ -39,11 +42,11 @@ class LocalWeights:
         self._before = {name: kept_on_host(parameter) for name, parameter in self._parameters.items()}
 
     def end(self) -> None:
-        """Gives the memory back."""
+        """Give the memory back."""
         self._before = {}
 
     def take(self, weights: Mapping[str, Tensor]) -> None:
-        """Pulled weights, by name, become the rank's own."""
+        """PendingPull weights, by name, become the rank's own."""
         copy_all([self._parameters[name] for name in weights], list(weights.values()))
 
     @contextmanager
@@ -59,7 +62,7 @@ class LocalWeights:
             copy_all(buffers, own[1])
 
     def overwrite(self, weights: Mapping[str, Tensor]) -> None:
-        """Pulled weights become `pre_weight`: after the local update that took them."""
+        """PendingPull weights become `pre_weight`: after the local update that took them."""
         for name, weight in weights.items():
             self._before[name].copy_(weight, non_blocking=True)
 
@@ -88,7 +91,41 @@ class LocalWeights:
 
     @torch.no_grad()
     def load(self, state: Mapping[str, Any]) -> None:
-        """Goes on from this rank's `state`."""
+        """Continue from this rank's `state`."""
         for name, before in state["pre_weight"].items():
             self._before[name].copy_(before)
         self.take(state["weights"])
+
+
+def glu(
+    spec: DelaySpec,
+    weights: Sequence[Tensor],
+    gradients: Sequence[Tensor],
+    before: Sequence[Tensor],
+    rates: Mapping[str, Any],
+    lr_sum: float,
+) -> None:
+    """Update with the global gradient, in place: w ← w − lr_loc·(α·g + wd·w + β·grad_sync), lr_loc = local_lr_scale·lr.
+
+    grad_sync = (pre_weight − w)·(1 − momentum) / (lr·k) is the mean global gradient that a pull shows, and what the
+    local steps since then come to. The paper's Eq. 8 prints a plus sign, with the sign of descent inside.
+
+    Args:
+        spec: α, β and the scale of the learning rate.
+        weights: this rank's, of the parameters of one of the optimizer's groups; changed in place.
+        gradients: this rank's own, of its last backward; one for each weight, in its shape.
+        before: `pre_weight`, the global weights of a pull before; one for each weight.
+        rates: the group's hyperparameters now.
+        lr_sum: of the learning rates of the k steps that led from `before` to the global weights after them (lr·k); 0
+            leaves grad_sync out.
+    """
+    decay, local_lr = rates["weight_decay"], float(rates["lr"]) * spec.local_lr_scale
+    for own, gradient, pulled in chunks(weights, gradients, before):
+        direction = torch._foreach_mul(gradient, spec.alpha)
+        if decay:
+            torch._foreach_add_(direction, own, alpha=decay)
+        if lr_sum > 0.0:
+            apart = torch._foreach_sub(pulled, own)
+            torch._foreach_mul_(apart, (1.0 - rates["momentum"]) / lr_sum)
+            torch._foreach_add_(direction, apart, alpha=spec.beta)
+        torch._foreach_add_(own, direction, alpha=-local_lr)

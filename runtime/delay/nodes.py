@@ -18,14 +18,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from runtime.comm.collectives.direct import PushPull
 from runtime.comm.collectives.phases import add_up, gather
-from runtime.comm.collectives.push_pull import PushPull
-from runtime.comm.communicator import Communicator, make_communicator, nothing
-from runtime.comm.node_groups import Grid
-from runtime.comm.parcel import Parcel, Sent
+from runtime.comm.communicator import CommTiming, Communicator, Payload, make_communicator, nothing
 from runtime.comm.topology import Topology
-from runtime.comm.world import World
-from runtime.delay.pushes import Rows, lay
+from runtime.comm.world import Grid, World
+from runtime.delay.pushes import Rows, copy_into_rows
 from runtime.delay.server import Shard
 from runtime.plan import Plan
 
@@ -40,7 +38,7 @@ class NodeGroups:
 
     @classmethod
     def make(cls, world: World, topology: Topology) -> NodeGroups:
-        """All ranks call this at the same place.
+        """Make the groups; all ranks call this at the same place.
 
         Raises:
             CommunicationError: not all ranks came within the deadline.
@@ -48,7 +46,7 @@ class NodeGroups:
         return cls(Grid.make(world, topology), world.split(topology.nodes))
 
     def leave(self) -> None:
-        """Gives the groups back."""
+        """Give the groups back."""
         self.grid.leave()
         self.spread.leave()
 
@@ -63,11 +61,11 @@ class NodeLinks:
             for part in (grid.inside, grid.between, groups.spread)
         )
 
-    def launch(self, bucket: Parcel, sent: Sent, prepare: Callable[[], None] = nothing) -> None:
+    def launch(self, bucket: Payload, sent: CommTiming, prepare: Callable[[], None] = nothing) -> None:
         """See `Communicator.launch`: between nodes."""
         self.between.launch(bucket, sent, prepare)
 
-    def wait(self, until: Sent | None = None) -> None:
+    def wait(self, until: CommTiming | None = None) -> None:
         """See `Communicator.wait`: for all of it, or for a message between nodes and what it has brought."""
         if until is None:
             self.inside.wait()
@@ -80,13 +78,13 @@ class NodeLinks:
             one.close()
 
 
-class Average:
+class IntraNodeAllReduce:
     """The gradients of one message, inside a node."""
 
-    def __init__(self, shard: Shard, per_node: int, words_bytes: int) -> None:
+    def __init__(self, shard: Shard, ranks_per_node: int, metadata_bytes: int) -> None:
         flat = shard.message.flat
         self._shard, self._whole = shard, shard.whole()
-        self.rows = Rows(per_node, shard.node_share * flat.dtype.itemsize, words_bytes, flat.device)
+        self.rows = Rows(ranks_per_node, shard.node_share * flat.dtype.itemsize, metadata_bytes, flat.device)
         self._sent, self._received = (
             self.rows.body(of, flat.dtype, shard.node_share) for of in (self.rows.sent, self.rows.received)
         )
@@ -95,7 +93,7 @@ class Average:
 
     def pack(self) -> None:
         """The bucket's gradients, which are divided by the ranks of the node already, are there."""
-        lay(self._sent, self._shard.message.flat[: self._shard.numel])
+        copy_into_rows(self._sent, self._shard.message.flat[: self._shard.numel])
 
     def phases(self, group: dist.ProcessGroup) -> Iterator[dist.Work]:
         """See `Collective.run`."""
@@ -109,7 +107,7 @@ class Average:
 
 
 @dataclass(frozen=True, eq=False)
-class Spread:
+class IntraNodeBroadcast:
     """Weights that ranks with this rank's place own, on their way to the node's other ranks."""
 
     whole: Tensor
@@ -122,20 +120,15 @@ class Spread:
         return gather(self.whole, self.part, group)
 
 
-def averages_of(shards: list[Shard], per_node: int, words_bytes: int) -> list[Average]:
-    """Of one bucket's messages; behind the last one travel so many bytes of words."""
-    return [Average(shard, per_node, words_bytes if shard is shards[-1] else 0) for shard in shards]
-
-
 def communicator_of(groups: NodeGroups | None, world: World, buckets: int, device: torch.device) -> Communicator:
-    """What carries a delay: between nodes where these are the workers, else between ranks."""
+    """Return what carries a delay: between nodes where these are the workers, else between ranks."""
     if groups is not None:
         return NodeLinks(groups, buckets, device)
     return make_communicator(world, [PushPull()] * buckets, device)
 
 
 def workers_of(plan: Plan, world: World) -> Topology:
-    """The nodes that are the workers of a plan with delay: of one rank each where it has as many nodes as ranks."""
+    """Return the nodes that are a plan's workers: of one rank each where it has as many nodes as ranks."""
     if (plan.world.nodes or world.ranks) == world.ranks:
         return Topology.of_one_rank_each(world.ranks)
     assert isinstance(world.topology, Topology)  # else the plan has been refused

@@ -1,11 +1,11 @@
-"""How a vector of gradients gets to those who own its parts: whole, selected or narrowed, with a few words behind it.
+"""How a vector of gradients gets to those who own its parts: whole, selected or narrowed, with metadata behind it.
 
 Every peer owns one part of the vector, and all parts but the last ones are equally long. A worker sends each peer as
-many bytes, so that sizes need not be told: of a bucket that selects, the largest elements of each owner's part by
-itself. What is held back stays with the worker, in units of the averaged gradient: what is sent and what is held back
-are together what there was, bit for bit. `make_push` is the only list of ways.
+many bytes, so that sizes need not be sent: of a bucket that selects, the largest elements of each owner's part by
+itself. The residual stays with the worker, in units of the averaged gradient: what is sent and the residual are
+together what there was, bit for bit. `make_push` is the only list of ways.
 
-What a step's owners have to know of all workers travels as words behind its last vector: no message of its own.
+What a step's owners have to know of all workers is metadata behind its last vector: no message of its own.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from torch import Tensor
 
 from runtime.comm.collectives.phases import add_up, all_to_all
 from runtime.plan import NO_COMPRESSION, CompressorSpec
+from runtime.sparse.compressed import ResidualBuffers
 from runtime.sparse.compressors import make_compressor
 from runtime.sparse.compressors.sparse import SparseCompressor
 from runtime.sparse.compressors.wire import WireCompressor
-from runtime.sparse.residual_buffers import Held
 
 WORD_BYTES = 8
 """Rows begin at multiples of it, so that any dtype may lie in them."""
@@ -31,27 +31,31 @@ INDEX = torch.int32
 
 
 class Rows:
-    """What a rank sends to each of its peers, and gets from each: a body and words behind it, as bytes."""
+    """What a rank sends to each of its peers, and gets from each: a body and metadata behind it, as bytes."""
 
-    def __init__(self, peers: int, body_bytes: int, words_bytes: int, device: torch.device) -> None:
+    def __init__(self, peers: int, body_bytes: int, metadata_bytes: int, device: torch.device) -> None:
         self._body = _rounded(body_bytes)
-        self.sent = torch.zeros(peers, self._body + _rounded(words_bytes), dtype=torch.uint8, device=device)
+        self.sent = torch.zeros(peers, self._body + _rounded(metadata_bytes), dtype=torch.uint8, device=device)
         """Shape (peers, bytes)."""
         self.received = torch.zeros_like(self.sent)
-        """Likewise, of every peer."""
+        """What every peer has sent. Shape (peers, bytes)."""
 
     def body(self, of: Tensor, dtype: torch.dtype, elements: int, begin_bytes: int = 0) -> Tensor:
-        """A part of the body of `sent` or `received`. Shape (peers, elements)."""
+        """Return a part of the body of `sent` or `received`. Shape (peers, elements)."""
         if not elements:
             return of.new_empty(len(of), 0, dtype=dtype)
         return of[:, begin_bytes : begin_bytes + elements * dtype.itemsize].view(dtype)
 
-    def words(self, of: Tensor) -> Tensor:
-        """The words of `sent` or `received`. Shape (peers, bytes)."""
+    def metadata(self, of: Tensor) -> Tensor:
+        """Return the metadata of `sent` or `received`. Shape (peers, bytes)."""
         return of[:, self._body :]
 
+    def put_metadata(self, metadata: Tensor) -> None:
+        """Send the same metadata to every peer. Shape (bytes or fewer,)."""
+        self.metadata(self.sent)[:, : metadata.numel()] = metadata
+
     def phases(self, group: dist.ProcessGroup) -> Iterator[dist.Work]:
-        """Sends and receives; see `Collective.run`."""
+        """Send and receive; see `Collective.run`."""
         return all_to_all(self.received.view(-1), self.sent.view(-1), group)
 
 
@@ -59,8 +63,8 @@ def _rounded(size_bytes: int) -> int:
     return -(-size_bytes // WORD_BYTES) * WORD_BYTES
 
 
-def lay(rows: Tensor, vector: Tensor, scale: float | None = None) -> None:
-    """Writes a vector (1-D), times `scale`, into rows (2-D) of another memory layout, one after the other."""
+def copy_into_rows(rows: Tensor, vector: Tensor, scale: float | None = None) -> None:
+    """Write a vector (1-D), times `scale`, into rows (2-D) of another memory layout, one after the other."""
     width = rows.shape[1]
     full = vector.numel() // width if width else 0
     rest = vector.numel() - full * width
@@ -77,10 +81,10 @@ class Push(Protocol):
     """One vector's way to its owners."""
 
     rows: Rows
-    """What travels."""
+    """What is sent."""
 
     def pack(self, vector: Tensor, scale: float, finite: Tensor, step: int) -> None:
-        """Fills what is sent.
+        """Fill what is sent.
 
         Args:
             vector: 1-D, up to peers · share elements.
@@ -95,28 +99,28 @@ class Push(Protocol):
         ...
 
     def residual(self) -> Tensor | None:
-        """What has not travelled yet, 1-D as the vector; None where everything does."""
+        """Return the residual, 1-D as the vector; None where everything is sent."""
         ...
 
 
 class WholePush:
     """All elements as they are."""
 
-    def __init__(self, share: int, peers: int, dtype: torch.dtype, device: torch.device, words_bytes: int) -> None:
-        self.rows = Rows(peers, share * dtype.itemsize, words_bytes, device)
+    def __init__(self, share: int, peers: int, dtype: torch.dtype, device: torch.device, metadata_bytes: int) -> None:
+        self.rows = Rows(peers, share * dtype.itemsize, metadata_bytes, device)
         self._sent, self._received = (self.rows.body(of, dtype, share) for of in (self.rows.sent, self.rows.received))
 
-        self.late: Tensor | None = None
-        """What was held back before everything was pushed: it travels with the next vector that is finite."""
+        self.pending: Tensor | None = None
+        """The residual from before everything was pushed: it is sent with the next vector that is finite."""
 
     def pack(self, vector: Tensor, scale: float, finite: Tensor, step: int) -> None:
         """See `Push.pack`."""
-        if self.late is None:
-            lay(self._sent, vector, scale)
+        if self.pending is None:
+            copy_into_rows(self._sent, vector, scale)
             return
-        lay(self._sent, torch.mul(vector.to(self.late.dtype), scale).add_(self.late))
+        copy_into_rows(self._sent, torch.mul(vector.to(self.pending.dtype), scale).add_(self.pending))
         if finite:  # once: the host may wait for it
-            self.late = None
+            self.pending = None
 
     def add_up(self, total: Tensor) -> None:
         """See `Push.add_up`."""
@@ -124,15 +128,15 @@ class WholePush:
 
     def residual(self) -> Tensor | None:
         """See `Push.residual`."""
-        return self.late
+        return self.pending
 
 
-class _Held:
-    """What pushes have in common that hold something back."""
+class _WithResidual:
+    """What pushes with a residual have in common."""
 
     def __init__(self, elements: int, dtype: torch.dtype, device: torch.device) -> None:
         self.dtype = torch.float64 if dtype == torch.float64 else torch.float32
-        self.held = Held(elements, self.dtype, device, on_device=False)
+        self.held = ResidualBuffers(elements, self.dtype, device, on_device=False)
         self._addend = torch.zeros(elements, dtype=self.dtype, device=device)
 
     def residual(self) -> Tensor:
@@ -144,12 +148,12 @@ class _Held:
         return torch.mul(vector.to(self.dtype), scale, out=self._addend)
 
 
-class SelectedPush(_Held):
+class SelectedPush(_WithResidual):
     """Of each owner's part some elements: values, and their places within the part."""
 
     def __init__(
         self, spec: CompressorSpec, elements: int, share: int, peers: int, dtype: torch.dtype, device: torch.device,
-        words_bytes: int,
+        metadata_bytes: int,
     ) -> None:  # fmt: skip
         super().__init__(elements, dtype, device)
         self._share, self._peers = share, peers
@@ -160,7 +164,7 @@ class SelectedPush(_Held):
         self.k = max((segment.k for segment in made.segments), default=0)
         """Elements that go to each owner, at most: a shorter part has fewer, and nothing in their place."""
         values_bytes = self.k * self.dtype.itemsize
-        self.rows = Rows(peers, values_bytes + self.k * INDEX.itemsize, words_bytes, device)
+        self.rows = Rows(peers, values_bytes + self.k * INDEX.itemsize, metadata_bytes, device)
         self._values, self._indices = (
             [self.rows.body(of, dtype, self.k, begin) for of in (self.rows.sent, self.rows.received)]
             for dtype, begin in ((self.dtype, 0), (INDEX, values_bytes))
@@ -172,7 +176,7 @@ class SelectedPush(_Held):
         return self._compressor.k
 
     def sent(self) -> Tensor:
-        """What was sent last, zero elsewhere. Shape as the residual's."""
+        """Return what was sent last, zero elsewhere. Shape as the residual's."""
         whole = self.held.residual.new_zeros(self._peers, self._share)
         for part, values, indices in zip(whole, self._values[0], self._indices[0], strict=True):
             part.index_add_(0, indices, values)
@@ -182,8 +186,8 @@ class SelectedPush(_Held):
         """See `Push.pack`."""
         addend = self.scaled(vector, scale)
         values, indices = self._compressor.compress(addend, self.held.residual, self.held.following, step)
-        lay(self._values[0], values)
-        lay(self._indices[0], indices % self._share if self._share else indices)
+        copy_into_rows(self._values[0], values)
+        copy_into_rows(self._indices[0], indices % self._share if self._share else indices)
         self.held.commit(finite)
 
     def add_up(self, total: Tensor) -> None:
@@ -195,18 +199,18 @@ class SelectedPush(_Held):
             total.copy_(sums)
 
 
-class NarrowedPush(_Held):
+class NarrowedPush(_WithResidual):
     """All elements in a narrower dtype, added up in a wider one."""
 
     def __init__(
         self, spec: CompressorSpec, elements: int, share: int, peers: int, dtype: torch.dtype, device: torch.device,
-        words_bytes: int,
+        metadata_bytes: int,
     ) -> None:  # fmt: skip
         super().__init__(elements, dtype, device)
         made = make_compressor(spec, [("bucket", elements)], ranks=1)  # nobody adds up in the wire's dtype
         assert isinstance(made, WireCompressor)
         self._compressor = made
-        self.rows = Rows(peers, share * made.dtype.itemsize, words_bytes, device)
+        self.rows = Rows(peers, share * made.dtype.itemsize, metadata_bytes, device)
         self._sent, self._received = (
             self.rows.body(of, made.dtype, share) for of in (self.rows.sent, self.rows.received)
         )
@@ -214,7 +218,7 @@ class NarrowedPush(_Held):
     def pack(self, vector: Tensor, scale: float, finite: Tensor, step: int) -> None:
         """See `Push.pack`."""
         addend = self.scaled(vector, scale)
-        lay(self._sent, self._compressor.compress(addend, self.held.residual, self.held.following, step))
+        copy_into_rows(self._sent, self._compressor.compress(addend, self.held.residual, self.held.following, step))
         self.held.commit(finite)
 
     def add_up(self, total: Tensor) -> None:
@@ -227,9 +231,9 @@ class NarrowedPush(_Held):
 
 def make_push(
     spec: CompressorSpec, elements: int, share: int, peers: int, dtype: torch.dtype, device: torch.device,
-    words_bytes: int = 0,
+    metadata_bytes: int = 0,
 ) -> Push:  # fmt: skip
-    """The way of one vector.
+    """Return how one vector is pushed.
 
     Args:
         spec: what the plan says of its bucket; of those that select, with one density.
@@ -238,9 +242,9 @@ def make_push(
         peers: how many owners there are.
         dtype: of the gradients, and of their sum.
         device: where they are.
-        words_bytes: of the words behind it.
+        metadata_bytes: of the metadata behind it.
     """
     if spec == NO_COMPRESSION:
-        return WholePush(share, peers, dtype, device, words_bytes)
+        return WholePush(share, peers, dtype, device, metadata_bytes)
     kind = NarrowedPush if spec.name == "wire" else SelectedPush
-    return kind(spec, elements, share, peers, dtype, device, words_bytes)
+    return kind(spec, elements, share, peers, dtype, device, metadata_bytes)

@@ -38,7 +38,7 @@ Rates = Sequence[Mapping[str, Any]]
 
 
 def rates_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    """The hyperparameters that are in force now."""
+    """Return the hyperparameters that are in force now."""
     found = []
     for group in optimizer.param_groups:
         values = {name: group[name] for name in HYPERPARAMETERS}
@@ -59,7 +59,7 @@ class Piece:
     weights: nn.Parameter
     """1-D; a part of the shard."""
     gradient: Tensor
-    """Likewise, of the sum of what was pushed."""
+    """1-D; its part of the sum of what was pushed."""
 
     @property
     def name(self) -> str:
@@ -75,33 +75,35 @@ class Shard(Part):
         rank: int,
         ranks: int,
         *,
-        per_node: int = 1,
+        ranks_per_node: int = 1,
         compressor: CompressorSpec = NO_COMPRESSION,
-        words_bytes: int = 0,
+        metadata_bytes: int = 0,
     ) -> None:
         """
         Args:
             message: the gradients.
             rank: this owner's number.
             ranks: how many owners there are.
-            per_node: the ranks of each worker.
+            ranks_per_node: the ranks of each worker.
             compressor: of what is pushed.
-            words_bytes: of the words that travel behind it.
+            metadata_bytes: of the metadata behind it.
         """
         super().__init__(message, rank, ranks)
         flat = message.flat
-        self.node_share = ranks // per_node * self.share
+        self.node_share = ranks // ranks_per_node * self.share
         """Elements that owners with one place have together."""
-        self.of_node = flat.new_zeros(self.node_share) if per_node > 1 else None
+        self.of_node = flat.new_zeros(self.node_share) if ranks_per_node > 1 else None
         """The node's gradients, of those that ranks with this place own. Shape (node_share,); None: all are pushed."""
         first = self.place.start
         self._mine = slice(first, max(first, min(first + self.node_share, self.numel)))
         """In a vector of all parts, the elements that this rank pushes."""
         elements = self._mine.stop - first
-        self._per_node, self._words_bytes = per_node, words_bytes
-        self.push = make_push(compressor, elements, self.share, ranks // per_node, flat.dtype, flat.device, words_bytes)
-        """How gradients travel to their owners."""
-        self.holds_back, self.by_magnitude = compressor != NO_COMPRESSION, compressor.name == "topk"
+        self._per_node, self._metadata_bytes = ranks_per_node, metadata_bytes
+        self.push = make_push(
+            compressor, elements, self.share, ranks // ranks_per_node, flat.dtype, flat.device, metadata_bytes
+        )
+        """How gradients are sent to their owners."""
+        self.compresses, self.by_magnitude = compressor != NO_COMPRESSION, compressor.name == "topk"
         self.total = flat.new_zeros(self.share)
         """The sum of what was pushed, in order of workers: the averaged gradient. Shape (share,)."""
         self.weights = self.flatten({slot.name: slot.parameter.detach() for slot in message.slots})
@@ -112,7 +114,7 @@ class Shard(Part):
         ]
 
     def whole(self) -> Tensor:
-        """Zeros for all parts. Shape (ranks · share,)."""
+        """Return zeros for all parts. Shape (ranks · share,)."""
         return self.total.new_zeros(self.ranks * self.share)
 
     @property
@@ -122,11 +124,11 @@ class Shard(Part):
         return slice(first, first + self.node_share)
 
     def flatten(self, tensors: Mapping[str, Tensor]) -> Tensor:
-        """This rank's part of tensors by name, in the shapes of their parameters; missing ones are zero."""
+        """Return this rank's part of tensors by name, in the shapes of their parameters; missing ones are zero."""
         return self.joined(tensors)[self.rank * self.share : (self.rank + 1) * self.share].clone()
 
     def joined(self, tensors: Mapping[str, Tensor], dtype: torch.dtype | None = None) -> Tensor:
-        """All parts of tensors by name. Shape (ranks · share,)."""
+        """Return all parts of tensors by name. Shape (ranks · share,)."""
         whole = self.message.flat.new_zeros(self.ranks * self.share, dtype=dtype)
         for name, view in self.views(whole).items():
             if name in tensors:
@@ -150,19 +152,20 @@ class Shard(Part):
         push = self.push
         return min(self.numel, self._per_node * push.selected) if isinstance(push, SelectedPush) else 0
 
-    def held_and_sent(self) -> Tensor:
-        """What this rank has yet to push, and what it pushed last. Shape (2, elements of the message)."""
+    def sums(self, group: dist.ProcessGroup | None) -> tuple[Tensor, Tensor]:
+        """See `runtime.sparse.guard.Watched.sums`; nobody but the owners has the sums."""
         push = self.push
         assert isinstance(push, SelectedPush)
         both = push.residual().new_zeros(2, self.numel)
         both[0, self._mine], both[1, self._mine] = push.residual(), push.sent()
-        return both
+        dist.all_reduce(both, group=group)
+        return both[0], both[1]
 
     def push_whole(self) -> None:
-        """From the next step on everything is pushed, and first what was held back; nothing may be on its way."""
+        """From the next step on everything is pushed, and first the residual; nothing may be on its way."""
         flat, workers = self.message.flat, self.ranks // self._per_node
-        whole = WholePush(self.share, workers, flat.dtype, flat.device, self._words_bytes)
-        whole.late, self.push = self.push.residual(), whole
+        whole = WholePush(self.share, workers, flat.dtype, flat.device, self._metadata_bytes)
+        whole.pending, self.push = self.push.residual(), whole
 
     def phases(self, group: dist.ProcessGroup) -> Iterator[dist.Work]:
         """See `Collective.run`."""
@@ -170,7 +173,7 @@ class Shard(Part):
         self.push.add_up(self.total)
 
     def residuals(self) -> dict[str, Tensor]:
-        """What this rank has yet to push, by gradient, in its shape; zero where other ranks of the node do."""
+        """Return this rank's residual by gradient, in its shape; zero where it is other ranks' of the node."""
         held = self.push.residual()
         if held is None:
             return {}
@@ -179,7 +182,7 @@ class Shard(Part):
         return self.views(whole)
 
     def put_residuals(self, residuals: Mapping[str, Tensor]) -> None:
-        """Takes over what its gradients hold back; what belongs to other ranks of the node is left out."""
+        """Take over the residual of its gradients; what belongs to other ranks of the node is left out."""
         held = self.push.residual()
         if held is not None:
             held.copy_(self.joined(residuals, held.dtype)[self._mine])
@@ -196,9 +199,9 @@ class Server:
         ranks: int,
         *,
         owners: Sequence[int] | None = None,
-        per_node: int = 1,
+        ranks_per_node: int = 1,
         compressors: Sequence[CompressorSpec] | None = None,
-        words_bytes: int = 0,
+        metadata_bytes: int = 0,
     ) -> None:
         """Takes over the parameters' weights and the optimizer's momentum, which are the same on all ranks.
 
@@ -208,29 +211,36 @@ class Server:
             rank: this one.
             ranks: how many there are.
             owners: the number of each rank as an owner; default: its own.
-            per_node: the ranks of each worker.
+            ranks_per_node: the ranks of each worker.
             compressors: of each bucket's pushes; default: none.
-            words_bytes: of the words behind the last push.
+            metadata_bytes: of the metadata behind the last push.
         """
         self._owners = tuple(range(ranks) if owners is None else owners)
         last = buckets[-1].messages[-1]
         self.shards = [
             [
                 Shard(
-                    message, self._owners[rank], ranks, per_node=per_node,
+                    message, self._owners[rank], ranks, ranks_per_node=ranks_per_node,
                     compressor=NO_COMPRESSION if compressors is None else compressors[bucket.index],
-                    words_bytes=words_bytes if message is last else 0,
+                    metadata_bytes=metadata_bytes if message is last else 0,
                 )
                 for message in bucket.messages
             ]
             for bucket in buckets
         ]  # fmt: skip
         """By bucket and message."""
-        groups = {id(p): index for index, group in enumerate(optimizer.param_groups) for p in group["params"]}
-        parameters = {slot.name: slot.parameter for bucket in buckets for slot in bucket.slots}
-        self._sgd = self._make_optimizer(parameters, groups)
-        momenta = {name: optimizer.state.get(p, {}).get("momentum_buffer") for name, p in parameters.items()}
-        self._set_momenta({name: buffer for name, buffer in momenta.items() if buffer is not None})
+        self._sgd = self._make_optimizer(optimizer)
+        for shard in self._all_shards:
+            momenta = {
+                slot.name: buffer
+                for slot in shard.message.slots
+                if (buffer := optimizer.state.get(slot.parameter, {}).get("momentum_buffer")) is not None
+            }
+            flat = shard.flatten(momenta)
+            for piece in shard.pieces:
+                # On a device all have one: a first step that is left out there leaves none undefined.
+                if piece.name in momenta or piece.weights.device.type != "cpu":
+                    self._set_momentum(piece, flat[piece.place])
 
     @property
     def pieces(self) -> Iterator[Piece]:
@@ -241,29 +251,18 @@ class Server:
     def _all_shards(self) -> Iterator[Shard]:
         return (shard for shards in self.shards for shard in shards)
 
-    def _make_optimizer(
-        self, parameters: Mapping[str, nn.Parameter], groups: Mapping[int, int]
-    ) -> torch.optim.SGD | None:
-        """One group for each of the user's of which this rank owns something."""
+    def _make_optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.SGD | None:
+        """Return what updates the pieces, with one group for each of the user's of which this rank owns something."""
+        groups = {p: index for index, group in enumerate(optimizer.param_groups) for p in group["params"]}
         owned: dict[int, list[nn.Parameter]] = {}
         for piece in self.pieces:
             piece.weights.grad = piece.gradient
-            group = groups.get(id(parameters[piece.name]))
-            if group is not None:
-                owned.setdefault(group, []).append(piece.weights)
+            if piece.slot.parameter in groups:
+                owned.setdefault(groups[piece.slot.parameter], []).append(piece.weights)
         self._mirrored = sorted(owned)
         listed = [{"params": owned[group]} for group in self._mirrored]
         on_device = any(piece.weights.device.type != "cpu" for piece in self.pieces)
         return torch.optim.SGD(listed, lr=0.0, fused=on_device or None) if listed else None
-
-    def _set_momenta(self, momenta: Mapping[str, Tensor]) -> None:
-        """Take over momentum buffers by name, in the shapes of their parameters."""
-        for shard in self._all_shards:
-            flat = shard.flatten(momenta)
-            for piece in shard.pieces:
-                # On a device all have one: a first step that is left out there leaves none undefined.
-                if piece.name in momenta or piece.weights.device.type != "cpu":
-                    self._set_momentum(piece, flat[piece.place])
 
     def _momentum_of(self, piece: Piece) -> Tensor | None:
         return None if self._sgd is None else self._sgd.state.get(piece.weights, {}).get("momentum_buffer")
@@ -274,7 +273,7 @@ class Server:
             self._sgd.state[piece.weights]["momentum_buffer"] = kept
 
     def momenta(self, shard: Shard) -> Tensor:
-        """The momentum buffers of what is owned, zero where there is none yet. Shape (share,)."""
+        """Return the momentum buffers of what is owned, zero where there is none yet. Shape (share,)."""
         flat = torch.zeros_like(shard.weights)
         for piece in shard.pieces:
             buffer = self._momentum_of(piece)
@@ -283,7 +282,7 @@ class Server:
         return flat
 
     def gathered(self, part_of: Callable[[Shard], Tensor], world: World) -> dict[str, Tensor]:
-        """What all owners have, by name, in the parameters' shapes; all ranks must call this.
+        """Return what all owners have, by name, in the parameters' shapes; all ranks must call this.
 
         Raises:
             CommunicationError: a rank did not come within the deadline.
@@ -298,16 +297,16 @@ class Server:
         return found
 
     def residuals(self) -> dict[str, Tensor]:
-        """Copies of what this rank has yet to push, by gradient, of buckets that do not push everything."""
+        """Return copies of this rank's residuals, by gradient, of buckets that do not push everything."""
         return {name: part.clone() for shard in self._all_shards for name, part in shard.residuals().items()}
 
     def put_residuals(self, residuals: Mapping[str, Tensor]) -> None:
-        """Takes over what gradients, by name, hold back."""
+        """Take over residuals, by gradient."""
         for shard in self._all_shards:
             shard.put_residuals(residuals)
 
     def state(self) -> Pieces:
-        """Copies of what is owned, by parameter."""
+        """Return copies of what is owned, by parameter."""
         found: Pieces = {}
         for shard in self._all_shards:
             for piece in shard.pieces:
@@ -322,7 +321,7 @@ class Server:
 
     @torch.no_grad()
     def load(self, pieces: Pieces) -> None:
-        """Goes on from the `state` of the same rank of as many.
+        """Continue from the `state` of the same rank of as many.
 
         Raises:
             InputError: the parameters were laid out in memory in another way.
@@ -343,8 +342,8 @@ class Server:
         Args:
             rates: hyperparameters of the user's groups.
             finite: 0-d; whether to make the step at all. The host does not wait for a device to know it.
-            used: whether any rank has a gradient, of each in order of readiness; without one, and where nothing comes
-                that was held back, nothing happens to a parameter. On a device, where the host would have to wait for
+            used: whether any rank has a gradient, of each in order of readiness; without one, and where no residual
+                comes, nothing happens to a parameter. On a device, where the host would have to wait for
                 this, it counts as used.
         """
         if self._sgd is None:
@@ -352,7 +351,7 @@ class Server:
         if used.device.type == "cpu":
             for shard in self._all_shards:
                 for piece in shard.pieces:
-                    comes = bool(used[piece.slot.index]) or (shard.holds_back and bool(piece.gradient.any()))
+                    comes = bool(used[piece.slot.index]) or (shard.compresses and bool(piece.gradient.any()))
                     piece.weights.grad = piece.gradient if comes else None
         for group, index in zip(self._sgd.param_groups, self._mirrored, strict=True):
             group.update(rates[index])

@@ -20,10 +20,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from runtime.delay.chunks import BLOCK, blocks
+from runtime.delay.chunks import CHUNK, chunks
 from runtime.errors import AccuracyWarning
 
-BOUND, FAR, PULLS = 30.0, 0.05, 3
+MOVEMENT_BOUND, SHARE_BOUND, PULLS = 30.0, 0.05, 3
 """Workers are too far when in so many pulls in a row their mean distance is above this many times the warm-up's
 movement, and above this share of the weights: after convergence a single noisy step is many times what a step moves
 by. The first is more than twice what healthy runs came to, and what diverges passes both within a few pulls
@@ -32,7 +32,7 @@ WINDOWS = 8
 """Times k steps at the end of the warm-up over which its movement is averaged: one alone may be small by chance."""
 KEPT = 1000
 """Samples, at most."""
-NOTHING = (0.0, 0.0, 0.0)
+NO_DISTANCE = (0.0, 0.0, 0.0)
 """Told in steps without a pull: (whether there is a distance, per unit of learning rate, as a share of the weights)."""
 
 
@@ -54,10 +54,10 @@ def norm(tensors: Mapping[str, Tensor], others: Mapping[str, Tensor] | None = No
     """‖tensors − others‖ over all of the names in `others`; without any, ‖tensors‖."""
     mine = [_real(tensors[name]) for name in (tensors if others is None else others)]
     if others is None:
-        apart = (part for (parts,) in blocks(mine) for part in parts)
+        apart = (part for (parts,) in chunks(mine) for part in parts)
     else:
         theirs = [_real(other.to(one.device)) for one, other in zip(mine, others.values(), strict=True)]
-        apart = (one - other for pair in blocks(mine, theirs) for one, other in zip(*pair, strict=True))
+        apart = (one - other for pair in chunks(mine, theirs) for one, other in zip(*pair, strict=True))
     squares = [_square(part) for part in apart]
     return math.sqrt(float(torch.stack(squares).sum())) if squares else 0.0
 
@@ -68,7 +68,7 @@ def _real(tensor: Tensor) -> Tensor:
 
 def _square(part: Tensor) -> Tensor:
     """‖part‖²: of few elements in single precision, whatever theirs is; of many, or on a device, in double."""
-    if part.device.type != "cpu" or part.numel() > BLOCK:
+    if part.device.type != "cpu" or part.numel() > CHUNK:
         square: Tensor = torch.linalg.vector_norm(part, dtype=torch.float64) ** 2
         return square
     flat = part.reshape(-1)
@@ -91,7 +91,7 @@ class Staleness:
         """The last ones."""
 
     def state(self) -> dict[str, Any]:
-        """What `load` continues from."""
+        """Return what `load` continues from."""
         return {
             "base": self._base, "alarms": self._alarms, "snapshot": copy.deepcopy(self._snapshot),
             "lr_since": self._lr_since, "moved": list(self._moved),
@@ -99,7 +99,7 @@ class Staleness:
         }  # fmt: skip
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Goes on from a `state`."""
+        """Continue from a `state`."""
         self._base, self._alarms = state["base"], state["alarms"]
         self._snapshot, self._lr_since = copy.deepcopy(state["snapshot"]), state["lr_since"]
         self._moved = list(state["moved"])
@@ -129,32 +129,32 @@ class Staleness:
     def measure(
         self, parameters: Mapping[str, nn.Parameter], weights: Mapping[str, Tensor], lr_sum: float
     ) -> tuple[float, float, float]:
-        """What this rank tells the others: how far its weights are from the global ones; `lr_sum` of the same steps."""
+        """Return how far this rank's weights are from the global ones, for the others; `lr_sum` of the same steps."""
         if lr_sum <= 0.0:
-            return NOTHING
+            return NO_DISTANCE
         apart, size = norm(parameters, weights), norm(weights)
         return 1.0, apart / lr_sum, apart / size if size > 0.0 else math.inf
 
-    def judge(self, told: Tensor, step: int, steps: int) -> int:
-        """How long the delay is to be from now on, 0 for synchronous steps; warns where that is another.
+    def judge(self, reported: Tensor, step: int, steps: int) -> int:
+        """Return how long the delay is to be from now on, 0 for synchronous steps; warn where that is another.
 
         Args:
-            told: what each rank measured. Shape (ranks, 3).
+            reported: what each rank measured. Shape (ranks, 3).
             step: for the record.
             steps: how long it is now.
         """
-        fresh = told[:, 0] > 0.0
+        fresh = reported[:, 0] > 0.0
         if not bool(fresh.any()):
             return steps
-        distances = told[fresh, 1]
+        distances = reported[fresh, 1]
         mean = float(distances.mean())
         if self._base is None and math.isfinite(mean) and mean > 0.0:  # no warm-up: by the first pull
             self._base = mean
         relative = mean / self._base if self._base else math.inf if not math.isfinite(mean) else 0.0
-        share = float(told[fresh, 2].mean())
+        share = float(reported[fresh, 2].mean())
         found = Distance(step=step, mean=mean, largest=float(distances.max()), relative=relative, share=share)
         self.samples.append(found)
-        self._alarms = self._alarms + 1 if relative > BOUND and not share <= FAR else 0
+        self._alarms = self._alarms + 1 if relative > MOVEMENT_BOUND and not share <= SHARE_BOUND else 0
         if self._alarms < PULLS:
             return steps
         self._alarms, last = 0, list(self.samples)[-PULLS:]
@@ -164,7 +164,7 @@ class Staleness:
         text = (
             f"ranks' weights are far from the global ones (by {values} times what the warm-up moved them by, expected "
         )
-        text += f"at most {BOUND:g} or {FAR:.0%} of the weights): from step {step + 1} on "
+        text += f"at most {MOVEMENT_BOUND:g} or {SHARE_BOUND:.0%} of the weights): from step {step + 1} on "
         text += f"{what if following else 'steps are synchronous'}, and take longer than predicted"
         warnings.warn(text, AccuracyWarning, stacklevel=2)
         return following

@@ -60,7 +60,7 @@ def ef_topk_(
     Raises:
         ValueError: names the argument that does not fit, or that shares memory with another.
     """
-    _select([gradient], [residual], [new_residual], values, indices, state, swapped, launches, plural=False)
+    _select([gradient], [residual], [new_residual], values, indices, state, swapped, launches)
 
 
 def ef_topk_segments_(
@@ -84,8 +84,7 @@ def ms_topk_(
     Args:
         seed: what the random places follow from; the same on no two steps.
     """
-    check_selection([gradient], [residual], [new_residual], values, indices, state, swapped, plural=False)
-    _call([gradient], [residual], [new_residual], values, indices, state, swapped, seed, ALL_AT_ONCE)
+    _select([gradient], [residual], [new_residual], values, indices, state, swapped, seed=seed)
 
 
 def unpack_(sums: Tensor, values: Tensor, indices: Tensor, *, factor: float = 1.0) -> None:
@@ -106,16 +105,10 @@ def unpack_(sums: Tensor, values: Tensor, indices: Tensor, *, factor: float = 1.
 
 def _select(
     gradients: Sequence[Tensor], residuals: Sequence[Tensor], new_residuals: Sequence[Tensor], values: Tensor,
-    indices: Tensor, state: TopkState, swapped: Tensor | None, launches: int, *, plural: bool,
+    indices: Tensor, state: TopkState, swapped: Tensor | None, launches: int = ALL_AT_ONCE, *,
+    plural: bool = False, seed: int | None = None,
 ) -> None:  # fmt: skip
     check_selection(gradients, residuals, new_residuals, values, indices, state, swapped, plural=plural)
-    _call(gradients, residuals, new_residuals, values, indices, state, swapped, None, launches)
-
-
-def _call(
-    gradients: Sequence[Tensor], residuals: Sequence[Tensor], new_residuals: Sequence[Tensor], values: Tensor,
-    indices: Tensor, state: TopkState, swapped: Tensor | None, seed: int | None, launches: int,
-) -> None:  # fmt: skip
     layout = state.layout
     shape = [layout.shape.threads, layout.shape.vectors, layout.shape.min_blocks]
     ef_topk_operator(

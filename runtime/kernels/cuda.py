@@ -58,7 +58,6 @@ class CudaBackend:
         self._blocks: dict[tuple[Program, str], int] = {}
 
     def blocks(self, program: Program, kernel: str) -> int:
-        """See `Backend.blocks`."""
         key = (program, kernel)
         if key not in self._blocks:
             each = ctypes.c_int()
@@ -73,7 +72,6 @@ class CudaBackend:
         return self._blocks[key]
 
     def launch(self, program: Program, kernel: str, grid: int, arguments: ctypes.Array[ctypes.c_uint64]) -> None:
-        """See `Backend.launch`."""
         with torch.cuda.device(self._device):
             function = self._function(program, kernel)
             self._enter_context()

@@ -23,7 +23,7 @@ OPTIONS = ("--std=c++17", "--fmad=false", "--diag-suppress=177")
 """Sums are rounded as they are written; numbers that are nearly 0 stay what they are (the default). 177: constants that
 one of the programs does not use."""
 
-CURE = "install a CUDA build of torch, which brings NVRTC, or `pip install nvidia-cuda-nvrtc`"
+HINT = "install a CUDA build of torch, which brings NVRTC, or `pip install nvidia-cuda-nvrtc`"
 
 
 class Compiler:
@@ -105,7 +105,7 @@ def compiler() -> Compiler:
             return Compiler(ctypes.CDLL(path))
         except OSError as error:
             why = str(error)
-    raise EnvironmentFailure(f"kernels: NVRTC cannot be loaded ({why}): {CURE}")
+    raise EnvironmentFailure(f"kernels: NVRTC cannot be loaded ({why}): {HINT}")
 
 
 def _candidates() -> Iterator[str]:
@@ -136,7 +136,13 @@ def machine_code(program: Program, capability: int) -> bytes:
         return path.read_bytes()
     except OSError:
         code, _ = found.compile(program, capability)
-        _keep(path, code)
+        own = path.with_suffix(f".{os.getpid()}")
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            own.write_bytes(code)
+            own.replace(path)
+        except OSError:  # the next process compiles again
+            own.unlink(missing_ok=True) if own.parent.is_dir() else None
         return code
 
 
@@ -144,14 +150,3 @@ def cache_folder() -> Path:
     """Where compiled kernels are kept."""
     base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
     return Path(base) / "commplanner" / "kernels"
-
-
-def _keep(path: Path, code: bytes) -> None:
-    """Where that is not possible the next process compiles again."""
-    own = path.with_suffix(f".{os.getpid()}")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        own.write_bytes(code)
-        own.replace(path)
-    except OSError:
-        own.unlink(missing_ok=True) if own.parent.is_dir() else None

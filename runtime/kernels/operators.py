@@ -13,11 +13,10 @@ import torch
 from torch import Tensor
 
 from runtime.kernels.backend import backend_for
-from runtime.kernels.checks import check_memory, check_unpack_memory
+from runtime.kernels.checks import check_apart, check_memory, check_unpack_memory
 from runtime.kernels.reference import ef_topk_torch, ms_topk_torch, unpack_torch
 from runtime.kernels.source import UNPACK, UNPACK_PART, Program, Shape
-from runtime.kernels.state import TopkState, layout_of
-from runtime.kernels.tables import point_to
+from runtime.kernels.state import POINTED, WORDS_OF_SEGMENT, TopkState, layout_of
 
 ALL_AT_ONCE, ONE_BY_ONE = 0, 1
 """How phases are launched: all by one kernel, or by one kernel each (for comparison)."""
@@ -52,7 +51,7 @@ def ef_topk_operator(
     if not sum(elements):
         return
     state = TopkState(layout, memory)
-    pointers = point_to(state, gradients, residuals, new_residuals, values, indices)
+    pointers = _point_to(state, gradients, residuals, new_residuals, values, indices)
     backend = backend_for(memory.device)
     if backend is None:
         _by_reference(state, gradients, residuals, new_residuals, values, indices, swapped, random_ties, seed)
@@ -81,6 +80,51 @@ def _words(values: list[int]) -> ctypes.Array[ctypes.c_uint64]:
 
 def _name(tensor: Tensor) -> str:
     return str(tensor.dtype).removeprefix("torch.")
+
+
+def _point_to(
+    state: TopkState, gradients: Sequence[Tensor], residuals: Sequence[Tensor], new_residuals: Sequence[Tensor],
+    values: Tensor, indices: Tensor,
+) -> tuple[int, int, int]:  # fmt: skip
+    """Addresses that the table of the state's segments counts from: of one flat buffer, or 0 for many tensors.
+
+    Raises:
+        ValueError: tensors share memory, or they have moved while a CUDA graph is captured.
+    """
+    key = state.memory.data_ptr()
+    tensors = (*gradients, *residuals, *new_residuals, values, indices)
+    addresses = tuple(tensor.data_ptr() for tensor in tensors)
+    addressed, before = POINTED.get(key, (False, ()))
+    flat = len(gradients) == 1
+    if before != addresses or addressed == flat:
+        named = [("state", state.memory), ("values", values), ("indices", indices)]
+        for name, given in (("gradient", gradients), ("residual", residuals), ("new_residual", new_residuals)):
+            named += [(name if flat else f"{name}s[{i}]", tensor) for i, tensor in enumerate(given)]
+        check_apart(named)
+        if addressed == flat or not flat:
+            _write(state, None if flat else (gradients, residuals, new_residuals))
+        POINTED[key] = (not flat, addresses)
+    return (addresses[0], addresses[1], addresses[2]) if flat else (0, 0, 0)
+
+
+def _write(state: TopkState, tensors: Sequence[Sequence[Tensor]] | None) -> None:
+    """Tell the device where segments lie: when that has changed, and not in every step."""
+    memory = state.memory
+    places = None
+    if tensors is not None:
+        rows = zip(*tensors, strict=True)
+        places = [tuple(tensor.data_ptr() // tensor.element_size() for tensor in row) for row in rows]
+    table = state.layout.table(places)
+    here = state.part("segments").view(torch.int64).view(-1, WORDS_OF_SEGMENT)
+    if memory.device.type != "cuda":
+        here.copy_(table)
+        return
+    if torch.cuda.is_current_stream_capturing():
+        raise ValueError(
+            "gradients: found tensors that have moved since the last call, while a CUDA graph is captured; expected "
+            "those of a call before the capture: make one with the same tensors first"
+        )
+    here.copy_(table.pin_memory(), non_blocking=True)
 
 
 def _by_reference(

@@ -39,7 +39,7 @@ WARM = (
 WORDS_OF_SEGMENT, WORDS_OF_CONTROL = 16, 32
 
 POINTED: dict[int, tuple[bool, tuple[int, ...]]] = {}
-"""By address of a state's memory: (whether its table has addresses, the addresses of the last call). See tables.py."""
+"""By address of a state's memory: (whether its table has addresses, the addresses of the last call). """
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class Layout:
 
     @functools.cached_property
     def capacities(self) -> tuple[int, ...]:
-        """Candidates that there is room for, by segment."""
+        """Candidates that there is room for, by segment, as all lists here."""
         if self.capacity is not None:
             return tuple(self.capacity if n else 0 for n in self.elements)
         return tuple(
@@ -72,17 +72,14 @@ class Layout:
 
     @functools.cached_property
     def tiles(self) -> tuple[int, ...]:
-        """By segment."""
         return tuple(-(-(n + LEAD) // self.shape.tile) if n else 0 for n in self.elements)
 
     @functools.cached_property
     def tiles_per_chunk(self) -> tuple[int, ...]:
-        """By segment."""
         return tuple(max(1, -(-tiles // MOST_CHUNKS)) for tiles in self.tiles)
 
     @functools.cached_property
     def chunks(self) -> tuple[int, ...]:
-        """By segment."""
         return tuple(-(-tiles // each) for tiles, each in zip(self.tiles, self.tiles_per_chunk, strict=True))
 
     @functools.cached_property
@@ -110,7 +107,6 @@ class Layout:
 
     @functools.cached_property
     def size_bytes(self) -> int:
-        """Of the memory."""
         last = list(self.parts.values())[-1]
         return last.start_bytes + -(-last.size_bytes // 256) * 256
 
@@ -211,18 +207,6 @@ def make_state(
     Raises:
         ValueError: names the argument.
     """
-    _check(elements, k)
-    layout = layout_of(tuple(elements), tuple(k), shape or Shape(), capacity)
-    memory = torch.zeros(layout.size_bytes // 8, dtype=torch.int64, device=device)
-    POINTED.pop(memory.data_ptr(), None)
-    state = TopkState(layout, memory)
-    state.part("segments").view(torch.int64).view(-1, WORDS_OF_SEGMENT).copy_(layout.table())
-    state.part("tile_segments").copy_(layout.owners(layout.tiles))
-    state.part("chunk_segments").copy_(layout.owners(layout.chunks))
-    return state
-
-
-def _check(elements: Sequence[int], k: Sequence[int]) -> None:
     if not elements or len(elements) != len(k):
         raise ValueError(
             f"k: found {len(k)} numbers for {len(elements)} segments; expected one for each, and a segment"
@@ -235,3 +219,11 @@ def _check(elements: Sequence[int], k: Sequence[int]) -> None:
             f"elements: found {sum(elements)} in all; expected at most {MAX_ELEMENTS}, which int32 indices reach: "
             f"select from parts of them"
         )
+    layout = layout_of(tuple(elements), tuple(k), shape or Shape(), capacity)
+    memory = torch.zeros(layout.size_bytes // 8, dtype=torch.int64, device=device)
+    POINTED.pop(memory.data_ptr(), None)
+    state = TopkState(layout, memory)
+    state.part("segments").view(torch.int64).view(-1, WORDS_OF_SEGMENT).copy_(layout.table())
+    state.part("tile_segments").copy_(layout.owners(layout.tiles))
+    state.part("chunk_segments").copy_(layout.owners(layout.chunks))
+    return state

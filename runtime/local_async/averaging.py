@@ -1,7 +1,7 @@
 """Averages the models of all ranks while updaters go on (Algorithm 1, lines 9 to 16).
 
 An averaging takes a snapshot of this rank's model, averages the snapshots of all ranks, and adds what that changes to
-the shared model. With the snapshot travels one number of each rank, its status: so ranks see at the same averaging that
+the shared model. With the snapshot goes one number of each rank, its status: so ranks see at the same averaging that
 all are done, that one was told to stop, or that one has failed, and none ever waits for one that has left.
 """
 
@@ -48,7 +48,7 @@ class Averager:
         self.world = world
         self._flats = [torch.view_as_real(flat).view(-1) if flat.is_complex() else flat for flat in flats]
         self._snapshots = [torch.empty_like(flat) for flat in self._flats]
-        # The statuses travel with the first flat that can hold them exactly; without one, alone.
+        # The statuses are sent with the first flat that can hold them exactly; without one, alone.
         wide = [flat.dtype in (torch.float32, torch.float64) for flat in self._flats]
         self._carrier = wide.index(True) if True in wide else len(self._flats)
         self._messages = [
@@ -89,7 +89,7 @@ class Averager:
         sent_s = time.perf_counter()
         self._exchange(meanwhile)
         statuses = [round(float(value)) for value in self._messages[self._carrier][-self.world.ranks :]]
-        distance = self._settle() if alone or all(one == DONE for one in statuses) else self._add()
+        distance = self._take_average(overwrite=alone or all(one == DONE for one in statuses))
         self.rounds += 1
         self.averagings.append(
             Averaging(start_s=start_s, sent_s=sent_s, end_s=time.perf_counter(), updates=updates, distance=distance)
@@ -98,7 +98,7 @@ class Averager:
 
     def _exchange(self, meanwhile: Callable[[float], object]) -> None:
         what = f"averaging {self.rounds} of models"
-        with self.world.naming(what):
+        with self.world.error_context(what):
             works = [dist.all_reduce(message, group=self.world.group, async_op=True) for message in self._messages]
             started = time.monotonic()
             for work in works:
@@ -113,36 +113,24 @@ class Averager:
                 wait_for(work)
         self.world.last = what
 
-    def _averages(self) -> list[tuple[Tensor, Tensor, Tensor]]:
-        """(flat, snapshot, average) of each dtype; the average lies where the message was."""
-        return [
-            (flat, snapshot, message[: flat.numel()].div_(self.world.ranks))
-            for flat, snapshot, message in zip(self._flats, self._snapshots, self._messages, strict=False)
-        ]
+    def _take_average(self, *, overwrite: bool) -> float:
+        """Move the model to the average; returns how far its snapshot was from that, as `Averaging.distance`.
 
-    def _add(self) -> float:
-        """Adds what averaging changes, in place and without a lock, to what updaters have made of the model since."""
+        `overwrite`: it becomes the average, which all ranks have bit for bit. Else what averaging changes is added, in
+        place and without a lock, to what updaters have made of the model since.
+        """
         apart, size = 0.0, 0.0
-        for flat, snapshot, average in self._averages():
+        for flat, snapshot, message in zip(self._flats, self._snapshots, self._messages, strict=False):
+            average = message[: flat.numel()].div_(self.world.ranks)
             size += _square(average)
             change = torch.sub(average, snapshot, out=snapshot)
-            flat.add_(change)
+            if overwrite:
+                flat.copy_(average)
+            else:
+                flat.add_(change)
             apart += _square(change)
-        return _ratio(apart, size)
-
-    def _settle(self) -> float:
-        """Overwrites the model with the average, which all ranks have bit for bit."""
-        apart, size = 0.0, 0.0
-        for flat, snapshot, average in self._averages():
-            size += _square(average)
-            flat.copy_(average)
-            apart += _square(average - snapshot)
-        return _ratio(apart, size)
+        return math.sqrt(apart / size) if size > 0.0 else 0.0
 
 
 def _square(tensor: Tensor) -> float:
     return float(torch.linalg.vector_norm(tensor, dtype=torch.float64)) ** 2 if tensor.numel() else 0.0
-
-
-def _ratio(apart: float, size: float) -> float:
-    return math.sqrt(apart / size) if size > 0.0 else 0.0

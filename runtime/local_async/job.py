@@ -50,6 +50,18 @@ class LocalJob:
             raise InputError(f"LocalJob: found {found} of batch and loader, expected one of them; give one")
 
 
+@dataclass(frozen=True)
+class Request:
+    """What `run_local_async` was asked for."""
+
+    make: Callable[[], LocalJob]
+    steps: int
+    seed: int = 0
+    timeout_s: float | None = None
+    start_method: str = "spawn"
+    on_lost: str = "continue"
+
+
 class PartSampler(Sampler[int]):
     """Indices of one updater's part of a data set, in another order in each pass; for a DataLoader.
 

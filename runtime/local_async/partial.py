@@ -12,6 +12,11 @@ from runtime.errors import InputError
 _REENTRANT = "CheckpointFunctionBackward"
 """The node of reentrant activation checkpoints, whose insides hang on a whole backward."""
 
+_REFUSAL = (
+    "the model uses reentrant activation checkpoints, which know whole backwards only; expected none of them with a "
+    "plan that has blocks: checkpoint(..., use_reentrant=False), or a plan without blocks"
+)
+
 
 def partial_backward(loss: Tensor, block: Sequence[Tensor]) -> tuple[Tensor | None, ...]:
     """The gradients of a loss with respect to the parameters of a block; no other parameter's is computed.
@@ -35,10 +40,10 @@ def partial_backward(loss: Tensor, block: Sequence[Tensor]) -> tuple[Tensor | No
         gradients = torch.autograd.grad(loss, list(block), allow_unused=True)
     except RuntimeError as error:
         if is_reentrant(loss):
-            raise _refusal() from error
+            raise InputError(_REFUSAL) from error
         raise
     if any(gradient is None for gradient in gradients) and is_reentrant(loss):
-        raise _refusal()  # parameters inside of a checkpoint are not in the graph
+        raise InputError(_REFUSAL)  # parameters inside of a checkpoint are not in the graph
     return gradients
 
 
@@ -55,10 +60,3 @@ def is_reentrant(loss: Tensor) -> bool:
         seen.add(node)
         left += [following for following, _ in node.next_functions]
     return False
-
-
-def _refusal() -> InputError:
-    return InputError(
-        "the model uses reentrant activation checkpoints, which know whole backwards only; expected none of them with "
-        "a plan that has blocks: checkpoint(..., use_reentrant=False), or a plan without blocks"
-    )

@@ -12,15 +12,15 @@ from typing import TypeVar
 import torch
 from torch import nn
 
-from runtime.checks.plan import find_misfit, model_fingerprint, trainable_parameters
+from runtime.checks.plan import check_model, check_plan, model_fingerprint, trainable_parameters
 from runtime.comm.topology import node_name
-from runtime.comm.world import Credentials, World, agree, bounded_timeout_s, check_timeout_s
+from runtime.comm.world import RankInfo, World, agree, bounded_timeout_s, check_timeout_s
 from runtime.core.closures import DECIDE_BY_LOSS
 from runtime.datacache.memory import available_bytes
 from runtime.errors import EnvironmentFailure, InputError, PlannerError
-from runtime.local_async.job import Batches, LocalJob, Part
+from runtime.local_async.job import Batches, LocalJob, Part, Request
 from runtime.local_async.partial import is_reentrant, partial_backward
-from runtime.local_async.script import find_unguarded_script
+from runtime.local_async.processes import find_unguarded_script, status_bytes
 from runtime.local_async.shared import Layout
 from runtime.local_async.updaters import check_start_method
 from runtime.monitor.preserve import preserved
@@ -38,18 +38,6 @@ LEAST_TIMEOUT_S = 120.0
 
 
 @dataclass(frozen=True)
-class Request:
-    """What `run_local_async` was asked for."""
-
-    make: Callable[[], LocalJob]
-    steps: int
-    seed: int = 0
-    timeout_s: float | None = None
-    start_method: str = "spawn"
-    on_lost: str = "continue"
-
-
-@dataclass(frozen=True)
 class Prepared:
     """A rank that can begin."""
 
@@ -63,23 +51,16 @@ class Prepared:
 
 
 @dataclass(frozen=True)
-class _Trial:
-    """What one minibatch in the rank's own process showed."""
-
-    step_s: float
-    private_bytes: int | None
-    """Memory that is this process's alone, as an updater's will be; None where it is not known."""
-
-
-@dataclass(frozen=True)
 class _Need:
-    """One rank's, for all ranks."""
+    """What one rank tells the others."""
 
     node: str
     updaters: int
     bytes_each: int | None
+    """Memory of an updater; None where it is not known."""
     available_bytes: int
     step_s: float
+    """A minibatch in the rank's own process."""
     asked: tuple[int, int]
     """Steps and seed."""
 
@@ -94,18 +75,14 @@ def agree_on_plan(plan: Plan | str | Path, world: World) -> Plan:
     loaded, digest, local_async, problem = None, "", "null", None
     try:
         loaded = plan if isinstance(plan, Plan) else load_plan(plan)
-        digest, local_async = loaded.digest(), _in_words(loaded.local_async)
+        digest = loaded.digest()
+        if (spec := loaded.local_async) is not None:
+            local_async = "synchronous" if spec.synchronous else f"{spec.updaters} updaters"
     except InputError as error:
         problem = str(error)
-    agree(world, Credentials(__version__, torch.__version__, digest, problem=problem, local_async=local_async))
+    agree(world, RankInfo(__version__, torch.__version__, digest, problem=problem, local_async=local_async))
     assert loaded is not None
     return loaded
-
-
-def _in_words(spec: LocalAsyncSpec | None) -> str:
-    if spec is None:
-        return "null"
-    return "synchronous" if spec.synchronous else f"{spec.updaters} updaters"
 
 
 def prepare(request: Request, plan: Plan, world: World) -> Prepared:
@@ -118,10 +95,14 @@ def prepare(request: Request, plan: Plan, world: World) -> Prepared:
     spec = plan.local_async
     assert spec is not None
     job, layout = agreed(world, "making the job", lambda: _make(request, spec))
-    problem = find_misfit(job.model, plan, world.ranks)
-    agree(world, Credentials(__version__, torch.__version__, "", model_fingerprint(job.model), problem=problem))
-    trial = agreed(world, "trying a minibatch", lambda: _try_minibatch(job, spec, world.rank, request.seed))
-    return Prepared(request, plan, spec, job, layout, _weigh(request, spec, trial, world))
+    problem = check_model(job.model) or check_plan(trainable_parameters(job.model), plan, world.ranks)
+    agree(world, RankInfo(__version__, torch.__version__, "", model_fingerprint(job.model), problem=problem))
+    step_s, private_bytes = agreed(
+        world, "trying a minibatch", lambda: _try_minibatch(job, spec, world.rank, request.seed)
+    )
+    processes, asked = 0 if spec.synchronous else spec.updaters, (request.steps, request.seed)
+    need = _Need(node_name(), processes, private_bytes, available_bytes(), step_s, asked)
+    return Prepared(request, plan, spec, job, layout, _weigh(request, spec, need, world))
 
 
 T = TypeVar("T")
@@ -195,8 +176,9 @@ def made(make: Callable[[], LocalJob]) -> LocalJob:
     return job
 
 
-def _try_minibatch(job: LocalJob, spec: LocalAsyncSpec, rank: int, seed: int) -> _Trial:
-    """One forward and backward in this process, after which the model is as it was.
+def _try_minibatch(job: LocalJob, spec: LocalAsyncSpec, rank: int, seed: int) -> tuple[float, int | None]:
+    """One forward and backward in this process, after which the model is as it was: (seconds, memory that is this
+    process's alone, as an updater's will be, or None where that is not known).
 
     Raises:
         InputError: backward cannot stop at the plan's blocks.
@@ -209,7 +191,7 @@ def _try_minibatch(job: LocalJob, spec: LocalAsyncSpec, rank: int, seed: int) ->
         device = next(job.model.parameters()).device
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-        trial = _Trial(time.perf_counter() - start, _private_bytes())
+        trial = time.perf_counter() - start, status_bytes("RssAnon")
         if is_reentrant(loss):
             # One backward for each block: InputError where one cannot be done.
             parameters = trainable_parameters(job.model)
@@ -218,23 +200,8 @@ def _try_minibatch(job: LocalJob, spec: LocalAsyncSpec, rank: int, seed: int) ->
         return trial
 
 
-def _private_bytes() -> int | None:
-    """Memory of this process that is not shared with others, where the system tells."""
-    try:
-        for line in Path("/proc/self/status").read_text(encoding="ascii").splitlines():
-            if line.startswith("RssAnon:"):
-                return int(line.split()[1]) * 1024
-    except (OSError, ValueError):
-        pass
-    return None
-
-
-def _weigh(request: Request, spec: LocalAsyncSpec, trial: _Trial, world: World) -> float:
+def _weigh(request: Request, spec: LocalAsyncSpec, need: _Need, world: World) -> float:
     """The deadline for all, once there is memory for all updaters."""
-    processes = 0 if spec.synchronous else spec.updaters
-    free = available_bytes()
-    asked = (request.steps, request.seed)
-    need = _Need(node_name(), processes, trial.private_bytes, free, trial.step_s, asked)
     everyone: list[_Need] = world.gather(need, "comparing what updaters need")
     if len({one.asked for one in everyone}) > 1:
         found = ", ".join(f"rank {rank}: {one.asked}" for rank, one in enumerate(everyone))

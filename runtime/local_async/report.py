@@ -1,12 +1,16 @@
-"""What a rank says of a run with local updaters."""
+"""What updaters and ranks leave: records of minibatches and averagings, and the report."""
 
 from __future__ import annotations
 
 import statistics
+from array import array
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
-from runtime.plan.timeline import Span
+from runtime.comm.world import World
+from runtime.plan.timeline import UPDATER, Span
 
 KEPT = 4096
 """Minibatches of each updater, and averagings, whose times are kept."""
@@ -28,6 +32,34 @@ class Averaging:
     """Of this rank since the averaging before."""
     distance: float
     """‖average − snapshot‖ / ‖average‖: how far this rank was from the mean of all."""
+
+
+class Times(NamedTuple):
+    """One minibatch, by the machine's monotonic clock, in seconds."""
+
+    number: int
+    start_s: float
+    batch_s: float
+    """The minibatch is there."""
+    gradient_s: float
+    """Its gradient, of a snapshot taken since, is computed."""
+    end_s: float
+    """The shared model is updated."""
+    partial: bool
+
+
+@dataclass
+class Result:
+    """What an updater leaves."""
+
+    updater: int
+    numbers: array[int] = field(default_factory=lambda: array("q"))
+    losses: array[float] = field(default_factory=lambda: array("d"))
+    ends_s: array[float] = field(default_factory=lambda: array("d"))
+    staleness: list[int] = field(default_factory=lambda: [0] * (STALEST + 1))
+    times: deque[Times] = field(default_factory=lambda: deque(maxlen=KEPT))
+    start_s: float = 0.0
+    peak_bytes: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,7 +145,12 @@ class LocalReport:
         ]
         lines += [f"  {updater}" for updater in self.updaters]
         if len(self.updaters) > 1:
-            lines.append(f"  staleness (updates between snapshot and update): {_histogram(self.staleness)}")
+            total = sum(self.staleness)
+            shown = [
+                f"{index}: {count / total:.0%}" for index, count in enumerate(self.staleness) if count * 100 >= total
+            ]
+            listed = ", ".join(shown[:12]) + (", …" if len(shown) > 12 else "")
+            lines.append(f"  staleness (updates between snapshot and update): {listed}")
         if self.averagings:
             took_ms = statistics.median(one.end_s - one.start_s for one in self.averagings) * 1e3
             updates = statistics.fmean(one.updates for one in self.averagings)
@@ -126,7 +163,39 @@ class LocalReport:
         return "\n".join([*lines, *(f"  {note}" for note in self.notes)])
 
 
-def _histogram(counts: Sequence[int]) -> str:
-    total = sum(counts)
-    shown = [f"{index}: {count / total:.0%}" for index, count in enumerate(counts) if count * 100 >= total]
-    return ", ".join(shown[:12]) + (", …" if len(shown) > 12 else "")
+def make_report(
+    world: World, steps: int, done: int, updaters: Sequence[UpdaterReport], results: Sequence[Result],
+    rounds: int = 0, averagings: Sequence[Averaging] = (), notes: Sequence[str] = (),
+) -> LocalReport:  # fmt: skip
+    """The report of any run; `rounds` of averagings, of which the last ones are known."""
+    worked = [one for one in results if one.ends_s]
+    histogram = [sum(column) for column in zip(*(one.staleness for one in results), strict=True)]
+    while histogram and not histogram[-1]:
+        histogram.pop()
+    spans: list[Span] = []
+
+    def add(task: str, resource: str, start_s: float, end_s: float) -> None:
+        spans.append(Span(task=task, resource=resource, start_us=start_s * 1e6, end_us=end_s * 1e6))
+
+    for one in results:
+        for times in one.times:
+            block = " of the block" if times.partial else ""
+            marks = (times.start_s, times.batch_s, times.gradient_s, times.end_s)
+            for task, start_s, end_s in zip(("batch", f"gradient{block}", "update"), marks, marks[1:], strict=False):
+                add(f"{task} {times.number}", f"{UPDATER}{one.updater}", start_s, end_s)
+    for averaging in averagings:
+        add("snapshot", "network", averaging.start_s, averaging.sent_s)
+        add("all_reduce, addition", "network", averaging.sent_s, averaging.end_s)
+    return LocalReport(
+        rank=world.rank,
+        ranks=world.ranks,
+        steps=steps,
+        minibatches=done,
+        seconds=max(one.ends_s[-1] for one in worked) - min(one.start_s for one in worked) if worked else 0.0,
+        updaters=tuple(updaters),
+        staleness=tuple(histogram),
+        rounds=rounds,
+        averagings=tuple(averagings),
+        spans=tuple(sorted(spans, key=lambda span: span.start_us)),
+        notes=tuple(notes),
+    )

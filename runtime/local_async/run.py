@@ -6,21 +6,22 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from runtime.comm.world import World
 from runtime.errors import CommunicationError, EnvironmentFailure, InputError
 from runtime.local_async.averaging import DONE, FAILED, RUNNING, STOPPING, Averager, every
-from runtime.local_async.job import LocalJob
-from runtime.local_async.outcome import run_report
-from runtime.local_async.preparing import Prepared, Request, agree_on_plan, agreed, mps_note, prepare
-from runtime.local_async.report import LocalReport
-from runtime.local_async.script import check_not_imported
+from runtime.local_async.job import LocalJob, Request
+from runtime.local_async.preparing import Prepared, agree_on_plan, agreed, mps_note, prepare
+from runtime.local_async.processes import check_not_imported
+from runtime.local_async.report import LocalReport, Result, UpdaterReport, make_report
 from runtime.local_async.shared import SharedModel, make_memory
 from runtime.local_async.synchronous import train_by_session, train_locally
-from runtime.local_async.updater import Result
-from runtime.local_async.updaters import LONGEST_WATCH_S, Orders, Updaters
+from runtime.local_async.updater import DONE as UPDATED
+from runtime.local_async.updater import PARTIAL, SAMPLES, Shared, Task
+from runtime.local_async.updaters import LONGEST_WATCH_S, Updaters
 from runtime.plan import Plan
 
 START_TIMEOUT_S = 300.0
@@ -89,13 +90,7 @@ def run_local_async(
         trained = None if loaded.local_async is None else _train(prepare(request, loaded, world), world, process_group)
     finally:
         world.leave()
-    return _as_run(*(trained or train_by_session(request, loaded, process_group)))
-
-
-Trained = tuple[nn.Module, LocalReport, list[Result]]
-
-
-def _as_run(model: nn.Module, report: LocalReport, results: list[Result]) -> LocalRun:
+    model, report, results = trained or train_by_session(request, loaded, process_group)
     numbered = sorted(pair for one in results for pair in zip(one.numbers, one.losses, strict=True))
     return LocalRun(
         model=model,
@@ -106,52 +101,44 @@ def _as_run(model: nn.Module, report: LocalReport, results: list[Result]) -> Loc
     )
 
 
-def _train(prepared: Prepared, world: World, group: dist.ProcessGroup | None) -> Trained:
-    """Trains with models that ranks average now and then, beginning with rank 0's."""
-    world.broadcast([*prepared.job.model.parameters(), *prepared.job.model.buffers()])
-    if prepared.spec.synchronous:
-        return _on_deadline(prepared, group, train_locally)
-    return _with_updaters(prepared, world, group)
+Trained = tuple[nn.Module, LocalReport, list[Result]]
 
 
-def _on_deadline(
-    prepared: Prepared, group: dist.ProcessGroup | None, train: Callable[[Prepared, World], Trained]
-) -> Trained:
-    """Trains on a group with the run's deadline; every rank calls it."""
-    world = World.join(group, prepared.timeout_s)
-    trained = train(prepared, world)  # after an error a message may be on its way, and leaving would wait for it
-    world.leave()
-    return trained
+def _train(prepared: Prepared, starting: World, group: dist.ProcessGroup | None) -> Trained:
+    """Train with models that ranks average now and then, beginning with rank 0's."""
+    job, layout, spec, request = prepared.job, prepared.layout, prepared.spec, prepared.request
+    starting.broadcast([*job.model.parameters(), *job.model.buffers()])
+    if spec.synchronous:
+        world = World.join(group, prepared.timeout_s)
+        trained = train_locally(prepared, world)  # after an error a message may be on its way, and leaving would wait
+        world.leave()
+        return trained
 
+    def share() -> tuple[Tensor, Updaters]:
+        handle, memory = make_memory(job.model, layout)
+        task = Task(
+            request=request,
+            spec=spec,
+            layout=layout,
+            memory=handle,
+            shared=Shared.make(spec.updaters),
+            rank=starting.rank,
+            ranks=starting.ranks,
+            threads=max(1, torch.get_num_threads() // spec.updaters),
+        )
+        return memory, Updaters(task)
 
-def _with_updaters(prepared: Prepared, starting: World, group: dist.ProcessGroup | None) -> Trained:
-    """Starts updaters, lets them train, and ends them whatever happens."""
-    memory, updaters = agreed(starting, "sharing memory", lambda: _share(prepared, starting), "sharing memory")
-    shared = SharedModel(prepared.job.model, prepared.layout, memory)
+    memory, updaters = agreed(starting, "sharing memory", share, "sharing memory")
+    shared = SharedModel(job.model, layout, memory)
     try:
         _start(updaters, starting)
-        return _on_deadline(prepared, group, lambda _, world: _Rank(prepared, shared, updaters, world).train())
+        world = World.join(group, prepared.timeout_s)
+        trained = _Rank(prepared, shared, updaters, world).train()
+        world.leave()
+        return trained
     finally:
         updaters.end()
         shared.release()
-
-
-def _share(prepared: Prepared, world: World) -> tuple[Tensor, Updaters]:
-    """What a rank and its updaters, which are not started yet, have in common."""
-    request = prepared.request
-    handle, memory = make_memory(prepared.job.model, prepared.layout)
-    orders = Orders(
-        make=request.make,
-        memory=handle,
-        layout=prepared.layout,
-        spec=prepared.spec,
-        steps=request.steps,
-        rank=world.rank,
-        ranks=world.ranks,
-        seed=request.seed,
-        start_method=request.start_method,
-    )
-    return memory, Updaters(orders)
 
 
 def _start(updaters: Updaters, world: World) -> None:
@@ -197,9 +184,31 @@ class _Rank:
                 over = True
                 self._raise_own()
         self._world.broadcast(self._shared.kept)
+        return self._shared.model, self._report(), updaters.results
+
+    def _report(self) -> LocalReport:
+        updaters, averager = self._updaters, self._averager
+        results, reports = {one.updater: one for one in updaters.results}, []
+        for number in range(self._spec.updaters):
+            counts, result = updaters.counts(number), results.get(number)
+            reports.append(
+                UpdaterReport(
+                    updater=number,
+                    minibatches=counts[UPDATED],
+                    partial=counts[PARTIAL],
+                    samples=counts[SAMPLES],
+                    seconds=result.ends_s[-1] - result.start_s if result is not None and result.ends_s else 0.0,
+                    peak_bytes=result.peak_bytes if result is not None else 0,
+                    lost=updaters.lost.get(number),
+                )
+            )
+        short = self._steps - updaters.done
         notes = mps_note(self._shared.model, self._spec.updaters)
-        report = run_report(updaters, self._averager, self._world, notes=notes)
-        return self._shared.model, report, updaters.results
+        notes += (f"{short} minibatches were not done",) if short else ()
+        rounds, averagings = (averager.rounds, averager.averagings) if averager is not None else (0, ())
+        return make_report(
+            self._world, self._steps, updaters.done, reports, list(results.values()), rounds, averagings, notes
+        )
 
     @property
     def _status(self) -> int:

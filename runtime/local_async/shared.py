@@ -7,6 +7,7 @@ and an addition are one operation for each dtype.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -36,6 +37,13 @@ class Slot:
     stride: tuple[int, ...]
     start_bytes: int
 
+    @property
+    def size_bytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def __str__(self) -> str:
+        return f"{self.name} ({str(self.dtype).removeprefix('torch.')} {self.shape}, {self.role})"
+
 
 @dataclass(frozen=True)
 class Flat:
@@ -47,7 +55,6 @@ class Flat:
     end_bytes: int
 
     def of(self, memory: Tensor) -> Tensor:
-        """All of it, 1-D."""
         return memory[self.start_bytes : self.end_bytes].view(self.dtype)
 
     def trained(self, memory: Tensor) -> Tensor:
@@ -70,7 +77,13 @@ class Layout:
         Raises:
             InputError: the model has a tensor that cannot be shared; names it.
         """
-        roles = list(_roles(model))
+        roles: list[_Roles] = [
+            (canonical_name(name), parameter, "trained" if parameter.requires_grad else "kept")
+            for name, parameter in model.named_parameters()
+        ]
+        for name, buffer in model.named_buffers():
+            floating = buffer.is_floating_point() or buffer.is_complex()
+            roles.append((canonical_name(name), buffer, "averaged" if floating else "kept"))
         _refuse_unshareable(roles)
         slots: list[Slot] = []
         flats: list[Flat] = []
@@ -89,25 +102,13 @@ class Layout:
         """How another layout differs, in words; None where it does not."""
         for mine, theirs in zip(self.slots, other.slots, strict=False):
             if mine != theirs:
-                return f"{_described(theirs)} in place of {_described(mine)}"
+                return f"{theirs} in place of {mine}"
         if len(self.slots) != len(other.slots):
             return f"{len(other.slots)} tensors in place of {len(self.slots)}"
         return None
 
 
-def _described(slot: Slot) -> str:
-    return f"{slot.name} ({str(slot.dtype).removeprefix('torch.')} {slot.shape}, {slot.role})"
-
-
 _Roles = tuple[str, Tensor, Role]
-
-
-def _roles(model: nn.Module) -> Iterator[_Roles]:
-    for name, parameter in model.named_parameters():
-        yield canonical_name(name), parameter, "trained" if parameter.requires_grad else "kept"
-    for name, buffer in model.named_buffers():
-        floating = buffer.is_floating_point() or buffer.is_complex()
-        yield canonical_name(name), buffer, "averaged" if floating else "kept"
 
 
 def _place(roles: Iterable[_Roles], slots: list[Slot], end: int) -> int:
@@ -192,9 +193,9 @@ class SharedModel:
     def kept(self) -> list[Tensor]:
         """What is not averaged."""
         return [
-            self.memory[slot.start_bytes : slot.start_bytes + _size_bytes(slot)].view(slot.dtype)
+            self.memory[slot.start_bytes : slot.start_bytes + slot.size_bytes].view(slot.dtype)
             for slot in self.layout.slots
-            if slot.role == "kept" and _size_bytes(slot)
+            if slot.role == "kept" and slot.size_bytes
         ]
 
     def release(self) -> None:
@@ -212,13 +213,6 @@ def _view(memory: Tensor, slot: Slot, tensor: Tensor) -> Tensor:
     size_bytes = -(-tensor.numel() * tensor.element_size() // ALIGNMENT) * ALIGNMENT
     flat = memory[slot.start_bytes : slot.start_bytes + size_bytes].view(slot.dtype)
     return view_of(flat, slot.start_bytes // tensor.element_size(), tensor)
-
-
-def _size_bytes(slot: Slot) -> int:
-    count = 1
-    for size in slot.shape:
-        count *= size
-    return count * slot.dtype.itemsize
 
 
 def _buffer_places(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, Tensor]]:
@@ -288,9 +282,3 @@ def make_memory(model: nn.Module, layout: Layout) -> tuple[Any, Tensor]:
             tensor = tensors[slot.name]
             _view(memory, slot, tensor).copy_(tensor)
     return handle, memory
-
-
-def open_memory(handle: Any) -> Tensor:
-    """The bytes, in a process that was sent their handle."""
-    memory: Tensor = handle.bytes() if isinstance(handle, SharedMemory) else handle
-    return memory

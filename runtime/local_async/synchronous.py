@@ -11,12 +11,10 @@ from torch import nn
 from runtime.comm.world import World
 from runtime.errors import InputError
 from runtime.local_async.averaging import DONE, RUNNING, Averager, every
-from runtime.local_async.job import Batches, LocalJob, Part, samples_of
-from runtime.local_async.outcome import make_report
-from runtime.local_async.preparing import Prepared, Request, agreed, check_request, made
-from runtime.local_async.report import LocalReport, UpdaterReport
+from runtime.local_async.job import Batches, LocalJob, Part, Request, samples_of
+from runtime.local_async.preparing import Prepared, agreed, check_request, made
+from runtime.local_async.report import LocalReport, Result, Times, UpdaterReport, make_report
 from runtime.local_async.shared import SharedModel, make_memory
-from runtime.local_async.updater import Result, Times
 from runtime.plan import Plan
 from runtime.session.attaching import attach
 
@@ -33,37 +31,34 @@ class Loop:
         self._samples = 0
 
     def run(self, steps: int, after: Callable[[int], None] = lambda number: None) -> None:
-        """So many steps; `after` is called with the number of each."""
+        """Train for so many steps; `after` is called with the number of each."""
         self.result.start_s = time.perf_counter()
         for number in range(steps):
-            self._step(number, after)
-
-    def _step(self, number: int, after: Callable[[int], None]) -> None:
-        start_s = time.perf_counter()
-        batch = self._batches.get(number)
-        batch_s = time.perf_counter()
-        self.optimizer.zero_grad()
-        loss = self.job.loss(self.job.model, batch)
-        loss.backward()
-        self.result.losses.append(float(loss.detach()))
-        gradient_s = time.perf_counter()
-        self.optimizer.step()
-        if self._schedule is not None:
-            self._schedule.step()
-        after(number)
-        end_s = time.perf_counter()
-        self.result.numbers.append(number)
-        self.result.ends_s.append(end_s)
-        self.result.staleness[0] += 1
-        self.result.times.append(Times(number, start_s, batch_s, gradient_s, end_s, partial=False))
-        self._samples += samples_of(batch)
+            start_s = time.perf_counter()
+            batch = self._batches.get(number)
+            batch_s = time.perf_counter()
+            self.optimizer.zero_grad()
+            loss = self.job.loss(self.job.model, batch)
+            loss.backward()
+            self.result.losses.append(float(loss.detach()))
+            gradient_s = time.perf_counter()
+            self.optimizer.step()
+            if self._schedule is not None:
+                self._schedule.step()
+            after(number)
+            end_s = time.perf_counter()
+            self.result.numbers.append(number)
+            self.result.ends_s.append(end_s)
+            self.result.staleness[0] += 1
+            self.result.times.append(Times(number, start_s, batch_s, gradient_s, end_s, partial=False))
+            self._samples += samples_of(batch)
 
     def report(self, world: World, averager: Averager | None) -> LocalReport:
-        """Of the run."""
         done = len(self.result.numbers)
         seconds = self.result.ends_s[-1] - self.result.start_s
         mine = UpdaterReport(updater=0, minibatches=done, samples=self._samples, seconds=seconds)
-        return make_report(world, done, done, [mine], [self.result], averager)
+        rounds, averagings = (averager.rounds, averager.averagings) if averager is not None else (0, ())
+        return make_report(world, done, done, [mine], [self.result], rounds, averagings)
 
 
 def train_by_session(

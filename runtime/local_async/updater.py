@@ -9,25 +9,22 @@ import sys
 import time
 import traceback
 import warnings
-from array import array
-from collections import deque
-from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 
 from runtime.errors import InputError, PlannerError
-from runtime.local_async.job import Batches, LocalJob, Part, samples_of
+from runtime.local_async.job import Batches, LocalJob, Part, Request, samples_of
 from runtime.local_async.memory import AtomicCounter, Doorbell, SharedMemory
 from runtime.local_async.partial import partial_backward
-from runtime.local_async.processes import end_with_parent
-from runtime.local_async.report import KEPT, STALEST
-from runtime.local_async.shared import Layout, SharedModel, Snapshots, open_memory
+from runtime.local_async.processes import end_with_parent, status_bytes
+from runtime.local_async.report import STALEST, Result, Times
+from runtime.local_async.shared import Layout, SharedModel, Snapshots
+from runtime.plan import LocalAsyncSpec
 
 BEGUN, DONE, PARTIAL, SAMPLES, COUNTS = 0, 1, 2, 3, 4
 """Columns of the table in which each updater counts, in a row of its own, so that the counts of a killed one stay."""
@@ -46,6 +43,12 @@ class Shared:
     counts: SharedMemory
     """`COUNTS` of int64 for each updater."""
 
+    @classmethod
+    def make(cls, updaters: int) -> Shared:
+        """For so many updaters, which have done nothing yet."""
+        counts = SharedMemory(size_bytes=updaters * COUNTS * np.dtype(np.int64).itemsize)
+        return cls(begun=AtomicCounter(), done=AtomicCounter(), doorbell=Doorbell(), counts=counts)
+
     def row(self, updater: int) -> Any:
         """One updater's counts, a numpy array."""
         return self.counts.bytes().numpy().view(np.int64)[updater * COUNTS : (updater + 1) * COUNTS]
@@ -53,57 +56,30 @@ class Shared:
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """What one updater is told."""
+    """What an updater has to do: the same for all of a rank but for its number."""
 
-    make: Callable[[], LocalJob]
+    request: Request
+    spec: LocalAsyncSpec
+    layout: Layout
     memory: Any
     """See `make_memory`."""
-    layout: Layout
     shared: Shared
-    steps: int
     rank: int
     ranks: int
-    updater: int
-    updaters: int
-    block: tuple[str, ...] | None
-    """Of LPP-SGD; None: every minibatch is for the whole model."""
-    full_steps: float
-    """So many of the rank's first minibatches are for the whole model in any case."""
-    seed: int
     threads: int
+    updater: int = 0
 
     @property
     def part(self) -> Part:
-        """Of the data."""
-        return Part(self.rank * self.updaters + self.updater, self.ranks * self.updaters, self.seed)
+        """Its part of the data."""
+        updaters = self.spec.updaters
+        return Part(self.rank * updaters + self.updater, self.ranks * updaters, self.request.seed)
 
-
-class Times(NamedTuple):
-    """One minibatch, by the machine's monotonic clock, in seconds."""
-
-    number: int
-    start_s: float
-    batch_s: float
-    """The minibatch is there."""
-    gradient_s: float
-    """Its gradient, of a snapshot taken since, is computed."""
-    end_s: float
-    """The shared model is updated."""
-    partial: bool
-
-
-@dataclass
-class Result:
-    """What an updater leaves."""
-
-    updater: int
-    numbers: array[int] = field(default_factory=lambda: array("q"))
-    losses: array[float] = field(default_factory=lambda: array("d"))
-    ends_s: array[float] = field(default_factory=lambda: array("d"))
-    staleness: list[int] = field(default_factory=lambda: [0] * (STALEST + 1))
-    times: deque[Times] = field(default_factory=lambda: deque(maxlen=KEPT))
-    start_s: float = 0.0
-    peak_bytes: int = 0
+    @property
+    def block(self) -> tuple[str, ...] | None:
+        """Of LPP-SGD; None: every minibatch is for the whole model."""
+        blocks = self.spec.blocks
+        return None if blocks is None else blocks[self.updater % len(blocks)]
 
 
 @dataclass(frozen=True)
@@ -129,7 +105,15 @@ class Updater:
             InputError: it is another one than the rank's.
         """
         self.task = task
-        self.job = job = task.make()
+        self.job = job = task.request.make()
+        if not isinstance(job, LocalJob):
+            raise InputError(f"the job's function returned {type(job).__name__} in an updater, expected a LocalJob")
+        found = task.layout.difference(Layout.of(job.model))
+        if found is not None:
+            raise InputError(
+                f"the job's function made another model in an updater than in its rank: {found}; expected the same at "
+                f"every call"
+            )
         # The first updater goes on with the generators as the job has left them, as a single process would.
         if task.part.index > 0:
             # Random numbers of its own: dropout and augmentation must not be alike in all of them.
@@ -137,12 +121,14 @@ class Updater:
             torch.manual_seed(seed)
             random.seed(seed)
             np.random.seed(seed)
-        self.shared = SharedModel(job.model, _checked(job, task.layout), open_memory(task.memory))
+        memory = task.memory.bytes() if isinstance(task.memory, SharedMemory) else task.memory
+        self.shared = SharedModel(job.model, task.layout, memory)
         self.snapshots = Snapshots(self.shared)
         self.optimizer = job.optimizer(p for p in job.model.parameters() if p.requires_grad)
         self.schedule = None if job.schedule is None else job.schedule(self.optimizer)
         self.batches = Batches(job, task.rank, task.part)
-        self.block = None if task.block is None else [self.shared.parameters[name] for name in task.block]
+        block = task.block
+        self.block = None if block is None else [self.shared.parameters[name] for name in block]
         self.result = Result(task.updater)
         self._row = task.shared.row(task.updater)
         self._scheduled = 0
@@ -152,9 +138,11 @@ class Updater:
         """Takes minibatches until all are given out."""
         result, task = self.result, self.task
         result.start_s = time.perf_counter()
-        while (number := task.shared.begun.take()) < task.steps:
+        while (number := task.shared.begun.take()) < task.request.steps:
             self._minibatch(number)
-        result.peak_bytes = _peak_bytes()
+        # On Linux getrusage would tell the parent's, which a new program inherits.
+        unit = 1 if sys.platform == "darwin" else 1024
+        result.peak_bytes = status_bytes("VmHWM") or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
         return result
 
     def _minibatch(self, number: int) -> None:
@@ -171,7 +159,11 @@ class Updater:
                     self._scheduled += 1
         batch = self.batches.get(number)
         batch_s = time.perf_counter()
-        partial = self._choose(number)
+        # Every other minibatch is for the block alone, after the first part of the run.
+        task = self.task
+        partial = self.block is not None and number >= task.spec.full_fraction * task.request.steps
+        if partial:
+            partial, self._partial_next = self._partial_next, not self._partial_next
         seen = shared.done.value
         self.snapshots.take()
         loss = self._gradient(batch, partial)
@@ -194,13 +186,6 @@ class Updater:
         result.staleness[min(stale, STALEST)] += 1
         result.times.append(Times(number, start_s, batch_s, gradient_s, end_s, partial))
 
-    def _choose(self, number: int) -> bool:
-        """Whether this minibatch is for the block alone: every other one, after the first part of the run."""
-        if self.block is None or number < self.task.full_steps:
-            return False
-        partial, self._partial_next = self._partial_next, not self._partial_next
-        return partial
-
     def _gradient(self, batch: Any, partial: bool) -> float:
         """Fills `.grad` of the whole model, or of the block; the loss."""
         loss = self.job.loss(self.job.model, batch)
@@ -214,37 +199,6 @@ class Updater:
         return float(loss.detach())
 
 
-def _checked(job: object, layout: Layout) -> Layout:
-    if not isinstance(job, LocalJob):
-        raise InputError(f"the job's function returned {type(job).__name__} in an updater, expected a LocalJob")
-    found = layout.difference(Layout.of(job.model))
-    if found is not None:
-        raise InputError(
-            f"the job's function made another model in an updater than in its rank: {found}; expected the same at "
-            f"every call"
-        )
-    return layout
-
-
-def _peak_bytes() -> int:
-    """The most memory that this process has had at once."""
-    with suppress(OSError):  # Linux; getrusage would tell the parent's there, which a new program inherits
-        for line in Path("/proc/self/status").read_text("ascii", "replace").splitlines():
-            if line.startswith("VmHWM:"):
-                return int(line.split()[1]) * 1024
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-
-
-def _told_to_go(connection: Connection) -> bool:
-    """Waits for the rank's word; False where it wants no updaters any more. No deadline: the rank has them."""
-    try:
-        connection.recv()
-    except EOFError:
-        return False
-    return True
-
-
 def main(task: Task, connection: Connection) -> None:
     """An updater's process: says that it is ready, waits to be told to go, and leaves a `Result` or a `Failure`."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the rank, which ends its updaters
@@ -254,7 +208,9 @@ def main(task: Task, connection: Connection) -> None:
         torch.set_num_threads(task.threads)
         updater = Updater(task)
         connection.send(READY)
-        if not _told_to_go(connection):
+        try:
+            connection.recv()  # no deadline: the rank has them
+        except EOFError:  # it wants no updaters any more
             return
         word = updater.run()
     except BaseException as error:

@@ -6,9 +6,9 @@ import multiprocessing
 import signal
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from multiprocessing.connection import wait as wait_for_any
 from pickle import PicklingError
@@ -17,13 +17,9 @@ from typing import Any
 import torch
 
 from runtime.errors import EnvironmentFailure, InputError, LostUpdaterWarning, PlannerError
-from runtime.local_async.job import LocalJob
-from runtime.local_async.memory import AtomicCounter, Doorbell, SharedMemory
-from runtime.local_async.processes import on_signal
-from runtime.local_async.script import GUARD
-from runtime.local_async.shared import Layout
-from runtime.local_async.updater import BEGUN, COUNTS, DONE, GO, READY, Failure, Result, Shared, Task, main
-from runtime.plan import LocalAsyncSpec
+from runtime.local_async.processes import GUARD, on_signal
+from runtime.local_async.report import Result
+from runtime.local_async.updater import BEGUN, DONE, GO, READY, Failure, Task, main
 
 START_METHODS = ("spawn", "forkserver")
 """How updaters may be started. Not by fork: a forked process has none of its parent's threads, but the locks that they
@@ -36,7 +32,6 @@ LONGEST_AWAY_S = 1.0
 """A parent that has not looked after its updaters for so long cannot tell whether they hang."""
 ENDING_S = 10.0
 """How long an updater that has done its work may take to leave."""
-ITEM_BYTES = 8
 
 
 def check_start_method(method: str) -> str | None:
@@ -56,21 +51,6 @@ def _own_words(exit_code: int | None) -> str:
     return f"; it said why on standard error; {GUARD}" if exit_code is not None and exit_code > 0 else ""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Orders:
-    """What all updaters of a rank are told."""
-
-    make: Callable[[], LocalJob]
-    memory: Any
-    layout: Layout
-    spec: LocalAsyncSpec
-    steps: int
-    rank: int = 0
-    ranks: int = 1
-    seed: int = 0
-    start_method: str = "spawn"
-
-
 @dataclass(eq=False)
 class _Updater:
     """The parent's view of one."""
@@ -85,7 +65,7 @@ class _Updater:
     moved_s: float = 0.0
     """When its counts were last seen to change."""
     last: tuple[int, int] = (0, 0)
-    why: str = field(default="")
+    why: str = ""
     """Why the parent killed it, where it did."""
 
     @property
@@ -96,11 +76,8 @@ class _Updater:
 class Updaters:
     """All of one rank's. `end` has to be called, whatever happens."""
 
-    def __init__(self, orders: Orders) -> None:
-        self.orders = orders
-        count = orders.spec.updaters
-        counts = SharedMemory(size_bytes=count * COUNTS * ITEM_BYTES)
-        self.shared = Shared(begun=AtomicCounter(), done=AtomicCounter(), doorbell=Doorbell(), counts=counts)
+    def __init__(self, task: Task) -> None:
+        self.task, self.shared = task, task.shared
         self.error: PlannerError | None = None
         """What an updater raised, if any."""
         self.stall_limit_s = float("inf")
@@ -115,17 +92,19 @@ class Updaters:
         Raises:
             InputError: the job's function cannot be sent to another process.
         """
-        context: Any = multiprocessing.get_context(self.orders.start_method)
-        if self.orders.start_method == "forkserver":
+        context: Any = multiprocessing.get_context(self.task.request.start_method)
+        if self.task.request.start_method == "forkserver":
             context.set_forkserver_preload(PRELOADED)
         # Inherited: Ctrl-C is for the parent, also before the updaters can say so themselves.
         with on_signal(signal.SIGINT, signal.SIG_IGN):
-            for number in range(self.orders.spec.updaters):
+            for number in range(self.task.spec.updaters):
                 self._all.append(self._start(context, number))
 
     def _start(self, context: Any, number: int) -> _Updater:
         mine, theirs = context.Pipe()
-        process = context.Process(target=main, args=(self._task(number), theirs), name=f"updater {number}")
+        process = context.Process(
+            target=main, args=(replace(self.task, updater=number), theirs), name=f"updater {number}"
+        )
         try:
             process.start()
         except (PicklingError, AttributeError, TypeError, ImportError) as error:
@@ -140,16 +119,6 @@ class Updaters:
         finally:
             theirs.close()
         return _Updater(number, process, mine, self.shared.row(number))
-
-    def _task(self, number: int) -> Task:
-        orders, spec = self.orders, self.orders.spec
-        block = None if spec.blocks is None else spec.blocks[number % len(spec.blocks)]
-        return Task(
-            make=orders.make, memory=orders.memory, layout=orders.layout, shared=self.shared, steps=orders.steps,
-            rank=orders.rank, ranks=orders.ranks, updater=number, updaters=spec.updaters, block=block,
-            full_steps=spec.full_fraction * orders.steps, seed=orders.seed,
-            threads=max(1, torch.get_num_threads() // spec.updaters),
-        )  # fmt: skip
 
     def await_ready(self, timeout_s: float) -> str | None:
         """Returns when all updaters have made their job; what went wrong, or None."""
@@ -178,7 +147,17 @@ class Updaters:
         """Returns when something has happened, or after `timeout_s`; what has happened is in the properties."""
         running = [one for one in self._all if not one.over]
         self._hear(running, min(timeout_s, LONGEST_WATCH_S), bell=bell)
-        self._kill_hung(running)
+        now = time.monotonic()
+        away_s, self._looked_s = now - self._looked_s, now
+        for one in running:
+            if away_s > LONGEST_AWAY_S:
+                one.moved_s += away_s  # this process was stopped (Ctrl-Z, a machine asleep), and they may have been too
+            counts = (int(one.row[BEGUN]), int(one.row[DONE]))
+            if counts != one.last:
+                one.last, one.moved_s = counts, now
+            elif now > one.moved_s + self.stall_limit_s and not one.over and not one.why:
+                one.why = f"hung (no update within {self.stall_limit_s:g} s) and was killed"
+                one.process.kill()
 
     def _hear(self, running: Sequence[_Updater], timeout_s: float, *, bell: bool = False) -> None:
         waited: list[Any] = [self.shared.doorbell] if bell else []
@@ -205,51 +184,31 @@ class Updaters:
             one.result = word
         elif isinstance(word, Failure):
             one.lost = "raised"
-            self.error = self.error or self._as_error(one, word)
+            error = word.error or EnvironmentFailure(f"rank {self.task.rank}, updater {one.number} raised {word.text}")
+            error.add_note(word.trace)
+            self.error = self.error or error
         elif gone:
-            one.lost = self._fate(one)
-            self._tell_loss(one)
+            code = one.process.exitcode
+            if one.why:
+                one.lost = one.why
+            elif code is not None and code < 0:
+                name = signal.Signals(-code).name
+                short = " (as the kernel does where memory is short)" if name == "SIGKILL" else ""
+                one.lost = f"was killed by {name}{short}"
+            else:
+                one.lost = f"ended without a word (exit code {code})"
+            if one.ready:  # else the run has not begun, and will not
+                self._warn_lost(one)
 
-    def _as_error(self, one: _Updater, failure: Failure) -> PlannerError:
-        where = f"rank {self.orders.rank}, updater {one.number}"
-        error = failure.error or EnvironmentFailure(f"{where} raised {failure.text}")
-        error.add_note(failure.trace)
-        return error
-
-    def _fate(self, one: _Updater) -> str:
-        code = one.process.exitcode
-        if one.why:
-            return one.why
-        if code is not None and code < 0:
-            name = signal.Signals(-code).name
-            short = " (as the kernel does where memory is short)" if name == "SIGKILL" else ""
-            return f"was killed by {name}{short}"
-        return f"ended without a word (exit code {code})"
-
-    def _tell_loss(self, one: _Updater) -> None:
-        if not one.ready:
-            return  # the run has not begun, and will not
+    def _warn_lost(self, one: _Updater) -> None:
         others = sum(not other.over for other in self._all)
         rest = f"the other {others} go on" if others > 1 else "the other one goes on" if others else "no other is left"
         warnings.warn(
-            f"rank {self.orders.rank}: updater {one.number} {one.lost} after {int(one.row[DONE])} updates; its "
+            f"rank {self.task.rank}: updater {one.number} {one.lost} after {int(one.row[DONE])} updates; its "
             f"momentum and the minibatch that it had begun are lost, {rest}",
             LostUpdaterWarning,
             stacklevel=2,
         )
-
-    def _kill_hung(self, running: Sequence[_Updater]) -> None:
-        now = time.monotonic()
-        away_s, self._looked_s = now - self._looked_s, now
-        for one in running:
-            if away_s > LONGEST_AWAY_S:
-                one.moved_s += away_s  # this process was stopped (Ctrl-Z, a machine asleep), and they may have been too
-            counts = (int(one.row[BEGUN]), int(one.row[DONE]))
-            if counts != one.last:
-                one.last, one.moved_s = counts, now
-            elif now > one.moved_s + self.stall_limit_s and not one.over and not one.why:
-                one.why = f"hung (no update within {self.stall_limit_s:g} s) and was killed"
-                one.process.kill()
 
     def stop(self) -> None:
         """Lets updaters end after the minibatch that they have begun."""
@@ -258,7 +217,7 @@ class Updaters:
     @property
     def begun(self) -> int:
         """Minibatches that were given out."""
-        return min(self.shared.begun.value, self.orders.steps)
+        return min(self.shared.begun.value, self.task.request.steps)
 
     @property
     def done(self) -> int:

@@ -15,7 +15,7 @@ class Clock(Protocol):
     """Whether a mark costs so little that every gradient may have one."""
 
     def mark(self) -> Any:
-        """A mark at this moment (of the current stream)."""
+        """Return a mark at this moment (of the current stream)."""
         ...
 
     def between_us(self, start: Any, end: Any) -> float:
@@ -23,7 +23,7 @@ class Clock(Protocol):
         ...
 
     def reached(self, mark: Any) -> bool:
-        """Whether the device has got to the mark; never waits for it."""
+        """Return whether the device has got to the mark; never waits for it."""
         ...
 
 
@@ -64,5 +64,5 @@ class CudaClock:
 
 
 def make_clock(device: torch.device) -> Clock:
-    """The clock of a device."""
+    """Return the clock of a device."""
     return CudaClock() if device.type == "cuda" else WallClock()

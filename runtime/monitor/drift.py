@@ -1,7 +1,7 @@
 """Whether steps have become slower than the plan predicts, and why: from marks that are taken anyway.
 
 Every rank judges alone, by its own marks, without asking another rank or waiting for a device. What it cannot tell
-apart, a slow network and a rank that comes late to every message, it says so; `planner.replan` asks all ranks.
+apart, a slow network and a straggler, late to every message, it says so; `planner.replan` asks all ranks.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ SLOWER, NOT_SLOWER = 0.20, 0.10
 """Steps drift when the median of every window is more than 20 % above the prediction, and have stopped to when the
 median of all is less than 10 % above it."""
 
-CURE = (
+HINT = (
     "planner.replan(session) adapts the plan while the run goes on; or measure again: "
     "planner profile JOB -o profile.json && planner optimize profile.json -o plan.json"
 )
@@ -56,19 +56,6 @@ class StepTimes:
         return self.exchanged_us + self.update_us
 
 
-def _cause_text(cause: Cause, found: StepTimes, planned: StepTimes) -> str:
-    if cause == "compute":
-        computed = found.compute_us + found.update_us, planned.compute_us + planned.update_us
-        return f"computation is slower on this rank ({_compared(*computed)})"
-    if cause == "rank":
-        first = _compared(found.buckets_us[0], planned.buckets_us[0])
-        return f"another rank comes late: the first message waits ({first}), the others hardly do"
-    messages = ""
-    if found.buckets_us and planned.buckets_us:
-        messages = f" (messages take {_compared(sum(found.buckets_us), sum(planned.buckets_us))})"
-    return f"the network is slower than it was, or another rank comes late to its messages{messages}"
-
-
 def _compared(found_us: float, planned_us: float) -> str:
     ratio = found_us / planned_us if planned_us > 0.0 else 1.0
     more = f" ({ratio - 1.0:+.0%})" if ratio < 10.0 else f" ({ratio:.0f} times as long)"
@@ -76,7 +63,7 @@ def _compared(found_us: float, planned_us: float) -> str:
 
 
 def predicted_times(plan: Plan) -> StepTimes | None:
-    """What the plan predicts, or None where it does not say enough."""
+    """Return what the plan predicts, or None where it does not say enough."""
     said = plan.predicted
     if said is None or said.iteration_us <= 0.0:
         return None
@@ -110,7 +97,7 @@ def measured_times(steps: Sequence[StepMarks], clock: Clock, *, with_buckets: bo
 
 
 def bucket_times(step: StepMarks, clock: Clock) -> tuple[float, ...]:
-    """How long each bucket of a complete step had the link to itself, on this rank; empty where nothing was sent."""
+    """Return how long each bucket of a complete step had the link to itself; empty where nothing was sent."""
     times, before = [], None
     for sent in step.sent:
         if sent.start is None or sent.end is None:
@@ -123,7 +110,7 @@ def bucket_times(step: StepMarks, clock: Clock) -> tuple[float, ...]:
 
 
 def complete(steps: Iterable[StepMarks], clock: Clock) -> list[StepMarks]:
-    """The steps that have every mark a judgement needs, and that the device is through with."""
+    """Return the steps that have every mark a judgement needs, and that the device is through with."""
 
     def seen(step: StepMarks) -> bool:
         if step.forward is None or step.backward_end is None or step.end is None:
@@ -135,7 +122,7 @@ def complete(steps: Iterable[StepMarks], clock: Clock) -> list[StepMarks]:
 
 
 def judge(steps: Sequence[StepMarks], predicted: StepTimes, clock: Clock, *, drifting: bool = False) -> Verdict | None:
-    """The verdict on the last steps; None where there are too few.
+    """Return the verdict on the last steps; None where there are too few.
 
     Args:
         steps: as `complete` gives them, oldest first, without the warm-up.
@@ -159,12 +146,23 @@ def judge(steps: Sequence[StepMarks], predicted: StepTimes, clock: Clock, *, dri
     if slower or still:
         measured = measured_times(last, clock)
         cause = find_cause(measured, predicted)
-        text += f"; likely cause: {_cause_text(cause, measured, predicted)}"
+        found_us, planned_us = measured.buckets_us, predicted.buckets_us
+        if cause == "compute":
+            planned = predicted.compute_us + predicted.update_us
+            why = f"computation is slower on this rank ({_compared(measured.compute_us + measured.update_us, planned)})"
+        elif cause == "rank":
+            first = _compared(found_us[0], planned_us[0])
+            why = f"another rank is a straggler: the first message waits ({first}), the others hardly do"
+        else:
+            times = _compared(sum(found_us), sum(planned_us)) if found_us and planned_us else ""
+            messages = f" (messages take {times})" if times else ""
+            why = f"the network is slower than it was, or another rank is a straggler{messages}"
+        text += f"; likely cause: {why}"
     return Verdict(good=cause == "none", step_us=step_us, other_us=predicted_us, text=text, cause=cause)
 
 
 def find_cause(measured: StepTimes, predicted: StepTimes) -> Cause:
-    """What most of the time above the prediction was spent on."""
+    """Return what most of the time above the prediction was spent on."""
     excess_us = measured.step_us - predicted.step_us
     computed_us = measured.compute_us + measured.update_us - predicted.compute_us - predicted.update_us
     if 2.0 * computed_us >= excess_us:
@@ -212,11 +210,11 @@ class DriftGuard:
             return
         self._warned = True
         count = WINDOW_STEPS * WINDOWS
-        warnings.warn(f"rank {self._rank}, last {count} steps: {self.verdict.text}. {CURE}", DriftWarning, stacklevel=2)
+        warnings.warn(f"rank {self._rank}, last {count} steps: {self.verdict.text}. {HINT}", DriftWarning, stacklevel=2)
 
 
 def warn_of_torch(plan: Plan) -> None:
-    """Says so where the plan was profiled with another version of torch, whose times need not be this one's."""
+    """Warn where the plan was profiled with another version of torch, whose times need not be this one's."""
     profiled, here = (version and version.partition("+")[0] for version in (plan.world.torch, torch.__version__))
     if profiled and profiled != here:
         warnings.warn(

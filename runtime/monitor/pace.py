@@ -44,11 +44,11 @@ class Pace:
         """None until all ranks have told what they saw, and where the warm-up or the delay is too short to say."""
 
     def state(self) -> dict[str, Any]:
-        """What `load` continues from: what the warm-up showed, and whether that is still to be compared."""
+        """Return what `load` continues from: what the warm-up showed, and whether that is still to be compared."""
         return {"synchronous": self._known(), "over": self._over}
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Goes on from a `state`; delayed steps are timed anew."""
+        """Continue from a `state`; delayed steps are timed anew."""
         self._synchronous, self._over = list(state["synchronous"]), state["over"]
 
     def synchronous_step(self, step: int) -> None:
@@ -79,19 +79,19 @@ class Pace:
         return statistics.median(before), statistics.median(after), noise_us
 
     def _turns_us(self, marks: Sequence[Any]) -> list[float]:
-        """The mean step of each turn."""
+        """Return the mean step of each turn."""
         ends = list(marks)[:: self._k]
         return [self._clock.between_us(start, end) / self._k for start, end in pairwise(ends)]
 
-    def allows(self, told: Tensor) -> bool:
-        """Whether to go on with the delay; warns where it is not faster.
+    def allows(self, reported: Tensor) -> bool:
+        """Return whether to continue with the delay; warn where it is not faster.
 
         Args:
-            told: by each rank, of a step. Shape (ranks, 3).
+            reported: by each rank, of a step. Shape (ranks, 3).
         """
-        if not bool((told[:, 0] > 0.0).all()):
+        if not bool((reported[:, 0] > 0.0).all()):
             return True
-        synchronous_us, delayed_us, noise_us = told.mean(dim=0).tolist()
+        synchronous_us, delayed_us, noise_us = reported.mean(dim=0).tolist()
         self.verdict = faster(
             delayed_us, synchronous_us, noise_us, "delayed steps", "those of the warm-up", "synchronous ones"
         )
@@ -101,6 +101,6 @@ class Pace:
 
 
 def _error(values: Sequence[float]) -> float:
-    """The standard error of the median, by the quartiles: as of normal ones, whatever a few outliers are."""
+    """Return the standard error of the median, by the quartiles: as of normal ones, whatever a few outliers are."""
     low, _, high = statistics.quantiles(values, n=4)
     return 1.2533 * (high - low) / 1.349 / math.sqrt(len(values))

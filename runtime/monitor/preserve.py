@@ -21,13 +21,24 @@ def preserved(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) 
     Tensors keep their identity: values are copied back in place, and a tensor that a forward has put in place of a
     buffer leaves it. Costs one copy of the model and of the optimizer's state while it is open.
     """
-    registered = [(register, dict(register)) for register in _registers(model)]
+    # Scripted modules keep their tensors elsewhere, and no forward replaces them.
+    registers: list[Any] = [one for module in model.modules() for one in (module._parameters, module._buffers)]
+    registered = [(register, dict(register)) for register in registers if isinstance(register, dict)]
     tensors = [*model.parameters(), *model.buffers()]
     values = [tensor.detach().clone() for tensor in tensors]
     gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
     gradient_values = [None if gradient is None else gradient.detach().clone() for _, gradient in gradients]
     training = [(module, module.training) for module in model.modules()]
-    state = _optimizer_state(optimizer)
+    # Values are copied, parameters (the keys of the state, and the lists in the groups) are not.
+    state = (
+        {parameter: copy.deepcopy(values) for parameter, values in optimizer.state.items()}
+        if optimizer is not None
+        else {}
+    )
+    groups = [
+        {key: value if key == "params" else copy.deepcopy(value) for key, value in group.items()}
+        for group in (optimizer.param_groups if optimizer is not None else ())
+    ]
     drawn = generators()
     try:
         yield
@@ -43,19 +54,22 @@ def preserved(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) 
                 parameter.grad = gradient
         for module, flag in training:
             module.training = flag
-        _restore_optimizer(optimizer, state)
+        if optimizer is not None:
+            optimizer.state.clear()
+            optimizer.state.update(state)
+            for group, options in zip(optimizer.param_groups, groups, strict=True):
+                group.clear()
+                group.update(options)
         restore_generators(drawn)
 
 
-def _registers(model: nn.Module) -> list[dict[str, Any]]:
-    """Where modules keep their tensors; scripted ones keep theirs elsewhere, and no forward replaces them."""
-    found: list[Any] = [one for module in model.modules() for one in (module._parameters, module._buffers)]
-    return [register for register in found if isinstance(register, dict)]
-
-
 def put_back(live: Any, saved: Any) -> None:
-    """Makes a container hold exactly the objects that a copy of it holds."""
-    if _identities(live) == _identities(saved):
+    """Make a container hold exactly the objects that a copy of it holds."""
+
+    def identities(container: Any) -> list[int]:
+        return [id(item) for item in (chain(*container.items()) if isinstance(container, dict) else container)]
+
+    if identities(live) == identities(saved):
         return
     if isinstance(live, list):
         live[:] = saved
@@ -64,41 +78,14 @@ def put_back(live: Any, saved: Any) -> None:
         live.update(saved)
 
 
-def _identities(container: Any) -> list[int]:
-    items = chain(*container.items()) if isinstance(container, dict) else container
-    return [id(item) for item in items]
-
-
-def _optimizer_state(optimizer: torch.optim.Optimizer | None) -> tuple[dict[Any, Any], list[dict[str, Any]]]:
-    if optimizer is None:
-        return {}, []
-    # Values are copied, parameters (the keys, and the lists in the groups) are not.
-    state = {parameter: copy.deepcopy(values) for parameter, values in optimizer.state.items()}
-    groups = [{k: v if k == "params" else copy.deepcopy(v) for k, v in g.items()} for g in optimizer.param_groups]
-    return state, groups
-
-
-def _restore_optimizer(
-    optimizer: torch.optim.Optimizer | None, saved: tuple[dict[Any, Any], list[dict[str, Any]]]
-) -> None:
-    if optimizer is None:
-        return
-    state, groups = saved
-    optimizer.state.clear()
-    optimizer.state.update(state)
-    for group, values in zip(optimizer.param_groups, groups, strict=True):
-        group.clear()
-        group.update(values)
-
-
 def generators() -> tuple[Any, Any, Tensor, list[Tensor]]:
-    """The states of this process's random generators: Python's, numpy's, and torch's on the CPU and on each device."""
+    """Return the states of the random generators: Python's, numpy's, and torch's on the CPU and on each device."""
     cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
     return random.getstate(), np.random.get_state(), torch.get_rng_state(), cuda
 
 
 def restore_generators(states: tuple[Any, Any, Tensor, list[Tensor]]) -> None:
-    """Makes what is drawn next what was drawn after `generators()` gave these states."""
+    """Make what is drawn next what was drawn after `generators()` gave these states."""
     python, numpy, cpu, cuda = states
     random.setstate(python)
     np.random.set_state(numpy)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from runtime.comm.parcel import Sent
+from runtime.comm.communicator import CommTiming
 from runtime.monitor.clock import Clock
 from runtime.torch_compat import ModuleHook
 
@@ -49,7 +49,7 @@ class StepMarks:
         self.update: Any = None
         self.update_end: Any = None
         self.ready: list[Any] = [None] * gradients
-        self.sent: list[Sent] = [Sent() for _ in range(buckets)]
+        self.sent: list[CommTiming] = [CommTiming() for _ in range(buckets)]
 
 
 class Recorder:
@@ -66,7 +66,7 @@ class Recorder:
         self._now = StepMarks(*self._shape)
 
     def restart(self, buckets: int, gradients: int) -> None:
-        """Forgets all steps: another plan begins. What has been seen of the step that is on its way is kept."""
+        """Forget all steps: another plan begins. What has been seen of the step that is on its way is kept."""
         self.steps.clear()
         self._shape = (buckets, gradients)
         before, self._now = self._now, StepMarks(*self._shape)
@@ -74,7 +74,7 @@ class Recorder:
         self._now.micro_batches = before.micro_batches
 
     def observe(self, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Iterator[Any]:
-        """Hooks forward and the optimizer's step; yields the handles."""
+        """Hook forward and the optimizer's step; yield the handles."""
         yield model.register_forward_pre_hook(ModuleHook(self._before_forward), prepend=True)
         yield model.register_forward_hook(ModuleHook(self._after_forward))
         if optimizer is not None:
@@ -117,7 +117,7 @@ class Recorder:
         if self.each_gradient:
             self._now.ready[gradient] = self._mark()
 
-    def sent(self, bucket: int) -> Sent:
+    def sent(self, bucket: int) -> CommTiming:
         """Where the communicator notes when it sent this bucket."""
         return self._now.sent[bucket]
 

@@ -1,7 +1,7 @@
 """Whether a lossy plan really is faster than the exact one beside it (`fallback`): tried in its first steps.
 
 Both train by turns, a few steps each, so that a drift of the machine hits both alike. Nothing is lost when they change
-over: what the lossy plan held back travels with the exact one's first step. Every rank measures its own steps; the
+over: the residuals of the lossy plan are sent with the exact one's first step. Every rank measures its own steps; the
 verdict is made from those of all ranks and so is the same on all of them.
 """
 
@@ -69,14 +69,8 @@ class Trial:
         return None if present == following else self._plans[following]
 
 
-def make_trial(plan: Plan, world: World, clock: Clock) -> Trial | None:
-    """For plans that send a part of the gradients in every step and have an exact one beside them."""
-    lossy = plan.accuracy != "exact" and plan.delay is None
-    return Trial(plan, world, clock) if lossy and plan.fallback is not None and world.ranks > 1 else None
-
-
 def judge(ranks: Sequence[dict[str, list[float]]]) -> Verdict:
-    """The verdict of all ranks' blocks: a step is as long as on the slowest rank."""
+    """Return the verdict of all ranks' blocks: a step is as long as on the slowest rank."""
     lossy, exact = (np.array([rank[name] for rank in ranks]).max(axis=0) for name in ("lossy", "exact"))
     difference = exact - lossy  # of blocks that are neighbours in time
     noise_us = Z_SCORE * float(difference.std(ddof=1)) / len(difference) ** 0.5

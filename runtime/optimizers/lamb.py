@@ -62,7 +62,7 @@ class LAMB(LayerwiseOptimizer):
         check_range("LAMB: weight_decay", group["weight_decay"], 0.0)
 
     def _update(self, batches: list[Batch], layers: list[Tensor], dtype: torch.dtype) -> None:
-        # A rank's own share first, so that its norms travel while it does the rest.
+        # A rank's own share first, so that its norms are sent while it does the rest.
         updates: dict[Tensor, Tensor] = {}
         for batch in batches:
             if batch.adapted:
@@ -77,7 +77,9 @@ class LAMB(LayerwiseOptimizer):
                 torch._foreach_sub_(batch.parameters, steps)
                 continue
             end = begin + len(batch.parameters)
-            rates = list((_ratios(norms[begin:end]) * batch.group["lr"]).unbind())
+            weights, lengths = norms[begin:end].unbind(1)
+            ratios = torch.where((weights > 0.0) & (lengths > 0.0), weights / lengths, 1.0)
+            rates = list((ratios * batch.group["lr"]).unbind())
             torch._foreach_addcmul_(batch.parameters, [updates[p] for p in batch.parameters], rates, value=-1.0)
             begin = end
 
@@ -87,7 +89,13 @@ class LAMB(LayerwiseOptimizer):
         if not pairs:
             return
         parameters, gradients = (list(column) for column in zip(*pairs, strict=True))
-        states = [self._advanced(parameter) for parameter in parameters]
+        states = [self.state[parameter] for parameter in parameters]
+        for parameter, state in zip(parameters, states, strict=True):
+            if not state:
+                state["step"] = 0
+                for name in ("exp_avg", "exp_avg_sq"):
+                    state[name] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
+            state["step"] += 1
         first, second = [state["exp_avg"] for state in states], [state["exp_avg_sq"] for state in states]
         beta1, beta2 = batch.group["betas"]
         torch._foreach_lerp_(first, gradients, 1.0 - beta1)
@@ -103,19 +111,3 @@ class LAMB(LayerwiseOptimizer):
         if batch.weight_decay:
             torch._foreach_add_(found, parameters, alpha=batch.weight_decay)
         updates.update(zip(parameters, found, strict=True))
-
-    def _advanced(self, parameter: Tensor) -> dict[str, Any]:
-        """The state of a parameter, whose count of steps is this step's."""
-        state: dict[str, Any] = self.state[parameter]
-        if not state:
-            state["step"] = 0
-            for name in ("exp_avg", "exp_avg_sq"):
-                state[name] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
-        state["step"] += 1
-        return state
-
-
-def _ratios(norms: Tensor) -> Tensor:
-    """‖w‖/‖r‖ of each layer. Shape (layers,)."""
-    weights, updates = norms.unbind(1)
-    return torch.where((weights > 0.0) & (updates > 0.0), weights / updates, 1.0)

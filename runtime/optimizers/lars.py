@@ -77,7 +77,10 @@ class LARS(LayerwiseOptimizer):
                 _step(batch, velocity, None)
                 continue
             end = begin + len(batch.parameters)
-            _step(batch, velocity, _ratios(norms[begin:end], batch))
+            weights, gradient_norms = norms[begin:end].unbind(1)
+            below = gradient_norms + weights * batch.weight_decay
+            defined = (weights > 0.0) & (below > 0.0)
+            _step(batch, velocity, torch.where(defined, weights * batch.group["trust_coefficient"] / below, 1.0))
             begin = end
 
     def _decayed_velocities(self, batch: Batch) -> list[Tensor]:
@@ -95,16 +98,11 @@ class LARS(LayerwiseOptimizer):
         return velocities
 
 
-def _ratios(norms: Tensor, batch: Batch) -> Tensor:
-    """λ of each layer, from ‖w‖ and ‖g‖. Shape (layers,)."""
-    weights, gradients = norms.unbind(1)
-    below = gradients + weights * batch.weight_decay
-    defined = (weights > 0.0) & (below > 0.0)
-    return torch.where(defined, weights * batch.group["trust_coefficient"] / below, 1.0)
-
-
 def _step(batch: Batch, velocities: list[Tensor], ratios: Tensor | None) -> None:
-    """w ← w − v and the like, where v is decayed already; rates are scalar tensors, so that no device is waited for."""
+    """w ← w − v and the like, where v is decayed already; `ratios`: λ of each layer, shape (layers,), None for 1.
+
+    Rates are scalar tensors, so that no device is waited for.
+    """
     parameters, gradients, lr = batch.parameters, batch.gradients, batch.group["lr"]
     # lr · λ of each parameter, as scalar tensors on its device.
     if ratios is not None:

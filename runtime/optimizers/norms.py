@@ -108,20 +108,20 @@ class LayerNorms:
 
         def wait() -> Tensor:
             waiting = mark()
-            result = self._together(layers, local, rows, pending)
+            if pending is None:
+                result = torch.empty((0, 2)) if rows is None else rows
+            else:
+                result = self._arranged(layers, local, rows, pending.wait())
             if self._clock:
                 self.marks.append(NormMarks(begin, sent, waiting, mark()))
             return result
 
         return wait
 
-    def _together(
-        self, layers: Sequence[Tensor], local: Sequence[Tensor], rows: Tensor | None, pending: Pending | None
+    def _arranged(
+        self, layers: Sequence[Tensor], local: Sequence[Tensor], rows: Tensor | None, gathered: Tensor
     ) -> Tensor:
         """The rows of all layers, from those computed here and those gathered."""
-        if pending is None:
-            return torch.empty((0, 2)) if rows is None else rows
-        gathered = pending.wait()
         if len(layers) == len(self._places) and all(map(operator.is_, layers, self._places)):
             return gathered
         here = {layer: place for place, layer in enumerate(local)}

@@ -81,27 +81,24 @@ class Split:
         """
         own = torch.zeros((self.rows, *self.shape), dtype=self.dtype, device=self.device)
         if self.mine:
-            results = operation([items[item] for item in self.mine])
-            self._check(results)
+            results: Any = operation([items[item] for item in self.mine])
+            expected = (len(self.mine), *self.shape)
+            found = tuple(results.shape) if isinstance(results, Tensor) else type(results).__name__
+            if found != expected or results.dtype != self.dtype or results.device != self.device:
+                found = f"{found}, {results.dtype} on {results.device}" if isinstance(results, Tensor) else found
+                raise InputError(
+                    f"the operation returned {found}, expected a tensor with one row for each item, {expected}, "
+                    f"{self.dtype} on {self.device}; stack the results, or say their shape and dtype"
+                )
             own[: len(self.mine)].copy_(results)
         group = self.world.group
         if group is None or not self.rows:
             return Pending(self, own, None)
         gathered = own.new_empty((self.world.ranks * self.rows, *self.shape))
-        with self.world.naming(WHAT):
+        with self.world.error_context(WHAT):
             # As bytes: backends know few dtypes.
             to, of = gathered.view(-1).view(torch.uint8), own.view(-1).view(torch.uint8)
             return Pending(self, gathered, all_gather_single(to, of, group=group, async_op=True))
-
-    def _check(self, results: Any) -> None:
-        expected = (len(self.mine), *self.shape)
-        found = tuple(results.shape) if isinstance(results, Tensor) else type(results).__name__
-        if found != expected or results.dtype != self.dtype or results.device != self.device:
-            found = f"{found}, {results.dtype} on {results.device}" if isinstance(results, Tensor) else found
-            raise InputError(
-                f"the operation returned {found}, expected a tensor with one row for each item, {expected}, "
-                f"{self.dtype} on {self.device}; stack the results, or say their shape and dtype"
-            )
 
     def arranged(self, gathered: Tensor) -> Tensor:
         """The results in the order of the items, from those of all ranks one after the other."""
@@ -122,7 +119,7 @@ class Pending:
         """
         world = self._split.world
         if self._work is not None:
-            with world.naming(WHAT):
+            with world.error_context(WHAT):
                 if self._gathered.is_cuda:
                     wait_for(self._work)  # the backend's watchdog has the deadline
                 else:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from runtime.plan.document import (
-    CURE,
+    HINT,
     MAX_UPDATERS,
     NO_COMPRESSION,
     Accuracy,
@@ -18,13 +18,13 @@ from runtime.plan.document import (
     StepPlan,
     UpdatePlan,
     check_blocks,
-    interface_misfit,
+    interface_problem,
     load_plan,
     parse_plan,
 )
 
 __all__ = [
-    "CURE", "MAX_UPDATERS", "NO_COMPRESSION", "Accuracy", "CompressorSpec", "DelaySpec", "LocalAsyncSpec",
+    "HINT", "MAX_UPDATERS", "NO_COMPRESSION", "Accuracy", "CompressorSpec", "DelaySpec", "LocalAsyncSpec",
     "ModelReference", "NormPlan", "Plan", "PlanBucket", "PlanWorld", "StepPlan", "UpdatePlan",
-    "check_blocks", "interface_misfit", "load_plan", "parse_plan",
+    "check_blocks", "interface_problem", "load_plan", "parse_plan",
 ]  # fmt: skip

@@ -49,7 +49,7 @@ MAX_BUCKETS = 20_000
 MAX_UPDATERS = 1024
 """More processes than any rank has cores or device memory for."""
 
-CURE = "correct it, or make the plan again with `planner optimize`"
+HINT = "correct it, or make the plan again with `planner optimize`"
 
 RETIRED = {
     ".momentum_correction": (
@@ -93,7 +93,7 @@ class PlanWorld:
         """Why ranks cannot be so many on each of so many nodes, or None."""
         if self.nodes is None or self.ranks % self.nodes == 0:
             return None
-        return f"found {self.ranks} ranks on {self.nodes} nodes, expected as many ranks on each node: {CURE}"
+        return f"found {self.ranks} ranks on {self.nodes} nodes, expected as many ranks on each node: {HINT}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,7 +116,7 @@ NO_COMPRESSION = CompressorSpec(name="none")
 
 @dataclass(frozen=True, kw_only=True)
 class PlanBucket:
-    """Gradients that travel as one message (one per dtype), and how."""
+    """Gradients that are sent as one message (one per dtype), and how."""
 
     __pydantic_config__ = STRICT
 
@@ -321,7 +321,7 @@ def load_plan(path: str | Path) -> Plan:
 def parse_plan(document: Any, where: str = "plan") -> Plan:
     """Checks a parsed plan document; `where` names it in messages. Raises as `load_plan` does."""
     check_schema(document, SCHEMA, where)
-    plan = validate(Plan, document, where, cure=CURE, retired=RETIRED)
+    plan = validate(Plan, document, where, hint=HINT, retired=RETIRED)
     _check_whole(plan, where, "$")
     return plan
 
@@ -329,7 +329,7 @@ def parse_plan(document: Any, where: str = "plan") -> Plan:
 def _check_whole(plan: Plan, where: str, path: str) -> None:
     if plan.world.misfit is not None:
         raise InputError(f"{where}: {path}.world: {plan.world.misfit}")
-    if (problem := interface_misfit(plan, path)) is not None:
+    if (problem := interface_problem(plan, path)) is not None:
         raise InputError(f"{where}: {problem}")
     owner: dict[str, int] = {}
     for index, bucket in enumerate(plan.buckets):
@@ -348,14 +348,14 @@ def _check_whole(plan: Plan, where: str, path: str) -> None:
         _check_whole(alternative, where, f"{path}.alternatives{json_step(accuracy)}")
 
 
-def interface_misfit(plan: Plan, path: str = "the plan") -> str | None:
+def interface_problem(plan: Plan, path: str = "the plan") -> str | None:
     """Why the interface is none, or does not say what the plan does to a script; None where it is right.
 
     A lossy plan's `fallback` may take its place in a run, so the plan has to name the fallback's interface, too.
     """
     for position, name in enumerate(plan.interfaces):
         if (problem := name_problem(name)) is not None:
-            return f"{path}.interface[{position}]: {problem}: {CURE}"
+            return f"{path}.interface[{position}]: {problem}: {HINT}"
     shares = "" if plan.sharded else ".fallback" if plan.fallback is not None and plan.fallback.sharded else None
     if shares is None or SHARDED_STEP in plan.interfaces:
         return None
@@ -385,7 +385,7 @@ def check_blocks(spec: LocalAsyncSpec, gradients: Sequence[str], where: str) -> 
             if name not in place:
                 raise InputError(
                     f"{where}[{index}][{position}]: found {name!r}, which is in no bucket; expected a gradient of the "
-                    f"plan: {CURE}"
+                    f"plan: {HINT}"
                 )
             if name in owner:
                 raise InputError(
@@ -399,7 +399,7 @@ def check_blocks(spec: LocalAsyncSpec, gradients: Sequence[str], where: str) -> 
             raise InputError(
                 f"{where}[{index}]: found {gradients[places[0]]!r} and {gradients[places[-1]]!r} without "
                 f"{between!r}, which becomes ready between them; expected gradients that become ready one after the "
-                f"other, as the buckets have them: {CURE}"
+                f"other, as the buckets have them: {HINT}"
             )
     missing = [name for name in gradients if name not in owner]
     if missing:

@@ -102,25 +102,25 @@ def check_output(path: str | Path) -> Path:
         InputError: it is a directory, its folder is missing or cannot be written to, or the file is read-only.
     """
     name = checked_path(path)
-    cure = "choose another output path"
+    hint = "choose another output path"
     try:
         mode = os.stat(name).st_mode
     except (FileNotFoundError, NotADirectoryError):
         mode = None
     except OSError as error:
-        raise InputError(f"{name}: cannot be written: {error.strerror}; {cure}") from None
+        raise InputError(f"{name}: cannot be written: {error.strerror}; {hint}") from None
     if mode is not None and stat.S_ISDIR(mode):
-        raise InputError(f"{name}: found a directory, expected a file name to write to; {cure}")
+        raise InputError(f"{name}: found a directory, expected a file name to write to; {hint}")
     if mode is not None and not os.access(name, os.W_OK):
-        raise InputError(f"{name}: found a file that may not be written, expected one that may; {cure}")
+        raise InputError(f"{name}: found a file that may not be written, expected one that may; {hint}")
     if mode is not None and not stat.S_ISREG(mode):
         return Path(name)
     target = Path(os.path.realpath(name))
     shown = target.parent if Path(name).is_symlink() else Path(name).parent
     if not os.path.isdir(shown):  # not by its absolute path, to which the way may be barred
-        raise InputError(f"{name}: there is no folder {shown}; make it or {cure}")
+        raise InputError(f"{name}: there is no folder {shown}; make it or {hint}")
     if not os.access(shown, os.W_OK):
-        raise InputError(f"{name}: the folder {shown} is not writable; {cure}")
+        raise InputError(f"{name}: the folder {shown} is not writable; {hint}")
     return target
 
 

@@ -27,7 +27,7 @@ def longest_first(costs: Sequence[float], parts: int) -> tuple[int, ...]:
     for item in sorted(range(len(costs)), key=lambda item: -costs[item]):
         load, count, part = heapq.heappop(loads)
         owners[item] = part
-        # Items that cost nothing are spread, too: results of all parts travel, padded to the most that one has.
+        # Items that cost nothing are spread, too: results of all parts are sent, padded to the most that one has.
         heapq.heappush(loads, (load + costs[item], count + 1, part))
     return tuple(owners)
 

@@ -105,7 +105,7 @@ def load_measured(path: str | Path, plan: Plan) -> MeasuredStep:
     """
     where, document = str(path), read_json(path)
     check_schema(document, TIMELINE_SCHEMA, where)
-    step = validate(MeasuredStep, document, where, cure="save the step again with session.report().save(…)")
+    step = validate(MeasuredStep, document, where, hint="save the step again with session.report().save(…)")
     for index, task in enumerate(step.timeline):
         place = f"{where}: $.timeline[{index}]"
         if task.end_us < task.start_us:

@@ -95,7 +95,7 @@ class FrontierPoint:
     __pydantic_config__ = STRICT
 
     max_ratio: Annotated[float, Field(ge=1.0)]
-    """The largest ratio of a layer's elements to those that travel, as allowed; 1: nothing is left out."""
+    """The largest ratio of a layer's elements to those that are sent, as allowed; 1: nothing is left out."""
     iteration_us: PredictedUs
     buckets: Count
     sparse_buckets: Count

@@ -104,7 +104,16 @@ def read_json(path: str | Path) -> Any:
     try:
         document = json.loads(text, object_pairs_hook=_object)
     except json.JSONDecodeError as error:
-        raise InputError(f"{path}: not valid JSON at {_syntax(error)}") from None
+        rest = error.doc[error.pos :].lstrip()
+        expected = _JSON_ERRORS.get(error.msg, error.msg.removeprefix("Expecting "))
+        if not error.doc.strip():
+            found, hint = "an empty file", "check that it is the right file"
+        elif not rest or error.msg.startswith("Unterminated"):
+            found, hint = "the end of the file too early", "write the file anew"
+        else:
+            found, hint = json.dumps(rest[:20]), "correct it"
+        place = f"line {error.lineno}, column {error.colno}"
+        raise InputError(f"{path}: not valid JSON at {place}: found {found}, expected {expected}; {hint}") from None
     except RecursionError:
         raise InputError(
             f"{path}: found a text nested too deeply, expected at most {MAX_DEPTH} levels; check that it is the right "
@@ -118,18 +127,6 @@ def read_json(path: str | Path) -> Any:
     if flaw is not None:
         raise InputError(f"{path}: ${flaw}")
     return document
-
-
-def _syntax(error: json.JSONDecodeError) -> str:
-    """Where and why a text is not JSON: `line 1, column 5: found …, expected …; cure`."""
-    rest = error.doc[error.pos :].lstrip()
-    place = f"line {error.lineno}, column {error.colno}"
-    expected = _JSON_ERRORS.get(error.msg, error.msg.removeprefix("Expecting "))
-    if not error.doc.strip():
-        return f"{place}: found an empty file, expected {expected}; check that it is the right file"
-    if not rest or error.msg.startswith("Unterminated"):
-        return f"{place}: found the end of the file too early, expected {expected}; write the file anew"
-    return f"{place}: found {json.dumps(rest[:20])}, expected {expected}; correct it"
 
 
 _JSON_ERRORS = {
@@ -153,13 +150,13 @@ def write_json(path: str | Path, document: Any) -> None:
 
 def check_schema(document: Any, expected: str, where: str) -> Mapping[str, Any]:
     """Checks that `document` is an object of the schema `expected`, for example `"planner.plan/1"`."""
-    cure = "use a file of that kind and version"
+    hint = "use a file of that kind and version"
     if not isinstance(document, dict):
-        raise InputError(f'{where}: $: found {_kind(document)}, expected an object with "schema": "{expected}"; {cure}')
+        raise InputError(f'{where}: $: found {_kind(document)}, expected an object with "schema": "{expected}"; {hint}')
     found = document.get("schema")
     if found != expected:
         shown = 'no field "schema"' if found is None else f"schema {_shown(found)}"
-        raise InputError(f'{where}: $.schema: found {shown}, expected "{expected}"; {cure}')
+        raise InputError(f'{where}: $.schema: found {shown}, expected "{expected}"; {hint}')
     return document
 
 
@@ -168,7 +165,7 @@ def validate(
     document: Any,
     where: str,
     *,
-    cure: str = "correct it",
+    hint: str = "correct it",
     retired: Mapping[str, str] = MappingProxyType({}),
 ) -> T:
     """Turns parsed JSON into a record of `record_type`.
@@ -177,15 +174,20 @@ def validate(
         record_type: a frozen dataclass with `STRICT` as its `__pydantic_config__`.
         document: plain JSON types.
         where: names the document in messages.
-        cure: what to do about wrong values, in words.
+        hint: what to do about wrong values, in words.
         retired: what to say of fields that earlier versions knew, by the end of their JSON path, such as `.delay.k`.
 
     Raises:
-        InputError: lists up to five violations, each with its JSON path, what was found, what was expected and `cure`.
+        InputError: lists up to five violations, each with its JSON path, what was found, what was expected and `hint`.
     """
     try:
+        text = json.dumps(document, separators=(",", ":"), allow_nan=False).encode()
+    except (TypeError, ValueError, RecursionError) as error:
+        flaw = _flaw(document) or f": found what JSON cannot hold ({error}), expected what json.load returns; pass that"
+        raise InputError(f"{where}: ${flaw}") from None
+    try:
         # Strict JSON semantics, yet from Python objects: lists become tuples, integers become floats.
-        return cast(T, _adapter(record_type).validate_json(_compact(document, where), strict=True))
+        return cast(T, _adapter(record_type).validate_json(text, strict=True))
     except ValidationError as error:
         details = error.errors(include_url=False, include_context=False)
         # A list whose element is wrong is also reported as too short: keep the cause, drop the echo.
@@ -197,7 +199,7 @@ def validate(
             gone = next(
                 (what for end, what in retired.items() if path.endswith(end) and detail["type"] in UNKNOWN), None
             )
-            lines.append(f"{where}: {path}: {gone or _violation(detail, record_type, cure)}")
+            lines.append(f"{where}: {path}: {gone or _violation(detail, record_type, hint)}")
         if len(details) > SHOWN_VIOLATIONS:
             lines.append(f"{where}: and {len(details) - SHOWN_VIOLATIONS} more")
         raise InputError("\n".join(dict.fromkeys(lines))) from None
@@ -215,14 +217,6 @@ def _adapter(record_type: type[Any]) -> TypeAdapter[Any]:
     if record_type not in _adapters:
         _adapters[record_type] = TypeAdapter(record_type)
     return _adapters[record_type]
-
-
-def _compact(document: Any, where: str) -> bytes:
-    try:
-        return json.dumps(document, separators=(",", ":"), allow_nan=False).encode()
-    except (TypeError, ValueError, RecursionError) as error:
-        flaw = _flaw(document) or f": found what JSON cannot hold ({error}), expected what json.load returns; pass that"
-        raise InputError(f"{where}: ${flaw}") from None
 
 
 def _kind(value: Any) -> str:
@@ -260,8 +254,8 @@ def _json_path(document: Any, location: tuple[int | str, ...]) -> str:
     return path
 
 
-def _violation(detail: ErrorDetails, record_type: type[Any], cure: str) -> str:
-    """What is wrong at one place: found, expected, cure."""
+def _violation(detail: ErrorDetails, record_type: type[Any], hint: str) -> str:
+    """What is wrong at one place: found, expected, hint."""
     if detail["type"] in UNKNOWN:
         field = str(detail["loc"][-1])
         near = difflib.get_close_matches(field, _field_names(record_type), n=1) if len(field) < 100 else []
@@ -271,15 +265,11 @@ def _violation(detail: ErrorDetails, record_type: type[Any], cure: str) -> str:
         return "missing field; add it"
     if detail["type"] == "json_invalid":
         return f"not a document of ours: found {detail['msg']}, expected plain JSON; check that it is the right file"
-    return f"found {_shown(detail['input'])}, expected {_expected(detail['msg'])}; {cure}"
-
-
-def _expected(message: str) -> str:
-    """`Tuple should have at least 1 item after validation, not 0`, as pydantic puts it → `at least 1 item`."""
+    # `Tuple should have at least 1 item after validation, not 0`, as pydantic puts it → `at least 1 item`.
+    expected = detail["msg"].partition(" after validation")[0]
     for start in ("Input should be ", "Value error, ", "Tuple should have ", "String should have ", "String should "):
-        message = message.removeprefix(start)
-    message = message.partition(" after validation")[0]
-    return _JSON_WORDS.get(message, message)
+        expected = expected.removeprefix(start)
+    return f"found {_shown(detail['input'])}, expected {_JSON_WORDS.get(expected, expected)}; {hint}"
 
 
 _JSON_WORDS = {

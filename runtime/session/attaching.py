@@ -10,14 +10,15 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from runtime.checks.local_async import find_local_updaters
-from runtime.checks.optimizer import find_optimizer_misfit, inner_optimizer, warn_of_selection
-from runtime.checks.plan import find_attached, find_misfit, model_fingerprint, trainable_parameters
-from runtime.checks.topology import adapt, find_topology_misfit
-from runtime.comm.topology import Whereabouts, find_topology, whereabouts
-from runtime.comm.world import Credentials, World, agree, bounded_timeout_s
+from runtime.checks.optimizer import check_optimizer, warn_of_selection
+from runtime.checks.plan import check_attached, check_model, check_plan, model_fingerprint, trainable_parameters
+from runtime.checks.topology import adapt, check_topology
+from runtime.comm.topology import NodeInfo, find_topology, node_info
+from runtime.comm.world import RankInfo, World, agree, bounded_timeout_s
 from runtime.errors import InputError, PlanMismatch
+from runtime.modes import asked_modes
 from runtime.monitor.drift import warn_of_torch
+from runtime.optimizers.kinds import inner_optimizer
 from runtime.plan import Plan, load_plan
 from runtime.session.session import Session, attached
 from runtime.version import __version__
@@ -43,7 +44,7 @@ def attach(
     guard: bool = True,
     mesh: DeviceMesh | None = None,
 ) -> Session:
-    """Makes `backward()` of a plain model exchange its gradients as the plan says.
+    """Make `backward()` of a plain model exchange its gradients as the plan says.
 
     Args:
         model: the bare module, on its device; the same on every rank.
@@ -78,10 +79,18 @@ def attach(
         InputError: the model is attached already, or is none; the optimizer is none.
         EnvironmentFailure: a rank did not come within the deadline.
     """
-    _check_types(model, optimizer)
-    loaded, problem = _load(model, plan)
-    if loaded is not None and problem is None:
-        problem = find_optimizer_misfit(loaded, optimizer, dict(model.named_parameters()))
+    hint = "call planner.attach(model, optimizer, plan)"  # what a script gives, the same on every rank
+    if not isinstance(model, nn.Module):
+        raise InputError(f"model: found a {type(model).__name__}, expected a torch.nn.Module; {hint}")
+    if optimizer is not None and not callable(getattr(optimizer, "step", None)):
+        raise InputError(f"optimizer: found a {type(optimizer).__name__}, expected a torch.optim.Optimizer; {hint}")
+    loaded: Plan | None = None
+    try:  # what is wrong on this rank is reported to all ranks, so that none waits for this one
+        loaded = plan if isinstance(plan, Plan) else load_plan(plan)
+        problem = check_attached(model, attached)
+        problem = problem or check_optimizer(loaded, optimizer, dict(model.named_parameters()))
+    except InputError as error:
+        problem = str(error)
     scale: object = loss_scale  # of any type, where callers are not checked
     if problem is None and scale is not None and not callable(scale):
         problem = f"loss_scale: found {scale!r}, expected a function such as scaler.get_scale; pass that"
@@ -107,45 +116,25 @@ def attach(
         raise
 
 
-def _check_types(model: object, optimizer: object) -> None:
-    """Of what a script gives, which is the same on every rank."""
-    cure = "call planner.attach(model, optimizer, plan)"
-    if not isinstance(model, nn.Module):
-        raise InputError(f"model: found a {type(model).__name__}, expected a torch.nn.Module; {cure}")
-    if optimizer is not None and not callable(getattr(optimizer, "step", None)):
-        raise InputError(f"optimizer: found a {type(optimizer).__name__}, expected a torch.optim.Optimizer; {cure}")
-
-
-def _load(model: nn.Module, plan: Plan | str | Path) -> tuple[Plan | None, str | None]:
-    """The plan, and what is wrong on this rank: it is told to all ranks, so that none waits for this one."""
-    try:
-        loaded = plan if isinstance(plan, Plan) else load_plan(plan)
-    except InputError as error:
-        return None, str(error)
-    return loaded, find_attached(model, attached)
-
-
 def _agree(world: World, model: nn.Module, plan: Plan | None, problem: str | None, mesh: DeviceMesh | None) -> Plan:
-    """The plan as it is executed here."""
+    """Compare plans, models and problems of all ranks; return the plan as it is executed on their nodes."""
     digest, print_ = "", ""
     parameters: tuple[str, ...] = ()
-    where: Whereabouts | None = None
+    where: NodeInfo | None = None
     try:
-        where = whereabouts(world.group, mesh)
+        where = node_info(world.group, mesh)
         if plan is not None and problem is None:
-            problem = find_local_updaters(plan) or find_misfit(model, plan, world.ranks)
+            problem = asked_modes(plan)[0].attach_reason or check_model(model)
+            problem = problem or check_plan(trainable_parameters(model), plan, world.ranks)
         if plan is not None and problem is None:
             digest, parameters, print_ = plan.digest(), plan.gradients, model_fingerprint(model)
     except InputError as error:
         problem = str(error)
     devices = sorted({parameter.device.type for parameter in model.parameters()})
-    mine = Credentials(
-        __version__, torch.__version__, digest, print_, parameters, ",".join(devices), problem, where=where
-    )
+    mine = RankInfo(__version__, torch.__version__, digest, print_, parameters, ",".join(devices), problem, where=where)
     everyone = agree(world, mine)
     assert plan is not None
     world.topology = find_topology([one.where for one in everyone if one.where is not None])
-    misfit = find_topology_misfit(plan, world.topology)
-    if misfit is not None:
-        raise PlanMismatch(misfit)
+    if problem := check_topology(plan, world.topology):
+        raise PlanMismatch(problem)
     return adapt(plan, world, trainable_parameters(model))

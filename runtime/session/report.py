@@ -7,22 +7,21 @@ parts are means over the same steps, the middle half by length, so that they add
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from runtime.comm.world import World
-from runtime.monitor.causes import cause_of_error
 from runtime.monitor.clock import Clock
 from runtime.monitor.drift import complete, measured_times, predicted_times
 from runtime.monitor.recorder import Recorder, StepMarks
+from runtime.monitor.verdict import cause_of_error
+from runtime.optimizers.planned_norms import NormReport
 from runtime.plan import ModelReference, Plan
 from runtime.plan.measured import MeasuredStep
 from runtime.plan.strict_json import write_json
 from runtime.plan.timeline import Span, Timeline
-from runtime.session.updates import NormReport
 from runtime.sharded.step import StepReport
 from runtime.sparse.guard import Sampled
 
@@ -59,7 +58,7 @@ class BucketReport:
     predicted_end_us: float | None = None
     compressor: str = "none"
     sends: str = "all_reduce"
-    """What it travels by, where that has no phases."""
+    """The collective that it is sent by, where that has no phases."""
     sample: Sampled | None = None
     """Of a lossy bucket, when it was last looked at."""
     phases: tuple[PhaseReport, ...] = ()
@@ -87,7 +86,7 @@ class BucketReport:
         if self.sample is not None:
             text += (
                 f", δ {self.sample.delta:.2f}, {self.sample.energy:.0%} of the energy sent, "
-                f"norm of what is held back {self.sample.residual_norm:.3g}"
+                f"norm of the residual {self.sample.residual_norm:.3g}"
             )
         return text
 
@@ -191,13 +190,13 @@ class Report:
             start_us = end_us
 
     def to_document(self) -> dict[str, Any]:
-        """The measured step as plain JSON types, in the form that `planner explain --measured` reads."""
+        """Return the measured step as plain JSON types, in the form that `planner explain --measured` reads."""
         return MeasuredStep.of(
             self.timeline, model=self.model, rank=self.rank, ranks=self.ranks, steps=self.steps
         ).to_document()
 
     def save(self, path: str | Path) -> None:
-        """Writes the measured step (`to_document`) atomically."""
+        """Write the measured step (`to_document`) atomically."""
         write_json(path, self.to_document())
 
     def __str__(self) -> str:
@@ -294,7 +293,7 @@ class _Step:
 
 
 def _optimizer_steps(recorded: Sequence[StepMarks], clock: Clock) -> Iterator[_Step]:
-    """The steps of which all marks are there, each up to the optimizer's where one is seen to step."""
+    """Return the steps of which all marks are there, each up to the optimizer's where one is seen to step."""
     updated = any(marks.update_end is not None for marks in recorded)
     backwards: list[_Backward | None] = []
     before = None
@@ -315,7 +314,7 @@ def _optimizer_steps(recorded: Sequence[StepMarks], clock: Clock) -> Iterator[_S
 
 
 def _middle(steps: Sequence[_Step]) -> list[_Step]:
-    """The middle half by length, of the kind that most steps are of."""
+    """Return the middle half by length, of the kind that most steps are of."""
     if not steps:
         return []
     usual = statistics.mode(step.kind for step in steps)
@@ -325,7 +324,7 @@ def _middle(steps: Sequence[_Step]) -> list[_Step]:
 
 
 def _script_us(steps: Sequence[_Step], next_forward: Any, clock: Clock) -> float:
-    """The median of what a step's parts leave of the time until the next one begins."""
+    """Return the median of what a step's parts leave of the time until the next one begins."""
     starts = [*(step.start for step in steps[1:]), next_forward][: len(steps)]
     rests = [
         clock.between_us(step.start, start) - sum(step.parts)
@@ -336,7 +335,7 @@ def _script_us(steps: Sequence[_Step], next_forward: Any, clock: Clock) -> float
 
 
 def _predicted_us(plan: Plan, kind: tuple[int, int]) -> float | None:
-    """What the plan says of a step with so many micro-batches, of which so many exchange; None where it does not."""
+    """Return what the plan predicts of a step with so many micro-batches, of which so many exchange, or None."""
     said = plan.predicted
     if said is None:
         return None
@@ -351,11 +350,15 @@ def _predicted_us(plan: Plan, kind: tuple[int, int]) -> float | None:
 
 def make_report(
     plan: Plan, recorder: Recorder, world: World, samples: Mapping[int, Sequence[Sampled]] | None = None,
-    norms: NormReport | None = None, step: StepReport | None = None,
+    norms: NormReport | None = None, step: StepReport | None = None, sends: str | None = None,
 ) -> Report:  # fmt: skip
-    """Means over the middle half of the recorded steps.
+    """Return means over the middle half of the recorded steps.
 
-    `samples`: of lossy buckets by their index. `norms`, `step`: what those of the optimizer took, where it has them.
+    Args:
+        samples: of lossy buckets by their index.
+        norms: what those of the optimizer took, where it has any.
+        step: what the mode did in the optimizer's step, where it does anything.
+        sends: the collective of all buckets, where it is another one than the plan says.
     """
     steps = list(_optimizer_steps(list(recorder.steps), recorder.clock))
     middle = _middle(steps)
@@ -381,7 +384,7 @@ def make_report(
         ),
         predicted_us=predicted_us,
         error=predicted_us / iteration_us - 1.0 if predicted_us is not None and iteration_us > 0.0 else None,
-        buckets=tuple(_buckets(plan, middle, recorder.clock, samples or {})),
+        buckets=tuple(_buckets(plan, middle, recorder.clock, samples or {}, sends)),
         norms=norms,
         step=step,
         interfaces=plan.interfaces,
@@ -405,21 +408,20 @@ def _cause(plan: Plan, steps: Sequence[StepMarks], clock: Clock) -> str | None:
 
 
 def _means(rows: Sequence[Sequence[float]], columns: int) -> list[float]:
-    """The mean of each column; zeros where there is no row."""
+    """Return the mean of each column; zeros where there is no row."""
     return [statistics.fmean(row[column] for row in rows) if rows else 0.0 for column in range(columns)]
 
 
 def _buckets(
-    plan: Plan, steps: Sequence[_Step], clock: Clock, samples: Mapping[int, Sequence[Sampled]]
+    plan: Plan, steps: Sequence[_Step], clock: Clock, samples: Mapping[int, Sequence[Sampled]], sends: str | None
 ) -> Iterable[BucketReport]:
     lasts = [step.backwards[-1].marks for step in steps]
     if not any(marks.sent and marks.sent[0].end is not None for marks in lasts):
         return
 
-    def mean(of: Callable[[StepMarks], Any]) -> float:
-        """From the step's start to what is marked of its last backward."""
-        marks = [(step, of(step.backwards[-1].marks)) for step in steps]
-        known = [step.until(mark, clock) for step, mark in marks if mark is not None]
+    def mean(marks_of: Iterable[Any]) -> float:
+        """From the step's start to what is marked of its last backward, by step."""
+        known = [step.until(mark, clock) for step, mark in zip(steps, marks_of, strict=True) if mark is not None]
         return statistics.fmean(known) if known else 0.0
 
     predicted = plan.predicted.bucket_times(len(plan.buckets)) if plan.predicted else [None] * len(plan.buckets)
@@ -427,42 +429,27 @@ def _buckets(
     for index, bucket in enumerate(plan.buckets):
         first, last = last + 1, last + len(bucket.gradients)
         start_us, end_us = predicted[index] or (None, None)
+        sent = [marks.sent[index] for marks in lasts]
+        # The last of its gradients; those that came in no backward have no mark.
+        ready = [[mark for mark in marks.ready[first : last + 1] if mark is not None] for marks in lasts]
+        kinds = next((one.phases for one in reversed(sent) if one.phases), [])
+        phases = []
+        for number, (name, link, _, _) in enumerate(kinds):
+            marks = [one.phases[number] if number < len(one.phases) else (name, link, None, None) for one in sent]
+            begin_us, over_us = mean(one[2] for one in marks), mean(one[3] for one in marks)
+            phases.append(PhaseReport(name=name, link=link, start_us=begin_us, end_us=over_us))
         yield BucketReport(
             index=index,
             gradients=len(bucket.gradients),
             size_bytes=bucket.size_bytes,
-            ready_us=mean(partial(_ready, slice(first, last + 1))),
-            launch_us=mean(partial(_sent, index, "launch")),
-            start_us=mean(partial(_sent, index, "start")),
-            end_us=mean(partial(_sent, index, "end")),
+            ready_us=mean(max(marks) if marks else None for marks in ready),
+            launch_us=mean(one.launch for one in sent),
+            start_us=mean(one.start for one in sent),
+            end_us=mean(one.end for one in sent),
             predicted_start_us=start_us,
             predicted_end_us=end_us,
             compressor=bucket.compressor.name,
-            sends="reduce_scatter" if plan.sharded else bucket.collective,
+            sends=sends or bucket.collective,
             sample=samples[index][-1] if samples.get(index) else None,
-            phases=tuple(_phases(index, lasts, mean)),
+            phases=tuple(phases),
         )
-
-
-def _phases(
-    bucket: int, lasts: Sequence[StepMarks], mean: Callable[[Callable[[StepMarks], Any]], float]
-) -> Iterator[PhaseReport]:
-    kinds = next((marks.sent[bucket].phases for marks in reversed(lasts) if marks.sent[bucket].phases), [])
-    for number, (name, link, _, _) in enumerate(kinds):
-        start_us, end_us = (mean(partial(_phase, bucket, number, side)) for side in (2, 3))
-        yield PhaseReport(name=name, link=link, start_us=start_us, end_us=end_us)
-
-
-def _phase(bucket: int, number: int, side: int, marks: StepMarks) -> Any:
-    phases = marks.sent[bucket].phases
-    return phases[number][side] if number < len(phases) else None
-
-
-def _ready(members: slice, marks: StepMarks) -> Any:
-    """The last of a bucket's gradients; those that came in no backward have no mark."""
-    known = [mark for mark in marks.ready[members] if mark is not None]
-    return max(known) if known else None
-
-
-def _sent(index: int, what: str, marks: StepMarks) -> Any:
-    return getattr(marks.sent[index], what)

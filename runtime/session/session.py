@@ -1,4 +1,4 @@
-"""A model that trains by a plan: its exchange, what watches over it, and how another plan takes its place.
+"""A model that trains by a plan: its mode and exchange, what watches over it, and how another plan takes its place.
 
 What happens in one step is told in `runtime.core.backward`.
 """
@@ -8,41 +8,35 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from runtime.checks.delay import SHARED_STEP_TAKES_NOTHING_OVER, afterwards, find_late_plan, synchronous
-from runtime.checks.optimizer import find_optimizer_misfit, inner_optimizer, warn_of_selection
-from runtime.checks.plan import find_late_step, find_plan_misfit, trainable_parameters
-from runtime.checks.topology import adapt, find_topology_misfit
+from runtime.checks.optimizer import check_optimizer, warn_of_selection
+from runtime.checks.plan import check_plan, check_switch, trainable_parameters
+from runtime.checks.topology import adapt, check_topology
 from runtime.comm.collectives import has_phases
-from runtime.comm.communicator import Communicator
-from runtime.comm.node_groups import Grid
-from runtime.comm.parcel import Sent
+from runtime.comm.communicator import CommTiming, Communicator
 from runtime.comm.phased_communicator import make_phased_communicator
-from runtime.comm.topology import Position, Topology
-from runtime.comm.world import Credentials, World, agree, first_line
+from runtime.comm.topology import Topology
+from runtime.comm.world import Grid, RankInfo, World, agree, first_line
 from runtime.core.backward import BackwardLife
 from runtime.core.buffers import BufferSync
 from runtime.core.closures import LossAveraging
 from runtime.core.exchange import Exchange
 from runtime.core.watch import ModelWatch
-from runtime.delay.stages import Delay
 from runtime.errors import FallbackWarning, InputError
+from runtime.modes import Mode, make_mode
 from runtime.monitor.clock import make_clock
-from runtime.monitor.drift import DriftGuard
-from runtime.monitor.recorder import Recorder
-from runtime.monitor.trial import make_trial
+from runtime.optimizers.kinds import inner_optimizer
+from runtime.optimizers.planned_norms import PlannedNorms
 from runtime.plan import Plan, load_plan
-from runtime.session.exchanges import make_exchange
+from runtime.session.monitor import Monitor
 from runtime.session.report import Report, make_report
-from runtime.session.updates import Updates
-from runtime.sparse.guard import Guard, Sampled, without
-from runtime.sparse.residuals import carried_part
+from runtime.sparse.guard import Sampled
 from runtime.torch_compat import OUTSIDE, current_backward_id, is_out_of_memory, leave_uncompiled
 from runtime.version import __version__
 
@@ -50,7 +44,7 @@ attached: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
 class Session:
-    """A model that trains by a plan; made by `attach`."""
+    """A model that trains by a plan; made by `attach`. To its modes it is the `runtime.modes.Host`."""
 
     def __init__(
         self,
@@ -66,150 +60,129 @@ class Session:
         guard: bool = False,
     ) -> None:
         """Use `attach`. With `communicate` False everything happens but the exchange of gradients (for measuring)."""
-        self.plan, self.world, self.model = plan, world, model
-        self._given, optimizer = optimizer, inner_optimizer(optimizer)
+        self.model, self.world = model, world
+        self._given, self.optimizer = optimizer, inner_optimizer(optimizer)
+        self.communicates, self.loss_scale, self.guarded = communicate, loss_scale, guard
+        self._broadcast_buffers, self._drift = broadcast_buffers, drift
         self.step = 0
         """How many steps have been exchanged, which is the number of the next one."""
-        self._pending: tuple[int, Exchange] | None = None
+        self._pending: tuple[int, Mode, Exchange] | None = None
         self._elsewhere: Callable[[], AbstractContextManager[None]] | None = None
         """The `no_sync` of what trains the model while the session is aside."""
-        self._communicate = communicate
         self.parameters = trainable_parameters(model)
-        self._backward = BackwardLife(
-            model, ModelWatch(model, self.parameters), lambda: self._exchange, self._step_done
-        )
+        self.device = next(iter(self.parameters.values())).device
+        watch = ModelWatch(model, self.parameters)
+        self._backward = BackwardLife(model, watch, lambda: self.exchange, self._step_done)
         leave_uncompiled()
-        self._device = next(iter(self.parameters.values())).device
-        self.recorder = Recorder(make_clock(self._device), len(plan.buckets), len(plan.gradients))
-        self.drift = DriftGuard(world.rank, self.recorder.clock)
-        """Compares steps with the prediction now and then; `drift.verdict` is what came out."""
-        self.trial = make_trial(plan, world, self.recorder.clock) if guard else None
-        """Tries a lossy plan against the exact one beside it, if any; `trial.verdict` is what came out."""
-        self._tried: dict[str, str] = {}  # by the run that this one continues
-        self._guards, self._loss_scale, self._optimizer = drift, loss_scale, optimizer
-        self._guarded, self._broadcast_buffers = guard, broadcast_buffers
+        clock = make_clock(self.device)
+        self.monitor = Monitor(plan, world, clock, drift=drift, guard=guard)
+        self.recorder = self.monitor.recorder
         self._grid: Grid | None = None
-        self._exchange = self._make_exchange(plan)
-        self._connect(self._exchange)
-        self._guard = self._make_guard()
         self._handles: list[Any] = []
-        # Before `Updates`: of a step that owners have done, nothing is left for a shared one.
-        self.delay = self._make_delay(optimizer) if communicate else None
-        """The stages of a plan with delay."""
-        self._updates = Updates(optimizer if communicate else None, self.parameters, world, self.recorder.clock)
-        self._updates.follow(plan, self._exchange)
+        self.modes = [make_mode(plan, self)]
+        """The present one at last; before it those that have ended and have something left to do."""
+        self.exchange: Exchange = self.mode.make_exchange()
+        self._connect(self.exchange)
+        updated = self.optimizer if communicate else None
+        self._norms = PlannedNorms(updated, self.parameters, world, clock)
+        self._norms.follow(plan)
+        if updated is not None and world.ranks > 1:
+            self._handles.append(updated.register_step_pre_hook(self._before_update))
+            self._handles.append(updated.register_step_post_hook(self._after_update))
         if broadcast_buffers:
-            self._handles += BufferSync(
-                world, model, lambda: self._backward.synchronizing, lambda: self.delay is not None and self.delay.active
-            ).install()
-        # Hooked later and run before: the recorder's forward includes the exchange of buffers.
-        self._handles += self.recorder.observe(model, optimizer)
+            synchronizing, own = lambda: self._backward.synchronizing, lambda: self.mode.own_weights
+            self._handles += BufferSync(world, model, synchronizing, own).install()
+        # Hooked later and run before: the recorder's forward includes the exchange of buffers. Its update includes what
+        # a mode does around the optimizer's step.
+        self._handles += self.recorder.observe(model, self.optimizer)
         if communicate:
-            self._handles += LossAveraging(world).install(optimizer)
-        self._backward.admit_to(self._exchange)
+            self._handles += LossAveraging(world).install(self.optimizer)
+        self._backward.admit_to(self.exchange)
         self._handles += self._backward.install()
-        if drift and self.delay is None:
-            self.drift.begin(plan)
-        if self.delay is not None:
-            self.delay.start()
+        self.monitor.begin(self.mode, self.exchange)
+        self.mode.begin(self.exchange)
         attached.add(model)
 
-    def _make_delay(self, optimizer: torch.optim.Optimizer | None) -> Delay | None:
-        if self.plan.delay is None or optimizer is None or self.world.ranks == 1:
-            return None
-        delay = Delay(
-            self.plan, optimizer, self.world, self.parameters,
-            lambda: list(self.model.buffers()) if self._broadcast_buffers else [], self.recorder,
-            put=self._put, steps_done=lambda: self.step, loss_scale=self._loss_scale, guard=self._guarded,
-        )  # fmt: skip
-        self._handles += delay.install()
-        return delay
-
-    def _make_exchange(self, plan: Plan) -> Exchange:
-        """Buckets of a plan, not yet hooked; of one with a delay, those of its synchronous steps."""
-        return make_exchange(
-            synchronous(plan), self.parameters, self.world, self.recorder, self._device,
-            Position(self._topology, self.world.rank), communicate=self._communicate, loss_scale=self._loss_scale,
-        )  # fmt: skip
+    @property
+    def mode(self) -> Mode:
+        """How ranks train now."""
+        return self.modes[-1]
 
     @property
-    def _topology(self) -> Topology:
+    def plan(self) -> Plan:
+        """The plan of the next step."""
+        return self.mode.plan
+
+    @property
+    def topology(self) -> Topology:
+        """Which ranks share a node; where that is not known, none do."""
         found = self.world.topology
         return found if isinstance(found, Topology) else Topology.of_one_rank_each(self.world.ranks)
 
+    def synced_buffers(self) -> list[Tensor]:
+        """Return the model's buffers that follow rank 0."""
+        return list(self.model.buffers()) if self._broadcast_buffers else []
+
     def _connect(self, exchange: Exchange) -> None:
-        """Gives an exchange whose collectives have phases its communicator; all ranks are here, for groups are made."""
-        if not self._communicate or self.world.group is None or not has_phases(exchange.plan):
+        """Give an exchange whose collectives have phases its communicator; all ranks are here, for groups are made."""
+        if not self.communicates or self.world.group is None or not has_phases(exchange.plan):
             return
-        self._grid = self._grid or Grid.make(self.world, self._topology)
-        exchange.launcher.communicator = make_phased_communicator(self._grid, exchange.plan, self._device)
+        self._grid = self._grid or Grid.make(self.world, self.topology)
+        exchange.launcher.communicator = make_phased_communicator(self._grid, exchange.plan, self.device)
+
+    def _before_update(self, _: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
+        replaced = None
+        for mode in self.modes:
+            replaced = mode.before_step(arguments, keywords) or replaced
+        return replaced
+
+    def _after_update(self, *_: Any) -> None:
+        for mode in self.modes:
+            mode.after_step()
 
     def _step_done(self) -> None:
         """All gradients of a step are there; the optimizer's step comes next."""
         self.step += 1
-        if self.delay is not None:
-            self.delay.step_done()
-        if self._pending is None and (following := self._judged()) is not None:
-            self._pending = self._laid_out(following)
-        due = self._pending is not None and self._pending[0] <= self.step
-        if self.delay is not None and self.delay.has_to_end and not due:
-            self.delay.end()
-            self._put(None)
-        if due:
+        self.mode.exchanged()
+        if self._pending is None:
+            over = self.mode.over
+            following = self.mode.afterwards() if over else self.monitor.judge(self.mode, self.exchange, self.step)
+            if following is not None:
+                self._prepare_following(following)
+        if self._pending is not None and self._pending[0] <= self.step:
             self._change_over()
         else:
-            self.drift.step_done(self.recorder.steps)
+            self.mode.go_on()
+            self.monitor.drift.step_done(self.recorder.steps)
 
-    def _laid_out(self, plan: Plan) -> tuple[int, Exchange] | None:
-        """A plan's buckets, to begin with the next step; None on all ranks alike where one has no memory for them."""
+    def _prepare_following(self, plan: Plan) -> None:
+        """A plan is to begin with the next step, unless a rank has no memory for its buckets."""
         prepared, problem = self._prepare(plan, self.step)
         problems = [one for one in self.world.gather(problem, "changing plans") if one]
-        if problems or prepared is None:
-            self.trial = None
-            warnings.warn(f"the run stays with its plan: {problems[0]}", FallbackWarning, stacklevel=2)
-            return None
-        return self.step, prepared
-
-    def _make_guard(self) -> Guard | None:
-        watched = self._exchange.carried.watched() if self._guarded else []
-        return Guard(watched, self.world, self.recorder.clock) if watched else None
-
-    def _judged(self) -> Plan | None:
-        """The plan that the last steps speak for, the same on all ranks; None: the present one."""
-        if self.delay is not None and self.delay.has_to_end:
-            return afterwards(self.plan)
-        if self.trial is not None and self.trial.verdict is None:
-            return self.trial.step_done()
-        if self._guard is None or (harmful := self._guard.step_done(self.step)) is None:
-            return None
-        following = without(self.plan, harmful, self._guard.samples[harmful])
-        if self.delay is None or not self.delay.push_whole(harmful):
-            return following
-        self.plan, self._guard = following, self._make_guard()
-        return None
+        if prepared is not None and not problems:
+            self._pending = self.step, *prepared
+            return
+        self.monitor.trial = None
+        warnings.warn(f"the run stays with its plan: {problems[0]}", FallbackWarning, stacklevel=2)
 
     def _change_over(self) -> None:
         """Between two steps: the next one is the pending plan's. `.grad`s are not touched."""
         assert self._pending is not None
-        (_, following), self._pending = self._pending, None
-        if self.delay is not None:
-            self.delay.end()
-        self.plan = following.plan
-        self._put(following)
+        (_, mode, exchange), self._pending = self._pending, None
+        self.mode.end()
+        self.modes = [*(one for one in self.modes if one.lingers), mode]
+        self._norms.follow(mode.plan)
+        self.put(exchange)
+        mode.begin(exchange)
 
-    def _put(self, following: Exchange | None) -> None:
-        """Another exchange, None: a synchronous one of the plan, takes the place of the present one."""
-        following = following or self._make_exchange(self.plan)
-        self._connect(following)
-        before, self._exchange = self._exchange, following
-        following.follow(before)
+    def put(self, exchange: Exchange) -> None:
+        """Another exchange takes the place of the present one."""
+        self._connect(exchange)
+        before, self.exchange = self.exchange, exchange
+        exchange.follow(before)
         before.close()
-        self._backward.admit_to(following)
-        self._guard = self._make_guard()
-        self.recorder.restart(len(self.plan.buckets), len(self.plan.gradients))
-        self._updates.follow(self.plan, following)
-        predicted = self.plan.delay is None or (self.delay is not None and self.delay.active)
-        self.drift.begin(self.plan if self._guards and predicted else None)
+        self._backward.admit_to(exchange)
+        self.monitor.begin(self.mode, exchange)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -239,11 +212,11 @@ class Session:
             CommunicationError: a rank did not come within the deadline.
         """
         self.pause("session.global_weights")
-        with nullcontext() if self.delay is None else self.delay.global_weights():
+        with self.mode.global_weights():
             yield
 
     def switch(self, plan: Plan | str | Path, at_step: int | None = None) -> None:
-        """Changes over to another plan on all ranks at one step; no step, gradient or update is lost.
+        """Switch to another plan on all ranks at one step; no step, gradient or update is lost.
 
         Every rank calls this between the same two steps. Buckets are laid out now, so that what can fail does so
         here, and put in place when step `at_step` begins. `.grad`s, also those accumulated in `no_sync`, stay what
@@ -263,17 +236,17 @@ class Session:
         self.pause("session.switch")
         at_step = self.step if at_step is None else at_step
         prepared, problem = self._prepare(plan, at_step)
-        digest = "" if prepared is None else prepared.plan.digest()
-        mine = Credentials(__version__, torch.__version__, digest, problem=problem, step=self.step, at_step=at_step)
+        digest = "" if prepared is None else prepared[0].plan.digest()
+        mine = RankInfo(__version__, torch.__version__, digest, problem=problem, step=self.step, at_step=at_step)
         agree(self.world, mine)
         assert prepared is not None
-        self._pending = (at_step, prepared)
-        self.trial = make_trial(prepared.plan, self.world, self.recorder.clock) if self._guarded else None
+        self._pending = (at_step, *prepared)
+        self.monitor.try_plan(prepared[0].plan)
         if at_step == self.step:
             self._change_over()
 
     def pause(self, what: str) -> None:
-        """Makes sure that the link is quiet: called before ranks exchange something else between two steps.
+        """Make sure that the link is quiet: called before ranks exchange something else between two steps.
 
         Raises InputError where the session is detached or a backward runs; `what` is what the user called.
         """
@@ -282,24 +255,25 @@ class Session:
         if current_backward_id() != OUTSIDE:
             raise InputError(f"{what} was called while a backward runs; expected between two steps: call it after it")
         self._backward.forget_abandoned()
-        self._exchange.launcher.communicator.wait()
+        self.exchange.launcher.communicator.wait()
 
-    def _prepare(self, plan: Plan | str | Path, at_step: int) -> tuple[Exchange | None, str | None]:
-        """The new plan's buckets, or what is wrong on this rank: it is told to all ranks."""
+    def _prepare(self, plan: Plan | str | Path, at_step: int) -> tuple[tuple[Mode, Exchange] | None, str | None]:
+        """Return the new plan's mode and buckets, or what is wrong on this rank: it is reported to all ranks."""
+        residuals = self.plan.accuracy != "exact" or self.exchange.carried.active
         try:
             loaded = plan if isinstance(plan, Plan) else load_plan(plan)
             problem = (
-                find_late_step(at_step, self.step)
-                or find_plan_misfit(self.parameters, loaded, self.world.ranks)
-                or find_optimizer_misfit(loaded, self._given, self.parameters)
-                or find_late_plan(loaded, carries=self.plan.accuracy != "exact" or self._exchange.carried.active)
-                or find_topology_misfit(loaded, self.world.topology)
+                check_plan(self.parameters, loaded, self.world.ranks)
+                or check_optimizer(loaded, self._given, self.parameters)
+                or check_switch(loaded, at_step, self.step, residuals=residuals)
+                or check_topology(loaded, self.world.topology)
             )
             if problem:
                 return None, problem
             if self.world.rank == 0 and self.world.ranks > 1:
-                warn_of_selection(loaded, self._optimizer)
-            return self._make_exchange(adapt(loaded, self.world, self.parameters)), None
+                warn_of_selection(loaded, self.optimizer)
+            mode = make_mode(adapt(loaded, self.world, self.parameters), self)
+            return (mode, mode.make_exchange()), None
         except InputError as error:
             return None, str(error)
         except (RuntimeError, MemoryError) as error:
@@ -309,45 +283,47 @@ class Session:
 
     def report(self) -> Report:
         """Predicted against measured, over the last steps of this run on this rank."""
-        updates = self._updates.report(), self._updates.step_report()
-        return make_report(self.plan, self.recorder, self.world, self.samples, *updates)
+        return make_report(
+            self.plan, self.recorder, self.world, self.samples, self._norms.report(), self.mode.report(),
+            self.mode.sends,
+        )  # fmt: skip
 
     @property
     def samples(self) -> dict[int, list[Sampled]]:
         """What lossy buckets, by their index, left behind when it was looked at; see `runtime.sparse.guard`."""
-        return {} if self._guard is None else self._guard.samples
+        return self.monitor.samples
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint needs besides model and optimizer; every rank has its own.
+        """Return what a checkpoint needs besides model and optimizer; every rank has its own.
 
-        An exact plan carries nothing from step to step. A lossy one carries what its buckets have yet to send
-        (`carried`), and a checkpoint without it loses that part of the gradients. One with a delay carries this rank's
+        An exact plan carries nothing from step to step. A lossy one carries its buckets' residuals (`carried`),
+        and a checkpoint without it loses that part of the gradients. One with a delay carries this rank's
         part of the global weights and momenta, and its own weights (`delay`).
         """
-        state: dict[str, Any] = {"plan": self.plan.digest(), "ranks": self.world.ranks}
-        state |= self._tried if self.trial is None or not self.trial.verdict else {"tried": self.trial.lossy.digest()}
-        if self.delay is not None and self.plan.delay is not None:
-            return state | {"rank": self.world.rank, "delay": self.delay.state()}
-        carried = self._exchange.carried.state()
-        return state | ({"rank": self.world.rank, "carried": carried} if carried else {})
+        named = {"plan": self.plan.digest(), "ranks": self.world.ranks}
+        return named | self.monitor.state() | self.mode.state()
 
     def optimizer_state_dict(self) -> dict[str, Any]:
-        """The optimizer's whole `state_dict()`, on the host where ranks share its step; all ranks must call this.
+        """Return the optimizer's whole `state_dict()`, on the host where its step is sharded; all ranks call this.
 
         `optimizer.load_state_dict` takes it on any number of ranks, before or after `attach`. Raises InputError without
         an optimizer, in a backward and after `detach`, CommunicationError where a rank does not come in time.
         """
         self.pause("session.optimizer_state_dict")
-        if self._given is not self._optimizer:  # a wrapper's, which never is of a part
-            return self._given.state_dict()  # type: ignore[union-attr]
-        return self._updates.optimizer_state_dict()
+        if self._given is None:
+            raise InputError(
+                "session.optimizer_state_dict: found no optimizer; expected attach(model, optimizer, plan)"
+            )
+        if self._given is not self.optimizer:  # a wrapper's, which never is of a part
+            return self._given.state_dict()
+        return self.mode.optimizer_state_dict(self._given)
 
     def load_state_dict(self, state: dict[str, Any] | Sequence[dict[str, Any]]) -> None:
-        """Continues from `state_dict()`, before the first step, with the same plan bit for bit.
+        """Continue from `state_dict()`, before the first step, with the same plan bit for bit.
 
         A trial of this plan that was over is not repeated; buckets that went dense begin lossy again. Another plan may
-        continue, too: what its buckets send in full travels with the next step. With a delay, load model and optimizer
-        first: the session's weights count.
+        continue, too: residuals of buckets that it sends in full are sent with the next step. With a delay, load model
+        and optimizer first: the session's weights count.
 
         Args:
             state: this rank's; or, on every rank alike, those of all ranks in order of rank, for a run on another
@@ -357,25 +333,12 @@ class Session:
             InputError: other state, of other parameters, or of another number of ranks than there are; with a delay
                 also of other buckets.
         """
-        shapes = {name: parameter.shape for name, parameter in self.parameters.items()}
-        if self.delay is not None:
-            self.step = self.delay.load(state)
-            return
-        held = carried_part(state, self.world.rank, self.world.ranks, shapes)
-        if self.plan.sharded and held.get("residuals"):
-            raise InputError(f"the state: {SHARED_STEP_TAKES_NOTHING_OVER}")
-        self._exchange.carried.take_over(held, self.parameters)
-        one = state if isinstance(state, dict) else state[0]
-        if self.trial is not None and one.get("tried") == self.plan.digest():
-            fallback, self.trial, self._tried = self.plan.fallback, None, {"tried": self.plan.digest()}
-            if fallback is not None and one["plan"] == fallback.digest():
-                self._pending = self.step, self._make_exchange(fallback)
-                self._change_over()
-
-    @property
-    def optimizer(self) -> torch.optim.Optimizer | None:
-        """What was given to `attach`."""
-        return self._optimizer
+        self.step = self.mode.load(state)
+        following = self.monitor.load(state if isinstance(state, dict) else state[0], self.plan)
+        if following is not None:
+            mode = make_mode(following, self)
+            self._pending = self.step, mode, mode.make_exchange()
+            self._change_over()
 
     @contextmanager
     def aside(self, what: str, no_sync: Callable[[], AbstractContextManager[None]]) -> Iterator[None]:
@@ -391,11 +354,8 @@ class Session:
             InputError: the session has a delay, or a switch waits; it is detached, or a backward runs.
         """
         self.pause(what)
-        if self.delay is not None:
-            raise InputError(
-                f"{what}: the session has a delay, so that ranks have weights of their own; expected one without: "
-                f"attach an exact plan, and name the one with a delay in this call"
-            )
+        if self.mode.aside_reason is not None:
+            raise InputError(f"{what}: {self.mode.aside_reason}")
         if self._pending is not None:
             raise InputError(
                 f"{what}: session.switch waits for step {self._pending[0]}; expected a session without: call it after "
@@ -408,25 +368,25 @@ class Session:
             yield
         finally:
             Session.__init__(
-                self, self.model, self._optimizer, self.plan, self.world, broadcast_buffers=self._broadcast_buffers,
-                communicate=self._communicate, drift=self._guards, loss_scale=self._loss_scale, guard=self._guarded,
+                self, self.model, self._given, self.plan, self.world, broadcast_buffers=self._broadcast_buffers,
+                communicate=self.communicates, drift=self._drift, loss_scale=self.loss_scale, guard=self.guarded,
             )  # fmt: skip
             self.load_state_dict(state)
-            self.step, self._tried = step, {"tried": state["tried"]} if "tried" in state else {}
+            self.step, self.monitor.tried = step, state.get("tried")
 
     def exchange_alone(self) -> None:
-        """Sends every bucket once, as it is, with no backward beside it (for measuring)."""
-        for bucket in self._exchange.buckets:
-            self._exchange.launcher.communicator.launch(bucket.parcel, Sent())
-        self._exchange.launcher.communicator.wait()
+        """Send every bucket once, as it is, with no backward beside it (for measuring)."""
+        for bucket in self.exchange.buckets:
+            self.exchange.launcher.communicator.launch(bucket.payload, CommTiming())
+        self.exchange.launcher.communicator.wait()
 
     def use_communicator(self, communicator: Communicator) -> None:
-        """Sends buckets through another communicator from the next step on (for measuring)."""
-        self._exchange.launcher.communicator.close()
-        self._exchange.launcher.communicator = communicator
+        """Send buckets through another communicator from the next step on (for measuring)."""
+        self.exchange.launcher.communicator.close()
+        self.exchange.launcher.communicator = communicator
 
     def detach(self, *, leave: bool = True) -> None:
-        """Makes the model plain again; gradients stay, as tensors of their own.
+        """Make the model plain again; gradients stay, as tensors of their own.
 
         Args:
             leave: give the process group back; False where the caller made it and goes on with it.
@@ -437,15 +397,15 @@ class Session:
             handle.remove()
         self._handles.clear()
         self._pending = None
-        self._exchange.close()
-        if self.delay is not None:
-            self.delay.close()
-        self._exchange.give_gradients_away()
+        self.exchange.close()
+        self.exchange.give_gradients_away()
         if self._grid is not None:
             self._grid.leave()
         attached.discard(self.model)
         try:
-            self._updates.leave()
+            self._norms.leave()
+            for mode in self.modes:
+                mode.close()
         finally:
             if leave:
                 self.world.leave()

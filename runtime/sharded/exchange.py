@@ -19,8 +19,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from runtime.comm.collectives.direct import PushPull
 from runtime.comm.collectives.phases import reduce_scatter
-from runtime.comm.collectives.push_pull import PushPull
 from runtime.comm.communicator import make_communicator
 from runtime.comm.world import World
 from runtime.core.buckets import BucketBuffer, Kept, Message, Slot, view_of
@@ -34,7 +34,7 @@ from runtime.torch_compat import OUTSIDE, current_backward_id
 
 
 class Scratch:
-    """Memory that every message is received in: they travel one at a time."""
+    """Memory that every message is received in: they are sent one at a time."""
 
     def __init__(self, messages: Sequence[Message]) -> None:
         device = messages[0].flat.device
@@ -93,9 +93,9 @@ class ReduceScatter(Launcher):
         ]
         """By bucket, of its messages."""
         for bucket, parts in zip(buckets, self.parts_of, strict=True):
-            bucket.parcel.payloads = list(parts)
+            bucket.payload.messages = list(parts)
         self.usage = GatheredUsage(len(self.slots), world.ranks, device)
-        buckets[-1].parcel.payloads = [*self.parts_of[-1], self.usage]
+        buckets[-1].payload.messages = [*self.parts_of[-1], self.usage]
         self._part_of = {slot.index: part for part in self.parts for slot in part.message.slots}
         self._gradients = [ShardedGradient.of(slot.parameter, slot.name, slot.index, self) for slot in self.slots]
         self._before: dict[int, Tensor] = {}
@@ -128,7 +128,7 @@ class ReduceScatter(Launcher):
 
     def launch(self, bucket: BucketBuffer) -> None:
         """See `Launcher.launch`."""
-        self.communicator.launch(bucket.parcel, self._recorder.sent(bucket.index))
+        self.communicator.launch(bucket.payload, self._recorder.sent(bucket.index))
 
     def settle(self, missing: Sequence[Kept], *, separate: bool) -> None:
         """See `Launcher.settle`: every `.grad` is the average, but those that no rank used stay what they were."""
@@ -192,7 +192,7 @@ class ReduceScatter(Launcher):
         return known[1]
 
     def gradient_of(self, slot: Slot) -> Tensor | None:
-        """What the optimizer gets of a parameter: this rank's part of its `.grad`, 1-D, or None where it has none.
+        """Return this rank's part of a parameter's `.grad` for the optimizer, 1-D, or None where it has none.
 
         What a script has put there itself is the whole gradient, the same on all ranks.
         """
@@ -203,8 +203,8 @@ class ReduceScatter(Launcher):
             slot.view.copy_(gradient.detach())
         return self.part(slot.index)
 
-    def let_go(self) -> None:
-        """Of cycles, whose memory would wait for the garbage collector; nobody asks for anything any more."""
+    def release(self) -> None:
+        """Give up cycles, whose memory would wait for the garbage collector; nobody asks for anything any more."""
         self._gradients.clear()
 
 

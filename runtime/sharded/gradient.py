@@ -30,11 +30,12 @@ FOREACH_IN_PLACE = frozenset((
 ))  # fmt: skip
 """The same for lists."""
 SHAPES = frozenset((
-    "__len__", "__hash__", "__repr__", "__str__", "data_ptr", "detach", "detach_", "dim", "element_size", "get_device",
-    "is_complex", "is_contiguous", "is_floating_point", "ndimension", "nelement", "numel", "requires_grad_", "size",
-    "stride", "type", "untyped_storage",
+    "__len__", "__hash__", "__repr__", "__str__", "_is_view", "_is_zerotensor", "data_ptr", "detach", "detach_", "dim",
+    "element_size", "get_device", "is_complex", "is_conj", "is_contiguous", "is_floating_point", "is_inference",
+    "is_neg", "ndimension", "nelement", "numel", "requires_grad_", "size", "storage_offset", "stride", "type",
+    "untyped_storage",
 ))  # fmt: skip
-"""What asks nothing of the numbers."""
+"""What asks nothing of the numbers; `torch.compile` asks all of it of a parameter whose forward it traces."""
 PARTS_OF_NUMBERS = frozenset(("H", "T", "imag", "mH", "mT", "real"))
 """Attributes that are tensors of them; `data` is the gradient itself here."""
 NORMS = frozenset(("linalg_vector_norm", "norm", "_foreach_norm"))
@@ -47,11 +48,11 @@ class Owned(Protocol):
     world: World
 
     def part(self, index: int) -> Tensor:
-        """This rank's part of a gradient, by its place in the plan; 1-D."""
+        """Return this rank's part of a gradient, by its place in the plan; 1-D."""
         ...
 
     def local_share(self, index: int) -> Tensor | None:
-        """A plain gradient that, averaged with the other ranks' ones, is the average again; None after zeroing."""
+        """Return a gradient that, averaged with the other ranks' ones, is the average again; None after zeroing."""
         ...
 
     def norms(self, order: float) -> Tensor:
@@ -127,7 +128,7 @@ def _served(func: Callable[..., Any], args: tuple[Any, ...], options: dict[str, 
 
 
 def refusal(gradient: ShardedGradient | None, what: str) -> InputError:
-    """Why something cannot be done with a sharded gradient."""
+    """Return why something cannot be done with a sharded gradient."""
     whose = "a gradient" if gradient is None else f"the gradient of {gradient.whose}"
     return InputError(
         f"found {what} on {whose}, but ranks share the optimizer's step, so that each has the average of its own part "
@@ -137,7 +138,7 @@ def refusal(gradient: ShardedGradient | None, what: str) -> InputError:
 
 
 def _first(given: Any) -> ShardedGradient | None:
-    """The first sharded gradient among arguments."""
+    """Return the first sharded gradient among arguments."""
     if isinstance(given, ShardedGradient):
         return given
     if isinstance(given, list | tuple):
@@ -150,7 +151,7 @@ def _part(gradient: Tensor) -> Tensor:
 
 
 def _numbers(arguments: Any) -> bool:
-    """Whether all of them are numbers, also in tensors of one element."""
+    """Return whether all of them are numbers, also in tensors of one element."""
     return all(
         one is None or isinstance(one, int | float) or (type(one) is Tensor and one.numel() == 1) for one in arguments
     )
@@ -215,7 +216,7 @@ def _unscale(func: Callable[..., Any], args: tuple[Any, ...], options: dict[str,
     # torch does not count this as a change, and norms that were asked for before would be taken for those after.
     torch.autograd.graph.increment_version(parts)
     world = first.owner.world
-    with world.naming("telling each other whether all gradients are finite"):
+    with world.error_context("telling each other whether all gradients are finite"):
         dist.all_reduce(found, op=dist.ReduceOp.MAX, group=world.group)
 
 
@@ -234,7 +235,7 @@ def whole_norms(parts: Sequence[Tensor], order: float, world: World, device: tor
     if not infinite and order:
         total = total.pow(order)
     how = dist.ReduceOp.SUM if not infinite else dist.ReduceOp.MAX if order > 0 else dist.ReduceOp.MIN
-    with world.naming("adding up the norms of gradients that ranks share; every rank has to ask for them"):
+    with world.error_context("adding up the norms of gradients that ranks share; every rank has to ask for them"):
         dist.all_reduce(total, op=how, group=world.group)
     return total if infinite or not order else total.pow(1.0 / order)
 

@@ -22,7 +22,7 @@ Values = Mapping[str, Any]
 
 
 def cut(whole: Values, slot: Slot, place: slice) -> dict[str, Any]:
-    """The state of the elements in `place`, in memory order, of a parameter's."""
+    """Return the state of the elements in `place`, in memory order, of a parameter's."""
     return {key: _piece(value, slot, place) for key, value in whole.items()}
 
 
@@ -39,7 +39,7 @@ def _piece(value: Any, slot: Slot, place: slice) -> Any:
 def gathered_state(
     parts: Sequence[OwnPart], mine: Mapping[int, Values], world: World, device: torch.device | None
 ) -> dict[int, dict[str, Any]]:
-    """The whole state of every parameter that has any, by its place in the plan; all ranks must call this.
+    """Return the whole state of every parameter that has any, by its place in the plan; all ranks must call this.
 
     Args:
         parts: of all messages.
@@ -75,7 +75,7 @@ def gathered_state(
 
 
 def _form(value: Any, length: int) -> Any:
-    """The dtype of what is by element (of pieces: as long as they are); else a value, as it is on the host."""
+    """Return the dtype of what is by element (of pieces: as long as they are); else a value, as it is on the host."""
     if isinstance(value, Tensor):
         return value.dtype if value.shape == (length,) else _OnDevice(value.detach().cpu(), value.device.type)
     return _Plain(value)
@@ -116,7 +116,7 @@ def _gathered(
 
 
 def state_bytes(optimizer: torch.optim.Optimizer) -> int:
-    """What the optimizer keeps from step to step on this rank, scalars left out."""
+    """Return what the optimizer keeps from step to step on this rank, scalars left out."""
     values = [value for state in optimizer.state.values() for value in state.values()]
     tensors = [value for value in values if isinstance(value, Tensor) and value.dim() > 0]
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)

@@ -85,7 +85,7 @@ class ShardedStep:
     # One step, in the order in which it happens.
 
     def _guarded_step(self) -> Any:
-        """The optimizer's step, after which no piece stands in for anything; torch calls no hook where it raises."""
+        """Return the optimizer's step, after which no piece stands in; torch calls no hook where it raises."""
         step, me = self._optimizer.step, weakref.ref(self)
 
         @functools.wraps(getattr(step, "__func__", step))  # with what schedulers have noted there
@@ -99,17 +99,8 @@ class ShardedStep:
 
         return types.MethodType(guarded, self._optimizer)  # schedulers wrap methods only
 
-    def _unguard_step(self) -> None:
-        """Where somebody has wrapped it since, it stays: it does nothing any more."""
-        if vars(self._optimizer).get("step") is not self._guarded:
-            return
-        if self._step_before is None:
-            del self._optimizer.step
-        else:
-            self._optimizer.step = self._step_before  # type: ignore[method-assign]
-
     def before_step(self, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
-        """What the optimizer's step is called with in place of these arguments, or None for the same.
+        """Return what the optimizer's step is called with in place of these arguments, or None for the same.
 
         Raises:
             InputError: called while a backward runs, when no rank has the average of any gradient.
@@ -127,7 +118,7 @@ class ShardedStep:
         return None
 
     def _beside(self, closure: Closure) -> Closure:
-        """The closure's backward meets parameters, and the optimizer's step afterwards pieces."""
+        """Return a closure whose backward meets parameters, and after which the optimizer's step meets pieces."""
 
         def run() -> Any:
             self._swap_back()
@@ -148,7 +139,7 @@ class ShardedStep:
             group["params"] = [one for parameter in parameters for one in self._stand_ins(parameter)]
 
     def _stand_ins(self, parameter: nn.Parameter) -> list[nn.Parameter]:
-        """What the optimizer updates in place of a parameter; of those that the plan does not know, themselves."""
+        """Return what the optimizer updates in place of a parameter; itself, where the plan does not know it."""
         key = id(parameter)
         if key not in self._slots:
             return [parameter]
@@ -170,9 +161,6 @@ class ShardedStep:
             CommunicationError: a rank did not come within the deadline.
         """
         self._swap_back()
-        self._marks.append(self._gather_weights())
-
-    def _gather_weights(self) -> list[Any]:
         marks = [self._clock.mark()]
         doing = "gathering the weights that ranks have updated; each has to call optimizer.step()"
         for parts in self._exchange.parts_of:
@@ -183,7 +171,7 @@ class ShardedStep:
             home.hand_out()
         # As any optimizer's step, so that autograd refuses a backward through what has changed.
         torch.autograd.graph.increment_version([slot.parameter for slot in self._exchange.slots])
-        return marks
+        self._marks.append(marks)
 
     def _collect_weights(self) -> None:
         """The buffers hold the parameters' values, wherever a script has put these.
@@ -262,13 +250,19 @@ class ShardedStep:
         self._swap_back()
         for handle in self._handles:
             handle.remove()
-        self._unguard_step()
+        if vars(self._optimizer).get("step") is self._guarded:  # where somebody has wrapped it since, it does nothing
+            if self._step_before is None:
+                del self._optimizer.step
+            else:
+                self._optimizer.step = self._step_before  # type: ignore[method-assign]
         del self._optimizer.__getstate__
         whole: dict[nn.Parameter, dict[str, Any]] = {}
         gradients: dict[int, Tensor] = {}
         try:
             whole = self._whole_state()
-            gradients = self._whole_gradients()
+            for part in self._exchange.parts:
+                views = part.views(self._world.gather_parts(part.total, "gathering the gradients that ranks share"))
+                gradients.update((slot.index, views[slot.name].clone()) for slot in part.message.slots)
         finally:
             state = self._optimizer.state
             for piece in self._pieces.values():
@@ -287,18 +281,10 @@ class ShardedStep:
                 slot.parameter.grad = gradients.get(slot.index)
             elif slot.parameter.grad is slot.view:
                 slot.parameter.grad = slot.view.clone()
-        self._exchange.let_go()
-
-    def _whole_gradients(self) -> dict[int, Tensor]:
-        """Of those that are sharded now, by their place in the plan."""
-        found: dict[int, Tensor] = {}
-        for part in self._exchange.parts:
-            views = part.views(self._world.gather_parts(part.total, "gathering the gradients that ranks share"))
-            found.update((slot.index, views[slot.name].clone()) for slot in part.message.slots)
-        return found
+        self._exchange.release()
 
     def report(self, predicted_gather_us: float | None) -> StepReport | None:
-        """What the last steps took; None where there were none."""
+        """Return what the last steps took; None where there were none."""
         if not self._marks:
             return None
         between = self._clock.between_us
@@ -312,7 +298,7 @@ class ShardedStep:
 
 
 def find_shared_memory(parameters: Mapping[str, nn.Parameter]) -> str | None:
-    """Why ranks cannot share the step of parameters of which two lie in the same memory, or None."""
+    """Return why ranks cannot share the step of parameters of which two lie in the same memory, or None."""
     places = sorted((p.data_ptr(), name) for name, p in parameters.items() if p.numel())
     for (start, name), (following, other) in pairwise(places):
         tensor = parameters[name]
@@ -339,7 +325,7 @@ def _refuse_copy() -> dict[str, Any]:
 
 
 def _pieces_of(part: OwnPart) -> Iterator[tuple[Slot, Tensor]]:
-    """This rank's parts of the message's weights; views of its buffer."""
+    """Return this rank's parts of the message's weights; views of its buffer."""
     for slot in part.message.slots:
         if slot.index in part.places:
             yield slot, part.weights[part.places[slot.index][1]]
@@ -384,7 +370,7 @@ class _Home:
 
     @torch.no_grad()
     def collect(self) -> bool:
-        """The buffer gets the values of parameters that are astray; returns whether it is another one than before.
+        """Copy parameters that are astray to the buffer; return whether that is another one than before.
 
         Raises:
             InputError: a parameter has become another tensor than it was.
@@ -412,7 +398,7 @@ class _Home:
 
 
 def _check_form(slot: Slot, view: Tensor) -> None:
-    """Raises InputError where a parameter has become another tensor than it was."""
+    """Raise InputError where a parameter has become another tensor than it was."""
     parameter = slot.parameter
     found = (tuple(parameter.shape), parameter.dtype, parameter.device)
     expected = (tuple(view.shape), view.dtype, view.device)

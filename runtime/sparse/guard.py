@@ -1,7 +1,7 @@
 """Whether what lossy buckets leave behind does no harm: δ of LAGS-SGD's Assumption 1, sampled while training.
 
-Now and then, one bucket after the other, ranks add up what they hold back of a bucket, which costs a dense all-reduce
-of it. δ compares that with what random-k of the summed gradients would leave (`runtime.sparse.compressors.delta`);
+Now and then, one bucket after the other, ranks add up their residuals of a bucket, which costs a dense all-reduce of
+it. δ compares that with what random-k of the summed gradients would leave (`delta`);
 while it is at most 1, the paper's convergence holds. A bucket whose δ stays above 1 goes dense. All ranks see the same
 sums, and rank 0's figures count, so that all decide alike.
 """
@@ -10,9 +10,8 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -23,8 +22,6 @@ from runtime.core.buckets import BucketBuffer
 from runtime.errors import AccuracyWarning
 from runtime.monitor.clock import Clock
 from runtime.plan import NO_COMPRESSION, Plan
-from runtime.sparse.compressors.delta import delta
-from runtime.sparse.lossy import Lossy
 
 FIRST_STEP = 10
 """Residuals fill in the first steps."""
@@ -32,8 +29,36 @@ COST = 0.005
 """Part of the time that sampling may take."""
 FEWEST_STEPS = 20
 """Between two samples at the least."""
-HARMFUL, SAMPLES = 1.0, 3
-"""A bucket goes dense when so many samples of it in a row are above."""
+MAX_DELTA, SAMPLES_IN_A_ROW = 1.0, 3
+"""A bucket goes dense when so many samples of it are above."""
+
+
+def delta(accumulated_sum: Tensor, sent_sum: Tensor, k: int) -> float:
+    """‖Σacc − Σsent‖² / E‖Σacc − RandK(Σacc)‖²; the assumption, and with it convergence, holds while δ ≤ 1.
+
+    RandK keeps each of n elements with probability k/n, so the expectation is (1 − k/n)·‖Σacc‖²: nothing is drawn.
+
+    Args:
+        accumulated_sum: the sum over ranks of residual + gradient.
+        sent_sum: the sum over ranks of what was sent, zero where nothing was.
+        k: elements that each rank sent.
+
+    Returns:
+        0 where nothing was left behind; +∞ where something was though random-k would leave nothing; NaN where the sums
+        are not finite.
+    """
+    elements = accumulated_sum.numel()
+    if sent_sum.shape != accumulated_sum.shape or not 0 <= k <= elements:
+        raise ValueError(
+            f"delta: found k = {k} of tensors of {tuple(accumulated_sum.shape)} and {tuple(sent_sum.shape)}; expected "
+            f"two of one shape and k between 0 and their elements"
+        )
+    left = float(torch.linalg.vector_norm(accumulated_sum - sent_sum, dtype=torch.float64)) ** 2
+    if left == 0.0:
+        return 0.0
+    whole = float(torch.linalg.vector_norm(accumulated_sum, dtype=torch.float64)) ** 2
+    expected = (1.0 - k / elements) * whole
+    return left / expected if expected else math.inf
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,42 +68,20 @@ class Sampled:
     step: int
     delta: float
     energy: float
-    """‖sent‖² / ‖sent + held back‖², of the sums over ranks."""
+    """‖sent‖² / ‖sent + residual‖², of the sums over ranks."""
     residual_norm: float
-    """Of the sum over ranks of what is held back."""
-
-
-class Watched(Protocol):
-    """A bucket of which the largest elements travel."""
-
-    @property
-    def bucket(self) -> BucketBuffer: ...
-    @property
-    def k(self) -> int:
-        """How many elements each worker sends."""
-        ...
-
-    def sums(self, group: dist.ProcessGroup | None) -> tuple[Tensor, Tensor]:
-        """(what is held back, what was sent in the last step), added up over all ranks, which all call this. 1-D."""
-        ...
+    """Of the sum over ranks."""
 
 
 @dataclass(frozen=True)
-class LossyBucket:
-    """See `Watched`; whose gradients become the sums."""
+class Watched:
+    """A bucket of which the largest elements are sent."""
 
     bucket: BucketBuffer
-    lossy: Lossy
-
-    @property
-    def k(self) -> int:
-        return self.lossy.k
-
-    def sums(self, group: dist.ProcessGroup | None) -> tuple[Tensor, Tensor]:
-        """See `Watched`."""
-        held = self.lossy.carrier.held_back()
-        dist.all_reduce(held, group=group)
-        return held, self.lossy.carrier.sums()
+    k: int
+    """How many elements each worker sends."""
+    sums: Callable[[dist.ProcessGroup | None], tuple[Tensor, Tensor]]
+    """(group) → (residual, what was sent in the last step), added up over all ranks, which all call this. 1-D."""
 
 
 class Guard:
@@ -109,30 +112,30 @@ class Guard:
         self._last_step = self._clock.mark()
         found = self.samples[index]
         found.append(everyone[0][0])
-        last = found[-SAMPLES:]
-        harmful = len(last) == SAMPLES and all(sample.delta > HARMFUL for sample in last)
+        last = found[-SAMPLES_IN_A_ROW:]
+        harmful = len(last) == SAMPLES_IN_A_ROW and all(sample.delta > MAX_DELTA for sample in last)
         return index if harmful else None
 
     def _sample(self, watched: Watched, step: int) -> Sampled:
-        with self._world.naming(f"sampling {watched.bucket.label}"):
-            held, sent = watched.sums(self._world.group)
-        whole = float(torch.linalg.vector_norm(held + sent, dtype=torch.float64)) ** 2
+        with self._world.error_context(f"sampling {watched.bucket.label}"):
+            residual, sent = watched.sums(self._world.group)
+        whole = float(torch.linalg.vector_norm(residual + sent, dtype=torch.float64)) ** 2
         went = float(torch.linalg.vector_norm(sent, dtype=torch.float64)) ** 2
         return Sampled(
             step=step,
-            delta=delta(held + sent, sent, watched.k),
+            delta=delta(residual + sent, sent, watched.k),
             energy=went / whole if whole > 0.0 else 1.0,
-            residual_norm=float(torch.linalg.vector_norm(held, dtype=torch.float64)),
+            residual_norm=float(torch.linalg.vector_norm(residual, dtype=torch.float64)),
         )
 
 
-def without(plan: Plan, index: int, samples: list[Sampled]) -> Plan:
-    """The plan with one bucket that sends everything; warns."""
+def with_dense_bucket(plan: Plan, index: int, samples: list[Sampled]) -> Plan:
+    """Return the plan with one bucket that sends everything; warns."""
     bucket = plan.buckets[index]
-    values = ", ".join(f"{sample.delta:.2f}" for sample in samples[-SAMPLES:])
+    values = ", ".join(f"{sample.delta:.2f}" for sample in samples[-SAMPLES_IN_A_ROW:])
     warnings.warn(
         f"bucket {index} ({bucket.gradients[0]} … {bucket.gradients[-1]}) leaves more behind than random choice would "
-        f"(δ {values}, expected at most {HARMFUL:g}): from now on it sends everything, and steps are longer than "
+        f"(δ {values}, expected at most {MAX_DELTA:g}): from now on it sends everything, and steps are longer than "
         f"predicted",
         AccuracyWarning,
         stacklevel=2,

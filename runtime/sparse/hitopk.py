@@ -1,8 +1,8 @@
 """Lossy buckets of HiTopKComm: dense inside a node, the largest elements of each rank's shard between nodes.
 
-Nothing is left out inside a node, so what is held back is the node's: each rank keeps a residual of its shard of the
+Nothing is left out inside a node, so the residual is the node's: each rank keeps a residual of its shard of the
 node's sum, and the sum over ranks is again what training has yet to see. What a rank takes over that belongs to other
-ranks' shards (from a plan with other buckets, or another number of ranks) travels with its next gradients, inside the
+ranks' shards (from a plan with other buckets, or another number of ranks) is sent with its next gradients, inside the
 node.
 
 Source: CommLib (Shi et al., MLSys 2021), Algorithm 2, here with error feedback.
@@ -18,14 +18,14 @@ from torch import Tensor
 from runtime.comm.collectives.hitopk import Shard
 from runtime.comm.collectives.phases import bounds, share_of
 from runtime.core.buckets import BucketBuffer
+from runtime.sparse.compressed import BucketResidual
 from runtime.sparse.compressors.sparse import SparseCompressor
-from runtime.sparse.lossy import Carrier
 
 WORD_BYTES = 4
 
 
-class ShardCarrier(Carrier):
-    """A bucket's gradients, and what of this rank's shard of the node's sum has not travelled yet."""
+class ShardResidual(BucketResidual):
+    """A bucket's gradients, and what of this rank's shard of the node's sum has not been sent yet."""
 
     def __init__(self, bucket: BucketBuffer, parts: int, part: int) -> None:
         """The bucket is divided into as many parts as the node has ranks; this rank has number `part`."""
@@ -35,27 +35,24 @@ class ShardCarrier(Carrier):
         """Elements of a shard; of the last ones some, or all, lie behind the bucket's and stay 0."""
         self.start, self.stop = bounds(self.elements, parts, part)
         super().__init__(bucket, self.share)
-        self.late: Tensor | None = None
-        """What belongs to other ranks' shards, and travels with the next gradients. Shape (elements of the bucket,)."""
+        self.pending: Tensor | None = None
+        """What belongs to other ranks' shards, and is sent with the next gradients. Shape (elements of the bucket,)."""
 
     def memory(self) -> Iterator[Tensor]:
-        """See `Carrier.memory`."""
         yield self.residual
-        if self.late is not None:
-            yield self.late
+        if self.pending is not None:
+            yield self.pending
 
-    def held_back(self) -> Tensor:
-        """See `Carrier.held_back`: zeros outside of this rank's shard, but for what came from elsewhere."""
+    def unsent(self) -> Tensor:
+        """Zeros outside of this rank's shard, but for what came from elsewhere."""
         whole = self.residual.new_zeros(self.elements)
         whole[self.start : self.stop] = self.residual[: self.stop - self.start]
-        return whole if self.late is None else whole.add_(self.late)
+        return whole if self.pending is None else whole.add_(self.pending)
 
     def residuals(self) -> dict[str, Tensor]:
-        """See `Carrier.residuals`."""
-        return self._by_name(self.held_back())
+        return self._by_name(self.unsent())
 
     def put(self, residuals: Mapping[str, Tensor]) -> None:
-        """See `Carrier.put`."""
         whole = self.residual.new_zeros(self.elements)
         for name, part in self._by_name(whole).items():
             if name in residuals:
@@ -64,75 +61,75 @@ class ShardCarrier(Carrier):
         self.residual.zero_()
         self.residual[: mine.numel()] = mine
         mine.zero_()
-        self.late = whole if bool(whole.any()) else None
+        self.pending = whole if bool(whole.any()) else None
 
     def commit(self, finite: Tensor) -> None:
-        """See `Carrier.commit`."""
         super().commit(finite)
-        if self.late is None:
+        if self.pending is None:
             return
         if finite.device.type != "cpu":
-            self.late.masked_fill_(finite, 0.0)  # without waiting for the device
+            self.pending.masked_fill_(finite, 0.0)  # without waiting for the device
         elif finite:
-            self.late = None
+            self.pending = None
 
 
 class HitopkBucket:
-    """See `runtime.sparse.lossy.Lossy`; several nodes of several ranks each."""
+    """See `runtime.sparse.compressed.CompressedBucket`; several nodes of several ranks each."""
 
     by_magnitude = True
 
     def __init__(
-        self, carrier: ShardCarrier, compressor: SparseCompressor, nodes: int, per_node: int, tail: Tensor | None
+        self,
+        feedback: ShardResidual,
+        compressor: SparseCompressor,
+        nodes: int,
+        ranks_per_node: int,
+        tail: Tensor | None,
     ) -> None:
         """`compressor` selects from a shard. `tail` (float32, small integers) becomes its sum over ranks."""
-        self.carrier: ShardCarrier = carrier
-        self.nodes, self.per_node = nodes, per_node
+        self.feedback: ShardResidual = feedback
+        self.nodes, self.ranks_per_node = nodes, ranks_per_node
         self.compressor, self._tail = compressor, tail
         self.tail_elements = 0 if tail is None else tail.numel()
         self._step = 0
-        self.k = min(carrier.elements, per_node * compressor.k)
-        self.packed = self._make_shard()
-        self.carrier.bucket.parcel.payloads = [self.packed]
-
-    def _make_shard(self) -> Shard:
-        carrier, new, words = self.carrier, self.carrier.residual.new_zeros, torch.int32
-        selected = self.compressor.k * carrier.dtype.itemsize // WORD_BYTES + self.compressor.k
-        self._sparse = self.nodes * selected < carrier.share * carrier.dtype.itemsize // WORD_BYTES
+        self.k = min(feedback.elements, ranks_per_node * compressor.k)
+        feedback, new, words = self.feedback, self.feedback.residual.new_zeros, torch.int32
+        selected = self.compressor.k * feedback.dtype.itemsize // WORD_BYTES + self.compressor.k
+        self._sparse = self.nodes * selected < feedback.share * feedback.dtype.itemsize // WORD_BYTES
         """Whether the shards' selected elements are fewer bytes than their sums."""
-        own = new(self.nodes * selected, dtype=words) if self._sparse else new(carrier.share)
-        tails = new(carrier.parts, self.tail_elements, dtype=torch.float32)
-        self._summed = new(carrier.share)
+        own = new(self.nodes * selected, dtype=words) if self._sparse else new(feedback.share)
+        tails = new(feedback.parts, self.tail_elements, dtype=torch.float32)
+        self._summed = new(feedback.share)
         """This rank's shard of the node's sum; zeros behind the bucket's elements."""
-        elements = carrier.stop - carrier.start
-        return Shard(
-            vector=carrier.gradient().to(carrier.dtype),
-            received=new(carrier.parts, elements),
+        elements = feedback.stop - feedback.start
+        self.packed = Shard(
+            vector=feedback.gradient().to(feedback.dtype),
+            received=new(feedback.parts, elements),
             summed=self._summed[:elements],
-            tail=tails[carrier.part],
+            tail=tails[feedback.part],
             tails=tails,
             selected=new(selected + self.tail_elements, dtype=words),
             selected_everywhere=new(self.nodes * (selected + self.tail_elements), dtype=words),
             own=own,
-            whole=own.new_zeros(carrier.parts * own.numel()),
+            whole=own.new_zeros(feedback.parts * own.numel()),
             select=lambda: self.select(),
             add_nodes=lambda: self.add_nodes(),
         )
+        self.feedback.bucket.payload.messages = [self.packed]
 
     def pack(self, step: int) -> None:
-        """See `Lossy.pack`."""
         self._step = step
-        vector, late = self.carrier.gradient().to(self.carrier.dtype), self.carrier.late
-        if late is not None:
-            vector += late  # sums come in its place
+        vector, pending = self.feedback.gradient().to(self.feedback.dtype), self.feedback.pending
+        if pending is not None:
+            vector += pending  # sums come in its place
         self.packed.vector = vector
         if self._tail is not None:
             self.packed.tail.copy_(self._tail)
 
     def select(self) -> None:
         """Step 2 of the algorithm, on this rank's shard of the node's sum."""
-        message, carrier = self.packed, self.carrier
-        values, indices = self.compressor.compress(self._summed, carrier.residual, carrier.following, self._step)
+        message, feedback = self.packed, self.feedback
+        values, indices = self.compressor.compress(self._summed, feedback.residual, feedback.following, self._step)
         words = values.view(torch.int32)
         message.selected[: words.numel()] = words
         message.selected[words.numel() : words.numel() + indices.numel()] = indices
@@ -154,22 +151,23 @@ class HitopkBucket:
 
     def _add(self, rows: Tensor, sums: Tensor) -> None:
         """Adds selected elements to a shard, node after node: the order of summation is the same everywhere."""
-        words = self.compressor.k * self.carrier.dtype.itemsize // WORD_BYTES
-        values = rows[:, :words].contiguous().view(self.carrier.dtype)
+        words = self.compressor.k * self.feedback.dtype.itemsize // WORD_BYTES
+        values = rows[:, :words].contiguous().view(self.feedback.dtype)
         for node in range(self.nodes):
             sums.index_add_(0, rows[node, words:], values[node])
 
     def unpack(self) -> Tensor:
-        """See `Lossy.unpack`."""
-        carrier, message = self.carrier, self.packed
-        shards = message.whole.view(self.per_node, -1)
+        feedback, message = self.feedback, self.packed
+        shards = message.whole.view(self.ranks_per_node, -1)
         if self._sparse:
-            even = self.per_node * carrier.share == carrier.elements
-            sums = carrier.zeros() if even else carrier.residual.new_zeros(self.per_node * carrier.share)
-            for part in range(self.per_node):
-                place = sums[part * carrier.share : (part + 1) * carrier.share]
+            even = self.ranks_per_node * feedback.share == feedback.elements
+            sums = (
+                feedback.room().zero_() if even else feedback.residual.new_zeros(self.ranks_per_node * feedback.share)
+            )
+            for part in range(self.ranks_per_node):
+                place = sums[part * feedback.share : (part + 1) * feedback.share]
                 self._add(shards[part].view(self.nodes, -1), place)
-            carrier.give(sums if even else sums[: carrier.elements])
+            feedback.give(sums if even else sums[: feedback.elements])
         else:
-            carrier.give(message.whole[: carrier.elements])
-        return carrier.finite()
+            feedback.give(message.whole[: feedback.elements])
+        return feedback.finite()

@@ -13,48 +13,48 @@ from runtime.core.buckets import BucketBuffer, Message
 from runtime.core.layout import make_plain_buckets
 from runtime.core.usage import UsageFlags
 from runtime.plan import CompressorSpec, Plan, PlanBucket
+from runtime.sparse.compressed import BucketResidual, CompressedBucket, NarrowedBucket, SelectedBucket
 from runtime.sparse.compressors import make_compressor
 from runtime.sparse.compressors.sparse import SparseCompressor
 from runtime.sparse.compressors.wire import WIRE_DTYPES, WireCompressor
-from runtime.sparse.hitopk import HitopkBucket, ShardCarrier
-from runtime.sparse.lossy import Carrier, Lossy
-from runtime.sparse.narrowed import NarrowedBucket
-from runtime.sparse.selected import SelectedBucket
+from runtime.sparse.hitopk import HitopkBucket, ShardResidual
 
 EXACT = "none"
 
 
-def make_hitopk(bucket: BucketBuffer, spec: CompressorSpec, position: Position, tail: Tensor | None = None) -> Lossy:
+def make_hitopk(
+    bucket: BucketBuffer, spec: CompressorSpec, position: Position, tail: Tensor | None = None
+) -> CompressedBucket:
     """What makes a bucket of HiTopKComm lossy; as `make_lossy`, which selects from each rank's own gradients."""
     topology = position.topology
-    carrier = ShardCarrier(bucket, topology.per_node, position.place)
-    compressor = make_compressor(spec, [("shard", carrier.share)], ranks=topology.count)
+    feedback = ShardResidual(bucket, topology.ranks_per_node, position.local_rank)
+    compressor = make_compressor(spec, [("shard", feedback.share)], ranks=topology.num_nodes)
     assert isinstance(compressor, SparseCompressor)
-    return HitopkBucket(carrier, compressor, topology.count, topology.per_node, tail)
+    return HitopkBucket(feedback, compressor, topology.num_nodes, topology.ranks_per_node, tail)
 
 
-def make_lossy(bucket: BucketBuffer, spec: CompressorSpec, ranks: int, tail: Tensor | None = None) -> Lossy:
+def make_lossy(bucket: BucketBuffer, spec: CompressorSpec, ranks: int, tail: Tensor | None = None) -> CompressedBucket:
     """What makes a bucket lossy.
 
     Args:
         bucket: laid out, with nothing behind its gradients.
         spec: its compressor, not `none`.
         ranks: how many there are.
-        tail: 1-D (see `flags_dtype`), travels behind the message and becomes its sum over ranks.
+        tail: 1-D (see `flags_dtype`), is sent behind the message and becomes its sum over ranks.
 
     Raises:
         InputError: the compressor's options are wrong, or do not fit the bucket.
     """
-    carrier = Carrier(bucket)
-    compressor = make_compressor(spec, carrier.layers, ranks=ranks)
+    feedback = BucketResidual(bucket)
+    compressor = make_compressor(spec, feedback.layers, ranks=ranks)
     if isinstance(compressor, WireCompressor):
-        return NarrowedBucket(carrier, compressor, ranks, tail)
+        return NarrowedBucket(feedback, compressor, ranks, tail)
     assert compressor is not None
-    return SelectedBucket(carrier, compressor, ranks, tail, by_magnitude=spec.name != "randomk")
+    return SelectedBucket(feedback, compressor, ranks, tail, by_magnitude=spec.name != "randomk")
 
 
 def flags_dtype(last: PlanBucket, parameters: Mapping[str, nn.Parameter]) -> torch.dtype:
-    """Of the usage flags, which travel behind the last bucket."""
+    """Of the usage flags, which are sent behind the last bucket."""
     if last.compressor.name == EXACT:
         return parameters[last.gradients[0]].dtype
     return WIRE_DTYPES.get(last.compressor.dtype or "", torch.float32)
@@ -62,7 +62,7 @@ def flags_dtype(last: PlanBucket, parameters: Mapping[str, nn.Parameter]) -> tor
 
 def make_buckets(
     plan: Plan, parameters: Mapping[str, nn.Parameter], ranks: int, position: Position | None = None
-) -> tuple[list[BucketBuffer], UsageFlags, dict[int, Lossy]]:
+) -> tuple[list[BucketBuffer], UsageFlags, dict[int, CompressedBucket]]:
     """The plan's buckets at run time, the flags behind the last one, and by index what makes some of them lossy.
 
     `position`: where this rank is, for buckets of HiTopKComm.
@@ -78,7 +78,7 @@ def make_buckets(
     tail = buckets[-1].messages[0]
     if not exact:
         tail = Message(torch.zeros(flags.elements, dtype=dtype, device=tail.flat.device), [])
-    lossy: dict[int, Lossy] = {}
+    lossy: dict[int, CompressedBucket] = {}
     for bucket, planned in zip(buckets, plan.buckets, strict=True):
         if planned.compressor.name != EXACT:
             behind = tail.flat if planned is last else None

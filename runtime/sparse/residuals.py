@@ -2,7 +2,7 @@
 
 A step counts for all buckets or for none: where a gradient of any of them is not finite, an optimizer that looks at
 that (as with a GradScaler) skips the step on all ranks, and no residual changes. When a plan whose buckets send
-everything follows one whose buckets did not, what was held back travels with its first step.
+everything follows one whose buckets did not, residuals are sent with its first step.
 """
 
 from __future__ import annotations
@@ -19,26 +19,26 @@ from torch import Tensor, nn
 from runtime.core.buckets import BucketBuffer
 from runtime.core.exchange import ErrorFeedback
 from runtime.errors import InputError
-from runtime.sparse.guard import LossyBucket
-from runtime.sparse.lossy import Lossy, all_finite
+from runtime.sparse.compressed import CompressedBucket, all_finite
+from runtime.sparse.guard import Watched
 
 State = dict[str, Any]
 """`residuals` (by gradient, in its shape, times 1/ranks), `steps`, `loss_scale`."""
 
 
-class Carried(ErrorFeedback):
+class ErrorFeedbackState(ErrorFeedback):
     """Residuals of all buckets of an exchange."""
 
     def __init__(
-        self, buckets: Sequence[BucketBuffer] = (), lossy: Mapping[int, Lossy] = MappingProxyType({}),
+        self, buckets: Sequence[BucketBuffer] = (), lossy: Mapping[int, CompressedBucket] = MappingProxyType({}),
         loss_scale: Callable[[], float] | None = None,
     ) -> None:  # fmt: skip
-        """`lossy`: by index, of those buckets of which something is held back. `loss_scale` gives the factor of the
+        """`lossy`: by index, of compressed buckets. `loss_scale` gives the factor of the
         losses, where they are scaled.
         """
         self._buckets, self._lossy = buckets, lossy
-        self._late: dict[str, Tensor] = {}
-        """Of gradients whose buckets send everything: what has yet to travel."""
+        self._pending: dict[str, Tensor] = {}
+        """Of gradients whose buckets send everything: residuals that have yet to be sent."""
         self.steps = 0
         self._loss_scale, self._scale = loss_scale, 1.0
         self._read: float | None = None
@@ -46,11 +46,9 @@ class Carried(ErrorFeedback):
 
     @property
     def active(self) -> bool:
-        """See `ErrorFeedback.active`."""
-        return bool(self._lossy or self._late)
+        return bool(self._lossy or self._pending)
 
     def read_scale(self) -> None:
-        """See `ErrorFeedback.read_scale`."""
         if self._loss_scale is not None and self.active:
             self._read = checked_scale(self._loss_scale())
 
@@ -63,30 +61,29 @@ class Carried(ErrorFeedback):
             self.read_scale()
         scale, self._read = self._read or self._scale, None
         if scale != self._scale:
-            for tensor in chain(*(lossy.carrier.memory() for lossy in self._lossy.values()), self._late.values()):
+            for tensor in chain(*(lossy.feedback.memory() for lossy in self._lossy.values()), self._pending.values()):
                 tensor.mul_(scale / self._scale)
             self._scale = scale
 
     def _drop(self) -> None:
-        """What a backward that was given up has begun to hold back counts no more."""
+        """What a backward that was given up has begun to keep counts no more."""
         for lossy in self._lossy.values():
-            lossy.carrier.held.drop()
+            lossy.feedback.buffers.drop()
 
     def add_to(self, bucket: BucketBuffer) -> None:
-        """See `ErrorFeedback.add_to`."""
         if bucket.index in self._lossy:
             self._lossy[bucket.index].pack(self.steps)
-        elif self._late:
+        elif self._pending:
             for slot in bucket.slots:
-                if slot.name in self._late:
-                    slot.view.add_(self._late[slot.name])
+                if slot.name in self._pending:
+                    slot.view.add_(self._pending[slot.name])
 
     def settle(self, wait: Callable[[BucketBuffer | None], None], parameters: Mapping[str, nn.Parameter]) -> None:
         """Gradients become the sums, and what was sent counts as sent if all of it is finite.
 
         Args:
             wait: returns when a bucket has come, or all have.
-            parameters: by name; of a rank alone, which has no buckets, what is late is added to their gradients.
+            parameters: by name; of a rank alone, which has no buckets, what is pending is added to their gradients.
         """
         finite = []
         for index, lossy in self._lossy.items():
@@ -96,45 +93,40 @@ class Carried(ErrorFeedback):
         finite += [
             all_finite(message.flat)
             for bucket in self._buckets
-            if not self.holds_back(bucket)
+            if not self.compresses(bucket)
             for message in bucket.messages
         ]
         if not self._buckets:
-            self._add_late(parameters)
+            for name, part in self._pending.items():
+                parameter = parameters[name]
+                if parameter.grad is not None:
+                    parameter.grad.add_(part)
+                elif bool(part.any()):
+                    parameter.grad = part.to(parameter.dtype)
             finite = [all_finite(p.grad) for p in parameters.values() if p.grad is not None]
         everything = torch.stack(finite).all() if finite else torch.tensor(True)
         for lossy in self._lossy.values():
-            lossy.carrier.commit(everything)
-        if self._late and bool(everything):  # once after a change of plans: the host may wait
-            self._late.clear()
+            lossy.feedback.commit(everything)
+        if self._pending and bool(everything):  # once after a change of plans: the host may wait
+            self._pending.clear()
         self.steps += 1
 
-    def _add_late(self, parameters: Mapping[str, nn.Parameter]) -> None:
-        for name, part in self._late.items():
-            parameter = parameters[name]
-            if parameter.grad is not None:
-                parameter.grad.add_(part)
-            elif bool(part.any()):
-                parameter.grad = part.to(parameter.dtype)
-
-    def holds_back(self, bucket: BucketBuffer) -> bool:
-        """See `ErrorFeedback.holds_back`."""
+    def compresses(self, bucket: BucketBuffer) -> bool:
         return bucket.index in self._lossy
 
     def watched(self) -> list[Any]:
-        """See `ErrorFeedback.watched`."""
-        return [LossyBucket(self._buckets[index], one) for index, one in self._lossy.items() if one.by_magnitude]
+        lossy = self._lossy.items()
+        return [Watched(self._buckets[at], one.k, one.feedback.summed) for at, one in lossy if one.by_magnitude]
 
     def state(self) -> State:
-        """Copies; what `take_over` continues from. Empty where nothing is carried."""
+        """Copies; what `load_state` continues from. Empty where nothing is carried."""
         if not self.active:
             return {}
-        carriers = [lossy.carrier for lossy in self._lossy.values()]
-        residuals = {name: part.clone() for carrier in carriers for name, part in carrier.residuals().items()}
-        late = {name: part.clone() for name, part in self._late.items()}
-        return {"residuals": residuals | late, "steps": self.steps, "loss_scale": self._scale}
+        kept = [lossy.feedback.residuals() for lossy in self._lossy.values()]
+        residuals = {name: part.clone() for parts in (*kept, self._pending) for name, part in parts.items()}
+        return {"residuals": residuals, "steps": self.steps, "loss_scale": self._scale}
 
-    def take_over(self, state: State, parameters: Mapping[str, nn.Parameter]) -> None:
+    def load_state(self, state: State, parameters: Mapping[str, nn.Parameter]) -> None:
         """Goes on from another exchange's `state`, whatever its buckets were; from an empty one with nothing."""
         self.steps, self._scale = state.get("steps", 0), state.get("loss_scale", 1.0)
         self._drop()
@@ -144,9 +136,9 @@ class Carried(ErrorFeedback):
             if name in parameters
         }
         for lossy in self._lossy.values():
-            lossy.carrier.put(residuals)
+            lossy.feedback.put(residuals)
         compressed = {slot.name for index in self._lossy for slot in self._buckets[index].slots}
-        self._late = {name: part.clone() for name, part in residuals.items() if name not in compressed}
+        self._pending = {name: part.clone() for name, part in residuals.items() if name not in compressed}
 
 
 def checked_scale(scale: Any) -> float:
@@ -158,7 +150,7 @@ def checked_scale(scale: Any) -> float:
     return float(scale)
 
 
-def carried_part(given: Any, rank: int, ranks: int, shapes: Mapping[str, torch.Size]) -> State:
+def state_of_rank(given: Any, rank: int, ranks: int, shapes: Mapping[str, torch.Size]) -> State:
     """What a rank takes over from `Session.state_dict()`s: its own, or those of all ranks of a run with any number.
 
     Raises:

@@ -38,7 +38,7 @@ def row(name: str, median_us: float | None, predicted_us: float | None) -> Row:
 
 
 @pytest.mark.parametrize("width", [1280, 400])
-def test_every_contestant_is_drawn(tmp_path: Path, width: int) -> None:
+def test_every_variant_is_drawn(tmp_path: Path, width: int) -> None:
     rows = (
         row("none", 8e3, 8.2e3),
         row("ddp", 12e3, 11e3),

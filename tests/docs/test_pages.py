@@ -161,6 +161,7 @@ def test_the_cluster_by_hand_is_one() -> None:
     assert parse_cluster(json.loads(text)).nodes == 8
 
 
+@pytest.mark.long
 @pytest.mark.timeout(900)
 def test_the_tutorial_runs(tmp_path: Path) -> None:
     """The plan ends with the loss of DDP, to the last digit."""
@@ -177,6 +178,7 @@ def test_the_tutorial_runs(tmp_path: Path) -> None:
     assert (tmp_path / "page.html").stat().st_size > 100_000
 
 
+@pytest.mark.long
 @pytest.mark.timeout(900)
 def test_the_commands_of_the_readme_run(tmp_path: Path) -> None:
     """On a smaller job in the place of the example."""

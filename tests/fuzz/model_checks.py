@@ -23,7 +23,7 @@ from models import Case, Step, ddp_can, from_line
 from torch import Tensor, nn
 
 import runtime
-from runtime.comm.collectives.library import LibraryAllReduce
+from runtime.comm.collectives.direct import LibraryAllReduce
 from runtime.core.buckets import Message, Slot
 from runtime.core.buffers import BufferSync
 from runtime.core.usage import UsageFlags

@@ -196,6 +196,7 @@ def run_script(script: Script, group: Group, refused: list[str] | None = None) -
         if ddp.raised:
             group.members = None
         gc.collect()
+        _forget_programs(script)  # their guards leave hooks out: the other side would run this one's
         plan = run_side(script, PlanSide(script, group.whole()))
         if plan.raised:
             group.members = None
@@ -204,10 +205,14 @@ def run_script(script: Script, group: Group, refused: list[str] | None = None) -
             refused.append(script.kind)
     finally:
         faulthandler.cancel_dump_traceback_later()
-        if any(action.name == "compile" for action in script.actions):
-            torch._dynamo.reset()
+        _forget_programs(script)
     gc.collect()
     return verdict
+
+
+def _forget_programs(script: Script) -> None:
+    if any(action.name == "compile" for action in script.actions):
+        torch._dynamo.reset()
 
 
 def prepare(lines: list[str]) -> None:

@@ -21,7 +21,7 @@ from runtime.delay.server import Server
 from runtime.session.session import Session
 from runtime.sharded import exchange as sharded
 from runtime.sharded.step import ShardedStep
-from runtime.sparse.residuals import Carried
+from runtime.sparse.residuals import ErrorFeedbackState
 
 
 def _before_later_hooks(self: Any, node: Any) -> None:
@@ -65,7 +65,7 @@ FAULTS = {
         ViewGuard, "restore", lambda _self: None, "exact: train 2; keep detach; train 1"
     ),
     "a checkpoint forgets what is held back": Fault(
-        Carried, "state", lambda _self: {}, "sparse: train 1; checkpoint; train 1"
+        ErrorFeedbackState, "state", lambda _self: {}, "sparse: train 1; checkpoint; train 1"
     ),
     "micro-batches are pushed as steps": Fault(
         Session, "no_sync", _nothing, "delayed dtype=float64: train 2; loop micro no_sync; train 2"

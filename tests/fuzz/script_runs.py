@@ -18,6 +18,7 @@ from scripts import RULES, Action, Script
 from torch import Tensor, nn
 
 from runtime.errors import CommunicationError
+from runtime.modes import Delayed
 
 
 class Misfit(Exception):
@@ -377,7 +378,7 @@ class Run:
 
     def _after_update(self) -> None:
         session = self.side.watched()
-        if self.servers is None and session is not None and session.delay is not None and session.delay.active:
+        if self.servers is None and session is not None and session.mode.own_weights:
             self.servers, self.delayed = Servers(self.model, self.momenta), True
         for scheduler in self.schedulers:
             scheduler.step()
@@ -392,7 +393,7 @@ class Run:
 
     def _check_servers(self) -> None:
         session = self.side.watched()
-        if self.servers is None or session is None or session.delay is None:
+        if self.servers is None or session is None or not any(isinstance(one, Delayed) for one in session.modes):
             return
         with session.global_weights():
             misfit = self.servers.misfit(self.model)
@@ -535,13 +536,13 @@ class Run:
                 finally:
                     del self.log[seen:]  # what hooks saw, for which DDP runs no backward
         self.model.trap, self.call = "", call
-        self.optimizer.zero_grad()
+        self.model.zero_grad()  # the optimizer need not have all parameters
 
     @contextlib.contextmanager
     def _told(self) -> Iterator[None]:
         """Inside, another rank's backward raises, and this one's says so; with a delay it is no step, unsaid."""
         session = self.side.watched()
-        waits = self.side.plans and session is not None and not (session.delay and session.delay.active)
+        waits = self.side.plans and session is not None and not session.mode.own_weights
         try:
             yield
         except CommunicationError as error:

@@ -36,14 +36,15 @@ def first(cases: list[Case]) -> Failure[Case] | None:
     return first_failure(model_checks.check_cases, cases, RANKS)
 
 
-def test_random_models_train_like_ddp(request: pytest.FixtureRequest) -> None:
+@pytest.mark.parametrize("most", [5, pytest.param(10**6, marks=pytest.mark.long)], ids=["some", "all"])
+def test_random_models_train_like_ddp(request: pytest.FixtureRequest, most: int) -> None:
     replay = request.config.getoption("--fuzz-replay", "")
     if replay and not replay.startswith("{"):
         pytest.skip("a script is replayed")
     count, seed = request.config.getoption("--fuzz-models", MODELS), request.config.getoption("--fuzz-seed", SEED)
     cases = [from_line(line) for line in ([replay] if replay else FOUND)]
     if not replay:
-        cases += draw_cases(count, seed)
+        cases += draw_cases(count, seed)[:most]
     for start in range(0, len(cases), BATCH_CASES):
         failure = first(cases[start : start + BATCH_CASES])
         if failure is not None:
@@ -66,11 +67,13 @@ def pair() -> tuple[dict[str, int | None], int]:
     return run_ranks(LocalWorld(ranks=RANKS), model_checks.faults_and_exceptions, lines)[0]
 
 
+@pytest.mark.long
 def test_deliberate_faults_are_found(pair: tuple[dict[str, int | None], int]) -> None:
     found, _ = pair
     assert set(found) == set(model_checks.FAULTS)
     assert None not in found.values(), found
 
 
+@pytest.mark.long
 def test_ranks_outlive_detaching_after_an_exception(pair: tuple[dict[str, int | None], int]) -> None:
     assert pair[1] == 5

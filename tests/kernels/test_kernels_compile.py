@@ -24,7 +24,9 @@ def compiler() -> nvrtc.Compiler:
 
 
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.name)
-@pytest.mark.parametrize("capability", [80, 90, 100])
+@pytest.mark.parametrize(
+    "capability", [pytest.param(80, marks=pytest.mark.long), 90, pytest.param(100, marks=pytest.mark.long)]
+)
 def test_compiles(compiler: nvrtc.Compiler, program: Program, capability: int) -> None:
     """To machine code, without warnings; each kernel fits into what a block may have."""
     code, log = compiler.compile(program, capability, "--ptxas-options=-v")

@@ -10,14 +10,13 @@ from kernel_cases import bits, same
 from kernel_host import HostBackend, needs_compiler, usual_library
 from torch import Tensor, nn
 
-from runtime.comm.communicator import NullCommunicator
-from runtime.comm.parcel import Sent
+from runtime.comm.communicator import CommTiming, NullCommunicator
 from runtime.core.buckets import BucketBuffer, lay_out, make_slot
 from runtime.kernels.backend import installed
 from runtime.plan import CompressorSpec
-from runtime.sparse.compressors import device
+from runtime.sparse.compressed import SelectedBucket
+from runtime.sparse.compressors import sparse
 from runtime.sparse.layout import make_lossy
-from runtime.sparse.selected import SelectedBucket
 
 pytestmark = needs_compiler
 RANKS = 2
@@ -41,7 +40,7 @@ def make(spec: CompressorSpec, tail: Tensor | None = None) -> SelectedBucket:
 
 def step(lossy: SelectedBucket, seed: int, *, spoiled: float | None = None, before: float = 0.0) -> tuple[Tensor, ...]:
     """One step of two ranks that are alike; returns (message, sums, residual after it)."""
-    gradient = lossy.carrier.bucket.messages[0].flat
+    gradient = lossy.feedback.bucket.messages[0].flat
     gradient.copy_(torch.randn(gradient.numel(), generator=torch.Generator().manual_seed(seed)))
     if spoiled is not None:
         gradient[11] = spoiled
@@ -50,8 +49,8 @@ def step(lossy: SelectedBucket, seed: int, *, spoiled: float | None = None, befo
     message = lossy.packed.flat.clone()
     finite = lossy.unpack()
     assert bool(finite) == (spoiled is None)
-    lossy.carrier.commit(finite)
-    return message, lossy.carrier.sums().clone(), lossy.carrier.residual.clone() if before else torch.zeros(0)
+    lossy.feedback.commit(finite)
+    return message, lossy.feedback.sums().clone(), lossy.feedback.residual.clone() if before else torch.zeros(0)
 
 
 STEPS = [None, None, float("inf"), None, float("nan"), float("nan"), None, None]
@@ -65,29 +64,29 @@ def test_buckets_are_the_same_bit_for_bit(spec: CompressorSpec, looks: float) ->
     expected = [step(plain, i, spoiled=spoiled, before=looks) for i, spoiled in enumerate(STEPS)]
     with installed("cpu", HostBackend(usual_library(), grid=2, resident=2)):
         kernel = make(spec, torch.zeros(3))
-        assert kernel.carrier.held.for_kernels() is not None
+        assert kernel.feedback.buffers.for_kernels() is not None
         found = [step(kernel, i, spoiled=spoiled, before=looks) for i, spoiled in enumerate(STEPS)]
-        residual = kernel.carrier.residual
+        residual = kernel.feedback.residual
     for one, other, spoiled in zip(found, expected, STEPS, strict=True):
         if spoiled is None:
             assert same(one, other)
-    assert torch.equal(bits(residual), bits(plain.carrier.residual))
+    assert torch.equal(bits(residual), bits(plain.feedback.residual))
 
 
 @pytest.mark.usefixtures("on_host")
 def test_a_residual_that_is_looked_at_in_the_middle_of_a_step_is_the_one_before() -> None:
     lossy = make(TOPK)
     step(lossy, 0)
-    before = lossy.carrier.residual.clone()
-    gradient = lossy.carrier.bucket.messages[0].flat
+    before = lossy.feedback.residual.clone()
+    gradient = lossy.feedback.bucket.messages[0].flat
     gradient.normal_()
     added = before + gradient
     lossy.pack(1)
-    assert torch.equal(lossy.carrier.residual, before)
+    assert torch.equal(lossy.feedback.residual, before)
     lossy.packed.gathered.copy_(lossy.packed.flat.repeat(RANKS))
-    lossy.carrier.commit(lossy.unpack())
-    after = lossy.carrier.residual
-    sent = lossy.carrier.sums() / RANKS
+    lossy.feedback.commit(lossy.unpack())
+    after = lossy.feedback.residual
+    sent = lossy.feedback.sums() / RANKS
     assert torch.equal(after + sent, added)
 
 
@@ -96,25 +95,25 @@ def test_a_step_that_was_given_up_leaves_the_residual() -> None:
     lossy = make(TOPK)
     for seed in (0, 1):
         step(lossy, seed)
-    before = lossy.carrier.residual.clone()
-    lossy.carrier.bucket.messages[0].flat.normal_()
+    before = lossy.feedback.residual.clone()
+    lossy.feedback.bucket.messages[0].flat.normal_()
     lossy.pack(2)
-    lossy.carrier.held.drop()
-    assert torch.equal(lossy.carrier.residual, before)
-    lossy.carrier.residual.mul_(2.0)
-    assert torch.equal(lossy.carrier.residual, 2.0 * before)
+    lossy.feedback.buffers.drop()
+    assert torch.equal(lossy.feedback.residual, before)
+    lossy.feedback.residual.mul_(2.0)
+    assert torch.equal(lossy.feedback.residual, 2.0 * before)
 
 
 def test_mstopk_keeps_what_it_does_not_send() -> None:
     with installed("cpu", HostBackend(usual_library(), grid=2, resident=2)):
         lossy = make(CompressorSpec(name="topk", selector="mstopk", density=0.05))
-        flat = lossy.carrier.bucket.messages[0].flat
+        flat = lossy.feedback.bucket.messages[0].flat
         total = torch.zeros_like(flat, dtype=torch.float64)
         for seed in range(4):
             step(lossy, seed)
             total += torch.randn(flat.numel(), generator=torch.Generator().manual_seed(seed))
-            total -= lossy.carrier.sums() / RANKS
-        assert torch.allclose(lossy.carrier.residual.double(), total, atol=1e-5)
+            total -= lossy.feedback.sums() / RANKS
+        assert torch.allclose(lossy.feedback.residual.double(), total, atol=1e-5)
 
 
 def test_buckets_in_double_precision_do_without() -> None:
@@ -122,18 +121,18 @@ def test_buckets_in_double_precision_do_without() -> None:
         parameter = nn.Parameter(torch.zeros(50, dtype=torch.float64))
         slots = [make_slot("w", 0, parameter)]
         lossy = make_lossy(BucketBuffer(0, slots, lay_out(slots), "double"), TOPK, RANKS, None)
-        assert lossy.carrier.held.for_kernels() is None
+        assert lossy.feedback.buffers.for_kernels() is None
         lossy.pack(0)
 
 
 def test_where_kernels_do_not_work_it_is_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
     where = torch.device("cuda", 0)
-    monkeypatch.setattr(device, "usable", lambda found: "no compiler" if found == where else None)
-    device._warn_once.cache_clear()
+    monkeypatch.setattr(sparse, "usable", lambda found: "no compiler" if found == where else None)
+    sparse._warn_once.cache_clear()
     with pytest.warns(RuntimeWarning, match="selection on cuda:0 .* no compiler; `planner doctor`"):
-        assert not device.has_kernels(where, torch.float32)
-    assert not device.has_kernels(where, torch.float32)
-    assert not device.has_kernels(where, torch.float64)
+        assert not sparse.has_kernels(where, torch.float32)
+    assert not sparse.has_kernels(where, torch.float32)
+    assert not sparse.has_kernels(where, torch.float64)
 
 
 def test_buckets_are_filled_by_whoever_sends_them() -> None:
@@ -141,6 +140,6 @@ def test_buckets_are_filled_by_whoever_sends_them() -> None:
     done: list[str] = []
     slots = [make_slot("w", 0, nn.Parameter(torch.zeros(5)))]
     NullCommunicator().launch(
-        BucketBuffer(0, slots, lay_out(slots), "one").parcel, Sent(), lambda: done.append("filled")
+        BucketBuffer(0, slots, lay_out(slots), "one").payload, CommTiming(), lambda: done.append("filled")
     )
     assert done == ["filled"]

@@ -16,6 +16,7 @@ SHARES = 2
 """Processes that compile and run at once."""
 
 
+@pytest.mark.long
 @pytest.mark.timeout(600)
 def test_every_mutant_is_noticed() -> None:
     script = Path(__file__).with_name("kernel_mutants.py")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -66,6 +67,15 @@ def cluster_document(
     if contention is not None:
         document["contention"] = {"compute": contention[0], "network": contention[1]}
     return document
+
+
+def two_nodes(slow: float = 1.0, fast: float = 0.01, alpha_us: float = 20.0, **fields: Any) -> dict[str, Any]:
+    """Two nodes of two ranks; a flat ring between nodes."""
+    links = {
+        "intra": {"alpha_us": alpha_us / 4, "beta_us_per_byte": fast},
+        "inter": {"alpha_us": alpha_us, "beta_us_per_byte": slow},
+    }
+    return cluster_document(None, nodes=2, ranks_per_node=2, **links, **fields)
 
 
 def make(profile: dict[str, Any], cluster: dict[str, Any]) -> Problem:
@@ -194,3 +204,11 @@ def run_json(capsys: pytest.CaptureFixture[str], *arguments: str) -> Any:
     """Return what a command prints with --json."""
     run(*arguments, "--json")
     return json.loads(capsys.readouterr().out)
+
+
+def every_choice(count: int, forms: int) -> Any:
+    """Every way to cut gradients into buckets, each in any form."""
+    for cuts in itertools.product([False, True], repeat=count - 1):
+        stops = [*(index + 1 for index, cut in enumerate(cuts) if cut), count]
+        for chosen in itertools.product(range(forms), repeat=len(stops)):
+            yield tuple(zip(stops, chosen, strict=True))

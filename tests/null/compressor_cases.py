@@ -16,9 +16,8 @@ from torch import Tensor
 
 from runtime.plan import CompressorSpec
 from runtime.sparse.compressors import COMPRESSORS, Compressor, make_compressor
-from runtime.sparse.compressors import exact as exact_module
 from runtime.sparse.compressors import magnitudes as magnitudes_module
-from runtime.sparse.compressors import sampled as sampled_module
+from runtime.sparse.compressors import selectors as selectors_module
 from runtime.sparse.compressors.sparse import SELECTORS, SparseCompressor
 from runtime.sparse.compressors.wire import WIRE_DTYPES, WireCompressor
 
@@ -122,9 +121,9 @@ cases = st.builds(
 def small_chunks() -> Iterator[None]:
     """Makes buffers of a few hundred elements take the ways of large ones."""
     with (
-        mock.patch.object(exact_module, "SMALL", 0),
-        mock.patch.object(sampled_module, "SMALL", 60),
-        mock.patch.object(exact_module, "CHUNK", 256),
+        mock.patch.object(selectors_module, "SMALL", 0),
+        mock.patch.object(selectors_module, "SMALL_SAMPLE", 60),
+        mock.patch.object(selectors_module, "CHUNK", 256),
         mock.patch.object(magnitudes_module, "CHUNK", 256),
     ):
         yield

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from planner.model.delay_load import Load
+from planner.model.delay_load import StepWork
 
 
-def starts_us(load: Load, k: int, steps: int, network_free_us: float = 0.0) -> list[float]:
+def starts_us(load: StepWork, k: int, steps: int, network_free_us: float = 0.0) -> list[float]:
     """When each step begins, and when the last one ends; no contention. Steps 0, k, 2k, … pull."""
     now_us, free_us = 0.0, network_free_us
     inside_free_us = spread_free_us = 0.0
@@ -38,7 +38,7 @@ def starts_us(load: Load, k: int, steps: int, network_free_us: float = 0.0) -> l
     return starts
 
 
-def mean_us(load: Load, k: int, cycles: int) -> tuple[float, float]:
+def mean_us(load: StepWork, k: int, cycles: int) -> tuple[float, float]:
     """The mean step of the second half of many cycles: from an idle network, and from one that is far behind."""
     behind_us = 3.0 * (max(load.ready_us) + load.local_update_us + sum(load.push_us) + sum(load.pull_us))
     means = []

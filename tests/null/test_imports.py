@@ -24,7 +24,8 @@ LAZY = (*HEAVY, "plotly")
 
 DECIDING = (
     "planner/__init__.py", "planner/__main__.py", "planner/ir.py", "planner/verify.py", "planner/cli/*.py",
-    "planner/documents/*.py", "planner/cost/*.py", "planner/model/[!t]*.py", "planner/search/*.py",
+    "planner/documents/*.py", "planner/cost/*.py", "planner/model/[!t]*.py", "planner/model/modes/*.py",
+    "planner/search/*.py",
     "planner/strategies/*.py", "planner/passes/*.py", "planner/decide/*.py", "planner/emit/*.py",
     "planner/report/*.py", "planner/testbed/[!s]*.py", "planner/jobs/job.py", "planner/jobs/rank_options.py",
     "runtime/__init__.py", "runtime/errors.py", "runtime/version.py", "runtime/plan/*.py",
@@ -158,7 +159,7 @@ ORDER = {
     ),
     "runtime": (
         "errors", "version", "torch_compat", "plan", "kernels", "comm", "monitor", "core", "sparse", "delay", "sharded",
-        "optimizers", "checks", "session", "datacache", "local_async", "__init__",
+        "optimizers", "modes", "checks", "session", "datacache", "local_async", "__init__",
     ),
 }  # fmt: skip
 """Folders and modules at the top of each package, lowest first: imports go down this list only."""

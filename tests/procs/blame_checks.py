@@ -16,12 +16,12 @@ from matrix_cells import Cell, Given, gradients_of
 from torch import Tensor
 
 import runtime
+from runtime.comm.collectives.narrowed import Narrowed
 from runtime.core.buffers import BufferSync
 from runtime.delay.pushes import WholePush
 from runtime.errors import CommunicationError
 from runtime.plan import NO_COMPRESSION, CompressorSpec, DelaySpec, PlanWorld, StepPlan, UpdatePlan
 from runtime.sparse.hitopk import HitopkBucket
-from runtime.sparse.narrowed import Narrowed
 
 FAULTY, DEADLINE_S = 1, 5.0
 """The rank that fails, and how long the others wait for it."""

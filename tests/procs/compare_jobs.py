@@ -11,7 +11,7 @@ from foreign_jobs import bert
 from torch import Tensor, nn
 
 from planner import TrainingJob
-from runtime.comm.collectives.library import LibraryAllReduce
+from runtime.comm.collectives.direct import LibraryAllReduce
 
 
 class Mixed(nn.Module):

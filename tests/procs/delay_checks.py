@@ -102,7 +102,7 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, loss: Loss, steps:
 
 
 def expected_of(
-    make: Callable[[], nn.Module], loss: Loss, spec: DelaySpec, sgd: Sgd, steps: int, per_node: int = 1,
+    make: Callable[[], nn.Module], loss: Loss, spec: DelaySpec, sgd: Sgd, steps: int, ranks_per_node: int = 1,
     lossy: Lossy | None = None,
 ) -> Reference:  # fmt: skip
     """What the reference comes to."""
@@ -116,7 +116,7 @@ def expected_of(
         return list(torch.autograd.grad(loss(model, rank, step), parameters))
 
     first = [p.detach().clone() for p in parameters]
-    return Reference(gradient, first, dist.get_world_size(), spec, sgd, per_node, lossy).run(steps)
+    return Reference(gradient, first, dist.get_world_size(), spec, sgd, ranks_per_node, lossy).run(steps)
 
 
 def close(found: Any, expected: Any, tolerance: float) -> bool:

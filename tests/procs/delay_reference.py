@@ -62,7 +62,7 @@ class Reference:
     ranks: int
     spec: DelaySpec
     sgd: Sgd
-    per_node: int = 1
+    ranks_per_node: int = 1
     lossy: Lossy | None = None
     residuals: dict[tuple[int, int], Tensor] = field(default_factory=dict)
     """By worker and bucket."""
@@ -89,9 +89,9 @@ class Reference:
         """One step of all workers."""
         lr = self.sgd.lr(step)
         alone = [self.gradient(self.local[rank], rank, step) for rank in range(self.ranks)]
-        nodes = range(0, self.ranks, self.per_node)
-        workers = [_mean(alone[first : first + self.per_node]) for first in nodes]
-        everyone = [workers[rank // self.per_node] for rank in range(self.ranks)]
+        nodes = range(0, self.ranks, self.ranks_per_node)
+        workers = [_mean(alone[first : first + self.ranks_per_node]) for first in nodes]
+        everyone = [workers[rank // self.ranks_per_node] for rank in range(self.ranks)]
         warms = step < self.spec.warmup_steps
         self.serve(_mean(alone) if warms else self.pushed(workers), lr)
         if warms:

@@ -18,6 +18,7 @@ from delay_reference import Lossy, Sgd
 from step_checks import raised
 from torch import Tensor, nn
 
+from runtime.modes import Delayed
 from runtime.plan import CompressorSpec, DelaySpec, PlanBucket, PlanWorld
 from runtime.session.session import Session
 from runtime.sparse import guard
@@ -28,12 +29,12 @@ TOPK, WIRE = CompressorSpec(name="topk", density=0.3), CompressorSpec(name="wire
 
 
 @contextmanager
-def nodes_of(per_node: int) -> Iterator[dict[str, Any]]:
+def nodes_of(ranks_per_node: int) -> Iterator[dict[str, Any]]:
     """Ranks as on nodes of so many, as a launcher says; gives what a plan says of them."""
     before = dict(os.environ)
-    os.environ |= {"GROUP_RANK": str(dist.get_rank() // per_node), "LOCAL_WORLD_SIZE": str(per_node)}
+    os.environ |= {"GROUP_RANK": str(dist.get_rank() // ranks_per_node), "LOCAL_WORLD_SIZE": str(ranks_per_node)}
     try:
-        yield {"world": PlanWorld(ranks=dist.get_world_size(), nodes=-(-dist.get_world_size() // per_node))}
+        yield {"world": PlanWorld(ranks=dist.get_world_size(), nodes=-(-dist.get_world_size() // ranks_per_node))}
     finally:
         os.environ.clear()
         os.environ.update(before)
@@ -56,28 +57,28 @@ def lossy_of(model: nn.Module, group: int, spec: CompressorSpec) -> Lossy:
 
 def run_like_the_reference(
     make: Callable[[], nn.Module], loss: Any, spec: DelaySpec, sgd: Sgd, steps: int, tolerance: float, *,
-    group: int = 1, per_node: int = 1, push: CompressorSpec | None = None,
+    group: int = 1, ranks_per_node: int = 1, push: CompressorSpec | None = None,
 ) -> dict[str, bool]:  # fmt: skip
     """Own and global weights, and what is held back, against the reference."""
     model = make()
     optimizer = torch.optim.SGD(
         model.parameters(), lr=sgd.lr(0), momentum=sgd.momentum, weight_decay=sgd.weight_decay, nesterov=sgd.nesterov
     )
-    with nodes_of(per_node) as changes:
+    with nodes_of(ranks_per_node) as changes:
         changes |= {} if push is None else compressed(model, group, push)
         session = attach(model, optimizer, spec, group, **changes)
     train(model, optimizer, loss, range(steps), sgd.lr)
     lossy = None if push is None else lossy_of(make(), group, push)
-    reference = expected_of(make, loss, spec, sgd, steps, per_node, lossy)
+    reference = expected_of(make, loss, spec, sgd, steps, ranks_per_node, lossy)
     results = {"own": close(model.parameters(), reference.local[dist.get_rank()], tolerance)}
     with session.global_weights():
         results["global"] = close(model.parameters(), reference.weights, tolerance)
     held = gathered(session)
     if lossy is not None:
-        results["held back"] = held_as_expected(model, held, reference.residuals, lossy, per_node, tolerance)
+        results["held back"] = held_as_expected(model, held, reference.residuals, lossy, ranks_per_node, tolerance)
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, [p.detach() for p in model.parameters()])
-    first = everyone[dist.get_rank() // per_node * per_node]
+    first = everyone[dist.get_rank() // ranks_per_node * ranks_per_node]
     results["ranks of a node are equal"] = close(model.parameters(), first, 0.0)
     session.detach()
     return results
@@ -85,7 +86,7 @@ def run_like_the_reference(
 
 def gathered(session: Session) -> list[dict[str, Tensor]]:
     """What every rank has yet to push."""
-    assert session.delay is not None
+    assert isinstance(session.mode, Delayed)
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, session.state_dict()["delay"]["residuals"])
     return everyone
@@ -93,12 +94,12 @@ def gathered(session: Session) -> list[dict[str, Tensor]]:
 
 def held_as_expected(
     model: nn.Module, held: list[dict[str, Tensor]], expected: dict[tuple[int, int], Tensor], lossy: Lossy,
-    per_node: int, tolerance: float,
+    ranks_per_node: int, tolerance: float,
 ) -> bool:  # fmt: skip
     """The ranks of a worker hold back together what the reference's worker does."""
     names, good = [name for name, _ in model.named_parameters()], True
     for (worker, bucket), residual in expected.items():
-        mine = held[worker * per_node : (worker + 1) * per_node]
+        mine = held[worker * ranks_per_node : (worker + 1) * ranks_per_node]
         flats = [torch.cat([one[names[index]].flatten() for index in lossy.buckets[bucket]]) for one in mine]
         total = torch.stack(flats).sum(dim=0)
         apart = float((total - residual).abs().max())
@@ -113,8 +114,8 @@ def nodes_as_workers() -> dict[str, bool]:
         spec = DelaySpec(steps=k, warmup_steps=12)
         whole = replace(spec, warmup_steps=0)
         for what, found in {
-            f"k={k}": run_like_the_reference(Net, net_loss, spec, SGD, 40, 1e-6, group=1 + k % 3, per_node=2),
-            f"k={k}, whole": run_like_the_reference(Whole, whole_loss, whole, WHOLE_SGD, 30, 0.0, per_node=2),
+            f"k={k}": run_like_the_reference(Net, net_loss, spec, SGD, 40, 1e-6, group=1 + k % 3, ranks_per_node=2),
+            f"k={k}, whole": run_like_the_reference(Whole, whole_loss, whole, WHOLE_SGD, 30, 0.0, ranks_per_node=2),
         }.items():
             results |= {f"{what}: {one}": good for one, good in found.items()}
     return results or {"no nodes": True}
@@ -123,10 +124,10 @@ def nodes_as_workers() -> dict[str, bool]:
 def compressed_pushes() -> dict[str, bool]:
     """Selected and narrowed, of ranks and of nodes; of whole numbers nothing is lost, bit for bit."""
     results = {}
-    for per_node in (1, 2) if dist.get_world_size() == 4 else (1,):
+    for ranks_per_node in (1, 2) if dist.get_world_size() == 4 else (1,):
         for push in (TOPK, WIRE):
             spec = DelaySpec(steps=2, warmup_steps=4)
-            kind = {"group": 2, "per_node": per_node, "push": push}
+            kind = {"group": 2, "ranks_per_node": ranks_per_node, "push": push}
             # Of narrowed values one that is rounded the other way is as much as their last place.
             tolerance = 1e-6 if push is TOPK else 1e-2
             for what, found in {
@@ -135,7 +136,7 @@ def compressed_pushes() -> dict[str, bool]:
                     Whole, whole_loss, replace(spec, steps=1, warmup_steps=0), WHOLE_SGD, 12, _exact(), **kind
                 ),
             }.items():
-                results |= {f"{push.name}, {per_node} a node{what}: {one}": good for one, good in found.items()}
+                results |= {f"{push.name}, {ranks_per_node} a node{what}: {one}": good for one, good in found.items()}
     return results
 
 
@@ -144,23 +145,23 @@ def _exact() -> float:
     return 0.0 if dist.get_world_size() != 3 else 1e-5
 
 
-def _started(per_node: int, **changes: Any) -> tuple[nn.Module, torch.optim.Optimizer, Session]:
+def _started(ranks_per_node: int, **changes: Any) -> tuple[nn.Module, torch.optim.Optimizer, Session]:
     model = Net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9, weight_decay=1e-3)
-    with nodes_of(per_node) as world:
+    with nodes_of(ranks_per_node) as world:
         return model, optimizer, attach(model, optimizer, FEW, 2, **(world | changes))
 
 
 def workers_resumed() -> dict[str, bool]:
     """A checkpoint of nodes with compressed pushes changes nothing."""
-    per_node = 2 if dist.get_world_size() == 4 else 1
+    ranks_per_node = 2 if dist.get_world_size() == 4 else 1
     changes = compressed(Net(), 2, TOPK)
-    straight, optimizer, session = _started(per_node, **changes)
+    straight, optimizer, session = _started(ranks_per_node, **changes)
     train(straight, optimizer, net_loss, range(11))
     saved = copy.deepcopy((straight.state_dict(), optimizer.state_dict(), session.state_dict()))
     train(straight, optimizer, net_loss, range(11, 20))
     session.detach()
-    model, optimizer, session = _started(per_node, **changes)
+    model, optimizer, session = _started(ranks_per_node, **changes)
     model.load_state_dict(saved[0])
     optimizer.load_state_dict(saved[1])
     session.load_state_dict(saved[2])
@@ -171,8 +172,8 @@ def workers_resumed() -> dict[str, bool]:
 
 def end_of_compressed() -> dict[str, bool]:
     """What is held back when a delay ends travels with the first synchronous step."""
-    per_node = 2 if dist.get_world_size() == 4 else 1
-    model, optimizer, session = _started(per_node, **compressed(Net(), 2, TOPK))
+    ranks_per_node = 2 if dist.get_world_size() == 4 else 1
+    model, optimizer, session = _started(ranks_per_node, **compressed(Net(), 2, TOPK))
     train(model, optimizer, net_loss, range(10))
     held, names = gathered(session), [name for name, _ in model.named_parameters()]
     session.switch(plan_of(model, None, 4))
@@ -192,11 +193,11 @@ def end_of_compressed() -> dict[str, bool]:
 
 def harmful_pushes() -> dict[str, bool]:
     """A push that leaves too much behind sends everything soon, and what it held back is not lost."""
-    per_node = 2 if dist.get_world_size() == 4 else 1
-    model, optimizer, session = _started(per_node, **compressed(Net(), 2, TOPK))
+    ranks_per_node = 2 if dist.get_world_size() == 4 else 1
+    model, optimizer, session = _started(ranks_per_node, **compressed(Net(), 2, TOPK))
     with (
         warnings.catch_warnings(record=True) as caught,
-        patch.multiple(guard, FIRST_STEP=1, FEWEST_STEPS=1, COST=1e9, HARMFUL=-1.0),
+        patch.multiple(guard, FIRST_STEP=1, FEWEST_STEPS=1, COST=1e9, MAX_DELTA=-1.0),
     ):
         warnings.simplefilter("always")
         train(model, optimizer, net_loss, range(FEW.warmup_steps + 1))
@@ -207,7 +208,7 @@ def harmful_pushes() -> dict[str, bool]:
     results = {"sampled": any(first.values()) and all(s.delta >= 0.0 for of in first.values() for s in of)}
     results["all go dense"] = len(said) == 2 and {b.compressor.name for b in session.plan.buckets} == {"none"}
     results["nothing stays behind"] = not any(bool(part.any()) for one in held for part in one.values())
-    results["still delayed"] = session.delay is not None and session.delay.stage == "delayed"
+    results["still delayed"] = isinstance(session.mode, Delayed) and session.mode.stage == "delayed"
     with session.global_weights():
         everyone: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(everyone, [p.detach() for p in model.parameters()])
@@ -258,8 +259,8 @@ def workers_refused() -> dict[str, bool]:
     sgd = torch.optim.SGD(model.parameters(), lr=0.1)
     results = {}
 
-    def told(per_node: int, words: str, **changes: Any) -> None:
-        with nodes_of(per_node) as world:
+    def told(ranks_per_node: int, words: str, **changes: Any) -> None:
+        with nodes_of(ranks_per_node) as world:
             said = raised(lambda: attach(model, sgd, FEW, 2, **(world | changes)))
         results[words] = said.startswith("PlanMismatch") and words in said
 
@@ -273,7 +274,7 @@ def workers_refused() -> dict[str, bool]:
     told(1, "bucket 0 selects by layer", **compressed(model, 4, by_layer))
     told(1, "bucket 0 selects by layer", **compressed(model, 4, replace(TOPK, scope="layer")))
     torus = tuple(replace(b, algorithm="torus_2d") for b in plan_of(model, None).buckets)
-    told(1, "travels by all_reduce/torus_2d, but with a delay", buckets=torus)
+    told(1, "is sent by all_reduce/torus_2d with the compressor 'none', but with delay", buckets=torus)
     model.two.float()
     names = tuple(name for name, _ in model.named_parameters())
     mixed = PlanBucket(gradients=names, collective="sparse", algorithm="flat", compressor=TOPK)

@@ -193,7 +193,7 @@ def late_rank() -> dict[str, bool]:
     results = {
         f"its own steps are as predicted: {said}": dist.get_rank() == 0 or said == [],
         f"the others wait: {said}": dist.get_rank() == 1
-        or (len(said) == 1 and "another rank comes late: the first message waits" in said[0]),
+        or (len(said) == 1 and "another rank is a straggler: the first message waits" in said[0]),
         f"replan knows which rank: {plan.notes}": len(notes) == 1,
         "not switched": session.plan is before,
         "same parameters": set(plan.gradients) == set(before.gradients),

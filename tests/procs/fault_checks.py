@@ -13,11 +13,11 @@ from torch import Tensor
 
 import runtime
 from runtime.comm.collectives import COLLECTIVES, NARROWED, Collective
+from runtime.comm.collectives.direct import Packed
+from runtime.comm.collectives.narrowed import Narrowed
 from runtime.comm.world import World
 from runtime.core.buckets import Message
 from runtime.errors import CommunicationError, EnvironmentFailure
-from runtime.sparse.narrowed import Narrowed
-from runtime.sparse.selected import Packed
 
 
 def sums_are_exact() -> dict[str, bool]:

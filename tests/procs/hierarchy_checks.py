@@ -25,11 +25,10 @@ from torch import Tensor, nn
 
 import runtime
 from runtime.comm.collectives import PHASED, TORUS
-from runtime.comm.node_groups import Grid
-from runtime.comm.parcel import Sent
+from runtime.comm.communicator import CommTiming
 from runtime.comm.phased_communicator import LINKS, PhasedHostCommunicator, default_order
 from runtime.comm.topology import Topology
-from runtime.comm.world import World
+from runtime.comm.world import Grid, World
 from runtime.core.buckets import BucketBuffer, Message
 from runtime.plan import CompressorSpec, Plan
 from runtime.session.session import Session
@@ -40,25 +39,25 @@ BASE = 8
 """A rank contributes a power of this: a sum then says, digit by digit, how often each contribution is in it."""
 
 
-def rows(nodes: int, per_node: int) -> tuple[tuple[int, ...], ...]:
+def rows(nodes: int, ranks_per_node: int) -> tuple[tuple[int, ...], ...]:
     """The ranks of each node."""
-    return tuple(tuple(range(node * per_node, (node + 1) * per_node)) for node in range(nodes))
+    return tuple(tuple(range(node * ranks_per_node, (node + 1) * ranks_per_node)) for node in range(nodes))
 
 
 def sums_are_exact() -> dict[str, bool]:
     """Dense collectives of several phases: every contribution exactly once, for sizes that ranks do not divide."""
     results: dict[str, bool] = {}
-    for nodes, per_node in GRIDS[dist.get_world_size()]:
-        with on_grid(nodes, per_node) as group:
-            if group is None or nodes * per_node == 1:
+    for nodes, ranks_per_node in GRIDS[dist.get_world_size()]:
+        with on_grid(nodes, ranks_per_node) as group:
+            if group is None or nodes * ranks_per_node == 1:
                 continue
             world = World.join(group, 30)
-            grid = Grid.make(world, Topology(rows(nodes, per_node)))
+            grid = Grid.make(world, Topology(rows(nodes, ranks_per_node)))
             for name, collective in PHASED.items():
                 if name[0] == "all_reduce":
-                    phases = collective.phases(grid.topology)
+                    phases = collective(grid.topology)
                     for case, good in _sums(grid, phases):
-                        results[f"{nodes}x{per_node} {'/'.join(name)} {case}"] = good
+                        results[f"{nodes}x{ranks_per_node} {'/'.join(name)} {case}"] = good
     return results
 
 
@@ -77,7 +76,7 @@ def _sums(grid: Grid, phases: Any) -> Iterator[tuple[str, bool]]:
             for _ in range(2):  # what is kept from the first does not matter in the second
                 for flat, values in zip(flats, (pattern * mine, float(mine)), strict=True):
                     flat.copy_(torch.as_tensor(values))
-                communicator.launch(bucket.parcel, Sent())
+                communicator.launch(bucket.payload, CommTiming())
                 communicator.wait()
             communicator.close()
             yield f"{dtype} {numel}", torch.equal(flats[0], pattern * expected) and bool((flats[1] == expected).all())
@@ -101,16 +100,16 @@ def start(plan: Plan, model: nn.Module, group: dist.ProcessGroup, **options: Any
 def against_algorithm_2() -> dict[str, Any]:
     """Gradients and residuals of six steps, bit for bit, for buckets of one form and of all forms together."""
     results: dict[str, Any] = {}
-    for nodes, per_node in GRIDS[dist.get_world_size()]:
-        with on_grid(nodes, per_node) as group:
+    for nodes, ranks_per_node in GRIDS[dist.get_world_size()]:
+        with on_grid(nodes, ranks_per_node) as group:
             if group is None:
                 continue
             for what, forms, size in (("hitopk", HITOPK, 5), ("mixed", MIXED, 1)):
                 model = convnet()
-                plan = planned(model, nodes * per_node, forms, size)
+                plan = planned(model, nodes * ranks_per_node, forms, size)
                 optimizer, session = start(plan, model, group)
                 good, kept = True, True
-                reference = Algorithm2(model, session.plan, rows(nodes, per_node))
+                reference = Algorithm2(model, session.plan, rows(nodes, ranks_per_node))
                 for step in range(6):
                     expected = reference.step(everyones(model, step, group))
                     optimizer.zero_grad()
@@ -121,7 +120,7 @@ def against_algorithm_2() -> dict[str, Any]:
                 mine = carried(session)
                 kept &= equal(mine, {name: held[name] for name in mine})
                 session.detach()
-                results[f"{nodes}x{per_node} {what}"] = (good, kept)
+                results[f"{nodes}x{ranks_per_node} {what}"] = (good, kept)
     return results
 
 

@@ -103,13 +103,13 @@ def copy_of(model: nn.Module) -> nn.Module:
 
 
 @contextmanager
-def on_grid(nodes: int, per_node: int) -> Iterator[dist.ProcessGroup | None]:
+def on_grid(nodes: int, ranks_per_node: int) -> Iterator[dist.ProcessGroup | None]:
     """The first ranks as a cluster of so many nodes, as a launcher would say; None on the other ranks."""
-    ranks = nodes * per_node
+    ranks = nodes * ranks_per_node
     group = dist.new_group(list(range(ranks)))
     before = dict(os.environ)
-    os.environ["GROUP_RANK"] = str(dist.get_rank() // per_node)
-    os.environ["LOCAL_WORLD_SIZE"] = str(per_node)
+    os.environ["GROUP_RANK"] = str(dist.get_rank() // ranks_per_node)
+    os.environ["LOCAL_WORLD_SIZE"] = str(ranks_per_node)
     try:
         yield group if dist.get_rank() < ranks else None
     finally:

@@ -51,6 +51,10 @@ ONLY_TWO = (
 )
 """Where a third rank adds nothing: what they are about happens on each rank alone."""
 WITH_THREE = [name for name in CHECKS if not name.startswith(ONLY_TWO)]
+LONG = set(COMPILED) - {"compile-before", "compile-in place", "compile-whole step"}
+"""With two ranks: seconds of compiling each."""
+LONG_WITH_THREE = set(WITH_THREE) - set(WITH_THREE[::8])
+"""With two ranks they are there already."""
 
 
 def run(names: list[str]) -> dict[str, dict[str, Any]]:

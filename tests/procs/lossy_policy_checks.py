@@ -72,8 +72,8 @@ def fallback() -> dict[str, bool]:
         results[f"{what}: said"] = (
             [] if accuracy == "bounded" else ["they are not faster, and the run goes on with the exact plan"]
         ) == [text.partition("): ")[2] for text in said]
-        assert session.trial is not None
-        results[f"{what}: verdict"] = session.trial.verdict is not None
+        assert session.monitor.trial is not None
+        results[f"{what}: verdict"] = session.monitor.trial.verdict is not None
         session.detach()
     return results
 
@@ -90,12 +90,12 @@ def tried_once() -> dict[str, bool]:
     for what in ("resumed", "resumed again"):
         session = runtime.attach(convnet(), None, tried_plan())
         session.load_state_dict(saved)
-        results[what] = session.trial is None and session.plan.accuracy == "exact"
+        results[what] = session.monitor.trial is None and session.plan.accuracy == "exact"
         saved = session.state_dict()
         session.detach()
     session = runtime.attach(convnet(), None, tried_plan(WIRE))
     session.load_state_dict(saved)
-    results["another plan"] = session.trial is not None and session.plan.accuracy == "bounded"
+    results["another plan"] = session.monitor.trial is not None and session.plan.accuracy == "bounded"
     session.detach()
     return results
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from runtime.checks.plan import find_plan_misfit
+from runtime.checks.plan import check_plan
 from runtime.comm.collectives import COLLECTIVES, PHASED
 from runtime.plan import CompressorSpec, ModelReference, Plan, PlanBucket, PlanWorld
 from runtime.sparse.compressors import COMPRESSORS, Family
@@ -96,7 +96,7 @@ SPECS = [spec for name, family in COMPRESSORS.items() for spec in specs_of(name,
 def carried(form: tuple[str, str], spec: CompressorSpec) -> bool:
     """Whether a plan may say so at all."""
     cell = Cell(form, spec, "float32", "several")
-    return find_plan_misfit(dict(Given(cell.dtypes).named_parameters()), cell.plan(2), 2) is None
+    return check_plan(dict(Given(cell.dtypes).named_parameters()), cell.plan(2), 2) is None
 
 
 def cells(kind: str, turn: int) -> Iterator[Cell]:

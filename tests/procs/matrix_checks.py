@@ -27,13 +27,13 @@ def synchronous() -> dict[str, str]:
     """By grid and cell: nothing, in what it differs, or what was said of it before the first step."""
     torch.set_num_threads(1)
     results = {}
-    for place, (nodes, per_node) in enumerate(GRIDS[dist.get_world_size()]):
-        with on_grid(nodes, per_node) as group:
+    for place, (nodes, ranks_per_node) in enumerate(GRIDS[dist.get_world_size()]):
+        with on_grid(nodes, ranks_per_node) as group:
             assert group is not None
             for number, kind in enumerate(KINDS):
                 for cell in cells(kind, number + place):
-                    if nodes == 1 or per_node > 1 or cell.form in PHASED:  # else the same as on one node
-                        results[f"{nodes}x{per_node} {cell.name}"] = trained(cell, group, nodes, per_node)
+                    if nodes == 1 or ranks_per_node > 1 or cell.form in PHASED:  # else the same as on one node
+                        results[f"{nodes}x{ranks_per_node} {cell.name}"] = trained(cell, group, nodes, ranks_per_node)
     return results
 
 
@@ -48,9 +48,9 @@ def default_dtype(cell: Cell) -> Iterator[None]:
         torch.set_default_dtype(before)
 
 
-def trained(cell: Cell, group: dist.ProcessGroup, nodes: int, per_node: int) -> str:
+def trained(cell: Cell, group: dist.ProcessGroup, nodes: int, ranks_per_node: int) -> str:
     """Some steps of one cell."""
-    ranks, rank = nodes * per_node, dist.get_rank(group)
+    ranks, rank = nodes * ranks_per_node, dist.get_rank(group)
     model = Given(cell.dtypes)
     with default_dtype(cell), warnings.catch_warnings():
         warnings.simplefilter("ignore", runtime.AdaptedWarning)
@@ -60,7 +60,7 @@ def trained(cell: Cell, group: dist.ProcessGroup, nodes: int, per_node: int) -> 
             return f"refused: {error}"
         different = []
         try:
-            reference = Everyone(model, session.plan, rows(nodes, per_node))
+            reference = Everyone(model, session.plan, rows(nodes, ranks_per_node))
             for step in range(STEPS):
                 everyone = [gradients_of(cell.dtypes, one, ranks, step) for one in range(ranks)]
                 model.zero_grad()

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from runtime.comm.collectives import HITOPK
 from runtime.core.usage import UsageFlags
 from runtime.plan import Plan, PlanBucket
+from runtime.sparse.compressed import layer_runs
 from runtime.sparse.compressors import make_compressor
 from runtime.sparse.compressors.sparse import SparseCompressor
 from runtime.sparse.compressors.wire import WIRE_DTYPES, WireCompressor
-from runtime.sparse.lossy import layer_runs
 
 
 class Everyone:

@@ -21,7 +21,7 @@ from torch.optim import lr_scheduler
 
 import planner
 import runtime
-from runtime.checks.optimizer import ELEMENTWISE
+from runtime.optimizers.kinds import ELEMENTWISE
 from runtime.plan import StepPlan, UpdatePlan
 from runtime.plan.measured import MeasuredStep
 from runtime.sharded.state import state_bytes

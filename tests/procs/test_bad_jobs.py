@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
-import json
 from pathlib import Path
 
 import bad_jobs
+import commands
 import pytest
 
-from planner.cli.app import main
 from planner.jobs.launch import LocalWorld, run_ranks
 
 JOBS = str(Path(__file__).with_name("bad_jobs.py"))
@@ -69,19 +66,11 @@ def test_a_loss_that_is_no_number_is_no_fault(pair: list[dict[str, dict[str, str
     assert [rank["not_a_number"] for rank in pair] == [{"profile": "", "run": ""}] * 2
 
 
-def planner(*arguments: str) -> tuple[object, str, str]:
-    """(exit code, standard output, standard error) of a command."""
-    out, err = io.StringIO(), io.StringIO()
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), pytest.raises(SystemExit) as ended:
-        main(arguments)
-    return ended.value.code, out.getvalue(), err.getvalue()
-
-
 def test_the_command_line_tells_one_of_them(tmp_path: Path) -> None:
     """Exit code 2, and the profile of before stays."""
     output = tmp_path / "profile.json"
     output.write_text("old")
-    code, out, err = planner("profile", f"{JOBS}:batch_raises", "-o", str(output), "--json", "--device", "cpu")
+    code, out, err = commands.ended("profile", f"{JOBS}:batch_raises", "-o", str(output), "--json", "--device", "cpu")
     assert (code, out, output.read_text()) == (2, "", "old")
     assert err.startswith(f"planner: {JOBS}:batch_raises: batch(0, ")
     assert "Traceback" not in err
@@ -89,7 +78,5 @@ def test_the_command_line_tells_one_of_them(tmp_path: Path) -> None:
 
 
 def test_a_run_with_a_loss_that_is_no_number_gives_json() -> None:
-    code, out, _ = planner("run", f"{JOBS}:not_a_number", "--steps", "2", "--json", "--device", "cpu")
-    assert code in (0, None)
-    record = json.loads(out)
+    record = commands.result("run", f"{JOBS}:not_a_number", "--steps", "2", "--device", "cpu")
     assert (record["loss_first"], record["loss_last"]) == (None, None)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
 import json
 from pathlib import Path
 from typing import Any
@@ -13,6 +11,7 @@ import compare_jobs
 import compare_script
 import foreign_jobs
 import pytest
+from commands import ended
 
 from planner.cli.app import main
 from planner.jobs.launch import LocalWorld, run_ranks
@@ -22,18 +21,7 @@ JOB = f"{Path(__file__).with_name('compare_jobs.py')}:"
 
 def printed(*arguments: str) -> str:
     """What the command line prints."""
-    out = io.StringIO()
-    with contextlib.redirect_stdout(out), contextlib.suppress(SystemExit):
-        main(list(arguments))
-    return out.getvalue()
-
-
-def ended(*arguments: str) -> tuple[Any, str, str]:
-    """The exit code of a command, what it prints and what it says of errors."""
-    out, errors = io.StringIO(), io.StringIO()
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(errors), pytest.raises(SystemExit) as end:
-        main(list(arguments))
-    return end.value.code, out.getvalue(), errors.getvalue()
+    return ended(*arguments)[1]
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +29,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
     """(profile, plan) of the job."""
     folder = tmp_path_factory.mktemp("compare")
     profile, plan = str(folder / "profile.json"), str(folder / "plan.json")
-    assert "wrote" in printed("profile", f"{JOB}job", "-o", profile)
+    assert "wrote" in printed("profile", f"{JOB}job", "--budget-s", "5", "-o", profile)
     assert "wrote" in printed("optimize", profile, "-o", plan)
     return profile, plan
 
@@ -120,7 +108,7 @@ def test_bert_with_dropout_trains_as_with_ddp(tmp_path: Path) -> None:
     assert {row["name"]: row["same_training"] for row in json.loads(text)}["plan"]
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.long)])
 def test_a_dropped_bucket_is_not_the_same_training(ranks: int, tmp_path: Path) -> None:
     plan = bert_plan(tmp_path, ranks)
     code, text, errors = ended(
@@ -151,9 +139,9 @@ def test_a_strategy_that_cannot_be_trained_is_named_at_once(
     """And not taken for the plan, which has no fault."""
     profile, plan = files
     arguments = ("compare", f"{JOB}job", "--plan", plan, "--profile", profile, "--strategy", "wfbp,ssd:2")
-    with pytest.raises(SystemExit) as ended:
+    with pytest.raises(SystemExit) as end:
         main([*arguments, "--steps", str(10**8)])
-    assert ended.value.code == 2
+    assert end.value.code == 2
     message = capfd.readouterr().err
     assert "planner: --strategy ssd:2: the plan has a delay for 2 ranks on one node" in message
     assert plan not in message
@@ -161,7 +149,7 @@ def test_a_strategy_that_cannot_be_trained_is_named_at_once(
 
 def test_what_cannot_work_is_left_out_with_its_reason(tmp_path: Path) -> None:
     profile, plan = str(tmp_path / "profile.json"), str(tmp_path / "plan.json")
-    assert "wrote" in printed("profile", f"{JOB}mixed", "-o", profile)
+    assert "wrote" in printed("profile", f"{JOB}mixed", "--budget-s", "5", "-o", profile)
     assert "wrote" in printed("optimize", profile, "-o", plan)
     text = printed("compare", f"{JOB}mixed", "--plan", plan, "--steps", "2", "--rounds", "2")
     assert "ddp:powersgd does not work here: PowerSGD over gloo with gradients of several dtypes" in text

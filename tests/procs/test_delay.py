@@ -8,21 +8,32 @@ import sys
 from pathlib import Path
 
 import delay_life_checks
+import delay_workers_checks
 import pytest
 import torch
+from asked import asked_for
 
 from planner.jobs.launch import LocalWorld, run_ranks
 
 Results = list[dict[str, dict[str, bool]]]
 
 
-@pytest.fixture(scope="module", params=[2, 3, 4])
+@pytest.fixture(scope="module")
 def ranks(request: pytest.FixtureRequest) -> Results:
-    """What every rank of two, three and four found."""
-    return run_ranks(LocalWorld(ranks=request.param), delay_life_checks.run)
+    """What every rank of two, three or four found."""
+    return run_ranks(LocalWorld(ranks=request.param), delay_life_checks.run, asked_for(request, "check"))
 
 
-@pytest.mark.parametrize("check", delay_life_checks.CHECKS)
+IN_NODES = delay_workers_checks.CHECKS.keys() - {"compressed_pushes"}
+"""What only four ranks show: workers of two ranks each."""
+ROWS = [
+    pytest.param(ranks, check, marks=() if ranks == 2 or (ranks == 4 and check in IN_NODES) else pytest.mark.long)
+    for ranks in (2, 3, 4)
+    for check in delay_life_checks.CHECKS
+]
+
+
+@pytest.mark.parametrize(("ranks", "check"), ROWS, indirect=["ranks"], scope="module")
 def test_on_every_rank(ranks: Results, check: str) -> None:
     for rank, results in enumerate(ranks):
         assert results[check]

@@ -1,14 +1,14 @@
-"""The examples, as a user runs them: profile, optimize, train with the plan and with plain DDP."""
+"""The examples: profile, optimize, train with the plan and with plain DDP."""
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+import commands
 import pytest
 import torch
 from started import started
@@ -47,10 +47,10 @@ def python(folder: Path, *arguments: str, **environment: str) -> str:
 @pytest.mark.parametrize("name", ["charlm", "digits"])
 def test_a_job_trains_with_its_plan_as_with_ddp(name: str, tmp_path: Path) -> None:
     job = f"{EXAMPLES / name}.py:job"
-    python(tmp_path, *PLANNER, "profile", job)
-    python(tmp_path, *PLANNER, "optimize", "profile.json")
-    train = (*PLANNER, "run", job, "--steps", str(STEPS), "--json")
-    planned, plain = (json.loads(python(tmp_path, *train, *plan)) for plan in (("--plan", "plan.json"), ()))
+    profile, plan = str(tmp_path / "profile.json"), str(tmp_path / "plan.json")
+    commands.result("profile", job, "--budget-s", "10", "-o", profile)
+    commands.result("optimize", profile, "-o", plan)
+    planned, plain = (commands.result("run", job, "--steps", str(STEPS), *more) for more in (("--plan", plan), ()))
     same = ("steps", "ranks", "loss_first", "loss_last", "weights_sha256")
     assert {key: planned[key] for key in same} == {key: plain[key] for key in same}
     assert (planned["steps"], planned["ranks"]) == (STEPS, 2)
@@ -90,6 +90,7 @@ def test_two_lines_make_an_existing_script_train_with_a_plan(planned: tuple[Path
     assert differences({key: state[key] for key in expected}, expected) == []
 
 
+@pytest.mark.long
 def test_an_existing_script_compares_itself(planned: tuple[Path, list[str]]) -> None:
     printed = python(planned[0], *TORCHRUN, SCRIPT, "--compare", "plan.json")
     assert "25 steps each on 2 ranks, in 5 rounds by turns" in printed
@@ -108,6 +109,7 @@ def test_a_run_that_loses_a_rank_ends_with_the_weights_of_an_undisturbed_one(pla
     assert not list(folder.glob("*.part"))
 
 
+@pytest.mark.long
 def test_an_existing_script_runs_on_one_rank(tmp_path: Path) -> None:
     assert python(tmp_path, SCRIPT, "--profile-to", "profile.json") == "wrote profile.json\n"
     python(tmp_path, *PLANNER, "optimize", "profile.json")

@@ -14,6 +14,17 @@ from fault_cells import CELLS, DEADLINE_S, Cell, Outcome, interrupt, run_cell, t
 
 AT_ONCE = 3
 """Cells that run side by side; for a good part of its time a cell waits for its deadline."""
+SOME = (
+    Cell("backward", "kill", "torchrun"),
+    Cell("backward", "stop", ranks=3),
+    Cell("backward", "stop", program="ddp"),
+    Cell("compute", "raise", program="profile"),
+    Cell("attach", "kill"),
+    Cell("end", "raise"),
+    Cell("links", "stop", "ranks", "profile"),
+    Cell("forward", "kill", "ranks", "script", failing=0),
+)
+"""Cells with each phase, fault, start, program and number of ranks once; the others take long."""
 SLACK_S = 20.0
 """For ending processes on a busy machine."""
 TORCHRUN_S = 30.0
@@ -72,7 +83,7 @@ def last_error(outcome: Outcome) -> str:
 
 LOCAL: dict[str, str] = {
     "kill": r"^planner: rank 1 was killed by SIGKILL",
-    "stop": r"^planner: rank 1 was stopped \(SIGSTOP\) and did not go on",
+    "stop": r"^planner: rank 1 was stopped \(SIGSTOP\) and did not continue",
 }
 SEEN: dict[str, str] = {
     "compute": r"rank 0: (starting a step together|the message behind a measured step did not complete)",
@@ -122,7 +133,9 @@ def expected_words(cell: Cell) -> list[str]:
     return [SEEN[cell.phase].replace("rank 0:", f"rank {1 - cell.failing}:")]
 
 
-@pytest.mark.parametrize("cell", CELLS, ids=str)
+@pytest.mark.parametrize(
+    "cell", [pytest.param(cell, marks=() if cell in SOME else pytest.mark.long) for cell in CELLS], ids=str
+)
 def test_the_others_end_in_time_name_the_failure_and_leave_nothing(cell: Cell, matrix: Matrix) -> None:
     outcome = matrix.outcome(cell)
     assert outcome.codes == expected_codes(cell), outcome.text
@@ -138,11 +151,24 @@ def test_the_others_end_in_time_name_the_failure_and_leave_nothing(cell: Cell, m
         assert re.search(rf"rank +: 0 .*\n +exitcode +: {survivor} ", outcome.text), outcome.text
 
 
+def test_some_cells_have_everything_once() -> None:
+    assert set(SOME) <= set(CELLS)
+    for field in ("phase", "fault", "start", "program", "ranks", "failing"):
+        assert {getattr(cell, field) for cell in SOME} == {getattr(cell, field) for cell in CELLS}, field
+
+
 def test_the_matrix_leaves_no_shared_memory(matrix: Matrix) -> None:
     assert matrix.shared_memory_left() == set()
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -9)])
+@pytest.mark.parametrize(
+    ("number", "code"),
+    [
+        (signal.SIGINT, 130),
+        pytest.param(signal.SIGTERM, 143, marks=pytest.mark.long),
+        pytest.param(signal.SIGKILL, -9, marks=pytest.mark.long),
+    ],
+)
 def test_ranks_end_with_their_command_even_a_stopped_one(number: int, code: int, tmp_path: Path) -> None:
     outcome = interrupt(number, tmp_path)
     assert outcome.codes == [code], outcome.text

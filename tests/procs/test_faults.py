@@ -41,7 +41,8 @@ def test_a_killed_rank_ends_the_others() -> None:
     assert not multiprocessing.active_children()
 
 
-def test_a_rank_that_raises_is_shown_with_its_traceback() -> None:
+def test_a_rank_that_raises_is_shown_with_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("planner.jobs.launch.GRACE_S", 2.0)  # the other rank waits for it
     with pytest.raises(EnvironmentFailure, match=r"rank 1 raised LookupError: on purpose(.|\n)*fault_checks"):
         run_ranks(TWO, fault_checks.raising_rank)
     assert not multiprocessing.active_children()

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import habit_checks
 import pytest
 
+from planner.cli.app import main
 from planner.jobs.launch import LocalWorld, run_ranks
 
 
@@ -69,28 +68,29 @@ def leaving():
 """
 
 
-def planner(*arguments: str) -> subprocess.CompletedProcess[str]:
-    """Runs a command."""
-    return subprocess.run([sys.executable, "-m", "planner", *arguments], capture_output=True, text=True, timeout=120)
-
-
-def test_what_a_job_prints_is_not_in_the_result(tmp_path: Path) -> None:
+def test_what_a_job_prints_is_not_in_the_result(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "odd.py").write_text(JOB)
-    done = planner("run", f"{tmp_path}/odd.py:talking", "--steps", "2", "--json")
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout)["steps"] == 2
-    assert "printed while being imported" in done.stderr
-    assert "printed past Python" in done.stderr
+    with pytest.raises(SystemExit) as ended:
+        main(["run", f"{tmp_path}/odd.py:talking", "--steps", "2", "--json"])
+    out, err = capfd.readouterr()
+    assert ended.value.code in (0, None), err
+    assert json.loads(out)["steps"] == 2
+    assert "printed while being imported" in err
+    assert "printed past Python" in err
 
 
 @pytest.mark.parametrize(
     ("job", "words"),
     [("failing", "loss.backward() raised ArithmeticError: odd"), ("leaving", "raised SystemExit: 4")],
 )
-def test_a_job_that_fails_is_named_without_a_traceback(tmp_path: Path, job: str, words: str) -> None:
+def test_a_job_that_fails_is_named_without_a_traceback(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], job: str, words: str
+) -> None:
     (tmp_path / "odd.py").write_text(JOB)
-    done = planner("run", f"{tmp_path}/odd.py:{job}", "--steps", "2")
-    assert done.returncode == 2
-    assert done.stdout == ""
-    assert words in done.stderr
-    assert "Traceback" not in done.stderr
+    with pytest.raises(SystemExit) as ended:
+        main(["run", f"{tmp_path}/odd.py:{job}", "--steps", "2"])
+    out, err = capfd.readouterr()
+    assert ended.value.code == 2
+    assert out == ""
+    assert words in err
+    assert "Traceback" not in err

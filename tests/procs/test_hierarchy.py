@@ -27,6 +27,7 @@ def check_contract(ranks: list[dict[str, Any]]) -> None:
             assert residuals, f"{case}: residuals differ"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_dense_ones_sum_exactly_and_sparse_ones_follow_algorithm_2(ranks: int) -> None:
     results = run_ranks(LocalWorld(ranks=ranks), hierarchy_checks.contract)
@@ -56,7 +57,7 @@ def test_training(four: list[dict[str, Any]], check: str) -> None:
         ("flat mesh", ["1 dimensions", "expected two"]),
         ("other mesh", ["[[1, 2], [3, 4]]", "[0, 1, 2, 3] once"]),
         ("different meshes", ["different meshes", "rank 0: ((0, 2), (1, 3))"]),
-        ("by layer", ["bucket 0 travels by sparse/hitopk", "not from layers"]),
+        ("by layer", ["bucket 0 is sent by sparse/hitopk", "not from layers"]),
         ("short order", ["phase_order: found 1 pairs", "each of 9 once", "[0, 1]"]),
         ("order", ["found phase 2 of bucket 2 before its phase 0"]),
     ],

@@ -328,7 +328,7 @@ def wait_for(condition: Any, seconds: float) -> bool:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
-@pytest.mark.parametrize("start_method", ["spawn", "forkserver"])
+@pytest.mark.parametrize("start_method", [pytest.param("spawn", marks=pytest.mark.long), "forkserver"])
 def test_nothing_is_left_after_ctrl_c_sigterm_and_a_kill(tmp_path: Path, start_method: str) -> None:
     """Ctrl-C reaches all processes of a run at once; the others its first one only."""
     before = shared_memory()
@@ -352,6 +352,7 @@ def test_nothing_is_left_after_ctrl_c_sigterm_and_a_kill(tmp_path: Path, start_m
     assert shared_memory() <= before
 
 
+@pytest.mark.long
 @pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
 def test_nothing_is_left_where_a_launcher_in_the_background_is_ended(tmp_path: Path) -> None:
     """As `nohup torchrun … &` in a script, where Ctrl-C is ignored by all, and the launcher gets SIGTERM."""

@@ -10,7 +10,7 @@ from planner.jobs.launch import LocalWorld, run_ranks
 Results = list[dict[str, dict[str, bool]]]
 
 
-@pytest.fixture(scope="module", params=[2, 3])
+@pytest.fixture(scope="module", params=[2, pytest.param(3, marks=pytest.mark.long)])
 def ranks(request: pytest.FixtureRequest) -> Results:
     """What every rank of two and of three found."""
     return run_ranks(LocalWorld(ranks=request.param), lossy_policy_checks.run)

@@ -31,7 +31,7 @@ def test_what_each_collective_carries() -> None:
         assert found == (DENSE | SPARSE).get(form, found), form
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.long), pytest.param(4, marks=pytest.mark.long)])
 def test_every_way_comes_to_what_it_should_or_is_refused_on_all_ranks_alike(ranks: int) -> None:
     everyone = run_ranks(LocalWorld(ranks=ranks), matrix_checks.synchronous)
     expected = {cell.name: refused(cell) for cell in _all_cells()}

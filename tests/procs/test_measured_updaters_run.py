@@ -12,7 +12,7 @@ from planner.documents.profile import ComputeProfile, Gradient, OptimizerProfile
 from planner.jobs.local_training import measure_updaters
 from planner.jobs.training import build
 from planner.profile import updaters
-from planner.profile.progress import Silent
+from planner.profile.progress import Progress
 from runtime.checks.plan import trainable_parameters
 from runtime.plan import ModelReference
 
@@ -32,7 +32,7 @@ def test_updaters_of_the_digits_job(monkeypatch: pytest.MonkeyPatch) -> None:
         forward_us=9000.0, update_us=1000.0, gradients=gradients, optimizer=OptimizerProfile(name="SGD", adaptive=False)
     )
     bare = Profile(model=ModelReference(name="resnet20"), world=ProfileWorld(ranks=1), compute=compute)
-    profile = measure_updaters(built, built.batch(0), bare, 2, Silent())
+    profile = measure_updaters(built, built.batch(0), bare, 2, Progress())
     found = profile.local_async
     assert found is not None
     assert profile.world.batch_per_rank == 16

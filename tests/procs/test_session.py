@@ -19,7 +19,7 @@ def pair() -> list[dict[str, Any]]:
     return run_ranks(LocalWorld(ranks=2), all_checks.pair_checks)
 
 
-@pytest.fixture(scope="module", params=[3, 4])
+@pytest.fixture(scope="module", params=[3, pytest.param(4, marks=pytest.mark.long)])
 def many(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
     """Results of every rank of three and of four."""
     return run_ranks(LocalWorld(ranks=request.param), all_checks.many_checks)

@@ -18,7 +18,9 @@ from runtime.plan import ModelReference, Plan, PlanBucket, PlanWorld
 Results = list[dict[str, Any]]
 
 
-@pytest.fixture(scope="module", params=[2, 3, 4])
+@pytest.fixture(
+    scope="module", params=[2, pytest.param(3, marks=pytest.mark.long), pytest.param(4, marks=pytest.mark.long)]
+)
 def ranks(request: pytest.FixtureRequest) -> Results:
     """What every rank of two, three and four found."""
     return run_ranks(LocalWorld(ranks=request.param), sharded_refusals.run)
@@ -64,7 +66,7 @@ def test_one_rank_goes_on_alone_with_what_several_have_saved(ranks: Results) -> 
         ("none", "but found no optimizer"),
         ("differentiable", "but found SGD with differentiable=True"),
         ("unowned", "expected all of them in it: add that parameter, freeze it before profiling, or plan without"),
-        ("delay", "found a shared step beside a delay"),
+        ("delay", "found a sharded step beside a delay"),
         ("after lossy", "the plan's updates.step: found a plan whose ranks share the optimizer's step, after one that"),
         ("read", "on the gradient of out.weight, but ranks share the optimizer's step"),
         ("histogram", "InputError: found numpy on the gradient of out.weight"),

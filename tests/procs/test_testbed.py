@@ -202,14 +202,20 @@ def test_a_rank_that_dies_on_an_emulated_host_is_named(untouched: None) -> None:
 
 
 @needs_namespaces
-def test_commands_of_planner_leave_nothing_however_they_end(tmp_path: Path, untouched: None) -> None:
-    """`planner run` to its end, and with each signal while its ranks train; all at once, to save time."""
+@pytest.mark.parametrize(
+    "signals",
+    [
+        pytest.param({signal.SIGTERM: 143}, id="SIGTERM"),
+        pytest.param({signal.SIGINT: 130, signal.SIGKILL: -9}, id="others", marks=pytest.mark.long),
+    ],
+)
+def test_commands_of_planner_leave_nothing_however_they_end(
+    signals: dict[int, int], tmp_path: Path, untouched: None
+) -> None:
+    """`planner run` to its end, and with signals while its ranks train; all at once, to save time."""
     job = ["-m", "planner", "run", f"{testbed_checks.__file__}:job", "--emulate", "2x1@100mbit", "--json"]
     done = Command(tmp_path / "done", *job, "--steps", "3")
-    ended = {
-        (number, code): Command(tmp_path / f"signal{number}", *job)
-        for number, code in ((signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -9))
-    }
+    ended = {(number, code): Command(tmp_path / f"signal{number}", *job) for number, code in signals.items()}
     for (number, code), command in ended.items():
         namespaces = command.namespaces("moment")
         assert holders(namespaces[0]), "the ranks are in it"

@@ -14,7 +14,7 @@ from torch import nn
 
 from planner import TrainingJob
 from planner.profile.node_links import measure_apart
-from planner.profile.progress import Silent
+from planner.profile.progress import Progress
 from planner.testbed.emulation import emulation_here
 from planner.testbed.wiring import shaping
 from runtime.comm.world import World
@@ -58,7 +58,7 @@ def ranks_of_a_host_and_of_two() -> dict[str, Any]:
         "inside": all_reduce_s(inside),
     }
     names = [str(number // 2) for number in range(4)]
-    found["apart"] = measure_apart(World.join(), names, torch.device("cpu"), 2**18, Silent())
+    found["apart"] = measure_apart(World.join(), names, torch.device("cpu"), 2**18, Progress())
     if rank % 2 == 0:  # one exchange at a time: the ranks of a host share its link
         found["slow"] = all_reduce_s(between)
         subprocess.run(["tc", *shaping(400e6).replace("add", "replace").split()], check=True)

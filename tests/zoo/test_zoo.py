@@ -13,10 +13,10 @@ from .registry import ZOO
 from .walk import LEAST_GRAPHS, Visit
 
 
-@pytest.fixture(scope="module")
-def pair() -> list[list[Visit]]:
-    """What both ranks of two found."""
-    return run_ranks(LocalWorld(ranks=2), walking.walk, list(ZOO), True)
+@pytest.fixture(scope="module", params=[6, pytest.param(1, marks=pytest.mark.long)], ids=["some", "all"])
+def pair(request: pytest.FixtureRequest) -> list[list[Visit]]:
+    """What both ranks of two found of every sixth model, and of all."""
+    return run_ranks(LocalWorld(ranks=2), walking.walk, list(ZOO)[:: request.param], True)
 
 
 def test_the_zoo_is_varied() -> None:
@@ -27,21 +27,22 @@ def test_the_zoo_is_varied() -> None:
 
 
 def test_every_model_gets_a_plan_and_trains(pair: list[list[Visit]]) -> None:
-    assert [visit.name for visit in pair[0]] == list(ZOO)
+    assert len(pair[0]) >= 12
     assert {visit.name: visit.error for visits in pair for visit in visits if visit.error} == {}
     assert [visit.name for visit in pair[0] if not visit.buckets or not math.isfinite(visit.loss)] == []
 
 
 def test_nearly_every_model_comes_through_a_graph(pair: list[list[Visit]]) -> None:
     without = {visit.name: visit.failures for visit in pair[0] if not visit.graph}
-    assert len(without) <= (1 - LEAST_GRAPHS) * len(ZOO), without
+    assert len(without) <= (1 - LEAST_GRAPHS) * len(pair[0]), without
     assert all(ZOO[name].data_dependent for name in without), without
 
 
 def test_a_graph_of_one_path_is_told_from_one_of_all(pair: list[list[Visit]]) -> None:
     """What depends on data has no graph of all paths."""
     visits = {visit.name: visit for visit in pair[0]}
-    free = [name for name, member in ZOO.items() if member.data_dependent]
+    free = [name for name in visits if ZOO[name].data_dependent]
+    assert free
     assert [name for name in free if visits[name].graph and not visits[name].one_path] == []
 
 

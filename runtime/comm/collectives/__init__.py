@@ -1,20 +1,19 @@
-"""Collectives that a bucket can travel by, one file each. `COLLECTIVES` and `PHASED` are the only lists of them."""
+"""Collectives that a bucket can be sent by. `COLLECTIVES` and `PHASED` are the only lists of them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol
 
 import torch.distributed as dist
 
-from runtime.comm.collectives.hitopk import HiTopK
-from runtime.comm.collectives.library import LibraryAllReduce
-from runtime.comm.collectives.naive_all_gather import NaiveAllGather
+from runtime.comm.collectives.direct import LibraryAllReduce, NaiveAllGather, SparseFlat
+from runtime.comm.collectives.hitopk import hitopk_phases
 from runtime.comm.collectives.narrowed import NarrowedAllReduce
-from runtime.comm.collectives.phases import PhasedCollective
-from runtime.comm.collectives.sparse_flat import SparseFlat
-from runtime.comm.collectives.torus_2d import Torus2d
-from runtime.comm.collectives.tree import TreeAllReduce
+from runtime.comm.collectives.phases import Phase
+from runtime.comm.collectives.torus_2d import torus_2d_phases
+from runtime.comm.collectives.tree import tree_phases
+from runtime.comm.topology import Topology
 from runtime.plan import Plan, PlanBucket
 
 
@@ -27,8 +26,8 @@ class Collective(Protocol):
         Args:
             message: what a bucket gives to its communicator, of the same size and dtype on every rank:
                 `runtime.core.buckets.Message` (its `flat`, 1-D, becomes the sum over ranks),
-                `runtime.sparse.selected.Packed` (its `gathered` becomes every rank's `flat`) or
-                `runtime.sparse.narrowed.Narrowed` (its `gathered` becomes the sum).
+                `runtime.comm.collectives.direct.Packed` (its `gathered` becomes every rank's `flat`) or
+                `runtime.comm.collectives.narrowed.Narrowed` (its `gathered` becomes the sum).
             group: the ranks.
         """
         ...
@@ -41,13 +40,13 @@ COLLECTIVES: Mapping[tuple[str, str], Collective] = {
 }
 """Registry: (collective, algorithm) → implementation. Add one here and the contract test covers it."""
 
-PHASED: Mapping[tuple[str, str], PhasedCollective] = {
-    ("all_reduce", "torus_2d"): Torus2d(),
-    ("all_reduce", "tree"): TreeAllReduce(),
-    ("sparse", "hitopk"): HiTopK(),
+PHASED: Mapping[tuple[str, str], Callable[[Topology], tuple[Phase, ...]]] = {
+    ("all_reduce", "torus_2d"): torus_2d_phases,
+    ("all_reduce", "tree"): tree_phases,
+    ("sparse", "hitopk"): hitopk_phases,
 }
 """Registry of those that a thread of ours carries (`runtime.comm.phased_communicator`): several phases, or sends and
-receives."""
+receives. Each gives its phases in order; other buckets' phases may come between them."""
 
 TORUS, HITOPK = ("all_reduce", "torus_2d"), ("sparse", "hitopk")
 HIERARCHICAL = frozenset({TORUS, HITOPK})
@@ -58,7 +57,7 @@ NARROWED = NarrowedAllReduce()
 
 
 def form_of(bucket: PlanBucket) -> tuple[str, str]:
-    """How a bucket travels, as the registries call it."""
+    """How a bucket is sent, as the registries call it."""
     return bucket.collective, bucket.algorithm
 
 
@@ -69,8 +68,9 @@ def collective_of(bucket: PlanBucket) -> Collective:
 
 def asks_for_nodes(plan: Plan) -> bool:
     """Whether the plan, or the one that it falls back to, has collectives on two kinds of link."""
-    fallback = plan.fallback is not None and asks_for_nodes(plan.fallback)
-    return fallback or any(form_of(bucket) in HIERARCHICAL for bucket in plan.buckets)
+    return any(form_of(bucket) in HIERARCHICAL for bucket in plan.buckets) or (
+        plan.fallback is not None and asks_for_nodes(plan.fallback)
+    )
 
 
 def has_phases(plan: Plan) -> bool:

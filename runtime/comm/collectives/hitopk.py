@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from runtime.comm.collectives.phases import Phase, Works, gather, present, reduce_scatter
-from runtime.comm.node_groups import Grid
 from runtime.comm.topology import Topology
+from runtime.comm.world import Grid
 
 
 @dataclass(eq=False)
@@ -46,19 +46,10 @@ class Shard:
     """Fills `own` when `selected_everywhere` is there."""
 
 
-class HiTopK:
-    """The network's part of it; what is selected is `runtime.sparse.hitopk`'s."""
-
-    def phases(self, topology: Topology) -> tuple[Phase, ...]:
-        """See `PhasedCollective.phases`."""
-        return present(
-            [
-                Phase("reduce_scatter", "intra", _scatter),
-                Phase("all_gather", "inter", _exchange),
-                Phase("all_gather", "intra", _gather),
-            ],
-            topology,
-        )
+def hitopk_phases(topology: Topology) -> tuple[Phase, ...]:
+    """The phases of HiTopKComm; what is selected is `runtime.sparse.hitopk`'s affair."""
+    first, second = Phase("reduce_scatter", "intra", _scatter), Phase("all_gather", "inter", _exchange)
+    return present([first, second, Phase("all_gather", "intra", _gather)], topology)
 
 
 def _scatter(message: Shard, grid: Grid) -> Works:

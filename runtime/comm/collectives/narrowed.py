@@ -37,7 +37,6 @@ class NarrowedAllReduce:
     """All-to-all, sums, all-gather: the bytes of a ring all-reduce in the narrow dtype."""
 
     def run(self, message: Narrowed, group: dist.ProcessGroup) -> Iterator[dist.Work]:
-        """See `Collective.run`."""
         message.rank = dist.get_rank(group)
         yield from reduce_scatter(message.flat, message.received, message.total, group)
         message.narrow()

@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from runtime.comm.node_groups import Grid
 from runtime.comm.topology import LinkName, Topology
+from runtime.comm.world import Grid
 from runtime.torch_compat import all_gather_single, all_to_all_single
 
 Works = Iterator[dist.Work]
@@ -29,17 +29,18 @@ class Phase:
     """(message, groups) → what is started; for what a message is see `Collective.run`."""
 
 
-class PhasedCollective(Protocol):
-    """Carries one message of a bucket to all ranks, in phases that other buckets' phases may come between."""
+class Vector(Protocol):
+    """What a dense collective gets."""
 
-    def phases(self, topology: Topology) -> tuple[Phase, ...]:
-        """The phases, in order; those of a single rank or a single node are left out."""
-        ...
+    flat: Tensor
+    """1-D; becomes the sum over ranks."""
+    scratch: Any
+    """What the collective keeps from step to step."""
 
 
 def present(phases: Sequence[Phase], topology: Topology) -> tuple[Phase, ...]:
     """Of the phases of a collective, those in which more than one rank takes part."""
-    many = {"intra": topology.per_node > 1, "inter": topology.count > 1}
+    many = {"intra": topology.ranks_per_node > 1, "inter": topology.num_nodes > 1}
     return tuple(phase for phase in phases if many[phase.link])
 
 

@@ -9,32 +9,22 @@ from __future__ import annotations
 import torch.distributed as dist
 from torch import Tensor
 
-from runtime.comm.collectives.phases import Phase, Works, bounds, gather, present, reduce_scatter, share_of
-from runtime.comm.node_groups import Grid
-from runtime.comm.parcel import Vector
+from runtime.comm.collectives.phases import Phase, Vector, Works, bounds, gather, present, reduce_scatter, share_of
 from runtime.comm.topology import Topology
+from runtime.comm.world import Grid
 
 
-class Torus2d:
-    """See the module's text. Shards divide a message evenly but for the last ones."""
-
-    def phases(self, topology: Topology) -> tuple[Phase, ...]:
-        """See `PhasedCollective.phases`."""
-        return present(
-            [
-                Phase("reduce_scatter", "intra", _scatter),
-                Phase("all_reduce", "inter", _all_reduce),
-                Phase("all_gather", "intra", _gather),
-            ],
-            topology,
-        )
+def torus_2d_phases(topology: Topology) -> tuple[Phase, ...]:
+    """The phases of the 2D torus. Shards divide a message evenly but for the last ones."""
+    first, second = Phase("reduce_scatter", "intra", _scatter), Phase("all_reduce", "inter", _all_reduce)
+    return present([first, second, Phase("all_gather", "intra", _gather)], topology)
 
 
 class _Shards:
     """Memory of a message, kept from step to step."""
 
     def __init__(self, flat: Tensor, grid: Grid) -> None:
-        parts = grid.per_node
+        parts = grid.ranks_per_node
         self.flat = flat
         share, (start, stop) = share_of(flat.numel(), parts), bounds(flat.numel(), parts, grid.inside.rank)
         self.received = flat.new_zeros(parts, stop - start)
@@ -59,7 +49,7 @@ def _scatter(message: Vector, grid: Grid) -> Works:
 
 
 def _all_reduce(message: Vector, grid: Grid) -> Works:
-    mine = _shards(message, grid).mine if grid.per_node > 1 else message.flat
+    mine = _shards(message, grid).mine if grid.ranks_per_node > 1 else message.flat
     if mine.numel():  # alike on all ranks of this place
         yield dist.all_reduce(mine, group=grid.between.group, async_op=True)
 

@@ -14,10 +14,9 @@ from functools import cache
 import torch
 import torch.distributed as dist
 
-from runtime.comm.collectives.phases import Phase, Works, bounds
-from runtime.comm.node_groups import Grid
-from runtime.comm.parcel import Vector
+from runtime.comm.collectives.phases import Phase, Vector, Works, bounds
 from runtime.comm.topology import Topology
+from runtime.comm.world import Grid
 
 CHUNK_BYTES = 256 * 1024
 """A chunk is not smaller than this, as long as each tree has one."""
@@ -99,13 +98,10 @@ def _transfers(above: Sequence[int | None], chunk: int) -> dict[Transfer, tuple[
     return waits
 
 
-class TreeAllReduce:
-    """See the module's text."""
-
-    def phases(self, topology: Topology) -> tuple[Phase, ...]:
-        """See `PhasedCollective.phases`: one, through all ranks."""
-        ranks = topology.count * topology.per_node
-        return (Phase("all_reduce", "inter" if topology.count > 1 else "intra", _run),) if ranks > 1 else ()
+def tree_phases(topology: Topology) -> tuple[Phase, ...]:
+    """The one phase of the tree all-reduce, through all ranks."""
+    ranks = topology.num_nodes * topology.ranks_per_node
+    return (Phase("all_reduce", "inter" if topology.num_nodes > 1 else "intra", _run),) if ranks > 1 else ()
 
 
 def _run(message: Vector, grid: Grid) -> Works:

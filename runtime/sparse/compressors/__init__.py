@@ -14,7 +14,7 @@ from types import MappingProxyType
 from runtime.errors import InputError
 from runtime.plan import CompressorSpec
 from runtime.sparse.compressors.options import Layer, check_options, choose, kept_elements
-from runtime.sparse.compressors.randomk import select_random
+from runtime.sparse.compressors.selectors import select_random
 from runtime.sparse.compressors.sparse import SELECTORS, SparseCompressor
 from runtime.sparse.compressors.wire import WIRE_DTYPES, WireCompressor
 

@@ -10,10 +10,10 @@ from typing import TypeVar
 from runtime.errors import InputError
 from runtime.plan import CompressorSpec
 
-CURE = "correct the plan, or make it again with `planner optimize`"
+HINT = "correct the plan, or make it again with `planner optimize`"
 
 MAX_ELEMENTS = 2**31 - 1
-"""Indices travel as int32."""
+"""Indices are sent as int32."""
 
 Layer = tuple[str, int]
 """(name, elements)."""
@@ -34,7 +34,7 @@ class Segment:
 def choose(what: str, name: str, known: Mapping[str, _Value]) -> _Value:
     """The value of a name. Raises InputError, with the known names, where there is none."""
     if name not in known:
-        raise InputError(f"{what}: found {name!r}, expected one of {', '.join(known)}: {CURE}")
+        raise InputError(f"{what}: found {name!r}, expected one of {', '.join(known)}: {HINT}")
     return known[name]
 
 
@@ -60,7 +60,7 @@ def kept_elements(spec: CompressorSpec, layers: Sequence[Layer]) -> tuple[Segmen
     """
     if (spec.k is None) == (spec.density is None):
         found = "neither k nor density" if spec.k is None else "both k and density"
-        raise InputError(f"the compressor {spec.name} has {found}; expected one of them: {CURE}")
+        raise InputError(f"the compressor {spec.name} has {found}; expected one of them: {HINT}")
     total = sum(elements for _, elements in layers)
     if total > MAX_ELEMENTS:
         raise InputError(
@@ -90,7 +90,7 @@ def _share(spec: CompressorSpec, elements: int) -> int:
     density = spec.density
     assert density is not None
     if not 0.0 < density <= 1.0:
-        raise InputError(f"{spec.name}: density: found {density}, expected more than 0 and at most 1: {CURE}")
+        raise InputError(f"{spec.name}: density: found {density}, expected more than 0 and at most 1: {HINT}")
     return min(elements, max(1, math.floor(density * elements)))
 
 
@@ -111,21 +111,19 @@ def _given_k(spec: CompressorSpec, given: Mapping[str, int], layers: Sequence[La
     if unknown:
         raise InputError(
             f"{spec.name}: k: found the layers {_listed(unknown)}, which the bucket does not have; expected "
-            f"{_listed(names)}: {CURE}"
+            f"{_listed(names)}: {HINT}"
         )
     missing = [name for name, elements in layers if elements and name not in given]
     if missing:
-        raise InputError(f"{spec.name}: k: found no number for {_listed(missing)}; expected one for each layer: {CURE}")
-    return [_checked_k(spec, name, given[name], elements) if elements else 0 for name, elements in layers]
-
-
-def _checked_k(spec: CompressorSpec, name: str, k: int, elements: int) -> int:
-    if not isinstance(k, int) or isinstance(k, bool) or not 1 <= k <= elements:
-        raise InputError(
-            f"{spec.name}: k of the layer {name}: found {k!r}, expected a whole number from 1 to {elements}, the "
-            f"layer's elements: {CURE}"
-        )
-    return k
+        raise InputError(f"{spec.name}: k: found no number for {_listed(missing)}; expected one for each layer: {HINT}")
+    for name, elements in layers:
+        k = given.get(name)
+        if elements and (not isinstance(k, int) or isinstance(k, bool) or not 1 <= k <= elements):
+            raise InputError(
+                f"{spec.name}: k of the layer {name}: found {k!r}, expected a whole number from 1 to {elements}, the "
+                f"layer's elements: {HINT}"
+            )
+    return [given[name] if elements else 0 for name, elements in layers]
 
 
 def _listed(names: Sequence[str]) -> str:

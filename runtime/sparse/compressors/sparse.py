@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import functools
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 
 import torch
 from torch import Tensor
 
-from runtime.sparse.compressors.device import DeviceSelection, has_kernels
-from runtime.sparse.compressors.exact import select_exact
+from runtime.kernels import TopkState, ef_topk_, make_state, ms_topk_
+from runtime.kernels.backend import usable
+from runtime.kernels.checks import FLOATS, MOST_RANKS
 from runtime.sparse.compressors.magnitudes import seed_of
-from runtime.sparse.compressors.mstopk import select_mstopk
 from runtime.sparse.compressors.options import Segment
-from runtime.sparse.compressors.sampled import select_sampled
+from runtime.sparse.compressors.selectors import select_exact, select_mstopk, select_sampled
 
 Selector = Callable[[Tensor, Tensor, Tensor, int, int], Tensor]
 """(residual, gradient, total, k, seed) → k ascending positions; writes residual + gradient into `total`."""
@@ -22,6 +24,31 @@ SELECTORS: Mapping[str, Selector] = MappingProxyType(
     {"exact": select_exact, "mstopk": select_mstopk, "sampled": select_sampled}
 )
 """How `topk` may find its elements."""
+
+
+@functools.cache
+def _warn_once(device: torch.device, why: str) -> None:
+    warnings.warn(
+        f"selection on {device} takes torch's own operations, several times as long as the kernels: {why}; "
+        f"`planner doctor` says what works",
+        RuntimeWarning,
+        stacklevel=2,
+    )
+
+
+def has_kernels(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether buckets of a dtype on a device are selected from by kernels; warns where these should work and do not."""
+    if dtype not in FLOATS or (device.type == "cpu" and usable(device) is not None):
+        return False
+    why = usable(device)
+    if why is not None:
+        _warn_once(device, why)
+    return why is None
+
+
+def unpacks(values: Tensor, sums: Tensor) -> bool:
+    """Whether messages of all ranks (ranks, k) are added up by a kernel."""
+    return values.dtype in FLOATS and values.shape[0] <= MOST_RANKS and has_kernels(sums.device, sums.dtype)
 
 
 class SparseCompressor:
@@ -38,12 +65,11 @@ class SparseCompressor:
         self.k = sum(segment.k for segment in segments)
         """Elements that are sent in all."""
         self._selector = selector
-        by_kernel = selector in (select_exact, select_mstopk)
-        self._on_device = DeviceSelection(segments, random_ties=selector is select_mstopk) if by_kernel else None
+        self._states: dict[torch.device, TopkState] = {}
 
     def selects_on(self, device: torch.device, *dtypes: torch.dtype) -> bool:
         """Whether kernels of the device do it: then `select_on_device` does what `compress` does."""
-        if self._on_device is None or not self.k:
+        if self._selector not in (select_exact, select_mstopk) or not self.k:
             return False
         return all(has_kernels(device, dtype) for dtype in dtypes)
 
@@ -58,10 +84,16 @@ class SparseCompressor:
             out: (values, indices), become what is sent.
             step: see `compress`.
         """
-        assert self._on_device is not None
         one, other, swapped = buffers
-        seed = seed_of(self.segments[0].name, step)
-        self._on_device.select(gradient, one, other, out, swapped=swapped, seed=seed)
+        if gradient.device not in self._states:
+            elements, k = [s.elements for s in self.segments], [s.k for s in self.segments]
+            self._states[gradient.device] = make_state(elements, k, gradient.device)
+        state = self._states[gradient.device]
+        if self._selector is select_exact:
+            ef_topk_(gradient, one, other, *out, state, swapped=swapped)
+        else:
+            seed = seed_of(self.segments[0].name, step)
+            ms_topk_(gradient, one, other, *out, state, seed=seed, swapped=swapped)
 
     def compress(self, gradient: Tensor, residual: Tensor, new_residual: Tensor, step: int) -> tuple[Tensor, Tensor]:
         """(values, indices) of what is sent; indices are int32, ascending, in the whole buffer.

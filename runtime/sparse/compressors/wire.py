@@ -12,7 +12,7 @@ from torch import Tensor
 from runtime.sparse.compressors.magnitudes import CHUNK, accumulate
 
 WIRE_DTYPES: Mapping[str, torch.dtype] = MappingProxyType({"bfloat16": torch.bfloat16, "float16": torch.float16})
-"""What may travel."""
+"""What may be sent."""
 
 
 class WireCompressor:

@@ -21,7 +21,8 @@ from benchmarks.truth.report import (
     tau,
     write_into,
 )  # fmt: skip
-from planner.comparison.contestants import BARE
+from planner.comparison.variants import NO_COMMUNICATION
+from planner.model.modes.delayed import Delayed
 from planner.model.problem import make_problem
 
 
@@ -34,7 +35,7 @@ def result(*plans: Seen, slower: float = 0.98, pairs: tuple[tuple[str, str], ...
     """A cell whose step without communication takes 100 µs, 60 of them in backward."""
     return Result(
         cell=Cell("gpt", 2, "1gbit"),
-        seen=(seen(BARE, 101.0, 100.0, None), *plans),
+        seen=(seen(NO_COMMUNICATION, 101.0, 100.0, None), *plans),
         repeat_error=0.01,
         profiles_apart=0.005,
         backward_us=60.0,
@@ -112,7 +113,12 @@ def test_plans_of_a_cell_differ_and_are_the_same_for_everyone() -> None:
         made = schedules(problem, cell)
         assert list(made) == list(schedules(problem, cell))
         assert len(set(map(str, made.values()))) == len(made) >= 4
-    assert {name for name, schedule in made.items() if schedule.delay} == {"ssd:1", "ssd:2", "ssd:3", "ssd:4"}
+    assert {name for name, schedule in made.items() if isinstance(schedule.mode, Delayed)} == {
+        "ssd:1",
+        "ssd:2",
+        "ssd:3",
+        "ssd:4",
+    }
 
 
 def test_groups_of_cells() -> None:

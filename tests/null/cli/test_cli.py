@@ -16,7 +16,7 @@ from rich.table import Table
 
 from planner import optimize, simulate
 from planner.cli.app import main
-from planner.emit.text import counted
+from planner.documents.text import pluralize
 from planner.report.tables import make_console, print_table
 from runtime.plan import load_plan
 from runtime.version import __version__
@@ -295,7 +295,7 @@ def test_delay_where_it_pays(command: Command) -> None:
     for line in (
         "plan (relaxed)",
         "speed over delay",
-        f"relaxed  {counted(len(plan.buckets), 'bucket')}, no compression, delay k",
+        f"relaxed  {pluralize(len(plan.buckets), 'bucket')}, no compression, delay k",
     ):
         assert line in outcome.out
     explained = command("explain", "plan.json", "--trace", "trace.json", "--html", "page.html")

@@ -10,7 +10,7 @@ import pytest
 
 from runtime.comm.collectives.tree import parents, tree_rounds
 from runtime.comm.phased_communicator import LINKS, PhaseQueues, default_order
-from runtime.comm.topology import Topology, Whereabouts, find_topology, node_name
+from runtime.comm.topology import NodeInfo, Topology, find_topology, node_name
 from runtime.plan import parse_plan
 
 TORUS = ("intra", "inter", "intra")
@@ -119,10 +119,10 @@ def _depth(above: list[int | None], rank: int) -> int:
 
 def test_topologies() -> None:
     def ranks(*nodes: str, **more: Any) -> Topology | str:
-        return find_topology([Whereabouts(node, **more) for node in nodes])
+        return find_topology([NodeInfo(node, **more) for node in nodes])
 
     assert ranks("a", "b", "a", "b") == Topology(((0, 2), (1, 3)))
-    assert Topology(((0, 2), (1, 3))).places == ((0, 1), (2, 3))
+    assert Topology(((0, 2), (1, 3))).cross_node_groups == ((0, 1), (2, 3))
     assert ranks("a", "a", local_ranks="2") == Topology(((0, 1),))
     assert "uneven: node a has 2, node b has 1" in str(ranks("a", "a", "b"))
     assert "was told that its node has 4 ranks" in str(ranks("a", "a", local_ranks="4"))

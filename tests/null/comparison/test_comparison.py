@@ -15,11 +15,10 @@ from rich.console import Console
 
 from planner import optimize
 from planner.cli.app import main
-from planner.comparison.contestants import BARE, CAPS_MIB, DDP, PLAN, Contestant, contestants, distinct_caps, sweep
 from planner.comparison.measure import Measured, Record
 from planner.comparison.picture import picture_text
 from planner.comparison.report import Row, comparison_table, failures, summarize
-from planner.comparison.same import Apart
+from planner.comparison.same import Deviation
 from planner.comparison.statistics import (
     Interval,
     hidden_share,
@@ -27,6 +26,16 @@ from planner.comparison.statistics import (
     ratio_interval,
     step_values,
     verdict,
+)
+from planner.comparison.variants import (
+    CAPS_MIB,
+    DDP,
+    NO_COMMUNICATION,
+    PLAN,
+    Variant,
+    distinct_caps,
+    make_variants,
+    sweep,
 )
 from planner.decide.strategies import make_schedule
 from planner.documents.profile import parse_profile
@@ -64,7 +73,7 @@ def test_a_drift_that_hits_all_does_not_widen_a_ratio() -> None:
 
 @pytest.mark.parametrize("seed", range(12))
 def test_noise_is_rarely_called_a_win(seed: int) -> None:
-    """Of equal contestants; 95 % intervals may miss one in twenty, none of these seeds does."""
+    """Of equal variants; 95 % intervals may miss one in twenty, none of these seeds does."""
     ratio = ratio_interval(noisy(100.0, 2 * seed + 1), noisy(100.0, 2 * seed + 2))
     assert "no difference" in verdict(ratio, "a", "b")
 
@@ -101,15 +110,15 @@ def test_hidden_share(exposed_us: float, alone_us: float, backward_us: float, sh
 def test_who_is_compared() -> None:
     problem = usual()
     plan = optimize(problem.profile)
-    found = {one.name: one for one in contestants(plan, problem, ["wfbp", "ddp:0.1"])}
-    assert list(found) == [BARE, DDP, "ddp:fp16", "ddp:powersgd", "wfbp", "ddp:0.1", PLAN]
+    found = {one.name: one for one in make_variants(plan, problem, ["wfbp", "ddp:0.1"])}
+    assert list(found) == [NO_COMMUNICATION, DDP, "ddp:fp16", "ddp:powersgd", "wfbp", "ddp:0.1", PLAN]
     assert found[PLAN].plan is plan
     assert found[PLAN].predicted_us == plan.predicted.iteration_us  # type: ignore[union-attr]
     assert found[DDP].predicted_us == plan.baselines["ddp"].iteration_us  # type: ignore[index]
-    assert found[BARE].predicted_us == pytest.approx(problem.compute_end_us + problem.update_us)
+    assert found[NO_COMMUNICATION].predicted_us == pytest.approx(problem.compute_end_us + problem.update_us)
     assert len(found["wfbp"].plan.buckets) == problem.count  # type: ignore[union-attr]
     assert not found["ddp:fp16"].exact
-    without = {one.name: one for one in contestants(plan, None, [])}
+    without = {one.name: one for one in make_variants(plan, None, [])}
     assert without[DDP].predicted_us == found[DDP].predicted_us
 
 
@@ -121,21 +130,21 @@ def test_bucket_sizes_that_make_no_difference_are_tried_once() -> None:
     assert all(one != other for index, one in enumerate(tried) for other in tried[:index])
     assert all(ddp_buckets(sizes, dtypes, cap) in tried for cap in CAPS_MIB)
     assert distinct_caps([1024] * 3, [0] * 3, CAPS_MIB) == []  # all in one, as by default
-    for cap, contestant in sweep(optimize(problem.profile), problem):
+    for cap, variant in sweep(optimize(problem.profile), problem):
         made = make_schedule(problem, f"ddp:{cap:g}")
-        assert [len(b.gradients) for b in contestant.plan.buckets] == [len(b.gradients) for b in made.buckets]  # type: ignore[union-attr]
+        assert [len(b.gradients) for b in variant.plan.buckets] == [len(b.gradients) for b in made.buckets]  # type: ignore[union-attr]
 
 
 def test_a_profile_of_something_else_is_refused() -> None:
     plan = optimize(usual_profile())
     other = parse_profile(profile_document([(10, 1.0)], cluster=cluster_document()))
     with pytest.raises(InputError, match="gradients that are not the plan's, the first g1"):
-        contestants(plan, make_problem(other), [])
+        make_variants(plan, make_problem(other), [])
     more = parse_profile(usual_document(cluster=cluster_document((200.0, 0.001), nodes=8)))
     with pytest.raises(InputError, match="a cluster of 8 ranks, expected the plan's 4"):
-        contestants(plan, make_problem(more), [])
+        make_variants(plan, make_problem(more), [])
     with pytest.raises(InputError, match="found no profile to make them from"):
-        contestants(plan, None, ["wfbp"])
+        make_variants(plan, None, ["wfbp"])
 
 
 def test_local_updaters_are_refused() -> None:
@@ -143,9 +152,9 @@ def test_local_updaters_are_refused() -> None:
     plan = optimize(problem.profile)
     updaters = replace(plan, accuracy="relaxed", local_async=LocalAsyncSpec(updaters=2))
     with pytest.raises(InputError, match=r"--plan: found local updaters .* expected a plan .* with `planner run`"):
-        contestants(updaters, None, [])
+        make_variants(updaters, None, [])
     with pytest.raises(InputError, match="--strategy lap:2: found local updaters"):
-        contestants(plan, problem, ["wfbp", "lap:2"])
+        make_variants(plan, problem, ["wfbp", "lap:2"])
 
 
 def measured(
@@ -159,9 +168,9 @@ def measured(
     plan = optimize(usual_profile())
     records = []
     for name, step_us in blocks.items():
-        kind = "bare" if name == BARE else "ddp" if name.startswith("ddp") else "plan"
+        kind = "no_communication" if name == NO_COMMUNICATION else "ddp" if name.startswith("ddp") else "plan"
         record = Record(
-            Contestant(
+            Variant(
                 name=name,
                 kind=kind,
                 plan=plan if kind == "plan" else None,
@@ -170,7 +179,7 @@ def measured(
         )  # type: ignore[arg-type]
         record.step_us = [[step_us, step_us + 2.0]] * 3
         record.losses = [(losses or {}).get(name, [3.0, 2.0, 1.5, 1.0])]
-        record.apart = [Apart("fc.weight", (apart or {}).get(name, 0.0), 0.01)]
+        record.deviations = [Deviation("fc.weight", (apart or {}).get(name, 0.0), 0.01)]
         record.alone_us = 40.0 if kind == "plan" else None
         record.failure = "no such message" if name in broken else None
         records.append(record)
@@ -183,7 +192,7 @@ def row_of(name: str, *seen: Measured) -> Row:
 
 
 def test_a_comparison_from_what_ranks_saw() -> None:
-    blocks = {BARE: 79.0, DDP: 119.0, "ddp:best(5 MiB)": 109.0, "ddp:fp16": 94.0, PLAN: 99.0}
+    blocks = {NO_COMMUNICATION: 79.0, DDP: 119.0, "ddp:best(5 MiB)": 109.0, "ddp:fp16": 94.0, PLAN: 99.0}
     comparison = summarize([measured(blocks), measured(blocks)])
     rows = {row.name: row for row in comparison.rows}
     assert rows[PLAN].median_us == 100.0
@@ -199,7 +208,7 @@ def test_a_comparison_from_what_ranks_saw() -> None:
 
 
 def test_other_losses_than_ddp_s_are_told() -> None:
-    blocks = {BARE: 80.0, DDP: 120.0, PLAN: 99.0}
+    blocks = {NO_COMMUNICATION: 80.0, DDP: 120.0, PLAN: 99.0}
 
     def told(ranks: int, *losses: float) -> str:
         seen = [measured(blocks, {PLAN: list(losses)})] * ranks
@@ -221,7 +230,7 @@ def test_other_losses_than_ddp_s_are_told() -> None:
 
 def test_another_first_update_than_ddp_s_is_told() -> None:
     """It shows what losses hide: one small gradient that was not averaged."""
-    blocks = {BARE: 80.0, DDP: 120.0, PLAN: 99.0}
+    blocks = {NO_COMMUNICATION: 80.0, DDP: 120.0, PLAN: 99.0}
 
     def told(**apart: float) -> str:
         return "".join(summarize([measured(blocks), measured(blocks, apart=apart)]).differences)
@@ -236,7 +245,7 @@ def test_another_first_update_than_ddp_s_is_told() -> None:
 
 
 def test_what_differs_from_itself_is_not_judged() -> None:
-    blocks = {BARE: 80.0, DDP: 120.0, PLAN: 99.0}
+    blocks = {NO_COMMUNICATION: 80.0, DDP: 120.0, PLAN: 99.0}
     seen = [measured(blocks, apart={DDP: 0.3, PLAN: 0.4})]
     comparison = summarize(seen)
     assert comparison.differences == ()
@@ -248,7 +257,7 @@ def test_what_differs_from_itself_is_not_judged() -> None:
 @pytest.mark.parametrize(("best_us", "equal"), [(110.0, False), (118.5, True), (130.0, True), (None, True)])
 def test_the_best_bucket_size_is_the_default_unless_it_is_faster(best_us: float | None, equal: bool) -> None:
     """Also where all sizes give the same buckets, and none was measured."""
-    blocks = {BARE: 80.0, DDP: 119.0, **({"ddp:best(5 MiB)": best_us} if best_us else {}), PLAN: 99.0}
+    blocks = {NO_COMMUNICATION: 80.0, DDP: 119.0, **({"ddp:best(5 MiB)": best_us} if best_us else {}), PLAN: 99.0}
     comparison = summarize([measured(blocks)])
     best = next(row for row in comparison.rows if row.name.startswith("ddp:best"))
     assert (best.equal_to == DDP) == equal
@@ -261,21 +270,24 @@ def test_the_best_bucket_size_is_the_default_unless_it_is_faster(best_us: float 
 @pytest.mark.parametrize(
     ("predicted_us", "words"),
     [
-        ({BARE: 80.0, PLAN: 99.0}, None),
-        ({BARE: 160.0, PLAN: 180.0}, "compute is twice as fast as in the profile (0.1 ms a step, predicted 0.2 ms)"),
-        ({BARE: 40.0, PLAN: 50.0}, "compute takes twice as long as in the profile"),
-        ({BARE: 80.0, PLAN: 82.0}, "communication holds steps up more than predicted"),
-        ({BARE: 80.0, PLAN: 130.0}, "communication holds steps up less than predicted"),
+        ({NO_COMMUNICATION: 80.0, PLAN: 99.0}, None),
+        (
+            {NO_COMMUNICATION: 160.0, PLAN: 180.0},
+            "compute is twice as fast as in the profile (0.1 ms a step, predicted 0.2 ms)",
+        ),
+        ({NO_COMMUNICATION: 40.0, PLAN: 50.0}, "compute takes twice as long as in the profile"),
+        ({NO_COMMUNICATION: 80.0, PLAN: 82.0}, "communication holds steps up more than predicted"),
+        ({NO_COMMUNICATION: 80.0, PLAN: 130.0}, "communication holds steps up less than predicted"),
     ],
 )
 def test_the_cause_of_wrong_predictions_is_named(predicted_us: dict[str, float], words: str | None) -> None:
-    cause = summarize([measured({BARE: 79.0, DDP: 119.0, PLAN: 99.0}, predicted_us=predicted_us)]).cause
+    cause = summarize([measured({NO_COMMUNICATION: 79.0, DDP: 119.0, PLAN: 99.0}, predicted_us=predicted_us)]).cause
     assert cause is None if words is None else cause is not None and cause.startswith(words)
     assert cause is None or "profile again" in cause
 
 
 def test_what_does_not_work_is_listed_with_its_reason() -> None:
-    blocks = {BARE: 80.0, DDP: 120.0, "ddp:powersgd": 70.0, PLAN: 99.0}
+    blocks = {NO_COMMUNICATION: 80.0, DDP: 120.0, "ddp:powersgd": 70.0, PLAN: 99.0}
     comparison = summarize([measured(blocks, broken=["ddp:powersgd"])])
     assert failures(comparison) == ["ddp:powersgd does not work here: no such message"]
     assert comparison_table(comparison).row_count == 5
@@ -284,11 +296,12 @@ def test_what_does_not_work_is_listed_with_its_reason() -> None:
 
 def test_the_page_holds_every_figure() -> None:
     """And date, cause, verdicts and table, in the frame of the page that explains a plan."""
-    blocks = {BARE: 80.0, DDP: 120.0, "ddp:powersgd": 70.0, PLAN: 99.0}
-    seen = measured(blocks, broken=["ddp:powersgd"], predicted_us={BARE: 160.0, PLAN: 180.0}, apart={PLAN: 0.5})
+    blocks = {NO_COMMUNICATION: 80.0, DDP: 120.0, "ddp:powersgd": 70.0, PLAN: 99.0}
+    predicted_us = {NO_COMMUNICATION: 160.0, PLAN: 180.0}
+    seen = measured(blocks, broken=["ddp:powersgd"], predicted_us=predicted_us, apart={PLAN: 0.5})
     text = picture_text(summarize([seen]), "a <model> on 4x1@1gbit", "2026-11-22 10:00 UTC")
     for words in (
-        "a &lt;model&gt; on 4x1@1gbit: measured by turns",
+        "a &lt;model&gt; on 4x1@1gbit: measured in interleaved blocks",
         "<p>Compute is twice as fast as in the profile",
         "<p>NOT THE SAME TRAINING: plan",
         "<p>The plan is faster than the best DDP, ddp",

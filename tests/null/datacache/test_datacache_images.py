@@ -201,8 +201,18 @@ def shrink(image: Any) -> list[Any]:
     return [attributes(image), image.tobytes()]
 
 
-@pytest.mark.parametrize("kind", [*FORMATS, "MPO"])
-@pytest.mark.parametrize("state", STATES)
+SOME = ("JPEG", "loaded")
+"""A format with every state of an image, and a state with every format; together they are many."""
+
+
+@pytest.mark.parametrize(
+    ("state", "kind"),
+    [
+        pytest.param(state, kind, marks=() if kind == SOME[0] or state == SOME[1] else pytest.mark.long)
+        for state in STATES
+        for kind in (*FORMATS, "MPO")
+    ],
+)
 def test_a_transform_sees_what_it_sees_without_the_cache(tmp_path: Path, kind: str, state: str) -> None:
     warnings.simplefilter("ignore", UserWarning)  # Pillow's about transparency
     files_at = tmp_path / "files" if state in ("opened", "closed") else None

@@ -15,8 +15,7 @@ from hypothesis import strategies as some
 from torch.utils.data import DistributedSampler
 
 from runtime.datacache import CachedDataset
-from runtime.datacache.orders import Rules, Stage, epoch_orders
-from runtime.datacache.partition import Partition, numbered
+from runtime.datacache.partition import Partition, Rules, Stage, epoch_orders, numbered
 from runtime.errors import InputError
 
 NODES = some.lists(some.integers(0, 3), min_size=1, max_size=7).map(numbered)

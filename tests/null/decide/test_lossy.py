@@ -23,9 +23,9 @@ from planner.passes.joint import Joint
 from planner.report.tables import accuracy_lines, print_plan
 from runtime.errors import InputError
 from runtime.plan import Plan, parse_plan
+from runtime.sparse.compressed import layer_runs
 from runtime.sparse.compressors import make_compressor
 from runtime.sparse.compressors.wire import WireCompressor
-from runtime.sparse.lossy import layer_runs
 
 
 def slow(**fields: Any) -> Any:
@@ -270,3 +270,12 @@ def test_a_plan_keeps_as_many_elements_as_its_schedule(strategy: str, problem: P
         assert not isinstance(made, WireCompressor)
         if made is not None:
             assert made.k == bucket.k
+
+
+def test_on_one_rank_sparse_buckets_have_nothing_to_send() -> None:
+    """Their collectives have no messages there, which is no reason to fail."""
+    cluster = cluster_document((30.0, 0.005), nodes=1)
+    profile = parse_profile(profile_document([(4000, 120.0), (12000, 80.0)], cluster=cluster, ranks=1))
+    plan = optimize(profile, accuracy="bounded", passes="merge,topology,sparsify{max_ratio=50}")
+    assert plan.accuracy == "bounded"
+    assert all("nothing to send" in (bucket.reason or "") for bucket in plan.buckets)

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from planner.decide import pipeline
 from planner.decide.pipeline import parse_passes, run_passes
 from planner.ir import Bucket, Schedule, format_indices, parse_indices
+from planner.model.modes import parse_schedule
 from planner.model.problem import Problem
 from planner.model.simulator import simulate_schedule
 from planner.passes import PASSES
@@ -29,7 +30,7 @@ buckets = st.builds(Bucket, gradients=indices, collective=words, algorithm=words
 
 @given(st.lists(buckets, max_size=5).map(lambda items: Schedule(buckets=tuple(items))))
 def test_text_form_parses_back(schedule: Schedule) -> None:
-    assert Schedule.parse(str(schedule)) == schedule
+    assert parse_schedule(str(schedule)) == schedule
     assert all(Bucket.parse(str(bucket)) == bucket for bucket in schedule.buckets)
 
 
@@ -44,7 +45,7 @@ def test_text_form_by_hand() -> None:
     )
     assert str(schedule) == "[0-2,5] all_reduce/library none\n[3-4] sparse/library topk"
     assert str(Schedule(buckets=())) == ""
-    assert Schedule.from_boundaries([2, 3]) == Schedule.parse(
+    assert Schedule.from_boundaries([2, 3]) == parse_schedule(
         "[0-1] all_reduce/library none\n[2] all_reduce/library none"
     )
 
@@ -114,7 +115,7 @@ def test_broken_schedules(schedule: Schedule, dtype_ids: tuple[int, ...], messag
 
 @pytest.mark.parametrize("form", ["all_reduce/library topk", "all_reduce/star none", "sparse/flat none"])
 def test_lossy_and_unknown_forms_are_not_exact(form: str) -> None:
-    schedule = Schedule.parse(f"[0-3] {form}")
+    schedule = parse_schedule(f"[0-3] {form}")
     with pytest.raises(VerifyError, match="is not exact, but the plan has to be"):
         verify(schedule, ONE_DTYPE)
     verify(schedule, ONE_DTYPE, accuracy="bounded")
@@ -189,7 +190,7 @@ def test_every_pass_keeps_its_promise(name: str, data: st.DataObject) -> None:
     text = str(schedule)
     (made,) = parse_passes(name)
     result = run_passes([made], schedule, problem, accuracy=made.accuracy).schedule
-    assert Schedule.parse(str(result)) == result
+    assert parse_schedule(str(result)) == result
     assert str(schedule) == text
     assert made.apply(schedule, problem).schedule == result
     before, after = (simulate_schedule(problem, s).iteration_us for s in (schedule, result))

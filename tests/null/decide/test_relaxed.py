@@ -20,8 +20,9 @@ from planner.decide.offer import Offer, choose_offer
 from planner.decide.strategies import make_schedule
 from planner.documents.profile import Cluster, parse_cluster, parse_profile
 from planner.emit.lower import lower
-from planner.ir import Bucket, Schedule
-from planner.model.delay_load import Load
+from planner.ir import Bucket, Schedule, Synchronous
+from planner.model.delay_load import StepWork
+from planner.model.modes.delayed import Delayed
 from planner.model.problem import Problem, make_problem
 from planner.model.simulator import step_us
 from planner.passes.base import GAIN
@@ -62,7 +63,7 @@ def schedule_of(plan: Plan, problem: Problem) -> Schedule:
         )
         for bucket in plan.buckets
     )
-    return Schedule(buckets=buckets, delay=plan.delay and plan.delay.steps)
+    return Schedule(buckets=buckets, mode=Delayed(plan.delay.steps) if plan.delay else Synchronous())
 
 
 def _selected(problem: Problem, gradients: list[int], density: float | None) -> int | None:
@@ -84,7 +85,7 @@ def test_the_chosen_delay_against_every_other_one(seed: int) -> None:
     assert given in options
     assert Schedule.from_boundaries([problem.count]) in options
     best_us = {
-        k: min(max(delayed_reference.mean_us(Load.of(problem, option), k, 30)) for option in options)
+        k: min(max(delayed_reference.mean_us(StepWork.of(problem, option), k, 30)) for option in options)
         for k in range(1, 6)
     }
     choices = Delay(max_delay=5).choices(given, problem)
@@ -92,7 +93,7 @@ def test_the_chosen_delay_against_every_other_one(seed: int) -> None:
     for choice in choices:
         assert choice.iteration_us == pytest.approx(best_us[choice.k], rel=5e-3)
         assert choice.iteration_us == step_us(problem, choice.schedule)
-        assert choice.schedule.delay == choice.k
+        assert choice.schedule.mode == Delayed(choice.k)
         assert choice.closed_form_us <= choice.iteration_us * (1 + 1e-9)
     limit_us = min(best_us.values()) * (1.0 + NEAR)
     assert best_choice(choices).k == next(k for k in best_us if best_us[k] <= limit_us)
@@ -109,7 +110,7 @@ def test_less_delay_where_more_hardly_helps() -> None:
     assert {choice.case for choice in choices} == {1}
     assert best_choice(choices).k == 6  # 325.3 are within 2 % of 321.5, 328.4 are not
     assert best_choice(choices[:4]).k == 4
-    assert Delay().apply(exact, problem).schedule == replace(exact, delay=4)
+    assert Delay().apply(exact, problem).schedule == replace(exact, mode=Delayed(4))
 
 
 def test_pushes_are_merged_as_suits_the_delay() -> None:
@@ -119,8 +120,8 @@ def test_pushes_are_merged_as_suits_the_delay() -> None:
     layers = make_schedule(problem, "wfbp")
     found = Delay().apply(layers, problem).schedule
     assert len(found.buckets) == 1
-    assert found.delay is not None
-    assert step_us(problem, found) < step_us(problem, replace(layers, delay=found.delay))
+    assert isinstance(found.mode, Delayed)
+    assert step_us(problem, found) < step_us(problem, replace(layers, mode=found.mode))
 
 
 def test_on_one_rank_and_where_nothing_is_exposed_there_is_no_delay() -> None:
@@ -159,11 +160,11 @@ def test_pushes_may_be_selected_from() -> None:
     document = cluster_document((20.0, 0.01), local_update=FREE, sparsify={"alpha_us": 5.0, "beta_us_per_byte": 1e-6})
     problem = make(profile, document)
     exact = make_schedule(problem, "optimal")
-    whole = min(step_us(problem, replace(option, delay=4)) for option in candidates(problem, exact))
+    whole = min(step_us(problem, replace(option, mode=Delayed(4))) for option in candidates(problem, exact))
     found = Delay(protect="g0|g2|none").apply(exact, problem).schedule
     assert [bucket.compressor for bucket in found.buckets] == ["none", "topk", "none"]
     assert step_us(problem, found) < whole / 4  # pulls are whole, once in four steps at the most
-    load = Load.of(problem, found)
+    load = StepWork.of(problem, found)
     k = found.buckets[1].k or 0
     assert load.push_us[1] == pytest.approx(problem.push.curve.at(8.0 * k))
     assert load.pack_us == pytest.approx((0.0, 5.0 + 1e-6 * 2e6, 0.0))
@@ -183,9 +184,9 @@ def test_a_local_update_that_nobody_measured_is_no_gain() -> None:
     profile = profile_document([(1000, 200.0)], forward_us=100.0, update_us=130.0)
     problem = make(profile, cluster_document((0.0, 0.0)))
     assert step_us(problem, make_schedule(problem, "ssd:2")) == 300.0
-    assert Delay().apply(make_schedule(problem, "optimal"), problem).schedule.delay is None
+    assert Delay().apply(make_schedule(problem, "optimal"), problem).schedule.mode == Synchronous()
     known = make(profile, cluster_document((0.0, 0.0), local_update=FREE))
-    assert Delay().apply(make_schedule(known, "optimal"), known).schedule.delay == 1
+    assert Delay().apply(make_schedule(known, "optimal"), known).schedule.mode == Delayed(1)
 
 
 # Which class

@@ -12,8 +12,8 @@ from planner import optimize, simulate
 from planner.decide.scaling import scaling_curve
 from planner.decide.strategies import BASELINES
 from planner.documents.profile import parse_cluster, parse_profile
+from planner.documents.text import first_part, first_part_with_source, format_significant
 from planner.emit.sources import describe_sources
-from planner.emit.text import short, short_with_source, three_digits
 from runtime.plan.predicted import ScalingPoint
 
 LINK = {"alpha_us": 5.0, "beta_us_per_byte": 1e-3}
@@ -95,8 +95,8 @@ def test_sources_say_what_documents_say_of_themselves() -> None:
         "note: forward is half of backward; note: no update"
     )
     assert words["cluster"].endswith("; source: another; note: ring")
-    assert short_with_source(words["cluster"]) == "lab: 4 nodes × 1 rank; source: another"
-    assert [short(words[name]) for name in ("cluster", "compute")] == [
+    assert first_part_with_source(words["cluster"]) == "lab: 4 nodes × 1 rank; source: another"
+    assert [first_part(words[name]) for name in ("cluster", "compute")] == [
         "lab: 4 nodes × 1 rank",
         "profile of 4 ranks (Tesla V100, batch of 32 a rank), without a date",
     ]
@@ -105,4 +105,4 @@ def test_sources_say_what_documents_say_of_themselves() -> None:
 def test_three_digits_are_never_an_exponent_where_people_look() -> None:
     values = [0.0, 0.02875, 0.6, 12.34, 999.4, 999.6, 1459.2, 1234567.8]
     texts = ["0", "0.0288", "0.6", "12.3", "999", "1,000", "1,459", "1,234,568"]
-    assert [three_digits(value) for value in values] == texts
+    assert [format_significant(value) for value in values] == texts

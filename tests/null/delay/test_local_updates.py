@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from runtime.delay.local_updates import glu
+from runtime.delay.local_weights import glu
 from runtime.plan import DelaySpec
 
 SPEC = DelaySpec(steps=2, alpha=2.0, beta=0.5, local_lr_scale=4.0)

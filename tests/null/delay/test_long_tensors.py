@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from runtime.delay.chunks import BLOCK, blocks
+from runtime.delay.chunks import CHUNK, chunks
 from runtime.delay.staleness import norm
 
-SHAPES = {"short": (7,), "one block": (BLOCK,), "longer": (3, BLOCK // 2 + 1), "image": (2, 3, 80, 90), "scalar": ()}
+SHAPES = {"short": (7,), "one block": (CHUNK,), "longer": (3, CHUNK // 2 + 1), "image": (2, 3, 80, 90), "scalar": ()}
 
 
 def numbered(shape: tuple[int, ...], *, channels_last: bool = False) -> Tensor:
@@ -24,20 +24,20 @@ def test_parts_belong_together_and_are_the_tensors(name: str, orders: tuple[bool
     one, other = (numbered(SHAPES[name], channels_last=order and len(SHAPES[name]) == 4) for order in orders)
     wanted, before = one + 10.0 * other, one.clone()
     sizes = []
-    for ours, theirs in blocks([one], [other]):
+    for ours, theirs in chunks([one], [other]):
         torch._foreach_add_(ours, theirs, alpha=10.0)
         sizes += [part.numel() for part in ours]
     assert torch.equal(one, wanted)
     assert torch.equal(other, before)
     assert sum(sizes) == one.numel()
     if orders[0] == orders[1]:
-        assert max(sizes) <= BLOCK
+        assert max(sizes) <= CHUNK
 
 
 def test_parts_follow_each_other_tensor_by_tensor() -> None:
-    first, second = numbered((2 * BLOCK + 5,)), numbered((3,))
-    assert [part.numel() for (parts,) in blocks([first, second]) for part in parts] == [BLOCK, BLOCK, 5, 3]
-    assert list(blocks([], [])) == []
+    first, second = numbered((2 * CHUNK + 5,)), numbered((3,))
+    assert [part.numel() for (parts,) in chunks([first, second]) for part in parts] == [CHUNK, CHUNK, 5, 3]
+    assert list(chunks([], [])) == []
 
 
 def test_norms_are_those_of_the_whole() -> None:

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from runtime.delay.pushes import Push, SelectedPush, WholePush, lay, make_push
+from runtime.delay.pushes import Push, SelectedPush, WholePush, copy_into_rows, make_push
 from runtime.plan import NO_COMPRESSION, CompressorSpec
 
 SPECS = {
@@ -21,11 +21,11 @@ SPECS = {
 FINITE = torch.tensor(True)
 
 
-def pushes(name: str, elements: int, peers: int, dtype: torch.dtype, words_bytes: int = 0) -> list[Push]:
+def pushes(name: str, elements: int, peers: int, dtype: torch.dtype, metadata_bytes: int = 0) -> list[Push]:
     """Of all workers."""
     share = -(-elements // peers)
     device = torch.device("cpu")
-    return [make_push(SPECS[name], elements, share, peers, dtype, device, words_bytes) for _ in range(peers)]
+    return [make_push(SPECS[name], elements, share, peers, dtype, device, metadata_bytes) for _ in range(peers)]
 
 
 def exchanged(everyone: list[Push], share: int, dtype: torch.dtype) -> Tensor:
@@ -83,7 +83,7 @@ def test_what_was_sent_and_what_follows_when_everything_is() -> None:
     assert push.selected == 5
     assert torch.equal(push.sent() + push.residual(), vector)
     whole = WholePush(4, 3, torch.float32, torch.device("cpu"), 0)
-    whole.late = push.residual()
+    whole.pending = push.residual()
     whole.pack(vector, 1.0, torch.tensor(False), 1)
     assert whole.residual() is not None
     whole.pack(vector, 1.0, FINITE, 2)
@@ -108,22 +108,22 @@ def test_what_is_not_finite_counts_as_not_sent() -> None:
 @pytest.mark.parametrize("name", SPECS)
 def test_words_travel_behind(name: str) -> None:
     """Whatever lies before them, and whatever its size."""
-    everyone = pushes(name, 7, 2, torch.float64, words_bytes=11)
+    everyone = pushes(name, 7, 2, torch.float64, metadata_bytes=11)
     for rank, one in enumerate(everyone):
         one.pack(torch.ones(7, dtype=torch.float64), 1.0, FINITE, 9)
-        words = one.rows.words(one.rows.sent)
+        words = one.rows.metadata(one.rows.sent)
         assert words.shape == (2, 16)
         words[:, :11] = torch.arange(11, dtype=torch.uint8) + 100 * rank
     before = exchanged(everyone, 4, torch.float64)[:7]
     for one in everyone:
-        assert one.rows.words(one.rows.received)[:, :11].tolist() == [list(range(11)), list(range(100, 111))]
+        assert one.rows.metadata(one.rows.received)[:, :11].tolist() == [list(range(11)), list(range(100, 111))]
     assert bool(before.any())
 
 
 @pytest.mark.parametrize(("elements", "width"), [(0, 3), (5, 3), (6, 3), (9, 3), (0, 0), (2, 4)])
 def test_rows_are_filled_in_order(elements: int, width: int) -> None:
     rows = torch.full((3, width + 2), -1.0)[:, :width]
-    lay(rows, torch.arange(float(elements)), 2.0)
+    copy_into_rows(rows, torch.arange(float(elements)), 2.0)
     flat = rows.flatten().tolist()
     assert flat[:elements] == [2.0 * value for value in range(elements)]
     assert set(flat[elements:]) <= {-1.0}

@@ -10,7 +10,7 @@ from torch import nn
 
 from runtime.comm.topology import Topology
 from runtime.delay import staleness
-from runtime.delay.staleness import BOUND, FAR, PULLS, WINDOWS, Staleness
+from runtime.delay.staleness import MOVEMENT_BOUND, PULLS, SHARE_BOUND, WINDOWS, Staleness
 from runtime.errors import AccuracyWarning
 
 
@@ -53,19 +53,19 @@ def test_a_state_in_the_warm_up_goes_on() -> None:
 
 
 def test_workers_are_too_far_by_both_measures_for_some_pulls() -> None:
-    for far, share in ((2.1 * BOUND, FAR / 2), (BOUND, 10 * FAR)):
+    for far, share in ((2.1 * MOVEMENT_BOUND, SHARE_BOUND / 2), (MOVEMENT_BOUND, 10 * SHARE_BOUND)):
         watched = warmed(40, 4, {})
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             assert [watched.judge(told(far, share), step, 4) for step in range(10)] == [4] * 10
     watched = warmed(40, 4, {})
-    far = told(2.1 * BOUND, 2 * FAR)
+    far = told(2.1 * MOVEMENT_BOUND, 2 * SHARE_BOUND)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert [watched.judge(far, step, 4) for step in range(PULLS - 1)] == [4] * (PULLS - 1)
-        assert watched.judge(told(1.0, 2 * FAR), PULLS, 4) == 4  # and from the beginning again
+        assert watched.judge(told(1.0, 2 * SHARE_BOUND), PULLS, 4) == 4  # and from the beginning again
         assert [watched.judge(far, step, 4) for step in range(PULLS - 1)] == [4] * (PULLS - 1)
-    with pytest.warns(AccuracyWarning, match=f"expected at most {staleness.BOUND:g} or 5% of the weights"):
+    with pytest.warns(AccuracyWarning, match=f"expected at most {staleness.MOVEMENT_BOUND:g} or 5% of the weights"):
         assert watched.judge(far, 99, 4) == 2
 
 

@@ -16,43 +16,44 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from planner.cost.ssd import Terms, mean_step_us
-from planner.decide.simulate import critical_shares, idle_us, message_bytes
+from planner.decide.simulate import idle_us
 from planner.decide.strategies import make_schedule
 from planner.ir import Schedule
 from planner.model.delay import (
     WORK,
     CycleTimeline,
     StepSpan,
-    delayed_step_us,
-    pieces,
-    simulate_delayed,
+    ops,
     steady_state,
 )
-from planner.model.delay_load import Load
-from planner.model.lanes import Piece, run_lanes
+from planner.model.delay_load import StepWork
+from planner.model.lanes import Op, run_lanes
+from planner.model.modes import delayed as mode
+from planner.model.modes import parse_schedule
+from planner.model.modes.delayed import Delayed
 from planner.model.problem import Problem
 from planner.model.simulator import simulate_schedule, step_us
-from planner.model.taskgraph import build_graph, run_graph
+from planner.model.taskgraph import delayed_graph, run_graph
 from planner.verify import VerifyError, verify
 from runtime.errors import InputError
 
 STEPS = st.integers(1, 5)
 
 
-def one_bucket(alpha_us: float, **options: Any) -> Load:
+def one_bucket(alpha_us: float, **options: Any) -> StepWork:
     """Forward 100, backward 200, a push and a pull of half of alpha each; the owner's update takes 2, the local 10."""
     options = {"local_update": {"alpha_us": 10.0, "beta_us_per_byte": 0.0}, **options}
     profile = profile_document([(1000, 200.0)], forward_us=100.0, update_us=8.0)
     problem = make(profile, cluster_document((alpha_us, 0.0), **options))
-    return Load.of(problem, Schedule.from_boundaries([1]))
+    return StepWork.of(problem, Schedule.from_boundaries([1]))
 
 
-def random_load(rng: np.random.Generator, buckets: int) -> Load:
+def random_load(rng: np.random.Generator, buckets: int) -> StepWork:
     """Communication from far less to far more than computation."""
     scale = 10 ** rng.uniform(-1.0, 1.0)
     backward_us = rng.exponential(100.0, buckets)
     forward_us = float(rng.uniform(0.0, 200.0))
-    return Load(
+    return StepWork(
         forward_us=forward_us,
         ready_us=tuple((forward_us + np.cumsum(backward_us)).tolist()),
         push_us=tuple((rng.exponential(100.0, buckets) * scale).tolist()),
@@ -64,7 +65,7 @@ def random_load(rng: np.random.Generator, buckets: int) -> Load:
     )
 
 
-def loads(count: int, buckets: int | None = None) -> list[Load]:
+def loads(count: int, buckets: int | None = None) -> list[StepWork]:
     rng = np.random.default_rng(7)
     return [random_load(rng, buckets or int(rng.integers(1, 6))) for _ in range(count)]
 
@@ -119,11 +120,11 @@ def test_eq_4_is_never_above_the_simulator() -> None:
     assert seen == {1, 2, 3}
 
 
-def equal_layers(pull_us: float) -> Load:
+def equal_layers(pull_us: float) -> StepWork:
     """Four layers, 25 of backward and 30 of push each: pushes follow one another without a gap."""
     ready_us = (125.0, 150.0, 175.0, 200.0)
     one = (1.0, 1.0)
-    return Load(
+    return StepWork(
         forward_us=100.0, ready_us=ready_us, push_us=(30.0,) * 4, pull_us=(pull_us,) * 4, factors=(one,) * 4,
         owner_us=0.0, local_update_us=0.0,
     )  # fmt: skip
@@ -174,7 +175,7 @@ def test_eq_4_is_what_the_paper_prints() -> None:
 # The simulator
 
 
-def agrees(load: Load, k: int) -> None:
+def agrees(load: StepWork, k: int) -> None:
     """Within what a backlog may still add to or take from the reference's mean; nearly equal where it does neither."""
     found, cycles = steady_state(load, k), 50
     idle_us, behind_us = delayed_reference.mean_us(load, k, cycles)
@@ -196,7 +197,7 @@ def test_steady_state_against_many_steps() -> None:
 @given(problems(max_count=6, mixed=True), STEPS, st.sampled_from(["wfbp", "ddp"]))
 def test_steady_state_of_problems_with_ties(problem: Problem, k: int, buckets: str) -> None:
     """Times of 0, and DDP's buckets of several dtypes, which may be ready in another order than they leave."""
-    agrees(Load.of(problem, make_schedule(problem, buckets)), k)
+    agrees(StepWork.of(problem, make_schedule(problem, buckets)), k)
 
 
 def test_a_backlog_that_grows_slowly_is_found_at_once() -> None:
@@ -217,11 +218,11 @@ def test_more_delay_is_never_slower_without_contention() -> None:
 @settings(max_examples=25)
 @given(problems(max_count=5, contention=True), STEPS)
 def test_contention_as_in_the_task_graph(problem: Problem, k: int) -> None:
-    """The same pieces, run by the simulator of task graphs."""
-    schedule = replace(Schedule.from_boundaries(range(1, problem.count + 1)), delay=k)
-    compute, network = run_lanes(*pieces(Load.of(problem, schedule), k, 3 * k))
+    """The same ops, run by the simulator of task graphs."""
+    schedule = replace(Schedule.from_boundaries(range(1, problem.count + 1)), mode=Delayed(k))
+    compute, network = run_lanes(*ops(StepWork.of(problem, schedule), k, 3 * k))
     factors = {"compute": problem.contention.compute, "network": problem.contention.network}
-    run = run_graph(build_graph(problem, schedule), factors)
+    run = run_graph(delayed_graph(problem, schedule, k, 3 * k), factors)
     expected = [*compute.end_us, *network.end_us]
     assert run.end_us == pytest.approx(expected, rel=1e-9, abs=1e-6)
 
@@ -244,7 +245,7 @@ def test_packing_and_taking_are_computation() -> None:
     assert {"pack", "pack 1"} <= set(named)
 
 
-def node_load(rng: np.random.Generator, buckets: int) -> Load:
+def node_load(rng: np.random.Generator, buckets: int) -> StepWork:
     """As `random_load`, with nodes of several ranks."""
     load = random_load(rng, buckets)
     scale = 10 ** rng.uniform(-2.0, 0.0)
@@ -280,29 +281,29 @@ def test_averages_inside_nodes_by_hand() -> None:
         (100.0, 0.0), nodes=2, ranks_per_node=2, local_update={"alpha_us": 10.0, "beta_us_per_byte": 0.0}
     )
     problem = make(profile, document | {"samples": samples})
-    load = Load.of(problem, Schedule.from_boundaries([1]))
+    load = StepWork.of(problem, Schedule.from_boundaries([1]))
     assert (load.push_us, load.pull_us) == ((50.0,), (20.0,))
     assert (load.scatter_us, load.gather_us, load.spread_us, load.owner_us) == ((40.0,), (30.0,), (30.0,), 2.0)
     assert steady_state(load, 2).mean_us == 380.0
-    timeline = simulate_schedule(problem, replace(Schedule.from_boundaries([1]), delay=2))
+    timeline = simulate_schedule(problem, replace(Schedule.from_boundaries([1]), mode=Delayed(2)))
     sent = {(span.task, span.resource): span.start_us for span in timeline.spans if span.start_us < 450.0}
     assert sent[("bucket 0 node_reduce_scatter", "intra")] == 300.0
     assert sent[("bucket 0 reduce_scatter", "inter")] == 340.0
     assert sent[("bucket 0 spread", "intra")] == 412.0
-    sizes = message_bytes(problem, replace(Schedule.from_boundaries([1]), delay=2))
+    sizes = mode.message_bytes(problem, replace(Schedule.from_boundaries([1]), mode=Delayed(2)))
     assert sizes == {"inter": 4000.0 * 1.5 / 2, "intra": 4000.0 * 2.5}
 
 
 def test_pieces_that_wait_for_each_other_are_no_schedule() -> None:
     with pytest.raises(ValueError, match="wait for each other"):
-        run_lanes([Piece(1.0, after=0)], [Piece(1.0, after=0)])
+        run_lanes([Op(1.0, after=0)], [Op(1.0, after=0)])
 
 
 def delayed(k: int, alpha_us: float = 400.0, **cluster: Any) -> tuple[Problem, Schedule]:
     rows = [(1000, 120.0), (3000, 80.0)]
     profile = profile_document(rows, forward_us=100.0, update_us=8.0)
     return make(profile, cluster_document((alpha_us, 0.0), **cluster)), replace(
-        Schedule.from_boundaries([1, 2]), delay=k
+        Schedule.from_boundaries([1, 2]), mode=Delayed(k)
     )
 
 
@@ -311,8 +312,8 @@ def test_timeline_of_one_cycle(k: int) -> None:
     problem, schedule = delayed(k, local_update={"alpha_us": 10.0, "beta_us_per_byte": 0.0})
     timeline = simulate_schedule(problem, schedule)
     assert isinstance(timeline, CycleTimeline)
-    assert timeline == simulate_delayed(problem, schedule)
-    assert timeline.iteration_us == step_us(problem, schedule) == delayed_step_us(problem, schedule)
+    assert timeline == mode.simulate(problem, schedule)
+    assert timeline.iteration_us == step_us(problem, schedule) == mode.step_us(problem, schedule)
     assert (timeline.forward_us, timeline.backward_us, timeline.update_us) == (100.0, 200.0, 10.0)
     assert timeline.exposed_us == pytest.approx(timeline.iteration_us - 310.0)
     assert timeline.steps % k == 0
@@ -333,12 +334,12 @@ def test_timeline_of_one_cycle(k: int) -> None:
 
 def test_what_a_mean_step_sends_and_leaves_idle() -> None:
     problem, schedule = delayed(2)
-    assert message_bytes(problem, schedule) == {"network": 16000.0 * 1.5}
+    assert mode.message_bytes(problem, schedule) == {"network": 16000.0 * 1.5}
     timeline = simulate_schedule(problem, schedule)
     idle = idle_us(timeline)
     assert idle["compute"] == pytest.approx(timeline.exposed_us)
     assert idle["network"] == pytest.approx(timeline.iteration_us - 2 * 200.0 - 200.0)
-    shares = critical_shares(problem, schedule)
+    shares = mode.critical_path(problem, schedule)
     assert sum(shares.values()) == pytest.approx(1.0)
     assert shares["reduce_scatter"] > 0.3
 
@@ -361,7 +362,7 @@ def test_effort_is_bounded_and_what_is_left_open_is_said() -> None:
 def test_several_dtypes_are_pushed_one_by_one() -> None:
     document = profile_document([(10, 1.0), (10, 1.0)], dtypes=["float32", "float64"])
     problem = make(document, cluster_document((100.0, 1.0)))
-    load = Load.of(problem, Schedule.from_boundaries([2]))
+    load = StepWork.of(problem, Schedule.from_boundaries([2]))
     assert load.push_us == (pytest.approx(50.0 + 20.0 + 50.0 + 40.0),)
     assert load.pull_us == load.push_us
 
@@ -370,25 +371,25 @@ def test_several_dtypes_are_pushed_one_by_one() -> None:
 
 
 def test_text_form_of_a_delay() -> None:
-    schedule = Schedule(buckets=Schedule.from_boundaries([2]).buckets, delay=3)
+    schedule = Schedule(buckets=Schedule.from_boundaries([2]).buckets, mode=Delayed(3))
     assert str(schedule) == "delay k=3\n[0-1] all_reduce/library none"
-    assert Schedule.parse(str(schedule)) == schedule
+    assert parse_schedule(str(schedule)) == schedule
     for text in ("delay k=0\n[0] all_reduce/library none", "delay k=2 \n[0] all_reduce/library none", "delay"):
         with pytest.raises(InputError, match="expected a bucket such as"):
-            Schedule.parse(text)
+            parse_schedule(text)
 
 
 def test_delay_is_for_relaxed_schedules_whose_buckets_can_be_pushed() -> None:
-    schedule = Schedule.parse("delay k=2\n[0-1] all_reduce/library none")
+    schedule = parse_schedule("delay k=2\n[0-1] all_reduce/library none")
     verify(schedule, (0, 0), accuracy="relaxed")
     for accuracy in ("exact", "bounded"):
-        with pytest.raises(VerifyError, match=f"a delay of k = 2 is not {accuracy}, but the plan has to be"):
+        with pytest.raises(VerifyError, match=f"delay k=2: that is relaxed, but the plan has to be {accuracy}"):
             verify(schedule, (0, 0), accuracy=accuracy)
     with pytest.raises(VerifyError, match="a delay of 0 steps is none"):
-        verify(replace(schedule, delay=0), (0, 0), accuracy="relaxed")
-    verify(Schedule.parse("delay k=2\n[0-1] sparse/flat topk k=1"), (0, 0), accuracy="relaxed")
+        verify(replace(schedule, mode=Delayed(0)), (0, 0), accuracy="relaxed")
+    verify(parse_schedule("delay k=2\n[0-1] sparse/flat topk k=1"), (0, 0), accuracy="relaxed")
     for form in ("sparse/hitopk topk k=1", "all_reduce/torus_2d none"):
         with pytest.raises(VerifyError, match="with delay, buckets are pushed whole or selected from"):
-            verify(Schedule.parse(f"delay k=2\n[0-1] {form}"), (0, 0), accuracy="relaxed")
+            verify(parse_schedule(f"delay k=2\n[0-1] {form}"), (0, 0), accuracy="relaxed")
     with pytest.raises(VerifyError, match="with delay, nothing is selected by layer"):
-        verify(Schedule.parse("delay k=2\n[0-1] sparse/flat topk k=2 ks=1,1"), (0, 0), accuracy="relaxed")
+        verify(parse_schedule("delay k=2\n[0-1] sparse/flat topk k=2 ks=1,1"), (0, 0), accuracy="relaxed")

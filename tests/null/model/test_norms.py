@@ -13,19 +13,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from planner.decide.norms import update_bound_us
 from planner.decide.optimize import optimize
 from planner.decide.pipeline import parse_passes, run_passes
 from planner.documents.profile import parse_cluster, parse_profile
 from planner.ir import Schedule
-from planner.model.norms import gather_us, replicated_us, shared_us, update_us
+from planner.model.modes import parse_schedule
+from planner.model.norms import gather_us, replicated_us, shared_us, update_bound_us, update_us
 from planner.model.problem import Problem
 from planner.model.simulator import simulate_schedule, step_us
 from planner.model.taskgraph import build_graph, run_graph
 from planner.model.what_if import scale_compute
 from planner.passes.shard_updates import ShardUpdates
 from planner.profile.norms import measure_norms
-from planner.profile.progress import Silent
+from planner.profile.progress import Progress
 from planner.search.partition import NEAR, best_partition
 from planner.verify import VerifyError, verify
 from runtime.comm.world import World
@@ -84,7 +84,7 @@ def test_only_the_update_is_shorter(contention: tuple[float, float] | None) -> N
     step = make(document(), cluster(contention=contention))
     for text in ("[0-1] all_reduce/library none\n[2-4] all_reduce/library none",
                  "[0-1] all_reduce/library none\n[2-4] sparse/flat topk k=9"):  # fmt: skip
-        schedule = Schedule.parse(text)
+        schedule = parse_schedule(text)
         shared = replace(schedule, norms=(1, 0, 1))
         saved_us = step_us(step, schedule) - step_us(step, shared)
         assert saved_us == pytest.approx(25.0)
@@ -225,11 +225,11 @@ def test_many_layers_are_split_as_well_as_times_are_measured() -> None:
     [
         ("norms 0,1\n[0-4] all_reduce/library none", "norms of 2 layers are shared, but there are 3"),
         ("norms 0,2,1\n[0-4] all_reduce/library none", "norms are computed by rank 2, but there are 2 ranks"),
-        ("delay k=2\nnorms 0,1,1\n[0-4] all_reduce/library none", "norms are shared in a schedule with delay"),
+        ("delay k=2\nnorms 0,1,1\n[0-4] all_reduce/library none", "norms are shared, but delay needs torch.optim.SGD"),
     ],
 )
 def test_schedules_that_share_what_cannot_be(text: str, words: str) -> None:
-    schedule = Schedule.parse(text)
+    schedule = parse_schedule(text)
     assert str(schedule) == text
     with pytest.raises(VerifyError, match=words):
         verify(schedule, [0] * 5, accuracy="relaxed", norms=(3, 2))
@@ -279,5 +279,5 @@ def test_only_layerwise_optimizers_have_norms_to_time() -> None:
         (LARS(parameters.values(), lr=0.1), ["g0", "g1", "g2"]),
         (LAMB([parameters["g0"], parameters["g1"], nn.Parameter(torch.ones(2, 2))]), ["g0", "g1"]),
     ):
-        found = measure_norms(parameters, optimizer, compute, World(), torch.device("cpu"), Silent())
+        found = measure_norms(parameters, optimizer, compute, World(), torch.device("cpu"), Progress())
         assert (found and [layer.name for layer in found.layers]) == names

@@ -14,14 +14,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from planner.cli.app import main
-from planner.comparison.contestants import contestants
+from planner.comparison.variants import make_variants
 from planner.decide.optimize import optimize
 from planner.decide.pipeline import parse_passes, run_passes
-from planner.decide.solvers import UNASKED
+from planner.decide.solvers import SOLVER_SKIPPED
 from planner.documents.profile import Profile, parse_profile
-from planner.ir import Schedule, Updaters
+from planner.ir import Schedule
+from planner.model.modes import parse_schedule
+from planner.model.modes.local_updaters import LocalUpdaters
+from planner.model.modes.sharded import Sharded, exchange, gathers_us, message_costs_us, replicated_bytes, sharded_bytes
 from planner.model.problem import Problem
-from planner.model.sharded_step import gathers_us, message_costs_us, replicated_bytes, sharded_bytes
 from planner.model.simulator import simulate_schedule, step_us
 from planner.model.taskgraph import build_graph, run_graph
 from planner.passes.shard_updates import ShardUpdates
@@ -62,10 +64,10 @@ def problem(half: tuple[float, float] | None = (30.0, 0.005), **options: Any) ->
 
 def test_what_a_shared_step_takes() -> None:
     """One bucket, by hand: pushed from 711 us on, told, a quarter of the update, gathered."""
-    step, schedule = problem(), replace(Schedule.from_boundaries([5]), sharded=True)
+    step, schedule = problem(), replace(Schedule.from_boundaries([5]), mode=Sharded())
     push_us = 30.0 + 0.005 * MODEL_BYTES
     told_us = 30.0 + 0.005 * 4 * 5
-    assert message_costs_us(step, schedule) == [pytest.approx(push_us + told_us)]
+    assert message_costs_us(step, schedule.buckets) == [pytest.approx(push_us + told_us)]
     assert gathers_us(step, schedule.buckets) == [pytest.approx(push_us)]
     assert step_us(step, schedule) == pytest.approx(711.0 + push_us + told_us + 100.0 + push_us)
     timeline = simulate_schedule(step, schedule)
@@ -82,10 +84,10 @@ def test_messages_of_a_shared_step_pass_through_all_ranks_where_nodes_have_sever
     link = {"alpha_us": 5.0, "beta_us_per_byte": 0.001}
     step = make(document(), cluster(nodes=2, ranks_per_node=2, inter=link, intra=link))
     assert step.node_costs is not None
-    schedule = replace(Schedule.from_boundaries([5]), sharded=True)
+    schedule = replace(Schedule.from_boundaries([5]), mode=Sharded())
     whole_us = 30.0 + 0.005 * MODEL_BYTES
     assert gathers_us(step, schedule.buckets) == [pytest.approx(whole_us)]
-    assert message_costs_us(step, schedule) == [pytest.approx(whole_us + 30.0 + 0.005 * 4 * 5)]
+    assert message_costs_us(step, schedule.buckets) == [pytest.approx(whole_us + 30.0 + 0.005 * 4 * 5)]
     assert step.push.curve.at(MODEL_BYTES) < whole_us / 2
 
 
@@ -93,11 +95,13 @@ def test_messages_of_a_shared_step_pass_through_all_ranks_where_nodes_have_sever
 def test_every_way_of_simulating_agrees(contention: tuple[float, float] | None) -> None:
     step = make(document(), cluster(contention=contention))
     for stops in ([5], [2, 5], [1, 2, 3, 4, 5]):
-        schedule = replace(Schedule.from_boundaries(stops), sharded=True)
+        schedule = replace(Schedule.from_boundaries(stops), mode=Sharded())
         expected_us = step_us(step, schedule)
         assert simulate_schedule(step, schedule).iteration_us == pytest.approx(expected_us)
         rates = {"compute": step.contention.compute, "network": step.contention.network}
-        assert max(run_graph(build_graph(step, schedule), rates).end_us) == pytest.approx(expected_us)
+        assert max(
+            run_graph(build_graph(step, schedule, exchange=exchange(step, schedule)), rates).end_us
+        ) == pytest.approx(expected_us)
 
 
 def test_messages_in_a_step_are_late_as_all_reduces_are() -> None:
@@ -107,20 +111,22 @@ def test_messages_in_a_step_are_late_as_all_reduces_are() -> None:
     late["samples"] = {"all_reduce": sizes}
     early = cluster()
     early["samples"] = {"all_reduce": sizes}
-    schedule = replace(Schedule.from_boundaries([2, 5]), sharded=True)
+    schedule = replace(Schedule.from_boundaries([2, 5]), mode=Sharded())
     one, other = (make(document(), machines) for machines in (early, late))
-    assert sum(message_costs_us(other, schedule)) == pytest.approx(sum(message_costs_us(one, schedule)) + 14.0)
+    assert sum(message_costs_us(other, schedule.buckets)) == pytest.approx(
+        sum(message_costs_us(one, schedule.buckets)) + 14.0
+    )
     assert sum(gathers_us(other, schedule.buckets)) == pytest.approx(sum(gathers_us(one, schedule.buckets)) + 14.0)
 
 
 def test_halves_together_take_no_less_than_the_all_reduce() -> None:
     """Where each by itself seems to: the shared step then gains what it saves of the update, and no more."""
-    schedule = replace(Schedule.from_boundaries([5]), sharded=True)
+    schedule = replace(Schedule.from_boundaries([5]), mode=Sharded())
     whole_us = 50.0 + 0.01 * MODEL_BYTES
     for half in ((10.0, 0.001), (25.0, 0.005)):
         step = problem(half)
         told_us = half[0] + half[1] * 4 * 5
-        assert message_costs_us(step, schedule) == [pytest.approx(whole_us / 2 + told_us)]
+        assert message_costs_us(step, schedule.buckets) == [pytest.approx(whole_us / 2 + told_us)]
         assert gathers_us(step, schedule.buckets) == [pytest.approx(whole_us / 2)]
 
 
@@ -151,12 +157,12 @@ def test_a_solver_that_has_no_model_of_it_says_so(tmp_path: Path, capsys: pytest
     assert plan == replace(allowed(profile()), certificate=plan.certificate)
     assert plan.certificate is not None
     assert plan.certificate.solver is None
-    assert plan.certificate.note == f"the bound is computation alone; {UNASKED}"
+    assert plan.certificate.note == f"the bound is computation alone; {SOLVER_SKIPPED}"
     document_path = write(tmp_path / "profile.json", document(cluster=cluster()))
     arguments = ["optimize", document_path, "-o", str(tmp_path / "plan.json"), "--solver", "cpsat"]
     with contextlib.suppress(SystemExit):
         main([*arguments, "--allow", "sharded-step"])
-    assert f"planner: --solver cpsat: {UNASKED}" in capsys.readouterr().err
+    assert f"planner: --solver cpsat: {SOLVER_SKIPPED}" in capsys.readouterr().err
     with contextlib.suppress(SystemExit):
         main(arguments)
     assert "cpsat" not in capsys.readouterr().err
@@ -247,7 +253,7 @@ def test_a_limit_that_decides_nothing_is_told() -> None:
 def test_what_memory_takes() -> None:
     step = problem()
     assert replicated_bytes(step) == 4 * MODEL_BYTES
-    whole, halves = (replace(Schedule.from_boundaries(stops), sharded=True) for stops in ([5], [3, 5]))
+    whole, halves = (replace(Schedule.from_boundaries(stops), mode=Sharded()) for stops in ([5], [3, 5]))
     assert sharded_bytes(step, whole) == 3 * MODEL_BYTES + MODEL_BYTES // 2
     assert sharded_bytes(step, halves) == 2 * MODEL_BYTES + MODEL_BYTES // 2 + 4 * 4050
     assert replicated_bytes(problem(state_bytes=None)) is None
@@ -267,7 +273,7 @@ def test_never_slower_in_prediction(
     start = Schedule.from_boundaries([1, 2, 3, 4, 5])
     found, without = run_passes(passes, start, step).schedule, run_passes(passes[:2], start, step).schedule
     assert step_us(step, found) <= step_us(step, without) * (1.0 + 1e-12)
-    assert Schedule.parse(str(found)) == found
+    assert parse_schedule(str(found)) == found
 
 
 def test_riskier_plans_have_to_beat_the_shared_step() -> None:
@@ -283,28 +289,26 @@ def test_riskier_plans_have_to_beat_the_shared_step() -> None:
 
 def test_schedules_that_cannot_be_are_refused() -> None:
     ids = [0] * 5
-    good = replace(Schedule.from_boundaries([5]), sharded=True)
+    good = replace(Schedule.from_boundaries([5]), mode=Sharded())
     verify(good, ids)
-    for odd in (replace(good, norms=(0,)), replace(Schedule.from_boundaries([5], "torus_2d"), sharded=True)):
+    for odd in (replace(good, norms=(0,)), replace(Schedule.from_boundaries([5], "torus_2d"), mode=Sharded())):
         with pytest.raises(VerifyError, match="share"):
             verify(odd, ids, norms=(1, 4))
-    with pytest.raises(VerifyError, match="ranks share the optimizer's step in a schedule with delay, local updaters"):
-        verify(replace(good, updaters=Updaters(count=2)), ids, accuracy="relaxed")
     kept = run_passes(parse_passes("merge"), good, problem()).schedule
-    assert kept.sharded
+    assert kept.mode == Sharded()
 
 
 def test_local_updaters_share_no_step() -> None:
     step, passes = problem(update_us=2000.0), parse_passes("shard_updates{step=always}")
     given = Schedule.from_boundaries([5])
-    assert run_passes(passes, given, step, accuracy="relaxed").schedule.sharded
-    local = replace(given, updaters=Updaters(count=2))
+    assert run_passes(passes, given, step, accuracy="relaxed").schedule.mode == Sharded()
+    local = replace(given, mode=LocalUpdaters(count=2))
     assert run_passes(passes, local, step, accuracy="relaxed").schedule == local
 
 
 def test_the_bare_loop_of_a_comparison_updates_all_weights() -> None:
     plan = allowed(profile())
-    bare = next(one for one in contestants(plan, None, []) if one.name == "none")
+    bare = next(one for one in make_variants(plan, None, []) if one.name == "none")
     assert bare.predicted_us == pytest.approx(711.0 + 400.0)
 
 

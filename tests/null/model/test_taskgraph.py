@@ -27,10 +27,10 @@ LINKS = {
 
 
 def problem_of(
-    rows: list[tuple[int, float]], contention: tuple[float, float] | None = None, per_node: int = 1
+    rows: list[tuple[int, float]], contention: tuple[float, float] | None = None, ranks_per_node: int = 1
 ) -> Problem:
     """Gradients on a cluster of four nodes with two kinds of link."""
-    cluster = cluster_document(None, contention=contention, ranks_per_node=per_node, **LINKS)
+    cluster = cluster_document(None, contention=contention, ranks_per_node=ranks_per_node, **LINKS)
     return make(profile_document(rows), cluster)
 
 
@@ -65,7 +65,7 @@ def test_steps_follow_one_another(
     rows: list[tuple[int, float]], contention: tuple[float, float] | None, steps: int
 ) -> None:
     """An exact step ends before the next begins, so that several take as long as they do one by one."""
-    problem = problem_of(rows, contention, per_node=2)
+    problem = problem_of(rows, contention, ranks_per_node=2)
     schedule = make_schedule(problem, "torus_2d")
     factors = {"compute": problem.contention.compute, "network": problem.contention.network}
     one, several = (run_graph(build_graph(problem, schedule, count), factors) for count in (1, steps))
@@ -74,7 +74,7 @@ def test_steps_follow_one_another(
 
 @given(rows_drawn, factors_drawn)
 def test_the_critical_path_has_no_gap(rows: list[tuple[int, float]], contention: tuple[float, float] | None) -> None:
-    problem = problem_of(rows, contention, per_node=2)
+    problem = problem_of(rows, contention, ranks_per_node=2)
     factors = {"compute": problem.contention.compute, "network": problem.contention.network}
     run = run_graph(build_graph(problem, make_schedule(problem, "torus_2d")), factors)
     path = run.critical_path()
@@ -112,7 +112,7 @@ def test_an_order_that_contradicts_itself_is_refused() -> None:
 @given(st.lists(st.tuples(st.integers(1, 5000), st.floats(0, 300)), min_size=1, max_size=8))
 def test_two_links_are_merged_as_well_as_by_brute_force_nearly_always(rows: list[tuple[int, float]]) -> None:
     """The search is no proof: it is held against all merges, and never loses more than a twentieth here."""
-    problem = problem_of(rows, per_node=2)
+    problem = problem_of(rows, ranks_per_node=2)
     found = simulate_schedule(problem, make_schedule(problem, "torus_2d")).iteration_us
     cuts = range(1, problem.count)
     every = (
@@ -126,7 +126,7 @@ def test_two_links_are_merged_as_well_as_by_brute_force_nearly_always(rows: list
 @given(rows_drawn, st.data())
 def test_replays_of_moves_equal_full_replays(rows: list[tuple[int, float]], data: st.DataObject) -> None:
     """What the search computes from the moved boundary on, bit for bit."""
-    problem = phased_problem(problem_of(rows, per_node=2))
+    problem = phased_problem(problem_of(rows, ranks_per_node=2))
     assert problem is not None
     count = len(rows)
     stops = tuple(sorted(data.draw(st.sets(st.integers(1, count))) | {count}))

@@ -14,8 +14,17 @@ from rich.console import Console
 from planner import optimize, simulate
 from planner.decide.strategies import make_schedule
 from planner.documents.profile import parse_cluster, parse_profile
-from planner.ir import Bucket, Schedule, Updaters
-from planner.model.local_async import Work, closed_form_saved_backwards, phases, saved_backwards, speed_up
+from planner.ir import Bucket, Schedule
+from planner.model.modes.local_updaters import (
+    LocalUpdaters,
+    Work,
+    closed_form_saved_backwards,
+    parse,
+    phases,
+    saved_backwards,
+    speed_up,
+    updaters_of,
+)
 from planner.model.problem import Problem
 from planner.model.simulator import simulate_schedule, step_us
 from planner.model.what_if import WhatIf
@@ -75,11 +84,11 @@ def test_blocks_and_what_they_save() -> None:
     """Two blocks of at least a quarter of the weights: [0] for 10 and [1..3] for 60, 70 of 140 less."""
     problem = problem_of([(120.0, None), (60.0, None)])
     schedule = updater_schedule(problem, 2, blocks=True)
-    assert schedule.updaters == Updaters(count=2, stops=(1, 4))
-    assert saved_backwards(problem, schedule.updaters) == pytest.approx(70.0 / 70.0)
+    assert schedule.mode == LocalUpdaters(count=2, stops=(1, 4))
+    assert saved_backwards(problem, updaters_of(schedule)) == pytest.approx(70.0 / 70.0)
     assert closed_form_saved_backwards(2) == 0.5
     # In two minibatches the first saves 63 of 240, the second 11.
-    assert speed_up(problem, schedule.updaters) == pytest.approx((240 / 177 + 240 / 229) / 2)
+    assert speed_up(problem, updaters_of(schedule)) == pytest.approx((240 / 177 + 240 / 229) / 2)
 
 
 def test_without_averagings_the_rate_alone_counts() -> None:
@@ -87,7 +96,7 @@ def test_without_averagings_the_rate_alone_counts() -> None:
     assert step_us(problem, make_schedule(problem, "lap:1")) == 120.0
     assert step_us(problem, make_schedule(problem, "lap:2")) == 66.0
     assert step_us(problem, make_schedule(problem, "lap:64")) == 66.0  # more than was measured: as the most that was
-    faster = speed_up(problem, updater_schedule(problem, 2, blocks=True).updaters or Updaters(count=1))
+    faster = speed_up(problem, updaters_of(updater_schedule(problem, 2, blocks=True)))
     assert step_us(problem, make_schedule(problem, "lpp:2")) == pytest.approx(6.6 + 0.9 * 66.0 / faster)
 
 
@@ -109,11 +118,11 @@ def test_local_sgd_waits_for_averagings() -> None:
 
 
 def test_training_goes_through_its_phases() -> None:
-    shares = list(phases(Updaters(count=2, stops=(1, 4))))
+    shares = list(phases(LocalUpdaters(count=2, stops=(1, 4))))
     assert [(pytest.approx(share), *rest) for share, *rest in shares] == [
         (0.1, 1, False), (0.4, 1, True), (0.5, 16, True),
     ]  # fmt: skip
-    assert list(phases(Updaters(count=2))) == [(0.5, 1, False), (0.5, 16, False)]
+    assert list(phases(LocalUpdaters(count=2))) == [(0.5, 1, False), (0.5, 16, False)]
 
 
 def test_updaters_are_added_while_they_bring_three_percent_and_fit() -> None:
@@ -129,7 +138,7 @@ def test_updaters_are_added_while_they_bring_three_percent_and_fit() -> None:
 
 def test_the_pass_takes_them_only_where_more_gets_done() -> None:
     exact = Schedule.from_boundaries([4])
-    assert LocalAsync().apply(exact, problem_of([(120.0, None), (66.0, None)])).schedule.updaters is not None
+    assert isinstance(LocalAsync().apply(exact, problem_of([(120.0, None), (66.0, None)])).schedule.mode, LocalUpdaters)
     assert LocalAsync().apply(exact, problem_of([(130.0, None), (131.0, None)])).schedule == exact
     assert LocalAsync(updaters=2).choices(problem_of([(120.0, None), (66.0, None), (60.0, None)]))[0].updaters == 2
     unmeasured = make({**document([(1.0, None)]), "local_async": None}, cluster_document())
@@ -140,7 +149,9 @@ def test_making_the_minibatch_counts_on_both_sides() -> None:
     """An updater takes 125 for a minibatch, with making it; other steps take 115, with a minibatch that is there."""
     exact = Schedule.from_boundaries([4])
     assert LocalAsync().apply(exact, problem_of([(125.0, None)], batch_us=9.0)).schedule == exact
-    assert LocalAsync().apply(exact, problem_of([(125.0, None)], batch_us=11.0)).schedule.updaters is not None
+    assert isinstance(
+        LocalAsync().apply(exact, problem_of([(125.0, None)], batch_us=11.0)).schedule.mode, LocalUpdaters
+    )
 
 
 @pytest.mark.parametrize("step", ["never", "always"])
@@ -191,7 +202,7 @@ def test_what_it_says() -> None:
     console = Console(width=200, record=True, file=io.StringIO())
     print_plan(plan, console, buckets=True)
     text = console.export_text()
-    assert "2 local updaters on the full model and 2 blocks by turns" in text
+    assert "2 local updaters on the full model and 2 blocks, interleaved" in text
     assert "partial backwards take 14%, 86% of a full one; one of each updater saves 1.00 full backwards" in text
     assert "(c − 1)/2 = 0.50" in text
     assert "the best plan that synchronizes in every step: " in text
@@ -281,15 +292,22 @@ WHOLE = Schedule.from_boundaries([4]).buckets
 @pytest.mark.parametrize(
     ("schedule", "accuracy", "message"),
     [
-        (Schedule(buckets=WHOLE, updaters=Updaters(count=0)), "relaxed", "there has to be an updater"),
-        (Schedule(buckets=WHOLE, updaters=Updaters(count=1)), "bounded", "local updaters are not bounded"),
-        (Schedule(buckets=WHOLE, updaters=Updaters(count=1), delay=2), "relaxed", "no gradients that could be delayed"),
-        (Schedule(buckets=WHOLE, updaters=Updaters(count=2, stops=(2, 3))), "relaxed", "hold each of 4 gradients"),
-        (Schedule(buckets=WHOLE, updaters=Updaters(count=2, stops=(0, 4))), "relaxed", "none may be empty"),
-        (Schedule(buckets=WHOLE, updaters=Updaters(count=1, stops=(2, 4))), "relaxed", "more blocks than updaters"),
-        (Schedule(buckets=WHOLE, updaters=Updaters(count=1), norms=(0,)), "relaxed", "each of which updates by itself"),
+        (Schedule(buckets=WHOLE, mode=LocalUpdaters(count=0)), "relaxed", "there has to be an updater"),
         (
-            Schedule(buckets=(Bucket(gradients=(0, 1, 2, 3), algorithm="torus_2d"),), updaters=Updaters(count=1)),
+            Schedule(buckets=WHOLE, mode=LocalUpdaters(count=1)),
+            "bounded",
+            "that is relaxed, but the plan has to be bounded",
+        ),
+        (Schedule(buckets=WHOLE, mode=LocalUpdaters(count=2, stops=(2, 3))), "relaxed", "hold each of 4 gradients"),
+        (Schedule(buckets=WHOLE, mode=LocalUpdaters(count=2, stops=(0, 4))), "relaxed", "none may be empty"),
+        (Schedule(buckets=WHOLE, mode=LocalUpdaters(count=1, stops=(2, 4))), "relaxed", "more blocks than updaters"),
+        (
+            Schedule(buckets=WHOLE, mode=LocalUpdaters(count=1), norms=(0,)),
+            "relaxed",
+            "its norms by itself",
+        ),
+        (
+            Schedule(buckets=(Bucket(gradients=(0, 1, 2, 3), algorithm="torus_2d"),), mode=LocalUpdaters(count=1)),
             "relaxed",
             "averaged dense",
         ),
@@ -311,7 +329,7 @@ def test_broken_schedules(schedule: Schedule, accuracy: str, message: str) -> No
 )
 def test_texts_that_are_no_updaters(text: str) -> None:
     with pytest.raises(InputError, match="expected updaters such as"):
-        Updaters.parse(text)
+        parse(text)
 
 
 @pytest.mark.parametrize(

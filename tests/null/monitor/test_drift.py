@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 import planner
 import runtime
 from planner.documents.profile import Contention, parse_profile
-from planner.jobs.replanning import find_late_rank, without_contention
+from planner.jobs.replanning import find_straggler, without_contention
 from planner.profile.compute import RankTimes
 from runtime.comm.world import World
 from runtime.errors import DriftWarning, InputError
@@ -110,8 +110,8 @@ def verdict(steps: list[StepMarks], buckets: int = 3, **options: Any) -> Verdict
     [
         ({}, "none", ["predicted"]),
         ({"compute": 1.5}, "compute", ["computation is slower on this rank", "+47%"]),
-        ({"network": 3.0}, "network", ["network is slower", "another rank comes late to its messages", "+200%"]),
-        ({"late_ms": 40.0}, "rank", ["another rank comes late: the first message waits", "+500%"]),
+        ({"network": 3.0}, "network", ["network is slower", "another rank is a straggler", "+200%"]),
+        ({"late_ms": 40.0}, "rank", ["another rank is a straggler: the first message waits", "+500%"]),
         ({"compute": 0.5, "network": 0.5}, "none", []),
         ({"extra_ms": 20.0}, "compute", ["computation"]),
     ],
@@ -126,7 +126,7 @@ def test_the_cause_is_told(changes: dict[str, float], cause: str, words: list[st
 def test_with_one_bucket_a_slow_network_looks_like_a_late_rank(changes: dict[str, float]) -> None:
     found = verdict([marks(buckets=1, **changes)] * STEPS, buckets=1)
     assert found.cause == "network"
-    assert "or another rank comes late" in found.text
+    assert "or another rank is a straggler" in found.text
 
 
 def test_a_large_first_bucket_on_a_slow_network_is_no_late_rank() -> None:
@@ -285,10 +285,10 @@ def test_buckets_that_queue_on_a_device_do_not_count_twice() -> None:
 
 def test_the_late_rank_is_the_one_that_waits_for_nobody() -> None:
     waits = [30e3, 31e3, 29e3, 30e3]
-    assert find_late_rank([waits, [1e3] * 4, [20e3] * 4], 100e3) == (1, pytest.approx(29e3))
-    assert find_late_rank([[1e3, 30e3, 1e3, 30e3], [30e3, 1e3, 30e3, 1e3]], 100e3) is None  # in turn
-    assert find_late_rank([[1e3] * 4, [2e3] * 4], 100e3) is None  # not long
-    assert find_late_rank([[], []], 100e3) is None
+    assert find_straggler([waits, [1e3] * 4, [20e3] * 4], 100e3) == (1, pytest.approx(29e3))
+    assert find_straggler([[1e3, 30e3, 1e3, 30e3], [30e3, 1e3, 30e3, 1e3]], 100e3) is None  # in turn
+    assert find_straggler([[1e3] * 4, [2e3] * 4], 100e3) is None  # not long
+    assert find_straggler([[], []], 100e3) is None
 
 
 def test_what_messages_cost_computation_is_taken_off() -> None:

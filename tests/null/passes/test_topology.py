@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from builders import cluster_document, line_problem, make, profile_document
+from builders import cluster_document, every_choice, line_problem, make, profile_document, two_nodes
 
 from planner.decide.optimize import optimize
 from planner.decide.strategies import make_schedule
@@ -19,34 +19,17 @@ from planner.model.simulator import simulate_schedule, step_us
 from planner.passes.joint import Joint
 from planner.passes.merge import Merge
 from planner.passes.topology import Topology
-from planner.search.link_forms import dense_algorithms, forms_of, has_two_links
 from planner.search.links import LinkForms, search
+from planner.search.tables import dense_algorithms, forms_of, has_two_links
 from planner.verify import verify
-
-
-def cluster(slow: float = 1.0, fast: float = 0.01, alpha_us: float = 20.0, **fields: Any) -> dict[str, Any]:
-    """Two nodes of two ranks; a flat ring between nodes."""
-    links = {
-        "intra": {"alpha_us": alpha_us / 4, "beta_us_per_byte": fast},
-        "inter": {"alpha_us": alpha_us, "beta_us_per_byte": slow},
-    }
-    return cluster_document(None, nodes=2, ranks_per_node=2, **links, **fields)
 
 
 def problem(rng: np.random.Generator, count: int, **fields: Any) -> Problem:
     """Gradients of any sizes."""
     rows = [(int(10 ** rng.uniform(1, 3.5)), float(rng.uniform(0, 2000))) for _ in range(count)]
     return make(
-        profile_document(rows), cluster(float(rng.uniform(0.05, 1.0)), float(rng.uniform(0.005, 0.2)), **fields)
+        profile_document(rows), two_nodes(float(rng.uniform(0.05, 1.0)), float(rng.uniform(0.005, 0.2)), **fields)
     )
-
-
-def every(count: int, forms: int) -> Any:
-    """Every way to cut gradients into buckets, each in any form."""
-    for cuts in itertools.product([False, True], repeat=count - 1):
-        stops = [*(index + 1 for index, cut in enumerate(cuts) if cut), count]
-        for chosen in itertools.product(range(forms), repeat=len(stops)):
-            yield tuple(zip(stops, chosen, strict=True))
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -55,7 +38,7 @@ def test_the_replay_agrees_with_the_simulator(seed: int) -> None:
     of = problem(rng, 4, sparsify={"alpha_us": 30.0, "beta_us_per_byte": 0.01},
                  unpack={"alpha_us": 10.0, "beta_us_per_byte": 0.02})  # fmt: skip
     forms = LinkForms(of, forms_of([10.0]), np.full(4, 100.0))
-    for choice in every(4, 4):
+    for choice in every_choice(4, 4):
         ours = forms.end_us(choice) + of.update_us
         assert ours == pytest.approx(step_us(of, forms.schedule(choice)), rel=1e-9)
 
@@ -65,7 +48,7 @@ def test_exact_buckets_are_the_best_of_all(seed: int) -> None:
     rng = np.random.default_rng(seed)
     of = problem(rng, 6)
     forms = LinkForms(of, forms_of((), dense_algorithms(of)))
-    best_us = min(forms.end_us(choice) for choice in every(6, 3)) + of.update_us
+    best_us = min(forms.end_us(choice) for choice in every_choice(6, 3)) + of.update_us
     given = Merge().apply(Schedule.from_boundaries([6]), of).schedule
     found = Topology().apply(given, of).schedule
     verify(found, of.dtype_ids.tolist())
@@ -79,7 +62,7 @@ def test_buckets_and_densities_are_the_best_of_all(seed: int) -> None:
     of = problem(rng, 4, sparsify={"alpha_us": 30.0, "beta_us_per_byte": 0.001})
     limits = np.full(4, 1000.0)
     forms = LinkForms(of, forms_of([4.0, 250.0]), limits)
-    best_us = min(forms.end_us(choice) for choice in every(4, len(forms.forms))) + of.update_us
+    best_us = min(forms.end_us(choice) for choice in every_choice(4, len(forms.forms))) + of.update_us
     found = search(forms, [(4,), (1, 2, 3, 4)])
     assert min(step_us(of, one) for one in found.schedules) == pytest.approx(best_us, rel=1e-9)
     assert found.exact
@@ -96,21 +79,21 @@ def test_elsewhere_the_schedule_stays_as_it_is() -> None:
 
 def test_a_torus_where_links_inside_are_fast_and_flat_where_starting_is_dear() -> None:
     rows = [(100_000, 100.0)]
-    fast, dear = cluster(), cluster(slow=0.001, fast=0.1, alpha_us=1000.0)
+    fast, dear = two_nodes(), two_nodes(slow=0.001, fast=0.1, alpha_us=1000.0)
     given = Schedule.from_boundaries([1])
     assert Topology().apply(given, make(profile_document(rows), fast)).schedule.buckets[0].algorithm == "torus_2d"
     assert Topology().apply(given, make(profile_document(rows), dear)).schedule.buckets[0].algorithm == "library"
 
 
 def test_while_one_bucket_is_between_nodes_another_is_inside() -> None:
-    of = make(profile_document([(20_000, 500.0)] * 4), cluster(slow=0.02, fast=0.01))
+    of = make(profile_document([(20_000, 500.0)] * 4), two_nodes(slow=0.02, fast=0.01))
     timeline = simulate_schedule(of, Schedule.from_boundaries([1, 2, 3, 4], "torus_2d"))
     pairs = itertools.product(timeline.on("intra"), timeline.on("inter"))
     assert any(max(a.start_us, b.start_us) < min(a.end_us, b.end_us) and a.bucket != b.bucket for a, b in pairs)
 
 
 def test_plans_carry_the_order_of_phases() -> None:
-    profile = parse_profile(profile_document([(50_000, 100.0), (50_000, 100.0)], cluster=cluster()))
+    profile = parse_profile(profile_document([(50_000, 100.0), (50_000, 100.0)], cluster=two_nodes()))
     plan = optimize(profile)
     assert all(bucket.algorithm == "torus_2d" for bucket in plan.buckets)
     counts = [3] * len(plan.buckets)
@@ -124,12 +107,12 @@ def test_plans_carry_the_order_of_phases() -> None:
 
 def test_hitopk_in_joint_where_nothing_is_protected() -> None:
     rows = [(200_000, 100.0), (300_000, 100.0)]
-    of = make(profile_document(rows), cluster(slow=0.5, fast=0.0001))
+    of = make(profile_document(rows), two_nodes(slow=0.5, fast=0.0001))
     found = Joint(protect="none").apply(Topology().apply(Schedule.from_boundaries([2]), of).schedule, of).schedule
     assert {bucket.algorithm for bucket in found.buckets} == {"hitopk"}
     [first, *_] = found.buckets
     assert first.k is not None
-    profile = parse_profile(profile_document(rows, cluster=cluster(slow=0.5, fast=0.0001)))
+    profile = parse_profile(profile_document(rows, cluster=two_nodes(slow=0.5, fast=0.0001)))
     plan = optimize(profile, accuracy="bounded", protect="none")
     assert plan.accuracy == "bounded"
     spec = plan.buckets[0].compressor
@@ -145,14 +128,14 @@ def test_the_crossover_between_dense_and_selected_is_predicted() -> None:
     profile = parse_profile(profile_document(rows))
     kinds = []
     for slow in (1e-5, 1e-3, 1.0):
-        machines = parse_cluster(cluster(slow, 1e-5, sparsify={"alpha_us": 50.0, "beta_us_per_byte": 1e-4}))
+        machines = parse_cluster(two_nodes(slow, 1e-5, sparsify={"alpha_us": 50.0, "beta_us_per_byte": 1e-4}))
         kinds.append(optimize(profile, machines, accuracy="bounded", protect="none").buckets[0].algorithm)
     assert kinds[0] in ("library", "torus_2d")
     assert kinds[-1] == "hitopk"
 
 
 def test_a_bucket_with_a_protected_gradient_is_not_selected_from_by_shards() -> None:
-    of = make(profile_document([(1000, 1.0), (1000, 1.0)]), cluster())
+    of = make(profile_document([(1000, 1.0), (1000, 1.0)]), two_nodes())
     forms = LinkForms(of, forms_of([100.0]), np.array([100.0, 1.0]))
     assert forms.known(0, 1, 3) is not None
     assert forms.known(0, 2, 3) is None

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from planner.documents.profile import Gradient
 from planner.profile.updaters import (
     Backwards,
-    _growing,
     _probes,
     halves_us,
     numbers_up_to,
@@ -83,13 +80,6 @@ def test_noise_makes_no_negative_parts() -> None:
 def test_one_layer() -> None:
     loss_us, (layer,) = take_apart(runs_of(np.array([8.0])), [0], timed(np.array([2.0]), np.array([6.0]), [0]))
     assert (loss_us, layer.grad_weight_us, layer.grad_input_us) == (4.0, 4.0, 0.0)
-
-
-@given(st.lists(st.floats(0.0, 100.0), min_size=1, max_size=8))
-def test_growing_is_the_nearest_growing_sequence(values: list[float]) -> None:
-    from sklearn.isotonic import isotonic_regression
-
-    assert _growing(np.array(values)) == pytest.approx(isotonic_regression(values), abs=1e-9)
 
 
 def test_updates_are_shared_out_by_elements() -> None:

@@ -16,11 +16,11 @@ from torch import nn
 
 from planner.profile import budget, compute, contention, links
 from planner.profile.budget import Phases
-from planner.profile.compute import RankTimes, combine, combine_parameters, spread_of
+from planner.profile.compute import RankTimes, combine, spread_of
 from planner.profile.contention import Seen, solve
 from planner.profile.links import fit, message_sizes
 from planner.profile.measuring import _describe
-from planner.profile.progress import Silent
+from planner.profile.progress import Progress
 from planner.profile.wanted import Wanted
 from runtime.comm.world import World
 
@@ -106,7 +106,7 @@ def test_a_gradient_is_ready_when_it_is_on_all_ranks() -> None:
         times({"b.bias": [110, 131, 110], "b.weight": [120, 120, 120], "a.weight": [150] * 3, "a.bias": [140] * 3}),
         times({"b.bias": [130, 110, late], "b.weight": [119, 121, 122], "a.weight": [151] * 3, "a.bias": [139] * 3}),
     ]
-    compute = combine(ranks, model)
+    compute = combine(ranks, dict(model.named_parameters()))
     assert [g.name for g in compute.gradients] == ["b.weight", "b.bias", "a.bias", "a.weight"]
     assert [g.backward_us for g in compute.gradients] == [21.0, 9.0, 10.0, 11.0]
     assert [g.numel for g in compute.gradients] == [3, 1, 3, 6]
@@ -121,14 +121,15 @@ def test_the_update_is_what_it_adds_on_the_slowest_rank() -> None:
         RankTimes(forward_us=[50.0] * 3, update_us=update, ready_us={"weight": backward}, backward_end_us=backward)
         for update, backward in zip(updates_us, backward_us, strict=True)
     ]
-    compute = combine_parameters(ranks, {"weight": nn.Parameter(torch.zeros(1))})
+    compute = combine(ranks, {"weight": nn.Parameter(torch.zeros(1))})
     assert compute.update_us == 5.0  # the longest of (84, 82), (82, 85) and (86, 82) beyond 80: 4, 5 and 6
-    assert combine_parameters([replace(rank, update_us=[]) for rank in ranks], {}).update_us == 0.0
+    assert combine([replace(rank, update_us=[]) for rank in ranks], {}).update_us == 0.0
 
 
 def test_a_parameter_that_no_rank_used_is_left_out() -> None:
     model = nn.ModuleDict({"a": nn.Linear(2, 3), "b": nn.Linear(3, 1)})
-    compute = combine([times({"b.bias": [110.0]}), times({"b.bias": [112.0], "b.weight": [120.0]})], model)
+    ranks = [times({"b.bias": [110.0]}), times({"b.bias": [112.0], "b.weight": [120.0]})]
+    compute = combine(ranks, dict(model.named_parameters()))
     assert [g.name for g in compute.gradients] == ["b.bias", "b.weight"]
 
 
@@ -198,7 +199,7 @@ def test_no_collective_takes_longer_than_it_may_on_slow_links(
     monkeypatch.setattr(links, "_timed", link.timed)
     sizes = message_sizes(model_bytes, 2)
     limits, device = (2.5, 4.0), torch.device("cpu")
-    curve = links._curve(World(), device, sizes, lambda size: lambda: size, Silent(), "all_reduce", limits)  # type: ignore[arg-type, return-value]
+    curve = links._curve(World(), device, sizes, lambda size: lambda: size, Progress(), "all_reduce", limits)  # type: ignore[arg-type, return-value]
     assert link.spent_s <= 4.0
     assert [time_us for _, time_us in curve] == pytest.approx([1e6 * size / bytes_per_s for size, _ in curve], abs=1e-3)
     if 4 * 2 * model_bytes / bytes_per_s < 4.0:
@@ -238,7 +239,7 @@ def measured_steps(monkeypatch: pytest.MonkeyPatch, durations_s: Iterator[float]
     monkeypatch.setattr(compute, "rank_times", times)
     phases = Phases(Wanted.of("exact", 2, two_links=False, halves=True, norms=False).phases, 60.0, first=False)
     model = nn.Linear(1, 1)
-    found = compute.measure_compute(model, None, lambda _: None, World(), Silent(), phases)
+    found = compute.measure_compute(model, None, lambda _: None, World(), Progress(), phases)
     return steps, found[0].backward_end_us
 
 
@@ -268,7 +269,7 @@ def test_steps_that_differ_much_are_told_from_steady_ones() -> None:
     steady, noisy = ranks(95.0, 95.0, 96.0, 95.0), ranks(75.0, 115.0, 95.0, 135.0)
     assert spread_of(steady) == pytest.approx(0.25 / 100.0)
     assert spread_of(noisy) == pytest.approx((125.0 - 96.25) / 110.0)
-    intervals = combine_parameters(noisy, {}).intervals
+    intervals = combine(noisy, {}).intervals
     assert intervals is not None
     assert intervals.step_us == (96.25, 125.0)
     assert intervals.spread_us == 28.75

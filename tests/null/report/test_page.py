@@ -20,12 +20,11 @@ from test_trace import measured_step, small_plan
 
 from planner import optimize
 from planner.documents.profile import parse_profile
-from planner.emit.text import milliseconds
+from planner.documents.text import milliseconds
 from planner.emit.timelines import MAX_BARS, join_neighbours
 from planner.report.figures import scaling_figure, shorten, timeline_figure
-from planner.report.page import page_text
+from planner.report.page import certificate_words, headline, page_text
 from planner.report.tracks import plan_tracks
-from planner.report.words import certificate_words, headline
 from runtime.errors import EnvironmentFailure
 from runtime.plan import Plan, parse_plan
 from runtime.plan.predicted import Certificate, PredictedTask
@@ -236,7 +235,7 @@ def test_a_plan_written_by_hand_has_a_page() -> None:
     words = Elements(page_text(hand_written())).words
     for text in (
         "mine on 2 ranks: the plan explained",
-        "4 gradients travel in 2 messages a step. The plan carries no prediction",
+        "4 gradients are communicated in 2 messages a step. The plan carries no prediction",
         "The plan holds no time line",
         "The plan carries no certificate",
         "the plan does not say",

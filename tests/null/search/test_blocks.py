@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from planner.model.local_async import BlockProblem, sharers
+from planner.model.modes.local_updaters import BlockProblem, updaters_per_block
 from planner.search.blocks import best_blocks
 
 
@@ -98,9 +98,9 @@ def test_one_layer_that_holds_nearly_all() -> None:
 
 
 def test_updaters_of_shared_blocks_count_as_often() -> None:
-    assert sharers(5, 2) == [3, 2]
-    assert sharers(4, 4) == [1, 1, 1, 1]
-    assert [sum(sharers(updaters, blocks)) for updaters, blocks in ((7, 3), (9, 1), (3, 3))] == [7, 9, 3]
+    assert updaters_per_block(5, 2) == [3, 2]
+    assert updaters_per_block(4, 4) == [1, 1, 1, 1]
+    assert [sum(updaters_per_block(updaters, blocks)) for updaters, blocks in ((7, 3), (9, 1), (3, 3))] == [7, 9, 3]
 
 
 def test_ten_thousand_layers() -> None:

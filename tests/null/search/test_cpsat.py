@@ -81,13 +81,13 @@ def test_with_contention_the_bound_is_nearly_always_the_optimum() -> None:
     assert exact >= 18
 
 
-def two_links(rng: np.random.Generator, count: int, per_node: int = 4, **options: Any) -> Problem:
+def two_links(rng: np.random.Generator, count: int, ranks_per_node: int = 4, **options: Any) -> Problem:
     """Gradients on four nodes, whose inner links are now and then the slower ones."""
     numel = (10 ** rng.uniform(2, 5, count)).astype(int)
     rows = list(zip(numel.tolist(), rng.exponential(100.0, count).tolist(), strict=True))
     intra = {"alpha_us": 5.0, "beta_us_per_byte": float(10 ** rng.uniform(-5, -2))}
     links = {"intra": intra, "inter": {"alpha_us": 20.0, "beta_us_per_byte": 1e-3}}
-    return make(profile_document(rows, **options), cluster_document(None, ranks_per_node=per_node, **links))
+    return make(profile_document(rows, **options), cluster_document(None, ranks_per_node=ranks_per_node, **links))
 
 
 def arrays_of(problem: Problem) -> PhasedProblem:
@@ -116,7 +116,7 @@ def test_two_links_equal_brute_force(mixed: bool) -> None:
 
 
 def test_two_links_of_one_kind_are_one_network() -> None:
-    problem = two_links(np.random.default_rng(0), 6, per_node=1)
+    problem = two_links(np.random.default_rng(0), 6, ranks_per_node=1)
     arrays = arrays_of(problem)
     best_us = min(arrays.end_us(stops) for stops in reference.all_stops(6))
     assert solve_two_links(arrays, (6,)).bound_us == pytest.approx(best_us, rel=1e-6)

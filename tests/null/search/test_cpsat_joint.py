@@ -13,18 +13,18 @@ from planner import optimize
 from planner.model.compression import ratio_limits
 from planner.model.problem import Problem
 from planner.search.cpsat_joint import solve_joint
-from planner.search.joint import JointTables, search
-from planner.search.joint_tables import joint_tables
+from planner.search.labels import search
+from planner.search.tables import BucketTables, bucket_tables, flat_forms
 
 LIMIT = 4.0
 
 
-def tables_of(problem: Problem) -> JointTables:
+def tables_of(problem: Problem) -> BucketTables:
     limits = ratio_limits(problem, 64.0)
-    return joint_tables(problem, limits, RATIOS, np.arange(problem.count + 1))
+    return bucket_tables(problem, flat_forms(RATIOS), limits, np.arange(problem.count + 1))
 
 
-def known_us(tables: JointTables) -> float:
+def known_us(tables: BucketTables) -> float:
     """One dense bucket."""
     return max(tables.compute_end_us, float(tables.ready_us[-1] + tables.cost_us[0, 0, -1]))
 

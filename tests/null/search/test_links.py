@@ -9,8 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from builders import cluster_document, make, profile_document
-from test_topology import cluster, every
+from builders import cluster_document, every_choice, make, profile_document, two_nodes
 
 from planner import optimize, simulate
 from planner.decide.strategies import MIXED, make_schedule
@@ -21,11 +20,10 @@ from planner.model.simulator import simulate_schedule, step_us
 from planner.passes.joint import Joint
 from planner.passes.topology import Topology, links_without_contention
 from planner.search.cpsat_joint import MAX_LINK_PLACES, solve_joint
-from planner.search.link_forms import dense_algorithms, forms_of
-from planner.search.link_labels import least_ends_us
-from planner.search.link_labels import search as search_labels
-from planner.search.link_tables import LinkTables, link_tables
+from planner.search.labels import least_ends_us
+from planner.search.labels import search as search_labels
 from planner.search.links import LinkForms, search
+from planner.search.tables import BucketTables, bucket_tables, dense_algorithms, forms_of
 from runtime.errors import CheckFailed, InputError
 
 LIMIT = 2.0
@@ -37,7 +35,7 @@ def problem(seed: int, count: int, **fields: Any) -> Problem:
     """Gradients of any sizes on two nodes of two ranks whose links inside are faster, some more than others."""
     rng = np.random.default_rng(seed)
     rows = [(int(10 ** rng.uniform(1, 3.5)), float(rng.uniform(0, 1500))) for _ in range(count)]
-    links = cluster(float(rng.uniform(0.05, 1.0)), float(rng.uniform(0.005, 0.2)), **fields)
+    links = two_nodes(float(rng.uniform(0.05, 1.0)), float(rng.uniform(0.005, 0.2)), **fields)
     return make(profile_document(rows), links)
 
 
@@ -48,8 +46,8 @@ def forms_at(of: Problem, *ratios: float, protected: int | None = None) -> LinkF
     return LinkForms(of, forms_of(ratios, dense_algorithms(of)), limits)
 
 
-def tables_of(forms: LinkForms) -> LinkTables:
-    return link_tables(forms.problem, forms.forms, forms.limits, np.arange(forms.problem.count + 1))
+def tables_of(forms: LinkForms) -> BucketTables:
+    return bucket_tables(forms.problem, forms.forms, forms.limits, np.arange(forms.problem.count + 1))
 
 
 def one_bucket_us(forms: LinkForms) -> float:
@@ -63,7 +61,7 @@ def test_labels_and_solver_find_what_trying_everything_finds(seed: int, fields: 
     """Every way to cut, every form, in the eyes of the simulator itself."""
     of = problem(seed, 4, **fields)
     forms = forms_at(of, 10.0, protected=seed if seed else None)
-    possible = [choice for choice in every(4, len(forms.forms)) if forms.of(choice) is not None]
+    possible = [choice for choice in every_choice(4, len(forms.forms)) if forms.of(choice) is not None]
     best_us = min(step_us(of, forms.schedule(choice)) for choice in possible) - of.update_us
     tables, known_us = tables_of(forms), one_bucket_us(forms)
     labels = search_labels(tables, len(forms.forms), known_us)
@@ -127,7 +125,7 @@ def test_few_labels_and_a_coarse_grid_are_nearly_as_good(monkeypatch: pytest.Mon
         assert best.exact
         with monkeypatch.context() as fewer:
             fewer.setattr("planner.search.links.MAX_CELLS", 11**2 * len(forms.forms))
-            fewer.setattr("planner.search.link_labels.MANY_LABELS", 4)
+            fewer.setattr("planner.search.labels.MANY_LABELS", 4)
             found = search(forms, [(20,)])
             assert best.end_us * (1 - 1e-9) <= found.end_us <= best.end_us * 1.03
             assert found.bound_us <= best.end_us * (1 + 1e-9)
@@ -155,7 +153,7 @@ def test_certificates_say_what_was_proven() -> None:
     assert plan.certificate is not None
     assert plan.certificate.solver is not None
     assert plan.certificate.gap <= 1e-9
-    contended = make(profile_document([(900, 50.0)] * 6), cluster(contention=(1.2, 1.3)))
+    contended = make(profile_document([(900, 50.0)] * 6), two_nodes(contention=(1.2, 1.3)))
     slowed = optimize(contended.profile, contended.cost.cluster).certificate
     assert slowed is not None
     assert "do not slow each other down" in str(slowed.note)
@@ -163,7 +161,7 @@ def test_certificates_say_what_was_proven() -> None:
 
 def test_flat_buckets_alone_are_held_against_all_forms() -> None:
     """Who asks for less than the usual passes learns how far that is from the best."""
-    of = make(profile_document([(100_000, 100.0)] * 4), cluster())
+    of = make(profile_document([(100_000, 100.0)] * 4), two_nodes())
     flat = optimize(of.profile, of.cost.cluster, passes="merge")
     assert flat.certificate is not None
     best = optimize(of.profile, of.cost.cluster)
@@ -174,7 +172,7 @@ def test_flat_buckets_alone_are_held_against_all_forms() -> None:
 
 
 def test_optimal_is_what_optimize_decides() -> None:
-    of = make(profile_document([(100_000, 100.0)] * 4), cluster())
+    of = make(profile_document([(100_000, 100.0)] * 4), two_nodes())
     plan = optimize(of.profile, of.cost.cluster)
     [found, bounded] = [
         simulate(of.profile, of.cost.cluster, strategies=["optimal"], solver=solver)[0] for solver in ("dp", "cpsat")
@@ -188,7 +186,7 @@ def test_optimal_is_what_optimize_decides() -> None:
 
 
 def test_with_many_gradients_optimal_is_all_flat_or_all_torus() -> None:
-    of = make(profile_document([(2000, 5.0)] * (MIXED + 1)), cluster())
+    of = make(profile_document([(2000, 5.0)] * (MIXED + 1)), two_nodes())
     found = make_schedule(of, "optimal")
     assert {bucket.algorithm for bucket in found.buckets} == {"torus_2d"}
     assert step_us(of, found) == step_us(of, make_schedule(of, "torus_2d"))
@@ -204,7 +202,7 @@ def test_a_contradiction_is_a_defect(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_too_many_gradients_are_refused() -> None:
-    of = make(profile_document([(10, 1.0)] * MAX_LINK_PLACES), cluster())
+    of = make(profile_document([(10, 1.0)] * MAX_LINK_PLACES), two_nodes())
     with pytest.raises(InputError, match="found 201 gradients on two kinds of link, expected at most 200; use the"):
         optimize(of.profile, of.cost.cluster, solver="cpsat")
 

@@ -12,14 +12,14 @@ import torch
 from compressor_cases import Layers, numbers, reference_topk, sparse
 from torch import nn
 
-from runtime.checks.plan import find_misfit
+from runtime.checks.plan import check_plan, trainable_parameters
 from runtime.errors import InputError
 from runtime.plan import CompressorSpec, ModelReference, Plan, PlanBucket, PlanWorld
 from runtime.sparse.compressors import COMPRESSORS, make_compressor
-from runtime.sparse.compressors.delta import delta
 from runtime.sparse.compressors.options import MAX_ELEMENTS, Segment
-from runtime.sparse.compressors.randomk import draw
+from runtime.sparse.compressors.selectors import draw
 from runtime.sparse.compressors.sparse import SparseCompressor
+from runtime.sparse.guard import delta
 
 
 @pytest.mark.parametrize("text", contract_examples.COMPRESSORS)
@@ -89,7 +89,7 @@ def test_plans_may_ask_for_each_where_it_fits(name: str) -> None:
         algorithm = "library" if collective == "all_reduce" else "flat"
         bucket = PlanBucket(gradients=("bias", "weight"), collective=collective, algorithm=algorithm, compressor=spec)
         plan = Plan(model=ModelReference(name="linear"), world=PlanWorld(ranks=1), accuracy=accuracy, buckets=(bucket,))
-        return find_misfit(model, plan, 1)
+        return check_plan(trainable_parameters(model), plan, 1)
 
     assert misfit(spec, fitting) is None
     for wrong, expected in (

@@ -30,9 +30,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from runtime.sparse.compressors import magnitudes as magnitudes_module
-from runtime.sparse.compressors import sampled as sampled_module
+from runtime.sparse.compressors import selectors as selectors_module
 from runtime.sparse.compressors.magnitudes import seed_of
-from runtime.sparse.compressors.randomk import draw
+from runtime.sparse.compressors.selectors import draw
 from runtime.sparse.compressors.sparse import SELECTORS, SparseCompressor
 from runtime.sparse.compressors.wire import WIRE_DTYPES, WireCompressor
 
@@ -74,7 +74,7 @@ def test_exactly_the_largest(selector: str, case: Case, density: float, small: b
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("selector", ["exact", "sampled"])
+@pytest.mark.parametrize("selector", [pytest.param("exact", marks=pytest.mark.long), "sampled"])
 def test_exactly_the_largest_of_many(selector: str, kind: str) -> None:
     """More than one chunk of the real size, and elements behind the last whole block."""
     case = make_case([2 * magnitudes_module.CHUNK + 77], (kind, "zeros"), 1, DTYPES[0])
@@ -89,11 +89,11 @@ def test_the_sampled_threshold_leaves_a_little_more_than_needed() -> None:
     k = 2000
     expected = reference_topk(case.total, k)
     for seed in range(30):
-        threshold = sampled_module._estimate(case.total, k, seed)
+        threshold = selectors_module._estimate(case.total, k, seed)
         assert k <= int((case.total.abs() >= threshold).sum()) <= 4 * k
     compressor = sparse("sampled", case.layers, density=0.01)
     for threshold in (1e-3, 3.5, math.inf):
-        with mock.patch.object(sampled_module, "_estimate", return_value=threshold):
+        with mock.patch.object(selectors_module, "_estimate", return_value=threshold):
             assert torch.equal(check_sparse(compressor, case).long(), expected)
 
 

@@ -16,6 +16,7 @@ from planner.cli.app import main
 from planner.decide.strategies import make_schedule
 from planner.documents.profile import Cluster, Link, SelectionLine, parse_profile
 from planner.ir import Bucket, Schedule
+from planner.model.modes import parse_schedule
 from planner.model.problem import Problem, make_problem
 from planner.model.simulator import simulate_schedule
 from planner.strategies.lags import ratios
@@ -238,9 +239,9 @@ def test_records_have_ratios_for_lags_only(tmp_path: Any, capsys: pytest.Capture
 )
 def test_the_verifier_knows_what_belongs_together(text: str) -> None:
     with pytest.raises(VerifyError, match="k ≥ 1 belongs to topk"):
-        verify(Schedule.parse(text), [0, 0, 0], accuracy="bounded")
+        verify(parse_schedule(text), [0, 0, 0], accuracy="bounded")
     with pytest.raises(VerifyError, match="not exact"):
-        verify(Schedule.parse("[0-2] sparse/flat topk k=3"), [0, 0, 0])
+        verify(parse_schedule("[0-2] sparse/flat topk k=3"), [0, 0, 0])
 
 
 def test_records_say_what_is_not_known_of_selected_elements() -> None:

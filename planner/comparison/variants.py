@@ -1,0 +1,159 @@
+"""What is compared: no communication, DDP as its users tune it, named strategies and the plan. Never imports torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from planner.decide.strategies import make_schedule
+from planner.emit.lower import lower
+from planner.model.problem import Problem
+from planner.strategies.ddp import ddp_buckets
+from runtime.errors import InputError
+from runtime.plan import Plan
+
+Hook = Literal["fp16", "powersgd"]
+
+HOOKS: tuple[Hook, ...] = ("fp16", "powersgd")
+"""DDP's own communication hooks that are tried: gradients as float16, and PowerSGD of rank 1."""
+
+CAPS_MIB = (0.25, 1.0, 2.0, 5.0, 10.0, 25.0, 50.0, 100.0, 1024.0)
+"""Values of `bucket_cap_mb` that DDP is tuned over."""
+
+NO_COMMUNICATION, DDP, BEST_DDP, PLAN = "none", "ddp", "ddp:best", "plan"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Variant:
+    """One way to train a job."""
+
+    name: str
+    kind: Literal["no_communication", "ddp", "plan"]
+    cap_mib: float | None = None
+    """DDP's `bucket_cap_mb`; None is its default."""
+    hook: Hook | None = None
+    plan: Plan | None = None
+    """What is attached; for plain DDP its buckets, where they are known, so that they can be sent alone."""
+    predicted_us: float | None = None
+    exact: bool = True
+    """Whether its gradients are DDP's, so that its losses have to be."""
+
+    @property
+    def plain_ddp(self) -> bool:
+        """Whether it is DDP without a hook, with whatever buckets."""
+        return self.kind == "ddp" and self.hook is None
+
+    @property
+    def delay(self) -> int:
+        """k of its plan, 0 without a delay."""
+        return 0 if self.plan is None or self.plan.delay is None else self.plan.delay.steps
+
+    def whole_cycles(self, steps: int) -> int:
+        """Return at least so many steps, as whole cycles of k."""
+        return -(-steps // self.delay) * self.delay if self.delay else steps
+
+
+def make_variants(plan: Plan, problem: Problem | None, strategies: Sequence[str]) -> list[Variant]:
+    """Return all variants but DDP's best bucket size, which is found by measuring.
+
+    Args:
+        plan: the plan to judge.
+        problem: the profile on its cluster, which strategies are made from; None where none was given.
+        strategies: further strategies by name.
+
+    Raises:
+        InputError: strategies without a profile, an unknown strategy, or a profile of another model or world;
+            local updaters, which take no part.
+    """
+    _refuse_updaters("--plan", plan)
+    if problem is None and strategies:
+        raise InputError(
+            f"--strategy {','.join(strategies)}: found no profile to make them from; expected --profile profile.json"
+        )
+    if problem is not None:
+        names = {gradient.name for gradient in problem.profile.compute.gradients}
+        if odd := sorted(names ^ set(plan.gradients)):
+            raise InputError(
+                f"--profile: found gradients that are not the plan's, the first {odd[0]}; expected the profile that "
+                f"the plan was made from"
+            )
+        if problem.ranks != plan.world.ranks:
+            raise InputError(
+                f"--profile: found a cluster of {problem.ranks} ranks, expected the plan's {plan.world.ranks}; give "
+                f"the profile that the plan was made from"
+            )
+    baseline = Variant(name=NO_COMMUNICATION, kind="no_communication", predicted_us=_compute_us(plan))
+    found = [baseline, of_ddp(DDP, None, plan, problem)]
+    found += [Variant(name=f"ddp:{hook}", kind="ddp", hook=hook, exact=False) for hook in HOOKS]
+    for name in strategies:
+        assert problem is not None
+        made = lower(problem, make_schedule(problem, name))
+        _refuse_updaters(f"--strategy {name}", made)
+        found.append(_of_plan(name, made))
+    return [*found, _of_plan(PLAN, plan)]
+
+
+def _of_plan(name: str, plan: Plan) -> Variant:
+    exact = plan.accuracy == "exact"
+    return Variant(name=name, kind="plan", plan=plan, predicted_us=_predicted_us(plan), exact=exact)
+
+
+def _refuse_updaters(option: str, plan: Plan) -> None:
+    """Variants train in interleaved blocks of steps in the ranks' own processes."""
+    if plan.local_async is not None:
+        raise InputError(
+            f"{option}: found local updaters (local_async), whose steps cannot be interleaved with others; expected a "
+            f"plan whose ranks train in their own processes: compare one made without --accuracy relaxed, and see with "
+            f"`planner run` what local updaters get done"
+        )
+
+
+def of_ddp(name: str, cap_mib: float | None, plan: Plan, problem: Problem | None) -> Variant:
+    """Plain DDP with a bucket size, with its prediction where there is one."""
+    if problem is None:
+        baseline = (plan.baselines or {}).get("ddp") if cap_mib is None else None
+        return Variant(name=name, kind="ddp", cap_mib=cap_mib, predicted_us=baseline.iteration_us if baseline else None)
+    made = lower(problem, make_schedule(problem, "ddp" if cap_mib is None else f"ddp:{cap_mib:g}"))
+    return Variant(name=name, kind="ddp", cap_mib=cap_mib, plan=made, predicted_us=_predicted_us(made))
+
+
+def sweep(plan: Plan, problem: Problem | None) -> list[tuple[float, Variant]]:
+    """DDP's bucket sizes to try, each with what takes part if it is the best."""
+    return [(cap, of_ddp(f"{BEST_DDP}({cap:g} MiB)", cap, plan, problem)) for cap in CAPS_MIB]
+
+
+def distinct_caps(sizes_bytes: Sequence[int], dtypes: Sequence[int], caps_mib: Sequence[float]) -> list[float]:
+    """Those of DDP's bucket sizes that give other buckets than its default, and than those before them.
+
+    Args:
+        sizes_bytes: of each gradient, in the order in which DDP lays them out.
+        dtypes: a number for each; equal for equal dtypes.
+        caps_mib: values of `bucket_cap_mb`.
+    """
+    seen = [ddp_buckets(sizes_bytes, dtypes)]
+    found = []
+    for cap_mib in caps_mib:
+        buckets = ddp_buckets(sizes_bytes, dtypes, cap_mib)
+        if buckets not in seen:
+            seen.append(buckets)
+            found.append(cap_mib)
+    return found
+
+
+def _predicted_us(plan: Plan) -> float | None:
+    return plan.predicted.iteration_us if plan.predicted else None
+
+
+def _compute_us(plan: Plan) -> float | None:
+    predicted = plan.predicted
+    if predicted is None or predicted.exposed_us is None:
+        return None
+    norms = plan.updates.norms if plan.updates else None
+    alone_us = 0.0  # ranks that exchange nothing share no norms
+    if norms is not None and norms.shares is not None:
+        alone_us = (norms.replicated_us or 0.0) - (norms.shared_us or 0.0)
+    if plan.sharded and plan.updates and plan.updates.step:  # nor the step: each updates all weights
+        updating_us = predicted.update_us or 0.0
+        alone_us = plan.world.ranks * (updating_us - (plan.updates.step.gather_us or 0.0)) - updating_us
+    return predicted.iteration_us - predicted.exposed_us + alone_us

@@ -1,0 +1,132 @@
+"""Delayed synchronization (SSD-SGD, arXiv 2012.05396): buckets are pushed in every step, new weights pulled after every
+k-th. `planner.model.delay` finds the steady state.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from planner.cost.sparse import SELECTED_BYTES
+from planner.ir import Mode, Schedule
+from planner.model.delay import CycleTimeline, simulate_cycle, steady_state
+from planner.model.delay_load import StepWork
+from planner.model.problem import Problem
+from planner.model.reasons import difference, merging, push_and_pull
+from runtime.plan import Accuracy, DelaySpec, combinations
+
+WARMUP_STEPS = 500
+"""Synchronous steps before delay, rounded up to a multiple of k."""
+
+_LINE = re.compile(r"delay k=([1-9][0-9]*)")
+
+
+@dataclass(frozen=True)
+class Delayed(Mode):
+    """New weights come after every k-th step; in between each rank updates weights of its own.
+
+    >>> str(Delayed(4))
+    'delay k=4'
+    """
+
+    name: ClassVar[str] = combinations.DELAY
+    accuracy: ClassVar[Accuracy] = "relaxed"
+
+    k: int
+
+    def __str__(self) -> str:
+        return f"delay k={self.k}"
+
+
+def parse(line: str) -> Delayed | None:
+    """The inverse of `str`; None for any other line."""
+    match = _LINE.fullmatch(line)
+    return None if match is None else Delayed(int(match[1]))
+
+
+def delay_of(schedule: Schedule) -> int:
+    """Return k. Raises ValueError for a schedule of another mode."""
+    if not isinstance(schedule.mode, Delayed):
+        raise ValueError("the schedule has no delay")
+    return schedule.mode.k
+
+
+def defect(schedule: Schedule, gradients: int) -> str | None:
+    """A delay of less than a step."""
+    k = delay_of(schedule)
+    return None if k >= 1 else f"a delay of {k} steps is none: k has to be at least 1"
+
+
+def step_us(problem: Problem, schedule: Schedule, local_update_us: float | None = None) -> float:
+    """The mean step; `local_update_us` in place of what the cluster says."""
+    return steady_state(StepWork.of(problem, schedule, local_update_us), delay_of(schedule)).mean_us
+
+
+def simulate(problem: Problem, schedule: Schedule) -> CycleTimeline:
+    """A cycle of k steps, or several."""
+    return simulate_cycle(problem, StepWork.of(problem, schedule), delay_of(schedule))
+
+
+def critical_path(problem: Problem, schedule: Schedule) -> dict[str, float]:
+    """By tasks of three cycles."""
+    from planner.model.taskgraph import delayed_graph, run_step  # networkx, which most commands do not need
+
+    k = delay_of(schedule)
+    return run_step(problem, delayed_graph(problem, schedule, k, 3 * k)).shares()
+
+
+def message_bytes(problem: Problem, schedule: Schedule) -> dict[str, float]:
+    """Pushed in every step and pulled every k-th; where the node is the worker also averaged and spread inside."""
+    k, inside, total = delay_of(schedule), problem.ranks_per_worker, dict[str, float]()
+    sizes = problem.bucket_bytes([bucket.gradients for bucket in schedule.buckets])
+    for bucket, size_bytes in zip(schedule.buckets, sizes, strict=True):
+        pushed = 1.0 if bucket.k is None else SELECTED_BYTES * bucket.k / max(1.0, size_bytes)
+        between = (pushed + 1.0 / k) / inside
+        shares = {"network": between} if inside == 1 else {"inter": between, "intra": 2.0 + 1.0 / k}
+        for network, share in shares.items():
+            total[network] = total.get(network, 0.0) + share * size_bytes
+    return total
+
+
+def assumptions(problem: Problem) -> tuple[list[str], bool]:
+    """Where the costs of pushes and pulls come from, and what nobody measured; whether they follow from others'."""
+    notes = [f"push: {problem.push.source}, pull: {problem.pull.source}"]
+    if problem.cost.cluster.local_update is None:
+        notes.append("local update free (no `local_update` given)")
+    elif problem.cost.cluster.push_pack is None:
+        notes.append("packing and taking free (no `push_pack` and `pull_take` given)")
+    return notes, problem.push.implied or problem.pull.implied
+
+
+def plan_fields(problem: Problem, schedule: Schedule) -> dict[str, Any]:
+    """The delay."""
+    return {"delay": delay_spec(delay_of(schedule))}
+
+
+def delay_spec(k: int) -> DelaySpec:
+    """SSD-SGD; its synchronous steps are a multiple of k, as the paper asks.
+
+    Local steps are about as long as the paper's (α + β times `local_lr_scale` learning rates), but go more the way
+    of all workers and less in that of one batch: that trained better models wherever the two differed
+    (`benchmarks.delay`).
+    """
+    return DelaySpec(steps=k, warmup_steps=-(-WARMUP_STEPS // k) * k, alpha=0.75, beta=2.0)
+
+
+def explain(problem: Problem, schedule: Schedule, timeline: object) -> list[str]:
+    """What merging or selecting saves in every push, and what push and pull of a bucket take."""
+    load = StepWork.of(problem, schedule)
+    alone_us = problem.bucket_cost_us([(gradient,) for gradient in range(problem.count)], problem.push.curve)
+
+    reasons = []
+    for bucket, push_us, pull_us in zip(schedule.buckets, load.push_us, load.pull_us, strict=True):
+        push, pull = push_and_pull(push_us, pull_us, delay_of(schedule))
+        if bucket.k is None:
+            reasons.append(f"{merging(bucket, alone_us, push_us)}; {push}, {pull}")
+        else:
+            elements = int(problem.numel[list(bucket.gradients)].sum())
+            whole_us = problem.bucket_cost_us([bucket.gradients], problem.push.curve)[0]
+            saved = difference(whole_us - push_us)
+            reasons.append(f"{bucket.k:,} of {elements:,} elements: {push}, {saved} than whole; {pull}")
+    return reasons

@@ -1,0 +1,223 @@
+"""Sharded optimizer step (ZeRO-1): what it costs, and what it takes of ranks' memory.
+
+Gradients are reduce-scattered in place of all-reduced, each rank updates its part of the weights, then weights are
+all-gathered; a small message behind the last bucket says which gradients came. Nothing of that runs beside the next
+forward. Costs are measured alone; where all-reduces were also measured in a queue, as steps have them, both messages
+are taken to be later than alone by as much as those are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, ClassVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from planner.cost.curve import CostCurve
+from planner.cost.halves import REDUCE_SCATTER
+from planner.documents.profile import OptimizerProfile
+from planner.ir import Bucket, Mode, Schedule
+from planner.model.modes import synchronous
+from planner.model.problem import Problem
+from planner.model.reasons import merging, push_and_pull
+from planner.model.step import Exchange, exchange_step_us, exchange_timeline
+from runtime.plan import StepPlan, UpdatePlan, combinations
+from runtime.plan.interfaces import SHARDED_STEP
+from runtime.plan.timeline import Timeline
+
+Sizes = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Sharded(Mode):
+    """Buckets are reduce-scattered, each rank updates its part of the weights, then weights are gathered.
+
+    >>> str(Sharded())
+    'sharded'
+    """
+
+    name: ClassVar[str] = combinations.SHARDED
+    shares_update: ClassVar[bool] = True
+
+    def __str__(self) -> str:
+        return self.name
+
+
+def parse(line: str) -> Sharded | None:
+    """The inverse of `str`; None for any other line."""
+    return Sharded() if line == Sharded.name else None
+
+
+def defect(schedule: Schedule, gradients: int) -> str | None:
+    """None: there is nothing to be wrong."""
+    return None
+
+
+def step_us(problem: Problem, schedule: Schedule) -> float:
+    """See `simulate`."""
+    return exchange_step_us(problem, schedule.buckets, exchange(problem, schedule))
+
+
+def simulate(problem: Problem, schedule: Schedule) -> Timeline:
+    """As `planner.model.step` says."""
+    return exchange_timeline(problem, schedule.buckets, exchange(problem, schedule))
+
+
+def exchange(problem: Problem, schedule: Schedule) -> Exchange:
+    """What ranks send of each bucket, beside backward and behind the update of their parts."""
+    return Exchange(
+        collectives=[REDUCE_SCATTER] * len(schedule.buckets),
+        costs_us=message_costs_us(problem, schedule.buckets),
+        update_us=own_update_us(problem),
+        gathers_us=gathers_us(problem, schedule.buckets),
+    )
+
+
+def critical_path(problem: Problem, schedule: Schedule) -> dict[str, float]:
+    """By tasks of one step."""
+    from planner.model.taskgraph import build_graph, run_step  # networkx, which most commands do not need
+
+    return run_step(problem, build_graph(problem, schedule, exchange=exchange(problem, schedule))).shares()
+
+
+message_bytes = synchronous.message_bytes  # both halves of an all-reduce
+
+
+def assumptions(problem: Problem) -> tuple[list[str], bool]:
+    """Nothing beyond what the all-reduce rests on."""
+    return [], False
+
+
+def plan_fields(problem: Problem, schedule: Schedule) -> dict[str, Any]:
+    """The interface that scripts have to know of, and what gathering weights takes."""
+    step = StepPlan(sharded=True, gather_us=sum(gathers_us(problem, schedule.buckets)))
+    return {"interface": (SHARDED_STEP,), "updates": UpdatePlan(step=step)}
+
+
+def explain(problem: Problem, schedule: Schedule, timeline: Timeline) -> list[str]:
+    """What merging saves in the reduce-scatter of each bucket, and what both halves take."""
+    alone_us = _pushed_us(problem, [(gradient,) for gradient in range(problem.count)])
+    pushes_us = _pushed_us(problem, [bucket.gradients for bucket in schedule.buckets])
+    return [
+        f"{merging(bucket, alone_us, push)}; {', '.join(push_and_pull(push, pull))}"
+        for bucket, push, pull in zip(schedule.buckets, pushes_us, gathers_us(problem, schedule.buckets), strict=True)
+    ]
+
+
+def can_share(problem: Problem) -> bool:
+    """Whether the optimizer is known to treat every element by itself, and there are ranks to share its step."""
+    optimizer = _elementwise(problem)
+    return optimizer is not None and optimizer.holds_all is not False
+
+
+def missing_params(problem: Problem) -> bool:
+    """Whether ranks could, but for parameters that are known not to be the optimizer's."""
+    optimizer = _elementwise(problem)
+    return optimizer is not None and optimizer.holds_all is False
+
+
+def _elementwise(problem: Problem) -> OptimizerProfile | None:
+    optimizer = problem.profile.compute.optimizer
+    return optimizer if problem.ranks > 1 and optimizer is not None and optimizer.elementwise else None
+
+
+def costs_known(problem: Problem) -> bool:
+    """Whether somebody has said what a reduce-scatter and an all-gather take."""
+    return not (problem.reduce_scatter.implied or problem.all_gather.implied)
+
+
+def push_us(problem: Problem, sizes: Sizes) -> Sizes:
+    """A reduce-scatter in a step, by the size of the message."""
+    return np.asarray(problem.reduce_scatter.curve(sizes) * _at_least(problem, sizes) + _late_us(problem, sizes))
+
+
+def pull_us(problem: Problem, sizes: Sizes) -> Sizes:
+    """An all-gather behind the update."""
+    return np.asarray(problem.all_gather.curve(sizes) * _at_least(problem, sizes) + _late_us(problem, sizes))
+
+
+def _at_least(problem: Problem, sizes: Sizes) -> Sizes:
+    """What makes both halves together take what the all-reduce does: they send the same bytes.
+
+    Where each was measured for itself they may seem to take less: a link that has idled lets a first burst through.
+    """
+    whole = _alone(problem) or problem.cost.all_reduce
+    halves_us = np.asarray(problem.reduce_scatter.curve(sizes) + problem.all_gather.curve(sizes))
+    factors = np.divide(whole(sizes), halves_us, out=np.ones_like(halves_us), where=halves_us > 1e-9)
+    return np.maximum(1.0, factors)
+
+
+def _late_us(problem: Problem, sizes: Sizes) -> Sizes:
+    alone, queued = _alone(problem), (problem.cost.cluster.back_to_back or {}).get("all_reduce")
+    if alone is None or queued is None:
+        return np.zeros_like(sizes)
+    return np.maximum(0.0, problem.cost.all_reduce(sizes) - alone(sizes))
+
+
+@lru_cache(maxsize=8)
+def _alone(problem: Problem) -> CostCurve | None:
+    """The all-reduce as measured when nothing else is on its way, as the halves are."""
+    samples = (problem.cost.cluster.samples or {}).get("all_reduce")
+    return None if samples is None else CostCurve.from_samples(samples)
+
+
+def message_costs_us(problem: Problem, buckets: Sequence[Bucket]) -> list[float]:
+    """What each bucket's messages beside backward take: its reduce-scatter, and behind the last one the flags of which
+    gradients came.
+    """
+    costs_us = _pushed_us(problem, [bucket.gradients for bucket in buckets])
+    flags_bytes = np.array([float(problem.ranks * problem.count)])
+    costs_us[-1] += float(problem.all_gather.curve(flags_bytes)[0])
+    return costs_us
+
+
+def _pushed_us(problem: Problem, buckets: Sequence[Sequence[int]]) -> list[float]:
+    return problem.bucket_cost_us(buckets, lambda sizes: push_us(problem, sizes))
+
+
+def gathers_us(problem: Problem, buckets: Sequence[Bucket]) -> list[float]:
+    """The all-gather of each bucket's weights."""
+    return problem.bucket_cost_us([bucket.gradients for bucket in buckets], lambda sizes: pull_us(problem, sizes))
+
+
+def own_update_us(problem: Problem) -> float:
+    """The update of a rank's part."""
+    return problem.update_us / problem.ranks
+
+
+def replicated_bytes(problem: Problem) -> int | None:
+    """What weights, gradients, the optimizer's state and known activations take on each rank; None where the state's
+    size is not known.
+    """
+    optimizer = problem.profile.compute.optimizer
+    if optimizer is None or optimizer.state_bytes is None:
+        return None
+    return 2 * int(problem.size_bytes.sum()) + optimizer.state_bytes + _activation_bytes(problem)
+
+
+def sharded_bytes(problem: Problem, schedule: Schedule) -> int | None:
+    """The same where ranks share the step: a part of the state, and memory that the largest message comes in."""
+    optimizer = problem.profile.compute.optimizer
+    if optimizer is None or optimizer.state_bytes is None:
+        return None
+    largest = max(problem.bucket_bytes([bucket.gradients for bucket in schedule.buckets]))
+    state_bytes = -(-optimizer.state_bytes // problem.ranks)
+    return 2 * int(problem.size_bytes.sum()) + state_bytes + int(largest) + _activation_bytes(problem)
+
+
+def saves_memory(problem: Problem, schedule: Schedule) -> bool:
+    """Whether a rank needs less where the step is shared: not where the largest message takes more than state does."""
+    shared, whole = sharded_bytes(problem, schedule), replicated_bytes(problem)
+    return shared is not None and whole is not None and shared < whole
+
+
+def _activation_bytes(problem: Problem) -> int:
+    return int(sum(layer.activation_bytes for layer in problem.profile.layers or ()))
+
+
+def memory_bytes(problem: Problem, given_mib: float = 0.0) -> int | None:
+    """What a rank has: as given, or as the profile says; None where nobody says."""
+    return int(given_mib * 2**20) or problem.profile.world.memory_bytes

@@ -1,0 +1,155 @@
+"""Synchronous: every step ends with the averaged gradient on every rank, all of it or its largest elements."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from planner.cost.phases import PHASES
+from planner.cost.sparse import FLAT_GATHERS
+from planner.documents.text import ms
+from planner.ir import Bucket, Schedule, Synchronous
+from planner.model.norms import update_us
+from planner.model.problem import Problem
+from planner.model.reasons import difference, exposure, merging
+from planner.model.step import (
+    Exchange,
+    bucket_costs,
+    bucket_costs_step_us,
+    exchange_step_us,
+    exchange_timeline,
+    step_timeline,
+)
+from runtime.plan.timeline import Span, Timeline
+
+
+def parse(line: str) -> Synchronous | None:
+    """None: this mode has no line of its own."""
+    return None
+
+
+def defect(schedule: Schedule, gradients: int) -> str | None:
+    """None: there is nothing to be wrong."""
+    return None
+
+
+def step_us(problem: Problem, schedule: Schedule) -> float:
+    """See `simulate`."""
+    buckets = schedule.buckets
+    if any(bucket.form[:2] in PHASES for bucket in buckets):
+        return _simulate_phases(problem, schedule).iteration_us
+    if all(bucket.collective != "sparse" for bucket in buckets):
+        return exchange_step_us(problem, buckets, _exchange(problem, schedule))
+    if any(bucket.algorithm not in ("library", *FLAT_GATHERS) for bucket in buckets):
+        return _simulate_phases(problem, schedule).iteration_us
+    sparse_us = bucket_costs_step_us(problem, bucket_costs(problem, buckets))
+    return sparse_us if schedule.norms is None else sparse_us - problem.update_us + update_us(problem, schedule)
+
+
+def simulate(problem: Problem, schedule: Schedule) -> Timeline:
+    """As `planner.model.step` says, or with phases and selection as `planner.model.taskgraph` does."""
+    if any(bucket.collective == "sparse" or bucket.form[:2] in PHASES for bucket in schedule.buckets):
+        return _simulate_phases(problem, schedule)
+    return exchange_timeline(problem, schedule.buckets, _exchange(problem, schedule))
+
+
+def _exchange(problem: Problem, schedule: Schedule) -> Exchange:
+    return Exchange(
+        collectives=[bucket.collective for bucket in schedule.buckets],
+        costs_us=problem.bucket_cost_us([bucket.gradients for bucket in schedule.buckets]),
+        update_us=update_us(problem, schedule),
+    )
+
+
+def _simulate_phases(problem: Problem, schedule: Schedule) -> Timeline:
+    from planner.model.taskgraph import build_graph, run_step  # networkx, which most commands do not need
+
+    run = run_step(problem, build_graph(problem, schedule))
+    tasks = list(zip(run.graph.tasks, run.start_us, run.end_us, strict=True))
+    gradients_end_us = [end_us for task, _, end_us in tasks if task.kind == "backward"]
+    ready_us = [gradients_end_us[max(bucket.gradients)] for bucket in schedule.buckets]
+    messages = [
+        Span(
+            task=task.name, resource=task.resource, start_us=start, end_us=end, bucket=task.bucket,
+            ready_us=ready_us[task.bucket],
+        )
+        for task, start, end in tasks
+        if task.bucket is not None
+    ]  # fmt: skip
+    messages.sort(key=lambda span: span.start_us)
+    network_end_us = max((span.end_us for span in messages), default=0.0)
+    return step_timeline(problem, messages, network_end_us, gradients_end_us[-1], _exchange(problem, schedule))
+
+
+def critical_path(problem: Problem, schedule: Schedule) -> dict[str, float]:
+    """By tasks of one step."""
+    from planner.model.taskgraph import build_graph, run_step
+
+    return run_step(problem, build_graph(problem, schedule)).shares()
+
+
+def message_bytes(problem: Problem, schedule: Schedule) -> dict[str, float]:
+    """Each bucket's messages once."""
+    total: dict[str, float] = {}
+    sizes = problem.bucket_bytes([bucket.gradients for bucket in schedule.buckets])
+    for bucket, size_bytes in zip(schedule.buckets, sizes, strict=True):
+        for network, share in problem.message_shares(bucket):
+            total[network] = total.get(network, 0.0) + share * size_bytes
+    return total
+
+
+def assumptions(problem: Problem) -> tuple[list[str], bool]:
+    """Nothing beyond what the all-reduce rests on."""
+    return [], False
+
+
+def plan_fields(problem: Problem, schedule: Schedule) -> dict[str, Any]:
+    """None of its own."""
+    return {}
+
+
+def explain(problem: Problem, schedule: Schedule, timeline: Timeline) -> list[str]:
+    """What merging saves on the link, and what a bucket waits for; of a sparse one how much is sent, and what that
+    saves; of one with phases what each kind of link carries.
+    """
+    spans = timeline.on("network")
+    selects = any(bucket.collective == "sparse" for bucket in schedule.buckets)
+    backward_end_us = problem.compute_end_us
+    phased = len(spans) != len(schedule.buckets)  # several messages for a bucket, on other networks too, or none
+    if selects or phased:  # selection makes backward longer
+        backward_end_us = next(span.end_us for span in timeline.spans if span.task == "backward")
+    if phased:
+        return [
+            _explain_phases(problem, bucket, [span for span in timeline.spans if span.bucket == index], backward_end_us)
+            for index, bucket in enumerate(schedule.buckets)
+        ]
+    alone_us = problem.bucket_cost_us([(gradient,) for gradient in range(problem.count)])
+    reasons, free_us = [], 0.0
+    for bucket, span in zip(schedule.buckets, spans, strict=True):
+        late_us = span.end_us - max(backward_end_us, span.start_us)
+        if bucket.collective == "sparse":
+            elements, k = int(problem.numel[list(bucket.gradients)].sum()), bucket.k or 0
+            spent_us = problem.selection_us(bucket) + problem.selection_us(bucket, "unpack")
+            saved = difference(problem.bucket_cost_us([bucket.gradients])[0] - span.duration_us)
+            text = f"{k:,} of {elements:,} elements: {saved} on the link than dense, {ms(spent_us)} more of compute"
+        else:
+            text = merging(bucket, alone_us, span.duration_us)
+            if len(bucket.gradients) > 1:
+                waited_us = span.start_us - max(free_us, float(problem.ready_us[bucket.gradients[0]]))
+                text += f"; the first waits {ms(waited_us)} for the last" if waited_us > 0.0 else "; none waits"
+        reasons.append(f"{text}; {exposure(late_us)}")
+        free_us = span.end_us
+    return reasons
+
+
+def _explain_phases(problem: Problem, bucket: Bucket, tasks: list[Span], backward_end_us: float) -> str:
+    spans = [span for span in tasks if span.resource != "compute"]
+    end_us = max((span.end_us for span in spans), default=0.0)
+    late_us = end_us - max(backward_end_us, min((span.start_us for span in spans), default=0.0))
+    times = [
+        f"{ms(sum(span.duration_us for span in spans if span.resource == link))} {where}"
+        for link, where in (("intra", "inside nodes"), ("inter", "between them"), ("network", "on the network"))
+        if any(span.resource == link for span in spans)
+    ]
+    flat = difference(problem.bucket_cost_us([bucket.gradients])[0] - sum(span.duration_us for span in spans))
+    what = f"{len(bucket.gradients)} gradients" if bucket.k is None else f"k = {bucket.k:,}"
+    return f"{what}: {' and '.join(times) or 'nothing to send'}, {flat} than a flat all-reduce; {exposure(late_us)}"

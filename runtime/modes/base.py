@@ -1,0 +1,225 @@
+"""What a session asks of a way to train (a mode); where a mode says nothing, what synchronous training does.
+
+A mode is one module of this folder and one line of its registry, `runtime.modes.MODES`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, ClassVar, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from runtime.comm.collectives import collective_of, has_phases
+from runtime.comm.communicator import Communicator, NullCommunicator, make_communicator
+from runtime.comm.topology import Position, Topology
+from runtime.comm.world import World
+from runtime.core.all_reduce import AllReduce
+from runtime.core.buckets import BucketBuffer
+from runtime.core.exchange import Exchange
+from runtime.errors import InputError
+from runtime.monitor.recorder import Recorder
+from runtime.plan import Plan
+from runtime.plan.combinations import SYNCHRONOUS
+from runtime.sharded.step import StepReport
+from runtime.sparse.layout import make_buckets
+from runtime.sparse.residuals import ErrorFeedbackState, state_of_rank
+
+
+class Host(Protocol):
+    """What a mode gets of its session."""
+
+    world: World
+    recorder: Recorder
+    parameters: dict[str, nn.Parameter]
+    device: torch.device
+    step: int
+    """How many steps have been exchanged."""
+    communicates: bool
+    """Whether gradients are exchanged at all; False for measuring."""
+    guarded: bool
+    """Whether what costs accuracy or is no faster is given up."""
+    loss_scale: Callable[[], float] | None
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer | None: ...
+    @property
+    def topology(self) -> Topology: ...
+    @property
+    def exchange(self) -> Exchange: ...
+
+    def synced_buffers(self) -> list[Tensor]:
+        """Return the model's buffers that follow rank 0."""
+        ...
+
+    def put(self, exchange: Exchange) -> None:
+        """Another exchange takes the place of the present one, between two steps; all ranks call this."""
+        ...
+
+
+class Mode:
+    """One way to train by one plan, on all ranks of a session alike."""
+
+    name: ClassVar[str]
+    """As in `runtime.plan.combinations`."""
+    what: ClassVar[str] = "synchronous steps"
+    """What the plan has, in a message."""
+    relaxed: ClassVar[bool] = False
+    """Whether plans have to say that their accuracy is relaxed."""
+    attach_reason: ClassVar[str | None] = None
+    """Why no session can train so; None: sessions can."""
+    owns_step: ClassVar[str | None] = None
+    """What it does in the place of the optimizer's step, as what follows "the plan": no wrapper may do a part of it."""
+    late_reason: ClassVar[str | None] = None
+    """Why a run that has begun cannot switch to it; None: it can."""
+    drops_residuals: ClassVar[str | None] = None
+    """Why it cannot follow steps that keep residuals; None: it sends them."""
+    aside_reason: ClassVar[str | None] = None
+    """Why nothing else may train the model while the session is put aside; None: it may."""
+    sends: ClassVar[str | None] = None
+    """The collective of all buckets; None: what each of them says."""
+
+    def __init__(self, plan: Plan, host: Host) -> None:
+        """All ranks call this, and nothing has changed yet."""
+        self.plan, self.host = plan, host
+
+    # What is refused, before anything is changed; the class is asked.
+
+    @classmethod
+    def check_plan(cls, plan: Plan, parameters: Mapping[str, nn.Parameter]) -> str | None:
+        """Return why the plan cannot be carried out, or None; `runtime.plan.combinations` is looked at elsewhere."""
+        return None
+
+    @classmethod
+    def check_optimizer(
+        cls, optimizer: torch.optim.Optimizer | None, planned: Mapping[str, nn.Parameter]
+    ) -> str | None:
+        """Return why this optimizer of these parameters cannot train so, or None."""
+        return None
+
+    @classmethod
+    def check_topology(cls, plan: Plan, topology: Topology | str | None) -> str | None:
+        """Return why ranks on these nodes (or why these are not known) cannot carry out the plan, or None."""
+        return None
+
+    @property
+    def synchronous_plan(self) -> Plan:
+        """What of the plan its synchronous steps carry out."""
+        return self.plan
+
+    # From attach to detach.
+
+    def make_exchange(self) -> Exchange:
+        """Lay out the plan's buckets, which are not hooked yet; may raise where there is no memory for them.
+
+        One whose collectives have phases gets its communicator when it is put in place: all ranks have to be there.
+        """
+        plan, host = self.synchronous_plan, self.host
+        world, carried = host.world, ErrorFeedbackState(loss_scale=host.loss_scale)
+        buckets: list[BucketBuffer] = []
+        communicator: Communicator = NullCommunicator()
+        if host.communicates and not has_phases(plan):
+            communicator = make_communicator(world, [collective_of(bucket) for bucket in plan.buckets], host.device)
+        flags = None
+        if world.ranks > 1 or not host.communicates:
+            position = Position(host.topology, world.rank)
+            buckets, flags, lossy = make_buckets(plan, host.parameters, world.ranks, position)
+            carried = ErrorFeedbackState(buckets, lossy, host.loss_scale)
+        launcher = AllReduce(
+            buckets, flags, communicator, carried, host.parameters, host.recorder, ranks=world.ranks,
+            exact=plan.accuracy == "exact",
+        )  # fmt: skip
+        return Exchange(plan, host.parameters, buckets, launcher, carried, host.recorder)
+
+    def begin(self, exchange: Exchange) -> None:
+        """The exchange is in place; all ranks call this between the same two steps."""
+
+    @property
+    def own_weights(self) -> bool:
+        """Whether ranks have weights and buffers of their own now."""
+        return False
+
+    @property
+    def predicted(self) -> bool:
+        """Whether the plan's prediction is of the steps that are made now."""
+        return True
+
+    def before_step(self, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
+        """Return what the optimizer's step is called with in place of these arguments, or None for the same."""
+        return None
+
+    def after_step(self) -> None:
+        """The optimizer has made a step."""
+
+    def exchanged(self) -> None:
+        """A step's gradients have been exchanged, and counted in `Host.step`; the optimizer's step comes next."""
+
+    @property
+    def over(self) -> bool:
+        """Whether the step that has been exchanged is to be the last one, on all ranks alike."""
+        return False
+
+    def afterwards(self) -> Plan | None:
+        """Return what a run continues with where the mode is over; None: with its own buckets, synchronous."""
+        return None
+
+    def go_on(self) -> None:
+        """No other plan follows the step that has been exchanged."""
+
+    def send_whole(self, bucket: int, following: Plan) -> bool:
+        """Return whether the mode itself sees to it that a bucket sends everything from now on, as `following` says."""
+        return False
+
+    def report(self) -> StepReport | None:
+        """Return what it does in place of the optimizer's step took; None where it does nothing, or has not yet."""
+        return None
+
+    def global_weights(self) -> AbstractContextManager[None]:
+        """See `Session.global_weights`."""
+        return nullcontext()
+
+    def state(self) -> dict[str, Any]:
+        """Return what a checkpoint needs beside the plan: what `load` continues from."""
+        carried = self.host.exchange.carried.state()
+        return {"rank": self.host.world.rank, "carried": carried} if carried else {}
+
+    def load(self, state: dict[str, Any] | Sequence[dict[str, Any]]) -> int:
+        """Continue; return the number of the next step.
+
+        Args:
+            state: see `Session.load_state_dict`.
+
+        Raises:
+            InputError: no state of such a run, of this model, or of as many ranks as it needs.
+        """
+        shapes = {name: parameter.shape for name, parameter in self.host.parameters.items()}
+        carried = state_of_rank(state, self.host.world.rank, self.host.world.ranks, shapes)
+        if self.drops_residuals is not None and carried.get("residuals"):
+            raise InputError(f"the state: {self.drops_residuals}")
+        self.host.exchange.carried.load_state(carried, self.host.parameters)
+        return self.host.step
+
+    def optimizer_state_dict(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        """Return the optimizer's whole state; all ranks call this."""
+        return optimizer.state_dict()
+
+    lingers: ClassVar[bool] = False
+    """Whether it has to be asked around the optimizer's steps, and closed, also when another mode has followed it."""
+
+    def end(self) -> None:
+        """Another mode follows: ranks have the same weights, and each the whole state; all of them call this at once.
+
+        Raises:
+            CommunicationError: a rank did not come within the deadline.
+        """
+
+    def close(self) -> None:
+        """The session is detached; its exchange is closed."""
+
+
+class Synchronous(Mode):
+    """Every `.grad` is the average over ranks, to which some buckets may send a part alone."""
+
+    name = SYNCHRONOUS

@@ -1,0 +1,77 @@
+"""What an optimizer is: which one a wrapper holds, and whether it treats elements by themselves, or by their size."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import nn
+
+from runtime.optimizers.lamb import LAMB
+from runtime.optimizers.layerwise import LayerwiseOptimizer
+
+
+def inner_optimizer(optimizer: object) -> torch.optim.Optimizer | None:
+    """Return the optimizer whose step calls hooks: itself, or the one that a wrapper (a scaler, a lookahead) holds.
+
+    None where there is none, or where it is not clear which one it is.
+    """
+    seen: list[object] = []
+    while optimizer is not None and all(optimizer is not one for one in seen):
+        attributes = getattr(optimizer, "__dict__", {})
+        # A wrapper may be derived from Optimizer, and not initialized as one.
+        if isinstance(optimizer, torch.optim.Optimizer) and "_optimizer_step_pre_hooks" in attributes:
+            return optimizer
+        seen.append(optimizer)
+        held = {id(value): value for value in attributes.values() if isinstance(value, torch.optim.Optimizer)}
+        named = attributes.get("optimizer")
+        optimizer = (
+            next(iter(held.values())) if len(held) == 1 else named if callable(getattr(named, "step", None)) else None
+        )
+    return None
+
+
+def find_missing(optimizer: torch.optim.Optimizer | None, parameters: Mapping[str, nn.Parameter]) -> str | None:
+    """Return the name of a parameter that is in none of the optimizer's groups, or None."""
+    groups = [] if optimizer is None else optimizer.param_groups
+    known = {id(parameter) for group in groups for parameter in group["params"]}
+    return next((name for name, parameter in parameters.items() if id(parameter) not in known), None)
+
+
+ELEMENTWISE: tuple[type[torch.optim.Optimizer], ...] = (
+    torch.optim.ASGD, torch.optim.Adadelta, torch.optim.Adagrad, torch.optim.Adam, torch.optim.AdamW,
+    torch.optim.Adamax, torch.optim.NAdam, torch.optim.RAdam, torch.optim.RMSprop, torch.optim.Rprop, torch.optim.SGD,
+)  # fmt: skip
+"""Those of torch. What is derived from them may not be; a class of one's own says so by `elementwise = True`."""
+
+_WHY_NOT: tuple[tuple[type[torch.optim.Optimizer], str], ...] = (
+    (LayerwiseOptimizer, "scales the step of each layer by norms of the whole layer"),
+    (torch.optim.LBFGS, "compares whole gradients of several backwards"),
+    (torch.optim.Adafactor, "keeps sums over rows and columns of whole matrices"),
+    (torch.optim.Muon, "orthogonalizes whole matrices"),
+    (torch.optim.SparseAdam, "takes sparse gradients"),
+)
+
+
+def find_not_elementwise(optimizer: torch.optim.Optimizer | None) -> str | None:
+    """Return what about an optimizer needs whole parameters, as what follows "found", or None."""
+    if optimizer is None:
+        return "no optimizer"
+    name = type(optimizer).__name__
+    for kind, why in _WHY_NOT:
+        if isinstance(optimizer, kind):
+            return f"{name}, which {why}"
+    if type(optimizer) not in ELEMENTWISE and getattr(type(optimizer), "elementwise", False) is not True:
+        return f"{name}, of which this version does not know that it treats every element by itself"
+    if any(group.get("differentiable") for group in optimizer.param_groups):
+        return f"{name} with differentiable=True, whose step is a part of a graph"
+    return None
+
+
+ADAPTIVE: tuple[type[torch.optim.Optimizer], ...] = (
+    torch.optim.Adadelta, torch.optim.Adafactor, torch.optim.Adagrad, torch.optim.Adam, torch.optim.AdamW,
+    torch.optim.Adamax, torch.optim.Muon, torch.optim.NAdam, torch.optim.RAdam, torch.optim.RMSprop,
+    torch.optim.Rprop, LAMB,
+)  # fmt: skip
+"""Those of torch and of this package, and what is derived from them, whose steps hardly depend on the size of
+gradients."""

@@ -1,0 +1,72 @@
+"""Which features go with which mode (way to synchronize), as data: planner's verifier and the runtime's checks read it.
+
+Imports nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+SYNCHRONOUS, SHARDED, DELAY, LOCAL_UPDATERS = "synchronous", "sharded", "delay", "local_updaters"
+
+TOPOLOGY, SELECTION, LAYER_SELECTION, WIRE, SHARED_NORMS, SOLVER = (
+    "topology", "selection", "layer_selection", "wire", "shared_norms", "solver"
+)  # fmt: skip
+
+FEATURES: Mapping[str, str] = {
+    TOPOLOGY: "collectives of several messages: 2D-torus, trees, HiTopKComm",
+    SELECTION: "buckets of which the largest elements are sent (top-k with error feedback)",
+    LAYER_SELECTION: "a number of selected elements for each layer of a bucket",
+    WIRE: "a narrower dtype on the wire, and other compressors",
+    SHARED_NORMS: "norms of layers that ranks compute for each other (LARS, LAMB)",
+    SOLVER: "the constraint program's word on an exact schedule (`--solver cpsat`)",
+}
+"""Name → what it is."""
+
+_ONLY_DENSE = (TOPOLOGY, SELECTION, LAYER_SELECTION, WIRE)
+
+COMBINATIONS: Mapping[str, Mapping[str, str]] = {
+    SYNCHRONOUS: {},
+    SHARDED: {
+        **dict.fromkeys(_ONLY_DENSE, "ranks that share the optimizer's step push dense, by the library"),
+        SHARED_NORMS: "norms need whole layers, and ranks that share the optimizer's step have parts of them",
+        SOLVER: "its model is of all-reduces, and here ranks share the optimizer's step "
+        "(leave out --allow sharded-step)",
+    },
+    DELAY: {
+        **dict.fromkeys((TOPOLOGY, WIRE), "with delay, buckets are pushed whole or selected from, by the library"),
+        LAYER_SELECTION: "with delay, nothing is selected by layer: owners' parts of a bucket do not follow layers",
+        SHARED_NORMS: "delay needs torch.optim.SGD, which needs no norms",
+        SOLVER: "its model is of synchronous steps",
+    },
+    LOCAL_UPDATERS: {
+        **dict.fromkeys(_ONLY_DENSE, "models are averaged dense, by the library"),
+        SHARED_NORMS: "local updaters wait for no other rank, so each of them computes its norms by itself",
+        SOLVER: "its model is of synchronous steps",
+    },
+}
+"""Mode → feature → why they do not go together; they do where nothing is said."""
+
+ALSO_EXECUTED: Mapping[str, frozenset[str]] = {DELAY: frozenset({WIRE}), LOCAL_UPDATERS: frozenset({TOPOLOGY})}
+"""Mode → features that the runtime executes with it all the same, or that mean nothing there; no pass asks for them."""
+
+
+def reason_against(mode: str, feature: str) -> str | None:
+    """Return why a mode and a feature do not go together; None where they do.
+
+    Raises:
+        KeyError: no such mode.
+    """
+    return COMBINATIONS[mode].get(feature)
+
+
+def features_of_bucket(collective: str, algorithm: str, compressor: str, *, by_layer: bool = False) -> Iterator[str]:
+    """The features of a bucket that is sent so; none of a dense one, all-reduced by the library."""
+    if (collective, algorithm) not in (("all_reduce", "library"), ("sparse", "flat")):
+        yield TOPOLOGY
+    if (collective, compressor) == ("sparse", "topk"):
+        yield SELECTION
+    elif collective == "sparse" or compressor != "none":
+        yield WIRE
+    if by_layer:
+        yield LAYER_SELECTION

@@ -1,0 +1,87 @@
+"""What watches a session's steps: are they as long as predicted, is the plan worth it, and does it do no harm."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from runtime.comm.world import World
+from runtime.core.exchange import Exchange
+from runtime.modes import Mode
+from runtime.monitor.clock import Clock
+from runtime.monitor.drift import DriftGuard
+from runtime.monitor.recorder import Recorder
+from runtime.monitor.trial import Trial
+from runtime.plan import Plan
+from runtime.sparse.guard import Guard, Sampled, with_dense_bucket
+
+
+class Monitor:
+    """`recorder` has the marks, `drift` and `trial` their last verdicts; see `runtime.monitor`."""
+
+    def __init__(self, plan: Plan, world: World, clock: Clock, *, drift: bool, guard: bool) -> None:
+        """
+        Args:
+            drift: warn where steps become longer than predicted.
+            guard: try a plan that sends a part of the gradients against the exact one beside it, and sample what its
+                buckets keep as residuals.
+        """
+        self._world, self._clock, self._warns, self._guarded = world, clock, drift, guard
+        self.recorder = Recorder(clock, len(plan.buckets), len(plan.gradients))
+        self.drift = DriftGuard(world.rank, clock)
+        """Compares steps with the prediction now and then; `drift.verdict` is what came out."""
+        self.trial: Trial | None = None
+        """Tries a plan against the exact one beside it, if any; `trial.verdict` is what came out."""
+        self.tried: str | None = None
+        """Digest of the plan that was tried by the run that this one continues."""
+        self._guard: Guard | None = None
+        self.try_plan(plan)
+
+    def try_plan(self, plan: Plan) -> None:
+        """Try a plan that the user has given, where it has an exact one beside it."""
+        sends_less = plan.accuracy != "exact" and plan.delay is None
+        tried = self._guarded and sends_less and plan.fallback is not None and self._world.ranks > 1
+        self.trial = Trial(plan, self._world, self._clock) if tried else None
+
+    def begin(self, mode: Mode, exchange: Exchange) -> None:
+        """Record steps anew: another exchange is in place."""
+        self.recorder.restart(len(mode.plan.buckets), len(mode.plan.gradients))
+        self.drift.begin(mode.plan if self._warns and mode.predicted else None)
+        self._watch(exchange)
+
+    def _watch(self, exchange: Exchange) -> None:
+        watched = exchange.carried.watched() if self._guarded else []
+        self._guard = Guard(watched, self._world, self._clock) if watched else None
+
+    def judge(self, mode: Mode, exchange: Exchange, step: int) -> Plan | None:
+        """Return the plan that the last steps speak for, the same on all ranks; None: the present one.
+
+        Called after each step; ranks may meet here.
+        """
+        if self.trial is not None and self.trial.verdict is None:
+            return self.trial.step_done()
+        if self._guard is None or (harmful := self._guard.step_done(step)) is None:
+            return None
+        following = with_dense_bucket(mode.plan, harmful, self._guard.samples[harmful])
+        if not mode.send_whole(harmful, following):
+            return following
+        self._watch(exchange)
+        return None
+
+    @property
+    def samples(self) -> dict[int, list[Sampled]]:
+        """See `Session.samples`."""
+        return {} if self._guard is None else self._guard.samples
+
+    def state(self) -> dict[str, Any]:
+        """Return what `load` continues from."""
+        over = self.trial is not None and self.trial.verdict is not None
+        tried = self.trial.lossy.digest() if over and self.trial is not None else self.tried
+        return {} if tried is None else {"tried": tried}
+
+    def load(self, state: Mapping[str, Any], plan: Plan) -> Plan | None:
+        """Repeat no trial of this plan that was over; return the exact plan, where the run went on with that."""
+        if self.trial is None or state.get("tried") != plan.digest():
+            return None
+        self.trial, self.tried = None, plan.digest()
+        return plan.fallback if plan.fallback is not None and state["plan"] == plan.fallback.digest() else None

@@ -1,0 +1,314 @@
+"""Compressed buckets: only a part of each gradient is sent, and error feedback keeps the rest for later steps.
+
+    launch         ─▶ residual + gradient is split into what is sent (one message) and the next residual, which goes to
+                      a second buffer
+    all has come   ─▶ the gradients become the sum of what all ranks sent; the next residual counts from now on, on all
+                      ranks alike, unless some gradient was not finite: then the step leaves residuals as they were
+
+Residuals are in units of the averaged gradient (already times 1/ranks), so that their sum over ranks is what training
+has yet to see, whatever the number of ranks. Sources: Deep Gradient Compression (Lin et al., ICLR 2018), LAGS-SGD (Shi
+et al., ECAI 2020), which puts the learning rate inside the residual: the same for a constant rate.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import groupby
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from runtime.comm.collectives.direct import Packed
+from runtime.comm.collectives.narrowed import Narrowed
+from runtime.core.buckets import BucketBuffer, view_of
+from runtime.kernels import unpack_
+from runtime.plan.names import layer_of, numbered
+from runtime.sparse.compressors.sparse import SparseCompressor, has_kernels, unpacks
+from runtime.sparse.compressors.wire import WireCompressor
+
+
+def layer_runs(gradients: Iterable[tuple[str, int]]) -> list[tuple[str, int]]:
+    """(layer, elements) of neighbouring gradients of one layer, from the names and elements of a bucket's.
+
+    A layer that comes back is numbered: `conv`, `conv#2`.
+    """
+    runs = [
+        (layer, sum(numel for _, numel in members))
+        for layer, members in groupby(gradients, key=lambda gradient: layer_of(gradient[0]))
+    ]
+    return list(zip(numbered(layer for layer, _ in runs), (numel for _, numel in runs), strict=True))
+
+
+def all_finite(flat: Tensor) -> Tensor:
+    """Return whether all elements are finite, as a 0-d tensor: one pass without memory of its own."""
+    real = torch.view_as_real(flat) if flat.is_complex() else flat
+    if not real.numel():
+        return torch.ones((), dtype=torch.bool, device=flat.device)
+    return torch.stack(torch.aminmax(real)).isfinite().all()  # a NaN is the least and the largest of any
+
+
+class ResidualBuffers:
+    """A residual and the one after the step on its way: two buffers that change places. Shapes (elements,).
+
+    On a device the host does not know whether a step counts. So there the device keeps which buffer is which, kernels
+    look it up, and nothing is copied until somebody else asks for the residual.
+    """
+
+    def __init__(self, elements: int, dtype: torch.dtype, device: torch.device, *, on_device: bool) -> None:
+        """`on_device`: kernels are there that look up which of the buffers is which."""
+        self._first = torch.zeros(elements, dtype=dtype, device=device)
+        self._second = torch.zeros_like(self._first)
+        self._swapped = torch.zeros(1, dtype=torch.int32, device=device) if on_device else None
+        self._under_way = False
+        """Whether a kernel has written the following residual, which has yet to count."""
+
+    @property
+    def residual(self) -> Tensor:
+        """What has not been sent yet; of a step under way on the device, a copy of what it was before."""
+        if self._swapped is None:
+            return self._first
+        swapped = self._swapped.bool()
+        if self._under_way:
+            return torch.where(swapped, self._second, self._first)
+        torch.where(swapped, self._second, self._first, out=self._first)
+        self._swapped.zero_()
+        return self._first
+
+    @property
+    def following(self) -> Tensor:
+        """Where the next residual is written, once `residual` has been asked for."""
+        return self._second
+
+    def for_kernels(self) -> tuple[Tensor, Tensor, Tensor] | None:
+        """(one buffer, the other, whether they have changed places: one int32), for a kernel that writes the next
+        residual; None where the device does not keep that.
+        """
+        if self._swapped is None:
+            return None
+        self._under_way = True
+        return self._first, self._second, self._swapped
+
+    def drop(self) -> None:
+        """Forget a step that a kernel has begun: its backward was given up."""
+        self._under_way = False
+
+    def commit(self, finite: Tensor) -> None:
+        """Make the following residual the residual if `finite` (0-d) is true. Waits for no device."""
+        self._under_way = False
+        if self._swapped is not None:
+            self._swapped.bitwise_xor_(finite.to(torch.int32))
+        elif finite.device.type != "cpu":
+            torch.where(finite, self._second, self._first, out=self._first)
+        elif finite:
+            self._first, self._second = self._second, self._first
+
+
+class BucketResidual:
+    """A bucket's gradients as one vector, and their residual. Vectors have the shape (elements of the bucket,)."""
+
+    def __init__(self, bucket: BucketBuffer, elements: int | None = None) -> None:
+        """`elements`: of the residual, where it is not one for each of the bucket's."""
+        self.bucket = bucket
+        wide = any(message.flat.dtype == torch.float64 for message in bucket.messages)
+        self.dtype = torch.float64 if wide else torch.float32
+        self.device = bucket.messages[0].flat.device
+        self.sizes = [slot.parameter.numel() for slot in bucket.slots]
+        self.layers = layer_runs((slot.name, slot.parameter.numel()) for slot in bucket.slots)
+        kept = sum(self.sizes) if elements is None else elements
+        self.buffers = ResidualBuffers(kept, self.dtype, self.device, on_device=has_kernels(self.device, self.dtype))
+
+    @property
+    def residual(self) -> Tensor:
+        """What of this rank's gradients has not been sent yet."""
+        return self.buffers.residual
+
+    @property
+    def following(self) -> Tensor:
+        """The residual after the step that is on its way, where no kernel writes it."""
+        return self.buffers.following
+
+    def gradient(self) -> Tensor:
+        """The bucket's gradients in order of its slots."""
+        messages = self.bucket.messages
+        return messages[0].flat if len(messages) == 1 else torch.cat([part.to(self.dtype) for part in self._parts()])
+
+    def sums(self) -> Tensor:
+        """What came of it in the last step, until the optimizer or a script changes it."""
+        return self.gradient().to(self.dtype)
+
+    def summed(self, group: dist.ProcessGroup | None) -> tuple[Tensor, Tensor]:
+        """See `runtime.sparse.guard.Watched.sums`: the gradients have become the sums of what was sent."""
+        residual = self.unsent()
+        dist.all_reduce(residual, group=group)
+        return residual, self.sums()
+
+    def _parts(self) -> list[Tensor]:
+        """Each gradient's memory, in order of the slots. Shapes (elements,)."""
+        parts: dict[int, Tensor] = {}
+        for message in self.bucket.messages:
+            sizes = [slot.parameter.numel() for slot in message.slots]
+            parts.update(zip((slot.index for slot in message.slots), message.flat.split(sizes), strict=True))
+        return [parts[slot.index] for slot in self.bucket.slots]
+
+    def room(self) -> Tensor:
+        """Memory for the sum: the gradients' own where it is one vector of the right dtype."""
+        messages = self.bucket.messages
+        if len(messages) == 1 and messages[0].flat.dtype == self.dtype:
+            return messages[0].flat
+        return torch.empty(sum(self.sizes), dtype=self.dtype, device=self.device)
+
+    def give(self, sums: Tensor) -> None:
+        """Write the sum into the gradients, where it is not their own memory."""
+        if sums is not self.bucket.messages[0].flat:
+            for part, summed in zip(self._parts(), sums.split(self.sizes), strict=True):
+                part.copy_(summed)
+
+    def finite(self, places: Tensor | None = None) -> Tensor:
+        """Whether the gradients are (0-d); only `places` of them are looked at, where all others are known to be 0."""
+        messages = self.bucket.messages
+        if places is not None and len(messages) == 1:
+            return torch.isfinite(messages[0].flat[places]).all()
+        return torch.stack([all_finite(message.flat) for message in messages]).all()
+
+    def commit(self, finite: Tensor) -> None:
+        """Count what was sent as sent if `finite` (0-d) is true; else the residual stays what it was."""
+        self.buffers.commit(finite)
+
+    def memory(self) -> Iterator[Tensor]:
+        """All memory that is kept from step to step."""
+        yield self.residual
+
+    def unsent(self) -> Tensor:
+        """A copy of this rank's residual of the whole bucket."""
+        return self.residual.clone()
+
+    def residuals(self) -> dict[str, Tensor]:
+        """By gradient, in its shape."""
+        return self._by_name(self.residual)
+
+    def put(self, residuals: Mapping[str, Tensor]) -> None:
+        """Continue with the residuals of gradients, by name; those of others are zero."""
+        for name, part in self.residuals().items():
+            part.copy_(residuals[name]) if name in residuals else part.zero_()
+
+    def _by_name(self, flat: Tensor) -> dict[str, Tensor]:
+        parts, offset = {}, 0
+        for slot, size in zip(self.bucket.slots, self.sizes, strict=True):
+            parts[slot.name] = view_of(flat, offset, slot.parameter)
+            offset += size
+        return parts
+
+
+class CompressedBucket(Protocol):
+    """A bucket of which less is sent: one class for each way."""
+
+    packed: Any
+    """What its collective gets."""
+    k: int
+    """How many elements each rank sends."""
+    by_magnitude: bool
+    """Whether these are the largest of them: what `runtime.sparse.guard` looks at."""
+
+    @property
+    def feedback(self) -> BucketResidual: ...
+
+    def pack(self, step: int) -> None:
+        """Fill the message: all gradients of the bucket are there."""
+        ...
+
+    def unpack(self) -> Tensor:
+        """Turn the gradients into the sum of all ranks' messages. Returns whether all of it is finite (0-d)."""
+        ...
+
+
+class SelectedBucket:
+    """A `CompressedBucket` of `topk` or `randomk`: values and indices, gathered and added up by every rank."""
+
+    def __init__(
+        self, feedback: BucketResidual, compressor: SparseCompressor, ranks: int, tail: Tensor | None, *,
+        by_magnitude: bool,
+    ) -> None:  # fmt: skip
+        """`tail` (float32) is sent behind the message and becomes its sum over ranks. `by_magnitude`: what is not
+        finite is chosen first, and so is seen by all ranks without more ado.
+        """
+        self.feedback, self._compressor, self._ranks, self._tail = feedback, compressor, ranks, tail
+        self.by_magnitude, self.k = by_magnitude, compressor.k
+        self._words = self.k * (feedback.dtype.itemsize // 4)
+        words = self._words + self.k + (0 if tail is None else tail.numel())
+        flat = torch.zeros(words, dtype=torch.int32, device=feedback.device)
+        self.packed = Packed(flat, flat.new_zeros(ranks * words), self._words)
+        feedback.bucket.payload.messages = [self.packed]
+
+    def pack(self, step: int) -> None:
+        feedback, flat, gradient = self.feedback, self.packed.flat, self.feedback.gradient()
+        end = self._words + self.k
+        values, indices = flat[: self._words].view(feedback.dtype), flat[self._words : end]
+        by_kernel = self._compressor.selects_on(feedback.device, feedback.dtype, gradient.dtype)
+        buffers = feedback.buffers.for_kernels() if by_kernel else None
+        if buffers is not None:
+            self._compressor.select_on_device(gradient, buffers, (values, indices), step)
+        else:
+            found = self._compressor.compress(gradient, feedback.residual, feedback.following, step)
+            values.copy_(found[0]), indices.copy_(found[1])
+        if not self.by_magnitude and self.k:
+            # Not finite where any element is not: all ranks must see it.
+            values[0] += 0.0 * feedback.following.sum(dtype=torch.float64)
+        if self._tail is not None:
+            flat[end:] = self._tail.view(torch.int32)
+
+    def unpack(self) -> Tensor:
+        words, end = self._words, self._words + self.k
+        ranks = self.packed.gathered.view(self._ranks, -1)
+        self.feedback.give(self._add_up(ranks[:, :words], ranks[:, words:end]))
+        if self._tail is not None:
+            self._tail.copy_(ranks[:, end:].contiguous().view(torch.float32).sum(dim=0))
+        return self.feedback.finite(ranks[:, words:end].reshape(-1))
+
+    def _add_up(self, words: Tensor, indices: Tensor) -> Tensor:
+        """In order of ranks: it is the same everywhere."""
+        dtype, sums = self.feedback.dtype, self.feedback.room()
+        if dtype == torch.float32 and unpacks(words.view(dtype), self.feedback.following):
+            unpack_(sums, words.view(dtype), indices)
+            return sums
+        sums.zero_()
+        values = words.contiguous().view(dtype) if self.k else words  # of no elements torch makes no float64
+        for rank in range(self._ranks if self.k else 0):
+            sums.index_add_(0, indices[rank], values[rank])
+        return sums
+
+
+class NarrowedBucket:
+    """A `CompressedBucket` of `wire`: all elements in a narrower dtype, added up in a wider one.
+
+    Each rank sends every other one its part of the bucket; every rank adds up the part that it owns, and sends the sum,
+    narrowed again, to all. What either narrowing loses stays in a residual: what the second one does, in the owner's.
+    """
+
+    by_magnitude = False
+
+    def __init__(self, feedback: BucketResidual, compressor: WireCompressor, ranks: int, tail: Tensor | None) -> None:
+        """`tail` (float32, small integers) is sent behind the elements and becomes its sum over ranks."""
+        self.feedback, self._compressor, self._tail = feedback, compressor, tail
+        self.k = feedback.residual.numel()
+        flags = 0 if tail is None else tail.numel()
+        self.packed = Narrowed(self.k + flags, ranks, compressor.dtype, feedback.dtype, feedback.device)
+        feedback.bucket.payload.messages = [self.packed]
+
+    def pack(self, step: int) -> None:
+        feedback, flat = self.feedback, self.packed.flat
+        flat[: self.k] = self._compressor.compress(feedback.gradient(), feedback.residual, feedback.following, step)
+        if self._tail is not None:
+            flat[self.k : self.k + self._tail.numel()] = self._tail
+
+    def unpack(self) -> Tensor:
+        sums = self.feedback.room().zero_()
+        torch.add(sums, self.packed.gathered[: self.k], out=sums)  # 0 + −0 is 0, as where elements are selected
+        self.feedback.give(sums)
+        if self._tail is not None:
+            self._tail.copy_(self.packed.gathered[self.k : self.k + self._tail.numel()])
+        first = self.packed.rank * self.packed.share
+        mine = self.feedback.following[first : first + self.packed.share]
+        mine.add_(self.packed.total[: mine.numel()])
+        return self.feedback.finite()

@@ -1,0 +1,154 @@
+"""What every mode has to keep to, also one that is added: the table of combinations, refusals, a rank alone."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import combinations
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from runtime.checks.optimizer import check_optimizer
+from runtime.checks.plan import check_plan, check_switch, trainable_parameters
+from runtime.comm.world import World
+from runtime.modes import MODES, Mode, Synchronous, asked_modes, make_mode
+from runtime.monitor.clock import WallClock
+from runtime.monitor.recorder import Recorder
+from runtime.plan import (
+    CompressorSpec,
+    DelaySpec,
+    LocalAsyncSpec,
+    ModelReference,
+    NormPlan,
+    Plan,
+    PlanBucket,
+    PlanWorld,
+    StepPlan,
+    UpdatePlan,
+)
+from runtime.plan.combinations import ALSO_EXECUTED, COMBINATIONS, FEATURES, reason_against
+
+MODEL = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+PARAMETERS = trainable_parameters(MODEL)
+NAMES = tuple(reversed(PARAMETERS))
+BUCKET = PlanBucket(gradients=NAMES)
+PLAN = Plan(model=ModelReference(name="test"), world=PlanWorld(ranks=2), accuracy="relaxed", buckets=(BUCKET,))
+TOPK = CompressorSpec(name="topk", density=0.5)
+
+ASKS: dict[str, dict[str, Any]] = {
+    "synchronous": {},
+    "sharded": {"interface": ("sharded-step",), "updates": UpdatePlan(step=StepPlan(sharded=True))},
+    "delay": {"delay": DelaySpec(steps=2, warmup_steps=4)},
+    "local_updaters": {"local_async": LocalAsyncSpec(updaters=1)},
+}
+"""Mode → what of a plan asks for it."""
+SPARSE = replace(BUCKET, collective="sparse", algorithm="flat", compressor=TOPK)
+HAS: dict[str, Any] = {
+    "topology": replace(BUCKET, algorithm="tree"),
+    "selection": SPARSE,
+    "layer_selection": replace(SPARSE, compressor=replace(TOPK, scope="layer")),
+    "wire": replace(BUCKET, compressor=CompressorSpec(name="wire", dtype="bfloat16")),
+    "shared_norms": NormPlan(shares=(NAMES[:2], NAMES[2:])),
+}
+"""Feature → the bucket, or the norms, of a plan that has it."""
+PLANNING_ALONE = {"solver"}
+"""Features of no plan."""
+
+ALL = (*MODES, Synchronous)
+
+
+def plan_of(mode: type[Mode], feature: str | None = None) -> Plan:
+    plan = replace(PLAN, **ASKS[mode.name])
+    if feature is None:
+        return plan
+    has = HAS[feature]
+    if isinstance(has, PlanBucket):
+        return replace(plan, buckets=(has,))
+    return replace(plan, updates=replace(plan.updates or UpdatePlan(), norms=has))
+
+
+def test_modes_are_those_of_the_table() -> None:
+    assert [mode.name for mode in ALL if mode is not Synchronous] == [n for n in COMBINATIONS if n != "synchronous"]
+    assert set(COMBINATIONS) == set(ASKS)
+    assert set(FEATURES) - PLANNING_ALONE == set(HAS)
+    for name, features in ALSO_EXECUTED.items():
+        assert features <= set(COMBINATIONS[name])
+
+
+@pytest.mark.parametrize("mode", ALL)
+def test_a_plan_asks_for_one_mode(mode: type[Mode]) -> None:
+    assert asked_modes(plan_of(mode)) == [mode]
+    assert check_plan(PARAMETERS, plan_of(mode), 2) is None
+
+
+@pytest.mark.parametrize(("one", "other"), list(combinations(MODES, 2)))
+def test_two_modes_are_refused(one: type[Mode], other: type[Mode]) -> None:
+    problem = check_plan(PARAMETERS, replace(PLAN, **ASKS[one.name], **ASKS[other.name]), 2)
+    assert problem is not None
+    assert f"{one.what} beside {other.what}" in problem
+
+
+@pytest.mark.parametrize("feature", HAS)
+@pytest.mark.parametrize("mode", ALL)
+def test_what_the_table_says_is_what_is_refused(mode: type[Mode], feature: str) -> None:
+    reason = None if feature in ALSO_EXECUTED.get(mode.name, ()) else reason_against(mode.name, feature)
+    problem = check_plan(PARAMETERS, plan_of(mode, feature), 2)
+    if reason is not None:
+        assert problem is not None
+        assert reason in problem
+        assert "expected" in problem
+    else:
+        assert problem is None or mode.name == "local_updaters"  # which look at compressors themselves
+
+
+@pytest.mark.parametrize("mode", [mode for mode in ALL if mode.relaxed])
+def test_what_is_relaxed_says_so(mode: type[Mode]) -> None:
+    problem = check_plan(PARAMETERS, replace(plan_of(mode), accuracy="exact"), 2)
+    assert problem is not None
+    assert 'expected "relaxed"' in problem
+
+
+class Wrapper:
+    """Changes gradients before the optimizer's step, say."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+
+    def step(self) -> None:
+        """Not looked into."""
+
+
+@pytest.mark.parametrize("mode", [mode for mode in ALL if mode.owns_step is not None])
+def test_a_mode_that_owns_the_step_sees_all_of_it(mode: type[Mode]) -> None:
+    optimizer = torch.optim.SGD(MODEL.parameters(), lr=0.1)
+    assert check_optimizer(plan_of(mode), optimizer, PARAMETERS) is None
+    wrapped = check_optimizer(plan_of(mode), Wrapper(optimizer), PARAMETERS)
+    assert wrapped is not None
+    assert "a wrapper around SGD" in wrapped
+    partial = check_optimizer(plan_of(mode), torch.optim.SGD(MODEL[0].parameters(), lr=0.1), PARAMETERS)
+    assert partial is not None
+    assert "not in the optimizer" in partial
+    assert check_optimizer(plan_of(mode), None, PARAMETERS) is not None
+
+
+@pytest.mark.parametrize("mode", ALL)
+def test_switches_are_refused_in_words(mode: type[Mode]) -> None:
+    problem = check_switch(plan_of(mode), 3, 3, residuals=False)
+    assert problem == (mode.attach_reason or mode.late_reason)
+    if mode.drops_residuals is not None:
+        assert mode.drops_residuals in (check_switch(plan_of(mode), 3, 3, residuals=True) or "")
+
+
+@pytest.mark.parametrize("mode", ALL)
+def test_a_rank_alone_trains_synchronously_and_keeps_its_plan(mode: type[Mode]) -> None:
+    host = SimpleNamespace(
+        world=World(), communicates=True, parameters=PARAMETERS, device=torch.device("cpu"), loss_scale=None,
+        recorder=Recorder(WallClock(), 1, len(NAMES)),
+    )  # fmt: skip
+    made = make_mode(plan_of(mode), host)  # type: ignore[arg-type]
+    assert type(made) is Synchronous
+    assert made.plan == plan_of(mode)
+    assert list(made.make_exchange().buckets) == []
