@@ -13,7 +13,7 @@ import math
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
-from planner.documents.profile import Link
+from planner.documents.profile import Line, Link
 from runtime.errors import InputError
 
 
@@ -23,81 +23,42 @@ class Coefficients(NamedTuple):
     start_up_us: float
     per_byte_us: float
 
+    @classmethod
+    def of(cls, line: Line) -> Coefficients:
+        """Return those of a fitted line."""
+        return cls(line.alpha_us, line.beta_us_per_byte)
 
-CollectiveCost = Callable[[int, Link], Coefficients]
 
-
-def _steps(ranks: int) -> int:
+def log2_steps(ranks: int) -> int:
+    """Return ⌈log2 P⌉."""
     return math.ceil(math.log2(ranks))
 
 
-def all_reduce_ring(ranks: int, link: Link) -> Coefficients:
-    """2(P−1)α + (2(P−1)/P·β + (P−1)/P·γ)·M."""
-    share = (ranks - 1) / ranks
-    return Coefficients(
-        2 * (ranks - 1) * link.alpha_us, 2 * share * link.beta_us_per_byte + share * link.gamma_us_per_byte
-    )
-
-
-def all_reduce_recursive_doubling(ranks: int, link: Link) -> Coefficients:
-    """⌈log2 P⌉·α + ⌈log2 P⌉·(β+γ)·M."""
-    steps = _steps(ranks)
-    return Coefficients(steps * link.alpha_us, steps * (link.beta_us_per_byte + link.gamma_us_per_byte))
-
-
-def all_reduce_halving_doubling(ranks: int, link: Link) -> Coefficients:
-    """2⌈log2 P⌉·α + (2β − (2β+γ)/P + γ)·M."""
-    beta, gamma = link.beta_us_per_byte, link.gamma_us_per_byte
-    return Coefficients(2 * _steps(ranks) * link.alpha_us, 2 * beta - (2 * beta + gamma) / ranks + gamma)
-
-
-def all_reduce_binary_tree(ranks: int, link: Link) -> Coefficients:
-    """2⌈log2 P⌉·α + ⌈log2 P⌉·(2β+γ)·M."""
-    steps = _steps(ranks)
-    return Coefficients(2 * steps * link.alpha_us, steps * (2 * link.beta_us_per_byte + link.gamma_us_per_byte))
-
-
-def reduce_scatter_ring(ranks: int, link: Link) -> Coefficients:
-    """(P−1)α + (P−1)/P·(β+γ)·M."""
-    share = (ranks - 1) / ranks
-    return Coefficients((ranks - 1) * link.alpha_us, share * (link.beta_us_per_byte + link.gamma_us_per_byte))
-
-
-def all_gather_ring(ranks: int, link: Link) -> Coefficients:
-    """(P−1)α + (P−1)/P·β·M."""
-    return Coefficients((ranks - 1) * link.alpha_us, (ranks - 1) / ranks * link.beta_us_per_byte)
-
-
-def all_gather_recursive_doubling(ranks: int, link: Link) -> Coefficients:
-    """⌈log2 P⌉·α + (P−1)/P·β·M."""
-    return Coefficients(_steps(ranks) * link.alpha_us, (ranks - 1) / ranks * link.beta_us_per_byte)
-
-
-COLLECTIVE_COSTS: Mapping[str, CollectiveCost] = {
-    "all_gather/recursive_doubling": all_gather_recursive_doubling,
-    "all_gather/ring": all_gather_ring,
-    "all_reduce/binary_tree": all_reduce_binary_tree,
-    "all_reduce/halving_doubling": all_reduce_halving_doubling,
-    "all_reduce/recursive_doubling": all_reduce_recursive_doubling,
-    "all_reduce/ring": all_reduce_ring,
-    "reduce_scatter/ring": reduce_scatter_ring,
+COLLECTIVE_COSTS: Mapping[str, Callable[[int, float, float, float], tuple[float, float]]] = {
+    "all_gather/recursive_doubling": lambda p, a, b, _: (log2_steps(p) * a, (p - 1) / p * b),
+    "all_gather/ring": lambda p, a, b, _: ((p - 1) * a, (p - 1) / p * b),
+    "all_reduce/binary_tree": lambda p, a, b, g: (2 * log2_steps(p) * a, log2_steps(p) * (2 * b + g)),
+    "all_reduce/halving_doubling": lambda p, a, b, g: (2 * log2_steps(p) * a, 2 * b - (2 * b + g) / p + g),
+    "all_reduce/recursive_doubling": lambda p, a, b, g: (log2_steps(p) * a, log2_steps(p) * (b + g)),
+    "all_reduce/ring": lambda p, a, b, g: (2 * (p - 1) * a, 2 * (p - 1) / p * b + (p - 1) / p * g),
+    "reduce_scatter/ring": lambda p, a, b, g: ((p - 1) * a, (p - 1) / p * (b + g)),
 }
-"""Registry: `collective/algorithm` → cost. Add a formula here and the contract test covers it."""
+"""Registry: `collective/algorithm` → its start-up time and time per byte from P, α, β and γ. Add a formula here and the
+contract test covers it."""
 
 
 def collective_cost(name: str, ranks: int, link: Link) -> Coefficients:
-    """The cost of one collective; nothing for a single rank.
-
-    Raises:
-        InputError: unknown name.
-    """
+    """Return the cost of one collective, nothing for a single rank. Raises InputError for an unknown name."""
     if name not in COLLECTIVE_COSTS:
         raise InputError(f"no cost formula {name!r}; known: {', '.join(COLLECTIVE_COSTS)}")
-    return COLLECTIVE_COSTS[name](ranks, link) if ranks > 1 else Coefficients(0.0, 0.0)
+    if ranks == 1:
+        return Coefficients(0.0, 0.0)
+    formula = COLLECTIVE_COSTS[name]
+    return Coefficients(*formula(ranks, link.alpha_us, link.beta_us_per_byte, link.gamma_us_per_byte))
 
 
 def solve_link(name: str, ranks: int, measured: Coefficients) -> Link:
-    """The link constants that make formula `name` on `ranks` ranks give `measured` (γ is taken as 0).
+    """Return the link constants that make formula `name` on `ranks` ranks give `measured` (γ is taken as 0).
 
     Every formula is linear in α and in β, so one evaluation with α = β = 1 gives the factors.
     """

@@ -20,39 +20,36 @@ class CostCurve:
     """
 
     def __init__(self, knots_bytes: NDArray[np.float64], knots_us: NDArray[np.float64], line: Coefficients) -> None:
-        """Use `from_line` or `from_samples`."""
         self._bytes, self._us, self.line = knots_bytes, knots_us, line
         self._below_slope, self._above_slope = _end_slopes(knots_bytes, knots_us)
 
     @classmethod
     def from_line(cls, line: Coefficients) -> CostCurve:
-        """start_up_us + per_byte_us · bytes."""
+        """Return start_up_us + per_byte_us · bytes."""
         return cls(np.empty(0), np.empty(0), line)
 
     @classmethod
     def from_samples(cls, samples: Iterable[Sequence[float]], line: Coefficients | None = None) -> CostCurve:
-        """Measured (bytes, time_us) in any order; duplicates count by their median.
+        """Join measured (bytes, time_us), at least one, in any order; duplicates count by their median.
 
-        Args:
-            samples: at least one pair.
-            line: the line fitted to them, where one was made; otherwise least squares.
+        `line` was fitted to them; by default it is that of least squares.
         """
         merged = merge_duplicates(samples)
         knots = np.array(sorted(merged.items()), dtype=np.float64)
         return cls(knots[:, 0].copy(), knots[:, 1].copy(), line or fit_line(list(merged.items())))
 
     def scaled(self, factor: float) -> CostCurve:
-        """The curve of messages that take `factor` times as long."""
+        """Return the curve of messages that take `factor` times as long."""
         line = Coefficients(factor * self.line.start_up_us, factor * self.line.per_byte_us)
         return CostCurve(self._bytes, factor * self._us, line)
 
     def repeated(self, times: int) -> CostCurve:
-        """The curve of messages that travel in so many equal parts, one after the other."""
+        """Return the curve of messages that travel in so many equal parts, one after the other."""
         line = Coefficients(times * self.line.start_up_us, self.line.per_byte_us)
         return CostCurve(times * self._bytes, times * self._us, line)
 
     def of_share(self, share: float) -> CostCurve:
-        """The curve of messages of which only this share of the bytes is sent.
+        """Return the curve of messages of which only this share of the bytes is sent.
 
         >>> float(CostCurve.from_line(Coefficients(5.0, 0.1)).of_share(0.5).at(100.0))
         10.0
@@ -80,7 +77,7 @@ class CostCurve:
         return np.concatenate([reaches_0, self._bytes])
 
     def __call__(self, message_bytes: ArrayLike) -> NDArray[np.float64]:
-        """Times of messages, elementwise."""
+        """Return times of messages, elementwise."""
         x = np.asarray(message_bytes, dtype=np.float64)
         if self._bytes.size == 0:
             return np.asarray(self.line.start_up_us + self.line.per_byte_us * x)
@@ -93,7 +90,7 @@ class CostCurve:
         return np.asarray(y)
 
     def at(self, message_bytes: float) -> float:
-        """Time of one message."""
+        """Return the time of one message."""
         return float(self(message_bytes))
 
 
@@ -106,7 +103,7 @@ def _end_slopes(x: NDArray[np.float64], y: NDArray[np.float64]) -> tuple[float, 
 
 
 def merge_duplicates(samples: Iterable[Sequence[float]]) -> dict[float, float]:
-    """bytes → median time over the samples of that size."""
+    """Return, by bytes, the median time of the samples of that size."""
     by_size: dict[float, list[float]] = {}
     for size_bytes, time_us in samples:
         by_size.setdefault(float(size_bytes), []).append(float(time_us))
@@ -114,7 +111,7 @@ def merge_duplicates(samples: Iterable[Sequence[float]]) -> dict[float, float]:
 
 
 def fit_line(samples: Sequence[Sequence[float]]) -> Coefficients:
-    """Least-squares line through (bytes, time_us), with intercept and slope ≥ 0; a constant for one sample."""
+    """Fit a least-squares line through (bytes, time_us), with intercept and slope ≥ 0; a constant for one sample."""
     x, y = (np.array(column, dtype=np.float64) for column in zip(*samples, strict=True))
     centred = x - x.mean()
     spread = float(centred @ centred)

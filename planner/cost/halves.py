@@ -43,7 +43,7 @@ class NodeCosts:
 
 
 def node_costs(cluster: Cluster) -> NodeCosts | None:
-    """None on nodes of one rank, on a single node, and where one of the two kinds of link has no cost."""
+    """Return None on nodes of one rank, on a single node, and where one of the two kinds of link has no cost."""
     inside, nodes = cluster.ranks_per_node, cluster.nodes
     if 1 in (inside, nodes):
         return None
@@ -60,7 +60,7 @@ def node_costs(cluster: Cluster) -> NodeCosts | None:
 
 
 def worker_half(cost: CommunicationCost, collective: str) -> Half:
-    """The cost of `reduce_scatter` or `all_gather` between workers of a delay: ranks, or nodes, of each rank's part."""
+    """Return what `reduce_scatter` or `all_gather` costs between workers of a delay: ranks, or nodes, of each part."""
     between = node_costs(cost.cluster)
     if between is None:
         return half(cost, collective)
@@ -71,7 +71,7 @@ def worker_half(cost: CommunicationCost, collective: str) -> Half:
 
 
 def half(cost: CommunicationCost, collective: str) -> Half:
-    """The cost of `reduce_scatter` or `all_gather` over all ranks by its most specific source.
+    """Return the cost of `reduce_scatter` or `all_gather` over all ranks by its most specific source.
 
     Samples, then a fitted line, then the ring's formula with the link's constants, as for the all-reduce. Where a
     cluster says only what an all-reduce costs, each half of it is taken to cost half of that: in a ring both halves

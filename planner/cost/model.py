@@ -2,18 +2,55 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TypeVar
 
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
 from planner.cost.collectives import Coefficients, collective_cost, solve_link
 from planner.cost.curve import CostCurve, fit_line
-from planner.cost.slowdown import Slowdown
-from planner.documents.profile import Cluster, Contention, Line, Link
+from planner.documents.profile import Cluster, Contention, Link, SizeFactors
 from runtime.errors import InputError
 from runtime.plan.strict_json import MAX_RANKS
 
 T = TypeVar("T")
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True, eq=False)
+class Slowdown:
+    """How much a message and the computation beside it slow each other down, by the message's size.
+
+    Measured factors are joined by lines of speed (their reciprocals) over the logarithm of the size. Where every core
+    computes, what a message waits for a core hardly depends on its size: small ones are slowed most, and speed over the
+    logarithm of the size is then nearly straight between neighbours. Beyond the first and last size the factors stay.
+    """
+
+    log2_bytes: Floats
+    compute_speed: Floats
+    network_speed: Floats
+
+    @classmethod
+    def of(cls, by_size: Sequence[SizeFactors] | None) -> Slowdown | None:
+        """None where the factors are the same for all sizes."""
+        if by_size is None:
+            return None
+        size, compute, network = np.array(sorted(by_size), dtype=np.float64).T
+        return cls(np.log2(size), 1.0 / compute, 1.0 / network)
+
+    def __call__(self, message_bytes: ArrayLike) -> tuple[Floats, Floats]:
+        """(factor of compute, factor of the network) while such a message is on its way, elementwise."""
+        at = np.log2(np.maximum(np.asarray(message_bytes, dtype=np.float64), 1.0))
+        compute = 1.0 / np.interp(at, self.log2_bytes, self.compute_speed)
+        return compute, 1.0 / np.interp(at, self.log2_bytes, self.network_speed)
+
+    @property
+    def least(self) -> tuple[float, float]:
+        """The factors that no message falls below."""
+        return float(1.0 / self.compute_speed.max()), float(1.0 / self.network_speed.max())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +83,7 @@ class CommunicationCost:
 
 
 def resize(cluster: Cluster, ranks: int) -> Cluster:
-    """The same machines and links with another number of ranks; ranks per node stay.
+    """Return the same machines and links with another number of ranks; ranks per node stay.
 
     Raises:
         InputError: `ranks` does not fill whole nodes.
@@ -73,7 +110,7 @@ def _without_measurements_of_others(cluster: Cluster, resized: Cluster) -> Clust
 
 
 def communication_cost(cluster: Cluster, ranks: int | None = None) -> CommunicationCost:
-    """The cost of communication on `cluster`, resized to `ranks` where given.
+    """Return the cost of communication on `cluster`, resized to `ranks` where given.
 
     The most specific source wins: samples (taken back to back before isolated ones), then fitted lines, then link
     constants in the published formulas. Samples and lines hold only for the ranks they were measured on; for others the
@@ -110,36 +147,25 @@ def _measured_key(cluster: Cluster) -> str:
 
 
 def _measured(cluster: Cluster, key: str) -> tuple[CostCurve, str] | None:
-    samples, line = (cluster.samples or {}).get(key), (cluster.collectives or {}).get(key)
-    fitted = None if line is None else _coefficients(line)
-    where = _emulated(cluster)
-    queued = (cluster.back_to_back or {}).get(key)
-    if queued is not None:
-        return CostCurve.from_samples(queued, fitted), f"{len(queued)} measured samples, back to back{where}"
-    if samples is not None:
-        return CostCurve.from_samples(samples, fitted), f"{len(samples)} measured samples{where}"
+    line, where = (cluster.collectives or {}).get(key), _emulated(cluster)
+    fitted = None if line is None else Coefficients.of(line)
+    for curves, how in ((cluster.back_to_back, ", back to back"), (cluster.samples, "")):
+        if curves is not None and key in curves:
+            source = f"{len(curves[key])} measured samples{how}{where}"
+            return CostCurve.from_samples(curves[key], fitted), source
     return None if fitted is None else (CostCurve.from_line(fitted), f"fitted line{where}")
 
 
 def _emulated(cluster: Cluster) -> str:
-    """What a source adds that was measured on an emulated cluster."""
-    if cluster.emulated is None:
-        return ""
-    return f", emulated {cluster.name or 'cluster'}"
-
-
-def _coefficients(line: Line) -> Coefficients:
-    return Coefficients(line.alpha_us, line.beta_us_per_byte)
+    return "" if cluster.emulated is None else f", emulated {cluster.name or 'cluster'}"
 
 
 def _from_formula(cluster: Cluster, target: Cluster, key: str) -> CommunicationCost:
     formula = f"all_reduce/{cluster.all_reduce_algorithm}"
     link, origin = target.intra if target.nodes == 1 and target.ranks > 1 else target.inter, "link constants"
     if link is None and cluster.ranks > 1:
-        link, origin = (
-            _implied_link(cluster, formula, key),
-            f"link solved from {cluster.ranks} ranks{_emulated(cluster)}",
-        )
+        link = _implied_link(cluster, formula, key)
+        origin = f"link solved from {cluster.ranks} ranks{_emulated(cluster)}"
     if link is None and target.ranks > 1:
         wanted = "intra" if target.nodes == 1 else "inter"
         raise InputError(
@@ -148,21 +174,18 @@ def _from_formula(cluster: Cluster, target: Cluster, key: str) -> CommunicationC
             f"`planner profile` on that cluster"
         )
     cost = collective_cost(formula, target.ranks, link or Link(alpha_us=0.0, beta_us_per_byte=0.0))
-    measured_elsewhere = target.ranks != cluster.ranks and _measured(cluster, key) is not None
     return CommunicationCost(
         cluster=target,
         all_reduce=CostCurve.from_line(cost),
         source=f"{formula} with {origin}",
         link=link,
-        extrapolated=measured_elsewhere,
+        extrapolated=target.ranks != cluster.ranks and _measured(cluster, key) is not None,
     )
 
 
 def _implied_link(cluster: Cluster, formula: str, key: str) -> Link | None:
-    measured = _measured(cluster, key)
-    if measured is None or cluster.ranks == 1:
+    if _measured(cluster, key) is None or cluster.ranks == 1:
         return None
-    samples = (cluster.samples or {}).get(key)
     line = (cluster.collectives or {}).get(key)
-    fitted = _coefficients(line) if line is not None else fit_line(samples or [])
+    fitted = fit_line((cluster.samples or {}).get(key, [])) if line is None else Coefficients.of(line)
     return solve_link(formula, cluster.ranks, fitted)

@@ -36,7 +36,7 @@ class Phase:
     """This phase's message, as a share of the bytes that the collective is asked for."""
 
     def time_us(self, size_bytes: float) -> float:
-        """Time when the whole collective is asked for `size_bytes`."""
+        """Return the time when the whole collective is asked for `size_bytes`."""
         return self.curve.at(self.share * size_bytes)
 
     def times_us(self, size_bytes: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -92,7 +92,7 @@ PHASES: Mapping[tuple[str, str], PhasesOf] = {("all_reduce", "torus_2d"): torus_
 def phase_of(
     cluster: Cluster, collective: str, algorithm: str, link: LinkName, ranks: int, share: float = 1.0
 ) -> Phase | None:
-    """A phase by its most specific cost: samples, fitted line, link constants. None for a single rank."""
+    """Return a phase by its most specific cost: samples, fitted line, link constants. None for a single rank."""
     if ranks == 1:
         return None
     formula = f"{collective}/{algorithm}"
@@ -102,9 +102,9 @@ def phase_of(
 
 
 def measured_curve(cluster: Cluster, key: str) -> CostCurve | None:
-    """What the cluster has measured under a key of `samples` and `collectives`: samples before a fitted line."""
+    """Return what the cluster has measured under a key of `samples` and `collectives`: samples before a fitted line."""
     samples, line = (cluster.samples or {}).get(key), (cluster.collectives or {}).get(key)
-    fitted = None if line is None else Coefficients(line.alpha_us, line.beta_us_per_byte)
+    fitted = None if line is None else Coefficients.of(line)
     if samples is not None:
         return CostCurve.from_samples(samples, fitted)
     return None if fitted is None else CostCurve.from_line(fitted)
@@ -116,7 +116,7 @@ def flat_link(cluster: Cluster) -> LinkName:
 
 
 def measured_flat(cluster: Cluster, collective: str) -> CostCurve | None:
-    """What was measured over all ranks; with one kind of link, also under that link's key."""
+    """Return what was measured over all ranks; with one kind of link, also under that link's key."""
     one_link = 1 in (cluster.nodes, cluster.ranks_per_node)
     return measured_curve(cluster, collective) or (
         measured_curve(cluster, f"{flat_link(cluster)}/{collective}") if one_link else None
@@ -124,12 +124,9 @@ def measured_flat(cluster: Cluster, collective: str) -> CostCurve | None:
 
 
 def link_of(cluster: Cluster, name: LinkName, otherwise: Link | None = None) -> Link:
-    """The link's constants; between nodes as one of the concurrent exchanges of a node sees them (inter*).
+    """Return a link's constants; between nodes as one of the concurrent exchanges of a node sees them (inter*).
 
-    Args:
-        cluster: the cluster.
-        name: which of its two kinds of link.
-        otherwise: constants to use where the cluster has none.
+    Those of `otherwise` count where the cluster has none. Raises InputError where both lack.
     """
     link = (cluster.intra if name == "intra" else cluster.inter) or otherwise
     if link is None:
@@ -144,5 +141,5 @@ def link_of(cluster: Cluster, name: LinkName, otherwise: Link | None = None) -> 
 
 
 def unshared(cluster: Cluster, otherwise: Link | None = None) -> Link:
-    """The link between nodes as one message alone sees it. See `link_of`."""
+    """Return the link between nodes as one message alone sees it. See `link_of`."""
     return link_of(replace(cluster, ranks_per_node=1), "inter", otherwise)

@@ -16,7 +16,7 @@ FREE = SelectionLine(alpha_us=0.0, beta_us_per_byte=0.0)
 
 
 def selector_line(given: SelectionLine | dict[str, SelectionLine] | None, selector: str, where: str) -> SelectionLine:
-    """The cost of selecting (or unpacking) by a selector: the document's one line, or that of this selector; else 0.
+    """Return what selecting (or unpacking) by a selector costs: the document's one line, or that of this one; else 0.
 
     Raises:
         InputError: the document has lines by selector, and none for this one.

@@ -38,16 +38,14 @@ class SparsePhase:
     """(selected elements, dense bytes) → bytes of the message; elementwise for arrays."""
 
     def time_us(self, selected: int, dense_bytes: float) -> float:
-        """Time for a number of selected elements of a tensor of so many bytes."""
+        """Return the time for a number of selected elements of a tensor of so many bytes."""
         return self.curve.at(float(self.message_bytes(selected, dense_bytes)))
 
 
 def flat(cluster: Cluster, otherwise: Link | None = None) -> tuple[SparsePhase, ...]:
-    """Every rank's selected elements, gathered by recursive doubling over all ranks; `selected` is each rank's.
+    """Gather every rank's selected elements by recursive doubling over all ranks; `selected` is each rank's.
 
-    Args:
-        cluster: the cluster.
-        otherwise: link constants to use where the cluster has none.
+    Link constants of `otherwise` count where the cluster has none.
     """
     ranks, name = cluster.ranks, flat_link(cluster)
     if ranks == 1:
@@ -78,7 +76,7 @@ def flat_is_implied(cluster: Cluster) -> bool:
 
 
 def hitopk(cluster: Cluster, otherwise: Link | None = None) -> tuple[SparsePhase, ...]:
-    """Reduce-scatter in the node, gather of the shards' selections between nodes, gather in the node.
+    """Reduce-scatter in the node, gather the shards' selections between nodes, gather in the node.
 
     `selected` is each shard's. With one rank a node this is `flat`.
     """
@@ -113,12 +111,12 @@ FLAT_GATHERS = frozenset({"flat", "naive_all_gather"})
 
 
 def selected_elements(density: float, numel: int) -> int:
-    """k = max(1, ⌊density · numel⌋), never more than there are."""
+    """Return k = max(1, ⌊density · numel⌋), never more than there are."""
     return min(numel, max(1, math.floor(density * numel)))
 
 
 def sparse_us(algorithm: str, cluster: Cluster, numel: int, density: float, element_bytes: int = 4) -> LinkTimes:
-    """Time of each phase for a tensor of `numel` elements; HiTopKComm selects from each shard of a node."""
+    """Return the time of each phase for a tensor of `numel` elements; HiTopKComm selects from each shard of a node."""
     shards = cluster.ranks_per_node if algorithm == "hitopk" else 1
     selected = selected_elements(density, math.ceil(numel / shards))
     phases = SPARSE_PHASES[algorithm](cluster, None)

@@ -8,16 +8,15 @@ further one, for it gives rounds to transfers in their order and not by colours 
 
 Ranks of a node share its cards, so that in a round several chunks may follow one another there. Nodes hold consecutive
 ranks; then the chunks that a card takes one after the other depend on the number of nodes alone: 5⌈log2 m⌉ + 1 for two,
-and for each further one `_more_on_cards`. Tests hold these numbers against the rounds themselves, on 2 to 128 ranks:
+and for each further one up to 6. Tests hold these numbers against the rounds themselves, on 2 to 128 ranks:
 times come within 15 % where ranks share a card, and rounds within 22 %, or 4 of them.
 """
 
 from __future__ import annotations
 
-import math
 from typing import NamedTuple
 
-from planner.cost.collectives import Coefficients
+from planner.cost.collectives import Coefficients, log2_steps
 from planner.cost.curve import CostCurve
 from planner.documents.profile import Link
 
@@ -39,49 +38,32 @@ class Rounds(NamedTuple):
     """Chunks that the busiest card sends or receives one after the other."""
 
 
-def _log(count: int) -> int:
-    return math.ceil(math.log2(count))
-
-
-def _more_on_cards(nodes: int) -> float:
-    """Chunks on a card for each chunk after the second one, where a node's ranks share it: 6 where it has three
-    neighbours in a tree, fewer on few nodes.
-    """
-    return min(6.0, 0.7 + 2.0 * _log(nodes))
-
-
 def rounds(nodes: int, per_node: int, chunks: int, cards: int = 1) -> Rounds:
-    """The rounds of one message.
-
-    Args:
-        nodes: of `per_node` consecutive ranks each.
-        per_node: ranks on each node.
-        chunks: of the message, at least 2.
-        cards: of a node, which its ranks share.
-    """
+    """Return the rounds of a message of at least 2 chunks, on nodes of `per_node` ranks that share so many cards."""
     ranks, further = nodes * per_node, chunks - FEWEST_CHUNKS
     if ranks == 1:
         return Rounds(0.0, 0.0, 0.0)
-    all_rounds = float(chunks) if ranks == 2 else 4 * _log(ranks) - 2 + MORE_ROUNDS * further
+    all_rounds = float(chunks) if ranks == 2 else 4 * log2_steps(ranks) - 2 + MORE_ROUNDS * further
     if nodes == 1:
         return Rounds(all_rounds, 0.0, 0.0)
-    inside = min(max(0.0, 4.0 * _log(per_node) - 4.0), all_rounds)
+    inside = min(max(0.0, 4.0 * log2_steps(per_node) - 4.0), all_rounds)
     between = all_rounds - inside
     if per_node <= cards:
         return Rounds(inside, between, between)
-    shared = 5.0 * _log(nodes) + 1.0 + _more_on_cards(nodes) * further
+    # For each chunk after the second one 6 where a node has three neighbours in a tree, fewer on few nodes.
+    shared = 5.0 * log2_steps(nodes) + 1.0 + min(6.0, 0.7 + 2.0 * log2_steps(nodes)) * further
     return Rounds(inside, between, max(min(between, shared), shared / cards))
 
 
 def chunks_of(size_bytes: float) -> int:
-    """In how many chunks the runtime sends a message."""
+    """Return in how many chunks the runtime sends a message."""
     return int(max(FEWEST_CHUNKS, min(MOST_CHUNKS, size_bytes // CHUNK_BYTES)))
 
 
 def double_binary_tree(
     nodes: int, per_node: int, chunks: int, intra: Link | None, inter: Link | None, cards: int = 1
 ) -> Coefficients:
-    """The line of messages that travel in so many chunks.
+    """Return the line of messages that travel in so many chunks.
 
     `intra` is not needed with one rank a node, nor `inter` on one node. Half of what a rank receives it adds up: as
     many bytes as the message has.

@@ -7,9 +7,9 @@ name, on either side of the `@`. Never imports torch.
 from __future__ import annotations
 
 import difflib
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, get_args
 
 from planner.documents.profile import Cluster, Profile, load_cluster, load_profile
 from runtime.errors import InputError
@@ -21,8 +21,6 @@ Kind = Literal["model", "cluster"]
 FOLDER = Path(__file__).resolve().parents[2] / "profiles"
 
 MAX_SUGGESTIONS = 3
-
-Document = TypeVar("Document", Profile, Cluster)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,11 +34,8 @@ class Entry:
     notes: tuple[str, ...] = ()
 
     def to_document(self) -> dict[str, Any]:
-        """The entry as plain JSON types."""
-        return {
-            "kind": self.kind, "name": self.name, "summary": self.summary, "source": self.source,
-            "notes": list(self.notes),
-        }  # fmt: skip
+        """Return plain JSON types."""
+        return asdict(self)
 
     def details(self) -> str:
         """Return all that is known of it, a line each."""
@@ -49,22 +44,29 @@ class Entry:
 
 
 def names(kind: Kind) -> list[str]:
-    """The names that the catalogue knows, sorted."""
+    """Return the names that the catalogue knows, sorted."""
     return sorted(path.stem for path in (FOLDER / f"{kind}s").glob("*.json"))
 
 
 def entries() -> list[Entry]:
-    """Every document with what it is and where its numbers come from: models, then clusters."""
-    models = [(load_profile(_file("model", name)), name) for name in names("model")]
-    clusters = [(load_cluster(_file("cluster", name)), name) for name in names("cluster")]
-    return [
-        *(_entry("model", name, _model_summary(profile), profile) for profile, name in models),
-        *(_entry("cluster", name, _cluster_summary(cluster), cluster) for cluster, name in clusters),
-    ]
+    """Return every document with what it is and where its numbers come from: models, then clusters."""
+    found = []
+    for kind in get_args(Kind):
+        for name in names(kind):
+            path = _file(kind, name)
+            document = load_profile(path) if kind == "model" else load_cluster(path)
+            summary, source, notes = _summary(document), document.source or "", document.notes or ()
+            found.append(Entry(kind=kind, name=name, summary=summary, source=source, notes=notes))
+    return found
 
 
-def _entry(kind: Kind, name: str, summary: str, document: Profile | Cluster) -> Entry:
-    return Entry(kind=kind, name=name, summary=summary, source=document.source or "", notes=document.notes or ())
+def _summary(document: Profile | Cluster) -> str:
+    if isinstance(document, Cluster):
+        return f"{document.ranks} ranks: {document.nodes} nodes of {document.ranks_per_node}"
+    gradients, world = document.compute.gradients, document.world
+    batch = f", batch {world.batch_per_rank}" if world.batch_per_rank else ""
+    numel = sum(gradient.numel for gradient in gradients)
+    return f"{numel / 1e6:.1f} M parameters in {len(gradients)} gradients; {world.accelerator or world.device}{batch}"
 
 
 def search(text: str) -> list[Entry]:
@@ -111,7 +113,7 @@ def _file(kind: Kind, name: str) -> Path:
 
 
 def _locate(kind: Kind, given: str | Path) -> Path:
-    """The file that is meant. What looks like a path stays one, so that its message names that path."""
+    """Return the file that is meant. What looks like a path stays one, so that its message names that path."""
     path, text, known = Path(given), str(given), names(kind)
     if path.is_file() or isinstance(given, Path):
         return path
@@ -129,14 +131,3 @@ def _locate(kind: Kind, given: str | Path) -> Path:
 def _hint(text: str, known: list[str]) -> str:
     near = difflib.get_close_matches(text.lower(), known, n=MAX_SUGGESTIONS, cutoff=0.5)
     return f" (did you mean {' or '.join(near)}?)" if near else ""
-
-
-def _model_summary(profile: Profile) -> str:
-    gradients, world = profile.compute.gradients, profile.world
-    batch = f", batch {world.batch_per_rank}" if world.batch_per_rank else ""
-    numel = sum(gradient.numel for gradient in gradients)
-    return f"{numel / 1e6:.1f} M parameters in {len(gradients)} gradients; {world.accelerator or world.device}{batch}"
-
-
-def _cluster_summary(cluster: Cluster) -> str:
-    return f"{cluster.ranks} ranks: {cluster.nodes} nodes of {cluster.ranks_per_node}"

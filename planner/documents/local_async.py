@@ -11,16 +11,14 @@ from pydantic import Field
 
 from runtime.errors import InputError
 from runtime.plan import MAX_UPDATERS
-from runtime.plan.strict_json import STRICT, Count, PositiveCount, TimeUs
+from runtime.plan.strict_json import Count, PositiveCount, Record, TimeUs
 
 MAX_LAYERS = 20_000
 
 
 @dataclass(frozen=True, kw_only=True)
-class LayerBackward:
+class LayerBackward(Record):
     """What backward spends on one run of gradients of equal `layer`, as measured by leaving parts of backward out."""
-
-    __pydantic_config__ = STRICT
 
     layer: str
     gradients: PositiveCount
@@ -34,10 +32,8 @@ class LayerBackward:
 
 
 @dataclass(frozen=True, kw_only=True)
-class UpdaterRate:
+class UpdaterRate(Record):
     """What several updaters of a rank get done that share its model, all ranks at once."""
-
-    __pydantic_config__ = STRICT
 
     updaters: Annotated[int, Field(ge=1, le=MAX_UPDATERS)]
     minibatch_us: Annotated[float, Field(gt=0.0, le=1e15)]
@@ -49,10 +45,8 @@ class UpdaterRate:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LocalAsyncProfile:
+class LocalAsyncProfile(Record):
     """What local updaters (LAP-SGD, LPP-SGD) are planned from."""
-
-    __pydantic_config__ = STRICT
 
     batch_us: TimeUs = 0.0
     """Making one minibatch, in an updater that is alone."""
@@ -68,12 +62,9 @@ class LocalAsyncProfile:
     """Of a rank, for all of its updaters."""
 
     def check(self, layers: Sequence[str], where: str, cure: str) -> None:
-        """Raises InputError where it is not about gradients of these layers, or numbers of updaters are out of order.
+        """Raise InputError where it is not about gradients of these layers, or numbers of updaters are out of order.
 
-        Args:
-            layers: of each gradient, in readiness order.
-            where: names the section in messages.
-            cure: what to do about it, for messages.
+        `layers` are those of each gradient, in readiness order; messages begin with `where` and end with `cure`.
         """
         start = 0
         for index, layer in enumerate(self.layers):

@@ -15,11 +15,11 @@ from runtime.errors import InputError
 from runtime.plan import Accuracy, ModelReference
 from runtime.plan.predicted import Loading
 from runtime.plan.strict_json import (
-    STRICT,
     Count,
     Name,
     PositiveCount,
     Ranks,
+    Record,
     TimeUs,
     check_schema,
     dump,
@@ -59,11 +59,22 @@ DensityLine = tuple[Annotated[float, Field(gt=0.0, le=1.0)], TimeUs, Rate]
 """(density, alpha_us, beta_us_per_byte)."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Gradient:
-    """One trainable parameter's gradient; its place in the profile is its place in readiness order."""
+class Document(Record):
+    """What profile.json and cluster.json have in common."""
 
-    __pydantic_config__ = STRICT
+    def to_document(self) -> dict[str, Any]:
+        """Return plain JSON types."""
+        document: dict[str, Any] = dump(self)
+        return document
+
+    def save(self, path: str | Path) -> None:
+        """Write the file atomically."""
+        write_json(path, self.to_document())
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gradient(Record):
+    """One trainable parameter's gradient; its place in the profile is its place in readiness order."""
 
     name: Name
     layer: str
@@ -80,10 +91,8 @@ class Gradient:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LayerNorm:
+class LayerNorm(Record):
     """What the two norms take that an optimizer needs of one layer."""
-
-    __pydantic_config__ = STRICT
 
     name: Name
     """The parameter's."""
@@ -91,10 +100,8 @@ class LayerNorm:
 
 
 @dataclass(frozen=True, kw_only=True)
-class NormProfile:
+class NormProfile(Record):
     """Norms of layers, a part of the update of LARS and LAMB, where every rank computes all of them."""
-
-    __pydantic_config__ = STRICT
 
     optimizer: Name
     row_bytes: Annotated[int, Field(ge=1, le=1024)] = 8
@@ -103,10 +110,8 @@ class NormProfile:
 
 
 @dataclass(frozen=True, kw_only=True)
-class OptimizerProfile:
+class OptimizerProfile(Record):
     """Whose update was timed."""
-
-    __pydantic_config__ = STRICT
 
     name: Name
     """Of its class."""
@@ -121,10 +126,8 @@ class OptimizerProfile:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ComputeIntervals:
+class ComputeIntervals(Record):
     """Between which times the middle half of the repeats lay."""
-
-    __pydantic_config__ = STRICT
 
     forward_us: Interval
     """On all ranks."""
@@ -141,10 +144,8 @@ class ComputeIntervals:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ComputeProfile:
+class ComputeProfile(Record):
     """Times of one step without communication, on all ranks at once."""
-
-    __pydantic_config__ = STRICT
 
     forward_us: TimeUs
     update_us: TimeUs
@@ -158,12 +159,22 @@ class ComputeProfile:
     intervals: ComputeIntervals | None = None
     """How much the repeats differed; absent where that is not known."""
 
+    @property
+    def backward_us(self) -> float:
+        return sum(gradient.backward_us for gradient in self.gradients)
+
+    @property
+    def step_us(self) -> float:
+        return self.forward_us + self.backward_us + self.update_us
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(gradient.size_bytes for gradient in self.gradients)
+
 
 @dataclass(frozen=True, kw_only=True)
-class Layer:
+class Layer(Record):
     """One layer of the traced graph."""
-
-    __pydantic_config__ = STRICT
 
     name: str
     kind: str
@@ -177,20 +188,16 @@ class Layer:
 
 
 @dataclass(frozen=True, kw_only=True)
-class GradWeightShare:
+class GradWeightShare(Record):
     """Share of backward spent on gradients of weights: from FLOPs, and as measured."""
-
-    __pydantic_config__ = STRICT
 
     estimated: Share
     measured: Share | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
-class Tracing:
+class Tracing(Record):
     """Which tracer saw the model, and why better ones did not."""
-
-    __pydantic_config__ = STRICT
 
     method: Literal["export", "symbolic_trace", "hooks"]
     failures: dict[str, str] | None = None
@@ -198,10 +205,8 @@ class Tracing:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ProfileWorld:
+class ProfileWorld(Record):
     """Where and when it was measured."""
-
-    __pydantic_config__ = STRICT
 
     ranks: Ranks
     nodes: Ranks | None = None
@@ -224,13 +229,11 @@ class ProfileWorld:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Link:
+class Link(Record):
     """Start-up time, time per byte and reduction time per byte of one link.
 
     In a file `"latency": "3us"` may stand for `alpha_us`, and `"bandwidth": "400gbit"` for `beta_us_per_byte`.
     """
-
-    __pydantic_config__ = STRICT
 
     alpha_us: TimeUs
     beta_us_per_byte: Rate
@@ -238,10 +241,8 @@ class Link:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Line:
+class Line(Record):
     """time_us = alpha_us + beta_us_per_byte · bytes."""
-
-    __pydantic_config__ = STRICT
 
     alpha_us: TimeUs
     beta_us_per_byte: Rate
@@ -264,10 +265,8 @@ class SelectionLine(Line):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Contention:
+class Contention(Record):
     """Slow-down of each resource while the other one is active."""
-
-    __pydantic_config__ = STRICT
 
     compute: Factor = 1.0
     network: Factor = 1.0
@@ -280,10 +279,8 @@ class Contention:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Cluster:
+class Cluster(Document):
     """Nodes, ranks and links, with measured collectives where there are any."""
-
-    __pydantic_config__ = STRICT
 
     schema: Literal["planner.cluster/1"] = CLUSTER_SCHEMA
     name: str | None = None
@@ -319,21 +316,10 @@ class Cluster:
     def ranks(self) -> int:
         return self.nodes * self.ranks_per_node
 
-    def save(self, path: str | Path) -> None:
-        """Writes cluster.json atomically."""
-        write_json(path, self.to_document())
-
-    def to_document(self) -> dict[str, Any]:
-        """The cluster as plain JSON types."""
-        document: dict[str, Any] = dump(self)
-        return document
-
 
 @dataclass(frozen=True, kw_only=True)
-class Profile:
+class Profile(Document):
     """The contents of profile.json."""
-
-    __pydantic_config__ = STRICT
 
     schema: Literal["planner.profile/1"] = PROFILE_SCHEMA
     model: ModelReference
@@ -351,19 +337,15 @@ class Profile:
     notes: tuple[str, ...] | None = None
     """What a reader has to know: assumptions, and the rule by which a known total was split."""
 
-    def save(self, path: str | Path) -> None:
-        """Writes profile.json atomically."""
-        write_json(path, self.to_document())
-
     def to_document(self) -> dict[str, Any]:
-        """The profile as plain JSON types."""
-        document: dict[str, Any] = dump(self)
+        """Return plain JSON types; a cluster that is not known is `{}`."""
+        document = super().to_document()
         document.setdefault("cluster", {})
         return document
 
 
 def load_profile(path: str | Path) -> Profile:
-    """Reads and checks profile.json.
+    """Read and check profile.json.
 
     Raises:
         InputError: not a profile of this schema; unknown, missing or wrong fields; a gradient named twice; norms, or
@@ -373,7 +355,7 @@ def load_profile(path: str | Path) -> Profile:
 
 
 def parse_profile(document: Any, where: str = "profile") -> Profile:
-    """Checks a parsed profile document; `where` names it in messages. Raises as `load_profile` does."""
+    """Check a parsed profile document, which `where` names in messages. Raises as `load_profile` does."""
     record = dict(check_schema(document, PROFILE_SCHEMA, where))
     if record.get("cluster") == {}:
         del record["cluster"]
@@ -381,7 +363,11 @@ def parse_profile(document: Any, where: str = "profile") -> Profile:
         record["cluster"] = _with_link_constants(record["cluster"], f"{where}: $.cluster")
     profile = validate(Profile, record, where, hint=CURE)
     _check_names(profile, where)
-    _check_size(profile.compute, where)
+    # Each gradient may be in its range, and their sum be no model.
+    if (size_bytes := profile.compute.size_bytes) > MAX_MODEL_BYTES:
+        raise InputError(
+            f"{where}: $.compute.gradients: found {size_bytes} bytes in all, expected at most {MAX_MODEL_BYTES}; {CURE}"
+        )
     _check_norms(profile.compute, where)
     _check_contention(profile.cluster, f"{where}: $.cluster")
     if profile.local_async is not None:
@@ -412,15 +398,6 @@ def _check_norms(compute: ComputeProfile, where: str) -> None:
         seen.add(layer.name)
 
 
-def _check_size(compute: ComputeProfile, where: str) -> None:
-    """Each gradient may be in its range, and their sum be no model."""
-    size_bytes = sum(gradient.size_bytes for gradient in compute.gradients)
-    if size_bytes > MAX_MODEL_BYTES:
-        raise InputError(
-            f"{where}: $.compute.gradients: found {size_bytes} bytes in all, expected at most {MAX_MODEL_BYTES}; {CURE}"
-        )
-
-
 def _check_contention(cluster: Cluster | None, where: str) -> None:
     factors = None if cluster is None else cluster.contention
     if factors is not None and factors.gathers_by_size is not None and factors.by_size is None:
@@ -430,12 +407,12 @@ def _check_contention(cluster: Cluster | None, where: str) -> None:
 
 
 def load_cluster(path: str | Path) -> Cluster:
-    """Reads and checks cluster.json. Raises InputError as `load_profile` does."""
+    """Read and check cluster.json. Raises InputError as `load_profile` does."""
     return parse_cluster(read_json(path), where=str(path))
 
 
 def parse_cluster(document: Any, where: str = "cluster") -> Cluster:
-    """Checks a parsed cluster document; `where` names it in messages."""
+    """Check a parsed cluster document, which `where` names in messages."""
     record = _with_link_constants(check_schema(document, CLUSTER_SCHEMA, where), f"{where}: $")
     cluster = validate(Cluster, record, where)
     _check_contention(cluster, f"{where}: $")

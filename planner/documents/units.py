@@ -28,8 +28,8 @@ def parse_bandwidth(text: object, where: str) -> float:
         rate = float(match[1]) * _PREFIX[match[2].lower()] / (8 if match[3].lower().startswith("bit") else 1)
     if not SLOWEST <= rate <= FASTEST:
         raise InputError(
-            f"{where}: found {_shown(text)}, expected a rate per second in kbit, mbit, gbit, tbit, or in kbyte, mbyte, "
-            f'gbyte, tbyte, such as "400gbit" or "50gbyte"; write it so'
+            f"{where}: found {repr(text)[:60]}, expected a rate per second in kbit, mbit, gbit, tbit, or in kbyte, "
+            f'mbyte, gbyte, tbyte, such as "400gbit" or "50gbyte"; write it so'
         )
     return rate
 
@@ -39,14 +39,11 @@ def parse_latency_us(text: object, where: str) -> float:
     match = _TIME.fullmatch(text) if isinstance(text, str) else None
     time_us = float(match[1]) * _TIMES_US[match[2].lower()] if match is not None else -1.0
     if not 0.0 <= time_us <= LONGEST_US:
-        raise InputError(f'{where}: found {_shown(text)}, expected a time in ns, us or ms, such as "3us"; write it so')
+        shown = repr(text)[:60]
+        raise InputError(f'{where}: found {shown}, expected a time in ns, us or ms, such as "3us"; write it so')
     return time_us
 
 
 def us_per_byte(bytes_per_s: float) -> float:
     """Return β of a link from its rate."""
     return 1e6 / bytes_per_s
-
-
-def _shown(text: object) -> str:
-    return repr(text)[:60]

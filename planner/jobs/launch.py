@@ -34,7 +34,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
 
 from planner.testbed.emulation import Emulation
-from planner.testbed.hosts import Place, hosts_for
+from planner.testbed.hosts import Place, places_for
 from runtime.comm.world import MIN_TIMEOUT_S
 from runtime.errors import CommunicationError, EnvironmentFailure, PlannerError
 from runtime.local_async.processes import end_with_parent, on_signal
@@ -185,14 +185,14 @@ def run_ranks(world: LocalWorld, function: Callable[..., T], *arguments: Any) ->
     def leave(number: int, _frame: object) -> NoReturn:
         sys.exit(128 + number)  # the code of an uncaught signal, but in order: the ranks are ended on the way out
 
-    with on_signal(signal.SIGTERM, leave), hosts_for(world.ranks, world.emulation) as hosts:
+    with on_signal(signal.SIGTERM, leave), places_for(world.ranks, world.emulation) as place_of:
         timeout = timedelta(seconds=world.start_timeout_s)
         store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timeout)
         try:
             # Inherited: until ranks have a process group of their own, Ctrl-C is not for them.
             with on_signal(signal.SIGINT, signal.SIG_IGN):
                 for number in range(world.ranks):
-                    place = hosts.place(number)
+                    place = place_of(number)
                     file = _ResultFile()
                     process = multiprocessing.get_context("spawn").Process(
                         target=_rank_main, args=(number, world, place, store.port, file, function, arguments)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from planner.testbed.emulation import Emulation, mark
+from planner.testbed.emulation import VARIABLE, Emulation
 from planner.testbed.namespaces import Namespace, NoNamespaces
 from planner.testbed.wiring import INTERFACE, check_tools, wire
 
@@ -23,38 +23,28 @@ class Place:
     namespace: Namespace | None = None
 
     def enter(self) -> None:
-        """Moves this process to its host, and writes into its environment what programs there look for."""
+        """Move this process to its host, and write into its environment what programs there look for."""
         names = {"LOCAL_RANK": self.local_rank, "GROUP_RANK": self.host, "LOCAL_WORLD_SIZE": self.local_ranks}
         os.environ.update({name: str(value) for name, value in names.items()})
         if self.emulation is not None:
-            os.environ.update(mark(self.emulation))
+            os.environ[VARIABLE] = self.emulation.spec
         if self.namespace is not None:
             self.namespace.enter()
             self.namespace.close()
             os.environ["GLOO_SOCKET_IFNAME"] = INTERFACE
 
 
-class Hosts:
-    """This machine as one host of all local ranks; emulated clusters differ from it."""
+@dataclass(frozen=True)
+class EmulatedHosts:
+    """Hosts of a few ranks each, in network namespaces behind a switch in one of its own."""
 
-    def __init__(self, ranks: int) -> None:
-        self.ranks = ranks
-
-    def place(self, rank: int) -> Place:
-        """Where a rank runs."""
-        return Place(local_rank=rank, local_ranks=self.ranks)
-
-
-class EmulatedHosts(Hosts):
-    """Hosts of a few ranks each."""
-
-    def __init__(self, emulation: Emulation, switch: Namespace, hosts: tuple[Namespace, ...]) -> None:
-        super().__init__(emulation.ranks)
-        self.emulation, self.switch, self.namespaces = emulation, switch, hosts
+    emulation: Emulation
+    switch: Namespace
+    namespaces: tuple[Namespace, ...]
 
     @classmethod
     def make(cls, emulation: Emulation) -> EmulatedHosts:
-        """Network namespaces, wired and shaped. Raises NoNamespaces or EnvironmentFailure, and leaves nothing then."""
+        """Wire and shape new namespaces. Raises NoNamespaces or EnvironmentFailure, and leaves nothing then."""
         made: list[Namespace] = []
         try:
             for _ in range(emulation.hosts + 1):
@@ -67,30 +57,26 @@ class EmulatedHosts(Hosts):
         return cls(emulation, made[0], tuple(made[1:]))
 
     def place(self, rank: int) -> Place:
-        """See `Hosts.place`."""
-        host = self.emulation.host_of(rank)
+        """Return where a rank runs; the ranks of a host follow one another."""
+        ranks = self.emulation.ranks_per_host
+        host, local_rank = divmod(rank, ranks)
         return Place(
             host=host,
-            local_rank=rank % self.emulation.ranks_per_host,
-            local_ranks=self.emulation.ranks_per_host,
+            local_rank=local_rank,
+            local_ranks=ranks,
             emulation=self.emulation,
             namespace=self.namespaces[host],
         )
 
     def close(self) -> None:
-        """Lets go of the namespaces; they vanish with their last process."""
+        """Let go of the namespaces, which vanish with their last process."""
         for namespace in (self.switch, *self.namespaces):
             namespace.close()
 
 
 @contextmanager
 def emulated_hosts(emulation: Emulation) -> Iterator[EmulatedHosts]:
-    """The hosts of an emulated cluster, for as long as the block runs.
-
-    Raises:
-        NoNamespaces: they cannot be had.
-        EnvironmentFailure: a host did not come up within its deadline.
-    """
+    """Make the hosts of an emulated cluster for as long as the block runs. Raises as `EmulatedHosts.make` does."""
     try:
         hosts = EmulatedHosts.make(emulation)
     except NoNamespaces as error:
@@ -102,7 +88,7 @@ def emulated_hosts(emulation: Emulation) -> Iterator[EmulatedHosts]:
 
 
 def check_namespaces() -> None:
-    """Raises NoNamespaces, with the cure, where this machine cannot emulate a cluster by them; takes a moment."""
+    """Raise NoNamespaces, with the cure, where this machine cannot emulate a cluster by them; takes a moment."""
     try:
         check_tools()
         Namespace.make().close()
@@ -111,10 +97,10 @@ def check_namespaces() -> None:
 
 
 @contextmanager
-def hosts_for(ranks: int, emulation: Emulation | None) -> Iterator[Hosts]:
-    """Where so many local ranks run."""
+def places_for(ranks: int, emulation: Emulation | None) -> Iterator[Callable[[int], Place]]:
+    """Yield what gives the place of each of so many local ranks."""
     if emulation is None:
-        yield Hosts(ranks)
+        yield lambda rank: Place(local_rank=rank, local_ranks=ranks)
         return
     with emulated_hosts(emulation) as hosts:
-        yield hosts
+        yield hosts.place

@@ -9,8 +9,8 @@ from __future__ import annotations
 import ctypes
 import os
 import sys
-import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from multiprocessing.reduction import DupFd
 from typing import Any, TypeVar
@@ -34,7 +34,7 @@ class Namespace:
 
     @classmethod
     def make(cls) -> Namespace:
-        """A new one, empty but for a loopback interface that is down. Raises NoNamespaces."""
+        """Return a new one, empty but for a loopback interface that is down. Raises NoNamespaces."""
         return cls(_in_thread(_unshare))
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -46,12 +46,12 @@ class Namespace:
         return f"/proc/self/fd/{self.descriptor}"
 
     def enter(self) -> None:
-        """Moves the calling thread, and all threads and processes that it will start. Raises EnvironmentFailure."""
+        """Move the calling thread, and all threads and processes that it will start. Raises EnvironmentFailure."""
         if _libc().setns(self.descriptor, _CLONE_NEWNET) != 0:
             raise EnvironmentFailure(f"an emulated host cannot be entered: {os.strerror(ctypes.get_errno())}")
 
     def call(self, function: Callable[[], T]) -> T:
-        """The function's result, called inside: sockets that it makes, and processes that it starts, stay inside."""
+        """Call a function inside: sockets that it makes, and processes that it starts, stay inside."""
 
         def inside() -> T:
             self.enter()
@@ -60,7 +60,6 @@ class Namespace:
         return _in_thread(inside)
 
     def close(self) -> None:
-        """Lets go of it."""
         with suppress(OSError):
             os.close(self.descriptor)
 
@@ -74,7 +73,7 @@ def _libc() -> ctypes.CDLL:
 
 
 def _unshare() -> int:
-    """Moves this thread into a new network namespace; its descriptor."""
+    """Move this thread into a new network namespace, and return its descriptor."""
     if not os.path.exists("/proc/thread-self/ns/net"):
         raise NoNamespaces("network namespaces are not here; they need Linux, with /proc")
     if _libc().unshare(_CLONE_NEWNET) != 0:
@@ -88,19 +87,6 @@ def _unshare() -> int:
 
 
 def _in_thread(function: Callable[[], T]) -> T:
-    """The function's result, from a thread of its own; what it raises is raised here."""
-    results: list[T] = []
-    errors: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            results.append(function())
-        except BaseException as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    thread.join()
-    if errors:
-        raise errors[0]
-    return results[0]
+    # A thread of its own, which ends here: a namespace is entered for good.
+    with ThreadPoolExecutor(max_workers=1) as pool:
+        return pool.submit(function).result()

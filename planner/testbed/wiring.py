@@ -37,19 +37,19 @@ _PREFIX = 16
 
 
 def host_address(host: int) -> str:
-    """The address of a host inside the emulated cluster."""
+    """Return the address of a host inside the emulated cluster."""
     return f"10.77.{host // 250}.{host % 250 + 1}"
 
 
 def check_tools() -> None:
-    """Raises NoNamespaces where iproute2 is missing."""
+    """Raise NoNamespaces where iproute2 is missing."""
     for tool in ("ip", "tc"):
         if shutil.which(tool) is None:
             raise NoNamespaces(f"{tool}: not found; expected iproute2 (Debian, Ubuntu: apt-get install iproute2)")
 
 
 def wire(switch: Namespace, hosts: Sequence[Namespace], bits_per_s: float) -> None:
-    """Connects the hosts and shapes what each of them sends; returns when every host reaches the switch.
+    """Connect the hosts and shape what each of them sends; return when every host reaches the switch.
 
     Raises:
         NoNamespaces: iproute2 is missing, or the kernel lacks bridges, veth pairs or tbf.
@@ -71,7 +71,7 @@ def wire(switch: Namespace, hosts: Sequence[Namespace], bits_per_s: float) -> No
 
 
 def shaping(bits_per_s: float) -> str:
-    """The arguments of `tc` that hold an interface to a rate."""
+    """Return the arguments of `tc` that hold an interface to a rate."""
     bytes_per_s = bits_per_s / 8
     burst = max(_FRAME_BYTES, round(bytes_per_s * _BURST_S))
     peak_burst = max(_FRAME_BYTES, round(bytes_per_s * _PEAK_BURST_S))
@@ -83,7 +83,7 @@ def shaping(bits_per_s: float) -> str:
 
 
 def _batch(place: Namespace, tool: str, lines: Sequence[str], what: str, named: Sequence[Namespace] = ()) -> None:
-    """Runs lines of `ip` or `tc` inside a namespace; `named` are the namespaces that the lines refer to."""
+    """Run lines of `ip` or `tc` inside a namespace; `named` are the namespaces that the lines refer to."""
     text = "".join(f"{line}\n" for line in lines)
 
     def run() -> subprocess.CompletedProcess[str]:

@@ -26,6 +26,13 @@ T = TypeVar("T")
 STRICT = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 """Put into a record as `__pydantic_config__`: unknown fields, coercions, NaN and infinity are refused."""
 
+
+class Record:
+    """What the records of documents inherit."""
+
+    __pydantic_config__ = STRICT
+
+
 MAX_DEPTH = 100
 """Levels of nesting in a document; ours have fewer than ten."""
 

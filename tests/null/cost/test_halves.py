@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from builders import cluster_document, line_problem, make, profile_document
 
-from planner.cost.collectives import reduce_scatter_ring
+from planner.cost.collectives import collective_cost
 from planner.cost.model import communication_cost
 from planner.documents.profile import Link
 from planner.model.problem import Problem
@@ -49,5 +49,5 @@ def test_another_number_of_ranks_has_its_own_halves() -> None:
     problem = line_problem([(250, 1.0)], 60.0, 0.01)
     there = Problem(profile=problem.profile, cost=communication_cost(problem.cost.cluster, 8))
     link = Link(alpha_us=10.0, beta_us_per_byte=0.01 * 4 / 6)
-    cost = reduce_scatter_ring(8, link)
+    cost = collective_cost("reduce_scatter/ring", 8, link)
     assert there.push.curve.at(1000.0) == pytest.approx(cost.start_up_us + 1000.0 * cost.per_byte_us)

@@ -15,7 +15,7 @@ from planner.cli.app import main
 from planner.cost.model import communication_cost
 from planner.documents.profile import parse_cluster, parse_profile
 from planner.testbed import namespaces, wiring
-from planner.testbed.emulation import emulation_here, mark, parse_emulation
+from planner.testbed.emulation import VARIABLE, emulation_here, parse_emulation
 from planner.testbed.hosts import EmulatedHosts, emulated_hosts
 from planner.testbed.namespaces import Namespace, NoNamespaces
 from runtime.errors import EnvironmentFailure, InputError
@@ -36,7 +36,8 @@ def test_shapes_and_rates(text: str, hosts: int, ranks_per_host: int, bits_per_s
     found = parse_emulation(text)
     assert (found.hosts, found.ranks_per_host, found.bits_per_s) == (hosts, ranks_per_host, bits_per_s)
     assert (found.spec, found.ranks) == (spec, hosts * ranks_per_host)
-    assert [found.host_of(rank) for rank in range(found.ranks)] == sorted([*range(hosts)] * ranks_per_host)
+    place = EmulatedHosts(found, Namespace(-1), (Namespace(-2),) * hosts).place
+    assert [place(rank).host for rank in range(found.ranks)] == sorted([*range(hosts)] * ranks_per_host)
 
 
 WRONG = [
@@ -53,7 +54,7 @@ WRONG = [
     ("4x1@infgbit", "expected HOSTSxRANKS@RATE"),
     ("４x1@1gbit", "expected HOSTSxRANKS@RATE"),
     ("docker:4x1@1gbit", "expected HOSTSxRANKS@RATE"),
-    ("sleep:2x2@1gbit", "by which ranks would sleep and nothing real be measured; expected network namespaces: leave"),
+    ("sleep:2x2@1gbit", "expected HOSTSxRANKS@RATE"),
     ("x" * 5000, "expected HOSTSxRANKS@RATE"),
     ("9" * 5000 + "x1@1gbit", "expected HOSTSxRANKS@RATE"),
     ("0x1@1gbit", "found 0 hosts of 1 ranks"),
@@ -94,10 +95,12 @@ def test_commands_refuse_them_before_anything_else(
     assert captured.out == ""
 
 
-def test_a_process_learns_from_its_environment_where_it_is() -> None:
-    assert emulation_here({}) is None
+def test_a_process_learns_from_its_environment_where_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(VARIABLE, raising=False)
+    assert emulation_here() is None
     emulation = parse_emulation("2x2@200mbit")
-    assert emulation_here(mark(emulation)) == emulation
+    monkeypatch.setenv(VARIABLE, emulation.spec)
+    assert emulation_here() == emulation
 
 
 def test_the_bucket_lets_any_packet_through_and_holds_the_rate() -> None:
