@@ -18,23 +18,36 @@ from planner.jobs.launch import LocalWorld, run_ranks
 Results = list[dict[str, dict[str, bool]]]
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="module", params=[2, pytest.param(3, marks=pytest.mark.long)])
 def ranks(request: pytest.FixtureRequest) -> Results:
-    """What every rank of two, three or four found."""
+    """What every rank of two or three found."""
     return run_ranks(LocalWorld(ranks=request.param), delay_life_checks.run, asked_for(request, "check"))
+
+
+@pytest.fixture(scope="module")
+def four_ranks(request: pytest.FixtureRequest) -> Results:
+    """What every rank of four found."""
+    return run_ranks(LocalWorld(ranks=4), delay_life_checks.run, asked_for(request, "with_four"))
 
 
 IN_NODES = delay_workers_checks.CHECKS.keys() - {"compressed_pushes"}
 """What only four ranks show: workers of two ranks each."""
-ROWS = [
-    pytest.param(ranks, check, marks=() if ranks == 2 or (ranks == 4 and check in IN_NODES) else pytest.mark.long)
-    for ranks in (2, 3, 4)
-    for check in delay_life_checks.CHECKS
-]
 
 
-@pytest.mark.parametrize(("ranks", "check"), ROWS, indirect=["ranks"], scope="module")
+@pytest.mark.parametrize("check", delay_life_checks.CHECKS)
 def test_on_every_rank(ranks: Results, check: str) -> None:
+    all_hold(ranks, check)
+
+
+@pytest.mark.parametrize(
+    "with_four",
+    [pytest.param(check, marks=() if check in IN_NODES else pytest.mark.long) for check in delay_life_checks.CHECKS],
+)
+def test_on_four_ranks(four_ranks: Results, with_four: str) -> None:
+    all_hold(four_ranks, with_four)
+
+
+def all_hold(ranks: Results, check: str) -> None:
     for rank, results in enumerate(ranks):
         assert results[check]
         assert not [what for what, good in results[check].items() if good is not True], rank
