@@ -93,7 +93,7 @@ def test_two_lines_make_an_existing_script_train_with_a_plan(planned: tuple[Path
 @pytest.mark.long
 def test_an_existing_script_compares_itself(planned: tuple[Path, list[str]]) -> None:
     printed = python(planned[0], *TORCHRUN, SCRIPT, "--compare", "plan.json")
-    assert "25 steps each on 2 ranks, in 5 rounds by turns" in printed
+    assert "25 steps each on 2 ranks, in 5 interleaved rounds" in printed
     assert "the best DDP" in printed
     assert "NOT THE SAME TRAINING" not in printed
 
