@@ -1,12 +1,7 @@
 """The file that raw samples are kept in: a SQLite database in write-ahead mode, in the user's directory.
 
-SQLite gives what is hard about a cache that many processes share: one writer at a time beside any number of readers,
-transactions that are there whole or not at all after a crash of the process or of the machine, and errors, not
-signals, where a file is damaged or a disk full. Each sample carries a checksum over its bytes and its number, which
-SQLite does not.
-
-A database must not be carried through a fork. So connections are closed before every fork of Python's, and opened
-again by whoever needs one.
+SQLite allows one writer beside any number of readers, keeps transactions whole through a crash of the process or of the
+machine, and raises errors where a file is damaged or a disk full. Each sample carries a checksum of its own.
 """
 
 from __future__ import annotations
@@ -30,6 +25,7 @@ LOCK = "samples.lock"
 SUFFIXES = ("", "-wal", "-shm")
 """SQLite's files: the database, its log, and the log's index."""
 VERSION = 1
+"""SQLite's `user_version` of the file."""
 PAGE_BYTES = 16 * 1024
 """Large pages: samples of tens of kB are written twice as fast as with SQLite's usual 4 KiB, for 8 kB lost in each."""
 BUSY_S = 10.0
@@ -59,10 +55,10 @@ class Database:
     """One process's connection to the file, for one dataset. Every method may raise `sqlite3.Error` or `OSError`."""
 
     def __init__(self, folder: Path, bound_bytes: int, dataset: str, owned: np.ndarray | None = None) -> None:
-        """Names the file; nothing is opened yet.
+        """Name the file of a folder, which is opened, or made, when it is needed first.
 
         Args:
-            folder: the directory, made where there is none.
+            folder: the directory.
             bound_bytes: of all files in it, for all datasets.
             dataset: what tells this dataset from others in the directory.
             owned: per sample, whether this node reads it (bool); None: it reads all.
@@ -72,12 +68,11 @@ class Database:
         self.bound_bytes = bound_bytes
         self.dataset = dataset
         self.owned = owned
-        self._swept = False
-        self.read_only = False
+        self._swept = self.read_only = False
         self.lock = threading.RLock()
         self.connection: sqlite3.Connection | None = None
-        self._inode = 0
-        self._first = 0
+        self._inode = self._first = 0
+        # Weakly: what only waits for a fork must not keep a database open.
         _OPEN.add(self)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -85,35 +80,32 @@ class Database:
 
     @contextlib.contextmanager
     def opened(self) -> Iterator[sqlite3.Connection]:
-        """The connection, for this thread alone."""
+        """Hold the connection, for this thread alone."""
         with self.lock:
             if self.connection is None:
                 self.connection = self._open()
             yield self.connection
 
     def close(self) -> None:
-        """Lets go of the file; the next use opens it again."""
+        """Release the file; the next use opens it again."""
         with self.lock:
             if self.connection is not None:
                 self.connection.close()
             self.connection = None
 
     def _open(self) -> sqlite3.Connection:
-        folder = self.folder
-        # Whether files can be made in a directory, or in the nearest one above it that is there.
-        while not folder.exists() and folder != folder.parent:
-            folder = folder.parent
-        self.read_only = not (os.access(folder, os.W_OK) and not os.statvfs(folder).f_flag & os.ST_RDONLY)
+        folder = existing(self.folder)
+        self.read_only = not os.access(folder, os.W_OK) or bool(os.statvfs(folder).f_flag & os.ST_RDONLY)
         if self.read_only:
             # Nobody can write to it, so the file needs no locks, which could not be taken either.
-            connection = self._connect(f"file:{_quoted(self.path)}?mode=ro&immutable=1")
+            connection = self._connect("?mode=ro&immutable=1")
             found = connection.execute("SELECT id FROM dataset WHERE name = ?", (self.dataset,)).fetchone()
             self._first = (found[0] if found else 0) << _NUMBER_BITS
             self._inode = os.stat(self.path).st_ino
             return connection
         self.folder.mkdir(parents=True, exist_ok=True)
         with _held(self.folder / LOCK):
-            connection = self._connect(f"file:{_quoted(self.path)}")
+            connection = self._connect()
             try:
                 self._prepare(connection)
             except BaseException:
@@ -122,11 +114,11 @@ class Database:
         self._inode = os.stat(self.path).st_ino
         return connection
 
-    def _connect(self, address: str) -> sqlite3.Connection:
+    def _connect(self, options: str = "") -> sqlite3.Connection:
+        address = self.path.absolute().as_uri() + options
         return sqlite3.connect(address, uri=True, timeout=BUSY_S, isolation_level=None, check_same_thread=False)
 
     def _prepare(self, connection: sqlite3.Connection) -> None:
-        """Makes the tables where there are none, and this dataset's entry."""
         version = connection.execute("PRAGMA user_version").fetchone()[0]
         if version not in (0, VERSION):
             raise sqlite3.NotSupportedError(f"found version {version}, expected {VERSION}")
@@ -155,13 +147,9 @@ class Database:
 
     def is_there(self) -> bool:
         """Whether the file that is open still has its name; True where none is open."""
-        with self.lock:
-            if self.connection is None:
-                return True
-            try:
-                return os.stat(self.path).st_ino == self._inode
-            except OSError:
-                return False
+        with self.lock, contextlib.suppress(OSError):
+            return self.connection is None or os.stat(self.path).st_ino == self._inode
+        return False
 
     def get(self, index: int) -> bytes | None:
         """The raw sample, or None.
@@ -179,7 +167,7 @@ class Database:
         raise Damaged
 
     def missing(self, indices: Sequence[int]) -> set[int]:
-        """Those of some samples that are not there: one question costs little more than a look for one."""
+        """Return which samples are not there, by one query, which costs little more than a look for one."""
         with self.opened() as connection:
             ids = ",".join(str(self._first + index) for index in indices)
             rows = connection.execute(f"SELECT id FROM sample WHERE id IN ({ids})")
@@ -190,11 +178,7 @@ class Database:
             connection.execute("DELETE FROM sample WHERE id = ?", (self._first + index,))
 
     def put(self, samples: Sequence[tuple[int, bytes]]) -> int:
-        """Stores samples in one transaction, within the bound; those that are there stay. Returns how many had room.
-
-        Where the bound is reached, datasets that nobody has read for long are taken out, then samples of this one that
-        are not `owned`: those that other nodes read now.
-        """
+        """Store samples in one transaction, within the bound; those that are there stay. Returns how many had room."""
         with self.opened() as connection:
             connection.execute("BEGIN IMMEDIATE")
             try:
@@ -227,7 +211,6 @@ class Database:
         return int(pages - free) * PAGE_BYTES
 
     def size_bytes(self) -> int:
-        """Bytes of the files now."""
         size_bytes = 0
         for suffix in SUFFIXES:
             with contextlib.suppress(OSError):
@@ -235,7 +218,11 @@ class Database:
         return size_bytes
 
     def _evict(self, connection: sqlite3.Connection, target_bytes: int) -> int:
-        """Takes out what is needed least, until at most `target_bytes` are used, if it can; returns what is used."""
+        """Take samples out until at most `target_bytes` are used, if that can be; returns what is used.
+
+        First datasets that nobody has read for long, then samples of this one that are not `owned`: those that other
+        nodes read now.
+        """
         old = connection.execute(
             "SELECT id FROM dataset WHERE name != ? AND used_s < ? ORDER BY used_s",
             (self.dataset, time.time() - KEPT_FOR_S),
@@ -266,21 +253,25 @@ class Database:
         return self.used_bytes(connection)
 
     def forget(self) -> None:
-        """Takes out every sample of this dataset."""
+        """Take out every sample of this dataset."""
         with self.opened() as connection:
             last = self._first + (1 << _NUMBER_BITS)
             connection.execute("DELETE FROM sample WHERE id >= ? AND id < ?", (self._first, last))
 
     def remove(self) -> None:
-        """Removes the file, so that the next use makes a new one; nothing where another process just did."""
+        """Remove the file, so that the next use makes a new one; not where another process just did."""
         with self.lock:
             there = self.is_there()
             self.close()
-            if not there:
-                return
-            with _held(self.folder / LOCK):
-                for suffix in SUFFIXES:
-                    self.path.with_name(FILE + suffix).unlink(missing_ok=True)
+            if there:
+                with _held(self.folder / LOCK):
+                    for suffix in SUFFIXES:
+                        self.path.with_name(FILE + suffix).unlink(missing_ok=True)
+
+
+def existing(folder: Path) -> Path:
+    """Return a directory, or the nearest one above it that is there."""
+    return next((one for one in (folder, *folder.parents) if one.exists()), folder)
 
 
 def stored_bytes(size_bytes: int) -> int:
@@ -308,13 +299,9 @@ def _checksum(number: int, raw: bytes) -> int:
     return zlib.crc32(raw, zlib.crc32(number.to_bytes(8, "little")))
 
 
-def _quoted(path: Path) -> str:
-    return str(path.absolute()).replace("%", "%25").replace("?", "%3f").replace("#", "%23")
-
-
 @contextlib.contextmanager
 def _held(path: Path) -> Iterator[None]:
-    """A lock among processes, by a file; the kernel gives it back when its holder dies."""
+    """Lock a file among processes; the kernel gives the lock back when its holder dies."""
     handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
     try:
         deadline_s = time.monotonic() + BUSY_S
@@ -336,8 +323,8 @@ _STILL: list[Database] = []
 """Those that are held still while the process forks."""
 
 
+# SQLite's connections must not be carried through a fork: they are closed before, while no other thread may use one.
 def _before_fork() -> None:
-    """Closes every connection, and holds off every other thread meanwhile."""
     for database in list(_OPEN):
         database.lock.acquire()
         with contextlib.suppress(sqlite3.Error):

@@ -15,14 +15,14 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from runtime.comm.world import World, check_timeout_s
-from runtime.datacache.fetching import Fetcher, rendezvous
-from runtime.datacache.memory import NodeMemory
-from runtime.datacache.node import CacheRequest, agree, check_bytes, check_folder, node_name, raise_all, share
+from runtime.datacache.fetching import Fetcher
+from runtime.datacache.node import CacheRequest, agree, check_bytes, check_folder, node_name, share
 from runtime.datacache.partition import Partition, numbered
 from runtime.datacache.sampler import CachedSampler
 from runtime.datacache.samples import STORABLE, Unstorable, unpack
 from runtime.datacache.source import Source, identity, stored_as
 from runtime.errors import CacheWarning, InputError, PlannerError
+from runtime.torch_compat import store_address
 
 TIMEOUT_S = 600.0
 """Deadline of an exchange between nodes: a rank may evaluate or save meanwhile."""
@@ -112,40 +112,34 @@ class CachedDataset(Dataset[Any]):
                 folder = None if local_dir is None else check_folder(local_dir)
                 known_as = "" if folder is None else stored_as(name or identity(dataset), raw=self._source.raw)
                 mine = CacheRequest(folder, int(memory_bytes), disk_bytes, known_as, node_name(node),
-                                    len(self._source), seed, fetch, probe)  # fmt: skip
+                                    self._source.samples, seed, fetch, probe, os.urandom(8).hex())  # fmt: skip
             except PlannerError as error:
                 mine = error
             everyone = agree(world, mine)
             assert isinstance(mine, CacheRequest)
             self.rank = world.rank
-            self.partition = Partition(len(self._source), numbered([one.node for one in everyone]), seed)
+            self.partition = Partition(self._source.samples, numbered([one.node for one in everyone]), seed)
             self._node = self.partition.node_of_rank[self.rank]
-            shared = share(world, mine, self._source, self.partition, self._node)
-            self._memory: NodeMemory = shared.memory
-            self._disk = shared.disk
-            self.raw_bytes = shared.raw_bytes
-            """Size of the largest raw sample that was read at the start; 0 without `probe`."""
+            self._memory, self._disk, self.raw_bytes = share(world, mine, self._source, self.partition, self._node)
+            """`raw_bytes`: size of the largest raw sample that was read at the start; 0 without `probe`."""
             self._fetcher: Fetcher | None = None
             if fetch and self.partition.nodes > 1:
-                found: tuple[tuple[str, int], str] | PlannerError
-                try:
-                    found = rendezvous(), os.urandom(8).hex()
-                except PlannerError as error:
-                    found = error
-                told = world.gather(found, "agreeing on where workers meet")
-                raise_all(told, found)
-                assert isinstance(found, tuple)
-                key = f"datacache/{told[0][1]}"
-                self._fetcher = Fetcher(world.rank, world.ranks, found[0], key, timeout_s)
+                address = store_address()
+                if address is None:  # on all ranks: they have formed one group
+                    raise InputError(
+                        "fetch=True: found a process group that was formed by a file, expected one formed over TCP, "
+                        "where workers can meet too; use init_method='env://' or torchrun"
+                    )
+                self._fetcher = Fetcher(world.rank, world.ranks, address, f"datacache/{everyone[0].key}", timeout_s)
         finally:
             world.leave()
 
     def __len__(self) -> int:
         """The number of samples when this was made."""
-        return len(self._source)
+        return self._source.samples
 
     def check_length(self) -> None:
-        """Raises InputError where the dataset's length is not what it was when this was made."""
+        """Raise InputError where the dataset's length is not what it was when this was made."""
         now = self._source.length()
         if now != len(self):
             raise InputError(
@@ -155,7 +149,7 @@ class CachedDataset(Dataset[Any]):
 
     def __getitem__(self, index: int) -> Any:
         """A sample, transformed. Raises IndexError, and whatever the dataset raises."""
-        return self._finished(self._sample(self._checked(index)))
+        return self._transformed(self._sample(self._checked(index)))
 
     def __getitems__(self, indices: Sequence[int]) -> list[Any]:
         """A batch of samples, transformed; with `fetch` every rank has to read one at the same time.
@@ -173,7 +167,7 @@ class CachedDataset(Dataset[Any]):
                     [i for i in chosen if (slot := self._slot(i)) < 0 or not self._memory.holds(slot)]
                 )
             )
-            return [self._finished(self._sample(index, on_disk=index not in missing)) for index in chosen]
+            return [self._transformed(self._sample(index, on_disk=index not in missing)) for index in chosen]
         # The samples that other nodes hold, by their place in the batch.
         places: list[list[int]] = [[] for _ in range(self._fetcher.ranks)]
         for place, node in enumerate(self.partition.owners(chosen)):
@@ -188,7 +182,9 @@ class CachedDataset(Dataset[Any]):
             for places_there, flats in zip(places, found, strict=True)
             for place, flat in zip(places_there, flats, strict=True)
         }
-        return [self._finished(samples[i] if i in samples else self._sample(index)) for i, index in enumerate(chosen)]
+        return [
+            self._transformed(samples[i] if i in samples else self._sample(index)) for i, index in enumerate(chosen)
+        ]
 
     def _checked(self, index: int) -> int:
         found = operator.index(index)
@@ -196,24 +192,24 @@ class CachedDataset(Dataset[Any]):
             raise IndexError(f"index {found} of a dataset of {len(self)} samples")
         return found % len(self)
 
-    def _finished(self, sample: Any) -> Any:
+    def _transformed(self, sample: Any) -> Any:
         return sample if self.transform is None else self.transform(sample)
 
     def _slot(self, index: int) -> int:
         """Where this node's memory may hold an index; negative where it has no place for it."""
-        return self.partition.slot(index, self._node) if self._memory.shape.slots else -1
+        return self.partition.slot(index, self._node) if self._memory.slots else -1
 
     def _sample(self, index: int, *, on_disk: bool = True) -> Any:
         flat = self._held(index)
         if flat is not None:
             return unpack(flat)
-        if self._disk is None and not self._memory.shape.slots:
+        if self._disk is None and not self._memory.slots:
             self._memory.count("source_reads")
             return self._source.sample(index)
         try:
             raw = self._read(index, on_disk=on_disk)
             # Alike in all epochs: what decoding gives is taken apart and put together in the first one, too.
-            return unpack(self._keep(index, raw)) if self._memory.shape.slots else self._source.decode(raw)
+            return unpack(self._keep(index, raw)) if self._memory.slots else self._source.decode(raw)
         except Unstorable as error:
             self._memory.count("unstorable")
             if self._memory.first("unstorable"):
@@ -243,9 +239,8 @@ class CachedDataset(Dataset[Any]):
         return flat
 
     def _read(self, index: int, *, on_disk: bool = True) -> bytes:
-        """The raw sample from the disk, or else from the storage, and then it is stored. Raises Unstorable.
-
-        `on_disk`: whether it may be on the disk.
+        """Read a raw sample from the disk, where it may be `on_disk`, else from the storage, to store it. Raises
+        Unstorable.
         """
         raw = self._disk.get(index) if self._disk is not None and on_disk else None
         if raw is not None:
@@ -258,7 +253,7 @@ class CachedDataset(Dataset[Any]):
         return raw
 
     def _keep(self, index: int, raw: bytes) -> Tensor:
-        """The flat sample of raw bytes, which the node's memory gets where it has a place for it. Raises Unstorable."""
+        """Return the flat sample of raw bytes, which the node's memory gets if it has a place. Raises Unstorable."""
         flat = self._source.flat(raw)
         slot = self._slot(index)
         if slot >= 0:
@@ -281,12 +276,12 @@ class CachedDataset(Dataset[Any]):
         )
 
     def flush(self, timeout_s: float = 60.0) -> bool:
-        """Waits until what this process has read is on the disk; False where it is not in time. Workers do so as they
+        """Wait until what this process has read is on the disk; False where it is not in time. Workers do so as they
         end; this is for measurements and tests.
         """
         return self._disk is None or self._disk.flush(timeout_s)
 
     def close(self) -> None:
-        """Lets go of the local disk; the next access opens it again."""
+        """Release the local disk; the next access opens it again."""
         if self._disk is not None:
             self._disk.close()

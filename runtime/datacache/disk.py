@@ -50,6 +50,7 @@ class DiskStore:
         self, folder: Path, bound_bytes: int, dataset: str, memory: NodeMemory, owned: np.ndarray | None = None
     ) -> None:
         """See `Database`; `memory` is where the node counts, and remembers what was said."""
+        self._given = folder, bound_bytes, dataset, memory, owned
         self.folder = folder
         self.bound_bytes = bound_bytes
         self._memory = memory
@@ -60,11 +61,10 @@ class DiskStore:
         self._begin()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        reader = self._reader
-        return DiskStore, (self.folder, self.bound_bytes, reader.dataset, self._memory, reader.owned)
+        return DiskStore, self._given
 
     def _begin(self) -> None:
-        """In a process that has not used this yet: what its parent was to write, the parent writes."""
+        """Start in a process that has not used this yet: what its parent was to write, the parent writes."""
         self._process = os.getpid()
         self._waiting: deque[tuple[int, bytes]] = deque()
         self._waiting_bytes = 0
@@ -115,18 +115,14 @@ class DiskStore:
 
     def missing(self, indices: Sequence[int]) -> set[int]:
         """Those of a batch of samples that need not be looked for; none where the disk does not work, as `get` says."""
-        now_s = time.monotonic()
-        if self._process != os.getpid() or not indices or now_s < self._unread_until_s:
-            return set()
-        if now_s >= self._look_at_s:  # `get` finds out whether the file is still there
-            return set()
-        try:
-            return self._reader.missing(indices)
-        except (sqlite3.Error, OSError):
-            return set()
+        # Where it is time to look for the file, `get` finds out whether it is still there.
+        if self._process == os.getpid() and indices and self._unread_until_s <= time.monotonic() < self._look_at_s:
+            with suppress(sqlite3.Error, OSError):
+                return self._reader.missing(indices)
+        return set()
 
     def put(self, index: int, raw: bytes) -> None:
-        """Stores a raw sample some time later; where that cannot be, counts it."""
+        """Store a raw sample some time later; where that cannot be, count it."""
         if self._process != os.getpid():
             self._begin()
         many = self._waiting and self._waiting_bytes + len(raw) > WAITING_BYTES
@@ -152,7 +148,7 @@ class DiskStore:
             self._wake.notify_all()
 
     def flush(self, timeout_s: float = 60.0) -> bool:
-        """Waits until all that this process has put is on the disk, or given up; False where the time did not do."""
+        """Wait until all that this process has put is on the disk, or given up; False where the time did not do."""
         if self._process != os.getpid() or not (self._waiting or self._batch):
             return True
         self._hurry = True
@@ -180,6 +176,7 @@ class DiskStore:
     def _wait_for_work(self) -> bool:
         with self._wake:
             if not self._wake.wait_for(lambda: self._waiting or self._touch, IDLE_S):
+                # With the lock, or a sample that is put now would count on this thread.
                 self._thread = None
                 return False
             # A transaction costs as much as some samples, so it waits for a few.
@@ -221,7 +218,7 @@ class DiskStore:
             )
 
     def _failed(self, error: Exception, doing: str, database: Database) -> None:
-        """Says what is wrong with the disk; a damaged file is made anew."""
+        """Say what is wrong with the disk; a damaged file is made anew."""
         name = getattr(error, "sqlite_errorname", "") or ""
         if name.startswith(DAMAGED) or isinstance(error, sqlite3.NotSupportedError):
             if self._memory.first("rebuilt"):
@@ -231,7 +228,7 @@ class DiskStore:
                 self._unread_until_s = self._paused_until_s = 0.0
         elif not database.path.exists() and database.read_only:
             self._read_only(0)
-        elif name == "SQLITE_FULL" or getattr(error, "errno", None) in _FULL:
+        elif name == "SQLITE_FULL" or getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT):
             if self._memory.first("full"):
                 self._say(
                     f"local_dir {self.folder}: the disk is full; no more samples are stored, those that are there are "
@@ -247,7 +244,7 @@ class DiskStore:
         warnings.warn(text, CacheWarning, stacklevel=2)
 
     def compare(self, samples: Mapping[int, bytes]) -> None:
-        """Throws the dataset's samples away where those that are stored are not what the storage has now."""
+        """Throw the dataset's samples away where those that are stored are not what the storage has now."""
         try:
             stored = [(self._reader.get(index), raw) for index, raw in samples.items()]
             if all(found is None or found == raw for found, raw in stored):
@@ -272,7 +269,7 @@ class DiskStore:
         return self._reader.size_bytes()
 
     def close(self) -> None:
-        """Writes what waits, and lets go of the file."""
+        """Write what waits, and release the file."""
         self.flush()
         for database in (self._reader, self._writer):
             try:
@@ -286,6 +283,3 @@ def _flush(store: weakref.ref[DiskStore]) -> None:
     alive = store()
     if alive is not None:
         alive.flush(FLUSH_S)
-
-
-_FULL = (errno.ENOSPC, errno.EDQUOT)

@@ -21,8 +21,8 @@ from torch import Tensor
 from torch.utils.data import get_worker_info
 
 from runtime.comm.world import first_line
-from runtime.errors import CommunicationError, InputError
-from runtime.torch_compat import all_to_all_uneven, is_of_backend, meet, store_address
+from runtime.errors import CommunicationError
+from runtime.torch_compat import all_to_all_uneven, is_of_backend, meet
 
 _INHERITED: list[Any] = []
 """Groups of the process that this one was forked from: to end one would wait for threads that did not come along."""
@@ -76,11 +76,10 @@ class Fetcher:
                 self._group = meet(self._address, key, self.rank, self.ranks, timedelta(seconds=self.timeout_s))
                 self._process = os.getpid()
             group = self._group
-            counts = self._to_all(group, torch.tensor([len(indices) for indices in wanted]), [1] * self.ranks)
-            asked = self._to_all(
-                group, torch.tensor([index for indices in wanted for index in indices], dtype=torch.int64),
-                [len(indices) for indices in wanted], counts.tolist(),
-            )  # fmt: skip
+            lengths, ones = [len(indices) for indices in wanted], [1] * self.ranks
+            counts = self._to_all(group, torch.tensor(lengths), ones, ones).tolist()
+            wishes = torch.tensor([index for indices in wanted for index in indices], dtype=torch.int64)
+            asked = self._to_all(group, wishes, lengths, counts)
         samples, trouble = [], None
         try:
             samples = [load(index) for index in asked.tolist()]
@@ -88,35 +87,27 @@ class Fetcher:
             trouble = error
         sizes = torch.tensor([sample.numel() for sample in samples] or [FAILED] * len(asked), dtype=torch.int64)
         with self._error_context():
-            got = self._to_all(group, sizes, counts.tolist(), [len(indices) for indices in wanted])
-            gives = [int(part.clamp(min=0).sum()) for part in sizes.split(counts.tolist())]
-            gets = [int(part.clamp(min=0).sum()) for part in got.split([len(indices) for indices in wanted])]
+            got = self._to_all(group, sizes, counts, lengths)
+            gives, gets = (
+                [int(part.clamp(min=0).sum()) for part in whole.split(parts)]
+                for whole, parts in ((sizes, counts), (got, lengths))
+            )
             given = torch.cat(samples) if samples else torch.empty(0, dtype=torch.uint8)
             flat = self._to_all(group, given, gives, gets)
         if trouble is not None:
             raise trouble
-        return self._split(wanted, got.tolist(), flat)
-
-    def _split(self, wanted: Sequence[Sequence[int]], sizes: list[int], flat: Tensor) -> list[list[Tensor]]:
-        found: list[list[Tensor]] = []
-        end = place = 0
-        for rank, indices in enumerate(wanted):
-            if indices and sizes[place] == FAILED:
+        for rank, (indices, sizes_bytes) in enumerate(zip(wanted, got.split(lengths), strict=True)):
+            if indices and int(sizes_bytes[0]) == FAILED:
                 raise CommunicationError(
                     f"rank {self.rank}: rank {rank} could not read one of the samples {list(indices)[:8]}, which its "
                     f"node holds; its own error says why"
                 )
-            here = []
-            for size_bytes in sizes[place : place + len(indices)]:
-                here.append(flat[end : end + size_bytes].clone())  # leaves begin at multiples of 64 bytes again
-                end += size_bytes
-            found.append(here)
-            place += len(indices)
-        return found
+        # Copies: leaves begin at multiples of 64 bytes again.
+        found = iter([sample.clone() for sample in flat.split(got.tolist())])
+        return [[next(found) for _ in indices] for indices in wanted]
 
-    def _to_all(self, group: Any, given: Tensor, gives: list[int], gets: list[int] | None = None) -> Tensor:
-        """Parts of `given` of these lengths to ranks, and what came from them, one after the other."""
-        gets = gives if gets is None else gets
+    def _to_all(self, group: Any, given: Tensor, gives: list[int], gets: list[int]) -> Tensor:
+        """Send parts of `given`, of these lengths, to ranks; returns what came from them, one after the other."""
         output = torch.empty(sum(gets), dtype=given.dtype)
         all_to_all_uneven(group, output, given, gets, gives)
         return output
@@ -135,12 +126,3 @@ class Fetcher:
                 f"{self.timeout_s:g} s; every rank has to read equally many batches, with equally many workers "
                 f"({first_line(error)})"
             ) from error
-
-
-def rendezvous() -> tuple[str, int]:
-    """Where groups of workers can form. Raises InputError where torch.distributed was not started by TCP."""
-    address = store_address()
-    if address is None:
-        raise InputError("fetch=True: found a process group that was formed by a file, expected one formed over TCP, "
-                         "where workers can meet too; use init_method='env://' or torchrun")  # fmt: skip
-    return address

@@ -17,7 +17,6 @@ import threading
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from multiprocessing import context, reduction
 from typing import Any
 
@@ -51,19 +50,6 @@ def overhead_bytes(slots: int) -> int:
     return -(-(8 * _WORDS + 16 * slots) // _PAGE_BYTES) * _PAGE_BYTES
 
 
-@dataclass(frozen=True)
-class Shape:
-    """How a node's memory is laid out: equal in all its processes."""
-
-    slots: int
-    """Places for samples, one for each that the node may hold."""
-    arena_bytes: int
-
-    @property
-    def size_bytes(self) -> int:
-        return overhead_bytes(self.slots) + self.arena_bytes
-
-
 class NodeMemory:
     """Decoded samples of one node, with what its processes count and have said.
 
@@ -71,18 +57,24 @@ class NodeMemory:
     and throwing out the oldest would always hit the one that is needed next.
     """
 
-    def __init__(self, descriptor: int, shape: Shape) -> None:
-        """Maps the file of a descriptor, which this object owns from now on."""
-        self.shape = shape
+    def __init__(self, descriptor: int, slots: int, arena_bytes: int) -> None:
+        """Map the file of a descriptor, which this object owns from now on.
+
+        Args:
+            descriptor: of the file.
+            slots: places for samples, one for each that the node may hold.
+            arena_bytes: for the samples.
+        """
+        self.slots, self.arena_bytes = slots, arena_bytes
         self.descriptor = descriptor
-        self._map = mmap.mmap(descriptor, shape.size_bytes)
+        start = overhead_bytes(slots)
+        self._map = mmap.mmap(descriptor, start + arena_bytes)
         weakref.finalize(self, os.close, descriptor).atexit = False
-        words = np.frombuffer(self._map, dtype=np.int64, count=_WORDS + 2 * shape.slots)
+        words = np.frombuffer(self._map, dtype=np.int64, count=_WORDS + 2 * slots)
         self._words = words[:_WORDS]
-        self._offsets = words[_WORDS : _WORDS + shape.slots]
+        self._offsets = words[_WORDS : _WORDS + slots]
         """Per slot: where the sample begins in the arena, plus 1; 0: there is none."""
-        self._sizes = words[_WORDS + shape.slots :]
-        start = overhead_bytes(shape.slots)
+        self._sizes = words[_WORDS + slots :]
         self._arena = torch.frombuffer(self._map, dtype=torch.uint8)[start:]
         self._threads = threading.Lock()
         self._owner = 0
@@ -90,37 +82,39 @@ class NodeMemory:
 
     @classmethod
     def make(cls, slots: int, memory_bytes: int) -> NodeMemory:
-        """Memory of at most `memory_bytes` in all; without an arena where nothing is left for one.
+        """Make memory of at most `memory_bytes` in all; without an arena where nothing is left for one.
 
         Raises:
             EnvironmentFailure: the system gives none.
         """
         arena_bytes = (memory_bytes - overhead_bytes(slots)) // ALIGNMENT * ALIGNMENT
-        shape = Shape(slots, arena_bytes) if arena_bytes > 0 else Shape(0, 0)
+        if arena_bytes <= 0:
+            slots = arena_bytes = 0
+        size_bytes = overhead_bytes(slots) + arena_bytes
         try:
             descriptor = os.memfd_create("datacache", os.MFD_CLOEXEC)
-            os.ftruncate(descriptor, shape.size_bytes)
-            return cls(descriptor, shape)
+            os.ftruncate(descriptor, size_bytes)
+            return cls(descriptor, slots, arena_bytes)
         except (OSError, AttributeError) as error:
             raise EnvironmentFailure(
-                f"memory_bytes: this system gives no shared memory of {shape.size_bytes} bytes ({error}); give less"
+                f"memory_bytes: this system gives no shared memory of {size_bytes} bytes ({error}); give less"
             ) from error
 
     @property
-    def address(self) -> tuple[int, int, Shape]:
-        """What another process of the node needs to open this: process, descriptor, shape."""
-        return os.getpid(), self.descriptor, self.shape
+    def address(self) -> tuple[int, int, int, int]:
+        """What another process of the node needs to open this: process, descriptor, slots and bytes of the arena."""
+        return os.getpid(), self.descriptor, self.slots, self.arena_bytes
 
     @classmethod
-    def open(cls, address: tuple[int, int, Shape]) -> NodeMemory:
-        """The memory that another rank of this node has made.
+    def open(cls, address: tuple[int, int, int, int]) -> NodeMemory:
+        """Open the memory that another rank of this node has made.
 
         Raises:
             EnvironmentFailure: that process cannot be seen, as from another container.
         """
-        process, descriptor, shape = address
+        process, descriptor, slots, arena_bytes = address
         try:
-            return cls(os.open(f"/proc/{process}/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC), shape)
+            return cls(os.open(f"/proc/{process}/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC), slots, arena_bytes)
         except OSError as error:
             raise EnvironmentFailure(
                 f"cannot open the memory of process {process} of this node ({error.strerror}); where ranks cannot see "
@@ -131,7 +125,7 @@ class NodeMemory:
         if context.get_spawning_popen() is None:
             raise InputError("a CachedDataset was pickled, expected it to stay on its node; only DataLoader workers "
                              "may be given one: make another where it is needed")  # fmt: skip
-        return _rebuild, (reduction.DupFd(self.descriptor), self.shape)
+        return _rebuild, (reduction.DupFd(self.descriptor), self.slots, self.arena_bytes)
 
     def get(self, slot: int) -> Tensor | None:
         """A copy of the flat sample at a slot (uint8), or None."""
@@ -145,13 +139,13 @@ class NodeMemory:
         return bool(self._offsets[slot])
 
     def put(self, slot: int, flat: Tensor) -> bool:
-        """Stores a flat sample; False where no room is left for it. One that is there stays."""
+        """Store a flat sample; False where no room is left for it. One that is there stays."""
         size_bytes = flat.numel()
-        if int(self._words[_USED]) + size_bytes > self.shape.arena_bytes:
+        if int(self._words[_USED]) + size_bytes > self.arena_bytes:
             return False
         with self.locked():
             begin = int(self._words[_USED])
-            if self._offsets[slot] or begin + size_bytes > self.shape.arena_bytes:
+            if self._offsets[slot] or begin + size_bytes > self.arena_bytes:
                 return bool(self._offsets[slot])
             self._arena[begin : begin + size_bytes] = flat
             self._words[_USED] = begin + -(-size_bytes // ALIGNMENT) * ALIGNMENT
@@ -162,7 +156,7 @@ class NodeMemory:
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Alone among all threads and processes of the node."""
+        """Be alone among all threads and processes of the node."""
         if self._owner != os.getpid():
             self._begin()
         with self._threads:
@@ -181,7 +175,7 @@ class NodeMemory:
         self._row = self._words[_ROWS_AT + row * len(COUNTERS) :][: len(COUNTERS)]
 
     def count(self, counter: str, number: int = 1) -> None:
-        """Adds to one of `COUNTERS`."""
+        """Add to one of `COUNTERS`."""
         if self._owner != os.getpid():
             self._begin()
         self._row[_PLACE[counter]] += number
@@ -212,8 +206,8 @@ class NodeMemory:
 _PLACE = {name: place for place, name in enumerate(COUNTERS)}
 
 
-def _rebuild(descriptor: Any, shape: Shape) -> NodeMemory:
-    return NodeMemory(descriptor.detach(), shape)
+def _rebuild(descriptor: Any, slots: int, arena_bytes: int) -> NodeMemory:
+    return NodeMemory(descriptor.detach(), slots, arena_bytes)
 
 
 def available_bytes() -> int:

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from runtime.comm.world import World
-from runtime.datacache.database import Database, least_bound_bytes
+from runtime.datacache.database import Database, existing, least_bound_bytes
 from runtime.datacache.disk import DiskStore
 from runtime.datacache.memory import NodeMemory, overhead_bytes
 from runtime.datacache.partition import Partition
@@ -43,21 +43,16 @@ class CacheRequest:
     seed: int
     fetch: bool
     probe: bool
+    key: str
+    """Rank 0's tells this cache from others."""
 
 
-@dataclass(frozen=True)
-class Shared:
-    """What the ranks of a node have in common."""
-
-    memory: NodeMemory
-    disk: DiskStore | None
-    flat_bytes: int
-    """The largest decoded sample that was looked at."""
-    raw_bytes: int
+Shared = tuple[NodeMemory, DiskStore | None, int]
+"""What the ranks of a node have in common: memory, disk, and the size of the largest raw sample that was looked at."""
 
 
 def node_name(node: str | None) -> str:
-    """This machine: the name given, or torchrun's node number, host and the view of its processes."""
+    """Name this machine: as given, or by torchrun's node number, the host and its view of processes."""
     if node is not None:
         return str(node)
     try:
@@ -68,7 +63,7 @@ def node_name(node: str | None) -> str:
 
 
 def check_bytes(name: str, value: object, *, may_be_none: bool = False) -> None:
-    """Raises InputError where a number of bytes is none."""
+    """Raise InputError where a number of bytes is none."""
     if value is None and may_be_none:
         return
     if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 0:
@@ -76,11 +71,7 @@ def check_bytes(name: str, value: object, *, may_be_none: bool = False) -> None:
 
 
 def check_folder(local_dir: object) -> Path:
-    """The directory of the cache, made where its parent is there.
-
-    Raises:
-        InputError: not a path; a file; on a network file system, which SQLite's locks do not work on.
-    """
+    """Return the cache's directory. Raises InputError: no path; a file; on a network, where SQLite's locks fail."""
     folder = Path(checked_path(local_dir)).absolute()
     if folder.exists() and not folder.is_dir():
         raise InputError(f"local_dir: {folder} is a file, expected a directory; name another one")
@@ -107,11 +98,7 @@ def file_system(folder: Path) -> str:
 
 
 def agree(world: World, mine: CacheRequest | PlannerError) -> list[CacheRequest]:
-    """All ranks' requests; every rank comes to the same verdict.
-
-    Raises:
-        InputError: a rank has a problem, or ranks differ where they must not.
-    """
+    """Return all ranks' requests. Raises InputError, on all alike, where one has a problem or they may not differ."""
     everyone: list[CacheRequest | PlannerError] = world.gather(mine, "agreeing on a data cache")
     raise_all(everyone, mine)
     requests = [one for one in everyone if isinstance(one, CacheRequest)]
@@ -131,11 +118,7 @@ def agree(world: World, mine: CacheRequest | PlannerError) -> list[CacheRequest]
 
 
 def raise_all(everyone: Sequence[object], mine: object) -> None:
-    """Raises where any rank has a problem: on it, its own; on others, theirs.
-
-    Raises:
-        InputError, EnvironmentFailure.
-    """
+    """Raise where any rank has a problem: on it, its own; on others InputError or EnvironmentFailure, as it is."""
     if isinstance(mine, BaseException):
         raise mine
     for rank, one in enumerate(everyone):
@@ -145,20 +128,20 @@ def raise_all(everyone: Sequence[object], mine: object) -> None:
 
 
 def share(world: World, request: CacheRequest, source: Source, partition: Partition, node: int) -> Shared:
-    """The memory and disk of this node. Its first rank makes and checks them, the others open them.
+    """Return the memory and disk of this node. Its first rank makes and checks them, the others open them.
 
     Raises:
         InputError: a bound is smaller than one sample; see `probe`.
         EnvironmentFailure: there is no memory, or it cannot be seen.
     """
-    first = partition.ranks_of(node)[0] == world.rank
+    first = partition.ranks_of(node)[0]
     made: Shared | None = None
     told: Any = None
     raised: BaseException | None = None
-    if first:
+    if world.rank == first:
         try:
-            made = _make(request, source, partition, node)
-            told = made.memory.address, made.disk and made.disk.bound_bytes, made.flat_bytes, made.raw_bytes
+            made = memory, disk, raw_bytes = _make(request, source, partition, node)
+            told = memory.address, disk and disk.bound_bytes, raw_bytes
         except PlannerError as error:
             told = raised = error
         except Exception as error:  # the dataset's own, which is raised as it is here: other ranks wait for a word
@@ -168,9 +151,9 @@ def share(world: World, request: CacheRequest, source: Source, partition: Partit
     problem: PlannerError | None = None
     if made is None:
         try:
-            address, bound_bytes, flat_bytes, raw_bytes = everyone[partition.ranks_of(node)[0]]
+            address, bound_bytes, raw_bytes = everyone[first]
             memory = NodeMemory.open(address)
-            made = Shared(memory, _disk(request, bound_bytes, memory, partition, node), flat_bytes, raw_bytes)
+            made = memory, _disk(request, bound_bytes, memory, partition, node), raw_bytes
         except PlannerError as error:
             problem = error
     raise_all(world.gather(problem, "opening the memory of the nodes"), problem)
@@ -183,33 +166,30 @@ def _make(request: CacheRequest, source: Source, partition: Partition, node: int
     memory = NodeMemory.make(partition.size(node) if request.memory_bytes else 0, request.memory_bytes)
     bound_bytes = request.disk_bytes
     if request.local_dir is not None and bound_bytes is None:  # what the files take now, and most of what is free
-        folder = request.local_dir
-        while not folder.exists():
-            folder = folder.parent
         here = Database(request.local_dir, 0, "").size_bytes()
-        bound_bytes = here + int(shutil.disk_usage(folder).free * (1.0 - FREE_SHARE))
+        bound_bytes = here + int(shutil.disk_usage(existing(request.local_dir)).free * (1.0 - FREE_SHARE))
     disk = _disk(request, bound_bytes, memory, partition, node)
     if not request.probe or not (request.memory_bytes or disk or request.fetch):
-        return Shared(memory, disk, 0, 0)
-    chosen = {0, len(source) - 1} if not len(part) else {int(part[0]), int(part[-1])}
+        return memory, disk, 0
+    chosen = {0, source.samples - 1} if not len(part) else {int(part[0]), int(part[-1])}
     chosen |= {int(index) for index in np.random.default_rng().choice(part, min(len(part), PROBED - len(chosen)))}
     found, raw_bytes, flat_bytes = probe(source, sorted(chosen), decoded=request.memory_bytes > 0 or request.fetch)
-    slots = partition.size(node)
-    least = overhead_bytes(slots) + -(-flat_bytes // ALIGNMENT) * ALIGNMENT
+    least = overhead_bytes(partition.size(node)) + -(-flat_bytes // ALIGNMENT) * ALIGNMENT
     if 0 < request.memory_bytes < least:
         raise InputError(
             f"memory_bytes: found {request.memory_bytes}, expected at least {least}: one decoded sample has "
             f"{flat_bytes} bytes, and the table {least - flat_bytes}; give more, or 0 to keep none in memory"
         )
-    if disk is not None and disk.bound_bytes < least_bound_bytes(raw_bytes):
+    least = least_bound_bytes(raw_bytes)
+    if disk is not None and disk.bound_bytes < least:
         raise InputError(
             f"disk_bytes: found {disk.bound_bytes}{'' if request.disk_bytes is not None else ' free'}, expected at "
-            f"least {least_bound_bytes(raw_bytes)}: one raw sample has {raw_bytes} bytes, and the database needs "
-            f"some; give more, or no local_dir to keep none on the disk"
+            f"least {least}: one raw sample has {raw_bytes} bytes, and the database needs some; give more, or no "
+            f"local_dir to keep none on the disk"
         )
     if disk is not None:
         disk.compare(found)
-    return Shared(memory, disk, flat_bytes, raw_bytes)
+    return memory, disk, raw_bytes
 
 
 def _disk(

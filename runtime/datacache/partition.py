@@ -27,11 +27,9 @@ class Partition:
 
     @property
     def nodes(self) -> int:
-        """Their number."""
         return max(self.node_of_rank) + 1
 
     def ranks_of(self, node: int) -> list[int]:
-        """The ranks of a node, in order."""
         return [rank for rank, one in enumerate(self.node_of_rank) if one == node]
 
     @cached_property
@@ -68,7 +66,7 @@ class Partition:
         place = int(self._places[index]) - self.bounds[node]
         return place if 0 <= place < self.size(node) else -1
 
-    def owners(self, indices: Sequence[int]) -> np.ndarray:
+    def owners(self, indices: Sequence[int] | np.ndarray) -> np.ndarray:
         """The node of each index (int64)."""
         if self.nodes == 1:
             return np.zeros(len(indices), dtype=np.int64)
@@ -77,11 +75,7 @@ class Partition:
 
     def owned(self, node: int) -> np.ndarray | None:
         """Per index, whether it is the node's (bool); None where there is one node."""
-        if self.nodes == 1:
-            return None
-        places = self._places
-        owned: np.ndarray = (places >= self.bounds[node]) & (places < self.bounds[node + 1])
-        return owned
+        return None if self.nodes == 1 else self.owners(np.arange(self.samples)) == node
 
     def __reduce__(self) -> tuple[object, ...]:
         return Partition, (self.samples, self.node_of_rank, self.seed)  # the arrays are quickly made again
@@ -113,12 +107,12 @@ class Stage:
 
 
 def per_rank(samples: int, ranks: int, drop_last: bool) -> int:
-    """How many samples each rank reads: DistributedSampler's rule."""
+    """Return how many samples each rank reads: DistributedSampler's rule."""
     return samples // ranks if drop_last else -(-samples // ranks)
 
 
 def epoch_orders(partition: Partition, rules: Rules, epoch: int, before: tuple[Stage, ...] = ()) -> np.ndarray:
-    """Indices by rank and place (int64, `[ranks, samples per rank]`).
+    """Return indices by rank and place (int64, `[ranks, samples per rank]`).
 
     Without `before`, a whole epoch. With it, what remains of an epoch after these stages, dealt out evenly to the ranks
     of `partition`, whoever keeps them in memory.

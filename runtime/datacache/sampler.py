@@ -50,17 +50,12 @@ class CachedSampler(Sampler[int]):
         self._begun = False
 
     @property
-    def rank(self) -> int:
-        """This rank."""
-        return self.dataset.rank
-
-    @property
     def num_replicas(self) -> int:
         """Number of ranks, by DistributedSampler's name."""
         return len(self.dataset.partition.node_of_rank)
 
     def set_epoch(self, epoch: int) -> None:
-        """Names the epoch that the next iteration is. One that a checkpoint left in the middle goes on there."""
+        """Name the epoch that the next iteration is. One that a checkpoint left in the middle goes on there."""
         if epoch != self.epoch:
             self._before, self._skip, self._begun = (), 0, False
         self.epoch = epoch
@@ -71,12 +66,12 @@ class CachedSampler(Sampler[int]):
         return (int(self._orders().shape[1]) if self._before else whole) - self._skip
 
     def __iter__(self) -> Iterator[int]:
-        """Raises InputError where the dataset's length has changed."""
+        """Raise InputError where the dataset's length has changed."""
         self.dataset.check_length()
         if self._begun:  # once more, without set_epoch: the whole epoch
             self._before, self._skip = (), 0
         self._begun = True
-        return iter(self._orders()[self.rank, self._skip :].tolist())
+        return iter(self._orders()[self.dataset.rank, self._skip :].tolist())
 
     def _orders(self) -> np.ndarray:
         return epoch_orders(self.dataset.partition, self.rules, self.epoch, self._before)
@@ -108,7 +103,7 @@ class CachedSampler(Sampler[int]):
                 "full": rules.full, "seed": rules.seed, "drop_last": rules.drop_last}  # fmt: skip
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes on where `state_dict` was called: the next iteration reads what remains of that epoch, each sample once.
+        """Continue where `state_dict` was called: the next iteration reads what remains of the epoch, each sample once.
 
         Every rank calls it with the same state. With other ranks than then, what remains is dealt out anew, and read by
         whichever rank, whoever holds it.

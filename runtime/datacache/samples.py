@@ -15,17 +15,15 @@ import json
 import struct
 import sys
 from collections.abc import Callable
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from runtime.datacache.images import Unkept, image_form, image_reader
-
 ALIGNMENT = 64
-FORMAT = 2
+FORMAT = 3
 """Of flat samples: those of another number, which an earlier version left on the disk, are not read."""
 MAX_DEPTH = 50
 """Levels of nesting; samples have two or three."""
@@ -102,20 +100,28 @@ def _aligned(offset: int) -> int:
     return -(-offset // ALIGNMENT) * ALIGNMENT
 
 
-def _form(part: Any, leaves: list[Leaf], where: str, depth: int) -> Form:
-    """The form of a part, whose leaves are appended; `where` names it, as `sample[0]['mask']`."""
+def _form(part: Any, leaves: list[Leaf], where: str, depth: int, *, in_header: bool = False) -> Form:
+    """Return the form of a part, whose leaves are appended; `where` names it, as `sample[0]['mask']`.
+
+    `in_header`: numbers and texts stand in the form. An image has hundreds of them, which 64 bytes each would be many.
+    """
     if depth > MAX_DEPTH:
         raise Unstorable(f"{where[:60]}…: more than {MAX_DEPTH} levels of nesting")
     kind = type(part)
+    if part is None or (in_header and kind in _CONSTANTS):
+        return ["is", part]
+    if in_header and kind in (tuple, list) and all(type(item) in _CONSTANTS for item in part):
+        return [f"{kind.__name__} of constants", list(part)]
     if kind in _NUMBERS:
-        return _number(part, leaves, where)
+        return _number_form(part, leaves, where)
+    deeper = partial(_form, depth=depth + 1, in_header=in_header)
     if kind in (tuple, list):
-        return [kind.__name__, [_form(item, leaves, f"{where}[{i}]", depth + 1) for i, item in enumerate(part)]]
+        return [kind.__name__, [deeper(item, leaves, f"{where}[{i}]") for i, item in enumerate(part)]]
     if kind is dict:
         for key in part:
             if type(key) not in (str, int):
                 raise Unstorable(f"{where} has a key of type {type(key).__name__}")
-        return ["dict", [[key, _form(item, leaves, f"{where}[{key!r}]", depth + 1)] for key, item in part.items()]]
+        return ["dict", [[key, deeper(item, leaves, f"{where}[{key!r}]")] for key, item in part.items()]]
     if kind is Tensor:
         return _tensor_form(part, leaves, where)
     if isinstance(part, np.ndarray | np.generic):
@@ -124,23 +130,23 @@ def _form(part: Any, leaves: list[Leaf], where: str, depth: int) -> Form:
         raw = part.encode("utf-8", "surrogatepass") if isinstance(part, str) else part
         leaves.append(_leaf(raw))
         return [kind.__name__, len(raw)]
-    pillow = sys.modules.get("PIL.Image")  # no sample is an image of a package that nobody has imported
-    if pillow is not None and isinstance(part, pillow.Image):
+    if "PIL.Image" in sys.modules:  # no sample is an image of a package that nobody has imported
+        from runtime.datacache.images import plain_state
+
         try:
-            form, raw = image_form(part)
-        except Unkept as error:
+            found = plain_state(part, lambda value, name: _form(value, [], name, depth + 1, in_header=True))
+        except Unstorable as error:
             raise Unstorable(f"{where} {error}") from None
-        leaves.append(_leaf(raw))
-        return ["image", len(raw), form]
+        if found is not None:
+            return ["pillow", found[0], _form(found[1], leaves, where, depth + 1, in_header=True)]
     raise Unstorable(f"{where} is a {kind.__module__}.{kind.__qualname__}")
 
 
-_NUMBERS: dict[type, str] = {int: "<q", float: "<d", bool: "<?", type(None): ""}
+_NUMBERS: dict[type, str] = {int: "<q", float: "<d", bool: "<?"}
+_CONSTANTS = frozenset((type(None), bool, int, float, str))
 
 
-def _number(part: float | None, leaves: list[Leaf], where: str) -> Form:
-    if part is None:
-        return ["none"]
+def _number_form(part: float, leaves: list[Leaf], where: str) -> Form:
     if type(part) is int and not -(2**63) <= part < 2**63:
         raise Unstorable(f"{where} is an int of more than 64 bits")
     leaves.append(_leaf(struct.pack(_NUMBERS[type(part)], part)))
@@ -187,8 +193,15 @@ def _compile(form: Form, end: int) -> tuple[Reader, int]:
         keys = [key for key, _ in form[1]]
         values, end = _compile_all([item for _, item in form[1]], end)
         return (lambda flat: {key: value(flat) for key, value in zip(keys, values, strict=True)}), end
-    if kind == "none":
-        return (lambda flat: None), end
+    if kind == "is":
+        return (lambda flat: form[1]), end
+    if kind.endswith(" of constants"):
+        return (lambda flat: (tuple if kind[0] == "t" else list)(form[1])), end
+    if kind == "pillow":
+        from runtime.datacache.images import MAKE
+
+        make, (state, end) = MAKE[form[1]], _compile(form[2], end)
+        return (lambda flat: make(*state(flat))), end
     start = _aligned(end)
     size_bytes, read = _LEAVES[kind](form)
     stop = start + size_bytes
@@ -224,7 +237,7 @@ def _read_scalar(form: Form) -> tuple[int, Reader]:
 
 
 def _read_number(form: Form) -> tuple[int, Reader]:
-    unpacker = struct.Struct({"int": "<q", "float": "<d", "bool": "<?"}[form[0]])
+    unpacker = struct.Struct({kind.__name__: layout for kind, layout in _NUMBERS.items()}[form[0]])
     return unpacker.size, lambda leaf: unpacker.unpack(leaf.numpy())[0]
 
 
@@ -237,7 +250,6 @@ def _read_text(form: Form) -> tuple[int, Reader]:
 
 _LEAVES: dict[str, Callable[[Form], tuple[int, Reader]]] = {
     "tensor": _read_tensor, "array": _read_array, "scalar": _read_scalar,
-    "image": lambda form: (form[1], image_reader(form[2])),
     "int": _read_number, "float": _read_number, "bool": _read_number,
     "bytes": _read_text, "bytearray": _read_text, "str": _read_text,
 }  # fmt: skip

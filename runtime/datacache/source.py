@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import random
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Protocol, runtime_checkable
 
@@ -40,7 +40,7 @@ class Source:
     """A map-style dataset, raw or not, behind one interface."""
 
     def __init__(self, dataset: Any) -> None:
-        """Raises InputError where the dataset is none, or has no samples."""
+        """Raise InputError where the dataset is none, or has no samples."""
         self.dataset = dataset
         self.raw = isinstance(dataset, RawDataset)
         indexed = callable(getattr(type(dataset), "__getitem__", None)) and not isinstance(dataset, IterableDataset)
@@ -58,7 +58,7 @@ class Source:
         return self.samples
 
     def length(self) -> int:
-        """The dataset's length now."""
+        """The dataset's length now; `samples` is what it was at the start."""
         try:
             return len(self.dataset)
         except TypeError as error:
@@ -68,10 +68,8 @@ class Source:
             ) from None
 
     def read(self, index: int) -> bytes:
-        """A sample from the storage: its raw bytes, or those of the flat sample where it is not raw.
-
-        Raises:
-            Unstorable: it is not raw, and holds something that cannot be stored. Whatever the dataset raises.
+        """Read a sample from the storage: its raw bytes, or those of the flat sample where it is not raw. Raises
+        Unstorable, and whatever the dataset raises.
         """
         if not self.raw:
             return pack(self.dataset[index]).numpy().tobytes()
@@ -108,11 +106,7 @@ def stored_as(name: str, *, raw: bool) -> str:
 
 
 def identity(dataset: Any) -> str:
-    """What tells the dataset from others: a digest of everything that it holds (paths, labels, options).
-
-    Raises:
-        InputError: it cannot be pickled, which is how that is found out.
-    """
+    """Digest everything that the dataset holds (paths, labels, options). Raises InputError unless it can be pickled."""
     from joblib import hash as digest
 
     kind = type(dataset)
@@ -127,7 +121,7 @@ def identity(dataset: Any) -> str:
 
 @contextmanager
 def generators_kept() -> Iterator[None]:
-    """Leaves the random numbers of Python, NumPy and torch as if nobody had drawn any."""
+    """Leave the random numbers of Python, NumPy and torch as if nobody had drawn any."""
     kept = random.getstate(), np.random.get_state(), torch.get_rng_state()
     try:
         yield
@@ -137,26 +131,11 @@ def generators_kept() -> Iterator[None]:
         torch.set_rng_state(kept[2])
 
 
-@contextmanager
-def _apart(source: Source) -> Iterator[Source]:
-    """The source with a copy of the dataset, so that files which it opens when it is first read are not inherited by
-    forked workers."""
-    kept = source.dataset
-    try:
-        source.dataset = copy.copy(kept)
-    except Exception:
-        source.dataset = kept  # not every object can be copied
-    try:
-        yield source
-    finally:
-        source.dataset = kept
-
-
 def probe(source: Source, indices: Sequence[int], *, decoded: bool) -> tuple[dict[int, bytes], int, int]:
-    """Reads samples twice: (raw bytes by index, size of the largest one raw, decoded and flat).
+    """Read samples twice: (raw bytes by index, size of the largest one raw, decoded and flat).
 
     Args:
-        source: is read as by a copy of its dataset.
+        source: whose dataset is copied first.
         indices: at least one.
         decoded: whether decoded samples will be stored; else sizes of those are 0, where they cannot be.
 
@@ -165,7 +144,11 @@ def probe(source: Source, indices: Sequence[int], *, decoded: bool) -> tuple[dic
     """
     found: dict[int, bytes] = {}
     flat_bytes = 0
-    with generators_kept(), _apart(source):
+    # Of a copy, where there can be one: files that a dataset opens when it is first read are not for forked workers.
+    source = copy.copy(source)
+    with suppress(Exception):
+        source.dataset = copy.copy(source.dataset)
+    with generators_kept():
         for index in indices:
             try:
                 raw = found[index] = source.read(index)

@@ -249,7 +249,7 @@ class Odd(Image.Image):
     [
         (
             lambda image: loaded(image).info.update(label=object()),
-            r"JpegImageFile that has info\['label'\] of type builtins.object, and its file is closed \(return its copy",
+            r"JpegImageFile whose info\['label'\] is a builtins.object, and its file is closed \(return its copy",
         ),
         (
             lambda image: image.draft("L", (8, 8)),
