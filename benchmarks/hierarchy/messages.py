@@ -16,7 +16,7 @@ from planner.testbed.wiring import INTERFACE
 from runtime.comm.collectives import collective_of, has_phases
 from runtime.comm.communicator import CommTiming, Communicator, make_communicator
 from runtime.comm.phased_communicator import make_phased_communicator
-from runtime.comm.topology import Position, Topology, find_topology, node_info
+from runtime.comm.topology import Topology, find_topology, node_info
 from runtime.comm.world import Grid, World
 from runtime.core.buckets import BucketBuffer, lay_out, make_slot
 from runtime.plan import NO_COMPRESSION, CompressorSpec, ModelReference, Plan, PlanBucket, PlanWorld
@@ -93,7 +93,7 @@ def _measure(grid: Grid, form: tuple[str, str], size_bytes: int, density: float 
         time_us=statistics.median(min(times) for times in zip(*(one.times_us for one in everyone), strict=True)),
         sent_us=statistics.median(min(times) for times in zip(*(one.sent_us for one in everyone), strict=True)),
         host_bytes=max(one.host_bytes for one in firsts),
-        formula_bytes=formula_bytes(form, size_bytes, mine.k, grid.num_nodes, grid.ranks_per_node),
+        formula_bytes=formula_bytes(form, size_bytes, mine.k, grid.topology.num_nodes, grid.topology.ranks_per_node),
     )
 
 
@@ -118,7 +118,7 @@ def _runs(grid: Grid, form: tuple[str, str], size_bytes: int, density: float | N
     communicator.close()
     k = 0 if lossy is None else lossy.k
     if form == ("sparse", "hitopk"):
-        k //= grid.ranks_per_node
+        k //= grid.topology.ranks_per_node
     return Runs(times_us[1:], sent_us[1:], statistics.median(sent_bytes[1:]), k)
 
 
@@ -131,7 +131,7 @@ def _bucket(
     bucket = BucketBuffer(0, slots, lay_out(slots), "/".join(form))
     lossy: CompressedBucket | None = None
     if form == ("sparse", "hitopk"):
-        lossy = make_hitopk(bucket, spec, Position(grid.topology, grid.world.rank))
+        lossy = make_hitopk(bucket, spec, grid.topology, grid.world.rank)
     elif density is not None:
         lossy = make_lossy(bucket, spec, grid.world.ranks)
     plan = Plan(

@@ -73,18 +73,18 @@ class Communicator(Protocol):
     """Launches buckets in the order of the calls and waits for all of them."""
 
     def launch(self, bucket: Payload, sent: CommTiming, prepare: Callable[[], None] = nothing) -> None:
-        """Hands the bucket over; returns at once. Fills `sent`.
+        """Hand the bucket over; returns at once. Fills `sent`.
 
         `prepare` fills the bucket's messages: on a device, beside what is computed there meanwhile.
         """
         ...
 
     def wait(self, until: CommTiming | None = None) -> None:
-        """Returns when every bucket launched so far, or that one, has come. Raises CommunicationError."""
+        """Return when every bucket launched so far, or that one, has come. Raises CommunicationError."""
         ...
 
     def close(self) -> None:
-        """Ends what the communicator started."""
+        """End what the communicator started."""
         ...
 
 
@@ -92,19 +92,16 @@ class NullCommunicator:
     """Sends nothing: for one rank, and for measuring computation without communication."""
 
     def launch(self, bucket: Payload, sent: CommTiming, prepare: Callable[[], None] = nothing) -> None:
-        """Prepares only."""
         prepare()
 
-    def wait(self, until: CommTiming | None = None) -> None:
-        """Returns at once."""
+    def wait(self, until: CommTiming | None = None) -> None: ...
 
-    def close(self) -> None:
-        """Does nothing."""
+    def close(self) -> None: ...
 
 
 def failure_of(world: World, label: str, error: Exception) -> Exception:
-    """What to raise where a collective ended with an error: what other ranks and the network may have to do with it;
-    where it came up in this process, the error itself, with a note of that.
+    """Return what to raise where a collective ended with an error: what other ranks and the network may have to do with
+    it; where it came up in this process, the error itself, with a note of that.
     """
     if is_of_backend(error):
         return describe_failure(world, label, error)
@@ -113,7 +110,6 @@ def failure_of(world: World, label: str, error: Exception) -> Exception:
 
 
 def raise_failure(world: World, label: str, error: Exception) -> NoReturn:
-    """Raises `failure_of` an error that is being handled."""
     failure = failure_of(world, label, error)
     if failure is error:
         raise failure
@@ -121,7 +117,7 @@ def raise_failure(world: World, label: str, error: Exception) -> NoReturn:
 
 
 def describe_failure(world: World, label: str, error: BaseException) -> CommunicationError:
-    """One message for a collective that failed: rank, bucket, collective, cause and cure."""
+    """Describe a collective that failed: rank, bucket, collective, cause and what to do."""
     return CommunicationError(
         f"rank {world.rank}: {label} did not complete: another rank died, stalled, left the step or had a backward "
         f"that reached no parameter, or the network failed (deadline {world.timeout_s:.0f} s; {first_line(error)}); "
@@ -166,7 +162,6 @@ class HostCommunicator:
             raise self._failure
 
     def _drain(self, until: CommTiming | None = None) -> None:
-        """Waits, and keeps what fails."""
         while until is None or until.end is None:
             with self._lock:  # not between one message's end and the next one's start
                 task = self._current
@@ -181,23 +176,21 @@ class HostCommunicator:
             self._ended(task, work)
 
     def close(self) -> None:
-        """Waits for what a backward that raised left on its way, then lets go of the group.
-
-        The backend's thread may still hold this object, and a group that is taken down by its own thread ends the
-        process.
-        """
+        """Wait for what a backward that raised left on its way, then release the group."""
         self._drain()  # whoever waited for it first has told what failed
+        # The backend's thread may still hold this object, and a group that is taken down by its own thread ends the
+        # process.
         self._world = self._whole = World()
 
     def settle(self, deadline: float) -> None:
-        """Starts nothing more, and gives the backend's thread until `deadline` (monotonic) for what is on its way."""
+        """Start nothing more, and give the backend's thread until `deadline` (monotonic) for what is on its way."""
         with self._lock:
             self._queue.clear()
         while self._callbacks > 0 and time.monotonic() < deadline:
             time.sleep(SETTLING_S)
 
     def _start_next(self) -> None:
-        """Starts the first message of the queue, if any; the lock is held."""
+        """Start the first message of the queue, if any; the lock is held."""
         self._current = None
         if not self._queue or self._failure is not None:
             return
@@ -206,11 +199,11 @@ class HostCommunicator:
         task = self._current = self._queue.popleft()
         if task.sent.start is None:
             task.sent.start = time.perf_counter()
-        task.phases = self._collectives[task.bucket.index].run(task.message, group)
+        task.phases = self._collectives[task.bucket.index](task.message, group)
         self._advance(task)
 
     def _advance(self, task: _Task) -> None:
-        """Starts the message's next phase, or, after the last one, the next message; the lock is held."""
+        """Start the message's next phase, or, after the last one, the next message; the lock is held."""
         task.work = next(task.phases, None)
         if task.work is None:
             if task.last:
@@ -221,7 +214,7 @@ class HostCommunicator:
         task.work.get_future().add_done_callback(partial(self._on_done, task, task.work))
 
     def _keeping(self, go_on: Callable[[], None]) -> None:
-        """Goes on; what is raised is kept for the next `wait`. The lock is held."""
+        """Go on; what is raised is kept for the next `wait`. The lock is held."""
         try:
             go_on()
         except Exception as error:  # nobody else hears of it on the backend's thread
@@ -253,23 +246,14 @@ class HostCommunicator:
             self._current = None
 
 
-class Settling(Protocol):
-    """What has messages on their way that the end of a script has to wait for."""
-
-    def settle(self, deadline: float) -> None:
-        """Starts nothing more, and gives what is on its way until `deadline` (monotonic)."""
-        ...
-
-
-to_settle: weakref.WeakSet[Settling] = weakref.WeakSet()
-"""Those that are in use."""
+to_settle: weakref.WeakSet[Any] = weakref.WeakSet()
+"""Communicators in use, whose `settle` the end of a script has to call."""
 
 
 @atexit.register
 def _settle_all() -> None:
-    """A script that ends while messages are on their way, by an exception in backward, say: neither threads of ours nor
-    the backend's may run in an interpreter that is being taken down, which would abort the process.
-    """
+    # A script may end while messages are on their way, by an exception in backward, say: neither threads of ours nor
+    # the backend's may run in an interpreter that is being taken down, which would abort the process.
     deadline = time.monotonic() + EXIT_S
     running = list(to_settle)
     for communicator in running:
@@ -299,7 +283,7 @@ class StreamCommunicator:
             prepare()
             try:
                 for message in bucket.messages:
-                    for work in self._collectives[bucket.index].run(message, group):
+                    for work in self._collectives[bucket.index](message, group):
                         wait_for(work)  # makes the side stream wait, not the host
                         self._works.append((work, bucket.label))
             except RuntimeError as error:
@@ -324,7 +308,7 @@ class StreamCommunicator:
 
 
 def mark_on(stream: torch.cuda.Stream) -> torch.cuda.Event:
-    """A mark of what the stream has queued so far."""
+    """Mark what the stream has queued so far."""
     event = torch.cuda.Event(enable_timing=True)
     event.record(stream)
     return event
@@ -333,7 +317,7 @@ def mark_on(stream: torch.cuda.Stream) -> torch.cuda.Event:
 def make_communicator(
     world: World, collectives: list[Collective], device: torch.device, whole: World | None = None
 ) -> Communicator:
-    """The communicator for the device that the gradients live on.
+    """Make the communicator for the device that the gradients live on.
 
     Args:
         world: the ranks that exchange.

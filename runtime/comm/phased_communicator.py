@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from runtime.comm.collectives import PHASED, collective_of, form_of
-from runtime.comm.collectives.phases import Phase
+from runtime.comm.collectives.phases import Phase, Works
 from runtime.comm.communicator import (
     EXIT_S,
     GRACE_S,
@@ -43,20 +43,20 @@ Entry = tuple[int, int]
 
 
 def phases_of(bucket: PlanBucket, topology: Topology) -> tuple[Phase, ...]:
-    """The phases of a bucket; one for collectives without any, on the links that it keeps busy."""
+    """Return the phases of a bucket; one for collectives without any, on the links that it keeps busy."""
     if form_of(bucket) in PHASED:
         return PHASED[form_of(bucket)](topology)
     collective = collective_of(bucket)
 
-    def run(message: Any, grid: Grid) -> Iterator[dist.Work]:
+    def run(message: Any, grid: Grid) -> Works:
         assert grid.world.group is not None
-        return collective.run(message, grid.world.group)
+        return collective(message, grid.world.group)
 
     return (Phase(bucket.collective, "inter" if topology.num_nodes > 1 else "intra", run),)
 
 
 def default_order(counts: Sequence[int]) -> list[Entry]:
-    """Phases sorted by bucket + phase, then bucket, given how many each bucket has."""
+    """Sort phases by bucket + phase, then bucket, given how many each bucket has."""
     return sorted(
         ((bucket, phase) for bucket, count in enumerate(counts) for phase in range(count)),
         key=lambda entry: (sum(entry), entry[0]),
@@ -97,7 +97,7 @@ class PhaseQueues:
         self._flushed = True
 
     def next(self, link: LinkName) -> Entry | None:
-        """What the link takes now; None where it has to wait, or is through. The same until `done` is called."""
+        """Return what the link takes now; None where it has to wait, or is through. The same until `done` is called."""
         queue = self._queues[link]
         while self._places[link] < len(queue):
             bucket, phase = queue[self._places[link]]
@@ -159,7 +159,7 @@ class PhasedHostCommunicator:
                 self._buckets.clear()
 
     def _drain(self, until: CommTiming | None = None) -> None:
-        """Waits, and keeps what fails; the lock is held."""
+        """Wait, and keep what fails; the lock is held."""
         limit_s = self._grid.world.timeout_s + 2 * GRACE_S  # a thread's own wait ends first, and says what it was for
         self._queues.flush()
         self._changed.notify_all()
@@ -171,13 +171,13 @@ class PhasedHostCommunicator:
                 self._fail(describe_failure(self._grid.world, "what was launched", nothing_moved))
 
     def close(self) -> None:
-        """Waits for what a backward that raised left on its way, then ends the threads."""
+        """Wait for what a backward that raised left on its way, then end the threads."""
         with self._changed:
             self._drain()  # whoever waited for it first has told what failed
         self.settle(time.monotonic() + EXIT_S)
 
     def settle(self, deadline: float) -> None:
-        """Starts nothing more, and gives the threads until `deadline` (monotonic) for what is on its way."""
+        """Start nothing more, and give the threads until `deadline` (monotonic) for what is on its way."""
         with self._changed:
             self._closing = True
             self._changed.notify_all()
@@ -257,7 +257,7 @@ class PhasedStreamCommunicator:
         self._queue()
 
     def _queue(self) -> None:
-        """Hands the backend every phase that may be queued now, in an order that is the same on all ranks."""
+        """Hand the backend every phase that may be queued now, in an order that is the same on all ranks."""
         queued = True
         while queued:
             queued = False
@@ -308,7 +308,7 @@ class PhasedStreamCommunicator:
 
 
 def make_phased_communicator(grid: Grid, plan: Plan, device: torch.device) -> Communicator:
-    """The communicator of a plan with collectives of several phases."""
+    """Make the communicator of a plan with collectives of several phases."""
     phases = [phases_of(bucket, grid.topology) for bucket in plan.buckets]
     if device.type == "cuda":
         return PhasedStreamCommunicator(grid, phases, device, plan.phase_order)

@@ -44,7 +44,6 @@ class Topology:
 
     @property
     def num_nodes(self) -> int:
-        """How many nodes there are."""
         return len(self.nodes)
 
     @classmethod
@@ -54,8 +53,11 @@ class Topology:
 
     @property
     def ranks_per_node(self) -> int:
-        """Ranks on each."""
         return len(self.nodes[0])
+
+    def local_rank(self, rank: int) -> int:
+        """Return a rank's number within its node."""
+        return next(ranks.index(rank) for ranks in self.nodes if rank in ranks)
 
     @property
     def cross_node_groups(self) -> Rows:
@@ -84,19 +86,15 @@ def node_info(
     mesh: DeviceMesh | None = None,
     environment: Mapping[str, str] = os.environ,
 ) -> NodeInfo:
-    """Of this rank, in a process group (default: all ranks).
+    """Return what this rank of a process group (default: all ranks) knows.
 
     Raises:
         InputError: the mesh has other than two dimensions, or ranks of other groups.
     """
     node = node_name(environment)
-    if mesh is not None:
-        return NodeInfo(node, mesh=_rows(mesh, group))
-    whole = group is None or dist.get_world_size(group) == dist.get_world_size()
-    return NodeInfo(node, environment.get("LOCAL_WORLD_SIZE") if whole else None)
-
-
-def _rows(mesh: DeviceMesh, group: dist.ProcessGroup | None) -> Rows:
+    if mesh is None:
+        whole = group is None or dist.get_world_size(group) == dist.get_world_size()
+        return NodeInfo(node, environment.get("LOCAL_WORLD_SIZE") if whole else None)
     if mesh.mesh.ndim != 2:
         raise InputError(
             f"mesh: found a DeviceMesh of {mesh.mesh.ndim} dimensions, expected two, nodes by ranks of a node: such as "
@@ -109,11 +107,11 @@ def _rows(mesh: DeviceMesh, group: dist.ProcessGroup | None) -> Rows:
             f"mesh: found a DeviceMesh of the ranks {ranks}, expected each of {sorted(known)} once: the ranks that "
             f"train together"
         )
-    return tuple(sorted(tuple(sorted(known.index(rank) for rank in row)) for row in ranks))
+    return NodeInfo(node, mesh=tuple(sorted(tuple(sorted(known.index(rank) for rank in row)) for row in ranks)))
 
 
 def find_topology(everyone: Sequence[NodeInfo]) -> Topology | str:
-    """The topology, or what is wrong with it, from what every rank knows: all ranks come to the same answer."""
+    """Return the topology, or what is wrong with it, from what every rank knows: alike on all ranks."""
     meshes = {one.mesh for one in everyone}
     if len(meshes) > 1:
         listed = ", ".join(f"rank {rank}: {one.mesh}" for rank, one in list(enumerate(everyone))[:4])
@@ -136,16 +134,3 @@ def find_topology(everyone: Sequence[NodeInfo]) -> Topology | str:
                 f"launcher, or give a mesh"
             )
     return Topology(tuple(tuple(ranks) for ranks in members.values()))
-
-
-@dataclass(frozen=True)
-class Position:
-    """Where one rank is in a topology."""
-
-    topology: Topology
-    rank: int
-
-    @property
-    def local_rank(self) -> int:
-        """Its number within its node."""
-        return next(ranks.index(self.rank) for ranks in self.topology.nodes if self.rank in ranks)

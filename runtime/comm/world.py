@@ -7,7 +7,7 @@ import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any
 
@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from runtime.comm.topology import LinkName, NodeInfo, Topology
+from runtime.comm.topology import NodeInfo, Topology
 from runtime.errors import CommunicationError, InputError, PlanMismatch, PlannerError
 from runtime.torch_compat import all_gather_single, is_of_backend
 
@@ -27,7 +27,7 @@ _CHUNK_BYTES = 64 * 1024 * 1024
 
 
 def check_timeout_s(timeout_s: float, name: str = "timeout_s") -> float:
-    """The deadline, if it is one. Raises InputError, which calls it `name`."""
+    """Return the deadline. Raises InputError, which calls it `name`, where it is none."""
     if math.isfinite(timeout_s) and SHORTEST_TIMEOUT_S <= timeout_s <= LONGEST_TIMEOUT_S:
         return timeout_s
     raise InputError(
@@ -36,7 +36,7 @@ def check_timeout_s(timeout_s: float, name: str = "timeout_s") -> float:
 
 
 def bounded_timeout_s(seconds: float) -> float:
-    """A default deadline: what was computed, or the least or longest one that may be given."""
+    """Return a default deadline: what was computed, or the least or longest one that may be given."""
     return min(max(seconds, MIN_TIMEOUT_S), LONGEST_TIMEOUT_S)
 
 
@@ -66,7 +66,7 @@ class World:
 
     @classmethod
     def join(cls, process_group: dist.ProcessGroup | None = None, timeout_s: float = MIN_TIMEOUT_S) -> World:
-        """Makes a private group over the ranks of `process_group` (default: all), with a deadline on every wait.
+        """Make a private group over the ranks of `process_group` (default: all), with a deadline on every wait.
 
         Private, so that nothing the user sends can come between the buckets. All its ranks must call this.
 
@@ -75,39 +75,31 @@ class World:
             CommunicationError: not all ranks came within the deadline.
         """
         check_timeout_s(timeout_s)
-        if not dist.is_available() or not dist.is_initialized() or dist.get_world_size(process_group) == 1:
-            return cls(timeout_s=timeout_s)
-        parent = process_group or dist.group.WORLD
-        whole = dist.get_world_size(parent) == dist.get_world_size()
+        parent = cls.over(process_group, timeout_s)
+        if parent.group is None:
+            return parent
+        whole = parent.ranks == dist.get_world_size()
         try:
             group = dist.new_group(
-                ranks=dist.get_process_group_ranks(parent),
+                ranks=dist.get_process_group_ranks(parent.group),
                 timeout=timedelta(seconds=timeout_s),
-                backend=dist.get_backend(parent),
+                backend=parent.backend,
                 use_local_synchronization=not whole,  # only members of a subgroup are here
             )
         except RuntimeError as error:
             if not is_of_backend(error):
                 raise
-            here = cls(rank=dist.get_rank(parent), ranks=dist.get_world_size(parent))
             raise CommunicationError(
-                f"rank {here.rank}: not all {here.ranks} ranks came to make a process group, {here.others} did not "
-                f"within {timeout_s:g} s; every rank has to call this at the same place ({first_line(error)})"
+                f"rank {parent.rank}: not all {parent.ranks} ranks came to make a process group, {parent.others} did "
+                f"not within {timeout_s:g} s; every rank has to call this at the same place ({first_line(error)})"
             ) from error
-        return cls(
-            rank=dist.get_rank(group),
-            ranks=dist.get_world_size(group),
-            group=group,
-            backend=dist.get_backend(parent),
-            timeout_s=timeout_s,
-            # torch names a locally made group after its ranks and the number of groups: given back, its name, and
-            # with it stale addresses, would come again. Such a group stays until the process ends.
-            _owned=whole,
-        )
+        # torch names a locally made group after its ranks and the number of groups: given back, its name, and with it
+        # stale addresses, would come again. Such a group stays until the process ends.
+        return replace(parent, rank=dist.get_rank(group), group=group, _owned=whole)
 
     @classmethod
     def over(cls, process_group: dist.ProcessGroup | None = None, timeout_s: float = MIN_TIMEOUT_S) -> World:
-        """The ranks of `process_group` (default: all) with that group itself: what is sent on it has to be in order."""
+        """Take the group of `process_group` (default: all) itself: what is sent on it has to be in order."""
         if not dist.is_available() or not dist.is_initialized() or dist.get_world_size(process_group) == 1:
             return cls(timeout_s=timeout_s)
         group = process_group or dist.group.WORLD
@@ -120,7 +112,7 @@ class World:
         )
 
     def leave(self) -> None:
-        """Gives the private group back."""
+        """Give the private group back."""
         if self._owned and self.group is not None:
             self._dropped.detach()
             if dist.is_initialized():
@@ -128,7 +120,7 @@ class World:
         self._owned = False
 
     def take_down_dropped(self) -> None:
-        """Takes down the groups of worlds that were dropped without `leave`, once no rank has them any more.
+        """Take down the groups of worlds that were dropped without `leave`, once no rank has them any more.
 
         Every rank calls this at the same place, with all of torch.distributed's ranks. Ranks collect garbage when each
         of them likes, on any thread, and torch names some groups by how many there are: so nothing is done before all
@@ -153,7 +145,7 @@ class World:
                 _dropped.append(group)
 
     def split(self, parts: Sequence[Sequence[int]]) -> World:
-        """This rank's part, a group of its own, of ranks that are split into disjoint parts; all ranks must call this.
+        """Make a group of this rank's part of ranks that are split into disjoint parts; all ranks must call this.
 
         Raises:
             CommunicationError: not all ranks came within the deadline.
@@ -191,8 +183,8 @@ class World:
 
     @contextmanager
     def error_context(self, what: str) -> Iterator[None]:
-        """Turns what a backend raises inside into an error that names this rank and `what`, the exchange. Whatever else
-        is raised goes on as it is, errors of operations on tensors with a note.
+        """Turn what a backend raises inside into an error that names this rank and `what`, the exchange. Whatever else
+        is raised stays as it is, errors of operations on tensors with a note.
 
         Raises:
             CommunicationError: another rank died or missed the deadline.
@@ -212,7 +204,7 @@ class World:
             ) from error
 
     def gather(self, value: Any, what: str) -> list[Any]:
-        """Every rank's picklable `value`, in order of rank; `what` names the exchange in the error.
+        """Gather every rank's picklable `value`, in order of rank; `what` names the exchange in the error.
 
         Raises:
             CommunicationError: a rank died or missed the deadline.
@@ -226,7 +218,7 @@ class World:
         return values
 
     def gather_parts(self, part: Tensor, what: str, out: Tensor | None = None) -> Tensor:
-        """Every rank's `part` (1-D, of equal length and dtype), one after the other; `what` names it in the error.
+        """Gather every rank's `part` (1-D, of equal length and dtype), one after the other; `what` names the exchange.
 
         `out` has the memory for it, of which the part may be this rank's.
 
@@ -240,7 +232,7 @@ class World:
         return whole
 
     def broadcast(self, tensors: Iterable[Tensor]) -> None:
-        """Overwrites the tensors with rank 0's, whatever their layout; in messages of up to 64 MiB per dtype.
+        """Overwrite the tensors with rank 0's, whatever their layout; in messages of up to 64 MiB per dtype.
 
         Raises:
             CommunicationError: a rank died or missed the deadline.
@@ -272,25 +264,12 @@ class Grid:
 
     @classmethod
     def make(cls, world: World, topology: Topology) -> Grid:
-        """All ranks call this at the same place.
+        """Make the groups; all ranks call this at the same place.
 
         Raises:
             CommunicationError: not all ranks came within the deadline.
         """
         return cls(world, topology, world.split(topology.nodes), world.split(topology.cross_node_groups))
-
-    @property
-    def num_nodes(self) -> int:
-        return self.topology.num_nodes
-
-    @property
-    def ranks_per_node(self) -> int:
-        return self.topology.ranks_per_node
-
-    @property
-    def flat_link(self) -> LinkName:
-        """The links that a collective over all ranks keeps busy."""
-        return "inter" if self.num_nodes > 1 else "intra"
 
     def leave(self) -> None:
         self.inside.leave()
@@ -313,7 +292,7 @@ def _chunks(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
 
 
 def note(error: Exception, world: World, label: str) -> None:
-    """Says with an error that came up in this process where it did, and that nobody else is to blame."""
+    """Add to an error that came up in this process where it did, and that nobody else is to blame."""
     error.add_note(
         f"rank {world.rank}: {label}: this error came up in this process itself, not by another rank or the network"
     )
@@ -347,7 +326,7 @@ class RankInfo:
 
 
 def agree(world: World, mine: RankInfo) -> list[RankInfo]:
-    """Compares all ranks' credentials, and returns them; every rank comes to the same verdict.
+    """Compare what has to be equal on all ranks, and return all of it; every rank comes to the same verdict.
 
     Raises:
         PlanMismatch: a rank has a problem of its own, or ranks differ in plan, model, version or device.

@@ -73,7 +73,7 @@ class StepEpilogue:
     Shape (workers, HEAD)."""
 
     def phases(self, group: dist.ProcessGroup) -> Iterator[dist.Work]:
-        """See `Collective.run`."""
+        """See `Collective`."""
         self.reported, used = unpack_metadata(self.metadata)
         self.server.update(self.rates, self.reported[:, 0].bool().all(), used)  # alike on all ranks
         if self.pulled is None:

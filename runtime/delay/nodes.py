@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from runtime.comm.collectives.direct import PushPull
+from runtime.comm.collectives.direct import push_pull
 from runtime.comm.collectives.phases import add_up, gather
 from runtime.comm.communicator import CommTiming, Communicator, Payload, make_communicator, nothing
 from runtime.comm.topology import Topology
@@ -57,7 +57,7 @@ class NodeLinks:
     def __init__(self, groups: NodeGroups, buckets: int, device: torch.device) -> None:
         grid = groups.grid
         self.inside, self.between, self.spread = (
-            make_communicator(part, [PushPull()] * buckets, device, grid.world)
+            make_communicator(part, [push_pull] * buckets, device, grid.world)
             for part in (grid.inside, grid.between, groups.spread)
         )
 
@@ -96,7 +96,7 @@ class IntraNodeAllReduce:
         copy_into_rows(self._sent, self._shard.message.flat[: self._shard.numel])
 
     def phases(self, group: dist.ProcessGroup) -> Iterator[dist.Work]:
-        """See `Collective.run`."""
+        """See `Collective`."""
         yield from self.rows.phases(group)
         mine = self._shard.of_node
         assert mine is not None
@@ -116,7 +116,7 @@ class IntraNodeBroadcast:
     """Shape (node_share,)."""
 
     def phases(self, group: dist.ProcessGroup) -> Iterator[dist.Work]:
-        """See `Collective.run`."""
+        """See `Collective`."""
         return gather(self.whole, self.part, group)
 
 
@@ -124,7 +124,7 @@ def communicator_of(groups: NodeGroups | None, world: World, buckets: int, devic
     """Return what carries a delay: between nodes where these are the workers, else between ranks."""
     if groups is not None:
         return NodeLinks(groups, buckets, device)
-    return make_communicator(world, [PushPull()] * buckets, device)
+    return make_communicator(world, [push_pull] * buckets, device)
 
 
 def workers_of(plan: Plan, world: World) -> Topology:

@@ -55,7 +55,7 @@ class Rows:
         self.metadata(self.sent)[:, : metadata.numel()] = metadata
 
     def phases(self, group: dist.ProcessGroup) -> Iterator[dist.Work]:
-        """Send and receive; see `Collective.run`."""
+        """Send and receive; see `Collective`."""
         return all_to_all(self.received.view(-1), self.sent.view(-1), group)
 
 

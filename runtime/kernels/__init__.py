@@ -42,7 +42,7 @@ def ef_topk_(
     gradient: Tensor, residual: Tensor, new_residual: Tensor, values: Tensor, indices: Tensor, state: TopkState, *,
     swapped: Tensor | None = None, launches: int = ALL_AT_ONCE,
 ) -> None:  # fmt: skip
-    """Selects the k largest magnitudes of residual + gradient, of each segment of the state, in one launch.
+    """Select the k largest magnitudes of residual + gradient, of each segment of the state, in one launch.
 
     The residual stays as it was, so that a step can be undone by not exchanging it with the new one. Equal magnitudes
     are taken by index. NaN and ±Inf are the largest; `state.nonfinite` says whether there was any.
@@ -88,7 +88,7 @@ def ms_topk_(
 
 
 def unpack_(sums: Tensor, values: Tensor, indices: Tensor, *, factor: float = 1.0) -> None:
-    """Adds up all ranks' messages, in order of ranks, and multiplies by `factor` (1/ranks for the mean), in one launch.
+    """Add up all ranks' messages, in order of ranks, and multiply by `factor` (1/ranks for the mean), in one launch.
 
     Args:
         sums: 1-D, float32 or bfloat16; becomes the sum, with 0 where nothing came.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Protocol
 
@@ -30,7 +30,7 @@ _installed: dict[str, Backend] = {}
 
 
 def backend_for(device: torch.device) -> Backend | None:
-    """What runs kernels on a device; None on a CPU, where the torch reference stands for them.
+    """Return what runs kernels on a device; None on a CPU, where the torch reference stands for them.
 
     Raises:
         EnvironmentFailure: the device could run them, but something is missing.
@@ -47,7 +47,7 @@ def backend_for(device: torch.device) -> Backend | None:
 
 
 def usable(device: torch.device) -> str | None:
-    """Why kernels do not run on a device; None: they do. Never raises."""
+    """Return why kernels do not run on a device; None: they do. Never raises."""
     if device.type in _installed:
         return None
     if device.type != "cuda":
@@ -60,10 +60,11 @@ def usable(device: torch.device) -> str | None:
 @contextmanager
 def installed(device_type: str, backend: Backend) -> Iterator[None]:
     """Within it, kernels of a type of device run elsewhere: the source itself on the host, in tests."""
-    before: Mapping[str, Backend] = dict(_installed)
+    before = _installed.get(device_type)
     _installed[device_type] = backend
     try:
         yield
     finally:
-        _installed.clear()
-        _installed.update(before)
+        del _installed[device_type]
+        if before is not None:
+            _installed[device_type] = before

@@ -19,7 +19,6 @@ def check_selection(
     gradients: Sequence[Tensor], residuals: Sequence[Tensor], new_residuals: Sequence[Tensor], values: Tensor,
     indices: Tensor, state: TopkState, swapped: Tensor | None, *, plural: bool,
 ) -> None:  # fmt: skip
-    """Shapes, dtypes, devices and strides of the arguments of `ef_topk_`."""
     device, s = state.memory.device, "s" if plural else ""
     elements = state.layout.elements if plural else (state.elements,)
     for name, tensors in (
@@ -41,7 +40,6 @@ def check_selection(
 
 
 def check_tensor(name: str, tensor: Tensor, elements: int, dtype: torch.dtype, device: torch.device) -> None:
-    """A 1-D contiguous tensor of so many elements, of a dtype, on a device."""
     if tensor.device != device:
         raise ValueError(f"{name}: found a tensor on {tensor.device}; expected {device}, where the state is")
     if tensor.dtype != dtype:
@@ -58,7 +56,6 @@ def _check_float(name: str, dtype: torch.dtype) -> None:
 
 
 def check_memory(layout: Layout, memory: Tensor) -> None:
-    """The memory of a state is as large as its segments say."""
     if memory.dtype != torch.int64 or memory.numel() * 8 != layout.size_bytes or not memory.is_contiguous():
         raise ValueError(
             f"state: found a memory of {memory.numel()} × {memory.dtype}; expected {layout.size_bytes // 8} × "
@@ -67,7 +64,7 @@ def check_memory(layout: Layout, memory: Tensor) -> None:
 
 
 def check_apart(named: Sequence[tuple[str, Tensor]]) -> None:
-    """No two tensors share memory; the first of a pair is named by its place."""
+    """Raise where two tensors share memory; names the second one of a pair."""
     spans = sorted(
         (tensor.data_ptr(), tensor.data_ptr() + tensor.numel() * tensor.element_size(), name)
         for name, tensor in named
@@ -79,7 +76,6 @@ def check_apart(named: Sequence[tuple[str, Tensor]]) -> None:
 
 
 def check_unpack(sums: Tensor, values: Tensor, indices: Tensor) -> None:
-    """Shapes, dtypes, devices and strides of the arguments of `unpack_`."""
     device = sums.device
     _check_float("sums", sums.dtype)
     _check_float("values", values.dtype)
@@ -102,7 +98,7 @@ def check_unpack(sums: Tensor, values: Tensor, indices: Tensor) -> None:
 
 
 def check_unpack_memory(sums: Tensor, values: Tensor, indices: Tensor) -> None:
-    """`sums` shares no memory with a message; messages may lie among one another."""
+    """Raise where `sums` shares memory with a message; messages may lie among one another."""
     start, end = sums.data_ptr(), sums.data_ptr() + sums.numel() * sums.element_size()
     for name, tensor in (("values", values), ("indices", indices)):
         if not tensor.numel():

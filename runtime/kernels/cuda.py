@@ -46,7 +46,6 @@ class CudaBackend:
         properties = torch.cuda.get_device_properties(device)
         self._device = device
         self.capability = 10 * properties.major + properties.minor
-        """Of the device, as 10 · major + minor."""
         self._multiprocessors = properties.multi_processor_count
         if self.capability < LEAST_CAPABILITY:
             raise EnvironmentFailure(

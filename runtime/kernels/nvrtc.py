@@ -109,7 +109,7 @@ def compiler() -> Compiler:
 
 
 def _candidates() -> Iterator[str]:
-    """Files of NVIDIA's packages and of a toolkit, of torch's CUDA first, then the newest; names for the loader."""
+    """Find files of NVIDIA's packages and of a toolkit, of torch's CUDA first, then the newest; names for the loader."""
     found: list[Path] = []
     package = importlib.util.find_spec("nvidia")
     for place in (package.submodule_search_locations or []) if package is not None else []:
@@ -128,7 +128,7 @@ def _version(path: Path) -> list[int]:
 
 
 def machine_code(program: Program, capability: int) -> bytes:
-    """What `Compiler.compile` gives, from a file where an earlier call, in any process, has left it."""
+    """Compile, or read what an earlier call, in any process, has left in a file."""
     found = compiler()
     key = program.fingerprint(*OPTIONS, str(capability), found.version)
     path = cache_folder() / f"{program.name}-sm{capability}-{key[:32]}.bin"
@@ -147,6 +147,5 @@ def machine_code(program: Program, capability: int) -> bytes:
 
 
 def cache_folder() -> Path:
-    """Where compiled kernels are kept."""
     base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
     return Path(base) / "commplanner" / "kernels"

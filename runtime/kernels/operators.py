@@ -56,7 +56,7 @@ def ef_topk_operator(
     if backend is None:
         _by_reference(state, gradients, residuals, new_residuals, values, indices, swapped, random_ties, seed)
         return
-    where = [state.memory.data_ptr() + part.start_bytes for part in layout.parts.values()]
+    where = [state.memory.data_ptr() + 4 * part.start for part in layout.parts.values()]
     outputs = [values.data_ptr(), indices.data_ptr(), 0 if swapped is None else swapped.data_ptr()]
     counts = [len(elements), sum(layout.tiles), sum(layout.chunks)]
     options = [int(random_ties), seed & (2**64 - 1)]

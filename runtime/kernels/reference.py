@@ -70,7 +70,7 @@ def _take(total: Tensor, indices: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def mixed(seed: int, segment: int) -> int:
-    """A number of 64 bits that looks random (splitmix64)."""
+    """Return a number of 64 bits that looks random (splitmix64)."""
     x = (seed + 0x9E3779B97F4A7C15 * (segment + 1)) & _MASK
     x = ((x ^ x >> 30) * 0xBF58476D1CE4E5B9) & _MASK
     x = ((x ^ x >> 27) * 0x94D049BB133111EB) & _MASK

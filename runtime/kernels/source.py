@@ -6,11 +6,8 @@ import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib import resources
-from types import MappingProxyType
 
-PARTS: Mapping[str, tuple[str, ...]] = MappingProxyType(
-    {"topk": ("keys.cu", "plan.cu", "topk.cu"), "unpack": ("keys.cu", "unpack.cu")}
-)
+PARTS: Mapping[str, tuple[str, ...]] = {"topk": ("keys.cu", "plan.cu", "topk.cu"), "unpack": ("keys.cu", "unpack.cu")}
 """Program → the files that it is, one after the other."""
 
 DTYPES = ("float32", "bfloat16")
@@ -33,10 +30,6 @@ class Shape:
         """Elements that a block works on together."""
         return 4 * self.vectors * self.threads
 
-    def macros(self) -> dict[str, int]:
-        """As the source names them."""
-        return {"THREADS": self.threads, "VECTORS": self.vectors, "MIN_BLOCKS": self.min_blocks}
-
 
 @dataclass(frozen=True, kw_only=True)
 class Program:
@@ -49,7 +42,9 @@ class Program:
     @property
     def text(self) -> str:
         """CUDA C++ that includes nothing."""
-        macros = "".join(f"#define {name} {value}\n" for name, value in self.shape.macros().items())
+        shape = self.shape
+        macros = f"#define THREADS {shape.threads}\n#define VECTORS {shape.vectors}\n"
+        macros += f"#define MIN_BLOCKS {shape.min_blocks}\n"
         files = resources.files("runtime.kernels")
         return macros + "\n".join(files.joinpath(part).read_text(encoding="utf-8") for part in PARTS[self.name])
 

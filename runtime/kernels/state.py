@@ -43,14 +43,6 @@ POINTED: dict[int, tuple[bool, tuple[int, ...]]] = {}
 
 
 @dataclass(frozen=True)
-class Part:
-    """A piece of the memory."""
-
-    start_bytes: int
-    size_bytes: int
-
-
-@dataclass(frozen=True)
 class Layout:
     """Where everything lies. The same for all states of the same segments."""
 
@@ -83,8 +75,8 @@ class Layout:
         return tuple(-(-tiles // each) for tiles, each in zip(self.tiles, self.tiles_per_chunk, strict=True))
 
     @functools.cached_property
-    def parts(self) -> dict[str, Part]:
-        """By name, in order, each beginning at a multiple of 256 bytes."""
+    def parts(self) -> dict[str, slice]:
+        """Pieces of the memory by name, in order, as int32; each begins at a multiple of 256 bytes."""
         segments, tiles, chunks = len(self.elements), sum(self.tiles), sum(self.chunks)
         sizes = {
             "segments": 8 * WORDS_OF_SEGMENT * segments,
@@ -101,14 +93,13 @@ class Layout:
         }
         parts, start = {}, 0
         for name, size_bytes in sizes.items():
-            parts[name] = Part(start, size_bytes)
+            parts[name] = slice(start // 4, (start + size_bytes) // 4)
             start += -(-size_bytes // 256) * 256
         return parts
 
     @functools.cached_property
     def size_bytes(self) -> int:
-        last = list(self.parts.values())[-1]
-        return last.start_bytes + -(-last.size_bytes // 256) * 256
+        return -(-max(part.stop for part in self.parts.values()) * 4 // 256) * 256
 
     def table(self, places: Sequence[tuple[int, int, int]] | None = None) -> Tensor:
         """`struct Segment` (keys.cu) of each segment. Shape (segments, 16), int64, on the CPU.
@@ -118,15 +109,12 @@ class Layout:
                 kernel gets; None: one behind the other.
         """
         starts = _sums(self.elements)
-        rows = []
-        if places is None:
-            places = [(start, start, start) for start in starts]
         columns = zip(
-            places, self.elements, self.k, _sums(self.k), starts, _sums(self.tiles), self.tiles, _sums(self.chunks),
-            self.chunks, self.tiles_per_chunk, _sums(self.capacities), self.capacities, strict=True,
+            places or [(start, start, start) for start in starts], self.elements, self.k, _sums(self.k), starts,
+            _sums(self.tiles), self.tiles, _sums(self.chunks), self.chunks, self.tiles_per_chunk,
+            _sums(self.capacities), self.capacities, strict=True,
         )  # fmt: skip
-        for place, *rest in columns:
-            rows.append([*place, *rest, 0, 0])
+        rows = [[*place, *rest, 0, 0] for place, *rest in columns]
         return torch.tensor(rows, dtype=torch.int64).view(-1, WORDS_OF_SEGMENT)
 
     def owners(self, counts: Sequence[int]) -> Tensor:
@@ -135,19 +123,18 @@ class Layout:
 
 
 def _sums(values: Sequence[int]) -> list[int]:
-    """Of everything before each."""
+    """Sum everything before each."""
     return list(itertools.accumulate(values, initial=0))[:-1]
 
 
 @functools.lru_cache(maxsize=256)
 def layout_of(elements: tuple[int, ...], k: tuple[int, ...], shape: Shape, capacity: int | None = None) -> Layout:
-    """The layout of segments, which follows from them."""
     return Layout(elements, k, shape, capacity)
 
 
 @dataclass(eq=False)
 class TopkState:
-    """Of one place that selects, for `ef_topk_` and its like: made by `make_state`.
+    """What one place that selects needs for `ef_topk_` and its like: made by `make_state`.
 
     What a step leaves to the next makes it faster and never changes a result, so a state need not be saved; zeros, and
     even garbage in `warm`, are sound. One state serves one call after another on one stream, never two at once.
@@ -159,18 +146,15 @@ class TopkState:
 
     @property
     def k(self) -> int:
-        """Elements that are selected in all segments together."""
         return sum(self.layout.k)
 
     @property
     def elements(self) -> int:
-        """Of all segments together."""
         return sum(self.layout.elements)
 
     def part(self, name: str) -> Tensor:
         """A piece of the memory as int32."""
-        part = self.layout.parts[name]
-        return self.memory.view(torch.int32)[part.start_bytes // 4 : (part.start_bytes + part.size_bytes) // 4]
+        return self.memory.view(torch.int32)[self.layout.parts[name]]
 
     @property
     def warm(self) -> Tensor:
@@ -195,7 +179,7 @@ def make_state(
     elements: Sequence[int], k: Sequence[int], device: torch.device | str, *, shape: Shape | None = None,
     capacity: int | None = None,
 ) -> TopkState:  # fmt: skip
-    """Room for a selection of k[i] of elements[i] elements for each segment i.
+    """Make room for a selection of k[i] of elements[i] elements for each segment i.
 
     Args:
         elements: of each segment, at least 0; together less than 2³¹.

@@ -31,7 +31,7 @@ SHORTEST_LOOK_S, LONGEST_LOOK_S = 0.0005, 0.02
 
 
 def every(spec: LocalAsyncSpec, begun: int, steps: int) -> int:
-    """K: after how many updates of this rank models are averaged next; post-local SGD's scheme."""
+    """Return K: after how many updates of this rank models are averaged next; post-local SGD's scheme."""
     return spec.average_every if begun < spec.switch_fraction * steps else spec.then_every
 
 
@@ -39,11 +39,8 @@ class Averager:
     """This rank's part in the averagings."""
 
     def __init__(self, world: World, flats: Sequence[Tensor]) -> None:
-        """Of tensors that lie in the shared model.
-
-        Args:
-            world: the ranks; at least two.
-            flats: 1-D, one for each dtype, the same on every rank.
+        """`flats` lie in the shared model: 1-D, one for each dtype, the same on every rank, of which there are two or
+        more.
         """
         self.world = world
         self._flats = [torch.view_as_real(flat).view(-1) if flat.is_complex() else flat for flat in flats]
@@ -65,16 +62,13 @@ class Averager:
     def average(
         self, status: int, updates: int, meanwhile: Callable[[float], object], *, alone: bool = False
     ) -> list[int]:
-        """One averaging, in which all ranks take part. Where all are done, they have equal models then.
+        """Average with all ranks, and return their statuses. Where all are done, they have equal models then.
 
         Args:
             status: of this rank.
             updates: of this rank since the averaging before, for the record.
             meanwhile: called with seconds again and again while messages are on their way; returns no later.
             alone: whether nobody changes this rank's model meanwhile, so that it may be overwritten.
-
-        Returns:
-            The statuses by rank.
 
         Raises:
             CommunicationError: a rank died or missed the deadline.
@@ -114,11 +108,7 @@ class Averager:
         self.world.last = what
 
     def _take_average(self, *, overwrite: bool) -> float:
-        """Move the model to the average; returns how far its snapshot was from that, as `Averaging.distance`.
-
-        `overwrite`: it becomes the average, which all ranks have bit for bit. Else what averaging changes is added, in
-        place and without a lock, to what updaters have made of the model since.
-        """
+        """Move the model to the average; returns how far its snapshot was from that, as `Averaging.distance`."""
         apart, size = 0.0, 0.0
         for flat, snapshot, message in zip(self._flats, self._snapshots, self._messages, strict=False):
             average = message[: flat.numel()].div_(self.world.ranks)
@@ -127,6 +117,7 @@ class Averager:
             if overwrite:
                 flat.copy_(average)
             else:
+                # In place and without a lock: updaters have changed the model since the snapshot.
                 flat.add_(change)
             apart += _square(change)
         return math.sqrt(apart / size) if size > 0.0 else 0.0

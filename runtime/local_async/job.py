@@ -44,7 +44,7 @@ class LocalJob:
     begun, whichever of them it was."""
 
     def __post_init__(self) -> None:
-        """Raises InputError unless there is one source of minibatches."""
+        """Raise InputError unless there is one source of minibatches."""
         if (self.batch is None) == (self.loader is None):
             found = "neither" if self.batch is None else "both"
             raise InputError(f"LocalJob: found {found} of batch and loader, expected one of them; give one")
@@ -80,37 +80,29 @@ class PartSampler(Sampler[int]):
         self.epoch = 0
 
     def set_epoch(self, epoch: int) -> None:
-        """Which pass comes next; its order follows from that, the seed and the part."""
+        """Name the next pass; its order follows from that, the seed and the part."""
         self.epoch = epoch
 
     def __iter__(self) -> Iterator[int]:
-        """One pass."""
         seed = (self.part.seed * 1_000_003 + self.epoch) * 1_009 + self.part.index
         order = torch.randperm(len(self.indices), generator=torch.Generator().manual_seed(seed))
         return iter(self.indices[order].tolist())
 
     def __len__(self) -> int:
-        """Samples of the part."""
         return len(self.indices)
 
 
-class Batches:
-    """The minibatches of one updater."""
-
-    def __init__(self, job: LocalJob, rank: int, part: Part) -> None:
-        self._job, self._rank = job, rank
-        self._passes = None if job.loader is None else _passes(job.loader, part)
-
-    def get(self, number: int) -> Any:
-        """The minibatch for a number that the updater was given."""
-        if self._passes is not None:
-            return next(self._passes)
-        assert self._job.batch is not None
-        return self._job.batch(number, self._rank)
+def batches_of(job: LocalJob, rank: int, part: Part) -> Callable[[int], Any]:
+    """Return what gives an updater the minibatch for a number. It raises InputError where a pass is empty."""
+    if job.loader is not None:
+        passes = _passes(job.loader, part)
+        return lambda number: next(passes)
+    batch = job.batch
+    assert batch is not None
+    return lambda number: batch(number, rank)
 
 
 def _passes(loader: Callable[[Part], Iterable[Any]], part: Part) -> Iterator[Any]:
-    """Pass after pass over a part. Raises InputError where a pass is empty."""
     batches = loader(part)
     epoch = 0
     while True:
@@ -130,8 +122,5 @@ def _passes(loader: Callable[[Part], Iterable[Any]], part: Part) -> Iterator[Any
 
 
 def samples_of(batch: Any) -> int:
-    """How many samples a minibatch has: the first dimension of its first tensor; 0 where there is none."""
-    for leaf in tree_leaves(batch):
-        if isinstance(leaf, Tensor) and leaf.dim():
-            return leaf.shape[0]
-    return 0
+    """Return how many samples a minibatch has: the first dimension of its first tensor; 0 where there is none."""
+    return next((leaf.shape[0] for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.dim()), 0)

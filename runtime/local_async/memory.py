@@ -29,19 +29,16 @@ class _Anonymous:
     """A file without a name; sent to another process, it is the same file with the same position."""
 
     def __init__(self, descriptor: int | None = None) -> None:
-        self.descriptor = _open() if descriptor is None else descriptor
-        self._close = weakref.finalize(self, os.close, self.descriptor)
-        self._close.atexit = False
+        if descriptor is None and hasattr(os, "memfd_create"):
+            descriptor = os.memfd_create("local_async", os.MFD_CLOEXEC)
+        elif descriptor is None:
+            with tempfile.TemporaryFile() as file:
+                descriptor = os.dup(file.fileno())
+        self.descriptor = descriptor
+        weakref.finalize(self, os.close, descriptor).atexit = False
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         return _reopened, (type(self), DupFd(self.descriptor))
-
-
-def _open() -> int:
-    if hasattr(os, "memfd_create"):
-        return os.memfd_create("local_async", os.MFD_CLOEXEC)
-    with tempfile.TemporaryFile() as file:
-        return os.dup(file.fileno())
 
 
 def _reopened(kind: Callable[[int], Any], descriptor: Any) -> Any:
@@ -64,7 +61,6 @@ class AtomicCounter(_Anonymous):
             fcntl.lockf(self.descriptor, fcntl.LOCK_UN)
 
     def take(self) -> int:
-        """The next number, which nobody else gets."""
         return self._move(1) - 1
 
     @property
@@ -73,7 +69,7 @@ class AtomicCounter(_Anonymous):
         return os.lseek(self.descriptor, 0, os.SEEK_CUR)
 
     def exhaust(self) -> None:
-        """From now on only numbers beyond all that are meant are given."""
+        """Give only numbers beyond all that are meant from now on."""
         self._move(_FAR)
 
 
@@ -108,7 +104,7 @@ class Doorbell:
     """Wakes the process that waits for it (`multiprocessing.connection.wait`); who rings never waits."""
 
     def __init__(self, write: int | None = None) -> None:
-        """Made: both ends. Sent to another process: the end that rings."""
+        # Here both ends; in another process, to which this was sent, the end that rings.
         self._read = -1
         if write is None:
             self._read, write = os.pipe()
@@ -127,12 +123,11 @@ class Doorbell:
         return self._read
 
     def ring(self) -> None:
-        """Where it has rung thousands of times and nobody came, once more changes nothing."""
+        # A full pipe has rung thousands of times: once more changes nothing.
         with suppress(BlockingIOError, BrokenPipeError):
             os.write(self._write, b"!")
 
     def silence(self) -> None:
-        """Until it rings again."""
         with suppress(BlockingIOError):
             while len(os.read(self._read, 4096)) == 4096:
                 pass

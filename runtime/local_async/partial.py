@@ -12,14 +12,9 @@ from runtime.errors import InputError
 _REENTRANT = "CheckpointFunctionBackward"
 """The node of reentrant activation checkpoints, whose insides hang on a whole backward."""
 
-_REFUSAL = (
-    "the model uses reentrant activation checkpoints, which know whole backwards only; expected none of them with a "
-    "plan that has blocks: checkpoint(..., use_reentrant=False), or a plan without blocks"
-)
-
 
 def partial_backward(loss: Tensor, block: Sequence[Tensor]) -> tuple[Tensor | None, ...]:
-    """The gradients of a loss with respect to the parameters of a block; no other parameter's is computed.
+    """Compute the gradients of a loss with respect to the parameters of a block, and no other parameter's.
 
     Autograd runs the nodes between the loss and the block only. It computes nothing below the block (nearer to the
     input), and above it gradients of inputs, none of weights. No `.grad` is written, and the graph is freed.
@@ -36,19 +31,25 @@ def partial_backward(loss: Tensor, block: Sequence[Tensor]) -> tuple[Tensor | No
     """
     if not block:
         return ()
+    cause = None
+    gradients: tuple[Tensor | None, ...] = (None,)
     try:
         gradients = torch.autograd.grad(loss, list(block), allow_unused=True)
     except RuntimeError as error:
-        if is_reentrant(loss):
-            raise InputError(_REFUSAL) from error
-        raise
+        if not is_reentrant(loss):
+            raise
+        cause = error
+    # Parameters inside of a checkpoint are not in the graph.
     if any(gradient is None for gradient in gradients) and is_reentrant(loss):
-        raise InputError(_REFUSAL)  # parameters inside of a checkpoint are not in the graph
+        raise InputError(
+            "the model uses reentrant activation checkpoints, which know whole backwards only; expected none of them "
+            "with a plan that has blocks: checkpoint(..., use_reentrant=False), or a plan without blocks"
+        ) from cause
     return gradients
 
 
 def is_reentrant(loss: Tensor) -> bool:
-    """Whether the loss was computed through a reentrant activation checkpoint."""
+    """Tell whether the loss was computed through a reentrant activation checkpoint."""
     seen: set[object] = set()
     left = [loss.grad_fn]
     while left:

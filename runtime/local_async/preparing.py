@@ -18,7 +18,7 @@ from runtime.comm.world import RankInfo, World, agree, bounded_timeout_s, check_
 from runtime.core.closures import DECIDE_BY_LOSS
 from runtime.datacache.memory import available_bytes
 from runtime.errors import EnvironmentFailure, InputError, PlannerError
-from runtime.local_async.job import Batches, LocalJob, Part, Request
+from runtime.local_async.job import LocalJob, Part, Request, batches_of
 from runtime.local_async.partial import is_reentrant, partial_backward
 from runtime.local_async.processes import find_unguarded_script, status_bytes
 from runtime.local_async.shared import Layout
@@ -66,7 +66,7 @@ class _Need:
 
 
 def agree_on_plan(plan: Plan | str | Path, world: World) -> Plan:
-    """The plan, which is the same on all ranks; every rank calls it before anything that only some plans ask for.
+    """Return the plan, the same on all ranks; every rank calls it before anything that only some plans ask for.
 
     Raises:
         PlanMismatch: ranks have different plans, or one has none that can be read; on all alike.
@@ -86,7 +86,7 @@ def agree_on_plan(plan: Plan | str | Path, world: World) -> Plan:
 
 
 def prepare(request: Request, plan: Plan, world: World) -> Prepared:
-    """Makes the job and checks everything; every rank calls it, with the same plan, and comes to the same verdict.
+    """Make the job and check everything; every rank calls it, with the same plan, and comes to the same verdict.
 
     Raises:
         InputError: what was asked for cannot be done; on all ranks alike.
@@ -109,7 +109,7 @@ T = TypeVar("T")
 
 
 def agreed(world: World, what: str, make: Callable[[], T], who: str = "the job") -> T:
-    """What `make` makes on this rank, once all ranks have made theirs; every rank calls it.
+    """Return what `make` makes on this rank, once all ranks have made theirs; every rank calls it.
 
     Args:
         world: the ranks.
@@ -139,7 +139,6 @@ def agreed(world: World, what: str, make: Callable[[], T], who: str = "the job")
 
 
 def _make(request: Request, spec: LocalAsyncSpec) -> tuple[LocalJob, Layout]:
-    """The job, and where its model's tensors will lie."""
     problem = check_request(request) or (None if spec.synchronous else find_unguarded_script())
     if problem is not None:
         raise InputError(problem)
@@ -156,7 +155,7 @@ def _make(request: Request, spec: LocalAsyncSpec) -> tuple[LocalJob, Layout]:
 
 
 def check_request(request: Request) -> str | None:
-    """What of the arguments is wrong, or None."""
+    """Return what of the arguments is wrong, or None."""
     if isinstance(request.steps, bool) or not isinstance(request.steps, int) or request.steps < 1:
         return f"steps: found {request.steps!r}, expected a number of minibatches, at least 1; correct it"
     if request.on_lost not in ON_LOST:
@@ -169,7 +168,7 @@ def check_request(request: Request) -> str | None:
 
 
 def made(make: Callable[[], LocalJob]) -> LocalJob:
-    """The job. Raises InputError where it is none."""
+    """Make the job. Raises InputError where it is none."""
     job: object = make()
     if not isinstance(job, LocalJob):
         raise InputError(f"the job's function returned {type(job).__name__}, expected a runtime.local_async.LocalJob")
@@ -184,7 +183,7 @@ def _try_minibatch(job: LocalJob, spec: LocalAsyncSpec, rank: int, seed: int) ->
         InputError: backward cannot stop at the plan's blocks.
     """
     with preserved(job.model):
-        batch = Batches(job, rank, Part(seed=seed)).get(0)
+        batch = batches_of(job, rank, Part(seed=seed))(0)
         start = time.perf_counter()
         loss = job.loss(job.model, batch)
         loss.backward()
@@ -201,7 +200,7 @@ def _try_minibatch(job: LocalJob, spec: LocalAsyncSpec, rank: int, seed: int) ->
 
 
 def _weigh(request: Request, spec: LocalAsyncSpec, need: _Need, world: World) -> float:
-    """The deadline for all, once there is memory for all updaters."""
+    """Return the deadline for all, once there is memory for all updaters."""
     everyone: list[_Need] = world.gather(need, "comparing what updaters need")
     if len({one.asked for one in everyone}) > 1:
         found = ", ".join(f"rank {rank}: {one.asked}" for rank, one in enumerate(everyone))
@@ -215,7 +214,7 @@ def _weigh(request: Request, spec: LocalAsyncSpec, need: _Need, world: World) ->
 
 
 def _check_memory(needs: list[_Need]) -> None:
-    """Of the ranks of one node. Raises InputError where updaters do not fit into what is left."""
+    """Raise InputError where the updaters of one node's ranks do not fit into what is left."""
     each = max((one.bytes_each or 0 for one in needs), default=0)
     wanted = sum(one.updaters * (one.bytes_each or 0) for one in needs)
     free = min(one.available_bytes for one in needs)
@@ -230,14 +229,12 @@ def _check_memory(needs: list[_Need]) -> None:
 
 
 def mps_runs() -> bool:
-    """Whether this machine's control daemon has its pipe where processes of this environment look for it."""
+    """Tell whether this machine's control daemon has its pipe where processes of this environment look for it."""
     return (Path(os.environ.get("CUDA_MPS_PIPE_DIRECTORY", MPS_PIPES)) / "control").exists()
 
 
 def mps_note(model: nn.Module, updaters: int) -> tuple[str, ...]:
-    """What to tell of it, if anything."""
-    on_gpu = any(parameter.is_cuda for parameter in model.parameters())
-    if not on_gpu or updaters == 1 or mps_runs():
+    if updaters == 1 or not any(parameter.is_cuda for parameter in model.parameters()) or mps_runs():
         return ()
     return (
         f"{updaters} updaters took turns on the GPU: found no Multi-Process Service, with which they share it; start "

@@ -29,7 +29,7 @@ ASKS = ("_main__", "parent_process", "current_process")
 
 
 def end_with_parent() -> None:
-    """Ends this process when its parent ends; on Linux the kernel does it, also while this process is stopped."""
+    """End this process when its parent ends; on Linux the kernel does it, also while this process is stopped."""
     parent = multiprocessing.parent_process()
     assert parent is not None
 
@@ -56,7 +56,7 @@ def on_signal(number: int, action: Any) -> Iterator[None]:
 
 
 def check_not_imported() -> None:
-    """Raises InputError in a process that has come here while it imports the script that has started it."""
+    """Raise InputError in a process that has come here while it imports the script that has started it."""
     if getattr(multiprocessing.current_process(), "_inheriting", False):  # as multiprocessing itself asks
         raise InputError(
             f"run_local_async: found a call by a process that imports the script of its parent, and {GUARD}"
@@ -64,9 +64,9 @@ def check_not_imported() -> None:
 
 
 def find_unguarded_script() -> str | None:
-    """Why updaters that are started now would come here as well, or None, also where that is not certain.
+    """Return why updaters that are started now would come here as well, or None, also where that is not certain.
 
-    Certain it is of a script that is running now and nowhere asks which process it is in.
+    It is of a script that is running now and nowhere asks which process it is in.
     """
     script = sys.modules["__main__"]
     path, spec = getattr(script, "__file__", None), script.__spec__
@@ -84,7 +84,7 @@ def find_unguarded_script() -> str | None:
 
 
 def status_bytes(field: str) -> int | None:
-    """A field of this process's memory, such as `RssAnon` (not shared with others), where the system tells it."""
+    """Read a field of this process's memory, such as `RssAnon` (not shared with others), where the system tells it."""
     with suppress(OSError, ValueError):
         for line in Path("/proc/self/status").read_text("ascii", "replace").splitlines():
             if line.startswith(f"{field}:"):

@@ -125,12 +125,10 @@ class LocalReport:
 
     @property
     def samples_per_s(self) -> float:
-        """Of this rank."""
         return self.samples / self.seconds if self.seconds > 0.0 else 0.0
 
     @property
     def minibatches_per_s(self) -> float:
-        """Of this rank."""
         return self.minibatches / self.seconds if self.seconds > 0.0 else 0.0
 
     @property
@@ -167,7 +165,7 @@ def make_report(
     world: World, steps: int, done: int, updaters: Sequence[UpdaterReport], results: Sequence[Result],
     rounds: int = 0, averagings: Sequence[Averaging] = (), notes: Sequence[str] = (),
 ) -> LocalReport:  # fmt: skip
-    """The report of any run; `rounds` of averagings, of which the last ones are known."""
+    """Report any run; `rounds` of averagings, of which the last ones are known."""
     worked = [one for one in results if one.ends_s]
     histogram = [sum(column) for column in zip(*(one.staleness for one in results), strict=True)]
     while histogram and not histogram[-1]:

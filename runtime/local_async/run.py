@@ -54,7 +54,7 @@ def run_local_async(
     start_method: str = "spawn",
     on_lost: str = "continue",
 ) -> LocalRun:
-    """Trains a job as the plan's `local_async` says; every rank calls it.
+    """Train a job as the plan's `local_async` says; every rank calls it.
 
     With updaters: each rank starts `updaters` processes, which share its model without locks, while this process
     averages the models of all ranks (Algorithm 1). With `synchronous`: local SGD in this process. Without
@@ -133,16 +133,16 @@ def _train(prepared: Prepared, starting: World, group: dist.ProcessGroup | None)
     try:
         _start(updaters, starting)
         world = World.join(group, prepared.timeout_s)
-        trained = _Rank(prepared, shared, updaters, world).train()
+        model, report, results = _Parent(prepared, shared, updaters, world).train()
         world.leave()
-        return trained
+        return model, report, results
     finally:
         updaters.end()
         shared.release()
 
 
 def _start(updaters: Updaters, world: World) -> None:
-    """Returns when the updaters of all ranks are ready. Raises on all ranks where those of one are not."""
+    """Return when the updaters of all ranks are ready. Raises on all ranks where those of one are not."""
     error: Exception | None = None
     try:
         updaters.start()
@@ -158,8 +158,8 @@ def _start(updaters: Updaters, world: World) -> None:
         raise CommunicationError(f"rank {world.rank}: the updaters of rank {other} did not start: {found[other]}")
 
 
-class _Rank:
-    """One rank of a run: what its parent process does while updaters train."""
+class _Parent:
+    """What the parent process of one rank does while updaters train."""
 
     def __init__(self, prepared: Prepared, shared: SharedModel, updaters: Updaters, world: World) -> None:
         self._prepared, self._shared, self._updaters, self._world = prepared, shared, updaters, world
@@ -169,7 +169,7 @@ class _Rank:
         """Updates of this rank at its last averaging."""
 
     def train(self) -> Trained:
-        """Returns when all ranks' updaters have ended and all ranks have the same model."""
+        """Return when all ranks' updaters have ended and all ranks have the same model."""
         updaters = self._updaters
         updaters.go(self._prepared.timeout_s / 2)  # well before other ranks give this one up
         over = False
@@ -179,7 +179,9 @@ class _Rank:
             if self._status == STOPPING:
                 updaters.stop()
             if self._averager is not None:
-                over = self._due and self._average(self._averager)
+                since = updaters.done - self._averaged
+                due = self._status != RUNNING or since >= every(self._spec, updaters.begun, self._steps)
+                over = due and self._average(self._averager)
             elif self._status in (DONE, FAILED):
                 over = True
                 self._raise_own()
@@ -220,14 +222,8 @@ class _Rank:
             return DONE
         return STOPPING if lost and self._prepared.request.on_lost == "stop" else RUNNING
 
-    @property
-    def _due(self) -> bool:
-        """Whether this rank is to take part in an averaging now."""
-        done = self._updaters.done - self._averaged
-        return self._status != RUNNING or done >= every(self._spec, self._updaters.begun, self._steps)
-
     def _average(self, averager: Averager) -> bool:
-        """One averaging; whether it was the last."""
+        """Average once; returns whether it was the last time."""
         status, done = self._status, self._updaters.done
         statuses = averager.average(status, done - self._averaged, lambda s: self._updaters.watch(s, bell=False))
         self._averaged = done
@@ -243,7 +239,7 @@ class _Rank:
         return all(one == DONE for one in statuses)
 
     def _raise_own(self) -> None:
-        """Raises where this rank cannot go on."""
+        """Raise where this rank cannot go on."""
         if self._updaters.error is not None:
             raise self._updaters.error
         if self._status == FAILED:

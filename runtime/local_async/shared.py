@@ -54,9 +54,6 @@ class Flat:
     trained_end_bytes: int
     end_bytes: int
 
-    def of(self, memory: Tensor) -> Tensor:
-        return memory[self.start_bytes : self.end_bytes].view(self.dtype)
-
     def trained(self, memory: Tensor) -> Tensor:
         """The parameters, 1-D."""
         return memory[self.start_bytes : self.trained_end_bytes].view(self.dtype)
@@ -72,11 +69,7 @@ class Layout:
 
     @classmethod
     def of(cls, model: nn.Module) -> Layout:
-        """The places of a model's tensors.
-
-        Raises:
-            InputError: the model has a tensor that cannot be shared; names it.
-        """
+        """Place a model's tensors. Raises InputError, which names it, where a tensor cannot be shared."""
         roles: list[_Roles] = [
             (canonical_name(name), parameter, "trained" if parameter.requires_grad else "kept")
             for name, parameter in model.named_parameters()
@@ -99,7 +92,7 @@ class Layout:
         return cls(tuple(slots), tuple(flats), end)
 
     def difference(self, other: Layout) -> str | None:
-        """How another layout differs, in words; None where it does not."""
+        """Return how another layout differs, in words; None where it does not."""
         for mine, theirs in zip(self.slots, other.slots, strict=False):
             if mine != theirs:
                 return f"{theirs} in place of {mine}"
@@ -112,7 +105,7 @@ _Roles = tuple[str, Tensor, Role]
 
 
 def _place(roles: Iterable[_Roles], slots: list[Slot], end: int) -> int:
-    """Appends slots from byte `end` on; where they end."""
+    """Append slots from byte `end` on; returns where they end."""
     for name, tensor, role in roles:
         slots.append(Slot(name, role, tensor.dtype, tuple(tensor.shape), tuple(tensor.stride()), end))
         end += -(-tensor.numel() * tensor.element_size() // ALIGNMENT) * ALIGNMENT
@@ -120,7 +113,7 @@ def _place(roles: Iterable[_Roles], slots: list[Slot], end: int) -> int:
 
 
 def _refuse_unshareable(roles: list[_Roles]) -> None:
-    """Raises where a tensor of its own cannot stand for one of the model's."""
+    """Raise where a tensor of its own cannot stand for one of the model's."""
     spans: list[tuple[int, int, int, str]] = []
     for name, tensor, role in roles:
         why = _unshareable(tensor, role)
@@ -155,15 +148,9 @@ class SharedModel:
     """A model with its tensors in shared bytes, in one of the processes that share them."""
 
     def __init__(self, model: nn.Module, layout: Layout, memory: Tensor) -> None:
-        """Makes the model's tensors views of the bytes, whose values they get.
-
-        Args:
-            model: whose layout it is.
-            layout: of the bytes.
-            memory: 1-D, uint8, on the model's device.
-        """
+        """Make the model's tensors views of the bytes (`memory`, 1-D, uint8, on its device), whose values they get."""
         self.model, self.layout, self.memory = model, layout, memory
-        self.flats = [flat.of(memory) for flat in layout.flats]
+        self.flats = [memory[flat.start_bytes : flat.end_bytes].view(flat.dtype) for flat in layout.flats]
         places = {slot.name: slot for slot in layout.slots}
         self._views: dict[str, Tensor] = {}
         self.parameters: dict[str, nn.Parameter] = {}
@@ -182,7 +169,7 @@ class SharedModel:
             self._buffers.append((module, key, name))
 
     def follow_buffers(self) -> None:
-        """Copies buffers that a forward has replaced into the shared ones, which take their place again."""
+        """Copy buffers that a forward has replaced into the shared ones, which take their place again."""
         for module, key, name in self._buffers:
             buffer, view = module._buffers[key], self._views[name]
             if buffer is not view and buffer is not None:
@@ -199,7 +186,7 @@ class SharedModel:
         ]
 
     def release(self) -> None:
-        """Gives the model tensors of its own, with the values of now."""
+        """Give the model tensors of its own, with the values of now."""
         own = {name: view.clone() for name, view in self._views.items()}
         for name, parameter in self.model.named_parameters():
             parameter.data = own[canonical_name(name)]
@@ -229,7 +216,7 @@ class Snapshots:
     """What one updater computes gradients with: copies of the shared parameters, taken without a lock."""
 
     def __init__(self, shared: SharedModel) -> None:
-        """Of the trained parameters; all else is used where it is."""
+        # Of the trained parameters alone: all else is used where it is.
         layout, memory = shared.layout, shared.memory
         self._from = [flat.trained(memory) for flat in layout.flats]
         self._to = [torch.empty_like(flat) for flat in self._from]
@@ -243,21 +230,21 @@ class Snapshots:
                 self._places.append((parameter, parameter.data, view_of(copy, offset, parameter)))
 
     def take(self) -> None:
-        """Copies the shared parameters as they are, while others may change them; the model computes with the copy."""
+        """Copy the shared parameters as they are, while others may change them; the model computes with the copy."""
         for copy, shared in zip(self._to, self._from, strict=True):
             copy.copy_(shared)
         for parameter, _, mine in self._places:
             parameter.data = mine
 
     def leave(self) -> None:
-        """The model's parameters are the shared ones again."""
+        """Make the shared parameters the model's again."""
         for parameter, shared, _ in self._places:
             parameter.data = shared
 
 
 def make_memory(model: nn.Module, layout: Layout) -> tuple[Any, Tensor]:
-    """(what to send to another process, the bytes) for the model's tensors, which keep their values once they are
-    views of these. On a CPU an anonymous file; on a GPU torch sends a handle to the device's memory (IPC).
+    """Return (what to send to another process, the bytes) for the model's tensors, which keep their values once they
+    are views of these. On a CPU an anonymous file; on a GPU torch sends a handle to the device's memory (IPC).
 
     Raises:
         EnvironmentFailure: there is not so much memory.

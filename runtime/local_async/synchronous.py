@@ -11,7 +11,7 @@ from torch import nn
 from runtime.comm.world import World
 from runtime.errors import InputError
 from runtime.local_async.averaging import DONE, RUNNING, Averager, every
-from runtime.local_async.job import Batches, LocalJob, Part, Request, samples_of
+from runtime.local_async.job import LocalJob, Part, Request, batches_of, samples_of
 from runtime.local_async.preparing import Prepared, agreed, check_request, made
 from runtime.local_async.report import LocalReport, Result, Times, UpdaterReport, make_report
 from runtime.local_async.shared import SharedModel, make_memory
@@ -27,7 +27,7 @@ class Loop:
         self.optimizer = job.optimizer(p for p in job.model.parameters() if p.requires_grad)
         self.result = Result(updater=0)
         self._schedule = None if job.schedule is None else job.schedule(self.optimizer)
-        self._batches = Batches(job, rank, Part(rank, ranks, seed))
+        self._batch = batches_of(job, rank, Part(rank, ranks, seed))
         self._samples = 0
 
     def run(self, steps: int, after: Callable[[int], None] = lambda number: None) -> None:
@@ -35,7 +35,7 @@ class Loop:
         self.result.start_s = time.perf_counter()
         for number in range(steps):
             start_s = time.perf_counter()
-            batch = self._batches.get(number)
+            batch = self._batch(number)
             batch_s = time.perf_counter()
             self.optimizer.zero_grad()
             loss = self.job.loss(self.job.model, batch)

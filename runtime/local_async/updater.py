@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from runtime.errors import InputError, PlannerError
-from runtime.local_async.job import Batches, LocalJob, Part, Request, samples_of
+from runtime.local_async.job import LocalJob, Part, Request, batches_of, samples_of
 from runtime.local_async.memory import AtomicCounter, Doorbell, SharedMemory
 from runtime.local_async.partial import partial_backward
 from runtime.local_async.processes import end_with_parent, status_bytes
@@ -45,12 +45,11 @@ class Shared:
 
     @classmethod
     def make(cls, updaters: int) -> Shared:
-        """For so many updaters, which have done nothing yet."""
         counts = SharedMemory(size_bytes=updaters * COUNTS * np.dtype(np.int64).itemsize)
         return cls(begun=AtomicCounter(), done=AtomicCounter(), doorbell=Doorbell(), counts=counts)
 
     def row(self, updater: int) -> Any:
-        """One updater's counts, a numpy array."""
+        """Return one updater's counts, a numpy array."""
         return self.counts.bytes().numpy().view(np.int64)[updater * COUNTS : (updater + 1) * COUNTS]
 
 
@@ -71,7 +70,6 @@ class Task:
 
     @property
     def part(self) -> Part:
-        """Its part of the data."""
         updaters = self.spec.updaters
         return Part(self.rank * updaters + self.updater, self.ranks * updaters, self.request.seed)
 
@@ -99,11 +97,7 @@ class Updater:
     """The state of one updater; its momentum, data order and learning rate are its own."""
 
     def __init__(self, task: Task) -> None:
-        """Makes the job anew.
-
-        Raises:
-            InputError: it is another one than the rank's.
-        """
+        """Make the job anew. Raises InputError where it is another one than the rank's."""
         self.task = task
         self.job = job = task.request.make()
         if not isinstance(job, LocalJob):
@@ -126,7 +120,7 @@ class Updater:
         self.snapshots = Snapshots(self.shared)
         self.optimizer = job.optimizer(p for p in job.model.parameters() if p.requires_grad)
         self.schedule = None if job.schedule is None else job.schedule(self.optimizer)
-        self.batches = Batches(job, task.rank, task.part)
+        self.batch = batches_of(job, task.rank, task.part)
         block = task.block
         self.block = None if block is None else [self.shared.parameters[name] for name in block]
         self.result = Result(task.updater)
@@ -135,7 +129,7 @@ class Updater:
         self._partial_next = True
 
     def run(self) -> Result:
-        """Takes minibatches until all are given out."""
+        """Take minibatches until all are given out."""
         result, task = self.result, self.task
         result.start_s = time.perf_counter()
         while (number := task.shared.begun.take()) < task.request.steps:
@@ -157,7 +151,7 @@ class Updater:
                 while self._scheduled < number:
                     self.schedule.step()
                     self._scheduled += 1
-        batch = self.batches.get(number)
+        batch = self.batch(number)
         batch_s = time.perf_counter()
         # Every other minibatch is for the block alone, after the first part of the run.
         task = self.task
@@ -187,7 +181,7 @@ class Updater:
         result.times.append(Times(number, start_s, batch_s, gradient_s, end_s, partial))
 
     def _gradient(self, batch: Any, partial: bool) -> float:
-        """Fills `.grad` of the whole model, or of the block; the loss."""
+        """Fill `.grad` of the whole model, or of the block; returns the loss."""
         loss = self.job.loss(self.job.model, batch)
         self.shared.follow_buffers()
         if partial:
@@ -200,7 +194,7 @@ class Updater:
 
 
 def main(task: Task, connection: Connection) -> None:
-    """An updater's process: says that it is ready, waits to be told to go, and leaves a `Result` or a `Failure`."""
+    """Be an updater's process: say that it is ready, wait to be told to go, and leave a `Result` or a `Failure`."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the rank, which ends its updaters
     end_with_parent()
     word: Any

@@ -35,7 +35,7 @@ ENDING_S = 10.0
 
 
 def check_start_method(method: str) -> str | None:
-    """Why updaters cannot be started so, or None."""
+    """Return why updaters cannot be started so, or None."""
     here = [name for name in START_METHODS if name in multiprocessing.get_all_start_methods()]
     if method in here:
         return None
@@ -46,9 +46,8 @@ def check_start_method(method: str) -> str | None:
     return f"start_method: found {method!r}{why}, expected {' or '.join(here)}; leave it out"
 
 
-def _own_words(exit_code: int | None) -> str:
-    """Where an updater said why it could not begin, if it ended by itself."""
-    return f"; it said why on standard error; {GUARD}" if exit_code is not None and exit_code > 0 else ""
+OWN_WORDS = f"; it said why on standard error; {GUARD}"
+"""Of an updater that could not begin and ended by itself."""
 
 
 @dataclass(eq=False)
@@ -87,11 +86,7 @@ class Updaters:
         self._all: list[_Updater] = []
 
     def start(self) -> None:
-        """Starts the processes.
-
-        Raises:
-            InputError: the job's function cannot be sent to another process.
-        """
+        """Start the processes. Raises InputError where the job's function cannot be sent to another process."""
         context: Any = multiprocessing.get_context(self.task.request.start_method)
         if self.task.request.start_method == "forkserver":
             context.set_forkserver_preload(PRELOADED)
@@ -115,13 +110,13 @@ class Updaters:
         except BrokenPipeError as error:
             mine.close()
             process.join(ENDING_S)
-            raise InputError(f"updater {number} ended before it was told what to do{_own_words(1)}") from error
+            raise InputError(f"updater {number} ended before it was told what to do{OWN_WORDS}") from error
         finally:
             theirs.close()
         return _Updater(number, process, mine, self.shared.row(number))
 
     def await_ready(self, timeout_s: float) -> str | None:
-        """Returns when all updaters have made their job; what went wrong, or None."""
+        """Return when all updaters have made their job: what went wrong, or None."""
         until = time.monotonic() + timeout_s
         while waiting := [one for one in self._all if not one.ready and not one.over]:
             self._hear(waiting, until - time.monotonic())
@@ -132,10 +127,10 @@ class Updaters:
         dead = next((one for one in self._all if one.lost is not None), None)
         if dead is None:
             return None
-        return f"updater {dead.number} {dead.lost} before it had begun{_own_words(dead.process.exitcode)}"
+        return f"updater {dead.number} {dead.lost} before it had begun{OWN_WORDS if (dead.process.exitcode or 0) > 0 else ''}"
 
     def go(self, stall_limit_s: float) -> None:
-        """Tells all updaters to begin."""
+        """Tell all updaters to begin."""
         self.stall_limit_s = stall_limit_s
         self._looked_s = time.monotonic()
         for one in self._all:
@@ -144,7 +139,7 @@ class Updaters:
                 one.connection.send(GO)
 
     def watch(self, timeout_s: float, *, bell: bool = True) -> None:
-        """Returns when something has happened, or after `timeout_s`; what has happened is in the properties."""
+        """Return when something has happened, or after `timeout_s`; what has happened is in the properties."""
         running = [one for one in self._all if not one.over]
         self._hear(running, min(timeout_s, LONGEST_WATCH_S), bell=bell)
         now = time.monotonic()
@@ -171,7 +166,7 @@ class Updaters:
                 self._listen(one)
 
     def _listen(self, one: _Updater) -> None:
-        """Takes what an updater says; without a word it is dead."""
+        """Take what an updater says; without a word it is dead."""
         gone = not one.process.is_alive()  # before looking for words: what was said before is there then
         try:
             word = one.connection.recv() if one.connection.poll() else None
@@ -211,7 +206,7 @@ class Updaters:
         )
 
     def stop(self) -> None:
-        """Lets updaters end after the minibatch that they have begun."""
+        """Let updaters end after the minibatch that they have begun."""
         self.shared.begun.exhaust()
 
     @property
@@ -221,7 +216,6 @@ class Updaters:
 
     @property
     def done(self) -> int:
-        """Updates in the shared model."""
         return self.shared.done.value
 
     @property
@@ -240,11 +234,11 @@ class Updaters:
         return {one.number: one.lost for one in self._all if one.lost is not None}
 
     def counts(self, number: int) -> list[int]:
-        """An updater's counts, also of one that was lost."""
+        """Return an updater's counts, also of one that was lost."""
         return [int(value) for value in self._all[number].row]
 
     def end(self) -> None:
-        """Kills what is still running, and lets go of everything."""
+        """Kill what is still running, and release everything."""
         for one in self._all:
             one.connection.close()
             if one.result is None:

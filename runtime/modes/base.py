@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from runtime.comm.collectives import collective_of, has_phases
 from runtime.comm.communicator import Communicator, NullCommunicator, make_communicator
-from runtime.comm.topology import Position, Topology
+from runtime.comm.topology import Topology
 from runtime.comm.world import World
 from runtime.core.all_reduce import AllReduce
 from runtime.core.buckets import BucketBuffer
@@ -124,8 +124,7 @@ class Mode:
             communicator = make_communicator(world, [collective_of(bucket) for bucket in plan.buckets], host.device)
         flags = None
         if world.ranks > 1 or not host.communicates:
-            position = Position(host.topology, world.rank)
-            buckets, flags, lossy = make_buckets(plan, host.parameters, world.ranks, position)
+            buckets, flags, lossy = make_buckets(plan, host.parameters, world.ranks, host.topology, world.rank)
             carried = ErrorFeedbackState(buckets, lossy, host.loss_scale)
         launcher = AllReduce(
             buckets, flags, communicator, carried, host.parameters, host.recorder, ranks=world.ranks,

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from runtime.comm.collectives.direct import PushPull
+from runtime.comm.collectives.direct import push_pull
 from runtime.comm.collectives.phases import reduce_scatter
 from runtime.comm.communicator import make_communicator
 from runtime.comm.world import World
@@ -71,7 +71,7 @@ class OwnPart(Part):
         return self.message.flat[self.own]
 
     def phases(self, group: dist.ProcessGroup) -> Iterator[dist.Work]:
-        """See `Collective.run`."""
+        """See `Collective`."""
         received = self._scratch.like(self.message.flat).view(self.ranks, self.share)
         return reduce_scatter(self.message.flat, received, self.total, group)
 
@@ -84,7 +84,7 @@ class ReduceScatter(Launcher):
     def __init__(self, buckets: Sequence[BucketBuffer], world: World, recorder: Recorder, device: torch.device) -> None:
         """Lays out memory for weights; of the `buckets` every message is as many equal parts as there are ranks."""
         self.world, self.scale, self._recorder = world, 1.0 / world.ranks, recorder
-        self.communicator = make_communicator(world, [PushPull()] * len(buckets), device)
+        self.communicator = make_communicator(world, [push_pull] * len(buckets), device)
         self.slots = [slot for bucket in buckets for slot in bucket.slots]
         messages = [message for bucket in buckets for message in bucket.messages]
         scratch = Scratch(messages)

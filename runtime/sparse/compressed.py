@@ -20,8 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from runtime.comm.collectives.direct import Packed
-from runtime.comm.collectives.narrowed import Narrowed
+from runtime.comm.collectives.direct import Narrowed, Packed
 from runtime.core.buckets import BucketBuffer, view_of
 from runtime.kernels import unpack_
 from runtime.plan.names import layer_of, numbered

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from runtime.comm.collectives import HITOPK, form_of
-from runtime.comm.topology import Position
+from runtime.comm.topology import Topology
 from runtime.core.buckets import BucketBuffer, Message
 from runtime.core.layout import make_plain_buckets
 from runtime.core.usage import UsageFlags
@@ -23,11 +23,10 @@ EXACT = "none"
 
 
 def make_hitopk(
-    bucket: BucketBuffer, spec: CompressorSpec, position: Position, tail: Tensor | None = None
+    bucket: BucketBuffer, spec: CompressorSpec, topology: Topology, rank: int, tail: Tensor | None = None
 ) -> CompressedBucket:
     """What makes a bucket of HiTopKComm lossy; as `make_lossy`, which selects from each rank's own gradients."""
-    topology = position.topology
-    feedback = ShardResidual(bucket, topology.ranks_per_node, position.local_rank)
+    feedback = ShardResidual(bucket, topology.ranks_per_node, topology.local_rank(rank))
     compressor = make_compressor(spec, [("shard", feedback.share)], ranks=topology.num_nodes)
     assert isinstance(compressor, SparseCompressor)
     return HitopkBucket(feedback, compressor, topology.num_nodes, topology.ranks_per_node, tail)
@@ -61,11 +60,11 @@ def flags_dtype(last: PlanBucket, parameters: Mapping[str, nn.Parameter]) -> tor
 
 
 def make_buckets(
-    plan: Plan, parameters: Mapping[str, nn.Parameter], ranks: int, position: Position | None = None
+    plan: Plan, parameters: Mapping[str, nn.Parameter], ranks: int, topology: Topology | None = None, rank: int = 0
 ) -> tuple[list[BucketBuffer], UsageFlags, dict[int, CompressedBucket]]:
     """The plan's buckets at run time, the flags behind the last one, and by index what makes some of them lossy.
 
-    `position`: where this rank is, for buckets of HiTopKComm.
+    `topology` and `rank`: where this rank is, for buckets of HiTopKComm.
 
     Raises:
         InputError: a compressor's options are wrong, or do not fit its bucket.
@@ -83,8 +82,8 @@ def make_buckets(
         if planned.compressor.name != EXACT:
             behind = tail.flat if planned is last else None
             if form_of(planned) == HITOPK:
-                assert position is not None
-                lossy[bucket.index] = make_hitopk(bucket, planned.compressor, position, behind)
+                assert topology is not None
+                lossy[bucket.index] = make_hitopk(bucket, planned.compressor, topology, rank, behind)
             else:
                 lossy[bucket.index] = make_lossy(bucket, planned.compressor, ranks, behind)
     flags.lie_in(tail)

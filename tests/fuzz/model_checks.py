@@ -22,8 +22,7 @@ from model_trainers import WAIT_S, ByHand, Trainer, WithDDP, WithPlan
 from models import Case, Step, ddp_can, from_line
 from torch import Tensor, nn
 
-import runtime
-from runtime.comm.collectives.direct import LibraryAllReduce
+import runtime.modes.base
 from runtime.core.buckets import Message, Slot
 from runtime.core.buffers import BufferSync
 from runtime.core.usage import UsageFlags
@@ -241,11 +240,11 @@ def check_cases(lines: list[str], folder: str) -> None:
 # Faults that the fuzzer must find.
 
 
-def _alone(_self: Any, message: Message, group: dist.ProcessGroup) -> Iterator[dist.Work]:
+def _alone(message: Message, group: dist.ProcessGroup) -> Iterator[dist.Work]:
     yield dist.all_reduce(message.flat.clone(), group=group, async_op=True)
 
 
-def _all_but_the_last(_self: Any, message: Message, group: dist.ProcessGroup) -> Iterator[dist.Work]:
+def _all_but_the_last(message: Message, group: dist.ProcessGroup) -> Iterator[dist.Work]:
     flat = message.flat
     yield dist.all_reduce(flat[:-1] if flat.numel() > 1 else flat.clone(), group=group, async_op=True)
 
@@ -255,9 +254,9 @@ def _unscaled(slot: Slot, _scale: float) -> None:
     slot.parameter.grad = slot.view
 
 
-FAULTS: dict[str, tuple[type, str, Any]] = {
-    "nothing is summed": (LibraryAllReduce, "run", _alone),
-    "the last element is not summed": (LibraryAllReduce, "run", _all_but_the_last),
+FAULTS: dict[str, tuple[Any, str, Any]] = {
+    "nothing is summed": (runtime.modes.base, "collective_of", lambda _bucket: _alone),
+    "the last element is not summed": (runtime.modes.base, "collective_of", lambda _bucket: _all_but_the_last),
     "large gradients are not scaled": (Slot, "take", _unscaled),
     "unused parameters count as used": (UsageFlags, "used_somewhere", lambda flags: set(range(flags._parameters))),
     "buffers stay apart": (BufferSync, "_exchange", lambda _self: None),

@@ -16,7 +16,7 @@ from matrix_cells import Cell, Given, gradients_of
 from torch import Tensor
 
 import runtime
-from runtime.comm.collectives.narrowed import Narrowed
+from runtime.comm.collectives.direct import Narrowed
 from runtime.core.buffers import BufferSync
 from runtime.delay.pushes import WholePush
 from runtime.errors import CommunicationError

@@ -62,9 +62,9 @@ class Link:
         self.delay_s = 0.0
         self._library = COLLECTIVES[KEY]
 
-    def run(self, message: Message, group: dist.ProcessGroup) -> Iterator[Any]:
-        """As `Collective.run`."""
-        for work in self._library.run(message, group):
+    def __call__(self, message: Message, group: dist.ProcessGroup) -> Iterator[Any]:
+        """As any `Collective`."""
+        for work in self._library(message, group):
             yield LateWork(work, self.delay_s) if self.delay_s else work
 
 

@@ -12,9 +12,8 @@ from session_checks import Weighted, plan_of
 from torch import Tensor
 
 import runtime
-from runtime.comm.collectives import COLLECTIVES, NARROWED, Collective
-from runtime.comm.collectives.direct import Packed
-from runtime.comm.collectives.narrowed import Narrowed
+from runtime.comm.collectives import COLLECTIVES, Collective
+from runtime.comm.collectives.direct import Narrowed, Packed, narrowed_all_reduce
 from runtime.comm.world import World
 from runtime.core.buckets import Message
 from runtime.errors import CommunicationError, EnvironmentFailure
@@ -34,7 +33,7 @@ def sums_are_exact() -> dict[str, bool]:
                 results[f"{'/'.join(name)} {dtype} {numel}"] = torch.equal(summed, expected.to(dtype))
         message = Narrowed(numel, world.ranks, torch.bfloat16, torch.float32, torch.device("cpu"))
         message.flat[:numel] = torch.arange(numel) % 11 + world.rank
-        run_phases(NARROWED, message, world)
+        run_phases(narrowed_all_reduce, message, world)
         results[f"narrowed {numel}"] = torch.equal(message.gathered[:numel], expected.bfloat16())
         results[f"narrowed {numel} loses nothing"] = not bool(message.total.any())
     world.leave()
@@ -56,7 +55,7 @@ def carry(collective: Collective, kind: str, flat: Tensor, world: World) -> Tens
 def run_phases(collective: Collective, message: object, world: World) -> None:
     """One message, one phase after the other."""
     assert world.group is not None
-    for work in collective.run(message, world.group):
+    for work in collective(message, world.group):
         work.wait()
 
 

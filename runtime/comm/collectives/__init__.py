@@ -2,41 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch.distributed as dist
 
-from runtime.comm.collectives.direct import LibraryAllReduce, NaiveAllGather, SparseFlat
+from runtime.comm.collectives.direct import library_all_reduce, naive_all_gather, narrowed_all_reduce, sparse_flat
 from runtime.comm.collectives.hitopk import hitopk_phases
-from runtime.comm.collectives.narrowed import NarrowedAllReduce
-from runtime.comm.collectives.phases import Phase
+from runtime.comm.collectives.phases import Phase, Works
 from runtime.comm.collectives.torus_2d import torus_2d_phases
 from runtime.comm.collectives.tree import tree_phases
 from runtime.comm.topology import Topology
 from runtime.plan import Plan, PlanBucket
 
+Collective = Callable[[Any, dist.ProcessGroup], Works]
+"""(message, ranks) → what it starts, one phase after the other, to carry one message of a bucket to all ranks.
 
-class Collective(Protocol):
-    """Carries one message of a bucket to all ranks."""
-
-    def run(self, message: Any, group: dist.ProcessGroup) -> Iterator[dist.Work]:
-        """Starts one phase after the other: the generator goes on when the work that it has given has ended.
-
-        Args:
-            message: what a bucket gives to its communicator, of the same size and dtype on every rank:
-                `runtime.core.buckets.Message` (its `flat`, 1-D, becomes the sum over ranks),
-                `runtime.comm.collectives.direct.Packed` (its `gathered` becomes every rank's `flat`) or
-                `runtime.comm.collectives.narrowed.Narrowed` (its `gathered` becomes the sum).
-            group: the ranks.
-        """
-        ...
-
+A message is of the same size and dtype on every rank: `runtime.core.buckets.Message` (its `flat`, 1-D, becomes the sum
+over ranks), `runtime.comm.collectives.direct.Packed` (its `gathered` becomes every rank's `flat`) or `Narrowed` there
+(its `gathered` becomes the sum)."""
 
 COLLECTIVES: Mapping[tuple[str, str], Collective] = {
-    ("all_reduce", "library"): LibraryAllReduce(),
-    ("sparse", "flat"): SparseFlat(),
-    ("sparse", "naive_all_gather"): NaiveAllGather(),
+    ("all_reduce", "library"): library_all_reduce,
+    ("sparse", "flat"): sparse_flat,
+    ("sparse", "naive_all_gather"): naive_all_gather,
 }
 """Registry: (collective, algorithm) → implementation. Add one here and the contract test covers it."""
 
@@ -52,18 +41,15 @@ TORUS, HITOPK = ("all_reduce", "torus_2d"), ("sparse", "hitopk")
 HIERARCHICAL = frozenset({TORUS, HITOPK})
 """Those that ask on which node a rank is."""
 
-NARROWED = NarrowedAllReduce()
-"""What takes the place of the library's all-reduce for buckets with the compressor `wire`."""
-
 
 def form_of(bucket: PlanBucket) -> tuple[str, str]:
-    """How a bucket is sent, as the registries call it."""
+    """Return how a bucket is sent, as the registries call it."""
     return bucket.collective, bucket.algorithm
 
 
 def collective_of(bucket: PlanBucket) -> Collective:
-    """The implementation that carries a bucket, one of those without phases."""
-    return NARROWED if bucket.compressor.name == "wire" else COLLECTIVES[form_of(bucket)]
+    """Return what carries a bucket of a collective that is not `PHASED`."""
+    return narrowed_all_reduce if bucket.compressor.name == "wire" else COLLECTIVES[form_of(bucket)]
 
 
 def asks_for_nodes(plan: Plan) -> bool:

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from runtime.comm.collectives.phases import Vector
+from runtime.comm.collectives.phases import Vector, Works, gather, reduce_scatter, share_of
 from runtime.torch_compat import all_gather_single
 
 
-class LibraryAllReduce:
+def library_all_reduce(message: Vector, group: dist.ProcessGroup) -> Works:
     """The backend's own all-reduce, by whatever algorithm it chooses."""
-
-    def run(self, message: Vector, group: dist.ProcessGroup) -> Iterator[dist.Work]:
-        yield dist.all_reduce(message.flat, group=group, async_op=True)
+    yield dist.all_reduce(message.flat, group=group, async_op=True)
 
 
 @dataclass(eq=False)
@@ -32,36 +30,58 @@ class Packed:
     """How many of the words, the first ones, are values."""
 
 
-class SparseFlat:
+def sparse_flat(message: Packed, group: dist.ProcessGroup) -> Works:
     """The flat sparse all-reduce of LAGS-SGD and DGC: what is gathered is added up by every rank for itself."""
-
-    def run(self, message: Packed, group: dist.ProcessGroup) -> Iterator[dist.Work]:
-        yield all_gather_single(message.gathered, message.flat, group=group, async_op=True)
+    yield all_gather_single(message.gathered, message.flat, group=group, async_op=True)
 
 
-class NaiveAllGather:
+def naive_all_gather(message: Packed, group: dist.ProcessGroup) -> Works:
     """Values and indices gathered apart, each with its own start-up: CommLib's NaiveAG, to compare with."""
-
-    def run(self, message: Packed, group: dist.ProcessGroup) -> Iterator[dist.Work]:
-        ranks, words = dist.get_world_size(group), message.value_words
-        rows = message.gathered.view(ranks, -1)
-        for start, stop in ((0, words), (words, message.flat.numel())):
-            if start == stop:
-                continue
-            part = message.flat[start:stop]
-            whole = part.new_empty(ranks * part.numel())
-            yield all_gather_single(whole, part, group=group, async_op=True)
-            rows[:, start:stop] = whole.view(ranks, -1)
+    ranks, words = dist.get_world_size(group), message.value_words
+    rows = message.gathered.view(ranks, -1)
+    for start, stop in ((0, words), (words, message.flat.numel())):
+        if start == stop:
+            continue
+        part = message.flat[start:stop]
+        whole = part.new_empty(ranks * part.numel())
+        yield all_gather_single(whole, part, group=group, async_op=True)
+        rows[:, start:stop] = whole.view(ranks, -1)
 
 
-class Phased(Protocol):
-    """A message that knows what has to be started for it, one after the other."""
+class Narrowed:
+    """One rank's message, padded so that every rank owns as much."""
 
-    def phases(self, group: dist.ProcessGroup) -> Iterator[dist.Work]: ...
+    def __init__(self, numel: int, ranks: int, wire: torch.dtype, wide: torch.dtype, device: torch.device) -> None:
+        self.share = share_of(numel, ranks)
+        self.flat = torch.zeros(ranks * self.share, dtype=wire, device=device)
+        """All that this rank sends, 1-D; part r goes to rank r."""
+        self.received = torch.zeros_like(self.flat).view(ranks, -1)
+        """This rank's part from every rank."""
+        self.total = torch.zeros(self.share, dtype=wide, device=device)
+        """The sum of this rank's part; then what narrowing it has lost."""
+        self.own = torch.zeros(self.share, dtype=wire, device=device)
+        """The sum, narrowed."""
+        self.gathered = torch.zeros_like(self.flat)
+        """The sums of all parts."""
+        self.rank = 0
+
+    def narrow(self) -> None:
+        """Between the two phases."""
+        self.own.copy_(self.total)
+        self.total -= self.own
 
 
-class PushPull:
-    """A parameter server: gradients are pushed to their owners (as all-to-all), and new weights are pulled."""
+def narrowed_all_reduce(message: Narrowed, group: dist.ProcessGroup) -> Works:
+    """All-to-all, sums, all-gather: the bytes of a ring all-reduce in the narrow dtype, whose sums are wider.
 
-    def run(self, message: Phased, group: dist.ProcessGroup) -> Iterator[dist.Work]:
-        return message.phases(group)
+    It takes the place of the library's for buckets with the compressor `wire`.
+    """
+    message.rank = dist.get_rank(group)
+    yield from reduce_scatter(message.flat, message.received, message.total, group)
+    message.narrow()
+    yield from gather(message.gathered, message.own, group)
+
+
+def push_pull(message: Any, group: dist.ProcessGroup) -> Works:
+    """What a message knows by itself to have to be started: `message.phases(group)`."""
+    return message.phases(group)  # type: ignore[no-any-return]

@@ -26,7 +26,7 @@ class Phase:
     """`reduce_scatter`, `all_reduce` or `all_gather`."""
     link: LinkName
     run: Callable[[Any, Grid], Works]
-    """(message, groups) → what is started; for what a message is see `Collective.run`."""
+    """(message, groups) → what is started; for what a message is see `Collective`."""
 
 
 class Vector(Protocol):

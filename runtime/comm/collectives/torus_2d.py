@@ -24,7 +24,7 @@ class _Shards:
     """Memory of a message, kept from step to step."""
 
     def __init__(self, flat: Tensor, grid: Grid) -> None:
-        parts = grid.ranks_per_node
+        parts = grid.topology.ranks_per_node
         self.flat = flat
         share, (start, stop) = share_of(flat.numel(), parts), bounds(flat.numel(), parts, grid.inside.rank)
         self.received = flat.new_zeros(parts, stop - start)
@@ -49,7 +49,7 @@ def _scatter(message: Vector, grid: Grid) -> Works:
 
 
 def _all_reduce(message: Vector, grid: Grid) -> Works:
-    mine = _shards(message, grid).mine if grid.ranks_per_node > 1 else message.flat
+    mine = _shards(message, grid).mine if grid.topology.ranks_per_node > 1 else message.flat
     if mine.numel():  # alike on all ranks of this place
         yield dist.all_reduce(mine, group=grid.between.group, async_op=True)
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from planner.jobs import demo_job
 from runtime.errors import InputError
 from runtime.local_async.averaging import every
-from runtime.local_async.job import Batches, LocalJob, Part, PartSampler, samples_of
+from runtime.local_async.job import LocalJob, Part, PartSampler, batches_of, samples_of
 from runtime.local_async.memory import AtomicCounter, Doorbell, SharedMemory
 from runtime.local_async.preparing import mps_note, mps_runs
 from runtime.local_async.report import Averaging, LocalReport, UpdaterReport
@@ -179,10 +179,10 @@ def test_jobs_have_one_source_of_minibatches() -> None:
     with pytest.raises(InputError, match="found both of batch and loader"):
         LocalJob(**usual, batch=lambda n, r: None, loader=lambda p: [])  # type: ignore[arg-type]
     once = LocalJob(**usual, loader=lambda part: iter([1, 2]))  # type: ignore[arg-type]
-    batches = Batches(once, 0, Part())
-    assert [batches.get(9), batches.get(9)] == [1, 2]
+    batch = batches_of(once, 0, Part())
+    assert [batch(9), batch(9)] == [1, 2]
     with pytest.raises(InputError, match="pass 1 of part 0 of 1 has no minibatch"):
-        batches.get(9)
+        batch(9)
     assert samples_of({"x": [torch.tensor(1.0), torch.ones(7, 2)]}) == 7
     assert samples_of("text") == 0
 
