@@ -18,7 +18,7 @@ from runtime.comm.communicator import CommTiming, Communicator, make_communicato
 from runtime.comm.phased_communicator import make_phased_communicator
 from runtime.comm.topology import Topology, find_topology, node_info
 from runtime.comm.world import Grid, World
-from runtime.core.buckets import BucketBuffer, lay_out, make_slot
+from runtime.core.buckets import BucketBuffer, Slot, lay_out
 from runtime.plan import NO_COMPRESSION, CompressorSpec, ModelReference, Plan, PlanBucket, PlanWorld
 from runtime.sparse.compressed import CompressedBucket
 from runtime.sparse.layout import make_hitopk, make_lossy
@@ -125,7 +125,7 @@ def _runs(grid: Grid, form: tuple[str, str], size_bytes: int, density: float | N
 def _bucket(
     grid: Grid, form: tuple[str, str], size_bytes: int, density: float | None
 ) -> tuple[BucketBuffer, CompressedBucket | None, Communicator]:
-    slots = [make_slot("layer.weight", 0, nn.Parameter(torch.zeros(size_bytes // 4)))]
+    slots = [Slot("layer.weight", 0, nn.Parameter(torch.zeros(size_bytes // 4)))]
     spec = NO_COMPRESSION if density is None else CompressorSpec(name="topk", selector="exact", density=density)
     planned = PlanBucket(gradients=("layer.weight",), collective=form[0], algorithm=form[1], compressor=spec)
     bucket = BucketBuffer(0, slots, lay_out(slots), "/".join(form))

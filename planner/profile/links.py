@@ -26,7 +26,7 @@ from runtime.comm.collectives import COLLECTIVES
 from runtime.comm.collectives.phases import bounds, reduce_scatter
 from runtime.comm.communicator import CommTiming, Communicator, make_communicator
 from runtime.comm.world import World
-from runtime.core.buckets import BucketBuffer, Message, lay_out, make_slot
+from runtime.core.buckets import BucketBuffer, Message, Slot, lay_out
 from runtime.delay.server import Shard
 from runtime.torch_compat import all_gather_single
 
@@ -206,7 +206,7 @@ _Maker = Callable[[World, torch.device, int], Run]
 
 def make_shard(world: World, device: torch.device, size_bytes: int) -> Shard:
     """Float32 zeros of no model, of which this rank owns its part."""
-    slots = [make_slot("parameter", 0, nn.Parameter(torch.zeros(max(1, size_bytes // 4), device=device)))]
+    slots = [Slot("parameter", 0, nn.Parameter(torch.zeros(max(1, size_bytes // 4), device=device)))]
     return Shard(lay_out(slots)[0], world.rank, world.ranks)
 
 

@@ -15,7 +15,7 @@ from planner.documents.profile import SelectionLine
 from planner.profile.links import sizes_up_to, slowest_line, timed_us
 from planner.profile.progress import Progress
 from runtime.comm.world import World
-from runtime.core.buckets import BucketBuffer, lay_out, make_slot
+from runtime.core.buckets import BucketBuffer, Slot, lay_out
 from runtime.plan import CompressorSpec
 from runtime.sparse.compressors.sparse import SELECTORS
 from runtime.sparse.layout import make_lossy
@@ -92,7 +92,7 @@ def _time(world: World, between: _Between, selector: str, density: float, size_b
     """Microseconds of this rank: (select and pack, unpack), of each repeat."""
     device = between.device
     parameter = nn.Parameter(torch.zeros(max(1, size_bytes // 4), device=device))
-    slots = [make_slot("parameter", 0, parameter)]
+    slots = [Slot("parameter", 0, parameter)]
     bucket = BucketBuffer(0, slots, lay_out(slots), f"a bucket of {size_bytes} bytes")
     lossy = make_lossy(bucket, CompressorSpec(name="topk", selector=selector, density=density), world.ranks)
     gradient, finite = bucket.messages[0].flat, torch.tensor(True, device=device)

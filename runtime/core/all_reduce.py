@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from runtime.comm.communicator import Communicator
-from runtime.core.buckets import BucketBuffer, Kept, Slot
+from runtime.core.buckets import BucketBuffer, SavedGrad, Slot
 from runtime.core.exchange import ErrorFeedback, Launcher
 from runtime.core.usage import UsageFlags
 from runtime.monitor.recorder import Recorder
@@ -25,8 +25,8 @@ class AllReduce(Launcher):
         """
         Args:
             buckets: of a rank alone none.
-            flags: travel behind the last bucket.
-            parameters: by name; of a rank alone, to which gradients that were held back are added.
+            flags: are sent behind the last bucket.
+            parameters: by name; of a rank alone, to which residuals are added.
             exact: whether every `.grad` is the plain average of what ranks have.
         """
         self.communicator, self.scale = communicator, 1.0 / ranks
@@ -43,7 +43,7 @@ class AllReduce(Launcher):
         sent = self._recorder.sent(bucket.index)
         self.communicator.launch(bucket.payload, sent, partial(self._carried.add_to, bucket))
 
-    def settle(self, missing: Sequence[Kept], *, separate: bool) -> None:
+    def settle(self, missing: Sequence[SavedGrad], *, separate: bool) -> None:
         """See `Launcher.settle`."""
         carries = self._carried.active
         if carries:
@@ -54,31 +54,30 @@ class AllReduce(Launcher):
             self._copy_averages([slot for slot in self._slots if slot.index not in unused])
 
     def _wait_for(self, bucket: BucketBuffer | None) -> None:
-        """Until a bucket has come, or all have: later ones are sent while it is unpacked."""
+        """Wait until a bucket has come, or all have: later ones are sent while it is unpacked."""
         if bucket is None:
             self.wait()  # before anything counts as sent
         else:
             self.communicator.wait(self._recorder.sent(bucket.index))
 
-    def _settle_missing(self, missing: Sequence[Kept], carries: bool) -> set[int]:
-        """A parameter that no rank used keeps its `.grad`; one that another rank used gets the average. Returns the
+    def _settle_missing(self, missing: Sequence[SavedGrad], carries: bool) -> set[int]:
+        """Let a parameter that no rank used keep its `.grad`; one that another rank used gets the average. Returns the
         places in the plan of the former.
-
-        What was held back of a parameter, where any is carried, may come in a step that nobody uses it in: it is added.
         """
         assert self.usage is not None
         used = self.usage.used_somewhere()
-        for kept in missing:
-            if kept.slot.index in used:
+        for saved in missing:
+            if saved.slot.index in used:
                 continue
-            if carries and bool(kept.slot.view.any()):
-                kept.add()
+            # A residual may come in a step that nobody uses its parameter in.
+            if carries and bool(saved.slot.view.any()):
+                saved.add()
             else:
-                kept.give_back()
-        return {kept.slot.index for kept in missing} - used
+                saved.give_back()
+        return {saved.slot.index for saved in missing} - used
 
     def _copy_averages(self, slots: Sequence[Slot]) -> None:
-        """Into `.grad`s apart from the buckets: as with DDP, what a hook has kept of them becomes the average."""
+        """Fill `.grad`s apart from the buckets: as with DDP, what a hook has kept of them becomes the average."""
         gradients = []
         for slot in slots:
             gradient = slot.parameter.grad

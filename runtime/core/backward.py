@@ -27,7 +27,7 @@ from runtime.errors import InputError
 from runtime.torch_compat import OUTSIDE, ModuleHook, current_backward_id, queue_backward_callback, tree_leaves
 
 
-class BackwardLife:
+class BackwardTracker:
     """Sees forwards and backwards of one model."""
 
     def __init__(
@@ -54,15 +54,15 @@ class BackwardLife:
         self._gone = partial(_gone, weakref.ref(self))
 
     def install(self) -> list[Any]:
-        """Hooks the model's forward; returns the handles."""
+        """Hook the model's forward; returns the handles."""
         return [
             self._model.register_forward_pre_hook(ModuleHook(self._before_forward), prepend=True),
             self._model.register_forward_hook(ModuleHook(self._after_forward)),
         ]
 
-    def admit_to(self, exchange: Exchange) -> None:
-        """Hooks the parameters: their gradients go to this exchange, when a step is on."""
-        exchange.install(self._admit, self._begin_again, self._hooks.may_look)
+    def install_exchange(self, exchange: Exchange) -> None:
+        """Hook the parameters: their gradients go to this exchange, when a step is on."""
+        exchange.install(self._on_first_grad, self._on_duplicate_grad, self._hooks.may_look)
 
     # One step, in the order in which it happens.
 
@@ -75,22 +75,20 @@ class BackwardLife:
                 self._exchange().carried.read_scale()
 
     def _after_forward(self, _module: nn.Module, _arguments: Any, output: Any) -> None:
-        """Sees the outermost backward begin, also where a reentrant checkpoint runs backwards inside it.
-
-        Leaves, such as a parameter that is returned, outlive the graph, and so would hooks on them.
-        """
+        """See the outermost backward begin, also where a reentrant checkpoint runs backwards inside it."""
         if torch.is_grad_enabled():
             reached = partial(self._backward_reaches_output, self.synchronizing)
             for tensor in tree_leaves(output):
                 if not isinstance(tensor, Tensor) or not tensor.requires_grad:
                     continue
+                # A leaf, such as a parameter that is returned, outlives the graph, and so would a hook on it.
                 if tensor.is_leaf:
                     self._returned_leaf = self._returned_leaf or self.synchronizing
                 else:
                     HookWatch.on_output(tensor, reached)
 
     def _backward_reaches_output(self, synchronizing: bool, _gradient: Tensor) -> None:
-        """Whether this backward reaches parameters is not known yet: `torch.autograd.grad` does not."""
+        # Whether this backward reaches parameters is not known yet: `torch.autograd.grad` does not.
         if self._abandoned():
             self._forget_backward()
         self._reached = self._reached or synchronizing
@@ -98,8 +96,8 @@ class BackwardLife:
             self._exchange().begin_backward()
         self._await_end()
 
-    def _admit(self) -> bool:
-        """The first gradient of a backward is here: a step begins, if this backward exchanges.
+    def _on_first_grad(self) -> bool:
+        """Begin a step, if this backward, whose first gradient is here, exchanges.
 
         As with DDP the forward decides: one outside of `no_sync` is enough. If none was seen, the backward does.
         """
@@ -116,7 +114,7 @@ class BackwardLife:
         return True
 
     def _await_end(self) -> None:
-        """Asks for a callback at the end of this backward, once."""
+        """Ask for a callback at the end of this backward, once."""
         if self._awaiting_end and not self._abandoned():
             return
         self._awaiting_end = True
@@ -125,12 +123,12 @@ class BackwardLife:
         queue_backward_callback(callback)
 
     def _abandoned(self) -> bool:
-        """Whether an exception ended the backward whose end is awaited: its callback is gone and has not run."""
+        """Tell whether an exception ended the backward whose end is awaited: its callback is gone and has not run."""
         return self._awaiting_end and self._end() is None
 
     def callback_gone(self) -> None:
-        """Autograd has let go of the callback. Where it has not run, an exception ended the backward: other ranks,
-        which may wait for this one's gradients, are told at once.
+        """Tell other ranks, which may wait for this one's gradients, at once where an exception ended the backward:
+        autograd has dropped the callback, and it has not run.
         """
         if self._awaiting_end and self._exchange().open:
             with contextlib.suppress(Exception):  # the next forward comes here again, and raises it
@@ -139,16 +137,16 @@ class BackwardLife:
     def _forget_backward(self) -> None:
         self._awaiting_end = self._declined = False
         self._reached = self._returned_leaf = None
-        self._exchange().forget()
+        self._exchange().abort_backward()
 
     def forget_abandoned(self) -> None:
-        """Outside of backward: one that an exception ended is forgotten; its messages are waited for."""
+        """Forget, outside of backward, one that an exception ended; its messages are waited for."""
         if self._exchange().open or self._awaiting_end:
             self._forget_backward()
-            self._exchange().untouch()
+            self._exchange().clear_used()
 
-    def _begin_again(self, slot: Slot) -> None:
-        """A gradient that is here already has come, which is an error unless it was an abandoned backward's."""
+    def _on_duplicate_grad(self, slot: Slot) -> None:
+        """Raise InputError for a gradient that is here already, unless it was an abandoned backward's."""
         if not self._abandoned():
             raise InputError(
                 f"the gradient of {slot.name} became ready twice in one backward; expected once: reentrant activation "
@@ -169,8 +167,8 @@ class BackwardLife:
             self._step_done()
 
 
-def _gone(life: weakref.ref[BackwardLife], _callback: Any) -> None:
-    """What hears that a callback is gone; it keeps no session."""
-    here = life()
+def _gone(tracker: weakref.ref[BackwardTracker], _callback: Any) -> None:
+    # A weak reference: what autograd holds must keep no session.
+    here = tracker()
     if here is not None:
         here.callback_gone()

@@ -6,9 +6,9 @@ where `.grad` already is the view), as DDP does, so that equal buckets give equa
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import groupby
+from itertools import count, groupby
 from sys import getrefcount
 from typing import Any
 
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from runtime.comm.communicator import Payload
 from runtime.errors import InputError
+from runtime.plan import Plan
 from runtime.torch_compat import held_by_torch
 
 LARGE_BYTES = 64 * 1024
@@ -31,7 +32,7 @@ class Slot:
     index: int
     """Position in the plan's readiness order."""
     parameter: nn.Parameter
-    large: bool
+    large: bool = field(init=False)
     """Whether its bytes cost more than a call: moved at once, while it is in the cache, and not with the others."""
     view: Tensor = field(init=False)
     """The gradient's part of the flat buffer, in the parameter's shape and strides."""
@@ -45,9 +46,12 @@ class Slot:
     touched: bool = False
     """Whether a backward has produced a gradient since the last exchange (also without synchronization)."""
 
+    def __post_init__(self) -> None:
+        self.large = self.parameter.numel() * self.parameter.element_size() >= LARGE_BYTES
+
     def take(self, scale: float, *, apart: bool = False) -> None:
-        """Moves `.grad`, times `scale`, into the view and makes the view the parameter's `.grad`. Where a hook has let
-        go of `.grad`, it is zeros, as with DDP. With `apart`, `.grad` stays what it is.
+        """Move `.grad`, times `scale`, into the view and make the view the parameter's `.grad`. Where a hook has
+        dropped `.grad`, it is zeros, as with DDP. With `apart`, `.grad` stays what it is.
         """
         gradient = self.parameter.grad
         if gradient is self.view:
@@ -67,7 +71,7 @@ class Slot:
             self.parameter.grad = self.view
 
     def place(self, view: Tensor, *, follow: bool = True) -> None:
-        """Makes `view` the gradient's place. A view that is `.grad` becomes it, for gradients are added up there; one
+        """Make `view` the gradient's place. A view that is `.grad` becomes it, for gradients are added up there; one
         that is not, or does not `follow`, stays where it is, with whoever has kept it.
         """
         if follow and hasattr(self, "view") and self.parameter.grad is self.view:
@@ -77,11 +81,11 @@ class Slot:
         self._home, self.address = view.data, view.data_ptr()
 
     def take_back(self) -> None:
-        """Takes a new view where a script has given the old one other memory (`parameter.grad.data = …`)."""
+        """Take a new view where a script has given the old one other memory (`parameter.grad.data = …`)."""
         self.view = self._home.data
 
     def refuse_graph(self, gradient: Tensor) -> None:
-        """Raises InputError for a gradient that is to be differentiated: the average would be a constant."""
+        """Raise InputError for a gradient that is to be differentiated: the average would be a constant."""
         if gradient.requires_grad:
             raise InputError(
                 f"the gradient of {self.name} requires a gradient itself, as backward(create_graph=True) makes it; "
@@ -91,10 +95,10 @@ class Slot:
             )
 
     def clear_view(self) -> None:
-        """Makes the view free to be written to, while it is not the parameter's `.grad`.
+        """Make the view free to be written to, while it is not the parameter's `.grad`.
 
-        Somebody may have kept the last gradient, or made it another parameter's: it goes on with memory of its own.
-        Where DLPack or a graph keeps it, which know its memory, the bucket leaves that to them.
+        Somebody may have kept the last gradient, or made it another parameter's: it gets memory of its own. Where
+        DLPack or a graph keeps it, which know its memory, the bucket leaves that to them.
         """
         if getrefcount(self.view) <= _ONLY_HERE:
             return
@@ -118,7 +122,7 @@ _ONLY_HERE = _Holder().references()
 
 
 @dataclass(eq=False, frozen=True)
-class Kept:
+class SavedGrad:
     """The `.grad` of a parameter that a backward did not reach, to be given back if no rank's did."""
 
     slot: Slot
@@ -127,19 +131,18 @@ class Kept:
     """A copy, where `.grad` is the bucket's own memory."""
 
     @classmethod
-    def of(cls, slot: Slot) -> Kept:
-        """As it is now."""
+    def of(cls, slot: Slot) -> SavedGrad:
         gradient = slot.parameter.grad
         return cls(slot, gradient, gradient.detach().clone() if gradient is slot.view else None)
 
     def add(self) -> None:
-        """Adds what it was to what has come."""
+        """Add what it was to what has come."""
         before = self.values if self.values is not None else self.gradient
         if before is not None:
             self.slot.view.add_(before.detach())
 
     def give_back(self) -> None:
-        """Makes `.grad` what it was."""
+        """Make `.grad` what it was."""
         if self.values is not None:
             self.slot.view.copy_(self.values)
         else:
@@ -151,7 +154,7 @@ class Message:
     """The gradients of one dtype in one bucket: what a collective gets."""
 
     flat: Tensor
-    """1-D, all that travels."""
+    """1-D, all that is sent."""
     slots: list[Slot]
     storage: torch.UntypedStorage = field(init=False, repr=False)
     """The memory of `flat`."""
@@ -162,7 +165,7 @@ class Message:
         self.place(self.flat)
 
     def place(self, flat: Tensor, *, follow: bool = True) -> None:
-        """Lays the gradients out in `flat`, in order; see `Slot.place`."""
+        """Lay the gradients out in `flat`, in order; see `Slot.place`."""
         self.flat, self.storage = flat, flat.untyped_storage()
         offset = 0
         for slot in self.slots:
@@ -202,7 +205,7 @@ class BucketBuffer:
         self._small_runs = [run for message in self.messages for run in _small_runs(message)]
 
     def move(self, message: Message) -> None:
-        """Gives one message other memory; views that are `.grad`s go along, all else that looks at the old does not."""
+        """Give one message other memory; views that are `.grad`s go along, all else that looks at the old does not."""
         for slot in message.slots:
             if slot.parameter.grad is slot.view and held_by_torch(slot.view, holders=1):
                 raise InputError(
@@ -214,7 +217,7 @@ class BucketBuffer:
         self._find_runs()
 
     def part(self, message: Message) -> None:
-        """Gives one message other memory; `.grad`s stay where they are."""
+        """Give one message other memory; `.grad`s stay where they are."""
         message.place(torch.zeros_like(message.flat), follow=False)
         self._find_runs()
 
@@ -254,15 +257,23 @@ def _small_runs(message: Message) -> list[Tensor]:
     return runs
 
 
-def make_slot(name: str, index: int, parameter: nn.Parameter) -> Slot:
-    """The place of one gradient, not yet laid out."""
-    large = parameter.numel() * parameter.element_size() >= LARGE_BYTES
-    return Slot(name=name, index=index, parameter=parameter, large=large)
+def make_plain_buckets(
+    plan: Plan, parameters: Mapping[str, nn.Parameter], tail_elements: int = 0, parts: int = 1
+) -> list[BucketBuffer]:
+    """Make buckets that send all gradients as they are; see `lay_out`, with `tail_elements` behind the last bucket."""
+    buckets: list[BucketBuffer] = []
+    places = count()
+    for index, planned in enumerate(plan.buckets):
+        members = [Slot(name, next(places), parameters[name]) for name in planned.gradients]
+        tail = tail_elements if index == len(plan.buckets) - 1 else 0
+        label = f"bucket {index} ({planned.collective}/{planned.algorithm}, {members[0].name} … {members[-1].name})"
+        buckets.append(BucketBuffer(index, members, lay_out(members, tail, parts), label))
+    return buckets
 
 
 def lay_out(slots: Sequence[Slot], tail_elements: int = 0, parts: int = 1) -> list[Message]:
-    """One flat buffer per dtype, in order of first appearance; the first one with `tail_elements` more at its end, all
-    of a length that `parts` divides.
+    """Make one flat buffer per dtype, in order of first appearance; the first one with `tail_elements` more at its end,
+    all of a length that `parts` divides.
     """
     by_dtype: dict[torch.dtype, list[Slot]] = {}
     for slot in slots:
@@ -277,14 +288,14 @@ def lay_out(slots: Sequence[Slot], tail_elements: int = 0, parts: int = 1) -> li
 
 
 def view_of(flat: Tensor, offset: int, parameter: Tensor) -> Tensor:
-    """The parameter's part of the buffer, with the parameter's strides where they are dense (channels-last, say)."""
+    """Return the parameter's part of the buffer, with its strides where they are dense (channels-last, say)."""
     strides = parameter.stride() if is_dense(parameter) else torch.empty(parameter.shape, device="meta").stride()
     # Not a view in autograd's books: those may not be changed in place by `.grad.detach_()`.
     return flat.new_empty(0).set_(flat.untyped_storage(), offset, parameter.size(), strides)
 
 
 def is_dense(tensor: Tensor) -> bool:
-    """Whether the strides cover numel elements without gaps or overlap."""
+    """Tell whether the strides cover numel elements without gaps or overlap."""
     expected = 1
     dimensions = [(stride, size) for stride, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1]
     for stride, size in sorted(dimensions):
@@ -292,3 +303,30 @@ def is_dense(tensor: Tensor) -> bool:
             return False
         expected *= size
     return True
+
+
+class Part:
+    """What one rank has of a message of a bucket, cut into as many equal parts as there are ranks."""
+
+    def __init__(self, message: Message, rank: int, ranks: int) -> None:
+        self.message, self.rank, self.ranks = message, rank, ranks
+        self.numel = sum(slot.parameter.numel() for slot in message.slots)
+        self.share = -(-self.numel // ranks)
+        """Elements of a part; the last one may be shorter, and is filled up."""
+
+    def cuts(self) -> Iterator[tuple[Slot, int, slice]]:
+        """Yield of what is in this rank's part (parameter, first of its elements in memory order, where they lie)."""
+        first, offset = self.rank * self.share, 0
+        for slot in self.message.slots:
+            start, stop = max(offset, first), min(offset + slot.parameter.numel(), first + self.share)
+            if start < stop:
+                yield slot, start - offset, slice(start - first, stop - first)
+            offset += slot.parameter.numel()
+
+    def views(self, whole: Tensor) -> dict[str, Tensor]:
+        """Return the gradients' or weights' places in a vector of all parts. Shapes as the parameters'."""
+        found, offset = {}, 0
+        for slot in self.message.slots:  # laid out as gradients are, whatever becomes of the parameter's own layout
+            found[slot.name] = view_of(whole, offset, slot.view)
+            offset += slot.parameter.numel()
+        return found

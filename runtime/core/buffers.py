@@ -42,7 +42,7 @@ class BufferSync:
         self._collect()
 
     def install(self) -> list[Any]:
-        """Hooks the model's forward; returns the handles. Nothing to do without buffers or with one rank."""
+        """Hook the model's forward; returns the handles. Nothing to do without buffers or with one rank."""
         if not self._buffers or self._world.group is None:
             return []
         return [self._model.register_forward_pre_hook(ModuleHook(self._before_forward), prepend=True)]
@@ -55,7 +55,7 @@ class BufferSync:
         self._due = self._synchronizing()
 
     def _collect(self) -> None:
-        """Takes the buffers that the model has now; a forward may have replaced some."""
+        """Take the buffers that the model has now; a forward may have replaced some."""
         buffers = [buffer for owner, name in self._places if (buffer := owner.get(name)) is not None]
         if len(buffers) != len(self._buffers) or any(a is not b for a, b in zip(buffers, self._buffers, strict=True)):
             self._buffers = buffers
@@ -88,7 +88,7 @@ def _places(model: nn.Module) -> list[tuple[dict[str, Tensor], str]]:
 
 
 def _pack(buffers: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
-    """One run of bytes that holds all buffers, whatever their dtypes, and a view of it for each."""
+    """Make one run of bytes that holds all buffers, whatever their dtypes, and a view of it for each."""
     starts, end = [], 0
     for buffer in buffers:
         starts.append(end)

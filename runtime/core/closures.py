@@ -27,7 +27,7 @@ class LossAveraging:
         self._world = world
 
     def install(self, optimizer: torch.optim.Optimizer | None) -> list[Any]:
-        """Hooks the optimizer's step; returns the handles. Nothing to do for most optimizers or with one rank."""
+        """Hook the optimizer's step; returns the handles. Nothing to do for most optimizers or with one rank."""
         if self._world.group is None or not isinstance(optimizer, DECIDE_BY_LOSS):
             return []
         return [optimizer.register_step_pre_hook(lambda _, *given: with_closures(self._averaged, *given))]
@@ -52,14 +52,11 @@ Closure = Callable[[], Any]
 def with_closures(
     wrap: Callable[[Closure], Closure], arguments: tuple[Any, ...], keywords: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments of an optimizer's step with another closure in the place of theirs.
-
-    It is the step's only callable argument; whether torch counts the optimizer in does not matter.
-    """
+    """Return the arguments of an optimizer's step, of which one may be callable, with another closure in its place."""
     replaced = tuple(wrap(a) if is_closure(a) else a for a in arguments)
     return replaced, {name: wrap(a) if is_closure(a) else a for name, a in keywords.items()}
 
 
 def is_closure(argument: Any) -> bool:
-    """Whether an argument of an optimizer's step is its closure."""
+    # Whether torch counts the optimizer, which may be callable, among the arguments does not matter.
     return callable(argument) and not isinstance(argument, torch.optim.Optimizer)

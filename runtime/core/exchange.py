@@ -1,7 +1,7 @@
 """The buckets of one plan and their hooks: gradients come in as autograd makes them, averages go out.
 
-A session has one exchange at a time. When it changes over to another plan it gets another one; the gradients that the
-old one made stay as they are, in the old one's memory, until nobody refers to them.
+A session has one exchange at a time. When it switches to another plan it gets another one; the gradients that the old
+one made stay as they are, in the old one's memory, until nobody refers to them.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from runtime.comm.communicator import Communicator
-from runtime.core.buckets import BucketBuffer, Kept, Slot
+from runtime.core.buckets import BucketBuffer, SavedGrad, Slot
 from runtime.core.hooks import GradientHook
 from runtime.core.usage import Usage
 from runtime.core.views import ViewGuard
@@ -37,31 +37,31 @@ class ErrorFeedback:
     """That have been carried over, also by exchanges before this one."""
 
     def read_scale(self) -> None:
-        """Asks for the scale of the loss: before backward, for on a device the answer has to be waited for."""
+        """Ask for the scale of the loss: before backward, for on a device the answer has to be waited for."""
 
     def begin(self) -> None:
-        """A step begins."""
+        """Begin a step."""
 
     def add_to(self, bucket: BucketBuffer) -> None:
-        """All gradients of a bucket are there, and it is about to leave."""
+        """Add to a bucket whose gradients are all there, and which is about to be sent."""
 
     def settle(self, wait: Callable[[BucketBuffer | None], None], parameters: Mapping[str, nn.Parameter]) -> None:
-        """Every bucket has been launched; `wait` returns when one has come, or all have."""
+        """Finish a step whose buckets have all been launched; `wait` returns when one has come, or all have."""
 
     def compresses(self, bucket: BucketBuffer) -> bool:
-        """Whether something of a bucket may be sent in later steps."""
+        """Tell whether something of a bucket may be sent in later steps."""
         return False
 
     def watched(self) -> list[Any]:
-        """The buckets whose largest elements are sent; see `runtime.sparse.guard.Watched`."""
+        """Return the buckets whose largest elements are sent; see `runtime.sparse.guard.Watched`."""
         return []
 
     def state(self) -> dict[str, Any]:
-        """Copies; what `load_state` continues from. Empty where nothing is carried."""
+        """Return copies, which `load_state` continues from. Empty where nothing is carried."""
         return {}
 
     def load_state(self, state: dict[str, Any], parameters: Mapping[str, nn.Parameter]) -> None:
-        """Goes on from another exchange's `state`, whatever its buckets were; from an empty one with nothing."""
+        """Continue from another exchange's `state`, whatever its buckets were; from an empty one with nothing."""
 
 
 class Launcher:
@@ -74,10 +74,8 @@ class Launcher:
     """What ranks tell each other behind the last bucket; None: nothing that counts for `.grad`s."""
 
     def wait(self) -> None:
-        """Returns when everything has come.
-
-        Raises:
-            CommunicationError: another rank has given the step up. On a device the host does not wait to know it.
+        """Return when everything has come. Raises CommunicationError where another rank has given the step up; on a
+        device the host does not wait to know it.
         """
         self.communicator.wait()
         if self.usage is not None and self.usage.on_host and (gave_up := self.usage.given_up()):
@@ -88,11 +86,11 @@ class Launcher:
             )
 
     def before_added(self, slot: Slot, exchange: weakref.ref[Exchange]) -> Callable[[Any], None] | None:
-        """What is called when a gradient is about to be added to `.grad`, if anything; see `GradientHook`."""
+        """Return what is called when a gradient is about to be added to `.grad`, if anything; see `GradientHook`."""
         return None
 
     def separates(self, may_look: bool, kept: Callable[[], bool]) -> bool:
-        """Whether `.grad`s of this step are none of the buckets' memory.
+        """Tell whether `.grad`s of this step are none of the buckets' memory.
 
         Args:
             may_look: whether hooks of the user's may look at them while backward runs.
@@ -101,21 +99,21 @@ class Launcher:
         return False
 
     def missing(self, slot: Slot) -> None:
-        """This backward did not produce a gradient: what `.grad` holds is about to be taken for it."""
+        """Prepare for taking what `.grad` holds for a gradient that this backward did not produce."""
 
     def launch(self, bucket: BucketBuffer) -> None:
-        """All gradients of a bucket are there: sends it. Buckets come in plan order."""
+        """Send a bucket whose gradients are all there. Buckets come in plan order."""
         raise NotImplementedError
 
-    def settle(self, missing: Sequence[Kept], *, separate: bool) -> None:
-        """The end of backward, every bucket has been launched: makes every `.grad` final."""
+    def settle(self, missing: Sequence[SavedGrad], *, separate: bool) -> None:
+        """Make every `.grad` final at the end of backward, when every bucket has been launched."""
         raise NotImplementedError
 
     def give_up(self, bucket: BucketBuffer) -> None:
-        """A bucket is about to leave in a step that an exception has ended, of which `usage`, if any, tells."""
+        """Prepare a bucket for a step that an exception has ended, of which `usage`, if any, tells."""
 
-    def forget(self) -> None:
-        """An exception ended the backward."""
+    def abort_backward(self) -> None:
+        """Forget a backward that an exception ended."""
 
 
 class Exchange:
@@ -127,13 +125,13 @@ class Exchange:
         self, plan: Plan, parameters: Mapping[str, nn.Parameter], buckets: Sequence[BucketBuffer], launcher: Launcher,
         carried: ErrorFeedback, recorder: Recorder,
     ) -> None:  # fmt: skip
-        """Nothing happens before `install`. Without buckets (one rank) nothing is sent."""
+        # Nothing happens before `install`. Without buckets (one rank) nothing is sent.
         self.plan, self.buckets, self.launcher, self.carried = plan, buckets, launcher, carried
         self.slots = [slot for bucket in buckets for slot in bucket.slots]
         """In readiness order."""
         self._views = ViewGuard(buckets)
         self._parameters, self._recorder, self._scale = parameters, recorder, launcher.scale
-        self._kept: list[Kept] = []
+        self._saved: list[SavedGrad] = []
         self._next = 0
         self.open = False
         """Whether a backward gives its gradients now."""
@@ -149,18 +147,18 @@ class Exchange:
 
     def install(
         self,
-        admit: Callable[[], bool],
-        again: Callable[[Slot], None],
+        on_first_grad: Callable[[], bool],
+        on_duplicate_grad: Callable[[Slot], None],
         may_look: Callable[[Iterable[GradientHook]], bool],
     ) -> None:
-        """Hooks the parameters.
+        """Hook the parameters.
 
         Args:
-            admit: called for the first gradient of a backward; whether it is exchanged, and if so calls `begin`.
-            again: called for a gradient that has come in this step already.
+            on_first_grad: whether a backward is exchanged; if so calls `begin`.
+            on_duplicate_grad: called for a gradient that has come in this step already.
             may_look: whether hooks may look at gradients of this backward, also at those that are on their way.
         """
-        self._admit, self._again, self._may_look = admit, again, may_look
+        self._on_first_grad, self._on_duplicate_grad, self._may_look = on_first_grad, on_duplicate_grad, may_look
         for name in self._parameters.keys() - set(self.plan.gradients):
             self._hooks[name] = GradientHook(self._parameters[name], partial(refuse_unplanned, name))
         here = weakref.ref(self)
@@ -171,7 +169,7 @@ class Exchange:
     # One step, in the order in which it happens.
 
     def begin_backward(self) -> None:
-        """A backward reaches the model's outputs, but no parameter yet."""
+        """Look for parameters' new nodes when a backward reaches the model's outputs, but no parameter yet."""
         if not self._hooks:
             return  # through a graph from before `close`
         first = next((slot for slot in self.slots if slot.parameter.requires_grad), None)
@@ -184,7 +182,7 @@ class Exchange:
         _gradient_ready(weakref.ref(self), slot, None, (slot.view,))  # it has come, whatever became of `.grad`
 
     def begin(self) -> None:
-        """The first gradient of a step is here."""
+        """Begin a step, whose first gradient is here."""
         self._views.restore()
         self.carried.begin()
         may_look = self._may_look(self._hooks.values())
@@ -210,16 +208,16 @@ class Exchange:
         self._next += 1
 
     def accumulated(self) -> None:
-        """The end of a backward that is not exchanged."""
+        """End a backward that is not exchanged."""
         self._recorder.end_micro_batch()
 
     def finish(self) -> None:
-        """The end of backward: after this, every `.grad` is final."""
+        """End a backward: after this, every `.grad` is final."""
         self._launch_rest()
         self._recorder.end_backward()
-        self.launcher.settle(self._kept, separate=self._apart)
-        self._kept.clear()
-        self.untouch()
+        self.launcher.settle(self._saved, separate=self._apart)
+        self._saved.clear()
+        self.clear_used()
         self.open = False
         self._recorder.end_step()
 
@@ -236,17 +234,14 @@ class Exchange:
             self._launch(bucket)
 
     def _fill_missing(self, bucket: BucketBuffer) -> None:
-        """Gradients that this backward did not produce: what `.grad` holds counts, else zeros, as with DDP.
-
-        In a lossy bucket what `.grad` holds from a step before does not count: it would be held back, in part, though
-        it has been used.
-        """
+        """Take what `.grad` holds, else zeros, for gradients that this backward did not produce, as with DDP."""
         for slot in bucket.slots:
             if not slot.waiting:
                 continue
             self.launcher.missing(slot)
-            self._kept.append(Kept.of(slot))
+            self._saved.append(SavedGrad.of(slot))
             slot.waiting = False
+            # Of a lossy bucket, where a part of it would become a residual though it has been used.
             stale = self.carried.compresses(bucket) and not slot.touched
             if slot.parameter.grad is None or stale:
                 slot.clear_view()
@@ -259,21 +254,21 @@ class Exchange:
 
     # What ends a step in another way, and the exchange.
 
-    def untouch(self) -> None:
-        """Gradients that have come so far are of no step."""
+    def clear_used(self) -> None:
+        """Forget which gradients have come so far: they are of no step."""
         for slot in self.slots:
             slot.touched = False
 
-    def forget(self) -> None:
-        """An exception ended the backward: the step is given up, if it is not yet, and what is on its way waited for.
+    def abort_backward(self) -> None:
+        """Give the step up, if it is not yet, after an exception ended the backward, and wait for what is on its way.
 
         Raises CommunicationError where others did not fail, and did not wait to know that this one did.
         """
         if self.open:
             self.give_up()
         given_up, self._given_up, self.open = self._given_up, False, False
-        self._kept.clear()
-        self.launcher.forget()
+        self._saved.clear()
+        self.launcher.abort_backward()
         self.launcher.communicator.wait()
         usage = self.launcher.usage
         if given_up and usage is not None and not usage.on_host and usage.used_somewhere():
@@ -284,10 +279,10 @@ class Exchange:
             )
 
     def give_up(self) -> None:
-        """What has not left yet leaves now, whatever it is, with the word that an exception ended this rank's backward:
-        so ranks' collectives stay in step, wherever in the backward each of them failed, and the others are told.
+        """Send what has not been sent, whatever it is, with the word that an exception ended this rank's backward: so
+        ranks' collectives stay in step, wherever in the backward each of them failed, and the others are told.
         """
-        if not (self.open or self._admit()):
+        if not (self.open or self._on_first_grad()):
             return  # this backward exchanges nothing
         self._given_up = self._given_up or self._next < len(self.buckets)
         for bucket in self.buckets[self._next :]:
@@ -295,11 +290,11 @@ class Exchange:
             self._launch(bucket)
 
     def onlookers(self, slot: Slot) -> bool:
-        """Whether hooks of the user's run after a gradient has been added to `.grad`."""
+        """Tell whether hooks of the user's run after a gradient has been added to `.grad`."""
         return bool(slot.parameter._post_accumulate_grad_hooks) or self._hooks[slot.name].accompanied
 
-    def follow(self, before: Exchange) -> None:
-        """Takes over which gradients have come since the last exchange (in `no_sync`), and what has yet to travel."""
+    def inherit_state(self, before: Exchange) -> None:
+        """Take over which gradients have come since the last exchange (in `no_sync`), and the residuals."""
         # An exact plan has no state, and yet its steps count: selectors that draw lots draw others in each.
         state = {"residuals": {}, **before.carried.state(), "steps": before.carried.steps}
         self.carried.load_state(state, self._parameters)
@@ -308,7 +303,7 @@ class Exchange:
             slot.touched = slot.name in touched
 
     def close(self) -> None:
-        """Takes the hooks off. `.grad`s stay what they are: views of buckets that nobody else writes to any more."""
+        """Take the hooks off. `.grad`s stay what they are: views of buckets that nobody else writes to any more."""
         for hook in self._hooks.values():
             hook.remove()
         self._hooks.clear()
@@ -319,8 +314,8 @@ class Exchange:
         for slot in self.slots:
             slot.__dict__.pop("bucket", None)
 
-    def give_gradients_away(self) -> None:
-        """Gives `.grad`s memory of their own, so that the buckets' is free, unless others look at it, too."""
+    def detach_grads(self) -> None:
+        """Give `.grad`s memory of their own, so that the buckets' is free, unless others look at it, too."""
         looked_at = {id(message) for _, message in self._views.looked_at()}
         for message in (message for bucket in self.buckets for message in bucket.messages):
             for slot in message.slots if id(message) not in looked_at else ():
@@ -338,10 +333,10 @@ def _gradient_ready(
     slot.touched = True
     if not here.open:
         here._first = slot
-        if not here._admit():
+        if not here._on_first_grad():
             return
     if not slot.waiting:
-        return here._again(slot)
+        return here._on_duplicate_grad(slot)
     slot.waiting = False
     bucket = slot.bucket
     bucket.waiting -= 1

@@ -24,7 +24,7 @@ class GradientHook:
     def __init__(
         self, parameter: Tensor, after: Callable[[Any, Any], None], before: Callable[[Any], None] | None = None
     ) -> None:
-        """Registers the hooks.
+        """Register the hooks.
 
         Args:
             after: called with nothing and a tuple of the gradient, None where a backward function gave none.
@@ -41,9 +41,8 @@ class GradientHook:
         HookWatch.own += len(self._handles)
 
     def renew(self) -> bool:
-        """Goes over to the parameter's node of now; whether that is another one: `parameter.data = …` of another dtype
-        or on another device gives it a new one, also where it is changed back.
-        """
+        """Move to the parameter's node of now; returns whether that is another one."""
+        # `parameter.data = …` of another dtype or on another device makes a new one, also where it is changed back.
         node = accumulator_of(self._parameter)
         if node is self._node:
             return False
@@ -52,7 +51,6 @@ class GradientHook:
         return True
 
     def remove(self) -> None:
-        """Takes the hooks off."""
         for handle in self._handles:
             handle.remove()
 
@@ -79,12 +77,11 @@ class HookWatch:
 
     @classmethod
     def on_output(cls, output: Tensor, hook: Callable[[Tensor], None]) -> None:
-        """Registers a session's own hook."""
         output.register_hook(hook)
         cls.own += 1
 
     def may_look(self, on_nodes: Iterable[GradientHook]) -> bool:
-        """Whether there are hooks of the user's, beside the session's own `on_nodes`.
+        """Tell whether there are hooks of the user's, beside the session's own `on_nodes`.
 
         To be asked once in each backward; nobody knows what the forward of the first one has registered: they may look.
         """

@@ -31,7 +31,7 @@ class UsageFlags:
         """How many elements carry the counters of all parameters, and the one of ranks that gave the step up."""
 
     def lie_in(self, message: Message) -> None:
-        """Says where they travel: in the last `elements` of a message."""
+        """Say where they are sent: in the last `elements` of a message."""
         self._message = message
         self._everything = self._pack(range(self._parameters)).to(message.flat.device)
 
@@ -45,23 +45,23 @@ class UsageFlags:
         return self._message.flat[-self.elements :]
 
     def write(self, unused: Sequence[int]) -> None:
-        """Before the message leaves: counts this rank in for every parameter but the unused."""
+        """Count this rank in, before the message leaves, for every parameter but the unused."""
         left_out = set(unused)
         used = (index for index in range(self._parameters) if index not in left_out)
         self._tail.copy_(self._pack(used) if unused else self._everything)
 
     def write_given_up(self) -> None:
-        """Before the message leaves: an exception ended this rank's backward, which counts for no parameter."""
+        """Say, before the message leaves, that an exception ended this rank's backward: it counts for no parameter."""
         self._tail.zero_()
         self._tail[-1] = 1
 
     def given_up(self) -> int:
-        """After the message has come: how many ranks gave the step up. Waits for the device."""
+        """Return, after the message has come, how many ranks gave the step up. Waits for the device."""
         found = self._message.flat[-1]
         return int(found.real if found.is_complex() else found)
 
     def used_somewhere(self) -> set[int]:
-        """After the message has come: the parameters that any rank used. Waits for the device."""
+        """Return, after the message has come, the parameters that any rank used. Waits for the device."""
         tail = self._tail.real if self._tail.is_complex() else self._tail
         values = [int(value) for value in tail.double().cpu().tolist()]
         if self._per_element == 1:
@@ -80,13 +80,13 @@ class UsageFlags:
         return torch.tensor(packed, dtype=torch.float64).to(self._dtype)
 
 
-def used_on_any(told: Tensor) -> Tensor:
-    """Of each gradient whether it came on any rank. Shapes (ranks, gradients) → (gradients,), bool."""
-    return told.bool().any(dim=0)
+def used_on_any(reported: Tensor) -> Tensor:
+    """Return of each gradient whether it came on any rank. Shapes (ranks, gradients) → (gradients,), bool."""
+    return reported.bool().any(dim=0)
 
 
 class GatheredUsage:
-    """What every rank says, as a message of its own behind the last bucket."""
+    """What every rank says, as a message of its own behind the last bucket; see `UsageFlags`."""
 
     def __init__(self, gradients: int, ranks: int, device: torch.device) -> None:
         self._own = torch.ones(gradients + 1, dtype=torch.uint8, device=device)
@@ -100,21 +100,17 @@ class GatheredUsage:
         return gather(self._told.view(-1), self._own, group)
 
     def write(self, unused: Sequence[int]) -> None:
-        """See `UsageFlags.write`."""
         self._own.fill_(1)
         self._own[[*unused, -1]] = 0
 
     def write_given_up(self) -> None:
-        """See `UsageFlags.write_given_up`."""
         self._own.zero_()
         self._own[-1] = 1
 
     def given_up(self) -> int:
-        """See `UsageFlags.given_up`."""
         return int(self._told[:, -1].sum())
 
     def used_somewhere(self) -> set[int]:
-        """See `UsageFlags.used_somewhere`."""
         return set(used_on_any(self._told[:, :-1]).nonzero().flatten().tolist())
 
 

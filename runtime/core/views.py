@@ -34,7 +34,7 @@ class ViewGuard:
         self._uses = [(bucket, message, storage_uses(message.storage)) for bucket, message in messages]
 
     def restore(self) -> None:
-        """Points strayed views back into the buffer; what the user put there stays the parameter's `.grad`. Moves
+        """Point strayed views back into the buffer; what the user put there stays the parameter's `.grad`. Moves
         buffers that somebody else looks at to memory of their own.
         """
         if [slot.view.data_ptr() for slot in self._slots] != self._addresses:
@@ -56,11 +56,11 @@ class ViewGuard:
             self._remember()
 
     def looked_at(self) -> list[tuple[BucketBuffer, Message]]:
-        """The messages whose memory somebody else has kept."""
+        """Return the messages whose memory somebody else has kept."""
         return [(bucket, message) for bucket, message, uses in self._uses if storage_uses(message.storage) > uses]
 
     def part(self) -> None:
-        """Leaves buffers to the `.grad`s that are in them, which stay what they are."""
+        """Leave buffers to the `.grad`s that are in them, which stay what they are."""
         parted = [(b, m) for b, m, _ in self._uses if any(slot.parameter.grad is slot.view for slot in m.slots)]
         for bucket, message in parted:
             bucket.part(message)
@@ -68,19 +68,20 @@ class ViewGuard:
             self._remember()
 
     def others_kept(self, first: Slot | None) -> bool:
-        """Whether somebody has kept a `.grad` that is none of the views: backward adds to it, which they have to see.
+        """Tell whether somebody has kept a `.grad` that is none of the views: they have to see what backward adds.
 
         Args:
             first: its gradient has come already; a new one is the backward's, too, and nobody else's.
         """
-        set_ones = [slot for slot in self._slots if slot.parameter.grad is not None]
-        others = [(slot, _storage_of(slot)) for slot in set_ones if _is_apart(slot)]
-        addresses = [storage.data_ptr() for _, storage in others]
-        sharing = Counter(addresses)
-        for (slot, storage), address in zip(others, addresses, strict=True):
+        # No list of gradients: it would hold what is asked about.
+        others = [(slot, _storage_of(slot.parameter)) for slot in self._slots if _is_apart(slot)]
+        sharing = Counter(storage.data_ptr() for _, storage in others)
+        for slot, storage in others:
             references, elsewhere = _references(slot.parameter)
-            uses = 0 if slot is first and _is_new(slot) else storage_uses(storage) - 1
-            if elsewhere or references > _ALONE or uses > sharing[address]:
+            # To a gradient that only this backward has made, nothing has been added yet.
+            made_now = slot is first and getattr(slot.parameter.grad, "_version", 1) == 0
+            uses = 0 if made_now else storage_uses(storage) - 1
+            if elsewhere or references > _ALONE or uses > sharing[storage.data_ptr()]:
                 return True
         return False
 
@@ -90,27 +91,22 @@ def _is_apart(slot: Slot) -> bool:
     return gradient is not None and gradient is not slot.view and gradient.layout == torch.strided
 
 
-def _is_new(slot: Slot) -> bool:
-    """Whether nothing has been added to the gradient yet."""
-    return slot.parameter.grad is not None and slot.parameter.grad._version == 0
-
-
-def _storage_of(slot: Slot) -> torch.UntypedStorage:
-    assert slot.parameter.grad is not None
-    return slot.parameter.grad.untyped_storage()
+def _storage_of(parameter: Tensor) -> torch.UntypedStorage:
+    assert parameter.grad is not None
+    return parameter.grad.untyped_storage()
 
 
 def _references(parameter: Tensor) -> tuple[int, bool]:
-    """To the very tensor that is the parameter's `.grad`: of Python, and whether torch knows others."""
+    """Count references to the very tensor that is `.grad`: Python's, and whether torch knows others."""
     assert parameter.grad is not None
     return getrefcount(parameter.grad), held_by_torch(parameter.grad, 1)
 
 
-def _references_alone() -> tuple[int, bool]:
+def _references_alone() -> int:
     parameter = torch.zeros((), requires_grad=True)
     parameter.grad = torch.zeros(())
-    return _references(parameter)
+    return _references(parameter)[0]
 
 
-_ALONE = _references_alone()[0]
+_ALONE = _references_alone()
 """How many Python has of a `.grad` that nothing else holds."""

@@ -25,7 +25,7 @@ from torch import Tensor
 from runtime.comm.collectives.phases import gather
 from runtime.comm.communicator import CommTiming, Communicator, Payload
 from runtime.comm.topology import Topology
-from runtime.core.buckets import BucketBuffer, Kept
+from runtime.core.buckets import BucketBuffer, SavedGrad
 from runtime.core.exchange import ErrorFeedback, Launcher
 from runtime.core.usage import used_on_any
 from runtime.delay.nodes import IntraNodeAllReduce, IntraNodeBroadcast, NodeLinks
@@ -321,7 +321,7 @@ class Pushes(Launcher):
                 found |= shard.views(part)
         return found
 
-    def settle(self, missing: Sequence[Kept], *, separate: bool) -> None:
+    def settle(self, missing: Sequence[SavedGrad], *, separate: bool) -> None:
         """See `Launcher.settle`: nothing is waited for but the averages of the node. What came in no backward of this
         worker keeps its `.grad`.
         """
@@ -337,6 +337,6 @@ class Pushes(Launcher):
         for message in bucket.messages:
             message.flat.fill_(math.nan)
 
-    def forget(self) -> None:
-        """See `Launcher.forget`."""
+    def abort_backward(self) -> None:
+        """See `Launcher.abort_backward`."""
         self._finite.clear()

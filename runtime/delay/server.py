@@ -20,8 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from runtime.comm.world import World
-from runtime.core.buckets import BucketBuffer, Message, Slot
-from runtime.core.layout import Part
+from runtime.core.buckets import BucketBuffer, Message, Part, Slot
 from runtime.delay.pushes import SelectedPush, WholePush, make_push
 from runtime.errors import InputError
 from runtime.plan import NO_COMPRESSION, CompressorSpec

@@ -109,7 +109,7 @@ def compiler() -> Compiler:
 
 
 def _candidates() -> Iterator[str]:
-    """Find files of NVIDIA's packages and of a toolkit, of torch's CUDA first, then the newest; names for the loader."""
+    """Find files of NVIDIA's packages and of a toolkit, of torch's CUDA first, then the newest; then loader's names."""
     found: list[Path] = []
     package = importlib.util.find_spec("nvidia")
     for place in (package.submodule_search_locations or []) if package is not None else []:

@@ -99,7 +99,8 @@ class Layout:
 
     @functools.cached_property
     def size_bytes(self) -> int:
-        return -(-max(part.stop for part in self.parts.values()) * 4 // 256) * 256
+        last: slice = list(self.parts.values())[-1]
+        return -(-4 * int(last.stop) // 256) * 256
 
     def table(self, places: Sequence[tuple[int, int, int]] | None = None) -> Tensor:
         """`struct Segment` (keys.cu) of each segment. Shape (segments, 16), int64, on the CPU.

@@ -127,7 +127,8 @@ class Updaters:
         dead = next((one for one in self._all if one.lost is not None), None)
         if dead is None:
             return None
-        return f"updater {dead.number} {dead.lost} before it had begun{OWN_WORDS if (dead.process.exitcode or 0) > 0 else ''}"
+        words = OWN_WORDS if (dead.process.exitcode or 0) > 0 else ""
+        return f"updater {dead.number} {dead.lost} before it had begun{words}"
 
     def go(self, stall_limit_s: float) -> None:
         """Tell all updaters to begin."""

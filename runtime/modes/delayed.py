@@ -31,8 +31,8 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from runtime.comm.topology import Topology
 from runtime.comm.world import first_line
+from runtime.core.buckets import make_plain_buckets
 from runtime.core.exchange import Exchange
-from runtime.core.layout import make_plain_buckets
 from runtime.delay.checkpoint import buckets_of, check_state, clones, copy_all, own_state
 from runtime.delay.exchange import Pushes, PushResiduals
 from runtime.delay.local_weights import LocalWeights

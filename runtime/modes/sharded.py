@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from runtime.core.buckets import make_plain_buckets
 from runtime.core.exchange import Exchange
-from runtime.core.layout import make_plain_buckets
 from runtime.modes.base import Host, Mode
 from runtime.optimizers.kinds import find_missing, find_not_elementwise
 from runtime.plan import Plan

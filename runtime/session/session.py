@@ -23,7 +23,7 @@ from runtime.comm.communicator import CommTiming, Communicator
 from runtime.comm.phased_communicator import make_phased_communicator
 from runtime.comm.topology import Topology
 from runtime.comm.world import Grid, RankInfo, World, agree, first_line
-from runtime.core.backward import BackwardLife
+from runtime.core.backward import BackwardTracker
 from runtime.core.buffers import BufferSync
 from runtime.core.closures import LossAveraging
 from runtime.core.exchange import Exchange
@@ -72,7 +72,7 @@ class Session:
         self.parameters = trainable_parameters(model)
         self.device = next(iter(self.parameters.values())).device
         watch = ModelWatch(model, self.parameters)
-        self._backward = BackwardLife(model, watch, lambda: self.exchange, self._step_done)
+        self._backward = BackwardTracker(model, watch, lambda: self.exchange, self._step_done)
         leave_uncompiled()
         clock = make_clock(self.device)
         self.monitor = Monitor(plan, world, clock, drift=drift, guard=guard)
@@ -97,7 +97,7 @@ class Session:
         self._handles += self.recorder.observe(model, self.optimizer)
         if communicate:
             self._handles += LossAveraging(world).install(self.optimizer)
-        self._backward.admit_to(self.exchange)
+        self._backward.install_exchange(self.exchange)
         self._handles += self._backward.install()
         self.monitor.begin(self.mode, self.exchange)
         self.mode.begin(self.exchange)
@@ -179,9 +179,9 @@ class Session:
         """Another exchange takes the place of the present one."""
         self._connect(exchange)
         before, self.exchange = self.exchange, exchange
-        exchange.follow(before)
+        exchange.inherit_state(before)
         before.close()
-        self._backward.admit_to(exchange)
+        self._backward.install_exchange(exchange)
         self.monitor.begin(self.mode, exchange)
 
     @contextmanager
@@ -398,7 +398,7 @@ class Session:
         self._handles.clear()
         self._pending = None
         self.exchange.close()
-        self.exchange.give_gradients_away()
+        self.exchange.detach_grads()
         if self._grid is not None:
             self._grid.leave()
         attached.discard(self.model)

@@ -23,9 +23,8 @@ from runtime.comm.collectives.direct import push_pull
 from runtime.comm.collectives.phases import reduce_scatter
 from runtime.comm.communicator import make_communicator
 from runtime.comm.world import World
-from runtime.core.buckets import BucketBuffer, Kept, Message, Slot, view_of
+from runtime.core.buckets import BucketBuffer, Message, Part, SavedGrad, Slot, view_of
 from runtime.core.exchange import Exchange, Launcher
-from runtime.core.layout import Part
 from runtime.core.usage import GatheredUsage
 from runtime.errors import InputError
 from runtime.monitor.recorder import Recorder
@@ -130,7 +129,7 @@ class ReduceScatter(Launcher):
         """See `Launcher.launch`."""
         self.communicator.launch(bucket.payload, self._recorder.sent(bucket.index))
 
-    def settle(self, missing: Sequence[Kept], *, separate: bool) -> None:
+    def settle(self, missing: Sequence[SavedGrad], *, separate: bool) -> None:
         """See `Launcher.settle`: every `.grad` is the average, but those that no rank used stay what they were."""
         self.wait()
         used = self.usage.used_somewhere() if missing and self.usage else set()
@@ -147,8 +146,8 @@ class ReduceScatter(Launcher):
         self._before.clear()
         self._norms.clear()
 
-    def forget(self) -> None:
-        """See `Launcher.forget`."""
+    def abort_backward(self) -> None:
+        """See `Launcher.abort_backward`."""
         self._before.clear()
 
     # What sharded gradients and the optimizer's step ask for.

@@ -9,8 +9,7 @@ from torch import Tensor, nn
 
 from runtime.comm.collectives import HITOPK, form_of
 from runtime.comm.topology import Topology
-from runtime.core.buckets import BucketBuffer, Message
-from runtime.core.layout import make_plain_buckets
+from runtime.core.buckets import BucketBuffer, Message, make_plain_buckets
 from runtime.core.usage import UsageFlags
 from runtime.plan import CompressorSpec, Plan, PlanBucket
 from runtime.sparse.compressed import BucketResidual, CompressedBucket, NarrowedBucket, SelectedBucket

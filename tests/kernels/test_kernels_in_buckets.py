@@ -11,7 +11,7 @@ from kernel_host import HostBackend, needs_compiler, usual_library
 from torch import Tensor, nn
 
 from runtime.comm.communicator import CommTiming, NullCommunicator
-from runtime.core.buckets import BucketBuffer, lay_out, make_slot
+from runtime.core.buckets import BucketBuffer, Slot, lay_out
 from runtime.kernels.backend import installed
 from runtime.plan import CompressorSpec
 from runtime.sparse.compressed import SelectedBucket
@@ -32,7 +32,7 @@ def on_host() -> Iterator[None]:
 
 def make(spec: CompressorSpec, tail: Tensor | None = None) -> SelectedBucket:
     parameters = [nn.Parameter(torch.zeros(shape)) for shape in LAYERS.values()]
-    slots = [make_slot(f"{name}.weight", i, p) for i, (name, p) in enumerate(zip(LAYERS, parameters, strict=True))]
+    slots = [Slot(f"{name}.weight", i, p) for i, (name, p) in enumerate(zip(LAYERS, parameters, strict=True))]
     lossy = make_lossy(BucketBuffer(0, slots, lay_out(slots), "a bucket"), spec, RANKS, tail)
     assert isinstance(lossy, SelectedBucket)
     return lossy
@@ -119,7 +119,7 @@ def test_mstopk_keeps_what_it_does_not_send() -> None:
 def test_buckets_in_double_precision_do_without() -> None:
     with installed("cpu", HostBackend(usual_library())):
         parameter = nn.Parameter(torch.zeros(50, dtype=torch.float64))
-        slots = [make_slot("w", 0, parameter)]
+        slots = [Slot("w", 0, parameter)]
         lossy = make_lossy(BucketBuffer(0, slots, lay_out(slots), "double"), TOPK, RANKS, None)
         assert lossy.feedback.buffers.for_kernels() is None
         lossy.pack(0)
@@ -138,7 +138,7 @@ def test_where_kernels_do_not_work_it_is_said_once(monkeypatch: pytest.MonkeyPat
 def test_buckets_are_filled_by_whoever_sends_them() -> None:
     """On a device that is the side stream, so that selection runs beside backward."""
     done: list[str] = []
-    slots = [make_slot("w", 0, nn.Parameter(torch.zeros(5)))]
+    slots = [Slot("w", 0, nn.Parameter(torch.zeros(5)))]
     NullCommunicator().launch(
         BucketBuffer(0, slots, lay_out(slots), "one").payload, CommTiming(), lambda: done.append("filled")
     )

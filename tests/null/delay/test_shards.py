@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from runtime.core.buckets import BucketBuffer, lay_out, make_slot
+from runtime.core.buckets import BucketBuffer, Slot, lay_out
 from runtime.delay.server import Server, rates_of
 
 USED = torch.ones(20, dtype=torch.bool)
@@ -28,7 +28,7 @@ def servers(parameters: dict[str, nn.Parameter], optimizer: torch.optim.Optimize
     """Of all ranks, in this process."""
     found = []
     for rank in range(ranks):
-        slots = [make_slot(name, index, p) for index, (name, p) in enumerate(parameters.items())]
+        slots = [Slot(name, index, p) for index, (name, p) in enumerate(parameters.items())]
         half = max(1, len(slots) // 2)
         buckets = [
             BucketBuffer(index, part, lay_out(part), "a bucket")
