@@ -54,7 +54,6 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def model_fingerprint(model: nn.Module) -> str:
-    """See `runtime.plan.names.fingerprint`."""
     return parameters_fingerprint(trainable_parameters(model))
 
 

@@ -35,16 +35,13 @@ class AllReduce(Launcher):
         self._carried, self._parameters, self._recorder, self._exact = carried, parameters, recorder, exact
 
     def separates(self, may_look: bool, kept: Callable[[], bool]) -> bool:
-        """See `Launcher.separates`."""
         return self._exact and not self._carried.active and (may_look or kept())
 
     def launch(self, bucket: BucketBuffer) -> None:
-        """See `Launcher.launch`."""
         sent = self._recorder.sent(bucket.index)
         self.communicator.launch(bucket.payload, sent, partial(self._carried.add_to, bucket))
 
     def settle(self, missing: Sequence[SavedGrad], *, separate: bool) -> None:
-        """See `Launcher.settle`."""
         carries = self._carried.active
         if carries:
             self._carried.settle(self._wait_for, self._parameters)

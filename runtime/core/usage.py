@@ -96,7 +96,6 @@ class GatheredUsage:
         """Whether the host waits for what comes anyway, and may look at it for nothing."""
 
     def phases(self, group: dist.ProcessGroup) -> Iterator[dist.Work]:
-        """See `Collective`."""
         return gather(self._told.view(-1), self._own, group)
 
     def write(self, unused: Sequence[int]) -> None:

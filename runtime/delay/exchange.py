@@ -73,7 +73,6 @@ class StepEpilogue:
     Shape (workers, HEAD)."""
 
     def phases(self, group: dist.ProcessGroup) -> Iterator[dist.Work]:
-        """See `Collective`."""
         self.reported, used = unpack_metadata(self.metadata)
         self.server.update(self.rates, self.reported[:, 0].bool().all(), used)  # alike on all ranks
         if self.pulled is None:
@@ -111,7 +110,6 @@ class PushResiduals(ErrorFeedback):
         self._server = server
 
     def compresses(self, bucket: BucketBuffer) -> bool:
-        """See `ErrorFeedback.compresses`."""
         return any(shard.compresses for shard in self._server.shards[bucket.index])
 
     def watched(self) -> list[Watched]:
@@ -120,7 +118,6 @@ class PushResiduals(ErrorFeedback):
         return [Watched(shard.message.slots[0].bucket, shard.k, shard.sums) for shard in pushed]
 
     def state(self) -> dict[str, Any]:
-        """See `ErrorFeedback.state`."""
         residuals = self._server.residuals()
         return {"residuals": residuals, "steps": self.steps, "loss_scale": 1.0} if residuals else {}
 
@@ -205,7 +202,6 @@ class Pushes(Launcher):
             shard.push_whole()
 
     def launch(self, bucket: BucketBuffer) -> None:
-        """See `Launcher.launch`."""
         before = self._before.get(bucket.index)
         if before is not None:
             self._between.wait(before)  # a rank that computes faster than the network carries stops here
@@ -338,5 +334,4 @@ class Pushes(Launcher):
             message.flat.fill_(math.nan)
 
     def abort_backward(self) -> None:
-        """See `Launcher.abort_backward`."""
         self._finite.clear()

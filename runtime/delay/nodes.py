@@ -73,7 +73,6 @@ class NodeLinks:
         self.spread.wait()
 
     def close(self) -> None:
-        """See `Communicator.close`."""
         for one in (self.inside, self.between, self.spread):
             one.close()
 
@@ -96,7 +95,6 @@ class IntraNodeAllReduce:
         copy_into_rows(self._sent, self._shard.message.flat[: self._shard.numel])
 
     def phases(self, group: dist.ProcessGroup) -> Iterator[dist.Work]:
-        """See `Collective`."""
         yield from self.rows.phases(group)
         mine = self._shard.of_node
         assert mine is not None
@@ -116,7 +114,6 @@ class IntraNodeBroadcast:
     """Shape (node_share,)."""
 
     def phases(self, group: dist.ProcessGroup) -> Iterator[dist.Work]:
-        """See `Collective`."""
         return gather(self.whole, self.part, group)
 
 

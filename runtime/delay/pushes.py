@@ -114,7 +114,6 @@ class WholePush:
         """The residual from before everything was pushed: it is sent with the next vector that is finite."""
 
     def pack(self, vector: Tensor, scale: float, finite: Tensor, step: int) -> None:
-        """See `Push.pack`."""
         if self.pending is None:
             copy_into_rows(self._sent, vector, scale)
             return
@@ -123,11 +122,9 @@ class WholePush:
             self.pending = None
 
     def add_up(self, total: Tensor) -> None:
-        """See `Push.add_up`."""
         add_up(list(self._received), total)
 
     def residual(self) -> Tensor | None:
-        """See `Push.residual`."""
         return self.pending
 
 
@@ -140,7 +137,6 @@ class _WithResidual:
         self._addend = torch.zeros(elements, dtype=self.dtype, device=device)
 
     def residual(self) -> Tensor:
-        """See `Push.residual`."""
         return self.held.residual
 
     def scaled(self, vector: Tensor, scale: float) -> Tensor:
@@ -183,7 +179,6 @@ class SelectedPush(_WithResidual):
         return whole.view(-1)[: self._addend.numel()]
 
     def pack(self, vector: Tensor, scale: float, finite: Tensor, step: int) -> None:
-        """See `Push.pack`."""
         addend = self.scaled(vector, scale)
         values, indices = self._compressor.compress(addend, self.held.residual, self.held.following, step)
         copy_into_rows(self._values[0], values)
@@ -191,7 +186,6 @@ class SelectedPush(_WithResidual):
         self.held.commit(finite)
 
     def add_up(self, total: Tensor) -> None:
-        """See `Push.add_up`."""
         sums = total.zero_() if total.dtype == self.dtype else torch.zeros_like(total, dtype=self.dtype)
         for values, indices in zip(self._values[1], self._indices[1], strict=True):
             sums.index_add_(0, indices, values)
@@ -216,13 +210,11 @@ class NarrowedPush(_WithResidual):
         )
 
     def pack(self, vector: Tensor, scale: float, finite: Tensor, step: int) -> None:
-        """See `Push.pack`."""
         addend = self.scaled(vector, scale)
         copy_into_rows(self._sent, self._compressor.compress(addend, self.held.residual, self.held.following, step))
         self.held.commit(finite)
 
     def add_up(self, total: Tensor) -> None:
-        """See `Push.add_up`."""
         sums = total if total.dtype == self.dtype else torch.empty_like(total, dtype=self.dtype)
         add_up(list(self._received), sums)
         if sums is not total:

@@ -167,7 +167,6 @@ class Shard(Part):
         whole.pending, self.push = self.push.residual(), whole
 
     def phases(self, group: dist.ProcessGroup) -> Iterator[dist.Work]:
-        """See `Collective`."""
         yield from self.push.rows.phases(group)
         self.push.add_up(self.total)
 

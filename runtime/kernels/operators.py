@@ -152,7 +152,6 @@ def _by_reference(
 
 @torch.library.custom_op("commplanner::unpack_", mutates_args=("sums",))
 def unpack_operator(sums: Tensor, values: Tensor, indices: Tensor, factor: float) -> None:
-    """See `runtime.kernels.unpack_`."""
     check_unpack_memory(sums, values, indices)
     if not sums.numel():
         return

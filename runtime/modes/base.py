@@ -176,7 +176,6 @@ class Mode:
         return None
 
     def global_weights(self) -> AbstractContextManager[None]:
-        """See `Session.global_weights`."""
         return nullcontext()
 
     def state(self) -> dict[str, Any]:

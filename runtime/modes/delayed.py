@@ -70,7 +70,6 @@ class Delayed(Mode):
 
     @classmethod
     def check_plan(cls, plan: Plan, parameters: Mapping[str, nn.Parameter]) -> str | None:
-        """See `Mode.check_plan`."""
         delay = plan.delay
         assert delay is not None
         if delay.steps < 1 or delay.warmup_steps < 0:  # of a plan that a program made
@@ -186,7 +185,6 @@ class Delayed(Mode):
 
     @property
     def own_weights(self) -> bool:
-        """See `Mode.own_weights`."""
         return self._pushes is not None
 
     predicted = own_weights  # the warm-up is as long as it is
@@ -349,7 +347,6 @@ class Delayed(Mode):
         return None if fallback is None or fallback.sharded else fallback
 
     def go_on(self) -> None:
-        """See `Mode.go_on`."""
         if self.over:
             self.end()
             self.host.put(self.make_exchange())
@@ -429,7 +426,6 @@ class Delayed(Mode):
 
     @contextmanager
     def global_weights(self) -> Iterator[None]:
-        """See `Session.global_weights`."""
         if self._pushes is None:
             yield
             return

@@ -25,7 +25,6 @@ class LocalUpdaters(Mode):
 
     @classmethod
     def check_plan(cls, plan: Plan, parameters: Mapping[str, nn.Parameter]) -> str | None:
-        """See `Mode.check_plan`."""
         spec = plan.local_async
         assert spec is not None
         if spec.updaters < 1 or spec.average_every < 1 or spec.then_every < 1:  # of a plan that a program made

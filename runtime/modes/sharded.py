@@ -56,7 +56,6 @@ class Sharded(Mode):
         return find_shared_memory(planned)
 
     def make_exchange(self) -> Exchange:
-        """See `Mode.make_exchange`."""
         host = self.host
         buckets = make_plain_buckets(self.plan, host.parameters, parts=host.world.ranks)
         launcher = ReduceScatter(buckets, host.world, host.recorder, host.device)
@@ -70,16 +69,13 @@ class Sharded(Mode):
         self._step = ShardedStep(self.host.optimizer, exchange.launcher, world, clock)
 
     def before_step(self, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
-        """See `Mode.before_step`."""
         return None if self._step is None else self._step.before_step(arguments, keywords)
 
     def after_step(self) -> None:
-        """See `Mode.after_step`."""
         if self._step is not None:
             self._step.after_step()
 
     def report(self) -> StepReport | None:
-        """See `Mode.report`."""
         planned = self.plan.updates.step if self.plan.updates else None
         return None if self._step is None else self._step.report(planned.gather_us if planned else None)
 
@@ -89,7 +85,6 @@ class Sharded(Mode):
         return self._step.optimizer_state_dict()
 
     def end(self) -> None:
-        """See `Mode.end`."""
         step, self._step = self._step, None
         if step is not None:
             step.end()

@@ -34,11 +34,9 @@ class WallClock:
     mark = staticmethod(time.perf_counter)
 
     def between_us(self, start: float, end: float) -> float:
-        """See `Clock.between_us`."""
         return (end - start) * 1e6
 
     def reached(self, mark: float) -> bool:
-        """See `Clock.reached`."""
         return True
 
 
@@ -48,7 +46,6 @@ class CudaClock:
     cheap = False
 
     def mark(self) -> torch.cuda.Event:
-        """See `Clock.mark`."""
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
@@ -59,7 +56,6 @@ class CudaClock:
         return float(start.elapsed_time(end)) * 1e3
 
     def reached(self, mark: torch.cuda.Event) -> bool:
-        """See `Clock.reached`."""
         return bool(mark.query())
 
 

@@ -43,7 +43,6 @@ class LayerwiseOptimizer(torch.optim.Optimizer):
     """
 
     def __init__(self, params: Any, defaults: dict[str, Any]) -> None:
-        """See `torch.optim.Optimizer`."""
         self._norms, self._own_world = LayerNorms(), World()
         super().__init__(params, defaults)
 

@@ -27,12 +27,12 @@ from runtime.plan.predicted import (
     UpdatersPoint,
 )
 from runtime.plan.strict_json import (
-    STRICT,
     Count,
     Name,
     PositiveCount,
     PredictedUs,
     Ranks,
+    Record,
     check_schema,
     dump,
     json_step,
@@ -66,10 +66,8 @@ Accuracy = Literal["exact", "bounded", "relaxed"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelReference:
+class ModelReference(Record):
     """Which model a document is about."""
-
-    __pydantic_config__ = STRICT
 
     name: str
     fingerprint: Annotated[str, Field(pattern=r"^sha256:")] | None = None
@@ -77,10 +75,8 @@ class ModelReference:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PlanWorld:
+class PlanWorld(Record):
     """The ranks that a plan was made for."""
-
-    __pydantic_config__ = STRICT
 
     ranks: Ranks
     nodes: Ranks | None = None
@@ -97,10 +93,8 @@ class PlanWorld:
 
 
 @dataclass(frozen=True, kw_only=True)
-class CompressorSpec:
+class CompressorSpec(Record):
     """A compressor by name with its options; which names and options exist is the registry's affair."""
-
-    __pydantic_config__ = STRICT
 
     name: Name
     dtype: Name | None = None
@@ -115,10 +109,8 @@ NO_COMPRESSION = CompressorSpec(name="none")
 
 
 @dataclass(frozen=True, kw_only=True)
-class PlanBucket:
+class PlanBucket(Record):
     """Gradients that are sent as one message (one per dtype), and how."""
-
-    __pydantic_config__ = STRICT
 
     gradients: Annotated[tuple[Name, ...], Field(min_length=1)]
     """Names in readiness order, contiguous in it."""
@@ -132,10 +124,8 @@ class PlanBucket:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DelaySpec:
+class DelaySpec(Record):
     """SSD-SGD: `steps` is the paper's k."""
-
-    __pydantic_config__ = STRICT
 
     steps: PositiveCount
     warmup_steps: Count = 500
@@ -146,11 +136,9 @@ class DelaySpec:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LocalAsyncSpec:
+class LocalAsyncSpec(Record):
     """LAP-SGD (blocks None) or LPP-SGD: updaters that share a rank's model without locks, averaged over ranks beside
     them."""
-
-    __pydantic_config__ = STRICT
 
     updaters: Annotated[int, Field(ge=1, le=MAX_UPDATERS)]
     """Processes of each rank that update its model."""
@@ -170,10 +158,8 @@ class LocalAsyncSpec:
 
 
 @dataclass(frozen=True, kw_only=True)
-class NormPlan:
+class NormPlan(Record):
     """Norms of layers, which LARS and LAMB need: whether ranks share the work (PTO), and what was predicted."""
-
-    __pydantic_config__ = STRICT
 
     shares: tuple[tuple[Name, ...], ...] | None = None
     """By rank, the parameters whose norms it computes for all; None: each rank computes all of them."""
@@ -197,14 +183,12 @@ class NormPlan:
 
 
 @dataclass(frozen=True, kw_only=True)
-class StepPlan:
+class StepPlan(Record):
     """Whether ranks share the whole step (as ZeRO-1 does), and what was predicted of both ways.
 
     Shared, gradients are reduce-scattered, each rank updates its part of the weights and keeps the optimizer's state of
     that alone, and weights are all-gathered after the update.
     """
-
-    __pydantic_config__ = STRICT
 
     sharded: bool
     replicated_us: PredictedUs | None = None
@@ -222,20 +206,16 @@ class StepPlan:
 
 
 @dataclass(frozen=True, kw_only=True)
-class UpdatePlan:
+class UpdatePlan(Record):
     """How ranks go about the optimizer's step."""
-
-    __pydantic_config__ = STRICT
 
     norms: NormPlan | None = None
     step: StepPlan | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
+class Plan(Record):
     """The contents of plan.json."""
-
-    __pydantic_config__ = STRICT
 
     schema: Literal["planner.plan/1"] = SCHEMA
     model: ModelReference

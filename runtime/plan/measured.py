@@ -13,17 +13,15 @@ from pydantic import Field
 
 from runtime.errors import InputError
 from runtime.plan.document import ModelReference, Plan
-from runtime.plan.strict_json import MAX_RANKS, STRICT, Count, Name, TimeUs, check_schema, dump, read_json, validate
+from runtime.plan.strict_json import MAX_RANKS, Count, Name, Record, TimeUs, check_schema, dump, read_json, validate
 from runtime.plan.timeline import Timeline, busy_us
 
 TIMELINE_SCHEMA: Literal["planner.timeline/1"] = "planner.timeline/1"
 
 
 @dataclass(frozen=True, kw_only=True)
-class MeasuredTask:
+class MeasuredTask(Record):
     """One task as measured; times from the start of forward."""
-
-    __pydantic_config__ = STRICT
 
     task: str
     resource: Name
@@ -34,10 +32,8 @@ class MeasuredTask:
 
 
 @dataclass(frozen=True, kw_only=True)
-class MeasuredStep:
+class MeasuredStep(Record):
     """Means over the middle half of some steps of one rank."""
-
-    __pydantic_config__ = STRICT
 
     schema: Literal["planner.timeline/1"] = TIMELINE_SCHEMA
     model: ModelReference

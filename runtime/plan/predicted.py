@@ -7,15 +7,13 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from runtime.plan.strict_json import STRICT, Count, Name, PositiveCount, PredictedUs, Ranks, TimeUs
+from runtime.plan.strict_json import Count, Name, PositiveCount, PredictedUs, Ranks, Record, TimeUs
 from runtime.plan.timeline import computes
 
 
 @dataclass(frozen=True, kw_only=True)
-class PredictedTask:
+class PredictedTask(Record):
     """One bar of the predicted timeline."""
-
-    __pydantic_config__ = STRICT
 
     task: str
     resource: str
@@ -38,10 +36,8 @@ class PredictedTask:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Prediction:
+class Prediction(Record):
     """What the simulator says of one step; times from the start of forward."""
-
-    __pydantic_config__ = STRICT
 
     iteration_us: PredictedUs
     forward_us: PredictedUs | None = None
@@ -73,10 +69,8 @@ class Prediction:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ScalingPoint:
+class ScalingPoint(Record):
     """What strategies take on another number of ranks of the same cluster."""
-
-    __pydantic_config__ = STRICT
 
     ranks: Ranks
     nodes: Ranks | None = None
@@ -89,10 +83,8 @@ class ScalingPoint:
 
 
 @dataclass(frozen=True, kw_only=True)
-class FrontierPoint:
+class FrontierPoint(Record):
     """What more compression would gain: the best plan found whose layers are compressed at most so much."""
-
-    __pydantic_config__ = STRICT
 
     max_ratio: Annotated[float, Field(ge=1.0)]
     """The largest ratio of a layer's elements to those that are sent, as allowed; 1: nothing is left out."""
@@ -104,10 +96,8 @@ class FrontierPoint:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DelayPoint:
+class DelayPoint(Record):
     """What delay of k steps would give, with the best buckets found for it."""
-
-    __pydantic_config__ = STRICT
 
     steps: PositiveCount
     """k."""
@@ -121,10 +111,8 @@ class DelayPoint:
 
 
 @dataclass(frozen=True, kw_only=True)
-class UpdatersPoint:
+class UpdatersPoint(Record):
     """What so many local updaters would give."""
-
-    __pydantic_config__ = STRICT
 
     updaters: PositiveCount
     lap_us: PredictedUs
@@ -141,10 +129,8 @@ class UpdatersPoint:
 
 
 @dataclass(frozen=True)
-class SolverBound:
+class SolverBound(Record):
     """What a solver proved about the step, apart from the certificate's own bound."""
-
-    __pydantic_config__ = STRICT
 
     name: str
     bound_us: PredictedUs
@@ -155,10 +141,8 @@ class SolverBound:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Certificate:
+class Certificate(Record):
     """How far from optimal: under the cost model no schedule of this class takes less than `lower_bound_us`."""
-
-    __pydantic_config__ = STRICT
 
     method: str
     lower_bound_us: PredictedUs
@@ -170,10 +154,8 @@ class Certificate:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Loading:
+class Loading(Record):
     """What it takes to load the job's samples, by one process of each rank, all ranks at once."""
-
-    __pydantic_config__ = STRICT
 
     samples: PositiveCount
     """In the dataset."""

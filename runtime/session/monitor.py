@@ -70,7 +70,6 @@ class Monitor:
 
     @property
     def samples(self) -> dict[int, list[Sampled]]:
-        """See `Session.samples`."""
         return {} if self._guard is None else self._guard.samples
 
     def state(self) -> dict[str, Any]:

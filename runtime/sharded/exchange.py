@@ -70,7 +70,6 @@ class OwnPart(Part):
         return self.message.flat[self.own]
 
     def phases(self, group: dist.ProcessGroup) -> Iterator[dist.Work]:
-        """See `Collective`."""
         received = self._scratch.like(self.message.flat).view(self.ranks, self.share)
         return reduce_scatter(self.message.flat, received, self.total, group)
 
@@ -109,7 +108,6 @@ class ReduceScatter(Launcher):
     # One step, in the order in which it happens.
 
     def before_added(self, slot: Slot, exchange: weakref.ref[Exchange]) -> Callable[[Any], None]:
-        """See `Launcher.before_added`."""
         return partial(_make_room, exchange, slot)
 
     def separates(self, may_look: bool, kept: Callable[[], bool]) -> bool:
@@ -126,7 +124,6 @@ class ReduceScatter(Launcher):
             slot.parameter.grad = self.local_share(slot.index)
 
     def launch(self, bucket: BucketBuffer) -> None:
-        """See `Launcher.launch`."""
         self.communicator.launch(bucket.payload, self._recorder.sent(bucket.index))
 
     def settle(self, missing: Sequence[SavedGrad], *, separate: bool) -> None:
@@ -147,19 +144,16 @@ class ReduceScatter(Launcher):
         self._norms.clear()
 
     def abort_backward(self) -> None:
-        """See `Launcher.abort_backward`."""
         self._before.clear()
 
     # What sharded gradients and the optimizer's step ask for.
 
     def part(self, index: int) -> Tensor:
-        """See `Owned.part`."""
         part = self._part_of[index]
         found = part.places.get(index)
         return part.total[:0] if found is None else part.total[found[1]]
 
     def local_share(self, index: int) -> Tensor | None:
-        """See `Owned.local_share`."""
         if self._gradients[index].zeroed:
             return None
         part, slot = self._part_of[index], self.slots[index]

@@ -216,7 +216,6 @@ class ShardedStep:
         return {self._exchange.slots[index].parameter: values for index, values in found.items()}
 
     def optimizer_state_dict(self) -> dict[str, Any]:
-        """See `Session.optimizer_state_dict`."""
         self._swap_back()
         whole = self._whole_state(torch.device("cpu"))
         with self._holding(whole):

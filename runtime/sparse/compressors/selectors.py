@@ -109,7 +109,6 @@ class _Reduced:
     rows: Tensor | None
 
     def positions_where(self, test: Comparison, threshold: float, limit: int | None = None) -> Tensor:
-        """See `magnitudes.positions_where`."""
         if self.rows is None:
             return positions_where(self.values, test, threshold, limit)
         end = self.values.numel() // BLOCK * BLOCK
