@@ -14,7 +14,6 @@ from runtime.plan import DelaySpec, Plan
 
 
 def clones(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Copies, by name."""
     return {name: tensor.detach().clone() for name, tensor in tensors.items()}
 
 
@@ -77,17 +76,8 @@ ELSEWHERE = (
 
 
 def own_state(given: Any, rank: int, ranks: int, workers: int, buckets: list[list[str]]) -> Any:
-    """Return what `Delay.load` continues from, of this rank.
-
-    Args:
-        given: this rank's `Session.state_dict()`, or those of all ranks, in order.
-        rank: this one.
-        ranks: how many there are.
-        workers: how many workers these are.
-        buckets: see `buckets_of`.
-
-    Raises:
-        InputError: no state of a run with delay, or of other ranks, workers or buckets.
+    """Return what `Delayed.load` continues from, of `given`: this rank's `Session.state_dict()`, or those of all ranks,
+    in order. Raises InputError for no state of a run with delay, or one of other ranks, workers or buckets.
     """
     several = isinstance(given, Sequence) and not isinstance(given, str | bytes)
     everyone: list[Any] = list(given) if several else [given]

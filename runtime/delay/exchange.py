@@ -139,7 +139,7 @@ class Pushes(Launcher):
         pulls_at: Callable[[int, Tensor | None], bool],
         loss_scale: Callable[[], float],
     ) -> None:
-        """Takes over the weights, which are the same on all ranks.
+        """Take over the weights, which are the same on all ranks.
 
         Args:
             buckets: with nothing behind the gradients.
@@ -195,7 +195,7 @@ class Pushes(Launcher):
         self._spare: list[PendingPull] = []
 
     def push_whole(self, index: int) -> None:
-        """From the next step on a bucket pushes everything, and first its residual."""
+        """Let a bucket push everything from the next step on, and first its residual."""
         if index in self._before:
             self._between.wait(self._before[index])
         for shard in self.server.shards[index]:
@@ -229,7 +229,7 @@ class Pushes(Launcher):
         self._links.inside.launch(Payload(bucket.index, bucket.label, averages), CommTiming())
 
     def _push_average(self, bucket: BucketBuffer, sent: CommTiming, end: StepEpilogue | None, step: int) -> None:
-        """This rank has its part of a bucket's average, and with the last one what the node's other ranks said."""
+        # With the last bucket's average comes what the node's other ranks said.
         metadata = None
         if end is not None:
             rows = self._averages[bucket.index][-1].rows
@@ -269,7 +269,7 @@ class Pushes(Launcher):
         return self._end
 
     def _room(self, step: int, sent: CommTiming) -> PendingPull:
-        """Memory for all weights that nothing on its way is written to and nobody reads."""
+        """Return memory for all weights that nothing on its way is written to and nobody reads."""
         if self._spare:
             return replace(self._spare.pop(), step=step, sent=sent)
         whole = [[shard.whole() for shard in shards] for shards in self.server.shards]
@@ -299,18 +299,18 @@ class Pushes(Launcher):
             self.reported = self._end.reported
 
     def put_back(self, step: int, weights: Mapping[str, Tensor]) -> None:
-        """A pull that had come before the run was interrupted."""
+        """Restore a pull that had come before the run was interrupted."""
         pulled = self._room(step, CommTiming(end=0.0))
         for name, place in self.weights(pulled.whole).items():
             place.copy_(weights[name])
         self.pulls.append(pulled)
 
     def give_back(self, pulled: PendingPull) -> None:
-        """Nobody reads it any more."""
+        """Reuse the memory of a pull that nobody reads any more."""
         self._spare.append(pulled)
 
     def weights(self, whole: list[list[Tensor]]) -> dict[str, Tensor]:
-        """Pulled weights by name, in the parameters' shapes."""
+        """Return pulled weights by name, in the parameters' shapes."""
         found: dict[str, Tensor] = {}
         for shards, parts in zip(self.server.shards, whole, strict=True):
             for shard, part in zip(shards, parts, strict=True):

@@ -38,15 +38,14 @@ class LocalWeights:
         """The rank's own weights and buffers, where the model has others for a while."""
 
     def begin(self) -> None:
-        """All ranks have the global weights."""
+        # All ranks have the global weights now.
         self._before = {name: kept_on_host(parameter) for name, parameter in self._parameters.items()}
 
     def end(self) -> None:
-        """Give the memory back."""
         self._before = {}
 
     def take(self, weights: Mapping[str, Tensor]) -> None:
-        """PendingPull weights, by name, become the rank's own."""
+        """Make pulled weights, by name, the rank's own."""
         copy_all([self._parameters[name] for name in weights], list(weights.values()))
 
     @contextmanager
@@ -62,18 +61,12 @@ class LocalWeights:
             copy_all(buffers, own[1])
 
     def overwrite(self, weights: Mapping[str, Tensor]) -> None:
-        """PendingPull weights become `pre_weight`: after the local update that took them."""
+        """Make pulled weights `pre_weight`: after the local update that took them."""
         for name, weight in weights.items():
             self._before[name].copy_(weight, non_blocking=True)
 
     def update(self, gradients: Gradients, rates: Rates, lr_sums: Sequence[float]) -> None:
-        """One local update with this worker's gradients.
-
-        Args:
-            gradients: of those that have one.
-            rates: hyperparameters of each group now.
-            lr_sums: of the learning rates of the last k steps, for each group.
-        """
+        """Update with this worker's gradients; `lr_sums`: of the last k steps' learning rates, of each group."""
         for group, values, lr_sum in zip(self._groups, rates, lr_sums, strict=True):
             found = [(name, p, gradients[id(p)]) for name, p in group if id(p) in gradients]
             if found:

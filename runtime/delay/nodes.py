@@ -38,15 +38,10 @@ class NodeGroups:
 
     @classmethod
     def make(cls, world: World, topology: Topology) -> NodeGroups:
-        """Make the groups; all ranks call this at the same place.
-
-        Raises:
-            CommunicationError: not all ranks came within the deadline.
-        """
+        """Make the groups; all ranks call this at the same place."""
         return cls(Grid.make(world, topology), world.split(topology.nodes))
 
     def leave(self) -> None:
-        """Give the groups back."""
         self.grid.leave()
         self.spread.leave()
 
@@ -91,7 +86,7 @@ class IntraNodeAllReduce:
         """Called when this rank has its part of the sum."""
 
     def pack(self) -> None:
-        """The bucket's gradients, which are divided by the ranks of the node already, are there."""
+        # The gradients are divided by the ranks of the node already.
         copy_into_rows(self._sent, self._shard.message.flat[: self._shard.numel])
 
     def phases(self, group: dist.ProcessGroup) -> Iterator[dist.Work]:

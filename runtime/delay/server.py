@@ -78,14 +78,8 @@ class Shard(Part):
         compressor: CompressorSpec = NO_COMPRESSION,
         metadata_bytes: int = 0,
     ) -> None:
-        """
-        Args:
-            message: the gradients.
-            rank: this owner's number.
-            ranks: how many owners there are.
-            ranks_per_node: the ranks of each worker.
-            compressor: of what is pushed.
-            metadata_bytes: of the metadata behind it.
+        """`rank` is this owner's number, of `ranks`; each worker has `ranks_per_node`. `metadata_bytes`: of what is
+        sent behind the gradients.
         """
         super().__init__(message, rank, ranks)
         flat = message.flat
@@ -113,7 +107,6 @@ class Shard(Part):
         ]
 
     def whole(self) -> Tensor:
-        """Return zeros for all parts. Shape (ranks · share,)."""
         return self.total.new_zeros(self.ranks * self.share)
 
     @property
@@ -201,7 +194,7 @@ class Server:
         compressors: Sequence[CompressorSpec] | None = None,
         metadata_bytes: int = 0,
     ) -> None:
-        """Takes over the parameters' weights and the optimizer's momentum, which are the same on all ranks.
+        """Take over the parameters' weights and the optimizer's momentum, which are the same on all ranks.
 
         Args:
             buckets: laid out.
@@ -280,11 +273,7 @@ class Server:
         return flat
 
     def gathered(self, part_of: Callable[[Shard], Tensor], world: World) -> dict[str, Tensor]:
-        """Return what all owners have, by name, in the parameters' shapes; all ranks must call this.
-
-        Raises:
-            CommunicationError: a rank did not come within the deadline.
-        """
+        """Return what all owners have, by name, in the parameters' shapes; all ranks must call this."""
         found: dict[str, Tensor] = {}
         for shard in self._all_shards:
             whole, parts = shard.whole(), world.gather_parts(part_of(shard), "gathering the global weights")
@@ -319,10 +308,8 @@ class Server:
 
     @torch.no_grad()
     def load(self, pieces: Pieces) -> None:
-        """Continue from the `state` of the same rank of as many.
-
-        Raises:
-            InputError: the parameters were laid out in memory in another way.
+        """Continue from the `state` of the same rank of as many. Raises InputError where the parameters' memory formats
+        were others.
         """
         for piece in self.pieces:
             saved = pieces[piece.name]
@@ -335,7 +322,7 @@ class Server:
             self._set_momentum(piece, saved["momentum"])
 
     def update(self, rates: Rates, finite: Tensor, used: Tensor) -> None:
-        """One step of momentum SGD with weight decay, with the averaged gradients that have come.
+        """Make a step of momentum SGD with weight decay, with the averaged gradients that have come.
 
         Args:
             rates: hyperparameters of the user's groups.

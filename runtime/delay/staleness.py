@@ -91,7 +91,6 @@ class Staleness:
         """The last ones."""
 
     def state(self) -> dict[str, Any]:
-        """Return what `load` continues from."""
         return {
             "base": self._base, "alarms": self._alarms, "snapshot": copy.deepcopy(self._snapshot),
             "lr_since": self._lr_since, "moved": list(self._moved),
@@ -99,21 +98,13 @@ class Staleness:
         }  # fmt: skip
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Continue from a `state`."""
         self._base, self._alarms = state["base"], state["alarms"]
         self._snapshot, self._lr_since = copy.deepcopy(state["snapshot"]), state["lr_since"]
         self._moved = list(state["moved"])
         self.samples = deque((Distance(**sample) for sample in state["samples"]), maxlen=KEPT)
 
     def see_warmup(self, parameters: Mapping[str, nn.Parameter], lr: float, *, left: int, steps: int) -> None:
-        """After each step of the warm-up.
-
-        Args:
-            parameters: by name.
-            lr: the step's learning rate (of all groups, added up).
-            left: how many steps of the warm-up follow.
-            steps: k.
-        """
+        """Note a step of the warm-up, whose learning rates add up to `lr`; `left` more follow, `steps` is k."""
         if left > WINDOWS * steps:
             return
         self._lr_since += lr
@@ -161,10 +152,11 @@ class Staleness:
         following = steps // 2
         what = f"weights are pulled every {following} steps" if following > 1 else "weights are pulled in every step"
         values = ", ".join(f"{sample.relative:.1f} ({sample.share:.0%})" for sample in last)
-        text = (
+        warnings.warn(
             f"ranks' weights are far from the global ones (by {values} times what the warm-up moved them by, expected "
+            f"at most {MOVEMENT_BOUND:g} or {SHARE_BOUND:.0%} of the weights): from step {step + 1} on "
+            f"{what if following else 'steps are synchronous'}, and take longer than predicted",
+            AccuracyWarning,
+            stacklevel=2,
         )
-        text += f"at most {MOVEMENT_BOUND:g} or {SHARE_BOUND:.0%} of the weights): from step {step + 1} on "
-        text += f"{what if following else 'steps are synchronous'}, and take longer than predicted"
-        warnings.warn(text, AccuracyWarning, stacklevel=2)
         return following

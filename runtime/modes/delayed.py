@@ -211,7 +211,7 @@ class Delayed(Mode):
     # What would leave ranks alone.
 
     def refuse_other(self, optimizer: torch.optim.Optimizer) -> None:
-        """Called before any optimizer's step: of this model's parameters only the attached one may make it."""
+        """Raise InputError for a step of another optimizer than the attached one with this model's parameters."""
         if optimizer is self._optimizer or self.stage == "synchronous":
             return
         held = (id(parameter) for group in optimizer.param_groups for parameter in group["params"])
@@ -306,7 +306,6 @@ class Delayed(Mode):
         self._note_places()
 
     def _lr_sums(self) -> list[float]:
-        """Of the last k steps, for each group."""
         return [sum(rates[index]["lr"] for rates in self._lrs) for index in range(len(self._groups))]
 
     @torch.no_grad()
@@ -326,7 +325,7 @@ class Delayed(Mode):
             pushes.give_back(pulled)
 
     def _pulls_at(self, step: int, reported: Tensor | None) -> bool:
-        """Called by the exchange; what all ranks said decides how long the delay is from this step on."""
+        # What all ranks said decides how long the delay is from this step on.
         if reported is not None and self.host.guarded:
             self.steps = self.staleness.judge(reported[:, : len(NO_DISTANCE)], step, self.steps)
             self.steps *= self.pace.allows(reported[:, len(NO_DISTANCE) :])
@@ -362,7 +361,7 @@ class Delayed(Mode):
     # Stages.
 
     def _begin(self) -> None:
-        """Ranks have the same weights: from now on each has its own, if all have memory for it."""
+        """Let each rank have weights of its own from now on, if all have memory for it."""
         rates, pushes, problem = rates_of(self._optimizer), None, None
         try:
             communicator = communicator_of(self._groups_of_nodes, self._world, len(self.plan.buckets), self._device)
@@ -412,11 +411,12 @@ class Delayed(Mode):
             self._done_by_owners = self.host.step
         scales = self.host.world.gather(self._loss_scale(), "comparing loss scales")
         if len(set(scales)) > 1:
-            text = (
+            warnings.warn(
                 f"ranks scale losses differently now ({', '.join(f'{scale:g}' for scale in scales)}), and synchronous "
+                f"steps average their gradients: give all scalers one scale, scaler.update(new_scale=…)",
+                AccuracyWarning,
+                stacklevel=3,
             )
-            text += "steps average their gradients: give all scalers one scale, scaler.update(new_scale=…)"
-            warnings.warn(text, AccuracyWarning, stacklevel=3)
         self._pushes = None
         self._own.end()
 

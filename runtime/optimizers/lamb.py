@@ -33,7 +33,7 @@ class LAMB(LayerwiseOptimizer):
         adapt: bool = True,
         exclude_1d: bool = True,
     ) -> None:
-        """The optimizer; each option may differ between parameter groups.
+        """Each option may differ between parameter groups.
 
         Args:
             params: parameters, named ones, or groups of them.
@@ -84,7 +84,7 @@ class LAMB(LayerwiseOptimizer):
             begin = end
 
     def _add_updates(self, updates: dict[Tensor, Tensor], batch: Batch, chosen: set[Tensor]) -> None:
-        """r of the chosen parameters of a batch; their moments go on by one step."""
+        """Add r of the chosen parameters of a batch, whose moments move by one step."""
         pairs = [(p, g) for p, g in zip(batch.parameters, batch.gradients, strict=True) if p in chosen]
         if not pairs:
             return

@@ -38,7 +38,7 @@ class LARS(LayerwiseOptimizer):
         adapt: bool = True,
         exclude_1d: bool = True,
     ) -> None:
-        """The optimizer; each option may differ between parameter groups.
+        """Each option may differ between parameter groups.
 
         Args:
             params: parameters, named ones, or groups of them.
@@ -84,7 +84,7 @@ class LARS(LayerwiseOptimizer):
             begin = end
 
     def _decayed_velocities(self, batch: Batch) -> list[Tensor]:
-        """momentum · v of each parameter; empty without momentum."""
+        """Return momentum · v of each parameter; nothing without momentum."""
         momentum = batch.group["momentum"]
         if momentum == 0.0:
             return []
@@ -99,12 +99,9 @@ class LARS(LayerwiseOptimizer):
 
 
 def _step(batch: Batch, velocities: list[Tensor], ratios: Tensor | None) -> None:
-    """w ← w − v and the like, where v is decayed already; `ratios`: λ of each layer, shape (layers,), None for 1.
-
-    Rates are scalar tensors, so that no device is waited for.
-    """
+    """w ← w − v and the like, where v is decayed already; `ratios`: λ of each layer, shape (layers,), None for 1."""
     parameters, gradients, lr = batch.parameters, batch.gradients, batch.group["lr"]
-    # lr · λ of each parameter, as scalar tensors on its device.
+    # lr · λ of each parameter, as scalar tensors on its device, so that nobody waits for that.
     if ratios is not None:
         rates = list((ratios * lr).unbind())
     else:

@@ -65,19 +65,16 @@ class LayerwiseOptimizer(torch.optim.Optimizer):
             raise
 
     def _check_group(self, group: dict[str, Any]) -> None:
-        """Raises InputError where an option of a group is out of its range."""
+        """Raise InputError where an option of a group is out of its range."""
         raise NotImplementedError
 
     def _update(self, batches: list[Batch], layers: list[Tensor], dtype: torch.dtype) -> None:
-        """Updates the parameters of all batches; `layers` are the adapted ones in their order."""
+        """Update the parameters of all batches; `layers` are the adapted ones in their order."""
         raise NotImplementedError
 
     @torch.no_grad()
     def step(self, closure: Closure | None = None) -> Any:
-        """One update.
-
-        Args:
-            closure: evaluates the model again and returns the loss, which is handed back.
+        """Update once; returns the loss of `closure`, which evaluates the model again.
 
         Raises:
             InputError: a gradient is sparse, or parameters are on several devices.
@@ -94,11 +91,11 @@ class LayerwiseOptimizer(torch.optim.Optimizer):
         return loss
 
     def adapted(self) -> list[Tensor]:
-        """The parameters whose steps are scaled by norms, whether they have a gradient or not."""
+        """Return the parameters whose steps are scaled by norms, whether they have a gradient or not."""
         return [p for group in self.param_groups for p in group["params"] if _is_adapted(p, group)]
 
     def _batches(self) -> Iterator[Batch]:
-        """The parameters that have a gradient: of each group those that are adapted, then the others."""
+        """Yield the parameters that have a gradient: of each group those that are adapted, then the others."""
         devices = set()
         for group in self.param_groups:
             present = [parameter for parameter in group["params"] if parameter.grad is not None]
@@ -128,7 +125,7 @@ class LayerwiseOptimizer(torch.optim.Optimizer):
     # Who computes the norms.
 
     def share_norms(self, process_group: dist.ProcessGroup | None = None, *, timeout_s: float = MIN_TIMEOUT_S) -> None:
-        """Ranks share the work of computing norms from the next step on (PTO), whose results stay the same bit for bit.
+        """Share the work of computing norms from the next step on (PTO), whose results stay the same bit for bit.
 
         Weights and gradients have to be the same on all ranks, as they are with data parallelism. Each rank gets a
         share by number of elements. Sessions do this by themselves where their plan says that it pays.
@@ -161,7 +158,7 @@ class LayerwiseOptimizer(torch.optim.Optimizer):
             raise
 
     def share_over(self, world: World, owners: Mapping[Tensor, int]) -> None:
-        """As `share_norms`, over ranks that know each other, with the rank of each layer; others stay replicated."""
+        """Share norms over ranks that know each other, with the rank of each layer; others stay replicated."""
         layers = [layer for layer in self.adapted() if layer in owners]
         if world.group is None or not layers:
             self._norms.share(None)
@@ -171,7 +168,7 @@ class LayerwiseOptimizer(torch.optim.Optimizer):
         self._norms.share(split, layers)
 
     def stop_sharing(self) -> None:
-        """Every rank computes all norms again."""
+        """Let every rank compute all norms again."""
         self._norms.share(None)
         self._own_world.leave()
         self._own_world = World()
@@ -182,11 +179,11 @@ class LayerwiseOptimizer(torch.optim.Optimizer):
         return self._norms.split
 
     def observe_norms(self, clock: Clock | None) -> None:
-        """Marks, from now on, what norms take in each step (see `runtime.monitor.clock.make_clock`); None: no more."""
+        """Mark, from now on, what norms take in each step (see `runtime.monitor.clock.make_clock`); None: no more."""
         self._norms.observe(clock)
 
     def norm_times_us(self) -> list[float]:
-        """What norms took in each of the last steps, in microseconds, once they are observed."""
+        """Return what norms took in each of the last steps, in microseconds, once they are observed."""
         return self._norms.times_us()
 
 
@@ -199,7 +196,7 @@ def _is_adapted(parameter: Tensor, group: Mapping[str, Any]) -> bool:
 
 
 def check_range(where: str, value: Any, low: float, high: float = math.inf, *, open_end: bool = False) -> None:
-    """Raises InputError where an option, named in `where`, is no number in its range; tensors are taken as they are."""
+    """Raise InputError where an option, named in `where`, is no number in its range; tensors are taken as they are."""
     if isinstance(value, Tensor):
         return
     number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)

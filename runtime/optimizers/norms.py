@@ -30,7 +30,7 @@ class NormMarks(NamedTuple):
 
 
 def pair_norms(pairs: Sequence[Pair], dtype: torch.dtype) -> Tensor:
-    """The Euclidean norms of each pair. Shape (pairs, 2); added up in `dtype`, and of it.
+    """Return the Euclidean norms of each pair. Shape (pairs, 2); added up in `dtype`, and of it.
 
     A row depends on its pair alone, so that it does not matter which rank computes it, or beside which others.
     """
@@ -39,7 +39,7 @@ def pair_norms(pairs: Sequence[Pair], dtype: torch.dtype) -> Tensor:
 
 
 def norm_dtype(parameters: Sequence[Tensor]) -> torch.dtype:
-    """What norms are added up in: float64 where a parameter needs it, else float32."""
+    """Return what norms are added up in: float64 where a parameter needs it, else float32."""
     wide = (torch.float64, torch.complex128)
     return torch.float64 if any(parameter.dtype in wide for parameter in parameters) else torch.float32
 
@@ -56,46 +56,39 @@ class LayerNorms:
         self.marks: deque[NormMarks] = deque(maxlen=KEPT_STEPS)
 
     def share(self, split: Split | None, parameters: Sequence[Tensor] = ()) -> None:
-        """Shares the norms of these parameters, the items of the split; None: shares nothing any more."""
+        """Share the norms of these parameters, the items of the split; None: share nothing any more."""
         self.split = split
         self._places = {parameter: place for place, parameter in enumerate(parameters)} if split else {}
         self.marks.clear()
 
     def observe(self, clock: Clock | None) -> None:
-        """Marks what norms take in each step from now on; None: marks nothing any more."""
+        """See `LayerwiseOptimizer.observe_norms`."""
         self._clock = clock
         self.marks.clear()
 
     def times_us(self) -> list[float]:
-        """What norms took in each of the last steps: waiting for others counts, what was done meanwhile does not."""
+        # Waiting for others counts, what was done meanwhile does not.
         clock = self._clock
         if clock is None:
             return []
         return [clock.between_us(m.begin, m.sent) + clock.between_us(m.wait, m.end) for m in self.marks]
 
     def mine(self, parameter: Tensor, dtype: torch.dtype) -> bool:
-        """Whether this rank computes the norms of a layer by itself, of norms in `dtype`."""
-        split = self._split_for(dtype)
-        return (
-            split is None
-            or parameter not in self._places
-            or split.owners[self._places[parameter]] == (split.world.rank)
-        )
+        """Tell whether this rank computes the norms of a layer by itself, of norms in `dtype`."""
+        split, place = self._split_for(dtype), self._places.get(parameter)
+        return split is None or place is None or split.owners[place] == split.world.rank
 
     def _split_for(self, dtype: torch.dtype) -> Split | None:
         """None also where the dtype has changed since norms were shared, which it does on all ranks alike."""
         return self.split if self.split is not None and self.split.dtype == dtype else None
 
     def start(self, layers: Sequence[Tensor], pairs: Mapping[Tensor, Pair], dtype: torch.dtype) -> Callable[[], Tensor]:
-        """Computes this rank's share of the norms and sends it.
+        """Compute this rank's share of the norms and send it; returns what waits and gives a row for each layer.
 
         Args:
             layers: parameters whose norms are asked for.
             pairs: of those of them that this rank computes (see `mine`), the pair; others are not looked at.
             dtype: what norms are added up in.
-
-        Returns:
-            A function that waits, and gives the norms, one row for each of `layers`.
         """
         mark = self._clock.mark if self._clock else lambda: None
         begin, split = mark(), self._split_for(dtype)
@@ -121,7 +114,7 @@ class LayerNorms:
     def _arranged(
         self, layers: Sequence[Tensor], local: Sequence[Tensor], rows: Tensor | None, gathered: Tensor
     ) -> Tensor:
-        """The rows of all layers, from those computed here and those gathered."""
+        """Return the rows of all layers, from those computed here and those gathered."""
         if len(layers) == len(self._places) and all(map(operator.is_, layers, self._places)):
             return gathered
         here = {layer: place for place, layer in enumerate(local)}
@@ -130,7 +123,7 @@ class LayerNorms:
 
 
 def _rows(own: Sequence[Pair | None], split: Split) -> Tensor:
-    """Norms of this rank's share; zeros for layers that got no gradient in this step."""
+    """Return norms of this rank's share; zeros for layers that got no gradient in this step."""
     present = [pair for pair in own if pair is not None]
     if len(present) == len(own):
         return pair_norms(present, split.dtype)

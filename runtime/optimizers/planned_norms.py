@@ -95,7 +95,6 @@ class PlannedNorms:
         )
 
     def leave(self) -> None:
-        """The optimizer is plain again."""
         self._stop_sharing()
         if self._optimizer is not None:
             self._optimizer.observe_norms(None)

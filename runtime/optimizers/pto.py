@@ -39,18 +39,7 @@ class Split:
     def __init__(
         self, world: World, owners: Sequence[int], shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
     ) -> None:
-        """A split.
-
-        Args:
-            world: the ranks.
-            owners: by item, the rank that computes it.
-            shape: of one result.
-            dtype: of the results.
-            device: where tensors and results are.
-
-        Raises:
-            InputError: an owner is no rank.
-        """
+        """`owners`: by item, the rank that computes it; raises InputError for none. `shape`: of one result."""
         odd = next((owner for owner in owners if not 0 <= owner < world.ranks), None)
         if odd is not None:
             raise InputError(f"owners: found rank {odd}, expected ranks from 0 to {world.ranks - 1}; correct them")
@@ -65,7 +54,8 @@ class Split:
         self.rows = max(counts)
         """Results that each rank sends: as many as the most that one of them has."""
         where = [owner * self.rows + place for owner, place in zip(owners, places, strict=True)]
-        self._where = torch.tensor(where, dtype=torch.long, device=device)
+        self.where = torch.tensor(where, dtype=torch.long, device=device)
+        """Of each item's result, its place among those of all ranks, one rank's after the other's."""
 
     @property
     def message_bytes(self) -> int:
@@ -73,11 +63,10 @@ class Split:
         return self.world.ranks * self.rows * prod(self.shape) * self.dtype.itemsize
 
     def start(self, operation: Operation[Item], items: Sequence[Item]) -> Pending:
-        """Computes this rank's share and sends it; the results are there after `Pending.wait`.
+        """Compute this rank's share and send it; the results are there after `Pending.wait`.
 
         Raises:
             InputError: the operation gives rows of another number, shape, dtype or device.
-            CommunicationError: another rank died.
         """
         own = torch.zeros((self.rows, *self.shape), dtype=self.dtype, device=self.device)
         if self.mine:
@@ -100,10 +89,6 @@ class Split:
             to, of = gathered.view(-1).view(torch.uint8), own.view(-1).view(torch.uint8)
             return Pending(self, gathered, all_gather_single(to, of, group=group, async_op=True))
 
-    def arranged(self, gathered: Tensor) -> Tensor:
-        """The results in the order of the items, from those of all ranks one after the other."""
-        return gathered.index_select(0, self._where)
-
 
 class Pending:
     """Results that are on their way."""
@@ -112,7 +97,7 @@ class Pending:
         self._split, self._gathered, self._work = split, gathered, work
 
     def wait(self) -> Tensor:
-        """The results of all items, one row each, with a deadline; on CUDA the current stream waits, not the host.
+        """Return the results of all items, one row each; on CUDA the current stream waits, not the host.
 
         Raises:
             CommunicationError: another rank died or missed the deadline.
@@ -125,7 +110,7 @@ class Pending:
                 else:
                     wait_for(self._work, timedelta(seconds=world.timeout_s + GRACE_S))
             self._work = None
-        return self._split.arranged(self._gathered)
+        return self._gathered.index_select(0, self._split.where)
 
 
 def parallel_tensor_op(
@@ -138,7 +123,7 @@ def parallel_tensor_op(
     dtype: torch.dtype = torch.float32,
     timeout_s: float = MIN_TIMEOUT_S,
 ) -> Pending:
-    """Splits work on replicated tensors over the ranks of a group and gathers the small results in one message.
+    """Split work on replicated tensors over the ranks of a group and gather the small results in one message.
 
     Returns at once, with this rank's share computed and the message on its way; `.wait()` gives the results.
 
@@ -182,7 +167,7 @@ _agreed: weakref.WeakKeyDictionary[dist.ProcessGroup, set[str]] = weakref.WeakKe
 
 
 def _agree(world: World, call: object) -> None:
-    """Compares a call that is new; messages of different sizes would end some backends' processes."""
+    # Messages of different sizes would end some backends' processes.
     if world.group is None:
         return
     known = _agreed.setdefault(world.group, set())

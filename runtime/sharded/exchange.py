@@ -32,23 +32,13 @@ from runtime.sharded.gradient import ShardedGradient, whole_norms
 from runtime.torch_compat import OUTSIDE, current_backward_id
 
 
-class Scratch:
-    """Memory that every message is received in: they are sent one at a time."""
-
-    def __init__(self, messages: Sequence[Message]) -> None:
-        device = messages[0].flat.device
-        self._bytes = torch.empty(max(m.size_bytes for m in messages), dtype=torch.uint8, device=device)
-
-    def like(self, flat: Tensor) -> Tensor:
-        """As much of it as a vector takes, in its dtype."""
-        return self._bytes[: flat.numel() * flat.element_size()].view(flat.dtype)
-
-
 class OwnPart(Part):
     """One message: its gradients, of which this rank's part becomes the average, and its weights."""
 
-    def __init__(self, message: Message, rank: int, ranks: int, scratch: Scratch) -> None:
-        """The weights stay where they are until somebody moves them to `whole`."""
+    def __init__(self, message: Message, rank: int, ranks: int, scratch: Tensor) -> None:
+        """`scratch`: bytes (uint8) that every message is received in. The weights stay where they are until somebody
+        moves them to `whole`.
+        """
         super().__init__(message, rank, ranks)
         self._scratch = scratch
         self.own = slice(rank * self.share, (rank + 1) * self.share)
@@ -70,8 +60,9 @@ class OwnPart(Part):
         return self.message.flat[self.own]
 
     def phases(self, group: dist.ProcessGroup) -> Iterator[dist.Work]:
-        received = self._scratch.like(self.message.flat).view(self.ranks, self.share)
-        return reduce_scatter(self.message.flat, received, self.total, group)
+        flat = self.message.flat
+        received = self._scratch[: flat.nbytes].view(flat.dtype).view(self.ranks, self.share)
+        return reduce_scatter(flat, received, self.total, group)
 
 
 class ReduceScatter(Launcher):
@@ -80,12 +71,13 @@ class ReduceScatter(Launcher):
     """
 
     def __init__(self, buckets: Sequence[BucketBuffer], world: World, recorder: Recorder, device: torch.device) -> None:
-        """Lays out memory for weights; of the `buckets` every message is as many equal parts as there are ranks."""
+        """Lay out memory for weights; of the `buckets` every message is as many equal parts as there are ranks."""
         self.world, self.scale, self._recorder = world, 1.0 / world.ranks, recorder
         self.communicator = make_communicator(world, [push_pull] * len(buckets), device)
         self.slots = [slot for bucket in buckets for slot in bucket.slots]
         messages = [message for bucket in buckets for message in bucket.messages]
-        scratch = Scratch(messages)
+        # One for all messages: they are sent one at a time.
+        scratch = torch.empty(max(message.size_bytes for message in messages), dtype=torch.uint8, device=device)
         self.parts_of = [
             [OwnPart(one, world.rank, world.ranks, scratch) for one in bucket.messages] for bucket in buckets
         ]
@@ -197,7 +189,7 @@ class ReduceScatter(Launcher):
         return self.part(slot.index)
 
     def release(self) -> None:
-        """Give up cycles, whose memory would wait for the garbage collector; nobody asks for anything any more."""
+        # Cycles, whose memory would wait for the garbage collector.
         self._gradients.clear()
 
 

@@ -74,7 +74,6 @@ class ShardedGradient(Tensor):
 
     @staticmethod
     def of(parameter: Tensor, name: str, place: int, owner: Owned) -> ShardedGradient:
-        """For a parameter, by its name and its place in the plan."""
         nothing = torch.full((), math.nan, dtype=parameter.dtype, device=parameter.device)
         made = nothing.expand(parameter.shape).as_subclass(ShardedGradient)
         made.whose, made.place, made._owner, made.zeroed = name, place, weakref.ref(owner), False
@@ -100,7 +99,6 @@ class ShardedGradient(Tensor):
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Serves what can be served by parts, and refuses the rest."""
         options = dict(kwargs or {})
         with torch._C.DisableTorchFunctionSubclass():
             return _served(func, tuple(args), options)
@@ -138,7 +136,6 @@ def refusal(gradient: ShardedGradient | None, what: str) -> InputError:
 
 
 def _first(given: Any) -> ShardedGradient | None:
-    """Return the first sharded gradient among arguments."""
     if isinstance(given, ShardedGradient):
         return given
     if isinstance(given, list | tuple):
@@ -151,7 +148,7 @@ def _part(gradient: Tensor) -> Tensor:
 
 
 def _numbers(arguments: Any) -> bool:
-    """Return whether all of them are numbers, also in tensors of one element."""
+    """Tell whether all of them are numbers, also in tensors of one element."""
     return all(
         one is None or isinstance(one, int | float) or (type(one) is Tensor and one.numel() == 1) for one in arguments
     )
@@ -186,7 +183,6 @@ def _shape(func: Callable[..., Any], name: str, args: tuple[Any, ...], options: 
 
 
 def _norm(name: str, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
-    """Of whole gradients, in the dtype that torch gives."""
     given, *rest = args
     named = dict(zip(("ord", "dim", "keepdim", "dtype") if name != "norm" else ("p", "dim", "keepdim", "dtype"), rest,
                      strict=False))  # fmt: skip
@@ -221,16 +217,18 @@ def _unscale(func: Callable[..., Any], args: tuple[Any, ...], options: dict[str,
 
 
 def whole_norms(parts: Sequence[Tensor], order: float, world: World, device: torch.device) -> Tensor:
-    """Norms of vectors of which each rank has a part, float64; all ranks must call this.
-
-    Raises:
-        CommunicationError: a rank did not come within the deadline.
-    """
+    """Return norms of vectors of which each rank has a part, float64; all ranks must call this."""
     infinite = math.isinf(order)
     nothing = torch.zeros((), dtype=torch.float64, device=device)
     if infinite and order < 0:
         nothing = nothing + math.inf
-    own = [_partial(part, order).to(torch.float64) if part.numel() else nothing for part in parts]
+    own = []
+    for part in parts:
+        narrow = part.dtype in (torch.float16, torch.bfloat16)
+        norm = nothing
+        if part.numel():
+            norm = torch.linalg.vector_norm(part, order, dtype=torch.float32 if narrow else None)
+        own.append(norm.to(torch.float64))
     total = torch.stack(own) if own else nothing.new_zeros(0)
     if not infinite and order:
         total = total.pow(order)
@@ -238,9 +236,3 @@ def whole_norms(parts: Sequence[Tensor], order: float, world: World, device: tor
     with world.error_context("adding up the norms of gradients that ranks share; every rank has to ask for them"):
         dist.all_reduce(total, op=how, group=world.group)
     return total if infinite or not order else total.pow(1.0 / order)
-
-
-def _partial(part: Tensor, order: float) -> Tensor:
-    narrow = part.dtype in (torch.float16, torch.bfloat16)
-    norm: Tensor = torch.linalg.vector_norm(part, order, dtype=torch.float32 if narrow else None)
-    return norm

@@ -23,17 +23,15 @@ Values = Mapping[str, Any]
 
 def cut(whole: Values, slot: Slot, place: slice) -> dict[str, Any]:
     """Return the state of the elements in `place`, in memory order, of a parameter's."""
-    return {key: _piece(value, slot, place) for key, value in whole.items()}
-
-
-def _piece(value: Any, slot: Slot, place: slice) -> Any:
-    if not isinstance(value, Tensor):
-        return copy.deepcopy(value)
-    if value.shape != slot.parameter.shape:
-        return value.detach().clone()
-    flat = value.new_empty(slot.parameter.numel())
-    view_of(flat, 0, slot.view).copy_(value.detach())
-    return flat[place].clone()
+    found: dict[str, Any] = {}
+    for key, value in whole.items():
+        if isinstance(value, Tensor) and value.shape == slot.parameter.shape:
+            flat = value.new_empty(slot.parameter.numel())
+            view_of(flat, 0, slot.view).copy_(value.detach())
+            found[key] = flat[place].clone()
+        else:
+            found[key] = value.detach().clone() if isinstance(value, Tensor) else copy.deepcopy(value)
+    return found
 
 
 def gathered_state(
@@ -46,9 +44,6 @@ def gathered_state(
         mine: by place in the plan, the state of this rank's pieces.
         world: the ranks.
         device: where the result is to be; None: where the parameters are.
-
-    Raises:
-        CommunicationError: a rank did not come within the deadline.
     """
     lengths = {index: place.stop - place.start for part in parts for index, (_, place) in part.places.items()}
     forms = {

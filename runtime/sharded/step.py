@@ -61,7 +61,7 @@ class ShardedStep:
     """The step of one session's optimizer while ranks share it."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, exchange: ReduceScatter, world: World, clock: Clock) -> None:
-        """Takes over weights and state, which are the same on all ranks; each keeps its part of the state."""
+        """Take over weights and state, which are the same on all ranks; each keeps its part of the state."""
         self._optimizer, self._exchange, self._world, self._clock = optimizer, exchange, world, clock
         self._slots = {id(slot.parameter): slot for slot in exchange.slots}
         pieces = ((slot, piece) for part in exchange.parts for slot, piece in _pieces_of(part))
@@ -85,14 +85,14 @@ class ShardedStep:
     # One step, in the order in which it happens.
 
     def _guarded_step(self) -> Any:
-        """Return the optimizer's step, after which no piece stands in; torch calls no hook where it raises."""
+        """Return the optimizer's step, after which no piece stands in for a parameter."""
         step, me = self._optimizer.step, weakref.ref(self)
 
         @functools.wraps(getattr(step, "__func__", step))  # with what schedulers have noted there
         def guarded(_: torch.optim.Optimizer, *arguments: Any, **keywords: Any) -> Any:
             try:
                 return step(*arguments, **keywords)
-            except BaseException:
+            except BaseException:  # torch calls no hook then
                 if (sharded := me()) is not None:
                     sharded._swap_back()
                 raise
@@ -100,10 +100,8 @@ class ShardedStep:
         return types.MethodType(guarded, self._optimizer)  # schedulers wrap methods only
 
     def before_step(self, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
-        """Return what the optimizer's step is called with in place of these arguments, or None for the same.
-
-        Raises:
-            InputError: called while a backward runs, when no rank has the average of any gradient.
+        """Return what the optimizer's step is called with in place of these arguments, or None for the same. Raises
+        InputError while a backward runs, when no rank has the average of any gradient.
         """
         if current_backward_id() != OUTSIDE:
             raise InputError(
@@ -155,11 +153,7 @@ class ShardedStep:
             piece.grad = None  # else a second name of the bucket's memory
 
     def after_step(self) -> None:
-        """The optimizer has updated this rank's part: every rank gets all of them.
-
-        Raises:
-            CommunicationError: a rank did not come within the deadline.
-        """
+        """Give every rank all parts, of which the optimizer has updated this rank's."""
         self._swap_back()
         marks = [self._clock.mark()]
         doing = "gathering the weights that ranks have updated; each has to call optimizer.step()"
@@ -174,10 +168,8 @@ class ShardedStep:
         self._marks.append(marks)
 
     def _collect_weights(self) -> None:
-        """The buffers hold the parameters' values, wherever a script has put these.
-
-        Raises:
-            InputError: a parameter has become another tensor than it was, or shares memory with another one.
+        """Copy the parameters' values to the buffers, wherever a script has put these. Raises InputError where a
+        parameter has become another tensor than it was, or shares memory with another one.
         """
         astray = [home for home in self._homes if home.astray]
         if not astray:
@@ -193,7 +185,7 @@ class ShardedStep:
     # State.
 
     def _shard_state(self) -> None:
-        """What the optimizer has of whole parameters, as after `load_state_dict`, is cut to this rank's parts."""
+        """Cut what the optimizer has of whole parameters, as after `load_state_dict`, to this rank's parts."""
         state = self._optimizer.state
         for part in self._exchange.parts:
             for slot in part.message.slots:
@@ -205,10 +197,10 @@ class ShardedStep:
 
     def _refuse_part(self, _: torch.optim.Optimizer) -> None:
         if not self._gathering:
-            raise _partial("optimizer.state_dict()")
+            raise _refusal("optimizer.state_dict()")
 
     def _whole_state(self, device: torch.device | None = None) -> dict[nn.Parameter, dict[str, Any]]:
-        """By parameter, of all ranks' pieces; all ranks must call this."""
+        """Return the state by parameter, of all ranks' pieces; all ranks must call this."""
         owned = {slot.index: self._pieces[key] for key, slot in self._slots.items() if key in self._pieces}
         state = self._optimizer.state
         mine = {index: dict(state[piece]) for index, piece in owned.items() if state.get(piece)}
@@ -224,7 +216,7 @@ class ShardedStep:
 
     @contextmanager
     def _holding(self, whole: Mapping[nn.Parameter, dict[str, Any]]) -> Iterator[None]:
-        """The optimizer has a whole state, in the order of its parameters, as if nobody shared anything."""
+        """Let the optimizer have a whole state, in the order of its parameters, as if nobody shared anything."""
         kept, self._gathering = self._optimizer.state, True
         mine = {*self._slots, *map(id, self._pieces.values())}
         others = {one: value for one, value in kept.items() if id(one) not in mine}
@@ -240,11 +232,10 @@ class ShardedStep:
     # The end, and what a report says.
 
     def end(self) -> None:
-        """The optimizer is plain again, with the whole state, and gradients are whole; all ranks call this at once.
+        """Make the optimizer plain, with the whole state, and gradients whole; all ranks call this at once.
 
         Raises:
-            CommunicationError: a rank did not come within the deadline; then all of that is this rank's own but the
-                state and the gradients, which are gone.
+            CommunicationError: a rank did not come within the deadline; then the state and the gradients are gone.
         """
         self._swap_back()
         for handle in self._handles:
@@ -272,7 +263,7 @@ class ShardedStep:
 
     @torch.no_grad()
     def _leave(self, gradients: Mapping[int, Tensor]) -> None:
-        """Parameters and gradients get memory of their own."""
+        """Give parameters and gradients memory of their own."""
         for home in self._homes:
             home.leave()
         for slot in self._exchange.slots:
@@ -311,7 +302,7 @@ def find_shared_memory(parameters: Mapping[str, nn.Parameter]) -> str | None:
     return None
 
 
-def _partial(what: str) -> InputError:
+def _refusal(what: str) -> InputError:
     return InputError(
         f"{what}: ranks share the optimizer's step, so each has its part of the state alone; expected "
         f"session.optimizer_state_dict(), called on every rank: it gives the whole state, in the same form"
@@ -319,8 +310,8 @@ def _partial(what: str) -> InputError:
 
 
 def _refuse_copy() -> dict[str, Any]:
-    """The optimizer's `__getstate__`: a copy would be of pieces of parameters, which nothing belongs to."""
-    raise _partial("a copy of the optimizer (copy.deepcopy, pickle, torch.save)")
+    # The optimizer's `__getstate__`: a copy would be of pieces of parameters, which nothing belongs to.
+    raise _refusal("a copy of the optimizer (copy.deepcopy, pickle, torch.save)")
 
 
 def _pieces_of(part: OwnPart) -> Iterator[tuple[Slot, Tensor]]:
@@ -345,7 +336,7 @@ class _Home:
 
     @torch.no_grad()
     def __init__(self, part: OwnPart) -> None:
-        """Moves parameters to the buffer, but for those that somebody else looks at; their values stay."""
+        """Move parameters to the buffer, but for those that somebody else looks at; their values stay."""
         self.part, self._apart = part, False
         self._lay_out()
         for slot, view in self._views:
@@ -369,11 +360,7 @@ class _Home:
 
     @torch.no_grad()
     def collect(self) -> bool:
-        """Copy parameters that are astray to the buffer; return whether that is another one than before.
-
-        Raises:
-            InputError: a parameter has become another tensor than it was.
-        """
+        """Copy parameters that are astray to the buffer; return whether that is another one than before."""
         for slot, view in self._views:
             _check_form(slot, view)
         before, self._apart = self._apart, True
@@ -385,12 +372,10 @@ class _Home:
 
     @torch.no_grad()
     def hand_out(self) -> None:
-        """The parameters have the buffer's values."""
         if self._apart:
             torch._foreach_copy_([slot.parameter for slot, _ in self._views], [view for _, view in self._views])
 
     def leave(self) -> None:
-        """Parameters get memory of their own."""
         for slot, view in self._views:
             if slot.parameter.data_ptr() == view.data_ptr():
                 slot.parameter.data = slot.parameter.data.clone()

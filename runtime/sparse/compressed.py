@@ -29,9 +29,8 @@ from runtime.sparse.compressors.wire import WireCompressor
 
 
 def layer_runs(gradients: Iterable[tuple[str, int]]) -> list[tuple[str, int]]:
-    """(layer, elements) of neighbouring gradients of one layer, from the names and elements of a bucket's.
-
-    A layer that comes back is numbered: `conv`, `conv#2`.
+    """Return (layer, elements) of neighbouring gradients of one layer, given (name, elements) of each. A layer that
+    comes back is numbered: `conv`, `conv#2`.
     """
     runs = [
         (layer, sum(numel for _, numel in members))
@@ -81,7 +80,7 @@ class ResidualBuffers:
         return self._second
 
     def for_kernels(self) -> tuple[Tensor, Tensor, Tensor] | None:
-        """(one buffer, the other, whether they have changed places: one int32), for a kernel that writes the next
+        """Return (one buffer, the other, whether they have changed places: one int32) for a kernel that writes the next
         residual; None where the device does not keep that.
         """
         if self._swapped is None:
@@ -129,22 +128,18 @@ class BucketResidual:
         return self.buffers.following
 
     def gradient(self) -> Tensor:
-        """The bucket's gradients in order of its slots."""
+        """Return the bucket's gradients in order of its slots."""
         messages = self.bucket.messages
         return messages[0].flat if len(messages) == 1 else torch.cat([part.to(self.dtype) for part in self._parts()])
-
-    def sums(self) -> Tensor:
-        """What came of it in the last step, until the optimizer or a script changes it."""
-        return self.gradient().to(self.dtype)
 
     def summed(self, group: dist.ProcessGroup | None) -> tuple[Tensor, Tensor]:
         """See `runtime.sparse.guard.Watched.sums`: the gradients have become the sums of what was sent."""
         residual = self.unsent()
         dist.all_reduce(residual, group=group)
-        return residual, self.sums()
+        return residual, self.gradient().to(self.dtype)
 
     def _parts(self) -> list[Tensor]:
-        """Each gradient's memory, in order of the slots. Shapes (elements,)."""
+        """Return each gradient's memory, in order of the slots. Shapes (elements,)."""
         parts: dict[int, Tensor] = {}
         for message in self.bucket.messages:
             sizes = [slot.parameter.numel() for slot in message.slots]
@@ -152,7 +147,7 @@ class BucketResidual:
         return [parts[slot.index] for slot in self.bucket.slots]
 
     def room(self) -> Tensor:
-        """Memory for the sum: the gradients' own where it is one vector of the right dtype."""
+        """Return memory for the sum: the gradients' own where it is one vector of the right dtype."""
         messages = self.bucket.messages
         if len(messages) == 1 and messages[0].flat.dtype == self.dtype:
             return messages[0].flat
@@ -165,7 +160,7 @@ class BucketResidual:
                 part.copy_(summed)
 
     def finite(self, places: Tensor | None = None) -> Tensor:
-        """Whether the gradients are (0-d); only `places` of them are looked at, where all others are known to be 0."""
+        """Tell whether the gradients are (0-d); only `places` are looked at, where all others are known to be 0."""
         messages = self.bucket.messages
         if places is not None and len(messages) == 1:
             return torch.isfinite(messages[0].flat[places]).all()
@@ -176,15 +171,15 @@ class BucketResidual:
         self.buffers.commit(finite)
 
     def memory(self) -> Iterator[Tensor]:
-        """All memory that is kept from step to step."""
+        """Yield all memory that is kept from step to step."""
         yield self.residual
 
     def unsent(self) -> Tensor:
-        """A copy of this rank's residual of the whole bucket."""
+        """Copy this rank's residual of the whole bucket."""
         return self.residual.clone()
 
     def residuals(self) -> dict[str, Tensor]:
-        """By gradient, in its shape."""
+        """Return the residual by gradient, in its shape."""
         return self._by_name(self.residual)
 
     def put(self, residuals: Mapping[str, Tensor]) -> None:
@@ -266,7 +261,7 @@ class SelectedBucket:
         return self.feedback.finite(ranks[:, words:end].reshape(-1))
 
     def _add_up(self, words: Tensor, indices: Tensor) -> Tensor:
-        """In order of ranks: it is the same everywhere."""
+        # In order of ranks: it is the same everywhere.
         dtype, sums = self.feedback.dtype, self.feedback.room()
         if dtype == torch.float32 and unpacks(words.view(dtype), self.feedback.following):
             unpack_(sums, words.view(dtype), indices)

@@ -28,7 +28,7 @@ class ShardResidual(BucketResidual):
     """A bucket's gradients, and what of this rank's shard of the node's sum has not been sent yet."""
 
     def __init__(self, bucket: BucketBuffer, parts: int, part: int) -> None:
-        """The bucket is divided into as many parts as the node has ranks; this rank has number `part`."""
+        """Divide the bucket into as many parts as the node has ranks; this rank has number `part`."""
         self.parts, self.part = parts, part
         self.elements = sum(slot.parameter.numel() for slot in bucket.slots)
         self.share = share_of(self.elements, parts)
@@ -44,7 +44,7 @@ class ShardResidual(BucketResidual):
             yield self.pending
 
     def unsent(self) -> Tensor:
-        """Zeros outside of this rank's shard, but for what came from elsewhere."""
+        # Zeros outside of this rank's shard, but for what came from elsewhere.
         whole = self.residual.new_zeros(self.elements)
         whole[self.start : self.stop] = self.residual[: self.stop - self.start]
         return whole if self.pending is None else whole.add_(self.pending)
@@ -79,13 +79,9 @@ class HitopkBucket:
     by_magnitude = True
 
     def __init__(
-        self,
-        feedback: ShardResidual,
-        compressor: SparseCompressor,
-        nodes: int,
-        ranks_per_node: int,
+        self, feedback: ShardResidual, compressor: SparseCompressor, nodes: int, ranks_per_node: int,
         tail: Tensor | None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """`compressor` selects from a shard. `tail` (float32, small integers) becomes its sum over ranks."""
         self.feedback: ShardResidual = feedback
         self.nodes, self.ranks_per_node = nodes, ranks_per_node
@@ -93,11 +89,11 @@ class HitopkBucket:
         self.tail_elements = 0 if tail is None else tail.numel()
         self._step = 0
         self.k = min(feedback.elements, ranks_per_node * compressor.k)
-        feedback, new, words = self.feedback, self.feedback.residual.new_zeros, torch.int32
-        selected = self.compressor.k * feedback.dtype.itemsize // WORD_BYTES + self.compressor.k
-        self._sparse = self.nodes * selected < feedback.share * feedback.dtype.itemsize // WORD_BYTES
+        new, words = feedback.residual.new_zeros, torch.int32
+        selected = compressor.k * feedback.dtype.itemsize // WORD_BYTES + compressor.k
+        self._sparse = nodes * selected < feedback.share * feedback.dtype.itemsize // WORD_BYTES
         """Whether the shards' selected elements are fewer bytes than their sums."""
-        own = new(self.nodes * selected, dtype=words) if self._sparse else new(feedback.share)
+        own = new(nodes * selected, dtype=words) if self._sparse else new(feedback.share)
         tails = new(feedback.parts, self.tail_elements, dtype=torch.float32)
         self._summed = new(feedback.share)
         """This rank's shard of the node's sum; zeros behind the bucket's elements."""
@@ -109,13 +105,13 @@ class HitopkBucket:
             tail=tails[feedback.part],
             tails=tails,
             selected=new(selected + self.tail_elements, dtype=words),
-            selected_everywhere=new(self.nodes * (selected + self.tail_elements), dtype=words),
+            selected_everywhere=new(nodes * (selected + self.tail_elements), dtype=words),
             own=own,
             whole=own.new_zeros(feedback.parts * own.numel()),
             select=lambda: self.select(),
             add_nodes=lambda: self.add_nodes(),
         )
-        self.feedback.bucket.payload.messages = [self.packed]
+        feedback.bucket.payload.messages = [self.packed]
 
     def pack(self, step: int) -> None:
         self._step = step
@@ -127,7 +123,7 @@ class HitopkBucket:
             self.packed.tail.copy_(self._tail)
 
     def select(self) -> None:
-        """Step 2 of the algorithm, on this rank's shard of the node's sum."""
+        """Do step 2 of the algorithm, on this rank's shard of the node's sum."""
         message, feedback = self.packed, self.feedback
         values, indices = self.compressor.compress(self._summed, feedback.residual, feedback.following, self._step)
         words = values.view(torch.int32)
@@ -137,7 +133,7 @@ class HitopkBucket:
             message.selected[-self.tail_elements :] = message.tails.sum(dim=0).view(torch.int32)
 
     def add_nodes(self) -> None:
-        """After step 3: every node's part of this shard is here."""
+        """Add up after step 3, when every node's part of this shard is here."""
         message = self.packed
         rows = message.selected_everywhere.view(self.nodes, -1)
         elements = rows[:, : rows.shape[1] - self.tail_elements]
@@ -150,7 +146,7 @@ class HitopkBucket:
             self._tail.copy_(tails.sum(dim=0))
 
     def _add(self, rows: Tensor, sums: Tensor) -> None:
-        """Adds selected elements to a shard, node after node: the order of summation is the same everywhere."""
+        """Add selected elements to a shard, node after node: the order of summation is the same everywhere."""
         words = self.compressor.k * self.feedback.dtype.itemsize // WORD_BYTES
         values = rows[:, :words].contiguous().view(self.feedback.dtype)
         for node in range(self.nodes):

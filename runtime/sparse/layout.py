@@ -24,7 +24,7 @@ EXACT = "none"
 def make_hitopk(
     bucket: BucketBuffer, spec: CompressorSpec, topology: Topology, rank: int, tail: Tensor | None = None
 ) -> CompressedBucket:
-    """What makes a bucket of HiTopKComm lossy; as `make_lossy`, which selects from each rank's own gradients."""
+    """Make a bucket of HiTopKComm lossy; as `make_lossy`, which selects from each rank's own gradients."""
     feedback = ShardResidual(bucket, topology.ranks_per_node, topology.local_rank(rank))
     compressor = make_compressor(spec, [("shard", feedback.share)], ranks=topology.num_nodes)
     assert isinstance(compressor, SparseCompressor)
@@ -32,16 +32,10 @@ def make_hitopk(
 
 
 def make_lossy(bucket: BucketBuffer, spec: CompressorSpec, ranks: int, tail: Tensor | None = None) -> CompressedBucket:
-    """What makes a bucket lossy.
+    """Make a bucket lossy that is laid out, with nothing behind its gradients.
 
-    Args:
-        bucket: laid out, with nothing behind its gradients.
-        spec: its compressor, not `none`.
-        ranks: how many there are.
-        tail: 1-D (see `flags_dtype`), is sent behind the message and becomes its sum over ranks.
-
-    Raises:
-        InputError: the compressor's options are wrong, or do not fit the bucket.
+    `tail` (1-D; see `flags_dtype`) is sent behind the message and becomes its sum over ranks. Raises InputError where
+    the compressor's options are wrong, or do not fit the bucket.
     """
     feedback = BucketResidual(bucket)
     compressor = make_compressor(spec, feedback.layers, ranks=ranks)
@@ -52,7 +46,7 @@ def make_lossy(bucket: BucketBuffer, spec: CompressorSpec, ranks: int, tail: Ten
 
 
 def flags_dtype(last: PlanBucket, parameters: Mapping[str, nn.Parameter]) -> torch.dtype:
-    """Of the usage flags, which are sent behind the last bucket."""
+    """Return the dtype of the usage flags, which are sent behind the last bucket."""
     if last.compressor.name == EXACT:
         return parameters[last.gradients[0]].dtype
     return WIRE_DTYPES.get(last.compressor.dtype or "", torch.float32)
@@ -61,12 +55,10 @@ def flags_dtype(last: PlanBucket, parameters: Mapping[str, nn.Parameter]) -> tor
 def make_buckets(
     plan: Plan, parameters: Mapping[str, nn.Parameter], ranks: int, topology: Topology | None = None, rank: int = 0
 ) -> tuple[list[BucketBuffer], UsageFlags, dict[int, CompressedBucket]]:
-    """The plan's buckets at run time, the flags behind the last one, and by index what makes some of them lossy.
+    """Make the plan's buckets at run time, the flags behind the last one, and by index what makes some of them lossy.
 
-    `topology` and `rank`: where this rank is, for buckets of HiTopKComm.
-
-    Raises:
-        InputError: a compressor's options are wrong, or do not fit its bucket.
+    `topology` and `rank`: where this rank is, for buckets of HiTopKComm. Raises InputError where a compressor's options
+    are wrong, or do not fit its bucket.
     """
     last = plan.buckets[-1]
     dtype = flags_dtype(last, parameters)

@@ -33,9 +33,7 @@ class ErrorFeedbackState(ErrorFeedback):
         self, buckets: Sequence[BucketBuffer] = (), lossy: Mapping[int, CompressedBucket] = MappingProxyType({}),
         loss_scale: Callable[[], float] | None = None,
     ) -> None:  # fmt: skip
-        """`lossy`: by index, of compressed buckets. `loss_scale` gives the factor of the
-        losses, where they are scaled.
-        """
+        """`lossy`: by index, of compressed buckets. `loss_scale` gives the factor of the losses, where there is one."""
         self._buckets, self._lossy = buckets, lossy
         self._pending: dict[str, Tensor] = {}
         """Of gradients whose buckets send everything: residuals that have yet to be sent."""
@@ -53,12 +51,12 @@ class ErrorFeedbackState(ErrorFeedback):
             self._read = checked_scale(self._loss_scale())
 
     def begin(self) -> None:
-        """A step begins: residuals follow the scale of the loss."""
         self._drop()
         if self._loss_scale is None or not self.active:
             return
         if self._read is None:  # no forward of the model itself was seen
             self.read_scale()
+        # Residuals are gradients of scaled losses, too.
         scale, self._read = self._read or self._scale, None
         if scale != self._scale:
             for tensor in chain(*(lossy.feedback.memory() for lossy in self._lossy.values()), self._pending.values()):
@@ -66,7 +64,7 @@ class ErrorFeedbackState(ErrorFeedback):
             self._scale = scale
 
     def _drop(self) -> None:
-        """What a backward that was given up has begun to keep counts no more."""
+        """Forget what a backward that was given up has begun to keep."""
         for lossy in self._lossy.values():
             lossy.feedback.buffers.drop()
 
@@ -79,12 +77,7 @@ class ErrorFeedbackState(ErrorFeedback):
                     slot.view.add_(self._pending[slot.name])
 
     def settle(self, wait: Callable[[BucketBuffer | None], None], parameters: Mapping[str, nn.Parameter]) -> None:
-        """Gradients become the sums, and what was sent counts as sent if all of it is finite.
-
-        Args:
-            wait: returns when a bucket has come, or all have.
-            parameters: by name; of a rank alone, which has no buckets, what is pending is added to their gradients.
-        """
+        """See `ErrorFeedback.settle`; of a rank alone, which has no buckets, gradients get what is pending."""
         finite = []
         for index, lossy in self._lossy.items():
             wait(self._buckets[index])
@@ -119,7 +112,6 @@ class ErrorFeedbackState(ErrorFeedback):
         return [Watched(self._buckets[at], one.k, one.feedback.summed) for at, one in lossy if one.by_magnitude]
 
     def state(self) -> State:
-        """Copies; what `load_state` continues from. Empty where nothing is carried."""
         if not self.active:
             return {}
         kept = [lossy.feedback.residuals() for lossy in self._lossy.values()]
@@ -127,7 +119,6 @@ class ErrorFeedbackState(ErrorFeedback):
         return {"residuals": residuals, "steps": self.steps, "loss_scale": self._scale}
 
     def load_state(self, state: State, parameters: Mapping[str, nn.Parameter]) -> None:
-        """Goes on from another exchange's `state`, whatever its buckets were; from an empty one with nothing."""
         self.steps, self._scale = state.get("steps", 0), state.get("loss_scale", 1.0)
         self._drop()
         residuals: dict[str, Tensor] = {
@@ -142,7 +133,7 @@ class ErrorFeedbackState(ErrorFeedback):
 
 
 def checked_scale(scale: Any) -> float:
-    """The scale of the loss; raises InputError where it is none."""
+    """Return the scale of the loss; raises InputError where it is none."""
     if not isinstance(scale, float | int) or not 0.0 < scale < math.inf:
         raise InputError(
             f"loss_scale: found {scale!r} from it, expected a positive number; pass for example scaler.get_scale"
@@ -151,10 +142,8 @@ def checked_scale(scale: Any) -> float:
 
 
 def state_of_rank(given: Any, rank: int, ranks: int, shapes: Mapping[str, torch.Size]) -> State:
-    """What a rank takes over from `Session.state_dict()`s: its own, or those of all ranks of a run with any number.
-
-    Raises:
-        InputError: other state, of other parameters, or another rank's.
+    """Return what a rank takes over from `Session.state_dict()`s: its own, or those of all ranks of a run with any
+    number. Raises InputError for other state, of other parameters, or another rank's.
     """
     several = isinstance(given, Sequence) and not isinstance(given, str | bytes)
     everyone: Sequence[Any] = given if several else [given]
@@ -190,7 +179,7 @@ def merged(states: Sequence[State], rank: int, ranks: int) -> State:
 
 
 def _check_state(one: Any, shapes: Mapping[str, torch.Size]) -> None:
-    """Raises InputError where it is no state of a session with these parameters."""
+    """Raise InputError where it is no state of a session with these parameters."""
     if isinstance(one, dict) and "delay" in one:
         raise InputError(
             "found the state of a run with delay, expected one of a run without (on one rank alone no run has one): go "

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
 
 from runtime.errors import InputError
 from runtime.plan import CompressorSpec
@@ -45,22 +44,19 @@ def _make_wire(spec: CompressorSpec, layers: Sequence[Layer], ranks: int) -> Com
 
 _SELECTION = frozenset({"k", "density", "scope"})
 
-COMPRESSORS: Mapping[str, Family] = MappingProxyType(
-    {
-        "none": Family(options=frozenset(), make=lambda *_: None),
-        "randomk": Family(
-            options=_SELECTION,
-            make=lambda spec, layers, _: SparseCompressor(kept_elements(spec, layers), select_random),
-        ),
-        "topk": Family(options=_SELECTION | {"selector"}, make=_make_topk),
-        "wire": Family(options=frozenset({"dtype"}), make=_make_wire),
-    }
-)
+COMPRESSORS: Mapping[str, Family] = {
+    "none": Family(options=frozenset(), make=lambda *_: None),
+    "randomk": Family(
+        options=_SELECTION, make=lambda spec, layers, _: SparseCompressor(kept_elements(spec, layers), select_random)
+    ),
+    "topk": Family(options=_SELECTION | {"selector"}, make=_make_topk),
+    "wire": Family(options=frozenset({"dtype"}), make=_make_wire),
+}
 """Name → how to make it."""
 
 
 def make_compressor(spec: CompressorSpec, layers: Sequence[Layer], *, ranks: int) -> Compressor | None:
-    """The compressor of one flat buffer; None where every element is sent as it is.
+    """Make the compressor of one flat buffer; None where every element is sent as it is.
 
     Args:
         spec: what the plan says.

@@ -16,20 +16,19 @@ from torch import Tensor
 CHUNK = 1 << 18
 """Elements that are worked on together: few enough for a core's cache, enough to outweigh the calls."""
 
-
 Comparison = Callable[[Tensor, float], Tensor]
 """`reaches`, `exceeds` or `equals`."""
 
 
 def accumulate(residual: Tensor, gradient: Tensor, total: Tensor) -> Tensor:
-    """Writes residual + gradient into `total`, in the residual's dtype, and returns it."""
+    """Write residual + gradient into `total`, in the residual's dtype, and return it."""
     if gradient.dtype == total.dtype:
         return torch.add(residual, gradient, out=total)
     return total.copy_(gradient).add_(residual)  # twice as fast as an addition that converts
 
 
 def accumulate_in_chunks(residual: Tensor, gradient: Tensor, total: Tensor) -> Iterator[tuple[int, Tensor]]:
-    """`accumulate`, piece by piece: (start, piece of `total`) while it is in the cache."""
+    """Accumulate piece by piece; yields (start, piece of `total`) while it is in the cache."""
     for start in range(0, total.numel(), CHUNK):
         part = slice(start, start + CHUNK)
         yield start, accumulate(residual[part], gradient[part], total[part])
@@ -41,13 +40,11 @@ def magnitudes(values: Tensor) -> Tensor:
 
 
 def largest(values: Tensor, k: int) -> Tensor:
-    """Positions of the k first in the order above, ascending."""
+    """Return the positions of the k first in the order above, ascending."""
     if k == values.numel():
         return torch.arange(k, device=values.device)
-    return _largest_on_cpu(values, k) if values.device.type == "cpu" else _largest_on_device(values, k)
-
-
-def _largest_on_cpu(values: Tensor, k: int) -> Tensor:
+    if values.device.type != "cpu":
+        return _largest_on_device(values, k)
     threshold = kth_largest(values.abs(), k)
     found = true_positions(reaches(values, threshold))
     too_many = found.numel() - k
@@ -60,7 +57,7 @@ def _largest_on_cpu(values: Tensor, k: int) -> Tensor:
 
 
 def _largest_on_device(values: Tensor, k: int) -> Tensor:
-    """The same from operations whose sizes are known beforehand, so that the host does not wait for the device."""
+    # From operations whose sizes are known beforehand, so that the host does not wait for the device.
     magnitude = magnitudes(values)
     threshold = magnitude.topk(k, sorted=False).values.amin()
     above, ties = magnitude > threshold, magnitude == threshold
@@ -70,7 +67,7 @@ def _largest_on_device(values: Tensor, k: int) -> Tensor:
 
 
 def kth_largest(magnitude: Tensor, k: int) -> float:
-    """The k-th largest of numbers that are not negative; NaN counts as +Inf."""
+    """Return the k-th largest of numbers that are not negative; NaN counts as +Inf."""
     found = float(magnitude.topk(k, sorted=False).values.amin())  # topk puts NaN first; a minimum with one is NaN
     return float(magnitudes(magnitude).topk(k, sorted=False).values.amin()) if math.isnan(found) else found
 
@@ -93,14 +90,14 @@ def equals(values: Tensor, threshold: float) -> Tensor:
 
 
 def true_positions(flags: Tensor) -> Tensor:
-    """Ascending positions of what is true. Waits for the device."""
+    """Return ascending positions of what is true. Waits for the device."""
     if flags.device.type != "cpu":
         return flags.nonzero().view(-1)
     return torch.from_numpy(flags.numpy().nonzero()[0])  # three times as fast as torch's
 
 
 def positions_where(values: Tensor, test: Comparison, threshold: float, limit: int | None = None) -> Tensor:
-    """Ascending positions where `test(values, threshold)` holds; the first `limit` of them."""
+    """Return ascending positions where `test(values, threshold)` holds; the first `limit` of them."""
     found: list[Tensor] = []
     left = values.numel() if limit is None else limit
     for start in range(0, values.numel(), CHUNK):
@@ -113,6 +110,6 @@ def positions_where(values: Tensor, test: Comparison, threshold: float, limit: i
 
 
 def seed_of(name: str, step: int) -> int:
-    """A seed that is the same on all ranks and differs from step to step and from place to place."""
+    """Return a seed that is the same on all ranks and differs from step to step and from place to place."""
     digest = hashlib.sha256(f"{name}\n{step}".encode()).digest()
     return int.from_bytes(digest[:8], "big") >> 1

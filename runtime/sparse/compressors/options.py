@@ -32,14 +32,14 @@ class Segment:
 
 
 def choose(what: str, name: str, known: Mapping[str, _Value]) -> _Value:
-    """The value of a name. Raises InputError, with the known names, where there is none."""
+    """Return the value of a name. Raises InputError, with the known names, where there is none."""
     if name not in known:
         raise InputError(f"{what}: found {name!r}, expected one of {', '.join(known)}: {HINT}")
     return known[name]
 
 
 def check_options(spec: CompressorSpec, known: frozenset[str]) -> None:
-    """Raises InputError where the specification says something that its compressor does not understand."""
+    """Raise InputError where the specification says something that its compressor does not understand."""
     given = {field.name for field in fields(spec) if getattr(spec, field.name) is not None} - {"name"}
     wrong = sorted(given - known)
     if wrong:
@@ -51,7 +51,7 @@ def check_options(spec: CompressorSpec, known: frozenset[str]) -> None:
 
 
 def kept_elements(spec: CompressorSpec, layers: Sequence[Layer]) -> tuple[Segment, ...]:
-    """How many elements of which part of the buffer are sent; parts without elements are left out.
+    """Return how many elements of which part of the buffer are sent; parts without elements are left out.
 
     A density D of n elements keeps max(1, ⌊D·n⌋).
 

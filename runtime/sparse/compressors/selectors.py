@@ -54,7 +54,7 @@ SAFETY = 4.0
 
 
 def select_exact(residual: Tensor, gradient: Tensor, total: Tensor, k: int, seed: int) -> Tensor:
-    """The k largest magnitudes, exactly, in little more than one pass over a large buffer on a CPU.
+    """Find the k largest magnitudes, exactly, in little more than one pass over a large buffer on a CPU.
 
     While each cache-sized piece of residual + gradient is written, the maxima of its blocks are taken. The k-th largest
     of these maxima is a bound: k blocks, hence k elements, reach it. Only elements above it are looked at again,
@@ -82,7 +82,7 @@ def select_exact(residual: Tensor, gradient: Tensor, total: Tensor, k: int, seed
 
 
 def _accumulate_with_maxima(residual: Tensor, gradient: Tensor, total: Tensor, width: int, by_rows: bool) -> Tensor:
-    """Largest magnitudes of blocks of `width` elements, without those that fill no block at the end of a chunk.
+    """Return the largest magnitudes of blocks of `width` elements, without those that fill none at the end of a chunk.
 
     `by_rows`: of neighbouring elements; else of elements that lie a fixed distance apart, which is faster for small
     blocks.
@@ -152,17 +152,16 @@ class _Pool:
         """Where they lie; None: they are all."""
 
     def count(self, threshold: float) -> int:
-        """How many reach a threshold."""
         return sum(int(torch.count_nonzero(piece >= threshold)) for piece in self.magnitude.split(CHUNK))
 
     def raise_to(self, threshold: float) -> None:
-        """Drops what is below a new lower threshold."""
+        """Drop what is below a new lower threshold."""
         kept = positions_where(self.magnitude, torch.ge, threshold)
         self._positions = kept if self._positions is None else self._positions[kept]
         self.magnitude = self.magnitude[kept]
 
     def pick(self, upper: float, k: int, seed: int) -> Tensor:
-        """Positions of all that reach `upper`, and of a run of the others from a random place on: k in all."""
+        """Return positions of all that reach `upper`, and of a run of the others from a random place on: k in all."""
         above = positions_where(self.magnitude, torch.ge, upper)
         between = positions_where(self.magnitude, torch.lt, upper)
         missing = k - above.numel()
@@ -172,7 +171,7 @@ class _Pool:
 
 
 def _search(pool: _Pool, k: int, mean: float) -> float:
-    """Raises the pool to the highest threshold found that more than k reach; returns the best that at most k reach."""
+    """Raise the pool to the highest threshold found that more than k reach; returns the best that at most k reach."""
     upper, most, left, right = math.inf, 0, 0.0, 1.0
     span = float(pool.magnitude.max()) - mean
     for _ in range(SEARCHES):
@@ -192,7 +191,7 @@ def _search(pool: _Pool, k: int, mean: float) -> float:
 
 
 def select_sampled(residual: Tensor, gradient: Tensor, total: Tensor, k: int, seed: int) -> Tensor:
-    """The k largest magnitudes by a threshold from a random sample, as in DGC (Lin et al., ICLR 2018).
+    """Find the k largest magnitudes by a threshold from a random sample, as in DGC (Lin et al., ICLR 2018).
 
     The threshold is estimated so low that more than k elements reach it except in rare cases; among these the exact k
     largest are sent, which are the exact k largest of all. Where fewer reach it, all elements are looked at. DGC sends
@@ -211,7 +210,7 @@ def select_sampled(residual: Tensor, gradient: Tensor, total: Tensor, k: int, se
 
 
 def _estimate(values: Tensor, k: int, seed: int) -> float:
-    """A threshold that a little more than k elements reach, if the sample is fair; 0 where that may be all."""
+    """Return a threshold that a little more than k elements reach, if the sample is fair; 0 where that may be all."""
     size = max(SMALL_SAMPLE // 4, int(SAMPLE * values.numel()))
     expected = k * size / values.numel()
     rank = math.ceil(expected + SAFETY * math.sqrt(expected) + 1)
@@ -223,9 +222,8 @@ def _estimate(values: Tensor, k: int, seed: int) -> float:
 
 
 def select_random(residual: Tensor, gradient: Tensor, total: Tensor, k: int, seed: int) -> Tensor:
-    """k elements at random, the same on all ranks, so that their values can be summed place by place.
-
-    What is not drawn stays in the residual, so nothing is scaled up.
+    """Draw k elements, the same on all ranks, so that their values can be summed place by place. What is not drawn
+    stays in the residual, so nothing is scaled up.
     """
     for _ in accumulate_in_chunks(residual, gradient, total):
         pass
@@ -234,7 +232,7 @@ def select_random(residual: Tensor, gradient: Tensor, total: Tensor, k: int, see
 
 
 def draw(elements: int, k: int, generator: torch.Generator) -> Tensor:
-    """k different numbers below `elements`, ascending; every set of k is equally likely."""
+    """Draw k different numbers below `elements`, ascending; every set of k is equally likely."""
     if 2 * k > elements:
         kept = torch.ones(elements, dtype=torch.bool)
         if k < elements:

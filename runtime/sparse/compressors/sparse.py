@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -20,9 +19,7 @@ from runtime.sparse.compressors.selectors import select_exact, select_mstopk, se
 Selector = Callable[[Tensor, Tensor, Tensor, int, int], Tensor]
 """(residual, gradient, total, k, seed) → k ascending positions; writes residual + gradient into `total`."""
 
-SELECTORS: Mapping[str, Selector] = MappingProxyType(
-    {"exact": select_exact, "mstopk": select_mstopk, "sampled": select_sampled}
-)
+SELECTORS: Mapping[str, Selector] = {"exact": select_exact, "mstopk": select_mstopk, "sampled": select_sampled}
 """How `topk` may find its elements."""
 
 
@@ -37,7 +34,7 @@ def _warn_once(device: torch.device, why: str) -> None:
 
 
 def has_kernels(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether buckets of a dtype on a device are selected from by kernels; warns where these should work and do not."""
+    """Tell whether kernels select from a dtype on a device; warns where these should work and do not."""
     if dtype not in FLOATS or (device.type == "cpu" and usable(device) is not None):
         return False
     why = usable(device)
@@ -47,7 +44,7 @@ def has_kernels(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 def unpacks(values: Tensor, sums: Tensor) -> bool:
-    """Whether messages of all ranks (ranks, k) are added up by a kernel."""
+    """Tell whether messages of all ranks (ranks, k) are added up by a kernel."""
     return values.dtype in FLOATS and values.shape[0] <= MOST_RANKS and has_kernels(sums.device, sums.dtype)
 
 
@@ -68,7 +65,7 @@ class SparseCompressor:
         self._states: dict[torch.device, TopkState] = {}
 
     def selects_on(self, device: torch.device, *dtypes: torch.dtype) -> bool:
-        """Whether kernels of the device do it: then `select_on_device` does what `compress` does."""
+        """Tell whether kernels of the device do it: then `select_on_device` does what `compress` does."""
         if self._selector not in (select_exact, select_mstopk) or not self.k:
             return False
         return all(has_kernels(device, dtype) for dtype in dtypes)
@@ -76,7 +73,7 @@ class SparseCompressor:
     def select_on_device(
         self, gradient: Tensor, buffers: tuple[Tensor, Tensor, Tensor], out: tuple[Tensor, Tensor], step: int
     ) -> None:
-        """In one launch, without memory of its own.
+        """Select in one launch, without memory of its own.
 
         Args:
             gradient: 1-D, float32 or bfloat16; unchanged.
@@ -96,7 +93,7 @@ class SparseCompressor:
             ms_topk_(gradient, one, other, *out, state, seed=seed, swapped=swapped)
 
     def compress(self, gradient: Tensor, residual: Tensor, new_residual: Tensor, step: int) -> tuple[Tensor, Tensor]:
-        """(values, indices) of what is sent; indices are int32, ascending, in the whole buffer.
+        """Return (values, indices) of what is sent; indices are int32, ascending, in the whole buffer.
 
         Args:
             gradient: 1-D, in any floating dtype; unchanged.

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from types import MappingProxyType
 
 import torch
 from torch import Tensor
 
 from runtime.sparse.compressors.magnitudes import CHUNK, accumulate
 
-WIRE_DTYPES: Mapping[str, torch.dtype] = MappingProxyType({"bfloat16": torch.bfloat16, "float16": torch.float16})
+WIRE_DTYPES: Mapping[str, torch.dtype] = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 """What may be sent."""
 
 
@@ -37,7 +36,7 @@ class WireCompressor:
         self._last_bit = _lowest_bit(self.limit)
 
     def compress(self, gradient: Tensor, residual: Tensor, new_residual: Tensor, step: int) -> Tensor:
-        """What is sent: 1-D, in the wire's dtype. Arguments as with `SparseCompressor.compress`."""
+        """Return what is sent: 1-D, in the wire's dtype. Arguments as with `SparseCompressor.compress`."""
         sent = torch.empty(gradient.numel(), dtype=self.dtype, device=gradient.device)
         size = CHUNK if gradient.device.type == "cpu" else max(1, gradient.numel())
         for start in range(0, gradient.numel(), size):
@@ -46,7 +45,7 @@ class WireCompressor:
         return sent
 
     def _round(self, total: Tensor, sent: Tensor) -> None:
-        """Moves what the wire can carry from `total` to `sent`."""
+        """Move what the wire can carry from `total` to `sent`."""
         if total.device.type == "cpu" and bool(total.abs().amax() <= self.limit):  # not where it is NaN
             sent.copy_(total)
             total.sub_(sent)
