@@ -29,10 +29,8 @@ SHOWN = 5
 
 
 def trainable_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Canonical name → parameter, for those that require a gradient; a shared one once.
-
-    Raises:
-        InputError: two parameters have the same canonical name.
+    """Canonical name → parameter, for those that require a gradient; a shared one once. Raises InputError: two
+    parameters have the same canonical name.
     """
     found: dict[str, nn.Parameter] = {}
     full: dict[str, str] = {}

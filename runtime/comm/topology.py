@@ -86,10 +86,8 @@ def node_info(
     mesh: DeviceMesh | None = None,
     environment: Mapping[str, str] = os.environ,
 ) -> NodeInfo:
-    """Return what this rank of a process group (default: all ranks) knows.
-
-    Raises:
-        InputError: the mesh has other than two dimensions, or ranks of other groups.
+    """Return what this rank of a process group (default: all ranks) knows. Raises InputError: the mesh has other than
+    two dimensions, or ranks of other groups.
     """
     node = node_name(environment)
     if mesh is None:

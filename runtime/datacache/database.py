@@ -152,11 +152,7 @@ class Database:
         return False
 
     def get(self, index: int) -> bytes | None:
-        """The raw sample, or None.
-
-        Raises:
-            Damaged: its bytes are not those that were stored.
-        """
+        """The raw sample, or None. Raises Damaged: its bytes are not those that were stored."""
         with self.opened() as connection:
             row = connection.execute("SELECT checksum, raw FROM sample WHERE id = ?", (self._first + index,)).fetchone()
         if row is None:

@@ -49,9 +49,7 @@ _HINT = "return its copy() from the dataset, or convert it there"
 
 def plain_state(value: Any, check: Check) -> tuple[str, State] | None:
     """Return (a key of `MAKE`, what to call that with) for what is Pillow's, which stays as it is; None for the rest.
-
-    Raises:
-        Unstorable: it cannot be kept exactly; the text says why, and what to do, but not of which value.
+    Raises Unstorable: it cannot be kept exactly; the text says why, and what to do, but not of which value.
     """
     kind = type(value)
     if kind is iTXt:

@@ -82,10 +82,8 @@ class NodeMemory:
 
     @classmethod
     def make(cls, slots: int, memory_bytes: int) -> NodeMemory:
-        """Make memory of at most `memory_bytes` in all; without an arena where nothing is left for one.
-
-        Raises:
-            EnvironmentFailure: the system gives none.
+        """Make memory of at most `memory_bytes` in all; without an arena where nothing is left for one. Raises
+        EnvironmentFailure: the system gives none.
         """
         arena_bytes = (memory_bytes - overhead_bytes(slots)) // ALIGNMENT * ALIGNMENT
         if arena_bytes <= 0:
@@ -107,10 +105,8 @@ class NodeMemory:
 
     @classmethod
     def open(cls, address: tuple[int, int, int, int]) -> NodeMemory:
-        """Open the memory that another rank of this node has made.
-
-        Raises:
-            EnvironmentFailure: that process cannot be seen, as from another container.
+        """Open the memory that another rank of this node has made. Raises EnvironmentFailure: that process cannot be
+        seen, as from another container.
         """
         process, descriptor, slots, arena_bytes = address
         try:

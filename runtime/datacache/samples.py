@@ -60,10 +60,7 @@ class Unstorable(Exception):
 
 def pack(sample: Any) -> Tensor:
     """Return the flat sample (uint8, one dimension) in memory of its own; gaps are zeros, so that equal samples have
-    equal bytes.
-
-    Raises:
-        Unstorable: a part is of another type than `STORABLE`, or nested too deeply.
+    equal bytes. Raises Unstorable: a part is of another type than `STORABLE`, or nested too deeply.
     """
     leaves: list[Leaf] = []
     # Offsets follow from the sizes alone, so the header does without them and is known before it is placed.

@@ -86,10 +86,8 @@ def _point_to(
     state: TopkState, gradients: Sequence[Tensor], residuals: Sequence[Tensor], new_residuals: Sequence[Tensor],
     values: Tensor, indices: Tensor,
 ) -> tuple[int, int, int]:  # fmt: skip
-    """Addresses that the table of the state's segments counts from: of one flat buffer, or 0 for many tensors.
-
-    Raises:
-        ValueError: tensors share memory, or they have moved while a CUDA graph is captured.
+    """Addresses that the table of the state's segments counts from: of one flat buffer, or 0 for many tensors. Raises
+    ValueError: tensors share memory, or they have moved while a CUDA graph is captured.
     """
     key = state.memory.data_ptr()
     tensors = (*gradients, *residuals, *new_residuals, values, indices)

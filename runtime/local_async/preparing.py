@@ -177,10 +177,8 @@ def made(make: Callable[[], LocalJob]) -> LocalJob:
 
 def _try_minibatch(job: LocalJob, spec: LocalAsyncSpec, rank: int, seed: int) -> tuple[float, int | None]:
     """One forward and backward in this process, after which the model is as it was: (seconds, memory that is this
-    process's alone, as an updater's will be, or None where that is not known).
-
-    Raises:
-        InputError: backward cannot stop at the plan's blocks.
+    process's alone, as an updater's will be, or None where that is not known). Raises InputError: backward cannot stop
+    at the plan's blocks.
     """
     with preserved(job.model):
         batch = batches_of(job, rank, Part(seed=seed))(0)

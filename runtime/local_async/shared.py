@@ -244,10 +244,8 @@ class Snapshots:
 
 def make_memory(model: nn.Module, layout: Layout) -> tuple[Any, Tensor]:
     """Return (what to send to another process, the bytes) for the model's tensors, which keep their values once they
-    are views of these. On a CPU an anonymous file; on a GPU torch sends a handle to the device's memory (IPC).
-
-    Raises:
-        EnvironmentFailure: there is not so much memory.
+    are views of these. On a CPU an anonymous file; on a GPU torch sends a handle to the device's memory (IPC). Raises
+    EnvironmentFailure: there is not so much memory.
     """
     size_bytes = max(layout.size_bytes, ALIGNMENT)
     device = next(model.parameters()).device

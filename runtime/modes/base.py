@@ -208,9 +208,7 @@ class Mode:
 
     def end(self) -> None:
         """Another mode follows: ranks have the same weights, and each the whole state; all of them call this at once.
-
-        Raises:
-            CommunicationError: a rank did not come within the deadline.
+        Raises CommunicationError: a rank did not come within the deadline.
         """
 
     def close(self) -> None:

@@ -225,10 +225,8 @@ class Delayed(Mode):
 
     @torch.no_grad()
     def exchanged(self) -> None:
-        """See `Mode.exchanged`.
-
-        Raises:
-            InputError: weights have changed in a way that no optimizer's step is, and the optimizer makes none.
+        """See `Mode.exchanged`. Raises InputError: weights have changed in a way that no optimizer's step is, and the
+        optimizer makes none.
         """
         first = self.host.step == 1
         if self.stage == "synchronous" or (self._updated == self.host.step - 1 and not first):
@@ -250,10 +248,8 @@ class Delayed(Mode):
     # One step, in the order in which it happens.
 
     def before_step(self, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
-        """See `Mode.before_step`: the optimizer passes over gradients that are pushed.
-
-        Raises:
-            InputError: a closure; other groups of parameters than at attach, or weights in other memory.
+        """See `Mode.before_step`: the optimizer passes over gradients that are pushed. Raises InputError: a closure;
+        other groups of parameters than at attach, or weights in other memory.
         """
         groups = self._optimizer.param_groups
         if self.stage == "synchronous" and self._done_by_owners != self.host.step:
@@ -448,11 +444,7 @@ class Delayed(Mode):
     # Checkpoints.
 
     def state(self) -> dict[str, Any]:
-        """See `Mode.state`; copies. Waits for what is on its way.
-
-        Raises:
-            InputError: the session is detached.
-        """
+        """See `Mode.state`; copies. Waits for what is on its way. Raises InputError: the session is detached."""
         if self.stage == "delayed" and self._pushes is None:
             raise InputError(
                 "state_dict: the session is detached; expected one with its weights: call it before detach"
@@ -482,10 +474,8 @@ class Delayed(Mode):
         return {"rank": self.host.world.rank, "delay": state}
 
     def load(self, state: dict[str, Any] | Sequence[dict[str, Any]]) -> int:
-        """See `Mode.load`.
-
-        Raises:
-            InputError: of a run with another delay, model or optimizer, or with other ranks, workers or buckets.
+        """See `Mode.load`. Raises InputError: of a run with another delay, model or optimizer, or with other ranks,
+        workers or buckets.
         """
         buckets = buckets_of(self.plan)
         own = own_state(state, self._world.rank, self._world.ranks, self.workers.num_nodes, buckets)

@@ -52,11 +52,7 @@ class LayerwiseOptimizer(torch.optim.Optimizer):
         self._norms, self._own_world = LayerNorms(), World()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """See `torch.optim.Optimizer.add_param_group`.
-
-        Raises:
-            InputError: an option is out of its range.
-        """
+        """See `torch.optim.Optimizer.add_param_group`. Raises InputError: an option is out of its range."""
         super().add_param_group(param_group)
         try:
             self._check_group(self.param_groups[-1])

@@ -52,11 +52,7 @@ ALSO_EXECUTED: Mapping[str, frozenset[str]] = {DELAY: frozenset({WIRE}), LOCAL_U
 
 
 def reason_against(mode: str, feature: str) -> str | None:
-    """Return why a mode and a feature do not go together; None where they do.
-
-    Raises:
-        KeyError: no such mode.
-    """
+    """Return why a mode and a feature do not go together; None where they do. Raises KeyError: no such mode."""
     return COMBINATIONS[mode].get(feature)
 
 

@@ -18,10 +18,8 @@ FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 def checked_path(path: object) -> str:
-    """The path as text; `os.fspath` with errors that a user understands.
-
-    Raises:
-        InputError: not a path, empty, or with a NUL character.
+    """The path as text; `os.fspath` with errors that a user understands. Raises InputError: not a path, empty, or with
+    a NUL character.
     """
     if not isinstance(path, str | os.PathLike):
         raise InputError(f"found a {type(path).__name__}, expected the path of a file; pass a str or a pathlib.Path")
@@ -34,10 +32,8 @@ def checked_path(path: object) -> str:
 
 
 def read_text(path: str | Path) -> str:
-    """Return the text of a file; of UTF-8, with or without a byte order mark.
-
-    Raises:
-        InputError: the file is missing, unreadable, too large, no regular file, or not UTF-8.
+    """Return the text of a file; of UTF-8, with or without a byte order mark. Raises InputError: the file is missing,
+    unreadable, too large, no regular file, or not UTF-8.
     """
     name = checked_path(path)
     try:
@@ -70,10 +66,8 @@ def read_text(path: str | Path) -> str:
 def write_text(path: str | Path, text: str) -> None:
     """Writes a file so that it is either the old one or the whole new one. A device or pipe is written to.
 
-    A symbolic link stays: the file that it leads to is replaced.
-
-    Raises:
-        InputError: the path cannot be written, or the disk is full.
+    A symbolic link stays: the file that it leads to is replaced. Raises InputError: the path cannot be written, or the
+    disk is full.
     """
     name = checked_path(path)
     try:
@@ -96,10 +90,8 @@ def write_text(path: str | Path, text: str) -> None:
 
 
 def check_output(path: str | Path) -> Path:
-    """Where an output path leads once links are followed; makes and changes nothing.
-
-    Raises:
-        InputError: it is a directory, its folder is missing or cannot be written to, or the file is read-only.
+    """Where an output path leads once links are followed; makes and changes nothing. Raises InputError: it is a
+    directory, its folder is missing or cannot be written to, or the file is read-only.
     """
     name = checked_path(path)
     hint = "choose another output path"

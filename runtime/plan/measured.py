@@ -93,11 +93,8 @@ class MeasuredStep(Record):
 
 
 def load_measured(path: str | Path, plan: Plan) -> MeasuredStep:
-    """Reads and checks a measured step of `plan`.
-
-    Raises:
-        InputError: not a timeline of this schema; a task that ends before it starts; of another model, another number
-            of ranks or other buckets than the plan.
+    """Reads and checks a measured step of `plan`. Raises InputError: not a timeline of this schema; a task that ends
+    before it starts; of another model, another number of ranks or other buckets than the plan.
     """
     where, document = str(path), read_json(path)
     check_schema(document, TIMELINE_SCHEMA, where)

@@ -232,10 +232,8 @@ class ShardedStep:
     # The end, and what a report says.
 
     def end(self) -> None:
-        """Make the optimizer plain, with the whole state, and gradients whole; all ranks call this at once.
-
-        Raises:
-            CommunicationError: a rank did not come within the deadline; then the state and the gradients are gone.
+        """Make the optimizer plain, with the whole state, and gradients whole; all ranks call this at once. Raises
+        CommunicationError: a rank did not come within the deadline; then the state and the gradients are gone.
         """
         self._swap_back()
         for handle in self._handles:

@@ -53,10 +53,8 @@ def check_options(spec: CompressorSpec, known: frozenset[str]) -> None:
 def kept_elements(spec: CompressorSpec, layers: Sequence[Layer]) -> tuple[Segment, ...]:
     """Return how many elements of which part of the buffer are sent; parts without elements are left out.
 
-    A density D of n elements keeps max(1, ⌊D·n⌋).
-
-    Raises:
-        InputError: neither or both of `k` and `density`, or they do not fit these layers.
+    A density D of n elements keeps max(1, ⌊D·n⌋). Raises InputError: neither or both of `k` and `density`, or they do
+    not fit these layers.
     """
     if (spec.k is None) == (spec.density is None):
         found = "neither k nor density" if spec.k is None else "both k and density"
