@@ -82,9 +82,7 @@ def node_name(environment: Mapping[str, str] = os.environ) -> str:
 
 
 def node_info(
-    group: dist.ProcessGroup | None = None,
-    mesh: DeviceMesh | None = None,
-    environment: Mapping[str, str] = os.environ,
+    group: dist.ProcessGroup | None = None, mesh: DeviceMesh | None = None, environment: Mapping[str, str] = os.environ
 ) -> NodeInfo:
     """Return what this rank of a process group (default: all ranks) knows. Raises InputError: the mesh has other than
     two dimensions, or ranks of other groups.

@@ -36,10 +36,7 @@ _MODES = frozenset(("1", "L", "LA", "La", "P", "PA", "RGB", "RGBA", "RGBa", "RGB
 _APART = frozenset(("im", "_im", "pyaccess", "_mode", "_size", "palette", "_exif", "map"))
 """Attributes of a decoded image that are kept apart from others, or follow from them."""
 
-_HANDLES = {
-    "PIL.PngImagePlugin.PngImageFile": ("_fp",),
-    "PIL.WebPImagePlugin.WebPImageFile": ("_decoder",),
-}
+_HANDLES = {"PIL.PngImagePlugin.PngImageFile": ("_fp",), "PIL.WebPImagePlugin.WebPImageFile": ("_decoder",)}
 """What decoded images of a single frame need no longer, by class."""
 
 _FILE_CLASS = re.compile(r"PIL\.[A-Za-z0-9]+ImagePlugin\.[A-Za-z0-9]+ImageFile")

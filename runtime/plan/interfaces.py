@@ -14,7 +14,7 @@ SHARDED_STEP = "sharded-step"
 
 INTERFACES: Mapping[str, str] = {
     SHARDED_STEP: "between backward and step gradients can be scaled, clamped, zeroed and clipped by norms (on every "
-    "rank), and not read; checkpoints take session.optimizer_state_dict() on every rank",
+    "rank), and not read; checkpoints take session.optimizer_state_dict() on every rank"
 }
 """Name → what a script has to know about it."""
 
