@@ -317,13 +317,8 @@ def mark_on(stream: torch.cuda.Stream) -> torch.cuda.Event:
 def make_communicator(
     world: World, collectives: list[Collective], device: torch.device, whole: World | None = None
 ) -> Communicator:
-    """Make the communicator for the device that the gradients live on.
-
-    Args:
-        world: the ranks that exchange.
-        collectives: by bucket.
-        device: of what is sent.
-        whole: of which `world` is a part, where it is one: errors name this rank by its number there.
+    """Make the communicator for the device that gradients live on. Where `world` is a part of `whole`, errors name this
+    rank by its number there.
     """
     if world.group is None:
         return NullCommunicator()

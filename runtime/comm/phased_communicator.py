@@ -67,11 +67,7 @@ class PhaseQueues:
     """Which phase each kind of link takes next. A round is what is launched between two waits for everything."""
 
     def __init__(self, links: Sequence[Sequence[LinkName]], order: Sequence[Entry] | None = None) -> None:
-        """
-        Args:
-            links: of each bucket, the links of its phases.
-            order: of all phases; default: see `default_order`.
-        """
+        """`links`: of each bucket, the links of its phases. `order`: of all phases; default: see `default_order`."""
         self._counts = [len(of) for of in links]
         order = default_order(self._counts) if order is None else order
         self.order = tuple(order)

@@ -22,12 +22,8 @@ class AllReduce(Launcher):
         self, buckets: Sequence[BucketBuffer], flags: UsageFlags | None, communicator: Communicator,
         carried: ErrorFeedback, parameters: Mapping[str, nn.Parameter], recorder: Recorder, *, ranks: int, exact: bool,
     ) -> None:  # fmt: skip
-        """
-        Args:
-            buckets: of a rank alone none.
-            flags: are sent behind the last bucket.
-            parameters: by name; of a rank alone, to which residuals are added.
-            exact: whether every `.grad` is the plain average of what ranks have.
+        """Of a rank alone there are no `buckets`, and residuals are added to `parameters`, by name. `exact`: whether
+        every `.grad` is the plain average of what ranks have.
         """
         self.communicator, self.scale = communicator, 1.0 / ranks
         self._slots = [slot for bucket in buckets for slot in bucket.slots]

@@ -33,12 +33,7 @@ class BackwardTracker:
     def __init__(
         self, model: nn.Module, watch: ModelWatch, exchange: Callable[[], Exchange], step_done: Callable[[], None]
     ) -> None:
-        """
-        Args:
-            watch: looks for parameters that have come or gone.
-            exchange: the one in place now.
-            step_done: called at the end of each backward that exchanges.
-        """
+        """`exchange` gives the one in place now; `step_done` is called at the end of each backward that exchanges."""
         self._model, self._watch, self._exchange, self._step_done = model, watch, exchange, step_done
         self._hooks = HookWatch(model)
         self.synchronizing = True

@@ -28,12 +28,8 @@ class BufferSync:
     def __init__(
         self, world: World, model: nn.Module, synchronizing: Callable[[], bool], apart: Callable[[], bool]
     ) -> None:
-        """
-        Args:
-            world: the ranks.
-            model: whose buffers they are.
-            synchronizing: asked in a forward: whether the next one begins with an exchange.
-            apart: asked before a forward: whether ranks' buffers are their own now.
+        """`synchronizing` is asked in a forward: whether the next one begins with an exchange; `apart` before a
+        forward: whether ranks' buffers are their own now.
         """
         self._world, self._model, self._synchronizing, self._apart = world, model, synchronizing, apart
         self._due = True

@@ -90,11 +90,8 @@ class Launcher:
         return None
 
     def separates(self, may_look: bool, kept: Callable[[], bool]) -> bool:
-        """Tell whether `.grad`s of this step are none of the buckets' memory.
-
-        Args:
-            may_look: whether hooks of the user's may look at them while backward runs.
-            kept: whether somebody has kept a `.grad` that backward adds to.
+        """Tell whether `.grad`s of this step are none of the buckets' memory. `may_look`: whether hooks of the user's
+        may look at them while backward runs; `kept`: whether somebody has kept a `.grad` that backward adds to.
         """
         return False
 

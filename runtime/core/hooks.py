@@ -24,11 +24,8 @@ class GradientHook:
     def __init__(
         self, parameter: Tensor, after: Callable[[Any, Any], None], before: Callable[[Any], None] | None = None
     ) -> None:
-        """Register the hooks.
-
-        Args:
-            after: called with nothing and a tuple of the gradient, None where a backward function gave none.
-            before: called with that tuple when the gradient is about to be added.
+        """Register the hooks: `after` is called with nothing and a tuple of the gradient, None where a backward
+        function gave none; `before` with that tuple when the gradient is about to be added.
         """
         self._parameter, self._after, self._before = parameter, after, before
         self._register(accumulator_of(parameter))

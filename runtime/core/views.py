@@ -68,10 +68,8 @@ class ViewGuard:
             self._remember()
 
     def others_kept(self, first: Slot | None) -> bool:
-        """Tell whether somebody has kept a `.grad` that is none of the views: they have to see what backward adds.
-
-        Args:
-            first: its gradient has come already; a new one is the backward's, too, and nobody else's.
+        """Tell whether somebody has kept a `.grad` that is none of the views: they have to see what backward adds. The
+        gradient of `first` has come already; a new one is the backward's, too, and nobody else's.
         """
         # No list of gradients: it would hold what is asked about.
         others = [(slot, _storage_of(slot.parameter)) for slot in self._slots if _is_apart(slot)]

@@ -55,13 +55,9 @@ class Database:
     """One process's connection to the file, for one dataset. Every method may raise `sqlite3.Error` or `OSError`."""
 
     def __init__(self, folder: Path, bound_bytes: int, dataset: str, owned: np.ndarray | None = None) -> None:
-        """Name the file of a folder, which is opened, or made, when it is needed first.
-
-        Args:
-            folder: the directory.
-            bound_bytes: of all files in it, for all datasets.
-            dataset: what tells this dataset from others in the directory.
-            owned: per sample, whether this node reads it (bool); None: it reads all.
+        """Name the file of a folder, which is opened, or made, when it is needed first. `bound_bytes`: of all files in
+        it, for all datasets; `dataset` tells this one from others; `owned`: per sample, whether this node reads it
+        (bool), None for all.
         """
         self.path = folder / FILE
         self.folder = folder

@@ -35,12 +35,8 @@ class Fetcher:
     """This rank's, or one of its workers', connection to the same of the other ranks."""
 
     def __init__(self, rank: int, ranks: int, address: tuple[str, int], key: str, timeout_s: float) -> None:
-        """Args:
-        rank: this rank among those that share the cache.
-        ranks: their number.
-        address: of the TCP store at which groups form.
-        key: tells this cache from others there; equal on all ranks.
-        timeout_s: deadline of each exchange.
+        """Groups form at the TCP store of an address; `key`, equal on all ranks, tells this cache from others there.
+        The deadline is of each exchange.
         """
         self.rank = rank
         self.ranks = ranks
@@ -54,18 +50,11 @@ class Fetcher:
         return Fetcher, (self.rank, self.ranks, self._address, self._key, self.timeout_s)
 
     def exchange(self, wanted: Sequence[Sequence[int]], load: Callable[[int], Tensor]) -> list[list[Tensor]]:
-        """Every rank calls this for the same batch.
+        """Return by rank the flat samples that are `wanted` of it (indices by rank), in order; every rank calls this
+        for the same batch. `load` gives a flat sample (uint8) that this rank is asked for; what it raises is raised
+        when the other ranks have been told.
 
-        Args:
-            wanted: by rank, the indices to get from it.
-            load: gives a flat sample (uint8) that this rank is asked for.
-
-        Returns:
-            By rank, the flat samples, in the order in which they were asked for.
-
-        Raises:
-            CommunicationError: a rank died, missed the deadline, or could not read a sample.
-            Whatever `load` raises here, after the other ranks have been told.
+        Raises CommunicationError: a rank died, missed the deadline, or could not read a sample.
         """
         with self._error_context():
             # The group of this process; made with the first exchange in it.

@@ -58,12 +58,8 @@ class NodeMemory:
     """
 
     def __init__(self, descriptor: int, slots: int, arena_bytes: int) -> None:
-        """Map the file of a descriptor, which this object owns from now on.
-
-        Args:
-            descriptor: of the file.
-            slots: places for samples, one for each that the node may hold.
-            arena_bytes: for the samples.
+        """Map the file of a descriptor, which this object owns from now on: `slots` places for samples, one for each
+        that the node may hold, and an arena of so many bytes.
         """
         self.slots, self.arena_bytes = slots, arena_bytes
         self.descriptor = descriptor

@@ -17,10 +17,8 @@ CHUNK = 16_384
 
 
 def chunks(*lists: Sequence[Tensor]) -> Iterator[tuple[list[Tensor], ...]]:
-    """Views of tensors that belong together, as lists for `torch._foreach_…`; what is written to them is the tensors'.
-
-    Args:
-        lists: equally long; tensors at one place have one shape.
+    """Yield views of tensors that belong together, as lists for `torch._foreach_…`; what is written to them is the
+    tensors'. The lists are equally long; tensors at one place have one shape.
     """
     if any(tensor.device.type != "cpu" for tensors in lists for tensor in tensors):
         yield tuple(map(list, lists))

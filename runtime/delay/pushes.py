@@ -84,13 +84,8 @@ class Push(Protocol):
     """What is sent."""
 
     def pack(self, vector: Tensor, scale: float, finite: Tensor, step: int) -> None:
-        """Fill what is sent.
-
-        Args:
-            vector: 1-D, up to peers · share elements.
-            scale: makes of it this worker's part of the averaged gradient.
-            finite: whether it is (0-d); if not, nothing of it counts as sent.
-            step: its number.
+        """Fill what is sent with a vector (1-D, up to peers · share elements) times `scale`, which makes it this
+        worker's part of the averaged gradient. Where it is not `finite` (0-d), nothing of it counts as sent.
         """
         ...
 
@@ -225,16 +220,9 @@ def make_push(
     spec: CompressorSpec, elements: int, share: int, peers: int, dtype: torch.dtype, device: torch.device,
     metadata_bytes: int = 0,
 ) -> Push:  # fmt: skip
-    """Return how one vector is pushed.
-
-    Args:
-        spec: what the plan says of its bucket; of those that select, with one density.
-        elements: of the vector.
-        share: elements of each owner's part.
-        peers: how many owners there are.
-        dtype: of the gradients, and of their sum.
-        device: where they are.
-        metadata_bytes: of the metadata behind it.
+    """Return how one vector is pushed: of so many elements, of which each of the `peers` owns a part of `share`. `spec`
+    is what the plan says of its bucket; of those that select, with one density. `metadata_bytes`: of what is sent
+    behind it.
     """
     if spec == NO_COMPRESSION:
         return WholePush(share, peers, dtype, device, metadata_bytes)

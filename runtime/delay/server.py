@@ -194,17 +194,9 @@ class Server:
         compressors: Sequence[CompressorSpec] | None = None,
         metadata_bytes: int = 0,
     ) -> None:
-        """Take over the parameters' weights and the optimizer's momentum, which are the same on all ranks.
-
-        Args:
-            buckets: laid out.
-            optimizer: the user's.
-            rank: this one.
-            ranks: how many there are.
-            owners: the number of each rank as an owner; default: its own.
-            ranks_per_node: the ranks of each worker.
-            compressors: of each bucket's pushes; default: none.
-            metadata_bytes: of the metadata behind the last push.
+        """Take over the parameters' weights and the optimizer's momentum, which are the same on all ranks. `owners`:
+        the number of each rank as an owner, by default its own; `compressors`: of each bucket's pushes, by default
+        none; `metadata_bytes`: behind the last push. Each worker has `ranks_per_node` ranks.
         """
         self._owners = tuple(range(ranks) if owners is None else owners)
         last = buckets[-1].messages[-1]

@@ -127,12 +127,8 @@ class Staleness:
         return 1.0, apart / lr_sum, apart / size if size > 0.0 else math.inf
 
     def judge(self, reported: Tensor, step: int, steps: int) -> int:
-        """Return how long the delay is to be from now on, 0 for synchronous steps; warn where that is another.
-
-        Args:
-            reported: what each rank measured. Shape (ranks, 3).
-            step: for the record.
-            steps: how long it is now.
+        """Return how long the delay is to be from now on, 0 for synchronous steps, of `steps` now; warn where that is
+        another. `reported`: what each rank measured. Shape (ranks, 3).
         """
         fresh = reported[:, 0] > 0.0
         if not bool(fresh.any()):

@@ -45,14 +45,9 @@ class Compiler:
         return tuple(sorted(found))
 
     def compile(self, program: Program, capability: int, *more: str) -> tuple[bytes, str]:
-        """(code, log). For devices that the compiler is too old for, the code is one that the driver translates.
-
-        Args:
-            capability: 10 · major + minor: 90 for 9.0.
-            more: options beside `OPTIONS`.
-
-        Raises:
-            EnvironmentFailure: it does not compile; the message has the log.
+        """Return (code, log). For devices that the compiler is too old for, the code is one that the driver translates.
+        The capability is 10 · major + minor; `more`: options beside `OPTIONS`. Raises EnvironmentFailure, with the log,
+        where it does not compile.
         """
         known = [one for one in self.architectures if one <= capability]
         if not known:

@@ -28,17 +28,11 @@ def keys_torch(values: Tensor) -> Tensor:
 
 
 def ef_topk_torch(gradient: Tensor, residual: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
-    """(values, indices, new residual): the k largest magnitudes of residual + gradient, and the rest.
+    """Return (values, indices, new residual): the k largest magnitudes of residual + gradient, by ascending index, and
+    the sum with 0 where it was selected.
 
-    Args:
-        gradient: 1-D, float32 or bfloat16.
-        residual: likewise, of as many elements.
-        k: from 1 to their number.
-
-    Returns:
-        values: (k,), in the residual's dtype, by ascending index.
-        indices: (k,), int32.
-        new residual: the sum with 0 where it was selected.
+    Gradient and residual are 1-D, float32 or bfloat16, of as many elements; values have the residual's dtype, indices
+    are int32.
     """
     total = accumulate_torch(gradient, residual)
     order = torch.sort(keys_torch(total), descending=True, stable=True).indices
@@ -78,11 +72,8 @@ def mixed(seed: int, segment: int) -> int:
 
 
 def unpack_torch(values: Tensor, indices: Tensor, elements: int, *, factor: float, dtype: torch.dtype) -> Tensor:
-    """The sum of all ranks' messages, in order of ranks, times `factor`. Shape (elements,).
-
-    Args:
-        values: (ranks, k), float32 or bfloat16; added up in float32.
-        indices: (ranks, k), int32, ascending in each row.
+    """Return the sum of all ranks' messages, in order of ranks, times `factor`. Shape (elements,). `values` (ranks, k)
+    are float32 or bfloat16, added up in float32; `indices` (ranks, k) int32, ascending in each row.
     """
     sums = torch.zeros(elements, dtype=torch.float32, device=values.device)
     for rank in range(values.shape[0]):

@@ -103,11 +103,9 @@ class Layout:
         return -(-4 * int(last.stop) // 256) * 256
 
     def table(self, places: Sequence[tuple[int, int, int]] | None = None) -> Tensor:
-        """`struct Segment` (keys.cu) of each segment. Shape (segments, 16), int64, on the CPU.
-
-        Args:
-            places: of gradient, residual and new residual of each segment, counted in elements from the bases that the
-                kernel gets; None: one behind the other.
+        """Return `struct Segment` (keys.cu) of each segment. Shape (segments, 16), int64, on the CPU. `places`: of
+        gradient, residual and new residual of each, counted in elements from the bases that the kernel gets; None: one
+        behind the other.
         """
         starts = _sums(self.elements)
         columns = zip(

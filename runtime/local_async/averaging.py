@@ -64,14 +64,9 @@ class Averager:
     ) -> list[int]:
         """Average with all ranks, and return their statuses. Where all are done, they have equal models then.
 
-        Args:
-            status: of this rank.
-            updates: of this rank since the averaging before, for the record.
-            meanwhile: called with seconds again and again while messages are on their way; returns no later.
-            alone: whether nobody changes this rank's model meanwhile, so that it may be overwritten.
-
-        Raises:
-            CommunicationError: a rank died or missed the deadline.
+        `updates`: of this rank since the averaging before, for the record. `meanwhile` is called with seconds again and
+        again while messages are on their way, and returns no later. `alone`: nobody changes this rank's model
+        meanwhile, so that it may be overwritten. Raises CommunicationError: a rank died or missed the deadline.
         """
         start_s = time.perf_counter()
         for flat, snapshot, message in zip(self._flats, self._snapshots, self._messages, strict=False):

@@ -14,20 +14,12 @@ _REENTRANT = "CheckpointFunctionBackward"
 
 
 def partial_backward(loss: Tensor, block: Sequence[Tensor]) -> tuple[Tensor | None, ...]:
-    """Compute the gradients of a loss with respect to the parameters of a block, and no other parameter's.
+    """Compute the gradients of a loss, a scalar, with respect to the parameters of a block, and no other parameter's:
+    None of those that the loss does not depend on.
 
     Autograd runs the nodes between the loss and the block only. It computes nothing below the block (nearer to the
-    input), and above it gradients of inputs, none of weights. No `.grad` is written, and the graph is freed.
-
-    Args:
-        loss: a scalar that requires a gradient.
-        block: parameters, each once.
-
-    Returns:
-        For each parameter its gradient, of its shape and dtype, or None where the loss does not depend on it.
-
-    Raises:
-        InputError: the model uses reentrant activation checkpoints.
+    input), and above it gradients of inputs, none of weights. No `.grad` is written, and the graph is freed. Raises
+    InputError: the model uses reentrant activation checkpoints.
     """
     if not block:
         return ()

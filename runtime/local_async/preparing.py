@@ -109,17 +109,11 @@ T = TypeVar("T")
 
 
 def agreed(world: World, what: str, make: Callable[[], T], who: str = "the job") -> T:
-    """Return what `make` makes on this rank, once all ranks have made theirs; every rank calls it.
+    """Return what `make` makes on this rank, once all ranks have made theirs; every rank calls it. `what` names the
+    exchange in errors, `who` what has raised where that is none of our errors.
 
-    Args:
-        world: the ranks.
-        what: names the exchange in errors.
-        make: what may raise.
-        who: raised, where that is none of our errors.
-
-    Raises:
-        InputError: it raised on some rank; on all alike.
-        EnvironmentFailure: likewise, where every rank that raised said so.
+    Raises InputError, on all ranks alike, where it raised on some; EnvironmentFailure where every rank that raised said
+    so.
     """
     value, problem, failed = None, None, False
     try:

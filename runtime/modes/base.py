@@ -184,13 +184,8 @@ class Mode:
         return {"rank": self.host.world.rank, "carried": carried} if carried else {}
 
     def load(self, state: dict[str, Any] | Sequence[dict[str, Any]]) -> int:
-        """Continue; return the number of the next step.
-
-        Args:
-            state: see `Session.load_state_dict`.
-
-        Raises:
-            InputError: no state of such a run, of this model, or of as many ranks as it needs.
+        """Continue from what `Session.load_state_dict` was given; return the number of the next step. Raises
+        InputError: no state of such a run, of this model, or of as many ranks as it needs.
         """
         shapes = {name: parameter.shape for name, parameter in self.host.parameters.items()}
         carried = state_of_rank(state, self.host.world.rank, self.host.world.ranks, shapes)

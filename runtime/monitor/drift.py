@@ -122,13 +122,8 @@ def complete(steps: Iterable[StepMarks], clock: Clock) -> list[StepMarks]:
 
 
 def judge(steps: Sequence[StepMarks], predicted: StepTimes, clock: Clock, *, drifting: bool = False) -> Verdict | None:
-    """Return the verdict on the last steps; None where there are too few.
-
-    Args:
-        steps: as `complete` gives them, oldest first, without the warm-up.
-        predicted: what the plan says.
-        clock: that the marks are of.
-        drifting: whether the last verdict was that steps drift; then less is enough for the next one.
+    """Return the verdict on the last steps, as `complete` gives them, oldest first, without the warm-up; None where
+    there are too few. `drifting`: whether the last verdict was that steps drift; then less is enough for the next one.
     """
     last = steps[-WINDOW_STEPS * WINDOWS :]
     if len(last) < WINDOW_STEPS * WINDOWS:

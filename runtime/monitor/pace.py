@@ -84,10 +84,8 @@ class Pace:
         return [self._clock.between_us(start, end) / self._k for start, end in pairwise(ends)]
 
     def allows(self, reported: Tensor) -> bool:
-        """Return whether to continue with the delay; warn where it is not faster.
-
-        Args:
-            reported: by each rank, of a step. Shape (ranks, 3).
+        """Return whether to continue with the delay, by what each rank reported of a step (shape (ranks, 3)); warn
+        where it is not faster.
         """
         if not bool((reported[:, 0] > 0.0).all()):
             return True

@@ -31,15 +31,8 @@ class Verdict:
 
 
 def faster(step_us: float, other_us: float, noise_us: float, steps: str, others: str, following: str) -> Verdict:
-    """Return whether steps are shorter than others beyond the noise.
-
-    Args:
-        step_us: what they take.
-        other_us: what the others take.
-        noise_us: see `Verdict`.
-        steps: what these are called.
-        others: what they are compared with.
-        following: what the run goes on with if they are not.
+    """Return whether steps (called `steps`) are shorter than `others` beyond the noise (see `Verdict`); if not, the
+    text says that the run continues with `following`.
     """
     good = other_us - step_us > noise_us
     taken = f"{step_us / 1e3:.2f} ms, {others} {other_us / 1e3:.2f} ms (noise ± {noise_us / 1e3:.2f} ms)"
@@ -55,12 +48,7 @@ def cause_of_error(
     *, computed_us: float, predicted_computed_us: float, step_us: float, predicted_step_us: float
 ) -> str | None:
     """Return what most of the difference between a step and its prediction comes from; None where that is small.
-
-    Args:
-        computed_us: forward, backward and update, as measured.
-        predicted_computed_us: the same, as predicted.
-        step_us: the whole step, as measured.
-        predicted_step_us: the same, as predicted.
+    Computed times are of forward, backward and update.
     """
     away_us = step_us - predicted_step_us
     if min(computed_us, predicted_computed_us, step_us, predicted_step_us) <= 0.0 or (

@@ -84,11 +84,7 @@ class LayerNorms:
 
     def start(self, layers: Sequence[Tensor], pairs: Mapping[Tensor, Pair], dtype: torch.dtype) -> Callable[[], Tensor]:
         """Compute this rank's share of the norms and send it; returns what waits and gives a row for each layer.
-
-        Args:
-            layers: parameters whose norms are asked for.
-            pairs: of those of them that this rank computes (see `mine`), the pair; others are not looked at.
-            dtype: what norms are added up in.
+        `pairs`: of the layers that this rank computes (see `mine`); others are not looked at.
         """
         mark = self._clock.mark if self._clock else lambda: None
         begin, split = mark(), self._split_for(dtype)

@@ -173,17 +173,12 @@ def validate(
     hint: str = "correct it",
     retired: Mapping[str, str] = MappingProxyType({}),
 ) -> T:
-    """Turns parsed JSON into a record of `record_type`.
+    """Turn parsed JSON into a record of `record_type`, a frozen dataclass derived from `Record`. `where` names the
+    document in messages, `hint` says what to do about wrong values; `retired`: what to say of fields that earlier
+    versions knew, by the end of their JSON path, such as `.delay.k`.
 
-    Args:
-        record_type: a frozen dataclass with `STRICT` as its `__pydantic_config__`.
-        document: plain JSON types.
-        where: names the document in messages.
-        hint: what to do about wrong values, in words.
-        retired: what to say of fields that earlier versions knew, by the end of their JSON path, such as `.delay.k`.
-
-    Raises:
-        InputError: lists up to five violations, each with its JSON path, what was found, what was expected and `hint`.
+    Raises InputError: lists up to five violations, each with its JSON path, what was found, what was expected and
+    `hint`.
     """
     try:
         text = json.dumps(document, separators=(",", ":"), allow_nan=False).encode()

@@ -20,11 +20,8 @@ class Monitor:
     """`recorder` has the marks, `drift` and `trial` their last verdicts; see `runtime.monitor`."""
 
     def __init__(self, plan: Plan, world: World, clock: Clock, *, drift: bool, guard: bool) -> None:
-        """
-        Args:
-            drift: warn where steps become longer than predicted.
-            guard: try a plan that sends a part of the gradients against the exact one beside it, and sample what its
-                buckets keep as residuals.
+        """`drift`: warn where steps become longer than predicted. `guard`: try a plan that sends a part of the
+        gradients against the exact one beside it, and sample its buckets' residuals.
         """
         self._world, self._clock, self._warns, self._guarded = world, clock, drift, guard
         self.recorder = Recorder(clock, len(plan.buckets), len(plan.gradients))

@@ -352,13 +352,8 @@ def make_report(
     plan: Plan, recorder: Recorder, world: World, samples: Mapping[int, Sequence[Sampled]] | None = None,
     norms: NormReport | None = None, step: StepReport | None = None, sends: str | None = None,
 ) -> Report:  # fmt: skip
-    """Return means over the middle half of the recorded steps.
-
-    Args:
-        samples: of lossy buckets by their index.
-        norms: what those of the optimizer took, where it has any.
-        step: what the mode did in the optimizer's step, where it does anything.
-        sends: the collective of all buckets, where it is another one than the plan says.
+    """Return means over the middle half of the recorded steps. `samples`: of lossy buckets by their index; `norms` and
+    `step`: what those took, where there are any; `sends`: the collective of all buckets, where the plan says another.
     """
     steps = list(_optimizer_steps(list(recorder.steps), recorder.clock))
     middle = _middle(steps)

@@ -38,12 +38,8 @@ def gathered_state(
     parts: Sequence[OwnPart], mine: Mapping[int, Values], world: World, device: torch.device | None
 ) -> dict[int, dict[str, Any]]:
     """Return the whole state of every parameter that has any, by its place in the plan; all ranks must call this.
-
-    Args:
-        parts: of all messages.
-        mine: by place in the plan, the state of this rank's pieces.
-        world: the ranks.
-        device: where the result is to be; None: where the parameters are.
+    `mine`: by place in the plan, the state of this rank's pieces; `device`: where the result is to be, None: where the
+    parameters are.
     """
     lengths = {index: place.stop - place.start for part in parts for index, (_, place) in part.places.items()}
     forms = {

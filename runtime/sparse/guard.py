@@ -34,18 +34,12 @@ MAX_DELTA, SAMPLES_IN_A_ROW = 1.0, 3
 
 
 def delta(accumulated_sum: Tensor, sent_sum: Tensor, k: int) -> float:
-    """‖Σacc − Σsent‖² / E‖Σacc − RandK(Σacc)‖²; the assumption, and with it convergence, holds while δ ≤ 1.
+    """Return δ = ‖Σacc − Σsent‖² / E‖Σacc − RandK(Σacc)‖²; the assumption, and with it convergence, holds while δ ≤ 1.
 
     RandK keeps each of n elements with probability k/n, so the expectation is (1 − k/n)·‖Σacc‖²: nothing is drawn.
-
-    Args:
-        accumulated_sum: the sum over ranks of residual + gradient.
-        sent_sum: the sum over ranks of what was sent, zero where nothing was.
-        k: elements that each rank sent.
-
-    Returns:
-        0 where nothing was left behind; +∞ where something was though random-k would leave nothing; NaN where the sums
-        are not finite.
+    `accumulated_sum` is the sum over ranks of residual + gradient, `sent_sum` of what was sent, zero where nothing was.
+    δ is 0 where nothing was left behind, +∞ where something was though random-k would leave nothing, NaN where sums are
+    not finite.
     """
     elements = accumulated_sum.numel()
     if sent_sum.shape != accumulated_sum.shape or not 0 <= k <= elements:

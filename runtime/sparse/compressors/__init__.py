@@ -56,15 +56,10 @@ COMPRESSORS: Mapping[str, Family] = {
 
 
 def make_compressor(spec: CompressorSpec, layers: Sequence[Layer], *, ranks: int) -> Compressor | None:
-    """Make the compressor of one flat buffer; None where every element is sent as it is.
+    """Make the compressor of one flat buffer; None where every element is sent as it is. `layers`: (name, elements) of
+    each run of gradients of one layer, which in order fill the buffer; `ranks`: how many ranks' messages are summed.
 
-    Args:
-        spec: what the plan says.
-        layers: (name, elements) of each run of gradients of one layer, in order; together they fill the buffer.
-        ranks: how many ranks' messages are summed.
-
-    Raises:
-        InputError: an unknown name, or options that do not fit the compressor or these layers.
+    Raises InputError: an unknown name, or options that do not fit the compressor or these layers.
     """
     family = choose("compressor", spec.name, COMPRESSORS)
     check_options(spec, family.options)

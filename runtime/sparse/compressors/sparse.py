@@ -73,13 +73,9 @@ class SparseCompressor:
     def select_on_device(
         self, gradient: Tensor, buffers: tuple[Tensor, Tensor, Tensor], out: tuple[Tensor, Tensor], step: int
     ) -> None:
-        """Select in one launch, without memory of its own.
-
-        Args:
-            gradient: 1-D, float32 or bfloat16; unchanged.
-            buffers: of the residual, the next one, and whether they have changed places (one int32).
-            out: (values, indices), become what is sent.
-            step: see `compress`.
+        """Select in one launch, without memory of its own, from a gradient (1-D, float32 or bfloat16; unchanged).
+        `buffers`: of the residual, the next one, and whether they have changed places (one int32); `out`: (values,
+        indices), become what is sent.
         """
         one, other, swapped = buffers
         if gradient.device not in self._states:
