@@ -73,9 +73,7 @@ def storage_uses(storage: torch.UntypedStorage) -> int:
 
 
 def held_by_torch(tensor: torch.Tensor, holders: int = 0) -> bool:
-    """Whether more than `holders` refer to a tensor beside Python: a parameter whose `.grad` it is, a graph that has
-    saved it, DLPack. Taken for true where torch does not tell.
-    """
+    """Tell whether more than `holders` beside Python refer to a tensor (a graph, DLPack), or torch does not say."""
     count = getattr(tensor, "_use_count", None)
     return count is None or count() > 1 + holders
 
@@ -97,9 +95,7 @@ def tree_leaves(value: Any) -> list[Any]:
 
 @functools.cache
 def leave_uncompiled() -> None:
-    """Tell `torch.compile` to run this package's functions as they are: the graph breaks where a hook is called. Not
-    those of the kernels, which are operators that compiled programs hold.
-    """
+    """Let `torch.compile` run this package as it is, with breaks at hooks, but for the kernels, which are operators."""
     import torch._dynamo
 
     for module in pkgutil.iter_modules([str(Path(__file__).parent)], "runtime."):

@@ -29,9 +29,7 @@ SHOWN = 5
 
 
 def trainable_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Canonical name → parameter, for those that require a gradient; a shared one once. Raises InputError: two
-    parameters have the same canonical name.
-    """
+    """Return trainable parameters by canonical name, a shared one once. Raises InputError where two have one name."""
     found: dict[str, nn.Parameter] = {}
     full: dict[str, str] = {}
     for name, parameter in model.named_parameters():
@@ -133,10 +131,7 @@ def check_plan(parameters: Mapping[str, nn.Parameter], plan: Plan, ranks: int) -
 
 
 def check_switch(plan: Plan, at_step: object, step: int, *, residuals: bool) -> str | None:
-    """Return why a run that has done `step` steps cannot switch to a plan at `at_step`, or None.
-
-    `residuals`: whether the run may have kept any.
-    """
+    """Return why a run cannot switch to a plan at `at_step`, or None. `residuals`: whether it may have kept any."""
     if not isinstance(at_step, int) or isinstance(at_step, bool):
         return f"at_step: found {at_step!r}, expected the number of a step, {step} or later"
     if at_step < step:

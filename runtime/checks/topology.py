@@ -25,9 +25,7 @@ from runtime.plan import HINT, NO_COMPRESSION, Plan
 
 
 def check_topology(plan: Plan, topology: Topology | str | None) -> str | None:
-    """Return why ranks on these nodes cannot carry out the plan, or None; where nodes are not known, `topology` says
-    why.
-    """
+    """Return why ranks on these nodes (or why nodes are not known) cannot carry out the plan, or None."""
     if asks_for_nodes(plan):
         what, planned = "the plan has collectives inside nodes and between them", plan.world.nodes
         if not isinstance(topology, Topology):

@@ -73,9 +73,8 @@ class Communicator(Protocol):
     """Launches buckets in the order of the calls and waits for all of them."""
 
     def launch(self, bucket: Payload, sent: CommTiming, prepare: Callable[[], None] = nothing) -> None:
-        """Hand the bucket over; returns at once. Fills `sent`.
-
-        `prepare` fills the bucket's messages: on a device, beside what is computed there meanwhile.
+        """Hand the bucket over; returns at once. Fills `sent`. `prepare` fills the messages, on a device beside what is
+        computed there.
         """
         ...
 
@@ -100,9 +99,7 @@ class NullCommunicator:
 
 
 def failure_of(world: World, label: str, error: Exception) -> Exception:
-    """Return what to raise where a collective ended with an error: what other ranks and the network may have to do with
-    it; where it came up in this process, the error itself, with a note of that.
-    """
+    """Return what to raise where a collective failed: what others may have to do with it, or this process's error."""
     if is_of_backend(error):
         return describe_failure(world, label, error)
     note(error, world, label)
@@ -317,8 +314,8 @@ def mark_on(stream: torch.cuda.Stream) -> torch.cuda.Event:
 def make_communicator(
     world: World, collectives: list[Collective], device: torch.device, whole: World | None = None
 ) -> Communicator:
-    """Make the communicator for the device that gradients live on. Where `world` is a part of `whole`, errors name this
-    rank by its number there.
+    """Make the communicator for a device; errors name this rank by its number in `whole`, of which `world` may be a
+    part.
     """
     if world.group is None:
         return NullCommunicator()

@@ -84,9 +84,7 @@ def node_name(environment: Mapping[str, str] = os.environ) -> str:
 def node_info(
     group: dist.ProcessGroup | None = None, mesh: DeviceMesh | None = None, environment: Mapping[str, str] = os.environ
 ) -> NodeInfo:
-    """Return what this rank of a process group (default: all ranks) knows. Raises InputError: the mesh has other than
-    two dimensions, or ranks of other groups.
-    """
+    """Return what this rank of a group (default: all) knows. Raises InputError for a mesh of other ranks."""
     node = node_name(environment)
     if mesh is None:
         whole = group is None or dist.get_world_size(group) == dist.get_world_size()

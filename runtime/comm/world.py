@@ -120,11 +120,9 @@ class World:
         self._owned = False
 
     def take_down_dropped(self) -> None:
-        """Take down the groups of worlds that were dropped without `leave`, once no rank has them any more.
-
-        Every rank calls this at the same place, with all of torch.distributed's ranks. Ranks collect garbage when each
-        of them likes, on any thread, and torch names some groups by how many there are: so nothing is done before all
-        can do it. Raises CommunicationError: a rank died or missed the deadline.
+        """Take down the groups of worlds that were dropped without `leave`, once no rank has them any more. Every rank
+        calls this at the same place, with all of torch.distributed's ranks: they collect garbage when each of them
+        likes, on any thread, and torch names some groups by how many there are.
         """
         if not self._owned:
             return
@@ -142,9 +140,7 @@ class World:
                 _dropped.append(group)
 
     def split(self, parts: Sequence[Sequence[int]]) -> World:
-        """Make a group of this rank's part of ranks that are split into disjoint parts; all ranks must call this.
-        Raises CommunicationError: not all ranks came within the deadline.
-        """
+        """Make a group of this rank's part of ranks that are split into disjoint parts; all ranks must call this."""
         if self.group is None:
             return World(timeout_s=self.timeout_s)
         known = dist.get_process_group_ranks(self.group)
@@ -178,9 +174,8 @@ class World:
 
     @contextmanager
     def error_context(self, what: str) -> Iterator[None]:
-        """Turn what a backend raises inside into an error that names this rank and `what`, the exchange. Whatever else
-        is raised stays as it is, errors of operations on tensors with a note. Raises CommunicationError: another rank
-        died or missed the deadline.
+        """Turn a backend's error inside into a CommunicationError that names this rank and `what`, the exchange. Other
+        errors of operations on tensors get a note.
         """
         try:
             yield
@@ -197,9 +192,7 @@ class World:
             ) from error
 
     def gather(self, value: Any, what: str) -> list[Any]:
-        """Gather every rank's picklable `value`, in order of rank; `what` names the exchange in the error. Raises
-        CommunicationError: a rank died or missed the deadline.
-        """
+        """Gather every rank's picklable `value`, in order of rank; `what` names the exchange in errors."""
         if self.group is None:
             return [value]
         values: list[Any] = [None] * self.ranks
@@ -209,10 +202,8 @@ class World:
         return values
 
     def gather_parts(self, part: Tensor, what: str, out: Tensor | None = None) -> Tensor:
-        """Gather every rank's `part` (1-D, of equal length and dtype), one after the other; `what` names the exchange.
-
-        `out` has the memory for it, of which the part may be this rank's. Raises CommunicationError: a rank died or
-        missed the deadline.
+        """Gather every rank's `part` (1-D, of equal length and dtype), one after the other; `out` has memory for it, of
+        which the part may be this rank's.
         """
         whole = part.new_empty(self.ranks * part.numel()) if out is None else out
         with self.error_context(what):
@@ -221,9 +212,7 @@ class World:
         return whole
 
     def broadcast(self, tensors: Iterable[Tensor]) -> None:
-        """Overwrite the tensors with rank 0's, whatever their layout; in messages of up to 64 MiB per dtype. Raises
-        CommunicationError: a rank died or missed the deadline.
-        """
+        """Overwrite the tensors with rank 0's, whatever their layout; in messages of up to 64 MiB per dtype."""
         if self.group is None:
             return
         for chunk in _chunks(tensors):
@@ -251,9 +240,7 @@ class Grid:
 
     @classmethod
     def make(cls, world: World, topology: Topology) -> Grid:
-        """Make the groups; all ranks call this at the same place. Raises CommunicationError: not all ranks came within
-        the deadline.
-        """
+        """Make the groups; all ranks call this at the same place."""
         return cls(world, topology, world.split(topology.nodes), world.split(topology.cross_node_groups))
 
     def leave(self) -> None:

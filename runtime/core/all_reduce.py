@@ -22,9 +22,7 @@ class AllReduce(Launcher):
         self, buckets: Sequence[BucketBuffer], flags: UsageFlags | None, communicator: Communicator,
         carried: ErrorFeedback, parameters: Mapping[str, nn.Parameter], recorder: Recorder, *, ranks: int, exact: bool,
     ) -> None:  # fmt: skip
-        """Of a rank alone there are no `buckets`, and residuals are added to `parameters`, by name. `exact`: whether
-        every `.grad` is the plain average of what ranks have.
-        """
+        """A rank alone has no buckets: residuals are added to `parameters`. `exact`: `.grad`s are plain averages."""
         self.communicator, self.scale = communicator, 1.0 / ranks
         self._slots = [slot for bucket in buckets for slot in bucket.slots]
         self.usage = flags
@@ -54,9 +52,7 @@ class AllReduce(Launcher):
             self.communicator.wait(self._recorder.sent(bucket.index))
 
     def _settle_missing(self, missing: Sequence[SavedGrad], carries: bool) -> set[int]:
-        """Let a parameter that no rank used keep its `.grad`; one that another rank used gets the average. Returns the
-        places in the plan of the former.
-        """
+        """Let parameters that no rank used keep their `.grad`, others get the average; returns the former's places."""
         assert self.usage is not None
         used = self.usage.used_somewhere()
         for saved in missing:

@@ -122,9 +122,7 @@ class BackwardTracker:
         return self._awaiting_end and self._end() is None
 
     def callback_gone(self) -> None:
-        """Tell other ranks, which may wait for this one's gradients, at once where an exception ended the backward:
-        autograd has dropped the callback, and it has not run.
-        """
+        """Tell other ranks at once where an exception ended the backward: its callback is gone, and has not run."""
         if self._awaiting_end and self._exchange().open:
             with contextlib.suppress(Exception):  # the next forward comes here again, and raises it
                 self._exchange().give_up()

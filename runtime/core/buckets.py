@@ -272,8 +272,8 @@ def make_plain_buckets(
 
 
 def lay_out(slots: Sequence[Slot], tail_elements: int = 0, parts: int = 1) -> list[Message]:
-    """Make one flat buffer per dtype, in order of first appearance; the first one with `tail_elements` more at its end,
-    all of a length that `parts` divides.
+    """Make a flat buffer per dtype, in order of first appearance, of lengths that `parts` divides; the first has the
+    tail.
     """
     by_dtype: dict[torch.dtype, list[Slot]] = {}
     for slot in slots:

@@ -74,9 +74,7 @@ class Launcher:
     """What ranks tell each other behind the last bucket; None: nothing that counts for `.grad`s."""
 
     def wait(self) -> None:
-        """Return when everything has come. Raises CommunicationError where another rank has given the step up; on a
-        device the host does not wait to know it.
-        """
+        """Return when everything has come. Raises CommunicationError, on a host, where a rank has given the step up."""
         self.communicator.wait()
         if self.usage is not None and self.usage.on_host and (gave_up := self.usage.given_up()):
             raise CommunicationError(
@@ -114,9 +112,7 @@ class Launcher:
 
 
 class Exchange:
-    """Gradients and collectives of one plan. Buckets start in plan order on every rank, whatever order autograd
-    finishes in.
-    """
+    """Gradients and collectives of one plan. Buckets start in plan order, whatever order autograd finishes in."""
 
     def __init__(
         self, plan: Plan, parameters: Mapping[str, nn.Parameter], buckets: Sequence[BucketBuffer], launcher: Launcher,
@@ -257,9 +253,8 @@ class Exchange:
             slot.touched = False
 
     def abort_backward(self) -> None:
-        """Give the step up, if it is not yet, after an exception ended the backward, and wait for what is on its way.
-
-        Raises CommunicationError where others did not fail, and did not wait to know that this one did.
+        """Give up the step of a backward that an exception ended, and wait for what is on its way. Raises
+        CommunicationError where others did not fail, and did not wait to know that this one did.
         """
         if self.open:
             self.give_up()

@@ -78,10 +78,7 @@ class HookWatch:
         cls.own += 1
 
     def may_look(self, on_nodes: Iterable[GradientHook]) -> bool:
-        """Tell whether there are hooks of the user's, beside the session's own `on_nodes`.
-
-        To be asked once in each backward; nobody knows what the forward of the first one has registered: they may look.
-        """
+        """Tell, once in each backward, whether there may be hooks of the user's beside the session's `on_nodes`."""
         given = RemovableHandle.next_id - self.own
         news = given != self._given
         if news or self._found:

@@ -16,9 +16,8 @@ from runtime.core.buckets import Message
 
 
 class UsageFlags:
-    """How many ranks produced each gradient, carried by a few elements behind the last bucket.
-
-    Each rank adds one per used parameter, several counters to an element, as many as the dtype sums exactly.
+    """How many ranks produced each gradient: counters, as many to an element as the dtype sums exactly, behind the last
+    bucket.
     """
 
     def __init__(self, parameters: int, ranks: int, dtype: torch.dtype) -> None:

@@ -34,9 +34,7 @@ class ViewGuard:
         self._uses = [(bucket, message, storage_uses(message.storage)) for bucket, message in messages]
 
     def restore(self) -> None:
-        """Point strayed views back into the buffer; what the user put there stays the parameter's `.grad`. Moves
-        buffers that somebody else looks at to memory of their own.
-        """
+        """Point strayed views back into the buffer, and move buffers that somebody else looks at."""
         if [slot.view.data_ptr() for slot in self._slots] != self._addresses:
             for slot in self._slots:
                 if slot.view.data_ptr() != slot.address:

@@ -239,9 +239,7 @@ class CachedDataset(Dataset[Any]):
         return flat
 
     def _read(self, index: int, *, on_disk: bool = True) -> bytes:
-        """Read a raw sample from the disk, where it may be `on_disk`, else from the storage, to store it. Raises
-        Unstorable.
-        """
+        """Read a raw sample from the disk, where it may be `on_disk`, else from the storage, and store it."""
         raw = self._disk.get(index) if self._disk is not None and on_disk else None
         if raw is not None:
             self._memory.count("disk_hits")
@@ -276,9 +274,7 @@ class CachedDataset(Dataset[Any]):
         )
 
     def flush(self, timeout_s: float = 60.0) -> bool:
-        """Wait until what this process has read is on the disk; False where it is not in time. Workers do so as they
-        end; this is for measurements and tests.
-        """
+        """Wait until what this process has read is on the disk, as workers do at their end; False after the timeout."""
         return self._disk is None or self._disk.flush(timeout_s)
 
     def close(self) -> None:

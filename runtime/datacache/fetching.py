@@ -35,9 +35,7 @@ class Fetcher:
     """This rank's, or one of its workers', connection to the same of the other ranks."""
 
     def __init__(self, rank: int, ranks: int, address: tuple[str, int], key: str, timeout_s: float) -> None:
-        """Groups form at the TCP store of an address; `key`, equal on all ranks, tells this cache from others there.
-        The deadline is of each exchange.
-        """
+        """Groups form at the TCP store of an address; `key`, equal on all ranks, tells this cache from others there."""
         self.rank = rank
         self.ranks = ranks
         self.timeout_s = timeout_s

@@ -78,8 +78,8 @@ class NodeMemory:
 
     @classmethod
     def make(cls, slots: int, memory_bytes: int) -> NodeMemory:
-        """Make memory of at most `memory_bytes` in all; without an arena where nothing is left for one. Raises
-        EnvironmentFailure: the system gives none.
+        """Make memory of at most `memory_bytes`, without an arena where nothing is left for one. Raises
+        EnvironmentFailure.
         """
         arena_bytes = (memory_bytes - overhead_bytes(slots)) // ALIGNMENT * ALIGNMENT
         if arena_bytes <= 0:
@@ -101,9 +101,7 @@ class NodeMemory:
 
     @classmethod
     def open(cls, address: tuple[int, int, int, int]) -> NodeMemory:
-        """Open the memory that another rank of this node has made. Raises EnvironmentFailure: that process cannot be
-        seen, as from another container.
-        """
+        """Open another rank's memory. Raises EnvironmentFailure where it cannot be seen, as from a container."""
         process, descriptor, slots, arena_bytes = address
         try:
             return cls(os.open(f"/proc/{process}/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC), slots, arena_bytes)

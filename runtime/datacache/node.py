@@ -128,11 +128,9 @@ def raise_all(everyone: Sequence[object], mine: object) -> None:
 
 
 def share(world: World, request: CacheRequest, source: Source, partition: Partition, node: int) -> Shared:
-    """Return the memory and disk of this node. Its first rank makes and checks them, the others open them.
-
-    Raises:
-        InputError: a bound is smaller than one sample; see `probe`.
-        EnvironmentFailure: there is no memory, or it cannot be seen.
+    """Return the memory and disk of this node. Its first rank makes and checks them, the others open them. Raises
+    InputError where a bound is smaller than one sample, EnvironmentFailure where there is no memory, or it cannot be
+    seen.
     """
     first = partition.ranks_of(node)[0]
     made: Shared | None = None

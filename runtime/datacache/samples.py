@@ -59,9 +59,7 @@ class Unstorable(Exception):
 
 
 def pack(sample: Any) -> Tensor:
-    """Return the flat sample (uint8, one dimension) in memory of its own; gaps are zeros, so that equal samples have
-    equal bytes. Raises Unstorable: a part is of another type than `STORABLE`, or nested too deeply.
-    """
+    """Return the flat sample (uint8, 1-D), with zeros in gaps: equal samples have equal bytes. Raises Unstorable."""
     leaves: list[Leaf] = []
     # Offsets follow from the sizes alone, so the header does without them and is known before it is placed.
     try:
@@ -98,9 +96,8 @@ def _aligned(offset: int) -> int:
 
 
 def _form(part: Any, leaves: list[Leaf], where: str, depth: int, *, in_header: bool = False) -> Form:
-    """Return the form of a part, whose leaves are appended; `where` names it, as `sample[0]['mask']`.
-
-    `in_header`: numbers and texts stand in the form. An image has hundreds of them, which 64 bytes each would be many.
+    """Return the form of a part, named `where`, whose leaves are appended; `in_header`: numbers and texts stand in the
+    form.
     """
     if depth > MAX_DEPTH:
         raise Unstorable(f"{where[:60]}…: more than {MAX_DEPTH} levels of nesting")

@@ -68,9 +68,7 @@ class Source:
             ) from None
 
     def read(self, index: int) -> bytes:
-        """Read a sample from the storage: its raw bytes, or those of the flat sample where it is not raw. Raises
-        Unstorable, and whatever the dataset raises.
-        """
+        """Read a sample's raw bytes, or those of the flat one. Raises Unstorable, and whatever the dataset raises."""
         if not self.raw:
             return pack(self.dataset[index]).numpy().tobytes()
         found = self.dataset.read(index)

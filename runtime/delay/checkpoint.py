@@ -76,9 +76,7 @@ ELSEWHERE = (
 
 
 def own_state(given: Any, rank: int, ranks: int, workers: int, buckets: list[list[str]]) -> Any:
-    """Return what `Delayed.load` continues from, of `given`: this rank's `Session.state_dict()`, or those of all ranks,
-    in order. Raises InputError for no state of a run with delay, or one of other ranks, workers or buckets.
-    """
+    """Return what `Delayed.load` continues from, of this rank's `Session.state_dict()` or all. Raises InputError."""
     several = isinstance(given, Sequence) and not isinstance(given, str | bytes)
     everyone: list[Any] = list(given) if several else [given]
     for one in everyone or [None]:

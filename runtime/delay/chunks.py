@@ -17,9 +17,7 @@ CHUNK = 16_384
 
 
 def chunks(*lists: Sequence[Tensor]) -> Iterator[tuple[list[Tensor], ...]]:
-    """Yield views of tensors that belong together, as lists for `torch._foreach_…`; what is written to them is the
-    tensors'. The lists are equally long; tensors at one place have one shape.
-    """
+    """Yield views of tensors that belong together, to be written to by `torch._foreach_…`, a list for each given."""
     if any(tensor.device.type != "cpu" for tensors in lists for tensor in tensors):
         yield tuple(map(list, lists))
         return

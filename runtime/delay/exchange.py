@@ -279,9 +279,8 @@ class Pushes(Launcher):
         return PendingPull(step, sent, whole, parts)
 
     def take(self) -> PendingPull | None:
-        """Return the newest pull that a step before the last one began, when it has come; None where there is none.
-
-        `give_back` it when its weights have been read.
+        """Return the newest pull begun before the last step, when it has come, to be given back once read; None where
+        there is none.
         """
         taken = None
         while self.pulls and self.pulls[0].step < self.step - 1:
@@ -318,9 +317,7 @@ class Pushes(Launcher):
         return found
 
     def settle(self, missing: Sequence[SavedGrad], *, separate: bool) -> None:
-        """See `Launcher.settle`: nothing is waited for but the averages of the node. What came in no backward of this
-        worker keeps its `.grad`.
-        """
+        """Wait for the node's averages alone. What came in no backward of this worker keeps its `.grad`."""
         if self._links is not None:
             self._links.inside.wait()
         used = self._used.tolist() if missing and self._links is not None else None

@@ -300,9 +300,7 @@ class Server:
 
     @torch.no_grad()
     def load(self, pieces: Pieces) -> None:
-        """Continue from the `state` of the same rank of as many. Raises InputError where the parameters' memory formats
-        were others.
-        """
+        """Continue from the same rank's `state`. Raises InputError where the parameters' memory formats were others."""
         for piece in self.pieces:
             saved = pieces[piece.name]
             if tuple(saved["stride"]) != piece.slot.view.stride():

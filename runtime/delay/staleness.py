@@ -127,9 +127,7 @@ class Staleness:
         return 1.0, apart / lr_sum, apart / size if size > 0.0 else math.inf
 
     def judge(self, reported: Tensor, step: int, steps: int) -> int:
-        """Return how long the delay is to be from now on, 0 for synchronous steps, of `steps` now; warn where that is
-        another. `reported`: what each rank measured. Shape (ranks, 3).
-        """
+        """Return k from now on, 0 for synchronous steps, by what ranks measured (shape (ranks, 3)); warn if changed."""
         fresh = reported[:, 0] > 0.0
         if not bool(fresh.any()):
             return steps

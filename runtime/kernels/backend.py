@@ -30,9 +30,7 @@ _installed: dict[str, Backend] = {}
 
 
 def backend_for(device: torch.device) -> Backend | None:
-    """Return what runs kernels on a device; None on a CPU, where the torch reference stands for them. Raises
-    EnvironmentFailure: the device could run them, but something is missing.
-    """
+    """Return what runs kernels on a device; None on a CPU. Raises EnvironmentFailure where something is missing."""
     if device.type in _installed:
         return _installed[device.type]
     if device.type == "cpu":

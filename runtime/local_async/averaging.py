@@ -39,9 +39,7 @@ class Averager:
     """This rank's part in the averagings."""
 
     def __init__(self, world: World, flats: Sequence[Tensor]) -> None:
-        """`flats` lie in the shared model: 1-D, one for each dtype, the same on every rank, of which there are two or
-        more.
-        """
+        """`flats` lie in the shared model: 1-D, one for each dtype, the same on every rank."""
         self.world = world
         self._flats = [torch.view_as_real(flat).view(-1) if flat.is_complex() else flat for flat in flats]
         self._snapshots = [torch.empty_like(flat) for flat in self._flats]

@@ -77,9 +77,7 @@ class SharedMemory(_Anonymous):
     """Bytes that processes of this machine share, zeros at first."""
 
     def __init__(self, descriptor: int | None = None, size_bytes: int = 0) -> None:
-        """Of `size_bytes` where it is made; what another process has made has its size. Raises EnvironmentFailure: the
-        system has not so much memory.
-        """
+        """Of `size_bytes` where it is made here. Raises EnvironmentFailure where the system has not so much memory."""
         super().__init__(descriptor)
         if descriptor is None:
             try:

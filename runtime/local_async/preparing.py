@@ -66,11 +66,8 @@ class _Need:
 
 
 def agree_on_plan(plan: Plan | str | Path, world: World) -> Plan:
-    """Return the plan, the same on all ranks; every rank calls it before anything that only some plans ask for.
-
-    Raises:
-        PlanMismatch: ranks have different plans, or one has none that can be read; on all alike.
-        CommunicationError: a rank died or missed the deadline.
+    """Return the plan, which all ranks call this with. Raises PlanMismatch, on all alike, where ranks differ or have
+    none.
     """
     loaded, digest, local_async, problem = None, "", "null", None
     try:
@@ -86,11 +83,8 @@ def agree_on_plan(plan: Plan | str | Path, world: World) -> Plan:
 
 
 def prepare(request: Request, plan: Plan, world: World) -> Prepared:
-    """Make the job and check everything; every rank calls it, with the same plan, and comes to the same verdict.
-
-    Raises:
-        InputError: what was asked for cannot be done; on all ranks alike.
-        CommunicationError: a rank died or missed the deadline.
+    """Make the job and check everything; every rank calls it, with the same plan. Raises InputError, on all ranks
+    alike, where what was asked for cannot be done.
     """
     spec = plan.local_async
     assert spec is not None

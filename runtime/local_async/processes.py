@@ -64,9 +64,8 @@ def check_not_imported() -> None:
 
 
 def find_unguarded_script() -> str | None:
-    """Return why updaters that are started now would come here as well, or None, also where that is not certain.
-
-    It is of a script that is running now and nowhere asks which process it is in.
+    """Return why updaters started now would certainly come here as well, or None: the script runs, and asks nowhere
+    where.
     """
     script = sys.modules["__main__"]
     path, spec = getattr(script, "__file__", None), script.__spec__

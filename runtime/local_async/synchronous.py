@@ -64,9 +64,7 @@ class Loop:
 def train_by_session(
     request: Request, plan: Plan, group: dist.ProcessGroup | None
 ) -> tuple[nn.Module, LocalReport, list[Result]]:
-    """Minibatch SGD: gradients are averaged in every step, by the plan's buckets. Raises InputError,
-    EnvironmentFailure: see `runtime.attach`.
-    """
+    """Minibatch SGD: gradients are averaged in every step, by the plan's buckets. Raises as `runtime.attach` does."""
     problem = check_request(request)
     if problem is not None:
         raise InputError(problem)

@@ -184,9 +184,7 @@ class Mode:
         return {"rank": self.host.world.rank, "carried": carried} if carried else {}
 
     def load(self, state: dict[str, Any] | Sequence[dict[str, Any]]) -> int:
-        """Continue from what `Session.load_state_dict` was given; return the number of the next step. Raises
-        InputError: no state of such a run, of this model, or of as many ranks as it needs.
-        """
+        """Continue from what `Session.load_state_dict` was given; return the next step's number. Raises InputError."""
         shapes = {name: parameter.shape for name, parameter in self.host.parameters.items()}
         carried = state_of_rank(state, self.host.world.rank, self.host.world.ranks, shapes)
         if self.drops_residuals is not None and carried.get("residuals"):
@@ -202,9 +200,7 @@ class Mode:
     """Whether it has to be asked around the optimizer's steps, and closed, also when another mode has followed it."""
 
     def end(self) -> None:
-        """Another mode follows: ranks have the same weights, and each the whole state; all of them call this at once.
-        Raises CommunicationError: a rank did not come within the deadline.
-        """
+        """Leave all ranks the same weights and the whole state, for another mode; all of them call this at once."""
 
     def close(self) -> None:
         """The session is detached; its exchange is closed."""

@@ -225,9 +225,7 @@ class Delayed(Mode):
 
     @torch.no_grad()
     def exchanged(self) -> None:
-        """See `Mode.exchanged`. Raises InputError: weights have changed in a way that no optimizer's step is, and the
-        optimizer makes none.
-        """
+        """See `Mode.exchanged`. Raises InputError where weights have changed, and not by an optimizer's step."""
         first = self.host.step == 1
         if self.stage == "synchronous" or (self._updated == self.host.step - 1 and not first):
             self._norms = None
@@ -248,9 +246,7 @@ class Delayed(Mode):
     # One step, in the order in which it happens.
 
     def before_step(self, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
-        """See `Mode.before_step`: the optimizer passes over gradients that are pushed. Raises InputError: a closure;
-        other groups of parameters than at attach, or weights in other memory.
-        """
+        """Let the optimizer pass over pushed gradients. Raises InputError for closures, other groups, moved weights."""
         groups = self._optimizer.param_groups
         if self.stage == "synchronous" and self._done_by_owners != self.host.step:
             return
@@ -474,9 +470,7 @@ class Delayed(Mode):
         return {"rank": self.host.world.rank, "delay": state}
 
     def load(self, state: dict[str, Any] | Sequence[dict[str, Any]]) -> int:
-        """See `Mode.load`. Raises InputError: of a run with another delay, model or optimizer, or with other ranks,
-        workers or buckets.
-        """
+        """See `Mode.load`. Raises InputError for another delay, model, optimizer, ranks, workers or buckets."""
         buckets = buckets_of(self.plan)
         own = own_state(state, self._world.rank, self._world.ranks, self.workers.num_nodes, buckets)
         check_state(own, self.spec, self._parameters, len(self._groups))

@@ -84,9 +84,7 @@ class Pace:
         return [self._clock.between_us(start, end) / self._k for start, end in pairwise(ends)]
 
     def allows(self, reported: Tensor) -> bool:
-        """Return whether to continue with the delay, by what each rank reported of a step (shape (ranks, 3)); warn
-        where it is not faster.
-        """
+        """Return whether to continue with the delay, by what ranks reported (shape (ranks, 3)); warn where not."""
         if not bool((reported[:, 0] > 0.0).all()):
             return True
         synchronous_us, delayed_us, noise_us = reported.mean(dim=0).tolist()

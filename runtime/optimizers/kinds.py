@@ -12,10 +12,7 @@ from runtime.optimizers.layerwise import LayerwiseOptimizer
 
 
 def inner_optimizer(optimizer: object) -> torch.optim.Optimizer | None:
-    """Return the optimizer whose step calls hooks: itself, or the one that a wrapper (a scaler, a lookahead) holds.
-
-    None where there is none, or where it is not clear which one it is.
-    """
+    """Return the optimizer whose step calls hooks: itself, or a wrapper's; None where it is not clear which."""
     seen: list[object] = []
     while optimizer is not None and all(optimizer is not one for one in seen):
         attributes = getattr(optimizer, "__dict__", {})

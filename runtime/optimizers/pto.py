@@ -63,11 +63,7 @@ class Split:
         return self.world.ranks * self.rows * prod(self.shape) * self.dtype.itemsize
 
     def start(self, operation: Operation[Item], items: Sequence[Item]) -> Pending:
-        """Compute this rank's share and send it; the results are there after `Pending.wait`.
-
-        Raises:
-            InputError: the operation gives rows of another number, shape, dtype or device.
-        """
+        """Compute this rank's share and send it. Raises InputError for rows of another number, shape or dtype."""
         own = torch.zeros((self.rows, *self.shape), dtype=self.dtype, device=self.device)
         if self.mine:
             results: Any = operation([items[item] for item in self.mine])
@@ -97,10 +93,8 @@ class Pending:
         self._split, self._gathered, self._work = split, gathered, work
 
     def wait(self) -> Tensor:
-        """Return the results of all items, one row each; on CUDA the current stream waits, not the host.
-
-        Raises:
-            CommunicationError: another rank died or missed the deadline.
+        """Return the results of all items, one row each; on CUDA the current stream waits, not the host. Raises
+        CommunicationError.
         """
         world = self._split.world
         if self._work is not None:

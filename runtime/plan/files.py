@@ -18,9 +18,7 @@ FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 def checked_path(path: object) -> str:
-    """The path as text; `os.fspath` with errors that a user understands. Raises InputError: not a path, empty, or with
-    a NUL character.
-    """
+    """Return the path as text. Raises InputError where it is no path, empty, or has a NUL character."""
     if not isinstance(path, str | os.PathLike):
         raise InputError(f"found a {type(path).__name__}, expected the path of a file; pass a str or a pathlib.Path")
     name = os.fsdecode(path)
@@ -32,9 +30,7 @@ def checked_path(path: object) -> str:
 
 
 def read_text(path: str | Path) -> str:
-    """Return the text of a file; of UTF-8, with or without a byte order mark. Raises InputError: the file is missing,
-    unreadable, too large, no regular file, or not UTF-8.
-    """
+    """Return the text of a regular file in UTF-8, with or without a byte order mark. Raises InputError."""
     name = checked_path(path)
     try:
         found = os.stat(name)
@@ -90,9 +86,7 @@ def write_text(path: str | Path, text: str) -> None:
 
 
 def check_output(path: str | Path) -> Path:
-    """Where an output path leads once links are followed; makes and changes nothing. Raises InputError: it is a
-    directory, its folder is missing or cannot be written to, or the file is read-only.
-    """
+    """Return where an output path leads, and change nothing. Raises InputError where it cannot be written."""
     name = checked_path(path)
     hint = "choose another output path"
     try:

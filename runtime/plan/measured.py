@@ -93,9 +93,7 @@ class MeasuredStep(Record):
 
 
 def load_measured(path: str | Path, plan: Plan) -> MeasuredStep:
-    """Reads and checks a measured step of `plan`. Raises InputError: not a timeline of this schema; a task that ends
-    before it starts; of another model, another number of ranks or other buckets than the plan.
-    """
+    """Read a measured step of `plan`. Raises InputError for another schema, model, number of ranks or buckets."""
     where, document = str(path), read_json(path)
     check_schema(document, TIMELINE_SCHEMA, where)
     step = validate(MeasuredStep, document, where, hint="save the step again with session.report().save(…)")

@@ -95,9 +95,8 @@ def _flaw(value: Any, depth: int = 0) -> str | None:
 
 
 def read_json(path: str | Path) -> Any:
-    """Parses one JSON file. Raises InputError: the file cannot be read (see `runtime.plan.files.read_text`), is not
-    JSON, is nested too deeply, or holds too many values, a duplicate field, NaN or infinity. The message starts with
-    the path.
+    """Parse one JSON file. Raises InputError, which begins with the path: the file cannot be read, is not JSON, is
+    nested too deeply, or holds too many values, a duplicate field, NaN or infinity.
     """
     text = read_text(path)
     path = checked_path(path)

@@ -51,9 +51,8 @@ class Monitor:
         self._guard = Guard(watched, self._world, self._clock) if watched else None
 
     def judge(self, mode: Mode, exchange: Exchange, step: int) -> Plan | None:
-        """Return the plan that the last steps speak for, the same on all ranks; None: the present one.
-
-        Called after each step; ranks may meet here.
+        """Return the plan that the last steps speak for, alike on all ranks, which may meet here; None: the present
+        one.
         """
         if self.trial is not None and self.trial.verdict is None:
             return self.trial.step_done()

@@ -246,9 +246,8 @@ class Session:
             self._change_over()
 
     def pause(self, what: str) -> None:
-        """Make sure that the link is quiet: called before ranks exchange something else between two steps.
-
-        Raises InputError where the session is detached or a backward runs; `what` is what the user called.
+        """Make the link quiet between two steps, for `what` the user called. Raises InputError in a backward, or after
+        `detach`.
         """
         if not self._handles:
             raise InputError(f"{what}: the session is detached; expected an attached one: call planner.attach first")

@@ -36,9 +36,7 @@ class OwnPart(Part):
     """One message: its gradients, of which this rank's part becomes the average, and its weights."""
 
     def __init__(self, message: Message, rank: int, ranks: int, scratch: Tensor) -> None:
-        """`scratch`: bytes (uint8) that every message is received in. The weights stay where they are until somebody
-        moves them to `whole`.
-        """
+        """`scratch`: bytes (uint8) that every message is received in. Weights stay where they are for now."""
         super().__init__(message, rank, ranks)
         self._scratch = scratch
         self.own = slice(rank * self.share, (rank + 1) * self.share)
@@ -66,9 +64,7 @@ class OwnPart(Part):
 
 
 class ReduceScatter(Launcher):
-    """How buckets are sent while ranks share the step (see `runtime.core.exchange.Launcher`), and who has which part of
-    a gradient (see `runtime.sharded.gradient.Owned`).
-    """
+    """How buckets are sent while ranks share the step (`Launcher`), and who has which part of a gradient (`Owned`)."""
 
     def __init__(self, buckets: Sequence[BucketBuffer], world: World, recorder: Recorder, device: torch.device) -> None:
         """Lay out memory for weights; of the `buckets` every message is as many equal parts as there are ranks."""
@@ -103,9 +99,7 @@ class ReduceScatter(Launcher):
         return partial(_make_room, exchange, slot)
 
     def separates(self, may_look: bool, kept: Callable[[], bool]) -> bool:
-        """See `Launcher.separates`. Of a sharded gradient no rank has all: there is nothing that whoever kept it could
-        go on looking at.
-        """
+        """See `Launcher.separates`. Whoever has kept a sharded gradient has none of it to go on looking at."""
         return may_look
 
     def missing(self, slot: Slot) -> None:
@@ -156,12 +150,7 @@ class ReduceScatter(Launcher):
         return view_of(flat, 0, slot.view)
 
     def norms(self, order: float) -> Tensor:
-        """See `Owned.norms`. Asked again before anything has changed, nothing is sent.
-
-        Raises:
-            InputError: asked while a backward runs, whose gradients ranks have not added up yet.
-            CommunicationError: a rank did not come within the deadline.
-        """
+        """See `Owned.norms`; nothing is sent before anything has changed. Raises InputError in a backward."""
         if current_backward_id() != OUTSIDE:
             raise InputError(
                 "norms of gradients were asked for while a backward runs, but ranks share the optimizer's step and "
@@ -177,10 +166,7 @@ class ReduceScatter(Launcher):
         return known[1]
 
     def gradient_of(self, slot: Slot) -> Tensor | None:
-        """Return this rank's part of a parameter's `.grad` for the optimizer, 1-D, or None where it has none.
-
-        What a script has put there itself is the whole gradient, the same on all ranks.
-        """
+        """Return this rank's part of `.grad`, 1-D, or None; what a script has put there is the whole gradient."""
         gradient = slot.parameter.grad
         if gradient is None:
             return None
@@ -194,8 +180,7 @@ class ReduceScatter(Launcher):
 
 
 def _make_room(exchange: weakref.ref[Exchange], slot: Slot, _gradients: Any) -> None:
-    """A gradient is about to be added to `.grad`: to this rank's share of an average that is still there.
-
+    """Put this rank's share of an average that is still there in its place, for a gradient that is about to be added.
     Raises InputError where hooks would see the sum, of which this rank has a part alone; the other ranks are told.
     """
     gradient = slot.parameter.grad

@@ -100,9 +100,7 @@ class ShardedStep:
         return types.MethodType(guarded, self._optimizer)  # schedulers wrap methods only
 
     def before_step(self, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
-        """Return what the optimizer's step is called with in place of these arguments, or None for the same. Raises
-        InputError while a backward runs, when no rank has the average of any gradient.
-        """
+        """Return other arguments for the optimizer's step, or None. Raises InputError in a backward."""
         if current_backward_id() != OUTSIDE:
             raise InputError(
                 "the optimizer's step was called while a backward runs (in a hook, say), but ranks share it and have "
@@ -168,9 +166,7 @@ class ShardedStep:
         self._marks.append(marks)
 
     def _collect_weights(self) -> None:
-        """Copy the parameters' values to the buffers, wherever a script has put these. Raises InputError where a
-        parameter has become another tensor than it was, or shares memory with another one.
-        """
+        """Copy weights to the buffers, wherever a script has put them. Raises InputError for other tensors."""
         astray = [home for home in self._homes if home.astray]
         if not astray:
             return
@@ -232,8 +228,8 @@ class ShardedStep:
     # The end, and what a report says.
 
     def end(self) -> None:
-        """Make the optimizer plain, with the whole state, and gradients whole; all ranks call this at once. Raises
-        CommunicationError: a rank did not come within the deadline; then the state and the gradients are gone.
+        """Make the optimizer plain, with the whole state (none after an error), and gradients whole; all ranks call
+        this.
         """
         self._swap_back()
         for handle in self._handles:

@@ -80,9 +80,7 @@ class ResidualBuffers:
         return self._second
 
     def for_kernels(self) -> tuple[Tensor, Tensor, Tensor] | None:
-        """Return (one buffer, the other, whether they have changed places: one int32) for a kernel that writes the next
-        residual; None where the device does not keep that.
-        """
+        """Return both buffers and whether they have changed places (one int32); None where no device keeps that."""
         if self._swapped is None:
             return None
         self._under_way = True
@@ -224,9 +222,7 @@ class SelectedBucket:
         self, feedback: BucketResidual, compressor: SparseCompressor, ranks: int, tail: Tensor | None, *,
         by_magnitude: bool,
     ) -> None:  # fmt: skip
-        """`tail` (float32) is sent behind the message and becomes its sum over ranks. `by_magnitude`: what is not
-        finite is chosen first, and so is seen by all ranks without more ado.
-        """
+        """`tail` (float32) becomes its sum over ranks. `by_magnitude`: what is not finite is chosen first."""
         self.feedback, self._compressor, self._ranks, self._tail = feedback, compressor, ranks, tail
         self.by_magnitude, self.k = by_magnitude, compressor.k
         self._words = self.k * (feedback.dtype.itemsize // 4)

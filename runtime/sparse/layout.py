@@ -32,10 +32,8 @@ def make_hitopk(
 
 
 def make_lossy(bucket: BucketBuffer, spec: CompressorSpec, ranks: int, tail: Tensor | None = None) -> CompressedBucket:
-    """Make a bucket lossy that is laid out, with nothing behind its gradients.
-
-    `tail` (1-D; see `flags_dtype`) is sent behind the message and becomes its sum over ranks. Raises InputError where
-    the compressor's options are wrong, or do not fit the bucket.
+    """Make a bucket lossy, with nothing behind its gradients; `tail` (1-D) becomes its sum over ranks. Raises
+    InputError.
     """
     feedback = BucketResidual(bucket)
     compressor = make_compressor(spec, feedback.layers, ranks=ranks)
@@ -55,10 +53,8 @@ def flags_dtype(last: PlanBucket, parameters: Mapping[str, nn.Parameter]) -> tor
 def make_buckets(
     plan: Plan, parameters: Mapping[str, nn.Parameter], ranks: int, topology: Topology | None = None, rank: int = 0
 ) -> tuple[list[BucketBuffer], UsageFlags, dict[int, CompressedBucket]]:
-    """Make the plan's buckets at run time, the flags behind the last one, and by index what makes some of them lossy.
-
-    `topology` and `rank`: where this rank is, for buckets of HiTopKComm. Raises InputError where a compressor's options
-    are wrong, or do not fit its bucket.
+    """Make the plan's buckets, the flags behind the last one, and by index what makes some lossy. Raises InputError
+    where a compressor's options are wrong, or do not fit its bucket.
     """
     last = plan.buckets[-1]
     dtype = flags_dtype(last, parameters)

@@ -142,9 +142,7 @@ def checked_scale(scale: Any) -> float:
 
 
 def state_of_rank(given: Any, rank: int, ranks: int, shapes: Mapping[str, torch.Size]) -> State:
-    """Return what a rank takes over from `Session.state_dict()`s: its own, or those of all ranks of a run with any
-    number. Raises InputError for other state, of other parameters, or another rank's.
-    """
+    """Return what a rank takes over of `Session.state_dict()`s: its own, or all ranks'. Raises InputError."""
     several = isinstance(given, Sequence) and not isinstance(given, str | bytes)
     everyone: Sequence[Any] = given if several else [given]
     for one in everyone or [None]:

@@ -72,10 +72,7 @@ class Narrowed:
 
 
 def narrowed_all_reduce(message: Narrowed, group: dist.ProcessGroup) -> Works:
-    """All-to-all, sums, all-gather: the bytes of a ring all-reduce in the narrow dtype, whose sums are wider.
-
-    It takes the place of the library's for buckets with the compressor `wire`.
-    """
+    """All-to-all, sums, all-gather: a ring all-reduce's bytes in the narrow dtype of `wire`, whose sums are wider."""
     message.rank = dist.get_rank(group)
     yield from reduce_scatter(message.flat, message.received, message.total, group)
     message.narrow()

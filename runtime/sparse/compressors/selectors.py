@@ -222,9 +222,7 @@ def _estimate(values: Tensor, k: int, seed: int) -> float:
 
 
 def select_random(residual: Tensor, gradient: Tensor, total: Tensor, k: int, seed: int) -> Tensor:
-    """Draw k elements, the same on all ranks, so that their values can be summed place by place. What is not drawn
-    stays in the residual, so nothing is scaled up.
-    """
+    """Draw k elements, the same on all ranks, so that values can be summed place by place; nothing is scaled up."""
     for _ in accumulate_in_chunks(residual, gradient, total):
         pass
     generator = torch.Generator().manual_seed(seed)
