@@ -25,7 +25,6 @@ SUMMED = (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.com
 """Dtypes that backends and torch add up."""
 
 SHOWN = 5
-"""How many differing parameters a message lists."""
 
 
 def trainable_parameters(model: nn.Module) -> dict[str, nn.Parameter]:

@@ -35,7 +35,6 @@ class Payload:
     index: int
     """The bucket's, by which its collective is found."""
     label: str
-    """For messages to people."""
     messages: Sequence[Any]
     """What its collective gets, one after the other; see `runtime.comm.collectives.Collective`."""
 
@@ -62,7 +61,6 @@ class _Task:
     """Whether it is its bucket's last."""
     phases: Iterator[dist.Work] = field(default_factory=lambda: iter(()))
     work: dist.Work | None = None
-    """The phase that is on its way."""
 
 
 def nothing() -> None:

@@ -20,7 +20,6 @@ from runtime.errors import CommunicationError, InputError, PlanMismatch, Planner
 from runtime.torch_compat import all_gather_single, is_of_backend
 
 MIN_TIMEOUT_S = 30.0
-"""Least deadline where none is given."""
 SHORTEST_TIMEOUT_S, LONGEST_TIMEOUT_S = 1.0, 7 * 24 * 3600.0
 """What may be given as a deadline: less fails on any busy machine, more is as good as none."""
 _CHUNK_BYTES = 64 * 1024 * 1024
@@ -234,7 +233,6 @@ class Grid:
     world: World
     topology: Topology
     inside: World
-    """The ranks of this node."""
     between: World
     """The ranks with this one's local rank."""
 
@@ -290,11 +288,9 @@ class RankInfo:
     step: int = 0
     """How many steps this rank has done with the session."""
     at_step: int = 0
-    """The first step with the plan."""
     local_async: str = "null"
     """What the plan says of local updaters, in words."""
     where: NodeInfo | None = None
-    """Where this rank runs."""
 
 
 def agree(world: World, mine: RankInfo) -> list[RankInfo]:

@@ -37,12 +37,10 @@ class Slot:
     view: Tensor = field(init=False)
     """The gradient's part of the flat buffer, in the parameter's shape and strides."""
     address: int = field(init=False)
-    """Where that is in memory."""
     _home: Tensor = field(init=False, repr=False)
     """Another tensor of it, to which a script has no way."""
     bucket: BucketBuffer = field(init=False, repr=False)
     waiting: bool = True
-    """Whether this step's gradient has not come yet."""
     touched: bool = False
     """Whether a backward has produced a gradient since the last exchange (also without synchronization)."""
 
@@ -157,7 +155,6 @@ class Message:
     """1-D, all that is sent."""
     slots: list[Slot]
     storage: torch.UntypedStorage = field(init=False, repr=False)
-    """The memory of `flat`."""
     scratch: Any = field(default=None, repr=False)
     """What its collective keeps from step to step."""
 
@@ -187,7 +184,6 @@ class BucketBuffer:
     label: str
     """For messages to people: index, collective, first and last gradient."""
     waiting: int = 0
-    """Gradients of this step that have not come yet."""
     payload: Payload = field(init=False)
     """What its collective gets: its messages, unless a mode or a compressor has put something in their place."""
     small: list[Slot] = field(init=False)

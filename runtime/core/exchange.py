@@ -127,7 +127,6 @@ class Exchange:
         self._saved: list[SavedGrad] = []
         self._next = 0
         self.open = False
-        """Whether a backward gives its gradients now."""
         self._given_up = False
         """Whether an exception has ended the backward whose buckets leave now."""
         self._apart = False
@@ -135,7 +134,6 @@ class Exchange:
         kept those that backward adds to.
         """
         self._first: Slot | None = None
-        """Whose gradient came first."""
         self._hooks: dict[str, GradientHook] = {}
 
     def install(

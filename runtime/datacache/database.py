@@ -23,9 +23,7 @@ import numpy as np
 FILE = "samples.sqlite"
 LOCK = "samples.lock"
 SUFFIXES = ("", "-wal", "-shm")
-"""SQLite's files: the database, its log, and the log's index."""
 VERSION = 1
-"""SQLite's `user_version` of the file."""
 PAGE_BYTES = 16 * 1024
 """Large pages: samples of tens of kB are written twice as fast as with SQLite's usual 4 KiB, for 8 kB lost in each."""
 BUSY_S = 10.0

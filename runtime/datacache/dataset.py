@@ -43,7 +43,6 @@ class CacheStats:
     not_stored: int
     """Samples that the disk did not take: its bound, a full or slow disk."""
     unstorable: int
-    """Samples of types that cannot be stored."""
     samples_in_memory: int
     memory_used_bytes: int
     disk_used_bytes: int

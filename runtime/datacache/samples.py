@@ -32,7 +32,6 @@ STORABLE = (
     "tensors on the CPU, NumPy arrays and numbers, Pillow images, bytes, str, int, float, bool, None, and tuples, "
     "lists and dicts of these"
 )
-"""In words, for messages."""
 
 _DTYPES: dict[str, torch.dtype] = {
     str(dtype).removeprefix("torch."): dtype
@@ -55,7 +54,6 @@ class Unstorable(Exception):
     """A sample holds something that cannot be stored; the text says where and of which type."""
 
     sample: Any = None
-    """The whole sample."""
 
 
 def pack(sample: Any) -> Tensor:

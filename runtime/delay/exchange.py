@@ -173,7 +173,6 @@ class Pushes(Launcher):
             """By bucket and message."""
         self._rates, self._loss_scale, self._workers = rates, loss_scale, topology.num_nodes
         self._before: dict[int, CommTiming] = {}
-        """Of each bucket, its last push."""
         self._finite: list[Tensor] = []
         self.finite = torch.tensor(True)
         """Whether this worker's gradients of the last step are (0-d)."""
@@ -184,12 +183,10 @@ class Pushes(Launcher):
         self.pace = NO_TIMING
         """What `Pace.delayed_step` has found, for the metadata behind the next push."""
         self._end: StepEpilogue | None = None
-        """What follows the last step's pushes."""
         self.reported: Tensor | None = None
         """What all workers said behind an earlier step's. Shape (workers, entries)."""
         self._pulls_at = pulls_at
         self.step = 0
-        """Number of the next step to push."""
         self.pulls: deque[PendingPull] = deque()
         """The last ones, until a local update takes them."""
         self._spare: list[PendingPull] = []

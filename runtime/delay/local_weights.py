@@ -33,7 +33,6 @@ class LocalWeights:
         """`groups`: of the optimizer, names and parameters."""
         self._spec, self._parameters, self._groups = spec, parameters, groups
         self._before: dict[str, Tensor] = {}
-        """`pre_weight`."""
         self._aside: tuple[dict[str, Tensor], list[Tensor]] | None = None
         """The rank's own weights and buffers, where the model has others for a while."""
 

@@ -81,7 +81,6 @@ class Push(Protocol):
     """One vector's way to its owners."""
 
     rows: Rows
-    """What is sent."""
 
     def pack(self, vector: Tensor, scale: float, finite: Tensor, step: int) -> None:
         """Fill what is sent with a vector (1-D, up to peers · share elements) times `scale`, which makes it this

@@ -50,7 +50,6 @@ class Piece:
     """A part of one parameter that this rank owns."""
 
     slot: Slot
-    """Of the parameter."""
     start: int
     """In the parameter's elements, in memory order."""
     place: slice
@@ -95,7 +94,6 @@ class Shard(Part):
         self.push = make_push(
             compressor, elements, self.share, ranks // ranks_per_node, flat.dtype, flat.device, metadata_bytes
         )
-        """How gradients are sent to their owners."""
         self.compresses, self.by_magnitude = compressor != NO_COMPRESSION, compressor.name == "topk"
         self.total = flat.new_zeros(self.share)
         """The sum of what was pushed, in order of workers: the averaged gradient. Shape (share,)."""

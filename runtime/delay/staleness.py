@@ -31,7 +31,6 @@ by. The first is more than twice what healthy runs came to, and what diverges pa
 WINDOWS = 8
 """Times k steps at the end of the warm-up over which its movement is averaged: one alone may be small by chance."""
 KEPT = 1000
-"""Samples, at most."""
 NO_DISTANCE = (0.0, 0.0, 0.0)
 """Told in steps without a pull: (whether there is a distance, per unit of learning rate, as a share of the weights)."""
 
@@ -88,7 +87,6 @@ class Staleness:
         self._alarms = 0
         """Pulls in a row in which ranks were too far."""
         self.samples: deque[Distance] = deque(maxlen=KEPT)
-        """The last ones."""
 
     def state(self) -> dict[str, Any]:
         return {

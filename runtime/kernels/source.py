@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from importlib import resources
 
 PARTS: Mapping[str, tuple[str, ...]] = {"topk": ("keys.cu", "plan.cu", "topk.cu"), "unpack": ("keys.cu", "unpack.cu")}
-"""Program → the files that it is, one after the other."""
 
 DTYPES = ("float32", "bfloat16")
 """What gradients, residuals and sums may be; kernels are named after two of them: `ef_topk_bfloat16_float32`."""

@@ -54,7 +54,6 @@ class Averager:
             self._messages.append(torch.empty(world.ranks, device=flats[0].device if flats else None))
         self.rounds = 0
         self.averagings: deque[Averaging] = deque(maxlen=KEPT)
-        """The last ones."""
 
     @torch.no_grad()
     def average(

@@ -22,7 +22,6 @@ from torch import Tensor
 from runtime.errors import EnvironmentFailure
 
 _FAR = 2**40
-"""More than anything that is counted here."""
 
 
 class _Anonymous:

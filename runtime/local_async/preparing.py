@@ -60,7 +60,6 @@ class _Need:
     """Memory of an updater; None where it is not known."""
     available_bytes: int
     step_s: float
-    """A minibatch in the rank's own process."""
     asked: tuple[int, int]
     """Steps and seed."""
 

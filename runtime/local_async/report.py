@@ -76,7 +76,6 @@ class UpdaterReport:
     peak_bytes: int = 0
     """Largest resident memory of its process; 0 where it is not known."""
     lost: str | None = None
-    """Why it ended before its time, where it did."""
 
     @property
     def minibatches_per_s(self) -> float:
@@ -111,7 +110,6 @@ class LocalReport:
     staleness: tuple[int, ...] = ()
     """Entry i: minibatches with i updates of other updaters between their snapshot and their own update."""
     rounds: int = 0
-    """Averagings over ranks."""
     averagings: tuple[Averaging, ...] = ()
     """The last of them."""
     spans: tuple[Span, ...] = field(default=(), repr=False)

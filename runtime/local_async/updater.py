@@ -37,9 +37,7 @@ class Shared:
     begun: AtomicCounter
     """Minibatches that were given out: the counter s of Algorithm 1."""
     done: AtomicCounter
-    """Updates that are in the shared model."""
     doorbell: Doorbell
-    """Rings at each update."""
     counts: SharedMemory
     """`COUNTS` of int64 for each updater."""
 

@@ -31,7 +31,6 @@ LONGEST_WATCH_S = 0.2
 LONGEST_AWAY_S = 1.0
 """A parent that has not looked after its updaters for so long cannot tell whether they hang."""
 ENDING_S = 10.0
-"""How long an updater that has done its work may take to leave."""
 
 
 def check_start_method(method: str) -> str | None:
@@ -62,10 +61,8 @@ class _Updater:
     result: Result | None = None
     lost: str | None = None
     moved_s: float = 0.0
-    """When its counts were last seen to change."""
     last: tuple[int, int] = (0, 0)
     why: str = ""
-    """Why the parent killed it, where it did."""
 
     @property
     def over(self) -> bool:
@@ -78,7 +75,6 @@ class Updaters:
     def __init__(self, task: Task) -> None:
         self.task, self.shared = task, task.shared
         self.error: PlannerError | None = None
-        """What an updater raised, if any."""
         self.stall_limit_s = float("inf")
         """An updater that makes no update for so long is taken for hung, and killed."""
         self._looked_s = 0.0

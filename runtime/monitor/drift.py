@@ -27,7 +27,6 @@ WINDOW_STEPS, WINDOWS = 10, 5
 """The last 50 steps are judged, in windows: a pause or some slow steps move the median of one, not of all."""
 
 EVERY_STEPS = 10
-"""How often they are."""
 
 SLOWER, NOT_SLOWER = 0.20, 0.10
 """Steps drift when the median of every window is more than 20 % above the prediction, and have stopped to when the
@@ -184,7 +183,6 @@ class DriftGuard:
         self._due = 0
         self._warned = False
         self.verdict: Verdict | None = None
-        """The last judgement; None before the first one."""
 
     def begin(self, plan: Plan | None) -> None:
         """Another plan's steps follow; None: steps that nobody has predicted."""

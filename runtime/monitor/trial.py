@@ -42,7 +42,6 @@ class Trial:
         self._marks: list[Any] = []
         self._times_us: dict[str, list[float]] = {"lossy": [], "exact": []}
         self.verdict: Verdict | None = None
-        """None until the trial is over."""
 
     def step_done(self) -> Plan | None:
         """After each step: the plan to change over to, or None to stay with the present one. Ranks may meet here."""

@@ -23,7 +23,6 @@ class Verdict:
     other_us: float
     """What it is held against."""
     text: str
-    """The finding in words."""
     noise_us: float = 0.0
     """Of two measured times: the standard error of their difference, times `Z_SCORE`."""
     cause: Cause = "none"

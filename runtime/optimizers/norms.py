@@ -51,7 +51,6 @@ class LayerNorms:
         self.split: Split | None = None
         """How ranks share the norms; None: each computes all of them."""
         self._places: dict[Tensor, int] = {}
-        """By parameter, its item in the split."""
         self._clock: Clock | None = None
         self.marks: deque[NormMarks] = deque(maxlen=KEPT_STEPS)
 

@@ -21,14 +21,11 @@ class NormReport:
 
     layers: int
     shared: bool
-    """Whether ranks share the work, or each does all of it."""
     measured_us: float
     """Computing, sending and waiting for others; not what was done while they were on their way."""
     predicted_us: float | None
     replicated_us: float | None
-    """Predicted, where each rank does all of it."""
     shared_us: float | None
-    """Predicted, where ranks share it."""
 
     def __str__(self) -> str:
         how = "shared by ranks" if self.shared else "by every rank"

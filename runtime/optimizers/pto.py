@@ -45,7 +45,6 @@ class Split:
             raise InputError(f"owners: found rank {odd}, expected ranks from 0 to {world.ranks - 1}; correct them")
         self.world, self.owners, self.shape, self.dtype, self.device = world, tuple(owners), shape, dtype, device
         self.mine = tuple(item for item, owner in enumerate(owners) if owner == world.rank)
-        """Items of this rank."""
         counts = [0] * world.ranks
         places = []
         for owner in owners:
@@ -157,7 +156,6 @@ def _tensors(item: Any) -> Sequence[Tensor]:
 
 
 _agreed: weakref.WeakKeyDictionary[dist.ProcessGroup, set[str]] = weakref.WeakKeyDictionary()
-"""By group, what its ranks have compared already."""
 
 
 def _agree(world: World, call: object) -> None:

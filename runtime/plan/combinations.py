@@ -21,7 +21,6 @@ FEATURES: Mapping[str, str] = {
     SHARED_NORMS: "norms of layers that ranks compute for each other (LARS, LAMB)",
     SOLVER: "the constraint program's word on an exact schedule (`--solver cpsat`)",
 }
-"""Name → what it is."""
 
 _ONLY_DENSE = (TOPOLOGY, SELECTION, LAYER_SELECTION, WIRE)
 

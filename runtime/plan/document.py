@@ -141,7 +141,6 @@ class LocalAsyncSpec(Record):
     them."""
 
     updaters: Annotated[int, Field(ge=1, le=MAX_UPDATERS)]
-    """Processes of each rank that update its model."""
     blocks: Annotated[tuple[Annotated[tuple[Name, ...], Field(min_length=1)], ...], Field(min_length=1)] | None = None
     """Gradients that one updater takes by itself: in all each gradient once, in a block those that become ready one
     after the other, at most as many blocks as updaters. Updater i has block i modulo their number."""
@@ -168,13 +167,10 @@ class NormPlan(Record):
     shared_us: PredictedUs | None = None
     """What they take shared: the largest share and the all-gather."""
     gather_us: PredictedUs | None = None
-    """The all-gather alone."""
     message_bytes: Count | None = None
-    """What it gathers."""
     bound_us: PredictedUs | None = None
     """No split has a largest share that takes less."""
     method: str | None = None
-    """How the split was found."""
 
     @property
     def predicted_us(self) -> float | None:
@@ -194,7 +190,6 @@ class StepPlan(Record):
     replicated_us: PredictedUs | None = None
     """The training step where every rank updates all weights."""
     sharded_us: PredictedUs | None = None
-    """The training step where ranks share that."""
     gather_us: PredictedUs | None = None
     """The all-gathers of weights alone."""
     replicated_bytes: Count | None = None
@@ -202,7 +197,6 @@ class StepPlan(Record):
     sharded_bytes: Count | None = None
     """The same where ranks share the step, with what the exchange needs."""
     memory_bytes: Count | None = None
-    """What a rank has, where that is known."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,7 +16,6 @@ INTERFACES: Mapping[str, str] = {
     SHARDED_STEP: "between backward and step gradients can be scaled, clamped, zeroed and clipped by norms (on every "
     "rank), and not read; checkpoints take session.optimizer_state_dict() on every rank"
 }
-"""Name → what a script has to know about it."""
 
 LATER = ("late-gather",)
 """Names that are reserved, and not built yet."""

@@ -40,7 +40,6 @@ class MeasuredStep(Record):
     rank: Annotated[int, Field(ge=0, lt=MAX_RANKS)]
     ranks: Annotated[int, Field(ge=1, le=MAX_RANKS)]
     steps: Count
-    """Number of steps that were looked at."""
     iteration_us: TimeUs
     forward_us: TimeUs
     backward_us: TimeUs

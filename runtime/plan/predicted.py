@@ -20,9 +20,7 @@ class PredictedTask(Record):
     start_us: PredictedUs
     end_us: PredictedUs
     bucket: Count | None = None
-    """Index of the bucket, for communication."""
     ready_us: PredictedUs | None = None
-    """When the bucket's last gradient was ready."""
     tasks: Annotated[int, Field(ge=1, le=2**53)] | None = None
     """Number of neighbouring tasks that this bar stands for; absent: one."""
     gradients: Count | None = None
@@ -30,7 +28,6 @@ class PredictedTask(Record):
     first_gradient: Count | None = None
     """Index of the first of them in the plan's order, where they are consecutive."""
     size_bytes: Count | None = None
-    """Dense bytes of them."""
     step: Count | None = None
     """With delay: the step, of those that the timeline shows, that the task belongs to."""
 
@@ -92,7 +89,6 @@ class FrontierPoint(Record):
     buckets: Count
     sparse_buckets: Count
     sent_share: Annotated[float, Field(ge=0.0, le=1.0)]
-    """Share of the model's elements that a rank sends."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,7 +96,6 @@ class DelayPoint(Record):
     """What delay of k steps would give, with the best buckets found for it."""
 
     steps: PositiveCount
-    """k."""
     iteration_us: PredictedUs
     """The mean step in the steady state, simulated."""
     closed_form_us: PredictedUs

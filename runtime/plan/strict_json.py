@@ -40,7 +40,6 @@ MAX_VALUES = 1_000_000
 """Values in a document: 10,000 gradients in as many buckets are some 200,000."""
 
 UNKNOWN = ("unexpected_keyword_argument", "extra_forbidden")
-"""How pydantic names a field that a record does not have."""
 
 MAX_RANKS = 10**7
 
@@ -55,7 +54,6 @@ Name = Annotated[str, Field(min_length=1, max_length=4096)]
 
 SHOWN_VIOLATIONS = 5
 SHOWN_CHARACTERS = 60
-"""How much a message shows of what is wrong."""
 
 
 class _Twice(dict[str, Any]):

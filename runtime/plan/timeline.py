@@ -25,9 +25,7 @@ class Span:
     start_us: float
     end_us: float
     bucket: int | None = None
-    """Index of the bucket, for communication."""
     ready_us: float | None = None
-    """When the bucket's last gradient was ready."""
 
     @property
     def duration_us(self) -> float:

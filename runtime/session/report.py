@@ -34,9 +34,7 @@ class PhaseReport:
     """One phase of a bucket on one kind of link: means in microseconds from the step's start."""
 
     name: str
-    """Such as `reduce_scatter`."""
     link: str
-    """`intra` or `inter`."""
     start_us: float
     end_us: float
 
@@ -62,7 +60,6 @@ class BucketReport:
     sample: Sampled | None = None
     """Of a lossy bucket, when it was last looked at."""
     phases: tuple[PhaseReport, ...] = ()
-    """Where the plan's collectives have several."""
 
     @property
     def spans(self) -> list[Span]:
@@ -127,7 +124,6 @@ class Report:
     script_us: float = 0.0
     """What else passes until the next step begins: loading data, clipping, logging and the like (median)."""
     accumulated: Accumulated | None = None
-    """Where a step has several micro-batches."""
     predicted_us: float | None
     """Of as many micro-batches as a step has, each as large as the profile's batch; None where that is not known."""
     error: float | None
@@ -136,9 +132,7 @@ class Report:
     norms: NormReport | None = None
     """A part of the update, of optimizers that scale each layer's step (LARS, LAMB)."""
     step: StepReport | None = None
-    """Where ranks share the whole step."""
     interfaces: tuple[str, ...] = ()
-    """Of the plan, where it is not drop-in."""
     cause: str | None = None
     """Why the step is not what was predicted, where it is far from that."""
 
@@ -234,7 +228,6 @@ class _Backward:
     backward_us: float
     wait_us: float
     earlier_us: tuple[float, float]
-    """Forward and backward of those that accumulated."""
 
     @classmethod
     def of(cls, marks: StepMarks, before: StepMarks | None, clock: Clock) -> _Backward | None:

@@ -77,7 +77,6 @@ class ReduceScatter(Launcher):
         self.parts_of = [
             [OwnPart(one, world.rank, world.ranks, scratch) for one in bucket.messages] for bucket in buckets
         ]
-        """By bucket, of its messages."""
         for bucket, parts in zip(buckets, self.parts_of, strict=True):
             bucket.payload.messages = list(parts)
         self.usage = GatheredUsage(len(self.slots), world.ranks, device)

@@ -28,7 +28,6 @@ IN_PLACE = frozenset((
 FOREACH_IN_PLACE = frozenset((
     "_foreach_mul_", "_foreach_div_", "_foreach_clamp_min_", "_foreach_clamp_max_", "_foreach_neg_", "_foreach_zero_",
 ))  # fmt: skip
-"""The same for lists."""
 SHAPES = frozenset((
     "__len__", "__hash__", "__repr__", "__str__", "_is_view", "_is_zerotensor", "data_ptr", "detach", "detach_", "dim",
     "element_size", "get_device", "is_complex", "is_conj", "is_contiguous", "is_floating_point", "is_inference",
@@ -66,11 +65,9 @@ class ShardedGradient(Tensor):
     _owner: weakref.ref[Owned]
     """Weakly: a parameter's `.grad` is where no garbage collector looks."""
     whose: str
-    """The parameter's name."""
     place: int
     """In the plan."""
     zeroed: bool
-    """Whether it was zeroed since it has come."""
 
     @staticmethod
     def of(parameter: Tensor, name: str, place: int, owner: Owned) -> ShardedGradient:

@@ -44,7 +44,6 @@ class StepReport:
     gather_us: float
     """All-gathers of weights, a part of the update."""
     gathers_us: tuple[float, ...]
-    """Of each bucket, one after the other."""
     predicted_gather_us: float | None
     state_bytes: int
     """What this rank keeps of the optimizer's state."""

@@ -197,9 +197,7 @@ class CompressedBucket(Protocol):
     """A bucket of which less is sent: one class for each way."""
 
     packed: Any
-    """What its collective gets."""
     k: int
-    """How many elements each rank sends."""
     by_magnitude: bool
     """Whether these are the largest of them: what `runtime.sparse.guard` looks at."""
 

@@ -28,7 +28,6 @@ FIRST_STEP = 10
 COST = 0.005
 """Part of the time that sampling may take."""
 FEWEST_STEPS = 20
-"""Between two samples at the least."""
 MAX_DELTA, SAMPLES_IN_A_ROW = 1.0, 3
 """A bucket goes dense when so many samples of it are above."""
 
@@ -64,7 +63,6 @@ class Sampled:
     energy: float
     """‖sent‖² / ‖sent + residual‖², of the sums over ranks."""
     residual_norm: float
-    """Of the sum over ranks."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +71,6 @@ class Watched:
 
     bucket: BucketBuffer
     k: int
-    """How many elements each worker sends."""
     sums: Callable[[dist.ProcessGroup | None], tuple[Tensor, Tensor]]
     """(group) → (residual, what was sent in the last step), added up over all ranks, which all call this. 1-D."""
 
@@ -87,7 +84,6 @@ class Guard:
         self._turn, self._due, self._steps = 0, FIRST_STEP, 0
         self._last_step = clock.mark()
         self.samples: dict[int, list[Sampled]] = {one.bucket.index: [] for one in buckets}
-        """By bucket."""
 
     def step_done(self, step: int) -> int | None:
         """After each step, before the optimizer: the bucket that has to go dense, if any. Ranks may meet here."""

@@ -60,9 +60,7 @@ class Narrowed:
         self.total = torch.zeros(self.share, dtype=wide, device=device)
         """The sum of this rank's part; then what narrowing it has lost."""
         self.own = torch.zeros(self.share, dtype=wire, device=device)
-        """The sum, narrowed."""
         self.gathered = torch.zeros_like(self.flat)
-        """The sums of all parts."""
         self.rank = 0
 
     def narrow(self) -> None:

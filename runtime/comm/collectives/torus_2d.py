@@ -30,7 +30,6 @@ class _Shards:
         self.received = flat.new_zeros(parts, stop - start)
         self.part = flat.new_zeros(share)
         self.mine = self.part[: stop - start]
-        """This rank's shard."""
         self.whole = flat if parts * share == flat.numel() else flat.new_zeros(parts * share)
         """All shards: the message itself, where ranks divide it."""
 

@@ -25,7 +25,6 @@ class Family:
     """One entry of the registry."""
 
     options: frozenset[str]
-    """The fields of `CompressorSpec` that it understands."""
     make: Callable[[CompressorSpec, Sequence[Layer], int], Compressor | None]
     """(specification, layers, ranks) → compressor."""
 
@@ -52,7 +51,6 @@ COMPRESSORS: Mapping[str, Family] = {
     "topk": Family(options=_SELECTION | {"selector"}, make=_make_topk),
     "wire": Family(options=frozenset({"dtype"}), make=_make_wire),
 }
-"""Name → how to make it."""
 
 
 def make_compressor(spec: CompressorSpec, layers: Sequence[Layer], *, ranks: int) -> Compressor | None:

@@ -16,7 +16,6 @@ MAX_ELEMENTS = 2**31 - 1
 """Indices are sent as int32."""
 
 Layer = tuple[str, int]
-"""(name, elements)."""
 
 _Value = TypeVar("_Value")
 

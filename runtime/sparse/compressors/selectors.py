@@ -41,13 +41,11 @@ FEW_BLOCKS = 0.25
 """Up to this share, blocks are gathered rather than all elements compared."""
 
 SEARCHES = 30
-"""Thresholds that `mstopk` tries."""
 
 SMALL_SAMPLE = 1 << 14
 """Up to so many elements there is nothing to be gained by sampling."""
 
 SAMPLE = 0.01
-"""Share of the elements in the sample."""
 
 SAFETY = 4.0
 """By how many standard deviations of the number of survivors the sample's threshold is lowered."""

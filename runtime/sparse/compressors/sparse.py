@@ -20,7 +20,6 @@ Selector = Callable[[Tensor, Tensor, Tensor, int, int], Tensor]
 """(residual, gradient, total, k, seed) → k ascending positions; writes residual + gradient into `total`."""
 
 SELECTORS: Mapping[str, Selector] = {"exact": select_exact, "mstopk": select_mstopk, "sampled": select_sampled}
-"""How `topk` may find its elements."""
 
 
 @functools.cache
@@ -60,7 +59,6 @@ class SparseCompressor:
         self.segments = tuple(segments)
         """What is selected from separately; nothing else of the buffer has elements."""
         self.k = sum(segment.k for segment in segments)
-        """Elements that are sent in all."""
         self._selector = selector
         self._states: dict[torch.device, TopkState] = {}
 

@@ -11,7 +11,6 @@ from torch import Tensor
 from runtime.sparse.compressors.magnitudes import CHUNK, accumulate
 
 WIRE_DTYPES: Mapping[str, torch.dtype] = {"bfloat16": torch.bfloat16, "float16": torch.float16}
-"""What may be sent."""
 
 
 class WireCompressor:
