@@ -56,7 +56,6 @@ def is_wrapped(model: torch.nn.Module) -> str | None:
 
 
 def is_sharded(tensor: torch.Tensor) -> bool:
-    """Whether the tensor is a DTensor."""
     from torch.distributed.tensor import DTensor
 
     return isinstance(tensor, DTensor)
@@ -120,7 +119,6 @@ class ModuleHook:
         self._call = call
 
     def __call__(self, *arguments: Any) -> None:
-        """The hook."""
         self._call(*arguments)
 
     def __deepcopy__(self, _memo: dict[int, Any]) -> Callable[..., None]:

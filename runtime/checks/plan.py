@@ -44,7 +44,6 @@ def trainable_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """`torch.float32` → `float32`."""
     return str(dtype).removeprefix("torch.")
 
 

@@ -75,7 +75,6 @@ class PhaseQueues:
         self.begin()
 
     def begin(self) -> None:
-        """A new round."""
         self._places = dict.fromkeys(LINKS, 0)
         self._done: dict[int, int] = {}
         self._flushed = False
@@ -85,7 +84,6 @@ class PhaseQueues:
         return bucket in self._done or self._flushed
 
     def launch(self, bucket: int) -> None:
-        """Let a bucket be sent."""
         self._done[bucket] = 0
 
     def flush(self) -> None:

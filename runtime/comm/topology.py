@@ -56,7 +56,6 @@ class Topology:
         return len(self.nodes[0])
 
     def local_rank(self, rank: int) -> int:
-        """Return a rank's number within its node."""
         return next(ranks.index(rank) for ranks in self.nodes if rank in ranks)
 
     @property

@@ -49,7 +49,6 @@ class BackwardTracker:
         self._gone = partial(_gone, weakref.ref(self))
 
     def install(self) -> list[Any]:
-        """Hook the model's forward; returns the handles."""
         return [
             self._model.register_forward_pre_hook(ModuleHook(self._before_forward), prepend=True),
             self._model.register_forward_hook(ModuleHook(self._after_forward)),

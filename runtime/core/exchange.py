@@ -199,7 +199,6 @@ class Exchange:
         self._next += 1
 
     def accumulated(self) -> None:
-        """End a backward that is not exchanged."""
         self._recorder.end_micro_batch()
 
     def finish(self) -> None:

@@ -196,7 +196,6 @@ class Database:
             return len(kept)
 
     def used_bytes(self, connection: sqlite3.Connection) -> int:
-        """Bytes of the database that hold something."""
         pages, free = (connection.execute(f"PRAGMA {name}").fetchone()[0] for name in ("page_count", "freelist_count"))
         return int(pages - free) * PAGE_BYTES
 
@@ -243,7 +242,6 @@ class Database:
         return self.used_bytes(connection)
 
     def forget(self) -> None:
-        """Take out every sample of this dataset."""
         with self.opened() as connection:
             last = self._first + (1 << _NUMBER_BITS)
             connection.execute("DELETE FROM sample WHERE id >= ? AND id < ?", (self._first, last))

@@ -221,7 +221,6 @@ class CachedDataset(Dataset[Any]):
             return error.sample
 
     def _flat(self, index: int) -> Tensor:
-        """The flat sample of an index, for another node."""
         flat = self._held(index)
         try:
             return self._keep(index, self._read(index)) if flat is None else flat

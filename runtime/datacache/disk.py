@@ -265,7 +265,6 @@ class DiskStore:
             )
 
     def used_bytes(self) -> int:
-        """Bytes of the directory's files now."""
         return self._reader.size_bytes()
 
     def close(self) -> None:
@@ -279,7 +278,6 @@ class DiskStore:
 
 
 def _flush(store: weakref.ref[DiskStore]) -> None:
-    """At the end of a process."""
     alive = store()
     if alive is not None:
         alive.flush(FLUSH_S)

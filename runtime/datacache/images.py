@@ -135,7 +135,6 @@ def _from_pixels(
 
 @lru_cache
 def _class(name: str) -> Any:
-    """One of Pillow's classes of image files."""
     module, _, found = name.rpartition(".")
     if not _FILE_CLASS.fullmatch(name):
         raise ValueError(f"{name} is no class of Pillow's")

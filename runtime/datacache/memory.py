@@ -125,7 +125,6 @@ class NodeMemory:
         return self._arena[begin : begin + int(self._sizes[slot])].clone()
 
     def holds(self, slot: int) -> bool:
-        """Whether a sample is there."""
         return bool(self._offsets[slot])
 
     def put(self, slot: int, flat: Tensor) -> bool:
@@ -165,7 +164,6 @@ class NodeMemory:
         self._row = self._words[_ROWS_AT + row * len(COUNTERS) :][: len(COUNTERS)]
 
     def count(self, counter: str, number: int = 1) -> None:
-        """Add to one of `COUNTERS`."""
         if self._owner != os.getpid():
             self._begin()
         self._row[_PLACE[counter]] += number
@@ -184,7 +182,6 @@ class NodeMemory:
 
     @property
     def held(self) -> int:
-        """Samples in memory."""
         return int(self._words[_HELD])
 
     @property

@@ -56,7 +56,6 @@ class Partition:
         return np.sort(self._drawn[self.bounds[node] : self.bounds[node + 1]])
 
     def size(self, node: int) -> int:
-        """How many indices a node has."""
         return self.bounds[node + 1] - self.bounds[node]
 
     def slot(self, index: int, node: int) -> int:
@@ -67,7 +66,6 @@ class Partition:
         return place if 0 <= place < self.size(node) else -1
 
     def owners(self, indices: Sequence[int] | np.ndarray) -> np.ndarray:
-        """The node of each index (int64)."""
         if self.nodes == 1:
             return np.zeros(len(indices), dtype=np.int64)
         owners: np.ndarray = np.searchsorted(self.bounds, self._places[np.asarray(indices)], side="right") - 1

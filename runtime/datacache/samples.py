@@ -170,7 +170,6 @@ def _array_form(part: np.ndarray | np.generic, leaves: list[Leaf], where: str) -
 
 @lru_cache(maxsize=4096)
 def _reader(header: bytes) -> Reader:
-    """What makes a sample of the flat bytes behind this header."""
     return _compile(json.loads(header), 4 + len(header))[0]
 
 

@@ -53,10 +53,6 @@ class Source:
         if self.samples == 0:
             raise InputError("dataset: found one without samples, expected at least one; check where it looks for them")
 
-    def __len__(self) -> int:
-        """The length at the start."""
-        return self.samples
-
     def length(self) -> int:
         """The dataset's length now; `samples` is what it was at the start."""
         try:
@@ -79,11 +75,9 @@ class Source:
         return bytes(found)
 
     def sample(self, index: int) -> Any:
-        """A sample from the storage, as the dataset gives it."""
         return self.dataset.decode(self.read(index)) if self.raw else self.dataset[index]
 
     def decode(self, raw: bytes) -> Any:
-        """The sample of raw bytes."""
         return self.dataset.decode(raw) if self.raw else from_bytes(raw)
 
     def flat(self, raw: bytes) -> Tensor:

@@ -25,7 +25,6 @@ def kept_on_host(parameter: nn.Parameter) -> Tensor:
 
 @torch.no_grad()
 def copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
-    """Write each source into its target."""
     for target, source in zip(targets, sources, strict=True):
         target.copy_(source)
 

@@ -289,7 +289,6 @@ class Pushes(Launcher):
         return taken
 
     def come(self) -> None:
-        """Wait for all that is on its way."""
         self.communicator.wait()
         if self._end is not None:
             self.reported = self._end.reported

@@ -55,7 +55,6 @@ class Rows:
         self.metadata(self.sent)[:, : metadata.numel()] = metadata
 
     def phases(self, group: dist.ProcessGroup) -> Iterator[dist.Work]:
-        """Send and receive; see `Collective`."""
         return all_to_all(self.received.view(-1), self.sent.view(-1), group)
 
 
@@ -162,7 +161,6 @@ class SelectedPush(_WithResidual):
 
     @property
     def selected(self) -> int:
-        """Elements that are sent in all."""
         return self._compressor.k
 
     def sent(self) -> Tensor:

@@ -37,7 +37,6 @@ Rates = Sequence[Mapping[str, Any]]
 
 
 def rates_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    """Return the hyperparameters that are in force now."""
     found = []
     for group in optimizer.param_groups:
         values = {name: group[name] for name in HYPERPARAMETERS}
@@ -225,7 +224,6 @@ class Server:
 
     @property
     def pieces(self) -> Iterator[Piece]:
-        """Of all parameters."""
         return (piece for shard in self._all_shards for piece in shard.pieces)
 
     @property
@@ -278,7 +276,6 @@ class Server:
         return {name: part.clone() for shard in self._all_shards for name, part in shard.residuals().items()}
 
     def put_residuals(self, residuals: Mapping[str, Tensor]) -> None:
-        """Take over residuals, by gradient."""
         for shard in self._all_shards:
             shard.put_residuals(residuals)
 

@@ -40,7 +40,6 @@ class Program:
 
     @property
     def text(self) -> str:
-        """CUDA C++ that includes nothing."""
         shape = self.shape
         macros = f"#define THREADS {shape.threads}\n#define VECTORS {shape.vectors}\n"
         macros += f"#define MIN_BLOCKS {shape.min_blocks}\n"

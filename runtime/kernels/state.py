@@ -133,7 +133,7 @@ def layout_of(elements: tuple[int, ...], k: tuple[int, ...], shape: Shape, capac
 
 @dataclass(eq=False)
 class TopkState:
-    """What one place that selects needs for `ef_topk_` and its like: made by `make_state`.
+    """What one place that selects needs: made by `make_state`.
 
     What a step leaves to the next makes it faster and never changes a result, so a state need not be saved; zeros, and
     even garbage in `warm`, are sound. One state serves one call after another on one stream, never two at once.
@@ -152,7 +152,6 @@ class TopkState:
         return sum(self.layout.elements)
 
     def part(self, name: str) -> Tensor:
-        """A piece of the memory as int32."""
         return self.memory.view(torch.int32)[self.layout.parts[name]]
 
     @property
@@ -170,7 +169,6 @@ class TopkState:
         return [dict(zip(WARM, row, strict=True)) for row in self.warm.tolist()]
 
     def reset(self) -> None:
-        """The next call begins cold."""
         self.warm.zero_()
 
 

@@ -64,7 +64,6 @@ class AtomicCounter(_Anonymous):
 
     @property
     def value(self) -> int:
-        """How many numbers were taken."""
         return os.lseek(self.descriptor, 0, os.SEEK_CUR)
 
     def exhaust(self) -> None:
@@ -114,7 +113,6 @@ class Doorbell:
         return _reopened, (Doorbell, DupFd(self._write))
 
     def fileno(self) -> int:
-        """What to wait for."""
         return self._read
 
     def ring(self) -> None:

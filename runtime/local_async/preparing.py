@@ -142,7 +142,6 @@ def _make(request: Request, spec: LocalAsyncSpec) -> tuple[LocalJob, Layout]:
 
 
 def check_request(request: Request) -> str | None:
-    """Return what of the arguments is wrong, or None."""
     if isinstance(request.steps, bool) or not isinstance(request.steps, int) or request.steps < 1:
         return f"steps: found {request.steps!r}, expected a number of minibatches, at least 1; correct it"
     if request.on_lost not in ON_LOST:

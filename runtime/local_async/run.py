@@ -223,7 +223,6 @@ class _Parent:
         return STOPPING if lost and self._prepared.request.on_lost == "stop" else RUNNING
 
     def _average(self, averager: Averager) -> bool:
-        """Average once; returns whether it was the last time."""
         status, done = self._status, self._updaters.done
         statuses = averager.average(status, done - self._averaged, lambda s: self._updaters.watch(s, bell=False))
         self._averaged = done
@@ -239,7 +238,6 @@ class _Parent:
         return all(one == DONE for one in statuses)
 
     def _raise_own(self) -> None:
-        """Raise where this rank cannot go on."""
         if self._updaters.error is not None:
             raise self._updaters.error
         if self._status == FAILED:

@@ -55,7 +55,6 @@ class Flat:
     end_bytes: int
 
     def trained(self, memory: Tensor) -> Tensor:
-        """The parameters, 1-D."""
         return memory[self.start_bytes : self.trained_end_bytes].view(self.dtype)
 
 

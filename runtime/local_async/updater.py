@@ -47,7 +47,6 @@ class Shared:
         return cls(begun=AtomicCounter(), done=AtomicCounter(), doorbell=Doorbell(), counts=counts)
 
     def row(self, updater: int) -> Any:
-        """Return one updater's counts, a numpy array."""
         return self.counts.bytes().numpy().view(np.int64)[updater * COUNTS : (updater + 1) * COUNTS]
 
 
@@ -127,7 +126,6 @@ class Updater:
         self._partial_next = True
 
     def run(self) -> Result:
-        """Take minibatches until all are given out."""
         result, task = self.result, self.task
         result.start_s = time.perf_counter()
         while (number := task.shared.begun.take()) < task.request.steps:

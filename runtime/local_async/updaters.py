@@ -34,7 +34,6 @@ ENDING_S = 10.0
 
 
 def check_start_method(method: str) -> str | None:
-    """Return why updaters cannot be started so, or None."""
     here = [name for name in START_METHODS if name in multiprocessing.get_all_start_methods()]
     if method in here:
         return None
@@ -127,7 +126,6 @@ class Updaters:
         return f"updater {dead.number} {dead.lost} before it had begun{words}"
 
     def go(self, stall_limit_s: float) -> None:
-        """Tell all updaters to begin."""
         self.stall_limit_s = stall_limit_s
         self._looked_s = time.monotonic()
         for one in self._all:
@@ -208,7 +206,6 @@ class Updaters:
 
     @property
     def begun(self) -> int:
-        """Minibatches that were given out."""
         return min(self.shared.begun.value, self.task.request.steps)
 
     @property
@@ -217,7 +214,6 @@ class Updaters:
 
     @property
     def over(self) -> bool:
-        """Whether no updater is running any more."""
         return all(one.over for one in self._all)
 
     @property

@@ -193,7 +193,6 @@ class Mode:
         return self.host.step
 
     def optimizer_state_dict(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        """Return the optimizer's whole state; all ranks call this."""
         return optimizer.state_dict()
 
     lingers: ClassVar[bool] = False

@@ -429,7 +429,6 @@ class Delayed(Mode):
             yield
 
     def close(self) -> None:
-        """See `Mode.close`: gives the group back."""
         _delays.discard(self)
         self._pushes = None
         if self._groups_of_nodes is not None:

@@ -60,5 +60,4 @@ class CudaClock:
 
 
 def make_clock(device: torch.device) -> Clock:
-    """Return the clock of a device."""
     return CudaClock() if device.type == "cuda" else WallClock()

@@ -79,7 +79,6 @@ class Pace:
         return statistics.median(before), statistics.median(after), noise_us
 
     def _turns_us(self, marks: Sequence[Any]) -> list[float]:
-        """Return the mean step of each turn."""
         ends = list(marks)[:: self._k]
         return [self._clock.between_us(start, end) / self._k for start, end in pairwise(ends)]
 

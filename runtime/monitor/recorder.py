@@ -100,14 +100,12 @@ class Recorder:
         return now.micro_batches[0][0] if now.micro_batches else now.forward
 
     def end_micro_batch(self) -> None:
-        """A backward has only accumulated."""
         now = self._now
         if now.forward is not None and now.forward_end is not None:
             now.micro_batches.append((now.forward, now.forward_end, self.clock.mark()))
             now.forward = now.forward_end = None
 
     def begin_backward(self) -> None:
-        """The first gradient of a step is ready."""
         self._now.backward = self.clock.mark()
         if self.on_backward is not None:
             self.on_backward()
@@ -126,7 +124,6 @@ class Recorder:
         self._now.backward_end = self.clock.mark()
 
     def end_step(self) -> None:
-        """All gradients are averaged."""
         self._now.end = self.clock.mark()
         self.steps.append(self._now)
         self._now = StepMarks(*self._shape)

@@ -31,7 +31,6 @@ class Trial:
     """The turns of both plans, and the verdict."""
 
     def __init__(self, plan: Plan, world: World, clock: Clock) -> None:
-        """`plan` has a fallback."""
         assert plan.fallback is not None
         self.lossy = plan
         self._plans = {"lossy": plan, "exact": plan.fallback}

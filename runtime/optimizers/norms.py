@@ -61,7 +61,6 @@ class LayerNorms:
         self.marks.clear()
 
     def observe(self, clock: Clock | None) -> None:
-        """See `LayerwiseOptimizer.observe_norms`."""
         self._clock = clock
         self.marks.clear()
 

@@ -174,7 +174,6 @@ class NormPlan(Record):
 
     @property
     def predicted_us(self) -> float | None:
-        """What they take as planned."""
         return self.replicated_us if self.shares is None else self.shared_us
 
 
@@ -262,7 +261,6 @@ class Plan(Record):
         return () if self.interface is None or self.interface == DROP_IN else tuple(self.interface)
 
     def to_document(self) -> dict[str, Any]:
-        """The plan as plain JSON types."""
         document: dict[str, Any] = dump(self)
         document.setdefault("delay", None)
         document.setdefault("local_async", None)

@@ -48,7 +48,6 @@ class MeasuredStep(Record):
 
     @classmethod
     def of(cls, timeline: Timeline, *, model: ModelReference, rank: int, ranks: int, steps: int) -> MeasuredStep:
-        """The record of a timeline."""
         return cls(
             model=model,
             rank=rank,
@@ -86,7 +85,6 @@ class MeasuredStep(Record):
         return max(0.0, self.iteration_us - quiet_us)
 
     def to_document(self) -> dict[str, Any]:
-        """The step as plain JSON types."""
         document: dict[str, Any] = dump(self)
         return document
 

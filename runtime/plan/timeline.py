@@ -48,7 +48,6 @@ class Timeline:
         return max(0.0, self.iteration_us - (self.forward_us + self.backward_us + self.update_us))
 
     def on(self, resource: str) -> tuple[Span, ...]:
-        """The spans on one resource."""
         return tuple(span for span in self.spans if span.resource == resource)
 
 

@@ -63,7 +63,6 @@ class BucketReport:
 
     @property
     def spans(self) -> list[Span]:
-        """What it keeps busy, and when."""
         parts = [(phase.name, phase.link, phase.start_us, phase.end_us) for phase in self.phases]
         return [
             Span(
@@ -190,7 +189,6 @@ class Report:
         ).to_document()
 
     def save(self, path: str | Path) -> None:
-        """Write the measured step (`to_document`) atomically."""
         write_json(path, self.to_document())
 
     def __str__(self) -> str:
@@ -265,7 +263,6 @@ class _Step:
 
     @property
     def parts(self) -> tuple[float, float, float, float]:
-        """Forward, backward, waiting, update."""
         return (
             sum(one.forward_us + one.earlier_us[0] for one in self.backwards),
             sum(one.backward_us + one.earlier_us[1] for one in self.backwards),

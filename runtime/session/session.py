@@ -120,7 +120,6 @@ class Session:
         return found if isinstance(found, Topology) else Topology.of_one_rank_each(self.world.ranks)
 
     def synced_buffers(self) -> list[Tensor]:
-        """Return the model's buffers that follow rank 0."""
         return list(self.model.buffers()) if self._broadcast_buffers else []
 
     def _connect(self, exchange: Exchange) -> None:

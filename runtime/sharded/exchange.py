@@ -89,7 +89,6 @@ class ReduceScatter(Launcher):
 
     @property
     def parts(self) -> list[OwnPart]:
-        """Of all buckets' messages."""
         return [part for parts in self.parts_of for part in parts]
 
     # One step, in the order in which it happens.

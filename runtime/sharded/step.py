@@ -256,7 +256,6 @@ class ShardedStep:
 
     @torch.no_grad()
     def _leave(self, gradients: Mapping[int, Tensor]) -> None:
-        """Give parameters and gradients memory of their own."""
         for home in self._homes:
             home.leave()
         for slot in self._exchange.slots:

@@ -126,7 +126,6 @@ class BucketResidual:
         return self.buffers.following
 
     def gradient(self) -> Tensor:
-        """Return the bucket's gradients in order of its slots."""
         messages = self.bucket.messages
         return messages[0].flat if len(messages) == 1 else torch.cat([part.to(self.dtype) for part in self._parts()])
 
@@ -173,7 +172,6 @@ class BucketResidual:
         yield self.residual
 
     def unsent(self) -> Tensor:
-        """Copy this rank's residual of the whole bucket."""
         return self.residual.clone()
 
     def residuals(self) -> dict[str, Tensor]:

@@ -29,6 +29,7 @@ class Shard:
     summed: Tensor
     """Their sum. Shape (elements,)."""
     tail: Tensor
+    """What is sent behind the gradients. Shape (tail,)."""
     tails: Tensor
     """That of every rank of the node. Shape (ranks of the node, tail)."""
     selected: Tensor

@@ -153,7 +153,6 @@ class _Pool:
         return sum(int(torch.count_nonzero(piece >= threshold)) for piece in self.magnitude.split(CHUNK))
 
     def raise_to(self, threshold: float) -> None:
-        """Drop what is below a new lower threshold."""
         kept = positions_where(self.magnitude, torch.ge, threshold)
         self._positions = kept if self._positions is None else self._positions[kept]
         self.magnitude = self.magnitude[kept]
