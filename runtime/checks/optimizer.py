@@ -25,6 +25,7 @@ def check_optimizer(plan: Plan, given: object, parameters: Mapping[str, nn.Param
     """Return why this optimizer, or wrapper of one, cannot train by the plan, or None."""
     optimizer = inner_optimizer(given)
     planned = {name: parameters[name] for name in plan.gradients if name in parameters}
+    # The fallback, too: a run may continue with it.
     for mode in (asked_modes(one)[0] for one in (plan, plan.fallback) if one is not None):
         if mode.owns_step is not None and given is not optimizer:
             inside = "" if optimizer is None else f" around {type(optimizer).__name__}"

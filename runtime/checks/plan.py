@@ -62,6 +62,7 @@ def check_attached(model: nn.Module, attached: Iterable[nn.Module]) -> str | Non
     for other in attached:
         if other is model:
             return "the model is attached already; call session.detach() first"
+        # By identity: tensors that are compared compare their elements.
         theirs = {id(parameter) for parameter in other.parameters()}
         shared = next((name for name, parameter in mine if id(parameter) in theirs), None)
         if shared is not None:

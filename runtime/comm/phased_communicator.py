@@ -123,6 +123,7 @@ class PhasedHostCommunicator:
         self._changed = threading.Condition()
         self._buckets: dict[int, tuple[Payload, CommTiming]] = {}
         self._failure: Exception | None = None
+        # Threads start with the first bucket: on a rank that never sends there are none to end.
         self._moved_at, self._closing = time.monotonic(), False
         self._threads: list[threading.Thread] = []
         to_settle.add(self)

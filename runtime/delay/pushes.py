@@ -178,6 +178,7 @@ class SelectedPush(_WithResidual):
         self.held.commit(finite)
 
     def add_up(self, total: Tensor) -> None:
+        # In the residual's dtype: gradients in half precision are not added up in it.
         sums = total.zero_() if total.dtype == self.dtype else torch.zeros_like(total, dtype=self.dtype)
         for values, indices in zip(self._values[1], self._indices[1], strict=True):
             sums.index_add_(0, indices, values)

@@ -240,6 +240,7 @@ class Server:
                 owned.setdefault(groups[piece.slot.parameter], []).append(piece.weights)
         self._mirrored = sorted(owned)
         listed = [{"params": owned[group]} for group in self._mirrored]
+        # On a device the fused step alone looks at `found_inf`, without which the host would have to wait.
         on_device = any(piece.weights.device.type != "cpu" for piece in self.pieces)
         return torch.optim.SGD(listed, lr=0.0, fused=on_device or None) if listed else None
 

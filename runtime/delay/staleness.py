@@ -137,6 +137,7 @@ class Staleness:
         share = float(reported[fresh, 2].mean())
         found = Distance(step=step, mean=mean, largest=float(distances.max()), relative=relative, share=share)
         self.samples.append(found)
+        # `not … <=`: a share that is NaN is too far, too.
         self._alarms = self._alarms + 1 if relative > MOVEMENT_BOUND and not share <= SHARE_BOUND else 0
         if self._alarms < PULLS:
             return steps

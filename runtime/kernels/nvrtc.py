@@ -131,6 +131,7 @@ def machine_code(program: Program, capability: int) -> bytes:
         return path.read_bytes()
     except OSError:
         code, _ = found.compile(program, capability)
+        # Written beside and renamed, or another process might read half of it.
         own = path.with_suffix(f".{os.getpid()}")
         try:
             path.parent.mkdir(parents=True, exist_ok=True)

@@ -44,6 +44,7 @@ def ef_topk_operator(
     launches: int,
 ) -> None:
     """See `runtime.kernels.ef_topk_`; gradients of one element are one flat buffer of all segments."""
+    # Operators take tensors and numbers alone, so a state comes as its memory and what its layout follows from.
     threads, vectors, min_blocks = shape
     sizes = Shape(threads=threads, vectors=vectors, min_blocks=min_blocks)
     layout = layout_of(tuple(elements), tuple(k), sizes, capacity)
@@ -122,6 +123,7 @@ def _write(state: TopkState, tensors: Sequence[Sequence[Tensor]] | None) -> None
             "gradients: found tensors that have moved since the last call, while a CUDA graph is captured; expected "
             "those of a call before the capture: make one with the same tensors first"
         )
+    # From pinned memory: then the copy is queued on the stream, and the host does not wait.
     here.copy_(table.pin_memory(), non_blocking=True)
 
 

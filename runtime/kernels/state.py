@@ -202,6 +202,7 @@ def make_state(
         )
     layout = layout_of(tuple(elements), tuple(k), shape or Shape(), capacity)
     memory = torch.zeros(layout.size_bytes // 8, dtype=torch.int64, device=device)
+    # The allocator may have given an earlier state's memory again, whose tensors lay elsewhere.
     POINTED.pop(memory.data_ptr(), None)
     state = TopkState(layout, memory)
     state.part("segments").view(torch.int64).view(-1, WORDS_OF_SEGMENT).copy_(layout.table())

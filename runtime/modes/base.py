@@ -123,6 +123,7 @@ class Mode:
         if host.communicates and not has_phases(plan):
             communicator = make_communicator(world, [collective_of(bucket) for bucket in plan.buckets], host.device)
         flags = None
+        # One rank alone has no buckets: its `.grad`s are averages already.
         if world.ranks > 1 or not host.communicates:
             buckets, flags, lossy = make_buckets(plan, host.parameters, world.ranks, host.topology, world.rank)
             carried = ErrorFeedbackState(buckets, lossy, host.loss_scale)

@@ -128,6 +128,7 @@ def judge(steps: Sequence[StepMarks], predicted: StepTimes, clock: Clock, *, dri
     if len(last) < WINDOW_STEPS * WINDOWS:
         return None
     windows = [last[at : at + WINDOW_STEPS] for at in range(0, len(last), WINDOW_STEPS)]
+    # Times of buckets are the most marks to read, and only a drift asks for them.
     measured = measured_times(last, clock, with_buckets=False)
     if all(step.update_end is None for step in last):  # without an optimizer nobody times the update
         predicted = replace(predicted, update_us=0.0)

@@ -56,6 +56,7 @@ class Recorder:
     """Records the steps of one session; `steps` holds the last ones, complete up to the optimizer's step."""
 
     def __init__(self, clock: Clock, buckets: int, gradients: int) -> None:
+        # `mark` is bound once, for `ready` runs for every gradient.
         self.clock, self._mark = clock, clock.mark
         self.steps: deque[StepMarks] = deque(maxlen=KEPT_STEPS)
         self.each_gradient = clock.cheap

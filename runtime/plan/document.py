@@ -271,6 +271,7 @@ class Plan(Record):
 
     def digest(self) -> str:
         """SHA-256 over every field, as `sha256:<hex>`; equal on all ranks or nothing starts."""
+        # Sorted and without spaces: equal plans are one text, however their files are laid out.
         text = json.dumps(self.to_document(), sort_keys=True, separators=(",", ":"), ensure_ascii=False)
         return "sha256:" + hashlib.sha256(text.encode()).hexdigest()
 

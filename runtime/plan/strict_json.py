@@ -211,6 +211,7 @@ _adapters: dict[Any, TypeAdapter[Any]] = {}
 
 
 def _adapter(record_type: type[Any]) -> TypeAdapter[Any]:
+    # Made once: an adapter compiles its validator, which takes longer than most documents.
     if record_type not in _adapters:
         _adapters[record_type] = TypeAdapter(record_type)
     return _adapters[record_type]

@@ -155,6 +155,7 @@ class ReduceScatter(Launcher):
                 "have not added them up yet; expected them after backward: ask then, or plan without sharing (`planner "
                 "optimize` without --allow sharded-step)"
             )
+        # In-place changes count up a tensor's version, whoever makes them.
         versions = tuple((part.message.flat.data_ptr(), part.message.flat._version) for part in self.parts)
         known = self._norms.get(order)
         if known is None or known[0] != versions:

@@ -96,6 +96,7 @@ class ResidualBuffers:
         if self._swapped is not None:
             self._swapped.bitwise_xor_(finite.to(torch.int32))
         elif finite.device.type != "cpu":
+            # No branch: that would wait for the device.
             torch.where(finite, self._second, self._first, out=self._first)
         elif finite:
             self._first, self._second = self._second, self._first

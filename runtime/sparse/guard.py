@@ -100,6 +100,7 @@ class Guard:
         self._turn += 1
         self._due, self._steps = max(FEWEST_STEPS, math.ceil(slowest_us / (COST * shortest_us))), 0
         self._last_step = self._clock.mark()
+        # Rank 0's figures count, so that all ranks decide alike.
         found = self.samples[index]
         found.append(everyone[0][0])
         last = found[-SAMPLES_IN_A_ROW:]

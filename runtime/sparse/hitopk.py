@@ -67,8 +67,9 @@ class ShardResidual(BucketResidual):
         super().commit(finite)
         if self.pending is None:
             return
+        # On a device the memory stays, for the host does not know yet whether it is needed.
         if finite.device.type != "cpu":
-            self.pending.masked_fill_(finite, 0.0)  # without waiting for the device
+            self.pending.masked_fill_(finite, 0.0)
         elif finite:
             self.pending = None
 
