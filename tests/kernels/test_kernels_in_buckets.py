@@ -50,7 +50,7 @@ def step(lossy: SelectedBucket, seed: int, *, spoiled: float | None = None, befo
     finite = lossy.unpack()
     assert bool(finite) == (spoiled is None)
     lossy.feedback.commit(finite)
-    return message, lossy.feedback.sums().clone(), lossy.feedback.residual.clone() if before else torch.zeros(0)
+    return message, lossy.feedback.gradient().clone(), lossy.feedback.residual.clone() if before else torch.zeros(0)
 
 
 STEPS = [None, None, float("inf"), None, float("nan"), float("nan"), None, None]
@@ -86,7 +86,7 @@ def test_a_residual_that_is_looked_at_in_the_middle_of_a_step_is_the_one_before(
     lossy.packed.gathered.copy_(lossy.packed.flat.repeat(RANKS))
     lossy.feedback.commit(lossy.unpack())
     after = lossy.feedback.residual
-    sent = lossy.feedback.sums() / RANKS
+    sent = lossy.feedback.gradient() / RANKS
     assert torch.equal(after + sent, added)
 
 
@@ -112,7 +112,7 @@ def test_mstopk_keeps_what_it_does_not_send() -> None:
         for seed in range(4):
             step(lossy, seed)
             total += torch.randn(flat.numel(), generator=torch.Generator().manual_seed(seed))
-            total -= lossy.feedback.sums() / RANKS
+            total -= lossy.feedback.gradient() / RANKS
         assert torch.allclose(lossy.feedback.residual.double(), total, atol=1e-5)
 
 
