@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from itertools import chain
 
 import torch
@@ -13,7 +13,7 @@ from runtime.comm.collectives import COLLECTIVES, HITOPK, PHASED, form_of
 from runtime.errors import InputError
 from runtime.modes import asked_modes
 from runtime.plan import HINT, Plan, PlanBucket, combinations, interface_problem
-from runtime.plan.names import canonical_name, fingerprint
+from runtime.plan.names import canonical_name, fingerprint, shorten
 from runtime.sparse.compressed import layer_runs
 from runtime.sparse.compressors import COMPRESSORS, make_compressor
 from runtime.torch_compat import is_sharded, is_wrapped
@@ -154,8 +154,8 @@ def _check_parameters(parameters: Mapping[str, nn.Parameter], plan: Plan) -> str
     if same:
         missing = []  # the very model, with parameters that got no gradient when it was profiled
     unknown = [name for name in plan.gradients if name not in parameters]
-    parts = [f"trainable in the model but not in the plan: {_shorten(missing)}"] if missing else []
-    parts += [f"in the plan but not trainable in the model: {_shorten(unknown)}"] if unknown else []
+    parts = [f"trainable in the model but not in the plan: {shorten(missing)}"] if missing else []
+    parts += [f"in the plan but not trainable in the model: {shorten(unknown)}"] if unknown else []
     if parts:
         return f"the plan (for {plan.model.name}) is for another model: {'; '.join(parts)}; profile this model again"
     if plan.model.fingerprint is not None and not same:
@@ -164,7 +164,7 @@ def _check_parameters(parameters: Mapping[str, nn.Parameter], plan: Plan) -> str
         for index, bucket in enumerate(plan.buckets):
             size_bytes = sum(parameters[name].numel() * parameters[name].element_size() for name in bucket.gradients)
             if bucket.size_bytes is not None and bucket.size_bytes != size_bytes:
-                shapes = _shorten([f"{name} {tuple(parameters[name].shape)}" for name in bucket.gradients])
+                shapes = shorten([f"{name} {tuple(parameters[name].shape)}" for name in bucket.gradients])
                 found.append(f"bucket {index}: {bucket.size_bytes} bytes planned, {size_bytes} bytes found, {shapes}")
         more = f"; and {len(found) - SHOWN} more buckets" if len(found) > SHOWN else ""
         sizes = f" (first in {'; '.join(found[:SHOWN])}{more})" if found else ""
@@ -179,11 +179,6 @@ def _check_parameters(parameters: Mapping[str, nn.Parameter], plan: Plan) -> str
         f"{odd} is {dtype_name(parameters[odd].dtype)}, of which ranks cannot make an average; expected one of "
         f"{', '.join(map(dtype_name, SUMMED))}: convert it before attach, or freeze it (requires_grad_(False))"
     )
-
-
-def _shorten(names: Sequence[str]) -> str:
-    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
-    return ", ".join(names[:SHOWN]) + more
 
 
 def _check_mode(parameters: Mapping[str, nn.Parameter], plan: Plan) -> str | None:

@@ -11,11 +11,10 @@ from torch import Tensor, nn
 
 from runtime.core.buckets import BucketBuffer
 from runtime.errors import InputError
-from runtime.plan.names import canonical_name
+from runtime.plan.names import canonical_name, shorten
 from runtime.torch_compat import is_wrapped, running_ddp
 
 HINT = "call session.detach(), profile the model again as it is now, and attach with the new plan"
-_SHOWN = 5
 
 
 class ModelWatch:
@@ -83,11 +82,9 @@ class ModelWatch:
                     why = "frozen then, requires_grad now"
                 reasons.append(f"{short} ({why})")
         if reasons:
-            more = f" and {len(reasons) - _SHOWN} more" if len(reasons) > _SHOWN else ""
             raise InputError(
-                f"parameters are trainable now that were not when the model was attached: "
-                f"{', '.join(reasons[:_SHOWN])}{more}; no bucket of the plan holds them, each rank would train them "
-                f"alone; {HINT}"
+                f"parameters are trainable now that were not when the model was attached: {shorten(reasons)}; no "
+                f"bucket of the plan holds them, each rank would train them alone; {HINT}"
             )
 
 

@@ -51,17 +51,6 @@ MAX_UPDATERS = 1024
 
 HINT = "correct it, or make the plan again with `planner optimize`"
 
-RETIRED = {
-    ".momentum_correction": (
-        "found momentum correction, which is no longer done; remove the field and give the optimizer its momentum"
-    ),
-    ".compressor.warmup_steps": (
-        "found a density that comes down step by step, which is no longer done; remove the field and, to send more at "
-        "first, begin with an exact plan and session.switch to this one"
-    ),
-}
-"""Fields of earlier versions, by the end of their JSON path: why they are refused, and what to do."""
-
 Accuracy = Literal["exact", "bounded", "relaxed"]
 
 
@@ -294,7 +283,7 @@ def load_plan(path: str | Path) -> Plan:
 def parse_plan(document: Any, where: str = "plan") -> Plan:
     """Checks a parsed plan document; `where` names it in messages. Raises as `load_plan` does."""
     check_schema(document, SCHEMA, where)
-    plan = validate(Plan, document, where, hint=HINT, retired=RETIRED)
+    plan = validate(Plan, document, where, hint=HINT)
     _check_whole(plan, where, "$")
     return plan
 

@@ -15,6 +15,12 @@ def canonical_name(name: str) -> str:
     return name
 
 
+def shorten(names: Sequence[str], shown: int = 5) -> str:
+    """Return the first names in words, and how many more there are."""
+    more = f" and {len(names) - shown} more" if len(names) > shown else ""
+    return ", ".join(names[:shown]) + more
+
+
 def layer_of(name: str) -> str:
     """The layer that owns a parameter: its name up to the last dot (the name itself when it has none)."""
     return name.rpartition(".")[0] or name

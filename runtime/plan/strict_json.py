@@ -12,7 +12,6 @@ import re
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
-from types import MappingProxyType
 from typing import Annotated, Any, TypeVar, cast, get_type_hints
 
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
@@ -162,17 +161,9 @@ def check_schema(document: Any, expected: str, where: str) -> Mapping[str, Any]:
     return document
 
 
-def validate(
-    record_type: type[T],
-    document: Any,
-    where: str,
-    *,
-    hint: str = "correct it",
-    retired: Mapping[str, str] = MappingProxyType({}),
-) -> T:
+def validate(record_type: type[T], document: Any, where: str, *, hint: str = "correct it") -> T:
     """Turn parsed JSON into a record of `record_type`, a frozen dataclass derived from `Record`. `where` names the
-    document in messages, `hint` says what to do about wrong values; `retired`: what to say of fields that earlier
-    versions knew, by the end of their JSON path, such as `.delay.k`.
+    document in messages, `hint` says what to do about wrong values.
 
     Raises InputError: lists up to five violations, each with its JSON path, what was found, what was expected and
     `hint`.
@@ -193,10 +184,7 @@ def validate(
         lines = []
         for detail in details[:SHOWN_VIOLATIONS]:
             path = _json_path(document, detail["loc"])
-            gone = next(
-                (what for end, what in retired.items() if path.endswith(end) and detail["type"] in UNKNOWN), None
-            )
-            lines.append(f"{where}: {path}: {gone or _violation(detail, record_type, hint)}")
+            lines.append(f"{where}: {path}: {_violation(detail, record_type, hint)}")
         if len(details) > SHOWN_VIOLATIONS:
             lines.append(f"{where}: and {len(details) - SHOWN_VIOLATIONS} more")
         raise InputError("\n".join(dict.fromkeys(lines))) from None

@@ -54,7 +54,7 @@ def in_forced_order() -> dict[str, bool]:
     """K = 1, two updaters on each of two ranks, in the order of `TURNS`: as the sequential reference."""
     counter = AtomicCounter()
     turns = jobs.Turns(counter, "average")
-    average = running._Rank._average
+    average = running._Parent._average
 
     def in_turn(rank: Any, averager: Averager) -> bool:
         updaters = rank._updaters
@@ -65,12 +65,12 @@ def in_forced_order() -> dict[str, bool]:
         turns.over()
         return last
 
-    running._Rank._average = in_turn  # type: ignore[method-assign]
+    running._Parent._average = in_turn  # type: ignore[method-assign]
     try:
         spec = LocalAsyncSpec(updaters=2, **K1)
         run = trained(partial(jobs.in_turns, counter, os.getpid()), spec, sum("update" in t for t in jobs.TURNS))
     finally:
-        running._Rank._average = average  # type: ignore[method-assign]
+        running._Parent._average = average  # type: ignore[method-assign]
     found, expected = jobs.tensors_of(run.model), reference(jobs.TURNS, 2)[dist.get_rank()]
     results = {name: _close(tensor, expected[name]) for name, tensor in found.items() if tensor.is_floating_point()}
     moved = reference((), 2)[0]

@@ -9,6 +9,7 @@ from typing import TypeVar
 
 from runtime.errors import InputError
 from runtime.plan import CompressorSpec
+from runtime.plan.names import shorten
 
 HINT = "correct the plan, or make it again with `planner optimize`"
 
@@ -107,12 +108,12 @@ def _given_k(spec: CompressorSpec, given: Mapping[str, int], layers: Sequence[La
     unknown = [name for name in given if name not in names]
     if unknown:
         raise InputError(
-            f"{spec.name}: k: found the layers {_listed(unknown)}, which the bucket does not have; expected "
-            f"{_listed(names)}: {HINT}"
+            f"{spec.name}: k: found the layers {shorten(unknown)}, which the bucket does not have; expected "
+            f"{shorten(names)}: {HINT}"
         )
     missing = [name for name, elements in layers if elements and name not in given]
     if missing:
-        raise InputError(f"{spec.name}: k: found no number for {_listed(missing)}; expected one for each layer: {HINT}")
+        raise InputError(f"{spec.name}: k: found no number for {shorten(missing)}; expected one for each layer: {HINT}")
     for name, elements in layers:
         k = given.get(name)
         if elements and (not isinstance(k, int) or isinstance(k, bool) or not 1 <= k <= elements):
@@ -121,8 +122,3 @@ def _given_k(spec: CompressorSpec, given: Mapping[str, int], layers: Sequence[La
                 f"layer's elements: {HINT}"
             )
     return [given[name] if elements else 0 for name, elements in layers]
-
-
-def _listed(names: Sequence[str]) -> str:
-    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
-    return ", ".join(names[:5]) + more
