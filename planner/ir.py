@@ -1,24 +1,16 @@
-"""The schedule: which gradients are sent together, in which order, and how. `str` gives the text form of each record,
-which `Bucket.parse` and `planner.model.modes.parse_schedule` read.
-"""
+"""The schedule: which gradients are sent together, in which order, and how. `str` gives each record as text."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from runtime.errors import InputError
 from runtime.plan import Accuracy, combinations
-
-_BUCKET = re.compile(
-    r"\[([0-9,\-]+)\] ([a-z0-9_]+)/([a-z0-9_]+) ([a-z0-9_]+)(?: k=([0-9]+))?(?: ks=([0-9]+(?:,[0-9]+)*))?"
-)
-_RUN = re.compile(r"([0-9]+)(?:-([0-9]+))?")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,6 +34,16 @@ class Bucket:
     ks: tuple[int, ...] | None = None
     """The same by layer: for each run of gradients of one layer in the bucket; their sum is `k`. None: from all."""
 
+    @classmethod
+    def sparse(
+        cls, gradients: Iterable[int], k: int, algorithm: str = "flat", ks: Iterable[int] | None = None
+    ) -> Bucket:
+        """Of which the k largest elements travel, or of each run of a layer its `ks`."""
+        by_layer = None if ks is None else tuple(ks)
+        return cls(
+            gradients=tuple(gradients), collective="sparse", algorithm=algorithm, compressor="topk", k=k, ks=by_layer
+        )
+
     @property
     def form(self) -> tuple[str, str, str]:
         """(collective, algorithm, compressor)."""
@@ -56,22 +58,6 @@ class Bucket:
         text = f"[{format_indices(self.gradients)}] {self.collective}/{self.algorithm} {self.compressor}"
         text = text if self.k is None else f"{text} k={self.k}"
         return text if self.ks is None else f"{text} ks={','.join(map(str, self.ks))}"
-
-    @classmethod
-    def parse(cls, text: str) -> Bucket:
-        """The inverse of `str`. Raises InputError on anything else."""
-        match = _BUCKET.fullmatch(text)
-        if match is None:
-            raise InputError(f"found {text!r}, expected a bucket such as '[0-2,5] all_reduce/library none'")
-        indices, collective, algorithm, compressor, k, ks = match.groups()
-        return cls(
-            gradients=parse_indices(indices),
-            collective=collective,
-            algorithm=algorithm,
-            compressor=compressor,
-            k=None if k is None else int(k),
-            ks=None if ks is None else tuple(map(int, ks.split(","))),
-        )
 
 
 ACCURACIES: tuple[Accuracy, ...] = ("exact", "bounded", "relaxed")
@@ -125,6 +111,11 @@ class Schedule:
         return self.mode.accuracy
 
     @property
+    def stops(self) -> tuple[int, ...]:
+        """One behind the last gradient of each bucket."""
+        return tuple(bucket.gradients[-1] + 1 for bucket in self.buckets)
+
+    @property
     def unshared(self) -> Schedule:
         """The schedule of which ranks share nothing of the update."""
         return replace(self, mode=Synchronous() if self.mode.shares_update else self.mode, norms=None)
@@ -141,11 +132,8 @@ class Schedule:
         >>> str(Schedule.from_boundaries([2, 3]))
         '[0-1] all_reduce/library none\\n[2] all_reduce/library none'
         """
-        buckets, start = [], 0
-        for stop in stops:
-            buckets.append(Bucket(gradients=tuple(range(start, stop)), algorithm=algorithm))
-            start = stop
-        return cls(buckets=tuple(buckets))
+        places = pairwise((0, *stops))
+        return cls(buckets=tuple(Bucket(gradients=tuple(range(*place)), algorithm=algorithm) for place in places))
 
 
 def format_indices(indices: Sequence[int]) -> str:
@@ -157,18 +145,6 @@ def format_indices(indices: Sequence[int]) -> str:
         else:
             runs.append([index, index])
     return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
-
-
-def parse_indices(text: str) -> tuple[int, ...]:
-    """The inverse of `format_indices`. Raises InputError on anything else."""
-    indices: list[int] = []
-    for run in text.split(","):
-        match = _RUN.fullmatch(run)
-        members = range(int(match[1]), int(match[2] or match[1]) + 1) if match else range(0)
-        if not members:
-            raise InputError(f"found {text!r}, expected indices such as '0-2,5'")
-        indices.extend(members)
-    return tuple(indices)
 
 
 Places = slice | int | NDArray[np.int64]

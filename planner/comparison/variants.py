@@ -9,7 +9,7 @@ from typing import Literal
 from planner.decide.strategies import make_schedule
 from planner.emit.lower import lower
 from planner.model.problem import Problem
-from planner.strategies.ddp import ddp_buckets
+from planner.strategies.baselines import ddp_buckets
 from runtime.errors import InputError
 from runtime.plan import Plan
 

@@ -19,7 +19,7 @@ from planner.model.delay import CycleTimeline
 from planner.model.modes import model_of
 from planner.model.problem import Problem, make_problem
 from planner.model.what_if import WhatIf, describe, step_quantiles
-from planner.strategies.lags import ratios
+from planner.strategies.sparse import ratios
 from planner.verify import verify
 from runtime.errors import InputError
 from runtime.plan.timeline import Timeline, busy_us

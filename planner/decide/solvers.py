@@ -15,20 +15,21 @@ from planner.ir import Schedule
 from planner.model.norms import update_bound_us
 from planner.model.problem import Problem
 from planner.model.simulator import simulate_schedule
-from planner.passes.merge import best_of, boundaries, merge_problem, merge_without_contention, overlap_of
+from planner.model.step import Overlap
+from planner.passes.merge import best_of, boundaries, merge_problem, merge_without_contention
 from planner.passes.topology import links_without_contention
 from planner.search.cpsat import TIME_LIMIT, Solution, solve_merge, solve_two_links
 from planner.search.cpsat_joint import MAX_LINK_PLACES, solve_joint
-from planner.search.links import LinkForms
+from planner.search.forms import LinkForms
 from planner.search.tables import bucket_tables, dense_algorithms, forms_of, has_two_links
-from planner.strategies.torus_2d import ALGORITHM, phased_problem
+from planner.strategies.topologies import TORUS, phased_problem
 from runtime.errors import CheckFailed, InputError
 from runtime.plan.combinations import COMBINATIONS, SHARDED, SOLVER
 
 SOLVERS = ("dp", "cpsat")
 """The dynamic programs alone, or with the constraint program after them."""
 
-SOLVABLE = ("optimal", ALGORITHM)
+SOLVABLE = ("optimal", TORUS)
 """Strategies that look for the best schedule; the others follow a fixed rule."""
 
 SOLVER_SKIPPED = f"the solver cpsat was not asked, for {COMBINATIONS[SHARDED][SOLVER]}"
@@ -79,16 +80,13 @@ def solve(problem: Problem, schedule: Schedule, limit: float = TIME_LIMIT) -> So
     """
     if has_two_links(problem):
         return _solve_links(problem, schedule, limit)
-    overlap = overlap_of(problem) if problem.contended else None
+    overlap = Overlap.of(problem) if problem.contended else None
+    arrays = merge_problem(problem)
     hint = boundaries(schedule) or merge_without_contention(problem).stops
-    solution = solve_merge(merge_problem(problem), hint, overlap, limit)
+    solution = solve_merge(arrays, hint, overlap, limit)
     if overlap is None:  # both are exact here, so neither may find or prove what the other excludes
-        arrays, optimum_us = merge_problem(problem), merge_without_contention(problem).end_us
+        optimum_us, found_us = merge_without_contention(problem).end_us, arrays.end_us(solution.stops)
         room_us = AGREEMENT * optimum_us
-        found_us, start = 0.0, 0
-        for stop in solution.stops:
-            found_us = max(found_us, float(arrays.ready_us[stop - 1])) + float(arrays.cost_us(start, stop))
-            start = stop
         better = bool(solution.stops) and found_us < optimum_us - room_us
         worse = solution.proven and solution.bound_us < optimum_us - solution.error_us - room_us
         if better or worse or solution.bound_us > optimum_us + room_us:
@@ -129,12 +127,12 @@ def solve_strategy(problem: Problem, strategy: str, schedule: Schedule, limit: f
     """As `solve`, for a strategy by name; None where that follows a fixed rule, or sends nothing."""
     if strategy == "optimal":
         return solve(problem, schedule, limit)
-    arrays = phased_problem(problem) if strategy == ALGORITHM else None
+    arrays = phased_problem(problem) if strategy == TORUS else None
     if arrays is None:
         return None
-    hint = boundaries(schedule, ALGORITHM)
+    hint = boundaries(schedule, TORUS)
     solution = solve_two_links(arrays, hint or (problem.count,), limit)
-    found = [Schedule.from_boundaries(solution.stops, ALGORITHM)] if solution.stops else []
+    found = [Schedule.from_boundaries(solution.stops, TORUS)] if solution.stops else []
     return _solved(problem, best_of(problem, [schedule, *found]), solution, limit)
 
 

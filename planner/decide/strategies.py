@@ -28,15 +28,10 @@ from planner.passes.shard_updates import ShardUpdates
 from planner.passes.topology import Topology
 from planner.search.tables import has_two_links
 from planner.strategies.arguments import positive_number, refuse_argument, whole_number
-from planner.strategies.ddp import ddp
+from planner.strategies.baselines import ddp, mg_wfbp, single, wfbp
 from planner.strategies.hitopk import hitopk
-from planner.strategies.lags import lags
-from planner.strategies.mg_wfbp import mg_wfbp
-from planner.strategies.single import single
-from planner.strategies.slgs import naive_all_gather, slgs
-from planner.strategies.torus_2d import torus_2d
-from planner.strategies.tree import tree
-from planner.strategies.wfbp import wfbp
+from planner.strategies.sparse import lags, naive_all_gather, slgs
+from planner.strategies.topologies import torus_2d, tree
 from runtime.errors import InputError
 from runtime.plan import MAX_UPDATERS
 from runtime.plan.interfaces import SHARDED_STEP

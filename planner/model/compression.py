@@ -133,18 +133,6 @@ def partially_protected_boundaries(problem: Problem, limits: Floats) -> tuple[in
     )
 
 
-def sparse_bucket(members: Sequence[int], ks: Sequence[int]) -> Bucket:
-    """A bucket of which so many elements of each layer travel."""
-    return Bucket(
-        gradients=tuple(members),
-        collective="sparse",
-        algorithm="flat",
-        compressor="topk",
-        k=sum(ks),
-        ks=tuple(ks),
-    )
-
-
 def selected(numel: int, limit: float, ratio: float) -> int:
     """k of a run of gradients: the fewest elements that keep to a ratio and to the run's own limit."""
     return math.ceil(numel / min(limit, ratio))
@@ -174,7 +162,7 @@ def bucket_at(problem: Problem, limits: Floats, start: int, stop: int, ratio: fl
             elements = 0
         elements, before = elements + numel, layer
         ks.append(selected(elements, float(limits[index]), ratio))
-    return sparse_bucket(members, ks)
+    return Bucket.sparse(members, sum(ks), ks=ks)
 
 
 def hitopk_at(problem: Problem, limits: Floats, start: int, stop: int, ratio: float) -> Bucket | None:
@@ -186,7 +174,7 @@ def hitopk_at(problem: Problem, limits: Floats, start: int, stop: int, ratio: fl
     if limit <= 1.0 or not numel.all():
         return None
     k = selected(shard_elements(problem, int(numel.sum())), limit, ratio)
-    return Bucket(gradients=tuple(range(start, stop)), collective="sparse", algorithm="hitopk", compressor="topk", k=k)
+    return Bucket.sparse(range(start, stop), k, "hitopk")
 
 
 def shard_elements(problem: Problem, numel: int) -> int:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import ClassVar
 
 from planner.cost.ssd import mean_step_us
@@ -28,7 +27,7 @@ from planner.passes.base import GAIN, Bound, Pass, Result
 from planner.passes.merge import best_of
 from planner.search.merge import MergeProblem, merge_exact
 from planner.search.sparse_pushes import best_selected
-from planner.strategies.ddp import ddp
+from planner.strategies.baselines import ddp
 from runtime.errors import InputError
 from runtime.plan import Accuracy
 from runtime.plan.predicted import DelayPoint
@@ -177,11 +176,7 @@ def cautious_step_us(problem: Problem, schedule: Schedule) -> float:
 
 def candidates(problem: Problem, given: Schedule | None = None) -> tuple[Schedule, ...]:
     """Buckets of whole pushes, without delay: those given (if dense), merged for pushes, one, and DDP's."""
-    pushes = MergeProblem(
-        ready_us=problem.ready_us,
-        cost_us=partial(problem.range_time_us, problem.push.curve),
-        non_decreasing=problem.push.curve.non_decreasing,
-    )
+    pushes = MergeProblem.of(problem, problem.push.curve, problem.push.curve.non_decreasing)
     found = [Schedule.from_boundaries(merge_exact(pushes).stops), Schedule.from_boundaries([problem.count])]
     if problem.dtype_count == 1:  # with several, DDP's may interleave, which a plan cannot hold
         found.append(ddp(problem))

@@ -21,11 +21,11 @@ from planner.model.replay import Candidate
 from planner.model.simulator import step_us
 from planner.passes.base import Frontier, Pass, Point, Result
 from planner.passes.topology import known_stops
-from planner.search.joint_forms import Forms, improve
+from planner.search.forms import FlatForms, LinkForms
 from planner.search.labels import least_ends_us
 from planner.search.labels import search as search_labels
 from planner.search.lags import layer_wise
-from planner.search.links import LinkForms, SearchResult, search
+from planner.search.links import SearchResult, search
 from planner.search.tables import (
     BucketTables,
     Floats,
@@ -103,11 +103,11 @@ def _frontier(problem: Problem, given: Schedule, limits: Floats, ratios: tuple[f
     ratios = tuple(ratio for ratio in ratios if ratio > 1.0)
     if problem.ranks == 1 or not ratios:
         return Frontier(points=tuple(points), bound_us=start_us, limits=limits)
-    forms = Forms(problem, limits, (1.0, *ratios))
+    forms = FlatForms(problem, flat_forms(ratios), limits)
     stops = [*known_stops([given, layer_wise(problem, limits, by_layer=True)]), (problem.count,)]
     known = [partially_protected_boundaries(problem, limits), *(of for of in stops if len(of) <= FEW)]
     places = grid(problem.count, MAX_PLACES, known)
-    tables = bucket_tables(problem, flat_forms(ratios), limits, places)
+    tables = bucket_tables(problem, forms.forms, limits, places)
     links: SearchResult | None = None
     for allowed in range(1, len(ratios) + 1):
         point, links = _point(problem, forms, tables, allowed, points[-1], limits)
@@ -129,17 +129,17 @@ def _frontier(problem: Problem, given: Schedule, limits: Floats, ratios: tuple[f
 
 
 def _point(
-    problem: Problem, forms: Forms, tables: BucketTables, allowed: int, before: Point, limits: Floats
+    problem: Problem, forms: FlatForms, tables: BucketTables, allowed: int, before: Point, limits: Floats
 ) -> tuple[Point, SearchResult | None]:
     """The best with the first `allowed` densities, and what was found on two kinds of link; `before` is the best with
     one density fewer.
     """
-    ratio = forms.ratios[allowed]
-    fixed = [before.schedule, layer_wise(problem, np.minimum(limits, ratio), by_layer=True)]
+    ratios = [form.ratio for form in forms.forms[: allowed + 1]]
+    fixed = [before.schedule, layer_wise(problem, np.minimum(limits, ratios[-1]), by_layer=True)]
     # Every gradient in one bucket (SLGS by layer), and the buckets known so far, at each density.
     cuts = [(problem.count,), *known_stops([before.schedule])]
     choices = [tuple((stop, form) for stop in stops) for stops in cuts for form in range(allowed + 1)]
-    starts: list[Candidate] = [choice for choice in choices if forms.possible(choice)]
+    starts: list[Candidate] = [choice for choice in choices if forms.of(choice) is not None]
     known = [forms.schedule(choice) for choice in starts]
     exact = False
     if problem.contended:
@@ -157,18 +157,18 @@ def _point(
             exact = solution.exact
             starts.append(tuple(zip(solution.stops, solution.forms, strict=True)))
     if not exact:
-        best = min(starts, key=forms.step_us)
-        starts = [improve(forms, choice, allowed) for choice in dict.fromkeys([best, starts[-1]])]
+        best = min(starts, key=forms.end_us)
+        starts = [forms.improve(choice, allowed) for choice in dict.fromkeys([best, starts[-1]])]
     candidates = [*fixed, *(forms.schedule(choice) for choice in starts)]
     links: SearchResult | None = None
     if has_two_links(problem):
-        both = forms_of(forms.ratios[: allowed + 1], dense_algorithms(problem))
+        both = forms_of(ratios, dense_algorithms(problem))
         known_here = known_stops([_least(problem, candidates), *fixed[:1]])
         links = search(LinkForms(problem, both, limits), known_here)
         candidates += links.schedules
         exact = links.exact and not problem.contended
     schedule = _least(problem, candidates)
-    return Point(max_ratio=ratio, schedule=schedule, iteration_us=step_us(problem, schedule), exact=exact), links
+    return Point(max_ratio=ratios[-1], schedule=schedule, iteration_us=step_us(problem, schedule), exact=exact), links
 
 
 def _least(problem: Problem, schedules: Sequence[Schedule]) -> Schedule:

@@ -22,17 +22,8 @@ from planner.search.merge_contended import end_us, improve, merge_contended
 
 def merge_problem(problem: Problem) -> MergeProblem:
     """The arrays that the dynamic programs work on."""
-    return MergeProblem(
-        ready_us=problem.ready_us,
-        cost_us=problem.range_cost_us,
-        # With several dtypes a range of a new dtype only adds messages, so the property carries over.
-        non_decreasing=problem.cost.all_reduce.non_decreasing,
-    )
-
-
-def overlap_of(problem: Problem) -> Overlap:
-    """How compute and network slow each other down."""
-    return Overlap.of(problem)
+    # With several dtypes a range of a new dtype only adds messages, so a curve that never falls makes no falling cost.
+    return MergeProblem.of(problem, problem.cost.all_reduce, problem.cost.all_reduce.non_decreasing)
 
 
 @lru_cache(maxsize=4)
@@ -55,7 +46,7 @@ class Merge(Pass):
         optimum = merge_without_contention(problem).stops
         if not problem.contended:
             return Result(schedule=Schedule.from_boundaries(optimum))
-        overlap, arrays = overlap_of(problem), merge_problem(problem)
+        overlap, arrays = Overlap.of(problem), merge_problem(problem)
         given = boundaries(schedule) or optimum
         found = merge_contended(arrays, overlap, self.labels, [optimum, given])
         starts = [(problem.count,), optimum, found, given]
@@ -67,7 +58,7 @@ class Merge(Pass):
 
 def boundaries(schedule: Schedule, algorithm: str = "library") -> tuple[int, ...] | None:
     """Where the buckets stop; None where they are not runs of consecutive gradients, all-reduced by one algorithm."""
-    stops = tuple(bucket.gradients[-1] + 1 for bucket in schedule.buckets)
+    stops = schedule.stops
     return stops if replace(schedule, norms=None) == Schedule.from_boundaries(stops, algorithm) else None
 
 

@@ -90,11 +90,7 @@ class ShardUpdates(Pass):
             self.memory_requires_sharding(problem) or self.step == "always"
         ):
             return None  # phases on two kinds of link, which parts of all ranks do not have
-        late = MergeProblem(
-            ready_us=problem.ready_us,
-            cost_us=partial(problem.range_time_us, partial(push_us, problem)),
-            non_decreasing=False,
-        )
+        late = MergeProblem.of(problem, partial(push_us, problem), non_decreasing=False)
         options = dict.fromkeys([*candidates(problem, schedule), Schedule.from_boundaries(merge_exact(late).stops)])
         return _dropped(problem, best_of(problem, [replace(option, mode=Sharded()) for option in options]))
 

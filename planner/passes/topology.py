@@ -10,15 +10,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import pairwise
 from typing import ClassVar
 
 from planner.ir import Schedule
 from planner.model.problem import Problem
 from planner.passes.base import Pass, Result
 from planner.passes.merge import best_of, merge_without_contention
-from planner.search.links import LinkForms, SearchResult, climb, search
+from planner.search.forms import LinkForms
+from planner.search.links import SearchResult, climb, search
 from planner.search.tables import dense_algorithms, forms_of, has_two_links
-from planner.strategies.torus_2d import torus_2d
+from planner.strategies.topologies import torus_2d
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,8 +59,7 @@ def known_stops(schedules: list[Schedule]) -> list[tuple[int, ...]]:
     """Where buckets of consecutive gradients stop; schedules with others are left out."""
     found = []
     for schedule in schedules:
-        stops = tuple(bucket.gradients[-1] + 1 for bucket in schedule.buckets)
         sizes = [len(bucket.gradients) for bucket in schedule.buckets]
-        if [stop - start for start, stop in zip((0, *stops[:-1]), stops, strict=True)] == sizes:
-            found.append(stops)
+        if [stop - start for start, stop in pairwise((0, *schedule.stops))] == sizes:
+            found.append(schedule.stops)
     return list(dict.fromkeys(found))

@@ -28,6 +28,7 @@ from planner.search.local_search import Stops
 from planner.search.merge import CostOf, MergeProblem
 from planner.search.merge_contended import end_us as contended_end_us
 from planner.search.merge_phased import PhasedProblem
+from planner.search.tables import cheapest_to_end_us
 from runtime.errors import InputError
 
 TIME_LIMIT = 2.0
@@ -56,6 +57,8 @@ class Solution:
     """Whether the bound is the optimum of the model; `error_us` says how far that may be from the true one."""
     error_us: float
     """By how much the optimum in ticks may lie below the true one."""
+    forms: tuple[int, ...] = ()
+    """Of the buckets, where they have a choice."""
 
 
 def solve_merge(
@@ -75,8 +78,8 @@ def solve_merge(
     """
     free = Overlap(1.0, 1.0, float(problem.ready_us[-1]))
     known_us = contended_end_us(problem, overlap or free, hint)
-    model = _PathModel(problem.ready_us, [problem.cost_us], known_us, COARSE_TICKS if overlap else TICKS)
-    model.add_path([_Load(model.costs[0])], hint)
+    model = _MergeModel(problem.ready_us, [problem.cost_us], known_us, COARSE_TICKS if overlap else TICKS)
+    model.add_buckets([_Load(model.costs[0])], hint)
     if overlap is None:
         return model.solve(limit, error_us=(problem.count + 1) * model.tick_us)
     _add_contention(model, overlap)
@@ -91,10 +94,10 @@ def solve_two_links(problem: PhasedProblem, hint: Stops, limit: float = TIME_LIM
     """
     if len(set(problem.links)) == 1:  # nothing overlaps: one network
         return solve_merge(MergeProblem(problem.ready_us, problem.total_us, problem.non_decreasing), hint, None, limit)
-    model = _PathModel(problem.ready_us, problem.cost_us, problem.end_us(hint), COARSE_TICKS)
+    model = _MergeModel(problem.ready_us, problem.cost_us, problem.end_us(hint), COARSE_TICKS)
     scatter, between, gather = model.costs
     inside = _Load(scatter + gather)
-    model.add_path([inside, _Load(between, first=float(scatter.min()), last=float(gather[:, -1].min()))], hint)
+    model.add_buckets([inside, _Load(between, first=float(scatter.min()), last=float(gather[:, -1].min()))], hint)
     _add_flow_shop(model)
     return model.solve(limit, error_us=(3 * model.count + 1) * model.tick_us)
 
@@ -115,36 +118,73 @@ class _Load:
         ends: Floats = np.where(reached, ready[:, None] + path, 0.0).max(axis=0)
         return ends
 
-    def cheapest_to_end(self) -> Floats:
-        """The least that the gradients from each place on can cost."""
-        path = np.zeros(self.count + 1)
-        for start in range(self.count - 1, -1, -1):
-            path[start] = (self.cost[start, start + 1 :] + path[start + 1 :]).min()
-        return path
 
+class PathModel:
+    """Boolean arcs that form one path through the places 0 … count, and when the last bucket ends, in whole ticks.
 
-class _PathModel:
-    """Boolean arcs that form one path through the places 0 … count, and when the last bucket ends."""
+    Args:
+        count: number of places behind the first.
+        known_us: when a known schedule ends; only those that end no later are looked at.
+        ticks: until then, or up to half as many.
+    """
 
-    def __init__(self, ready_us: Floats, costs_us: Sequence[CostOf], known_us: float, ticks: float) -> None:
+    def __init__(self, count: int, known_us: float, ticks: float) -> None:
         from ortools.sat.python import cp_model  # noqa: TID251  (takes longer to load than all else here)
 
-        self.count = len(ready_us)
-        if self.count > MAX_GRADIENTS:
-            raise InputError(
-                f"the solver cpsat: found {self.count} gradients, expected at most {MAX_GRADIENTS}; use the solver dp, "
-                f"which has no such limit"
-            )
-        self.known_us = known_us
-        self.tick_us = 2.0 ** math.ceil(math.log2(known_us)) / ticks if known_us > 0.0 else 1.0
-        self._known = math.floor(known_us / self.tick_us)
-        self.ready = np.append(0.0, np.floor(ready_us / self.tick_us))
-        self.costs = [self._table(cost_us) for cost_us in costs_us]
         self._ortools: Any = cp_model
         self.cp: Any = cp_model.CpModel()
+        self.count, self.known_us = count, known_us
+        self.tick_us = 2.0 ** math.ceil(math.log2(known_us)) / ticks if known_us > 0.0 else 1.0
+        self.known = math.floor(known_us / self.tick_us)
+        self.least = 0
+        self.arcs: dict[tuple[int, ...], Any] = {}
+        """By (start, stop) and, where a bucket has a choice, its form."""
         self.end = self.time()
-        self._least = 0
-        self.arcs: dict[tuple[int, int], Any] = {}
+
+    def time(self) -> Any:
+        """A time until the best known end, in ticks."""
+        return self.cp.new_int_var(0, self.known, "")
+
+    def add_path(self) -> None:
+        """A schedule takes one path through the arcs."""
+        for place in range(self.count + 1):
+            into = [arc for key, arc in self.arcs.items() if key[1] == place] if place else [1]
+            out = [arc for key, arc in self.arcs.items() if key[0] == place] if place < self.count else [1]
+            self.cp.add(sum(into) == sum(out))
+            if place:
+                self.cp.add_at_most_one(into)
+
+    def minimize(self, limit: float, **parameters: int) -> tuple[list[tuple[int, ...]], float, bool]:
+        """(the chosen arcs in order, or none; the bound in microseconds; whether it is the optimum)."""
+        self.cp.minimize(self.end)
+        solver = self._ortools.CpSolver()
+        # One worker and a limit in deterministic time: equal inputs give equal plans on every machine.
+        given = {"num_workers": 1, "random_seed": 0, "max_deterministic_time": limit, "linearization_level": 2}
+        for name, value in (given | parameters).items():
+            setattr(solver.parameters, name, value)
+        status = solver.solve(self.cp)
+        found = status in (self._ortools.OPTIMAL, self._ortools.FEASIBLE)
+        if not found and status != self._ortools.UNKNOWN:
+            raise AssertionError(
+                f"the solver cpsat ended with {solver.status_name(status)} although a schedule is known"
+            )
+        chosen = sorted(key for key, arc in self.arcs.items() if solver.boolean_value(arc)) if found else []
+        bound_us = max(float(self.least), solver.best_objective_bound) * self.tick_us
+        return chosen, bound_us, status == self._ortools.OPTIMAL
+
+
+class _MergeModel(PathModel):
+    """Buckets in one form each, and what the networks' loads say of the end."""
+
+    def __init__(self, ready_us: Floats, costs_us: Sequence[CostOf], known_us: float, ticks: float) -> None:
+        if len(ready_us) > MAX_GRADIENTS:
+            raise InputError(
+                f"the solver cpsat: found {len(ready_us)} gradients, expected at most {MAX_GRADIENTS}; use the solver "
+                f"dp, which has no such limit"
+            )
+        super().__init__(len(ready_us), known_us, ticks)
+        self.ready = np.append(0.0, np.floor(ready_us / self.tick_us))
+        self.costs = [self._table(cost_us) for cost_us in costs_us]
 
     def _table(self, cost_us: CostOf) -> Floats:
         """Ticks of every bucket; infinite where there is none."""
@@ -153,29 +193,20 @@ class _PathModel:
             table[:stop, stop] = np.floor(cost_us(slice(0, stop), stop) / self.tick_us)
         return table
 
-    def time(self) -> Any:
-        """A time until the best known end, in ticks."""
-        return self.cp.new_int_var(0, self._known, "")
-
-    def add_path(self, loads: Sequence[_Load], hint: Stops) -> None:
+    def add_buckets(self, loads: Sequence[_Load], hint: Stops) -> None:
         """The arcs that may be in a schedule, which takes one path through them; the end as the networks' loads say."""
-        kept = self.ready[None, :] + sum(self.costs) <= self._known
+        kept = self.ready[None, :] + sum(self.costs) <= self.known
         for load in loads:
             ends = load.earliest(self.ready)
             begins = np.maximum(ends[:, None], self.ready[None, :])
-            kept &= begins + load.cost + load.cheapest_to_end()[None, :] + load.around <= self._known
-            self._least = max(self._least, int(ends[-1] + load.around))
-        self.cp.add(self.end >= self._least)
+            kept &= begins + load.cost + cheapest_to_end_us(load.cost)[None, :] + load.around <= self.known
+            self.least = max(self.least, int(ends[-1] + load.around))
+        self.cp.add(self.end >= self.least)
         chosen = set(zip((0, *hint[:-1]), hint, strict=True))
         for start, stop in np.argwhere(kept).tolist():
             self.arcs[start, stop] = self.cp.new_bool_var("")
             self.cp.add_hint(self.arcs[start, stop], (start, stop) in chosen)
-        for place in range(self.count + 1):
-            into = [arc for (_, stop), arc in self.arcs.items() if stop == place] if place else [1]
-            out = [arc for (start, _), arc in self.arcs.items() if start == place] if place < self.count else [1]
-            self.cp.add(sum(into) == sum(out))
-            if place:
-                self.cp.add_at_most_one(into)
+        self.add_path()
         for load in loads:
             self._add_load(load)
 
@@ -202,28 +233,13 @@ class _PathModel:
         return values
 
     def solve(self, limit: float, error_us: float) -> Solution:
-        """Finds the earliest end."""
-        self.cp.minimize(self.end)
-        solver = self._ortools.CpSolver()
-        solver.parameters.num_workers = 1
-        solver.parameters.random_seed = 0
-        solver.parameters.max_deterministic_time = limit
+        """Find the earliest end."""
         # Which arcs exclude one another is in the model already; looking for more takes longer than solving it.
-        solver.parameters.cp_model_probing_level = 0
-        solver.parameters.symmetry_level = 0
-        solver.parameters.linearization_level = 2
-        status = solver.solve(self.cp)
-        found = status in (self._ortools.OPTIMAL, self._ortools.FEASIBLE)
-        if not found and status != self._ortools.UNKNOWN:
-            raise AssertionError(
-                f"the solver cpsat ended with {solver.status_name(status)} although a schedule is known"
-            )
-        stops = sorted(stop for (_, stop), arc in self.arcs.items() if solver.boolean_value(arc)) if found else []
-        bound_us = max(float(self._least), solver.best_objective_bound) * self.tick_us
-        return Solution(tuple(stops), bound_us, status == self._ortools.OPTIMAL, error_us)
+        chosen, bound_us, proven = self.minimize(limit, cp_model_probing_level=0, symmetry_level=0)
+        return Solution(tuple(stop for _, stop in chosen), bound_us, proven, error_us)
 
 
-def _add_contention(model: _PathModel, overlap: Overlap) -> None:
+def _add_contention(model: _MergeModel, overlap: Overlap) -> None:
     """Beside the end of each prefix, how late compute is by then: wall time less progress.
 
     A bucket shares the machine with the rest of backward for min(rest · compute, cost · network); this much more time,
@@ -250,7 +266,7 @@ def _add_contention(model: _PathModel, overlap: Overlap) -> None:
     cp.add(model.end >= end[-1])
 
 
-def _add_flow_shop(model: _PathModel) -> None:
+def _add_flow_shop(model: _MergeModel) -> None:
     """When the network inside the nodes is free for the next scatter, when the one between them, and what is pending.
 
     A bucket's exchange between nodes, and the gather of the bucket before, wait for that one's exchange and this one's

@@ -12,30 +12,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from planner.search.tables import BucketTables
+from planner.search.cpsat import PathModel, Solution
+from planner.search.tables import BucketTables, cheapest_to_end_us
 
 MAX_PLACES = 33
 """Places of the largest problem that is worth a try: an arc for each range of gradients and form."""
 MAX_LINK_PLACES = 201
 """The same on two kinds of link with the forms of dense buckets alone."""
-
-
-@dataclass(frozen=True)
-class JointBound:
-    """What the solver found (nothing: empty), and what it proved."""
-
-    stops: tuple[int, ...]
-    forms: tuple[int, ...]
-    bound_us: float
-    """No choice ends earlier."""
-    proven: bool
-    error_us: float
-    """By how much the optimum in ticks may lie below the true one."""
 
 
 def fits(tables: BucketTables) -> bool:
@@ -44,7 +31,7 @@ def fits(tables: BucketTables) -> bool:
     return len(tables.places) <= (MAX_LINK_PLACES if dense else MAX_PLACES)
 
 
-def solve_joint(tables: BucketTables, forms: int, known_us: float, limit: float) -> JointBound:
+def solve_joint(tables: BucketTables, forms: int, known_us: float, limit: float) -> Solution:
     """The choice among the first `forms` forms that ends earliest.
 
     Args:
@@ -57,62 +44,38 @@ def solve_joint(tables: BucketTables, forms: int, known_us: float, limit: float)
     return model.solve(limit)
 
 
-class _Model:
+class _Model(PathModel):
     """Arcs, and by when each place's buckets are selected, sent and unpacked, in ticks, on one network."""
 
-    ticks = 2.0**26
-    """Until the best known end, or up to half as many."""
+    until_known = 2.0**26
+    """Ticks."""
     roundings = 4
     """At each place, at the most; and two at the end."""
 
     def __init__(self, tables: BucketTables, forms: int, known_us: float) -> None:
-        from ortools.sat.python import cp_model  # noqa: TID251  (takes longer to load than all else here)
-
-        self._ortools: Any = cp_model
-        self._cp: Any = cp_model.CpModel()
+        super().__init__(len(tables.places) - 1, known_us, self.until_known)
         self._tables, self._forms = tables, forms
-        self._known_us = known_us
-        self._tick_us = 2.0 ** math.ceil(math.log2(known_us)) / self.ticks if known_us > 0.0 else 1.0
-        self._known = math.floor(known_us / self._tick_us)
-        self._count = len(tables.places) - 1
-        self._arcs: dict[tuple[int, int, int], Any] = {}
-        self._end = self._time()
-        self._add_arcs()
+        for form, start, stop in np.argwhere(self._least_us() <= known_us * (1.0 + 1e-9)).tolist():
+            self.arcs[start, stop, form] = self.cp.new_bool_var("")
+        self.add_path()
         self._add_loads()
         self._add_times()
-        self._cp.minimize(self._end)
-
-    def _time(self) -> Any:
-        return self._cp.new_int_var(0, self._known, "")
 
     def _ticks(self, time_us: float) -> int:
-        return math.floor(time_us / self._tick_us)
-
-    def _add_arcs(self) -> None:
-        cp = self._cp
-        for form, start, stop in np.argwhere(self._least_us() <= self._known_us * (1.0 + 1e-9)).tolist():
-            self._arcs[start, stop, form] = cp.new_bool_var("")
-        for place in range(self._count + 1):
-            into = [arc for (_, stop, _), arc in self._arcs.items() if stop == place] if place else [1]
-            out = [arc for (start, _, _), arc in self._arcs.items() if start == place] if place < self._count else [1]
-            cp.add(sum(into) == sum(out))
-            if place:
-                cp.add_at_most_one(into)
+        return math.floor(time_us / self.tick_us)
 
     def _least_us(self) -> Any:
         """When choices with each bucket end, at the earliest."""
         tables, forms = self._tables, self._forms
         best_us = tables.cost_us[:forms].min(axis=0)
-        free_us, rest_us = np.zeros(self._count + 1), np.zeros(self._count + 1)
-        for stop in range(1, self._count + 1):
+        free_us, rest_us = np.zeros(self.count + 1), cheapest_to_end_us(best_us)
+        for stop in range(1, self.count + 1):
             free_us[stop] = (np.maximum(free_us[:stop], tables.ready_us[stop]) + best_us[:stop, stop]).min()
-        for start in range(self._count - 1, -1, -1):
-            rest_us[start] = (best_us[start, start + 1 :] + rest_us[start + 1 :]).min()
         before_us, after_us = self._around_us()
         begun_us = np.maximum(tables.ready_us[None, None, :] + before_us, free_us[None, :, None])
         sent_us = begun_us + tables.cost_us[:forms]
         least_us = np.maximum(sent_us + after_us, sent_us + rest_us[None, None, :])
-        return np.where(np.tri(self._count + 1, k=-1, dtype=bool).T[None], least_us, np.inf)
+        return np.where(np.tri(self.count + 1, k=-1, dtype=bool).T[None], least_us, np.inf)
 
     def _around_us(self) -> tuple[Any, Any]:
         """What a bucket takes before it is on the network, and after that."""
@@ -127,18 +90,18 @@ class _Model:
         ready = [self._ticks(time_us) for time_us in self._tables.ready_us.tolist()]
         late, after = self._of_places(self._tables.select_us), [self._of_places(load) for load in self._loads()]
         delay: list[Any] = [0]
-        for place in range(1, self._count + 1):
+        for place in range(1, self.count + 1):
             delay.append(self._sum(delay[-1], late[place]))
         for costs in after:
             following: Any = 0
-            for place in range(self._count, 0, -1):
+            for place in range(self.count, 0, -1):
                 following = self._sum(following, costs[place])
-                self._cp.add(self._end >= ready[place] + delay[place] + following)
+                self.cp.add(self.end >= ready[place] + delay[place] + following)
 
     def _of_places(self, table: Any, only: Sequence[bool] | None = None) -> list[Any]:
         """For each place the ticks of the bucket that stops there; 0 where none does, or none of these forms."""
-        terms: list[list[Any]] = [[] for _ in range(self._count + 1)]
-        for (start, stop, form), arc in self._arcs.items():
+        terms: list[list[Any]] = [[] for _ in range(self.count + 1)]
+        for (start, stop, form), arc in self.arcs.items():
             ticks = self._ticks(float(table[form, start, stop]))
             if ticks and (only is None or only[form]):
                 terms[stop].append(ticks * arc)
@@ -148,16 +111,16 @@ class _Model:
         """A sum that stands in many constraints."""
         if all(isinstance(term, int) for term in terms):
             return sum(terms)
-        total = self._time()
-        self._cp.add(total == sum(terms))
+        total = self.time()
+        self.cp.add(total == sum(terms))
         return total
 
     def _add_times(self) -> None:
-        tables, cp = self._tables, self._cp
-        delay, network, arrived = ([self._time() for _ in range(self._count + 1)] for _ in range(3))
+        tables, cp = self._tables, self.cp
+        delay, network, arrived = ([self.time() for _ in range(self.count + 1)] for _ in range(3))
         ready = [self._ticks(time_us) for time_us in tables.ready_us.tolist()]
         extra: list[Any] = []
-        for (start, stop, form), arc in self._arcs.items():
+        for (start, stop, form), arc in self.arcs.items():
             at = form, start, stop
             select, cost, unpack = (
                 self._ticks(float(table[at])) for table in (tables.select_us, tables.cost_us, tables.unpack_us)
@@ -169,29 +132,19 @@ class _Model:
             if unpack:
                 cp.add(arrived[stop] >= network[stop] + unpack).only_enforce_if(arc)
             extra.append((select + unpack) * arc)
-        cp.add(self._end >= self._ticks(tables.compute_end_us) + sum(extra))
-        cp.add(self._end >= network[-1])
-        cp.add(self._end >= arrived[-1])
+        cp.add(self.end >= self._ticks(tables.compute_end_us) + sum(extra))
+        cp.add(self.end >= network[-1])
+        cp.add(self.end >= arrived[-1])
 
-    def solve(self, limit: float) -> JointBound:
-        """Finds the earliest end."""
-        solver = self._ortools.CpSolver()
-        solver.parameters.num_workers = 1
-        solver.parameters.random_seed = 0
-        solver.parameters.max_deterministic_time = limit
-        solver.parameters.linearization_level = 2
-        status = solver.solve(self._cp)
-        found = status in (self._ortools.OPTIMAL, self._ortools.FEASIBLE)
-        if not found and status != self._ortools.UNKNOWN:
-            raise AssertionError(f"the solver cpsat ended with {solver.status_name(status)} although a choice is known")
-        chosen = sorted(key[1:] for key, arc in self._arcs.items() if solver.boolean_value(arc)) if found else []
-        bound_us = max(0.0, float(solver.best_objective_bound)) * self._tick_us
-        return JointBound(
-            stops=tuple(int(self._tables.places[stop]) for stop, _ in chosen),
-            forms=tuple(form for _, form in chosen),
-            bound_us=max(bound_us, 0.0) if np.isfinite(bound_us) else 0.0,
-            proven=status == self._ortools.OPTIMAL,
-            error_us=(self.roundings * self._count + 2) * self._tick_us,
+    def solve(self, limit: float) -> Solution:
+        """Find the earliest end."""
+        chosen, bound_us, proven = self.minimize(limit)
+        return Solution(
+            stops=tuple(int(self._tables.places[stop]) for _, stop, _ in chosen),
+            forms=tuple(form for _, _, form in chosen),
+            bound_us=bound_us,
+            proven=proven,
+            error_us=(self.roundings * self.count + 2) * self.tick_us,
         )
 
 
@@ -200,9 +153,8 @@ class _LinkModel(_Model):
     scatter of the next one, and before that of the one after.
     """
 
-    ticks = 2.0**22
+    until_known = 2.0**22
     roundings = 8
-    _tables: BucketTables
 
     def _around_us(self) -> tuple[Any, Any]:
         tables, forms = self._tables, self._forms
@@ -215,25 +167,25 @@ class _LinkModel(_Model):
     def _whether(self, table: Any) -> list[Any]:
         """Whether the bucket that stops at each place is one by phases of which the table has something."""
         flags = []
-        for place in range(self._count + 1):
-            flag = self._cp.new_bool_var("")
+        for place in range(self.count + 1):
+            flag = self.cp.new_bool_var("")
             chosen = [
                 arc
-                for (start, stop, form), arc in self._arcs.items()
+                for (start, stop, form), arc in self.arcs.items()
                 if stop == place and self._tables.phased[form] and table[form, start, stop] > 0.0
             ]
-            self._cp.add(flag == sum(chosen))
+            self.cp.add(flag == sum(chosen))
             flags.append(flag)
         return flags
 
     def _add_times(self) -> None:
-        tables, cp = self._tables, self._cp
-        delay, inside, between, arrived = ([self._time() for _ in range(self._count + 1)] for _ in range(4))
+        tables, cp = self._tables, self.cp
+        delay, inside, between, arrived = ([self.time() for _ in range(self.count + 1)] for _ in range(4))
         gather, owed = (self._of_places(table, tables.phased) for table in (tables.gather_us, tables.unpack_us))
         pending, owes = self._whether(np.ones_like(tables.cost_us)), self._whether(tables.unpack_us)
         ready = [self._ticks(time_us) for time_us in tables.ready_us.tolist()]
         extra: list[Any] = []
-        for (start, stop, form), arc in self._arcs.items():
+        for (start, stop, form), arc in self.arcs.items():
             at = form, start, stop
             select, scatter, cost, unpack = (
                 self._ticks(float(table[at]))
@@ -254,7 +206,7 @@ class _LinkModel(_Model):
             cp.add(arrived[stop] >= inside[stop] + owed[start] + own).only_enforce_if([arc, owes[start]])
             if own:
                 cp.add(arrived[stop] >= between[stop] + own).only_enforce_if(arc)
-        cp.add(self._end >= self._ticks(tables.compute_end_us) + sum(extra))
-        cp.add(self._end >= arrived[-1] + owed[-1])
+        cp.add(self.end >= self._ticks(tables.compute_end_us) + sum(extra))
+        cp.add(self.end >= arrived[-1] + owed[-1])
         for link in (inside, between):
-            cp.add(self._end >= link[-1] + gather[-1] + owed[-1])
+            cp.add(self.end >= link[-1] + gather[-1] + owed[-1])

@@ -16,7 +16,6 @@ from numpy.typing import ArrayLike, NDArray
 from planner.cost.selection import SelectionCost
 from planner.cost.sparse import SparsePhase
 from planner.ir import Bucket, Schedule
-from planner.model.compression import sparse_bucket
 from planner.model.problem import Problem
 
 
@@ -57,7 +56,7 @@ def _layer(
     if int(problem.numel[slice(*run)].sum()) == 0 or float(problem.range_cost_us(*run)) <= budget_us:
         return [Bucket(gradients=tuple(range(*run)))]
     if not by_layer:
-        return [_sparse(tuple(range(*run)), _count(problem, gather, run, budget_us, float(limits[run[0]])))]
+        return [Bucket.sparse(range(*run), _count(problem, gather, run, budget_us, float(limits[run[0]])))]
     pieces = _pieces(problem, run, limits)
     dense = [piece for piece, limit in pieces if limit == 1.0]
     left_us = budget_us - sum(float(problem.range_cost_us(*piece)) for piece in dense)
@@ -70,7 +69,7 @@ def _layer(
         elements = problem.layer_elements(Bucket(gradients=members))
         ks = apportion(_count(problem, gather, piece, left_us, limit), elements, limit)
         left_us -= float(gather.times_us(sum(ks), *_sizes(problem, piece)))
-        buckets.append(sparse_bucket(members, ks))
+        buckets.append(Bucket.sparse(members, sum(ks), ks=ks))
     return buckets
 
 
@@ -105,10 +104,6 @@ def _count(problem: Problem, gather: _Gather, piece: tuple[int, int], budget_us:
 def _sizes(problem: Problem, piece: tuple[int, int]) -> tuple[int, float]:
     """(elements, bytes)."""
     return int(problem.numel[slice(*piece)].sum()), float(problem.size_bytes[slice(*piece)].sum())
-
-
-def _sparse(members: tuple[int, ...], k: int) -> Bucket:
-    return Bucket(gradients=members, collective="sparse", algorithm="flat", compressor="topk", k=k)
 
 
 class _Gather:

@@ -11,111 +11,21 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
-from planner.ir import TIE, Bucket, Schedule
-from planner.model.compression import bucket_at, hitopk_at
-from planner.model.problem import Problem
-from planner.model.replay import Candidate, Work, steps_end_us
+from planner.ir import TIE, Schedule
+from planner.model.replay import Candidate
+from planner.search.forms import LinkForms
 from planner.search.labels import least_ends_us
 from planner.search.labels import search as search_labels
-from planner.search.local_search import local_search
-from planner.search.tables import BucketTables, Form, bucket_tables, grid
+from planner.search.tables import BucketTables, bucket_tables, grid
 
-WORK = 12_000
-"""Buckets that a search may evaluate: the effort is counted, not timed."""
 MAX_CELLS = 28_000
 """Places squared times forms that labels look at, so that they take some tenths of a second."""
 MAX_PLACES = 96
 BOUNDED_CELLS = 600_000
 """Likewise, of all places, where a bound is computed from them."""
-
-
-class _Known(NamedTuple):
-    bucket: Bucket
-    work: Work
-
-
-class LinkForms:
-    """The forms of one problem's buckets; what is known of a bucket is computed once."""
-
-    def __init__(self, problem: Problem, forms: Sequence[Form], limits: NDArray[np.float64] | None = None) -> None:
-        """`limits`: the largest ratio of each gradient; only needed for forms with a ratio."""
-        self.problem, self.forms = problem, tuple(forms)
-        self.limits = np.ones(problem.count) if limits is None else limits
-        self._flat = "inter" if problem.cost.cluster.nodes > 1 else "intra"
-        self._known: dict[tuple[int, int, int], _Known | None] = {}
-
-    def dense(self, algorithm: str) -> int:
-        """The number of a dense form."""
-        return self.forms.index(Form(algorithm))
-
-    def _bucket(self, start: int, stop: int, form: Form) -> Bucket | None:
-        if form.ratio <= 1.0:
-            return Bucket(gradients=tuple(range(start, stop)), algorithm=form.algorithm)
-        if form.algorithm == "hitopk":
-            return hitopk_at(self.problem, self.limits, start, stop, form.ratio)
-        return bucket_at(self.problem, self.limits, start, stop, form.ratio)
-
-    def known(self, start: int, stop: int, form: int) -> _Known | None:
-        """The bucket [start, stop) in a form; None where it cannot have that."""
-        key = start, stop, form
-        if key not in self._known:
-            bucket = self._bucket(start, stop, self.forms[form])
-            self._known[key] = None if bucket is None else self._facts(bucket)
-        return self._known[key]
-
-    def _facts(self, bucket: Bucket) -> _Known:
-        problem = self.problem
-        phases = [(self._flat if on == "network" else on, us) for on, _, us in problem.phase_times(bucket)]
-        unpack_us = problem.selection_us(bucket, "unpack")
-        ready_us = problem.ready_list_us[max(bucket.gradients)]
-        return _Known(bucket, Work(ready_us, phases, problem.selection_us(bucket), unpack_us))
-
-    def of(self, choice: Candidate) -> list[_Known] | None:
-        """What is known of every bucket; None where one cannot have its form."""
-        found, start = [], 0
-        for stop, form in choice:
-            known = self.known(start, stop, form)
-            if known is None:
-                return None
-            found.append(known)
-            start = stop
-        return found
-
-    def schedule(self, choice: Candidate) -> Schedule:
-        """The schedule of a possible choice."""
-        return Schedule(buckets=tuple(known.bucket for known in self.of(choice) or ()))
-
-    def end_us(self, choice: Candidate) -> float:
-        """When everything has ended but the update; infinite where a bucket cannot have its form."""
-        found = self.of(choice)
-        if found is None:
-            return math.inf
-        return steps_end_us([known.work for known in found], self.problem.compute_end_us)
-
-
-def improve(forms: LinkForms, choice: Candidate) -> Candidate:
-    """The best found: other forms, boundaries dropped or moved."""
-    return local_search(choice, forms.end_us, WORK, forms=len(forms.forms))
-
-
-def starts(forms: LinkForms, boundaries: Sequence[tuple[int, ...]]) -> list[Candidate]:
-    """Known boundaries, with all buckets in one form, as far as each can have it; the others are dense."""
-    found: list[Candidate] = []
-    for stops in boundaries:
-        for form, like in enumerate(forms.forms):
-            fallback = forms.dense("torus_2d" if like.algorithm == "hitopk" else "library")
-            bounds = zip((0, *stops[:-1]), stops, strict=True)
-            found.append(
-                tuple(
-                    (stop, form if forms.known(start, stop, form) is not None else fallback) for start, stop in bounds
-                )
-            )
-    return list(dict.fromkeys(found))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,7 +62,7 @@ def search(forms: LinkForms, boundaries: Sequence[tuple[int, ...]], climbs: int 
     exact = solution is not None and solution.exact and looked_at is tables
     if not exact and not (found and forms.end_us(found[0]) <= bound_us * (1.0 + TIE)):
         found += known[: max(1, climbs - 1)]
-    found = [improve(forms, choice) for choice in dict.fromkeys(found)]
+    found = [forms.improve(choice) for choice in dict.fromkeys(found)]
     end_us = min(forms.end_us(choice) for choice in found)
     exact = exact or end_us <= bound_us * (1.0 + TIE)
     return SearchResult(
@@ -166,10 +76,10 @@ def search(forms: LinkForms, boundaries: Sequence[tuple[int, ...]], climbs: int 
 
 def climb(forms: LinkForms, boundaries: Sequence[tuple[int, ...]], climbs: int) -> list[Schedule]:
     """The best found from the best few of known boundaries alone."""
-    return [forms.schedule(improve(forms, choice)) for choice in _known(forms, boundaries)[:climbs]]
+    return [forms.schedule(forms.improve(choice)) for choice in _known(forms, boundaries)[:climbs]]
 
 
 def _known(forms: LinkForms, boundaries: Sequence[tuple[int, ...]]) -> list[Candidate]:
     """Possible choices, the best first."""
-    possible = [choice for choice in starts(forms, boundaries) if forms.of(choice) is not None]
+    possible = [choice for choice in forms.starts(boundaries) if forms.of(choice) is not None]
     return sorted(possible, key=lambda choice: (forms.end_us(choice), len(choice)))

@@ -9,18 +9,20 @@ Among optimal schedules: the fewest buckets, then the earliest boundaries (lexic
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
 
 from planner.ir import TIE, Places
+from planner.model.problem import Problem
 
 Floats = NDArray[np.float64]
 CostOf = Callable[[Places, Places], Floats]
 """T of buckets by their starts and stops: one of them, a slice or an array."""
-
 
 TIE_WORK = 150_000_000
 """Pairs of boundaries that breaking ties may look at (about a second); beyond it, ties are broken along one optimum."""
@@ -41,9 +43,21 @@ class MergeProblem:
     cost_us: CostOf
     non_decreasing: bool
 
+    @classmethod
+    def of(cls, problem: Problem, times_us: Callable[[Floats], Floats], non_decreasing: bool) -> MergeProblem:
+        """Of the gradients of a step, whose messages take so long by their bytes."""
+        return cls(problem.ready_us, partial(problem.range_time_us, times_us), non_decreasing)
+
     @property
     def count(self) -> int:
         return len(self.ready_us)
+
+    def end_us(self, stops: Iterable[int]) -> float:
+        """When the last of these buckets ends."""
+        time_us = 0.0
+        for start, stop in pairwise((0, *stops)):
+            time_us = max(time_us, float(self.ready_us[stop - 1])) + float(self.cost_us(start, stop))
+        return time_us
 
 
 @dataclass(frozen=True)
@@ -61,10 +75,13 @@ def merge_exact(problem: MergeProblem, tie_work: int = TIE_WORK) -> MergeSolutio
     end_us = float(finish_us[-1])
     deadline_us = end_us * (1.0 + TIE)
     stops = _fewest_buckets(problem, finish_us, deadline_us, tie_work)
-    if stops is not None and _end(problem, stops) <= deadline_us * (1.0 + TIE):
-        return MergeSolution(stops, _end(problem, stops))
-    stops = _drop_boundaries(problem, _walk_back(predecessor), deadline_us)
-    return MergeSolution(stops, _end(problem, stops), ties_exact=False)
+    if stops is not None and problem.end_us(stops) <= deadline_us * (1.0 + TIE):
+        return MergeSolution(stops, problem.end_us(stops))
+    walked = [problem.count]
+    while predecessor[walked[-1]] > 0:
+        walked.append(int(predecessor[walked[-1]]))
+    stops = _drop_boundaries(problem, tuple(reversed(walked)), deadline_us)
+    return MergeSolution(stops, problem.end_us(stops), ties_exact=False)
 
 
 def _finish_times(problem: MergeProblem) -> tuple[Floats, NDArray[np.int64]]:
@@ -128,30 +145,13 @@ def _earliest_boundaries(problem: MergeProblem, levels: list[Floats]) -> tuple[i
     return tuple(stops)
 
 
-def _end(problem: MergeProblem, stops: tuple[int, ...]) -> float:
-    time_us, start = 0.0, 0
-    for stop in stops:
-        time_us = max(time_us, float(problem.ready_us[stop - 1])) + float(problem.cost_us(start, stop))
-        start = stop
-    return time_us
-
-
-def _walk_back(predecessor: NDArray[np.int64]) -> tuple[int, ...]:
-    stops, i = [], len(predecessor) - 1
-    while i > 0:
-        stops.append(i)
-        i = int(predecessor[i])
-    return tuple(reversed(stops))
-
-
 def _drop_boundaries(problem: MergeProblem, stops: tuple[int, ...], deadline_us: float) -> tuple[int, ...]:
     """Merges neighbours, from the front, as long as the end stays by the deadline.
 
     `latest[k]` is when bucket k may start at the latest; it is known from the back, so each trial is one step.
     """
     latest_us = [deadline_us]
-    bounds = [0, *stops]
-    for start, stop in zip(reversed(bounds[:-1]), reversed(bounds[1:]), strict=True):
+    for stop, start in pairwise((*reversed(stops), 0)):
         latest_us.append(latest_us[-1] - float(problem.cost_us(start, stop)))
     latest_us.reverse()
     kept: list[int] = []

@@ -69,4 +69,4 @@ def _buckets(problem: Problem, limits: NDArray[np.float64], chosen: frozenset[in
 def _selected(problem: Problem, limits: NDArray[np.float64], members: Sequence[int], ratio: float) -> Bucket:
     numel = int(problem.numel[list(members)].sum())
     k = selected(numel, float(limits[list(members)].min()), ratio)
-    return Bucket(gradients=tuple(members), collective="sparse", algorithm="flat", compressor="topk", k=k)
+    return Bucket.sparse(members, k)

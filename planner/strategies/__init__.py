@@ -1,1 +1,1 @@
-"""Strategies with a fixed rule or a search of their own, one rule per file; `planner.decide.strategies` names them."""
+"""Strategies with a fixed rule or a search of their own; `planner.decide.strategies` names them."""

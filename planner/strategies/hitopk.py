@@ -6,23 +6,22 @@ nodes and then inside them.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
 
 from planner.cost.sparse import SparsePhase, selected_elements
 from planner.ir import Bucket, Schedule
+from planner.model.compression import shard_elements
 from planner.model.problem import Problem
 from planner.search.local_search import Stops, moved, stops_of
 from planner.search.merge_phased import PhasedProblem, merge_phased
 from planner.strategies.arguments import density
-from planner.strategies.mg_wfbp import mg_wfbp
-from planner.strategies.single import single
-from planner.strategies.wfbp import wfbp
+from planner.strategies.baselines import mg_wfbp, single, wfbp
 
 ALGORITHM = "hitopk"
 DEFAULT_DENSITY = 0.01
@@ -47,7 +46,7 @@ def hitopk(problem: Problem, argument: str | None = None) -> Schedule:
     if not phases or not problem.numel.any():
         return Schedule.from_boundaries([problem.count])
     usual = [single(problem), wfbp(problem, "layer"), mg_wfbp(problem)]
-    found = [tuple(bucket.gradients[-1] + 1 for bucket in schedule.buckets) for schedule in usual]
+    found = [schedule.stops for schedule in usual]
     arrays = _arrays(problem, phases, share)
     # Numbers of buckets by whose start-ups backward may be delayed; any one where selection has none.
     starts_up = problem.selection_cost(ALGORITHM).alpha_us.any()
@@ -72,15 +71,12 @@ def _subsample(stops: Stops) -> Iterator[Stops]:
 def _schedule(problem: Problem, stops: Stops, share: float) -> Schedule:
     """The buckets that end there. One without elements has nothing to select from and stays dense."""
     buckets = []
-    for start, stop in zip((0, *stops[:-1]), stops, strict=True):
+    for start, stop in pairwise((0, *stops)):
         members, numel = tuple(range(start, stop)), int(problem.numel[start:stop].sum())
         if numel == 0:
             buckets.append(Bucket(gradients=members))
             continue
-        selected = selected_elements(share, math.ceil(numel / problem.cost.cluster.ranks_per_node))
-        buckets.append(
-            Bucket(gradients=members, collective="sparse", algorithm=ALGORITHM, compressor="topk", k=selected)
-        )
+        buckets.append(Bucket.sparse(members, selected_elements(share, shard_elements(problem, numel)), ALGORITHM))
     return Schedule(buckets=tuple(buckets))
 
 

@@ -6,23 +6,17 @@ of it here. `runtime.plan.combinations` says what it goes with.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from typing import Any, Protocol
 
-from planner.ir import Bucket, Mode, Schedule, Synchronous
+from planner.ir import Mode, Schedule, Synchronous
 from planner.model.modes import delayed, local_updaters, sharded, synchronous
 from planner.model.problem import Problem
 from runtime.plan.timeline import Timeline
 
-_NORMS = re.compile(r"norms ([0-9]+(?:,[0-9]+)*)")
-
 
 class ModeModel(Protocol):
-    """What is asked of a mode; but for `parse` and `assumptions`, of a schedule that has it."""
-
-    def parse(self, line: str, /) -> Mode | None:
-        """Return the inverse of `str`; None for a line of something else."""
+    """What is asked of a mode; but for `assumptions`, of a schedule that has it."""
 
     def defect(self, schedule: Schedule, gradients: int, /) -> str | None:
         """Return what must not be in a schedule of so many gradients, whatever the step; None where all is well."""
@@ -61,18 +55,3 @@ MODES: Mapping[type[Mode], ModeModel] = {
 def model_of(schedule: Schedule) -> ModeModel:
     """Return the module of a schedule's mode."""
     return MODES[type(schedule.mode)]
-
-
-def parse_schedule(text: str) -> Schedule:
-    """Return the schedule whose `str` is `text`. Raises InputError where there is none."""
-    mode: Mode = Synchronous()
-    lines = text.splitlines()
-    found = next((made for model in MODES.values() if lines and (made := model.parse(lines[0]))), None)
-    if found is not None:
-        mode, lines = found, lines[1:]
-    norms = _NORMS.fullmatch(lines[0]) if lines else None
-    return Schedule(
-        buckets=tuple(map(Bucket.parse, lines[1:] if norms else lines)),
-        mode=mode,
-        norms=tuple(map(int, norms[1].split(","))) if norms else None,
-    )

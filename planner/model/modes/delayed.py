@@ -4,7 +4,6 @@ k-th. `planner.model.delay` finds the steady state.
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -18,8 +17,6 @@ from runtime.plan import Accuracy, DelaySpec, combinations
 
 WARMUP_STEPS = 500
 """Synchronous steps before delay, rounded up to a multiple of k."""
-
-_LINE = re.compile(r"delay k=([1-9][0-9]*)")
 
 
 @dataclass(frozen=True)
@@ -37,12 +34,6 @@ class Delayed(Mode):
 
     def __str__(self) -> str:
         return f"delay k={self.k}"
-
-
-def parse(line: str) -> Delayed | None:
-    """The inverse of `str`; None for any other line."""
-    match = _LINE.fullmatch(line)
-    return None if match is None else Delayed(int(match[1]))
 
 
 def delay_of(schedule: Schedule) -> int:

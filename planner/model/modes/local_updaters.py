@@ -17,7 +17,6 @@ done than one, and a layer's gradients of weights cost half of its backward.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -28,10 +27,9 @@ import numpy as np
 
 from planner.documents.local_async import LayerBackward, LocalAsyncProfile, UpdaterRate
 from planner.documents.text import ms, pluralize
-from planner.ir import Mode, Schedule, format_indices, parse_indices
+from planner.ir import Mode, Schedule, format_indices
 from planner.model.modes import synchronous
 from planner.model.problem import Problem
-from runtime.errors import InputError
 from runtime.plan import Accuracy, LocalAsyncSpec, combinations
 from runtime.plan.timeline import UPDATER, Span, Timeline
 
@@ -40,8 +38,6 @@ DEFAULTS = LocalAsyncSpec(updaters=1)
 
 SHOWN, DRAWN = 4, 32
 """Minibatches of each updater that a timeline shows, and of how many updaters."""
-
-_LINE = re.compile(r"updaters ([1-9][0-9]*)( wait)? every ([1-9][0-9]*),([1-9][0-9]*)(?: blocks ([0-9,\-;]+))?")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,24 +73,6 @@ class LocalUpdaters(Mode):
     def __str__(self) -> str:
         text = f"updaters {self.count}{' wait' if self.waits else ''} every {self.average_every},{self.then_every}"
         return f"{text} blocks {';'.join(map(format_indices, self.blocks))}" if self.stops is not None else text
-
-
-def parse(line: str) -> LocalUpdaters | None:
-    """The inverse of `str`; None for a line of something else. Raises InputError where it is a broken one."""
-    if not line.startswith("updaters"):
-        return None
-    match = _LINE.fullmatch(line)
-    blocks = [parse_indices(block) for block in match[5].split(";")] if match and match[5] else []
-    members = [index for block in blocks for index in block]
-    if match is None or members != list(range(len(members))):
-        raise InputError(f"found {line!r}, expected updaters such as 'updaters 2 every 1,16 blocks 0-3;4-9'")
-    return LocalUpdaters(
-        count=int(match[1]),
-        stops=tuple(block[-1] + 1 for block in blocks) or None,
-        average_every=int(match[3]),
-        then_every=int(match[4]),
-        waits=match[2] is not None,
-    )
 
 
 def updaters_of(schedule: Schedule) -> LocalUpdaters:

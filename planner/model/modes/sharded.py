@@ -46,11 +46,6 @@ class Sharded(Mode):
         return self.name
 
 
-def parse(line: str) -> Sharded | None:
-    """The inverse of `str`; None for any other line."""
-    return Sharded() if line == Sharded.name else None
-
-
 def defect(schedule: Schedule, gradients: int) -> str | None:
     """None: there is nothing to be wrong."""
     return None

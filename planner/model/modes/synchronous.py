@@ -7,7 +7,7 @@ from typing import Any
 from planner.cost.phases import PHASES
 from planner.cost.sparse import FLAT_GATHERS
 from planner.documents.text import ms
-from planner.ir import Bucket, Schedule, Synchronous
+from planner.ir import Bucket, Schedule
 from planner.model.norms import update_us
 from planner.model.problem import Problem
 from planner.model.reasons import difference, exposure, merging
@@ -20,11 +20,6 @@ from planner.model.step import (
     step_timeline,
 )
 from runtime.plan.timeline import Span, Timeline
-
-
-def parse(line: str) -> Synchronous | None:
-    """None: this mode has no line of its own."""
-    return None
 
 
 def defect(schedule: Schedule, gradients: int) -> str | None:

@@ -40,7 +40,7 @@ from planner.comparison.variants import (
 from planner.decide.strategies import make_schedule
 from planner.documents.profile import parse_profile
 from planner.model.problem import Problem, make_problem
-from planner.strategies.ddp import ddp_buckets
+from planner.strategies.baselines import ddp_buckets
 from runtime.errors import InputError
 from runtime.plan import LocalAsyncSpec
 

@@ -10,11 +10,11 @@ import pytest
 from builders import line_problem, problems, usual_profile
 from hypothesis import given
 from hypothesis import strategies as st
+from schedule_text import parse_indices, parse_schedule
 
 from planner.decide import pipeline
 from planner.decide.pipeline import parse_passes, run_passes
-from planner.ir import Bucket, Schedule, format_indices, parse_indices
-from planner.model.modes import parse_schedule
+from planner.ir import Bucket, Schedule, format_indices
 from planner.model.problem import Problem
 from planner.model.simulator import simulate_schedule
 from planner.passes import PASSES
@@ -31,7 +31,6 @@ buckets = st.builds(Bucket, gradients=indices, collective=words, algorithm=words
 @given(st.lists(buckets, max_size=5).map(lambda items: Schedule(buckets=tuple(items))))
 def test_text_form_parses_back(schedule: Schedule) -> None:
     assert parse_schedule(str(schedule)) == schedule
-    assert all(Bucket.parse(str(bucket)) == bucket for bucket in schedule.buckets)
 
 
 @given(indices)
@@ -48,25 +47,6 @@ def test_text_form_by_hand() -> None:
     assert Schedule.from_boundaries([2, 3]) == parse_schedule(
         "[0-1] all_reduce/library none\n[2] all_reduce/library none"
     )
-
-
-@pytest.mark.parametrize(
-    "text",
-    ["", "[] all_reduce/library none", "[0] all_reduce none", "[0] all_reduce/library", "[0]all_reduce/library none",
-     "[a] all_reduce/library none", "[0] all_reduce/library none\n", " [0] all_reduce/library none",
-     "[0] All/library none"],
-)  # fmt: skip
-def test_wrong_bucket_text(text: str) -> None:
-    with pytest.raises(InputError, match="expected a bucket such as"):
-        Bucket.parse(text)
-
-
-@pytest.mark.parametrize("text", ["-", ",", "1,", ",1", "1-", "-1", "3-1", "1--2", "1-2-3", "1,,2"])
-def test_wrong_indices(text: str) -> None:
-    with pytest.raises(InputError, match="expected indices such as '0-2,5'"):
-        parse_indices(text)
-    with pytest.raises(InputError):
-        Bucket.parse(f"[{text}] all_reduce/library none")
 
 
 def lines(*members: str) -> Schedule:

@@ -14,6 +14,7 @@ import pytest
 from builders import cluster_document, make, problems, profile_document
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from schedule_text import parse_schedule
 
 from planner.cost.ssd import Terms, mean_step_us
 from planner.decide.simulate import idle_us
@@ -29,13 +30,11 @@ from planner.model.delay import (
 from planner.model.delay_load import StepWork
 from planner.model.lanes import Op, run_lanes
 from planner.model.modes import delayed as mode
-from planner.model.modes import parse_schedule
 from planner.model.modes.delayed import Delayed
 from planner.model.problem import Problem
 from planner.model.simulator import simulate_schedule, step_us
 from planner.model.taskgraph import delayed_graph, run_graph
 from planner.verify import VerifyError, verify
-from runtime.errors import InputError
 
 STEPS = st.integers(1, 5)
 
@@ -374,9 +373,6 @@ def test_text_form_of_a_delay() -> None:
     schedule = Schedule(buckets=Schedule.from_boundaries([2]).buckets, mode=Delayed(3))
     assert str(schedule) == "delay k=3\n[0-1] all_reduce/library none"
     assert parse_schedule(str(schedule)) == schedule
-    for text in ("delay k=0\n[0] all_reduce/library none", "delay k=2 \n[0] all_reduce/library none", "delay"):
-        with pytest.raises(InputError, match="expected a bucket such as"):
-            parse_schedule(text)
 
 
 def test_delay_is_for_relaxed_schedules_whose_buckets_can_be_pushed() -> None:

@@ -11,13 +11,13 @@ import torch
 from builders import cluster_document, make, profile_document
 from hypothesis import given
 from hypothesis import strategies as st
+from schedule_text import parse_schedule
 from torch import nn
 
 from planner.decide.optimize import optimize
 from planner.decide.pipeline import parse_passes, run_passes
 from planner.documents.profile import parse_cluster, parse_profile
 from planner.ir import Schedule
-from planner.model.modes import parse_schedule
 from planner.model.norms import gather_us, replicated_us, shared_us, update_bound_us, update_us
 from planner.model.problem import Problem
 from planner.model.simulator import simulate_schedule, step_us

@@ -12,6 +12,7 @@ import pytest
 from builders import cluster_document, make, profile_document, write
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from schedule_text import parse_schedule
 
 from planner.cli.app import main
 from planner.comparison.variants import make_variants
@@ -20,7 +21,6 @@ from planner.decide.pipeline import parse_passes, run_passes
 from planner.decide.solvers import SOLVER_SKIPPED
 from planner.documents.profile import Profile, parse_profile
 from planner.ir import Schedule
-from planner.model.modes import parse_schedule
 from planner.model.modes.local_updaters import LocalUpdaters
 from planner.model.modes.sharded import Sharded, exchange, gathers_us, message_costs_us, replicated_bytes, sharded_bytes
 from planner.model.problem import Problem

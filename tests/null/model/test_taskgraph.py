@@ -18,7 +18,7 @@ from planner.model.simulator import simulate_schedule
 from planner.model.taskgraph import Task, TaskGraph, build_graph, run_graph
 from planner.search.local_search import choice_of, neighbours, stops_of
 from planner.search.merge_phased import PhasedProblem, merge_phased, replay
-from planner.strategies.torus_2d import phased_problem
+from planner.strategies.topologies import phased_problem
 
 LINKS = {
     "intra": {"alpha_us": 5.0, "beta_us_per_byte": 0.001},

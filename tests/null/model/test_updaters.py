@@ -19,7 +19,6 @@ from planner.model.modes.local_updaters import (
     LocalUpdaters,
     Work,
     closed_form_saved_backwards,
-    parse,
     phases,
     saved_backwards,
     speed_up,
@@ -316,20 +315,6 @@ WHOLE = Schedule.from_boundaries([4]).buckets
 def test_broken_schedules(schedule: Schedule, accuracy: str, message: str) -> None:
     with pytest.raises(VerifyError, match=message):
         verify(schedule, [0, 0, 0, 0], accuracy=accuracy, norms=(1, 2))
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "updaters 0 every 1,16",
-        "updaters 2 every 1",
-        "updaters 2 every 1,16 blocks 1-3",
-        "updaters 2 every 1,16 blocks ",
-    ],
-)
-def test_texts_that_are_no_updaters(text: str) -> None:
-    with pytest.raises(InputError, match="expected updaters such as"):
-        parse(text)
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,8 @@ from planner.model.simulator import simulate_schedule, step_us
 from planner.passes.joint import Joint
 from planner.passes.merge import Merge
 from planner.passes.topology import Topology
-from planner.search.links import LinkForms, search
+from planner.search.forms import LinkForms
+from planner.search.links import search
 from planner.search.tables import dense_algorithms, forms_of, has_two_links
 from planner.verify import verify
 

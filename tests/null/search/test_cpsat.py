@@ -17,13 +17,14 @@ from planner.decide.strategies import make_schedule
 from planner.ir import Schedule
 from planner.model.problem import Problem
 from planner.model.simulator import simulate_schedule
-from planner.passes.merge import boundaries, merge_problem, merge_without_contention, overlap_of
+from planner.model.step import Overlap
+from planner.passes.merge import boundaries, merge_problem, merge_without_contention
 from planner.report.tables import certificate_text
 from planner.search.cpsat import MAX_GRADIENTS, solve_merge, solve_two_links
 from planner.search.merge import MergeSolution
 from planner.search.merge_contended import end_us
 from planner.search.merge_phased import PhasedProblem
-from planner.strategies.torus_2d import phased_problem
+from planner.strategies.topologies import phased_problem
 from runtime.errors import CheckFailed, InputError
 from runtime.plan import parse_plan
 
@@ -58,7 +59,7 @@ def test_equals_brute_force_and_the_program(kind: str) -> None:
 @settings(max_examples=40)
 @given(problems(max_count=6, contention=True))
 def test_with_contention_the_bound_holds_and_the_result_is_no_worse(problem: Problem) -> None:
-    arrays, overlap = merge_problem(problem), overlap_of(problem)
+    arrays, overlap = merge_problem(problem), Overlap.of(problem)
     best_us = min(end_us(arrays, overlap, stops) for stops in reference.all_stops(problem.count))
     hint = boundaries(make_schedule(problem, "optimal"))
     assert hint is not None
@@ -72,7 +73,7 @@ def test_with_contention_the_bound_is_nearly_always_the_optimum() -> None:
     for seed in range(20):
         rng = np.random.default_rng(seed)
         problem = random_problem(rng, 6, "line", contention=(1.07, 1.3))
-        arrays, overlap = merge_problem(problem), overlap_of(problem)
+        arrays, overlap = merge_problem(problem), Overlap.of(problem)
         best_us, best = min((end_us(arrays, overlap, stops), stops) for stops in reference.all_stops(6))
         solution = solve_merge(arrays, best, overlap, SHORT)
         assert solution.bound_us <= best_us

@@ -13,11 +13,11 @@ import sparse_reference
 from builders import cluster_document, make, problems, profile_document, random_problem
 from hypothesis import given
 from hypothesis import strategies as st
+from schedule_text import parse_schedule
 
 from planner.decide.strategies import make_schedule
 from planner.ir import Bucket, Schedule
 from planner.model.compression import bucket_at, compression, ratio_limits
-from planner.model.modes import parse_schedule
 from planner.model.problem import Problem
 from planner.model.simulator import simulate_schedule, step_us
 from planner.passes.joint import Joint, parse_densities

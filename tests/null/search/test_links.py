@@ -20,9 +20,10 @@ from planner.model.simulator import simulate_schedule, step_us
 from planner.passes.joint import Joint
 from planner.passes.topology import Topology, links_without_contention
 from planner.search.cpsat_joint import MAX_LINK_PLACES, solve_joint
+from planner.search.forms import LinkForms
 from planner.search.labels import least_ends_us
 from planner.search.labels import search as search_labels
-from planner.search.links import LinkForms, search
+from planner.search.links import search
 from planner.search.tables import BucketTables, bucket_tables, dense_algorithms, forms_of
 from runtime.errors import CheckFailed, InputError
 

@@ -17,7 +17,7 @@ from planner.ir import TIE, Schedule
 from planner.model.problem import Problem
 from planner.model.simulator import simulate_schedule
 from planner.model.step import Overlap, State
-from planner.passes.merge import Merge, best_of, merge_problem, merge_without_contention, overlap_of
+from planner.passes.merge import Merge, best_of, merge_problem, merge_without_contention
 from planner.search.local_search import choice_of, neighbours, stops_of
 from planner.search.merge import merge_exact
 from planner.search.merge_contended import MAX_GRID, end_us, improve, merge_contended, replay
@@ -164,7 +164,7 @@ def test_few_labels_do_not_lose_to_a_baseline() -> None:
         starts = [make_schedule(problem, name) for name in BASELINES]
         starts.append(Schedule.from_boundaries(merge_without_contention(problem).stops))
         best_us = min(simulate_schedule(problem, start).iteration_us for start in starts)
-        lost += step_us(problem, merge_contended(merge_problem(problem), overlap_of(problem), 1)) > best_us * (1 + 1e-9)
+        lost += step_us(problem, merge_contended(merge_problem(problem), Overlap.of(problem), 1)) > best_us * (1 + 1e-9)
         found = Merge(labels=1).apply(best_baseline(problem), problem).schedule
         assert simulate_schedule(problem, found).iteration_us <= best_us * (1 + 1e-12)
     assert lost > 0
@@ -177,7 +177,7 @@ def contended_losses(kinds: Sequence[str], cases: int, labels: int) -> list[floa
         rng = np.random.default_rng(1000 + seed)
         contention = (float(rng.choice([1.0, 1.07, 1.3, 2.0])), float(rng.choice([1.12, 1.5, 3.0])))
         problem = random_problem(rng, int(rng.integers(2, 9)), kind, contention=contention)
-        found = merge_contended(merge_problem(problem), overlap_of(problem), labels)
+        found = merge_contended(merge_problem(problem), Overlap.of(problem), labels)
         best_us = min(step_us(problem, stops) for stops in reference.all_stops(problem.count))
         losses.append(step_us(problem, found) / best_us - 1.0)
     return losses
@@ -202,7 +202,7 @@ def test_local_search_mends_bad_starts() -> None:
     losses = []
     for seed in range(60):
         problem = random_problem(np.random.default_rng(seed), 8, "line", contention=(1.3, 1.5))
-        arrays, overlap, start = merge_problem(problem), overlap_of(problem), tuple(range(1, 9))
+        arrays, overlap, start = merge_problem(problem), Overlap.of(problem), tuple(range(1, 9))
         found = improve(arrays, overlap, start)
         assert end_us(arrays, overlap, found) <= end_us(arrays, overlap, start)
         best_us = min(step_us(problem, stops) for stops in reference.all_stops(problem.count))
@@ -231,7 +231,7 @@ def test_labels_without_contention_are_exact(problem: Problem, labels: int) -> N
 def test_more_gradients_than_places(kind: str) -> None:
     """Labels look at some places only: what is found is near what is known, and the pass never worse than that."""
     problem = random_problem(np.random.default_rng(7), 3 * MAX_GRID + 1, kind, contention=(1.07, 1.12))
-    arrays, overlap = merge_problem(problem), overlap_of(problem)
+    arrays, overlap = merge_problem(problem), Overlap.of(problem)
     known = merge_without_contention(problem).stops
     found = merge_contended(arrays, overlap, 32, [known])
     assert list(found) == sorted(set(found))
@@ -245,7 +245,7 @@ def test_more_gradients_than_places(kind: str) -> None:
 @given(problems(max_count=9, contention=True), st.data())
 def test_replays_of_neighbours_equal_full_replays(problem: Problem, data: st.DataObject) -> None:
     """What the local search computes from the middle on, bit for bit."""
-    arrays, overlap = merge_problem(problem), overlap_of(problem)
+    arrays, overlap = merge_problem(problem), Overlap.of(problem)
     cuts = data.draw(st.sets(st.integers(1, problem.count)))
     stops = tuple(sorted(cuts | {problem.count}))
     judge, choice = replay(arrays, overlap), choice_of(stops)

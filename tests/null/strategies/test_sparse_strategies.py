@@ -10,16 +10,16 @@ from typing import Any
 import numpy as np
 import pytest
 from builders import make, profile_document
+from schedule_text import parse_schedule
 
 from planner import simulate
 from planner.cli.app import main
 from planner.decide.strategies import make_schedule
 from planner.documents.profile import Cluster, Link, SelectionLine, parse_profile
 from planner.ir import Bucket, Schedule
-from planner.model.modes import parse_schedule
 from planner.model.problem import Problem, make_problem
 from planner.model.simulator import simulate_schedule
-from planner.strategies.lags import ratios
+from planner.strategies.sparse import ratios
 from planner.verify import VerifyError, verify
 from runtime.errors import InputError
 

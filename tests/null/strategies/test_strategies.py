@@ -19,10 +19,10 @@ from builders import (
 )
 from hypothesis import given
 from hypothesis import strategies as st
+from schedule_text import parse_schedule
 
 from planner.decide.strategies import BASELINES, BOUNDED, RELAXED, STRATEGIES, accuracy_of, make_schedule
 from planner.ir import Schedule
-from planner.model.modes import parse_schedule
 from planner.model.problem import Problem
 from planner.model.simulator import simulate_schedule
 from planner.verify import verify

@@ -1,4 +1,6 @@
-"""2D-torus all-reduce (Mikami et al., 2018; CommLib's dense rival), merged for its own cost."""
+"""Buckets of one algorithm, merged for its own cost: a 2D-torus (Mikami et al., 2018; CommLib's dense rival), or two
+binary trees (Sanders, Speck, Träff, 2009; NCCL 2.4).
+"""
 
 from __future__ import annotations
 
@@ -6,13 +8,12 @@ from functools import partial
 
 from planner.ir import Schedule
 from planner.model.problem import Problem
+from planner.search.merge import MergeProblem, merge_exact
 from planner.search.merge_phased import PhasedProblem, merge_phased
 from planner.strategies.arguments import refuse_argument
-from planner.strategies.mg_wfbp import mg_wfbp
-from planner.strategies.single import single
-from planner.strategies.wfbp import wfbp
+from planner.strategies.baselines import mg_wfbp, single, wfbp
 
-ALGORITHM = "torus_2d"
+TORUS, TREE = "torus_2d", "tree"
 
 
 def torus_2d(problem: Problem, argument: str | None = None) -> Schedule:
@@ -21,18 +22,17 @@ def torus_2d(problem: Problem, argument: str | None = None) -> Schedule:
     Raises:
         InputError: the cluster has no cost for one of its two kinds of link.
     """
-    refuse_argument(ALGORITHM, argument)
+    refuse_argument(TORUS, argument)
     arrays = phased_problem(problem)
     if arrays is None:
-        return Schedule.from_boundaries([problem.count], ALGORITHM)
+        return Schedule.from_boundaries([problem.count], TORUS)
     usual = [single(problem), wfbp(problem, "layer"), mg_wfbp(problem)]
-    starts = [tuple(bucket.gradients[-1] + 1 for bucket in schedule.buckets) for schedule in usual]
-    return Schedule.from_boundaries(merge_phased(arrays, starts), ALGORITHM)
+    return Schedule.from_boundaries(merge_phased(arrays, [schedule.stops for schedule in usual]), TORUS)
 
 
 def phased_problem(problem: Problem) -> PhasedProblem | None:
     """The arrays that the merge works on; None for a single rank, which sends nothing."""
-    phases = problem.phases("all_reduce", ALGORITHM)
+    phases = problem.phases("all_reduce", TORUS)
     if not phases:
         return None
     return PhasedProblem(
@@ -41,3 +41,18 @@ def phased_problem(problem: Problem) -> PhasedProblem | None:
         cost_us=tuple(partial(problem.range_time_us, phase.times_us) for phase in phases),
         non_decreasing=all(phase.curve.non_decreasing for phase in phases),
     )
+
+
+def tree(problem: Problem, argument: str | None = None) -> Schedule:
+    """Every bucket up and down two trees through all ranks.
+
+    Raises:
+        InputError: the cluster has no cost for one of its kinds of link.
+    """
+    refuse_argument(TREE, argument)
+    phases = problem.phases("all_reduce", TREE)
+    if not phases:
+        return Schedule.from_boundaries([problem.count], TREE)
+    [phase] = phases
+    arrays = MergeProblem.of(problem, phase.times_us, phase.curve.non_decreasing)
+    return Schedule.from_boundaries(merge_exact(arrays).stops, TREE)

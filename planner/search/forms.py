@@ -1,0 +1,143 @@
+"""Buckets in one of several forms (dense or at a density, flat or by phases), judged quickly and moved as long as that
+makes the step shorter. What a step spends on a bucket is computed once.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Generic, NamedTuple, TypeVar
+
+import numpy as np
+
+from planner.ir import Bucket, Schedule
+from planner.model.compression import bucket_at, density_sum, hitopk_at, ratio_of
+from planner.model.problem import Problem
+from planner.model.replay import Candidate, Work, steps_end_us
+from planner.model.step import BucketCost, bucket_costs, bucket_costs_step_us
+from planner.search.local_search import local_search
+from planner.search.tables import Floats, Form
+
+FLAT_WORK, LINK_WORK = 40_000, 12_000
+"""Buckets that a local search may evaluate (some 0.1 s): on one network, and on two kinds of link."""
+
+Spent = TypeVar("Spent")
+
+
+class Forms(Generic[Spent]):
+    """The buckets of one problem in each of some forms.
+
+    Args:
+        problem: the step.
+        forms: that a choice names by their place here; the first is dense.
+        limits: the largest ratio of each gradient; only needed for forms with a ratio.
+    """
+
+    def __init__(self, problem: Problem, forms: Sequence[Form], limits: Floats | None = None) -> None:
+        self.problem, self.forms = problem, tuple(forms)
+        self.limits = np.ones(problem.count) if limits is None else limits
+        self._known: dict[tuple[int, int, int], tuple[Bucket, Spent] | None] = {}
+
+    def spent(self, bucket: Bucket) -> Spent:
+        """What a step spends on it, as `end_us` needs it."""
+        raise NotImplementedError
+
+    def end_us(self, choice: Candidate) -> float:
+        """When a choice ends; infinite where a bucket cannot have its form."""
+        raise NotImplementedError
+
+    def known(self, start: int, stop: int, form: int) -> tuple[Bucket, Spent] | None:
+        """The bucket [start, stop) in a form; None where it cannot have that."""
+        key = start, stop, form
+        if key not in self._known:
+            bucket = self._bucket(start, stop, self.forms[form])
+            self._known[key] = None if bucket is None else (bucket, self.spent(bucket))
+        return self._known[key]
+
+    def _bucket(self, start: int, stop: int, form: Form) -> Bucket | None:
+        if form.ratio <= 1.0:
+            return Bucket(gradients=tuple(range(start, stop)), algorithm=form.algorithm)
+        at = hitopk_at if form.algorithm == "hitopk" else bucket_at
+        return at(self.problem, self.limits, start, stop, form.ratio)
+
+    def of(self, choice: Candidate) -> list[tuple[Bucket, Spent]] | None:
+        """What is known of every bucket; None where one cannot have its form."""
+        found, start = [], 0
+        for stop, form in choice:
+            known = self.known(start, stop, form)
+            if known is None:
+                return None
+            found.append(known)
+            start = stop
+        return found
+
+    def schedule(self, choice: Candidate) -> Schedule:
+        """The schedule of a possible choice."""
+        return Schedule(buckets=tuple(bucket for bucket, _ in self.of(choice) or ()))
+
+
+class _Flat(NamedTuple):
+    cost: BucketCost
+    ratio: float
+    densities: float
+
+
+class FlatForms(Forms[_Flat]):
+    """On one network, judged as the simulator does."""
+
+    def spent(self, bucket: Bucket) -> _Flat:
+        """Its cost, largest ratio and sum of densities."""
+        [cost] = bucket_costs(self.problem, [bucket])
+        return _Flat(cost, ratio_of(self.problem, bucket), density_sum(self.problem, bucket))
+
+    def end_us(self, choice: Candidate) -> float:
+        """The whole step, with contention."""
+        found = self.of(choice)
+        return math.inf if found is None else bucket_costs_step_us(self.problem, [of.cost for _, of in found])
+
+    def rank(self, choice: Candidate) -> tuple[float, ...]:
+        """Largest ratio, less the sum of densities, and buckets: of equal steps the least is best."""
+        found = [of for _, of in self.of(choice) or ()]
+        return max(of.ratio for of in found), round(-sum(of.densities for of in found), 6), len(choice)
+
+    def improve(self, choice: Candidate, allowed: int) -> Candidate:
+        """The best found over the first `allowed` densities."""
+        work = FLAT_WORK // 3 if self.problem.contended else FLAT_WORK  # there each takes three times as long
+
+        def end_us(trial: Candidate) -> float | None:
+            time_us = self.end_us(trial)
+            return None if math.isinf(time_us) else time_us
+
+        return local_search(choice, end_us, work, forms=allowed + 1, rank=self.rank, then="stay")
+
+
+class LinkForms(Forms[Work]):
+    """On two kinds of link, judged by a replay without contention, in the simulator's order of phases."""
+
+    def spent(self, bucket: Bucket) -> Work:
+        """What it asks of compute and both kinds of link; flat messages pass through all ranks."""
+        problem, flat = self.problem, "inter" if self.problem.cost.cluster.nodes > 1 else "intra"
+        phases = [(flat if on == "network" else on, us) for on, _, us in problem.phase_times(bucket)]
+        ready_us, select_us = problem.ready_list_us[max(bucket.gradients)], problem.selection_us(bucket)
+        return Work(ready_us, phases, select_us, problem.selection_us(bucket, "unpack"))
+
+    def end_us(self, choice: Candidate) -> float:
+        """All but the update, without contention."""
+        found = self.of(choice)
+        return math.inf if found is None else steps_end_us([of for _, of in found], self.problem.compute_end_us)
+
+    def improve(self, choice: Candidate) -> Candidate:
+        """The best found: other forms, boundaries dropped or moved."""
+        return local_search(choice, self.end_us, LINK_WORK, forms=len(self.forms))
+
+    def starts(self, boundaries: Sequence[tuple[int, ...]]) -> list[Candidate]:
+        """Known boundaries with all buckets in one form, as far as each can have it; the others are dense."""
+        found: list[Candidate] = []
+        for stops in boundaries:
+            for form, like in enumerate(self.forms):
+                fallback = self.forms.index(Form("torus_2d" if like.algorithm == "hitopk" else "library"))
+                possible = [self.known(*place, form) is not None for place in pairwise((0, *stops))]
+                forms = [form if there else fallback for there in possible]
+                found.append(tuple(zip(stops, forms, strict=True)))
+        return list(dict.fromkeys(found))

@@ -1,0 +1,89 @@
+"""What users could have instead of a plan: WFBP, one message, MG-WFBP, and DDP's buckets.
+
+MG-WFBP (Shi, Chu, Li, INFOCOM 2019, Algorithm 1) walks from the last layer L down to 2 and merges layer l into layer
+l−1 when the gradient of layer l−1 is ready before the communication of layer l has passed its start-up:
+τ_b(l−1) + t_b(l−1) < τ_c(l) + a. After each merge it recomputes all starts τ_c. Merging l changes no start before that
+of l−1, so one pass that carries the start of the open bucket along does the same.
+
+DDP's buckets are as `compute_bucket_assignment_by_size` makes them once it knows the order of readiness. Each dtype
+fills its own bucket; a bucket closes with the gradient that reaches its limit. The first limit of each dtype is 1 MiB,
+later ones 25 MiB; when a user gives `bucket_cap_mb`, that is the limit of all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+from planner.ir import Bucket, Schedule
+from planner.model.problem import Problem
+from planner.strategies.arguments import positive_number, refuse_argument
+from runtime.errors import InputError
+
+MIB = 1024 * 1024
+FIRST_BUCKET_BYTES = 1 * MIB
+BUCKET_BYTES = 25 * MIB
+MAX_MIB = 2.0**33
+"""More bytes than a model can have."""
+
+
+def wfbp(problem: Problem, argument: str | None = None) -> Schedule:
+    """One bucket per gradient, or per layer with the argument `layer`."""
+    if argument is None:
+        return Schedule.from_boundaries(range(1, problem.count + 1))
+    if argument != "layer":
+        raise InputError(f"found the strategy wfbp:{argument}, expected wfbp or wfbp:layer")
+    return Schedule.from_boundaries(stop for _, stop in problem.layer_runs)
+
+
+def single(problem: Problem, argument: str | None = None) -> Schedule:
+    """One bucket."""
+    refuse_argument("single", argument)
+    return Schedule.from_boundaries([problem.count])
+
+
+def mg_wfbp(problem: Problem, argument: str | None = None) -> Schedule:
+    """Algorithm 1 on layers, in order of readiness; its a is the start-up time of the all-reduce."""
+    refuse_argument("mg_wfbp", argument)
+    runs, ready_us = problem.layer_runs, problem.ready_us.tolist()
+    start_up_us = problem.cost.all_reduce.start_up_us
+    stops: list[int] = []
+    end_us, first = 0.0, 0
+    for (_, stop), (_, next_stop) in pairwise(runs):
+        start_us = max(end_us, ready_us[stop - 1])
+        if ready_us[next_stop - 1] >= start_us + start_up_us:
+            end_us = start_us + float(problem.range_cost_us(first, stop))
+            stops.append(stop)
+            first = stop
+    return Schedule.from_boundaries([*stops, problem.count])
+
+
+def ddp(problem: Problem, argument: str | None = None) -> Schedule:
+    """DDP's default buckets, or those of `bucket_cap_mb` = argument."""
+    cap_mib = None if argument is None else positive_number("ddp", argument, "MiB", at_most=MAX_MIB)
+    members = ddp_buckets(problem.size_bytes.tolist(), problem.dtype_ids.tolist(), cap_mib)
+    return Schedule(buckets=tuple(Bucket(gradients=tuple(bucket)) for bucket in members))
+
+
+def ddp_buckets(sizes_bytes: Sequence[int], dtypes: Sequence[int], cap_mib: float | None = None) -> list[list[int]]:
+    """Indices of the gradients in each bucket.
+
+    Args:
+        sizes_bytes: of each gradient, in readiness order.
+        dtypes: a number for each; equal for equal dtypes.
+        cap_mib: `bucket_cap_mb`; None where the user gives none.
+    """
+    cap = None if cap_mib is None else int(cap_mib * MIB)
+    first_limit, limit = (FIRST_BUCKET_BYTES, BUCKET_BYTES) if cap is None else (cap, cap)
+    open_buckets: dict[int, list[int]] = {}
+    open_bytes: dict[int, int] = {}
+    limits: dict[int, int] = {}
+    closed: list[list[int]] = []
+    for gradient, (size_bytes, dtype) in enumerate(zip(sizes_bytes, dtypes, strict=True)):
+        open_buckets.setdefault(dtype, []).append(gradient)
+        open_bytes[dtype] = open_bytes.get(dtype, 0) + size_bytes
+        if open_bytes[dtype] >= limits.get(dtype, first_limit):
+            closed.append(open_buckets.pop(dtype))
+            open_bytes[dtype], limits[dtype] = 0, limit
+    closed.extend(open_buckets.values())
+    return sorted(closed)
