@@ -207,8 +207,8 @@ def sent_share(problem: Problem, schedule: Schedule) -> float:
 
 def _sent(problem: Problem, bucket: Bucket) -> int:
     """Elements of a sparse bucket that each rank, or of `hitopk` each node, sends."""
-    shards = problem.cost.cluster.ranks_per_node if bucket.algorithm == "hitopk" else 1
-    return min(int(problem.numel[list(bucket.gradients)].sum()), shards * (bucket.k or 0))
+    sent = problem.shards(bucket.algorithm) * (bucket.k or 0)
+    return min(int(problem.numel[list(bucket.gradients)].sum()), sent)
 
 
 def _bound(problem: Problem, frontier: Frontier, passes: Sequence[Pass]) -> Bound:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from planner.cost.sparse import FLAT_GATHERS
 from planner.ir import Bucket, Schedule
-from planner.model.compression import shard_elements
+from planner.model.compression import selected_from
 from planner.model.delay import StepSpan
 from planner.model.modes import model_of
 from planner.model.norms import gather_us, message_bytes, replicated_us, shared_us
@@ -82,14 +81,11 @@ def _prediction(problem: Problem, schedule: Schedule, timeline: Timeline, *, tas
 
 def compressor_of(problem: Problem, bucket: Bucket) -> CompressorSpec:
     """The compressor by name, with k for each layer; a layer that comes back in the bucket is numbered: `conv#2`."""
-    if bucket.ks is None and bucket.k is not None and bucket.algorithm in FLAT_GATHERS:
-        elements = int(problem.numel[list(bucket.gradients)].sum())
+    if bucket.ks is None and bucket.k is not None and bucket.collective == "sparse":
+        elements = selected_from(problem, bucket, int(problem.numel[list(bucket.gradients)].sum()))
+        selector = problem.hitopk_selector if bucket.algorithm == "hitopk" else "exact"
         density = min(1.0, (bucket.k + 0.5) / elements)  # of which the floor is k, whatever is rounded
-        return CompressorSpec(name=bucket.compressor, selector="exact", density=density, scope="bucket")
-    if bucket.algorithm == "hitopk" and bucket.k is not None:
-        shard = shard_elements(problem, int(problem.numel[list(bucket.gradients)].sum()))
-        density = min(1.0, (bucket.k + 0.5) / shard)
-        return CompressorSpec(name=bucket.compressor, selector=problem.hitopk_selector, density=density, scope="bucket")
+        return CompressorSpec(name=bucket.compressor, selector=selector, density=density, scope="bucket")
     if bucket.ks is None:
         return CompressorSpec(name=bucket.compressor)
     names = [problem.layers_by_name[index] for index in bucket.gradients]

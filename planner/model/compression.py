@@ -188,7 +188,7 @@ def ratio_of(problem: Problem, bucket: Bucket) -> float:
         return 1.0
     elements = problem.layer_elements(bucket)
     if bucket.ks is None:
-        return _selected_from(problem, bucket, sum(elements)) / bucket.k
+        return selected_from(problem, bucket, sum(elements)) / bucket.k
     return max(numel / k for numel, k in zip(elements, bucket.ks, strict=True))
 
 
@@ -203,12 +203,12 @@ def density_sum(problem: Problem, bucket: Bucket) -> float:
         layer = problem.layers_by_name[index]
         position += layer != before
         before = layer
-        whole = max(1, _selected_from(problem, bucket, sum(elements)))
+        whole = max(1, selected_from(problem, bucket, sum(elements)))
         total += ks[position] / elements[position] if bucket.ks else bucket.k / whole
     return total
 
 
-def _selected_from(problem: Problem, bucket: Bucket, elements: int) -> int:
+def selected_from(problem: Problem, bucket: Bucket, elements: int) -> int:
     """Of how many elements a bucket's k are selected."""
     return shard_elements(problem, elements) if bucket.algorithm == "hitopk" else elements
 

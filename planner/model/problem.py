@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import chain
+from itertools import chain, groupby
 from typing import Literal
 
 import numpy as np
@@ -24,6 +24,8 @@ from runtime.plan.names import layer_of
 Messages = tuple[NDArray[np.float64], NDArray[np.bool_] | None]
 """Of one dtype, by bucket: the size of its message, and whether it has one (None: all have)."""
 Factors = float | NDArray[np.float64]
+Curve = Callable[[NDArray[np.float64]], NDArray[np.float64]]
+"""Bytes → microseconds."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -45,7 +47,7 @@ class Problem:
     def contended(self) -> bool:
         """Whether compute and network slow each other down."""
         factors = self.contention
-        return factors.compute != 1.0 or factors.network != 1.0 or factors.by_size is not None
+        return (factors.compute, factors.network) != (1.0, 1.0) or factors.by_size is not None
 
     @property
     def forward_us(self) -> float:
@@ -128,9 +130,7 @@ class Problem:
         """Time of the bucket [start, stop) for ranges of starts or stops: one message per dtype, their sum."""
         return self.range_time_us(self.cost.all_reduce, starts, stops)
 
-    def range_time_us(
-        self, curve: Callable[[NDArray[np.float64]], NDArray[np.float64]], starts: Places, stops: Places
-    ) -> NDArray[np.float64]:
+    def range_time_us(self, curve: Curve, starts: Places, stops: Places) -> NDArray[np.float64]:
         """As `range_cost_us`, by another curve of time over bytes."""
         return _sum_over(self._range_messages(starts, stops), curve)
 
@@ -164,11 +164,7 @@ class Problem:
     def phase_times(self, bucket: Bucket) -> list[tuple[str, str, float]]:
         """(resource, name, time_us) of each phase of a bucket: one for a collective of the library, on `network`."""
         if bucket.collective == "sparse":
-            flat = bucket.algorithm in FLAT_GATHERS  # passes through all ranks: one network
-            return [
-                ("network" if flat else phase.link, phase.name, time_us)
-                for phase, _, time_us in self._sparse_messages(bucket)
-            ]
+            return [(resource, name, time_us) for resource, name, _, time_us in self._sparse_messages(bucket)]
         key = (bucket.collective, bucket.algorithm)
         if key not in PHASES:
             return [("network", bucket.collective, self.bucket_cost_us([bucket.gradients])[0])]
@@ -185,11 +181,7 @@ class Problem:
         """(resource, share of the bucket's bytes) of each phase's message."""
         if bucket.collective == "sparse":
             dense_bytes = max(1, int(self.size_bytes[list(bucket.gradients)].sum()))
-            flat = bucket.algorithm in FLAT_GATHERS
-            return [
-                ("network" if flat else phase.link, sent / dense_bytes)
-                for phase, sent, _ in self._sparse_messages(bucket)
-            ]
+            return [(resource, sent / dense_bytes) for resource, _, sent, _ in self._sparse_messages(bucket)]
         key = (bucket.collective, bucket.algorithm)
         return [(phase.link, phase.share) for phase in self.phases(*key)] if key in PHASES else [("network", 1.0)]
 
@@ -200,11 +192,14 @@ class Problem:
             self._phases[key] = PHASES[key](self.cost.cluster, self.cost.all_reduce, self.cost.link)
         return self._phases[key]
 
-    def _sparse_messages(self, bucket: Bucket) -> Iterator[tuple[SparsePhase, float, float]]:
-        """(phase, message bytes, time_us) of a bucket of selected elements: one message, whatever its dtypes."""
+    def _sparse_messages(self, bucket: Bucket) -> Iterator[tuple[str, str, float, float]]:
+        """(resource, name, bytes, time_us) of each phase of selected elements: one message, whatever their dtypes."""
         dense_bytes, selected = int(self.size_bytes[list(bucket.gradients)].sum()), bucket.k or 0
         for phase in self.sparse_phases(bucket.algorithm):
-            yield phase, float(phase.message_bytes(selected, dense_bytes)), phase.time_us(selected, dense_bytes)
+            # A flat gather passes through all ranks: one network, whatever its links are.
+            resource = "network" if bucket.algorithm in FLAT_GATHERS else phase.link
+            sent_bytes = float(phase.message_bytes(selected, dense_bytes))
+            yield resource, phase.name, sent_bytes, phase.time_us(selected, dense_bytes)
 
     def sparse_phases(self, algorithm: str) -> tuple[SparsePhase, ...]:
         """The phases of a collective of selected elements on this cluster."""
@@ -245,15 +240,8 @@ class Problem:
 
     def layer_elements(self, bucket: Bucket) -> list[int]:
         """The elements of each run of gradients of one layer in a bucket, layers as the runtime knows them: by name."""
-        elements: list[int] = []
-        before: str | None = None
-        for index in bucket.gradients:
-            layer = self.layers_by_name[index]
-            if layer != before:
-                elements.append(0)
-            elements[-1] += int(self.numel[index])
-            before = layer
-        return elements
+        runs = groupby(bucket.gradients, self.layers_by_name.__getitem__)
+        return [sum(int(self.numel[index]) for index in run) for _, run in runs]
 
     @cached_property
     def layers_by_name(self) -> tuple[str, ...]:
@@ -269,11 +257,7 @@ class Problem:
     def _phases(self) -> dict[tuple[str, str], tuple[Phase, ...]]:
         return {}
 
-    def bucket_cost_us(
-        self,
-        buckets: Sequence[Sequence[int]],
-        curve: Callable[[NDArray[np.float64]], NDArray[np.float64]] | None = None,
-    ) -> list[float]:
+    def bucket_cost_us(self, buckets: Sequence[Sequence[int]], curve: Curve | None = None) -> list[float]:
         """Time of each bucket of any gradients: all-reduced, or by another curve of time over bytes."""
         result: list[float] = _sum_over(self._bucket_messages(buckets), curve or self.cost.all_reduce).tolist()
         return result
@@ -329,7 +313,7 @@ class Problem:
         gathers = self.cost.slowdown_of_gathers or slowdown
         for index, bucket in enumerate(buckets):
             if bucket.collective == "sparse" and bucket.algorithm in FLAT_GATHERS:
-                compute, network = gathers(sum(size for _, size, _ in self._sparse_messages(bucket)))
+                compute, network = gathers(sum(size for _, _, size, _ in self._sparse_messages(bucket)))
                 factors[index] = float(compute), float(network)
         return factors
 
@@ -347,9 +331,7 @@ class Problem:
         return sizes
 
 
-def _sum_over(
-    messages: Iterable[Messages], time_us: Callable[[NDArray[np.float64]], NDArray[np.float64]]
-) -> NDArray[np.float64]:
+def _sum_over(messages: Iterable[Messages], time_us: Curve) -> NDArray[np.float64]:
     """Time of buckets: the sum of their messages'."""
     total: NDArray[np.float64] | float = 0.0
     for sizes, present in messages:

@@ -84,10 +84,9 @@ class Replay:
     def begin(self, choice: Candidate) -> float:
         """Takes a choice whose neighbours will be asked for; returns its end."""
         self.look_up((choice,), 0)
-        self._before, start = [self._first], 0
-        for stop, _ in choice:
-            self._before.append(self._send(self._before[-1], start, stop, self._known[start, stop]))
-            start = stop
+        self._before = [self._first]
+        for place in pairwise((0, *(stop for stop, _ in choice))):
+            self._before.append(self._send(self._before[-1], *place, self._known[place]))
         return self._end(self._before[-1])
 
     def look_up(self, trials: Sequence[Candidate], index: int, buckets: int | None = None) -> None:

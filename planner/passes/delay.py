@@ -46,27 +46,10 @@ NEAR = 0.02
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
-    """The best buckets found for one k."""
+    """The best buckets found for one k; `point`: as a plan says it."""
 
-    k: int
     schedule: Schedule
-    iteration_us: float
-    """The simulated mean step."""
-    closed_form_us: float
-    """The same by Eq. 4."""
-    case: int
-    """Of Eq. 4."""
-
-    @property
-    def point(self) -> DelayPoint:
-        """As a plan says it."""
-        return DelayPoint(
-            steps=self.k,
-            iteration_us=self.iteration_us,
-            closed_form_us=self.closed_form_us,
-            case=self.case,
-            buckets=len(self.schedule.buckets),
-        )
+    point: DelayPoint
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,7 +88,7 @@ class Delay(Pass):
         fields = {"delays": tuple(choice.point for choice in choices)}
         before_us = step_us(problem, schedule) * (1.0 - TIE)
         cautious_us = cautious_step_us(problem, found.schedule)
-        if not (found.iteration_us < before_us and cautious_us < before_us):
+        if not (found.point.iteration_us < before_us and cautious_us < before_us):
             return Result(schedule=schedule, plan_fields=fields)
         load = StepWork.of(problem, found.schedule)
         return Result(
@@ -113,7 +96,7 @@ class Delay(Pass):
             notes=tuple(_notes(problem, found, choices)),
             plan_fields=fields,
             bound=Bound(
-                step_us=load.compute_us + load.take_us / found.k,
+                step_us=load.compute_us + load.take_us / found.point.steps,
                 method="each k simulated with several merges",
                 note="the bound is a step without communication",
             ),
@@ -145,10 +128,14 @@ class Delay(Pass):
                 if lossy_us <= mean_us * (1.0 - GAIN):
                     chosen, mean_us = lossy, lossy_us
             terms = StepWork.of(problem, chosen).terms
-            closed_form_us = mean_step_us(terms, k)
-            found.append(
-                Choice(k=k, schedule=chosen, iteration_us=mean_us, closed_form_us=closed_form_us, case=terms.case)
+            point = DelayPoint(
+                steps=k,
+                iteration_us=mean_us,
+                closed_form_us=mean_step_us(terms, k),
+                case=terms.case,
+                buckets=len(chosen.buckets),
             )
+            found.append(Choice(schedule=chosen, point=point))
         return tuple(found)
 
 
@@ -164,8 +151,8 @@ def check_max_delay(value: int, where: str = "--max-delay") -> int:
 
 def best_choice(choices: tuple[Choice, ...]) -> Choice:
     """The smallest k within 2 % of the best."""
-    limit_us = min(choice.iteration_us for choice in choices) * (1.0 + NEAR)
-    return next(choice for choice in choices if choice.iteration_us <= limit_us)
+    limit_us = min(choice.point.iteration_us for choice in choices) * (1.0 + NEAR)
+    return next(choice for choice in choices if choice.point.iteration_us <= limit_us)
 
 
 def cautious_step_us(problem: Problem, schedule: Schedule) -> float:
@@ -200,11 +187,11 @@ def unsuited(problem: Problem, what: str) -> str:
 
 def _notes(problem: Problem, found: Choice, choices: Sequence[Choice]) -> list[str]:
     """What the reader of a relaxed plan should know."""
-    k, schedule = found.k, found.schedule
+    k, schedule = found.point.steps, found.schedule
     times = ", ".join(
-        f"{choice.k}: {ms(choice.iteration_us)} ({format_significant(choice.closed_form_us / 1000)} by "
-        f"Eq. 4, case {choice.case}: {CASES[choice.case]})"
-        for choice in choices
+        f"{point.steps}: {ms(point.iteration_us)} ({format_significant(point.closed_form_us / 1000)} by "
+        f"Eq. 4, case {point.case}: {CASES[point.case]})"
+        for point in (choice.point for choice in choices)
     )
     notes = [
         f"delay: gradients are pushed in every step, new weights come after every {f'{k} steps' if k != 1 else 'step'} "

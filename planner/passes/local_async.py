@@ -42,33 +42,17 @@ GROWTH = 0.03
 class UpdaterChoice:
     """What so many updaters would give."""
 
-    updaters: int
     lap: Schedule
-    lap_us: float
-    """A rank's time for a minibatch, all with full backwards."""
+    """All with full backwards."""
     lpp: Schedule
-    lpp_us: float
-    """The same, where full backwards alternate with blocks."""
-    fits: bool
-    """Whether they fit into the memory, as far as that is known."""
+    """Full backwards alternate with blocks."""
+    point: UpdatersPoint
+    """As a plan says it."""
 
     @property
     def best(self) -> Schedule:
         """Without blocks where they save nothing."""
-        return self.lpp if self.lpp_us < self.lap_us * (1.0 - TIE) else self.lap
-
-    def point(self, problem: Problem) -> UpdatersPoint:
-        """As a plan says it."""
-        updaters = updaters_of(self.lpp)
-        return UpdatersPoint(
-            updaters=self.updaters,
-            lap_us=self.lap_us,
-            lpp_us=self.lpp_us,
-            blocks=len(updaters.blocks),
-            saved_backwards=saved_backwards(problem, updaters),
-            closed_form=closed_form_saved_backwards(self.updaters),
-            fits=self.fits,
-        )
+        return self.lpp if self.point.lpp_us < self.point.lap_us * (1.0 - TIE) else self.lap
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,7 +71,7 @@ class LocalAsync(Pass):
         choices = self.choices(problem)
         if not choices:
             return Result(schedule=schedule, why_not=UNMEASURED, measured=False)
-        fields = {"updaters": tuple(choice.point(problem) for choice in choices)}
+        fields = {"updaters": tuple(choice.point for choice in choices)}
         if why_not := unsuited(problem, "local updaters need"):
             return Result(schedule=schedule, why_not=why_not, plan_fields=fields)
         found = best_choice(choices).best
@@ -125,8 +109,17 @@ class LocalAsync(Pass):
             lap, lpp = updater_schedule(problem, count, blocks=False), updater_schedule(problem, count, blocks=True)
             needed = memory.get(count)
             fits = needed is None or available is None or needed <= available
-            lap_us, lpp_us = step_us(problem, lap), step_us(problem, lpp)
-            found.append(UpdaterChoice(updaters=count, lap=lap, lap_us=lap_us, lpp=lpp, lpp_us=lpp_us, fits=fits))
+            updaters = updaters_of(lpp)
+            point = UpdatersPoint(
+                updaters=count,
+                lap_us=step_us(problem, lap),
+                lpp_us=step_us(problem, lpp),
+                blocks=len(updaters.blocks),
+                saved_backwards=saved_backwards(problem, updaters),
+                closed_form=closed_form_saved_backwards(count),
+                fits=fits,
+            )
+            found.append(UpdaterChoice(lap=lap, lpp=lpp, point=point))
         return tuple(found)
 
 
@@ -144,7 +137,7 @@ def best_choice(choices: tuple[UpdaterChoice, ...]) -> UpdaterChoice:
     """The last one that gets 3 % more done than the one before, and fits."""
     best = choices[0]
     for choice in choices[1:]:
-        if not choice.fits or best.lap_us < choice.lap_us * (1.0 + GROWTH):
+        if not choice.point.fits or best.point.lap_us < choice.point.lap_us * (1.0 + GROWTH):
             break
         best = choice
     return best
@@ -174,9 +167,9 @@ def _notes(problem: Problem, schedule: Schedule, choices: Sequence[UpdaterChoice
         f"predicted {rates[0]} from all ranks; the best plan that synchronizes in every step: {rates[1]}",
         "a rank's time for a minibatch by updaters, LAP-SGD and LPP-SGD: "
         + ", ".join(
-            f"{choice.updaters}: {format_significant(choice.lap_us / 1000)} and {ms(choice.lpp_us)}"
-            f"{'' if choice.fits else ' (more than fits into memory)'}"
-            for choice in choices
+            f"{point.updaters}: {format_significant(point.lap_us / 1000)} and {ms(point.lpp_us)}"
+            f"{'' if point.fits else ' (more than fits into memory)'}"
+            for point in (choice.point for choice in choices)
         )
         + f"; each updater has to bring {GROWTH:.0%} more",
     ]

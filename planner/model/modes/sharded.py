@@ -23,7 +23,7 @@ from planner.ir import Bucket, Mode, Schedule
 from planner.model.modes import synchronous
 from planner.model.problem import Problem
 from planner.model.reasons import merging, push_and_pull
-from planner.model.step import Exchange, exchange_step_us, exchange_timeline
+from planner.model.step import Exchange, exchange_timeline
 from runtime.plan import StepPlan, UpdatePlan, combinations
 from runtime.plan.interfaces import SHARDED_STEP
 from runtime.plan.timeline import Timeline
@@ -46,14 +46,9 @@ class Sharded(Mode):
         return self.name
 
 
-def defect(schedule: Schedule, gradients: int) -> str | None:
-    """None: there is nothing to be wrong."""
-    return None
-
-
 def step_us(problem: Problem, schedule: Schedule) -> float:
     """See `simulate`."""
-    return exchange_step_us(problem, schedule.buckets, exchange(problem, schedule))
+    return simulate(problem, schedule).iteration_us
 
 
 def simulate(problem: Problem, schedule: Schedule) -> Timeline:
@@ -78,12 +73,8 @@ def critical_path(problem: Problem, schedule: Schedule) -> dict[str, float]:
     return run_step(problem, build_graph(problem, schedule, exchange=exchange(problem, schedule))).shares()
 
 
-message_bytes = synchronous.message_bytes  # both halves of an all-reduce
-
-
-def assumptions(problem: Problem) -> tuple[list[str], bool]:
-    """Nothing beyond what the all-reduce rests on."""
-    return [], False
+# Both halves of an all-reduce send what it sends, and nothing of the mode can be wrong or rests on more.
+message_bytes, defect, assumptions = synchronous.message_bytes, synchronous.defect, synchronous.assumptions
 
 
 def plan_fields(problem: Problem, schedule: Schedule) -> dict[str, Any]:

@@ -15,7 +15,6 @@ from planner.model.step import (
     Exchange,
     bucket_costs,
     bucket_costs_step_us,
-    exchange_step_us,
     exchange_timeline,
     step_timeline,
 )
@@ -29,14 +28,11 @@ def defect(schedule: Schedule, gradients: int) -> str | None:
 
 def step_us(problem: Problem, schedule: Schedule) -> float:
     """See `simulate`."""
-    buckets = schedule.buckets
-    if any(bucket.form[:2] in PHASES for bucket in buckets):
-        return _simulate_phases(problem, schedule).iteration_us
-    if all(bucket.collective != "sparse" for bucket in buckets):
-        return exchange_step_us(problem, buckets, _exchange(problem, schedule))
-    if any(bucket.algorithm not in ("library", *FLAT_GATHERS) for bucket in buckets):
-        return _simulate_phases(problem, schedule).iteration_us
-    sparse_us = bucket_costs_step_us(problem, bucket_costs(problem, buckets))
+    one_network = all(bucket.algorithm in ("library", *FLAT_GATHERS) for bucket in schedule.buckets)
+    if not one_network or all(bucket.collective != "sparse" for bucket in schedule.buckets):
+        return simulate(problem, schedule).iteration_us
+    # Searches ask this of many schedules, and the task graph takes far longer than these sums.
+    sparse_us = bucket_costs_step_us(problem, bucket_costs(problem, schedule.buckets))
     return sparse_us if schedule.norms is None else sparse_us - problem.update_us + update_us(problem, schedule)
 
 

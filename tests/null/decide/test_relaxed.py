@@ -89,14 +89,14 @@ def test_the_chosen_delay_against_every_other_one(seed: int) -> None:
         for k in range(1, 6)
     }
     choices = Delay(max_delay=5).choices(given, problem)
-    assert [choice.k for choice in choices] == [1, 2, 3, 4, 5]
+    assert [choice.point.steps for choice in choices] == [1, 2, 3, 4, 5]
     for choice in choices:
-        assert choice.iteration_us == pytest.approx(best_us[choice.k], rel=5e-3)
-        assert choice.iteration_us == step_us(problem, choice.schedule)
-        assert choice.schedule.mode == Delayed(choice.k)
-        assert choice.closed_form_us <= choice.iteration_us * (1 + 1e-9)
+        assert choice.point.iteration_us == pytest.approx(best_us[choice.point.steps], rel=5e-3)
+        assert choice.point.iteration_us == step_us(problem, choice.schedule)
+        assert choice.schedule.mode == Delayed(choice.point.steps)
+        assert choice.point.closed_form_us <= choice.point.iteration_us * (1 + 1e-9)
     limit_us = min(best_us.values()) * (1.0 + NEAR)
-    assert best_choice(choices).k == next(k for k in best_us if best_us[k] <= limit_us)
+    assert best_choice(choices).point.steps == next(k for k in best_us if best_us[k] <= limit_us)
 
 
 def test_less_delay_where_more_hardly_helps() -> None:
@@ -105,11 +105,11 @@ def test_less_delay_where_more_hardly_helps() -> None:
     problem = make(profile, cluster_document((400.0, 0.0), local_update={"alpha_us": 10.0, "beta_us_per_byte": 0.0}))
     exact = make_schedule(problem, "optimal")
     choices = Delay(max_delay=8).choices(exact, problem)
-    assert [choice.iteration_us for choice in choices] == pytest.approx([310.0 + 92.0 / k for k in range(1, 9)])
-    assert [choice.closed_form_us for choice in choices] == pytest.approx([310.0 + 92.0 / k for k in range(1, 9)])
-    assert {choice.case for choice in choices} == {1}
-    assert best_choice(choices).k == 6  # 325.3 are within 2 % of 321.5, 328.4 are not
-    assert best_choice(choices[:4]).k == 4
+    assert [choice.point.iteration_us for choice in choices] == pytest.approx([310.0 + 92.0 / k for k in range(1, 9)])
+    assert [choice.point.closed_form_us for choice in choices] == pytest.approx([310.0 + 92.0 / k for k in range(1, 9)])
+    assert {choice.point.case for choice in choices} == {1}
+    assert best_choice(choices).point.steps == 6  # 325.3 are within 2 % of 321.5, 328.4 are not
+    assert best_choice(choices[:4]).point.steps == 4
     assert Delay().apply(exact, problem).schedule == replace(exact, mode=Delayed(4))
 
 

@@ -126,7 +126,7 @@ def test_training_goes_through_its_phases() -> None:
 
 def test_updaters_are_added_while_they_bring_three_percent_and_fit() -> None:
     def chosen(*times_us: float, **fields: Any) -> int:
-        return best_choice(LocalAsync().choices(problem_of([(us, us) for us in times_us], **fields))).updaters
+        return best_choice(LocalAsync().choices(problem_of([(us, us) for us in times_us], **fields))).point.updaters
 
     assert chosen(120.0, 66.0, 60.0) == 4
     assert chosen(120.0, 66.0, 65.0) == 2  # 1.5 % more
@@ -139,7 +139,9 @@ def test_the_pass_takes_them_only_where_more_gets_done() -> None:
     exact = Schedule.from_boundaries([4])
     assert isinstance(LocalAsync().apply(exact, problem_of([(120.0, None), (66.0, None)])).schedule.mode, LocalUpdaters)
     assert LocalAsync().apply(exact, problem_of([(130.0, None), (131.0, None)])).schedule == exact
-    assert LocalAsync(updaters=2).choices(problem_of([(120.0, None), (66.0, None), (60.0, None)]))[0].updaters == 2
+    assert (
+        LocalAsync(updaters=2).choices(problem_of([(120.0, None), (66.0, None), (60.0, None)]))[0].point.updaters == 2
+    )
     unmeasured = make({**document([(1.0, None)]), "local_async": None}, cluster_document())
     assert LocalAsync().apply(exact, unmeasured).schedule == exact
 
