@@ -163,7 +163,9 @@ def _exact(problem: Problem, schedule: Schedule, solved: Solved | None = None, b
         plan,
         baselines=baselines,
         certificate=_certify(problem, plan.predicted.iteration_us, solved, bound),
-        scaling=scaling_curve(problem, here_us, f"{OPTIMAL}:{SHARDED_STEP}" if plan.sharded else OPTIMAL),
+        scaling=scaling_curve(
+            problem, here_us, f"{OPTIMAL}:{SHARDED_STEP}" if schedule.mode.shares_update else OPTIMAL
+        ),
         sources=describe_sources(problem),
         notes=_notes(problem, plan, baselines["ddp"].iteration_us),
     )

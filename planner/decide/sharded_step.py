@@ -9,6 +9,7 @@ from dataclasses import replace
 from planner.decide.pipeline import run_passes
 from planner.documents.text import mib, ms
 from planner.ir import Schedule
+from planner.model.modes import describe
 from planner.model.modes.sharded import (
     can_share,
     costs_known,
@@ -87,7 +88,7 @@ def choose_over_sharded(shared: Plan, riskier: Plan, *, memory_requires_sharding
         batch_prep_us: what making a minibatch takes, which is in the times of local updaters alone.
     """
     exact_us, risky_us = (plan.predicted.iteration_us if plan.predicted else 0.0 for plan in (shared, riskier))
-    exact_us += batch_prep_us if riskier.local_async is not None else 0.0
+    exact_us += batch_prep_us if describe(riskier).makes_batches else 0.0
     wins = riskier.accuracy != "exact" and risky_us <= exact_us * (1.0 - GAIN)
     if wins and not memory_requires_sharding:
         return riskier
@@ -168,7 +169,7 @@ def with_gain(problem: Problem, plan: Plan, exact: Plan, sharing: ShardUpdates |
     if sharing is None or step is None or step.sharded_us is None:
         return plan
     own_us = plan.predicted.iteration_us if plan.predicted else 0.0
-    own_us -= batch_prep_us if plan.local_async is not None else 0.0
+    own_us -= batch_prep_us if describe(plan).makes_batches else 0.0
     if sharing.memory_requires_sharding(problem):
         return replace(plan, notes=(*plan.notes, _too_large(replace(step, replicated_us=own_us))))
     if not costs_known(problem) or step.sharded_us > own_us * (1.0 - GAIN):

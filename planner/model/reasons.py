@@ -1,12 +1,28 @@
-"""Phrases of why a bucket is what it is, which modes have in common."""
+"""What modes say of their plans, and phrases of why a bucket is what it is, which they have in common."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from planner.cost.halves import ALL_GATHER, REDUCE_SCATTER
 from planner.documents.text import ms
 from planner.ir import Bucket
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanWords:
+    """What a mode says of a plan that has it."""
+
+    short: str = "no delay"
+    line: str = ""
+    """What it does, and asks for; empty: nothing that DDP does not."""
+    paragraph: str = ""
+    """The same for somebody who has not read of it."""
+    form: str = ""
+    """How every bucket travels, in place of what each says."""
+    makes_batches: bool = False
+    """Whether its steps make their minibatch, which those of other modes leave out."""
 
 
 def exposure(late_us: float) -> str:

@@ -13,6 +13,7 @@ from planner.documents.text import (
     pluralize,
     sanitize,
 )
+from planner.model.modes import describe
 from planner.report.figures import scaling_figure, shorten, timeline_figure
 from planner.report.frame import figure, frame_text, paragraphs, table
 from planner.report.tables import bucket_form, interface_lines, plan_kind, uncertainty_line
@@ -116,7 +117,7 @@ def _buckets(plan: Plan) -> str:
     shown = plan.buckets[:MAX_ROWS]
     times = plan.predicted.bucket_times(len(plan.buckets)) if plan.predicted else [None] * len(plan.buckets)
     most = MAX_NAMES // len(shown)
-    rows = []
+    rows, form = [], describe(plan).form
     for index, bucket in enumerate(shown):
         start_us, end_us = times[index] or (None, None)
         rows.append(
@@ -126,7 +127,7 @@ def _buckets(plan: Plan) -> str:
                 escape(mebibytes(bucket.size_bytes)),
                 milliseconds(start_us),
                 milliseconds(end_us),
-                escape(bucket_form(bucket, sharded=plan.sharded)),
+                escape(form or bucket_form(bucket)),
                 escape(sanitize(bucket.reason or "the plan does not say", SENTENCE_CHARACTERS)),
             )
         )
@@ -177,18 +178,8 @@ def headline(plan: Plan, measured: MeasuredStep | None) -> list[str]:
     lines = [text]
     if uncertain := uncertainty_line(plan):
         lines.append(f"{uncertain[0].upper()}{uncertain[1:]}.")
-    if plan.delay is not None:
-        every = "step" if plan.delay.steps == 1 else f"{plan.delay.steps} steps"
-        lines.append(
-            f"With delay: gradients are pushed in every step, and new weights come after every {every}. That is the "
-            f"mean step; the time line shows a whole cycle, from a step that new weights follow."
-        )
-    if plan.local_async is not None:
-        lines.append(
-            f"{pluralize(plan.local_async.updaters, 'updater')} of each rank work on its model at once, and ranks "
-            f"average their models beside them: a step is what a rank takes for a minibatch on average; the time line "
-            f"shows some minibatches of each updater, late in training."
-        )
+    if paragraph := describe(plan).paragraph:
+        lines.append(paragraph)
     if measured is not None and measured.iteration_us > 0.0:
         error = predicted.iteration_us / measured.iteration_us - 1.0
         lines.append(

@@ -18,8 +18,9 @@ from planner.documents.text import (
     pluralize,
     sanitize,
 )
+from planner.model.modes import describe
 from planner.report.loading import levels, loading_lines
-from runtime.plan import LocalAsyncSpec, Plan, PlanBucket
+from runtime.plan import Plan, PlanBucket
 from runtime.plan.interfaces import INTERFACES
 from runtime.plan.predicted import Prediction
 
@@ -67,6 +68,7 @@ def bucket_table(plan: Plan) -> Table:
     columns = ("#", "gradients", "size", "start (ms)", "end (ms)", "how", "why")
     table = make_table("buckets in launch order", columns, left=("gradients", "how", "why"))
     sent = plan.predicted.bucket_times(len(plan.buckets)) if plan.predicted else [None] * len(plan.buckets)
+    form = describe(plan).form
     for index, bucket in enumerate(plan.buckets[:SHOWN_BUCKETS]):
         start_us, end_us = sent[index] or (None, None)
         first, last, count = sanitize(bucket.gradients[0]), sanitize(bucket.gradients[-1]), len(bucket.gradients)
@@ -76,7 +78,7 @@ def bucket_table(plan: Plan) -> Table:
             mebibytes(bucket.size_bytes),
             milliseconds(start_us),
             milliseconds(end_us),
-            bucket_form(bucket, sharded=plan.sharded),
+            form or bucket_form(bucket),
             sanitize(bucket.reason or "", SENTENCE_CHARACTERS),
         )
     if len(plan.buckets) > SHOWN_BUCKETS:
@@ -84,10 +86,8 @@ def bucket_table(plan: Plan) -> Table:
     return table
 
 
-def bucket_form(bucket: PlanBucket, *, sharded: bool = False) -> str:
-    """Return a bucket's collective, algorithm and compressor; with a sharded optimizer step both collectives."""
-    if sharded:
-        return "reduce_scatter, all_gather"
+def bucket_form(bucket: PlanBucket) -> str:
+    """Return a bucket's collective, algorithm and compressor."""
     form = sanitize(f"{bucket.collective}/{bucket.algorithm}")
     return form if bucket.compressor.name == "none" else f"{form} {sanitize(bucket.compressor.name)}"
 
@@ -157,10 +157,10 @@ def _accuracy_line(plan: Plan) -> str:
     sent = f", {sum(kept):,} elements of these are sent" if sparse == by_layer else ""
     how = f"{sparse} of them sparse{sent}" if sparse else "no compression"
     step = milliseconds(plan.predicted.iteration_us if plan.predicted else None)
-    delay = "no delay" if plan.delay is None else f"delay k = {plan.delay.steps}"
-    if plan.local_async is not None:
-        return f"{_updaters_words(plan.local_async)}: {step} ms for a minibatch of a rank"
-    return f"{pluralize(len(plan.buckets), 'bucket')}, {how}, {delay}: {step} ms"
+    words = describe(plan)
+    if words.makes_batches:
+        return f"{words.short}: {step} ms for a minibatch of a rank"
+    return f"{pluralize(len(plan.buckets), 'bucket')}, {how}, {words.short}: {step} ms"
 
 
 def frontier_table(plan: Plan) -> Table:
@@ -182,11 +182,6 @@ def delay_table(plan: Plan) -> Table:
     return table
 
 
-def _updaters_words(spec: LocalAsyncSpec) -> str:
-    blocks = "" if spec.blocks is None else f" and {pluralize(len(spec.blocks), 'block')}, interleaved"
-    return f"{pluralize(spec.updaters, 'local updater')} on the full model{blocks}"
-
-
 def updaters_table(plan: Plan) -> Table:
     """A rank's time for a minibatch by its number of updaters."""
     columns = ("updaters", "blocks", "LAP-SGD (ms)", "LPP-SGD (ms)", "backwards saved", "(c − 1)/2", "memory")
@@ -199,28 +194,6 @@ def updaters_table(plan: Plan) -> Table:
     return table
 
 
-def updaters_line(plan: Plan) -> str:
-    """What a plan with local updaters does."""
-    spec = plan.local_async
-    if spec is None:
-        return ""
-    often = f"models are averaged after every {pluralize(spec.average_every, 'update')} of a rank, in the last "
-    often += f"{1.0 - spec.switch_fraction:.0%} of training after every {spec.then_every}"
-    full = "" if spec.blocks is None else f"; the first {spec.full_fraction:.0%} of minibatches update the full model"
-    return f"{_updaters_words(spec)}; {often}{full}"
-
-
-def delay_line(plan: Plan) -> str:
-    """What a plan with delay does, and what it asks for."""
-    spec = plan.delay
-    if spec is None:
-        return ""
-    every = "step" if spec.steps == 1 else f"{spec.steps} steps"
-    first = pluralize(spec.warmup_steps, "synchronous step")
-    needs = "the optimizer has to be torch.optim.SGD"
-    return f"delay k = {spec.steps}: new weights after every {every}, {first} first; {needs}"
-
-
 def print_plan(plan: Plan, console: Console, *, buckets: bool) -> None:
     """Summary, certificate and notes; with `buckets` the table of buckets and where the numbers came from too."""
     print_table(console, summary_table(plan))
@@ -230,8 +203,9 @@ def print_plan(plan: Plan, console: Console, *, buckets: bool) -> None:
     for points, table in tables:
         if points:
             print_table(console, table(plan))
-    said = [f"accuracy {plan.accuracy}; {line}" for line in (updaters_line(plan), delay_line(plan)) if line]
-    for line in filter(None, (*said, *interface_lines(plan), uncertainty_line(plan), certificate_text(plan))):
+    line = describe(plan).line
+    said = f"accuracy {plan.accuracy}; {line}" if line else ""
+    for line in filter(None, (said, *interface_lines(plan), uncertainty_line(plan), certificate_text(plan))):
         console.print(line, highlight=False)
     for note in plan.notes:
         console.print(f"- {sanitize(note, SENTENCE_CHARACTERS)}", highlight=False)

@@ -12,6 +12,8 @@ from typing import Any, Protocol
 from planner.ir import Mode, Schedule, Synchronous
 from planner.model.modes import delayed, local_updaters, sharded, synchronous
 from planner.model.problem import Problem
+from planner.model.reasons import PlanWords
+from runtime.plan import Plan
 from runtime.plan.timeline import Timeline
 
 
@@ -39,6 +41,9 @@ class ModeModel(Protocol):
     def plan_fields(self, problem: Problem, schedule: Schedule, /) -> dict[str, Any]:
         """Return its fields of `runtime.plan.Plan`."""
 
+    def describe(self, plan: Plan, /) -> PlanWords | None:
+        """Return what is said of a plan of the mode; None for a plan of another one."""
+
     def explain(self, problem: Problem, schedule: Schedule, timeline: Timeline, /) -> list[str]:
         """Return why each bucket is what it is, a phrase each; `timeline`: as `simulate` gave it."""
 
@@ -55,3 +60,9 @@ MODES: Mapping[type[Mode], ModeModel] = {
 def model_of(schedule: Schedule) -> ModeModel:
     """Return the module of a schedule's mode."""
     return MODES[type(schedule.mode)]
+
+
+def describe(plan: Plan) -> PlanWords:
+    """Return what the mode that a plan asks for says of it."""
+    said = (model.describe(plan) for model in MODES.values() if model is not synchronous)
+    return next(filter(None, said), PlanWords())

@@ -8,12 +8,13 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from planner.cost.sparse import SELECTED_BYTES
+from planner.documents.text import pluralize
 from planner.ir import Mode, Schedule
 from planner.model.delay import CycleTimeline, simulate_cycle, steady_state
 from planner.model.delay_load import StepWork
 from planner.model.problem import Problem
-from planner.model.reasons import difference, merging, push_and_pull
-from runtime.plan import Accuracy, DelaySpec, combinations
+from planner.model.reasons import PlanWords, difference, merging, push_and_pull
+from runtime.plan import Accuracy, DelaySpec, Plan, combinations
 
 WARMUP_STEPS = 500
 """Synchronous steps before delay, rounded up to a multiple of k."""
@@ -103,6 +104,21 @@ def delay_spec(k: int) -> DelaySpec:
     (`benchmarks.delay`).
     """
     return DelaySpec(steps=k, warmup_steps=-(-WARMUP_STEPS // k) * k, alpha=0.75, beta=2.0)
+
+
+def describe(plan: Plan) -> PlanWords | None:
+    """How often new weights come."""
+    spec = plan.delay
+    if spec is None:
+        return None
+    every = "step" if spec.steps == 1 else f"{spec.steps} steps"
+    short, first = f"delay k = {spec.steps}", pluralize(spec.warmup_steps, "synchronous step")
+    return PlanWords(
+        short=short,
+        line=f"{short}: new weights after every {every}, {first} first; the optimizer has to be torch.optim.SGD",
+        paragraph=f"With delay: gradients are pushed in every step, and new weights come after every {every}. That is "
+        f"the mean step; the time line shows a whole cycle, from a step that new weights follow.",
+    )
 
 
 def explain(problem: Problem, schedule: Schedule, timeline: object) -> list[str]:

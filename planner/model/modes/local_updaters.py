@@ -30,7 +30,8 @@ from planner.documents.text import ms, pluralize
 from planner.ir import Mode, Schedule, format_indices
 from planner.model.modes import synchronous
 from planner.model.problem import Problem
-from runtime.plan import Accuracy, LocalAsyncSpec, combinations
+from planner.model.reasons import PlanWords
+from runtime.plan import Accuracy, LocalAsyncSpec, Plan, combinations
 from runtime.plan.timeline import UPDATER, Span, Timeline
 
 DEFAULTS = LocalAsyncSpec(updaters=1)
@@ -133,6 +134,25 @@ def plan_fields(problem: Problem, schedule: Schedule) -> dict[str, Any]:
         synchronous=updaters.waits or None,
     )
     return {"local_async": spec}
+
+
+def describe(plan: Plan) -> PlanWords | None:
+    """What updaters share, and how often models are averaged."""
+    spec = plan.local_async
+    if spec is None:
+        return None
+    blocks = "" if spec.blocks is None else f" and {pluralize(len(spec.blocks), 'block')}, interleaved"
+    full = "" if spec.blocks is None else f"; the first {spec.full_fraction:.0%} of minibatches update the full model"
+    short = f"{pluralize(spec.updaters, 'local updater')} on the full model{blocks}"
+    return PlanWords(
+        short=short,
+        line=f"{short}; models are averaged after every {pluralize(spec.average_every, 'update')} of a rank, in the "
+        f"last {1.0 - spec.switch_fraction:.0%} of training after every {spec.then_every}{full}",
+        paragraph=f"{pluralize(spec.updaters, 'updater')} of each rank work on its model at once, and ranks average "
+        f"their models beside them: a step is what a rank takes for a minibatch on average; the time line shows some "
+        f"minibatches of each updater, late in training.",
+        makes_batches=True,
+    )
 
 
 def explain(problem: Problem, schedule: Schedule, timeline: Timeline) -> list[str]:

@@ -22,9 +22,9 @@ from planner.documents.profile import OptimizerProfile
 from planner.ir import Bucket, Mode, Schedule
 from planner.model.modes import synchronous
 from planner.model.problem import Problem
-from planner.model.reasons import merging, push_and_pull
+from planner.model.reasons import PlanWords, merging, push_and_pull
 from planner.model.step import Exchange, exchange_timeline
-from runtime.plan import StepPlan, UpdatePlan, combinations
+from runtime.plan import Plan, StepPlan, UpdatePlan, combinations
 from runtime.plan.interfaces import SHARDED_STEP
 from runtime.plan.timeline import Timeline
 
@@ -81,6 +81,11 @@ def plan_fields(problem: Problem, schedule: Schedule) -> dict[str, Any]:
     """The interface that scripts have to know of, and what gathering weights takes."""
     step = StepPlan(sharded=True, gather_us=sum(gathers_us(problem, schedule.buckets)))
     return {"interface": (SHARDED_STEP,), "updates": UpdatePlan(step=step)}
+
+
+def describe(plan: Plan) -> PlanWords | None:
+    """Both collectives of a bucket."""
+    return PlanWords(form="reduce_scatter, all_gather") if plan.sharded else None
 
 
 def explain(problem: Problem, schedule: Schedule, timeline: Timeline) -> list[str]:

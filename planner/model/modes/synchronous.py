@@ -10,7 +10,7 @@ from planner.documents.text import ms
 from planner.ir import Bucket, Schedule
 from planner.model.norms import update_us
 from planner.model.problem import Problem
-from planner.model.reasons import difference, exposure, merging
+from planner.model.reasons import PlanWords, difference, exposure, merging
 from planner.model.step import (
     Exchange,
     bucket_costs,
@@ -18,6 +18,7 @@ from planner.model.step import (
     exchange_timeline,
     step_timeline,
 )
+from runtime.plan import Plan
 from runtime.plan.timeline import Span, Timeline
 
 
@@ -96,6 +97,11 @@ def assumptions(problem: Problem) -> tuple[list[str], bool]:
 def plan_fields(problem: Problem, schedule: Schedule) -> dict[str, Any]:
     """None of its own."""
     return {}
+
+
+def describe(plan: Plan) -> PlanWords:
+    """Nothing that a plan does not say by itself."""
+    return PlanWords()
 
 
 def explain(problem: Problem, schedule: Schedule, timeline: Timeline) -> list[str]:
