@@ -29,8 +29,6 @@ DEFAULT_STRATEGIES = ("wfbp", "wfbp:layer", "single", "mg_wfbp", "ddp", "optimal
 
 @dataclass(frozen=True, kw_only=True)
 class Simulation:
-    """One strategy on one number of ranks."""
-
     strategy: str
     ranks: int
     iteration_us: float
@@ -57,7 +55,6 @@ class Simulation:
     """Changes to the profile and its cluster, in words."""
 
     def to_document(self) -> dict[str, Any]:
-        """The record as plain JSON types."""
         return asdict(self) | {"what_if": list(self.what_if)}
 
 

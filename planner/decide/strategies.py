@@ -157,7 +157,6 @@ BASELINES = ("wfbp", "single", "mg_wfbp", "ddp")
 
 
 def accuracy_of(strategy: str) -> str:
-    """The class of accuracy that a strategy's schedules have."""
     name = strategy.partition(":")[0]
     return "relaxed" if name in RELAXED else "bounded" if name in BOUNDED else "exact"
 

@@ -111,7 +111,6 @@ class SteadyState:
 
     @property
     def settled(self) -> bool:
-        """Whether the state repeats."""
         return self.error_us <= REPEATS * self.mean_us
 
 

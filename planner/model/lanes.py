@@ -12,8 +12,6 @@ from typing import NamedTuple
 
 
 class Op(NamedTuple):
-    """A piece of work."""
-
     time_us: float
     """Alone on the machine."""
     after: int = -1
@@ -58,7 +56,6 @@ class Lane:
 
     @property
     def factors(self) -> tuple[float, float]:
-        """Of the op under way."""
         return self.ops[len(self.end_us)].factors
 
     def left_us(self, factor: float) -> float:

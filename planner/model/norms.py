@@ -35,7 +35,6 @@ def message_bytes(problem: Problem, owners: Sequence[int]) -> int:
 
 
 def gather_us(problem: Problem, owners: Sequence[int]) -> float:
-    """The all-gather."""
     size_bytes = np.array([float(message_bytes(problem, owners))])
     return float(problem.all_gather.curve(size_bytes)[0])
 

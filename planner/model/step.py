@@ -25,8 +25,6 @@ from runtime.plan.timeline import Span, Timeline
 
 
 class State(NamedTuple):
-    """A moment of the step."""
-
     time_us: float
     """Wall time."""
     progress_us: float

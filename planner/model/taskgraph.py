@@ -35,8 +35,6 @@ ONE_NETWORK = ("library", "tree", *FLAT_GATHERS)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Task:
-    """A piece of work on one resource."""
-
     name: str
     kind: str
     """`forward`, `backward`, `update`, `sparsify`, `unpack`, or the name of a phase such as `all_reduce`; with delay
@@ -52,8 +50,6 @@ class Task:
 
 
 class TaskGraph:
-    """Tasks, what each waits for, and the order on each resource."""
-
     def __init__(self) -> None:
         self.graph: nx.DiGraph[int] = nx.DiGraph()
         self.tasks: list[Task] = []
@@ -176,7 +172,6 @@ class Run:
         return max(self.end_us, default=0.0)
 
     def spans(self) -> list[Span]:
-        """Every task, ordered by start."""
         spans = [
             Span(task=task.name, resource=task.resource, start_us=start_us, end_us=end_us, bucket=task.bucket)
             for task, start_us, end_us in zip(self.graph.tasks, self.start_us, self.end_us, strict=True)

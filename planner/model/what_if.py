@@ -65,7 +65,6 @@ class WhatIf:
         return replace(profile, compute=compute, local_async=local_async, cluster=cluster)
 
     def cluster(self, cluster: Cluster) -> Cluster:
-        """The cluster with the changed links."""
         for name, link in (("intra", self.intra), ("inter", self.inter)):
             if link is not None:
                 cluster = relink(cluster, name, link)  # type: ignore[arg-type]
@@ -166,7 +165,6 @@ def _step_us(problem: Problem, schedule: Schedule, factor: float) -> float:
 
 
 def describe(what: WhatIf) -> tuple[str, ...]:
-    """The changes in words."""
     changes: Sequence[tuple[bool, str]] = (
         (what.compute_speed != 1.0, f"accelerator {what.compute_speed:g} × as fast"),
         (what.batch != 1.0, f"batch {what.batch:g} × as large"),

@@ -54,8 +54,6 @@ class Choice:
 
 @dataclass(frozen=True, kw_only=True)
 class Delay(Pass):
-    """The pass `delay`."""
-
     name: ClassVar[str] = "delay"
     what: ClassVar[str] = "delay"
     accuracy: ClassVar[Accuracy] = "relaxed"
@@ -186,7 +184,6 @@ def unsuited(problem: Problem, what: str) -> str:
 
 
 def _notes(problem: Problem, found: Choice, choices: Sequence[Choice]) -> list[str]:
-    """What the reader of a relaxed plan should know."""
     k, schedule = found.point.steps, found.schedule
     times = ", ".join(
         f"{point.steps}: {ms(point.iteration_us)} ({format_significant(point.closed_form_us / 1000)} by "

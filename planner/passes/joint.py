@@ -52,8 +52,6 @@ FEW = 300
 
 @dataclass(frozen=True, kw_only=True)
 class Joint(Pass):
-    """The pass `joint`."""
-
     name: ClassVar[str] = "joint"
     accuracy: ClassVar[Accuracy] = "bounded"
 

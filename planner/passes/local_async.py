@@ -57,8 +57,6 @@ class UpdaterChoice:
 
 @dataclass(frozen=True, kw_only=True)
 class LocalAsync(Pass):
-    """The pass `local_async`."""
-
     name: ClassVar[str] = "local_async"
     what: ClassVar[str] = "local updaters"
     accuracy: ClassVar[Accuracy] = "relaxed"
@@ -154,7 +152,6 @@ def updater_schedule(problem: Problem, updaters: int, *, blocks: bool) -> Schedu
 
 
 def _notes(problem: Problem, schedule: Schedule, choices: Sequence[UpdaterChoice], exact_us: float) -> list[str]:
-    """What the reader of a plan with local updaters should know."""
     updaters, found_us = updaters_of(schedule), step_us(problem, schedule)
     samples = problem.profile.world.batch_per_rank  # where the profile says how many a minibatch has
     rates = [

@@ -34,8 +34,6 @@ def merge_without_contention(problem: Problem) -> MergeSolution:
 
 @dataclass(frozen=True, kw_only=True)
 class Merge(Pass):
-    """The pass `merge`."""
-
     name: ClassVar[str] = "merge"
 
     labels: int = 32

@@ -44,8 +44,6 @@ DROPPED = 16
 
 @dataclass(frozen=True, kw_only=True)
 class ShardUpdates(Pass):
-    """The pass `shard_updates`."""
-
     name: ClassVar[str] = "shard_updates"
     decides_update: ClassVar[bool] = True
 

@@ -21,8 +21,6 @@ from runtime.plan import Accuracy
 
 @dataclass(frozen=True, kw_only=True)
 class Sparsify(Pass):
-    """The pass `sparsify`."""
-
     name: ClassVar[str] = "sparsify"
     accuracy: ClassVar[Accuracy] = "bounded"
 

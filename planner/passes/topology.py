@@ -25,8 +25,6 @@ from planner.strategies.topologies import torus_2d
 
 @dataclass(frozen=True, kw_only=True)
 class Topology(Pass):
-    """The pass `topology`."""
-
     name: ClassVar[str] = "topology"
 
     climbs: int = 3

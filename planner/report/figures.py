@@ -132,7 +132,6 @@ def _plain(text: str) -> str:
 
 
 def _heading(track: Track) -> str:
-    """Return a track's name and figures."""
     words = [f"{milliseconds(track.iteration_us)} ms"]
     if track.buckets is not None:
         words.append(pluralize(track.buckets, "bucket"))

@@ -16,7 +16,7 @@ from planner.documents.text import (
 from planner.model.modes import describe
 from planner.report.figures import scaling_figure, shorten, timeline_figure
 from planner.report.frame import figure, frame_text, paragraphs, table
-from planner.report.tables import bucket_form, interface_lines, plan_kind, uncertainty_line
+from planner.report.tables import SUMMARY, bucket_form, interface_lines, summary_rows, uncertainty_line
 from planner.report.tracks import MEASURED, Track, plan_tracks
 from runtime.plan import Plan, PlanBucket
 from runtime.plan.measured import MeasuredStep
@@ -88,29 +88,8 @@ def page_text(plan: Plan, measured: MeasuredStep | None = None, measured_from: s
 
 
 def _summary(plan: Plan, measured: MeasuredStep | None) -> str:
-    planned = plan.predicted
-    rows: list[tuple[str, int | None, float, float | None]] = []
-    if planned is not None:
-        rows.append((plan_kind(plan), len(plan.buckets), planned.iteration_us, planned.exposed_us))
-    if measured is not None:
-        rows.append(("plan, measured", len(plan.buckets), measured.iteration_us, measured.exposed_us))
-    for name, prediction in sorted((plan.baselines or {}).items(), key=lambda item: item[1].iteration_us):
-        rows.append((name, prediction.buckets, prediction.iteration_us, prediction.exposed_us))
-    if not rows:
-        return ""
-    base_us = planned.iteration_us if planned is not None else 0.0
-    cells = [
-        (
-            escape(shorten(name, NAME_WIDTH)),
-            "" if buckets is None else str(buckets),
-            milliseconds(step_us),
-            milliseconds(exposed_us),
-            f"{step_us / base_us:.3f}" if base_us > 0.0 else "",
-        )
-        for name, buckets, step_us, exposed_us in rows
-    ]
-    columns = ("schedule", "buckets", "step (ms)", "exposed (ms)", "step / plan")
-    return table("The plan beside its baselines", columns, cells, texts=(0,))
+    cells = [(escape(shorten(name, NAME_WIDTH)), *others) for name, *others in summary_rows(plan, measured)]
+    return table("The plan beside its baselines", SUMMARY, cells, texts=(0,)) if cells else ""
 
 
 def _buckets(plan: Plan) -> str:
@@ -208,12 +187,10 @@ def _caption_text(plan: Plan, measured: MeasuredStep | None = None) -> str:
 
 
 def _measured_text(measured: MeasuredStep) -> str:
-    """Whose times a measured step holds."""
     return f"rank {measured.rank} of {measured.ranks}, mean of the middle half of {pluralize(measured.steps, 'step')}"
 
 
 def _reading_words(tracks: Sequence[Track]) -> list[str]:
-    """How to read the time line."""
     if not tracks:
         return ["The plan holds no time line; `planner optimize` makes plans that do."]
     joined = any((bar.tasks or 1) > 1 for track in tracks for bar in track.bars)
@@ -255,7 +232,6 @@ def certificate_words(plan: Plan) -> list[str]:
 
 
 def _scaling_words(points: Sequence[ScalingPoint]) -> list[str]:
-    """How to read the curve over ranks."""
     if len(points) < 2:
         return [
             "The plan holds no other numbers of ranks: either the cluster has no costs for them, or the model is so "

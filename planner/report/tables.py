@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from rich.console import Console
 from rich.table import Table
 
-from planner.decide.offer import ALLOWED
+from planner.decide.bounded import ALLOWED
 from planner.decide.simulate import Simulation
 from planner.documents.profile import Profile
 from planner.documents.text import (
@@ -22,6 +22,7 @@ from planner.model.modes import describe
 from planner.report.loading import levels, loading_lines
 from runtime.plan import Plan, PlanBucket
 from runtime.plan.interfaces import INTERFACES
+from runtime.plan.measured import MeasuredStep
 from runtime.plan.predicted import Prediction
 
 SHOWN_BUCKETS = 1000
@@ -37,20 +38,38 @@ def make_table(title: str, columns: Sequence[str], left: Sequence[str] = ()) -> 
 
 
 def summary_table(plan: Plan) -> Table:
-    """The plan beside its baselines."""
     nodes = f" on {pluralize(plan.world.nodes, 'node')}" if plan.world.nodes else ""
     world = f"{pluralize(plan.world.ranks, 'rank')}{nodes}"
-    columns = ("schedule", "buckets", "step (ms)", "exposed (ms)", "step / plan")
-    table = make_table(f"{sanitize(plan.model.name)}, {world}: predicted time of one step", columns, left=("schedule",))
-    planned = plan.predicted
-    rows: list[tuple[str, Prediction]] = [(plan_kind(plan), planned)] if planned else []
-    rows += sorted((plan.baselines or {}).items(), key=lambda item: item[1].iteration_us)
-    for name, prediction in rows:
-        ratio = prediction.iteration_us / planned.iteration_us if planned and planned.iteration_us else 1.0
-        buckets = "" if prediction.buckets is None else str(prediction.buckets)
-        step, exposed = milliseconds(prediction.iteration_us), milliseconds(prediction.exposed_us)
-        table.add_row(sanitize(name), buckets or str(len(plan.buckets)), step, exposed, f"{ratio:.3f}")
+    table = make_table(f"{sanitize(plan.model.name)}, {world}: predicted time of one step", SUMMARY, left=("schedule",))
+    for name, buckets, *times in summary_rows(plan):
+        table.add_row(sanitize(name), buckets or str(len(plan.buckets)), *times)
     return table
+
+
+SUMMARY = ("schedule", "buckets", "step (ms)", "exposed (ms)", "step / plan")
+"""Columns of `summary_rows`."""
+
+
+def summary_rows(plan: Plan, measured: MeasuredStep | None = None) -> list[tuple[str, ...]]:
+    """The plan, a step measured with it, and its baselines from fast to slow."""
+    planned, count = plan.predicted, len(plan.buckets)
+    rows: list[tuple[str, int | None, Prediction | MeasuredStep]] = (
+        [(plan_kind(plan), count, planned)] if planned else []
+    )
+    rows += [("plan, measured", count, measured)] if measured else []
+    baselines = sorted((plan.baselines or {}).items(), key=lambda item: item[1].iteration_us)
+    rows += [(name, prediction.buckets, prediction) for name, prediction in baselines]
+    base_us = planned.iteration_us if planned else 0.0
+    return [
+        (
+            name,
+            "" if buckets is None else str(buckets),
+            milliseconds(step.iteration_us),
+            milliseconds(step.exposed_us),
+            f"{step.iteration_us / base_us:.3f}" if base_us > 0.0 else "",
+        )
+        for name, buckets, step in rows
+    ]
 
 
 def plan_kind(plan: Plan) -> str:
@@ -116,7 +135,6 @@ def uncertainty_line(plan: Plan) -> str:
 
 
 def certificate_text(plan: Plan) -> str:
-    """The certificate in a sentence or two."""
     certificate = plan.certificate
     if certificate is None:
         return "no certificate"
@@ -164,7 +182,6 @@ def _accuracy_line(plan: Plan) -> str:
 
 
 def frontier_table(plan: Plan) -> Table:
-    """The step by the largest ratio allowed."""
     columns = ("largest ratio", "buckets", "sparse", "elements sent", "step (ms)")
     table = make_table("speed over compression", columns)
     for point in plan.frontier or ():
@@ -174,7 +191,6 @@ def frontier_table(plan: Plan) -> Table:
 
 
 def delay_table(plan: Plan) -> Table:
-    """The mean step by k: as simulated, and in closed form."""
     table = make_table("speed over delay", ("k", "buckets", "mean step (ms)", "by Eq. 4 (ms)", "case of Eq. 4"))
     for point in plan.delays or ():
         times = milliseconds(point.iteration_us), milliseconds(point.closed_form_us)
@@ -183,7 +199,6 @@ def delay_table(plan: Plan) -> Table:
 
 
 def updaters_table(plan: Plan) -> Table:
-    """A rank's time for a minibatch by its number of updaters."""
     columns = ("updaters", "blocks", "LAP-SGD (ms)", "LPP-SGD (ms)", "backwards saved", "(c − 1)/2", "memory")
     table = make_table("speed over local updaters: a rank's time for a minibatch", columns)
     for point in plan.updaters or ():
@@ -217,7 +232,6 @@ def print_plan(plan: Plan, console: Console, *, buckets: bool) -> None:
 
 
 def simulation_table(results: Sequence[Simulation]) -> Table:
-    """Strategies by number of ranks."""
     best = {
         ranks: min(r.iteration_us for r in results if r.ranks == ranks)
         for ranks in dict.fromkeys(r.ranks for r in results)
@@ -308,7 +322,6 @@ UNWRAPPED = 100_000
 
 
 def make_console() -> Console:
-    """Where tables go."""
     # Into a pipe or a file nothing is wrapped or cut off. Names are printed as they are.
     width = None if Console().is_terminal else UNWRAPPED
     return Console(width=width, markup=False, emoji=False)

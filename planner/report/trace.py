@@ -27,7 +27,6 @@ Task = PredictedTask | MeasuredTask
 
 
 def trace_document(plan: Plan, measured: MeasuredStep | None = None) -> dict[str, Any]:
-    """The whole trace file as plain JSON types."""
     processes: list[tuple[str, str, Sequence[Task]]] = []
     cluster = (plan.sources or {}).get("cluster")
     ranks = f"{plan.model.name}, {pluralize(plan.world.ranks, 'rank')}" + (
@@ -95,7 +94,6 @@ def _lanes(tasks: Sequence[Task]) -> list[tuple[str, list[Task]]]:
 
 
 def _event(plan: Plan, task: Task) -> Event:
-    """Return a task's event but for its process and thread."""
     start_us, end_us = round(task.start_us, DIGITS), round(task.end_us, DIGITS)
     arguments: dict[str, Any] = {}
     if task.bucket is not None and task.bucket < len(plan.buckets):

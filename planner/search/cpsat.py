@@ -47,8 +47,6 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Solution:
-    """What the solver found, and what it proved."""
-
     stops: Stops
     """Where each bucket stops; empty where nothing was found within the limit."""
     bound_us: float
@@ -233,7 +231,6 @@ class _MergeModel(PathModel):
         return values
 
     def solve(self, limit: float, error_us: float) -> Solution:
-        """Find the earliest end."""
         # Which arcs exclude one another is in the model already; looking for more takes longer than solving it.
         chosen, bound_us, proven = self.minimize(limit, cp_model_probing_level=0, symmetry_level=0)
         return Solution(tuple(stop for _, stop in chosen), bound_us, proven, error_us)

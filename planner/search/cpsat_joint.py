@@ -137,7 +137,6 @@ class _Model(PathModel):
         cp.add(self.end >= arrived[-1])
 
     def solve(self, limit: float) -> Solution:
-        """Find the earliest end."""
         chosen, bound_us, proven = self.minimize(limit)
         return Solution(
             stops=tuple(int(self._tables.places[stop]) for _, stop, _ in chosen),

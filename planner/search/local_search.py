@@ -97,5 +97,4 @@ def choice_of(stops: Sequence[int]) -> Candidate:
 
 
 def stops_of(choice: Candidate) -> Stops:
-    """Where buckets end."""
     return tuple(stop for stop, _ in choice)

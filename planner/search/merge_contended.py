@@ -142,7 +142,6 @@ def replay(problem: MergeProblem, overlap: Overlap) -> Replay:
 
 
 def end_us(problem: MergeProblem, overlap: Overlap, stops: tuple[int, ...]) -> float:
-    """When the last bucket ends."""
     return replay(problem, overlap).begin(choice_of(stops))
 
 

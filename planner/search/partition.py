@@ -31,12 +31,9 @@ MAX_BOOLEANS = 20_000
 
 @dataclass(frozen=True, kw_only=True)
 class Partition:
-    """A split of items into parts."""
-
     owners: tuple[int, ...]
     """By item, its part."""
     largest: float
-    """The largest share."""
     bound: float
     """No split has a smaller one."""
     method: str

@@ -25,8 +25,6 @@ PHASED = frozenset({"torus_2d", "hitopk"})
 
 @dataclass(frozen=True)
 class Form:
-    """How a bucket may be communicated."""
-
     algorithm: str
     ratio: float = 1.0
     """Of its elements to those that are sent, at the most; 1: dense."""

@@ -37,7 +37,6 @@ def wfbp(problem: Problem, argument: str | None = None) -> Schedule:
 
 
 def single(problem: Problem, argument: str | None = None) -> Schedule:
-    """One bucket."""
     refuse_argument("single", argument)
     return Schedule.from_boundaries([problem.count])
 

@@ -56,7 +56,6 @@ def step_us(problem: Problem, schedule: Schedule, local_update_us: float | None 
 
 
 def simulate(problem: Problem, schedule: Schedule) -> CycleTimeline:
-    """A cycle of k steps, or several."""
     return simulate_cycle(problem, StepWork.of(problem, schedule), delay_of(schedule))
 
 
@@ -92,7 +91,6 @@ def assumptions(problem: Problem) -> tuple[list[str], bool]:
 
 
 def plan_fields(problem: Problem, schedule: Schedule) -> dict[str, Any]:
-    """The delay."""
     return {"delay": delay_spec(delay_of(schedule))}
 
 

@@ -207,7 +207,6 @@ class Work:
         return self.backward.input_us[held[-1][0]] + sum(self.backward.weight_us[at] * share for at, share in held)
 
     def block_update_us(self, block: range) -> float:
-        """The update of its weights."""
         return sum(self.update_us[at] * share for at, share in self._held(block))
 
     def saved_us(self, block: range) -> float:
@@ -426,7 +425,6 @@ class BlockProblem:
 
     @property
     def full_us(self) -> float:
-        """Backward through all."""
         return self.cost_us(0, len(self.weight_us))
 
 

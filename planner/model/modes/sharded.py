@@ -47,12 +47,10 @@ class Sharded(Mode):
 
 
 def step_us(problem: Problem, schedule: Schedule) -> float:
-    """See `simulate`."""
     return simulate(problem, schedule).iteration_us
 
 
 def simulate(problem: Problem, schedule: Schedule) -> Timeline:
-    """As `planner.model.step` says."""
     return exchange_timeline(problem, schedule.buckets, exchange(problem, schedule))
 
 
@@ -67,7 +65,6 @@ def exchange(problem: Problem, schedule: Schedule) -> Exchange:
 
 
 def critical_path(problem: Problem, schedule: Schedule) -> dict[str, float]:
-    """By tasks of one step."""
     from planner.model.taskgraph import build_graph, run_step  # networkx, which most commands do not need
 
     return run_step(problem, build_graph(problem, schedule, exchange=exchange(problem, schedule))).shares()
@@ -175,7 +172,6 @@ def gathers_us(problem: Problem, buckets: Sequence[Bucket]) -> list[float]:
 
 
 def own_update_us(problem: Problem) -> float:
-    """The update of a rank's part."""
     return problem.update_us / problem.ranks
 
 

@@ -28,7 +28,6 @@ def defect(schedule: Schedule, gradients: int) -> str | None:
 
 
 def step_us(problem: Problem, schedule: Schedule) -> float:
-    """See `simulate`."""
     one_network = all(bucket.algorithm in ("library", *FLAT_GATHERS) for bucket in schedule.buckets)
     if not one_network or all(bucket.collective != "sparse" for bucket in schedule.buckets):
         return simulate(problem, schedule).iteration_us
@@ -73,14 +72,12 @@ def _simulate_phases(problem: Problem, schedule: Schedule) -> Timeline:
 
 
 def critical_path(problem: Problem, schedule: Schedule) -> dict[str, float]:
-    """By tasks of one step."""
     from planner.model.taskgraph import build_graph, run_step
 
     return run_step(problem, build_graph(problem, schedule)).shares()
 
 
 def message_bytes(problem: Problem, schedule: Schedule) -> dict[str, float]:
-    """Each bucket's messages once."""
     total: dict[str, float] = {}
     sizes = problem.bucket_bytes([bucket.gradients for bucket in schedule.buckets])
     for bucket, size_bytes in zip(schedule.buckets, sizes, strict=True):
@@ -95,7 +92,6 @@ def assumptions(problem: Problem) -> tuple[list[str], bool]:
 
 
 def plan_fields(problem: Problem, schedule: Schedule) -> dict[str, Any]:
-    """None of its own."""
     return {}
 
 

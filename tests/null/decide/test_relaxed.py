@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from rich.console import Console
 
 from planner import optimize, simulate
-from planner.decide.offer import Offer, choose_offer
+from planner.decide.bounded import Offer, choose_offer
 from planner.decide.strategies import make_schedule
 from planner.documents.profile import Cluster, parse_cluster, parse_profile
 from planner.emit.lower import lower
