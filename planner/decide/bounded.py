@@ -95,11 +95,9 @@ class Offer:
 
 
 def choose_offer(exact_us: float, offers: Sequence[Offer]) -> tuple[Offer | None, dict[str, str]]:
-    """The offer that is taken, or None for the exact plan; and of each that was refused (by `what`) why.
+    """The offer that is taken (None: the exact plan), and why each other one, by `what`, was refused.
 
-    Args:
-        exact_us: the step of the exact plan.
-        offers: from the least risky to the riskiest; each has to win by 2 % over the best less risky one.
+    Offers come from the least risky to the riskiest; each has to win by 2 % over the best less risky one.
     """
     chosen: Offer | None = None
     best_us, best = exact_us, ""
@@ -137,16 +135,9 @@ def choose(
     """The plan of the riskiest class that wins by enough, with the exact one as its fallback; else the exact one, which
     says so.
 
-    Args:
-        problem: the step.
-        exact: the best exact plan, complete but for what is said of lossy ones.
-        schedule: its schedule.
-        accuracy: the class allowed.
-        passes: lossy passes.
-        after_pass: called after each pass.
-        solver_limit: deterministic time in which the constraint program bounds the lossy plan; None: not asked for.
-        by_name: whether bounded passes were asked for by name, so that a step whose optimizer they do not suit gets
-            their plan, too.
+    `exact` is complete but for what is said of lossy plans. `solver_limit` is the deterministic time in which the
+    constraint program bounds the lossy plan (None: not asked for). With `by_name`, bounded passes were asked for by
+    name, so that a step whose optimizer they do not suit gets their plan, too.
     """
     bounded = [each for each in passes if each.accuracy == "bounded"]
     offer, fields = _bounded_offer(problem, schedule, bounded, after_pass, solver_limit)

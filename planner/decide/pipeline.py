@@ -70,13 +70,11 @@ def run_passes(
     *,
     accuracy: str = "exact",
 ) -> Result:
-    """Applies the passes in order; the verifier runs before the first and after each.
+    """Apply the passes in order; the verifier runs before the first and after each. Return the last one's result, with
+    what the ones before it say of the plan.
 
     What ranks share of the update does not depend on how gradients are sent, so passes that decide on that do not see
     it.
-
-    Returns:
-        The last pass's result, with what the ones before it say of the plan.
     """
     dtype_ids, elements = problem.dtype_ids.tolist(), problem.layer_elements
     norms = (len(problem.norm_layers), problem.ranks)

@@ -25,13 +25,8 @@ GRADIENTS_SOLVED, GRADIENTS_SOLVED_CONTENDED, GRADIENTS_SOLVED_ON_LINKS = 30_000
 def scaling_curve(problem: Problem, here_us: Mapping[str, float], strategy: str = OPTIMAL) -> tuple[ScalingPoint, ...]:
     """The step of `optimal` and the baselines at powers of two where the cluster allows them, by number of ranks.
 
-    Args:
-        problem: the step on the plan's own number of ranks.
-        here_us: strategy → time of one step there, which need not be computed again.
-        strategy: what stands as `optimal` for the plan on other numbers of ranks.
-
-    Returns:
-        At least the point of the plan's own ranks; fewer others for very large problems.
+    `here_us` has the steps on the plan's own ranks by strategy, `strategy` stands as `optimal` for the plan on others.
+    Very large problems get the point of the plan's own ranks and few others.
     """
     others = {ranks: there for ranks in _rank_counts(problem.cost.cluster) if (there := _at(problem, ranks))}
     solved = GRADIENTS_SOLVED_CONTENDED if problem.contended else GRADIENTS_SOLVED

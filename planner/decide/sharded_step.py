@@ -81,11 +81,7 @@ def allowed_passes(passes: Sequence[Pass], allow: Sequence[str]) -> tuple[Pass, 
 def choose_over_sharded(shared: Plan, riskier: Plan, *, memory_requires_sharding: bool, batch_prep_us: float) -> Plan:
     """The exact plan whose ranks share the step, or the riskier one, which cannot, where that wins by 2 %.
 
-    Args:
-        shared: the exact plan.
-        riskier: what was chosen beside the best exact plan whose ranks share nothing; perhaps that itself.
-        memory_requires_sharding: whether nothing else fits into memory.
-        batch_prep_us: what making a minibatch takes, which is in the times of local updaters alone.
+    `riskier` is what was chosen beside the best exact plan whose ranks share nothing; perhaps that itself.
     """
     exact_us, risky_us = (plan.predicted.iteration_us if plan.predicted else 0.0 for plan in (shared, riskier))
     exact_us += batch_prep_us if describe(riskier).makes_batches else 0.0
@@ -109,14 +105,8 @@ def choose_over_sharded(shared: Plan, riskier: Plan, *, memory_requires_sharding
 def alternative(
     problem: Problem, schedule: Schedule, start: Schedule, passes: Sequence[Pass], sharing: ShardUpdates | None
 ) -> Schedule | None:
-    """The best exact schedule that shares the step where `schedule` does not, or the reverse; None: there is none.
-
-    Args:
-        problem: the step.
-        schedule: what the passes have made of `start`.
-        start: what they began with.
-        passes: the exact ones.
-        sharing: the one of them that decides on the step.
+    """The best exact schedule that shares the step where `schedule`, which the passes made of `start`, does not, or the
+    reverse; None: there is none.
     """
     if sharing is None:
         return None
@@ -155,15 +145,8 @@ def with_notes(problem: Problem, plan: Plan, sharing: ShardUpdates | None) -> Pl
 
 
 def with_gain(problem: Problem, plan: Plan, exact: Plan, sharing: ShardUpdates | None, *, batch_prep_us: float) -> Plan:
-    """The plan, which says in one line what ranks would gain that share the optimizer's step; nothing where they would
-    not.
-
-    Args:
-        problem: the step.
-        plan: the one that was chosen, in which ranks were not allowed to share the step.
-        exact: the exact one beside it, or itself, with both predictions.
-        sharing: the pass that decides on the step, as asked for.
-        batch_prep_us: what making a minibatch takes, which is in the times of local updaters alone.
+    """The plan, in which ranks were not allowed to share the step, with a line of what they would gain; as it was where
+    they would not. `exact` is the exact one beside it, or itself, with both predictions.
     """
     step = _step(exact)
     if sharing is None or step is None or step.sharded_us is None:

@@ -114,13 +114,7 @@ def _solve_links(problem: Problem, schedule: Schedule, limit: float) -> Solved:
     if known.exact and (excluded or solution.bound_us > known_us + room_us or found_us < known_us - room_us):
         _contradiction("labels", known_us, found_us, solution.bound_us)
     schedules = [replace(forms.schedule(found), norms=schedule.norms)] if found else []
-    return Solved(
-        schedule=best_of(problem, [schedule, *schedules]),
-        bound_us=max(solution.bound_us, problem.compute_end_us) + update_bound_us(problem),
-        proven=solution.proven,
-        error_us=solution.error_us,
-        limit=limit,
-    )
+    return _solved(problem, best_of(problem, [schedule, *schedules]), solution, limit)
 
 
 def solve_strategy(problem: Problem, strategy: str, schedule: Schedule, limit: float = TIME_LIMIT) -> Solved | None:

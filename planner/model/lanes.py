@@ -37,10 +37,7 @@ class Lane:
     def works(self, ended: Sequence[int], now_us: float, otherwise: int) -> bool:
         """Whether it is at work; begins with the next op where that may begin.
 
-        Args:
-            ended: number of ops that have ended, by resource.
-            now_us: the time.
-            otherwise: the resource that ops wait for which name none.
+        `ended` ops have ended of each resource; ops that name no resource wait for `otherwise`.
         """
         place = len(self.end_us)
         if place < len(self.start_us):

@@ -63,11 +63,8 @@ Costs = Callable[[NDArray[np.int64], NDArray[np.int64]], Sequence[tuple[float, .
 class Replay:
     """The ends of many neighbours of one choice: what they have in common is computed once.
 
-    Args:
-        costs: of buckets, looked up many at once.
-        send: (state, start, stop, cost) → the state after a bucket.
-        end: when a choice ends that leaves a state.
-        first: the state before the first bucket.
+    `costs` of buckets are looked up many at once; `send` leads from a state (at first `first`) to that after a bucket;
+    `end` is when a choice ends that leaves a state.
     """
 
     def __init__(

@@ -56,16 +56,10 @@ class Overlap:
     def send(
         self, free: State, ready_us: float, cost_us: float, factors: tuple[float, float]
     ) -> tuple[State, State, State]:
-        """Sends one bucket.
+        """Send one bucket; return its start, the end of the time that compute and network share, and its end.
 
-        Args:
-            free: when the network is free.
-            ready_us: compute progress at which the bucket's last gradient is ready.
-            cost_us: its time on an idle machine.
-            factors: (compute, network) while it is on its way.
-
-        Returns:
-            The start, the end of the time that compute and network share, and the end.
+        The network is free from `free`, the bucket's last gradient ready at the progress `ready_us`; it takes `cost_us`
+        on an idle machine, and `factors` are (compute, network) while it is on its way.
         """
         compute, network = factors
         wait_us = max(0.0, ready_us - free.progress_us)
@@ -147,10 +141,7 @@ def bucket_costs_step_us(problem: Problem, costs: Sequence[BucketCost]) -> float
 def _replay_us(problem: Problem, costs: Sequence[BucketCost], order: Sequence[int]) -> float:
     """When all has ended, from event to event: what is unpacked slows messages, and is slowed by them, too.
 
-    Args:
-        problem: the step.
-        costs: of each bucket, in launch order.
-        order: the buckets, sorted by their last gradients.
+    `costs` are in launch order, `order` is that of the buckets' last gradients.
     """
     compute: list[tuple[float, int]] = []
     """(time, the bucket that has to have arrived), in order."""

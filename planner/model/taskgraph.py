@@ -207,12 +207,9 @@ def run_step(problem: Problem, graph: TaskGraph) -> Run:
 
 
 def run_graph(graph: TaskGraph, slowdown: Mapping[str, float] | None = None) -> Run:
-    """Runs the tasks; every resource works on the first of its queue as soon as that may begin.
+    """Run the tasks; every resource works on the first of its queue as soon as that may begin.
 
-    Args:
-        graph: the tasks.
-        slowdown: by what factor a resource is slowed while compute and a network are both busy: keys `compute` and
-            `network` (for every network).
+    `slowdown`: by what `compute`, and every `network`, is slowed while compute and a network are both busy.
     """
     factors = slowdown or {}
     state = _Running(graph, factors.get(COMPUTE, 1.0), factors.get("network", 1.0))

@@ -155,13 +155,11 @@ def step_quantiles(problem: Problem, schedule: Schedule, what: WhatIf) -> dict[s
     """
     generator = np.random.default_rng(what.seed)
     slowest = np.array([generator.normal(1.0, what.jitter, problem.ranks).max() for _ in range(what.steps)])
-    times_us = [_step_us(problem, schedule, factor) for factor in np.maximum(slowest, 0.5).tolist()]
+    times_us = []
+    for factor in np.maximum(slowest, 0.5).tolist():
+        profile = replace(problem.profile, compute=scale_compute(problem.profile.compute, factor, factor))
+        times_us.append(simulate_schedule(Problem(profile=profile, cost=problem.cost), schedule).iteration_us)
     return {f"p{round(q * 100)}": float(np.quantile(times_us, q)) for q in QUANTILES}
-
-
-def _step_us(problem: Problem, schedule: Schedule, factor: float) -> float:
-    profile = replace(problem.profile, compute=scale_compute(problem.profile.compute, factor, factor))
-    return simulate_schedule(Problem(profile=profile, cost=problem.cost), schedule).iteration_us
 
 
 def describe(what: WhatIf) -> tuple[str, ...]:

@@ -19,16 +19,10 @@ _CODE, _AS_CODE = re.compile(r"`([^`]+)`"), r"<code>\1</code>"
 
 
 def frame_text(title: str, body: str, sources: Mapping[str, str], figures: Mapping[str, Any]) -> str:
-    """A page.
+    """A page of markup between a heading and its sources; `figures` are plotly's, by the name that `figure` placed them
+    under.
 
-    Args:
-        title: its heading.
-        body: markup between heading and sources.
-        sources: what is listed at its end.
-        figures: plotly's, by the name that `figure` placed them under.
-
-    Raises:
-        EnvironmentFailure: there are figures, and plotly is not installed.
+    Raises EnvironmentFailure where there are figures, and plotly is not installed.
     """
     # A page without figures needs nothing to draw them.
     library, script = _plotly() if figures else "", _asset("page.js")

@@ -42,15 +42,9 @@ BASIS_WORDS = {
 
 
 def page_text(plan: Plan, measured: MeasuredStep | None = None, measured_from: str | None = None) -> str:
-    """The page.
+    """The page, with a step measured with the plan below it.
 
-    Args:
-        plan: what is explained.
-        measured: a step measured with this plan, drawn below it.
-        measured_from: the name of its file.
-
-    Raises:
-        EnvironmentFailure: plotly is not installed.
+    Raises EnvironmentFailure where plotly is not installed.
     """
     tracks = plan_tracks(plan, measured)
     points = plan.scaling or ()

@@ -32,13 +32,8 @@ def fits(tables: BucketTables) -> bool:
 
 
 def solve_joint(tables: BucketTables, forms: int, known_us: float, limit: float) -> Solution:
-    """The choice among the first `forms` forms that ends earliest.
-
-    Args:
-        tables: the buckets.
-        forms: how many of the tables' forms may be used.
-        known_us: when a known choice ends; only choices that end no later are looked at.
-        limit: deterministic time.
+    """The choice among the first `forms` forms that ends earliest, of those that end no later than the known one;
+    `limit` is deterministic time.
     """
     model = _LinkModel(tables, forms, known_us) if tables.two_links else _Model(tables, forms, known_us)
     return model.solve(limit)

@@ -26,12 +26,9 @@ Spent = TypeVar("Spent")
 
 
 class Forms(Generic[Spent]):
-    """The buckets of one problem in each of some forms.
+    """The buckets of one problem in each of some forms, of which a choice names the place here; the first is dense.
 
-    Args:
-        problem: the step.
-        forms: that a choice names by their place here; the first is dense.
-        limits: the largest ratio of each gradient; only needed for forms with a ratio.
+    `limits`, the largest ratio of each gradient, is only needed for forms with a ratio.
     """
 
     def __init__(self, problem: Problem, forms: Sequence[Form], limits: Floats | None = None) -> None:

@@ -74,13 +74,8 @@ class _Labels:
 
 
 def search(tables: BucketTables, forms: int, deadline_us: float, labels: int | None = None) -> JointSolution | None:
-    """The choice among the first `forms` forms that ends earliest; None where none found ends by the deadline.
-
-    Args:
-        tables: the buckets.
-        forms: that may be used; the first is dense.
-        deadline_us: when a known choice ends.
-        labels: to keep for each prefix where not all are; default: by links and number of places.
+    """The choice among the first `forms` forms, of which one is dense, that ends earliest; None where none found ends
+    by the deadline. A prefix keeps `labels` where not all are kept; default: by links and number of places.
     """
     places = len(tables.places)
     keeps_all = not tables.two_links and int(tables.places[-1]) == places - 1 <= EXACT_PLACES
@@ -199,13 +194,7 @@ def _ends_us(tables: BucketTables, states: Floats) -> Floats:
 def pareto(columns: Sequence[NDArray[np.float64] | Ints], order: Ints, most: int) -> tuple[Ints, bool]:
     """Return the labels, looked at in this order, that none before them is at least as good as in every column.
 
-    Args:
-        columns: of the labels; less is better.
-        order: indices of the labels.
-        most: at most so many are returned.
-
-    Returns:
-        Their indices, and whether these are all of them.
+    Less is better. At most so many indices are returned, and whether these are all of them.
     """
     values = [column[order] for column in columns]
     alive, position = np.ones(order.size, dtype=bool), 0

@@ -37,13 +37,10 @@ FEW = 60
 def merge_contended(
     problem: MergeProblem, overlap: Overlap, labels: int, known: Sequence[tuple[int, ...]] = ()
 ) -> tuple[int, ...]:
-    """Where each bucket of the best schedule found stops.
+    """Where each bucket of the best schedule found stops; a prefix keeps so many labels at the most.
 
-    Args:
-        problem: the merge problem; costs and ready times are those of an uncontended machine.
-        overlap: contention factors.
-        labels: labels to keep per prefix, at most.
-        known: schedules whose boundaries are looked at in any case, where they have few.
+    Costs and ready times are those of an uncontended machine. Boundaries of `known` schedules are looked at in any
+    case, where they are few.
     """
     stride = -(-problem.count // MAX_GRID)
     grid = _grid(problem.count, np.arange(0, problem.count, stride), [stops for stops in known if len(stops) <= FEW])

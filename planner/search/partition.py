@@ -46,12 +46,8 @@ class Partition:
 
 @lru_cache(maxsize=16)
 def best_partition(costs: tuple[float, ...], parts: int, method: str = "cpsat") -> Partition:
-    """The split of least largest share that was found. Kept: a pass and what is said of it ask.
-
-    Args:
-        costs: of the items, at least 0.
-        parts: at least 1.
-        method: `cpsat`, or `lpt` for the rule alone.
+    """The split of costs ≥ 0 of least largest share that was found, by `cpsat`, or by the rule `lpt` alone. Kept: a
+    pass and what is said of it ask.
     """
     found = _partition(costs, longest_first(costs, parts), parts, "LPT")
     if method == "lpt" or found.proven or len(costs) * parts > MAX_BOOLEANS:

@@ -27,12 +27,7 @@ def best_selected(
     problem: Problem, limits: NDArray[np.float64], step_us: Callable[[Schedule], float]
 ) -> Schedule | None:
     """The shortest step, then the least compression; None where nothing can be selected from, or nobody measured what
-    that costs.
-
-    Args:
-        problem: the step.
-        limits: the largest ratio of each gradient.
-        step_us: of a schedule, with the delay that is meant.
+    that costs. `limits`: the largest ratio of each gradient; `step_us` knows the delay that is meant.
     """
     if problem.cost.cluster.sparsify is None:
         return None

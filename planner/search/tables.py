@@ -127,13 +127,10 @@ class BucketTables:
 
 
 def bucket_tables(problem: Problem, forms: Sequence[Form], limits: Floats, places: Ints) -> BucketTables:
-    """The tables of a problem on a grid of places.
+    """The tables of a problem, on more than one rank, whose buckets may stop at `places`, from 0 to the number of
+    gradients.
 
-    Args:
-        problem: the step; on more than one rank.
-        forms: how buckets may be communicated.
-        limits: the largest ratio of each gradient; only looked at for forms with a ratio.
-        places: where buckets may stop, from 0 to the number of gradients.
+    `limits`, the largest ratio of each gradient, only matters to forms with a ratio.
     """
     shape = len(forms), len(places), len(places)
     tables = Column(np.zeros(shape), np.full(shape, np.inf), *np.zeros((4, *shape)))

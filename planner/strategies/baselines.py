@@ -65,13 +65,7 @@ def ddp(problem: Problem, argument: str | None = None) -> Schedule:
 
 
 def ddp_buckets(sizes_bytes: Sequence[int], dtypes: Sequence[int], cap_mib: float | None = None) -> list[list[int]]:
-    """Indices of the gradients in each bucket.
-
-    Args:
-        sizes_bytes: of each gradient, in readiness order.
-        dtypes: a number for each; equal for equal dtypes.
-        cap_mib: `bucket_cap_mb`; None where the user gives none.
-    """
+    """Indices of the gradients in each bucket; sizes are in readiness order, and dtypes are equal for equal numbers."""
     cap = None if cap_mib is None else int(cap_mib * MIB)
     first_limit, limit = (FIRST_BUCKET_BYTES, BUCKET_BYTES) if cap is None else (cap, cap)
     open_buckets: dict[int, list[int]] = {}
