@@ -28,8 +28,8 @@ from planner.decide.strategies import best_baseline
 from planner.documents.catalog import find_profile
 from planner.documents.profile import Cluster, ComputeProfile, Contention, Link, Profile, SelectionLine
 from planner.ir import Schedule
+from planner.model.modes import step_us
 from planner.model.problem import Problem, make_problem
-from planner.model.simulator import step_us
 from planner.passes.base import GAIN
 from planner.passes.joint import Joint
 from planner.passes.merge import Merge

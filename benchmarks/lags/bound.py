@@ -13,8 +13,8 @@ from dataclasses import replace
 from planner.cost.sparse import flat_is_implied
 from planner.documents.profile import Cluster, Link, Profile
 from planner.ir import Bucket, Schedule
+from planner.model.modes import simulate_schedule
 from planner.model.problem import Problem, make_problem
-from planner.model.simulator import simulate_schedule
 
 DENSITY = 0.01
 RATIOS = (0.1, 0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 4.0, 10.0)

@@ -13,8 +13,8 @@ from planner.comparison.variants import NO_COMMUNICATION
 from planner.ir import Schedule
 from planner.jobs.rank_options import RankOptions
 from planner.jobs.world import on_ranks
+from planner.model.modes import simulate_schedule
 from planner.model.problem import Problem, make_problem
-from planner.model.simulator import simulate_schedule
 
 LINKS = ("2x1@1gbit", "2x1@200mbit", "2x1@100mbit", "2x1@50mbit", "2x1@20mbit")
 SLGS, LAGS = "SLGS", "LAGS"

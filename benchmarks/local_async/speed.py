@@ -20,6 +20,7 @@ from planner.emit.lower import lower
 from planner.ir import Schedule
 from planner.jobs.local_training import local_job
 from planner.jobs.training import build, profile_rank
+from planner.model.modes import step_us
 from planner.model.modes.local_updaters import (
     LocalUpdaters,
     Work,
@@ -30,7 +31,6 @@ from planner.model.modes.local_updaters import (
     updaters_of,
 )
 from planner.model.problem import Problem, make_problem
-from planner.model.simulator import step_us
 from runtime.checks.plan import trainable_parameters
 from runtime.comm.world import World
 from runtime.local_async import LocalReport, run_local_async

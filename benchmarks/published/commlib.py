@@ -24,8 +24,8 @@ from planner.cost.sparse import sparse_us
 from planner.documents.catalog import find_cluster
 from planner.documents.profile import Cluster, Profile
 from planner.ir import Schedule
+from planner.model.modes import simulate_schedule
 from planner.model.problem import make_problem
-from planner.model.simulator import simulate_schedule
 
 GPUS = 128
 DENSITY = 0.01

@@ -15,8 +15,8 @@ from planner.decide.strategies import make_schedule
 from planner.documents.catalog import find_profile
 from planner.documents.profile import Cluster, Line, Profile
 from planner.ir import Schedule
+from planner.model.modes import simulate_schedule
 from planner.model.problem import make_problem
-from planner.model.simulator import simulate_schedule
 
 DATA = Path(__file__).resolve().parents[2] / "tests" / "data"
 

@@ -14,8 +14,8 @@ from planner.cost.curve import CostCurve
 from planner.decide.strategies import make_schedule
 from planner.documents.profile import Cluster, Link, Profile
 from planner.ir import Schedule
+from planner.model.modes import simulate_schedule
 from planner.model.problem import make_problem
-from planner.model.simulator import simulate_schedule
 from runtime.plan.timeline import Timeline
 
 METHODS = ("WFBP", "SyncEASGD", "MG-WFBP")

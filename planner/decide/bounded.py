@@ -17,9 +17,9 @@ from planner.documents.text import mib, ms, pluralize
 from planner.emit.lower import lower
 from planner.ir import ACCURACIES, Bucket, Schedule
 from planner.model.compression import check_max_ratio, ratio_of
+from planner.model.modes import step_us
 from planner.model.norms import update_us
 from planner.model.problem import Problem
-from planner.model.simulator import step_us
 from planner.passes.base import GAIN, Bound, Frontier, Pass, Result
 from planner.passes.delay import Delay, check_max_delay
 from planner.passes.joint import Joint
@@ -156,6 +156,7 @@ def choose(
         fields |= result.plan_fields
         if result.measured or len(relaxed) == 1:
             offers.append(_relaxed_offer(problem, schedule, each.what, result))
+    # A plan file says once what holds for every plan in it.
     beside = replace(exact, baselines=None, scaling=None, sources=None, notes=())
     exact = replace(exact, **fields)
     chosen, refused = choose_offer(step_us(problem, schedule), offers)

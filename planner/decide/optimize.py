@@ -133,6 +133,7 @@ def optimize(
     if accuracy != "exact":
         by_name = any(each.accuracy == "bounded" for each in parsed)
         solver_limit = limit if solver == "cpsat" else None
+        # Riskier plans cannot share the step: they are first held against the best exact one that does not either.
         sharded = plan if schedule.mode.shares_update and other is not None else None
         if sharded is not None and other is not None:
             plan, schedule = _exact(problem, other), other

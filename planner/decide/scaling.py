@@ -63,6 +63,7 @@ def _subsample(values: Sequence[int], most: int) -> list[int]:
     """At most so many of the values, evenly spread, the last one among them."""
     if most <= 0:
         return []
+    # Counted from the end: what a curve is looked at for is its largest number of ranks.
     step = -(-len(values) // most) if values else 1
     return list(values[::-1][::step][::-1])
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 from planner.decide.pipeline import run_passes
 from planner.documents.text import mib, ms
 from planner.ir import Schedule
-from planner.model.modes import describe
+from planner.model.modes import describe, step_us
 from planner.model.modes.sharded import (
     can_share,
     costs_known,
@@ -20,7 +20,6 @@ from planner.model.modes.sharded import (
     sharded_bytes,
 )
 from planner.model.problem import Problem
-from planner.model.simulator import step_us
 from planner.passes.base import GAIN, Pass
 from planner.passes.shard_updates import ShardUpdates
 from runtime.errors import InputError

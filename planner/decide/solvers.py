@@ -12,9 +12,9 @@ from typing import NoReturn
 import numpy as np
 
 from planner.ir import Schedule
+from planner.model.modes import simulate_schedule
 from planner.model.norms import update_bound_us
 from planner.model.problem import Problem
-from planner.model.simulator import simulate_schedule
 from planner.model.step import Overlap
 from planner.passes.merge import best_of, boundaries, merge_problem, merge_without_contention
 from planner.passes.topology import links_without_contention

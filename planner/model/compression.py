@@ -30,6 +30,7 @@ PROTECTED_KINDS = frozenset({"norm"})
 NONE = "none"
 """In `protect`: nothing is protected that is not named."""
 
+# Recurrent layers of torch say which bias it is behind the word: bias_ih_l0.
 _BIAS = re.compile(r"(.*[._])?bias(_.*)?")
 _NORM = re.compile(r"(.*[._0-9])?(bn|ln|norm|layernorm|batchnorm|groupnorm|rmsnorm)[_0-9a-z]*")
 

@@ -77,6 +77,7 @@ class Problem:
     @cached_property
     def ready_list_us(self) -> list[float]:
         """`ready_us` as numbers of Python's own."""
+        # Event loops add these one by one, which takes far longer with scalars of numpy.
         values: list[float] = self.ready_us.tolist()
         return values
 

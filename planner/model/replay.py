@@ -38,6 +38,7 @@ def messages_end_us(works: Sequence[Work]) -> tuple[list[float], float]:
         done_us.append(work.ready_us + delay_us)
     free_us: dict[str, float] = {}
     most = max(len(work.phases) for work in works)
+    # A wave holds what has one sum of bucket and phase: the order that plans give to each network.
     for wave in range(len(works) + most - 1):
         for index in range(max(0, wave - most + 1), min(wave, len(works) - 1) + 1):
             phases = works[index].phases

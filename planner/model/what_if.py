@@ -19,8 +19,8 @@ from planner.documents.local_async import LocalAsyncProfile
 from planner.documents.profile import Cluster, ComputeProfile, Link, Profile
 from planner.documents.units import parse_bandwidth, parse_latency_us, us_per_byte
 from planner.ir import Schedule
+from planner.model.modes import simulate_schedule
 from planner.model.problem import Problem
-from planner.model.simulator import simulate_schedule
 from runtime.errors import InputError
 
 T = TypeVar("T")

@@ -19,10 +19,9 @@ from planner.ir import TIE, Schedule, Synchronous
 from planner.model.compression import compression, ratio_limits
 from planner.model.delay import CycleTimeline
 from planner.model.delay_load import StepWork
-from planner.model.modes import delayed
+from planner.model.modes import delayed, simulate_schedule, step_us
 from planner.model.modes.delayed import Delayed, delay_spec
 from planner.model.problem import Problem
-from planner.model.simulator import simulate_schedule, step_us
 from planner.passes.base import GAIN, Bound, Pass, Result
 from planner.passes.merge import best_of
 from planner.search.merge import MergeProblem, merge_exact

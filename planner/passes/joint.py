@@ -16,9 +16,9 @@ import numpy as np
 
 from planner.ir import TIE, Schedule
 from planner.model.compression import compression, partially_protected_boundaries, ratio_limits
+from planner.model.modes import step_us
 from planner.model.problem import Problem
 from planner.model.replay import Candidate
-from planner.model.simulator import step_us
 from planner.passes.base import Frontier, Pass, Point, Result
 from planner.passes.topology import known_stops
 from planner.search.forms import FlatForms, LinkForms

@@ -15,6 +15,7 @@ from typing import ClassVar
 
 from planner.documents.text import format_significant, ms, pluralize
 from planner.ir import TIE, Schedule
+from planner.model.modes import step_us
 from planner.model.modes.local_updaters import (
     LocalUpdaters,
     Work,
@@ -24,7 +25,6 @@ from planner.model.modes.local_updaters import (
     updaters_of,
 )
 from planner.model.problem import Problem
-from planner.model.simulator import step_us
 from planner.passes.base import Bound, Pass, Result
 from planner.passes.delay import unsuited
 from planner.search.blocks import best_blocks

@@ -12,8 +12,8 @@ from functools import lru_cache
 from typing import ClassVar
 
 from planner.ir import TIE, Schedule
+from planner.model.modes import step_us
 from planner.model.problem import Problem
-from planner.model.simulator import step_us
 from planner.model.step import Overlap
 from planner.passes.base import Pass, Result
 from planner.search.merge import MergeProblem, MergeSolution, merge_exact

@@ -16,6 +16,7 @@ from functools import partial
 from typing import ClassVar
 
 from planner.ir import Schedule, Synchronous
+from planner.model.modes import step_us
 from planner.model.modes.sharded import (
     Sharded,
     can_share,
@@ -28,7 +29,6 @@ from planner.model.modes.sharded import (
 )
 from planner.model.norms import replicated_us, shared_us
 from planner.model.problem import Problem
-from planner.model.simulator import step_us
 from planner.passes.base import GAIN, Bound, Pass, Result
 from planner.passes.delay import candidates
 from planner.passes.merge import best_of, boundaries

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from planner.ir import TIE, Schedule
+from planner.model.modes import step_us
 from planner.model.problem import Problem
-from planner.model.simulator import step_us
 from planner.passes.base import Pass, Result
 from planner.passes.joint import Joint
 from planner.search.lags import layer_wise

@@ -31,6 +31,7 @@ LINK_LABELS, MANY_LABELS = 24, 400
 """The same on two kinds of link; the second on up to `FEW_PLACES` places, where all of them can often be kept."""
 FEW_PLACES = 17
 
+# One integer ranks labels of equal times: densities above numbers of buckets above boundaries.
 _DENSITY_UNIT = 2.0**30
 _ORDER_BITS, _BUCKET_BITS = EXACT_PLACES + 1, 5
 
@@ -89,6 +90,7 @@ def search(tables: BucketTables, forms: int, deadline_us: float, labels: int | N
         if stop < places - 1:
             ends_us = np.maximum(ends_us, last.states[:, INTER] + rest_us[stop])
             ends_us = np.maximum(ends_us, tables.ready_us[-1] + last.states[:, DELAY] + last_us)
+        # What cannot end by the deadline with the cheapest rest would only push better labels out.
         hopeful = np.flatnonzero(ends_us <= latest_us)
         last, ends_us = last.take(hopeful), ends_us[hopeful]
         if tables.two_links:

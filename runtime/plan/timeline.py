@@ -34,7 +34,7 @@ class Span:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Timeline:
-    """All spans of one step, ordered by start, and its length (see the sums in `planner.model.simulator`)."""
+    """All spans of one step, ordered by start, and its length (see the sums in `planner.model.modes`)."""
 
     spans: tuple[Span, ...]
     iteration_us: float

@@ -62,6 +62,18 @@ def model_of(schedule: Schedule) -> ModeModel:
     return MODES[type(schedule.mode)]
 
 
+def simulate_schedule(problem: Problem, schedule: Schedule) -> Timeline:
+    """Return the timeline of one step, which all passes and strategies are judged by; of modes whose steps overlap, of
+    a cycle of steps and the mean of them.
+    """
+    return model_of(schedule).simulate(problem, schedule)
+
+
+def step_us(problem: Problem, schedule: Schedule) -> float:
+    """Return `simulate_schedule(…).iteration_us`, without the timeline where comparing schedules can do without."""
+    return model_of(schedule).step_us(problem, schedule)
+
+
 def describe(plan: Plan) -> PlanWords:
     """Return what the mode that a plan asks for says of it."""
     said = (model.describe(plan) for model in MODES.values() if model is not synchronous)

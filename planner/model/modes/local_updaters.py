@@ -179,9 +179,19 @@ class Work:
     curve: tuple[UpdaterRate, ...]
 
     @classmethod
+    @lru_cache(maxsize=8)
     def of(cls, problem: Problem) -> Work:
         """As measured, else as a step says."""
-        return _work(problem)
+        measured = problem.profile.local_async or _assumed(problem)
+        inputs = [measured.loss_us, *(layer.grad_input_us for layer in measured.layers[:-1])]
+        weights = [layer.grad_weight_us for layer in measured.layers]
+        return cls(
+            before_us=measured.batch_us + measured.forward_us,
+            stops=tuple(np.cumsum([layer.gradients for layer in measured.layers]).tolist()),
+            backward=BlockProblem(input_us=np.cumsum(inputs).tolist(), weight_us=weights),
+            update_us=tuple(layer.update_us for layer in measured.layers),
+            curve=measured.curve,
+        )
 
     @property
     def alone_us(self) -> float:
@@ -221,21 +231,6 @@ class Work:
             if held:
                 yield layer, held / (stop - before)
             before = stop
-
-
-@lru_cache(maxsize=8)
-def _work(problem: Problem) -> Work:
-    measured = problem.profile.local_async or _assumed(problem)
-    inputs = [measured.loss_us, *(layer.grad_input_us for layer in measured.layers[:-1])]
-    return Work(
-        before_us=measured.batch_us + measured.forward_us,
-        stops=tuple(np.cumsum([layer.gradients for layer in measured.layers]).tolist()),
-        backward=BlockProblem(
-            input_us=np.cumsum(inputs).tolist(), weight_us=[layer.grad_weight_us for layer in measured.layers]
-        ),
-        update_us=tuple(layer.update_us for layer in measured.layers),
-        curve=measured.curve,
-    )
 
 
 def _assumed(problem: Problem) -> LocalAsyncProfile:

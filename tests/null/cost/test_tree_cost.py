@@ -17,7 +17,7 @@ from planner.cost.tree import CHUNK_BYTES, MOST_CHUNKS, chunks_of, double_binary
 from planner.decide.strategies import make_schedule
 from planner.documents.catalog import find_cluster
 from planner.documents.profile import Cluster, Link, parse_cluster
-from planner.model.simulator import simulate_schedule, step_us
+from planner.model.modes import simulate_schedule, step_us
 from runtime.comm.collectives import tree as runtime_tree
 from runtime.comm.collectives.tree import tree_rounds
 from runtime.errors import InputError

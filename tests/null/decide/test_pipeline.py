@@ -15,8 +15,8 @@ from schedule_text import parse_indices, parse_schedule
 from planner.decide import pipeline
 from planner.decide.pipeline import parse_passes, run_passes
 from planner.ir import Bucket, Schedule, format_indices
+from planner.model.modes import simulate_schedule
 from planner.model.problem import Problem
-from planner.model.simulator import simulate_schedule
 from planner.passes import PASSES
 from planner.passes.base import Pass, Result
 from planner.passes.merge import Merge

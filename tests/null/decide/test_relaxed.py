@@ -22,9 +22,9 @@ from planner.documents.profile import Cluster, parse_cluster, parse_profile
 from planner.emit.lower import lower
 from planner.ir import Bucket, Schedule, Synchronous
 from planner.model.delay_load import StepWork
+from planner.model.modes import step_us
 from planner.model.modes.delayed import Delayed
 from planner.model.problem import Problem, make_problem
-from planner.model.simulator import step_us
 from planner.passes.base import GAIN
 from planner.passes.delay import MAX_DELAY, NEAR, Delay, best_choice, candidates
 from planner.report.tables import accuracy_lines, print_plan

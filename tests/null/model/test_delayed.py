@@ -30,9 +30,9 @@ from planner.model.delay import (
 from planner.model.delay_load import StepWork
 from planner.model.lanes import Op, run_lanes
 from planner.model.modes import delayed as mode
+from planner.model.modes import simulate_schedule, step_us
 from planner.model.modes.delayed import Delayed
 from planner.model.problem import Problem
-from planner.model.simulator import simulate_schedule, step_us
 from planner.model.taskgraph import delayed_graph, run_graph
 from planner.verify import VerifyError, verify
 

@@ -14,9 +14,8 @@ from schedule_text import parse_mode, parse_schedule
 import planner
 from planner.emit.lower import lower
 from planner.ir import ACCURACIES, Bucket, Mode, Schedule, Synchronous
-from planner.model.modes import MODES
+from planner.model.modes import MODES, simulate_schedule, step_us
 from planner.model.problem import Problem
-from planner.model.simulator import simulate_schedule, step_us
 from planner.verify import VerifyError, verify
 from runtime.plan import parse_plan
 from runtime.plan.combinations import (

@@ -21,10 +21,10 @@ from planner.decide.pipeline import parse_passes, run_passes
 from planner.decide.solvers import SOLVER_SKIPPED
 from planner.documents.profile import Profile, parse_profile
 from planner.ir import Schedule
+from planner.model.modes import simulate_schedule, step_us
 from planner.model.modes.local_updaters import LocalUpdaters
 from planner.model.modes.sharded import Sharded, exchange, gathers_us, message_costs_us, replicated_bytes, sharded_bytes
 from planner.model.problem import Problem
-from planner.model.simulator import simulate_schedule, step_us
 from planner.model.taskgraph import build_graph, run_graph
 from planner.passes.shard_updates import ShardUpdates
 from planner.verify import VerifyError, verify

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from planner.decide.strategies import make_schedule
 from planner.documents.profile import Contention, parse_cluster, parse_profile
 from planner.ir import Bucket, Schedule
+from planner.model.modes import simulate_schedule, step_us
 from planner.model.problem import Problem, make_problem
-from planner.model.simulator import simulate_schedule, step_us
 from runtime.errors import InputError
 from runtime.plan.timeline import Span, Timeline, busy_us
 

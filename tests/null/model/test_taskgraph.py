@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from planner.decide.strategies import make_schedule
 from planner.ir import Schedule
+from planner.model.modes import simulate_schedule
 from planner.model.problem import Problem
-from planner.model.simulator import simulate_schedule
 from planner.model.taskgraph import Task, TaskGraph, build_graph, run_graph
 from planner.search.local_search import choice_of, neighbours, stops_of
 from planner.search.merge_phased import PhasedProblem, merge_phased, replay

@@ -15,6 +15,7 @@ from planner import optimize, simulate
 from planner.decide.strategies import make_schedule
 from planner.documents.profile import parse_cluster, parse_profile
 from planner.ir import Bucket, Schedule
+from planner.model.modes import simulate_schedule, step_us
 from planner.model.modes.local_updaters import (
     LocalUpdaters,
     Work,
@@ -25,7 +26,6 @@ from planner.model.modes.local_updaters import (
     updaters_of,
 )
 from planner.model.problem import Problem
-from planner.model.simulator import simulate_schedule, step_us
 from planner.model.what_if import WhatIf
 from planner.passes.local_async import LocalAsync, best_choice, updater_schedule
 from planner.report.tables import accuracy_lines, print_plan

@@ -14,8 +14,8 @@ from planner.decide.optimize import optimize
 from planner.decide.strategies import make_schedule
 from planner.documents.profile import parse_cluster, parse_profile
 from planner.ir import Bucket, Schedule
+from planner.model.modes import simulate_schedule, step_us
 from planner.model.problem import Problem
-from planner.model.simulator import simulate_schedule, step_us
 from planner.passes.joint import Joint
 from planner.passes.merge import Merge
 from planner.passes.topology import Topology

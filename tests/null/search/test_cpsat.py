@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from planner import optimize, simulate
 from planner.decide.strategies import make_schedule
 from planner.ir import Schedule
+from planner.model.modes import simulate_schedule
 from planner.model.problem import Problem
-from planner.model.simulator import simulate_schedule
 from planner.model.step import Overlap
 from planner.passes.merge import boundaries, merge_problem, merge_without_contention
 from planner.report.tables import certificate_text

@@ -18,8 +18,8 @@ from schedule_text import parse_schedule
 from planner.decide.strategies import make_schedule
 from planner.ir import Bucket, Schedule
 from planner.model.compression import bucket_at, compression, ratio_limits
+from planner.model.modes import simulate_schedule, step_us
 from planner.model.problem import Problem
-from planner.model.simulator import simulate_schedule, step_us
 from planner.passes.joint import Joint, parse_densities
 from planner.passes.sparsify import Sparsify
 from planner.search.lags import apportion, layer_wise

@@ -15,8 +15,8 @@ from planner import optimize, simulate
 from planner.decide.strategies import MIXED, make_schedule
 from planner.documents.profile import parse_cluster, parse_profile
 from planner.ir import Schedule
+from planner.model.modes import simulate_schedule, step_us
 from planner.model.problem import Problem
-from planner.model.simulator import simulate_schedule, step_us
 from planner.passes.joint import Joint
 from planner.passes.topology import Topology, links_without_contention
 from planner.search.cpsat_joint import MAX_LINK_PLACES, solve_joint

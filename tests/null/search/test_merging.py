@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from planner.decide.strategies import BASELINES, best_baseline, make_schedule
 from planner.ir import TIE, Schedule
+from planner.model.modes import simulate_schedule
 from planner.model.problem import Problem
-from planner.model.simulator import simulate_schedule
 from planner.model.step import Overlap, State
 from planner.passes.merge import Merge, best_of, merge_problem, merge_without_contention
 from planner.search.local_search import choice_of, neighbours, stops_of

@@ -17,8 +17,8 @@ from planner.cli.app import main
 from planner.decide.strategies import make_schedule
 from planner.documents.profile import Cluster, Link, SelectionLine, parse_profile
 from planner.ir import Bucket, Schedule
+from planner.model.modes import simulate_schedule
 from planner.model.problem import Problem, make_problem
-from planner.model.simulator import simulate_schedule
 from planner.strategies.sparse import ratios
 from planner.verify import VerifyError, verify
 from runtime.errors import InputError

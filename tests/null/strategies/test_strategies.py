@@ -23,8 +23,8 @@ from schedule_text import parse_schedule
 
 from planner.decide.strategies import BASELINES, BOUNDED, RELAXED, STRATEGIES, accuracy_of, make_schedule
 from planner.ir import Schedule
+from planner.model.modes import simulate_schedule
 from planner.model.problem import Problem
-from planner.model.simulator import simulate_schedule
 from planner.verify import verify
 from runtime.errors import InputError
 
