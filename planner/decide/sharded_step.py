@@ -104,9 +104,7 @@ def choose_over_sharded(shared: Plan, riskier: Plan, *, memory_requires_sharding
 def alternative(
     problem: Problem, schedule: Schedule, start: Schedule, passes: Sequence[Pass], sharing: ShardUpdates | None
 ) -> Schedule | None:
-    """The best exact schedule that shares the step where `schedule`, which the passes made of `start`, does not, or the
-    reverse; None: there is none.
-    """
+    """The best exact schedule that shares the step where `schedule`, made of `start`, does not, or the reverse."""
     if sharing is None:
         return None
     if not schedule.mode.shares_update:

@@ -60,9 +60,7 @@ def best_baseline(problem: Problem) -> Schedule:
 
 
 def joint(problem: Problem, argument: str | None = None) -> Schedule:
-    """Buckets and densities together; `joint:MAX_RATIO` sets the largest ratio of all layers. Biases and norms are
-    protected.
-    """
+    """Buckets and densities together; `joint:MAX_RATIO` sets the largest ratio of all but biases and norms."""
     max_ratio = 0.0
     if argument is not None:
         max_ratio = positive_number("joint", argument, "times of compression", at_most=MAX_RATIO, at_least=1.0)

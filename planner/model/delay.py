@@ -46,9 +46,7 @@ SHOWN = 4
 
 
 def ops(load: StepWork, k: int, steps: int, head_us: float = 0.0) -> tuple[list[Op], ...]:
-    """What each lane does in so many steps from the beginning; steps 0, k, 2k, … pull. The network is busy with
-    something else for `head_us` at first.
-    """
+    """What each lane does in so many steps; steps 0, k, 2k, … pull. The network is busy for `head_us` before."""
     buckets, nodes = range(len(load.ready_us)), bool(load.scatter_us)
     in_order = sorted(buckets, key=lambda bucket: load.ready_us[bucket])
     compute: list[Op] = []

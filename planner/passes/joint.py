@@ -56,8 +56,7 @@ class Joint(Pass):
     accuracy: ClassVar[Accuracy] = "bounded"
 
     max_ratio: float = 0.0
-    """The largest ratio of a layer's elements to those that travel; 0: 1000, and 250 for recurrent and embedding ones.
-    """
+    """The largest ratio of elements to those that travel; 0: 1000, and 250 for recurrent and embedding layers."""
     protect: str = ""
     """Names that travel whole, as patterns separated by `|`; with `none`, biases and norms need not."""
     densities: str = DENSITIES
@@ -129,9 +128,7 @@ def _frontier(problem: Problem, given: Schedule, limits: Floats, ratios: tuple[f
 def _point(
     problem: Problem, forms: FlatForms, tables: BucketTables, allowed: int, before: Point, limits: Floats
 ) -> tuple[Point, SearchResult | None]:
-    """The best with the first `allowed` densities, and what was found on two kinds of link; `before` is the best with
-    one density fewer.
-    """
+    """The best with the first `allowed` densities, and what two kinds of link gave; `before`: with one fewer."""
     ratios = [form.ratio for form in forms.forms[: allowed + 1]]
     fixed = [before.schedule, layer_wise(problem, np.minimum(limits, ratios[-1]), by_layer=True)]
     # Every gradient in one bucket (SLGS by layer), and the buckets known so far, at each density.

@@ -25,8 +25,7 @@ class Sparsify(Pass):
     accuracy: ClassVar[Accuracy] = "bounded"
 
     max_ratio: float = 0.0
-    """The largest ratio of a layer's elements to those that travel; 0: 1000, and 250 for recurrent and embedding ones.
-    """
+    """The largest ratio of elements to those that travel; 0: 1000, and 250 for recurrent and embedding layers."""
     protect: str = ""
     """Names that travel whole, as patterns separated by `|`; with `none`, biases and norms need not."""
 

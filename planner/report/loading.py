@@ -32,8 +32,7 @@ def levels(loading: Loading) -> dict[str, float]:
 
 
 def loading_lines(plan: Plan) -> list[str]:
-    """What loading takes beside the step, what the cache takes of memory, and whether it fits; nothing without a
-    dataset."""
+    """What loading takes beside the step and of memory, and whether a cache fits; nothing without a dataset."""
     loading = plan.loading
     if loading is None or plan.predicted is None:
         return []

@@ -32,9 +32,7 @@ def fits(tables: BucketTables) -> bool:
 
 
 def solve_joint(tables: BucketTables, forms: int, known_us: float, limit: float) -> Solution:
-    """The choice among the first `forms` forms that ends earliest, of those that end no later than the known one;
-    `limit` is deterministic time.
-    """
+    """The earliest end over the first `forms` forms, no later than the known one; `limit` in deterministic time."""
     model = _LinkModel(tables, forms, known_us) if tables.two_links else _Model(tables, forms, known_us)
     return model.solve(limit)
 

@@ -46,9 +46,7 @@ class Partition:
 
 @lru_cache(maxsize=16)
 def best_partition(costs: tuple[float, ...], parts: int, method: str = "cpsat") -> Partition:
-    """The split of costs ≥ 0 of least largest share that was found, by `cpsat`, or by the rule `lpt` alone. Kept: a
-    pass and what is said of it ask.
-    """
+    """The split of least largest share, by `cpsat` or the rule `lpt`. Kept: a pass and what is said of it ask."""
     found = _partition(costs, longest_first(costs, parts), parts, "LPT")
     if method == "lpt" or found.proven or len(costs) * parts > MAX_BOOLEANS:
         return found

@@ -44,7 +44,6 @@ def _schedules(problem: Problem, limits: NDArray[np.float64]) -> Iterator[Schedu
     by_size = sorted(free, key=lambda index: (-int(problem.size_bytes[index]), index))
     for ratio in RATIOS:
         for count in COUNTS:
-            # With fewer gradients than that, the count before has had them all.
             if count == COUNTS[0] or count <= len(free):
                 chosen = frozenset(by_size[:count])
                 if chosen:

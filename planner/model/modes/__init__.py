@@ -63,9 +63,7 @@ def model_of(schedule: Schedule) -> ModeModel:
 
 
 def simulate_schedule(problem: Problem, schedule: Schedule) -> Timeline:
-    """Return the timeline of one step, which all passes and strategies are judged by; of modes whose steps overlap, of
-    a cycle of steps and the mean of them.
-    """
+    """Return the timeline of one step, or of a cycle where steps overlap: all schedules are judged by it."""
     return model_of(schedule).simulate(problem, schedule)
 
 

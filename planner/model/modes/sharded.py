@@ -153,9 +153,7 @@ def _alone(problem: Problem) -> CostCurve | None:
 
 
 def message_costs_us(problem: Problem, buckets: Sequence[Bucket]) -> list[float]:
-    """What each bucket's messages beside backward take: its reduce-scatter, and behind the last one the flags of which
-    gradients came.
-    """
+    """Of each bucket beside backward: its reduce-scatter, and behind the last one flags of which gradients came."""
     costs_us = _pushed_us(problem, [bucket.gradients for bucket in buckets])
     flags_bytes = np.array([float(problem.ranks * problem.count)])
     costs_us[-1] += float(problem.all_gather.curve(flags_bytes)[0])
@@ -176,9 +174,7 @@ def own_update_us(problem: Problem) -> float:
 
 
 def replicated_bytes(problem: Problem) -> int | None:
-    """What weights, gradients, the optimizer's state and known activations take on each rank; None where the state's
-    size is not known.
-    """
+    """What a rank holds of weights, gradients, state and known activations; None where the state is not known."""
     optimizer = problem.profile.compute.optimizer
     if optimizer is None or optimizer.state_bytes is None:
         return None
