@@ -89,6 +89,36 @@ class Exchange(NamedTuple):
         return self.update_us + sum(self.gathers_us)
 
 
+def exchange_step_us(problem: Problem, buckets: Sequence[Bucket], exchange: Exchange) -> float:
+    """As `exchange_timeline(…).iteration_us`, without the timeline that comparing schedules has no use for."""
+    members = [bucket.gradients for bucket in buckets]
+    ready_us = [problem.ready_list_us[max(gradients)] for gradients in members]
+    ends_us = _ends_us(problem, ready_us, exchange.costs_us, problem.bucket_factors(members), 0.0)
+    return max(ends_us) + exchange.end_us
+
+
+def _ends_us(
+    problem: Problem,
+    ready_us: Sequence[float],
+    costs_us: Sequence[float],
+    factors: Sequence[tuple[float, float]],
+    selection_us: float,
+) -> list[float]:
+    """When each bucket ends, then when compute does; `selection_us` is what backward is longer by."""
+    overlap = Overlap.of(problem)
+    overlap = replace(overlap, compute_end_us=overlap.compute_end_us + selection_us)
+    state, ends_us = State(0.0, 0.0), []
+    for ready, cost_us, slowed in zip(ready_us, costs_us, factors, strict=True):
+        if problem.contended:
+            state = overlap.send(state, ready, cost_us, slowed)[2]
+        else:
+            state = State(max(state.time_us, ready) + cost_us, overlap.compute_end_us)
+        ends_us.append(state.time_us)
+    if not problem.contended:
+        return [*ends_us, overlap.compute_end_us]
+    return [*ends_us, state.time_us + overlap.compute_end_us - state.progress_us]
+
+
 BucketCost = tuple[int, float, float, float, tuple[float, float]]
 """Of a bucket: its last gradient, its selection, its message and its unpacking in microseconds, and its factors."""
 
@@ -119,19 +149,7 @@ def bucket_costs_step_us(problem: Problem, costs: Sequence[BucketCost]) -> float
     for index in order:
         delay_us += costs[index][1]
         ready[index] = ready_us[costs[index][0]] + delay_us
-    overlap = Overlap.of(problem)
-    # Selection is a part of backward here: messages contend with it, too.
-    overlap = replace(overlap, compute_end_us=overlap.compute_end_us + delay_us)
-    state, ends_us = State(0.0, 0.0), []
-    for at_us, of in zip(ready, costs, strict=True):
-        if problem.contended:
-            state = overlap.send(state, at_us, of[2], of[4])[2]
-        else:
-            state = State(max(state.time_us, at_us) + of[2], overlap.compute_end_us)
-        ends_us.append(state.time_us)
-    compute_us = overlap.compute_end_us
-    if problem.contended:
-        compute_us = state.time_us + overlap.compute_end_us - state.progress_us
+    *ends_us, compute_us = _ends_us(problem, ready, [of[2] for of in costs], [of[4] for of in costs], delay_us)
     for end_us, of in zip(ends_us, costs, strict=True):
         if of[3] > 0.0:
             compute_us = max(compute_us, end_us) + of[3]

@@ -23,7 +23,7 @@ from planner.ir import Bucket, Mode, Schedule
 from planner.model.modes import synchronous
 from planner.model.problem import Problem
 from planner.model.reasons import PlanWords, merging, push_and_pull
-from planner.model.step import Exchange, exchange_timeline
+from planner.model.step import Exchange, exchange_step_us, exchange_timeline
 from runtime.plan import Plan, StepPlan, UpdatePlan, combinations
 from runtime.plan.interfaces import SHARDED_STEP
 from runtime.plan.timeline import Timeline
@@ -47,7 +47,7 @@ class Sharded(Mode):
 
 
 def step_us(problem: Problem, schedule: Schedule) -> float:
-    return simulate(problem, schedule).iteration_us
+    return exchange_step_us(problem, schedule.buckets, exchange(problem, schedule))
 
 
 def simulate(problem: Problem, schedule: Schedule) -> Timeline:

@@ -15,6 +15,7 @@ from planner.model.step import (
     Exchange,
     bucket_costs,
     bucket_costs_step_us,
+    exchange_step_us,
     exchange_timeline,
     step_timeline,
 )
@@ -28,9 +29,10 @@ def defect(schedule: Schedule, gradients: int) -> str | None:
 
 
 def step_us(problem: Problem, schedule: Schedule) -> float:
-    one_network = all(bucket.algorithm in ("library", *FLAT_GATHERS) for bucket in schedule.buckets)
-    if not one_network or all(bucket.collective != "sparse" for bucket in schedule.buckets):
+    if any(bucket.algorithm not in ("library", *FLAT_GATHERS) for bucket in schedule.buckets):
         return simulate(problem, schedule).iteration_us
+    if all(bucket.collective != "sparse" for bucket in schedule.buckets):
+        return exchange_step_us(problem, schedule.buckets, _exchange(problem, schedule))
     # Searches ask this of many schedules, and the task graph takes far longer than these sums.
     sparse_us = bucket_costs_step_us(problem, bucket_costs(problem, schedule.buckets))
     return sparse_us if schedule.norms is None else sparse_us - problem.update_us + update_us(problem, schedule)
