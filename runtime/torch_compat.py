@@ -32,6 +32,11 @@ def current_backward_id() -> int:
     return torch._C._current_graph_task_id()
 
 
+def is_tracing() -> bool:
+    """Return whether `torch.compile` traces a program in this thread: it looks at tensors then, not at numbers."""
+    return torch._guards.TracingContext.try_get() is not None
+
+
 def accumulator_of(parameter: torch.Tensor) -> Any:
     """The node of autograd's that adds gradients to the parameter's `.grad`; of a frozen parameter, too."""
     frozen = not parameter.requires_grad

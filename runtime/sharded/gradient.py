@@ -19,6 +19,7 @@ from torch import Tensor
 
 from runtime.comm.world import World
 from runtime.errors import InputError
+from runtime.torch_compat import is_tracing
 
 IN_PLACE = frozenset((
     "mul_", "multiply_", "div_", "divide_", "true_divide_", "clamp_", "clip_", "clamp_min_", "clamp_max_", "neg_",
@@ -29,12 +30,13 @@ FOREACH_IN_PLACE = frozenset((
     "_foreach_mul_", "_foreach_div_", "_foreach_clamp_min_", "_foreach_clamp_max_", "_foreach_neg_", "_foreach_zero_",
 ))  # fmt: skip
 SHAPES = frozenset((
-    "__len__", "__hash__", "__repr__", "__str__", "_is_view", "_is_zerotensor", "data_ptr", "detach", "detach_", "dim",
+    "__len__", "__hash__", "__repr__", "__str__", "_is_view", "_is_zerotensor", "detach", "detach_", "dim",
     "element_size", "get_device", "is_complex", "is_conj", "is_contiguous", "is_floating_point", "is_inference",
     "is_neg", "ndimension", "nelement", "numel", "requires_grad_", "size", "storage_offset", "stride", "type",
-    "untyped_storage",
 ))  # fmt: skip
-"""What asks nothing of the numbers; `torch.compile` asks all of it of a parameter whose forward it traces."""
+"""What asks nothing of the numbers."""
+MEMORY = frozenset(("data_ptr", "untyped_storage"))
+"""What leads to numbers; `torch.compile` asks it, and `SHAPES`, of a parameter whose forward it traces."""
 PARTS_OF_NUMBERS = frozenset(("H", "T", "imag", "mH", "mT", "real"))
 """Attributes that are tensors of them; `data` is the gradient itself here."""
 NORMS = frozenset(("linalg_vector_norm", "norm", "_foreach_norm"))
@@ -117,7 +119,7 @@ def _served(func: Callable[..., Any], args: tuple[Any, ...], options: dict[str, 
         return _norm(name, args, options)
     if name == SCALER:
         return _unscale(func, args, options)
-    if name in SHAPES:
+    if name in SHAPES or (name in MEMORY and is_tracing()):
         return _shape(func, name, args, options)
     raise refusal(_first(args), name)
 

@@ -33,6 +33,8 @@ FOUND = (
     "exact: train 2; loop zero zeros; keep itself; reattach 1; train 2",
     # A forward that is traced while its parameters have sharded gradients.
     "sharded dtype=float64: train 1; loop zero skip; compile around aot_eager; train 2",
+    # The memory of a gradient that has none of its own.
+    "sharded dtype=float64: train 2; keep storage; train 2",
 )
 """Scripts that failed once."""
 
