@@ -65,32 +65,22 @@ def estimated_grad_weight_share(layers: Sequence[LayerCost]) -> float:
 
 
 def split_backward(
-    layers: Sequence[LayerCost],
-    layer_backward_us: Mapping[str, float],
-    layer_forward_us: Mapping[str, float] | None,
-    forward_us: float,
+    layers: Sequence[LayerCost], layer_backward_us: Mapping[str, float], forward_us: float
 ) -> tuple[Layer, ...]:
-    """The profile's layers: measured times, divided by FLOPs where only FLOPs can tell.
+    """Return the profile's layers: measured times, divided by FLOPs where only FLOPs can tell.
 
     Nothing is made up: a layer without gradients (attention's products) keeps None for backward, because its time
-    was measured as part of its neighbours'.
-
-    Args:
-        layers: as traced.
-        layer_backward_us: sum of `backward_us` of the gradients of each layer (`runtime.plan.names.layer_of`).
-        layer_forward_us: measured forward time by layer; layers that it lacks share what it leaves of `forward_us`.
-        forward_us: the whole forward.
+    was measured as part of its neighbours'. Of each layer, as `layer_of` names it, `layer_backward_us` is the sum of
+    its gradients' `backward_us`.
     """
-    measured = layer_forward_us or {}
-    rest_us = max(0.0, forward_us - sum(measured.get(layer.name, 0.0) for layer in layers))
-    rest_flops = sum(layer.flops for layer in layers if layer.name not in measured)
+    all_flops = sum(layer.flops for layer in layers)
     return tuple(
         Layer(
             name=layer.name,
             kind=layer.kind,
             flops=layer.flops,
             activation_bytes=layer.activation_bytes,
-            forward_us=measured.get(layer.name, rest_us * layer.flops / rest_flops if rest_flops else None),
+            forward_us=forward_us * layer.flops / all_flops if all_flops else None,
             grad_input_us=halves[0],
             grad_weight_us=halves[1],
             parameters=layer.parameters,

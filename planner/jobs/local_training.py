@@ -42,7 +42,7 @@ def measure_updaters(
     Raises:
         InputError: the model's tensors cannot be shared.
     """
-    step_us = profile.compute.forward_us + sum(g.backward_us for g in profile.compute.gradients)
+    step_us = profile.compute.forward_us + profile.compute.backward_us
     if not dist.is_initialized() or dist.get_rank() == 0:
         LOGGER.info("profile: up to %d local updaters of each rank: about %.0f s", most, expected_s(step_us, most))
     longest_s = max(TIMEOUT_S if timeout_s is None else timeout_s, REPEATED_STEPS * step_us / 1e6)

@@ -298,7 +298,7 @@ def _compute(session: Session, old: Profile | None, ranks: Sequence[RankTimes]) 
         )
     assert old is not None
     end_us = float(np.median(np.array([rank.backward_end_us for rank in ranks]).max(axis=0)))
-    before_us = old.compute.forward_us + sum(gradient.backward_us for gradient in old.compute.gradients)
+    before_us = old.compute.forward_us + old.compute.backward_us
     updates = [time_us for rank in ranks for time_us in rank.update_us]
     stretched = scale_compute(old.compute, _ratio(end_us, before_us) or 1.0, 1.0)
     if not updates:

@@ -33,39 +33,35 @@ class Phases:
     """
 
     def __init__(self, phases: Sequence[Phase], budget_s: float, *, first: bool) -> None:
-        """`first`: whether this is the first rank."""
         self._phases, self._budget_s, self._first = tuple(phases), budget_s, first
         self._began_s: float | None = None
         self._done = 0
 
     def begin(self, name: str, world: World) -> float:
-        """The seconds that the next phase may take, which has this name; every rank of the world calls it."""
+        """Return the seconds that the next phase may take, which has this name; every rank of the world calls it."""
         phase, rest = self._phases[self._done], self._phases[self._done :]
         assert phase.name == name, f"{phase.name!r} comes next, not {name!r}"
         self._done += 1
-        share = min(1.0, max(0.0, self._left_s(world)) / sum(each.most_s for each in rest))
+        now_s = time.perf_counter()
+        self._began_s = now_s if self._began_s is None else self._began_s
+        # Of the rank where the least is left.
+        spent_s: list[float] = world.gather(now_s - self._began_s, "comparing clocks")
+        share = min(1.0, max(0.0, self._budget_s - max(spent_s)) / sum(each.most_s for each in rest))
         allowed_s = max(LEAST_S, share * phase.most_s)
         text = f"{self._done}/{len(self._phases)} {name}: up to {allowed_s:.0f} s"
         all_s = sum(max(LEAST_S, share * each.most_s) for each in rest)
         self.say(f"{text}; {all_s:.0f} s with all that follows" if len(rest) > 1 else text)
         return allowed_s
 
-    def _left_s(self, world: World) -> float:
-        """What is left of the budget on the rank where that is least."""
-        now_s = time.perf_counter()
-        self._began_s = now_s if self._began_s is None else self._began_s
-        spent_s: list[float] = world.gather(now_s - self._began_s, "comparing clocks")
-        return self._budget_s - max(spent_s)
-
     def say(self, text: str) -> None:
-        """A line of the first rank."""
+        """Log a line on the first rank."""
         if self._first:
             LOGGER.info("profile: %s", text)
 
 
 @contextmanager
 def heard() -> Iterator[None]:
-    """Lets lines be seen on standard error while this lasts, where nobody has configured `logging`."""
+    """Let lines be seen on standard error while this lasts, where nobody has configured `logging`."""
     if LOGGER.hasHandlers():
         yield
         return

@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 from torch import nn
 
 from planner.documents.profile import ComputeIntervals, ComputeProfile, Gradient, Interval
@@ -61,7 +61,7 @@ Step = Callable[[Callable[[], None]], object]
 
 @dataclass(frozen=True)
 class RankTimes:
-    """What one rank measured in every repeat; microseconds, from the start of forward but for the update."""
+    """What one rank measured in every repeat, from the start of forward but for the update."""
 
     forward_us: list[float]
     update_us: list[float]
@@ -72,7 +72,7 @@ class RankTimes:
 
 
 def measuring_plan(model: nn.Module, ranks: int) -> Plan:
-    """A plan for a session that only measures: in buckets of a usual number of gradients."""
+    """Return a plan for a session that only measures: in buckets of a usual number of gradients."""
     names = tuple(reversed(trainable_parameters(model)))
     groups = [names[first : first + GROUP] for first in range(0, len(names), GROUP)]
     return Plan(
@@ -83,25 +83,33 @@ def measuring_plan(model: nn.Module, ranks: int) -> Plan:
     )
 
 
-class AfterBackward:
-    """A communicator that sends one message of its own when backward has ended."""
+class OwnMessages:
+    """A communicator that fills the session's buckets and does not send them, but messages of its own."""
 
-    def __init__(self, world: World, device: torch.device, size_bytes: int) -> None:
-        self._inner = make_communicator(world, [COLLECTIVES[("all_reduce", "library")]], device)
-        self._bucket = make_bucket(size_bytes, device, "the message behind a measured step")
+    def __init__(self, world: World, device: torch.device, kinds: Iterable[tuple[str, str]]) -> None:
+        self._inner = make_communicator(world, [COLLECTIVES[kind] for kind in kinds], device)
+        self.close = self._inner.close
 
     def launch(self, bucket: Payload, sent: CommTiming, prepare: Callable[[], None] = nothing) -> None:
-        """The session's own buckets are filled, and not sent."""
+        """Fill a bucket of the session."""
         prepare()
 
     def wait(self, until: CommTiming | None = None) -> None:
         """See `Communicator.wait`."""
-        self._inner.launch(self._bucket.payload, CommTiming())
         self._inner.wait()
 
-    def close(self) -> None:
-        """See `Communicator.close`."""
-        self._inner.close()
+
+class AfterBackward(OwnMessages):
+    """Sends one message when backward has ended."""
+
+    def __init__(self, world: World, device: torch.device, size_bytes: int) -> None:
+        super().__init__(world, device, [("all_reduce", "library")])
+        self._bucket = make_bucket(size_bytes, device, "the message behind a measured step")
+
+    def wait(self, until: CommTiming | None = None) -> None:
+        """See `Communicator.wait`."""
+        self._inner.launch(self._bucket.payload, CommTiming())
+        super().wait(until)
 
 
 def _make_communicator(world: World, model: nn.Module) -> Communicator | None:
@@ -122,7 +130,7 @@ def _make_communicator(world: World, model: nn.Module) -> Communicator | None:
 
 
 class StepRunner:
-    """Runs a step under a measuring session and keeps its marks."""
+    """Runs a step under a measuring session."""
 
     def __init__(
         self, model: nn.Module, optimizer: torch.optim.Optimizer | None, step: Step, world: World,
@@ -136,8 +144,8 @@ class StepRunner:
         self.session.recorder.each_gradient = True
 
     def run(self) -> StepMarks:
-        """One step, begun by all ranks together: as training does, from taking the gradients away to the update, which
-        leaves the caches as it leaves them there. Forward begins with the step.
+        """Run one step, begun by all ranks together: as training does, from taking the gradients away to the update,
+        which leaves the caches as it leaves them there. Forward begins with the step.
         """
         self._world.gather(None, "starting a step together")
         recorder = self.session.recorder
@@ -164,7 +172,7 @@ class StepRunner:
         return marks
 
     def close(self) -> None:
-        """Takes the hooks off; the world stays."""
+        """Take the hooks off; the world stays."""
         self.session.detach(leave=False)
 
 
@@ -176,7 +184,7 @@ def measure_compute(
     progress: Progress,
     phases: Phases,
 ) -> list[RankTimes]:
-    """Every rank's times; the model and the optimizer change (see `runtime.monitor.preserve`).
+    """Return every rank's times; the model and the optimizer change (see `runtime.monitor.preserve`).
 
     Repeats that differ much are done again, and those that differ least count. The budget begins after the first ones.
     """
@@ -210,7 +218,7 @@ def measure_compute(
 
 
 def rank_times(marks: Sequence[StepMarks], names: Sequence[str], clock: Clock) -> RankTimes:
-    """What the marks of some steps say; `names` are the gradients' in the order of the session's plan."""
+    """Return what the marks of some steps say; `names` are the gradients' in the order of the session's plan."""
     between = clock.between_us
     ready: dict[str, list[float]] = {}
     for position, name in enumerate(names):
@@ -226,32 +234,27 @@ def rank_times(marks: Sequence[StepMarks], names: Sequence[str], clock: Clock) -
 
 
 def step_times_us(ranks: Sequence[RankTimes]) -> NDArray[np.float64]:
-    """Forward, backward and update of each repeat on the rank that took longest. Shape (repeats,)."""
-    if not all(rank.update_us for rank in ranks):
+    """Return forward, backward and update of each repeat on the rank that took longest. Shape (repeats,)."""
+    updates = min(len(rank.update_us) for rank in ranks)
+    if not updates:
         return _latest([rank.backward_end_us for rank in ranks])
-    steps = min(len(rank.update_us) for rank in ranks)
-    return _latest(
-        [list(map(sum, zip(rank.update_us[-steps:], rank.backward_end_us[-steps:], strict=True))) for rank in ranks]
-    )
+    return _latest([np.add(rank.update_us[-updates:], rank.backward_end_us[-updates:]) for rank in ranks])
 
 
 def spread_of(ranks: Sequence[RankTimes]) -> float:
-    """How far apart the quartiles of the step are, as a share of it."""
+    """Return how far apart the quartiles of the step are, as a share of it."""
     times_us = step_times_us(ranks)
     return _spread(times_us) / max(float(np.median(times_us)), 1e-9)
 
 
 def combine(ranks: Sequence[RankTimes], parameters: Mapping[str, nn.Parameter]) -> ComputeProfile:
-    """One profile from all ranks' times, gradients in order of readiness.
+    """Make one profile of all ranks' times, gradients in order of readiness.
 
     A collective begins when its last rank has come, and which rank that is changes from step to step. So a gradient
     counts as ready when it is on all ranks: in each repeat the latest rank, then the median over repeats. The update is
     what it adds to that of the end of backward: between two collectives each rank has one of both, one after the other.
-    Forward is a median over ranks and repeats. A parameter that got no gradient on any rank is not in it.
-
-    Args:
-        ranks: of each rank, its times.
-        parameters: those that are trained, by canonical name.
+    Forward is a median over ranks and repeats. Of the trained `parameters`, by canonical name, one that got no gradient
+    on any rank is not in it.
     """
     order = {name: position for position, name in enumerate(reversed(list(parameters)))}
     everywhere = {name: _latest([r.ready_us[name] for r in ranks if name in r.ready_us]) for name in parameters}
@@ -294,8 +297,8 @@ def combine(ranks: Sequence[RankTimes], parameters: Mapping[str, nn.Parameter]) 
     )
 
 
-def _latest(ranks: Sequence[Sequence[float]]) -> NDArray[np.float64]:
-    """Per repeat, the latest rank's time; NaN only where no rank has one. Shape (repeats,), or (0,) without ranks."""
+def _latest(ranks: Sequence[ArrayLike]) -> NDArray[np.float64]:
+    """Return the latest rank's time of each repeat; NaN only where none has one. Shape (repeats,), or (0,) of no ranks."""
     return np.fmax.reduce(np.array(ranks, dtype=np.float64), axis=0) if ranks else np.empty(0)
 
 

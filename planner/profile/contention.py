@@ -13,21 +13,19 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
 
 from planner.documents.profile import ComputeProfile, Contention, SizeFactors
-from planner.profile.compute import Step, StepRunner
+from planner.profile.compute import OwnMessages, Step, StepRunner
 from planner.profile.links import make_bucket
 from planner.profile.progress import Progress
 from planner.profile.wanted import ALL_GATHER, ALL_REDUCE
-from runtime.comm.collectives import COLLECTIVES
 from runtime.comm.collectives.direct import Packed
-from runtime.comm.communicator import CommTiming, Payload, make_communicator, nothing
+from runtime.comm.communicator import CommTiming, Payload
 from runtime.comm.world import World
 from runtime.monitor.clock import Clock
 
@@ -35,10 +33,8 @@ MAX_ROUNDS = 15
 LEAST_ROUNDS = (3, 2, 1)
 """For so many rounds there has to be time, of as many sizes as possible; where there is none for a single size, for
 fewer rounds."""
-BUDGET_S = 20.0
-"""What all of it may take."""
 PROBING = 0.25
-"""Share of it that may be spent on finding out how long messages take."""
+"""Share of the budget that may be spent on finding out how long messages take."""
 STEPS_PER_SIZE = 2.5
 """What a size takes in a round, in steps: messages alone, then a step that they slow down."""
 SHARE = 0.8
@@ -60,17 +56,17 @@ Sort = tuple[str, int, int]
 """(kind, bytes, how many) of messages."""
 
 
-class _Flood:
-    """A communicator that sends messages of its own, back to back, when it is told to."""
+class _Flood(OwnMessages):
+    """Sends messages back to back when it is told to."""
 
     def __init__(self, world: World, device: torch.device) -> None:
-        self._inner = make_communicator(world, [COLLECTIVES[kind] for kind in KINDS.values()], device)
+        super().__init__(world, device, KINDS.values())
         self._device, self._ranks = device, world.ranks
         self._buckets: list[Payload] = []
         self.sent: list[CommTiming] = []
 
     def choose(self, kind: str, size_bytes: int, messages: int) -> None:
-        """From now on so many of this kind and size."""
+        """Send so many of this kind and size from now on."""
         if kind == ALL_REDUCE:
             self._buckets = [make_bucket(size_bytes, self._device).payload for _ in range(messages)]
             return
@@ -83,16 +79,6 @@ class _Flood:
         self.sent = [CommTiming() for _ in self._buckets]
         for bucket, sent in zip(self._buckets, self.sent, strict=True):
             self._inner.launch(bucket, sent)
-
-    def launch(self, bucket: Payload, sent: CommTiming, prepare: Callable[[], None] = nothing) -> None:
-        """The session's own buckets are filled, and not sent."""
-        prepare()
-
-    def wait(self, until: CommTiming | None = None) -> None:
-        self._inner.wait()
-
-    def close(self) -> None:
-        self._inner.close()
 
 
 @dataclass(frozen=True)
@@ -113,31 +99,25 @@ class Seen:
 
 def measure_contention(
     model: nn.Module, optimizer: torch.optim.Optimizer | None, step: Step, world: World, device: torch.device,
-    compute: ComputeProfile, progress: Progress, kinds: Sequence[str] = tuple(KINDS), budget_s: float = BUDGET_S,
+    compute: ComputeProfile, progress: Progress, kinds: Sequence[str], budget_s: float,
 ) -> dict[str, tuple[SizeFactors, ...]]:  # fmt: skip
-    """The factors of this machine by kind and size of messages, the same on all ranks; nothing where backward is too
-    short to tell, or steps too long for the budget.
-
-    Args:
-        compute: the step as it is alone.
-        kinds: of messages: `all_reduce`, `all_gather`.
-        budget_s: what it may take.
+    """Return the factors of this machine by kind (`all_reduce`, `all_gather`) and size of messages, the same on all
+    ranks; nothing where backward is too short to tell, or steps too long for the budget. `compute` is the step alone.
     """
     backward_us = sum(gradient.backward_us for gradient in compute.gradients[1:])
     if world.group is None or backward_us < MIN_BACKWARD_US:
         return {}
-    model_bytes = sum(gradient.size_bytes for gradient in compute.gradients)
-    sizes = affordable_sizes(step_s(compute), budget_s)
+    sizes = affordable_sizes(compute.step_us / 1e6, budget_s)
     if not sizes:
         return {}
     flood = _Flood(world, device)
     runner = StepRunner(model, optimizer, step, world, communicator=flood)
     try:
-        fitting = _fitting(runner, flood, world, backward_us, model_bytes, kinds, budget_s * PROBING)
+        fitting = _fitting(runner, flood, world, backward_us, compute.size_bytes, kinds, budget_s * PROBING)
         chosen = spread_evenly(fitting, sizes)
         if not chosen:
             return {}
-        if step_s(compute) * MAX_ROUNDS < budget_s:
+        if compute.step_us / 1e6 * MAX_ROUNDS < budget_s:
             runner.run()
         started = time.perf_counter()
         rounds = [_round(runner, flood, world, chosen)]
@@ -147,15 +127,15 @@ def measure_contention(
     finally:
         runner.close()
     everyone: list[list[list[Seen]]] = world.gather(rounds, "comparing contention")
-    found: defaultdict[str, list[SizeFactors]] = defaultdict(list)
+    found: dict[str, tuple[SizeFactors, ...]] = {}
     for index, (kind, size_bytes, _) in enumerate(chosen):
-        slowed, late = solve([of_last([rank[index] for rank in ranks]) for ranks in zip(*everyone, strict=True)])
-        found[kind].append((float(size_bytes), round(slowed, 4), round(late, 4)))
-    return {kind: tuple(factors) for kind, factors in found.items()}
+        slowed, late = solve([_of_last([rank[index] for rank in ranks]) for ranks in zip(*everyone, strict=True)])
+        found[kind] = (*found.get(kind, ()), (float(size_bytes), round(slowed, 4), round(late, 4)))
+    return found
 
 
 def contention_of(found: Mapping[str, tuple[SizeFactors, ...]], model_bytes: int) -> Contention | None:
-    """What was measured as the document has it; None where nothing was measured of all-reduces."""
+    """Return what was measured as the document has it; None where nothing was measured of all-reduces."""
     if ALL_REDUCE not in found:
         return None
     # Beside a usual bucket: a quarter of the model.
@@ -165,14 +145,8 @@ def contention_of(found: Mapping[str, tuple[SizeFactors, ...]], model_bytes: int
     )
 
 
-def step_s(compute: ComputeProfile) -> float:
-    """Seconds of a step without messages."""
-    backward_us = sum(gradient.backward_us for gradient in compute.gradients)
-    return (compute.forward_us + backward_us + compute.update_us) / 1e6
-
-
 def affordable_sizes(each_s: float, budget_s: float) -> int:
-    """How many sizes of messages there is time for, at a step of so many seconds; 0: not even for one."""
+    """Return how many sizes of messages there is time for, at a step of so many seconds; 0: not even for one."""
     for rounds in LEAST_ROUNDS:
         sizes = int((budget_s / rounds / max(each_s, 1e-9) - 1.0) / STEPS_PER_SIZE)
         if sizes >= 1:
@@ -181,7 +155,7 @@ def affordable_sizes(each_s: float, budget_s: float) -> int:
 
 
 def spread_evenly(fitting: Sequence[Sort], most: int) -> list[Sort]:
-    """At most so many of the messages, of each kind about as many, the largest of a kind first of all."""
+    """Return at most so many of the messages, of each kind about as many, the largest of a kind first of all."""
     kinds = list(dict.fromkeys(kind for kind, *_ in fitting))[:most]
     chosen = []
     for place, kind in enumerate(kinds):
@@ -195,7 +169,7 @@ def _fitting(
     runner: StepRunner, flood: _Flood, world: World, backward_us: float, model_bytes: int, kinds: Sequence[str],
     probing_s: float,
 ) -> list[Sort]:  # fmt: skip
-    """Messages that fill most of backward; none where not even the smallest of the first kind do."""
+    """Return messages that fill most of backward; none where not even the smallest of the first kind do."""
     chosen: list[Sort] = []
     longest_us = 1e6 * probing_s / (len(kinds) * PROBES * PROBE_MESSAGES)
     for kind in kinds:
@@ -214,8 +188,10 @@ def _fitting(
 
 
 def _round(runner: StepRunner, flood: _Flood, world: World, chosen: Sequence[Sort]) -> list[Seen]:
-    """Every kind and size once, interleaved with backward alone so that drift hits all alike; messages go before every
-    step, so that caches are alike."""
+    """Measure every kind and size once, interleaved with backward alone so that drift hits all alike.
+
+    Messages go before every step, so that caches are alike.
+    """
     between = runner.clock.between_us
     flood.choose(*chosen[-1])
     _send_alone(flood, world)
@@ -236,7 +212,7 @@ def _round(runner: StepRunner, flood: _Flood, world: World, chosen: Sequence[Sor
     return seen
 
 
-def of_last(ranks: Sequence[Seen]) -> Seen:
+def _of_last(ranks: Sequence[Seen]) -> Seen:
     """One round as a step feels it, which continues when the straggler is there; messages alone as the straggler sees
     them, which waits for nobody."""
     last = max(ranks, key=lambda seen: seen.both_us)
@@ -246,7 +222,7 @@ def of_last(ranks: Sequence[Seen]) -> Seen:
 
 
 def passed(ends_us: Sequence[float], until_us: float) -> float:
-    """How many messages, of which each begins when the one before ends, have passed by then."""
+    """Return how many messages, of which each begins when the one before ends, have passed by then."""
     done, before_us = 0.0, 0.0
     for end_us in ends_us:
         if end_us > until_us:
@@ -272,7 +248,7 @@ def _alone(probe: _Flood, world: World, clock: Clock) -> float:
 
 
 def solve(rounds: Sequence[Seen]) -> tuple[float, float]:
-    """(compute, network): the factors that explain what was seen of one size; medians over rounds."""
+    """Return (compute, network), the factors that explain what was seen of one size; medians over rounds."""
     backward_us, each_us, both_us, shared_us = (
         statistics.median(getattr(one, field) for one in rounds)
         for field in ("backward_us", "each_us", "both_us", "shared_us")

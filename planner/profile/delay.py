@@ -26,8 +26,8 @@ RATES = {"lr": 0.0, "momentum": 0.9, "weight_decay": 1e-4}
 
 
 def measure_delay(world: World, device: torch.device, model_bytes: int, progress: Progress) -> dict[str, Line]:
-    """Return the cluster's lines over bytes by field, the same on all ranks: `push_pack` over those of a push,
-    `local_update` and `pull_take` over those of all weights.
+    """Return the cluster's lines by field, the same on all ranks: `push_pack` over the bytes of a push, `local_update`
+    and `pull_take` over those of all weights.
     """
 
     def line(make: Callable[[int], Callable[[], object]], what: str) -> Line:

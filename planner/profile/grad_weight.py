@@ -23,11 +23,11 @@ BUDGET_S = 6.0
 
 
 def measure_grad_weight_share(model: nn.Module, step: Step, compute: ComputeProfile, world: World) -> float | None:
-    """Share of backward, 0 to 1, median over ranks; None on a GPU (host times mean nothing there), where a model does
-    not run with frozen parameters, or where steps are too long. Gradients and `requires_grad` flags are left as found.
+    """Measure the share of backward, 0 to 1, median over ranks; None on a GPU (host times mean nothing there), where a
+    model does not run with frozen parameters, or where steps are too long. Gradients and flags are left as found.
     """
     parameters = trainable_parameters(model)
-    step_s = (compute.forward_us + sum(g.backward_us for g in compute.gradients)) / 1e6
+    step_s = (compute.forward_us + compute.backward_us) / 1e6
     # The same number on all ranks: a step may have collectives of its own. Each part begins with a step to warm up.
     repeats = min(REPEATS, int(BUDGET_S / max(step_s, 1e-9) / 2) - 1)
     mine = None
@@ -49,7 +49,7 @@ def measure_grad_weight_share(model: nn.Module, step: Step, compute: ComputeProf
 
 
 def _backward_s(step: Step, repeats: int) -> float | None:
-    """Median seconds from the loss to the end of the step; None where the step does not say when backward begins."""
+    """Return median seconds from loss to end of the step; None where the step does not say when backward begins."""
     times = []
     for _ in range(repeats + 1):
         begun: list[float] = []

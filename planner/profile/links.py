@@ -11,8 +11,9 @@ needs no common clock.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -20,11 +21,11 @@ import torch.distributed as dist
 from scipy import stats
 from torch import Tensor, nn
 
-from planner.documents.profile import Line, Sample
+from planner.documents.profile import Line, Link, Sample
 from planner.profile.progress import Progress
 from runtime.comm.collectives import COLLECTIVES
 from runtime.comm.collectives.phases import bounds, reduce_scatter
-from runtime.comm.communicator import CommTiming, Communicator, make_communicator
+from runtime.comm.communicator import CommTiming, make_communicator
 from runtime.comm.world import World
 from runtime.core.buckets import BucketBuffer, Message, Slot, lay_out
 from runtime.delay.server import Shard
@@ -41,26 +42,32 @@ BUDGET_S = 2.5
 """What one collective may take in all, once it has been timed often enough."""
 LONGEST_S = 4.0
 """What it may take in any case: larger messages are not timed."""
-HALVES = ("reduce_scatter", "all_gather")
-
-INSIDE = "intra"
-"""What `measure_part` calls the links inside nodes."""
 
 Run = Callable[[], None]
 """One call (or several in a row) of a collective, until its result is there."""
 
 
+Curve = tuple[Sample, ...]
+
+
 @dataclass(frozen=True)
 class LinkTimes:
-    """Curves by collective."""
+    """Curves by collective, of one kind of link beginning with `intra/` or `inter/`."""
 
-    samples: dict[str, tuple[Sample, ...]]
-    back_to_back: dict[str, tuple[Sample, ...]]
-    lines: dict[str, Line]
+    samples: dict[str, Curve] = field(default_factory=dict)
+    back_to_back: dict[str, Curve] = field(default_factory=dict)
+    links: dict[str, Link] = field(default_factory=dict)
+    """Constants by kind of link, where an all-reduce over it was timed."""
+    cut: tuple[str, ...] = ()
+    """Which curves end before the largest message."""
+
+    @property
+    def lines(self) -> dict[str, Line]:
+        return {name: fit(curve) for name, curve in self.samples.items()}
 
 
 def message_sizes(model_bytes: int, ratio: int) -> list[int]:
-    """1 KiB, times `ratio` each, up to the model's size, which is the last."""
+    """Return 1 KiB, times `ratio` each, up to the model's size, which is the last."""
     sizes = [SMALLEST_BYTES]
     while sizes[-1] * ratio < model_bytes:
         sizes.append(sizes[-1] * ratio)
@@ -74,17 +81,14 @@ def measure_all_reduce(
     progress: Progress,
     budget_s: float = BUDGET_S,
     longest_s: float = LONGEST_S,
-) -> tuple[tuple[Sample, ...], tuple[Sample, ...]]:
-    """Times the runtime's all-reduce as sessions use it: (calls alone, calls that queue behind one another).
+) -> tuple[Curve, Curve]:
+    """Time the runtime's all-reduce as sessions use it: (calls alone, calls that queue behind one another).
 
     Alone means right after a barrier, when all ranks are there and their threads awake. In a step they are not: after
     a computation a message takes about as long as one in a queue.
     """
-    communicator = make_communicator(world, [COLLECTIVES[("all_reduce", "library")]], device)
-    limits = budget_s, longest_s
-    try:
-        fine = message_sizes(model_bytes, 2)
-        probe = _AllReduceProbe(communicator, device, fine[-1])
+    fine, limits = message_sizes(model_bytes, 2), (budget_s, longest_s)
+    with closing(_AllReduceProbe(world, device, fine[-1])) as probe:
         alone = _curve(world, device, fine, probe.once, progress, "all_reduce", limits)
         short = max(1, sum(time_us <= QUEUED_US for _, time_us in alone))
         least, most = QUEUED_CALLS
@@ -98,8 +102,6 @@ def measure_all_reduce(
         more_us = max(0.0, queued[-1][1] - alone_us[queued[-1][0]])
         queued += [(size, time_us + more_us) for size, time_us in alone if size > queued[-1][0]]
         return alone, tuple((size, round(time_us, 3)) for size, time_us in queued)
-    finally:
-        communicator.close()
 
 
 def measure_links(
@@ -107,14 +109,14 @@ def measure_links(
     device: torch.device,
     model_bytes: int,
     progress: Progress,
-    names: Sequence[str] = ("all_reduce", *HALVES),
+    names: Sequence[str] = ("all_reduce", "reduce_scatter", "all_gather"),
     longest_s: float = LONGEST_S,
 ) -> LinkTimes:
-    """Times collectives over all ranks, by name; the all-reduce through the runtime's communicator, alone and in a
+    """Time collectives over all ranks, by name; the all-reduce through the runtime's communicator, alone and in a
     queue. Each takes at most `longest_s`.
     """
-    samples: dict[str, tuple[Sample, ...]] = {}
-    queues: dict[str, tuple[Sample, ...]] = {}
+    samples: dict[str, Curve] = {}
+    queues: dict[str, Curve] = {}
     limits = min(BUDGET_S, longest_s), longest_s
     if "all_reduce" in names:
         samples["all_reduce"], queues["all_reduce"] = measure_all_reduce(world, device, model_bytes, progress, *limits)
@@ -122,42 +124,41 @@ def measure_links(
         if name in _LIBRARY:
             make = _bind(_LIBRARY[name], world, device)
             samples[name] = _curve(world, device, message_sizes(model_bytes, 4), make, progress, name, limits)
-    return LinkTimes(samples, queues, {name: fit(curve) for name, curve in samples.items()})
+    return LinkTimes(samples, queues, cut=cut_short(samples, model_bytes))
 
 
-def cut_short(times: LinkTimes, model_bytes: int) -> list[str]:
-    """A sentence for each collective that was not timed up to messages of the model's size."""
-    return [
-        f"{name}: timed up to {curve[-1][0]:,.0f} of {model_bytes:,} bytes, for that took {curve[-1][1] / 1e6:.2g} s; "
-        f"larger messages are on the line through the last two"
-        for name, curve in times.samples.items()
-        if curve[-1][0] < model_bytes
-    ]
+def cut_short(curves: Mapping[str, Curve], largest_bytes: int) -> tuple[str, ...]:
+    """Return a sentence for each collective that was not timed up to its largest message."""
+    return tuple(
+        f"{name}: timed up to {curve[-1][0]:,.0f} of {largest_bytes:,} bytes, for that took {curve[-1][1] / 1e6:.2g} "
+        f"s; larger messages are on the line through the last two"
+        for name, curve in curves.items()
+        if curve[-1][0] < largest_bytes
+    )
 
 
 def measure_part(
     world: World, part: World, device: torch.device, largest_bytes: int, names: Sequence[str], progress: Progress,
-    what: str, longest_s: float = LONGEST_S,
-) -> LinkTimes:  # fmt: skip
-    """Times collectives among this rank's part of the ranks, while all other parts do the same; `what` names its links.
+    kind: str, longest_s: float,
+) -> dict[str, Curve]:  # fmt: skip
+    """Time collectives among this rank's part of the ranks, `intra` or `inter`, while all other parts do the same.
 
     Times are those of the slowest part.
     """
-    communicator = make_communicator(part, [COLLECTIVES[("all_reduce", "library")]], device)
-    sizes = message_sizes(largest_bytes, 4)
-    try:
-        probe = _AllReduceProbe(communicator, device, sizes[-1])
+    sizes, limits = message_sizes(largest_bytes, 4), (min(BUDGET_S, longest_s), longest_s)
+    with closing(_AllReduceProbe(part, device, sizes[-1])) as probe:
         makers = {"all_reduce": probe.once, **{name: _bind(make, part, device) for name, make in _LIBRARY.items()}}
-        if what == INSIDE:
+        if kind == "intra":
             makers["reduce_scatter"] = _bind(_scatter, part, device)  # between nodes gradients are pushed
-        limits = min(BUDGET_S, longest_s), longest_s
-        curves = {
-            name: _curve(part, device, sizes, makers[name], progress, f"{what}/{name}", limits, everybody=world)
+        return {
+            f"{kind}/{name}": _curve(
+                part, device, sizes, makers[name], progress, f"{kind}/{name}", limits, everybody=world
+            )
             for name in names
         }
-    finally:
-        communicator.close()
-    return LinkTimes(curves, {}, {name: fit(curve) for name, curve in curves.items()})
+
+
+_Maker = Callable[[World, torch.device, int], Run]
 
 
 def _bind(make: _Maker, world: World, device: torch.device) -> Callable[[int], Run]:
@@ -167,15 +168,16 @@ def _bind(make: _Maker, world: World, device: torch.device) -> Callable[[int], R
 class _AllReduceProbe:
     """Sends buckets as a session does; messages of all sizes lie in one piece of memory, which is as large as one."""
 
-    def __init__(self, communicator: Communicator, device: torch.device, largest_bytes: int) -> None:
-        self._communicator = communicator
+    def __init__(self, world: World, device: torch.device, largest_bytes: int) -> None:
         self._memory = torch.zeros(max(1, largest_bytes // 4), device=device)
+        self._communicator = make_communicator(world, [COLLECTIVES[("all_reduce", "library")]], device)
+        self.close = self._communicator.close
 
     def _bucket(self, size_bytes: int, place: int) -> BucketBuffer:
         numel = max(1, size_bytes // 4)
         places = max(1, self._memory.numel() // numel)
         start = place % places * numel
-        return as_bucket(self._memory[start : start + numel], size_bytes)
+        return _as_bucket(self._memory[start : start + numel], size_bytes)
 
     def once(self, size_bytes: int) -> Run:
         bucket = self._bucket(size_bytes, 0)
@@ -192,20 +194,16 @@ class _AllReduceProbe:
 
 
 def make_bucket(size_bytes: int, device: torch.device, label: str | None = None) -> BucketBuffer:
-    """A bucket of float32 zeros that belongs to no model; `label` names it in errors."""
-    return as_bucket(torch.zeros(max(1, size_bytes // 4), device=device), size_bytes, label)
+    """Return a bucket of float32 zeros that belongs to no model; `label` names it in errors."""
+    return _as_bucket(torch.zeros(max(1, size_bytes // 4), device=device), size_bytes, label)
 
 
-def as_bucket(flat: Tensor, size_bytes: int, label: str | None = None) -> BucketBuffer:
-    """`flat` (1-D) as a bucket that belongs to no model."""
+def _as_bucket(flat: Tensor, size_bytes: int, label: str | None = None) -> BucketBuffer:
     return BucketBuffer(0, [], [Message(flat, [])], label or f"a message of {size_bytes} bytes")
 
 
-_Maker = Callable[[World, torch.device, int], Run]
-
-
 def make_shard(world: World, device: torch.device, size_bytes: int) -> Shard:
-    """Float32 zeros of no model, of which this rank owns its part."""
+    """Return float32 zeros of no model, of which this rank owns its part."""
     slots = [Slot("parameter", 0, nn.Parameter(torch.zeros(max(1, size_bytes // 4), device=device)))]
     return Shard(lay_out(slots)[0], world.rank, world.ranks)
 
@@ -214,12 +212,7 @@ def _reduce_scatter(world: World, device: torch.device, size_bytes: int) -> Run:
     """As plans with delay push gradients: libraries' own reduce-scatters can take several times as long."""
     shard, group = make_shard(world, device, size_bytes), world.group
     assert group is not None
-
-    def run() -> None:
-        for work in shard.phases(group):
-            work.wait()
-
-    return run
+    return lambda: _finish(shard.phases(group))
 
 
 def _scatter(world: World, device: torch.device, size_bytes: int) -> Run:
@@ -228,12 +221,12 @@ def _scatter(world: World, device: torch.device, size_bytes: int) -> Run:
     first, last = bounds(vector.numel(), world.ranks, world.rank)
     received, summed, group = vector.new_zeros(world.ranks, last - first), vector.new_zeros(last - first), world.group
     assert group is not None
+    return lambda: _finish(reduce_scatter(vector, received, summed, group))
 
-    def run() -> None:
-        for work in reduce_scatter(vector, received, summed, group):
-            work.wait()
 
-    return run
+def _finish(phases: Iterable[dist.Work]) -> None:
+    for work in phases:
+        work.wait()
 
 
 def _all_gather(world: World, device: torch.device, size_bytes: int) -> Run:
@@ -248,8 +241,8 @@ _LIBRARY: dict[str, _Maker] = {"reduce_scatter": _reduce_scatter, "all_gather": 
 def _curve(
     world: World, device: torch.device, sizes: Sequence[int], make: Callable[[int], Run], progress: Progress, what: str,
     limits: tuple[float, float], everybody: World | None = None,
-) -> tuple[Sample, ...]:  # fmt: skip
-    """(message bytes, median over passes of the time from the last arrival) for each size that there is time for.
+) -> Curve:  # fmt: skip
+    """Time each size that there is time for: (message bytes, median over passes of the time from the last arrival).
 
     All sizes are timed once in every pass, so that a drift of the machine hits them alike. `limits` are what the
     passes may take once there are enough of them, and what may be taken in any case. `everybody`: ranks of which all
@@ -280,13 +273,13 @@ def _curve(
 
 
 def _timed(run: Run, device: torch.device, world: World) -> float:
-    """Microseconds of one run on this rank, begun by all ranks together as nearly as a barrier allows."""
+    """Return microseconds of one run on this rank, begun by all ranks together as nearly as a barrier allows."""
     dist.barrier(group=world.group)
     return timed_us(run, device)
 
 
 def timed_us(run: Callable[[], object], device: torch.device) -> float:
-    """Microseconds of one run, until the device is through with it."""
+    """Return microseconds of one run, until the device is through with it."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     start = time.perf_counter()
@@ -297,12 +290,12 @@ def timed_us(run: Callable[[], object], device: torch.device) -> float:
 
 
 def sizes_up_to(sizes: Sequence[int], model_bytes: int) -> list[int]:
-    """Those below the model's size, and that, or the largest of them if it is less."""
+    """Return those below the model's size, and that, or the largest of them if it is less."""
     return sorted({*(size for size in sizes if size < model_bytes), min(max(model_bytes, 4), sizes[-1])})
 
 
 def slowest_line(world: World, sizes: Sequence[int], times_us: Sequence[Sequence[float]], what: str) -> Line:
-    """The line over the times of each size, the same on all ranks: of each repeat the slowest rank, whom others wait
+    """Fit a line over the times of each size, the same on all ranks: of each repeat the slowest rank, whom others wait
     for, then the median over repeats. `what` names the exchange in errors.
     """
     everyone: list[Sequence[Sequence[float]]] = world.gather(times_us, what)
@@ -311,7 +304,7 @@ def slowest_line(world: World, sizes: Sequence[int], times_us: Sequence[Sequence
 
 
 def fit(curve: Sequence[Sample]) -> Line:
-    """α and β by Theil-Sen (the median of all slopes, then of all intercepts), and how well the line fits."""
+    """Fit α and β by Theil-Sen (the median of all slopes, then of all intercepts), and how well the line fits."""
     size, time_us = (np.array(column, dtype=np.float64) for column in zip(*curve, strict=True))
     if len(curve) < 2:
         return Line(alpha_us=float(time_us[0]), beta_us_per_byte=0.0)

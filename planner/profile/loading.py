@@ -31,11 +31,7 @@ FEWEST = 4
 
 
 def batch_samples(batch: Any) -> int:
-    """How many samples a batch has: the first dimension of its first tensor.
-
-    Raises:
-        InputError: it holds no tensor that has one.
-    """
+    """Return the first dimension of a batch's first tensor. Raises InputError where no tensor has one."""
     for leaf in tree_leaves(batch):
         if isinstance(leaf, Tensor) and leaf.dim() and leaf.shape[0]:
             return leaf.shape[0]
@@ -46,15 +42,10 @@ def batch_samples(batch: Any) -> int:
 
 
 def measure_loading(dataset: Any, batch: int, world: World) -> Loading:
-    """Times single samples, in one process of each rank, on all ranks at once; the slowest rank's medians count.
+    """Time single samples, in one process of each rank, on all ranks at once; the slowest rank's medians count.
 
     Each rank has caches and samples of its own, as if it were a node. The operating system keeps what it has read, so
-    `cold_us` is that of a first epoch only where these samples were not read lately.
-
-    Args:
-        dataset: the job's.
-        batch: samples of a step on each rank.
-        world: all ranks; each calls this.
+    `cold_us` is that of a first epoch only where these samples were not read lately. A step has `batch` samples.
 
     Raises:
         InputError: the dataset cannot be cached, or ranks have different ones.
@@ -81,8 +72,8 @@ def measure_loading(dataset: Any, batch: int, world: World) -> Loading:
         on_disk.close()
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-    times = median(cold_us), median(disk_us), median(memory_us)
-    found = (*times, fmean(sizes_bytes), on_disk.raw_bytes, available_bytes(), node_name(None))
+    times = median(cold_us), median(disk_us), median(memory_us), fmean(sizes_bytes)
+    found = (*times, on_disk.raw_bytes, available_bytes(), node_name(None))
     everyone: list[tuple[Any, ...]] = world.gather(found, "comparing times of loading")
     cold, disk, memory, decoded, raw, available, names = zip(*everyone, strict=True)
     return Loading(
@@ -99,7 +90,7 @@ def measure_loading(dataset: Any, batch: int, world: World) -> Loading:
 
 
 def _times_us(dataset: CachedDataset, indices: Sequence[int]) -> list[float]:
-    """How long each sample took, of as many as the time allowed."""
+    """Time each sample, of as many as the time allows."""
     times_us: list[float] = []
     began = last = time.perf_counter()
     for index in indices:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Any, get_args
 
@@ -25,30 +25,18 @@ from planner.frontend.layers import estimated_grad_weight_share, split_backward
 from planner.frontend.trace import TracedModel, trace
 from planner.profile.budget import Phases
 from planner.profile.compute import Step, combine, measure_compute
-from planner.profile.contention import affordable_sizes, contention_of, measure_contention, step_s
+from planner.profile.contention import affordable_sizes, contention_of, measure_contention
 from planner.profile.delay import measure_delay
 from planner.profile.grad_weight import measure_grad_weight_share
-from planner.profile.links import LinkTimes, cut_short, measure_links
-from planner.profile.node_links import LinkProfile, measure_apart, parts_of
+from planner.profile.links import LinkTimes, measure_links
+from planner.profile.node_links import measure_apart, parts_of
 from planner.profile.norms import measure_norms
 from planner.profile.progress import Progress
 from planner.profile.request import Request
 from planner.profile.selection import measure_selection
-from planner.profile.wanted import (
-    ALL_GATHER,
-    APART,
-    CONTENTION,
-    DELAY,
-    FLAT,
-    LAYERS,
-    NORMS,
-    SELECTION,
-    Wanted,
-    curves,
-)
+from planner.profile.wanted import ALL_GATHER, APART, CONTENTION, DELAY, FLAT, LAYERS, NORMS, SELECTION, Wanted, curves
 from planner.testbed.emulation import emulation_here
 from runtime.checks.plan import model_fingerprint, trainable_parameters
-from runtime.comm.topology import node_name
 from runtime.comm.world import World
 from runtime.optimizers import LayerwiseOptimizer
 from runtime.optimizers.kinds import ADAPTIVE, find_missing, find_not_elementwise
@@ -56,35 +44,29 @@ from runtime.plan import Accuracy, ModelReference
 from runtime.sharded.state import state_bytes
 
 
-@dataclass(frozen=True)
-class Network:
-    """What was measured of the links, and beside them; nothing with one rank."""
-
-    links: LinkTimes | None = None
-    apart: LinkProfile | None = None
-    beside: Mapping[str, tuple[SizeFactors, ...]] | None = None
-    """Factors of contention by kind of message."""
-    computed: Mapping[str, Any] = field(default_factory=dict)
-    """What riskier plans compute, by the cluster's field."""
-    notes: tuple[str, ...] = ()
-
-
 class Measuring:
     """One profile in the making, on one rank."""
 
     def __init__(
-        self, model: nn.Module, step: Step, optimizer: torch.optim.Optimizer | None, world: World, request: Request,
-        progress: Progress,
+        self, model: nn.Module, step: Step, optimizer: torch.optim.Optimizer | None, world: World,
+        nodes: Sequence[str], request: Request, progress: Progress,
     ) -> None:  # fmt: skip
+        """`nodes` are those of all ranks."""
         self._model, self._run, self._optimizer, self._world = model, step, optimizer, world
+        self._nodes, self._parts = count_nodes(nodes), parts_of(nodes)
         self._request, self._progress = request, progress
         self._parameters = trainable_parameters(model)
         self._device = next(model.parameters()).device
-        self._nodes: list[str] = world.gather(node_name(), "counting machines")
+        self._flat, self._apart = LinkTimes(), LinkTimes()
+        self._beside: Mapping[str, tuple[SizeFactors, ...]] = {}
+        """Factors of contention by kind of message."""
+        self._computed: dict[str, Any] = {}
+        """What riskier plans compute, by the cluster's field."""
+        self._notes: list[str] = []
         mine = Wanted.of(
             request.accuracy,
             world.ranks,
-            two_links=parts_of(self._nodes) is not None,
+            two_links=self._parts is not None,
             halves=optimizer is not None
             and find_not_elementwise(optimizer) is None
             and find_missing(optimizer, self._parameters) is None,
@@ -97,7 +79,7 @@ class Measuring:
             self._phases.say(f"all that {request.accuracy} plans need is known already")
 
     def step(self, name: str, described: ProfileWorld) -> Profile:
-        """The step, without its layers."""
+        """Measure the step, without its layers."""
         world, phases = self._world, self._phases
         phases.say(
             f"{name} on {pluralize(world.ranks, 'rank')}, for {self._request.accuracy} plans: the first steps, at most "
@@ -117,13 +99,13 @@ class Measuring:
         )
 
     def layers(self, world: World, found: Profile) -> Profile:
-        """The profile with the layers of the model."""
+        """Return the profile with the layers of the model."""
         self._phases.begin(LAYERS, world)
         traced: TracedModel = trace(self._model, lambda: self._run(lambda: None))
         backward_us: dict[str, float] = {}
         for gradient in found.compute.gradients:
             backward_us[gradient.layer] = backward_us.get(gradient.layer, 0.0) + gradient.backward_us
-        layers = split_backward(traced.layers, backward_us, None, found.compute.forward_us)
+        layers = split_backward(traced.layers, backward_us, found.compute.forward_us)
         # How well the graph's split of backward agrees with a measurement.
         share = GradWeightShare(
             estimated=estimated_grad_weight_share(traced.layers),
@@ -132,82 +114,74 @@ class Measuring:
         tracing = Tracing(method=traced.method, failures=dict(traced.failures) or None, grad_weight_share=share)
         return replace(found, layers=layers, tracing=tracing)
 
-    def links(self, world: World, compute: ComputeProfile) -> Network:
-        """What collectives take."""
+    def links(self, world: World, compute: ComputeProfile) -> None:
+        """Time collectives."""
         wanted, phases, device, progress = self._wanted, self._phases, self._device, self._progress
-        model_bytes = sum(gradient.size_bytes for gradient in compute.gradients)
-        found, notes = Network(), list[str]()
         if wanted.flat:
             each_s = phases.begin(FLAT, world) / curves(wanted.flat)
             with world.error_context("timing the collectives"):
-                links = measure_links(world, device, model_bytes, progress, wanted.flat, each_s)
-            found, notes = replace(found, links=links), cut_short(links, model_bytes)
+                self._flat = measure_links(world, device, compute.size_bytes, progress, wanted.flat, each_s)
         if wanted.inside or wanted.between:
+            assert self._parts is not None
             each_s = phases.begin(APART, world) / (len(wanted.inside) + len(wanted.between))
-            apart = measure_apart(
-                world, self._nodes, device, model_bytes, progress, wanted.inside, wanted.between, each_s
+            self._apart = measure_apart(
+                world, self._parts, device, compute.size_bytes, progress, wanted.inside, wanted.between, each_s
             )
-            found, notes = replace(found, apart=apart), [*notes, *(apart.cut if apart else ())]
-        return self._noted(found, notes)
+        self._note(*self._flat.cut, *self._apart.cut)
 
-    def beside(self, world: World, compute: ComputeProfile, found: Network) -> Network:
-        """What goes on beside messages, and what riskier plans compute."""
+    def beside(self, world: World, compute: ComputeProfile) -> None:
+        """Measure what goes on beside messages, and what riskier plans compute."""
         wanted, phases, device, progress = self._wanted, self._phases, self._device, self._progress
-        model_bytes = sum(gradient.size_bytes for gradient in compute.gradients)
         if wanted.beside:
-            allowed_s = phases.begin(CONTENTION, world)
-            beside = measure_contention(
+            allowed_s, step_s = phases.begin(CONTENTION, world), compute.step_us / 1e6
+            self._beside = measure_contention(
                 self._model, self._optimizer, self._run, world, device, compute, progress, wanted.beside, allowed_s
             )
-            found = replace(found, beside=beside)
-            if not affordable_sizes(step_s(compute), allowed_s):
-                note = (
-                    f"how messages and backward slow each other down was not measured, for a step takes "
-                    f"{step_s(compute):.3g} s: they are taken not to; --budget-s 300 would allow more of them"
+            if not affordable_sizes(step_s, allowed_s):
+                self._note(
+                    f"how messages and backward slow each other down was not measured, for a step takes {step_s:.3g} "
+                    f"s: they are taken not to; --budget-s 300 would allow more of them"
                 )
-                found = self._noted(found, [note])
         if wanted.selection:
-            chosen, unpacked = measure_selection(world, device, model_bytes, progress, phases.begin(SELECTION, world))
-            found = replace(found, computed={"sparsify": chosen, "unpack": unpacked})
+            allowed_s = phases.begin(SELECTION, world)
+            chosen, unpacked = measure_selection(world, device, compute.size_bytes, progress, allowed_s)
+            self._computed |= {"sparsify": chosen, "unpack": unpacked}
         if wanted.delay:
             phases.begin(DELAY, world)
-            found = replace(found, computed={**found.computed, **measure_delay(world, device, model_bytes, progress)})
-        return found
+            self._computed |= measure_delay(world, device, compute.size_bytes, progress)
 
-    def _noted(self, found: Network, notes: Sequence[str]) -> Network:
+    def _note(self, *notes: str) -> None:
         for note in notes:
             self._phases.say(note)
-        return replace(found, notes=(*found.notes, *notes))
+        self._notes += notes
 
-    def cluster(self, found: Profile, network: Network) -> Cluster:
-        """What the profile knows of the cluster, with what was measured."""
-        nodes, emulation = count_nodes(self._nodes), emulation_here()
+    def cluster(self, found: Profile) -> Cluster:
+        """Return what the profile knows of the cluster, with what was measured."""
+        emulation, flat, apart = emulation_here(), self._flat, self._apart
         known = found.cluster or Cluster(
             name=emulation.spec if emulation else "measured",
             emulated=emulation.kind if emulation else None,
-            nodes=nodes,
-            ranks_per_node=self._world.ranks // nodes,
+            nodes=self._nodes,
+            ranks_per_node=self._world.ranks // self._nodes,
         )
         classes = list(get_args(Accuracy))
         riskiest = max(self._request.accuracy, known.measured_for or classes[0], key=classes.index)
-        model_bytes = sum(gradient.size_bytes for gradient in found.compute.gradients)
-        apart, contention = network.apart, known.contention
-        if network.beside and contention is not None:
-            contention = replace(contention, gathers_by_size=network.beside.get(ALL_GATHER))
-        elif network.beside:
-            contention = contention_of(network.beside, model_bytes)
-        flat, phases = network.links or LinkTimes({}, {}, {}), apart.times if apart else LinkTimes({}, {}, {})
+        contention = known.contention
+        if self._beside and contention is not None:
+            contention = replace(contention, gathers_by_size=self._beside.get(ALL_GATHER))
+        elif self._beside:
+            contention = contention_of(self._beside, found.compute.size_bytes)
         added = replace(
             known,
             measured_for=riskiest,
-            intra=(apart.intra if apart else None) or known.intra,
-            inter=(apart.inter if apart else None) or known.inter,
-            samples={**(known.samples or {}), **flat.samples, **phases.samples} or None,
+            intra=apart.links.get("intra", known.intra),
+            inter=apart.links.get("inter", known.inter),
+            samples={**(known.samples or {}), **flat.samples, **apart.samples} or None,
             back_to_back={**(known.back_to_back or {}), **flat.back_to_back} or None,
-            collectives={**(known.collectives or {}), **flat.lines, **phases.lines} or None,
+            collectives={**(known.collectives or {}), **flat.lines, **apart.lines} or None,
             contention=contention,
-            notes=(*(known.notes or ()), *network.notes) or None,
-            **network.computed,
+            notes=(*(known.notes or ()), *self._notes) or None,
+            **self._computed,
         )
         if found.cluster is not None and self._wanted.phases:
             names = ", ".join(phase.name for phase in self._wanted.phases)
@@ -230,7 +204,7 @@ def _describe(
 
 
 def count_nodes(names: Sequence[str]) -> int:
-    """How many machines there are, given every rank's; uneven ones count singly."""
+    """Return how many machines there are, given every rank's; uneven ones count singly."""
     nodes = len(set(names))
     return nodes if len(names) % nodes == 0 else len(names)
 

@@ -31,7 +31,7 @@ def measure_norms(
     device: torch.device,
     progress: Progress,
 ) -> NormProfile | None:
-    """The norms of the adapted layers that got a gradient, the same on all ranks; None where there are none."""
+    """Time the norms of the adapted layers that got a gradient, the same on all ranks; None where there are none."""
     if not isinstance(optimizer, LayerwiseOptimizer):
         return None
     adapted = {id(layer) for layer in optimizer.adapted()}

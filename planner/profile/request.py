@@ -24,7 +24,7 @@ class Request:
     budget_s: float = BUDGET_S
 
     def __post_init__(self) -> None:
-        """Raises InputError where the class or the budget is none."""
+        """Raise InputError where the class or the budget is none."""
         if self.accuracy not in get_args(Accuracy):
             raise InputError(
                 f"found a profile for {self.accuracy!r} plans, expected one of: {', '.join(get_args(Accuracy))}"
@@ -39,11 +39,7 @@ class Request:
 def make_request(
     accuracy: str | None, add_to: str | None, budget_s: float | None, updaters: int | None = None
 ) -> Request:
-    """From the options of `planner profile`; local updaters are for relaxed plans.
-
-    Raises:
-        InputError: an option is wrong, or they contradict each other.
-    """
+    """Make one from the options of `planner profile`. Raises InputError where one is wrong, or they contradict."""
     if updaters is not None and accuracy not in (None, "relaxed"):
         raise InputError(
             f"--for {accuracy}: found --updaters {updaters}, which are for relaxed plans; add --for relaxed, or leave "

@@ -7,6 +7,7 @@ bucket's dense bytes, one for each density: a tenth of the elements takes `exact
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
 import torch
 from torch import nn
@@ -33,9 +34,8 @@ LEAST_REPEATS, MOST_REPEATS, REPEATED_BYTES = 3, 9, 2**25
 """Small buckets are repeated until so much has been selected from: what else the machine does hits them hardest."""
 Times = list[float]
 
-BUDGET_S = 20.0
-"""What all of it may take: where selecting takes long, the largest buckets are left out."""
 LEAST_SIZES = 2
+"""Where selecting takes long, the largest buckets are left out, but for so many."""
 
 SCRATCH_BYTES, LAYERS, WIDTH = 2**25, 16, 256
 """Of what is computed in between, as in training: it leaves neither data nor code of the selection in the caches, which
@@ -43,10 +43,10 @@ costs a small bucket five times as much as one that is selected from again and a
 
 
 def measure_selection(
-    world: World, device: torch.device, model_bytes: int, progress: Progress, budget_s: float = BUDGET_S
+    world: World, device: torch.device, model_bytes: int, progress: Progress, budget_s: float
 ) -> tuple[dict[str, SelectionLine], dict[str, SelectionLine]]:
-    """(select and pack, unpack) by selector, the same on all ranks; takes about `budget_s` at the most."""
-    sizes, between = sizes_up_to(SIZES, model_bytes), _Between(device)
+    """Time (select and pack, unpack) by selector, the same on all ranks, in about `budget_s` at the most."""
+    sizes, between = sizes_up_to(SIZES, model_bytes), _between(device)
     chosen: dict[str, SelectionLine] = {}
     added: dict[str, SelectionLine] = {}
     left_s = budget_s
@@ -60,7 +60,7 @@ def measure_selection(
                 break
             started = time.perf_counter()
             for density in densities:
-                times[density].append(_time(world, between, selector, density, size))
+                times[density].append(_time(world, device, between, selector, density, size))
             last_s = max(world.gather(time.perf_counter() - started, "timing a selection"))
             allowed_s, left_s, done = allowed_s - last_s, left_s - last_s, done + 1
         for which, by_selector in enumerate((chosen, added)):
@@ -74,23 +74,23 @@ def measure_selection(
     return chosen, added
 
 
-class _Between:
-    """Another model's step, and a pass over memory."""
+def _between(device: torch.device) -> Callable[[], None]:
+    """Return what computes another model's step and makes a pass over memory."""
+    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, device=device) for _ in range(LAYERS)))
+    batch = torch.zeros(WIDTH // 4, WIDTH, device=device)
+    scratch = torch.zeros(SCRATCH_BYTES // 4, device=device)
 
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self._model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, device=device) for _ in range(LAYERS)))
-        self._batch = torch.zeros(WIDTH // 4, WIDTH, device=device)
-        self._scratch = torch.zeros(SCRATCH_BYTES // 4, device=device)
+    def run() -> None:
+        model(batch).sum().backward()
+        scratch.add_(1.0)
 
-    def __call__(self) -> None:
-        self._model(self._batch).sum().backward()
-        self._scratch.add_(1.0)
+    return run
 
 
-def _time(world: World, between: _Between, selector: str, density: float, size_bytes: int) -> tuple[Times, Times]:
-    """Microseconds of this rank: (select and pack, unpack), of each repeat."""
-    device = between.device
+def _time(
+    world: World, device: torch.device, between: Callable[[], None], selector: str, density: float, size_bytes: int
+) -> tuple[Times, Times]:
+    """Time (select and pack, unpack) on this rank, of each repeat."""
     parameter = nn.Parameter(torch.zeros(max(1, size_bytes // 4), device=device))
     slots = [Slot("parameter", 0, parameter)]
     bucket = BucketBuffer(0, slots, lay_out(slots), f"a bucket of {size_bytes} bytes")

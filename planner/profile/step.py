@@ -46,7 +46,7 @@ def profile_step(
     budget_s: float = BUDGET_S,
     timeout_s: float | None = None,
 ) -> Profile:
-    """Measures a step of a script that is already running, and the links between its ranks.
+    """Measure a step of a script that is already running, and the links between its ranks.
 
     Says which phase begins, and what is left, through the logger `planner.profile`; on standard error where nobody has
     configured `logging`.
@@ -80,7 +80,7 @@ def profile_step(
 
 @contextmanager
 def joined(group: dist.ProcessGroup | None, timeout_s: float | None) -> Iterator[World]:
-    """The ranks of a group, with a deadline of their own (default: 300 s), until this ends."""
+    """Join the ranks of a group, with a deadline of their own (default: 300 s), until this ends."""
     world = World.join(group, TIMEOUT_S if timeout_s is None else timeout_s)
     try:
         yield world
@@ -89,7 +89,7 @@ def joined(group: dist.ProcessGroup | None, timeout_s: float | None) -> Iterator
 
 
 def deadline_s(step_us: float, size_bytes: int) -> float:
-    """Default deadline of ranks that exchange messages of up to `size_bytes` and whose steps take so long."""
+    """Return the default deadline of ranks that exchange messages of `size_bytes` and whose steps take so long."""
     return bounded_timeout_s(max(STEPS_PER_DEADLINE * step_us / 1e6, size_bytes / SLOWEST_BYTES_PER_S))
 
 
@@ -112,9 +112,10 @@ def measure(
         _refuse([problem for problem, _ in everyone])
         check_same_model([print_ for _, print_ in everyone])
         device, emulation = next(model.parameters()).device, emulation_here()
+        nodes: list[str] = world.gather(node_name(), "counting machines")
         described = ProfileWorld(
             ranks=world.ranks,
-            nodes=count_nodes(world.gather(node_name(), "counting machines")),
+            nodes=count_nodes(nodes),
             backend=world.backend,
             device=device.type if device.type == "cpu" else torch.cuda.get_device_name(device),
             torch=torch.__version__,
@@ -128,15 +129,15 @@ def measure(
         # What is added to a profile has to be measured of its model, in its world.
         wrong = None if request.add_to is None else _incompatibility(request.add_to, model, described)
         _refuse(world.gather(wrong, "comparing profiles"))
-        measuring = Measuring(model, step, optimizer, world, request, progress)
+        measuring = Measuring(model, step, optimizer, world, nodes, request, progress)
         with preserved(model, optimizer):
             found = request.add_to or measuring.step(name or type(model).__name__, described)
             with _with_measured_timeout(world, found.compute, process_group, timeout_s) as hurried:
-                links = measuring.links(hurried, found.compute)
+                measuring.links(hurried, found.compute)
                 # With the long deadline: who traces a model may take long. And before what can be shortened.
                 found = found if request.add_to else measuring.layers(world, found)
-                network = measuring.beside(hurried, found.compute, links)
-        mine = replace(found, cluster=measuring.cluster(found, network))
+                measuring.beside(hurried, found.compute)
+        mine = replace(found, cluster=measuring.cluster(found))
         agreed: Profile = world.gather(mine, "agreeing on the profile")[0]
         return agreed
 
@@ -145,18 +146,16 @@ def measure(
 def _with_measured_timeout(
     world: World, compute: ComputeProfile, process_group: dist.ProcessGroup | None, timeout_s: float | None
 ) -> Iterator[World]:
-    """The same ranks, with a deadline that follows from the measured step where none was given."""
+    """Join the same ranks with a deadline that follows from the measured step, where none was given."""
     if world.group is None or timeout_s is not None:
         yield world
         return
-    step_us = compute.forward_us + sum(gradient.backward_us for gradient in compute.gradients) + compute.update_us
-    size_bytes = sum(gradient.size_bytes for gradient in compute.gradients)
-    with joined(process_group, deadline_s(step_us, size_bytes)) as hurried:
+    with joined(process_group, deadline_s(compute.step_us, compute.size_bytes)) as hurried:
         yield hurried
 
 
 def _refuse(problems: Sequence[str | None]) -> None:
-    """Raises InputError on all ranks alike, given what is wrong on each."""
+    """Raise InputError on all ranks alike, given what is wrong on each."""
     first = {problem: rank for rank, problem in reversed(list(enumerate(problems))) if problem}
     if first:
         alike = len(set(problems)) == 1
@@ -181,7 +180,7 @@ def _incompatibility(known: Profile, model: nn.Module, here: ProfileWorld) -> st
 
 
 def check_same_model(fingerprints: Sequence[str]) -> None:
-    """Raises InputError where ranks hold different models, given the fingerprints of all."""
+    """Raise InputError where ranks hold different models, given the fingerprints of all."""
     if len(set(fingerprints)) > 1:
         listed = ", ".join(f"rank {rank}: {print_}" for rank, print_ in enumerate(fingerprints[:8]))
         raise InputError(
@@ -191,7 +190,7 @@ def check_same_model(fingerprints: Sequence[str]) -> None:
 
 
 def _problem(model: nn.Module) -> tuple[str | None, str]:
-    """(why this model cannot be measured, its fingerprint)."""
+    """Return (why this model cannot be measured, its fingerprint)."""
     wrapper = is_wrapped(model)
     if wrapper is not None:
         return f"the model is wrapped in {wrapper}, expected a plain one; profile the inner module (model.module)", ""

@@ -12,19 +12,18 @@ averagings follow one another without pause.
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from scipy.optimize import isotonic_regression
 from torch import Tensor, nn
 
 from planner.documents.local_async import LayerBackward, LocalAsyncProfile, UpdaterRate
 from planner.documents.profile import ComputeProfile, Gradient
+from planner.profile.links import timed_us
 from planner.profile.progress import Progress
 from runtime.comm.topology import node_name
 from runtime.comm.world import World
@@ -34,6 +33,8 @@ from runtime.local_async import LocalJob, run_local_async
 from runtime.local_async.partial import partial_backward
 from runtime.plan import LocalAsyncSpec, ModelReference, Plan, PlanBucket, PlanWorld
 from runtime.plan.timeline import Span
+
+Floats = NDArray[np.float64]
 
 PROBES = 24
 """Layers that are measured at the most."""
@@ -50,17 +51,6 @@ BEGINNING = 0.25
 """Share of the first half that does not count."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Backwards:
-    """Timed backwards, in microseconds."""
-
-    forward_us: float
-    single_us: NDArray[np.float64]
-    """Backward for each probed layer alone. Shape (probes,)."""
-    others_us: NDArray[np.float64]
-    """By how much longer it is for all layers before it in readiness, too. Shape (probes,)."""
-
-
 def measure_backward(
     loss: Callable[[], Tensor],
     parameters: Mapping[str, nn.Parameter],
@@ -68,18 +58,13 @@ def measure_backward(
     world: World,
     progress: Progress,
 ) -> tuple[float, float, tuple[LayerBackward, ...]]:
-    """(forward, backward from the loss to the first layer, the parts of each layer), the same on all ranks.
+    """Return (forward, backward from the loss to the first layer, the parts of each layer), the same on all ranks.
 
-    Args:
-        loss: one forward; does not change the model but for buffers.
-        parameters: by canonical name.
-        compute: the measured step, whose order of readiness counts.
-        world: the ranks; all of them call it.
-        progress: told of each repeat.
+    `loss` is one forward, which does not change the model but for buffers; readiness is that of the measured step.
     """
     runs = _runs(compute.gradients)
-    step_us = compute.forward_us + sum(gradient.backward_us for gradient in compute.gradients)
-    probes = _probes([sum(g.backward_us for g in run) for run in runs], _affordable(step_us))
+    most = _affordable(compute.forward_us + compute.backward_us)
+    probes = _probes([sum(g.backward_us for g in run) for run in runs], most)
     tensors = [[parameters[gradient.name] for gradient in run] for run in runs]
     # Row: of each probe (forward, backward for it alone, what the others add), one right after the other.
     rows: list[list[tuple[float, float, float]]] = []
@@ -93,12 +78,10 @@ def measure_backward(
     everyone: list[list[list[tuple[float, float, float]]]] = world.gather(rows[WARM_UPS:], "comparing backwards")
     times_us = np.median(np.array(everyone), axis=1)  # over repeats: (ranks, probes, 3)
     forward_us, single_us, others_us = np.median(times_us, axis=0).T
-    found = Backwards(forward_us=float(np.median(forward_us)), single_us=single_us, others_us=others_us)
-    return (round(found.forward_us, 3), *take_apart(runs, probes, found))
+    return (round(float(np.median(forward_us)), 3), *take_apart(runs, probes, single_us, others_us))
 
 
 def _runs(gradients: Sequence[Gradient]) -> list[list[Gradient]]:
-    """Return the gradients by runs of equal layer."""
     return [list(run) for _, run in groupby(gradients, key=lambda gradient: gradient.layer)]
 
 
@@ -118,38 +101,31 @@ def _probes(times_us: Sequence[float], most: int) -> list[int]:
 
 
 def _timed_us(loss: Callable[[], Tensor], block: Sequence[Tensor]) -> tuple[float, float]:
-    """(forward, partial backward)."""
-
-    def synchronize() -> None:
-        if block[0].is_cuda:
-            torch.cuda.synchronize()
-
-    began = time.perf_counter()
-    value = loss()
-    synchronize()
-    ready = time.perf_counter()
-    partial_backward(value, block)
-    synchronize()
-    return (ready - began) * 1e6, (time.perf_counter() - ready) * 1e6
+    """Time (forward, partial backward)."""
+    values: list[Tensor] = []
+    device = block[0].device
+    forward_us = timed_us(lambda: values.append(loss()), device)
+    return forward_us, timed_us(lambda: partial_backward(values[0], block), device)
 
 
 def take_apart(
-    runs: Sequence[Sequence[Gradient]], probes: Sequence[int], times: Backwards
+    runs: Sequence[Sequence[Gradient]], probes: Sequence[int], single_us: Floats, others_us: Floats
 ) -> tuple[float, tuple[LayerBackward, ...]]:
-    """(backward from the loss to the first layer, the parts of each layer but for updates), from timed backwards.
+    """Return (backward from the loss to the first layer, the parts of each layer but for updates).
 
     Args:
         runs: gradients by layer, in readiness order.
         probes: the layers that were measured, growing, with the first and the last.
-        times: theirs.
+        single_us: backward for each of them alone. Shape (probes,).
+        others_us: by how much longer it is for all layers before it in readiness, too. Shape (probes,).
     """
     reached_us = np.cumsum([sum(gradient.backward_us for gradient in run) for run in runs])
     at_us = reached_us[list(probes)]
     # Noise is taken out by the non-decreasing sequence next to what was measured, in least squares.
     # What the layers before each one spend on gradients of weights, and what a backward for it alone takes.
-    before_us = np.interp(reached_us, at_us, isotonic_regression(np.maximum(times.others_us, 0.0)).x)
+    before_us = np.interp(reached_us, at_us, isotonic_regression(np.maximum(others_us, 0.0)).x)
     before_us[0] = 0.0
-    alone_us = np.interp(reached_us, at_us, times.single_us)
+    alone_us = np.interp(reached_us, at_us, single_us)
     weight_us = np.diff(before_us, append=before_us[-1])
     # Of the layer that is ready last: half of what its backward adds to reaching it, for that cannot be left out.
     weight_us[-1] = (
@@ -175,7 +151,7 @@ def take_apart(
 def with_updates(
     layers: Sequence[LayerBackward], gradients: Sequence[Gradient], update_us: float
 ) -> tuple[LayerBackward, ...]:
-    """Layers with their shares, by elements, of what an update of all takes."""
+    """Return layers with their shares, by elements, of what an update of all takes."""
     elements = [sum(gradient.numel for gradient in run) for run in _runs(gradients)]
     scale = update_us / max(1, sum(elements))
     return tuple(
@@ -196,16 +172,10 @@ class Measured:
 def measure_updaters(
     job: Callable[[], LocalJob], names: Sequence[str], step_us: float, world: World, most: int, progress: Progress
 ) -> tuple[Measured, ...]:
-    """What 1, 2, 4, … updaters of each rank get done, up to `most`; fewer where memory does not hold them, or where
-    the last two numbers got no more done than the one before them.
+    """Measure what 1, 2, 4, … updaters of each rank get done, up to `most`; fewer where memory does not hold them, or
+    where the last two numbers got no more done than the one before them.
 
-    Args:
-        job: see `run_local_async`.
-        names: of all gradients, in readiness order.
-        step_us: one minibatch of one process.
-        world: the ranks; all of them call it.
-        most: the largest number.
-        progress: told of each number.
+    `names` are those of all gradients in readiness order, `step_us` is a minibatch of one process.
     """
     points: list[Measured] = []
     for updaters in progress.track(numbers_up_to(most), "concurrent updaters"):
@@ -221,7 +191,7 @@ def measure_updaters(
 
 
 def expected_s(step_us: float, most: int) -> float:
-    """About how long measuring up to so many updaters takes, at a step of one process of so many microseconds."""
+    """Estimate how long measuring up to so many updaters takes, at a step of one process of so many microseconds."""
     step_s, numbers = step_us / 1e6, numbers_up_to(most)
     apart_s = 2 * (WARM_UPS + REPEATS) * _affordable(step_us) * step_s
     return apart_s + sum(2 * max(RUN_S, LEAST_MINIBATCHES * updaters * step_s) for updaters in numbers)
@@ -260,10 +230,9 @@ def _measure(
                 f"--updaters: of {updaters} on rank {rank} one {why}, so what they get done is not known; expected all "
                 f"to last: ask for fewer, or free memory"
             )
-    quiet_us, averaging_us = halves_us(run.ends_s, half, updaters)
-    peak_bytes = sum(one.peak_bytes for one in run.report.updaters)
-    spans = run.report.spans
-    mine = quiet_us, averaging_us, peak_bytes, _median_us(spans, "batch"), _median_us(spans, "update")
+    peak_bytes, spans = sum(one.peak_bytes for one in run.report.updaters), run.report.spans
+    halves = halves_us(run.ends_s, half, updaters)
+    mine = (*halves, peak_bytes, _median_us(spans, "batch"), _median_us(spans, "update"))
     everyone: list[tuple[float, float, int, float, float]] = world.gather(mine, "comparing updaters")
     quiet, averaging, memory, batches, updates = zip(*everyone, strict=True)
     rate = UpdaterRate(
@@ -281,22 +250,15 @@ def _median_us(spans: Sequence[Span], task: str) -> float:
 
 
 def halves_us(ends_s: Sequence[float], half: int, updaters: int) -> tuple[float, float]:
-    """A minibatch of the rank in the first half of a run and in the second, without what begins and ends each.
+    """Return a minibatch of the rank in the first half of a run and in the second, without what begins and ends each.
 
     In the beginning processes are not at work evenly, those of other ranks may be starting still, and libraries prepare
     what they keep; at the end some have nothing left to do.
     """
     warm = max(2 * updaters, int(half * BEGINNING))
     first, second = ends_s[warm:half], ends_s[half + 2 * updaters : len(ends_s) - updaters]
-    each_us = [(part[-1] - part[0]) / (len(part) - 1) * 1e6 for part in (first, second)]
-    return each_us[0], each_us[1]
-
-
-def memory_of_rank(world: World) -> int:
-    """Bytes that are free on the node, for each rank of it; the least of all ranks."""
-    everyone: list[tuple[str, int]] = world.gather((node_name(), available_bytes()), "comparing memory")
-    nodes = [node for node, _ in everyone]
-    return min(free // nodes.count(node) for node, free in everyone)
+    first_us, second_us = ((part[-1] - part[0]) / (len(part) - 1) * 1e6 for part in (first, second))
+    return first_us, second_us
 
 
 def measure_local_async(
@@ -308,17 +270,17 @@ def measure_local_async(
     most: int,
     progress: Progress,
 ) -> LocalAsyncProfile:
-    """The whole section; every rank calls it. Raises InputError where updaters cannot share the model."""
-    free = memory_of_rank(world)
+    """Measure the whole section; every rank calls it. Raises InputError where updaters cannot share the model."""
+    memory: list[tuple[str, int]] = world.gather((node_name(), available_bytes()), "comparing memory")
+    nodes = [node for node, _ in memory]
     forward_us, loss_us, layers = measure_backward(loss, parameters, compute, world, progress)
     names = [gradient.name for gradient in compute.gradients]
-    step_us = compute.forward_us + sum(g.backward_us for g in compute.gradients) + compute.update_us
-    points = measure_updaters(job, names, step_us, world, most, progress)
+    points = measure_updaters(job, names, compute.step_us, world, most, progress)
     return LocalAsyncProfile(
         batch_us=points[0].batch_us,
         forward_us=forward_us,
         loss_us=loss_us,
         layers=with_updates(layers, compute.gradients, points[0].update_us),
         curve=tuple(point.rate for point in points),
-        memory_available_bytes=free,
+        memory_available_bytes=min(free // nodes.count(node) for node, free in memory),
     )

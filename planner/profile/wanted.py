@@ -33,7 +33,7 @@ CONTENTION_S = {1: 20.0, 2: 30.0}
 
 
 def curves(flat: Sequence[str]) -> int:
-    """How many curves are measured of these collectives over all ranks: the all-reduce is also timed back to back."""
+    """Count the curves that are measured over all ranks: the all-reduce is also timed back to back."""
     return len(flat) + (ALL_REDUCE in flat)
 
 

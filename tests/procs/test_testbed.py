@@ -182,15 +182,15 @@ def test_traffic_between_hosts_passes_at_the_rate(four: list[dict[str, Any]]) ->
 @needs_namespaces
 def test_both_kinds_of_link_are_measured_apart(four: list[dict[str, Any]]) -> None:
     apart = four[0]["apart"]
-    assert set(apart.times.samples) == {
+    assert set(apart.samples) == {
         "intra/all_reduce", "intra/reduce_scatter", "intra/all_gather", "inter/all_reduce", "inter/all_gather",
         "inter/reduce_scatter",
     }  # fmt: skip
-    assert set(apart.times.lines) == set(apart.times.samples)
+    assert set(apart.lines) == set(apart.samples)
     # 100 Mbit/s are 0.08 µs per byte, which the two ranks of a host share.
-    assert 0.03 < apart.inter.beta_us_per_byte < 0.4
-    assert apart.inter.beta_us_per_byte > 4 * apart.intra.beta_us_per_byte
-    assert apart.times.samples["inter/all_reduce"][-1][0] == 2**17  # what is left of the message inside a host
+    assert 0.03 < apart.links["inter"].beta_us_per_byte < 0.4
+    assert apart.links["inter"].beta_us_per_byte > 4 * apart.links["intra"].beta_us_per_byte
+    assert apart.samples["inter/all_reduce"][-1][0] == 2**17  # what is left of the message inside a host
     assert [rank["apart"] == apart for rank in four] == [True] * 4
 
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from planner import TrainingJob
-from planner.profile.node_links import measure_apart
+from planner.profile.node_links import measure_apart, parts_of
 from planner.profile.progress import Progress
 from planner.testbed.emulation import emulation_here
 from planner.testbed.wiring import shaping
@@ -57,8 +57,9 @@ def ranks_of_a_host_and_of_two() -> dict[str, Any]:
         "emulation": emulation_here(),
         "inside": all_reduce_s(inside),
     }
-    names = [str(number // 2) for number in range(4)]
-    found["apart"] = measure_apart(World.join(), names, torch.device("cpu"), 2**18, Progress())
+    parts, names = parts_of(["0", "0", "1", "1"]), ("all_reduce", "all_gather", "reduce_scatter")
+    assert parts is not None
+    found["apart"] = measure_apart(World.join(), parts, torch.device("cpu"), 2**18, Progress(), names, names, 4.0)
     if rank % 2 == 0:  # one exchange at a time: the ranks of a host share its link
         found["slow"] = all_reduce_s(between)
         subprocess.run(["tc", *shaping(400e6).replace("add", "replace").split()], check=True)

@@ -377,18 +377,17 @@ def cost(name: str, flops: float, grad_input: float, grad_weight: float, *parame
 def test_split_backward_divides_what_was_measured() -> None:
     layers = [cost("a", 100, 0, 100, "a.weight"), cost("mix", 40, 80, 0),
               cost("b", 60, 60, 30, "b.weight", "b.bias"), cost("idle", 0, 0, 0, "idle.weight")]  # fmt: skip
-    split = split_backward(layers, {"a": 50.0, "b": 90.0, "idle": 3.0, "elsewhere": 7.0}, {"b": 10.0}, 80.0)
-    assert [layer.forward_us for layer in split] == [50.0, 20.0, 10.0, 0.0]
+    split = split_backward(layers, {"a": 50.0, "b": 90.0, "idle": 3.0, "elsewhere": 7.0}, 80.0)
+    assert [layer.forward_us for layer in split] == [40.0, 16.0, 24.0, 0.0]
     assert [(layer.grad_input_us, layer.grad_weight_us) for layer in split] == [(0, 50), (None, None), (60, 30), (0, 3)]
     assert [(layer.name, layer.parameters) for layer in split] == [(layer.name, layer.parameters) for layer in layers]
-    assert [layer.forward_us for layer in split_backward(layers, {}, None, 80.0)] == [40.0, 16.0, 24.0, 0.0]
-    assert [layer.forward_us for layer in split_backward(layers[3:], {}, None, 80.0)] == [None]
+    assert [layer.forward_us for layer in split_backward(layers[3:], {}, 80.0)] == [None]
 
 
 def test_split_backward_of_a_shared_weight() -> None:
     # The weight is named after the layer that registered it, and listed with the one that uses it first.
     layers = [cost("embed", 10, 0, 10, "out.weight"), cost("out", 30, 30, 0, "out.bias")]
-    split = split_backward(layers, {"out": 80.0}, None, 1.0)
+    split = split_backward(layers, {"out": 80.0}, 1.0)
     assert [(layer.grad_input_us, layer.grad_weight_us) for layer in split] == [(0, 20), (60, 0)]
 
 

@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 
 from planner.documents.profile import Gradient
 from planner.profile.updaters import (
-    Backwards,
+    Floats,
     _probes,
     halves_us,
     numbers_up_to,
@@ -26,11 +26,11 @@ def runs_of(times_us: NDArray[np.float64]) -> list[list[Gradient]]:
     ]
 
 
-def timed(inputs: NDArray[np.float64], weights: NDArray[np.float64], probes: list[int]) -> Backwards:
+def timed(inputs: NDArray[np.float64], weights: NDArray[np.float64], probes: list[int]) -> tuple[Floats, Floats]:
     """What partial backwards would take, if `inputs[i]` is spent on the way to layer i."""
     reached = np.cumsum(inputs)
     before = np.cumsum(weights) - weights
-    return Backwards(forward_us=1.0, single_us=(reached + weights)[probes], others_us=before[probes])
+    return (reached + weights)[probes], before[probes]
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -38,7 +38,7 @@ def test_known_parts_are_found_again(seed: int) -> None:
     rng = np.random.default_rng(seed)
     inputs, weights = rng.uniform(1, 100, (2, 12))
     runs = runs_of(inputs + weights)
-    loss_us, layers = take_apart(runs, range(12), timed(inputs, weights, list(range(12))))
+    loss_us, layers = take_apart(runs, range(12), *timed(inputs, weights, list(range(12))))
     assert loss_us == pytest.approx(inputs[0], abs=1e-2)
     assert [layer.grad_weight_us for layer in layers[:-1]] == pytest.approx(weights[:-1], abs=1e-2)
     assert [layer.grad_input_us for layer in layers[:-2]] == pytest.approx(inputs[1:-1], abs=1e-2)
@@ -54,7 +54,7 @@ def test_layers_between_probes_share_by_readiness() -> None:
     assert probes[0] == 0
     assert probes[-1] == 59
     assert 6 <= len(probes) <= 10
-    loss_us, layers = take_apart(runs_of(times), probes, timed(inputs, weights, probes))
+    loss_us, layers = take_apart(runs_of(times), probes, *timed(inputs, weights, probes))
     full_us = loss_us + sum(layer.grad_weight_us + layer.grad_input_us for layer in layers)
     assert full_us == pytest.approx(times.sum(), rel=0.02)
     for stop in (15, 30, 45):
@@ -65,26 +65,22 @@ def test_layers_between_probes_share_by_readiness() -> None:
 def test_noise_makes_no_negative_parts() -> None:
     rng = np.random.default_rng(2)
     inputs, weights = rng.uniform(1, 100, (2, 30))
-    exact = timed(inputs, weights, list(range(30)))
-    noisy = Backwards(
-        forward_us=1.0,
-        single_us=exact.single_us * rng.uniform(0.8, 1.2, 30),
-        others_us=exact.others_us + rng.normal(0.0, 100.0, 30),
-    )
-    loss_us, layers = take_apart(runs_of(inputs + weights), range(30), noisy)
+    single_us, others_us = timed(inputs, weights, list(range(30)))
+    noisy = single_us * rng.uniform(0.8, 1.2, 30), others_us + rng.normal(0.0, 100.0, 30)
+    loss_us, layers = take_apart(runs_of(inputs + weights), range(30), *noisy)
     assert loss_us >= 0.0
     assert all(layer.grad_weight_us >= 0.0 and layer.grad_input_us >= 0.0 for layer in layers)
     assert layers[-1].grad_input_us == 0.0
 
 
 def test_one_layer() -> None:
-    loss_us, (layer,) = take_apart(runs_of(np.array([8.0])), [0], timed(np.array([2.0]), np.array([6.0]), [0]))
+    loss_us, (layer,) = take_apart(runs_of(np.array([8.0])), [0], *timed(np.array([2.0]), np.array([6.0]), [0]))
     assert (loss_us, layer.grad_weight_us, layer.grad_input_us) == (4.0, 4.0, 0.0)
 
 
 def test_updates_are_shared_out_by_elements() -> None:
     runs = runs_of(np.ones(3))
-    layers = take_apart(runs, range(3), timed(np.ones(3), np.ones(3), [0, 1, 2]))[1]
+    layers = take_apart(runs, range(3), *timed(np.ones(3), np.ones(3), [0, 1, 2]))[1]
     given_out = with_updates(layers, [gradient for run in runs for gradient in run], 60.0)
     assert [layer.update_us for layer in given_out] == [10.0, 20.0, 30.0]
 

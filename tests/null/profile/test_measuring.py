@@ -207,7 +207,7 @@ def test_no_collective_takes_longer_than_it_may_on_slow_links(
     else:
         assert curve[-1][0] == 4 * curve[-2][0]
         assert 8 * 2 * 2 * curve[-1][0] / bytes_per_s > 4.0  # twice as much would have been too long
-        said = links.cut_short(links.LinkTimes({"all_reduce": curve}, {}, {}), model_bytes)
+        said = links.cut_short({"all_reduce": curve}, model_bytes)
         assert "of 553,430,176 bytes" in said[0]
 
 
