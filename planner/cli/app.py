@@ -121,7 +121,7 @@ def optimize(
         print_json(plan.to_document())
         return
     from planner.documents.catalog import find_cluster, find_profile
-    from planner.documents.measured import unmeasured
+    from planner.documents.profile import unmeasured
     from planner.report.tables import accuracy_lines, make_console, print_plan
 
     console = make_console()
@@ -309,7 +309,7 @@ def doctor() -> None:
 
     findings = examine()
     if Flags.as_json:
-        print_json([finding.to_document() for finding in findings])
+        print_json([vars(finding) for finding in findings])
     else:
         for finding in findings:
             mark = "ok " if finding.ok else "NO " if finding.required else "-- "

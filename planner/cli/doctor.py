@@ -8,8 +8,7 @@ import os
 import platform
 import shutil
 import sys
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 from planner.testbed.namespaces import Namespace, NoNamespaces
 from runtime.errors import PlannerError
@@ -32,13 +31,9 @@ class Finding:
     cure: str = ""
     required: bool = True
 
-    def to_document(self) -> dict[str, Any]:
-        """The finding as plain JSON types."""
-        return asdict(self)
-
 
 def examine() -> list[Finding]:
-    """Everything worth knowing; slow checks (starting two ranks) last."""
+    """Look at everything worth knowing; slow checks (starting two ranks) last."""
     version = platform.python_version()
     findings = [
         Finding("python", sys.version_info >= (3, 11), version, "use Python 3.11 or newer"),
@@ -84,12 +79,12 @@ def _kernels() -> Finding:
     from runtime.kernels.cuda import why_not, working
     from runtime.kernels.nvrtc import compiler
 
-    what, instead = "kernels", "torch's own operations select instead"
     cure = "fine for CPU training; on GPUs lossy plans select several times slower without them"
     why = why_not() or working(torch.cuda.current_device())
     if why is not None:
-        return Finding(what, False, f"none: {why}; {instead}", cure, required=False)
-    return Finding(what, True, f"CUDA C++, compiled by NVRTC {compiler().version}", required=False)
+        found = f"none: {why}; torch's own operations select instead"
+        return Finding("kernels", False, found, cure, required=False)
+    return Finding("kernels", True, f"CUDA C++, compiled by NVRTC {compiler().version}", required=False)
 
 
 def _backends() -> list[Finding]:
@@ -97,13 +92,11 @@ def _backends() -> list[Finding]:
 
     if not dist.is_available():
         return [Finding("torch.distributed", False, "not built in", "install an official build of torch")]
+    told = {True: "available", False: "not available"}
+    gloo, nccl = dist.is_gloo_available(), dist.is_nccl_available()
     return [
-        Finding(
-            "gloo", dist.is_gloo_available(), _yes(dist.is_gloo_available()), "needed on CPUs: official torch has it"
-        ),
-        Finding(
-            "nccl", dist.is_nccl_available(), _yes(dist.is_nccl_available()), "only for several GPUs", required=False
-        ),
+        Finding("gloo", gloo, told[gloo], "needed on CPUs: official torch has it"),
+        Finding("nccl", nccl, told[nccl], "only for several GPUs", required=False),
     ]
 
 
@@ -122,10 +115,6 @@ def _emulation() -> list[Finding]:
     return [*found, user, Finding("network namespaces", True, "can be made: --emulate works", required=False)]
 
 
-def _yes(there: bool) -> str:
-    return "available" if there else "not available"
-
-
 def _two_ranks() -> Finding:
     from planner.jobs.launch import LocalWorld, run_ranks
 
@@ -140,7 +129,7 @@ def _two_ranks() -> Finding:
 
 
 def sum_of_ranks() -> float:
-    """An all-reduce of every rank's number."""
+    """Add up every rank's number by an all-reduce."""
     import torch
     import torch.distributed as dist
 

@@ -23,6 +23,7 @@ from planner.comparison.same import Deviation, FirstStep
 from planner.comparison.trained import Trained, TrainedJob
 from planner.comparison.variants import DDP, PLAN, Variant, distinct_caps
 from planner.jobs.training import SEED, attribute_user_errors, build
+from planner.profile.links import synchronize, timed_us
 from planner.profile.progress import Progress
 from planner.profile.step import joined
 from runtime.checks.plan import trainable_parameters
@@ -30,6 +31,7 @@ from runtime.comm.world import World, first_line
 from runtime.errors import CommunicationError, InputError, PlanMismatch
 from runtime.monitor.preserve import generators, restore_generators
 from runtime.plan import Plan
+from runtime.session.session import Session
 
 WARM_UP_STEPS = 3
 """Of each block: DDP lays its buckets out again after the first step, PowerSGD begins with the third."""
@@ -87,10 +89,10 @@ class VariantRunner:
         self.backward_us: list[float] = []
 
     def block(self, record: Record, steps: int) -> None:
-        """Warm-up and so many steps of one variant, after which everything is as it was."""
+        """Warm up and make so many steps of one variant, after which everything is as it was."""
+        failure = None
         try:
             self._block(record, steps)
-            failure = None
         except CommunicationError:
             raise
         except (InputError, RuntimeError) as error:
@@ -101,7 +103,7 @@ class VariantRunner:
         record.failure = next(filter(None, failures), None)
 
     def check(self, variants: Sequence[Variant]) -> None:
-        """Attaches each plan once, before anything is measured.
+        """Attach each plan once, before anything is measured.
 
         Raises:
             PlanMismatch: the plan to judge does not fit the model or the ranks; on all ranks alike.
@@ -119,13 +121,13 @@ class VariantRunner:
                 raise InputError(f"--strategy {variant.name}: {error}") from error
 
     def warm_up(self, baseline: Variant) -> None:
-        """What is slow only once; whether parameters go unused."""
+        """Do what is slow only once; find out whether parameters go unused."""
         self.block(Record(baseline), 1)
         self._unused = any(self.world.gather(self._missing, "comparing the first step"))
         self.backward_us.clear()
 
     def measure(self, records: list[Record], rounds: int, steps: int, progress: Progress) -> Measured:
-        """Interleave blocks of all variants, then time their messages alone; fills and returns the records."""
+        """Interleave blocks of all variants, then time their messages alone; fill and return the records."""
         for record in progress.track(list(_interleaved(records, rounds)), "measuring"):
             if record.failure is None:
                 self.block(record, steps)
@@ -149,10 +151,10 @@ class VariantRunner:
                 if variant.plain_ddp and not self._first_step.taken:
                     self._first_step.begin()
                 for step in range(self._warm_up_steps + variant.whole_cycles(steps)):
-                    self._synchronize()
+                    synchronize(self._device)
                     start = time.perf_counter()
                     loss = self.trained.step(forward, optimizer, step, in_ddp=variant.kind == "ddp")
-                    self._synchronize()
+                    synchronize(self._device)
                     times.append((time.perf_counter() - start) * 1e6)
                     losses.append(loss)
                     if step == 0 and self._first_step.taken and variant.exact and variant.kind != "no_communication":
@@ -163,11 +165,6 @@ class VariantRunner:
         # Steps of a delay differ from each other: what counts is their mean over whole cycles of k.
         record.step_us.append([statistics.fmean(measured)] * steps if variant.delay else measured)
         record.losses.append(losses)
-
-    def _synchronize(self) -> None:
-        """Waits until the device has done what it was told; before a clock is read."""
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
 
     @contextmanager
     def _watched(self, variant: Variant, optimizer: torch.optim.Optimizer) -> Iterator[None]:
@@ -209,17 +206,22 @@ class VariantRunner:
                 self.trained.no_sync = nullcontext
                 gc.collect()  # its hooks stay on the parameters until it is gone
         else:
-            assert variant.plan is not None
-            session = runtime.attach(
-                self.model, optimizer, delayed_at_once(variant.plan), self.world.group, sync=False,
-                timeout_s=self._timeout_s, guard=False,
-            )  # fmt: skip
+            plan = variant.plan
+            assert plan is not None
+            if plan.delay is not None:  # the synchronous steps that its run begins with are not measured
+                plan = replace(plan, delay=replace(plan.delay, warmup_steps=0))
+            session = self._attach(optimizer, plan)
             self.trained.no_sync = session.no_sync
             try:
                 yield self.model
             finally:
                 self.trained.no_sync = nullcontext
                 session.detach()
+
+    def _attach(self, optimizer: torch.optim.Optimizer | None, plan: Plan) -> Session:
+        return runtime.attach(
+            self.model, optimizer, plan, self.world.group, sync=False, timeout_s=self._timeout_s, guard=False
+        )
 
     def _wrap(self, variant: Variant) -> DistributedDataParallel:
         if variant.hook == "powersgd" and self.world.backend == "gloo":
@@ -251,7 +253,7 @@ class VariantRunner:
     def distinct(
         self, caps: Sequence[tuple[float, Variant]], variants: Sequence[Variant]
     ) -> list[tuple[float, Variant]]:
-        """The bucket sizes that give other buckets of this model than DDP's default and those before them."""
+        """Return the bucket sizes that give other buckets of this model than DDP's default and those before them."""
         parameters = trainable_parameters(self.model)
         plan = next(one.plan for one in variants if one.name == PLAN)
         assert plan is not None
@@ -263,27 +265,19 @@ class VariantRunner:
         return [(cap, variant) for cap, variant in caps if cap in wanted]
 
     def alone(self, plan: Plan) -> float:
-        """Microseconds in which a plan's messages pass when nothing else happens: the median of some rounds, over
-        ranks the slowest."""
+        """Return microseconds of a plan's messages with nothing else going on: median of rounds on the slowest rank."""
         if plan.sharded:  # its messages are the halves of all-reduces
             plan = replace(plan, updates=None)
-        session = runtime.attach(
-            self.model, None, plan, self.world.group, sync=False, timeout_s=self._timeout_s, guard=False
-        )
+        session = self._attach(None, plan)
         times = []
         try:
             for _ in range(min(ALONE_REPEATS, self._warm_up_steps + 2)):  # long steps have little warm-up
                 self.world.gather(None, "messages alone")
-                self._synchronize()
-                start = time.perf_counter()
-                session.exchange_alone()
-                self._synchronize()
-                times.append((time.perf_counter() - start) * 1e6)
+                times.append(timed_us(session.exchange_alone, self._device))
         finally:
             session.detach()
         everyone: list[list[float]] = self.world.gather(times, "messages alone")
-        slowest = [max(of_ranks) for of_ranks in zip(*everyone, strict=True)]
-        return float(statistics.median(slowest))
+        return statistics.median(max(of_ranks) for of_ranks in zip(*everyone, strict=True))
 
 
 def compare_rank(
@@ -296,17 +290,17 @@ def compare_rank(
     show_progress: bool,
     timeout_s: float | None = None,
 ) -> Measured:
-    """Measures on this rank; every rank calls it.
+    """Measure a job on this rank; every rank calls it.
 
     Args:
-        spec: the job.
+        spec: the job's name.
         variants: all but DDP's best bucket size; the first is the no-communication baseline.
         caps: bucket sizes of DDP to try, each with what takes part if it is the best; those that give the buckets of
             another one count once.
         rounds: each variant has one block in each.
         steps: measured ones of a block.
         device: `cpu` or `cuda`.
-        show_progress: whether the first rank shows how far it has got.
+        show_progress: whether the first rank shows bars.
         timeout_s: deadline of every wait; default 300 s.
 
     Raises:
@@ -317,7 +311,8 @@ def compare_rank(
     with joined(None, timeout_s) as world:
         if world.ranks > 1:
             world.broadcast([*built.model.parameters(), *built.model.buffers()])
-        seed_generators(SEED + 1 + world.rank)  # ranks drop out other activations, as those of DDP's users do
+        for seed in (random.seed, np.random.seed, torch.manual_seed):
+            seed(SEED + 1 + world.rank)  # ranks drop out other activations, as those of DDP's users do
         runner = VariantRunner(TrainedJob(built), world, timeout_s)
         return measure_all(runner, variants, caps, rounds, steps, Progress(show_progress and world.rank == 0))
 
@@ -348,11 +343,6 @@ def measure_all(
     return runner.measure([Record(variant) for variant in taking_part], rounds, steps, progress)
 
 
-def delayed_at_once(plan: Plan) -> Plan:
-    """The plan without the synchronous steps that its run begins with, where it has a delay: these are not measured."""
-    return plan if plan.delay is None else replace(plan, delay=replace(plan.delay, warmup_steps=0))
-
-
 def _interleaved(records: Sequence[Record], rounds: int) -> Iterator[Record]:
     """Each round begins with another variant, so that none always follows the same one."""
     for number in range(rounds):
@@ -361,15 +351,8 @@ def _interleaved(records: Sequence[Record], rounds: int) -> Iterator[Record]:
         yield from records[:shift]
 
 
-def seed_generators(seed: int) -> None:
-    """Python's, numpy's and torch's."""
-    random.seed(seed)
-    np.random.seed(seed)
-    torch.manual_seed(seed)
-
-
 def _fastest(world: World, tried: dict[float | None, Record]) -> list[float | None]:
-    """The bucket sizes by the mean over ranks of the median step, the same on every rank."""
+    """Return the bucket sizes by the mean over ranks of the median step, the same on every rank."""
     medians = {cap: statistics.median(chain.from_iterable(record.step_us)) for cap, record in tried.items()}
     everyone = world.gather(medians, "DDP's best bucket size")
     return sorted(medians, key=lambda cap: statistics.fmean(rank[cap] for rank in everyone))

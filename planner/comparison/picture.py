@@ -13,15 +13,9 @@ LABEL_CHARACTER_PX = 7
 
 
 def picture_text(comparison: Comparison, title: str, measured: str) -> str:
-    """The page.
+    """Return the page; its title says what was compared where, `measured` when, in UTC.
 
-    Args:
-        comparison: what is shown.
-        title: what was compared where.
-        measured: when, in UTC.
-
-    Raises:
-        EnvironmentFailure: plotly is not installed.
+    Raises EnvironmentFailure where plotly is not installed.
     """
     cause = [] if comparison.cause is None else [f"{comparison.cause[:1].upper()}{comparison.cause[1:]}."]
     told = [f"{line[:1].upper()}{line[1:]}." for line in (*comparison.differences, *comparison.verdicts)]
@@ -45,7 +39,7 @@ def picture_text(comparison: Comparison, title: str, measured: str) -> str:
 
 
 def _figure(rows: list[Row]) -> dict[str, Any]:
-    """In plotly's terms; the page gives the colours."""
+    """Return it in plotly's terms; the page gives the colours."""
     widest = max(len(row.name) for row in rows)
     values = [(row.name, row.median_us, row.ci95_us) for row in rows if row.median_us is not None and row.ci95_us]
     measured = {

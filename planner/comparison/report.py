@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from planner.comparison.same import judge_training
 from planner.comparison.statistics import hidden_share, median_interval, ratio_interval, step_values, verdict
-from planner.comparison.training import judge_training
 from planner.comparison.variants import BEST_DDP, DDP, NO_COMMUNICATION, PLAN
 from planner.documents.text import milliseconds
 from runtime.monitor.verdict import cause_of_error
@@ -83,25 +83,23 @@ class Comparison:
     """Of exact plans that do not train as DDP does: the comparison does not hold."""
 
     def to_document(self) -> list[dict[str, Any]]:
-        """The records as plain JSON types."""
+        """Return the records as plain JSON types."""
         return [asdict(row) for row in self.rows]
 
     def __str__(self) -> str:
-        """The cause of wrong predictions, the table, verdicts, what does not work, and what trains otherwise."""
-        from io import StringIO
-
+        """Return the cause of wrong predictions, the table, verdicts, what does not work, and what trains otherwise."""
         from rich.console import Console
 
-        console = Console(file=StringIO(), width=160, markup=False, emoji=False)
-        console.print(comparison_table(self))
-        table = console.file.getvalue()  # type: ignore[attr-defined]
-        lines = [line.rstrip() for line in table.splitlines()]
+        console = Console(width=160, markup=False, emoji=False, force_terminal=False)
+        with console.capture() as table:
+            console.print(comparison_table(self))
+        lines = [line.rstrip() for line in table.get().splitlines()]
         cause = [] if self.cause is None else [self.cause]
         return "\n".join([*cause, *lines, *self.verdicts, *failures(self), *self.differences])
 
 
 def summarize(measured: Sequence[Measured]) -> Comparison:
-    """From what each rank saw, in order of rank."""
+    """Compare from what each rank saw, in order of rank."""
     first = measured[0]
     values = values_by_name(measured)
     baseline_us = float(np.median(values[NO_COMMUNICATION]))
@@ -168,7 +166,7 @@ def _cause(rows: Mapping[str, Row]) -> str | None:
 
 
 def values_by_name(measured: Sequence[Measured]) -> dict[str, NDArray[np.float64]]:
-    """What each step of each variant that works took, from what each rank saw. Shapes (rounds, steps)."""
+    """Return what each step of each variant that works took, from what each rank saw. Shapes (rounds, steps)."""
     values = {}
     for index, record in enumerate(measured[0].records):
         if record.failure is None:
@@ -183,14 +181,13 @@ def _verdicts(values: Mapping[str, NDArray[np.float64]], rows: Sequence[Row]) ->
     lossy = [name for name in values if name.startswith("ddp:") and not name.startswith(BEST_DDP)]
     if lossy:
         fastest = min(lossy, key=lambda name: float(np.median(values[name])))
-        lines.append(
-            verdict(ratio_interval(values[PLAN], values[fastest]), "the plan", f"{fastest}, which is not exact")
-        )
+        ratio = ratio_interval(values[PLAN], values[fastest])
+        lines.append(verdict(ratio, "the plan", f"{fastest}, which is not exact"))
     return lines
 
 
 def comparison_table(comparison: Comparison) -> Table:
-    """For the terminal."""
+    """Make a table for the terminal."""
     from planner.report.tables import make_table
 
     where = f"{comparison.steps} steps each on {comparison.ranks} ranks, in {comparison.rounds} interleaved rounds"
@@ -201,5 +198,5 @@ def comparison_table(comparison: Comparison) -> Table:
 
 
 def failures(comparison: Comparison) -> list[str]:
-    """Why what does not work does not."""
+    """Say why what does not work does not."""
     return [f"{row.name} does not work here: {row.failure}" for row in comparison.rows if row.failure is not None]

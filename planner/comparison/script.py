@@ -7,12 +7,13 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from torch import nn
 
 from planner.comparison.measure import VariantRunner, measure_all
 from planner.comparison.report import Comparison, summarize
-from planner.comparison.trained import Stateful, TrainedScript
+from planner.comparison.trained import TrainedScript
 from planner.comparison.variants import make_variants, sweep
 from planner.documents.profile import Profile, load_profile
 from planner.jobs.job import find_job
@@ -23,6 +24,9 @@ from planner.profile.step import joined
 from runtime.errors import InputError
 from runtime.plan import Plan, load_plan
 from runtime.session.session import Session
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.stateful import Stateful
 
 STEPS, ROUNDS, MAX_STEPS = 25, 5, 10**9
 
@@ -124,10 +128,9 @@ def compare(
 
 
 def find_trained(named: str, arguments: Sequence[str]) -> tuple[str, bool]:
-    """(file or module, whether it is a script) of what a command names, before anything is started.
+    """Return (file or module, whether it is a script) of what a command names, before anything is started.
 
-    Raises:
-        InputError: there is no such file, or a job is given a script's arguments.
+    Raises InputError where there is no such file, or a job is given a script's arguments.
     """
     if not named.endswith(".py"):
         if arguments:
@@ -139,7 +142,7 @@ def find_trained(named: str, arguments: Sequence[str]) -> tuple[str, bool]:
 
 
 def check_rounds(steps: int, rounds: int | None) -> int:
-    """How many rounds the steps are spread over. Raises InputError where that does not go."""
+    """Return how many rounds the steps are spread over. Raises InputError where that does not go."""
     spread = min(ROUNDS, steps) if rounds is None else rounds
     if not 2 <= spread <= steps <= MAX_STEPS:
         raise InputError(
@@ -150,10 +153,9 @@ def check_rounds(steps: int, rounds: int | None) -> int:
 
 
 def script_rank(path: str, arguments: Sequence[str], asked: Asked) -> Comparison:
-    """Runs a script as `python path arguments` would, up to its call of `planner.compare`; on every rank.
+    """Run a script as `python path arguments` would, up to its call of `planner.compare`; on every rank.
 
-    Raises:
-        InputError: the script raises, or ends without that call.
+    Raises InputError where the script raises, or ends without that call.
     """
     global _asked
     _asked = asked

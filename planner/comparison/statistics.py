@@ -21,29 +21,24 @@ class Interval:
 
 
 def step_values(step_us: NDArray[np.float64], *, together: bool) -> NDArray[np.float64]:
-    """What a step took, from what each rank saw of it.
+    """Return what a step took, from what each rank saw of it. Shape (ranks, rounds, steps) → (rounds, steps).
 
-    Args:
-        step_us: shape (ranks, rounds, steps).
-        together: whether ranks wait for one another in each step. Then each sees the same step, cut at another place:
-            the mean. Otherwise the slowest one counts, as it would if they waited.
-
-    Returns:
-        Shape (rounds, steps).
+    Where ranks wait for one another in each step (`together`), each sees the same step, cut at another place: the mean
+    counts. Otherwise the slowest one does, as it would if they waited.
     """
     seen: NDArray[np.float64] = step_us.mean(axis=0) if together else step_us.max(axis=0)
     return seen
 
 
 def median_interval(values: NDArray[np.float64]) -> Interval:
-    """The median of all steps; rounds are drawn again, and steps within them, since steps of one round are alike."""
+    """Return the median of all steps; rounds are drawn again, and steps within them, which are alike in a round."""
     medians = np.median(values.reshape(-1)[_draws(values.shape)], axis=1)
     low, high = np.quantile(medians, [0.025, 0.975])
     return Interval(float(np.median(values)), float(low), float(high))
 
 
 def ratio_interval(values: NDArray[np.float64], reference: NDArray[np.float64]) -> Interval:
-    """The ratio of two medians; the same rounds are drawn for both, since they were interleaved within each round."""
+    """Return the ratio of two medians; the same rounds are drawn for both, which were interleaved within each."""
     rounds = np.random.default_rng(SEED).integers(len(values), size=(RESAMPLES, len(values)))
     above = np.median(values.reshape(-1)[_draws(values.shape, rounds, 1)], axis=1)
     below = np.median(reference.reshape(-1)[_draws(reference.shape, rounds, 2)], axis=1)
@@ -52,7 +47,7 @@ def ratio_interval(values: NDArray[np.float64], reference: NDArray[np.float64]) 
 
 
 def verdict(ratio: Interval, what: str, reference: str) -> str:
-    """In words; a difference inside the noise is not called one."""
+    """Say it in words; a difference inside the noise is not called one."""
     around = f"(95 % interval {ratio.low:.3f} to {ratio.high:.3f})"
     if ratio.low <= 1.0 <= ratio.high:
         return f"no difference beyond the noise between {what} and {reference}: {ratio.value:.3f} {around}"
@@ -61,13 +56,13 @@ def verdict(ratio: Interval, what: str, reference: str) -> str:
 
 
 def hidden_share(exposed_us: float, alone_us: float, backward_us: float) -> float | None:
-    """Share of the communication that could be hidden (the smaller of communication alone and backward) that is."""
+    """Return the hidden share of what could be hidden: the smaller of communication alone and backward."""
     could_us = min(alone_us, backward_us)
     return None if could_us <= 0.0 else float(np.clip((alone_us - exposed_us) / could_us, 0.0, 1.0))
 
 
 def _draws(shape: tuple[int, ...], rounds: NDArray[np.int64] | None = None, stream: int = 0) -> NDArray[np.int64]:
-    """Flat indices of resampled steps. Shape (RESAMPLES, rounds · steps)."""
+    """Return flat indices of resampled steps. Shape (RESAMPLES, rounds · steps)."""
     count, steps = shape
     generator = np.random.default_rng((SEED, stream))
     drawn = generator.integers(count, size=(RESAMPLES, count)) if rounds is None else rounds

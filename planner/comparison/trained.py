@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -14,57 +14,43 @@ from planner.jobs.training import KEPT_BATCHES, BuiltJob, attribute_user_errors
 from runtime.errors import InputError
 from runtime.monitor.preserve import preserved
 
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.stateful import Stateful
 
-class Trained(Protocol):
+
+class Trained:
     """A model with a way to make one step of it."""
 
-    model: nn.Module
     name: str
     """Stands before messages of what its functions raise."""
-    no_sync: Callable[[], AbstractContextManager[None]]
-    """Of the variant whose block runs: inside, gradients only accumulate."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.no_sync: Callable[[], AbstractContextManager[None]] = nullcontext
+        """Of the variant whose block runs: inside, gradients only accumulate."""
 
     def restored(self, optimizer: torch.optim.Optimizer) -> AbstractContextManager[None]:
-        """On leaving, everything that steps change is as it was."""
-        ...
+        """Leave everything that steps change as it was."""
+        return preserved(self.model, optimizer)
 
     def optimizer(self) -> torch.optim.Optimizer:
-        """The optimizer of the block that begins."""
-        ...
+        """Return the optimizer of the block that begins."""
+        raise NotImplementedError
 
     def step(self, forward: nn.Module, optimizer: torch.optim.Optimizer, number: int, *, in_ddp: bool) -> float | None:
-        """Makes one step.
+        """Make one step, the `number`-th of its block, from 0, and return the loss where it is known.
 
-        Args:
-            forward: what to call in place of the model.
-            optimizer: of this block.
-            number: of the step in its block, from 0.
-            in_ddp: whether `forward` is DDP around the model.
-
-        Returns:
-            The loss, where it is known.
+        `forward` is called in place of the model: with `in_ddp` it is DDP around that.
         """
-        ...
+        raise NotImplementedError
 
 
-class Stateful(Protocol):
-    """A scheduler, a GradScaler and the like."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """What the next step depends on."""
-        ...
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> Any:
-        """Goes on from there."""
-        ...
-
-
-class TrainedJob:
+class TrainedJob(Trained):
     """A TrainingJob on this rank; its batches are made beforehand."""
 
     def __init__(self, built: BuiltJob) -> None:
-        self.model, self.name, self._built = built.model, built.spec, built
-        self.no_sync: Callable[[], AbstractContextManager[None]] = nullcontext
+        super().__init__(built.model)
+        self.name, self._built = built.spec, built
         self._batches: list[Any] = [built.batch(step) for step in range(KEPT_BATCHES)]
 
     def optimizer(self) -> torch.optim.Optimizer:
@@ -80,12 +66,8 @@ class TrainedJob:
         optimizer.step()
         return float(loss.detach())
 
-    def restored(self, optimizer: torch.optim.Optimizer) -> AbstractContextManager[None]:
-        """See `Trained`."""
-        return preserved(self.model, optimizer)
 
-
-class TrainedScript:
+class TrainedScript(Trained):
     """The model of a script that trains by a function of its own."""
 
     name = "planner.compare: step(model)"
@@ -98,8 +80,8 @@ class TrainedScript:
         also: Sequence[Stateful],
     ) -> None:
         """`also`: what else the step changes."""
-        self.model, self._optimizer, self._step, self._also = model, optimizer, step, also
-        self.no_sync: Callable[[], AbstractContextManager[None]] = nullcontext
+        super().__init__(model)
+        self._optimizer, self._step, self._also = optimizer, step, also
 
     def optimizer(self) -> torch.optim.Optimizer:
         """See `Trained`."""
@@ -129,7 +111,7 @@ class TrainedScript:
         """See `Trained`."""
         states = [copy.deepcopy(one.state_dict()) for one in self._also]
         try:
-            with preserved(self.model, optimizer):
+            with super().restored(optimizer):
                 yield
         finally:
             for one, state in zip(self._also, states, strict=True):

@@ -95,8 +95,8 @@ def make_variants(plan: Plan, problem: Problem | None, strategies: Sequence[str]
 
 
 def _of_plan(name: str, plan: Plan) -> Variant:
-    exact = plan.accuracy == "exact"
-    return Variant(name=name, kind="plan", plan=plan, predicted_us=_predicted_us(plan), exact=exact)
+    predicted_us = plan.predicted.iteration_us if plan.predicted else None
+    return Variant(name=name, kind="plan", plan=plan, predicted_us=predicted_us, exact=plan.accuracy == "exact")
 
 
 def _refuse_updaters(option: str, plan: Plan) -> None:
@@ -110,26 +110,24 @@ def _refuse_updaters(option: str, plan: Plan) -> None:
 
 
 def of_ddp(name: str, cap_mib: float | None, plan: Plan, problem: Problem | None) -> Variant:
-    """Plain DDP with a bucket size, with its prediction where there is one."""
-    if problem is None:
-        baseline = (plan.baselines or {}).get("ddp") if cap_mib is None else None
-        return Variant(name=name, kind="ddp", cap_mib=cap_mib, predicted_us=baseline.iteration_us if baseline else None)
-    made = lower(problem, make_schedule(problem, "ddp" if cap_mib is None else f"ddp:{cap_mib:g}"))
-    return Variant(name=name, kind="ddp", cap_mib=cap_mib, plan=made, predicted_us=_predicted_us(made))
+    """Return plain DDP with a bucket size, with its prediction where there is one."""
+    made = None
+    if problem is not None:
+        made = lower(problem, make_schedule(problem, "ddp" if cap_mib is None else f"ddp:{cap_mib:g}"))
+    predicted = made.predicted if made else (plan.baselines or {}).get("ddp") if cap_mib is None else None
+    predicted_us = predicted.iteration_us if predicted else None
+    return Variant(name=name, kind="ddp", cap_mib=cap_mib, plan=made, predicted_us=predicted_us)
 
 
 def sweep(plan: Plan, problem: Problem | None) -> list[tuple[float, Variant]]:
-    """DDP's bucket sizes to try, each with what takes part if it is the best."""
+    """Return DDP's bucket sizes to try, each with what takes part if it is the best."""
     return [(cap, of_ddp(f"{BEST_DDP}({cap:g} MiB)", cap, plan, problem)) for cap in CAPS_MIB]
 
 
 def distinct_caps(sizes_bytes: Sequence[int], dtypes: Sequence[int], caps_mib: Sequence[float]) -> list[float]:
-    """Those of DDP's bucket sizes that give other buckets than its default, and than those before them.
+    """Return those of DDP's bucket sizes that give other buckets than its default, and than those before them.
 
-    Args:
-        sizes_bytes: of each gradient, in the order in which DDP lays them out.
-        dtypes: a number for each; equal for equal dtypes.
-        caps_mib: values of `bucket_cap_mb`.
+    Gradients are in the order in which DDP lays them out, equal dtypes equal numbers.
     """
     seen = [ddp_buckets(sizes_bytes, dtypes)]
     found = []
@@ -139,10 +137,6 @@ def distinct_caps(sizes_bytes: Sequence[int], dtypes: Sequence[int], caps_mib: S
             seen.append(buckets)
             found.append(cap_mib)
     return found
-
-
-def _predicted_us(plan: Plan) -> float | None:
-    return plan.predicted.iteration_us if plan.predicted else None
 
 
 def _compute_us(plan: Plan) -> float | None:

@@ -23,8 +23,7 @@ from planner.decide.sharded_step import (
 from planner.decide.solvers import SOLVER_SKIPPED, Solved, check_solver, solve
 from planner.decide.strategies import BASELINES, best_baseline, make_schedule
 from planner.documents.catalog import find_cluster, find_profile
-from planner.documents.measured import refuse_unmeasured
-from planner.documents.profile import Cluster, Profile
+from planner.documents.profile import Cluster, Profile, refuse_unmeasured
 from planner.documents.text import pluralize
 from planner.emit.lower import lower, predict
 from planner.emit.sources import describe_sources

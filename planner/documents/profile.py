@@ -445,3 +445,33 @@ def _with_link_constants(document: Any, where: str) -> Any:
             elif constant not in link:
                 raise InputError(f"{place}.{constant}: missing field; add it, or {written}")
     return record
+
+
+LACKS: dict[Accuracy, str] = {
+    "bounded": "gathers, and what selecting elements costs",
+    "relaxed": "what delayed updates cost",
+}
+
+
+def unmeasured(cluster: Cluster, where: str) -> dict[str, str]:
+    """Return, by class that the cluster was not measured for, what is missing and the command that adds it.
+
+    `where` is the path of its profile. Nothing is missing of a single rank, and where what was measured is not known.
+    """
+    order: list[Accuracy] = ["exact", *LACKS]
+    if cluster.measured_for is None or cluster.ranks == 1:
+        return {}
+    return {
+        accuracy: f"not measured: {LACKS[accuracy]}; `planner profile JOB --for {accuracy} --add-to {where}` adds it"
+        for accuracy in order[order.index(cluster.measured_for) + 1 :]
+    }
+
+
+def refuse_unmeasured(cluster: Cluster, accuracy: Accuracy, where: str) -> None:
+    """Raise InputError where plans of this class cannot be decided, since what they cost was not measured."""
+    missing = unmeasured(cluster, where)
+    if accuracy in missing:
+        raise InputError(
+            f"--accuracy {accuracy}: found {where}, which was measured for {cluster.measured_for} plans, expected one "
+            f"for {accuracy} plans: {missing[accuracy]}"
+        )

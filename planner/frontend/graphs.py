@@ -6,7 +6,9 @@ depend on values, on the values.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -18,10 +20,9 @@ from torch.export.graph_signature import InputKind
 from torch.func import functional_call
 
 from planner.frontend.answers import Answered, Recorded
-from planner.frontend.call import Bound, Call
-from planner.frontend.layers import CostInterpreter, CostRecorder, LayerCost, canonical_path
+from planner.frontend.call import Bound, Call, hookable, leaves_of
+from planner.frontend.layers import CostInterpreter, CostRecorder, LayerCost, canonical_path, tensor_bytes
 from planner.frontend.unchanged import unchanged, values_kept
-from planner.frontend.watched import watched
 
 Play = Callable[[CostRecorder, Mapping[str, Tensor] | None, Sequence[Tensor]], object]
 """Runs a forward under a recorder, given stand-ins for the model's parameters and buffers by name (None: they stand for
@@ -165,3 +166,24 @@ def _stand_ins(mode: FakeTensorMode, module: nn.Module, recorder: CostRecorder) 
             made[id(tensor)] = _without_data(mode, tensor)
             recorder.stands_for(made[id(tensor)], tensor)
     return {name: made[id(tensor)] for name, tensor in state.items()}
+
+
+@contextmanager
+def watched(model: nn.Module, recorder: CostRecorder, skip: Collection[str] = ()) -> Iterator[None]:
+    """Tells the recorder which module runs and how large its outputs are; `skip` holds paths that it knows of."""
+    outer: list[str] = []
+
+    def enter(path: str, *_: Any) -> None:
+        outer.append(recorder.path)
+        recorder.path = path
+
+    def leave(path: str, module: nn.Module, args: Any, output: Any) -> None:
+        recorder.path = outer.pop()
+        recorder.call_bytes[path] = recorder.call_bytes.get(path, 0.0) + tensor_bytes(leaves_of(output))
+
+    with ExitStack() as stack:
+        for name, module in hookable(model):
+            if (path := canonical_path(name)) not in skip:
+                stack.callback(module.register_forward_pre_hook(partial(enter, path)).remove)
+                stack.callback(module.register_forward_hook(partial(leave, path), always_call=True).remove)
+        yield

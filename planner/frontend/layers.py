@@ -6,7 +6,7 @@ which gives each operation to the layer whose parameters it uses, or else to the
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from math import inf
@@ -15,10 +15,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, fx, nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from planner.documents.profile import Layer
-from planner.frontend.formulas import FORMULAS, multiplied, tensors_in
 from runtime.plan.names import canonical_name, layer_of
 
 Method = Literal["export", "symbolic_trace", "hooks"]
@@ -109,6 +109,45 @@ def _backward_halves(
         yield input_us, time_us - input_us
 
 
+def tensors_in(value: Any) -> list[Tensor]:
+    """All tensors of a nest of lists, tuples and dicts, each once."""
+    return list({id(leaf): leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)}.values())
+
+
+def _attention_flops(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> int:
+    """Queries times keys, then weights times values; a causal mask saves nothing here."""
+    return 2 * query.numel() * key.shape[-2] + 2 * query.numel() // query.shape[-1] * key.shape[-2] * value.shape[-1]
+
+
+def _recurrent_flops(x: Tensor, *args: Any, **_: Any) -> int:
+    """Every weight matrix meets every element of every sequence once."""
+    return 2 * x.numel() // x.shape[-1] * sum(w.numel() for w in tensors_in(args[:2]) if w.dim() == 2)
+
+
+def _grouped_flops(x: Tensor, weight: Tensor, *_: Any, **__: Any) -> int:
+    return 2 * x.numel() * weight.shape[-1]
+
+
+FORMULAS: dict[str, Callable[..., int]] = {
+    "aten._scaled_dot_product_flash_attention_for_cpu": _attention_flops,
+    "aten._scaled_dot_product_fused_attention_overrideable": _attention_flops,
+    "aten.mkldnn_rnn_layer": _recurrent_flops,
+    "aten._cudnn_rnn": _recurrent_flops,
+    "aten.miopen_rnn": _recurrent_flops,
+    "aten._grouped_mm": _grouped_flops,
+}
+"""FLOPs of the operations that torch's own registry lacks, by name."""
+
+
+def _multiplied(op: str, args: tuple[Any, ...]) -> list[Tensor]:
+    """The operands of a matrix product, without the bias."""
+    if op in ("aten.addmm", "aten.baddbmm"):
+        return tensors_in(args[1:3])
+    if "_rnn" in op or "attention" in op:
+        return tensors_in(args[:3])
+    return tensors_in(args[:2])
+
+
 _BUFFER = 0
 """Stands for any buffer where a parameter's identity is expected."""
 
@@ -189,7 +228,7 @@ class CostRecorder(TorchDispatchMode):
             _add(tally.elementwise, flops, flops * (None in needed), flops * any(needed))
 
     def _add_product(self, op: str, flops: float, args: tuple[Any, ...], owners: list[int], result: Any) -> None:
-        operands = multiplied(op, args)
+        operands = _multiplied(op, args)
         inputs = [value for value in operands if self._owner(value) is None]
         weights = [value for value in operands if self._owner(value) is not None]
         # Each operand's gradient is one more product of the same size; attention's two products have three operands.

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from planner.decide.optimize import optimize
 from planner.documents.profile import Profile
 from planner.jobs.demo_job import steps_per_epoch, test_accuracy
-from planner.jobs.training import Trainer, build, profile_rank
+from planner.jobs.training import Trainer, build, profile_rank, this_rank
 from planner.profile.progress import Progress
 from runtime.plan import Plan
 
@@ -48,11 +48,11 @@ class DemoResult:
 
     @property
     def error(self) -> float:
-        """predicted / measured − 1."""
+        """Predicted / measured − 1."""
         return self.predicted_us / self.planned.median_us - 1.0
 
     def to_document(self) -> dict[str, Any]:
-        """The figures as plain JSON types."""
+        """Return the figures as plain JSON types."""
         world = self.profile.world
         return {
             "ranks": self.plan.world.ranks,
@@ -67,13 +67,13 @@ class DemoResult:
 
 
 def demo_rank(device: str, show_progress: bool, timeout_s: float | None = None) -> DemoResult:
-    """The demo on one rank; every rank calls it, and all plans are equal because the profile is."""
+    """Run the demo on one rank; every rank calls it, and all plans are equal because the profile is."""
     profile = profile_rank(JOB, device, show_progress, timeout_s)
     plan = optimize(profile)
     ranks = dist.get_world_size() if dist.is_initialized() else 1
     ddp, planned = (Trainer(build(JOB, device), chosen, timeout_s) for chosen in (None, plan))
     steps = steps_per_epoch(ranks)
-    progress = Progress(show=show_progress and (not dist.is_initialized() or dist.get_rank() == 0))
+    progress = Progress(show=show_progress and this_rank() == 0)
     blocks = [range(first, min(first + BLOCK_STEPS, steps)) for first in range(0, steps, BLOCK_STEPS)]
     turns = [(trainer, step) for block in blocks for trainer in (ddp, planned) for step in block]
     for trainer, step in progress.track(turns, "DDP and plan, interleaved"):

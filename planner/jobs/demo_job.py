@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from functools import cache
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -46,13 +47,9 @@ class ResNet20(nn.Module):
         super().__init__()
         self.conv = nn.Conv2d(channels_in, 16, 3, padding=1, bias=False)
         self.norm = nn.BatchNorm2d(16)
-        widths, blocks, before = (16, 32, 64), [], 16
-        for stage, width in enumerate(widths):
-            for index in range(3):
-                blocks.append(Block(before, width, stride=2 if stage > 0 and index == 0 else 1))
-                before = width
-        self.blocks = nn.Sequential(*blocks)
-        self.fc = nn.Linear(before, classes)
+        widths = [16] * 4 + [32] * 3 + [64] * 3
+        self.blocks = nn.Sequential(*(Block(a, b, stride=b // a) for a, b in pairwise(widths)))
+        self.fc = nn.Linear(widths[-1], classes)
 
     def forward(self, x: Tensor) -> Tensor:
         """Images (batch, channels_in, h, w) → class scores (batch, classes)."""
@@ -72,11 +69,7 @@ class Digits(NamedTuple):
 
 @cache
 def digits() -> Digits:
-    """1,797 digits of 8×8 pixels, doubled in size; every fifth one for testing.
-
-    Raises:
-        EnvironmentFailure: scikit-learn is not installed.
-    """
+    """Return 1,797 digits of 8×8 pixels, doubled in size. Raises EnvironmentFailure where scikit-learn is missing."""
     try:
         from sklearn.datasets import load_digits
     except ImportError:
@@ -92,12 +85,12 @@ def digits() -> Digits:
 
 
 def steps_per_epoch(ranks: int) -> int:
-    """Steps in which `ranks` ranks see the training set once."""
+    """Return the steps in which `ranks` ranks see the training set once."""
     return len(digits().train_labels) // (BATCH_SIZE * ranks)
 
 
 def batch(step: int, rank: int) -> tuple[Tensor, Tensor]:
-    """This rank's images and labels: each step takes the next part of one fixed shuffle, then begins again."""
+    """Return this rank's images and labels: each step takes the next part of one fixed shuffle, then begins again."""
     data = digits()
     count = len(data.train_labels)
     order = torch.randperm(count, generator=torch.Generator().manual_seed(0))
@@ -110,14 +103,14 @@ def batch(step: int, rank: int) -> tuple[Tensor, Tensor]:
 
 
 def loss(model: nn.Module, images_and_labels: tuple[Tensor, Tensor]) -> Tensor:
-    """Cross-entropy, a scalar."""
+    """Return the cross-entropy, a scalar."""
     images, labels = images_and_labels
     return functional.cross_entropy(model(images), labels)
 
 
 @torch.no_grad()
 def test_accuracy(model: nn.Module) -> float:
-    """Share of the test digits that the model gets right."""
+    """Return the share of the test digits that the model gets right."""
     data = digits()
     model.eval()
     device = next(model.parameters()).device
@@ -127,7 +120,7 @@ def test_accuracy(model: nn.Module) -> float:
 
 
 def job() -> TrainingJob:
-    """The digits job."""
+    """Return the digits job."""
     return TrainingJob(
         model=ResNet20(),
         loss=loss,

@@ -10,6 +10,7 @@ import sysconfig
 import traceback
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -40,7 +41,7 @@ class TrainingJob:
 
 
 def load_job(spec: str) -> TrainingJob:
-    """Calls the function that `path/to/file.py:name` or `package.module:name` points at.
+    """Call the function that `path/to/file.py:name` or `package.module:name` points at.
 
     From then on `sys.argv` of this process is the job's: its file or module, without arguments.
 
@@ -74,10 +75,9 @@ def load_job(spec: str) -> TrainingJob:
 
 
 def find_job(spec: str) -> tuple[str, str]:
-    """(file or module, name) of a job, before anything is imported or started.
+    """Return (file or module, name) of a job, before anything is imported or started.
 
-    Raises:
-        InputError: not of that form, or there is no such file.
+    Raises InputError where it is not of that form, or there is no such file.
     """
     where, colon, name = spec.rpartition(":")
     if not colon or not where or not name:
@@ -149,22 +149,18 @@ def _load_file(path: Path) -> ModuleType:
         if isinstance(error, ImportError | AttributeError):
             # The job may mean a file beside it of the name of one of our packages, and get the package, which was
             # imported first.
-            folder = path.resolve().parent
-            beside = [
-                (ours, folder / place) for ours in _OURS for place in (f"{ours.name}.py", f"{ours.name}/__init__.py")
-            ]
-            for ours, theirs in reversed(beside):
+            for ours, place in product(_OURS, (".py", "/__init__.py")):
+                theirs = path.resolve().parent / f"{ours.name}{place}"
                 if theirs.is_file() and theirs.parent != ours:
-                    hidden = f"; {theirs} is hidden by planner's package {ours.name!r}: rename it"
+                    hidden = hidden or f"; {theirs} is hidden by planner's package {ours.name!r}: rename it"
         raise InputError(_failed_import(str(path), error) + hidden) from error
     return module
 
 
 def _failed_import(where: str, error: BaseException) -> str:
-    """The words of the error come last but for where it was raised."""
-    what = f"{where}: raised {type(error).__name__} while being imported"
-    place = described(error).removeprefix(type(error).__name__)
-    return f"{what}{place or ''}; expected a file that can be imported: correct it"
+    kind = type(error).__name__
+    what = described(error).removeprefix(kind)
+    return f"{where}: raised {kind} while being imported{what}; expected a file that can be imported: correct it"
 
 
 def _load_module(name: str) -> ModuleType:

@@ -85,11 +85,6 @@ class _Failure:
     text: str
     trace: str
 
-    def as_error(self) -> PlannerError:
-        error = self.error or EnvironmentFailure(f"rank {self.rank} raised {self.text}")
-        error.add_note(self.trace)
-        return error
-
 
 class _ResultFile:
     """A file without a name, which a rank writes and its parent reads when the rank has ended."""
@@ -133,13 +128,9 @@ class _Rank:
     """Why this parent ended it; empty where it did not."""
 
     @property
-    def exit_code(self) -> int | None:
-        return self.process.exitcode
-
-    @property
     def fate(self) -> str:
         """How a rank ended that left no result."""
-        code = self.exit_code
+        code = self.process.exitcode
         if self.ended_because:
             return f"rank {self.number} {self.ended_because}"
         if code is not None and code < 0:
@@ -147,7 +138,7 @@ class _Rank:
         return f"rank {self.number} ended without a result (exit code {code})"
 
     def is_stopped(self) -> bool:
-        """Whether a signal has stopped the process; False where that cannot be known (not on Linux)."""
+        """Return whether a signal has stopped the process; False where that cannot be known (not on Linux)."""
         try:
             status = Path(f"/proc/{self.process.pid}/stat").read_text()
         except OSError:
@@ -155,8 +146,8 @@ class _Rank:
         return status.rpartition(")")[2].split()[0] == "T"
 
     def end(self, why: str = "") -> None:
-        """Kills the rank and what it started."""
-        if self.exit_code is None:
+        """Kill the rank and what it started."""
+        if self.process.exitcode is None:
             self.ended_because = "was stopped (SIGSTOP) and did not continue" if self.is_stopped() else why
         assert self.process.pid is not None
         with suppress(ProcessLookupError, PermissionError):
@@ -166,14 +157,9 @@ class _Rank:
 
 
 def run_ranks(world: LocalWorld, function: Callable[..., T], *arguments: Any) -> list[T]:
-    """Calls `function(*arguments)` on every local rank, inside an initialized process group.
+    """Call `function(*arguments)` on every local rank, inside an initialized process group.
 
-    Args:
-        world: how many ranks, which backend and device.
-        function: importable by name; its result must be picklable.
-
-    Returns:
-        The results in order of rank.
+    The function is importable by name and its results, returned in order of rank, can be pickled.
 
     Raises:
         PlannerError: the first error that a rank raised on purpose, as it was raised.
@@ -192,11 +178,9 @@ def run_ranks(world: LocalWorld, function: Callable[..., T], *arguments: Any) ->
             # Inherited: until ranks have a process group of their own, Ctrl-C is not for them.
             with on_signal(signal.SIGINT, signal.SIG_IGN):
                 for number in range(world.ranks):
-                    place = place_of(number)
                     file = _ResultFile()
-                    process = multiprocessing.get_context("spawn").Process(
-                        target=_rank_main, args=(number, world, place, store.port, file, function, arguments)
-                    )
+                    given = (number, world, place_of(number), store.port, file, function, arguments)
+                    process = multiprocessing.get_context("spawn").Process(target=_rank_main, args=given)
                     process.start()
                     ranks.append(_Rank(number, process, file))
             _watch(ranks, world)
@@ -213,13 +197,13 @@ def run_ranks(world: LocalWorld, function: Callable[..., T], *arguments: Any) ->
 
 
 def _watch(ranks: Sequence[_Rank], world: LocalWorld) -> None:
-    """Returns when every rank has ended; ends those that need not be waited for (see the top of this file)."""
+    """Return when every rank has ended; end those that need not be waited for (see the top of this file)."""
     stop_limit_s = (world.timeout_s or MIN_TIMEOUT_S) + GRACE_S  # who waits for it notices first, and says where
     rest_s = world.timeout_s or START_TIMEOUT_S
     over_at, why = float("inf"), ""
-    while running := [rank for rank in ranks if rank.exit_code is None]:
+    while running := [rank for rank in ranks if rank.process.exitcode is None]:
         now = time.monotonic()
-        codes = [rank.exit_code for rank in ranks if rank.exit_code is not None]
+        codes = [rank.process.exitcode for rank in ranks if rank.process.exitcode is not None]
         if any(codes) and now + GRACE_S < over_at:
             over_at, why = now + GRACE_S, "was still running and was ended"
         elif codes and over_at == float("inf"):
@@ -233,14 +217,17 @@ def _watch(ranks: Sequence[_Rank], world: LocalWorld) -> None:
 
 
 def _cause(ranks: Sequence[_Rank]) -> PlannerError:
-    """The error to show: the first that is not a mere consequence, with what other ranks saw of it."""
+    """Return the error to show: the first that is not a mere consequence, with what other ranks saw of it."""
     silent = [rank for rank in ranks if rank.result is None]
     in_time = sorted((r.result for r in ranks if isinstance(r.result, _Failure)), key=lambda failure: failure.time)
     seen = [failure for failure in in_time if isinstance(failure.error, CommunicationError)]
     raised = [failure for failure in in_time if not isinstance(failure.error, CommunicationError)]
     died = [rank for rank in silent if not rank.ended_because] or [rank for rank in silent if rank.stopped_since]
     if raised and not died:
-        return raised[0].as_error()
+        first = raised[0]
+        error = first.error or EnvironmentFailure(f"rank {first.rank} raised {first.text}")
+        error.add_note(first.trace)
+        return error
     fates = [rank.fate for rank in died or silent] + [str(failure.error) for failure in seen[:1]]
     failure = EnvironmentFailure("; ".join(fates) or "the ranks failed without a result")
     for one in in_time:
@@ -269,7 +256,7 @@ def _rank_main(
 
 
 def end(code: int) -> NoReturn:
-    """Leaves at once: threads in a broken collective must not hold the process up, and torch's sometimes abort it when
+    """Leave at once: threads in a broken collective must not hold the process up, and torch's sometimes abort it when
     the interpreter takes them down in order. What was registered to run at exit does run after a success.
     """
     if code == 0:
@@ -303,6 +290,6 @@ def _join(rank: int, world: LocalWorld, place: Place, port: int) -> None:
 
 
 def threads_per_rank(local_ranks: int) -> int:
-    """The cores of this machine, shared evenly."""
+    """Return an even share of the cores of this machine."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, cores // local_ranks)

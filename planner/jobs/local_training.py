@@ -6,10 +6,8 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import torch.distributed as dist
-
 from planner.documents.profile import Profile
-from planner.jobs.training import BuiltJob, RankRun, attribute_user_errors, build, to_device, weights_sha256
+from planner.jobs.training import BuiltJob, RankRun, build, this_rank, weights_sha256
 from planner.profile.budget import LOGGER
 from planner.profile.progress import Progress
 from planner.profile.step import TIMEOUT_S, joined
@@ -24,26 +22,20 @@ from runtime.plan import Plan
 
 
 def local_job(spec: str, device: str) -> LocalJob:
-    """A job by its name, for a rank and for each of its updaters. Raises InputError."""
+    """Return a job by its name, for a rank and for each of its updaters. Raises InputError."""
     built = build(spec, device)
-
-    def batch(number: int, rank: int) -> Any:
-        with attribute_user_errors(f"{spec}: batch({number}, {rank})"):
-            return to_device(built.job.batch(number, rank), built.device)
-
-    return LocalJob(model=built.model, loss=built.loss, batch=batch, optimizer=built.job.optimizer)
+    return LocalJob(model=built.model, loss=built.loss, batch=built.batch_of, optimizer=built.job.optimizer)
 
 
 def measure_updaters(
     built: BuiltJob, batch: Any, profile: Profile, most: int, progress: Progress, timeout_s: float | None = None
 ) -> Profile:
-    """The profile with its section on local updaters, up to so many of each rank; every rank calls it.
+    """Return the profile with its section on local updaters, up to so many of each rank; every rank calls it.
 
-    Raises:
-        InputError: the model's tensors cannot be shared.
+    Raises InputError where the model's tensors cannot be shared.
     """
     step_us = profile.compute.forward_us + profile.compute.backward_us
-    if not dist.is_initialized() or dist.get_rank() == 0:
+    if this_rank() == 0:
         LOGGER.info("profile: up to %d local updaters of each rank: about %.0f s", most, expected_s(step_us, most))
     longest_s = max(TIMEOUT_S if timeout_s is None else timeout_s, REPEATED_STEPS * step_us / 1e6)
     with joined(None, longest_s) as world, preserved(built.model):
@@ -65,7 +57,7 @@ REPEATED_STEPS = 200
 
 
 def train_rank_locally(spec: str, plan: Plan, steps: int, device: str, timeout_s: float | None = None) -> RankRun:
-    """Trains a job with local updaters on this rank: `steps` minibatches, over all of its updaters."""
+    """Train a job with local updaters on this rank: `steps` minibatches, over all of its updaters."""
     run = run_local_async(partial(local_job, spec, device), plan, steps, timeout_s=timeout_s)
     if not run.losses:
         raise EnvironmentFailure(f"{spec}: no minibatch was done by an updater that is left:\n{run.report}")

@@ -9,11 +9,9 @@ from planner.testbed.emulation import MAX_RANKS, Emulation, parse_emulation
 from planner.testbed.hosts import check_namespaces
 from runtime.errors import InputError
 
-MAX_LOCAL_RANKS = MAX_RANKS
-
 
 def under_torchrun() -> bool:
-    """Whether a launcher has made this process one rank of a world."""
+    """Return whether a launcher has made this process one rank of a world."""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ and "MASTER_ADDR" in os.environ
 
 
@@ -29,7 +27,7 @@ class RankOptions:
     """An emulated cluster to run on, such as `4x1@1gbit`; None: this machine as it is."""
 
     def __post_init__(self) -> None:
-        """Checks what can be checked without torch.
+        """Check what can be checked without torch.
 
         Raises:
             InputError: the ranks, the deadline or the emulated cluster are none, or do not fit each other.
@@ -52,9 +50,9 @@ class RankOptions:
                 )
             check_namespaces()
         count = self.local_ranks
-        if not under_torchrun() and not 1 <= count <= MAX_LOCAL_RANKS:
+        if not under_torchrun() and not 1 <= count <= MAX_RANKS:
             raise InputError(
-                f"--ranks: found {count}, expected at least 1 and at most {MAX_LOCAL_RANKS} on one machine; correct "
+                f"--ranks: found {count}, expected at least 1 and at most {MAX_RANKS} on one machine; correct "
                 f"it, or start more with torchrun"
             )
         if self.timeout_s is not None:

@@ -40,6 +40,7 @@ from planner.model.what_if import scale_compute
 from planner.profile.compute import RankTimes, combine, rank_times
 from planner.profile.links import fit, measure_all_reduce
 from planner.profile.progress import Progress
+from planner.profile.step import refuse_alike
 from runtime.checks.plan import dtype_name
 from runtime.errors import InputError
 from runtime.monitor.drift import bucket_times, complete, measured_times, predicted_times
@@ -58,12 +59,8 @@ LARGEST_BYTES = 16 * 1024 * 1024
 BUDGET_S = 1.0
 """What timing the links may take, once they have been timed often enough."""
 
-STRAGGLER_SHARE = 0.05
-"""A rank is a straggler when the others wait for it longer than this share of a step."""
-
-MOST_STEPS = 2 / 3
-"""… and in this share of the steps."""
-
+STRAGGLER_SHARE, MOST_STEPS = 0.05, 2 / 3
+"""A rank is a straggler when the others wait for it longer than this share of a step, in this share of the steps."""
 
 KEPT = ("contention", "sparsify", "unpack", "push_pack", "local_update", "pull_take", "measured_for")
 """Fields of the old profile's cluster, which are about its machines."""
@@ -93,7 +90,7 @@ def replan(
     switch: bool = True,
     at_step: int | None = None,
 ) -> Plan:
-    """Decides again, from fresh measurements, for a run whose steps are not what its plan predicts.
+    """Decide again, from fresh measurements, for a run whose steps are not what its plan predicts.
 
     Every rank calls this between the same two steps; training pauses for some seconds. Rank 0 decides.
 
@@ -125,11 +122,7 @@ def replan(
         )
     old, mine = _measure_rank(session, profile)
     everyone: list[RankSteps] = session.world.gather(mine, "comparing the last steps")
-    # The same verdict on all ranks.
-    problems = [f"rank {rank}: {one.problem}" for rank, one in enumerate(everyone) if one.problem]
-    if problems:
-        alike = len({one.problem for one in everyone}) == 1
-        raise InputError(f"planner.replan: {everyone[0].problem}" if alike else "\n".join(problems))
+    refuse_alike([one.problem for one in everyone])
     steps = [one.step for one in everyone]
     if len(set(steps)) > 1:
         raise InputError(
@@ -211,12 +204,9 @@ def _ratio(measured: float, predicted: float) -> float | None:
 def without_contention(
     times: RankTimes, busy_us: Sequence[Sequence[tuple[float, float]]], contention: Contention
 ) -> RankTimes:
-    """The times as they were if messages did not slow computation down.
+    """Return times of some steps of one rank as they were if messages did not slow computation down.
 
-    Args:
-        times: of some steps of one rank, with messages beside them.
-        busy_us: by step, when messages were on the link.
-        contention: its factor of computation says by how much they slow it.
+    `busy_us` says, by step, when messages were on the link.
     """
     lost = 1.0 - 1.0 / contention.compute
 
@@ -240,21 +230,19 @@ def _profile(
     everyone: Sequence[RankSteps],
     curves: tuple[tuple[Sample, ...], tuple[Sample, ...]],
 ) -> Profile:
-    """What `planner profile` would say now."""
+    """Return what `planner profile` would say now."""
     world, plan = session.world, session.plan
     nodes = plan.world.nodes if plan.world.nodes is not None and world.ranks % plan.world.nodes == 0 else world.ranks
     before = old.cluster if old is not None else None
     alone, queued = curves
     # What a reduce-scatter and an all-gather took when the ranks were profiled: a shared step asks for it.
     known = before.samples if before is not None and before.samples and before.ranks == world.ranks else {}
+    halves = {name: curve for name, curve in known.items() if name in ("reduce_scatter", "all_gather")}
     cluster = Cluster(
         name="measured while training",
         nodes=nodes,
         ranks_per_node=world.ranks // nodes,
-        samples={
-            **{name: known[name] for name in ("reduce_scatter", "all_gather") if name in known},
-            "all_reduce": alone,
-        },
+        samples={**halves, "all_reduce": alone},
         back_to_back={"all_reduce": queued},
         collectives={"all_reduce": fit(alone)},
         **{name: getattr(before, name) for name in KEPT if before is not None},
@@ -268,7 +256,7 @@ def _profile(
 
 
 def _update_us(session: Session, old: Profile | None, measured_us: float) -> float:
-    """What the whole update takes: of a shared step each rank has measured its part, and the gathers of weights."""
+    """Return what the whole update takes: of a shared step each rank has timed its part, and the gathers of weights."""
     if not session.plan.sharded:
         return measured_us
     if old is not None:
@@ -307,7 +295,7 @@ def _compute(session: Session, old: Profile | None, ranks: Sequence[RankTimes]) 
 
 
 def _findings(session: Session, everyone: Sequence[RankSteps]) -> list[str]:
-    """What has changed, in words, for the plan's notes."""
+    """Return what has changed, in words, for the plan's notes."""
     notes = [f"planned again after {session.step} steps of a run"]
     compute = [(one.compute_ratio, rank) for rank, one in enumerate(everyone) if one.compute_ratio is not None]
     if compute:
@@ -328,11 +316,9 @@ def _findings(session: Session, everyone: Sequence[RankSteps]) -> list[str]:
 
 
 def find_straggler(first_us: Sequence[Sequence[float]], step_us: float) -> tuple[int, float] | None:
-    """(the rank that the others wait for, how long the first of them waits), or None where there is no such rank.
+    """Return (the rank that others wait for, how long the first of them waits), or None where there is no such rank.
 
-    Args:
-        first_us: by rank and step, how long the first message took on that rank; the straggler's is the shortest.
-        step_us: a step, to compare with.
+    By rank and step `first_us` is how long the first message took, which is the shortest on the straggler.
     """
     count = min(map(len, first_us))
     if not count:

@@ -21,6 +21,7 @@ import runtime
 from planner.documents.profile import Profile
 from planner.jobs.job import TrainingJob, described, load_job
 from planner.profile.budget import LOGGER, heard
+from planner.profile.links import synchronize
 from planner.profile.loading import LONGEST_S as LOADING_S
 from planner.profile.loading import batch_samples, measure_loading
 from planner.profile.progress import Progress
@@ -38,13 +39,13 @@ KEPT_BATCHES = 4
 """Batches that are made before a step is timed, and then used in turn."""
 
 
-def rank_device(device: str) -> torch.device:
-    """This rank's device: `cpu`, or the current CUDA device for `cuda`."""
-    return torch.device("cuda", torch.cuda.current_device()) if device == "cuda" else torch.device("cpu")
+def this_rank() -> int:
+    """Return this process's rank, 0 where it trains alone."""
+    return dist.get_rank() if dist.is_initialized() else 0
 
 
 def to_device(value: Any, device: torch.device) -> Any:
-    """A batch on the device: tensors inside dicts, lists, tuples and dataclasses are moved, the rest is kept."""
+    """Return a batch on the device: tensors inside dicts, lists, tuples and dataclasses are moved, the rest is kept."""
     if device.type == "cpu":
         return value  # jobs make their batches there
     if hasattr(value, "to") and callable(value.to):
@@ -77,14 +78,16 @@ class BuiltJob:
         return self.job.model
 
     def batch(self, step: int) -> Any:
-        """This rank's batch of one step, on the device."""
-        rank = dist.get_rank() if dist.is_initialized() else 0
+        """Return this rank's batch of one step, on the device."""
+        return self.batch_of(step, this_rank())
+
+    def batch_of(self, step: int, rank: int) -> Any:
+        """Return the batch of any rank."""
         with attribute_user_errors(f"{self.spec}: batch({step}, {rank})"):
-            batch = self.job.batch(step, rank)
-        return to_device(batch, self.device)
+            return to_device(self.job.batch(step, rank), self.device)
 
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
-        """The loss, checked to be a scalar that requires a gradient."""
+        """Return the loss, checked to be a scalar that requires a gradient."""
         with attribute_user_errors(f"{self.spec}: loss(model, batch)"):
             loss = self.job.loss(model, batch)
         if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
@@ -93,28 +96,17 @@ class BuiltJob:
         return loss
 
     def backward(self, loss: Tensor, *, in_ddp: bool = False) -> None:
-        """`loss.backward()`."""
-        with attribute_user_errors(
-            f"{self.spec}: loss.backward(){', all_reduce of a bucket of DDP' if in_ddp else ''}"
-        ):
+        """Run `loss.backward()`."""
+        ddp = ", all_reduce of a bucket of DDP" if in_ddp else ""
+        with attribute_user_errors(f"{self.spec}: loss.backward(){ddp}"):
             loss.backward()
-
-    def synchronize(self) -> None:
-        """Waits until the device has done what it was told; before a clock is read."""
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-
-    def update(self) -> None:
-        """`optimizer.step()`."""
-        with attribute_user_errors(f"{self.spec}: optimizer.step()"):
-            self.optimizer.step()
 
 
 @contextmanager
 def attribute_user_errors(where: str) -> Iterator[None]:
-    """Turns what a user's function raises into an InputError that names it: on that rank the user's input is wrong, and
-    the command that shows it ends with exit code 2. A backend's error is no fault of the function: another rank is
-    gone, which is a CommunicationError (3). Errors of ours pass.
+    """Turn what a user's function raises into an InputError that names it.
+
+    A backend's error is no fault of the function: another rank is gone, which is a CommunicationError. Ours pass.
     """
     try:
         yield
@@ -122,14 +114,13 @@ def attribute_user_errors(where: str) -> Iterator[None]:
         raise
     except (Exception, SystemExit) as error:
         if isinstance(error, RuntimeError) and _LOST.search(str(error)):
-            rank = dist.get_rank() if dist.is_initialized() else 0
-            raise CommunicationError(f"rank {rank}: {where}: lost another rank: {first_line(error)}") from error
+            raise CommunicationError(f"rank {this_rank()}: {where}: lost another rank: {first_line(error)}") from error
         raise InputError(f"{where} raised {described(error)}; expected it not to: correct it") from error
 
 
 @contextmanager
 def error_context(spec: str) -> Iterator[None]:
-    """Puts the job before the messages of wrong input that do not begin with it."""
+    """Put the job before the messages of wrong input that do not begin with it."""
     try:
         yield
     except InputError as error:
@@ -141,10 +132,10 @@ _LOST = re.compile(r"gloo|nccl|connection closed|timed out waiting|pair closure"
 
 
 def build(spec: str, device: str) -> BuiltJob:
-    """Loads a job, from the same seed on every rank. Raises InputError."""
+    """Load a job, from the same seed on every rank. Raises InputError."""
     torch.manual_seed(SEED)
     job = load_job(spec)
-    target = rank_device(device)
+    target = torch.device("cuda", torch.cuda.current_device()) if device == "cuda" else torch.device("cpu")
     lazy = [name for name, parameter in job.model.named_parameters() if is_lazy(parameter)]
     if lazy:
         raise InputError(f"{spec}: {lazy[0]} has no shape yet; expected a model whose lazy modules have seen a batch")
@@ -164,15 +155,9 @@ def profile_rank(
     updaters: int = 0,
     request: Request | None = None,
 ) -> Profile:
-    """Profiles a job on this rank; every rank calls it and gets the same profile.
+    """Profile a job by its name on this rank, with up to so many local updaters; every rank gets the same profile.
 
-    Args:
-        spec: the job's name.
-        device: `cpu` or `cuda`.
-        show_progress: whether the first rank shows bars.
-        timeout_s: see `profile_step`.
-        updaters: measures up to so many local updaters, too.
-        request: the class of plans, the profile to add to, and the budget.
+    `timeout_s` is that of `profile_step`.
     """
     built = build(spec, device)
     batches = [built.batch(step) for step in range(KEPT_BATCHES)]
@@ -185,16 +170,14 @@ def profile_rank(
         loss_ready()
         built.backward(loss)
 
-    first = not dist.is_initialized() or dist.get_rank() == 0
-    progress = Progress(show=show_progress and first)
-    name = type(built.model).__name__.lower()
+    progress, name = Progress(show=show_progress and this_rank() == 0), type(built.model).__name__.lower()
     with error_context(spec), heard():
         found = measure(
             built.model, step, built.optimizer, None, progress=progress, request=request, name=name,
             timeout_s=timeout_s,
         )  # fmt: skip
         if built.job.dataset is not None and found.loading is None:
-            if first:
+            if this_rank() == 0:
                 LOGGER.info("profile: loading samples: some seconds, up to %.0f s from slow storage", LOADING_S)
             samples = built.job.batch_samples or batch_samples(batches[0])
             with joined(None, timeout_s) as world:
@@ -219,7 +202,7 @@ class RankRun:
 
 
 def _join_for_ddp(built: BuiltJob, timeout_s: float | None) -> tuple[World, bool]:
-    """Ranks with a deadline that follows from a first step where none is given; whether one left parameters unused."""
+    """Join with a deadline that follows from a first step where none is given; say if one left parameters unused."""
     world = World.join(None, TIMEOUT_S if timeout_s is None else timeout_s)
     with error_context(built.spec):
         check_same_model(world.gather(model_fingerprint(built.model), "comparing models"))
@@ -259,15 +242,16 @@ class Trainer:
         self.losses: list[float] = []
 
     def step(self, batch: Any) -> None:
-        """One training step, timed from zero_grad to the end of the update; the batch is ready before."""
+        """Make one training step, timed from zero_grad to the end of the update; the batch is ready before."""
         built = self.built
-        built.synchronize()
+        synchronize(built.device)
         start = time.perf_counter()
         built.optimizer.zero_grad()
         loss = built.loss(self._model, batch)
         built.backward(loss, in_ddp=self._model is not built.model)
-        built.update()
-        built.synchronize()
+        with attribute_user_errors(f"{built.spec}: optimizer.step()"):
+            built.optimizer.step()
+        synchronize(built.device)
         self.step_us.append((time.perf_counter() - start) * 1e6)
         self.losses.append(float(loss.detach()))
 
@@ -286,21 +270,20 @@ class Trainer:
 def train_rank(
     spec: str, plan: Plan | None, steps: int, device: str, show_progress: bool, timeout_s: float | None = None
 ) -> RankRun:
-    """Trains a job for some steps on this rank. `timeout_s`: see `Trainer`."""
+    """Train a job for some steps on this rank. `timeout_s`: see `Trainer`."""
     if plan is not None and plan.local_async is not None:
         from planner.jobs.local_training import train_rank_locally
 
         return train_rank_locally(spec, plan, steps, device, timeout_s)
     built = build(spec, device)
     trainer = Trainer(built, plan, timeout_s)
-    first = not dist.is_initialized() or dist.get_rank() == 0
-    for step in Progress(show=show_progress and first).track(range(steps), "training"):
+    for step in Progress(show=show_progress and this_rank() == 0).track(range(steps), "training"):
         trainer.step(built.batch(step))
     return trainer.close()
 
 
 def weights_sha256(model: nn.Module) -> str:
-    """SHA-256 over the bytes of all parameters, in order of name."""
+    """Return SHA-256 over the bytes of all parameters, in order of name."""
     digest = hashlib.sha256()
     for _, parameter in sorted(model.named_parameters()):
         raw = parameter.detach().cpu().contiguous().reshape(-1).view(torch.uint8)

@@ -18,7 +18,8 @@ from torch._C._distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
 from planner.jobs.launch import GRACE_S, START_TIMEOUT_S, LocalWorld, end, run_ranks, threads_per_rank
-from planner.jobs.rank_options import MAX_LOCAL_RANKS, RankOptions, under_torchrun
+from planner.jobs.rank_options import RankOptions, under_torchrun
+from planner.testbed.emulation import MAX_RANKS
 from runtime.comm.world import World
 from runtime.errors import EnvironmentFailure, InputError, PlanMismatch, PlannerError
 
@@ -29,10 +30,9 @@ _NO_WIRE = ("undefined", "fake")
 
 
 def on_ranks(options: RankOptions, function: Callable[..., T], *arguments: Any) -> list[T]:
-    """Calls a function on every rank and returns the results in order of rank.
+    """Call a function on every rank and return the results in order of rank.
 
-    Under torchrun this process is one rank: it joins, and gets every rank's result. Otherwise `ranks` local processes
-    are started (default 2).
+    Under torchrun this process is one rank, which joins; otherwise local processes are started (default 2).
 
     Raises:
         InputError: an option does not fit this machine or the launcher's world.
@@ -61,7 +61,7 @@ def on_ranks(options: RankOptions, function: Callable[..., T], *arguments: Any) 
 
 
 def on_ranks_of_script(options: RankOptions, function: Callable[..., T], *arguments: Any) -> list[T]:
-    """Calls a function on local ranks that have found each other no further than torchrun's: it joins by itself.
+    """Call a function on local ranks that have found each other no further than torchrun's: it joins by itself.
 
     Raises:
         InputError: a launcher has started this process; or an option is for the script to decide.
@@ -85,28 +85,27 @@ def on_ranks_of_script(options: RankOptions, function: Callable[..., T], *argume
 
 
 def planned_ranks(ranks: int, plan: str) -> int | None:
-    """How many ranks to start for a plan; None under a launcher, which has started them.
+    """Return how many ranks to start for a plan, None under a launcher, which has started them.
 
-    Raises:
-        PlanMismatch: more than one machine can hold.
+    Raises PlanMismatch where they are more than one machine can hold.
     """
     if under_torchrun():
         return None
-    if ranks > MAX_LOCAL_RANKS:
+    if ranks > MAX_RANKS:
         raise PlanMismatch(
-            f"{plan}: $.world.ranks: found a plan for {ranks} ranks, expected at most {MAX_LOCAL_RANKS} on one "
+            f"{plan}: $.world.ranks: found a plan for {ranks} ranks, expected at most {MAX_RANKS} on one "
             f"machine; start the job with torchrun, or make a plan for fewer ranks"
         )
     return ranks
 
 
 def is_first_rank() -> bool:
-    """Whether this process speaks for the command: prints and writes files."""
+    """Return whether this process speaks for the command: prints and writes files."""
     return os.environ.get("RANK", "0") == "0" or not under_torchrun()
 
 
 def choose_device(device: str) -> str:
-    """`auto` → `cuda` where it works, else `cpu`. Raises InputError for a device that is not here."""
+    """Return, for `auto`, `cuda` where it works, else `cpu`. Raises InputError for a device that is not here."""
     if device not in ("auto", "cpu", "cuda"):
         raise InputError(f"--device: found {device!r}, expected auto, cpu or cuda")
     if device == "cuda" and not torch.cuda.is_available():
@@ -150,7 +149,7 @@ def _join(world: LocalWorld, *, given_ranks: int | None) -> None:
 
 
 def _on_this_rank(options: LocalWorld, function: Callable[..., T], arguments: tuple[Any, ...]) -> list[T]:
-    """The function's results on all ranks of the launcher's world."""
+    """Return the function's results on all ranks of the launcher's world."""
     try:
         with _stdout_to_stderr():
             result = function(*arguments)

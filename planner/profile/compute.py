@@ -298,7 +298,7 @@ def combine(ranks: Sequence[RankTimes], parameters: Mapping[str, nn.Parameter]) 
 
 
 def _latest(ranks: Sequence[ArrayLike]) -> NDArray[np.float64]:
-    """Return the latest rank's time of each repeat; NaN only where none has one. Shape (repeats,), or (0,) of no ranks."""
+    """Return the latest rank's time of each repeat; NaN where none has one. Shape (repeats,), or (0,) of no ranks."""
     return np.fmax.reduce(np.array(ranks, dtype=np.float64), axis=0) if ranks else np.empty(0)
 
 

@@ -280,13 +280,17 @@ def _timed(run: Run, device: torch.device, world: World) -> float:
 
 def timed_us(run: Callable[[], object], device: torch.device) -> float:
     """Return microseconds of one run, until the device is through with it."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    synchronize(device)
     start = time.perf_counter()
     run()
+    synchronize(device)
+    return (time.perf_counter() - start) * 1e6
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until the device has done what it was told; before a clock is read."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-    return (time.perf_counter() - start) * 1e6
 
 
 def sizes_up_to(sizes: Sequence[int], model_bytes: int) -> list[int]:

@@ -109,7 +109,7 @@ def measure(
     with joined(process_group, timeout_s) as world, heard():
         # Every rank comes to the same verdict, so that none waits for one that has given up.
         everyone: list[tuple[str | None, str]] = world.gather(_problem(model), "comparing models")
-        _refuse([problem for problem, _ in everyone])
+        refuse_alike([problem for problem, _ in everyone])
         check_same_model([print_ for _, print_ in everyone])
         device, emulation = next(model.parameters()).device, emulation_here()
         nodes: list[str] = world.gather(node_name(), "counting machines")
@@ -128,7 +128,7 @@ def measure(
         )
         # What is added to a profile has to be measured of its model, in its world.
         wrong = None if request.add_to is None else _incompatibility(request.add_to, model, described)
-        _refuse(world.gather(wrong, "comparing profiles"))
+        refuse_alike(world.gather(wrong, "comparing profiles"))
         measuring = Measuring(model, step, optimizer, world, nodes, request, progress)
         with preserved(model, optimizer):
             found = request.add_to or measuring.step(name or type(model).__name__, described)
@@ -154,7 +154,7 @@ def _with_measured_timeout(
         yield hurried
 
 
-def _refuse(problems: Sequence[str | None]) -> None:
+def refuse_alike(problems: Sequence[str | None]) -> None:
     """Raise InputError on all ranks alike, given what is wrong on each."""
     first = {problem: rank for rank, problem in reversed(list(enumerate(problems))) if problem}
     if first:

@@ -11,8 +11,15 @@ import pytest
 from builders import cluster_document, profile_document
 
 from planner import optimize
-from planner.documents.measured import unmeasured
-from planner.documents.profile import Cluster, ComputeIntervals, Contention, Profile, parse_cluster, parse_profile
+from planner.documents.profile import (
+    Cluster,
+    ComputeIntervals,
+    Contention,
+    Profile,
+    parse_cluster,
+    parse_profile,
+    unmeasured,
+)
 from planner.profile import budget
 from planner.profile.budget import Phase, Phases, heard
 from planner.profile.request import make_request
