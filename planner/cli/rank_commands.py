@@ -43,8 +43,7 @@ def profile(
         typer.Option("-o", "--output", help="Where to write the profile; default: profile.json, or that of --add-to."),
     ] = None,
     measure_for: Annotated[
-        str | None,
-        typer.Option("--for", help="exact, bounded or relaxed: the riskiest class of plan to measure for."),
+        str | None, typer.Option("--for", help="exact, bounded or relaxed: the riskiest class of plan to measure for.")
     ] = None,
     add_to: Annotated[
         str | None, typer.Option(help="A profile of this job on these ranks: measure only what it lacks, and add it.")
@@ -57,8 +56,7 @@ def profile(
     timeout_s: Timeout = None,
     emulate: Emulate = None,
     updaters: Annotated[
-        int | None,
-        typer.Option(help="Also measure up to so many local updaters of each rank, for relaxed plans."),
+        int | None, typer.Option(help="Also measure up to so many local updaters of each rank, for relaxed plans.")
     ] = None,
 ) -> None:
     """Trace a job and measure its step and the links between ranks."""
@@ -161,13 +159,14 @@ def compare(
     where = RankOptions(ranks, device, backend, timeout_s, emulate)
     from planner.comparison.measure import compare_rank
     from planner.comparison.picture import picture_text
-    from planner.comparison.report import summarize
+    from planner.comparison.report import comparison_table, failures, summarize
     from planner.comparison.script import Asked, check_rounds, find_trained, script_rank
     from planner.comparison.variants import make_variants, sweep
     from planner.documents.profile import load_profile
     from planner.jobs.world import choose_device, is_first_rank, on_ranks, on_ranks_of_script, planned_ranks
     from planner.model.problem import make_problem
     from planner.report.files import check_writable
+    from planner.report.tables import make_console, print_table
     from runtime.plan import load_plan
     from runtime.plan.files import write_text
 
@@ -203,23 +202,15 @@ def compare(
     if html is not None:
         title = f"{loaded.model.name}{f' on {emulate}' if emulate else ''}"
         write_text(html, picture_text(comparison, title, datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")))
-    _print_comparison(comparison)
-    if comparison.differences:
-        raise CheckFailed("\n".join(comparison.differences))
-
-
-def _print_comparison(comparison: Comparison) -> None:
-    """All but what ends the command."""
     if Flags.as_json:
         print_json(comparison.to_document())
-        return
-    from planner.comparison.report import comparison_table, failures
-    from planner.report.tables import make_console, print_table
-
-    if comparison.cause is not None:
-        typer.echo(comparison.cause)
-    print_table(make_console(), comparison_table(comparison))
-    typer.echo("\n".join([*comparison.verdicts, *failures(comparison)]))
+    else:
+        if comparison.cause is not None:
+            typer.echo(comparison.cause)
+        print_table(make_console(), comparison_table(comparison))
+        typer.echo("\n".join([*comparison.verdicts, *failures(comparison)]))
+    if comparison.differences:
+        raise CheckFailed("\n".join(comparison.differences))
 
 
 def demo(
@@ -252,11 +243,7 @@ def demo(
 
 
 def run_document(runs: Sequence[RankRun]) -> dict[str, Any]:
-    """What `planner run --json` prints.
-
-    Raises:
-        CheckFailed: ranks ended with different weights.
-    """
+    """Return what `planner run --json` prints. Raises CheckFailed: ranks ended with different weights."""
     weights = {run.weights_sha256 for run in runs}
     if len(weights) > 1:
         raise CheckFailed(

@@ -126,11 +126,16 @@ class VariantRunner:
         self._unused = any(self.world.gather(self._missing, "comparing the first step"))
         self.backward_us.clear()
 
-    def measure(self, records: list[Record], rounds: int, steps: int, progress: Progress) -> Measured:
-        """Interleave blocks of all variants, then time their messages alone; fill and return the records."""
-        for record in progress.track(list(_interleaved(records, rounds)), "measuring"):
+    def interleave(self, records: Sequence[Record], rounds: int, steps: int, progress: Progress, what: str) -> None:
+        """Make blocks of all that work; each round begins with another, so that none always follows the same one."""
+        shifts = [number % len(records) for number in range(rounds)]
+        for record in progress.track([one for at in shifts for one in (*records[at:], *records[:at])], what):
             if record.failure is None:
                 self.block(record, steps)
+
+    def measure(self, records: list[Record], rounds: int, steps: int, progress: Progress) -> Measured:
+        """Interleave blocks of all variants, then time their messages alone; fill and return the records."""
+        self.interleave(records, rounds, steps, progress, "measuring")
         for record in records:
             if record.variant.plan is not None and not record.variant.delay and record.failure is None:
                 with self.trained.restored(self.trained.optimizer()):
@@ -277,7 +282,8 @@ class VariantRunner:
         finally:
             session.detach()
         everyone: list[list[float]] = self.world.gather(times, "messages alone")
-        return statistics.median(max(of_ranks) for of_ranks in zip(*everyone, strict=True))
+        slowest: list[float] = [max(of_ranks) for of_ranks in zip(*everyone, strict=True)]
+        return statistics.median(slowest)
 
 
 def compare_rank(
@@ -332,23 +338,13 @@ def measure_all(
     rivals: dict[float | None, Record] = {cap: Record(variant) for cap, variant in runner.distinct(caps, variants)}
     if rivals:
         tried = {None: Record(default), **rivals}
-        for record in progress.track(list(_interleaved(list(tried.values()), SWEEP_ROUNDS)), "DDP's best bucket size"):
-            runner.block(record, SWEEP_STEPS)
+        runner.interleave(list(tried.values()), SWEEP_ROUNDS, SWEEP_STEPS, progress, "DDP's best bucket size")
         tried = {cap: tried[cap] for cap in _fastest(runner.world, tried)[:FINALISTS]}
-        for record in progress.track(list(_interleaved(list(tried.values()), FINAL_ROUNDS)), "the fastest of them"):
-            runner.block(record, SWEEP_STEPS)
+        runner.interleave(list(tried.values()), FINAL_ROUNDS, SWEEP_STEPS, progress, "the fastest of them")
         best = _fastest(runner.world, tried)[0]
         if best is not None:
             taking_part.insert(taking_part.index(default) + 1, rivals[best].variant)
     return runner.measure([Record(variant) for variant in taking_part], rounds, steps, progress)
-
-
-def _interleaved(records: Sequence[Record], rounds: int) -> Iterator[Record]:
-    """Each round begins with another variant, so that none always follows the same one."""
-    for number in range(rounds):
-        shift = number % len(records)
-        yield from records[shift:]
-        yield from records[:shift]
 
 
 def _fastest(world: World, tried: dict[float | None, Record]) -> list[float | None]:

@@ -62,9 +62,8 @@ def make_variants(plan: Plan, problem: Problem | None, strategies: Sequence[str]
         problem: the profile on its cluster, which strategies are made from; None where none was given.
         strategies: further strategies by name.
 
-    Raises:
-        InputError: strategies without a profile, an unknown strategy, or a profile of another model or world;
-            local updaters, which take no part.
+    Raises InputError: strategies without a profile, an unknown strategy, or a profile of another model or world; local
+    updaters, which take no part.
     """
     _refuse_updaters("--plan", plan)
     if problem is None and strategies:

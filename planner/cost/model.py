@@ -85,8 +85,7 @@ class CommunicationCost:
 def resize(cluster: Cluster, ranks: int) -> Cluster:
     """Return the same machines and links with another number of ranks; ranks per node stay.
 
-    Raises:
-        InputError: `ranks` does not fill whole nodes.
+    Raises InputError: `ranks` does not fill whole nodes.
     """
     per_node = cluster.ranks_per_node
     if ranks < 1 or (ranks > per_node and ranks % per_node):
@@ -116,8 +115,7 @@ def communication_cost(cluster: Cluster, ranks: int | None = None) -> Communicat
     constants in the published formulas. Samples and lines hold only for the ranks they were measured on; for others the
     link constants are used, or those that the fit implies, and the result is marked as extrapolated.
 
-    Raises:
-        InputError: the cluster has no cost for an all-reduce; says how to measure it.
+    Raises InputError: the cluster has no cost for an all-reduce; says how to measure it.
     """
     target = cluster if ranks is None else resize(cluster, ranks)
     if target.ranks > MAX_RANKS:

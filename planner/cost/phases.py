@@ -53,8 +53,7 @@ def torus_2d(cluster: Cluster, flat: CostCurve, otherwise: Link | None = None) -
 
     With one rank a node it is the flat all-reduce, by whatever that was measured to cost.
 
-    Raises:
-        InputError: no cost for one of the two kinds of link.
+    Raises InputError: no cost for one of the two kinds of link.
     """
     inside = cluster.ranks_per_node
     if inside == 1 and cluster.nodes > 1:
@@ -70,8 +69,7 @@ def torus_2d(cluster: Cluster, flat: CostCurve, otherwise: Link | None = None) -
 def tree(cluster: Cluster, flat: CostCurve, otherwise: Link | None = None) -> tuple[Phase, ...]:
     """Two binary trees through all ranks: measured (`tree`), or as `planner.cost.tree` has it.
 
-    Raises:
-        InputError: no cost for one of its kinds of link.
+    Raises InputError: no cost for one of its kinds of link.
     """
     if cluster.ranks == 1:
         return ()

@@ -72,8 +72,7 @@ def _summary(document: Profile | Cluster) -> str:
 def search(text: str) -> list[Entry]:
     """Return the document of that name, or those whose names contain the text; in any case of letters.
 
-    Raises:
-        InputError: there is none (lists the near and the known names).
+    Raises InputError: there is none (lists the near and the known names).
     """
     known = entries()
     found = [entry for entry in known if entry.name == text] or [e for e in known if text.lower() in e.name.lower()]
@@ -89,8 +88,7 @@ def search(text: str) -> list[Entry]:
 def find_profile(given: Profile | str | Path) -> Profile:
     """A profile as given: a record, the path of profile.json, `MODEL`, or `MODEL@CLUSTER`.
 
-    Raises:
-        InputError: neither a file nor a name (lists the near and the known ones); the document is wrong.
+    Raises InputError: neither a file nor a name (lists the near and the known ones); the document is wrong.
     """
     if isinstance(given, Profile):
         return given

@@ -35,8 +35,7 @@ def describe_machines(
             smallest all-reduce, 30 hops.
         intra_latency: the same inside a node; 8 A100 took 35 µs, 14 hops.
 
-    Raises:
-        InputError: a number, rate or time is wrong; a link that the machines need is missing, or named twice.
+    Raises InputError: a number, rate or time is wrong; a link that the machines need is missing, or named twice.
     """
     for option, count in (("--nodes", nodes), ("--gpus", gpus)):
         if count < 1:

@@ -347,9 +347,8 @@ class Profile(Document):
 def load_profile(path: str | Path) -> Profile:
     """Read and check profile.json.
 
-    Raises:
-        InputError: not a profile of this schema; unknown, missing or wrong fields; a gradient named twice; norms, or
-            backward's parts, of layers that are none; contention of gathers alone.
+    Raises InputError: not a profile of this schema; unknown, missing or wrong fields; a gradient named twice; norms, or
+    backward's parts, of layers that are none; contention of gathers alone.
     """
     return parse_profile(read_json(path), where=str(path))
 
@@ -422,8 +421,7 @@ def parse_cluster(document: Any, where: str = "cluster") -> Cluster:
 def _with_link_constants(document: Any, where: str) -> Any:
     """Return a cluster document in which links that are written as `bandwidth` and `latency` have α and β.
 
-    Raises:
-        InputError: a rate or a time that is none, or one beside the constant that it stands for.
+    Raises InputError: a rate or a time that is none, or one beside the constant that it stands for.
     """
     if not isinstance(document, Mapping):
         return document

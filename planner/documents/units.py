@@ -19,8 +19,7 @@ LONGEST_US = 1e9
 def parse_bandwidth(text: object, where: str) -> float:
     """Return the bytes per second that a text such as `400gbit`, `50gbyte` or `25 Gbit/s` stands for.
 
-    Raises:
-        InputError: anything else, `400gb` too, which some read as bits and some as bytes; starts with `where`.
+    Raises InputError: anything else, `400gb` too, which some read as bits and some as bytes; starts with `where`.
     """
     match = _RATE.fullmatch(text) if isinstance(text, str) else None
     rate = 0.0

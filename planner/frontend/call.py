@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any, cast
 
 import torch
@@ -17,22 +17,23 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 class Call:
     """How the step calls the model."""
 
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    autocast: dict[str, torch.dtype]
+    args: tuple[Any, ...] = ()
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    autocast: dict[str, torch.dtype] = field(default_factory=dict)
     """Device types under autocast, with the type they cast to."""
     step: Callable[[], object] | None = None
-    """Runs instead of a call of the model, where the step has none."""
+    """The step's whole forward, up to its loss, in place of a call of the model."""
 
     def tensors(self) -> list[Tensor]:
-        """The tensors among the arguments, cut off from whatever computed them."""
+        """Return the tensors among the arguments, cut off from whatever computed them."""
         return [leaf.detach().requires_grad_(leaf.requires_grad) for leaf in leaves_of((self.args, self.kwargs))]
 
     @contextmanager
     def context(self) -> Iterator[None]:
-        """The surroundings of the call. No cache of casts, for it would outlive the stand-ins it is keyed by."""
+        """Enter the surroundings of the call."""
         with ExitStack() as stack:
             for device_type, dtype in self.autocast.items():
+                # A cache of casts would outlive the stand-ins that it is keyed by.
                 stack.enter_context(torch.autocast(device_type, dtype, cache_enabled=False))
             yield
 
@@ -53,20 +54,17 @@ class Bound(nn.Module):
         self._call = call
 
     def forward(self, *tensors: Any) -> tuple[Any, ...]:
-        """The tensors of what the model returns; or the loss, of a step that calls only parts of the model."""
-        with self.mode:
-            return self._forward(*tensors)
-
-    def _forward(self, *tensors: Any) -> tuple[Any, ...]:
-        if self._call.step is not None:
-            return tuple(leaves_of(until_backward(self._call.step)))
+        """Return the tensors of what the model returns; or the loss, of a step that calls only parts of the model."""
         leaves = iter(tensors)
-        args, kwargs = map_tensors((self._call.args, self._call.kwargs), lambda _: next(leaves))
-        return tuple(leaves_of(self.module(*args, **kwargs)))
+        with self.mode:
+            if self._call.step is not None:
+                return tuple(leaves_of(until_backward(self._call.step)))
+            args, kwargs = map_tensors((self._call.args, self._call.kwargs), lambda _: next(leaves))
+            return tuple(leaves_of(self.module(*args, **kwargs)))
 
 
 def leaves_of(value: Any) -> list[Any]:
-    """All tensors of a nest of containers, in the order in which `map_tensors` replaces them."""
+    """Return all tensors of a nest of containers, in the order in which `map_tensors` replaces them."""
     found: list[Any] = []
 
     def take(leaf: Any) -> Any:
@@ -78,7 +76,7 @@ def leaves_of(value: Any) -> list[Any]:
 
 
 def map_tensors(value: Any, function: Callable[[Any], Any]) -> Any:
-    """A copy of a nest of containers with every tensor replaced; objects of other kinds are kept."""
+    """Return a copy of a nest of containers with every tensor replaced; objects of other kinds are kept."""
     if isinstance(value, (Tensor, fx.Proxy)):
         return function(value)
     if isinstance(value, MutableMapping):
@@ -107,13 +105,15 @@ class _BackwardSeen(BaseException):
 
 
 def first_call(model: nn.Module, run_forward: Callable[[], object]) -> Call:
-    """The step's first call of the model, which ends the step; or the step itself, if it calls a part before."""
+    """Return the step's first call of the model, which ends the step; or the step itself, if it calls a part before."""
     calls: list[Call] = []
     wholes = levels(model)  # the step may call the wrapper or what is in it
+    devices = sorted({parameter.device.type for parameter in model.parameters()} - {"meta"})
 
     def see(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if any(module is whole for whole in wholes):
-            calls.append(Call(args, kwargs, _autocast(model)))
+            casts = {name: torch.get_autocast_dtype(name) for name in devices if torch.is_autocast_enabled(name)}
+            calls.append(Call(args, kwargs, casts))
         raise _CallSeen
 
     with ExitStack() as stack:
@@ -126,16 +126,11 @@ def first_call(model: nn.Module, run_forward: Callable[[], object]) -> Call:
         except Exception:
             if not calls:
                 raise
-    return calls[0] if calls else whole_step(run_forward)
-
-
-def whole_step(run_forward: Callable[[], object]) -> Call:
-    """The step's forward as a call: all calls of the model and of its parts, and the loss."""
-    return Call((), {}, {}, step=run_forward)
+    return calls[0] if calls else Call(step=run_forward)
 
 
 def goes_on(model: nn.Module, run_forward: Callable[[], object]) -> bool:
-    """Whether the step calls the model, or a part of it, again after its first call; runs the forward."""
+    """Return whether the step calls the model, or a part of it, again after its first call; runs the forward."""
     depth, calls = 0, 0
 
     def enter(*_: Any) -> None:
@@ -156,7 +151,7 @@ def goes_on(model: nn.Module, run_forward: Callable[[], object]) -> bool:
 
 
 def until_backward(step: Callable[[], object]) -> object:
-    """What the step returns, or the tensor on which it calls `backward`, where it ends."""
+    """Return what the step returns, or the tensor on which it calls `backward`, where it ends."""
 
     def end(tensor: Any, *_: Any, **__: Any) -> None:
         raise _BackwardSeen(tensor)
@@ -175,17 +170,12 @@ def until_backward(step: Callable[[], object]) -> object:
 
 
 def hookable(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """All modules but TorchScript's, which take no hooks."""
+    """Return all modules but TorchScript's, which take no hooks."""
     return [(name, part) for name, part in model.named_modules() if not isinstance(part, torch.jit.ScriptModule)]
 
 
 def levels(model: nn.Module) -> list[nn.Module]:
-    """The model and what it wraps, outermost first."""
+    """Return the model and what it wraps, outermost first."""
     wrapped = isinstance(model, (DistributedDataParallel, DataParallel))
     inner: Any = model.module if wrapped else getattr(model, "_orig_mod", None)
     return [model] if inner is None else [model, *levels(inner)]
-
-
-def _autocast(model: nn.Module) -> dict[str, torch.dtype]:
-    device_types = {parameter.device.type for parameter in model.parameters()} - {"meta"}
-    return {name: torch.get_autocast_dtype(name) for name in sorted(device_types) if torch.is_autocast_enabled(name)}

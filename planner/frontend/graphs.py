@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
 from torch.func import functional_call
 
@@ -31,8 +30,7 @@ themselves) and the inputs."""
 
 def by_export(model: nn.Module, call: Call) -> tuple[LayerCost, ...]:
     """The graph holds for all values: torch.export refuses a model that asks for some."""
-    bound, inputs = Bound(model, call), call.tensors()
-    return _cost_of_program(torch.export.export(bound, tuple(inputs), strict=False), bound, inputs, model)
+    return _exported(Bound(model, call), call.tensors(), model)
 
 
 def by_export_of_one_path(model: nn.Module, call: Call) -> tuple[LayerCost, ...]:
@@ -43,12 +41,12 @@ def by_export_of_one_path(model: nn.Module, call: Call) -> tuple[LayerCost, ...]
     with unchanged(model), values_kept(model.parameters()), Recorded() as recorded:
         bound(*_copies(inputs))
     bound.mode = Answered(recorded.answers)
-    return _cost_of_program(torch.export.export(bound, tuple(inputs), strict=False), bound, inputs, model)
+    return _exported(bound, inputs, model)
 
 
-def _cost_of_program(
-    program: ExportedProgram, bound: Bound, inputs: Sequence[Tensor], model: nn.Module
-) -> tuple[LayerCost, ...]:
+def _exported(bound: Bound, inputs: Sequence[Tensor], model: nn.Module) -> tuple[LayerCost, ...]:
+    program = torch.export.export(bound, tuple(inputs), strict=False)
+
     def play(recorder: CostRecorder, values: Mapping[str, Tensor] | None, leaves: Sequence[Tensor]) -> None:
         constants = {name: v.clone() if isinstance(v, Tensor) else v for name, v in program.constants.items()}
         rest, known = iter(leaves), {**constants, **(_state(bound) if values is None else values)}
@@ -59,7 +57,7 @@ def _cost_of_program(
         with recorder:
             CostInterpreter(program.graph_module, recorder).run(*args)
 
-    return played(play, bound, inputs, model)
+    return _played(play, bound, inputs, model)
 
 
 class _BoundTracer(fx.Tracer):
@@ -101,7 +99,7 @@ def by_symbolic_trace(model: nn.Module, call: Call) -> tuple[LayerCost, ...]:
         with watched(model, recorder, skip=called):
             _call_with(_Replay(graph, recorder), state, leaves)
 
-    return played(play, bound, inputs, model)
+    return _played(play, bound, inputs, model)
 
 
 def by_hooks(model: nn.Module, call: Call) -> tuple[LayerCost, ...]:
@@ -112,11 +110,11 @@ def by_hooks(model: nn.Module, call: Call) -> tuple[LayerCost, ...]:
         with watched(model, recorder), recorder:
             _call_with(bound, values, leaves)
 
-    return played(play, bound, inputs, model)
+    return _played(play, bound, inputs, model)
 
 
-def played(play: Play, bound: Bound, inputs: Sequence[Tensor], model: nn.Module) -> tuple[LayerCost, ...]:
-    """The costs of a forward: without data if that is possible, which takes no memory and no time; else on the data."""
+def _played(play: Play, bound: Bound, inputs: Sequence[Tensor], model: nn.Module) -> tuple[LayerCost, ...]:
+    """Return the costs of a forward: without data if possible, which takes no memory and no time; else on the data."""
     try:
         with unchanged(model), FakeTensorMode(allow_non_fake_inputs=True) as mode:
             recorder = CostRecorder(model)
@@ -139,12 +137,12 @@ def _call_with(module: nn.Module, state: Mapping[str, Tensor] | None, inputs: Se
 
 
 def _copies(inputs: Sequence[Tensor]) -> list[Tensor]:
-    """The same values, for a forward to change."""
+    """Return the same values, for a forward to change."""
     return [tensor.detach().clone().requires_grad_(tensor.requires_grad) for tensor in inputs]
 
 
 def _without_data(mode: FakeTensorMode, tensor: Tensor) -> Tensor:
-    """A tensor like this one that takes no memory and shares none."""
+    """Return a tensor like this one that takes no memory and shares none."""
     if tensor.layout is not torch.strided or type(tensor) not in (Tensor, nn.Parameter):
         return mode.from_tensor(tensor)
     with mode:
@@ -153,12 +151,12 @@ def _without_data(mode: FakeTensorMode, tensor: Tensor) -> Tensor:
 
 
 def _state(module: nn.Module) -> dict[str, Tensor]:
-    """All parameters and buffers under all their names."""
+    """Return all parameters and buffers under all their names."""
     return dict(chain(module.named_parameters(remove_duplicate=False), module.named_buffers(remove_duplicate=False)))
 
 
 def _stand_ins(mode: FakeTensorMode, module: nn.Module, recorder: CostRecorder) -> dict[str, Tensor]:
-    """Parameters and buffers without data, by name; `recorder` knows whom they stand for."""
+    """Return parameters and buffers without data, by name; `recorder` knows whom they stand for."""
     made: dict[int, Tensor] = {}
     state = _state(module)
     for tensor in state.values():

@@ -12,7 +12,9 @@ from dataclasses import dataclass, field
 from math import inf
 from typing import Any, Literal
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, fx, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -58,7 +60,7 @@ class TracedModel:
 
 
 def estimated_grad_weight_share(layers: Sequence[LayerCost]) -> float:
-    """Share of backward spent on gradients of weights, by FLOPs (0 where there is no backward)."""
+    """Return the share of backward spent on gradients of weights, by FLOPs (0 where there is no backward)."""
     weight = sum(layer.grad_weight_flops for layer in layers)
     whole = weight + sum(layer.grad_input_flops for layer in layers)
     return weight / whole if whole else 0.0
@@ -110,7 +112,7 @@ def _backward_halves(
 
 
 def tensors_in(value: Any) -> list[Tensor]:
-    """All tensors of a nest of lists, tuples and dicts, each once."""
+    """Return all tensors of a nest of lists, tuples and dicts, each once."""
     return list({id(leaf): leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)}.values())
 
 
@@ -140,7 +142,7 @@ FORMULAS: dict[str, Callable[..., int]] = {
 
 
 def _multiplied(op: str, args: tuple[Any, ...]) -> list[Tensor]:
-    """The operands of a matrix product, without the bias."""
+    """Return the operands of a matrix product, without the bias."""
     if op in ("aten.addmm", "aten.baddbmm"):
         return tensors_in(args[1:3])
     if "_rnn" in op or "attention" in op:
@@ -156,8 +158,8 @@ _BUFFER = 0
 class _Tally:
     """Running sums of one layer, each [forward, grad_input, grad_weight] FLOPs."""
 
-    products: list[float] = field(default_factory=lambda: [0.0, 0.0, 0.0])
-    elementwise: list[float] = field(default_factory=lambda: [0.0, 0.0, 0.0])
+    products: NDArray[np.float64] = field(default_factory=lambda: np.zeros(3))
+    elementwise: NDArray[np.float64] = field(default_factory=lambda: np.zeros(3))
     """Kept apart, for it is dropped where there are products: whether a bias is added by its own operation depends
     on strides."""
     output_bytes: float = 0.0
@@ -224,8 +226,7 @@ class CostRecorder(TorchDispatchMode):
         elif owners or "pool" in str(op):
             flops = float(sum(value.numel() for value in tensors_in(result)[:1]))
             needed = [role for value, role in zip(inputs, roles, strict=True) if value.requires_grad]
-            tally = self._use(owners, result)
-            _add(tally.elementwise, flops, flops * (None in needed), flops * any(needed))
+            self._use(owners, result).elementwise += flops, flops * (None in needed), flops * any(needed)
 
     def _add_product(self, op: str, flops: float, args: tuple[Any, ...], owners: list[int], result: Any) -> None:
         operands = _multiplied(op, args)
@@ -236,10 +237,10 @@ class CostRecorder(TorchDispatchMode):
         grad_weight = flops * any(value.requires_grad for value in weights)
         tally = self._use(owners, result)
         tally.attention |= "attention" in op
-        _add(tally.products, flops, grad_input, grad_weight)
+        tally.products += flops, grad_input, grad_weight
 
     def _use(self, owners: list[int], result: Any) -> _Tally:
-        """The tally of the layer that an operation on these parameters belongs to."""
+        """Return the tally of the layer that an operation on these parameters belongs to."""
         homes = []
         for owner in owners:
             layers = [layer_of(name) for name in self._names[owner]]
@@ -256,14 +257,14 @@ class CostRecorder(TorchDispatchMode):
             self._alive.append(storage)  # its address must not be given away while it means something here
 
     def _owner(self, tensor: Tensor) -> int | None:
-        """The parameter (or `_BUFFER`) that `tensor` is, is a view of, or is computed from alone."""
+        """Return the parameter (or `_BUFFER`) that `tensor` is, is a view of, or is computed from alone."""
         storage = _storage(tensor)
         spans = self._spans.get(storage._cdata, ()) if storage is not None else ()
         offset = tensor.storage_offset() if spans and tensor.layout is torch.strided else 0
         return next((owner for start, end, owner in spans if start <= offset < end), None)
 
     def layers(self) -> tuple[LayerCost, ...]:
-        """Every layer that has run, in order, then those that have not."""
+        """Return every layer that has run, in order, then those that have not."""
         owned: dict[str, list[str]] = {}
         for owner, names in self._names.items():
             owned.setdefault(self._first_layer.get(owner, layer_of(names[0])), []).append(names[0])
@@ -271,7 +272,7 @@ class CostRecorder(TorchDispatchMode):
 
     def _cost(self, name: str, parameters: tuple[str, ...]) -> LayerCost:
         tally = self._tallies.get(name, _Tally())
-        flops, grad_input, grad_weight = tally.products if tally.products[0] else tally.elementwise
+        flops, grad_input, grad_weight = (tally.products if tally.products[0] else tally.elementwise).tolist()
         kind = _kind(self._modules.get(name.partition(".parametrizations.")[0]))
         return LayerCost(
             name=name,
@@ -307,7 +308,7 @@ class CostInterpreter(fx.Interpreter):
         return result
 
     def run_node(self, node: fx.Node) -> Any:
-        """Runs one node as the innermost module that it came from."""
+        """Run one node as the innermost module that it came from."""
         if calls := _calls(node):
             with running(self._recorder, [*calls.values()][-1]):
                 result = super().run_node(node)
@@ -316,7 +317,7 @@ class CostInterpreter(fx.Interpreter):
         return super().run_node(node)
 
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Enters the regions that export makes of `torch.no_grad()` and `torch.autocast()`; asserts nothing."""
+        """Enter the regions that export makes of `torch.no_grad()` and `torch.autocast()`; asserts nothing."""
         if str(target).startswith(_ASSERTIONS):
             return None
         if str(target) in ("wrap_with_set_grad_enabled", "wrap_with_autocast"):
@@ -335,17 +336,17 @@ def running(recorder: CostRecorder, path: str) -> Iterator[None]:
 
 
 def canonical_path(path: str) -> str:
-    """A module's path without what wrappers put into it; "" for the model itself."""
+    """Return a module's path without what wrappers put into it; "" for the model itself."""
     return canonical_name(path + ".").removesuffix(".")
 
 
 def tensor_bytes(tensors: Sequence[Tensor]) -> float:
-    """Bytes of the elements of all `tensors`."""
+    """Return the bytes of the elements of all `tensors`."""
     return float(sum(value.numel() * value.element_size() for value in tensors))
 
 
 def _calls(node: fx.Node) -> dict[str, str]:
-    """The module calls around a node, outermost first: a key for each call → the module's canonical path."""
+    """Return the module calls around a node, outermost first: a key for each call → the module's canonical path."""
     stack = node.meta.get("nn_module_stack") or {}
     return {key: canonical_path(path) for key, (path, _) in stack.items() if path}
 
@@ -355,10 +356,6 @@ def _storage(tensor: Tensor) -> Any:
         return tensor.untyped_storage()
     except (NotImplementedError, RuntimeError):  # sparse and other tensors without a storage of their own
         return None
-
-
-def _add(sums: list[float], *values: float) -> None:
-    sums[:] = [total + value for total, value in zip(sums, values, strict=True)]
 
 
 _KIND_BY_PACKAGE = {

@@ -45,9 +45,8 @@ def load_job(spec: str) -> TrainingJob:
 
     From then on `sys.argv` of this process is the job's: its file or module, without arguments.
 
-    Raises:
-        InputError: the file, module or name is not found; the function raises or returns something else; the model
-            has no trainable parameter.
+    Raises InputError: the file, module or name is not found; the function raises or returns something else; the model
+    has no trainable parameter.
     """
     where, name = find_job(spec)
     # As when Python runs it: what parses arguments there must not get the command line of planner.

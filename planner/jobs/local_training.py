@@ -8,8 +8,8 @@ from typing import Any
 
 from planner.documents.profile import Profile
 from planner.jobs.training import BuiltJob, RankRun, build, this_rank, weights_sha256
-from planner.profile.budget import LOGGER
 from planner.profile.progress import Progress
+from planner.profile.request import LOGGER
 from planner.profile.step import TIMEOUT_S, joined
 from planner.profile.updaters import expected_s, measure_local_async
 from planner.testbed.emulation import emulation_here

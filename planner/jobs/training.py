@@ -20,12 +20,11 @@ from torch.nn.parameter import is_lazy
 import runtime
 from planner.documents.profile import Profile
 from planner.jobs.job import TrainingJob, described, load_job
-from planner.profile.budget import LOGGER, heard
 from planner.profile.links import synchronize
 from planner.profile.loading import LONGEST_S as LOADING_S
 from planner.profile.loading import batch_samples, measure_loading
 from planner.profile.progress import Progress
-from planner.profile.request import Request
+from planner.profile.request import LOGGER, Request, heard
 from planner.profile.step import TIMEOUT_S, check_same_model, deadline_s, joined, measure
 from planner.testbed.emulation import Emulation, emulation_here
 from runtime.checks.plan import model_fingerprint

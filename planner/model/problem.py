@@ -14,8 +14,7 @@ from numpy.typing import NDArray
 from planner.cost.halves import ALL_GATHER, REDUCE_SCATTER, Half, NodeCosts, half, node_costs, worker_half
 from planner.cost.model import CommunicationCost, communication_cost
 from planner.cost.phases import PHASES, Phase
-from planner.cost.selection import SelectionCost, selector_line
-from planner.cost.sparse import FLAT_GATHERS, SPARSE_PHASES, SparsePhase
+from planner.cost.sparse import FLAT_GATHERS, SPARSE_PHASES, SelectionCost, SparsePhase, selector_line
 from planner.documents.profile import Cluster, Contention, LayerNorm, Profile
 from planner.ir import Bucket, Places
 from runtime.errors import InputError

@@ -19,10 +19,9 @@ from numpy.typing import ArrayLike, NDArray
 from torch import nn
 
 from planner.documents.profile import ComputeIntervals, ComputeProfile, Gradient, Interval
-from planner.profile.budget import Phases
 from planner.profile.links import make_bucket, timed_us
 from planner.profile.progress import Progress
-from planner.profile.wanted import REPEATS
+from planner.profile.request import REPEATS, Phases
 from runtime.checks.plan import dtype_name, trainable_parameters
 from runtime.comm.collectives import COLLECTIVES
 from runtime.comm.communicator import CommTiming, Communicator, Payload, make_communicator, nothing

@@ -23,7 +23,7 @@ from planner.documents.profile import ComputeProfile, Contention, SizeFactors
 from planner.profile.compute import OwnMessages, Step, StepRunner
 from planner.profile.links import make_bucket
 from planner.profile.progress import Progress
-from planner.profile.wanted import ALL_GATHER, ALL_REDUCE
+from planner.profile.request import ALL_GATHER, ALL_REDUCE
 from runtime.comm.collectives.direct import Packed
 from runtime.comm.communicator import CommTiming, Payload
 from runtime.comm.world import World

@@ -12,8 +12,8 @@ import time
 from torch import nn
 
 from planner.documents.profile import ComputeProfile
-from planner.profile.budget import LOGGER
 from planner.profile.compute import Step
+from planner.profile.request import LOGGER
 from runtime.checks.plan import trainable_parameters
 from runtime.comm.world import World
 

@@ -23,18 +23,28 @@ from planner.documents.profile import (
 from planner.documents.text import pluralize
 from planner.frontend.layers import estimated_grad_weight_share, split_backward
 from planner.frontend.trace import TracedModel, trace
-from planner.profile.budget import Phases
 from planner.profile.compute import Step, combine, measure_compute
 from planner.profile.contention import affordable_sizes, contention_of, measure_contention
 from planner.profile.delay import measure_delay
 from planner.profile.grad_weight import measure_grad_weight_share
-from planner.profile.links import LinkTimes, measure_links
-from planner.profile.node_links import measure_apart, parts_of
+from planner.profile.links import LinkTimes, measure_apart, measure_links, parts_of
 from planner.profile.norms import measure_norms
 from planner.profile.progress import Progress
-from planner.profile.request import Request
+from planner.profile.request import (
+    ALL_GATHER,
+    APART,
+    CONTENTION,
+    DELAY,
+    FLAT,
+    LAYERS,
+    NORMS,
+    SELECTION,
+    Phases,
+    Request,
+    Wanted,
+    curves,
+)
 from planner.profile.selection import measure_selection
-from planner.profile.wanted import ALL_GATHER, APART, CONTENTION, DELAY, FLAT, LAYERS, NORMS, SELECTION, Wanted, curves
 from planner.testbed.emulation import emulation_here
 from runtime.checks.plan import model_fingerprint, trainable_parameters
 from runtime.comm.world import World

@@ -1,18 +1,52 @@
-"""What is asked of a profile. Torch-free."""
+"""What is asked of a profile, what is measured for it beyond what it has already, and in which phases. Torch-free.
+
+Exact plans ask for the step, for all-reduces (with several ranks on several nodes for their phases, too), for both
+halves of one where ranks could share the optimizer's step, and for how messages and backward slow each other down.
+Bounded plans also ask for gathers, and for what selecting elements costs; relaxed ones for both halves, and for what
+delayed updates cost.
+"""
 
 from __future__ import annotations
 
+import logging
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import get_args
+from typing import TYPE_CHECKING, get_args
 
-from planner.documents.profile import Profile, load_profile
+from planner.documents.profile import Cluster, Profile, load_profile
 from runtime.errors import InputError
 from runtime.plan import Accuracy
+
+if TYPE_CHECKING:
+    from runtime.comm.world import World
+
+LOGGER = logging.getLogger("planner.profile")
 
 BUDGET_S = 60.0
 """What a profile may take beyond its first steps, where nothing is said."""
 SHORTEST_S, LONGEST_S = 5.0, 24 * 3600.0
 """What may be asked for."""
+LEAST_S = 2.0
+"""What each phase may take in any case, however long the ones before it took."""
+
+ALL_REDUCE, REDUCE_SCATTER, ALL_GATHER = "all_reduce", "reduce_scatter", "all_gather"
+
+REPEATS = "steps again, where they differ much"
+LAYERS = "layers of the model"
+NORMS = "norms of layers"
+FLAT = "collectives over all ranks"
+APART = "collectives inside nodes and between them"
+CONTENTION = "steps beside messages"
+SELECTION = "selecting elements"
+DELAY = "delayed updates"
+
+CURVE_S = 4.0
+"""What one collective may take."""
+CONTENTION_S = {1: 20.0, 2: 30.0}
+"""By kinds of messages."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,3 +84,138 @@ def make_request(
         add_to=None if add_to is None else load_profile(add_to),
         budget_s=BUDGET_S if budget_s is None else budget_s,
     )
+
+
+@dataclass(frozen=True)
+class Phase:
+    """One part of a profile."""
+
+    name: str
+    most_s: float
+    """What it may take where nothing is short of time; else phases share what is left in proportion."""
+
+
+def curves(flat: Sequence[str]) -> int:
+    """Count the curves that are measured over all ranks: the all-reduce is also timed back to back."""
+    return len(flat) + (ALL_REDUCE in flat)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wanted:
+    """What a profile measures; each rank has rank 0's."""
+
+    step: bool = True
+    """The step itself and its layers."""
+    norms: bool = False
+    flat: tuple[str, ...] = ()
+    """Collectives over all ranks."""
+    inside: tuple[str, ...] = ()
+    """Likewise over the ranks of a node, and between nodes."""
+    between: tuple[str, ...] = ()
+    beside: tuple[str, ...] = ()
+    """Kinds of messages beside backward."""
+    selection: bool = False
+    delay: bool = False
+
+    @classmethod
+    def of(
+        cls, accuracy: Accuracy, ranks: int, *, two_links: bool, halves: bool, norms: bool, known: Cluster | None = None
+    ) -> Wanted:
+        """What plans of a class need.
+
+        Args:
+            accuracy: the riskiest class of plans.
+            ranks: their number; one alone sends nothing.
+            two_links: whether links inside nodes are measured apart from those between them.
+            halves: whether ranks could share the optimizer's step.
+            norms: whether the optimizer needs norms of layers.
+            known: of a profile that is added to.
+        """
+        first = known is None
+        if ranks == 1:
+            return cls(step=first, norms=first and norms)
+        bounded, relaxed = accuracy != "exact", accuracy == "relaxed"
+        have = set((known.samples if known else None) or {})
+        flat = [ALL_REDUCE] + [REDUCE_SCATTER] * (halves or relaxed) + [ALL_GATHER] * (halves or bounded)
+        inside = [ALL_REDUCE, REDUCE_SCATTER, ALL_GATHER] if two_links else []
+        between = ([ALL_REDUCE] + [ALL_GATHER] * bounded + [REDUCE_SCATTER] * relaxed) if two_links else []
+        contention = known.contention if known else None
+        beside = [ALL_REDUCE] * first
+        if bounded and (first or (contention is not None and contention.by_size and not contention.gathers_by_size)):
+            beside.append(ALL_GATHER)
+        return cls(
+            step=first,
+            norms=first and norms,
+            flat=tuple(name for name in flat if name not in have),
+            inside=tuple(name for name in inside if f"intra/{name}" not in have),
+            between=tuple(name for name in between if f"inter/{name}" not in have),
+            beside=tuple(beside),
+            selection=bounded and (known is None or known.sparsify is None),
+            delay=relaxed and (known is None or known.local_update is None),
+        )
+
+    @property
+    def phases(self) -> tuple[Phase, ...]:
+        """In their order."""
+        flat, apart = curves(self.flat), len(self.inside) + len(self.between)
+        phases = [
+            (self.step, REPEATS, 15.0),
+            (self.norms, NORMS, 3.0),
+            (flat, FLAT, CURVE_S * flat),
+            (apart, APART, CURVE_S * apart),
+            (self.step, LAYERS, 8.0),
+            (self.beside, CONTENTION, CONTENTION_S.get(len(self.beside), 0.0)),
+            (self.selection, SELECTION, 20.0),
+            (self.delay, DELAY, 6.0),
+        ]
+        return tuple(Phase(name, most_s) for wanted, name, most_s in phases if wanted)
+
+
+class Phases:
+    """Shares a budget out among phases, alike on all ranks; the first rank says which one begins.
+
+    The budget counts from the beginning of the first phase.
+    """
+
+    def __init__(self, phases: Sequence[Phase], budget_s: float, *, first: bool) -> None:
+        self._phases, self._budget_s, self._first = tuple(phases), budget_s, first
+        self._began_s: float | None = None
+        self._done = 0
+
+    def begin(self, name: str, world: World) -> float:
+        """Return the seconds that the next phase may take, which has this name; every rank of the world calls it."""
+        phase, rest = self._phases[self._done], self._phases[self._done :]
+        assert phase.name == name, f"{phase.name!r} comes next, not {name!r}"
+        self._done += 1
+        now_s = time.perf_counter()
+        self._began_s = now_s if self._began_s is None else self._began_s
+        # Of the rank where the least is left.
+        spent_s: list[float] = world.gather(now_s - self._began_s, "comparing clocks")
+        share = min(1.0, max(0.0, self._budget_s - max(spent_s)) / sum(each.most_s for each in rest))
+        allowed_s = max(LEAST_S, share * phase.most_s)
+        text = f"{self._done}/{len(self._phases)} {name}: up to {allowed_s:.0f} s"
+        all_s = sum(max(LEAST_S, share * each.most_s) for each in rest)
+        self.say(f"{text}; {all_s:.0f} s with all that follows" if len(rest) > 1 else text)
+        return allowed_s
+
+    def say(self, text: str) -> None:
+        """Log a line on the first rank."""
+        if self._first:
+            LOGGER.info("profile: %s", text)
+
+
+@contextmanager
+def heard() -> Iterator[None]:
+    """Let lines be seen on standard error while this lasts, where nobody has configured `logging`."""
+    if LOGGER.hasHandlers():
+        yield
+        return
+    handler, level = logging.StreamHandler(sys.stderr), LOGGER.level
+    handler.setFormatter(logging.Formatter("%(message)s"))
+    LOGGER.addHandler(handler)
+    LOGGER.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        LOGGER.setLevel(level)
+        LOGGER.removeHandler(handler)

@@ -13,11 +13,10 @@ import torch.distributed as dist
 from torch import nn
 
 from planner.documents.profile import ComputeProfile, Profile, ProfileWorld, load_profile
-from planner.profile.budget import heard
 from planner.profile.compute import Step
 from planner.profile.measuring import Measuring, count_nodes, now
 from planner.profile.progress import Progress
-from planner.profile.request import BUDGET_S, Request
+from planner.profile.request import BUDGET_S, Request, heard
 from planner.testbed.emulation import emulation_here
 from runtime.checks.plan import model_fingerprint, trainable_parameters
 from runtime.comm.topology import node_name

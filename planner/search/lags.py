@@ -13,8 +13,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from planner.cost.selection import SelectionCost
-from planner.cost.sparse import SparsePhase
+from planner.cost.sparse import SelectionCost, SparsePhase
 from planner.ir import Bucket, Schedule
 from planner.model.problem import Problem
 

@@ -54,8 +54,7 @@ def describe(spec: str | None) -> str:
 def parse_emulation(text: str, option: str = "--emulate") -> Emulation:
     """Return, for `4x1@1gbit`, 4 hosts of one rank, each with 1 Gbit/s.
 
-    Raises:
-        InputError: anything else, or more than one machine can stand; `option` names the place.
+    Raises InputError: anything else, or more than one machine can stand; `option` names the place.
     """
     match = _SPEC.fullmatch(text.strip().lower())
     if match is None:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from planner import TrainingJob
-from planner.profile.node_links import measure_apart, parts_of
+from planner.profile.links import measure_apart, parts_of
 from planner.profile.progress import Progress
 from planner.testbed.emulation import emulation_here
 from planner.testbed.wiring import shaping

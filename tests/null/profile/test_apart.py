@@ -6,7 +6,7 @@ import pytest
 
 from planner.cost.collectives import collective_cost
 from planner.documents.profile import Line, Link
-from planner.profile.node_links import implied_link, parts_of
+from planner.profile.links import implied_link, parts_of
 
 
 @pytest.mark.parametrize(

@@ -14,14 +14,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from planner.profile import budget, compute, contention, links
-from planner.profile.budget import Phases
+from planner.profile import compute, contention, links, request
 from planner.profile.compute import RankTimes, combine, spread_of
 from planner.profile.contention import Seen, solve
 from planner.profile.links import fit, message_sizes
 from planner.profile.measuring import _describe
 from planner.profile.progress import Progress
-from planner.profile.wanted import Wanted
+from planner.profile.request import Phases, Wanted
 from runtime.comm.world import World
 
 
@@ -233,7 +232,7 @@ def measured_steps(monkeypatch: pytest.MonkeyPatch, durations_s: Iterator[float]
         return RankTimes([0.0] * len(marks), [], {}, marks)
 
     steps = Steps(durations_s)
-    for module in (compute, budget):
+    for module in (compute, request):
         monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: steps.now_s))
     monkeypatch.setattr(compute, "StepRunner", lambda *_, **__: steps)
     monkeypatch.setattr(compute, "rank_times", times)

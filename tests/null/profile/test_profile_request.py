@@ -20,10 +20,21 @@ from planner.documents.profile import (
     parse_profile,
     unmeasured,
 )
-from planner.profile import budget
-from planner.profile.budget import Phase, Phases, heard
-from planner.profile.request import make_request
-from planner.profile.wanted import CONTENTION, DELAY, FLAT, LAYERS, NORMS, REPEATS, SELECTION, Wanted
+from planner.profile import request
+from planner.profile.request import (
+    CONTENTION,
+    DELAY,
+    FLAT,
+    LAYERS,
+    NORMS,
+    REPEATS,
+    SELECTION,
+    Phase,
+    Phases,
+    Wanted,
+    heard,
+    make_request,
+)
 from planner.report.tables import accuracy_lines, uncertainty_line
 from runtime.comm.world import World
 from runtime.errors import InputError
@@ -73,7 +84,7 @@ def test_phases_share_what_is_left_of_the_budget(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     now_s = [100.0]
-    monkeypatch.setattr(budget.time, "perf_counter", lambda: now_s[0])
+    monkeypatch.setattr(request.time, "perf_counter", lambda: now_s[0])
     phases = Phases([Phase("a", 20.0), Phase("b", 20.0), Phase("c", 20.0), Phase("d", 10.0)], 60.0, first=True)
     with caplog.at_level(logging.INFO):
         assert phases.begin("a", World()) == pytest.approx(20.0 * 60.0 / 70.0)
@@ -82,7 +93,7 @@ def test_phases_share_what_is_left_of_the_budget(
         now_s[0] += 40.0
         assert phases.begin("c", World()) == pytest.approx(10.0)
         now_s[0] += 70.0  # longer than it may: what is left still gets its least
-        assert phases.begin("d", World()) == budget.LEAST_S
+        assert phases.begin("d", World()) == request.LEAST_S
     assert [record.message for record in caplog.records] == [
         "profile: 1/4 a: up to 17 s; 60 s with all that follows",
         "profile: 2/4 b: up to 20 s; 50 s with all that follows",
