@@ -36,6 +36,7 @@ from planner.passes.shard_updates import ShardUpdates
 from planner.profile.links import measure_links
 from planner.profile.norms import measure_norms
 from planner.profile.progress import Progress
+from planner.profile.request import CURVE_S
 from planner.search.partition import partition_of
 from runtime.comm.world import World
 from runtime.monitor.clock import WallClock
@@ -172,7 +173,8 @@ def _problem(
     )
     compute = ComputeProfile(forward_us=0.0, update_us=0.0, gradients=gradients)
     norms = measure_norms(parameters, optimizer, compute, world, device, Progress())
-    links = measure_links(world, device, LINK_BYTES, Progress())
+    names = ("all_reduce", "reduce_scatter", "all_gather")
+    links = measure_links(world, device, LINK_BYTES, Progress(), names, CURVE_S)
     profile = Profile(
         model=ModelReference(name="norms"),
         world=ProfileWorld(ranks=world.ranks),

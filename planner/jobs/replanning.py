@@ -1,13 +1,11 @@
 """`planner.replan`: a new plan while a run continues, from what its own steps and links are like now.
 
-What is measured, and where it comes from:
-
-- forward, update and the readiness of each gradient: the last steps of the run, on all ranks, as `planner profile`
-  combines them. The messages beside them slowed them; where the old profile says by how much, that is taken off again.
-- the all-reduce over sizes: timed anew while training pauses, some seconds. Rescaling the old curve by how long buckets
-  took would mix up start-up time and bandwidth, and with one bucket nothing could tell them apart.
-- how compute and network slow each other down, and what selecting elements costs: the old profile's, where it is given.
-  Both are about the machines, and measuring them takes steps of its own.
+- Forward, update and readiness: from the last steps on all ranks, as `planner profile` combines them. Messages beside
+  them slowed them; where the old profile says by how much, that is taken off again.
+- The all-reduce is timed anew while training pauses. Rescaling the old curve by how long buckets took would mix up
+  start-up time and bandwidth, and with one bucket nothing could tell them apart.
+- How compute and network slow each other down, and what selecting costs, are the old profile's, where it is given:
+  both are about the machines, and measuring them takes steps of its own.
 
 Class and interface of plans stay what they are: an exact plan is followed by an exact one, a drop-in one by one that is
 drop-in. With a lossy plan, readiness as measured holds some of the time that selecting took, so that the new plan's
@@ -56,8 +54,8 @@ MIN_STEPS, LAST_STEPS = 5, 20
 LARGEST_BYTES = 16 * 1024 * 1024
 """Largest message that is timed; beyond it the curve continues as a line."""
 
-BUDGET_S = 1.0
-"""What timing the links may take, once they have been timed often enough."""
+BUDGET_S, LONGEST_S = 1.0, 4.0
+"""What timing the links may take, once they have been timed often enough, and in any case."""
 
 STRAGGLER_SHARE, MOST_STEPS = 0.05, 2 / 3
 """A rank is a straggler when the others wait for it longer than this share of a step, in this share of the steps."""
@@ -68,7 +66,7 @@ KEPT = ("contention", "sparsify", "unpack", "push_pack", "local_update", "pull_t
 
 @dataclass(frozen=True)
 class RankSteps:
-    """What one rank reports to the others about its last steps."""
+    """What one rank reports of its last steps."""
 
     problem: str | None
     step: int = 0
@@ -130,9 +128,9 @@ def replan(
             f"one: call it between the same two steps on every rank"
         )
     device = next(iter(session.parameters.values())).device
-    size_bytes = sum(p.numel() * p.element_size() for p in session.parameters.values())
+    size_bytes = min(LARGEST_BYTES, sum(p.numel() * p.element_size() for p in session.parameters.values()))
     with session.world.error_context("timing the all-reduce"):
-        curves = measure_all_reduce(session.world, device, min(size_bytes, LARGEST_BYTES), Progress(), BUDGET_S)
+        curves = measure_all_reduce(session.world, device, size_bytes, Progress(), LONGEST_S, BUDGET_S)
     decided: tuple[Plan | None, str | None] = (None, None)
     if session.world.rank == 0:
         try:

@@ -46,8 +46,6 @@ QUEUED_US = 20_000.0
 MIN_PASSES, MAX_PASSES = 3, 25
 BUDGET_S = 2.5
 """What one collective may take in all, once it has been timed often enough."""
-LONGEST_S = 4.0
-"""What it may take in any case: larger messages are not timed."""
 
 Run = Callable[[], None]
 """One call (or several in a row) of a collective, until its result is there."""
@@ -83,55 +81,41 @@ def message_sizes(model_bytes: int, ratio: int) -> list[int]:
 
 
 def measure_all_reduce(
-    world: World,
-    device: torch.device,
-    model_bytes: int,
-    progress: Progress,
-    budget_s: float = BUDGET_S,
-    longest_s: float = LONGEST_S,
+    world: World, device: torch.device, model_bytes: int, progress: Progress, longest_s: float, budget_s: float
 ) -> tuple[Curve, Curve]:
     """Time the runtime's all-reduce as sessions use it: (calls alone, calls that queue behind one another).
 
     Alone means right after a barrier, when all ranks are there and their threads awake. In a step they are not: after
     a computation a message takes about as long as one in a queue.
     """
-    fine, limits = message_sizes(model_bytes, 2), (budget_s, longest_s)
+    fine, limits = message_sizes(model_bytes, 2), (longest_s, budget_s)
     with closing(_AllReduceProbe(world, device, fine[-1])) as probe:
-        alone = _curve(world, device, fine, probe.once, progress, "all_reduce", limits)
+        alone = _curve(world, device, fine, probe.run, progress, "all_reduce", *limits)
         short = max(1, sum(time_us <= QUEUED_US for _, time_us in alone))
         least, most = QUEUED_CALLS
         calls = {int(size): max(least, min(most, round(QUEUE_US / time_us))) for size, time_us in alone[:short]}
-        queues = _curve(
-            world, device, list(calls), lambda size: probe.queued(size, calls[size]), progress,
-            "all_reduce back to back", limits,
-        )  # fmt: skip
+        queue, what = (lambda size: probe.run(size, calls[size])), "all_reduce back to back"
+        queues = _curve(world, device, list(calls), queue, progress, what, *limits)
         queued = [(size, time_us / calls[int(size)]) for size, time_us in queues]
-        alone_us = dict(alone)
-        more_us = max(0.0, queued[-1][1] - alone_us[queued[-1][0]])
+        more_us = max(0.0, queued[-1][1] - dict(alone)[queued[-1][0]])
         queued += [(size, time_us + more_us) for size, time_us in alone if size > queued[-1][0]]
         return alone, tuple((size, round(time_us, 3)) for size, time_us in queued)
 
 
 def measure_links(
-    world: World,
-    device: torch.device,
-    model_bytes: int,
-    progress: Progress,
-    names: Sequence[str] = ("all_reduce", "reduce_scatter", "all_gather"),
-    longest_s: float = LONGEST_S,
+    world: World, device: torch.device, model_bytes: int, progress: Progress, names: Sequence[str], longest_s: float
 ) -> LinkTimes:
     """Time collectives over all ranks, by name; the all-reduce through the runtime's communicator, alone and in a
     queue. Each takes at most `longest_s`.
     """
     samples: dict[str, Curve] = {}
     queues: dict[str, Curve] = {}
-    limits = min(BUDGET_S, longest_s), longest_s
-    if "all_reduce" in names:
-        samples["all_reduce"], queues["all_reduce"] = measure_all_reduce(world, device, model_bytes, progress, *limits)
     for name in names:
-        if name in _LIBRARY:
+        if name == "all_reduce":
+            samples[name], queues[name] = measure_all_reduce(world, device, model_bytes, progress, longest_s, BUDGET_S)
+        else:
             make = _bind(_LIBRARY[name], world, device)
-            samples[name] = _curve(world, device, message_sizes(model_bytes, 4), make, progress, name, limits)
+            samples[name] = _curve(world, device, message_sizes(model_bytes, 4), make, progress, name, longest_s)
     return LinkTimes(samples, queues, cut=cut_short(samples, model_bytes))
 
 
@@ -153,17 +137,16 @@ def measure_part(
 
     Times are those of the slowest part.
     """
-    sizes, limits = message_sizes(largest_bytes, 4), (min(BUDGET_S, longest_s), longest_s)
+    sizes = message_sizes(largest_bytes, 4)
     with closing(_AllReduceProbe(part, device, sizes[-1])) as probe:
-        makers = {"all_reduce": probe.once, **{name: _bind(make, part, device) for name, make in _LIBRARY.items()}}
+        makers = {"all_reduce": probe.run, **{name: _bind(make, part, device) for name, make in _LIBRARY.items()}}
         if kind == "intra":
             makers["reduce_scatter"] = _bind(_scatter, part, device)  # between nodes gradients are pushed
-        return {
-            f"{kind}/{name}": _curve(
-                part, device, sizes, makers[name], progress, f"{kind}/{name}", limits, everybody=world
-            )
-            for name in names
-        }
+        found = {}
+        for name in names:
+            what = f"{kind}/{name}"
+            found[what] = _curve(part, device, sizes, makers[name], progress, what, longest_s, everybody=world)
+        return found
 
 
 def parts_of(nodes: Sequence[str]) -> Parts | None:
@@ -240,18 +223,16 @@ class _AllReduceProbe:
         start = place % places * numel
         return _as_bucket(self._memory[start : start + numel], size_bytes)
 
-    def once(self, size_bytes: int) -> Run:
-        bucket = self._bucket(size_bytes, 0)
-        return lambda: self._send([bucket])
-
-    def queued(self, size_bytes: int, calls: int) -> Run:
+    def run(self, size_bytes: int, calls: int = 1) -> Run:
+        """Return what sends so many messages that queue behind one another."""
         buckets = [self._bucket(size_bytes, place) for place in range(calls)]
-        return lambda: self._send(buckets)
 
-    def _send(self, buckets: Sequence[BucketBuffer]) -> None:
-        for bucket in buckets:
-            self._communicator.launch(bucket.payload, CommTiming())
-        self._communicator.wait()
+        def send() -> None:
+            for bucket in buckets:
+                self._communicator.launch(bucket.payload, CommTiming())
+            self._communicator.wait()
+
+        return send
 
 
 def make_bucket(size_bytes: int, device: torch.device, label: str | None = None) -> BucketBuffer:
@@ -301,16 +282,15 @@ _LIBRARY: dict[str, _Maker] = {"reduce_scatter": _reduce_scatter, "all_gather": 
 
 def _curve(
     world: World, device: torch.device, sizes: Sequence[int], make: Callable[[int], Run], progress: Progress, what: str,
-    limits: tuple[float, float], everybody: World | None = None,
+    longest_s: float, budget_s: float = BUDGET_S, everybody: World | None = None,
 ) -> Curve:  # fmt: skip
     """Time each size that there is time for: (message bytes, median over passes of the time from the last arrival).
 
-    All sizes are timed once in every pass, so that a drift of the machine hits them alike. `limits` are what the
-    passes may take once there are enough of them, and what may be taken in any case. `everybody`: ranks of which all
-    do so at the same time, in groups of their own; then the time is that of the slowest group.
+    All sizes are timed once in every pass, so that a drift of the machine hits them alike. Passes may take `budget_s`
+    once there are enough of them, and never more than `longest_s`. `everybody`: ranks of which all do so at the same
+    time, in groups of their own; then the time is that of the slowest group.
     """
-    everybody = everybody or world
-    budget_s, longest_s = limits
+    everybody, budget_s = everybody or world, min(budget_s, longest_s)
     # The runs by size that fit into the time, the same on all ranks; each is run once to warm up. The next size is
     # taken to take longer by as much as it is larger.
     runs: dict[int, Run] = {}
