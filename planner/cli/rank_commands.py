@@ -24,7 +24,7 @@ from planner.cli.options import (
     strategies_beginning,
 )
 from planner.jobs.rank_options import RankOptions, under_torchrun
-from planner.testbed.emulation import describe
+from planner.testbed.hosts import describe
 from runtime.errors import CheckFailed, InputError, PlanMismatch
 
 if TYPE_CHECKING:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from html import escape
 from typing import Any
 
@@ -40,45 +41,39 @@ def picture_text(comparison: Comparison, title: str, measured: str) -> str:
 
 def _figure(rows: list[Row]) -> dict[str, Any]:
     """Return it in plotly's terms; the page gives the colours."""
-    widest = max(len(row.name) for row in rows)
-    values = [(row.name, row.median_us, row.ci95_us) for row in rows if row.median_us is not None and row.ci95_us]
-    measured = {
-        "meta": {"role": "line0"},
-        "y": [name for name, _, _ in values],
-        "x": [median / 1e3 for _, median, _ in values],
-        "error_x": {
-            "type": "data",
-            "symmetric": False,
-            "array": [(high - median) / 1e3 for _, median, (_, high) in values],
-            "arrayminus": [(median - low) / 1e3 for _, median, (low, _) in values],
-        },
-        "marker": {"size": 11},
+    values = [(row.name, row.median_us, *row.ci95_us) for row in rows if row.median_us is not None and row.ci95_us]
+    error = {
+        "type": "data",
+        "symmetric": False,
+        "array": [(high - median) / 1e3 for _, median, _, high in values],
+        "arrayminus": [(median - low) / 1e3 for _, median, low, _ in values],
     }
-    expected = [(row.name, row.predicted_us / 1e3) for row in rows if row.predicted_us is not None]
-    predicted = {
-        "meta": {"role": "line1"},
-        "y": [name for name, _ in expected],
-        "x": [time_ms for _, time_ms in expected],
-        "marker": {"size": 11, "symbol": "diamond-open", "line": {"width": 2}},
-    }
-    lines = [
-        {
-            "type": "scatter",
-            "name": name,
-            "mode": "markers",
-            "line": {},
-            "hovertemplate": f"%{{y}}: %{{x:.2f}} ms {name}<extra></extra>",
-            **line,
-        }
-        for name, line in (("measured", measured), ("predicted", predicted))
-    ]
+    expected = [(row.name, row.predicted_us) for row in rows if row.predicted_us is not None]
+    diamond = {"size": 11, "symbol": "diamond-open", "line": {"width": 2}}
     return {
-        "data": lines,
+        "data": [
+            _points("line0", "measured", [value[:2] for value in values], {"size": 11}) | {"error_x": error},
+            _points("line1", "predicted", expected, diamond),
+        ],
         "layout": {
             "height": AROUND_PX + ROW_PX * len(rows),
-            "margin": {"l": 20 + LABEL_CHARACTER_PX * widest, "r": 20, "t": 40, "b": 50},
+            "margin": {"l": 20 + LABEL_CHARACTER_PX * max(len(row.name) for row in rows), "r": 20, "t": 40, "b": 50},
             "xaxis": {"title": {"text": "step (ms)"}, "rangemode": "tozero"},
             "yaxis": {"type": "category", "categoryorder": "array", "categoryarray": [r.name for r in rows][::-1]},
             "legend": {"orientation": "h", "x": 0, "y": 1.0, "yanchor": "bottom"},
         },
+    }
+
+
+def _points(role: str, name: str, times_us: Sequence[tuple[str, float]], marker: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "type": "scatter",
+        "name": name,
+        "mode": "markers",
+        "meta": {"role": role},
+        "line": {},
+        "hovertemplate": f"%{{y}}: %{{x:.2f}} ms {name}<extra></extra>",
+        "y": [variant for variant, _ in times_us],
+        "x": [time_us / 1e3 for _, time_us in times_us],
+        "marker": marker,
     }

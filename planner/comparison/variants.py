@@ -57,10 +57,7 @@ class Variant:
 def make_variants(plan: Plan, problem: Problem | None, strategies: Sequence[str]) -> list[Variant]:
     """Return all variants but DDP's best bucket size, which is found by measuring.
 
-    Args:
-        plan: the plan to judge.
-        problem: the profile on its cluster, which strategies are made from; None where none was given.
-        strategies: further strategies by name.
+    Further strategies, by name, are made from the profile on its cluster (`problem`), where one was given.
 
     Raises InputError: strategies without a profile, an unknown strategy, or a profile of another model or world; local
     updaters, which take no part.

@@ -88,19 +88,20 @@ def hitopk(cluster: Cluster, otherwise: Link | None = None) -> tuple[SparsePhase
     inside, nodes = cluster.ranks_per_node, cluster.nodes
     if inside == 1:
         return flat(cluster, otherwise)
-    steps: list[tuple[str, str, LinkName, int, Callable[[Any, Any], Any]]] = [
-        ("reduce_scatter", "ring", "intra", inside, lambda selected, dense_bytes: dense_bytes),
-        ("all_gather", "recursive_doubling", "inter", nodes, lambda selected, _: nodes * SELECTED_BYTES * selected),
-        ("all_gather", "ring", "intra", inside, lambda selected, dense_bytes: np.minimum(
-            dense_bytes, nodes * inside * SELECTED_BYTES * selected
-        )),
-    ]  # fmt: skip
-    phases = []
-    for collective, algorithm, link, ranks, message_bytes in steps:
-        phase = phase_of(cluster, collective, algorithm, link, ranks)
-        if phase is not None:
-            phases.append(SparsePhase(name=collective, link=link, curve=phase.curve, message_bytes=message_bytes))
-    return tuple(phases)
+    total = nodes * SELECTED_BYTES
+    phases = (
+        (phase_of(cluster, "reduce_scatter", "ring", "intra", inside), lambda selected, dense: dense),
+        (phase_of(cluster, "all_gather", "recursive_doubling", "inter", nodes), lambda selected, _: total * selected),
+        (
+            phase_of(cluster, "all_gather", "ring", "intra", inside),
+            lambda selected, dense: np.minimum(dense, inside * total * selected),
+        ),
+    )
+    return tuple(
+        SparsePhase(name=phase.name, link=phase.link, curve=phase.curve, message_bytes=message_bytes)
+        for phase, message_bytes in phases
+        if phase is not None
+    )
 
 
 SPARSE_PHASES: Mapping[str, Callable[[Cluster, Link | None], tuple[SparsePhase, ...]]] = {

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from planner.documents.profile import Cluster, Link
-from planner.documents.units import parse_bandwidth, parse_latency_us, us_per_byte
+from planner.documents.text import parse_bandwidth, parse_latency_us, us_per_byte
 from runtime.errors import InputError
 from runtime.plan.strict_json import MAX_RANKS
 

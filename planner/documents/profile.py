@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from planner.documents.local_async import LocalAsyncProfile
-from planner.documents.units import parse_bandwidth, parse_latency_us, us_per_byte
+from planner.documents.text import parse_bandwidth, parse_latency_us, us_per_byte
 from runtime.errors import InputError
 from runtime.plan import Accuracy, ModelReference
 from runtime.plan.predicted import Loading

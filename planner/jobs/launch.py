@@ -33,8 +33,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
 
-from planner.testbed.emulation import Emulation
-from planner.testbed.hosts import Place, places_for
+from planner.testbed.hosts import Emulation, Place, places_for
 from runtime.comm.world import MIN_TIMEOUT_S
 from runtime.errors import CommunicationError, EnvironmentFailure, PlannerError
 from runtime.local_async.processes import end_with_parent, on_signal

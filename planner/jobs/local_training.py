@@ -12,7 +12,7 @@ from planner.profile.progress import Progress
 from planner.profile.request import LOGGER
 from planner.profile.step import TIMEOUT_S, joined
 from planner.profile.updaters import expected_s, measure_local_async
-from planner.testbed.emulation import emulation_here
+from planner.testbed.hosts import emulation_here
 from runtime.checks.plan import trainable_parameters
 from runtime.errors import EnvironmentFailure
 from runtime.local_async import LocalJob, run_local_async

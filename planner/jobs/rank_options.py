@@ -5,8 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 
-from planner.testbed.emulation import MAX_RANKS, Emulation, parse_emulation
-from planner.testbed.hosts import check_namespaces
+from planner.testbed.hosts import MAX_RANKS, Emulation, check_namespaces, parse_emulation
 from runtime.errors import InputError
 
 

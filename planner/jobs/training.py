@@ -26,7 +26,7 @@ from planner.profile.loading import batch_samples, measure_loading
 from planner.profile.progress import Progress
 from planner.profile.request import LOGGER, Request, heard
 from planner.profile.step import TIMEOUT_S, check_same_model, deadline_s, joined, measure
-from planner.testbed.emulation import Emulation, emulation_here
+from planner.testbed.hosts import Emulation, emulation_here
 from runtime.checks.plan import model_fingerprint
 from runtime.comm.world import World, first_line
 from runtime.errors import CommunicationError, InputError, PlannerError

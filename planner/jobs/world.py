@@ -19,7 +19,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from planner.jobs.launch import GRACE_S, START_TIMEOUT_S, LocalWorld, end, run_ranks, threads_per_rank
 from planner.jobs.rank_options import RankOptions, under_torchrun
-from planner.testbed.emulation import MAX_RANKS
+from planner.testbed.hosts import MAX_RANKS
 from runtime.comm.world import World
 from runtime.errors import EnvironmentFailure, InputError, PlanMismatch, PlannerError
 
@@ -72,13 +72,11 @@ def on_ranks_of_script(options: RankOptions, function: Callable[..., T], *argume
             "torchrun has started the ranks already; start the script itself with torchrun, and print what its "
             "planner.compare gives"
         )
-    for name, value, without in (
-        ("--device", options.device, "auto"),
-        ("--backend", options.backend, None),
-        ("--emulate", options.emulate, None),
-    ):
-        if value != without:
-            raise InputError(f"{name}: found {value}, which a script decides by itself; leave it out")
+    for name in ("device", "backend", "emulate"):
+        if getattr(options, name) != getattr(RankOptions, name):
+            raise InputError(
+                f"--{name}: found {getattr(options, name)}, which a script decides by itself; leave it out"
+            )
     return run_ranks(
         LocalWorld(ranks=options.local_ranks, timeout_s=options.timeout_s, joins=False), function, *arguments
     )

@@ -17,7 +17,7 @@ import numpy as np
 from planner.cost.phases import LinkName
 from planner.documents.local_async import LocalAsyncProfile
 from planner.documents.profile import Cluster, ComputeProfile, Link, Profile
-from planner.documents.units import parse_bandwidth, parse_latency_us, us_per_byte
+from planner.documents.text import parse_bandwidth, parse_latency_us, us_per_byte
 from planner.ir import Schedule
 from planner.model.modes import simulate_schedule
 from planner.model.problem import Problem

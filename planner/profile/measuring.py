@@ -45,7 +45,7 @@ from planner.profile.request import (
     curves,
 )
 from planner.profile.selection import measure_selection
-from planner.testbed.emulation import emulation_here
+from planner.testbed.hosts import emulation_here
 from runtime.checks.plan import model_fingerprint, trainable_parameters
 from runtime.comm.world import World
 from runtime.optimizers import LayerwiseOptimizer

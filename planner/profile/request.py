@@ -121,15 +121,10 @@ class Wanted:
     def of(
         cls, accuracy: Accuracy, ranks: int, *, two_links: bool, halves: bool, norms: bool, known: Cluster | None = None
     ) -> Wanted:
-        """What plans of a class need.
+        """Return what plans of a class need, beyond what is `known` of the cluster of a profile that is added to.
 
-        Args:
-            accuracy: the riskiest class of plans.
-            ranks: their number; one alone sends nothing.
-            two_links: whether links inside nodes are measured apart from those between them.
-            halves: whether ranks could share the optimizer's step.
-            norms: whether the optimizer needs norms of layers.
-            known: of a profile that is added to.
+        With `two_links` those inside nodes are measured apart from those between them; with `halves` ranks could share
+        the optimizer's step; with `norms` it needs those of layers.
         """
         first = known is None
         if ranks == 1:

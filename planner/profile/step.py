@@ -17,7 +17,7 @@ from planner.profile.compute import Step
 from planner.profile.measuring import Measuring, count_nodes, now
 from planner.profile.progress import Progress
 from planner.profile.request import BUDGET_S, Request, heard
-from planner.testbed.emulation import emulation_here
+from planner.testbed.hosts import emulation_here
 from runtime.checks.plan import model_fingerprint, trainable_parameters
 from runtime.comm.topology import node_name
 from runtime.comm.world import World, bounded_timeout_s

@@ -1,5 +1,5 @@
 """An emulated cluster on one machine: hosts as network namespaces, each host's egress shaped to a rate.
 
-emulation.py: what is emulated, from text; namespaces.py: namespaces without a name; wiring.py: bridge, links, rates;
-hosts.py: where ranks run.
+hosts.py: what is emulated, and where ranks run; namespaces.py: namespaces without a name; wiring.py: bridge, links,
+rates.
 """

@@ -19,8 +19,7 @@ import testbed_checks
 import planner
 from planner.jobs.launch import LocalWorld, run_ranks
 from planner.testbed import wiring
-from planner.testbed.emulation import parse_emulation
-from planner.testbed.hosts import EmulatedHosts
+from planner.testbed.hosts import EmulatedHosts, parse_emulation
 from planner.testbed.namespaces import NoNamespaces
 from runtime.errors import EnvironmentFailure
 

@@ -15,7 +15,7 @@ from torch import nn
 from planner import TrainingJob
 from planner.profile.links import measure_apart, parts_of
 from planner.profile.progress import Progress
-from planner.testbed.emulation import emulation_here
+from planner.testbed.hosts import emulation_here
 from planner.testbed.wiring import shaping
 from runtime.comm.world import World
 

@@ -13,7 +13,7 @@ from planner.cost.model import communication_cost
 from planner.documents.catalog import search
 from planner.documents.machines import describe_machines
 from planner.documents.profile import load_cluster, parse_cluster, parse_profile
-from planner.documents.units import parse_bandwidth, parse_latency_us
+from planner.documents.text import parse_bandwidth, parse_latency_us
 from runtime.errors import InputError
 
 

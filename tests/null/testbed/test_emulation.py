@@ -15,8 +15,7 @@ from planner.cli.app import main
 from planner.cost.model import communication_cost
 from planner.documents.profile import parse_cluster, parse_profile
 from planner.testbed import namespaces, wiring
-from planner.testbed.emulation import VARIABLE, emulation_here, parse_emulation
-from planner.testbed.hosts import EmulatedHosts, emulated_hosts
+from planner.testbed.hosts import VARIABLE, EmulatedHosts, emulated_hosts, emulation_here, parse_emulation
 from planner.testbed.namespaces import Namespace, NoNamespaces
 from runtime.errors import EnvironmentFailure, InputError
 
