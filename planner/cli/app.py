@@ -36,6 +36,7 @@ from planner.cli.rank_commands import compare, demo, profile, run
 from runtime.errors import InputError, PlannerError
 from runtime.version import __version__
 
+# Commands import what they need when they run: deciding must start in a fraction of a second, and without torch.
 app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, pretty_exceptions_enable=False)
 
 

@@ -60,6 +60,7 @@ def profile(
     ] = None,
 ) -> None:
     """Trace a job and measure its step and the links between ranks."""
+    # What is wrong with options is said before torch is imported, which takes seconds.
     where = RankOptions(ranks, device, backend, timeout_s, emulate)
     from planner.jobs.job import find_job
     from planner.jobs.training import profile_rank
@@ -117,6 +118,7 @@ def run(
         runs = on_ranks(where, train_rank, job, loaded, steps, choose_device(device), not Flags.as_json, timeout_s)
     except PlanMismatch as error:
         raise PlanMismatch(f"{plan}: {error}") from error
+    # On every rank, before the others are silent: all end with the same exit code.
     document = run_document(runs)
     if not is_first_rank():
         return

@@ -64,6 +64,7 @@ def hidden_share(exposed_us: float, alone_us: float, backward_us: float) -> floa
 def _draws(shape: tuple[int, ...], rounds: NDArray[np.int64] | None = None, stream: int = 0) -> NDArray[np.int64]:
     """Return flat indices of resampled steps. Shape (RESAMPLES, rounds · steps)."""
     count, steps = shape
+    # A fixed seed: the same measurements always give the same verdict.
     generator = np.random.default_rng((SEED, stream))
     drawn = generator.integers(count, size=(RESAMPLES, count)) if rounds is None else rounds
     within = generator.integers(steps, size=(RESAMPLES, count, steps))

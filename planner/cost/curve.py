@@ -83,6 +83,7 @@ class CostCurve:
             return np.asarray(self.line.start_up_us + self.line.per_byte_us * x)
         y = np.interp(x, self._bytes, self._us)
         first, last = self._bytes[0], self._bytes[-1]
+        # np.interp keeps the first and the last value beyond the ends.
         if self._below_slope > 0.0 and (x < first).any():
             y = np.where(x < first, np.maximum(0.0, self._us[0] - self._below_slope * (first - x)), y)
         if self._above_slope > 0.0 and (x > last).any():

@@ -51,6 +51,7 @@ def node_costs(cluster: Cluster) -> NodeCosts | None:
         (REDUCE_SCATTER, "inter", nodes, 1.0 / inside), (ALL_GATHER, "inter", nodes, 1.0 / inside),
         (REDUCE_SCATTER, "intra", inside, 1.0), (ALL_GATHER, "intra", inside, 1.0),
     ]  # fmt: skip
+    # A cluster need not say what each kind of link costs: then nothing is planned between nodes.
     try:
         phases = [phase_of(cluster, name, "ring", link, ranks, share) for name, link, ranks, share in asked]
     except InputError:

@@ -147,6 +147,7 @@ def _measured_key(cluster: Cluster) -> str:
 def _measured(cluster: Cluster, key: str) -> tuple[CostCurve, str] | None:
     line, where = (cluster.collectives or {}).get(key), _emulated(cluster)
     fitted = None if line is None else Coefficients.of(line)
+    # Calls in a queue before calls alone: in a step ranks have not just met at a barrier.
     for curves, how in ((cluster.back_to_back, ", back to back"), (cluster.samples, "")):
         if curves is not None and key in curves:
             source = f"{len(curves[key])} measured samples{how}{where}"

@@ -358,6 +358,7 @@ def parse_profile(document: Any, where: str = "profile") -> Profile:
     record = dict(check_schema(document, PROFILE_SCHEMA, where))
     if record.get("cluster") == {}:
         del record["cluster"]
+    # Before validation, for which α and β are numbers.
     if "cluster" in record:
         record["cluster"] = _with_link_constants(record["cluster"], f"{where}: $.cluster")
     profile = validate(Profile, record, where, hint=CURE)

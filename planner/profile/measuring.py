@@ -176,6 +176,7 @@ class Measuring:
         )
         classes = list(get_args(Accuracy))
         riskiest = max(self._request.accuracy, known.measured_for or classes[0], key=classes.index)
+        # A profile that is added to has factors of all-reduces, and lacks those of gathers alone.
         contention = known.contention
         if self._beside and contention is not None:
             contention = replace(contention, gathers_by_size=self._beside.get(ALL_GATHER))

@@ -62,6 +62,7 @@ def wire(switch: Namespace, hosts: Sequence[Namespace], bits_per_s: float) -> No
         pair = f"type veth peer name {INTERFACE} mtu {_MTU_BYTES} netns {host.path}"
         lines += [f"link add port{number} mtu {_MTU_BYTES} {pair}", f"link set port{number} master switch up"]
     _batch(switch, "ip", lines, "connecting the hosts", hosts)
+    # IPv6 would send packets of its own over the links.
     quiet = [f"link set {INTERFACE} addrgenmode none"] if os.path.exists("/proc/sys/net/ipv6") else []
     for number, host in enumerate(hosts):
         address = f"addr add {host_address(number)}/{_PREFIX} dev {INTERFACE}"
