@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 
 from planner.documents.profile import Emulated
@@ -155,10 +155,8 @@ def emulated_hosts(emulation: Emulation) -> Iterator[EmulatedHosts]:
         hosts = EmulatedHosts.make(emulation)
     except NoNamespaces as error:
         raise NoNamespaces(f"--emulate: {error}") from error
-    try:
+    with closing(hosts):
         yield hosts
-    finally:
-        hosts.close()
 
 
 def check_namespaces() -> None:
