@@ -32,7 +32,7 @@ from planner.cli.options import (
     print_json,
     strategies_beginning,
 )
-from planner.cli.rank_commands import compare, demo, profile, run
+from planner.cli.rank_commands import compare, demo, profile, rehearse, run
 from runtime.errors import InputError, PlannerError
 from runtime.version import __version__
 
@@ -299,7 +299,7 @@ def explain(
         console.print(f"wrote {path}", highlight=False)
 
 
-for command in (run, compare, demo):
+for command in (run, compare, rehearse, demo):
     app.command()(command)
 
 

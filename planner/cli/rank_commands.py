@@ -13,11 +13,14 @@ import typer
 
 from planner.cli.options import (
     MAX_STEPS,
+    Allow,
     Backend,
+    ClusterName,
     Device,
     Emulate,
     Flags,
     Job,
+    ProfileName,
     Ranks,
     Timeout,
     print_json,
@@ -179,7 +182,7 @@ def compare(
     loaded = load_plan(plan)
     measured_profile = None if profile is None else load_profile(profile)
     problem = None if measured_profile is None else make_problem(measured_profile, None, where=str(profile))
-    names = [name.strip() for name in strategy.split(",") if name.strip()]
+    names = _items(strategy)
     them, caps = make_variants(loaded, problem, names), sweep(loaded, problem)
     if ranks is None and emulate is None:
         where = replace(where, ranks=planned_ranks(loaded.world.ranks, plan))
@@ -213,6 +216,57 @@ def compare(
         typer.echo("\n".join([*comparison.verdicts, *failures(comparison)]))
     if comparison.differences:
         raise CheckFailed("\n".join(comparison.differences))
+
+
+def rehearse(
+    profile: ProfileName,
+    cluster: ClusterName = None,
+    hosts: Annotated[
+        str | None, typer.Option(help="HOSTSxRANKS to emulate, for example 8x1 or 4x2; default: the cluster's.")
+    ] = None,
+    strategy: Annotated[
+        str, typer.Option(help="Strategies beside the plan and DDP, by name.", autocompletion=strategies_beginning)
+    ] = "wfbp,single,mg_wfbp",
+    accuracy: Annotated[str, typer.Option(help="exact, bounded or relaxed: the riskiest class of plan.")] = "exact",
+    allow: Allow = None,
+    minutes: Annotated[float, typer.Option(help="What it may take in all.")] = 10.0,
+    dilate: Annotated[float | None, typer.Option(help="Times are multiplied by this; default: chosen.")] = None,
+    shrink: Annotated[float | None, typer.Option(help="Bytes are divided by this; default: chosen.")] = None,
+    html: Annotated[str | None, typer.Option(help="Draw the comparison on one page.")] = None,
+) -> None:
+    """Run a model's communication for real on a scaled emulated cluster.
+
+    Compute is waited for; all times are shown as on the cluster itself. Needs root.
+    """
+    import time
+
+    started_s = time.time()
+    from planner.decide.sharded_step import check_allow
+    from planner.rehearse.rehearsal import make_asked, rehearsal_table, summarize_rehearsal
+
+    asked = make_asked(
+        profile, cluster, hosts, strategies=_items(strategy), accuracy=accuracy, allow=check_allow(_items(allow or "")),
+        minutes=minutes, dilate=dilate, shrink=shrink,
+    )  # fmt: skip
+    from planner.jobs.launch import LocalWorld, run_ranks
+    from planner.rehearse.ranks import rehearse_rank
+    from planner.testbed.hosts import check_namespaces
+
+    check_namespaces()
+    world = LocalWorld(ranks=asked.cluster.ranks, emulation=asked.emulation)
+    found = summarize_rehearsal(asked, run_ranks(world, rehearse_rank, asked, started_s, not Flags.as_json))
+    if Flags.as_json:
+        print_json(found.to_document())
+        return
+    from planner.comparison.report import failures
+    from planner.report.tables import make_console, print_table
+
+    print_table(make_console(), rehearsal_table(found))
+    typer.echo("\n".join([*found.comparison.verdicts, *failures(found.comparison), *found.notes]))
+
+
+def _items(text: str) -> list[str]:
+    return [item.strip() for item in text.split(",") if item.strip()]
 
 
 def demo(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 import random
 import statistics
 import time
@@ -26,6 +27,7 @@ from planner.jobs.training import SEED, attribute_user_errors, build
 from planner.profile.links import synchronize, timed_us
 from planner.profile.progress import Progress
 from planner.profile.step import joined
+from planner.strategies.baselines import BUCKET_BYTES, FIRST_BUCKET_BYTES, MIB
 from runtime.checks.plan import trainable_parameters
 from runtime.comm.world import World, first_line
 from runtime.errors import CommunicationError, InputError, PlanMismatch
@@ -41,6 +43,9 @@ SWEEP_ROUNDS, SWEEP_STEPS = 2, 3
 
 FINALISTS, FINAL_ROUNDS = 3, 3
 """… with so many further rounds of the fastest ones; the chosen one is measured once more with the others."""
+
+LEAST_ROUNDS = 2
+"""What is measured however late it is."""
 
 ALONE_REPEATS = 5
 
@@ -77,9 +82,19 @@ class VariantRunner:
     """One model on this rank, trained by one variant after the other, each block from the same state."""
 
     def __init__(
-        self, trained: Trained, world: World, timeout_s: float | None, warm_up_steps: int = WARM_UP_STEPS
-    ) -> None:
-        """The state that blocks begin with is the present one, that of the random generators included."""
+        self, trained: Trained, world: World, timeout_s: float | None, warm_up_steps: int = WARM_UP_STEPS,
+        shrink: float = 1.0,
+    ) -> None:  # fmt: skip
+        """The state that blocks begin with is the present one, that of the random generators included.
+
+        Args:
+            trained: what all variants train.
+            world: its ranks.
+            timeout_s: deadline of every wait; default 300 s.
+            warm_up_steps: the first of each block, which do not count.
+            shrink: how many times larger the bytes are that the model stands for; DDP's bucket sizes are of those.
+        """
+        self._shrink = shrink
         self.trained, self.world, self._timeout_s, self._warm_up_steps = trained, world, timeout_s, warm_up_steps
         self.model = trained.model
         self._device = next(self.model.parameters()).device
@@ -126,16 +141,35 @@ class VariantRunner:
         self._unused = any(self.world.gather(self._missing, "comparing the first step"))
         self.backward_us.clear()
 
-    def interleave(self, records: Sequence[Record], rounds: int, steps: int, progress: Progress, what: str) -> None:
-        """Make blocks of all that work; each round begins with another, so that none always follows the same one."""
-        shifts = [number % len(records) for number in range(rounds)]
-        for record in progress.track([one for at in shifts for one in (*records[at:], *records[:at])], what):
-            if record.failure is None:
-                self.block(record, steps)
+    def interleave(
+        self, records: Sequence[Record], rounds: int, steps: int, progress: Progress, what: str, end_s: float = math.inf
+    ) -> None:
+        """Make blocks of all that work; each round begins with another, so that none always follows the same one.
 
-    def measure(self, records: list[Record], rounds: int, steps: int, progress: Progress) -> Measured:
+        Args:
+            records: what gets the blocks.
+            rounds: each has one block in each.
+            steps: measured ones of a block.
+            progress: told of each round.
+            what: these rounds, in words.
+            end_s: by `time.time`, when to end: no round begins that would be late. Two are made anyhow.
+        """
+        longest_s = 0.0
+        for number in progress.track(range(rounds), what):
+            left_s = min(self.world.gather(end_s - time.time(), "looking at the clock"))
+            if number >= LEAST_ROUNDS and longest_s > left_s:
+                break
+            started_s, shift = time.perf_counter(), number % len(records)
+            for record in (*records[shift:], *records[:shift]):
+                if record.failure is None:
+                    self.block(record, steps)
+            longest_s = max(longest_s, *self.world.gather(time.perf_counter() - started_s, "timing a round"))
+
+    def measure(
+        self, records: list[Record], rounds: int, steps: int, progress: Progress, end_s: float = math.inf
+    ) -> Measured:
         """Interleave blocks of all variants, then time their messages alone; fill and return the records."""
-        self.interleave(records, rounds, steps, progress, "measuring")
+        self.interleave(records, rounds, steps, progress, "measuring", end_s)
         for record in records:
             if record.variant.plan is not None and not record.variant.delay and record.failure is None:
                 with self.trained.restored(self.trained.optimizer()):
@@ -242,9 +276,9 @@ class VariantRunner:
             model = DistributedDataParallel(
                 self.model,
                 process_group=self.world.group,
-                bucket_cap_mb=variant.cap_mib,
                 find_unused_parameters=self._unused,
                 init_sync=False,
+                **self._limits(variant.cap_mib),
             )
         if variant.hook == "fp16":
             model.register_comm_hook(self.world.group, default_hooks.fp16_compress_hook)
@@ -255,6 +289,15 @@ class VariantRunner:
             model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
         return model
 
+    def _limits(self, cap_mib: float | None) -> dict[str, Any]:
+        """Return DDP's arguments for a bucket size in MiB of what the model stands for; None is DDP's default."""
+        if self._shrink == 1.0:
+            return {"bucket_cap_mb": cap_mib}
+        if cap_mib is not None:
+            return {"bucket_cap_mb": cap_mib / self._shrink}
+        # As DDP's own two limits, of which only the second one is an argument.
+        return {"bucket_cap_mb_list": [limit / MIB / self._shrink for limit in (FIRST_BUCKET_BYTES, BUCKET_BYTES)]}
+
     def distinct(
         self, caps: Sequence[tuple[float, Variant]], variants: Sequence[Variant]
     ) -> list[tuple[float, Variant]]:
@@ -264,7 +307,9 @@ class VariantRunner:
         assert plan is not None
         # DDP follows the order of readiness, but where it searches for unused parameters.
         order = list(reversed(parameters)) if self._unused else plan.gradients
-        sizes_bytes = [parameters[name].numel() * parameters[name].element_size() for name in order]
+        sizes_bytes = [
+            round(parameters[name].numel() * parameters[name].element_size() * self._shrink) for name in order
+        ]
         dtypes = [hash(parameters[name].dtype) for name in order]
         wanted = distinct_caps(sizes_bytes, dtypes, [cap for cap, _ in caps])
         return [(cap, variant) for cap, variant in caps if cap in wanted]
@@ -330,8 +375,9 @@ def measure_all(
     rounds: int,
     steps: int,
     progress: Progress,
+    end_s: float = math.inf,
 ) -> Measured:
-    """See `compare_rank`; the runner is between these variants and DDP's best bucket size."""
+    """See `compare_rank` and `interleave`; the runner is between these variants and DDP's best bucket size."""
     runner.check(variants)
     runner.warm_up(variants[0])
     taking_part, default = list(variants), next(variant for variant in variants if variant.name == DDP)
@@ -344,7 +390,7 @@ def measure_all(
         best = _fastest(runner.world, tried)[0]
         if best is not None:
             taking_part.insert(taking_part.index(default) + 1, rivals[best].variant)
-    return runner.measure([Record(variant) for variant in taking_part], rounds, steps, progress)
+    return runner.measure([Record(variant) for variant in taking_part], rounds, steps, progress, end_s)
 
 
 def _fastest(world: World, tried: dict[float | None, Record]) -> list[float | None]:

@@ -155,7 +155,7 @@ def test_deciding_files_do_not_import_heavy_packages(path: Path) -> None:
 ORDER = {
     "planner": (
         "ir", "documents", "cost", "model", "verify", "search", "strategies", "emit", "passes", "decide", "report",
-        "frontend", "testbed", "profile", "jobs", "comparison", "cli", "__main__", "__init__",
+        "frontend", "testbed", "profile", "jobs", "comparison", "rehearse", "cli", "__main__", "__init__",
     ),
     "runtime": (
         "errors", "version", "torch_compat", "plan", "kernels", "comm", "monitor", "core", "sparse", "delay", "sharded",

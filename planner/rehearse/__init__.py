@@ -1,0 +1,1 @@
+"""Rehearsals: real collectives on a scaled emulated cluster, beside compute that is waited for."""

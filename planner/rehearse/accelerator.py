@@ -1,0 +1,165 @@
+"""An accelerator whose work is waited for: a job with a profile's gradients, sizes and times, that computes nothing."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from planner.documents.profile import ComputeProfile
+from planner.jobs.job import TrainingJob
+from runtime.errors import InputError
+
+SPIN_S = 200e-6
+"""The end of each wait, which is not slept: a sleep ends some tens of microseconds late."""
+SEED = 0
+
+
+class Accelerator:
+    """The timeline of a device: work queues up, and the host waits for the end of what it has put there.
+
+    A device is delayed by its host only when it runs dry. So hosts' time between two pieces of work counts on a clock
+    of its own, which waits do not move: work begins when what was queued before it is done, or when a host that never
+    waits would have queued it, whichever is later.
+    """
+
+    def __init__(self) -> None:
+        self._device_s = self._host_s = self._left_s = 0.0
+        self.late_us = 0.0
+        """By how much hosts' time has not fitted under waits, in all."""
+
+    def synchronize(self) -> None:
+        """Note that host and device have met: what comes next begins now at the earliest."""
+        self._left_s = self._host_s = time.perf_counter()
+        self._device_s = max(self._device_s, self._host_s)
+
+    def queue(self, work_us: float) -> None:
+        """Put work at the end of the queue."""
+        now_s = time.perf_counter()
+        self._host_s += now_s - self._left_s
+        self._left_s = now_s
+        self._device_s = max(self._device_s, self._host_s) + work_us * 1e-6
+
+    def wait(self) -> None:
+        """Return when the queue is empty."""
+        now_s = time.perf_counter()
+        self._host_s += now_s - self._left_s
+        if now_s > self._device_s:
+            self.late_us += (now_s - self._device_s) * 1e6
+        else:
+            if self._device_s - now_s > SPIN_S:
+                time.sleep(self._device_s - now_s - SPIN_S)
+            while time.perf_counter() < self._device_s:
+                time.sleep(0)  # not a bare loop: threads that send need the interpreter
+        self._left_s = time.perf_counter()
+
+    def run(self, work_us: float) -> None:
+        """Queue work, and wait for it."""
+        self.queue(work_us)
+        self.wait()
+
+
+class _Layer(torch.autograd.Function):
+    """Forward: nothing. Backward: a wait, after which one parameter has its gradient."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, chain: Tensor, parameter: Tensor, device: Accelerator, work_us: float, grad: Tensor
+    ) -> Tensor:
+        ctx.device, ctx.work_us, ctx.grad = device, work_us, grad
+        return chain.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *of_chain: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
+        ctx.device.run(ctx.work_us)
+        return of_chain[0], ctx.grad, None, None, None
+
+
+class AcceleratedModel(nn.Module):
+    """A model of a profile's parameters (1-D, under their names) whose forward and backward take the profile's times.
+
+    Gradients are drawn once, other ones on each rank. The loss is made of some weights, so that who trains otherwise
+    sees other losses.
+    """
+
+    def __init__(self, compute: ComputeProfile, rank: int) -> None:
+        super().__init__()
+        self.device = Accelerator()
+        self._forward_us, self._update_us = compute.forward_us, compute.update_us
+        generator = torch.Generator().manual_seed(SEED + 1 + rank)
+        self._layers: list[tuple[nn.Parameter, float, Tensor]] = []
+        for gradient in compute.gradients:
+            dtype = getattr(torch, gradient.dtype)
+            parameter = nn.Parameter(torch.zeros(gradient.numel, dtype=dtype))
+            _register(self, gradient.name, parameter)
+            drawn = torch.randn(gradient.numel, generator=generator).mul_(1e-2).to(dtype)
+            self._layers.append((parameter, gradient.backward_us, drawn))
+        self._numel = sum(parameter.numel() for parameter in self.parameters())
+
+    def forward(self, batch: Tensor) -> Tensor:
+        """Return the loss, from which backward passes through the gradients in order of readiness."""
+        self.device.synchronize()
+        self.device.queue(self._forward_us)
+        weights = [parameter.detach()[:1].double() for parameter, *_ in self._layers[:: max(1, len(self._layers) // 8)]]
+        chain = 1.0 + torch.cat(weights).sum() + batch.detach().requires_grad_()
+        for parameter, work_us, drawn in reversed(self._layers):
+            chain = _Layer.apply(chain, parameter, self.device, work_us, drawn)  # type: ignore[no-untyped-call]
+        self.device.wait()
+        return chain
+
+    def update(self, optimizer: torch.optim.Optimizer) -> None:
+        """Make the optimizer's steps take the profile's time; a rank that updates a part, its part of it."""
+
+        def begin(*_: Any) -> None:
+            self.device.synchronize()
+
+        def end(*_: Any) -> None:
+            updated = sum(p.numel() for group in optimizer.param_groups for p in group["params"] if p.grad is not None)
+            self.device.run(self._update_us * updated / max(1, self._numel))
+
+        optimizer.register_step_pre_hook(begin)
+        optimizer.register_step_post_hook(end)
+
+
+def _register(model: nn.Module, name: str, parameter: nn.Parameter) -> None:
+    """Put a parameter under its dotted name. Raises InputError where one name is another's beginning."""
+    *path, last = name.split(".")
+    module = model
+    for part in path:
+        inner = module._modules.get(part)
+        if inner is None:
+            if part in module._parameters:
+                raise InputError(f"the profile has the gradients {part} and {name}, which no module can have both")
+            inner = nn.Module()
+            module.add_module(part or "_", inner)
+        module = inner
+    module.register_parameter(last or "_", parameter)
+
+
+def make_job(compute: ComputeProfile, rank: int) -> TrainingJob:
+    """Return a job that takes the profile's times, updates included.
+
+    Args:
+        compute: what to act out, scaled already.
+        rank: of this process; gradients differ by rank.
+    """
+    model = AcceleratedModel(compute, rank)
+    adaptive = compute.optimizer is not None and compute.optimizer.adaptive
+
+    def optimizer(parameters: Any) -> torch.optim.Optimizer:
+        made: torch.optim.Optimizer
+        made = (
+            torch.optim.AdamW(parameters, lr=1e-4) if adaptive else torch.optim.SGD(parameters, lr=1e-2, momentum=0.9)
+        )
+        model.update(made)
+        return made
+
+    return TrainingJob(
+        model=model,
+        loss=lambda trained, batch: trained(batch),
+        batch=lambda step, rank: torch.zeros((), dtype=torch.float64),
+        optimizer=optimizer,
+        batch_samples=1,
+    )

@@ -1,0 +1,293 @@
+"""What every rank of a rehearsal does, from the machine as it is to the compared steps."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import torch
+import torch.distributed as dist
+
+from planner.comparison.measure import VariantRunner, measure_all
+from planner.comparison.trained import TrainedJob
+from planner.comparison.variants import PLAN, Variant, make_variants, sweep
+from planner.decide.optimize import optimize
+from planner.decide.strategies import make_schedule
+from planner.documents.profile import Cluster
+from planner.ir import Bucket, Schedule
+from planner.jobs.training import SEED, BuiltJob
+from planner.model.modes import model_of
+from planner.model.problem import Problem, make_problem
+from planner.profile.links import Curve, make_bucket, measure_apart, measure_links, parts_of, timed_us
+from planner.profile.progress import Progress
+from planner.profile.step import joined
+from planner.rehearse.accelerator import AcceleratedModel, make_job
+from planner.rehearse.rehearsal import Asked, Rehearsed, scaled_plan
+from planner.rehearse.scale import Links, Machine, Scale, choose_scale, links_of
+from planner.testbed.wiring import INTERFACE, shaping
+from runtime.checks.plan import model_fingerprint
+from runtime.comm.collectives import COLLECTIVES
+from runtime.comm.communicator import CommTiming, make_communicator
+from runtime.comm.topology import node_name
+from runtime.comm.world import World
+from runtime.errors import EnvironmentFailure, InputError
+from runtime.plan import Plan
+from runtime.plan.interfaces import SHARDED_STEP
+
+TIMEOUT_S = 120.0
+PROBE_BYTES = 2**23
+"""A message whose time is the machine's, not its start-up."""
+PROBES = 7
+BETWEEN = ("all_reduce", "reduce_scatter", "all_gather")
+"""The phases of collectives on two kinds of link, inside hosts and between them."""
+LINK_SHARE = 0.15
+"""Of the time given, what timing messages may take."""
+SWEEP_SHARE = 0.3
+"""Of the time left, what looking for DDP's best bucket size may take."""
+WARM_UP_STEPS, BLOCK_STEPS = 2, 2
+"""Of each block."""
+LEAST_ROUNDS, MOST_ROUNDS = 3, 40
+ALONE_STEPS = 4
+"""What timing a variant's messages alone takes, in steps, at the most."""
+LIKELY_VARIANTS = 5
+"""Beside strategies: without communication, DDP with and without its hooks, the plan."""
+SWEPT_STEPS = 12
+"""How many steps of each bucket size the sweep takes, roughly."""
+
+
+def rehearse_rank(asked: Asked, started_s: float, show_progress: bool) -> Rehearsed:
+    """Rehearse on this rank; every rank calls it. `started_s`: wall-clock seconds when the command began."""
+    with joined(None, TIMEOUT_S) as world:
+        progress = Progress(show_progress and world.rank == 0)
+        say = _Teller(world.rank == 0)
+        links = links_of(asked.cluster)
+        machine = _probe(world)
+        left_s = asked.minutes * 60.0 - (time.time() - started_s)
+        mine = choose_scale(
+            links, machine, asked.profile, world.ranks, most_dilate=_most_dilate(asked, left_s), dilate=asked.dilate,
+            shrink=asked.shrink,
+        )  # fmt: skip
+        scale: Scale = world.gather(mine, "agreeing on the scale")[0]
+        say(
+            f"dilated {scale.dilate:g} times, shrunk {scale.shrink:g} times: an all-reduce starts up in "
+            f"{machine.start_up_us / scale.dilate:.0f} us (asked {links.start_up_us:.0f})"
+        )
+        _shape(world, links, scale)
+        scaled = scale.profile(asked.profile)
+        torch.manual_seed(SEED)
+        job = make_job(scaled.compute, world.rank)
+        assert isinstance(job.model, AcceleratedModel)
+        made = job.optimizer(job.model.parameters())
+        built = BuiltJob(spec=f"rehearsal of {asked.name}", job=job, optimizer=made, device=torch.device("cpu"))
+        decided = _decide(asked, world, scale, progress, model_fingerprint(job.model))
+        variants, caps, from_constants_us = decided
+        left_s = asked.minutes * 60.0 - (time.time() - started_s)
+        rounds, steps, kept = world.gather(_rounds(variants, caps, left_s, asked.minutes), "agreeing on rounds")[0]
+        caps = [one for one in caps if one[0] in kept]
+        say(f"{len(variants)} variants and {len(caps)} bucket sizes of DDP: {rounds} rounds of {steps} steps each")
+        if world.ranks > 1:
+            world.broadcast([*job.model.parameters()])
+        torch.manual_seed(SEED + 1 + world.rank)
+        runner = VariantRunner(TrainedJob(built), world, TIMEOUT_S, WARM_UP_STEPS, shrink=scale.shrink)
+        usual_s = max(one.predicted_us or 0.0 for one in variants) / 1e6
+        end_s = started_s + asked.minutes * 60.0 - ALONE_STEPS * len(variants) * usual_s
+        before_us = job.model.device.late_us
+        measured = measure_all(runner, variants, caps, rounds, steps, progress, end_s)
+        count = max(1, sum(len(times) for record in measured.records for times in record.step_us) * steps)
+        late_us = (job.model.device.late_us - before_us) / count
+        return Rehearsed(scale=scale, measured=measured, from_constants_us=from_constants_us, late_us=late_us)
+
+
+class _Teller:
+    """Lines on standard error, of the first rank alone."""
+
+    def __init__(self, first: bool) -> None:
+        self._first = first
+
+    def __call__(self, text: str) -> None:
+        if self._first:
+            os.write(2, f"rehearse: {text}\n".encode())
+
+
+def _probe(world: World) -> Machine:
+    """Return what an all-reduce costs these ranks where no link holds it."""
+    device = torch.device("cpu")
+    communicator = make_communicator(world, [COLLECTIVES[("all_reduce", "library")]], device)
+    try:
+        times = {}
+        for numel in (256, PROBE_BYTES // 4):
+            bucket = make_bucket(numel * 4, device)
+
+            def run(bucket: object = bucket) -> None:
+                communicator.launch(bucket.payload, CommTiming())  # type: ignore[attr-defined]
+                communicator.wait()
+
+            run()
+            mine = []
+            for _ in range(PROBES):
+                dist.barrier(group=world.group)
+                mine.append(timed_us(run, device))
+            everyone = world.gather(mine, "probing the machine")
+            passes = [min(of_pass) for of_pass in zip(*everyone, strict=True)]
+            times[numel * 4] = sorted(passes)[len(passes) // 2]
+    finally:
+        communicator.close()
+    (small, small_us), (large, large_us) = times.items()
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return Machine(
+        start_up_us=small_us, us_per_byte=max(0.0, large_us - small_us) / (large - small), memory_bytes=memory
+    )
+
+
+def _shape(world: World, links: Links, scale: Scale) -> None:
+    """Hold this host's links to the scaled rates; the first rank of each host does."""
+    problem = None
+    if os.environ.get("LOCAL_RANK") == "0":
+        commands = [["tc", *shaping(scale.rate(links.inter_bits_per_s)).replace("add", "replace", 1).split()]]
+        if links.intra_bits_per_s is not None:
+            inside = shaping(scale.rate(links.intra_bits_per_s)).replace(INTERFACE, "lo").replace("add", "replace", 1)
+            commands.append(["tc", *inside.split()])
+        for command in commands:
+            done = subprocess.run(command, capture_output=True, text=True, timeout=15.0, check=False)
+            problem = problem or (done.stderr.strip() or f"exit code {done.returncode}" if done.returncode else None)
+    problems = [one for one in world.gather(problem, "shaping links") if one]
+    if problems:
+        raise EnvironmentFailure(f"the links of the emulated hosts cannot be held to their rates: {problems[0]}")
+
+
+def _decide(
+    asked: Asked, world: World, scale: Scale, progress: Progress, fingerprint: str
+) -> tuple[list[Variant], list[tuple[float, Variant]], dict[str, float]]:
+    """Time messages alone; return what is compared, DDP's bucket sizes, and predictions from constants."""
+    halves = SHARDED_STEP in asked.allow or asked.accuracy == "relaxed"
+    names = ["all_reduce"] + ["reduce_scatter"] * halves + ["all_gather"] * (halves or asked.accuracy != "exact")
+    size_bytes = round(sum(each.size_bytes for each in asked.profile.compute.gradients) / scale.shrink)
+    each_s = LINK_SHARE * asked.minutes * 60.0 / (len(names) + 1)
+    device = torch.device("cpu")
+    times = measure_links(world, device, size_bytes, progress, names, each_s)
+    samples = dict(times.samples)
+    parts = parts_of(world.gather(node_name(), "counting hosts"))
+    if parts is not None:
+        samples |= measure_apart(world, parts, device, size_bytes, progress, BETWEEN, BETWEEN, each_s).samples
+    cluster = replace(
+        asked.cluster, intra=None, inter=None, samples=_unscaled(samples, scale),
+        back_to_back=_unscaled(times.back_to_back, scale), collectives=None,
+        contention=None, measured_for=None, emulated="namespaces",
+    )  # fmt: skip
+    mine: tuple[list[Variant], list[tuple[float, Variant]], dict[str, float]] | InputError | None = None
+    if world.rank == 0:
+        try:
+            mine = _variants(asked, cluster, scale, fingerprint)
+        except InputError as error:
+            mine = error
+    found = world.gather(mine, "deciding")[0]
+    if isinstance(found, InputError):
+        raise found
+    return found  # type: ignore[no-any-return]
+
+
+def _unscaled(curves: Mapping[str, Curve], scale: Scale) -> dict[str, Curve]:
+    """Return curves as the cluster itself would have them."""
+    return {
+        name: tuple((size * scale.shrink, time_us / scale.dilate) for size, time_us in curve)
+        for name, curve in curves.items()
+    }
+
+
+def _variants(
+    asked: Asked, cluster: Cluster, scale: Scale, fingerprint: str
+) -> tuple[list[Variant], list[tuple[float, Variant]], dict[str, float]]:
+    plan = optimize(asked.profile, cluster, accuracy=asked.accuracy, allow=asked.allow)
+    problem = make_problem(asked.profile, cluster, where=asked.name)
+    constants = make_problem(asked.profile, asked.cluster, where=asked.name)
+    made = make_variants(plan, problem, asked.strategies)
+    caps = sweep(plan, problem)
+    predicted = {one.name: _from_constants(one, problem, constants) for one in [*made, *(each for _, each in caps)]}
+    return (
+        [_scaled(one, scale, fingerprint) for one in made],
+        [(cap, _scaled(one, scale, fingerprint)) for cap, one in caps],
+        {name: time_us for name, time_us in predicted.items() if time_us is not None},
+    )
+
+
+def _scaled(variant: Variant, scale: Scale, fingerprint: str) -> Variant:
+    return replace(
+        variant,
+        plan=None if variant.plan is None else scaled_plan(variant.plan, scale, fingerprint),
+        predicted_us=None if variant.predicted_us is None else variant.predicted_us * scale.dilate,
+    )
+
+
+def _from_constants(variant: Variant, problem: Problem, constants: Problem) -> float | None:
+    """Return the step as the cluster's constants alone have it; None where they say nothing of it."""
+    if variant.kind == "no_communication":
+        return constants.compute_end_us + constants.update_us
+    if variant.plan is None:
+        return None
+    if variant.plan.accuracy == "exact" and not variant.plan.sharded:
+        schedule = _schedule_of(variant.plan, constants)
+    elif variant.name != PLAN:
+        schedule = make_schedule(problem, variant.name)
+    else:
+        return None
+    return float(model_of(schedule).step_us(constants, schedule))
+
+
+def _schedule_of(plan: Plan, problem: Problem) -> Schedule:
+    """Return the schedule of a plan that is exact and synchronous."""
+    index = {gradient.name: place for place, gradient in enumerate(problem.profile.compute.gradients)}
+    return Schedule(
+        buckets=tuple(
+            Bucket(
+                gradients=tuple(index[name] for name in bucket.gradients),
+                collective=bucket.collective,
+                algorithm=bucket.algorithm,
+            )
+            for bucket in plan.buckets
+        )
+    )
+
+
+def _most_dilate(asked: Asked, left_s: float) -> float:
+    """Return the dilation at which the fewest rounds take half of what is left, by the cluster's constants."""
+    problem = make_problem(asked.profile, asked.cluster, where=asked.name)
+    step_s = float(model_of(schedule := make_schedule(problem, "ddp")).step_us(problem, schedule)) / 1e6
+    return max(1.0, 0.5 * left_s / _least_s(len(asked.strategies) + LIKELY_VARIANTS, BLOCK_STEPS, step_s))
+
+
+def _least_s(variants: int, steps: int, step_s: float) -> float:
+    """Return what the fewest rounds take: messages alone, the first step, blocks, of which DDP's best size has some."""
+    blocks = LEAST_ROUNDS * (WARM_UP_STEPS + steps) * (variants + 1)
+    return step_s * (ALONE_STEPS * variants + 2 * (WARM_UP_STEPS + 1) + blocks)
+
+
+def _rounds(
+    variants: Sequence[Variant], caps: Sequence[tuple[float, Variant]], left_s: float, minutes: float
+) -> tuple[int, int, set[float]]:
+    """Return rounds, steps of a block, and the bucket sizes that there is time for.
+
+    Raises:
+        InputError: not even the fewest rounds fit; says how many minutes would.
+    """
+    step_s = [(one.predicted_us or 0.0) / 1e6 for one in variants]
+    known_s = [one for one in step_s if one > 0.0]
+    usual_s = sum(known_s) / len(known_s)
+    step_s = [one or usual_s for one in step_s]
+    longest = max(one.delay or 1 for one in variants)
+    steps = max(BLOCK_STEPS, longest)
+    round_s = (WARM_UP_STEPS + steps) * (sum(step_s) + usual_s)
+    least_s = _least_s(len(variants), steps, usual_s)
+    if least_s > left_s:
+        raise InputError(
+            f"--minutes {minutes:g}: a step takes {usual_s:.2g} s here, and the fewest rounds of {len(variants)} "
+            f"variants {least_s / 60:.1f} minutes of the {max(0.0, left_s) / 60:.1f} that are left; expected "
+            f"--minutes {minutes + (least_s - left_s) / 60 + 0.5:.0f} or more, fewer strategies, or --dilate less"
+        )
+    by_prediction = sorted(caps, key=lambda one: one[1].predicted_us or 0.0)
+    most = int(min(SWEEP_SHARE * left_s, left_s - least_s) / (SWEPT_STEPS * usual_s))
+    kept = {cap for cap, _ in by_prediction[:most]}
+    left_s -= least_s - LEAST_ROUNDS * round_s + len(kept) * SWEPT_STEPS * usual_s
+    return max(LEAST_ROUNDS, min(MOST_ROUNDS, int(left_s / round_s))), steps, kept

@@ -1,0 +1,204 @@
+"""`planner rehearse`: a model on a scaled emulated cluster, predicted and measured. Never imports torch.
+
+One launch of ranks does it all: they measure what the machine does as it is, agree on the scale, hold their links to
+the scaled rates, time messages alone, predict, and only then run what is compared.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from planner.comparison.report import Comparison, Row
+from planner.documents.catalog import find_cluster, find_profile
+from planner.documents.profile import Cluster, Profile
+from planner.documents.text import milliseconds
+from planner.ir import ACCURACIES
+from planner.rehearse.scale import Scale, check_profile, links_of, on_hosts
+from planner.testbed.hosts import FASTEST_BITS_PER_S, MAX_RANKS, Emulation
+from runtime.errors import InputError
+from runtime.plan import Accuracy, Plan
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from planner.comparison.measure import Measured
+
+STRATEGIES = ("wfbp", "single", "mg_wfbp")
+DEFAULT_MINUTES, LEAST_MINUTES, MOST_MINUTES = 10.0, 0.5, 600.0
+LATE_SHARE = 0.01
+"""Of a step, how much host time may not fit under waits without a word."""
+COLUMNS = (
+    "", "step (ms)", "95 % interval (ms)", "predicted (ms)", "error", "predicted place", "by constants (ms)", "hidden",
+    "buckets",
+)  # fmt: skip
+_HOSTS = re.compile(r"([1-9]\d{0,4})x([1-9]\d{0,4})", re.ASCII)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Asked:
+    """What is to be rehearsed; on its way to ranks."""
+
+    name: str
+    profile: Profile
+    cluster: Cluster
+    """Of as many hosts and ranks as are emulated."""
+    strategies: tuple[str, ...] = STRATEGIES
+    accuracy: Accuracy = "exact"
+    allow: tuple[str, ...] = ()
+    minutes: float = DEFAULT_MINUTES
+    dilate: float | None = None
+    shrink: float | None = None
+
+    @property
+    def emulation(self) -> Emulation:
+        """The hosts, with links that nothing holds yet."""
+        hosts, ranks = self.cluster.nodes, self.cluster.ranks_per_node
+        fastest = FASTEST_BITS_PER_S
+        return Emulation(hosts=hosts, ranks_per_host=ranks, bits_per_s=fastest, spec=f"{hosts}x{ranks}@100gbit")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rehearsed:
+    """What one rank brings home beside what it measured."""
+
+    scale: Scale
+    measured: Measured
+    from_constants_us: dict[str, float]
+    """By variant, its step as the cluster's constants alone predict it, undilated."""
+    late_us: float
+    """By how much this rank's hooks and updates took longer, per step, than the waits that they go on under."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rehearsal:
+    """Everything undilated and unshrunk."""
+
+    name: str
+    hosts: str
+    scale: Scale
+    comparison: Comparison
+    from_constants_us: dict[str, float]
+    late_us: float
+
+    @property
+    def notes(self) -> list[str]:
+        """What a reader has to know of the rehearsal itself."""
+        step_us = max(row.median_us or 0.0 for row in self.comparison.rows)
+        lines = ["rehearsed on this machine: neither contention on the accelerator nor NCCL's own behaviour is in it"]
+        if self.late_us > LATE_SHARE * step_us:
+            lines.append(
+                f"hooks and updates took {self.late_us / 1e3:.2g} ms of a step longer than the waits that they go on "
+                f"under: --dilate more, or fewer hosts"
+            )
+        return lines
+
+    def to_document(self) -> dict[str, Any]:
+        """Return plain JSON types: rows as `planner compare --json` has them."""
+        rows = [
+            asdict(row) | {"from_constants_us": self.from_constants_us.get(row.name)} for row in self.comparison.rows
+        ]
+        return {
+            "name": self.name, "dilate": self.scale.dilate, "shrink": self.scale.shrink, "hosts": self.hosts,
+            "late_us": self.late_us, "rows": rows,
+        }  # fmt: skip
+
+
+def make_asked(
+    name: str, cluster: str | None, hosts: str | None, *, strategies: Sequence[str], accuracy: str,
+    allow: Sequence[str], minutes: float, dilate: float | None, shrink: float | None,
+) -> Asked:  # fmt: skip
+    """Return what the options ask for.
+
+    Raises:
+        InputError: an option is wrong; nothing is known of the links; more ranks than this machine can hold.
+    """
+    profile = find_profile(name)
+    check_profile(profile, name)
+    machines = profile.cluster if cluster is None else find_cluster(cluster)
+    if machines is None:
+        raise InputError(f"{name}: found no cluster, expected MODEL@CLUSTER or --cluster; `planner catalog` lists them")
+    match = _HOSTS.fullmatch(hosts) if hosts is not None else None
+    if hosts is not None and match is None:
+        raise InputError(f"--hosts: found {hosts!r}, expected HOSTSxRANKS, for example 8x1; correct it")
+    count, each = (int(match[1]), int(match[2])) if match else (machines.nodes, machines.ranks_per_node)
+    if not 2 <= count * each <= MAX_RANKS:
+        raise InputError(
+            f"--hosts {count}x{each}: found {count * each} ranks, expected 2 to {MAX_RANKS} on one machine; name fewer "
+            f"hosts, for example --hosts 8x1"
+        )
+    if accuracy not in ACCURACIES:
+        raise InputError(f"--accuracy: found {accuracy!r}, expected one of: {', '.join(ACCURACIES)}")
+    if not LEAST_MINUTES <= minutes <= MOST_MINUTES:
+        raise InputError(f"--minutes: found {minutes:g}, expected {LEAST_MINUTES:g} to {MOST_MINUTES:g}; correct it")
+    chosen = on_hosts(machines, count, each)
+    links_of(chosen)  # says what is missing before anything is started
+    return Asked(
+        name=name, profile=replace(profile, cluster=None), cluster=chosen, strategies=tuple(strategies),
+        accuracy=accuracy, allow=tuple(allow), minutes=minutes, dilate=dilate, shrink=shrink,
+    )  # fmt: skip
+
+
+def summarize_rehearsal(asked: Asked, ranks: Sequence[Rehearsed]) -> Rehearsal:
+    """Return all ranks' measurements, undilated."""
+    from planner.comparison.report import summarize
+
+    scale = ranks[0].scale
+    comparison = summarize([rank.measured for rank in ranks])
+    return Rehearsal(
+        name=asked.name,
+        hosts=f"{asked.cluster.nodes}x{asked.cluster.ranks_per_node}",
+        scale=scale,
+        comparison=replace(comparison, rows=tuple(_undilated(row, scale.dilate) for row in comparison.rows)),
+        from_constants_us=ranks[0].from_constants_us,
+        late_us=max(rank.late_us for rank in ranks) / scale.dilate,
+    )
+
+
+def rehearsal_table(found: Rehearsal) -> Table:
+    """For the terminal, fastest first."""
+    from planner.report.tables import make_table
+
+    title = (
+        f"{found.name} on {found.hosts} hosts, rehearsed: times were {found.scale.dilate:g} times longer and bytes "
+        f"{found.scale.shrink:g} times fewer; {found.comparison.steps} steps each in {found.comparison.rounds} "
+        f"interleaved rounds"
+    )
+    table = make_table(title, COLUMNS, left=("",))
+    rows = [row for row in found.comparison.rows if row.median_us is not None and row.equal_to is None]
+    by_prediction = sorted((row.predicted_us, row.name) for row in rows if row.predicted_us is not None)
+    places = {name: place for place, (_, name) in enumerate(by_prediction, start=1)}
+    for row in sorted(rows, key=lambda row: row.median_us or 0.0):
+        name, step, interval, _, hidden, predicted, error, buckets = row.cells()
+        constants = milliseconds(found.from_constants_us.get(row.name))
+        table.add_row(name, step, interval, predicted, error, str(places.get(name, "")), constants, hidden, buckets)
+    return table
+
+
+def _undilated(row: Row, dilate: float) -> Row:
+    def shorter(time_us: float | None) -> float | None:
+        return None if time_us is None else time_us / dilate
+
+    return replace(
+        row,
+        median_us=shorter(row.median_us),
+        ci95_us=None if row.ci95_us is None else (row.ci95_us[0] / dilate, row.ci95_us[1] / dilate),
+        exposed_us=shorter(row.exposed_us),
+        predicted_us=shorter(row.predicted_us),
+        alone_us=shorter(row.alone_us),
+    )
+
+
+def scaled_plan(plan: Plan, scale: Scale, fingerprint: str) -> Plan:
+    """Return the plan as the scaled model can carry it out: the same buckets, of fewer bytes."""
+    buckets = []
+    for bucket in plan.buckets:
+        spec = bucket.compressor
+        if spec.k is not None:
+            spec = replace(spec, k={layer: max(1, round(k / scale.shrink)) for layer, k in spec.k.items()})
+        buckets.append(replace(bucket, compressor=spec, size_bytes=None))
+    return replace(
+        plan, model=replace(plan.model, fingerprint=fingerprint), buckets=tuple(buckets), fallback=None, loading=None
+    )

@@ -1,0 +1,184 @@
+"""How a cluster is scaled to what one machine can carry. Torch-free.
+
+As in a wind tunnel: all times are dilated by D and all bytes shrunk by S, so that a link of rate R has R/(D·S). What
+the machine itself costs then weighs less: a start-up D times less, a byte moved by a socket or copied D·S times less.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from planner.cost.model import communication_cost
+from planner.documents.profile import DTYPE_BYTES, Cluster, Gradient, Profile
+from runtime.errors import InputError
+
+SOCKET_SHARE = 0.25
+"""Of the time of a message, what the machine may be busy moving it."""
+MOST = 1e6
+MEMORY_COPIES = 6
+"""What a rank holds of the model: weights, gradients, their values, the optimizer's state, and a block's copies."""
+MEMORY_SHARE = 0.6
+"""Of the machine's memory, what all ranks may hold together."""
+SMALL_BYTES = 1024.0
+"""A message whose time is its start-up."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scale:
+    """Times are multiplied by `dilate`, bytes divided by `shrink`."""
+
+    dilate: float
+    shrink: float
+
+    def rate(self, bits_per_s: float) -> float:
+        """Return what a link of this rate is held to."""
+        return bits_per_s / (self.dilate * self.shrink)
+
+    def numel(self, numel: int) -> int:
+        """Return the elements that stand for so many; at least one, where there is any."""
+        return max(min(1, numel), round(numel / self.shrink))
+
+    def profile(self, profile: Profile) -> Profile:
+        """Return the profile as it is on the scaled cluster, without a cluster."""
+        compute = profile.compute
+        gradients = tuple(
+            replace(each, numel=self.numel(each.numel), backward_us=each.backward_us * self.dilate, spread_us=None)
+            for each in compute.gradients
+        )
+        norms = compute.norms and replace(
+            compute.norms,
+            layers=tuple(replace(each, norm_us=each.norm_us * self.dilate) for each in compute.norms.layers),
+        )
+        scaled = replace(
+            compute, forward_us=compute.forward_us * self.dilate, update_us=compute.update_us * self.dilate,
+            gradients=gradients, norms=norms, step_spread_us=None, intervals=None,
+        )  # fmt: skip
+        return replace(profile, compute=scaled, cluster=None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """What the emulated hosts can do as they are, with links that nothing holds."""
+
+    start_up_us: float
+    """An all-reduce of hardly any bytes."""
+    us_per_byte: float
+    """An all-reduce of many."""
+    memory_bytes: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Links:
+    """What the links of the cluster do."""
+
+    start_up_us: float
+    """An all-reduce of hardly any bytes."""
+    us_per_byte: float
+    """An all-reduce of many."""
+    inter_bits_per_s: float
+    intra_bits_per_s: float | None
+    """None with one rank a host."""
+
+
+def on_hosts(cluster: Cluster, hosts: int, ranks_per_host: int) -> Cluster:
+    """Return the same links between so many hosts; what was measured stays where the numbers are those of the cluster.
+
+    Raises:
+        InputError: nothing is known of a link that these hosts have.
+    """
+    if (cluster.nodes, cluster.ranks_per_node) == (hosts, ranks_per_host):
+        return cluster
+    inter = cluster.inter
+    if inter is None and cluster.ranks_per_node == 1:
+        inter = communication_cost(cluster).link
+    if hosts > 1 and inter is None:
+        raise InputError(
+            f"--hosts {hosts}x{ranks_per_host}: the cluster {cluster.name or ''} has no link constants between nodes "
+            f'("inter"), from which {hosts} hosts could be made; expected them, or the hosts that were measured, '
+            f"{cluster.nodes}x{cluster.ranks_per_node}"
+        )
+    if ranks_per_host > 1 and cluster.intra is None:
+        raise InputError(
+            f"--hosts {hosts}x{ranks_per_host}: the cluster {cluster.name or ''} has no link constants inside nodes "
+            f'("intra"); expected them, or one rank a host: --hosts {hosts * ranks_per_host}x1'
+        )
+    return replace(
+        cluster, nodes=hosts, ranks_per_node=ranks_per_host, inter=inter, samples=None, back_to_back=None,
+        collectives=None, contention=None,
+    )  # fmt: skip
+
+
+def links_of(cluster: Cluster) -> Links:
+    """Return what is asked of the links. Raises InputError where no rate follows from what is known."""
+    cost = communication_cost(cluster)
+    inter = cluster.inter or (cost.link if cluster.ranks_per_node == 1 else None)
+    if inter is None or inter.beta_us_per_byte <= 0.0:
+        raise InputError(
+            f"cluster {cluster.name or '(unnamed)'}: no rate of the link between nodes is known, expected "
+            f'"inter" with beta_us_per_byte or bandwidth; add it'
+        )
+    intra = cluster.intra if cluster.ranks_per_node > 1 else None
+    small_us = float(cost.all_reduce(SMALL_BYTES))
+    large_bytes = 2.0**26
+    return Links(
+        start_up_us=small_us,
+        us_per_byte=(float(cost.all_reduce(large_bytes)) - small_us) / large_bytes,
+        inter_bits_per_s=8e6 / inter.beta_us_per_byte,
+        intra_bits_per_s=8e6 / intra.beta_us_per_byte if intra and intra.beta_us_per_byte > 0.0 else None,
+    )
+
+
+def choose_scale(
+    links: Links, machine: Machine, profile: Profile, ranks: int, *,
+    most_dilate: float, dilate: float | None, shrink: float | None,
+) -> Scale:  # fmt: skip
+    """Return the scale at which start-ups are the cluster's, sockets are not busy, and the model fits.
+
+    Args:
+        links: of the cluster.
+        machine: of these ranks, as it was measured.
+        profile: the model.
+        ranks: all of them, on this machine.
+        most_dilate: what there is time for; start-ups weigh more than on the cluster where they ask for more.
+        dilate: given, or None.
+        shrink: given, or None.
+
+    Raises:
+        InputError: what was given is no scale, or the model does not fit at it.
+    """
+    for option, value in (("--dilate", dilate), ("--shrink", shrink)):
+        if value is not None and not 1.0 <= value <= MOST:
+            raise InputError(f"{option}: found {value:g}, expected 1 to {MOST:g}; correct it, or leave it out")
+    dilate = dilate or max(1.0, round(min(most_dilate, machine.start_up_us / max(links.start_up_us, 1e-3)), 1))
+    held_bytes = MEMORY_COPIES * ranks * sum(gradient.size_bytes for gradient in profile.compute.gradients)
+    least = held_bytes / (MEMORY_SHARE * machine.memory_bytes)
+    if shrink is None:
+        slower = machine.us_per_byte / SOCKET_SHARE / max(links.us_per_byte, 1e-9)
+        shrink = max(1.0, round(slower / dilate, 1), round(least + 0.05, 1))
+    elif shrink < least:
+        raise InputError(
+            f"--shrink {shrink:g}: {ranks} ranks would hold {held_bytes / shrink / 2**30:.1f} GiB of this model, and "
+            f"this machine has {machine.memory_bytes / 2**30:.1f} GiB; shrink by {least:.2g} or more, or take fewer "
+            f"hosts"
+        )
+    return Scale(dilate=dilate, shrink=shrink)
+
+
+def check_profile(profile: Profile, where: str) -> None:
+    """Raises InputError where no step can be acted out by this profile."""
+    gradients = profile.compute.gradients
+    if sum(gradient.backward_us for gradient in gradients) <= 0.0:
+        raise InputError(
+            f"{where}: no gradient has a time (backward_us), expected when each is ready: measure it with "
+            f"`planner profile`"
+        )
+    odd = next((each for each in gradients if not _can_be_held(each)), None)
+    if odd is not None:
+        raise InputError(
+            f"{where}: the gradient {odd.name} is of {odd.dtype}, which gloo cannot add up; expected float16, "
+            f"bfloat16, float32 or float64"
+        )
+
+
+def _can_be_held(gradient: Gradient) -> bool:
+    return DTYPE_BYTES[gradient.dtype] >= 2 and not gradient.dtype.startswith("complex")

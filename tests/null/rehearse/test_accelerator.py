@@ -1,0 +1,117 @@
+"""The accelerator of a rehearsal on a clock that is told: what waits, what does not, and what a backward does."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from planner.documents.catalog import find_profile
+from planner.documents.profile import ComputeProfile
+from planner.rehearse import accelerator
+from planner.rehearse.accelerator import AcceleratedModel, Accelerator, make_job
+from runtime.checks.plan import trainable_parameters
+from runtime.errors import InputError
+
+
+class Clock:
+    """Seconds that pass only by being slept or spent."""
+
+    def __init__(self) -> None:
+        self.now_s = 100.0
+
+    def perf_counter(self) -> float:
+        return self.now_s
+
+    def sleep(self, seconds: float) -> None:
+        self.now_s += max(seconds, 2e-5)
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    made = Clock()
+    monkeypatch.setattr(accelerator, "time", made)
+    return made
+
+
+def test_work_goes_on_under_its_host(clock: Clock) -> None:
+    """The host is a third of the work: the end is that of the work."""
+    device = Accelerator()
+    device.synchronize()
+    start_s = clock.now_s
+    for _ in range(10):
+        device.run(3000.0)
+        clock.now_s += 1e-3
+    assert clock.now_s - start_s == pytest.approx(31e-3, abs=1e-4)
+    assert device.late_us == 0.0
+
+
+def test_a_device_that_runs_dry_waits_for_its_host(clock: Clock) -> None:
+    """The host takes three times as long as the work: it decides, and what did not fit is counted."""
+    device = Accelerator()
+    device.synchronize()
+    start_s = clock.now_s
+    for _ in range(10):
+        device.run(1000.0)
+        clock.now_s += 3e-3
+    assert clock.now_s - start_s == pytest.approx(31e-3, abs=1e-4)
+    assert device.late_us > 0.0
+
+
+def test_gaps_are_replayed_not_ends(clock: Clock) -> None:
+    """One long interruption moves what follows by what does not fit under the next work alone."""
+    device = Accelerator()
+    device.synchronize()
+    start_s, ends_s = clock.now_s, []
+    for place in range(4):
+        device.run(1000.0)
+        ends_s.append(round((clock.now_s - start_s) * 1e3, 1))
+        clock.now_s += 5e-3 if place == 1 else 0.0
+    assert ends_s[:2] == [1.0, 2.0]
+    assert ends_s[2] == pytest.approx(7.0, abs=0.1)
+    assert ends_s[3] == pytest.approx(7.0, abs=0.1)  # it was queued meanwhile
+
+
+@pytest.fixture
+def compute() -> ComputeProfile:
+    return find_profile("resnet50").compute
+
+
+def test_a_step_takes_the_profile_s_time_and_gradients_come_in_its_order(clock: Clock, compute: ComputeProfile) -> None:
+    small = replace(compute, gradients=tuple(replace(one, numel=1 + one.numel // 1000) for one in compute.gradients))
+    job = make_job(small, rank=0)
+    optimizer = job.optimizer(job.model.parameters())
+    names: list[str] = []
+    for name, parameter in trainable_parameters(job.model).items():
+        parameter.register_post_accumulate_grad_hook(lambda _, name=name: names.append(name))
+    losses = []
+    for _ in range(2):
+        start_s = clock.now_s
+        loss = job.loss(job.model, job.batch(0, 0))
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss.detach()))
+        optimizer.zero_grad()
+        whole_us = small.forward_us + small.update_us + sum(one.backward_us for one in small.gradients)
+        assert (clock.now_s - start_s) * 1e6 == pytest.approx(whole_us, rel=0.01)
+    assert names == 2 * [gradient.name for gradient in small.gradients]
+    assert losses[0] != losses[1]
+
+
+def test_ranks_have_gradients_of_their_own_and_equal_weights(compute: ComputeProfile) -> None:
+    small = replace(compute, gradients=tuple(replace(one, numel=8, backward_us=0.0) for one in compute.gradients))
+    grads, weights = [], []
+    for rank in range(2):
+        model = make_job(replace(small, forward_us=0.0, update_us=0.0), rank).model
+        model(torch.zeros((), dtype=torch.float64)).backward()
+        grads.append(torch.cat([p.grad for p in model.parameters()]))
+        weights.append(torch.cat([p.detach() for p in model.parameters()]))
+    assert torch.equal(weights[0], weights[1])
+    assert not torch.equal(grads[0], grads[1])
+
+
+def test_names_that_no_module_can_have_are_refused(compute: ComputeProfile) -> None:
+    first = replace(compute.gradients[0], numel=1)
+    with pytest.raises(InputError, match="which no module can have both"):
+        AcceleratedModel(replace(compute, gradients=(replace(first, name="a"), replace(first, name="a.b"))), 0)

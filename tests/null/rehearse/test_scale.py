@@ -1,0 +1,97 @@
+"""The scale of a rehearsal: what is dilated and shrunk, how it is chosen, and what is refused."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from planner.documents.catalog import find_cluster, find_profile
+from planner.model.modes import model_of
+from planner.model.problem import make_problem
+from planner.rehearse.rehearsal import make_asked
+from planner.rehearse.scale import Links, Machine, Scale, check_profile, choose_scale, links_of, on_hosts
+from planner.strategies.baselines import wfbp
+from runtime.errors import InputError
+
+GIB = 2.0**30
+
+
+@pytest.mark.parametrize("name", ["resnet50", "gpt2", "vgg16"])
+def test_a_scaled_step_is_the_step_dilated(name: str) -> None:
+    """Links of the scaled rate, start-ups dilated: every message and the whole step take D times as long."""
+    profile, cluster = find_profile(name), on_hosts(find_cluster("v100-16x8-25gbe"), 4, 1)
+    scale = Scale(dilate=6.0, shrink=4.0)
+    assert cluster.inter is not None
+    slow = replace(
+        cluster.inter,
+        alpha_us=cluster.inter.alpha_us * scale.dilate,
+        beta_us_per_byte=cluster.inter.beta_us_per_byte * scale.dilate * scale.shrink,
+    )
+    problem = make_problem(profile, cluster)
+    scaled = make_problem(scale.profile(profile), replace(cluster, inter=slow))
+    schedule = wfbp(problem)
+    step_us = model_of(schedule).step_us(problem, schedule)
+    assert model_of(schedule).step_us(scaled, schedule) / scale.dilate == pytest.approx(step_us, rel=1e-3)
+    assert 8e6 / slow.beta_us_per_byte == pytest.approx(scale.rate(links_of(cluster).inter_bits_per_s))
+
+
+def test_the_scale_matches_start_ups_and_leaves_sockets_idle() -> None:
+    links = Links(start_up_us=250.0, us_per_byte=1e-3, inter_bits_per_s=1e10, intra_bits_per_s=None)
+    machine = Machine(start_up_us=2000.0, us_per_byte=4e-3, memory_bytes=24 * GIB)
+    profile = find_profile("resnet50")
+
+    def chosen(**given: float | None) -> Scale:
+        options = {"most_dilate": 100.0, "dilate": None, "shrink": None} | given
+        return choose_scale(links, machine, profile, 8, **options)  # type: ignore[arg-type]
+
+    assert chosen() == Scale(dilate=8.0, shrink=2.0)  # 4e-3 / 1e-3 / (1/4) = 16 = 8 · 2
+    assert chosen(most_dilate=4.0) == Scale(dilate=4.0, shrink=4.0)
+    assert chosen(dilate=16.0) == Scale(dilate=16.0, shrink=1.0)
+    assert chosen(shrink=8.0) == Scale(dilate=8.0, shrink=8.0)
+    for wrong in ({"dilate": 0.5}, {"shrink": 0.0}):
+        with pytest.raises(InputError, match="expected 1 to"):
+            chosen(**wrong)
+
+
+def test_models_that_do_not_fit_are_shrunk_or_refused() -> None:
+    links = Links(start_up_us=250.0, us_per_byte=1.0, inter_bits_per_s=1e7, intra_bits_per_s=None)
+    machine = Machine(start_up_us=250.0, us_per_byte=0.0, memory_bytes=4 * GIB)
+    profile = find_profile("vgg16")
+    scale = choose_scale(links, machine, profile, 8, most_dilate=9.0, dilate=None, shrink=None)
+    held = 6 * 8 * sum(each.size_bytes for each in profile.compute.gradients) / scale.shrink
+    assert held <= 0.6 * machine.memory_bytes
+    with pytest.raises(InputError, match=r"GiB; shrink by .* or more"):
+        choose_scale(links, machine, profile, 8, most_dilate=9.0, dilate=None, shrink=scale.shrink / 2)
+
+
+def test_what_cannot_be_rehearsed_is_refused() -> None:
+    profile = find_profile("resnet50")
+    times = tuple(replace(each, backward_us=0.0) for each in profile.compute.gradients)
+    with pytest.raises(InputError, match="no gradient has a time"):
+        check_profile(replace(profile, compute=replace(profile.compute, gradients=times)), "profile.json")
+    narrow = (replace(profile.compute.gradients[0], dtype="float8_e5m2"), *profile.compute.gradients[1:])
+    with pytest.raises(InputError, match="which gloo cannot add up"):
+        check_profile(replace(profile, compute=replace(profile.compute, gradients=narrow)), "profile.json")
+    one_kind = replace(find_cluster("v100-16x8-25gbe"), intra=None)
+    with pytest.raises(InputError, match="--hosts 8x1"):
+        on_hosts(one_kind, 4, 2)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"hosts": "8"}, "expected HOSTSxRANKS"),
+        ({"hosts": "300x1"}, "expected 2 to 256"),
+        ({"hosts": "1x1"}, "expected 2 to 256"),
+        ({"hosts": "2x1", "minutes": 0.0}, "--minutes"),
+        ({"name": "resnet50", "hosts": "2x1"}, "found no cluster"),
+    ],
+)
+def test_wrong_options(options: dict[str, object], words: str) -> None:
+    usual = {
+        "name": "resnet50@v100-16x8-25gbe", "cluster": None, "hosts": None, "strategies": (), "accuracy": "exact",
+        "allow": (), "minutes": 1.0, "dilate": None, "shrink": None,
+    }  # fmt: skip
+    with pytest.raises(InputError, match=words):
+        make_asked(**(usual | options))  # type: ignore[arg-type]

@@ -1,0 +1,40 @@
+"""`planner rehearse` on two emulated hosts: it ends in time, with every row, undilated, and leaves nothing."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import commands
+import pytest
+from builders import usual_document, write
+from test_testbed import machine, needs_namespaces
+
+
+@needs_namespaces
+def test_a_small_model_is_predicted_and_measured(tmp_path: Path) -> None:
+    document = usual_document()
+    document["cluster"] = {
+        "schema": "planner.cluster/1", "nodes": 2, "inter": {"latency": "300us", "bandwidth": "1gbit"},
+    }  # fmt: skip
+    for gradient in document["compute"]["gradients"]:
+        gradient |= {"backward_us": 4000.0, "numel": 50_000}
+    before, started_s = machine(), time.monotonic()
+    found = commands.result(
+        "rehearse", str(write(tmp_path / "profile.json", document)), "--strategy", "single", "--minutes", "0.5",
+        "--dilate", "3", "--shrink", "2",
+    )  # fmt: skip
+    assert time.monotonic() - started_s < 90.0
+    assert machine() == before
+    assert (found["dilate"], found["shrink"], found["hosts"]) == (3.0, 2.0, "2x1")
+    rows = {row["name"]: row for row in found["rows"]}
+    assert {"none", "ddp", "single", "plan"} <= rows.keys()
+    gradients = document["compute"]["gradients"]
+    computed_us = document["compute"]["forward_us"] + 4000.0 * len(gradients) + document["compute"]["update_us"]
+    assert rows["none"]["predicted_us"] == pytest.approx(computed_us)
+    assert rows["none"]["median_us"] >= 0.99 * computed_us  # a wait never ends too early
+    for row in (rows["single"], rows["plan"]):
+        assert row["median_us"] > rows["none"]["median_us"]
+        assert row["predicted_us"] > computed_us
+        assert row["from_constants_us"] > computed_us
+        assert row["same_training"] is not False
