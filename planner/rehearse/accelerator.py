@@ -51,8 +51,9 @@ class Accelerator:
         else:
             if self._device_s - now_s > SPIN_S:
                 time.sleep(self._device_s - now_s - SPIN_S)
+            # Not a bare loop: threads that send need the interpreter, which a spinning thread gives up every 5 ms only.
             while time.perf_counter() < self._device_s:
-                time.sleep(0)  # not a bare loop: threads that send need the interpreter
+                time.sleep(0)
         self._left_s = time.perf_counter()
 
     def run(self, work_us: float) -> None:
@@ -102,6 +103,7 @@ class AcceleratedModel(nn.Module):
         """Return the loss, from which backward passes through the gradients in order of readiness."""
         self.device.synchronize()
         self.device.queue(self._forward_us)
+        # What builds the graph goes on under the forward's wait, as launching kernels does.
         weights = [parameter.detach()[:1].double() for parameter, *_ in self._layers[:: max(1, len(self._layers) // 8)]]
         chain = 1.0 + torch.cat(weights).sum() + batch.detach().requires_grad_()
         for parameter, work_us, drawn in reversed(self._layers):
@@ -115,6 +117,8 @@ class AcceleratedModel(nn.Module):
         def begin(*_: Any) -> None:
             self.device.synchronize()
 
+        # After the update itself, which takes place on the host meanwhile; where ranks share the step, each of them has
+        # its parts of parameters in the optimizer then.
         def end(*_: Any) -> None:
             updated = sum(p.numel() for group in optimizer.param_groups for p in group["params"] if p.grad is not None)
             self.device.run(self._update_us * updated / max(1, self._numel))

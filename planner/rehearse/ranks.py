@@ -177,6 +177,7 @@ def _decide(
         back_to_back=_unscaled(times.back_to_back, scale), collectives=None,
         contention=None, measured_for=None, emulated="namespaces",
     )  # fmt: skip
+    # One rank decides, so that ranks whose libraries round otherwise cannot come to different plans.
     mine: tuple[list[Variant], list[tuple[float, Variant]], dict[str, float]] | InputError | None = None
     if world.rank == 0:
         try:
@@ -286,6 +287,7 @@ def _rounds(
             f"variants {least_s / 60:.1f} minutes of the {max(0.0, left_s) / 60:.1f} that are left; expected "
             f"--minutes {minutes + (least_s - left_s) / 60 + 0.5:.0f} or more, fewer strategies, or --dilate less"
         )
+    # The sizes that are predicted to be the fastest: what the sweep has no time for would have lost.
     by_prediction = sorted(caps, key=lambda one: one[1].predicted_us or 0.0)
     most = int(min(SWEEP_SHARE * left_s, left_s - least_s) / (SWEPT_STEPS * usual_s))
     kept = {cap for cap, _ in by_prediction[:most]}

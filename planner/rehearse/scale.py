@@ -89,6 +89,7 @@ def on_hosts(cluster: Cluster, hosts: int, ranks_per_host: int) -> Cluster:
     if (cluster.nodes, cluster.ranks_per_node) == (hosts, ranks_per_host):
         return cluster
     inter = cluster.inter
+    # What was measured over all ranks says something of one link only where there is but one.
     if inter is None and cluster.ranks_per_node == 1:
         inter = communication_cost(cluster).link
     if hosts > 1 and inter is None:
