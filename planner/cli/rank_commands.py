@@ -234,7 +234,7 @@ def rehearse(
     shrink: Annotated[float | None, typer.Option(help="Bytes are divided by this; default: chosen.")] = None,
     html: Annotated[str | None, typer.Option(help="Draw the comparison on one page.")] = None,
 ) -> None:
-    """Run a model's communication for real on a scaled emulated cluster.
+    """Run a plan for real on a scaled emulated cluster.
 
     Compute is waited for; all times are shown as on the cluster itself. Needs root.
     """
