@@ -35,7 +35,7 @@ from planner.model.norms import describe_norms, update_bound_us
 from planner.model.problem import Problem, make_problem
 from planner.passes.base import Bound
 from planner.passes.merge import merge_without_contention
-from planner.passes.topology import links_without_contention
+from planner.passes.topology import Topology, links_without_contention
 from planner.search.tables import has_two_links
 from runtime.errors import InputError
 from runtime.plan import Accuracy, Plan
@@ -182,7 +182,7 @@ def _certify(problem: Problem, iteration_us: float, solved: Solved | None, bound
         return bound.certificate(iteration_us)
     # When the last bucket has come at the earliest, where compute and network do not slow each other down.
     if has_two_links(problem):
-        links = links_without_contention(problem)
+        links = links_without_contention(problem, Topology.climbs)
         end_us, exact, ties_exact = links.bound_us, links.exact, True
         method = "labels over buckets and collectives on two kinds of link"
         method += "" if exact and not problem.contended else ", a part of them, and local search"

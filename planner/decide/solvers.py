@@ -17,7 +17,7 @@ from planner.model.norms import update_bound_us
 from planner.model.problem import Problem
 from planner.model.step import Overlap
 from planner.passes.merge import best_of, boundaries, merge_problem, merge_without_contention
-from planner.passes.topology import links_without_contention
+from planner.passes.topology import Topology, links_without_contention
 from planner.search.cpsat import TIME_LIMIT, Solution, solve_merge, solve_two_links
 from planner.search.cpsat_joint import MAX_LINK_PLACES, solve_joint
 from planner.search.forms import LinkForms
@@ -102,7 +102,7 @@ def _solve_links(problem: Problem, schedule: Schedule, limit: float) -> Solved:
             f"the solver cpsat: found {problem.count} gradients on two kinds of link, expected at most "
             f"{MAX_LINK_PLACES - 1}; use the solver dp, which has no such limit"
         )
-    known = links_without_contention(problem)
+    known = links_without_contention(problem, Topology.climbs)
     forms = LinkForms(problem, forms_of((), dense_algorithms(problem)))
     tables = bucket_tables(problem, forms.forms, forms.limits, np.arange(problem.count + 1))
     known_us = known.end_us

@@ -42,8 +42,10 @@ class Topology(Pass):
 
 
 @lru_cache(maxsize=4)
-def links_without_contention(problem: Problem, climbs: int = 3) -> SearchResult:
+def links_without_contention(problem: Problem, climbs: int) -> SearchResult:
     """The best exact buckets that are known where nothing slows anything else. Kept: pass and certificate ask.
+
+    `climbs` has no default, for a cache takes a call that leaves it to one for another call.
 
     Raises:
         InputError: no costs for both kinds of link; see `has_two_links`.

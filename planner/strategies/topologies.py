@@ -4,7 +4,7 @@ binary trees (Sanders, Speck, Träff, 2009; NCCL 2.4).
 
 from __future__ import annotations
 
-from functools import partial
+from functools import lru_cache, partial
 
 from planner.ir import Schedule
 from planner.model.problem import Problem
@@ -16,6 +16,7 @@ from planner.strategies.baselines import mg_wfbp, single, wfbp
 TORUS, TREE = "torus_2d", "tree"
 
 
+@lru_cache(maxsize=4)  # a pass asks twice, for its start and for what it must not be worse than
 def torus_2d(problem: Problem, argument: str | None = None) -> Schedule:
     """Every bucket reduce-scattered inside the node, all-reduced between nodes, all-gathered inside the node.
 
