@@ -19,7 +19,7 @@ $(INSTALLED): pyproject.toml constraints.txt
 demo: $(INSTALLED)  ## profile, optimize and train a small model on this machine
 	$(BIN)/planner demo
 
-test: $(INSTALLED) chromium  ## tests, at least one of everything; about twenty minutes on two cores
+test: $(INSTALLED) chromium  ## tests, at least one of everything; about twelve minutes on two cores
 	$(BIN)/python -m pytest -m "not long"
 
 test-all: $(INSTALLED) chromium  ## all tests, with ranks that start as outside of tests
