@@ -242,19 +242,22 @@ def rehearse(
 
     started_s = time.time()
     from planner.decide.sharded_step import check_allow
-    from planner.rehearse.rehearsal import make_asked, rehearsal_table, summarize_rehearsal
+    from planner.rehearse.rehearsal import make_asked, rehearsal_table
+    from planner.rehearse.rehearsal import rehearse as rehearse_asked
+    from planner.report.files import check_writable
 
+    if html is not None:
+        check_writable(html, profile, cluster)
     asked = make_asked(
         profile, cluster, hosts, strategies=_items(strategy), accuracy=accuracy, allow=check_allow(_items(allow or "")),
         minutes=minutes, dilate=dilate, shrink=shrink,
     )  # fmt: skip
-    from planner.jobs.launch import LocalWorld, run_ranks
-    from planner.rehearse.ranks import rehearse_rank
-    from planner.testbed.hosts import check_namespaces
+    found = rehearse_asked(asked, started_s=started_s, show_progress=not Flags.as_json)
+    if html is not None:
+        from planner.comparison.picture import picture_text
+        from runtime.plan.files import write_text
 
-    check_namespaces()
-    world = LocalWorld(ranks=asked.cluster.ranks, emulation=asked.emulation)
-    found = summarize_rehearsal(asked, run_ranks(world, rehearse_rank, asked, started_s, not Flags.as_json))
+        write_text(html, picture_text(found.comparison, found.title, datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")))
     if Flags.as_json:
         print_json(found.to_document())
         return

@@ -54,7 +54,9 @@ class Variant:
         return -(-steps // self.delay) * self.delay if self.delay else steps
 
 
-def make_variants(plan: Plan, problem: Problem | None, strategies: Sequence[str]) -> list[Variant]:
+def make_variants(
+    plan: Plan, problem: Problem | None, strategies: Sequence[str], hooks: Sequence[Hook] = HOOKS
+) -> list[Variant]:
     """Return all variants but DDP's best bucket size, which is found by measuring.
 
     Further strategies, by name, are made from the profile on its cluster (`problem`), where one was given.
@@ -81,7 +83,7 @@ def make_variants(plan: Plan, problem: Problem | None, strategies: Sequence[str]
             )
     baseline = Variant(name=NO_COMMUNICATION, kind="no_communication", predicted_us=_compute_us(plan))
     found = [baseline, of_ddp(DDP, None, plan, problem)]
-    found += [Variant(name=f"ddp:{hook}", kind="ddp", hook=hook, exact=False) for hook in HOOKS]
+    found += [Variant(name=f"ddp:{hook}", kind="ddp", hook=hook, exact=False) for hook in hooks]
     for name in strategies:
         assert problem is not None
         made = lower(problem, make_schedule(problem, name))

@@ -151,12 +151,15 @@ def make_job(compute: ComputeProfile, rank: int) -> TrainingJob:
     """
     model = AcceleratedModel(compute, rank)
     adaptive = compute.optimizer is not None and compute.optimizer.adaptive
+    # A profile without an update's time gets the update that takes the least.
+    momentum = 0.9 if compute.update_us > 0.0 else 0.0
 
     def optimizer(parameters: Any) -> torch.optim.Optimizer:
         made: torch.optim.Optimizer
-        made = (
-            torch.optim.AdamW(parameters, lr=1e-4) if adaptive else torch.optim.SGD(parameters, lr=1e-2, momentum=0.9)
-        )
+        if adaptive:
+            made = torch.optim.AdamW(parameters, lr=1e-4)
+        else:
+            made = torch.optim.SGD(parameters, lr=1e-2, momentum=momentum)
         model.update(made)
         return made
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import statistics
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
@@ -11,9 +12,9 @@ from dataclasses import replace
 import torch
 import torch.distributed as dist
 
-from planner.comparison.measure import VariantRunner, measure_all
+from planner.comparison.measure import Record, VariantRunner, measure_all
 from planner.comparison.trained import TrainedJob
-from planner.comparison.variants import PLAN, Variant, make_variants, sweep
+from planner.comparison.variants import PLAN, Hook, Variant, make_variants, sweep
 from planner.decide.optimize import optimize
 from planner.decide.strategies import make_schedule
 from planner.documents.profile import Cluster
@@ -24,7 +25,7 @@ from planner.model.problem import Problem, make_problem
 from planner.profile.links import Curve, make_bucket, measure_apart, measure_links, parts_of, timed_us
 from planner.profile.progress import Progress
 from planner.profile.step import joined
-from planner.rehearse.accelerator import AcceleratedModel, make_job
+from planner.rehearse.accelerator import AcceleratedModel, Accelerator, make_job
 from planner.rehearse.rehearsal import Asked, Rehearsed, scaled_plan
 from planner.rehearse.scale import Links, Machine, Scale, choose_scale, links_of
 from planner.testbed.wiring import INTERFACE, shaping
@@ -52,8 +53,10 @@ WARM_UP_STEPS, BLOCK_STEPS = 2, 2
 LEAST_ROUNDS, MOST_ROUNDS = 3, 40
 ALONE_STEPS = 4
 """What timing a variant's messages alone takes, in steps, at the most."""
-LIKELY_VARIANTS = 5
-"""Beside strategies: without communication, DDP with and without its hooks, the plan."""
+HOOKS: tuple[Hook, ...] = ("fp16",)
+"""Of DDP's; PowerSGD's products would be the host's work, and are the accelerator's."""
+LIKELY_VARIANTS = 3 + len(HOOKS)
+"""Beside strategies: without communication, DDP with and without its hook, the plan."""
 SWEPT_STEPS = 12
 """How many steps of each bucket size the sweep takes, roughly."""
 
@@ -91,14 +94,32 @@ def rehearse_rank(asked: Asked, started_s: float, show_progress: bool) -> Rehear
         if world.ranks > 1:
             world.broadcast([*job.model.parameters()])
         torch.manual_seed(SEED + 1 + world.rank)
-        runner = VariantRunner(TrainedJob(built), world, TIMEOUT_S, WARM_UP_STEPS, shrink=scale.shrink)
+        runner = RehearsalRunner(TrainedJob(built), world, scale, job.model.device)
         usual_s = max(one.predicted_us or 0.0 for one in variants) / 1e6
         end_s = started_s + asked.minutes * 60.0 - ALONE_STEPS * len(variants) * usual_s
-        before_us = job.model.device.late_us
         measured = measure_all(runner, variants, caps, rounds, steps, progress, end_s)
-        count = max(1, sum(len(times) for record in measured.records for times in record.step_us) * steps)
-        late_us = (job.model.device.late_us - before_us) / count
-        return Rehearsed(scale=scale, measured=measured, from_constants_us=from_constants_us, late_us=late_us)
+        return Rehearsed(
+            scale=scale, measured=measured, from_constants_us=from_constants_us, late_us=runner.late_by_variant_us()
+        )
+
+
+class RehearsalRunner(VariantRunner):
+    """Blocks of variants on an accelerator that is waited for, and what did not fit under its waits."""
+
+    def __init__(self, trained: TrainedJob, world: World, scale: Scale, device: Accelerator) -> None:
+        super().__init__(trained, world, TIMEOUT_S, WARM_UP_STEPS, shrink=scale.shrink)
+        self._accelerator = device
+        self._late_us: dict[str, list[float]] = {}
+
+    def block(self, record: Record, steps: int) -> None:
+        before_us = self._accelerator.late_us
+        super().block(record, steps)
+        late_us = (self._accelerator.late_us - before_us) / (WARM_UP_STEPS + record.variant.whole_cycles(steps))
+        self._late_us.setdefault(record.variant.name, []).append(late_us)
+
+    def late_by_variant_us(self) -> dict[str, float]:
+        """Return, of a step, by how much hooks and updates took longer than waits: the median of blocks."""
+        return {name: statistics.median(of_blocks) for name, of_blocks in self._late_us.items()}
 
 
 class _Teller:
@@ -135,11 +156,27 @@ def _probe(world: World) -> Machine:
             times[numel * 4] = sorted(passes)[len(passes) // 2]
     finally:
         communicator.close()
+    update_us_per_byte = _probe_update(world)
     (small, small_us), (large, large_us) = times.items()
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return Machine(
-        start_up_us=small_us, us_per_byte=max(0.0, large_us - small_us) / (large - small), memory_bytes=memory
-    )
+        start_up_us=small_us, us_per_byte=max(0.0, large_us - small_us) / (large - small),
+        update_us_per_byte=update_us_per_byte, memory_bytes=memory,
+    )  # fmt: skip
+
+
+def _probe_update(world: World) -> float:
+    """Return microseconds per byte of weights of an update that all ranks make at once, on the slowest of them."""
+    weights = torch.zeros(PROBE_BYTES // 4, requires_grad=True)
+    weights.grad = torch.ones_like(weights)
+    optimizer = torch.optim.SGD([weights], lr=1e-2)
+    optimizer.step()
+    mine = []
+    for _ in range(PROBES):
+        dist.barrier(group=world.group)
+        mine.append(timed_us(optimizer.step, weights.device))
+    everyone = world.gather(statistics.median(mine), "probing the machine")
+    return float(max(everyone)) / PROBE_BYTES
 
 
 def _shape(world: World, links: Links, scale: Scale) -> None:
@@ -204,7 +241,7 @@ def _variants(
     plan = optimize(asked.profile, cluster, accuracy=asked.accuracy, allow=asked.allow)
     problem = make_problem(asked.profile, cluster, where=asked.name)
     constants = make_problem(asked.profile, asked.cluster, where=asked.name)
-    made = make_variants(plan, problem, asked.strategies)
+    made = make_variants(plan, problem, asked.strategies, HOOKS)
     caps = sweep(plan, problem)
     predicted = {one.name: _from_constants(one, problem, constants) for one in [*made, *(each for _, each in caps)]}
     return (

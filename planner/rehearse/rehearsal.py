@@ -7,6 +7,7 @@ the scaled rates, time messages alone, predict, and only then run what is compar
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -68,8 +69,8 @@ class Rehearsed:
     measured: Measured
     from_constants_us: dict[str, float]
     """By variant, its step as the cluster's constants alone predict it, undilated."""
-    late_us: float
-    """By how much this rank's hooks and updates took longer, per step, than the waits that they go on under."""
+    late_us: dict[str, float]
+    """By variant, by how much this rank's hooks and updates took longer, per step, than the waits above them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,29 +82,67 @@ class Rehearsal:
     scale: Scale
     comparison: Comparison
     from_constants_us: dict[str, float]
-    late_us: float
+    late_us: dict[str, float]
+    """By variant, on the rank where it is the most."""
+
+    @property
+    def title(self) -> str:
+        """What was rehearsed where, and at which scale."""
+        return (
+            f"{self.name} on {self.hosts} hosts, rehearsed: times were {self.scale.dilate:g} times longer and bytes "
+            f"{self.scale.shrink:g} times fewer"
+        )
 
     @property
     def notes(self) -> list[str]:
         """What a reader has to know of the rehearsal itself."""
-        step_us = max(row.median_us or 0.0 for row in self.comparison.rows)
         lines = ["rehearsed on this machine: neither contention on the accelerator nor NCCL's own behaviour is in it"]
-        if self.late_us > LATE_SHARE * step_us:
+        late = {
+            row.name: self.late_us[row.name]
+            for row in self.comparison.rows
+            if row.median_us is not None and self.late_us.get(row.name, 0.0) > LATE_SHARE * row.median_us
+        }
+        if late:
+            words = ", ".join(f"{name} {late_us / 1e3:.2g} ms" for name, late_us in late.items())
             lines.append(
-                f"hooks and updates took {self.late_us / 1e3:.2g} ms of a step longer than the waits that they go on "
-                f"under: --dilate more, or fewer hosts"
+                f"hooks and updates took longer than the waits that they go on under, of a step: {words}; --dilate or "
+                f"--shrink more, or fewer hosts"
             )
         return lines
 
     def to_document(self) -> dict[str, Any]:
         """Return plain JSON types: rows as `planner compare --json` has them."""
         rows = [
-            asdict(row) | {"from_constants_us": self.from_constants_us.get(row.name)} for row in self.comparison.rows
+            asdict(row)
+            | {"from_constants_us": self.from_constants_us.get(row.name), "late_us": self.late_us.get(row.name)}
+            for row in self.comparison.rows
         ]
         return {
             "name": self.name, "dilate": self.scale.dilate, "shrink": self.scale.shrink, "hosts": self.hosts,
-            "late_us": self.late_us, "rows": rows,
+            "rows": rows,
         }  # fmt: skip
+
+
+def rehearse(asked: Asked, *, started_s: float | None = None, show_progress: bool = False) -> Rehearsal:
+    """Rehearse on emulated hosts of this machine, and return what was measured.
+
+    Args:
+        asked: see `make_asked`.
+        started_s: by `time.time`, when the minutes began; default: now.
+        show_progress: whether standard error has lines on the way.
+
+    Raises:
+        EnvironmentFailure: hosts cannot be emulated here; says what cures it.
+        InputError: the minutes are too few, or the model does not fit at the scale asked for.
+    """
+    from planner.jobs.launch import LocalWorld, run_ranks
+    from planner.rehearse.ranks import rehearse_rank
+    from planner.testbed.hosts import check_namespaces
+
+    check_namespaces()
+    world = LocalWorld(ranks=asked.cluster.ranks, emulation=asked.emulation)
+    begun_s = time.time() if started_s is None else started_s
+    return summarize_rehearsal(asked, run_ranks(world, rehearse_rank, asked, begun_s, show_progress))
 
 
 def make_asked(
@@ -153,7 +192,7 @@ def summarize_rehearsal(asked: Asked, ranks: Sequence[Rehearsed]) -> Rehearsal:
         scale=scale,
         comparison=replace(comparison, rows=tuple(_undilated(row, scale.dilate) for row in comparison.rows)),
         from_constants_us=ranks[0].from_constants_us,
-        late_us=max(rank.late_us for rank in ranks) / scale.dilate,
+        late_us={name: max(rank.late_us.get(name, 0.0) for rank in ranks) / scale.dilate for name in ranks[0].late_us},
     )
 
 
@@ -161,11 +200,7 @@ def rehearsal_table(found: Rehearsal) -> Table:
     """For the terminal, fastest first."""
     from planner.report.tables import make_table
 
-    title = (
-        f"{found.name} on {found.hosts} hosts, rehearsed: times were {found.scale.dilate:g} times longer and bytes "
-        f"{found.scale.shrink:g} times fewer; {found.comparison.steps} steps each in {found.comparison.rounds} "
-        f"interleaved rounds"
-    )
+    title = f"{found.title}; {found.comparison.steps} steps each in {found.comparison.rounds} interleaved rounds"
     table = make_table(title, COLUMNS, left=("",))
     rows = [row for row in found.comparison.rows if row.median_us is not None and row.equal_to is None]
     by_prediction = sorted((row.predicted_us, row.name) for row in rows if row.predicted_us is not None)

@@ -14,6 +14,8 @@ from runtime.errors import InputError
 
 SOCKET_SHARE = 0.25
 """Of the time of a message, what the machine may be busy moving it."""
+UPDATE_SHARE = 0.005
+"""Of a step's compute, what the real update may take where the profile has none, or a shorter one."""
 MOST = 1e6
 MEMORY_COPIES = 6
 """What a rank holds of the model: weights, gradients, their values, the optimizer's state, and a block's copies."""
@@ -64,6 +66,8 @@ class Machine:
     """An all-reduce of hardly any bytes."""
     us_per_byte: float
     """An all-reduce of many."""
+    update_us_per_byte: float
+    """An optimizer's step on all ranks at once, by the bytes of one rank's weights."""
     memory_bytes: float
 
 
@@ -151,11 +155,14 @@ def choose_scale(
         if value is not None and not 1.0 <= value <= MOST:
             raise InputError(f"{option}: found {value:g}, expected 1 to {MOST:g}; correct it, or leave it out")
     dilate = dilate or max(1.0, round(min(most_dilate, machine.start_up_us / max(links.start_up_us, 1e-3)), 1))
-    held_bytes = MEMORY_COPIES * ranks * sum(gradient.size_bytes for gradient in profile.compute.gradients)
+    compute, model_bytes = profile.compute, sum(gradient.size_bytes for gradient in profile.compute.gradients)
+    held_bytes = MEMORY_COPIES * ranks * model_bytes
     least = held_bytes / (MEMORY_SHARE * machine.memory_bytes)
     if shrink is None:
         slower = machine.us_per_byte / SOCKET_SHARE / max(links.us_per_byte, 1e-9)
-        shrink = max(1.0, round(slower / dilate, 1), round(least + 0.05, 1))
+        compute_us = compute.forward_us + sum(gradient.backward_us for gradient in compute.gradients)
+        longer = machine.update_us_per_byte * model_bytes / max(compute.update_us, UPDATE_SHARE * compute_us)
+        shrink = max(1.0, round(slower / dilate, 1), round(longer / dilate, 1), round(least + 0.05, 1))
     elif shrink < least:
         raise InputError(
             f"--shrink {shrink:g}: {ranks} ranks would hold {held_bytes / shrink / 2**30:.1f} GiB of this model, and "

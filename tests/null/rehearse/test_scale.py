@@ -38,7 +38,7 @@ def test_a_scaled_step_is_the_step_dilated(name: str) -> None:
 
 def test_the_scale_matches_start_ups_and_leaves_sockets_idle() -> None:
     links = Links(start_up_us=250.0, us_per_byte=1e-3, inter_bits_per_s=1e10, intra_bits_per_s=None)
-    machine = Machine(start_up_us=2000.0, us_per_byte=4e-3, memory_bytes=24 * GIB)
+    machine = Machine(update_us_per_byte=1e-5, start_up_us=2000.0, us_per_byte=4e-3, memory_bytes=24 * GIB)
     profile = find_profile("resnet50")
 
     def chosen(**given: float | None) -> Scale:
@@ -56,7 +56,7 @@ def test_the_scale_matches_start_ups_and_leaves_sockets_idle() -> None:
 
 def test_models_that_do_not_fit_are_shrunk_or_refused() -> None:
     links = Links(start_up_us=250.0, us_per_byte=1.0, inter_bits_per_s=1e7, intra_bits_per_s=None)
-    machine = Machine(start_up_us=250.0, us_per_byte=0.0, memory_bytes=4 * GIB)
+    machine = Machine(update_us_per_byte=1e-5, start_up_us=250.0, us_per_byte=0.0, memory_bytes=4 * GIB)
     profile = find_profile("vgg16")
     scale = choose_scale(links, machine, profile, 8, most_dilate=9.0, dilate=None, shrink=None)
     held = 6 * 8 * sum(each.size_bytes for each in profile.compute.gradients) / scale.shrink
