@@ -28,7 +28,7 @@ class Accelerator:
     def __init__(self) -> None:
         self._device_s = self._host_s = self._left_s = 0.0
         self.late_us = 0.0
-        """By how much hosts' time has not fitted under waits, in all."""
+        """How long the device ran dry, or was waited for in vain by an update, in all."""
 
     def synchronize(self) -> None:
         """Note that host and device have met: what comes next begins now at the earliest."""
@@ -40,25 +40,29 @@ class Accelerator:
         now_s = time.perf_counter()
         self._host_s += now_s - self._left_s
         self._left_s = now_s
+        self.late_us += max(0.0, self._host_s - self._device_s) * 1e6
         self._device_s = max(self._device_s, self._host_s) + work_us * 1e-6
 
     def wait(self) -> None:
         """Return when the queue is empty."""
         now_s = time.perf_counter()
         self._host_s += now_s - self._left_s
-        if now_s > self._device_s:
-            self.late_us += (now_s - self._device_s) * 1e6
-        else:
-            if self._device_s - now_s > SPIN_S:
-                time.sleep(self._device_s - now_s - SPIN_S)
-            # Not a bare loop: threads that send need the interpreter, which a spinning thread gives up every 5 ms only.
-            while time.perf_counter() < self._device_s:
-                time.sleep(0)
+        if self._device_s - now_s > SPIN_S:
+            time.sleep(self._device_s - now_s - SPIN_S)
+        # Not a bare loop: threads that send need the interpreter, which a spinning thread gives up every 5 ms only.
+        while time.perf_counter() < self._device_s:
+            time.sleep(0)
         self._left_s = time.perf_counter()
 
     def run(self, work_us: float) -> None:
         """Queue work, and wait for it."""
         self.queue(work_us)
+        self.wait()
+
+    def run_since_met(self, work_us: float) -> None:
+        """Wait for work that was queued when host and device met, while the host did the same in earnest."""
+        self._device_s += work_us * 1e-6
+        self.late_us += max(0.0, time.perf_counter() - self._device_s) * 1e6
         self.wait()
 
 
@@ -117,11 +121,10 @@ class AcceleratedModel(nn.Module):
         def begin(*_: Any) -> None:
             self.device.synchronize()
 
-        # After the update itself, which takes place on the host meanwhile; where ranks share the step, each of them has
-        # its parts of parameters in the optimizer then.
+        # How much is updated is known after it: where ranks share the step, each has its parts in the optimizer.
         def end(*_: Any) -> None:
             updated = sum(p.numel() for group in optimizer.param_groups for p in group["params"] if p.grad is not None)
-            self.device.run(self._update_us * updated / max(1, self._numel))
+            self.device.run_since_met(self._update_us * updated / max(1, self._numel))
 
         optimizer.register_step_pre_hook(begin)
         optimizer.register_step_post_hook(end)

@@ -39,8 +39,10 @@ from runtime.plan import Plan
 from runtime.plan.interfaces import SHARDED_STEP
 
 TIMEOUT_S = 120.0
-PROBE_BYTES = 2**23
+PROBE_BYTES = 2**24
 """A message whose time is the machine's, not its start-up."""
+PIECES = 32
+"""Of the weights whose update is probed."""
 PROBES = 7
 BETWEEN = ("all_reduce", "reduce_scatter", "all_gather")
 """The phases of collectives on two kinds of link, inside hosts and between them."""
@@ -167,14 +169,15 @@ def _probe(world: World) -> Machine:
 
 def _probe_update(world: World) -> float:
     """Return microseconds per byte of weights of an update that all ranks make at once, on the slowest of them."""
-    weights = torch.zeros(PROBE_BYTES // 4, requires_grad=True)
-    weights.grad = torch.ones_like(weights)
-    optimizer = torch.optim.SGD([weights], lr=1e-2)
-    optimizer.step()
+    weights = [torch.zeros(PROBE_BYTES // 4 // PIECES, requires_grad=True) for _ in range(PIECES)]
+    optimizer = torch.optim.SGD(weights, lr=1e-2)
     mine = []
     for _ in range(PROBES):
+        for one in weights:  # in new memory, as after each `zero_grad`
+            one.grad = torch.ones_like(one)
         dist.barrier(group=world.group)
-        mine.append(timed_us(optimizer.step, weights.device))
+        mine.append(timed_us(optimizer.step, weights[0].device))
+        optimizer.zero_grad()
     everyone = world.gather(statistics.median(mine), "probing the machine")
     return float(max(everyone)) / PROBE_BYTES
 

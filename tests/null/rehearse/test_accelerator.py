@@ -115,3 +115,15 @@ def test_names_that_no_module_can_have_are_refused(compute: ComputeProfile) -> N
     first = replace(compute.gradients[0], numel=1)
     with pytest.raises(InputError, match="which no module can have both"):
         AcceleratedModel(replace(compute, gradients=(replace(first, name="a"), replace(first, name="a.b"))), 0)
+
+
+def test_an_update_takes_the_longer_of_its_wait_and_the_real_one(clock: Clock) -> None:
+    device = Accelerator()
+    for really_us, late_us in ((1000.0, 0.0), (5000.0, 2000.0)):
+        before_us = device.late_us
+        device.synchronize()
+        start_s = clock.now_s
+        clock.now_s += really_us * 1e-6
+        device.run_since_met(3000.0)
+        assert (clock.now_s - start_s) * 1e6 == pytest.approx(3000.0 + late_us, abs=100.0)
+        assert device.late_us - before_us == pytest.approx(late_us)
