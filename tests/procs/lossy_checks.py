@@ -160,7 +160,7 @@ def other_ranks() -> dict[str, bool]:
                 "carried": {
                     "residuals": {n: torch.randint(-9, 9, s, generator=generator).float() for n, s in shapes.items()},
                     "steps": 7,
-                    "loss_scale": 1.0,
+                    "loss_scale": 4.0 / 2.0**rank,
                 },
             }
             for rank in range(count)
@@ -169,7 +169,8 @@ def other_ranks() -> dict[str, bool]:
         everyone: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(everyone, carried(session))
         total = {name: sum(one[name] for one in everyone) for name in shapes}
-        expected = {name: sum(s["carried"]["residuals"][name] for s in states) for name in shapes}
+        held = [s["carried"] for s in states]
+        expected = {n: sum(h["residuals"][n] * (4.0 / h["loss_scale"]) for h in held) for n in shapes}
         results[f"from {count}"] = equal(total, expected)
         refusal = raised(lambda states=states: session.load_state_dict(states[0]))
         results[f"one of {count} alone is refused"] = "pass a list of them on every rank" in refusal
@@ -303,6 +304,23 @@ def unused() -> dict[str, bool]:
     return results
 
 
+def accumulated_elsewhere() -> dict[str, bool]:
+    """What a backward in `no_sync` has brought is sent, also where the last backward does not use the parameter."""
+    torch.manual_seed(1)
+    model = Branches()
+    spec = CompressorSpec(name="topk", selector="exact", density=1.0)
+    session = runtime.attach(model, None, lossy(plan_of(model, 4), [spec]))
+    x = torch.randn(4, 6, generator=torch.Generator().manual_seed(dist.get_rank()))
+    with session.no_sync():
+        model(x, "left").square().sum().backward()
+    assert model.left.weight.grad is not None
+    expected = model.left.weight.grad / dist.get_world_size()
+    dist.all_reduce(expected)
+    model(x, "right").square().sum().backward()
+    session.detach()
+    return {"comes": torch.allclose(model.left.weight.grad, expected, rtol=1e-5, atol=1e-7)}
+
+
 def stale() -> dict[str, bool]:
     """What `.grad` still holds from a step before is not held back again where a step does not use the parameter: it
     stays, and what was held back is added to it.
@@ -393,6 +411,6 @@ CHECKS: dict[str, Callable[[], dict[str, bool]]] = {
     check.__name__: check
     for check in (
         against_reference, not_finite, resumed, switched, other_ranks, narrowed, loss_scales, accumulated, unused,
-        other_dtypes, stale, late_and_unused,
+        accumulated_elsewhere, other_dtypes, stale, late_and_unused,
     )
 }  # fmt: skip

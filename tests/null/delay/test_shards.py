@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from runtime.core.buckets import BucketBuffer, Slot, lay_out
 from runtime.delay.server import Server, rates_of
+from runtime.plan import CompressorSpec
 
 USED = torch.ones(20, dtype=torch.bool)
 
@@ -111,3 +112,18 @@ def test_a_step_that_is_not_finite_changes_nothing() -> None:
     server.update(rates_of(optimizer), torch.tensor(False), USED)
     assert torch.equal(server.shards[0][0].weights, before)
     assert server.state()["p0"]["momentum"] is None
+
+
+def test_a_residual_comes_where_no_rank_uses_the_parameter() -> None:
+    """Once nothing is held back, nothing happens to it, and its momentum rests."""
+    parameters = parameters_of([(4,)])
+    optimizer = torch.optim.SGD(parameters.values(), lr=1.0, momentum=0.5)
+    slot = Slot("p0", 0, parameters["p0"])
+    half = CompressorSpec(name="topk", selector="exact", density=0.5)
+    server = Server([BucketBuffer(0, [slot], lay_out([slot]), "a bucket")], optimizer, 0, 1, compressors=[half])
+    seen = []
+    for used, gradient in ((True, [4.0, 3.0, 2.0, 1.0]), (False, [0.0] * 4), (False, [0.0] * 4)):
+        exchange([server], [{"p0": torch.tensor(gradient)}])
+        server.update(rates_of(optimizer), torch.tensor(True), torch.tensor([used]))
+        seen.append(server.shards[0][0].weights.tolist())
+    assert seen == [[-4.0, -2.0, 2.0, 3.0], [-6.0, -3.5, 0.0, 2.0], [-6.0, -3.5, 0.0, 2.0]]

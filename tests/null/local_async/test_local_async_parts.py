@@ -5,14 +5,18 @@ from __future__ import annotations
 import os
 from multiprocessing.connection import wait
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from planner.jobs import demo_job
+from runtime.comm.world import World
 from runtime.errors import InputError
-from runtime.local_async.averaging import every
+from runtime.local_async.averaging import DONE, RUNNING, Averager, every
 from runtime.local_async.job import LocalJob, Part, PartSampler, batches_of, samples_of
 from runtime.local_async.memory import AtomicCounter, Doorbell, SharedMemory
 from runtime.local_async.preparing import mps_note, mps_runs
@@ -220,3 +224,18 @@ def test_a_report_in_words() -> None:
     assert "staleness (updates between snapshot and update): 0: 51%, 1: 49%" in text
     assert "7 averagings, of the last 1: median 4.00 ms, every 3.0 updates" in text
     assert "2.50e-01 at most" in text
+
+
+@pytest.mark.parametrize(("mine", "model"), [(RUNNING, [3.0, 5.0]), (DONE, [2.0, 4.0])])
+def test_what_updaters_do_while_models_are_averaged_stays(mine: int, model: list[float]) -> None:
+    """The other rank is done; the model is made the average itself only where nobody updates it any more."""
+    flat = torch.tensor([1.0, 2.0])
+    averager = Averager(cast(World, SimpleNamespace(ranks=2, rank=0)), [flat])
+
+    def exchange(_: object) -> None:
+        averager._messages[0] += torch.tensor([3.0, 6.0, 0.0, DONE])
+        flat.add_(1.0)  # an updater's step
+
+    with mock.patch.object(averager, "_exchange", exchange):
+        assert averager.average(mine, 1, lambda _: None) == [mine, DONE]
+    assert flat.tolist() == model

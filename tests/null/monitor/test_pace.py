@@ -55,6 +55,15 @@ def test_turns_of_k_steps_are_timed(k: int) -> None:
     assert said == pytest.approx((20.0, 10.0 + 6.0 / k, 0.0))
 
 
+@pytest.mark.parametrize("k", [1, 3])
+def test_all_of_the_first_turns_are_left_out(k: int) -> None:
+    """Of steps that become shorter and shorter, the median is in the middle of those that count."""
+    delayed = [1000.0 - step for step in range(2 * (SKIPPED + TURNS) * k)]
+    [said] = [one for one in told(k, [20.0] * (3 * TURNS * k), delayed) if one != NO_TIMING]
+    first, last = SKIPPED * k + 1, (SKIPPED + TURNS) * k
+    assert said[1] == pytest.approx(1000.0 - (first + last) / 2.0)
+
+
 def test_nothing_is_told_of_what_is_too_short_or_changes() -> None:
     assert set(told(2, [20.0] * (2 * TURNS), [10.0] * 200)) == {NO_TIMING}  # one mark too few in the warm-up
     assert set(told(2, [20.0] * (2 * TURNS + 1), [10.0] * (2 * (SKIPPED + TURNS)))) == {NO_TIMING}
