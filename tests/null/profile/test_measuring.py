@@ -242,6 +242,11 @@ def measured_steps(monkeypatch: pytest.MonkeyPatch, durations_s: Iterator[float]
     return steps, found[0].backward_end_us
 
 
+def test_a_round_is_as_long_as_its_straggler_whose_messages_wait_for_nobody() -> None:
+    ranks = [Seen(100.0, 30.0, 150.0, 120.0, 3.0), Seen(90.0, 10.0, 200.0, 180.0, 2.0)]
+    assert contention._of_last(ranks) == Seen(100.0, 10.0, 200.0, 180.0, 2.0)
+
+
 @pytest.mark.parametrize(("step_s", "run"), [(0.001, 43), (0.5, 15), (2.2, 8), (5.0, 8), (11.0, 4), (60.0, 4)])
 def test_first_steps_are_few_where_they_are_long(monkeypatch: pytest.MonkeyPatch, step_s: float, run: int) -> None:
     steps, _ = measured_steps(monkeypatch, repeat(step_s))

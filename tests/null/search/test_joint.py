@@ -22,6 +22,8 @@ from planner.model.modes import simulate_schedule, step_us
 from planner.model.problem import Problem
 from planner.passes.joint import Joint, parse_densities
 from planner.passes.sparsify import Sparsify
+from planner.search.forms import FlatForms
+from planner.search.labels import search
 from planner.search.lags import apportion, layer_wise
 from planner.search.tables import bucket_tables, flat_forms
 from planner.verify import VerifyError, verify
@@ -105,6 +107,27 @@ def test_joint_at_six_gradients_and_three_densities() -> None:
         assert found.bound_us == pytest.approx(best_us, rel=1e-12)
         gained += step_us(problem, exact_of(problem)) > 1.02 * best_us and best[2] > 1
     assert gained >= 2
+
+
+def test_of_equal_steps_the_one_that_leaves_less_out_is_best() -> None:
+    problem = make(profile_document([(6400, 50.0)] * 3), cluster_document((10.0, 0.01)))
+    forms = FlatForms(problem, flat_forms((4.0, 16.0)), ratio_limits(problem, 64.0, "none"))
+    least_first = [((3, 0),), ((3, 1),), ((1, 2), (3, 0)), ((2, 2), (3, 0)), ((3, 2),), ((1, 2), (3, 2))]
+    assert sorted(reversed(least_first), key=forms.rank) == least_first
+
+
+def test_what_is_left_to_unpack_counts_though_all_arrives_in_time() -> None:
+    """Two sparse buckets come sooner than one of both gradients, and are unpacked twice behind a long backward."""
+    document = profile_document([(640_001, 50.0), (640_001, 50.0), (1, 5000.0)], layers=["a", "a", "b"])
+    for index, gradient in enumerate(document["compute"]["gradients"]):
+        gradient["name"] = f"{gradient['layer']}.weight_{index}"
+    link, unpack = {"alpha_us": 1.0, "beta_us_per_byte": 0.001}, {"alpha_us": 200.0, "beta_us_per_byte": 0.0}
+    problem = make(document, cluster_document((10.0, 0.01), inter=link, unpack=unpack))
+    tables = bucket_tables(problem, flat_forms([64.0]), ratio_limits(problem, 64.0, "none"), np.arange(4))
+    found = search(tables, 2, math.inf)
+    assert found is not None
+    assert (found.stops, found.forms, found.exact) == ((2, 3), (1, 0), True)
+    assert found.end_us == pytest.approx(problem.compute_end_us + 200.0)
 
 
 @given(sparse_problems(max_count=7))

@@ -130,6 +130,17 @@ def test_without_work_for_ties_neighbours_still_merge() -> None:
     assert merge_exact(merge_problem(problem), tie_work=0).stops == (2, 3)
 
 
+def test_without_work_for_ties_neighbours_merge_as_long_as_the_rest_can_wait() -> None:
+    """Apart the first two end at 900, together at 1000, when the last one is ready."""
+    problem = line_problem([(25, 0.0), (100, 300.0), (25, 600.0)], 100.0, 1.0)
+    assert merge_exact(merge_problem(problem), tie_work=0).stops == (2, 3)
+
+
+def test_a_boundary_moves_by_powers_of_two_up_to_the_reach() -> None:
+    moves = [trial for trial in neighbours(choice_of((50, 100)), 0, reach=16) if len(trial) == 2]
+    assert sorted(stops_of(trial)[0] - 50 for trial in moves) == [-16, -8, -4, -2, -1, 1, 2, 4, 8, 16]
+
+
 RIVALS = (*BASELINES, "wfbp:layer", "ddp:0.01", "ddp:1")
 
 

@@ -159,6 +159,14 @@ def test_hitopk_by_hand() -> None:
     assert record.iteration_us <= 280.0 + select_us + sum(steps) + 10.0
 
 
+def test_what_hitopk_selects_is_timed_by_its_share_of_a_shard() -> None:
+    """510 of a shard's 2550 elements are a fifth, halfway between the densities that were timed."""
+    rows = ((0.1, 10.0, 0.0), (0.3, 30.0, 0.0))
+    problem = two_links(sparsify=SelectionLine(alpha_us=0.0, beta_us_per_byte=0.0, by_density=rows))
+    one = Bucket(gradients=(0, 1, 2), collective="sparse", algorithm="hitopk", compressor="topk", k=510)
+    assert problem.selection_us(one) == pytest.approx(20.0)
+
+
 @pytest.mark.parametrize("start_up_us", [0.0, 30.0])
 def test_hitopk_is_merged_nearly_as_well_as_can_be(start_up_us: float) -> None:
     """Against all partitions; without a start-up of the selection it is exact."""
