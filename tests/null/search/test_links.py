@@ -194,9 +194,9 @@ def test_with_many_gradients_optimal_is_all_flat_or_all_torus() -> None:
 
 def test_a_contradiction_is_a_defect(monkeypatch: pytest.MonkeyPatch) -> None:
     of = problem(1, 5)
-    true = links_without_contention(of)
+    true = links_without_contention(of, Topology.climbs)
     wrong = replace(true, end_us=true.end_us * 1.1)
-    monkeypatch.setattr("planner.decide.solvers.links_without_contention", lambda _: wrong)
+    monkeypatch.setattr("planner.decide.solvers.links_without_contention", lambda *_: wrong)
     with pytest.raises(CheckFailed, match=r"labels: the last bucket ends after .* a defect of the planner"):
         optimize(of.profile, of.cost.cluster, solver="cpsat")
 
