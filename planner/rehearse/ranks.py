@@ -8,6 +8,7 @@ import subprocess
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import chain
 
 import torch
 import torch.distributed as dist
@@ -17,7 +18,7 @@ from planner.comparison.trained import TrainedJob
 from planner.comparison.variants import PLAN, Hook, Variant, make_variants, sweep
 from planner.decide.optimize import optimize
 from planner.decide.strategies import make_schedule
-from planner.documents.profile import Cluster
+from planner.documents.profile import Cluster, Profile
 from planner.ir import Bucket, Schedule
 from planner.jobs.training import SEED, BuiltJob
 from planner.model.modes import model_of
@@ -52,6 +53,8 @@ SWEEP_SHARE = 0.3
 """Of the time left, what looking for DDP's best bucket size may take."""
 WARM_UP_STEPS, BLOCK_STEPS = 2, 2
 """Of each block."""
+OWN_STEPS = 3
+"""Without communication, before anything is predicted."""
 LEAST_ROUNDS, MOST_ROUNDS = 3, 40
 ALONE_STEPS = 4
 """What timing a variant's messages alone takes, in steps, at the most."""
@@ -87,7 +90,8 @@ def rehearse_rank(asked: Asked, started_s: float, show_progress: bool) -> Rehear
         assert isinstance(job.model, AcceleratedModel)
         made = job.optimizer(job.model.parameters())
         built = BuiltJob(spec=f"rehearsal of {asked.name}", job=job, optimizer=made, device=torch.device("cpu"))
-        decided = _decide(asked, world, scale, progress, model_fingerprint(job.model))
+        own_us = _own_us(built, world, scaled) / scale.dilate
+        decided = _decide(asked, world, scale, progress, model_fingerprint(job.model), own_us)
         variants, caps, from_constants_us = decided
         left_s = asked.minutes * 60.0 - (time.time() - started_s)
         rounds, steps, kept = world.gather(_rounds(variants, caps, left_s, asked.minutes), "agreeing on rounds")[0]
@@ -167,6 +171,25 @@ def _probe(world: World) -> Machine:
     )  # fmt: skip
 
 
+def _own_us(built: BuiltJob, world: World, scaled: Profile) -> float:
+    """Return by how much a step without communication takes longer than the scaled profile's: updates, and Python.
+
+    What was compared is not looked at: these steps are made before, by all ranks at once.
+    """
+    compute, mine = scaled.compute, []
+    asked_us = compute.forward_us + compute.update_us + sum(each.backward_us for each in compute.gradients)
+    trained = TrainedJob(built)
+    optimizer = trained.optimizer()
+    with trained.restored(optimizer):
+        for step in range(WARM_UP_STEPS + OWN_STEPS):
+            dist.barrier(group=world.group)
+            started_s = time.perf_counter()
+            trained.step(trained.model, optimizer, step, in_ddp=False)
+            mine.append((time.perf_counter() - started_s) * 1e6 - asked_us)
+    everyone: list[list[float]] = world.gather(mine[WARM_UP_STEPS:], "steps without communication")
+    return max(0.0, statistics.median(chain(*everyone)))
+
+
 def _probe_update(world: World) -> float:
     """Return microseconds per byte of weights of an update that all ranks make at once, on the slowest of them."""
     weights = [torch.zeros(PROBE_BYTES // 4 // PIECES, requires_grad=True) for _ in range(PIECES)]
@@ -199,7 +222,7 @@ def _shape(world: World, links: Links, scale: Scale) -> None:
 
 
 def _decide(
-    asked: Asked, world: World, scale: Scale, progress: Progress, fingerprint: str
+    asked: Asked, world: World, scale: Scale, progress: Progress, fingerprint: str, own_us: float
 ) -> tuple[list[Variant], list[tuple[float, Variant]], dict[str, float]]:
     """Time messages alone; return what is compared, DDP's bucket sizes, and predictions from constants."""
     halves = SHARDED_STEP in asked.allow or asked.accuracy == "relaxed"
@@ -221,7 +244,7 @@ def _decide(
     mine: tuple[list[Variant], list[tuple[float, Variant]], dict[str, float]] | InputError | None = None
     if world.rank == 0:
         try:
-            mine = _variants(asked, cluster, scale, fingerprint)
+            mine = _variants(asked, cluster, scale, fingerprint, own_us)
         except InputError as error:
             mine = error
     found = world.gather(mine, "deciding")[0]
@@ -239,10 +262,12 @@ def _unscaled(curves: Mapping[str, Curve], scale: Scale) -> dict[str, Curve]:
 
 
 def _variants(
-    asked: Asked, cluster: Cluster, scale: Scale, fingerprint: str
+    asked: Asked, cluster: Cluster, scale: Scale, fingerprint: str, own_us: float
 ) -> tuple[list[Variant], list[tuple[float, Variant]], dict[str, float]]:
-    plan = optimize(asked.profile, cluster, accuracy=asked.accuracy, allow=asked.allow)
-    problem = make_problem(asked.profile, cluster, where=asked.name)
+    compute = asked.profile.compute
+    here = replace(asked.profile, compute=replace(compute, update_us=compute.update_us + own_us))
+    plan = optimize(here, cluster, accuracy=asked.accuracy, allow=asked.allow)
+    problem = make_problem(here, cluster, where=asked.name)
     constants = make_problem(asked.profile, asked.cluster, where=asked.name)
     made = make_variants(plan, problem, asked.strategies, HOOKS)
     caps = sweep(plan, problem)

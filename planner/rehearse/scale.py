@@ -12,9 +12,9 @@ from planner.cost.model import communication_cost
 from planner.documents.profile import DTYPE_BYTES, Cluster, Gradient, Profile
 from runtime.errors import InputError
 
-SOCKET_SHARE = 0.25
+SOCKET_SHARE = 0.1
 """Of the time of a message, what the machine may be busy moving it."""
-UPDATE_SHARE = 0.005
+UPDATE_SHARE = 0.002
 """Of a step's compute, what the real update may take where the profile has none, or a shorter one."""
 MOST = 1e6
 MEMORY_COPIES = 6
