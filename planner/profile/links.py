@@ -72,6 +72,19 @@ class LinkTimes:
         return {name: fit(curve) for name, curve in self.samples.items()}
 
 
+def undisturbed(curve: Sequence[tuple[float, float]]) -> Curve:
+    """Return the curve without sizes whose time was disturbed alone: time per byte is a running median of three.
+
+    Where time per byte falls or rises all the way nothing changes. Left in, a disturbed size makes merging look better
+    or worse around it than it is, and the best of many plans is the one that the disturbance flatters most.
+    """
+    sizes, times = [size for size, _ in curve], [time_us for _, time_us in curve]
+    rates = [time_us / size for size, time_us in curve]
+    for place in range(1, len(curve) - 1):
+        times[place] = round(sizes[place] * sorted(rates[place - 1 : place + 2])[1], 3)
+    return tuple(zip(sizes, times, strict=True))
+
+
 def message_sizes(model_bytes: int, ratio: int) -> list[int]:
     """Return 1 KiB, times `ratio` each, up to the model's size, which is the last."""
     sizes = [SMALLEST_BYTES]
@@ -90,7 +103,7 @@ def measure_all_reduce(
     """
     fine, limits = message_sizes(model_bytes, 2), (longest_s, budget_s)
     with closing(_AllReduceProbe(world, device, fine[-1])) as probe:
-        alone = _curve(world, device, fine, probe.run, progress, "all_reduce", *limits)
+        alone = undisturbed(_curve(world, device, fine, probe.run, progress, "all_reduce", *limits))
         short = max(1, sum(time_us <= QUEUED_US for _, time_us in alone))
         least, most = QUEUED_CALLS
         calls = {int(size): max(least, min(most, round(QUEUE_US / time_us))) for size, time_us in alone[:short]}
@@ -99,7 +112,7 @@ def measure_all_reduce(
         queued = [(size, time_us / calls[int(size)]) for size, time_us in queues]
         more_us = max(0.0, queued[-1][1] - dict(alone)[queued[-1][0]])
         queued += [(size, time_us + more_us) for size, time_us in alone if size > queued[-1][0]]
-        return alone, tuple((size, round(time_us, 3)) for size, time_us in queued)
+        return alone, undisturbed([(size, round(time_us, 3)) for size, time_us in queued])
 
 
 def measure_links(
@@ -115,7 +128,8 @@ def measure_links(
             samples[name], queues[name] = measure_all_reduce(world, device, model_bytes, progress, longest_s, BUDGET_S)
         else:
             make = _bind(_LIBRARY[name], world, device)
-            samples[name] = _curve(world, device, message_sizes(model_bytes, 4), make, progress, name, longest_s)
+            sizes = message_sizes(model_bytes, 4)
+            samples[name] = undisturbed(_curve(world, device, sizes, make, progress, name, longest_s))
     return LinkTimes(samples, queues, cut=cut_short(samples, model_bytes))
 
 
@@ -145,7 +159,8 @@ def measure_part(
         found = {}
         for name in names:
             what = f"{kind}/{name}"
-            found[what] = _curve(part, device, sizes, makers[name], progress, what, longest_s, everybody=world)
+            curve = _curve(part, device, sizes, makers[name], progress, what, longest_s, everybody=world)
+            found[what] = undisturbed(curve)
         return found
 
 

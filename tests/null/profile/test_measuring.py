@@ -17,7 +17,7 @@ from torch import nn
 from planner.profile import compute, contention, links, request
 from planner.profile.compute import RankTimes, combine, spread_of
 from planner.profile.contention import Seen, solve
-from planner.profile.links import fit, message_sizes
+from planner.profile.links import fit, message_sizes, undisturbed
 from planner.profile.measuring import _describe
 from planner.profile.progress import Progress
 from planner.profile.request import Phases, Wanted
@@ -287,3 +287,17 @@ def test_an_optimizer_that_leaves_parameters_out_is_known() -> None:
         assert described is not None
         assert (described.name, described.elementwise, described.holds_all) == ("SGD", True, all_of_them)
     assert _describe(None, parameters) is None
+
+
+def test_one_disturbed_size_is_left_out_and_nothing_else() -> None:
+    """Start-up and rate, and a bound by start-ups: untouched; a hiccup of 8 % is brought to its neighbours' rate."""
+    line = [(2.0**power, 100.0 + 0.002 * 2.0**power) for power in range(10, 24)]
+    floor = [(size, max(300.0, 0.002 * size)) for size, _ in line]
+    for curve in (line, floor, line[:2], line[:1]):
+        assert [time_us for _, time_us in undisturbed(curve)] == pytest.approx([time_us for _, time_us in curve])
+    size, time_us = line[9]
+    hiccup = [*line[:9], (size, time_us * 1.08), *line[10:]]
+    found = undisturbed(hiccup)
+    assert found[9][1] == pytest.approx(time_us, rel=0.03)
+    others = [(one, true) for one, true in zip(found, line, strict=True) if true[0] != size]
+    assert all(one[1] == pytest.approx(true[1], rel=0.03) for one, true in others)
