@@ -295,9 +295,9 @@ def test_one_disturbed_size_is_left_out_and_nothing_else() -> None:
     floor = [(size, max(300.0, 0.002 * size)) for size, _ in line]
     for curve in (line, floor, line[:2], line[:1]):
         assert [time_us for _, time_us in undisturbed(curve)] == pytest.approx([time_us for _, time_us in curve])
-    size, time_us = line[9]
-    hiccup = [*line[:9], (size, time_us * 1.08), *line[10:]]
+    size, time_us = line[12]
+    hiccup = [*line[:12], (size, time_us * 1.08), *line[13:]]
     found = undisturbed(hiccup)
-    assert found[9][1] == pytest.approx(time_us, rel=0.03)
+    assert found[12][1] == pytest.approx(time_us, rel=0.03)
     others = [(one, true) for one, true in zip(found, line, strict=True) if true[0] != size]
     assert all(one[1] == pytest.approx(true[1], rel=0.03) for one, true in others)
