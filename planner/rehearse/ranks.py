@@ -7,8 +7,10 @@ import statistics
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from itertools import chain
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -29,7 +31,7 @@ from planner.profile.step import joined
 from planner.rehearse.accelerator import AcceleratedModel, Accelerator, make_job
 from planner.rehearse.rehearsal import Asked, Rehearsed, scaled_plan
 from planner.rehearse.scale import Links, Machine, Scale, choose_scale, links_of
-from planner.testbed.wiring import INTERFACE, shaping
+from planner.testbed.wiring import INTERFACE, MTU_BYTES, shaping
 from runtime.checks.plan import model_fingerprint
 from runtime.comm.collectives import COLLECTIVES
 from runtime.comm.communicator import CommTiming, make_communicator
@@ -40,6 +42,8 @@ from runtime.plan import Plan
 from runtime.plan.interfaces import SHARDED_STEP
 
 TIMEOUT_S = 120.0
+SLOW_START = Path("/proc/sys/net/ipv4/tcp_slow_start_after_idle")
+"""Of the emulated host alone, as all of the kernel's network settings are."""
 PROBE_BYTES = 2**24
 """A message whose time is the machine's, not its start-up."""
 PIECES = 32
@@ -208,11 +212,16 @@ def _probe_update(world: World) -> float:
 def _shape(world: World, links: Links, scale: Scale) -> None:
     """Hold this host's links to the scaled rates; the first rank of each host does."""
     problem = None
+    # Connections idle during a computation, which is dilated: they would begin slowly again as on no cluster. Where a
+    # container does not let this be set, they do.
+    with suppress(OSError):
+        SLOW_START.write_text("0", encoding="ascii")
     if os.environ.get("LOCAL_RANK") == "0":
         commands = [["tc", *shaping(scale.rate(links.inter_bits_per_s)).replace("add", "replace", 1).split()]]
         if links.intra_bits_per_s is not None:
             inside = shaping(scale.rate(links.intra_bits_per_s)).replace(INTERFACE, "lo").replace("add", "replace", 1)
-            commands.append(["tc", *inside.split()])
+            # Packets that are larger than what is shaped at once would be dropped, again and again.
+            commands += [["ip", "link", "set", "lo", "mtu", str(MTU_BYTES)], ["tc", *inside.split()]]
         for command in commands:
             done = subprocess.run(command, capture_output=True, text=True, timeout=15.0, check=False)
             problem = problem or (done.stderr.strip() or f"exit code {done.returncode}" if done.returncode else None)

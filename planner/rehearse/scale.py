@@ -14,7 +14,7 @@ from runtime.errors import InputError
 
 SOCKET_SHARE = 0.1
 """Of the time of a message, what the machine may be busy moving it."""
-UPDATE_SHARE = 0.002
+UPDATE_SHARE = 0.005
 """Of a step's compute, what the real update may take where the profile has none, or a shorter one."""
 MOST = 1e6
 MEMORY_COPIES = 6

@@ -21,9 +21,9 @@ COMMAND_DEADLINE_S = 15.0
 HOST_DEADLINE_S = 10.0
 """For a host to reach the switch."""
 
-_MTU_BYTES = 9000
+MTU_BYTES = 9000
 """Jumbo frames: headers take 0.7 % of the rate instead of 4.4 %, and the cores have fewer packets to move."""
-_FRAME_BYTES = _MTU_BYTES + 100
+_FRAME_BYTES = MTU_BYTES + 100
 _BURST_S = 2e-3
 """Bucket: how much of what a busy machine failed to send in time may be made up for."""
 _PEAK = 1.1
@@ -56,11 +56,11 @@ def wire(switch: Namespace, hosts: Sequence[Namespace], bits_per_s: float) -> No
         EnvironmentFailure: a host did not come up within the deadline.
     """
     check_tools()
-    lines = ["link set lo up", f"link add switch mtu {_MTU_BYTES} type bridge", "link set switch up"]
+    lines = ["link set lo up", f"link add switch mtu {MTU_BYTES} type bridge", "link set switch up"]
     lines += [f"addr add {SWITCH_ADDRESS}/{_PREFIX} dev switch"]
     for number, host in enumerate(hosts):
-        pair = f"type veth peer name {INTERFACE} mtu {_MTU_BYTES} netns {host.path}"
-        lines += [f"link add port{number} mtu {_MTU_BYTES} {pair}", f"link set port{number} master switch up"]
+        pair = f"type veth peer name {INTERFACE} mtu {MTU_BYTES} netns {host.path}"
+        lines += [f"link add port{number} mtu {MTU_BYTES} {pair}", f"link set port{number} master switch up"]
     _batch(switch, "ip", lines, "connecting the hosts", hosts)
     # IPv6 would send packets of its own over the links.
     quiet = [f"link set {INTERFACE} addrgenmode none"] if os.path.exists("/proc/sys/net/ipv6") else []

@@ -45,9 +45,9 @@ def test_the_scale_matches_start_ups_and_leaves_sockets_idle() -> None:
         options = {"most_dilate": 100.0, "dilate": None, "shrink": None} | given
         return choose_scale(links, machine, profile, 8, **options)  # type: ignore[arg-type]
 
-    assert chosen() == Scale(dilate=8.0, shrink=2.0)  # 4e-3 / 1e-3 / (1/4) = 16 = 8 · 2
-    assert chosen(most_dilate=4.0) == Scale(dilate=4.0, shrink=4.0)
-    assert chosen(dilate=16.0) == Scale(dilate=16.0, shrink=1.0)
+    assert chosen() == Scale(dilate=8.0, shrink=5.0)  # 4e-3 / 1e-3 / 0.1 = 40 = 8 · 5
+    assert chosen(most_dilate=4.0) == Scale(dilate=4.0, shrink=10.0)
+    assert chosen(dilate=16.0) == Scale(dilate=16.0, shrink=2.5)
     assert chosen(shrink=8.0) == Scale(dilate=8.0, shrink=8.0)
     for wrong in ({"dilate": 0.5}, {"shrink": 0.0}):
         with pytest.raises(InputError, match="expected 1 to"):
