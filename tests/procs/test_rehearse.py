@@ -31,7 +31,8 @@ def test_a_small_model_is_predicted_and_measured(tmp_path: Path) -> None:
     assert {"none", "ddp", "single", "plan"} <= rows.keys()
     gradients = document["compute"]["gradients"]
     computed_us = document["compute"]["forward_us"] + 4000.0 * len(gradients) + document["compute"]["update_us"]
-    assert rows["none"]["predicted_us"] == pytest.approx(computed_us)
+    assert rows["none"]["from_constants_us"] == pytest.approx(computed_us)
+    assert rows["none"]["predicted_us"] >= computed_us  # with what a step costs here beside its waits
     assert rows["none"]["median_us"] >= 0.99 * computed_us  # a wait never ends too early
     for row in (rows["single"], rows["plan"]):
         assert row["median_us"] > rows["none"]["median_us"]
