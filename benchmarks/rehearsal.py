@@ -14,7 +14,6 @@ import json
 import sys
 import tempfile
 import time
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -93,6 +92,8 @@ def main() -> int:
     options = parser.parse_args()
     if options.scales:
         return _scales()
+    if options.results is None:
+        parser.error("found no --results, expected a file to resume from, which may be new: --results cells.jsonl")
     lines = options.results.read_text(encoding="utf-8").splitlines() if options.results.exists() else []
     done = {record["cell"]: record for record in map(json.loads, lines)}
     for cell in CELLS:
@@ -108,6 +109,8 @@ def main() -> int:
         with options.results.open("a", encoding="utf-8") as file:
             file.write(json.dumps(done[cell.key]) + "\n")
     records = [done[cell.key] for cell in CELLS if cell.key in done]
+    if not records:
+        return 3
     text = "\n".join([*summary(records), "", *table(records)])
     print(text)
     if options.write:
@@ -143,16 +146,10 @@ def _scales() -> int:
     return int(worst > SAME)
 
 
-def _judged(records: Iterable[dict[str, Any]]) -> list[tuple[dict[str, Any], dict[str, Any]]]:
-    """Return rows that were measured and predicted, each beside its cell."""
-    return [
-        (record, row) for record in records for row in record["rows"] if row["median_us"] and row["error"] is not None
-    ]
-
-
 def summary(records: list[dict[str, Any]]) -> list[str]:
     """Return what all cells say together."""
-    errors = np.array([abs(row["error"]) for _, row in _judged(records) if row["name"] != NO_COMMUNICATION])
+    judged = [row for record in records for row in record["rows"] if row["median_us"] and row["error"] is not None]
+    errors = np.array([abs(row["error"]) for row in judged if row["name"] != NO_COMMUNICATION])
     hidden, ratios, gains = [], [], []
     for record in records:
         rows = {row["name"]: row for row in record["rows"] if row["median_us"]}
