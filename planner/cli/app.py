@@ -299,6 +299,40 @@ def explain(
         console.print(f"wrote {path}", highlight=False)
 
 
+@app.command()
+def export(
+    plan: Annotated[str, typer.Argument(help="plan.json")],
+    to: Annotated[str, typer.Option(help="ddp, inductor or nccl-tuner.")],
+    profile: Annotated[
+        str | None, typer.Option(help="What the plan was made from: checks buckets, and says what is lost in ms.")
+    ] = None,
+    cluster: ClusterName = None,
+    output: Annotated[str | None, typer.Option("-o", "--output", help="Where to write; default: print it.")] = None,
+) -> None:
+    """Give a plan to stock executors: DDP's arguments, estimates for torch.compile, rows for NCCL's tuner.
+
+    What cannot be expressed is said, with what it costs.
+    """
+    from planner.export import export as express
+    from planner.report.files import check_writable
+    from runtime.plan.files import write_text
+
+    if output is not None:
+        check_writable(output, plan, profile, cluster)
+    found = express(plan, to, profile, cluster)
+    if output is not None:
+        write_text(output, found.text)
+    if Flags.as_json:
+        print_json(found.document)
+        return
+    if output is None:
+        typer.echo(found.text, nl=False)
+    for note in found.notes:
+        typer.echo(f"planner: {note}", err=True)
+    if output is not None:
+        typer.echo(f"wrote {output}")
+
+
 for command in (run, compare, rehearse, demo):
     app.command()(command)
 

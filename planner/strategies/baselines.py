@@ -64,19 +64,26 @@ def ddp(problem: Problem, argument: str | None = None) -> Schedule:
     return Schedule(buckets=tuple(Bucket(gradients=tuple(bucket)) for bucket in members))
 
 
-def ddp_buckets(sizes_bytes: Sequence[int], dtypes: Sequence[int], cap_mib: float | None = None) -> list[list[int]]:
-    """Indices of the gradients in each bucket; sizes are in readiness order, and dtypes are equal for equal numbers."""
-    cap = None if cap_mib is None else int(cap_mib * MIB)
-    first_limit, limit = (FIRST_BUCKET_BYTES, BUCKET_BYTES) if cap is None else (cap, cap)
+def ddp_buckets(
+    sizes_bytes: Sequence[int], dtypes: Sequence[int], cap_mib: float | Sequence[float] | None = None
+) -> list[list[int]]:
+    """Indices of the gradients in each bucket; sizes are in readiness order, and dtypes are equal for equal numbers.
+
+    `cap_mib` is DDP's `bucket_cap_mb`, or its `bucket_cap_mb_list`, of which each dtype takes one after the other and
+    keeps the last; None: its defaults.
+    """
+    caps = [cap_mib] if isinstance(cap_mib, int | float) else cap_mib
+    limits = [FIRST_BUCKET_BYTES, BUCKET_BYTES] if caps is None else [int(cap * MIB) for cap in caps]
     open_buckets: dict[int, list[int]] = {}
     open_bytes: dict[int, int] = {}
-    limits: dict[int, int] = {}
+    place: dict[int, int] = {}
     closed: list[list[int]] = []
     for gradient, (size_bytes, dtype) in enumerate(zip(sizes_bytes, dtypes, strict=True)):
         open_buckets.setdefault(dtype, []).append(gradient)
         open_bytes[dtype] = open_bytes.get(dtype, 0) + size_bytes
-        if open_bytes[dtype] >= limits.get(dtype, first_limit):
+        at = place.setdefault(dtype, 0)
+        if open_bytes[dtype] >= limits[at]:
             closed.append(open_buckets.pop(dtype))
-            open_bytes[dtype], limits[dtype] = 0, limit
+            open_bytes[dtype], place[dtype] = 0, min(at + 1, len(limits) - 1)
     closed.extend(open_buckets.values())
     return sorted(closed)

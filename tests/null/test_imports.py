@@ -27,7 +27,8 @@ DECIDING = (
     "planner/documents/*.py", "planner/cost/*.py", "planner/model/[!t]*.py", "planner/model/modes/*.py",
     "planner/search/*.py",
     "planner/strategies/*.py", "planner/passes/*.py", "planner/decide/*.py", "planner/emit/*.py",
-    "planner/report/*.py", "planner/testbed/[!s]*.py", "planner/jobs/job.py", "planner/jobs/rank_options.py",
+    "planner/export/*.py", "planner/report/*.py", "planner/testbed/[!s]*.py", "planner/jobs/job.py",
+    "planner/jobs/rank_options.py",
     "runtime/__init__.py", "runtime/errors.py", "runtime/version.py", "runtime/plan/*.py",
 )  # fmt: skip
 """Files that have to work where torch is not installed: whole folders, but for two files that need torch or
@@ -105,6 +106,7 @@ def test_deciding_from_end_to_end_is_light(tmp_path: Path) -> None:
         ["simulate", "p.json", "--json"],
         ["explain", "plan.json"],
         ["explain", "plan.json", "--json"],
+        ["export", "plan.json", "--to", "ddp", "--profile", "p.json"],
         ["explain", "plan.json", "--trace", "trace.json", "--html", "page.html"],
         ["--help"],
     ]
@@ -154,8 +156,8 @@ def test_deciding_files_do_not_import_heavy_packages(path: Path) -> None:
 
 ORDER = {
     "planner": (
-        "ir", "documents", "cost", "model", "verify", "search", "strategies", "emit", "passes", "decide", "report",
-        "frontend", "testbed", "profile", "jobs", "comparison", "rehearse", "cli", "__main__", "__init__",
+        "ir", "documents", "cost", "model", "verify", "search", "strategies", "emit", "passes", "decide", "export",
+        "report", "frontend", "testbed", "profile", "jobs", "comparison", "rehearse", "cli", "__main__", "__init__",
     ),
     "runtime": (
         "errors", "version", "torch_compat", "plan", "kernels", "comm", "monitor", "core", "sparse", "delay", "sharded",

@@ -1,0 +1,89 @@
+"""What the forms have in common: what an export is, and what stock all-reduces lose of a plan. Torch-free."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from planner.emit.lower import predict
+from planner.ir import Bucket, Schedule
+from planner.model.problem import Problem
+from runtime.errors import InputError
+from runtime.plan import Plan
+from runtime.plan.document import NO_COMPRESSION
+
+NO_PRICE = "what that costs is known with --profile"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Export:
+    """A plan for a stock executor."""
+
+    text: str
+    """The contents of the file."""
+    document: dict[str, Any]
+    """The same for `--json`."""
+    notes: tuple[str, ...]
+    """What could not be expressed with what it costs, and how the file is used."""
+
+
+def bucket_sizes(plan: Plan, problem: Problem | None) -> list[int]:
+    """Return the bytes of each bucket. Raises InputError where neither plan nor profile says them."""
+    if problem is not None:
+        size_bytes = {g.name: g.size_bytes for g in problem.profile.compute.gradients}
+        return [sum(size_bytes[name] for name in bucket.gradients) for bucket in plan.buckets]
+    sizes = [bucket.size_bytes for bucket in plan.buckets]
+    if None in sizes:
+        raise InputError(
+            f"$.buckets[{sizes.index(None)}].size_bytes: found none, expected the bytes of each bucket; give the "
+            f"profile that the plan was made from with --profile, or make the plan with `planner optimize`"
+        )
+    return [size for size in sizes if size is not None]
+
+
+def stock_us(problem: Problem, buckets: Sequence[Sequence[int]]) -> float:
+    """Return the simulated step of the library's all-reduces of these buckets; gradients by index."""
+    schedule = Schedule(buckets=tuple(Bucket(gradients=tuple(members)) for members in buckets))
+    return predict(problem, schedule).iteration_us
+
+
+def cost(more_us: float | None) -> str:
+    """Return in words what a step takes longer, in milliseconds."""
+    if more_us is None:
+        return NO_PRICE
+    return f"the step is predicted {abs(more_us) / 1e3:.3g} ms {'longer' if more_us >= 0.0 else 'shorter'} for it"
+
+
+def without_the_plans_own(plan: Plan) -> tuple[Plan, list[str]]:
+    """Return the plan of whole synchronous all-reduces that stands in for it, and what that loses in words.
+
+    Prices are the plan's own predictions; None where it does not say. Buckets stay where there is no `fallback`.
+    """
+    notes = []
+    step_us = plan.predicted.iteration_us if plan.predicted else None
+    if plan.accuracy != "exact" or plan.local_async is not None:
+        what = "local updaters" if plan.local_async else "the delay" if plan.delay else "compression"
+        stand_in = plan.fallback or replace(
+            plan, accuracy="exact", delay=None, local_async=None, predicted=None,
+            buckets=tuple(
+                replace(b, collective="all_reduce", algorithm="library", compressor=NO_COMPRESSION)
+                for b in plan.buckets
+            ),
+        )  # fmt: skip
+        fallback_us = plan.fallback.predicted.iteration_us if plan.fallback and plan.fallback.predicted else None
+        more_us = fallback_us - step_us if fallback_us is not None and step_us is not None else None
+        which = "the exact plan beside it" if plan.fallback else "its buckets, sent whole,"
+        notes.append(f"{what} cannot be expressed: {which} stands in; {cost(more_us)}")
+        plan = stand_in
+    step = plan.updates.step if plan.updates else None
+    if step is not None and step.sharded:
+        known = step.replicated_us is not None and step.sharded_us is not None
+        more_us = (step.replicated_us or 0.0) - (step.sharded_us or 0.0) if known else None
+        notes.append(f"the sharded optimizer step cannot be expressed: every rank updates all weights; {cost(more_us)}")
+    norms = plan.updates.norms if plan.updates else None
+    if norms is not None and norms.shares is not None:
+        known = norms.replicated_us is not None and norms.shared_us is not None
+        more_us = (norms.replicated_us or 0.0) - (norms.shared_us or 0.0) if known else None
+        notes.append(f"shared layer norms cannot be expressed: every rank computes all of them; {cost(more_us)}")
+    return plan, notes
