@@ -44,13 +44,13 @@ if TYPE_CHECKING:
     from planner.documents.profile import Cluster, Profile, load_cluster, load_profile
     from planner.jobs.job import TrainingJob
     from planner.jobs.replanning import replan
+    from planner.online.attach import attach
     from planner.profile.step import profile_step
     from runtime.datacache import CachedDataset, CachedSampler, CacheStats, RawDataset
     from runtime.local_async import LocalJob, LocalReport, LocalRun, PartSampler, run_local_async
     from runtime.optimizers import LAMB, LARS
     from runtime.optimizers.pto import parallel_tensor_op
     from runtime.plan import Plan, load_plan, parse_plan
-    from runtime.session.attaching import attach
     from runtime.session.report import Report
     from runtime.session.session import Session
 
@@ -81,7 +81,7 @@ _WHERE = {
     "Session": "runtime.session.session",
     "Simulation": "planner.decide.simulate",
     "TrainingJob": "planner.jobs.job",
-    "attach": "runtime.session.attaching",
+    "attach": "planner.online.attach",
     "compare": "planner.comparison.script",
     "load_cluster": "planner.documents.profile",
     "load_plan": "runtime.plan",

@@ -134,7 +134,7 @@ def replan(
     decided: tuple[Plan | None, str | None] = (None, None)
     if session.world.rank == 0:
         try:
-            measured = _profile(session, old, everyone, curves)
+            measured = profile_of_run(session, old, [one.times for one in everyone if one.times is not None], curves)
             # Accuracy and interface of the run's plans: of the lossy one while it is tried against the exact one.
             trial = session.monitor.trial
             plan_of_run = session.plan if trial is None or trial.verdict is not None else trial.lossy
@@ -222,13 +222,13 @@ def without_contention(
     )
 
 
-def _profile(
+def profile_of_run(
     session: Session,
     old: Profile | None,
-    everyone: Sequence[RankSteps],
+    ranks: Sequence[RankTimes],
     curves: tuple[tuple[Sample, ...], tuple[Sample, ...]],
 ) -> Profile:
-    """Return what `planner profile` would say now."""
+    """Return what `planner profile` would say now, from all ranks' times and the all-reduce alone and in a queue."""
     world, plan = session.world, session.plan
     nodes = plan.world.nodes if plan.world.nodes is not None and world.ranks % plan.world.nodes == 0 else world.ranks
     before = old.cluster if old is not None else None
@@ -248,7 +248,7 @@ def _profile(
     return Profile(
         model=plan.model,
         world=ProfileWorld(ranks=world.ranks, nodes=nodes, backend=world.backend, torch=torch.__version__),
-        compute=_compute(session, old, [one.times for one in everyone if one.times is not None]),
+        compute=_compute(session, old, ranks),
         cluster=cluster,
     )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -25,6 +25,8 @@ from runtime.version import __version__
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
+
+S = TypeVar("S", bound=Session)
 
 STEPS_PER_DEADLINE = 20
 """A collective may take this many predicted steps (and at least 30 s) before its peers are given up."""
@@ -79,6 +81,28 @@ def attach(
         InputError: the model is attached already, or is none; the optimizer is none.
         EnvironmentFailure: a rank did not come within the deadline.
     """
+    return attach_as(
+        Session, model, optimizer, plan, process_group, sync=sync, broadcast_buffers=broadcast_buffers,
+        timeout_s=timeout_s, drift=drift, loss_scale=loss_scale, guard=guard, mesh=mesh,
+    )  # fmt: skip
+
+
+def attach_as(
+    kind: type[S],
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    plan: Plan | str | Path,
+    process_group: dist.ProcessGroup | None,
+    *,
+    sync: bool,
+    broadcast_buffers: bool,
+    timeout_s: float | None,
+    drift: bool,
+    loss_scale: Callable[[], float] | None,
+    guard: bool,
+    mesh: DeviceMesh | None,
+) -> S:
+    """`attach` with a session of another kind."""
     hint = "call planner.attach(model, optimizer, plan)"  # what a script gives, the same on every rank
     if not isinstance(model, nn.Module):
         raise InputError(f"model: found a {type(model).__name__}, expected a torch.nn.Module; {hint}")
@@ -107,7 +131,7 @@ def attach(
             warn_of_torch(plan)
         if sync:
             world.broadcast([*model.parameters(), *model.buffers()])
-        return Session(
+        return kind(
             model, optimizer, plan, world, broadcast_buffers=broadcast_buffers, drift=drift, loss_scale=loss_scale,
             guard=guard,
         )  # fmt: skip

@@ -10,7 +10,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -43,8 +43,22 @@ from runtime.version import __version__
 attached: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
+class Director(Protocol):
+    """Decides on plans while a session trains."""
+
+    def step_done(self) -> Plan | None:
+        """Return the plan of the next step, alike on all ranks, which may meet here; None: the present one goes on.
+
+        Called when all gradients of a step are there, before the optimizer's step.
+        """
+        ...
+
+
 class Session:
     """A model that trains by a plan; made by `attach`. To its modes it is the `runtime.modes.Host`."""
+
+    director: Director | None = None
+    """Who may change the plan between steps, beside `switch`; a switch that waits comes first."""
 
     def __init__(
         self,
@@ -146,6 +160,8 @@ class Session:
         if self._pending is None:
             over = self.mode.over
             following = self.mode.afterwards() if over else self.monitor.judge(self.mode, self.exchange, self.step)
+            if following is None and self.director is not None:
+                following = self.director.step_done()
             if following is not None:
                 self._prepare_following(following)
         if self._pending is not None and self._pending[0] <= self.step:

@@ -1,0 +1,1 @@
+"""Planning inside a run that brought no plan: `planner.attach(model, optimizer)`."""

@@ -1,0 +1,251 @@
+"""`planner.attach(model, optimizer)`: in place of DistributedDataParallel, with a plan or with none."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, get_args
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from planner.decide.sharded_step import check_allow
+from planner.online.cache import Cache, Key, Remembered, cache_folder, parse_remembered
+from planner.online.ddp import ddp_plan
+from planner.online.pilot import Opening, Pilot, Way
+from planner.profile.measuring import count_nodes
+from planner.profile.step import check_same_model, joined, refuse_alike
+from planner.report.page import page_text
+from planner.report.tables import make_console, print_plan
+from runtime.checks.plan import check_model, model_fingerprint, trainable_parameters
+from runtime.comm.topology import node_name
+from runtime.errors import CacheWarning, InputError, PlannerError, PlanMismatch
+from runtime.plan import Accuracy, ModelReference, Plan, PlanWorld, load_plan
+from runtime.plan.files import write_text
+from runtime.plan.measured import MeasuredStep
+from runtime.session.attaching import attach_as
+from runtime.session.session import Session
+from runtime.version import __version__
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+TIMEOUT_S = 1800.0
+"""Deadline of every wait where nothing is predicted yet: what torch gives ranks by default."""
+PAGE = "planner.html"
+CLASSES: tuple[Accuracy, ...] = ("exact", "bounded", "relaxed")
+
+
+class PlannedSession(Session):
+    """A session that `planner.attach` made; without a plan it has a pilot, which finds one."""
+
+    pilot: Pilot | None = None
+
+    def switch(self, plan: Plan | str | Path, at_step: int | None = None) -> None:
+        """See `Session.switch`; from then on the caller decides, and the run plans no more."""
+        super().switch(plan, at_step)
+        if self.pilot is not None and self.director is not None:
+            self.pilot.tell("session.switch was called: planned no more")
+            self.pilot.close()
+            self.director = None
+
+    def detach(self, *, leave: bool = True) -> None:
+        """See `Session.detach`."""
+        if leave and self.pilot is not None:
+            self.pilot.close()
+            self.director = None
+        super().detach(leave=leave)
+
+    def explain(self, path: str | Path | None = PAGE) -> str:
+        """Return what happened, the plan and the measured step in words; rank 0 prints that and saves a page.
+
+        Args:
+            path: where the page goes, None for none. It needs plotly; without, that is said in place of it.
+        """
+        story = tuple(self.pilot.story) if self.pilot is not None else ()
+        plan = replace(self.plan, notes=(*self.plan.notes, *story))
+        console = make_console()
+        with console.capture() as shown:
+            print_plan(self.plan, console, buckets=True)
+        report = self.report()
+        lines = [*story, shown.get().rstrip(), str(report)]
+        if self.world.rank != 0:
+            return "\n".join(lines)
+        if path is not None:
+            try:
+                measured = None
+                if report.steps:
+                    measured = MeasuredStep.of(
+                        report.timeline, model=report.model, rank=report.rank, ranks=report.ranks, steps=report.steps
+                    )
+                write_text(path, page_text(plan, measured))
+                lines.append(f"wrote {path}")
+            except PlannerError as error:
+                lines.append(f"no page was written: {error}")
+        print("\n".join(lines))
+        return "\n".join(lines)
+
+
+def attach(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    plan: Plan | str | Path | None = None,
+    process_group: dist.ProcessGroup | None = None,
+    *,
+    accuracy: Accuracy | None = None,
+    allow: Sequence[str] | None = None,
+    sync: bool = True,
+    broadcast_buffers: bool = True,
+    timeout_s: float | None = None,
+    drift: bool = True,
+    loss_scale: Callable[[], float] | None = None,
+    guard: bool = True,
+    mesh: DeviceMesh | None = None,
+) -> PlannedSession:
+    """Make `backward()` of a plain model exchange its gradients, as a plan says or as one that is found in the run.
+
+    Without a plan training begins with the buckets of DistributedDataParallel. Steps are measured as they are, beside
+    few messages of its own; another process of rank 0 decides; the new plan is tried against the present one in
+    interleaved blocks of steps, and the faster one stays. What was found is remembered for the next run with this
+    model, torch and cluster, and looked for again where steps become longer or shorter. Results are DDP's throughout.
+
+    PLANNER=off in the environment keeps to DDP's buckets, PLANNER=report says what it would do and never switches;
+    PLANNER_CACHE is the folder of what is remembered. Rank 0's count.
+
+    Args:
+        model, optimizer, process_group, sync, broadcast_buffers, loss_scale, guard, mesh: see `runtime.attach`.
+        plan: a plan, or the path of plan.json, which is executed as it is.
+        accuracy: the riskiest class of plan; default: the given plan's, without one exact.
+        allow: interfaces beside drop-in, as for `optimize`; default: the given plan's, without one none.
+        timeout_s: deadline of every wait; default: with a plan 20 predicted steps, at least 30 s; without 1,800 s.
+        drift: warn where steps become longer than the plan predicts (with a plan), or plan again (without).
+
+    Raises:
+        PlanMismatch, InputError, EnvironmentFailure: as `runtime.attach`; the plan asks for more than `accuracy` and
+            `allow` permit; a riskier class than exact without a plan, whose costs a run does not measure.
+    """
+    if plan is not None:
+        loaded = plan if isinstance(plan, Plan) else load_plan(plan) if accuracy or allow is not None else plan
+        if isinstance(loaded, Plan):
+            _check_permitted(loaded, accuracy, allow)
+        return attach_as(
+            PlannedSession, model, optimizer, loaded, process_group, sync=sync, broadcast_buffers=broadcast_buffers,
+            timeout_s=timeout_s, drift=drift, loss_scale=loss_scale, guard=guard, mesh=mesh,
+        )  # fmt: skip
+    if not isinstance(model, nn.Module):
+        raise InputError(
+            f"model: found a {type(model).__name__}, expected a torch.nn.Module; call planner.attach(model, optimizer)"
+        )
+    timeout_s = TIMEOUT_S if timeout_s is None else timeout_s
+    beginning = _begin(model, process_group, timeout_s, accuracy or "exact", tuple(allow or ()))
+    session = attach_as(
+        PlannedSession, model, optimizer, beginning.plan, process_group, sync=sync,
+        broadcast_buffers=broadcast_buffers, timeout_s=timeout_s, drift=False, loss_scale=loss_scale, guard=guard,
+        mesh=mesh,
+    )  # fmt: skip
+    if session.world.ranks > 1:
+        session.recorder.each_gradient = True  # in the first step, whose order DDP's buckets follow
+        session.director = session.pilot = Pilot(session, beginning.opening, beginning.cache, watches=drift)
+    return session
+
+
+def _check_permitted(plan: Plan, accuracy: Accuracy | None, allow: Sequence[str] | None) -> None:
+    if accuracy is not None and CLASSES.index(plan.accuracy) > CLASSES.index(accuracy):
+        raise PlanMismatch(
+            f"the plan's accuracy is {plan.accuracy}, expected at most {accuracy}; pass accuracy={plan.accuracy!r} if "
+            f"that is meant, or make the plan with `planner optimize --accuracy {accuracy}`"
+        )
+    asked = [] if allow is None else [name for name in plan.interfaces if name not in check_allow(allow)]
+    if asked:
+        raise PlanMismatch(
+            f"the plan's interface has {', '.join(asked)}, expected nothing beside what allow= names; add it there if "
+            f"the script is made for it, or make the plan without `--allow`"
+        )
+
+
+@dataclass(frozen=True)
+class _Mine:
+    """What one rank brings."""
+
+    problem: str | None
+    fingerprint: str
+    node: str
+    way: str
+    key: Key | None = None
+    document: object = None
+    """What rank 0 remembers."""
+
+
+@dataclass(frozen=True)
+class _Beginning:
+    plan: Plan
+    opening: Opening
+    cache: Cache | None
+
+
+def _begin(
+    model: nn.Module, group: dist.ProcessGroup | None, timeout_s: float, accuracy: Accuracy, allow: tuple[str, ...]
+) -> _Beginning:
+    """Agree with all ranks on how the run begins: rank 0's environment and cache count."""
+    way, problem, fingerprint = os.environ.get("PLANNER", "auto").strip().lower() or "auto", None, ""
+    try:
+        problem = check_model(model)
+        fingerprint = model_fingerprint(model)
+        check_allow(allow)
+        if way not in get_args(Way):
+            raise InputError(f"PLANNER: found {way!r}, expected one of: {', '.join(get_args(Way))}; or leave it out")
+        if accuracy != "exact":
+            raise InputError(
+                f"accuracy: found {accuracy!r} without a plan, expected exact: what riskier plans need is measured by "
+                f"`planner profile --for {accuracy}`; make a plan from that and attach it"
+            )
+    except InputError as error:
+        problem = problem or str(error)
+    parameters = {} if problem else trainable_parameters(model)
+    problem = problem or (None if parameters else "the model has no trainable parameter; expected at least one")
+    cache: Cache | None = None
+    with joined(group, timeout_s) as world:
+        everyone: list[_Mine] = world.gather(_Mine(problem, fingerprint, node_name(), way), "comparing models")
+        refuse_alike([one.problem for one in everyone])
+        check_same_model([one.fingerprint for one in everyone])
+        nodes = count_nodes([one.node for one in everyone])
+        device = next(iter(parameters.values())).device
+        key = Key(
+            model=fingerprint, ranks=world.ranks, nodes=nodes, backend=world.backend,
+            device=device.type if device.type == "cpu" else torch.cuda.get_device_name(device),
+            cores=os.cpu_count() or 0, torch=torch.__version__, planner=__version__, accuracy=accuracy, allow=allow,
+        )  # fmt: skip
+        found: Remembered | None = None
+        if world.rank == 0 and world.ranks > 1:
+            cache, found = _read_cache(key)
+        answer: tuple[str, Key, object] = world.gather(
+            (way, key, None if found is None else found.to_document()), "asking what rank 0 remembers"
+        )[0]
+    chosen, key, document = answer
+    remembered = None
+    if document is not None and chosen == "auto":
+        remembered = found or parse_remembered(document, key, "rank 0's cache")
+    first = ddp_plan(
+        parameters, list(reversed(parameters)), ModelReference(name=type(model).__name__.lower(), fingerprint=fingerprint),
+        PlanWorld(ranks=key.ranks, nodes=key.nodes, torch=key.torch),
+    )  # fmt: skip
+    return _Beginning(
+        plan=first if remembered is None else remembered.plan,
+        opening=Opening(way=chosen, key=key, remembered=remembered, allow=allow),  # type: ignore[arg-type]
+        cache=cache,
+    )
+
+
+def _read_cache(key: Key) -> tuple[Cache | None, Remembered | None]:
+    """Return rank 0's cache and what it holds; a cache that cannot be used is said once, and nothing else comes of it."""
+    cache: Cache | None = None
+    try:
+        cache = Cache(cache_folder())
+        return cache, cache.read(key)
+    except (PlannerError, OSError) as error:
+        warnings.warn(f"what earlier runs found is not used: {error}", CacheWarning, stacklevel=2)
+        return cache, None

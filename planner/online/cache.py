@@ -1,0 +1,178 @@
+"""What runs remember for the next ones: for each model on each cluster the plan that was measured to be the fastest.
+
+One file for each, in one folder, which anyone may delete at any time. Torch-free.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from planner.documents.profile import Profile, parse_profile
+from runtime.errors import InputError
+from runtime.plan import Accuracy, Plan, parse_plan
+from runtime.plan.strict_json import (
+    Count,
+    Name,
+    Ranks,
+    Record,
+    TimeUs,
+    check_schema,
+    dump,
+    read_json,
+    validate,
+    write_json,
+)
+
+SCHEMA: Literal["planner.cache/1"] = "planner.cache/1"
+MOST_FILES, MOST_BYTES = 200, 64 * 1024 * 1024
+"""What the folder may hold; the files that were not used for longest go first."""
+STALE_S = 3600.0
+"""What a writer that was killed left is older than this."""
+
+NAME, TEMPORARY = re.compile(r"[0-9a-f]{40}\.json"), re.compile(r"\.planner-.*\.tmp")
+HINT = "delete the file: it is made again"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Key(Record):
+    """What has to be the same for a plan to be used again."""
+
+    model: Name
+    """Fingerprint of the trainable parameters."""
+    ranks: Ranks
+    nodes: Ranks
+    backend: Name
+    device: Name
+    cores: Count
+    """Of each node, as they compete with the exchange."""
+    torch: Name
+    planner: Name
+    accuracy: Accuracy
+    allow: tuple[Name, ...] = ()
+
+    @property
+    def file_name(self) -> str:
+        text = json.dumps(dump(self), sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()[:40] + ".json"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Entry(Record):
+    """The contents of one file."""
+
+    schema: Literal["planner.cache/1"] = SCHEMA
+    key: Key
+    plan: dict[str, Any]
+    profile: dict[str, Any] | None = None
+    """What the plan was decided on."""
+    step_us: TimeUs
+    """A step with the plan, on the slowest rank."""
+    story: tuple[str, ...] = ()
+    """How it came to the plan."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Remembered:
+    """An entry whose documents have been read."""
+
+    key: Key
+    plan: Plan
+    profile: Profile | None
+    step_us: float
+    story: tuple[str, ...]
+
+    def to_document(self) -> dict[str, Any]:
+        """Return plain JSON types."""
+        profile = None if self.profile is None else self.profile.to_document()
+        entry = Entry(
+            key=self.key, plan=self.plan.to_document(), profile=profile, step_us=self.step_us, story=self.story
+        )
+        document: dict[str, Any] = dump(entry)
+        return document
+
+
+def parse_remembered(document: Any, key: Key, where: str) -> Remembered:
+    """Check a parsed file. Raises InputError: it is none of this schema, or of another model, torch, cluster or class;
+    its plan or profile is wrong.
+    """
+    entry = validate(Entry, check_schema(document, SCHEMA, where), where, hint=HINT)
+    if entry.key != key:
+        differ = [name for name, value in vars(key).items() if getattr(entry.key, name) != value]
+        raise InputError(f"{where}: $.key: found another {', '.join(differ)} than this run's, expected equal ones; {HINT}")
+    plan = parse_plan(entry.plan, f"{where}: $.plan")
+    if plan.model.fingerprint != key.model or plan.world.ranks != key.ranks:
+        raise InputError(f"{where}: $.plan: found a plan of another model or number of ranks than $.key says; {HINT}")
+    profile = None if entry.profile is None else parse_profile(entry.profile, f"{where}: $.profile")
+    return Remembered(key=key, plan=plan, profile=profile, step_us=entry.step_us, story=entry.story)
+
+
+def cache_folder(environment: Mapping[str, str] = os.environ) -> Path:
+    """Return PLANNER_CACHE, or `planner` in the user's folder for caches. Raises InputError where there is none."""
+    if given := environment.get("PLANNER_CACHE"):
+        return Path(given)
+    base = environment.get("XDG_CACHE_HOME")
+    try:
+        return (Path(base) if base else Path.home() / ".cache") / "planner"
+    except RuntimeError:
+        raise InputError("found no home folder to remember plans in; expected PLANNER_CACHE=FOLDER") from None
+
+
+class Cache:
+    """The folder. Every method raises InputError where it cannot be used; a run goes on without."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def path(self, key: Key) -> Path:
+        return self.folder / key.file_name
+
+    def read(self, key: Key) -> Remembered | None:
+        """Return what is remembered of this model here, or None."""
+        path = self.path(key)
+        if not path.exists():
+            return None
+        found = parse_remembered(read_json(path), key, str(path))
+        with suppress(OSError):  # of a folder that may only be read
+            os.utime(path)
+        return found
+
+    def write(self, remembered: Remembered) -> Path:
+        """Write whole or not at all, then make room."""
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        except OSError as error:
+            raise InputError(
+                f"{self.folder}: cannot be made: {error.strerror}; set PLANNER_CACHE to a folder that may be written"
+            ) from None
+        path = self.path(remembered.key)
+        write_json(path, remembered.to_document())
+        self.make_room()
+        return path
+
+    def make_room(self) -> None:
+        """Delete what is over the bounds, and what killed writers left; nothing that this package did not write."""
+        found = []
+        now = time.time()
+        with suppress(OSError):
+            for entry in os.scandir(self.folder):
+                with suppress(OSError):  # gone meanwhile
+                    size_bytes, used_s = entry.stat().st_size, entry.stat().st_mtime
+                    if NAME.fullmatch(entry.name):
+                        found.append((used_s, size_bytes, entry.path))
+                    elif TEMPORARY.fullmatch(entry.name) and now - used_s > STALE_S:
+                        os.unlink(entry.path)
+        kept_bytes = 0
+        for place, (_, size_bytes, path) in enumerate(sorted(found, reverse=True)):
+            kept_bytes += size_bytes
+            if place >= MOST_FILES or (place and kept_bytes > MOST_BYTES):
+                with suppress(OSError):
+                    os.unlink(path)

@@ -1,0 +1,33 @@
+"""DistributedDataParallel's own buckets as a plan, which needs no profile: a run begins with them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from torch import nn
+
+from planner.strategies.baselines import ddp_buckets
+from runtime.checks.plan import dtype_name
+from runtime.plan import ModelReference, Plan, PlanBucket, PlanWorld
+
+
+def ddp_plan(
+    parameters: Mapping[str, nn.Parameter], order: Sequence[str], model: ModelReference, world: PlanWorld
+) -> Plan:
+    """Return the plan; `order` has the names of all parameters in the order in which gradients become ready."""
+    sizes_bytes = [parameters[name].numel() * parameters[name].element_size() for name in order]
+    kinds = {dtype: at for at, dtype in enumerate(dict.fromkeys(dtype_name(parameters[n].dtype) for n in order))}
+    members = ddp_buckets(sizes_bytes, [kinds[dtype_name(parameters[name].dtype)] for name in order])
+    return Plan(
+        model=model,
+        world=world,
+        accuracy="exact",
+        buckets=tuple(
+            PlanBucket(
+                gradients=tuple(order[at] for at in bucket),
+                size_bytes=sum(sizes_bytes[at] for at in bucket),
+                reason="as DistributedDataParallel cuts",
+            )
+            for bucket in members
+        ),
+    )

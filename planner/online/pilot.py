@@ -1,0 +1,359 @@
+"""The course of a run that brought no plan: DDP's buckets, then measure, decide, try, remember; again where it drifts.
+
+All ranks take the same course: it depends on numbers of steps and on what ranks have told each other, never on a clock
+of one rank alone. What planning may cost is a share of the time since the run began, so short steps are planned later.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+import warnings
+import weakref
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from typing import Any, Literal, TypeVar
+
+from planner.documents.profile import Contention, Profile
+from planner.documents.text import pluralize
+from planner.online.cache import Cache, Key, Remembered
+from planner.online.ddp import ddp_plan
+from planner.online.deciding import Decision, names_of
+from planner.online.measuring import (
+    Curve,
+    Overlap,
+    RankSample,
+    find_contention,
+    make_profile,
+    observe,
+    time_links,
+    with_own_messages,
+)
+from planner.online.trying import BLOCK_STEPS, judge
+from planner.profile.request import LOGGER, heard
+from runtime.errors import CacheWarning, PlannerError
+from runtime.monitor.verdict import Verdict
+from runtime.plan import Plan, parse_plan
+from runtime.session.session import Session
+
+T = TypeVar("T")
+Steps = Generator[Plan | None, None, T]
+"""Goes on with each step that is done, and gives the plan of the next one, None for the present one."""
+
+Way = Literal["off", "report", "auto"]
+"""DDP's buckets and no more; measured and said, never switched; all of it."""
+
+WARM_UP_STEPS, MEASURED_STEPS = 10, 20
+LATEST_STEP = 100
+"""The links are timed by then, with what the budget allows."""
+LINKS_SHARE, LINKS_S, LONGEST_LINKS_S = 0.005, 0.1, 1.0
+"""What each of two curves of the all-reduce may take of the time so far; what it would like to take, and the most."""
+POLL_S = 0.5
+"""How often, at most, ranks ask rank 0 for its plan."""
+WORTH_TRYING = 0.01
+"""Predicted gain from which a plan is tried."""
+MOST_TRIALS = 3
+WATCHED_STEPS, WINDOW_STEPS = 50, 10
+WATCH_S = 2.0
+DRIFT = 0.2
+"""Steps have drifted when every window of the last ones is longer than those before by this share, or shorter."""
+
+
+@dataclass(frozen=True)
+class Opening:
+    """How a run begins, the same on every rank."""
+
+    way: Way
+    key: Key
+    remembered: Remembered | None
+    """What an earlier run on rank 0's machine left."""
+    allow: tuple[str, ...] = ()
+
+
+@dataclass
+class Pilot:
+    """The `runtime.session.session.Director` of one session; `opening` and `cache` as `planner.online.attach` has them."""
+
+    session: Session
+    opening: Opening
+    cache: Cache | None
+    watches: bool = True
+    """Whether to plan again where steps drift."""
+    story: list[str] = field(default_factory=list)
+    """What happened, in words."""
+    decided: Plan | None = None
+    """The last plan that was decided on, whether it was kept or not."""
+
+    def __post_init__(self) -> None:
+        # The session holds its director: without a cycle both are freed with the script's last reference.
+        self.session = weakref.proxy(self.session)
+        self._begun_s = time.perf_counter()
+        self._decision: Decision | None = None
+        self._present: Plan = self.session.plan
+        self._next: Plan | None = None
+        self._profile: Profile | None = None
+        remembered = self.opening.remembered
+        if remembered is not None:
+            self.decided, self._profile = remembered.plan, remembered.profile
+            self.story += [*remembered.story, "another run begins"]
+            self.tell(f"planned from the first step, with {self._called(remembered.plan)} that an earlier run kept")
+        self._course = self._run()
+
+    def step_done(self) -> Plan | None:
+        """See `runtime.session.session.Director`."""
+        return next(self._course, None)
+
+    def close(self) -> None:
+        """End what runs beside training."""
+        self._course.close()
+        if self._decision is not None:
+            self._decision.close()
+            self._decision = None
+
+    def tell(self, text: str, *, aloud: bool = False) -> None:
+        """Add to the story; `aloud`: rank 0 says it, too."""
+        self.story.append(f"step {self.session.step}: {text}")
+        if aloud and self.session.world.rank == 0:
+            with heard():
+                LOGGER.info("planner: after %d steps: %s", self.session.step, text)
+
+    def _run(self) -> Steps[None]:
+        reference_us = None
+        if self.opening.remembered is None:
+            self._switch(self._ddp_in_order())
+            yield from self._wait(1)
+            if self.opening.way == "off":
+                return
+            yield from self._improve()
+        else:
+            reference_us = self.opening.remembered.step_us
+        while self.opening.way == "auto" and self.watches:
+            if (yield from self._drifted(reference_us)):
+                yield from self._improve()
+            reference_us = None
+
+    def _wait(self, steps: int) -> Steps[None]:
+        """Let so many more steps pass; the first one begins with the next plan where there is one."""
+        for _ in range(steps):
+            following, self._next = self._next, None
+            yield following
+
+    def _switch(self, plan: Plan) -> None:
+        if plan is not self._present:
+            self._present = self._next = plan
+
+    def _gather(self, value: Any, what: str) -> list[Any]:
+        return self.session.world.gather(value, what)
+
+    def _ddp_in_order(self) -> Plan:
+        """Return DDP's buckets in the order in which gradients became ready on rank 0, as DDP does after a step."""
+        session = self.session
+        step = session.recorder.steps[-1]
+        clock, names = session.recorder.clock, self._present.gradients
+        at = {n: clock.between_us(step.backward, mark) for n, mark in zip(names, step.ready, strict=True) if mark}
+        session.recorder.each_gradient = clock.cheap
+        # What got no gradient comes last, where nothing waits for it.
+        mine = sorted(names, key=lambda name: at.get(name, math.inf))
+        order: list[str] = self._gather(mine, "agreeing on the order of gradients")[0]
+        return self._present if tuple(order) == names else ddp_plan(
+            session.parameters, order, self._present.model, self._present.world
+        )
+
+    def _intervals_us(self) -> list[float]:
+        """Return how long each of the last steps took, from the end of one exchange to that of the next."""
+        ends = [step.end for step in self.session.recorder.steps]
+        return [self.session.recorder.clock.between_us(a, b) for a, b in pairwise(ends)]
+
+    def _improve(self) -> Steps[None]:
+        """Measure the present plan's steps, decide, and keep what is faster."""
+        self.session.recorder.each_gradient = True
+        yield from self._wait(WARM_UP_STEPS + MEASURED_STEPS)
+        yield from self._wait(self._steps_until_affordable())
+        samples, curves = self._measure()
+        self.session.recorder.each_gradient = self.session.recorder.clock.cheap
+        if not samples:
+            self.tell("nothing was measured: no step was seen from the model's forward to the end of backward; call "
+                      "the model itself, or give a plan", aloud=True)  # fmt: skip
+            return
+        tried = {_digest(self._present)}
+        contention: Contention | None = None
+        for _ in range(MOST_TRIALS):
+            plan = yield from self._decide(samples, curves, contention)
+            if plan is None or self.opening.way == "report":
+                break
+            if _digest(plan) in tried:
+                self.tell("the plan that is predicted to be best has been tried")
+                break
+            tried.add(_digest(plan))
+            found = yield from self._try(plan)
+            if found is None:
+                break
+            before, after = found
+            slowed = find_contention(before, after, _sizes(plan), curves[0])
+            if slowed is None:
+                break
+            contention = slowed
+            self.tell(f"compute beside messages takes {slowed.compute:.2f} times as long, messages beside compute "
+                      f"{slowed.network:.2f} times")  # fmt: skip
+        self._remember()
+
+    def _steps_until_affordable(self) -> int:
+        """Return how many more steps to wait until the budget holds what timing the links would like to take."""
+        here = (time.perf_counter() - self._begun_s) / max(self.session.step, 1)
+        step_s = max(self._gather(here, "comparing times of steps"))
+        step = self.session.step
+        return min(max(0, math.ceil(LINKS_S / LINKS_SHARE / step_s) - step), max(0, LATEST_STEP - step))
+
+    def _measure(self) -> tuple[list[RankSample], tuple[Curve, Curve]]:
+        mine = observe(self.session, MEASURED_STEPS)
+        begun_s = time.perf_counter()
+        elapsed_s = begun_s - self._begun_s
+        everyone: list[tuple[RankSample | None, float]] = self._gather((mine, elapsed_s), "comparing the last steps")
+        samples = [sample for sample, _ in everyone if sample is not None]
+        if len(samples) < len(everyone):
+            return [], ((), ())
+        longest_s = min(LONGEST_LINKS_S, LINKS_SHARE * max(elapsed for _, elapsed in everyone))
+        curves = time_links(self.session, longest_s)
+        curves = with_own_messages(curves, _sizes(self._present), [one.overlap for one in samples])
+        spent_s = max(self._gather(time.perf_counter() - begun_s, "comparing what measuring took"))
+        self.tell(f"measured {MEASURED_STEPS} steps, and messages of {len(curves[0])} sizes for {spent_s * 1e3:.0f} ms, "
+                  f"{spent_s / elapsed_s:.1%} of the time so far")  # fmt: skip
+        return samples, curves
+
+    def _decide(
+        self, samples: Sequence[RankSample], curves: tuple[Curve, Curve], contention: Contention | None
+    ) -> Steps[Plan | None]:
+        """Return rank 0's plan where it is worth a trial, on all ranks alike; training goes on meanwhile."""
+        problem: str | None = None
+        if self.session.world.rank == 0:
+            try:
+                self._profile = make_profile(self.session, samples, curves, contention)
+                request = {
+                    "profile": self._profile.to_document(), "accuracy": self.opening.key.accuracy,
+                    "allow": list(self.opening.allow), "present": names_of(self._present.buckets),
+                }  # fmt: skip
+                self._decision = Decision(request)
+            except Exception as error:  # the other ranks wait for the answer
+                problem = f"{type(error).__name__}: {error}"
+        step_us = statistics.median(self._intervals_us())
+        every = max(self._gather(max(1, math.ceil(POLL_S * 1e6 / max(step_us, 1.0))), "agreeing when to ask"))
+        answer: dict[str, Any] | None = None
+        while answer is None:
+            yield from self._wait(every)
+            if self._decision is not None and (answer := self._decision.poll()) is not None:
+                self._decision = None
+            answer = {"problem": problem} if problem is not None else answer
+            answer = self._gather(answer, "asking for rank 0's plan")[0]
+        if "problem" in answer:
+            self.tell(f"no plan was made, the run goes on with its buckets: {answer['problem']}", aloud=True)
+            return None
+        plan = self.decided = parse_plan(answer["plan"])
+        predicted_us, present_us = plan.predicted.iteration_us if plan.predicted else 0.0, answer["present_us"]
+        words = (
+            f"a plan of {pluralize(len(plan.buckets), 'bucket')} is predicted to take {predicted_us / 1e3:.2f} ms a "
+            f"step, the present one {present_us / 1e3:.2f} ms"
+        )
+        if predicted_us > (1.0 - WORTH_TRYING) * present_us:
+            self.tell(f"{words}: nothing to gain", aloud=self.opening.way == "report")
+            return None
+        if self.opening.way == "report":
+            self.tell(f"{words}; PLANNER=auto would try it", aloud=True)
+            return plan
+        self.tell(f"{words}: it is tried")
+        return plan
+
+    def _try(self, plan: Plan) -> Steps[tuple[list[Overlap], list[Overlap]] | None]:
+        """Train by both plans in interleaved blocks and go on with the faster; return what ranks saw of the present
+        one and of the plan, or None where a rank cannot lay the plan out.
+        """
+        plans = {"new": plan, "old": self._present}
+        rounds: list[tuple[float, float]] = []
+        seen: dict[str, list[Overlap]] = {"new": [], "old": []}
+        verdict: Verdict | None = None
+        while verdict is None:
+            times: dict[str, float] = {}
+            for name in ("new", "old") if len(rounds) % 2 == 0 else ("old", "new"):
+                mode, switches = self.session.mode, plans[name] is not self._present
+                self._switch(plans[name])
+                yield from self._wait(BLOCK_STEPS)
+                if switches and self.session.mode is mode:  # the session has said why
+                    self._present = plans["old"]
+                    return None
+                times[name] = statistics.median(self._intervals_us()[1 - BLOCK_STEPS :])
+                if (sample := observe(self.session, BLOCK_STEPS - 1)) is not None:
+                    seen[name].append(sample.overlap)
+            everyone: list[dict[str, float]] = self._gather(times, "comparing plans")
+            rounds.append((max(one["new"] for one in everyone), max(one["old"] for one in everyone)))
+            verdict = judge(rounds, ("the new plan", self._called(plans["old"])))
+        self.tell(verdict.text, aloud=True)
+        self._switch(plans["new" if verdict.good else "old"])
+        ranks: list[dict[str, list[Overlap]]] = self._gather(seen, "comparing what plans overlap")
+        if not all(one["new"] and one["old"] for one in ranks):
+            return None
+        return [_mean(one["old"]) for one in ranks], [_mean(one["new"]) for one in ranks]
+
+    def _called(self, plan: Plan) -> str:
+        return "DDP's buckets" if plan.predicted is None else "the present plan"
+
+    def _drifted(self, reference_us: float | None) -> Steps[bool]:
+        """Watch until steps have become longer or shorter than the first ones (or than `reference_us`)."""
+        while True:
+            step_us = statistics.median(self._intervals_us() or [1e6])
+            step_us = max(self._gather(step_us, "comparing times of steps"))
+            yield from self._wait(max(WATCHED_STEPS + WARM_UP_STEPS, math.ceil(WATCH_S * 1e6 / max(step_us, 1.0))))
+            last = self._intervals_us()[-WATCHED_STEPS:]
+            windows = [last[at : at + WINDOW_STEPS] for at in range(0, len(last) - WINDOW_STEPS + 1, WINDOW_STEPS)]
+            medians = [statistics.median(window) for window in windows]
+            everyone: list[list[float]] = self._gather(medians, "watching steps")
+            if not all(everyone):
+                continue
+            shortest_us = max(min(one) for one in everyone)
+            longest_us = max(max(one) for one in everyone)
+            if reference_us is None:
+                reference_us = statistics.median(max(column) for column in zip(*everyone, strict=False))
+                self._remember(reference_us)
+            elif shortest_us > (1.0 + DRIFT) * reference_us or longest_us < (1.0 - DRIFT) * reference_us:
+                now_us = statistics.median(max(column) for column in zip(*everyone, strict=False))
+                self.tell(f"steps take {now_us / 1e3:.2f} ms, and took {reference_us / 1e3:.2f} ms: planned again",
+                          aloud=True)  # fmt: skip
+                return True
+
+    def _remember(self, step_us: float | None = None) -> None:
+        """Leave the present plan to the next run; rank 0 does, and says once where it cannot."""
+        if self.cache is None or self.session.world.rank != 0 or self.opening.way != "auto":
+            return
+        if step_us is None:
+            step_us = statistics.median(self._intervals_us() or [0.0])
+        kept = Remembered(
+            key=self.opening.key, plan=self._present, profile=self._profile, step_us=round(step_us, 3),
+            story=tuple(self.story[-20:]),
+        )  # fmt: skip
+        try:
+            self.cache.write(kept)
+        except (PlannerError, OSError) as error:
+            self.cache = None
+            warnings.warn(f"the plan is not remembered: {error}", CacheWarning, stacklevel=2)
+
+
+def _sizes(plan: Plan) -> list[int]:
+    return [bucket.size_bytes or 0 for bucket in plan.buckets]
+
+
+def _digest(plan: Plan) -> str:
+    """Equal for plans that do the same, whatever they predict."""
+    return replace(plan, predicted=None, baselines=None, certificate=None, scaling=None, sources=None, notes=(),
+                   buckets=tuple(replace(b, reason=None) for b in plan.buckets)).digest()  # fmt: skip
+
+
+def _mean(ones: Sequence[Overlap]) -> Overlap:
+    """Return medians over blocks."""
+    whole = [one for one in ones if one.sent_us]
+    return Overlap(
+        statistics.median(one.backward_end_us for one in ones),
+        statistics.median(one.shared_us for one in ones),
+        tuple(map(statistics.median, zip(*(one.sent_us for one in whole), strict=True))),
+        tuple(map(statistics.median, zip(*(one.beside for one in whole), strict=True))),
+    )
+
