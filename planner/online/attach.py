@@ -23,7 +23,7 @@ from planner.report.page import page_text
 from planner.report.tables import make_console, print_plan
 from runtime.checks.plan import check_model, model_fingerprint, trainable_parameters
 from runtime.comm.topology import node_name
-from runtime.errors import CacheWarning, InputError, PlannerError, PlanMismatch
+from runtime.errors import CacheWarning, InputError, PlanMismatch, PlannerError
 from runtime.plan import Accuracy, ModelReference, Plan, PlanWorld, load_plan
 from runtime.plan.files import write_text
 from runtime.plan.measured import MeasuredStep
@@ -229,10 +229,9 @@ def _begin(
     remembered = None
     if document is not None and chosen == "auto":
         remembered = found or parse_remembered(document, key, "rank 0's cache")
-    first = ddp_plan(
-        parameters, list(reversed(parameters)), ModelReference(name=type(model).__name__.lower(), fingerprint=fingerprint),
-        PlanWorld(ranks=key.ranks, nodes=key.nodes, torch=key.torch),
-    )  # fmt: skip
+    reference = ModelReference(name=type(model).__name__.lower(), fingerprint=fingerprint)
+    where = PlanWorld(ranks=key.ranks, nodes=key.nodes, torch=key.torch)
+    first = ddp_plan(parameters, list(reversed(parameters)), reference, where)
     return _Beginning(
         plan=first if remembered is None else remembered.plan,
         opening=Opening(way=chosen, key=key, remembered=remembered, allow=allow),  # type: ignore[arg-type]
@@ -241,7 +240,7 @@ def _begin(
 
 
 def _read_cache(key: Key) -> tuple[Cache | None, Remembered | None]:
-    """Return rank 0's cache and what it holds; a cache that cannot be used is said once, and nothing else comes of it."""
+    """Return rank 0's cache and what it holds; where it cannot be used that is said once, and training goes on."""
     cache: Cache | None = None
     try:
         cache = Cache(cache_folder())

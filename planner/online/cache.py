@@ -107,7 +107,9 @@ def parse_remembered(document: Any, key: Key, where: str) -> Remembered:
     entry = validate(Entry, check_schema(document, SCHEMA, where), where, hint=HINT)
     if entry.key != key:
         differ = [name for name, value in vars(key).items() if getattr(entry.key, name) != value]
-        raise InputError(f"{where}: $.key: found another {', '.join(differ)} than this run's, expected equal ones; {HINT}")
+        raise InputError(
+            f"{where}: $.key: found another {', '.join(differ)} than this run's, expected equal ones; {HINT}"
+        )
     plan = parse_plan(entry.plan, f"{where}: $.plan")
     if plan.model.fingerprint != key.model or plan.world.ranks != key.ranks:
         raise InputError(f"{where}: $.plan: found a plan of another model or number of ranks than $.key says; {HINT}")

@@ -65,7 +65,7 @@ class Decision:
 
     def __init__(self, request: dict[str, Any]) -> None:
         # Files without a name: pipes would have to be read beside training, named files would stay after a kill.
-        self._answer, self._errors = tempfile.TemporaryFile(), tempfile.TemporaryFile()
+        self._answer, self._errors = (tempfile.TemporaryFile() for _ in range(2))  # noqa: SIM115 - until `close`
         root = str(Path(__file__).resolve().parents[2])
         one_thread = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
         paths = os.pathsep.join([root, *(path for path in sys.path if path)])

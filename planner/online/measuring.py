@@ -9,7 +9,7 @@ against the links' curve.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -17,15 +17,18 @@ import numpy as np
 from planner.documents.profile import Contention, Profile, Sample
 from planner.jobs.replanning import profile_of_run, without_contention
 from planner.profile.compute import RankTimes, rank_times
-from planner.profile.links import measure_all_reduce
-from planner.profile.progress import Progress
+from planner.profile.links import make_bucket, undisturbed
+from runtime.comm.collectives import COLLECTIVES
+from runtime.comm.communicator import CommTiming, make_communicator
 from runtime.monitor.drift import bucket_times, complete
 from runtime.session.session import Session
 
-LARGEST_BYTES = 16 * 1024 * 1024
-"""Largest message that is sent to time it; those of steps are timed as they are."""
-ALONE = 0.1
-"""A message is one beside which nothing is computed where less of it lies in backward."""
+SMALLEST_BYTES, LARGEST_BYTES = 1024, 4 * 1024 * 1024
+"""Of messages that are sent to time them; larger ones are timed as steps send them."""
+ALONE, BESIDE = 0.1, 0.5
+"""Nothing is computed beside a message of which less than this part lies in backward; something, where more does."""
+FEWEST_SHARED = 0.05
+"""Plans overlap alike where the time that messages share with backward differs by less than this part of backward."""
 MOST_SHARED, MOST_SLOWED = 0.7, 5.0
 """Bounds of what is believed: of 1 − 1/c, and of the network's factor."""
 
@@ -90,63 +93,107 @@ def observe(session: Session, most: int) -> RankSample | None:
     return RankSample(rank_times(steps, session.plan.gradients, clock), busy_us, overlap)
 
 
-def time_links(session: Session, longest_s: float) -> tuple[Curve, Curve]:
-    """Send messages of several sizes for at most about twice this long; every rank calls it between two steps."""
-    size_bytes = min(LARGEST_BYTES, sum(p.numel() * p.element_size() for p in session.parameters.values()))
-    with session.world.error_context("timing the all-reduce"):
-        return measure_all_reduce(session.world, session.device, size_bytes, Progress(), longest_s, longest_s)
+def probe_sizes(model_bytes: int) -> list[int]:
+    """Return the sizes of messages that are sent to time them."""
+    largest = max(SMALLEST_BYTES, min(LARGEST_BYTES, model_bytes))
+    sizes = [SMALLEST_BYTES * 4**power for power in range(20)]
+    return [*(size for size in sizes if size < largest), largest]
 
 
-def with_own_messages(curves: tuple[Curve, Curve], sizes_bytes: Sequence[int], ranks: Sequence[Overlap]) -> tuple[Curve, Curve]:
-    """Add the steps' own messages that are larger than those that were timed, where nothing was computed beside them.
+class LinkProbe:
+    """Sends messages of some sizes right behind a step, when all ranks have just met: as in a queue of buckets."""
 
-    The rank that comes last waits for nobody, so that the shortest of all ranks counts.
+    def __init__(self, session: Session, sizes_bytes: Sequence[int]) -> None:
+        self._clock = session.recorder.clock
+        self._communicator = make_communicator(session.world, [COLLECTIVES[("all_reduce", "library")]], session.device)
+        self._buckets = {size: make_bucket(size, session.device, "a message to time the link") for size in sizes_bytes}
+        self._timings: list[tuple[CommTiming, CommTiming]] = []
+        self.close = self._communicator.close
+
+    @staticmethod
+    def calls(size_bytes: int) -> int:
+        """Return how many messages follow one another, so that short ones are no matter of a single wake-up."""
+        return 4 if size_bytes <= 64 * 1024 else 2 if size_bytes <= 1024 * 1024 else 1
+
+    def send(self, size_bytes: int) -> None:
+        """Send messages of this size and wait for them; on a device nobody waits for the device."""
+        timings = [CommTiming() for _ in range(self.calls(size_bytes))]
+        for timing in timings:
+            self._communicator.launch(self._buckets[size_bytes].payload, timing)
+        self._communicator.wait()
+        self._timings.append((timings[0], timings[-1]))
+
+    def times_us(self) -> list[float]:
+        """Return how long the messages of each `send` took together, on this rank."""
+        return [self._clock.between_us(first.start, last.end) for first, last in self._timings]
+
+
+def curve_of(sizes_bytes: Sequence[int], ranks: Sequence[Sequence[float]]) -> Curve:
+    """Return the time of one message by size, from all ranks' `times_us` of whole passes over the sizes.
+
+    The rank that comes last waits for nobody, so of each `send` the shortest counts.
     """
+    sent_us = np.min(np.array(ranks), axis=0).reshape(-1, len(sizes_bytes))
+    calls = [LinkProbe.calls(size) for size in sizes_bytes]
+    return undisturbed(list(zip(map(float, sizes_bytes), np.median(sent_us, axis=0) / calls, strict=True)))
+
+
+def own_messages(sizes_bytes: Sequence[int], ranks: Sequence[Overlap]) -> dict[float, float]:
+    """Return time by size of the steps' own messages beside which nothing was computed, on the rank that came last."""
     if not all(len(one.sent_us) == len(sizes_bytes) for one in ranks):
-        return curves
-    own = {
+        return {}
+    return {
         float(size): min(one.sent_us[at] for one in ranks)
         for at, size in enumerate(sizes_bytes)
         if max(one.beside[at] for one in ranks) < ALONE
     }
-    alone, queued = (
-        (*curve, *sorted((size, round(t, 3)) for size, t in own.items() if size > curve[-1][0] and t >= curve[-1][1]))
-        for curve in curves
-    )
-    return alone, queued
 
 
-def find_contention(
-    first: Sequence[Overlap], second: Sequence[Overlap], sizes_bytes: Sequence[int], curve: Curve
-) -> Contention | None:
-    """Return how two plans say that compute and network slow each other down, None where they overlap alike.
+def with_own_messages(curve: Curve, own: Mapping[float, float]) -> Curve:
+    """Add messages of the steps that are larger than those that were sent to time them."""
+    last_bytes, last_us = curve[-1]
+    return (*curve, *sorted((size, round(t, 3)) for size, t in own.items() if size > last_bytes and t >= last_us))
 
-    `first` and `second` have one record for each rank; `sizes_bytes` are the second one's buckets.
-    """
-    backward_us, shared_us = (
-        statistics.fmean(getattr(b, name) - getattr(a, name) for a, b in zip(first, second, strict=True))
-        for name in ("backward_end_us", "shared_us")
-    )
-    if abs(shared_us) < 0.05 * statistics.fmean(one.backward_end_us for one in first):
+
+@dataclass(frozen=True)
+class Seen:
+    """One plan's steps: the bytes of its buckets, and what each rank saw."""
+
+    sizes_bytes: tuple[int, ...]
+    ranks: tuple[Overlap, ...]
+
+    @property
+    def backward_end_us(self) -> float:
+        return statistics.fmean(one.backward_end_us for one in self.ranks)
+
+    @property
+    def shared_us(self) -> float:
+        return statistics.fmean(one.shared_us for one in self.ranks)
+
+
+def find_contention(plans: Sequence[Seen], curve: Curve) -> Contention | None:
+    """Return how much compute and network slow each other down, None where all plans overlap alike."""
+    shared_us, ends_us = [plan.shared_us for plan in plans], [plan.backward_end_us for plan in plans]
+    if len(plans) < 2 or max(shared_us) - min(shared_us) < FEWEST_SHARED * min(ends_us):
         return None
-    lost = min(max(backward_us / shared_us, 0.0), MOST_SHARED)
+    lost = min(max(statistics.linear_regression(shared_us, ends_us).slope, 0.0), MOST_SHARED)
     sizes, times_us = zip(*curve, strict=True)
-    taken_us = alone_us = 0.0
-    for at, size in enumerate(sizes_bytes if all(len(one.sent_us) == len(sizes_bytes) for one in second) else ()):
-        if min(one.beside[at] for one in second) > 0.5:
-            taken_us += min(one.sent_us[at] for one in second)
-            alone_us += float(np.interp(size, sizes, times_us)) * max(1.0, size / sizes[-1])
-    network = min(max(taken_us / alone_us, 1.0), MOST_SLOWED) if alone_us > 0.0 else 1.0
+    factors = []
+    for plan in plans:
+        if all(len(one.sent_us) == len(plan.sizes_bytes) for one in plan.ranks):
+            for at, size in enumerate(plan.sizes_bytes):
+                if min(one.beside[at] for one in plan.ranks) > BESIDE:
+                    alone_us = float(np.interp(size, sizes, times_us)) * max(1.0, size / sizes[-1])
+                    factors.append(min(one.sent_us[at] for one in plan.ranks) / max(alone_us, 1e-9))
+    network = min(max(statistics.median(factors), 1.0), MOST_SLOWED) if factors else 1.0
     return Contention(compute=round(1.0 / (1.0 - lost), 4), network=round(network, 4))
 
 
-def make_profile(
-    session: Session, ranks: Sequence[RankSample], curves: tuple[Curve, Curve], contention: Contention | None
-) -> Profile:
+def make_profile(session: Session, ranks: Sequence[RankSample], curve: Curve, contention: Contention | None) -> Profile:
     """Return what `planner profile` would say; what messages cost computation is taken off again."""
     times = [one.times for one in ranks]
     if contention is not None:
         times = [without_contention(one.times, one.busy_us, contention) for one in ranks]
-    found = profile_of_run(session, None, times, curves)
+    found = profile_of_run(session, None, times, (curve, curve))
     assert found.cluster is not None
     return found if contention is None else replace(found, cluster=replace(found.cluster, contention=contention))

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import statistics
-import time
 import warnings
 import weakref
 from collections.abc import Generator, Sequence
@@ -23,12 +22,16 @@ from planner.online.ddp import ddp_plan
 from planner.online.deciding import Decision, names_of
 from planner.online.measuring import (
     Curve,
+    LinkProbe,
     Overlap,
     RankSample,
+    Seen,
+    curve_of,
     find_contention,
     make_profile,
     observe,
-    time_links,
+    own_messages,
+    probe_sizes,
     with_own_messages,
 )
 from planner.online.trying import BLOCK_STEPS, judge
@@ -46,14 +49,14 @@ Way = Literal["off", "report", "auto"]
 """DDP's buckets and no more; measured and said, never switched; all of it."""
 
 WARM_UP_STEPS, MEASURED_STEPS = 10, 20
-LATEST_STEP = 100
-"""The links are timed by then, with what the budget allows."""
-LINKS_SHARE, LINKS_S, LONGEST_LINKS_S = 0.005, 0.1, 1.0
-"""What each of two curves of the all-reduce may take of the time so far; what it would like to take, and the most."""
+LINKS_SHARE, PASSES = 0.018, 3
+"""What messages that time the links may take of the steps that they are sent behind; and how often each size is."""
+START_UP_US, US_PER_BYTE = 500.0, 2e-3
+"""What a message is expected to take before one has been seen."""
 POLL_S = 0.5
 """How often, at most, ranks ask rank 0 for its plan."""
 WORTH_TRYING = 0.01
-"""Predicted gain from which a plan is tried."""
+"""Predicted gain from which a plan is tried; of the second one twice as much, and so on."""
 MOST_TRIALS = 3
 WATCHED_STEPS, WINDOW_STEPS = 50, 10
 WATCH_S = 2.0
@@ -74,7 +77,7 @@ class Opening:
 
 @dataclass
 class Pilot:
-    """The `runtime.session.session.Director` of one session; `opening` and `cache` as `planner.online.attach` has them."""
+    """The `runtime.session.session.Director` of one session."""
 
     session: Session
     opening: Opening
@@ -89,7 +92,6 @@ class Pilot:
     def __post_init__(self) -> None:
         # The session holds its director: without a cycle both are freed with the script's last reference.
         self.session = weakref.proxy(self.session)
-        self._begun_s = time.perf_counter()
         self._decision: Decision | None = None
         self._present: Plan = self.session.plan
         self._next: Plan | None = None
@@ -157,8 +159,10 @@ class Pilot:
         # What got no gradient comes last, where nothing waits for it.
         mine = sorted(names, key=lambda name: at.get(name, math.inf))
         order: list[str] = self._gather(mine, "agreeing on the order of gradients")[0]
-        return self._present if tuple(order) == names else ddp_plan(
-            session.parameters, order, self._present.model, self._present.world
+        return (
+            self._present
+            if tuple(order) == names
+            else ddp_plan(session.parameters, order, self._present.model, self._present.world)
         )
 
     def _intervals_us(self) -> list[float]:
@@ -169,9 +173,8 @@ class Pilot:
     def _improve(self) -> Steps[None]:
         """Measure the present plan's steps, decide, and keep what is faster."""
         self.session.recorder.each_gradient = True
-        yield from self._wait(WARM_UP_STEPS + MEASURED_STEPS)
-        yield from self._wait(self._steps_until_affordable())
-        samples, curves = self._measure()
+        yield from self._wait(WARM_UP_STEPS)
+        samples, curve = yield from self._measure()
         self.session.recorder.each_gradient = self.session.recorder.clock.cheap
         if not samples:
             self.tell("nothing was measured: no step was seen from the model's forward to the end of backward; call "
@@ -179,8 +182,9 @@ class Pilot:
             return
         tried = {_digest(self._present)}
         contention: Contention | None = None
-        for _ in range(MOST_TRIALS):
-            plan = yield from self._decide(samples, curves, contention)
+        seen: list[Seen] = []
+        for trial in range(1, MOST_TRIALS + 1):
+            plan = yield from self._decide(samples, curve, contention, trial)
             if plan is None or self.opening.way == "report":
                 break
             if _digest(plan) in tried:
@@ -188,48 +192,56 @@ class Pilot:
                 break
             tried.add(_digest(plan))
             found = yield from self._try(plan)
-            if found is None:
-                break
-            before, after = found
-            slowed = find_contention(before, after, _sizes(plan), curves[0])
-            if slowed is None:
+            seen += found
+            if not found or (slowed := find_contention(seen, curve)) is None:
                 break
             contention = slowed
-            self.tell(f"compute beside messages takes {slowed.compute:.2f} times as long, messages beside compute "
-                      f"{slowed.network:.2f} times")  # fmt: skip
+            self.tell(
+                f"compute beside messages takes {slowed.compute:.2f} times as long, messages beside compute "
+                f"{slowed.network:.2f} times"
+            )
         self._remember()
 
-    def _steps_until_affordable(self) -> int:
-        """Return how many more steps to wait until the budget holds what timing the links would like to take."""
-        here = (time.perf_counter() - self._begun_s) / max(self.session.step, 1)
-        step_s = max(self._gather(here, "comparing times of steps"))
-        step = self.session.step
-        return min(max(0, math.ceil(LINKS_S / LINKS_SHARE / step_s) - step), max(0, LATEST_STEP - step))
-
-    def _measure(self) -> tuple[list[RankSample], tuple[Curve, Curve]]:
-        mine = observe(self.session, MEASURED_STEPS)
-        begun_s = time.perf_counter()
-        elapsed_s = begun_s - self._begun_s
-        everyone: list[tuple[RankSample | None, float]] = self._gather((mine, elapsed_s), "comparing the last steps")
-        samples = [sample for sample, _ in everyone if sample is not None]
-        if len(samples) < len(everyone):
-            return [], ((), ())
-        longest_s = min(LONGEST_LINKS_S, LINKS_SHARE * max(elapsed for _, elapsed in everyone))
-        curves = time_links(self.session, longest_s)
-        curves = with_own_messages(curves, _sizes(self._present), [one.overlap for one in samples])
-        spent_s = max(self._gather(time.perf_counter() - begun_s, "comparing what measuring took"))
-        self.tell(f"measured {MEASURED_STEPS} steps, and messages of {len(curves[0])} sizes for {spent_s * 1e3:.0f} ms, "
-                  f"{spent_s / elapsed_s:.1%} of the time so far")  # fmt: skip
-        return samples, curves
+    def _measure(self) -> Steps[tuple[list[RankSample], Curve]]:
+        """Send messages behind the next steps, as the budget allows, then look at the last steps of all ranks."""
+        session = self.session
+        mine = (observe(session, WARM_UP_STEPS // 2), statistics.median(self._intervals_us()))
+        first: list[tuple[RankSample | None, float]] = self._gather(mine, "comparing the first steps")
+        if not all(sample for sample, _ in first):
+            return [], ()
+        step_us = max(step for _, step in first)
+        own = own_messages(_sizes(self._present), [sample.overlap for sample, _ in first if sample])
+        us_per_byte = min((time_us / size for size, time_us in own.items() if size), default=US_PER_BYTE)
+        sizes = probe_sizes(sum(_sizes(self._present)))
+        begun, spent_us, probe = session.step, 0.0, LinkProbe(session, sizes)
+        try:
+            for number in range(PASSES):
+                for size in sizes:
+                    expected_us = probe.calls(size) * (START_UP_US + size * us_per_byte)
+                    yield from self._wait(max(1, math.ceil(expected_us / (LINKS_SHARE * step_us))))
+                    probe.send(size)
+                ranks: list[list[float]] = self._gather(probe.times_us(), "comparing times of messages")
+                spent_us = max(map(sum, ranks))
+                if number + 1 < PASSES:  # what was not expected is made up for
+                    yield from self._wait(max(0, math.ceil(spent_us / (LINKS_SHARE * step_us)) - session.step + begun))
+        finally:
+            probe.close()
+        samples: list[RankSample] = self._gather(observe(session, MEASURED_STEPS), "comparing the last steps")
+        own = own_messages(_sizes(self._present), [sample.overlap for sample in samples])
+        curve = with_own_messages(curve_of(sizes, ranks), own)
+        share = spent_us / max((session.step - begun) * step_us, 1.0)
+        self.tell(f"measured {MEASURED_STEPS} steps, and messages of {len(sizes)} sizes behind {PASSES * len(sizes)} "
+                  f"others: {spent_us / 1e3:.0f} ms, {share:.1%} of their time")  # fmt: skip
+        return samples, curve
 
     def _decide(
-        self, samples: Sequence[RankSample], curves: tuple[Curve, Curve], contention: Contention | None
+        self, samples: Sequence[RankSample], curve: Curve, contention: Contention | None, trial: int
     ) -> Steps[Plan | None]:
         """Return rank 0's plan where it is worth a trial, on all ranks alike; training goes on meanwhile."""
         problem: str | None = None
         if self.session.world.rank == 0:
             try:
-                self._profile = make_profile(self.session, samples, curves, contention)
+                self._profile = make_profile(self.session, samples, curve, contention)
                 request = {
                     "profile": self._profile.to_document(), "accuracy": self.opening.key.accuracy,
                     "allow": list(self.opening.allow), "present": names_of(self._present.buckets),
@@ -255,7 +267,7 @@ class Pilot:
             f"a plan of {pluralize(len(plan.buckets), 'bucket')} is predicted to take {predicted_us / 1e3:.2f} ms a "
             f"step, the present one {present_us / 1e3:.2f} ms"
         )
-        if predicted_us > (1.0 - WORTH_TRYING) * present_us:
+        if predicted_us > (1.0 - WORTH_TRYING * trial) * present_us:
             self.tell(f"{words}: nothing to gain", aloud=self.opening.way == "report")
             return None
         if self.opening.way == "report":
@@ -264,9 +276,9 @@ class Pilot:
         self.tell(f"{words}: it is tried")
         return plan
 
-    def _try(self, plan: Plan) -> Steps[tuple[list[Overlap], list[Overlap]] | None]:
-        """Train by both plans in interleaved blocks and go on with the faster; return what ranks saw of the present
-        one and of the plan, or None where a rank cannot lay the plan out.
+    def _try(self, plan: Plan) -> Steps[list[Seen]]:
+        """Train by both plans in interleaved blocks and go on with the faster; return what was seen of the present one
+        and of the plan, nothing where a rank cannot lay the plan out.
         """
         plans = {"new": plan, "old": self._present}
         rounds: list[tuple[float, float]] = []
@@ -280,22 +292,22 @@ class Pilot:
                 yield from self._wait(BLOCK_STEPS)
                 if switches and self.session.mode is mode:  # the session has said why
                     self._present = plans["old"]
-                    return None
+                    return []
                 times[name] = statistics.median(self._intervals_us()[1 - BLOCK_STEPS :])
                 if (sample := observe(self.session, BLOCK_STEPS - 1)) is not None:
                     seen[name].append(sample.overlap)
             everyone: list[dict[str, float]] = self._gather(times, "comparing plans")
             rounds.append((max(one["new"] for one in everyone), max(one["old"] for one in everyone)))
-            verdict = judge(rounds, ("the new plan", self._called(plans["old"])))
+            verdict = judge(rounds, (self._called(plan), self._called(plans["old"])))
         self.tell(verdict.text, aloud=True)
         self._switch(plans["new" if verdict.good else "old"])
         ranks: list[dict[str, list[Overlap]]] = self._gather(seen, "comparing what plans overlap")
         if not all(one["new"] and one["old"] for one in ranks):
-            return None
-        return [_mean(one["old"]) for one in ranks], [_mean(one["new"]) for one in ranks]
+            return []
+        return [Seen(tuple(_sizes(plans[name])), tuple(_mean(one[name]) for one in ranks)) for name in plans]
 
     def _called(self, plan: Plan) -> str:
-        return "DDP's buckets" if plan.predicted is None else "the present plan"
+        return "DDP's buckets" if plan.predicted is None else f"the plan of {pluralize(len(plan.buckets), 'bucket')}"
 
     def _drifted(self, reference_us: float | None) -> Steps[bool]:
         """Watch until steps have become longer or shorter than the first ones (or than `reference_us`)."""
@@ -356,4 +368,3 @@ def _mean(ones: Sequence[Overlap]) -> Overlap:
         tuple(map(statistics.median, zip(*(one.sent_us for one in whole), strict=True))),
         tuple(map(statistics.median, zip(*(one.beside for one in whole), strict=True))),
     )
-
