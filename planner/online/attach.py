@@ -67,10 +67,14 @@ class PlannedSession(Session):
             path: where the page goes, None for none. It needs plotly; without, that is said in place of it.
         """
         story = tuple(self.pilot.story) if self.pilot is not None else ()
-        plan = replace(self.plan, notes=(*self.plan.notes, *story))
+        plan, decided = self.plan, self.pilot.decided if self.pilot is not None else None
+        ddp = None if decided is None else (decided.baselines or {}).get("ddp")
+        if plan.predicted is None and decided is not None and ddp is not None and ddp.buckets == len(plan.buckets):
+            plan = replace(plan, predicted=ddp, baselines=decided.baselines)
         console = make_console()
         with console.capture() as shown:
-            print_plan(self.plan, console, buckets=True)
+            print_plan(plan, console, buckets=True)
+        plan = replace(plan, notes=(*plan.notes, *story))
         report = self.report()
         lines = [*story, shown.get().rstrip(), str(report)]
         if self.world.rank != 0:

@@ -49,6 +49,7 @@ Way = Literal["off", "report", "auto"]
 """DDP's buckets and no more; measured and said, never switched; all of it."""
 
 WARM_UP_STEPS, MEASURED_STEPS = 10, 20
+USUAL_STEP_US = 1e5
 LINKS_SHARE, PASSES = 0.018, 3
 """What messages that time the links may take of the steps that they are sent behind; and how often each size is."""
 START_UP_US, US_PER_BYTE = 500.0, 2e-3
@@ -159,16 +160,18 @@ class Pilot:
         # What got no gradient comes last, where nothing waits for it.
         mine = sorted(names, key=lambda name: at.get(name, math.inf))
         order: list[str] = self._gather(mine, "agreeing on the order of gradients")[0]
-        return (
-            self._present
-            if tuple(order) == names
-            else ddp_plan(session.parameters, order, self._present.model, self._present.world)
-        )
+        if tuple(order) == names:
+            return self._present
+        return ddp_plan(session.parameters, order, self._present.model, self._present.world)
 
     def _intervals_us(self) -> list[float]:
         """Return how long each of the last steps took, from the end of one exchange to that of the next."""
         ends = [step.end for step in self.session.recorder.steps]
         return [self.session.recorder.clock.between_us(a, b) for a, b in pairwise(ends)]
+
+    def _step_us(self, last: int = WATCHED_STEPS) -> float:
+        """Return the median of so many last steps; where the recorder was begun anew and has none, a usual time."""
+        return statistics.median(self._intervals_us()[-last:] or [USUAL_STEP_US])
 
     def _improve(self) -> Steps[None]:
         """Measure the present plan's steps, decide, and keep what is faster."""
@@ -205,7 +208,7 @@ class Pilot:
     def _measure(self) -> Steps[tuple[list[RankSample], Curve]]:
         """Send messages behind the next steps, as the budget allows, then look at the last steps of all ranks."""
         session = self.session
-        mine = (observe(session, WARM_UP_STEPS // 2), statistics.median(self._intervals_us()))
+        mine = (observe(session, WARM_UP_STEPS // 2), self._step_us())
         first: list[tuple[RankSample | None, float]] = self._gather(mine, "comparing the first steps")
         if not all(sample for sample, _ in first):
             return [], ()
@@ -249,8 +252,7 @@ class Pilot:
                 self._decision = Decision(request)
             except Exception as error:  # the other ranks wait for the answer
                 problem = f"{type(error).__name__}: {error}"
-        step_us = statistics.median(self._intervals_us())
-        every = max(self._gather(max(1, math.ceil(POLL_S * 1e6 / max(step_us, 1.0))), "agreeing when to ask"))
+        every = max(self._gather(max(1, math.ceil(POLL_S * 1e6 / self._step_us())), "agreeing when to ask"))
         answer: dict[str, Any] | None = None
         while answer is None:
             yield from self._wait(every)
@@ -293,7 +295,7 @@ class Pilot:
                 if switches and self.session.mode is mode:  # the session has said why
                     self._present = plans["old"]
                     return []
-                times[name] = statistics.median(self._intervals_us()[1 - BLOCK_STEPS :])
+                times[name] = self._step_us(BLOCK_STEPS - 1)
                 if (sample := observe(self.session, BLOCK_STEPS - 1)) is not None:
                     seen[name].append(sample.overlap)
             everyone: list[dict[str, float]] = self._gather(times, "comparing plans")
@@ -312,9 +314,8 @@ class Pilot:
     def _drifted(self, reference_us: float | None) -> Steps[bool]:
         """Watch until steps have become longer or shorter than the first ones (or than `reference_us`)."""
         while True:
-            step_us = statistics.median(self._intervals_us() or [1e6])
-            step_us = max(self._gather(step_us, "comparing times of steps"))
-            yield from self._wait(max(WATCHED_STEPS + WARM_UP_STEPS, math.ceil(WATCH_S * 1e6 / max(step_us, 1.0))))
+            step_us = max(self._gather(self._step_us(), "comparing times of steps"))
+            yield from self._wait(max(WATCHED_STEPS + WARM_UP_STEPS, math.ceil(WATCH_S * 1e6 / step_us)))
             last = self._intervals_us()[-WATCHED_STEPS:]
             windows = [last[at : at + WINDOW_STEPS] for at in range(0, len(last) - WINDOW_STEPS + 1, WINDOW_STEPS)]
             medians = [statistics.median(window) for window in windows]
@@ -337,7 +338,7 @@ class Pilot:
         if self.cache is None or self.session.world.rank != 0 or self.opening.way != "auto":
             return
         if step_us is None:
-            step_us = statistics.median(self._intervals_us() or [0.0])
+            step_us = self._step_us()
         kept = Remembered(
             key=self.opening.key, plan=self._present, profile=self._profile, step_us=round(step_us, 3),
             story=tuple(self.story[-20:]),

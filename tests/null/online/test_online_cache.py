@@ -1,0 +1,104 @@
+"""What runs remember: read strictly, written whole, bounded, and never a reason to stop."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from builders import usual_document
+
+from planner import optimize
+from planner.documents.profile import parse_profile
+from planner.online import cache as cache_module
+from planner.online.cache import Cache, Key, Remembered, cache_folder
+from runtime.errors import InputError
+from runtime.plan import ModelReference
+
+PRINT = "sha256:" + "a" * 64
+KEY = Key(model=PRINT, ranks=4, nodes=4, backend="gloo", device="cpu", cores=2, torch="2.13.0", planner="0.1.0",
+          accuracy="exact")  # fmt: skip
+
+
+def remembered(key: Key = KEY) -> Remembered:
+    profile = parse_profile(usual_document())
+    plan = replace(optimize(profile), model=ModelReference(name="test", fingerprint=key.model))
+    return Remembered(key=key, plan=plan, profile=profile, step_us=1234.5, story=("step 3: it was fine",))
+
+
+def test_what_was_written_is_read_again(tmp_path: Path) -> None:
+    cache = Cache(tmp_path / "made" / "here")
+    assert cache.read(KEY) is None
+    path = cache.write(remembered())
+    assert cache.read(KEY) == remembered()
+    assert os.listdir(cache.folder) == [path.name]
+
+
+@pytest.mark.parametrize(
+    "change", [{"torch": "2.14.0"}, {"ranks": 8}, {"nodes": 2}, {"model": "sha256:" + "b" * 64}, {"device": "H100"},
+               {"backend": "nccl"}, {"allow": ("sharded-step",)}, {"cores": 64}],
+)  # fmt: skip
+def test_another_model_torch_or_cluster_has_another_file(tmp_path: Path, change: dict[str, Any]) -> None:
+    cache, other = Cache(tmp_path), replace(KEY, **change)
+    mine = cache.write(remembered())
+    assert cache.read(other) is None
+    os.replace(mine, cache.path(other))  # somebody renamed it
+    with pytest.raises(InputError, match=rf"\$.key: found another {next(iter(change))} than this run's"):
+        cache.read(other)
+
+
+SPOILED: dict[str, Callable[[str], str]] = {
+    "empty": lambda text: "",
+    "cut off": lambda text: text[: len(text) // 2],
+    "no JSON": lambda text: "hello",
+    "another schema": lambda text: text.replace("planner.cache/1", "planner.plan/1"),
+    "an unknown field": lambda text: json.dumps({**json.loads(text), "code": "import os"}),
+    "a wrong plan": lambda text: json.dumps({**json.loads(text), "plan": {"schema": "planner.plan/1"}}),
+    "a plan of other ranks": lambda text: text.replace('"ranks": 4', '"ranks": 8', 2),
+    "not finite": lambda text: text.replace("1234.5", "NaN"),
+}
+
+
+@pytest.mark.parametrize("how", SPOILED)
+def test_a_spoiled_file_is_refused_with_its_path(tmp_path: Path, how: str) -> None:
+    cache = Cache(tmp_path)
+    path = cache.write(remembered())
+    path.write_text(SPOILED[how](path.read_text()))
+    with pytest.raises(InputError, match=path.name):
+        cache.read(KEY)
+    cache.write(remembered())  # and is written over
+    assert cache.read(KEY) == remembered()
+
+
+def test_it_bounds_its_own_size_and_touches_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = Cache(tmp_path)
+    (tmp_path / "notes.json").write_text("mine")
+    (tmp_path / ".planner-killed.tmp").write_text("half")
+    os.utime(tmp_path / ".planner-killed.tmp", (1, 1))
+    monkeypatch.setattr(cache_module, "MOST_FILES", 3)
+    keys = [replace(KEY, ranks=4, cores=cores) for cores in range(1, 7)]
+    for at, key in enumerate(keys):
+        os.utime(cache.write(remembered(key)), (1000 + at, 1000 + at))
+    cache.read(keys[3])  # was used, so it stays
+    cache.write(remembered())
+    kept = {cache.path(key).name for key in (keys[3], keys[5], KEY)}
+    assert set(os.listdir(tmp_path)) == {"notes.json", *kept}
+    monkeypatch.setattr(cache_module, "MOST_BYTES", 1)
+    cache.write(remembered())
+    assert set(os.listdir(tmp_path)) == {"notes.json", cache.path(KEY).name}  # the newest one stays in any case
+
+
+def test_a_folder_that_cannot_be_made_is_an_error_of_ours(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(InputError, match="set PLANNER_CACHE"):
+        Cache(tmp_path / "file" / "below").write(remembered())
+
+
+def test_where_it_lies(tmp_path: Path) -> None:
+    assert cache_folder({"PLANNER_CACHE": "/x", "XDG_CACHE_HOME": "/y"}) == Path("/x")
+    assert cache_folder({"XDG_CACHE_HOME": "/y"}) == Path("/y/planner")
+    assert cache_folder({}) == Path.home() / ".cache" / "planner"

@@ -1,0 +1,105 @@
+"""What a run concludes from its own steps: contention, curves, trials; and the process that decides."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+from builders import usual_document
+from hypothesis import given
+from hypothesis import strategies as st
+
+from planner import optimize, simulate
+from planner.documents.profile import parse_profile
+from planner.online.deciding import Decision, decide, names_of
+from planner.online.measuring import LinkProbe, Overlap, Seen, curve_of, find_contention, probe_sizes, with_own_messages
+from planner.online.trying import FEWEST_ROUNDS, MOST_ROUNDS, judge
+from runtime.plan import parse_plan
+
+NAMES = ("the plan of 3 buckets", "DDP's buckets")
+
+
+def until_decided(rounds: list[tuple[float, float]]) -> tuple[int, Any]:
+    for count in range(1, MOST_ROUNDS + 1):
+        if (verdict := judge(rounds[:count], NAMES)) is not None:
+            return count, verdict
+    raise AssertionError("a trial has to end")
+
+
+@given(st.lists(st.tuples(st.floats(1e3, 1e6), st.floats(1e3, 1e6)), min_size=MOST_ROUNDS, max_size=MOST_ROUNDS))
+def test_every_trial_ends_with_the_faster(rounds: list[tuple[float, float]]) -> None:
+    count, verdict = until_decided(rounds)
+    gains = [(old - new) / old for new, old in rounds[:count]]
+    assert verdict.good == (sum(gains) > 0.0)
+    assert count >= FEWEST_ROUNDS or not verdict.good
+
+
+def test_a_plan_that_is_much_slower_is_given_up_early() -> None:
+    assert until_decided([(200.0, 100.0)] * MOST_ROUNDS)[0] == 1
+    assert until_decided([(110.0, 100.0)] * MOST_ROUNDS)[0] == 2
+    count, verdict = until_decided([(90.0, 100.0), (91.0, 100.0)] * 5)
+    assert count == FEWEST_ROUNDS
+    assert verdict.good
+    assert "the run goes on with the plan of 3 buckets" in verdict.text
+
+
+def seen(shared_us: float, lost: float, network: float) -> Seen:
+    """Two ranks with a plan whose one message of 1 MB lies in backward for so long; alone it takes 10 ms."""
+    one = Overlap(50e3 + lost * shared_us, shared_us, (10e3 * network,), (0.9,))
+    return Seen((1_000_000,), (one, one))
+
+
+@given(st.floats(0.0, 0.6), st.floats(1.0, 4.0))
+def test_contention_is_found_from_plans_that_overlap_differently(lost: float, network: float) -> None:
+    curve = ((1000.0, 100.0), (1_000_000.0, 10e3))
+    found = find_contention([seen(2e3, lost, network), seen(20e3, lost, network), seen(9e3, lost, network)], curve)
+    assert found is not None
+    assert found.compute == pytest.approx(1.0 / (1.0 - lost), rel=1e-3)
+    assert found.network == pytest.approx(network, rel=1e-3)
+    assert find_contention([seen(2e3, lost, network), seen(2.1e3, lost, network)], curve) is None
+
+
+def test_a_curve_is_of_the_rank_that_came_last_and_goes_on_with_the_steps_own_messages() -> None:
+    sizes = probe_sizes(3_000_000)
+    assert sizes[0] == 1024
+    assert sizes[-1] == 3_000_000
+    alone = [(100.0 + size * 1e-3) * LinkProbe.calls(size) for size in sizes]
+    waited = [time_us + 5000.0 for time_us in alone]
+    curve = curve_of(sizes, [[*alone, *waited, *alone], [*waited, *alone, *waited]])
+    assert [time_us for _, time_us in curve] == pytest.approx([100.0 + size * 1e-3 for size in sizes])
+    assert with_own_messages(curve, {500.0: 1.0, 2e7: 20e3, 3e7: 1.0})[len(curve) :] == ((2e7, 20e3),)
+
+
+def request() -> dict[str, Any]:
+    names = [gradient.name for gradient in parse_profile(usual_document()).compute.gradients]
+    return {"profile": usual_document(), "accuracy": "exact", "allow": [], "present": [names]}
+
+
+def test_the_process_that_decides_gives_the_plan_that_optimize_gives() -> None:
+    decision = Decision(request())
+    try:
+        deadline = time.monotonic() + 60.0
+        while (answer := decision.poll()) is None:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+    finally:
+        decision.close()
+    profile = parse_profile(usual_document())
+    plan = parse_plan(answer["plan"])
+    assert plan == optimize(profile)
+    assert answer["present_us"] == simulate(profile, strategies=["single"])[0].iteration_us
+    assert names_of(plan.buckets) == [list(bucket.gradients) for bucket in plan.buckets]
+
+
+def test_what_is_wrong_is_an_answer() -> None:
+    decision = Decision({**request(), "profile": {"schema": "planner.profile/1"}})
+    try:
+        deadline = time.monotonic() + 60.0
+        while (answer := decision.poll()) is None:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+    finally:
+        decision.close()
+    assert "$.model" in answer["problem"]
+    assert decide(request())["plan"]["schema"] == "planner.plan/1"

@@ -1,0 +1,369 @@
+"""What ranks do with `planner.attach(model, optimizer)`: against DDP, with all kinds of caches, as a link changes."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from drift_checks import DELAY_S, linked, model, profile_of
+from export_checks import MODELS
+from interplay_harness import SGD, Side, compare, loss_of, mlp, outcome, ranks_agree, steps, told, with_ddp
+from step_checks import raised
+from torch import nn
+from torch.futures import Future
+from torch.nn.parallel import DistributedDataParallel
+
+import planner
+from planner.decide.strategies import make_schedule
+from planner.documents.profile import parse_profile
+from planner.emit.lower import lower
+from planner.model.problem import make_problem
+from planner.online import pilot
+from planner.online.attach import PlannedSession
+from planner.online.cache import Cache, Key, Remembered
+from runtime.checks.plan import model_fingerprint
+from runtime.errors import CacheWarning
+from runtime.monitor.verdict import Verdict
+from runtime.plan import Plan
+
+
+class Given:
+    """In place of the process that decides: one message per gradient, once it was asked twice."""
+
+    made = 0
+
+    def __init__(self, request: dict[str, Any]) -> None:
+        Given.made += 1
+        problem = make_problem(parse_profile(request["profile"]))
+        self._answer = {"plan": lower(problem, make_schedule(problem, "wfbp")).to_document(), "present_us": 1e9}
+        self._asked = 0
+
+    def poll(self) -> dict[str, Any] | None:
+        self._asked += 1
+        return self._answer if self._asked > 1 else None
+
+    def close(self) -> None: ...
+
+
+def always(good: bool) -> Callable[..., Verdict | None]:
+    """A trial of four rounds with this end."""
+
+    def judge(rounds: list[Any], _names: Any) -> Verdict | None:
+        return None if len(rounds) < 4 else Verdict(good=good, step_us=1.0, other_us=2.0, text=f"good: {good}")
+
+    return judge
+
+
+@contextmanager
+def hurried(good: bool | None = True, **changes: Any) -> Iterator[Path]:
+    """Inside, planning has no budget, decides at once, and remembers in a folder of rank 0's that is given."""
+    Given.made = 0
+    folder = [tempfile.mkdtemp() if dist.get_rank() == 0 else ""]
+    dist.broadcast_object_list(folder)
+    values: dict[str, Any] = {"LINKS_SHARE": 1e9, "POLL_S": 1e-6, "WATCH_S": 1e-6, "Decision": Given, "MOST_TRIALS": 1}
+    values |= {} if good is None else {"judge": always(good)}
+    environment = {"PLANNER_CACHE": str(Path(folder[0]) / f"rank{dist.get_rank()}")}
+    with mock.patch.multiple(pilot, **(values | changes)), mock.patch.dict(os.environ, environment):
+        yield Path(environment["PLANNER_CACHE"])
+
+
+def online(net: nn.Module | None = None, **options: Any) -> Side:
+    """A side without a plan."""
+    net = mlp() if net is None else net
+    optimizer = SGD(net.parameters())
+    return Side(net, net, optimizer, planner.attach(net, optimizer, timeout_s=60, **options))
+
+
+def session_of(side: Side) -> PlannedSession:
+    assert isinstance(side.session, PlannedSession)
+    return side.session
+
+
+def with_accumulation(side: Side, count: int) -> None:
+    """Steps of which every seventh accumulates two micro-batches."""
+    for step in range(count):
+        side.optimizer.zero_grad()
+        if step % 7 == 0:
+            with side.no_sync():
+                loss_of(side, 10_000 + step).backward()
+        loss_of(side, step).backward()
+        nn.utils.clip_grad_norm_(side.model.parameters(), 1.0)
+        side.optimizer.step()
+
+
+def switch_inside() -> dict[str, bool]:
+    """500 steps with measuring, a trial and a switch inside; then a run that begins with what was found."""
+    reference = with_ddp(mlp())
+    with_accumulation(reference, 500)
+    expected = outcome(reference)
+    reference.close()
+    results = {}
+    for good in (True, False):
+        with hurried(good):
+            side = online()
+            session, first = session_of(side), session_of(side).plan
+            with_accumulation(side, 500)
+            story = session.pilot.story if session.pilot else []
+            found = outcome(side)
+            results |= {f"{good}: {what}": right for what, right in compare(expected, found).items()}
+            results[f"{good}: tried: {story}"] = any(f"good: {good}" in line for line in story)
+            results[f"{good}: kept"] = (len(session.plan.buckets) == 6) == good and len(first.buckets) == 1
+            results[f"{good}: once"] = Given.made == (dist.get_rank() == 0)
+            kept = session.plan
+            side.close()
+            again = online()
+            results[f"{good}: planned from step 1"] = session_of(again).plan.buckets == kept.buckets
+            with_accumulation(again, 500)
+            results |= {f"{good}, again: {what}": right for what, right in compare(expected, outcome(again)).items()}
+            results[f"{good}: nothing to decide"] = Given.made == (dist.get_rank() == 0)
+            text = session_of(again).explain(None)
+            results[f"{good}: explained: {text}"] = "planned from the first step" in text and "rank" in text
+            again.close()
+    return results
+
+
+def buckets_like_ddp() -> dict[str, bool]:
+    """Of four models, after DDP has rebuilt its own."""
+    results = {}
+    for name, (make, batch) in MODELS.items():
+        torch.manual_seed(0)
+        net, x = make(), batch()
+        names = {parameter: name for name, parameter in net.named_parameters()}
+        wrapped, sent = DistributedDataParallel(net), []
+
+        def record(_: None, bucket: dist.GradBucket, sent: Any = sent, names: Any = names) -> Any:
+            sent.append(tuple(names[parameter] for parameter in bucket.parameters()))
+            done: Future[torch.Tensor] = Future()
+            done.set_result(bucket.buffer())
+            return done
+
+        record.__annotations__.clear()
+        wrapped.register_comm_hook(None, record)
+        for _ in range(3):
+            sent.clear()
+            wrapped(x).sum().backward()
+        del wrapped
+        with mock.patch.dict(os.environ, {"PLANNER": "off"}):
+            side = online(net)
+            for _ in range(3):
+                net(x).sum().backward()
+            planned = [bucket.gradients for bucket in session_of(side).plan.buckets]
+            side.close()
+        results[f"{name}: {planned} {sent}"] = planned == sent
+    return results
+
+
+def decided_for_real() -> dict[str, bool]:
+    """By the process, with its real trial; how it ends is the machine's affair."""
+    with hurried(None, Decision=pilot.Decision, WORTH_TRYING=-1e9, MOST_TRIALS=2, POLL_S=0.02):
+        side = online(model())
+        session = session_of(side)
+        for step in range(20_000):
+            steps(side, range(step, step + 1))
+            if session.pilot and any("run goes on with" in line for line in session.pilot.story):
+                break
+        story = session.pilot.story if session.pilot else []
+        side.close()
+    return {f"{story}": any("run goes on with" in line for line in story), "alike": ranks_agree(story)}
+
+
+def caught(action: Callable[[], Any]) -> tuple[Any, list[str]]:
+    """What an action returns, and the warnings about caches that it gives."""
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        value = action()
+    return value, [str(one.message) for one in found if issubclass(one.category, CacheWarning)]
+
+
+def caches() -> dict[str, bool]:
+    """Spoiled, of another rank, unwritable, deleted: the run goes on, and rank 0 says so once."""
+    results: dict[str, bool] = {}
+    with hurried() as folder:
+        side = online()
+        steps(side, range(150))
+        kept = session_of(side).plan
+        side.close()
+        dist.barrier()
+        if dist.get_rank() == 0:
+            [path] = folder.iterdir()
+            whole = path.read_text()
+            path.write_text(whole[: len(whole) // 2])
+        results["only rank 0 writes"] = folder.exists() == (dist.get_rank() == 0)
+
+        def train() -> Plan:
+            side = online()
+            first = session_of(side).plan
+            steps(side, range(150))
+            side.close()
+            return first
+
+        first, said = caught(train)
+        results[f"spoiled: {said}"] = len(said) == (dist.get_rank() == 0)
+        results["begins with DDP's"] = len(first.buckets) == 1
+        first, said = caught(train)
+        results[f"written anew: {said}"] = not said and len(first.buckets) == len(kept.buckets)
+        if dist.get_rank() == 1:  # another cache, with another plan
+            folder.mkdir()
+            document = json.loads(whole_of(folder.parent / "rank0"))
+            document["plan"]["buckets"] = [
+                {"gradients": [n for b in document["plan"]["buckets"] for n in b["gradients"]]}
+            ]
+            (folder / next((folder.parent / "rank0").iterdir()).name).write_text(json.dumps(document))
+        first, said = caught(train)
+        results[f"rank 0's counts: {said}"] = not said and len(first.buckets) == len(kept.buckets)
+        dist.barrier()
+        if dist.get_rank() == 0:
+            for path in folder.iterdir():
+                path.unlink()
+            folder.rmdir()
+            folder.write_text("a file in its place")
+        dist.barrier()
+        first, said = caught(train)
+        results[f"unwritable: {said}"] = len(said) == (dist.get_rank() == 0) and len(first.buckets) == 1
+    return results
+
+
+def whole_of(folder: Path) -> str:
+    [path] = folder.iterdir()
+    return path.read_text()
+
+
+def ways() -> dict[str, bool]:
+    """PLANNER, explicit plans, and what is refused."""
+    results: dict[str, bool] = {}
+    with hurried():
+        for way in ("off", "report"):
+            with mock.patch.dict(os.environ, {"PLANNER": way}):
+                side = online()
+                steps(side, range(150))
+                session = session_of(side)
+                story = " ".join(session.pilot.story) if session.pilot else ""
+                results[f"{way}: DDP's buckets"] = len(session.plan.buckets) == 1
+                results[f"{way}: {story}"] = ("PLANNER=auto would try it" in story) == (way == "report")
+                side.close()
+        with mock.patch.dict(os.environ, {"PLANNER": "fast" if dist.get_rank() == 0 else "auto"}):
+            said = raised(online)
+        results |= told(said, ["PLANNER: found 'fast', expected one of: off, report, auto"])
+        net = mlp()
+        profile = profile_of(net)
+        plan = lower(make_problem(profile), make_schedule(make_problem(profile), "wfbp"))
+        side = online(net, plan=plan)
+        results["a plan is executed"] = session_of(side).plan == plan and session_of(side).pilot is None
+        side.close()
+        lossy = replace(plan, accuracy="bounded", fallback=plan)
+        results |= told(raised(lambda: online(plan=lossy, accuracy="exact")), ["accuracy is bounded, expected at most"])
+        results |= told(raised(lambda: online(accuracy="bounded")), ["planner profile --for bounded"])
+        results |= told(raised(lambda: online(nn.Linear(2, 2 + dist.get_rank()))), ["ranks hold different models"])
+        results |= told(raised(lambda: online(DistributedDataParallel(mlp()))), ["wrapped in DistributedDataParallel"])
+        side = online()
+        session_of(side).switch(plan)
+        steps(side, range(150))
+        results["the caller decides"] = session_of(side).plan == plan and Given.made <= 2
+        side.close()
+    return results
+
+
+def interrupted() -> dict[str, bool]:
+    """Ctrl-C on all ranks in the middle of a trial; training can go on, or the session end."""
+    done = 40
+    reference = with_ddp(mlp())
+    steps(reference, range(200))
+    expected = outcome(reference)
+    reference.close()
+    results: dict[str, bool] = {}
+    with hurried() as folder:
+        side = online()
+        session = session_of(side)
+        steps(side, range(done))
+        pilots = session.pilot
+        story = list(pilots.story) if pilots else []
+        results[f"in a trial: {story}"] = "is tried" in story[-1] and "good" not in story[-1]
+        loss = loss_of(side, done)
+
+        def interrupt(_: torch.Tensor) -> None:
+            raise KeyboardInterrupt
+
+        handle = next(side.model.parameters()).register_hook(interrupt)
+        try:
+            loss.backward()
+        except KeyboardInterrupt:
+            results["interrupted"] = True
+        handle.remove()
+        dist.barrier()
+        steps(side, range(done, 200))
+        results |= compare(expected, outcome(side))
+        results["it went on"] = len(session.plan.buckets) == 6
+        side.close()
+        left = sorted(path.name for path in folder.iterdir()) if folder.exists() else []
+        results[f"nothing half-written: {left}"] = not any(name.endswith(".tmp") for name in left)
+    return results
+
+
+def slowed_link() -> dict[str, bool]:
+    """A remembered plan of many messages, whose start-up time rises in the run: planned again, and faster."""
+    reference = with_ddp(model())
+    steps(reference, range(600))
+    expected = outcome(reference)
+    reference.close()
+    results: dict[str, bool] = {}
+    with linked() as link, hurried(None, Decision=pilot.Decision, POLL_S=0.02, MOST_TRIALS=2) as folder:
+        net = model()
+        problem = make_problem(profile_of(net))
+        plan = lower(problem, make_schedule(problem, "wfbp"))
+        side = online(model(), plan=plan)
+        steps(side, range(60))
+        step_us = session_of(side).report().every_us
+        side.close()
+        if dist.get_rank() == 0:
+            remember(folder, net, plan, step_us)
+        side = online(net)
+        session = session_of(side)
+        results["begins with what is remembered"] = len(session.plan.buckets) == len(plan.buckets)
+        steps(side, range(100))
+        link.delay_s = DELAY_S / 2
+        slow_us = 0.0
+        for step in range(100, 600):
+            steps(side, range(step, step + 1))
+            if step == 140:
+                slow_us = session.report().iteration_us
+        results |= compare(expected, outcome(side))
+        story = session.pilot.story if session.pilot else []
+        results[f"planned again: {story}"] = any("planned again" in line for line in story)
+        results[f"merged: {len(session.plan.buckets)}"] = len(session.plan.buckets) < len(plan.buckets)
+        results[f"faster: {slow_us} {session.report().iteration_us}"] = session.report().iteration_us < slow_us
+        side.close()
+    return results
+
+
+def remember(folder: Path, net: nn.Module, plan: Plan, step_us: float) -> None:
+    """Leave a plan as an earlier run would have."""
+    known = replace(plan, model=replace(plan.model, fingerprint=model_fingerprint(net)))
+    wanted = Key(
+        model=model_fingerprint(net), ranks=2, nodes=1, backend="gloo", device="cpu", cores=os.cpu_count() or 0,
+        torch=torch.__version__, planner=planner.__version__, accuracy="exact",
+    )  # fmt: skip
+    Cache(folder).write(Remembered(key=wanted, plan=known, profile=None, step_us=step_us, story=()))
+
+
+CHECKS: dict[str, Callable[[], dict[str, bool]]] = {
+    check.__name__: check
+    for check in (
+        switch_inside, buckets_like_ddp, decided_for_real, caches, ways, interrupted, slowed_link,
+    )
+}  # fmt: skip
+
+
+def run(names: list[str]) -> dict[str, dict[str, bool]]:
+    """Return what the checks of these names found."""
+    torch.set_num_threads(1)
+    return {name: CHECKS[name]() for name in names}
