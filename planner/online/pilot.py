@@ -57,8 +57,9 @@ START_UP_US, US_PER_BYTE = 500.0, 2e-3
 POLL_S = 0.5
 """How often, at most, ranks ask rank 0 for its plan."""
 WORTH_TRYING = 0.01
-"""Predicted gain from which a plan is tried; of the second one twice as much, and so on."""
-MOST_TRIALS = 3
+"""Predicted gain from which a plan is tried, beside half of what predictions of the plans before were off."""
+MOST_TRIALS, MAY_LOSE = 3, 0.004
+"""Trials of one search; and the share of the time so far that each may lose with a plan that is slower."""
 WATCHED_STEPS, WINDOW_STEPS = 50, 10
 WATCH_S = 2.0
 DRIFT = 0.2
@@ -97,6 +98,8 @@ class Pilot:
         self._present: Plan = self.session.plan
         self._next: Plan | None = None
         self._profile: Profile | None = None
+        self._expected = self._doubt = 0.0
+        """Predicted gain of the last plan; by how much the simulator is not to be believed."""
         remembered = self.opening.remembered
         if remembered is not None:
             self.decided, self._profile = remembered.plan, remembered.profile
@@ -183,11 +186,11 @@ class Pilot:
             self.tell("nothing was measured: no step was seen from the model's forward to the end of backward; call "
                       "the model itself, or give a plan", aloud=True)  # fmt: skip
             return
-        tried = {_digest(self._present)}
+        tried, self._doubt = {_digest(self._present)}, 0.0
         contention: Contention | None = None
         seen: list[Seen] = []
-        for trial in range(1, MOST_TRIALS + 1):
-            plan = yield from self._decide(samples, curve, contention, trial)
+        for _ in range(MOST_TRIALS):
+            plan = yield from self._decide(samples, curve, contention)
             if plan is None or self.opening.way == "report":
                 break
             if _digest(plan) in tried:
@@ -237,9 +240,7 @@ class Pilot:
                   f"others: {spent_us / 1e3:.0f} ms, {share:.1%} of their time")  # fmt: skip
         return samples, curve
 
-    def _decide(
-        self, samples: Sequence[RankSample], curve: Curve, contention: Contention | None, trial: int
-    ) -> Steps[Plan | None]:
+    def _decide(self, samples: Sequence[RankSample], curve: Curve, contention: Contention | None) -> Steps[Plan | None]:
         """Return rank 0's plan where it is worth a trial, on all ranks alike; training goes on meanwhile."""
         problem: str | None = None
         if self.session.world.rank == 0:
@@ -269,8 +270,9 @@ class Pilot:
             f"a plan of {pluralize(len(plan.buckets), 'bucket')} is predicted to take {predicted_us / 1e3:.2f} ms a "
             f"step, the present one {present_us / 1e3:.2f} ms"
         )
-        if predicted_us > (1.0 - WORTH_TRYING * trial) * present_us:
-            self.tell(f"{words}: nothing to gain", aloud=self.opening.way == "report")
+        self._expected = 1.0 - predicted_us / present_us
+        if self._expected < WORTH_TRYING + self._doubt:
+            self.tell(f"{words}: not worth a trial", aloud=self.opening.way == "report")
             return None
         if self.opening.way == "report":
             self.tell(f"{words}; PLANNER=auto would try it", aloud=True)
@@ -284,6 +286,7 @@ class Pilot:
         """
         plans = {"new": plan, "old": self._present}
         rounds: list[tuple[float, float]] = []
+        begun = self.session.step
         seen: dict[str, list[Overlap]] = {"new": [], "old": []}
         verdict: Verdict | None = None
         while verdict is None:
@@ -300,8 +303,12 @@ class Pilot:
                     seen[name].append(sample.overlap)
             everyone: list[dict[str, float]] = self._gather(times, "comparing plans")
             rounds.append((max(one["new"] for one in everyone), max(one["old"] for one in everyone)))
-            verdict = judge(rounds, (self._called(plan), self._called(plans["old"])))
+            may_lose_us = MAY_LOSE * begun * rounds[0][1]
+            verdict = judge(rounds, (self._called(plan), self._called(plans["old"])), may_lose_us)
         self.tell(verdict.text, aloud=True)
+        # The simulator was wrong by this; half of it, for the next plan is made with what the trial has shown.
+        gain = 1.0 - verdict.step_us / verdict.other_us
+        self._doubt = max(0.0, self._expected - gain) / 2.0
         self._switch(plans["new" if verdict.good else "old"])
         ranks: list[dict[str, list[Overlap]]] = self._gather(seen, "comparing what plans overlap")
         if not all(one["new"] and one["old"] for one in ranks):

@@ -58,7 +58,7 @@ class Given:
 def always(good: bool) -> Callable[..., Verdict | None]:
     """A trial of four rounds with this end."""
 
-    def judge(rounds: list[Any], _names: Any) -> Verdict | None:
+    def judge(rounds: list[Any], *_: Any) -> Verdict | None:
         return None if len(rounds) < 4 else Verdict(good=good, step_us=1.0, other_us=2.0, text=f"good: {good}")
 
     return judge
@@ -71,6 +71,7 @@ def hurried(good: bool | None = True, **changes: Any) -> Iterator[Path]:
     folder = [tempfile.mkdtemp() if dist.get_rank() == 0 else ""]
     dist.broadcast_object_list(folder)
     values: dict[str, Any] = {"LINKS_SHARE": 1e9, "POLL_S": 1e-6, "WATCH_S": 1e-6, "Decision": Given, "MOST_TRIALS": 1}
+    values["MAY_LOSE"] = 1e9
     values |= {} if good is None else {"judge": always(good)}
     environment = {"PLANNER_CACHE": str(Path(folder[0]) / f"rank{dist.get_rank()}")}
     with mock.patch.multiple(pilot, **(values | changes)), mock.patch.dict(os.environ, environment):

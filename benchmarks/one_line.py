@@ -1,0 +1,268 @@
+"""`planner.attach(model, optimizer)` beside DDP over a matrix of jobs and links, and writes docs/results/one-line.md.
+
+    python -m benchmarks.one_line --results cells.jsonl            # resumes where an earlier run was stopped
+    python -m benchmarks.one_line --results cells.jsonl --only encoder --steps 400
+    python -m benchmarks.one_line --results cells.jsonl --write    # puts what is known into the document
+
+Every way to train has processes of its own, begun from the same seed; DDP with its best bucket size runs before and
+after the run that plans, so that a machine that changes hits both. Emulated links need root. The machine has to do
+nothing else.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.nn.parallel import DistributedDataParallel
+
+import planner
+from benchmarks.marked import replace_part
+from benchmarks.overhead import convolutions, encoder
+from planner.comparison.variants import CAPS_MIB, distinct_caps
+from planner.jobs.demo_job import ResNet20
+from planner.jobs.launch import LocalWorld, run_ranks
+from planner.jobs.training import weights_sha256
+from planner.online.attach import PlannedSession
+from planner.testbed.hosts import parse_emulation
+from runtime.errors import PlannerError
+from runtime.plan import Plan
+
+DOCUMENT = Path("docs/results/one-line.md")
+RANKS, STEPS, FIRST_STEPS = 2, 1000, 300
+SWEPT_STEPS, OFFLINE_STEPS, AGAIN_STEPS = 40, 300, 60
+LIMITS = {"first": 1.02, "steady": 1.01, "offline": 1.02}
+
+
+class Recurrent(nn.Module):
+    """Two LSTM layers between an embedding and a classifier; 9.3 million parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.lstm = nn.Embedding(4000, 256), nn.LSTM(256, 640, 2, batch_first=True)
+        self.out = nn.Linear(640, 4000)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Tokens (batch, length) → scores of the next one (batch, classes)."""
+        found: Tensor = self.out(self.lstm(self.embedding(tokens))[0][:, -1])
+        return found
+
+
+class Language(nn.Module):
+    """A transformer whose output shares the weights of its embedding; 5.2 million parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(8000, 256)
+        layer = nn.TransformerEncoderLayer(256, 4, 1024, dropout=0.0, batch_first=True)
+        self.layers = nn.TransformerEncoder(layer, 4, enable_nested_tensor=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Tokens (batch, length) → scores of the next one (batch, classes)."""
+        return functional.linear(self.layers(self.embedding(tokens))[:, -1], self.embedding.weight)
+
+
+def perceptron() -> nn.Module:
+    """12.6 million parameters in twelve equal layers."""
+    return nn.Sequential(*(nn.Sequential(nn.Linear(1024, 1024), nn.ReLU()) for _ in range(12)), nn.Linear(1024, 10))
+
+
+Batch = Callable[[torch.Generator], tuple[Tensor, Tensor]]
+
+
+def _random(classes: int, *shape: int, words: int = 0) -> Batch:
+    def batch(generator: torch.Generator) -> tuple[Tensor, Tensor]:
+        x = torch.randint(words, shape, generator=generator) if words else torch.randn(*shape, generator=generator)
+        return x, torch.randint(classes, shape[:1], generator=generator)
+
+    return batch
+
+
+JOBS: dict[str, tuple[Callable[[], nn.Module], Batch]] = {
+    "resnet20": (ResNet20, _random(10, 64, 1, 16, 16)),
+    "convolutions": (convolutions, _random(10, 16, 1, 16, 16)),
+    "encoder": (encoder, _random(10, 16, 1, 16, 16)),
+    "perceptron": (perceptron, _random(10, 64, 1024)),
+    "lstm": (Recurrent, _random(4000, 8, 16, words=4000)),
+    "language": (Language, _random(8000, 8, 32, words=8000)),
+}
+LINKS = ("loopback", "2x1@2gbit")
+CELLS = tuple(f"{job}@{link}" for job in JOBS for link in LINKS)
+
+
+@dataclass(frozen=True)
+class Trained:
+    """One run, on one rank."""
+
+    step_us: list[float]
+    """From the end of one step to that of the next."""
+    weights_sha256: str
+    buckets: int
+    story: tuple[str, ...] = ()
+
+
+def _world(link: str) -> LocalWorld:
+    return LocalWorld(ranks=RANKS, emulation=None if link == "loopback" else parse_emulation(link))
+
+
+class Run:
+    """A model and its batches, the same in every process but for the rank."""
+
+    def __init__(self, job: str) -> None:
+        torch.manual_seed(0)
+        torch.set_num_threads(1)
+        make, self._batch = JOBS[job]
+        self.model = make()
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-3, momentum=0.9)
+
+    def step(self, forward: nn.Module, number: int) -> None:
+        x, labels = self._batch(torch.Generator().manual_seed(RANKS * number + dist.get_rank()))
+        self.optimizer.zero_grad()
+        functional.cross_entropy(forward(x), labels).backward()
+        self.optimizer.step()
+
+    def times_us(self, forward: nn.Module, steps: int) -> list[float]:
+        times = []
+        for number in range(steps):
+            begun = time.perf_counter()
+            self.step(forward, number)
+            times.append((time.perf_counter() - begun) * 1e6)
+        return times
+
+
+def with_ddp(job: str, steps: int, cap_mib: float | None) -> Trained:
+    """On one rank: DDP, with its default buckets or of one size."""
+    run = Run(job)
+    times = run.times_us(DistributedDataParallel(run.model, bucket_cap_mb=cap_mib), steps)
+    return Trained(times, weights_sha256(run.model), 0)
+
+
+def with_planner(job: str, steps: int, cache: str, plan: Plan | None = None) -> Trained:
+    """On one rank: the one line, with a cache; or a plan that was made offline."""
+    os.environ["PLANNER_CACHE"] = cache
+    run = Run(job)
+    session: PlannedSession = planner.attach(run.model, run.optimizer, plan)
+    times = run.times_us(run.model, steps)
+    story = tuple(session.pilot.story) if session.pilot else ()
+    trained = Trained(times, weights_sha256(run.model), len(session.plan.buckets), story)
+    session.detach()
+    return trained
+
+
+def offline_plan(job: str) -> Plan:
+    """On one rank: what `planner profile` and `planner optimize` decide."""
+    run = Run(job)
+    x, labels = run._batch(torch.Generator().manual_seed(dist.get_rank()))
+    profile = planner.profile_step(
+        run.model, lambda: functional.cross_entropy(run.model(x), labels).backward(), run.optimizer
+    )
+    return planner.optimize(profile)
+
+
+def measure(cell: str, steps: int) -> dict[str, Any]:
+    """Train one cell every way; return its row."""
+    job, _, link = cell.partition("@")
+    world, first = _world(link), min(FIRST_STEPS, steps // 2)
+
+    def longest(function: Callable[..., Trained], *arguments: Any) -> tuple[np.ndarray, list[Trained]]:
+        ranks = run_ranks(world, function, job, *arguments)
+        return np.max([one.step_us for one in ranks], axis=0), ranks
+
+    default_us, default = longest(with_ddp, steps, None)
+    sizes = [p.numel() * p.element_size() for p in reversed(list(JOBS[job][0]().parameters()))]
+    caps = distinct_caps(sizes, [0] * len(sizes), CAPS_MIB)
+    swept = {cap: float(np.median(longest(with_ddp, SWEPT_STEPS, cap)[0][5:])) for cap in caps}
+    swept[None] = float(np.median(default_us[5:SWEPT_STEPS]))  # type: ignore[index]
+    best = min(swept, key=lambda cap: swept[cap])
+    with tempfile.TemporaryDirectory() as cache:
+        before_us, _ = longest(with_ddp, (steps - first) // 2, best)
+        found_us, found = longest(with_planner, steps, cache)
+        after_us, _ = longest(with_ddp, (steps - first) // 2, best)
+        _, again = longest(with_planner, AGAIN_STEPS, cache)
+    plan = run_ranks(world, offline_plan, job)[0]
+    offline_us, _ = longest(with_planner, min(OFFLINE_STEPS, steps), "", plan)
+    steady_us = float(np.median(found_us[first:]))
+    best_us = float(np.median(np.concatenate([before_us[5:], after_us[5:]])))
+    return {
+        "cell": cell, "steps": steps, "ddp_us": float(np.median(default_us[first:])), "best_ddp_us": best_us,
+        "best_cap_mib": best, "steady_us": steady_us, "offline_us": float(np.median(offline_us[5:])),
+        "first": float(found_us[:first].sum() / default_us[:first].sum()), "steady": steady_us / best_us,
+        "offline": steady_us / float(np.median(offline_us[5:])), "buckets": found[0].buckets,
+        "offline_buckets": len(plan.buckets), "same_weights": found[0].weights_sha256 == default[0].weights_sha256,
+        "second_run_planned": any("step 0: planned from the first step" in line for line in again[0].story),
+        "story": list(found[0].story),
+    }  # fmt: skip
+
+
+def table(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """Markdown."""
+    lines = [
+        "| cell | DDP ms | best DDP ms | planned ms | first 300 / DDP | steady / best DDP | steady / offline plan | "
+        "second run planned | DDP's weights |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    for row in rows:
+        figures = " | ".join(f"{row[name]:.3f}{'' if row[name] <= LIMITS[name] else ' (over)'}" for name in LIMITS)
+        times = " | ".join(f"{row[name] / 1e3:.1f}" for name in ("ddp_us", "best_ddp_us", "steady_us"))
+        signs = " | ".join("yes" if row[name] else "no" for name in ("second_run_planned", "same_weights"))
+        lines.append(f"| {row['cell']} | {times} | {figures} | {signs} |")
+    met = {name: sum(row[name] <= limit for row in rows) for name, limit in LIMITS.items()}
+    words = {
+        "first": "first 300 steps",
+        "steady": "later steps beside the best DDP",
+        "offline": "beside an offline plan",
+    }
+    lines += [
+        "",
+        *(f"{words[name]}: {met[name]} of {len(rows)} cells within {limit}." for name, limit in LIMITS.items()),
+    ]
+    return lines
+
+
+def main() -> int:
+    """Measure what is missing, print, write; 0 even where a limit is passed: the document says so."""
+    parser = argparse.ArgumentParser(description=str(__doc__).partition("\n")[0])
+    parser.add_argument("--results", type=Path, required=True, help="JSON lines: not measured again")
+    parser.add_argument("--only", help="cells with this in their names")
+    parser.add_argument("--steps", type=int, default=STEPS, help="of the runs that are compared")
+    parser.add_argument("--write", action="store_true", help=f"put what is known into {DOCUMENT}")
+    options = parser.parse_args()
+    lines = options.results.read_text(encoding="utf-8").splitlines() if options.results.exists() else []
+    done = {record["cell"]: record for record in map(json.loads, lines)}
+    for cell in CELLS:
+        if cell in done or (options.only and options.only not in cell):
+            continue
+        started = time.monotonic()
+        try:
+            done[cell] = measure(cell, options.steps)
+        except PlannerError as error:
+            print(f"{cell}: {error}", file=sys.stderr)
+            continue
+        print(f"{cell}: {time.monotonic() - started:.0f} s", file=sys.stderr)
+        with options.results.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(done[cell]) + "\n")
+    rows = [done[cell] for cell in CELLS if cell in done]
+    if not rows:
+        return 3
+    text = "\n".join(table(rows))
+    print(text)
+    if options.write:
+        DOCUMENT.write_text(replace_part(DOCUMENT.read_text(encoding="utf-8"), "cells", text), encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
