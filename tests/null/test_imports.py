@@ -156,8 +156,8 @@ def test_deciding_files_do_not_import_heavy_packages(path: Path) -> None:
 ORDER = {
     "planner": (
         "ir", "documents", "cost", "model", "verify", "search", "strategies", "emit", "passes", "decide", "export",
-        "report", "frontend", "testbed", "profile", "jobs", "online", "comparison", "rehearse", "cli",
-        "__main__", "__init__",
+        "report", "frontend", "testbed", "profile", "jobs", "online", "integrations", "comparison", "rehearse",
+        "cli", "__main__", "__init__",
     ),
     "runtime": (
         "errors", "version", "torch_compat", "plan", "kernels", "comm", "monitor", "core", "sparse", "delay", "sharded",
