@@ -309,9 +309,10 @@ def export(
     cluster: ClusterName = None,
     output: Annotated[str | None, typer.Option("-o", "--output", help="Where to write; default: print it.")] = None,
 ) -> None:
-    """Give a plan to stock executors: DDP's arguments, estimates for torch.compile, rows for NCCL's tuner.
+    """Give a plan to stock DDP, torch.compile or NCCL.
 
-    What cannot be expressed is said, with what it costs.
+    As DDP's arguments, estimates for its scheduler, or rows for its tuner. What cannot be expressed is said, with what
+    it costs.
     """
     from planner.export import export as express
     from planner.report.files import check_writable

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, get_args
@@ -133,7 +134,9 @@ def attach(
             `allow` permit; a riskier class than exact without a plan, whose costs a run does not measure.
     """
     if plan is not None:
-        loaded = plan if isinstance(plan, Plan) else load_plan(plan) if accuracy or allow is not None else plan
+        loaded = plan
+        with suppress(InputError):  # a file that cannot be read is reported to all ranks where they agree on the plan
+            loaded = plan if isinstance(plan, Plan) else load_plan(plan)
         if isinstance(loaded, Plan):
             _check_permitted(loaded, accuracy, allow)
         return attach_as(

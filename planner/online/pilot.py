@@ -190,11 +190,8 @@ class Pilot:
         contention: Contention | None = None
         seen: list[Seen] = []
         for _ in range(MOST_TRIALS):
-            plan = yield from self._decide(samples, curve, contention)
+            plan = yield from self._decide(samples, curve, contention, tried)
             if plan is None or self.opening.way == "report":
-                break
-            if _digest(plan) in tried:
-                self.tell("the plan that is predicted to be best has been tried")
                 break
             tried.add(_digest(plan))
             found = yield from self._try(plan)

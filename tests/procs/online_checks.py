@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import tempfile
 import warnings
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -110,7 +112,7 @@ def switch_inside() -> dict[str, bool]:
     reference.close()
     results = {}
     for good in (True, False):
-        with hurried(good):
+        with hurried(good) as folder:
             side = online()
             session, first = session_of(side), session_of(side).plan
             with_accumulation(side, 500)
@@ -127,8 +129,9 @@ def switch_inside() -> dict[str, bool]:
             with_accumulation(again, 500)
             results |= {f"{good}, again: {what}": right for what, right in compare(expected, outcome(again)).items()}
             results[f"{good}: nothing to decide"] = Given.made == (dist.get_rank() == 0)
-            text = session_of(again).explain(None)
-            results[f"{good}: explained: {text}"] = "planned from the first step" in text and "rank" in text
+            text = session_of(again).explain(folder / "page.html")
+            results[f"{good}: explained: {text}"] = "planned from the first step" in text and "a step every" in text
+            results[f"{good}: page"] = (folder / "page.html").exists() == (dist.get_rank() == 0)
             again.close()
     return results
 
@@ -176,6 +179,48 @@ def decided_for_real() -> dict[str, bool]:
         story = session.pilot.story if session.pilot else []
         side.close()
     return {f"{story}": any("run goes on with" in line for line in story), "alike": ranks_agree(story)}
+
+
+def compiled_unused_and_dropped() -> dict[str, bool]:
+    """A compiled model, one of which a part is used in every other step, and a session that nobody detaches."""
+
+    class Sometimes(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.always, self.rest, self.calls = mlp(), nn.Linear(3, 3), 0
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.calls += 1
+            y: torch.Tensor = self.always(x)
+            return y if self.calls % 2 else self.rest(y)
+
+    def compiled() -> nn.Module:
+        return torch.compile(mlp(), backend="eager")  # type: ignore[return-value]
+
+    def partly() -> nn.Module:
+        torch.manual_seed(0)
+        return Sometimes()
+
+    results: dict[str, bool] = {}
+    for name, make, options in (("compiled", compiled, {}), ("unused", partly, {"find_unused_parameters": True})):
+        reference = with_ddp(make(), **options)
+        steps(reference, range(100))
+        expected = outcome(reference)
+        reference.close()
+        with hurried():
+            side = online(make())
+            steps(side, range(100))
+            results |= {f"{name}: {what}": right for what, right in compare(expected, outcome(side)).items()}
+            results[f"{name}: planned"] = len(session_of(side).plan.buckets) > 1
+            side.close()
+    with hurried():
+        side = online()
+        steps(side, range(5))
+        held = weakref.ref(session_of(side))
+        del side
+        gc.collect()
+        results["freed"] = held() is None
+    return results
 
 
 def caught(action: Callable[[], Any]) -> tuple[Any, list[str]]:
@@ -359,7 +404,8 @@ def remember(folder: Path, net: nn.Module, plan: Plan, step_us: float) -> None:
 CHECKS: dict[str, Callable[[], dict[str, bool]]] = {
     check.__name__: check
     for check in (
-        switch_inside, buckets_like_ddp, decided_for_real, caches, ways, interrupted, slowed_link,
+        switch_inside, compiled_unused_and_dropped, buckets_like_ddp, decided_for_real, caches, ways, interrupted,
+        slowed_link,
     )
 }  # fmt: skip
 
