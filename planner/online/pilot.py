@@ -237,8 +237,13 @@ class Pilot:
                   f"others: {spent_us / 1e3:.0f} ms, {share:.1%} of their time")  # fmt: skip
         return samples, curve
 
-    def _decide(self, samples: Sequence[RankSample], curve: Curve, contention: Contention | None) -> Steps[Plan | None]:
-        """Return rank 0's plan where it is worth a trial, on all ranks alike; training goes on meanwhile."""
+    def _decide(
+        self, samples: Sequence[RankSample], curve: Curve, contention: Contention | None, tried: set[str]
+    ) -> Steps[Plan | None]:
+        """Return rank 0's plan where it is worth a trial, on all ranks alike; training goes on meanwhile.
+
+        `tried` are digests of the present plan and of those that were tried.
+        """
         problem: str | None = None
         if self.session.world.rank == 0:
             try:
@@ -267,6 +272,9 @@ class Pilot:
             f"a plan of {pluralize(len(plan.buckets), 'bucket')} is predicted to take {predicted_us / 1e3:.2f} ms a "
             f"step, the present one {present_us / 1e3:.2f} ms"
         )
+        if _digest(plan) in tried:
+            self.tell(f"{words}: it is the present one, or has been tried", aloud=self.opening.way == "report")
+            return None
         self._expected = 1.0 - predicted_us / present_us
         if self._expected < WORTH_TRYING + self._doubt:
             self.tell(f"{words}: not worth a trial", aloud=self.opening.way == "report")
@@ -360,8 +368,12 @@ def _sizes(plan: Plan) -> list[int]:
 
 def _digest(plan: Plan) -> str:
     """Equal for plans that do the same, whatever they predict."""
-    return replace(plan, predicted=None, baselines=None, certificate=None, scaling=None, sources=None, notes=(),
-                   buckets=tuple(replace(b, reason=None) for b in plan.buckets)).digest()  # fmt: skip
+    buckets = tuple(replace(bucket, reason=None, size_bytes=None) for bucket in plan.buckets)
+    steps = plan.updates if plan.sharded else None
+    return Plan(
+        model=plan.model, world=plan.world, accuracy=plan.accuracy, buckets=buckets, updates=steps,
+        phase_order=plan.phase_order,
+    ).digest()  # fmt: skip
 
 
 def _mean(ones: Sequence[Overlap]) -> Overlap:
