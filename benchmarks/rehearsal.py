@@ -1,8 +1,8 @@
 """Rehearses a fixed matrix of models, hosts and links, and writes docs/results/rehearsal.md.
 
-    python -m benchmarks.rehearsal --results cells.jsonl            # resumes where an earlier run was stopped
-    python -m benchmarks.rehearsal --results cells.jsonl --only gpt2 --minutes 3
-    python -m benchmarks.rehearsal --scales                         # one case at three dilations
+    python -m benchmarks.rehearsal                              # what benchmarks/results/rehearsal.jsonl lacks
+    python -m benchmarks.rehearsal --results new.jsonl --only gpt2 --minutes 3
+    python -m benchmarks.rehearsal --scales                     # one case at three dilations
 
 Needs root, and a machine that does nothing else. Each cell is one `planner rehearse`.
 """
@@ -25,7 +25,7 @@ from planner.comparison.variants import DDP, NO_COMMUNICATION, PLAN
 from planner.rehearse.rehearsal import make_asked, rehearse
 from runtime.errors import PlannerError
 
-DOCUMENT = Path("docs/results/rehearsal.md")
+DOCUMENT, RESULTS = Path("docs/results/rehearsal.md"), Path("benchmarks/results/rehearsal.jsonl")
 EXACT = "wfbp,single,mg_wfbp"
 INTRA = {"latency": "3us", "bandwidth": "100gbit"}
 """Inside hosts of several ranks."""
@@ -84,7 +84,7 @@ CELLS = (
 def main() -> int:
     """Measures what is missing, prints, writes; 0 even where a prediction is off: the document says so."""
     parser = argparse.ArgumentParser(description=str(__doc__).partition("\n")[0])
-    parser.add_argument("--results", type=Path, help="JSON lines: not measured again")
+    parser.add_argument("--results", type=Path, default=RESULTS, help=f"JSON lines: not measured again; {RESULTS}")
     parser.add_argument("--only", help="cells with this in their names")
     parser.add_argument("--minutes", type=float, default=4.0, help="of each cell")
     parser.add_argument("--scales", action="store_true", help="one case at three dilations, which have to agree")
@@ -92,8 +92,6 @@ def main() -> int:
     options = parser.parse_args()
     if options.scales:
         return _scales()
-    if options.results is None:
-        parser.error("found no --results, expected a file to resume from, which may be new: --results cells.jsonl")
     lines = options.results.read_text(encoding="utf-8").splitlines() if options.results.exists() else []
     done = {record["cell"]: record for record in map(json.loads, lines)}
     for cell in CELLS:
@@ -147,24 +145,76 @@ def _scales() -> int:
 
 
 def summary(records: list[dict[str, Any]]) -> list[str]:
-    """Return what all cells say together."""
-    judged = [row for record in records for row in record["rows"] if row["median_us"] and row["error"] is not None]
-    errors = np.array([abs(row["error"]) for row in judged if row["name"] != NO_COMMUNICATION])
-    hidden, ratios, gains = [], [], []
-    for record in records:
-        rows = {row["name"]: row for row in record["rows"] if row["median_us"]}
-        plan = rows[PLAN]
-        if plan["hidden_share"] is not None:
-            hidden.append(plan["hidden_share"])
-        best = min(row["median_us"] for name, row in rows.items() if name == DDP or name.startswith("ddp:best"))
-        ratios.append(plan["median_us"] / best)
-        gains.append(plan["median_us"] / rows[DDP]["median_us"])
-    return [
-        f"{len(records)} cells, {len(errors)} rows with communication: mean error {errors.mean():.1%}, 95th percentile "
-        f"{np.quantile(errors, 0.95):.1%}. The plan hides {np.mean(hidden):.0%} of what could be hidden; its step is "
-        f"{np.median(ratios):.3f} of the best-tuned DDP's in the median ({min(ratios):.3f} to {max(ratios):.3f}), and "
-        f"{np.median(gains):.3f} of DDP's with default buckets ({min(gains):.3f} to {max(gains):.3f})."
+    """Return what all cells say together, a line for each figure: what was measured, and the target."""
+    lines = [
+        f"{len(records)} of {len(CELLS)} cells.",
+        "",
+        "| figure | measured | target | met |",
+        "| --- | --- | --- | --- |",
     ]
+
+    def add(what: str, measured: str, target: str, met: bool) -> None:
+        lines.append(f"| {what} | {measured} | {target} | {'yes' if met else '**no**'} |")
+
+    for what, chosen, most_mean, most_high in (("exact plans", True, 0.02, 0.05), ("other plans", False, 0.03, 0.08)):
+        rows = [row for record in records for row in _judged(record) if _is_exact(record, row) == chosen]
+        if rows:
+            errors = np.abs([row["error"] for row in rows])
+            mean, high = float(errors.mean()), float(np.quantile(errors, 0.95))
+            add(f"{what}, {len(rows)} rows: mean error", f"{mean:.1%}", f"≤ {most_mean:.0%}", mean <= most_mean)
+            add(f"{what}: 95th percentile", f"{high:.1%}", f"≤ {most_high:.0%}", high <= most_high)
+    taus = [value for record in records if (value := _tau(_judged(record))) is not None]
+    if taus:
+        add("Kendall's τ beyond the noise, mean", f"{np.mean(taus):.3f}", "≥ 0.95", bool(np.mean(taus) >= 0.95))
+    lost = [_lost(_judged(record)) for record in records]
+    add("lost by trusting the prediction, mean", f"{np.mean(lost):.1%}", "≤ 1 %", bool(np.mean(lost) <= 0.01))
+    exact = [{row["name"]: row for row in _measured(record)} for record in records if _only_exact(record)]
+    hidden = [rows[PLAN]["hidden_share"] for rows in exact if rows[PLAN]["hidden_share"] is not None]
+    if hidden:
+        add("hidden by exact plans, mean", f"{np.mean(hidden):.0%}", "≥ 85 %", bool(np.mean(hidden) >= 0.85))
+    if exact:
+        ratios = [rows[PLAN]["median_us"] / _best_ddp_us(rows) for rows in exact]
+        add("exact plan / best-tuned DDP, worst", f"{max(ratios):.3f}", "≤ 1.01", max(ratios) <= 1.01)
+        add("exact plan / best-tuned DDP, median", f"{np.median(ratios):.3f}", "", True)
+    return lines
+
+
+def _measured(record: dict[str, Any]) -> list[dict[str, Any]]:
+    return [row for row in record["rows"] if row["median_us"]]
+
+
+def _judged(record: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the rows of a cell that communicate and have a prediction."""
+    return [row for row in _measured(record) if row["error"] is not None and row["name"] != NO_COMMUNICATION]
+
+
+def _only_exact(record: dict[str, Any]) -> bool:
+    return " " not in str(record["cell"])
+
+
+def _is_exact(record: dict[str, Any], row: dict[str, Any]) -> bool:
+    return _only_exact(record) or row["name"].startswith(DDP)
+
+
+def _best_ddp_us(rows: dict[str, dict[str, Any]]) -> float:
+    return min(float(row["median_us"]) for name, row in rows.items() if name == DDP or name.startswith("ddp:best"))
+
+
+def _tau(rows: list[dict[str, Any]]) -> float | None:
+    """Return Kendall's τ over the pairs whose intervals do not overlap; None where there is none."""
+    signs = [
+        np.sign(slower["predicted_us"] - faster["predicted_us"])
+        for faster in rows
+        for slower in rows
+        if faster["ci95_us"][1] < slower["ci95_us"][0]
+    ]
+    return float(np.mean(signs)) if signs else None
+
+
+def _lost(rows: list[dict[str, Any]]) -> float:
+    """Return what trusting the prediction costs: the way predicted best against the one measured best."""
+    chosen = min(rows, key=lambda row: float(row["predicted_us"]))
+    return float(chosen["median_us"] / min(row["median_us"] for row in rows) - 1.0)
 
 
 def table(records: list[dict[str, Any]]) -> list[str]:

@@ -38,11 +38,6 @@ from runtime.session.session import Session
 WARM_UP_STEPS = 3
 """Of each block: DDP lays its buckets out again after the first step, PowerSGD begins with the third."""
 
-SWEEP_ROUNDS, SWEEP_STEPS = 2, 3
-"""How DDP's bucket size is chosen …"""
-
-FINALISTS, FINAL_ROUNDS = 3, 3
-"""… with so many further rounds of the fastest ones; the chosen one is measured once more with the others."""
 
 LEAST_ROUNDS = 2
 """What is measured however late it is."""
@@ -50,6 +45,23 @@ LEAST_ROUNDS = 2
 ALONE_REPEATS = 5
 
 ONE_BUCKET_MIB = 2.0**33
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sweep:
+    """How DDP's bucket size is chosen; the chosen one is measured once more with the others."""
+
+    rounds: int = 2
+    """Of all sizes …"""
+    finalists: int = 3
+    final_rounds: int = 3
+    """… and so many further ones of the fastest."""
+    steps: int = 3
+    """Measured ones of a block."""
+
+    def blocks(self, sizes: int) -> int:
+        """Return the blocks of so many sizes beside DDP's default."""
+        return (sizes + 1) * self.rounds + min(sizes + 1, self.finalists) * self.final_rounds if sizes else 0
 
 
 @dataclass
@@ -321,7 +333,7 @@ class VariantRunner:
         session = self._attach(None, plan)
         times = []
         try:
-            for _ in range(min(ALONE_REPEATS, self._warm_up_steps + 2)):  # long steps have little warm-up
+            for _ in range(min(ALONE_REPEATS, 2 * self._warm_up_steps - 1)):  # long steps have little warm-up
                 self.world.gather(None, "messages alone")
                 times.append(timed_us(session.exchange_alone, self._device))
         finally:
@@ -376,6 +388,7 @@ def measure_all(
     steps: int,
     progress: Progress,
     end_s: float = math.inf,
+    choice: Sweep = Sweep(),
 ) -> Measured:
     """See `compare_rank` and `interleave`; the runner is between these variants and DDP's best bucket size."""
     runner.check(variants)
@@ -384,9 +397,9 @@ def measure_all(
     rivals: dict[float | None, Record] = {cap: Record(variant) for cap, variant in runner.distinct(caps, variants)}
     if rivals:
         tried = {None: Record(default), **rivals}
-        runner.interleave(list(tried.values()), SWEEP_ROUNDS, SWEEP_STEPS, progress, "DDP's best bucket size")
-        tried = {cap: tried[cap] for cap in _fastest(runner.world, tried)[:FINALISTS]}
-        runner.interleave(list(tried.values()), FINAL_ROUNDS, SWEEP_STEPS, progress, "the fastest of them")
+        runner.interleave(list(tried.values()), choice.rounds, choice.steps, progress, "DDP's best bucket size")
+        tried = {cap: tried[cap] for cap in _fastest(runner.world, tried)[: choice.finalists]}
+        runner.interleave(list(tried.values()), choice.final_rounds, choice.steps, progress, "the fastest of them")
         best = _fastest(runner.world, tried)[0]
         if best is not None:
             taking_part.insert(taking_part.index(default) + 1, rivals[best].variant)

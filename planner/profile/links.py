@@ -5,7 +5,9 @@ large as the model. Beyond the largest that was timed, curves go on as the line 
 
 Ranks reach a collective at different moments, and a rank that is early waits for the late ones. Every rank times its
 own call; the last to arrive waits for nobody, so the least of the ranks' times is the time from the last arrival. It
-needs no common clock.
+needs no common clock. Nor do ranks leave a collective together: in a ring they end as much as a part of the message
+apart, and what comes next waits for the last. So ranks meet again after it, and where such a meeting is short beside
+the message, the message takes what passes until all have met, less a meeting.
 
 Intra-node and inter-node links are timed apart where there are both. Inside: the ranks of each node among themselves,
 all nodes at once. Between: each rank with those of its place in the other nodes, so that the ranks of a node share its
@@ -38,12 +40,14 @@ from runtime.errors import CommunicationError
 from runtime.torch_compat import all_gather_single
 
 SMALLEST_BYTES = 1024
-QUEUE_US, QUEUED_CALLS = 20_000.0, (4, 32)
+QUEUE_US, QUEUED_CALLS = 20_000.0, (12, 32)
 """How long a queue of calls is meant to take, and how many they are. Now and then a small message waits some
 milliseconds for a core, so that a typical one says little about how long many take."""
 QUEUED_US = 20_000.0
 """Messages that take longer alone are not timed in a queue: they take longer by as much as the largest one timed."""
 MIN_PASSES, MAX_PASSES = 3, 25
+MEETINGS = 8.0
+"""How many times longer than a meeting of all ranks a message is whose end on the last rank is told by one."""
 BUDGET_S = 2.5
 """What one collective may take in all, once it has been timed often enough."""
 
@@ -316,22 +320,33 @@ def _curve(
                 del runs[list(runs)[-2]]
             break
         run = make(size)
-        last_s = max(everybody.gather(_timed(run, device, everybody) / 1e6, f"warming up {what}"))
+        last_s = max(everybody.gather(_timed(run, device, everybody)[0] / 1e6, f"warming up {what}"))
         runs[size], pass_s = run, pass_s + last_s
     passes = int(min(MAX_PASSES, max(MIN_PASSES, budget_s / max(pass_s, 1e-9))))
-    mine = [[_timed(run, device, everybody) for run in runs.values()] for _ in progress.track(range(passes), what)]
+    nothing: list[Run] = [lambda: None]
+    mine = [
+        [_timed(run, device, everybody) for run in (*runs.values(), *nothing)]
+        for _ in progress.track(range(passes), what)
+    ]
     group = tuple(dist.get_process_group_ranks(world.group)) if world.group else ()
     everyone = everybody.gather((group, mine), f"comparing times of {what}")
     by_group = [np.array([times for of, times in everyone if of == one]) for one in {of for of, _ in everyone}]
-    passes_us = np.max([times.min(axis=0) for times in by_group], axis=0)  # (passes, sizes)
-    times_us = np.median(passes_us, axis=0)
-    return tuple((float(size), round(float(time_us), 3)) for size, time_us in zip(runs, times_us, strict=True))
+    passes_us = np.max([times.min(axis=0) for times in by_group], axis=0)  # (passes, sizes and nothing, until)
+    (*times_us, (_, meeting_us)) = np.median(passes_us, axis=0)
+    lasting_us = [
+        max(done_us, met_us - meeting_us) if done_us > MEETINGS * meeting_us else done_us
+        for done_us, met_us in times_us
+    ]
+    return tuple((float(size), round(float(time_us), 3)) for size, time_us in zip(runs, lasting_us, strict=True))
 
 
-def _timed(run: Run, device: torch.device, world: World) -> float:
-    """Return microseconds of one run on this rank, begun by all ranks together as nearly as a barrier allows."""
+def _timed(run: Run, device: torch.device, world: World) -> tuple[float, float]:
+    """Return microseconds of one run on this rank, begun by all ranks together as nearly as a barrier allows: until it
+    was done here, and until all ranks had met again.
+    """
     dist.barrier(group=world.group)
-    return timed_us(run, device)
+    done_us = timed_us(run, device)
+    return done_us, done_us + timed_us(lambda: dist.barrier(group=world.group), device)
 
 
 def timed_us(run: Callable[[], object], device: torch.device) -> float:

@@ -13,7 +13,8 @@ from planner.jobs.job import TrainingJob
 from runtime.errors import InputError
 
 SPIN_S = 200e-6
-"""The end of each wait, which is not slept: a sleep ends some tens of microseconds late."""
+"""The end of each wait, which is not slept: a sleep ends some tens of microseconds late. Of undilated time: spinning
+ranks take the cores from those that send."""
 SEED = 0
 
 
@@ -25,7 +26,8 @@ class Accelerator:
     waits would have queued it, whichever is later.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, dilate: float = 1.0) -> None:
+        self._spin_s = SPIN_S / dilate
         self._device_s = self._host_s = self._left_s = 0.0
         self.late_us = 0.0
         """How long the device ran dry, or was waited for in vain by an update, in all."""
@@ -47,8 +49,8 @@ class Accelerator:
         """Return when the queue is empty."""
         now_s = time.perf_counter()
         self._host_s += now_s - self._left_s
-        if self._device_s - now_s > SPIN_S:
-            time.sleep(self._device_s - now_s - SPIN_S)
+        if self._device_s - now_s > self._spin_s:
+            time.sleep(self._device_s - now_s - self._spin_s)
         # Not a bare loop: threads that send need the interpreter, which a spinning thread gives up every 5 ms only.
         while time.perf_counter() < self._device_s:
             time.sleep(0)
@@ -89,9 +91,9 @@ class AcceleratedModel(nn.Module):
     sees other losses.
     """
 
-    def __init__(self, compute: ComputeProfile, rank: int) -> None:
+    def __init__(self, compute: ComputeProfile, rank: int, dilate: float = 1.0) -> None:
         super().__init__()
-        self.device = Accelerator()
+        self.device = Accelerator(dilate)
         self._forward_us, self._update_us = compute.forward_us, compute.update_us
         generator = torch.Generator().manual_seed(SEED + 1 + rank)
         self._layers: list[tuple[nn.Parameter, float, Tensor]] = []
@@ -145,14 +147,16 @@ def _register(model: nn.Module, name: str, parameter: nn.Parameter) -> None:
     module.register_parameter(last or "_", parameter)
 
 
-def make_job(compute: ComputeProfile, rank: int) -> TrainingJob:
+def make_job(compute: ComputeProfile, rank: int, dilate: float = 1.0, fused: bool = True) -> TrainingJob:
     """Return a job that takes the profile's times, updates included.
 
     Args:
         compute: what to act out, scaled already.
         rank: of this process; gradients differ by rank.
+        dilate: by how much, at which waits need not end as precisely.
+        fused: whether the real update is one call of the host, which plans with a delay cannot have.
     """
-    model = AcceleratedModel(compute, rank)
+    model = AcceleratedModel(compute, rank, dilate)
     adaptive = compute.optimizer is not None and compute.optimizer.adaptive
     # A profile without an update's time gets the update that takes the least.
     momentum = 0.9 if compute.update_us > 0.0 else 0.0
@@ -160,9 +164,9 @@ def make_job(compute: ComputeProfile, rank: int) -> TrainingJob:
     def optimizer(parameters: Any) -> torch.optim.Optimizer:
         made: torch.optim.Optimizer
         if adaptive:
-            made = torch.optim.AdamW(parameters, lr=1e-4)
+            made = torch.optim.AdamW(parameters, lr=1e-4, fused=fused)
         else:
-            made = torch.optim.SGD(parameters, lr=1e-2, momentum=momentum)
+            made = torch.optim.SGD(parameters, lr=1e-2, momentum=momentum, fused=fused)
         model.update(made)
         return made
 

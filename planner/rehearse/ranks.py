@@ -15,9 +15,9 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from planner.comparison.measure import Record, VariantRunner, measure_all
+from planner.comparison.measure import Record, Sweep, VariantRunner, measure_all
 from planner.comparison.trained import TrainedJob
-from planner.comparison.variants import PLAN, Hook, Variant, make_variants, sweep
+from planner.comparison.variants import DDP, PLAN, Hook, Variant, make_variants, sweep
 from planner.decide.optimize import optimize
 from planner.decide.strategies import make_schedule
 from planner.documents.profile import Cluster, Profile
@@ -42,8 +42,12 @@ from runtime.plan import Plan
 from runtime.plan.interfaces import SHARDED_STEP
 
 TIMEOUT_S = 120.0
-SLOW_START = Path("/proc/sys/net/ipv4/tcp_slow_start_after_idle")
-"""Of the emulated host alone, as all of the kernel's network settings are."""
+SETTINGS = Path("/proc/sys/net/ipv4")
+"""Of the emulated host alone."""
+WAITING_S = 1e-3
+"""How much of what a connection sends a host holds back in its own queue, on the cluster as it is: TCP's own bound,
+which knows no less than two large packets. On a link held to some Mbit/s those take tens of milliseconds, in which
+gloo's messages that ask for the next piece wait behind them."""
 PROBE_BYTES = 2**24
 """A message whose time is the machine's, not its start-up."""
 PIECES = 32
@@ -53,25 +57,30 @@ BETWEEN = ("all_reduce", "reduce_scatter", "all_gather")
 """The phases of collectives on two kinds of link, inside hosts and between them."""
 LINK_SHARE = 0.15
 """Of the time given, what timing messages may take."""
+ROUNDS_SHARE = 0.6
+"""Of the time left, what the fewest rounds may take where D is chosen."""
 SWEEP_SHARE = 0.3
 """Of the time left, what looking for DDP's best bucket size may take."""
-WARM_UP_STEPS, BLOCK_STEPS = 2, 2
+WARM_UP_STEPS, BLOCK_STEPS = 2, 3
 """Of each block."""
-OWN_STEPS = 3
+OWN_STEPS = 5
 """Without communication, before anything is predicted."""
-LEAST_ROUNDS, MOST_ROUNDS = 3, 40
-ALONE_STEPS = 4
+LEAST_ROUNDS, MOST_ROUNDS = 2, 40
+ALONE_STEPS = 3
 """What timing a variant's messages alone takes, in steps, at the most."""
 HOOKS: tuple[Hook, ...] = ("fp16",)
 """Of DDP's; PowerSGD's products would be the host's work, and are the accelerator's."""
 LIKELY_VARIANTS = 3 + len(HOOKS)
 """Beside strategies: without communication, DDP with and without its hook, the plan."""
-SWEPT_STEPS = 12
-"""How many steps of each bucket size the sweep takes, roughly."""
+SWEEP = Sweep(rounds=1, finalists=2, final_rounds=2, steps=2)
+"""Dilated steps differ by little."""
 
 
 def rehearse_rank(asked: Asked, started_s: float, show_progress: bool) -> Rehearsed:
     """Rehearse on this rank; every rank calls it. `started_s`: wall-clock seconds when the command began."""
+    # A thread that wakes must not take the core from one that holds a lock of gloo's, or it spins there until the other
+    # is on again: with eight ranks on two cores an all-reduce starts up three times more slowly then.
+    os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
     with joined(None, TIMEOUT_S) as world:
         progress = Progress(show_progress and world.rank == 0)
         say = _Teller(world.rank == 0)
@@ -90,11 +99,11 @@ def rehearse_rank(asked: Asked, started_s: float, show_progress: bool) -> Rehear
         _shape(world, links, scale)
         scaled = scale.profile(asked.profile)
         torch.manual_seed(SEED)
-        job = make_job(scaled.compute, world.rank)
+        job = make_job(scaled.compute, world.rank, scale.dilate, fused=asked.accuracy != "relaxed")
         assert isinstance(job.model, AcceleratedModel)
         made = job.optimizer(job.model.parameters())
         built = BuiltJob(spec=f"rehearsal of {asked.name}", job=job, optimizer=made, device=torch.device("cpu"))
-        own_us = _own_us(built, world, scaled) / scale.dilate
+        own_us = _own_us(built, world, scaled, scale)
         decided = _decide(asked, world, scale, progress, model_fingerprint(job.model), own_us)
         variants, caps, from_constants_us = decided
         left_s = asked.minutes * 60.0 - (time.time() - started_s)
@@ -107,7 +116,7 @@ def rehearse_rank(asked: Asked, started_s: float, show_progress: bool) -> Rehear
         runner = RehearsalRunner(TrainedJob(built), world, scale, job.model.device)
         usual_s = max(one.predicted_us or 0.0 for one in variants) / 1e6
         end_s = started_s + asked.minutes * 60.0 - ALONE_STEPS * len(variants) * usual_s
-        measured = measure_all(runner, variants, caps, rounds, steps, progress, end_s)
+        measured = measure_all(runner, variants, caps, rounds, steps, progress, end_s, SWEEP)
         return Rehearsed(
             scale=scale, measured=measured, from_constants_us=from_constants_us, late_us=runner.late_by_variant_us()
         )
@@ -175,10 +184,12 @@ def _probe(world: World) -> Machine:
     )  # fmt: skip
 
 
-def _own_us(built: BuiltJob, world: World, scaled: Profile) -> float:
-    """Return by how much a step without communication takes longer than the scaled profile's: updates, and Python.
+def _own_us(built: BuiltJob, world: World, scaled: Profile, scale: Scale) -> tuple[float, float]:
+    """Return by how much a step without communication takes longer than the profile's, undilated: on a usual rank, and
+    on the last one, for whom those wait that communicate.
 
-    What was compared is not looked at: these steps are made before, by all ranks at once.
+    It is updates and Python, for which ranks share the machine's cores. What is compared is not looked at: these steps
+    are made before, by all ranks at once.
     """
     compute, mine = scaled.compute, []
     asked_us = compute.forward_us + compute.update_us + sum(each.backward_us for each in compute.gradients)
@@ -191,7 +202,9 @@ def _own_us(built: BuiltJob, world: World, scaled: Profile) -> float:
             trained.step(trained.model, optimizer, step, in_ddp=False)
             mine.append((time.perf_counter() - started_s) * 1e6 - asked_us)
     everyone: list[list[float]] = world.gather(mine[WARM_UP_STEPS:], "steps without communication")
-    return max(0.0, statistics.median(chain(*everyone)))
+    usual_us = max(0.0, statistics.median(chain(*everyone)))
+    last_us = statistics.median(max(of_ranks) for of_ranks in zip(*everyone, strict=True))
+    return usual_us / scale.dilate, max(usual_us, last_us) / scale.dilate
 
 
 def _probe_update(world: World) -> float:
@@ -212,12 +225,18 @@ def _probe_update(world: World) -> float:
 def _shape(world: World, links: Links, scale: Scale) -> None:
     """Hold this host's links to the scaled rates; the first rank of each host does."""
     problem = None
-    # Connections idle during a computation, which is dilated: they would begin slowly again as on no cluster. Where a
-    # container does not let this be set, they do.
-    with suppress(OSError):
-        SLOW_START.write_text("0", encoding="ascii")
+    rate = scale.rate(links.inter_bits_per_s)
+    settings = {
+        # Connections idle during a computation, which is dilated: they would begin slowly again as on no cluster.
+        "tcp_slow_start_after_idle": 0,
+        "tcp_min_tso_segs": 1,
+        "tcp_limit_output_bytes": max(MTU_BYTES, round(WAITING_S * scale.dilate * rate / 8)),
+    }
+    for name, value in settings.items():
+        with suppress(OSError):  # where a container does not let it be set, it stays
+            (SETTINGS / name).write_text(str(value), encoding="ascii")
     if os.environ.get("LOCAL_RANK") == "0":
-        commands = [["tc", *shaping(scale.rate(links.inter_bits_per_s)).replace("add", "replace", 1).split()]]
+        commands = [["tc", *shaping(rate).replace("add", "replace", 1).split()]]
         if links.intra_bits_per_s is not None:
             inside = shaping(scale.rate(links.intra_bits_per_s)).replace(INTERFACE, "lo").replace("add", "replace", 1)
             # Packets that are larger than what is shaped at once would be dropped, again and again.
@@ -231,7 +250,7 @@ def _shape(world: World, links: Links, scale: Scale) -> None:
 
 
 def _decide(
-    asked: Asked, world: World, scale: Scale, progress: Progress, fingerprint: str, own_us: float
+    asked: Asked, world: World, scale: Scale, progress: Progress, fingerprint: str, own_us: tuple[float, float]
 ) -> tuple[list[Variant], list[tuple[float, Variant]], dict[str, float]]:
     """Time messages alone; return what is compared, DDP's bucket sizes, and predictions from constants."""
     halves = SHARDED_STEP in asked.allow or asked.accuracy == "relaxed"
@@ -271,14 +290,19 @@ def _unscaled(curves: Mapping[str, Curve], scale: Scale) -> dict[str, Curve]:
 
 
 def _variants(
-    asked: Asked, cluster: Cluster, scale: Scale, fingerprint: str, own_us: float
+    asked: Asked, cluster: Cluster, scale: Scale, fingerprint: str, own_us: tuple[float, float]
 ) -> tuple[list[Variant], list[tuple[float, Variant]], dict[str, float]]:
-    compute = asked.profile.compute
-    here = replace(asked.profile, compute=replace(compute, update_us=compute.update_us + own_us))
+    compute, (usual_us, last_us) = asked.profile.compute, own_us
+    here = replace(asked.profile, compute=replace(compute, update_us=compute.update_us + last_us))
     plan = optimize(here, cluster, accuracy=asked.accuracy, allow=asked.allow)
     problem = make_problem(here, cluster, where=asked.name)
     constants = make_problem(asked.profile, asked.cluster, where=asked.name)
-    made = make_variants(plan, problem, asked.strategies, HOOKS)
+    made = [
+        replace(one, predicted_us=(one.predicted_us or 0.0) - last_us + usual_us)
+        if one.kind == "no_communication"
+        else one
+        for one in make_variants(plan, problem, asked.strategies, HOOKS)
+    ]
     caps = sweep(plan, problem)
     predicted = {one.name: _from_constants(one, problem, constants) for one in [*made, *(each for _, each in caps)]}
     return (
@@ -327,16 +351,20 @@ def _schedule_of(plan: Plan, problem: Problem) -> Schedule:
 
 
 def _most_dilate(asked: Asked, left_s: float) -> float:
-    """Return the dilation at which the fewest rounds take half of what is left, by the cluster's constants."""
+    """Return the dilation at which the fewest rounds take most of what is left, by the cluster's constants."""
     problem = make_problem(asked.profile, asked.cluster, where=asked.name)
     step_s = float(model_of(schedule := make_schedule(problem, "ddp")).step_us(problem, schedule)) / 1e6
-    return max(1.0, 0.5 * left_s / _least_s(len(asked.strategies) + LIKELY_VARIANTS, BLOCK_STEPS, step_s))
+    variants = 1 + LIKELY_VARIANTS + len(asked.strategies)  # one for DDP's best size
+    return max(1.0, ROUNDS_SHARE * left_s / _least_s([(step_s, BLOCK_STEPS)] * variants))
 
 
-def _least_s(variants: int, steps: int, step_s: float) -> float:
-    """Return what the fewest rounds take: messages alone, the first step, blocks, of which DDP's best size has some."""
-    blocks = LEAST_ROUNDS * (WARM_UP_STEPS + steps) * (variants + 1)
-    return step_s * (ALONE_STEPS * variants + 2 * (WARM_UP_STEPS + 1) + blocks)
+def _least_s(variants: Sequence[tuple[float, int]]) -> float:
+    """Return what the fewest rounds take, messages alone included.
+
+    Args:
+        variants: of each, seconds of a step and measured steps of a block.
+    """
+    return sum(step_s * (ALONE_STEPS + LEAST_ROUNDS * (WARM_UP_STEPS + steps)) for step_s, steps in variants)
 
 
 def _rounds(
@@ -347,23 +375,33 @@ def _rounds(
     Raises:
         InputError: not even the fewest rounds fit; says how many minutes would.
     """
-    step_s = [(one.predicted_us or 0.0) / 1e6 for one in variants]
-    known_s = [one for one in step_s if one > 0.0]
+    known_s = [one.predicted_us / 1e6 for one in variants if one.predicted_us]
     usual_s = sum(known_s) / len(known_s)
-    step_s = [one or usual_s for one in step_s]
-    longest = max(one.delay or 1 for one in variants)
-    steps = max(BLOCK_STEPS, longest)
-    round_s = (WARM_UP_STEPS + steps) * (sum(step_s) + usual_s)
-    least_s = _least_s(len(variants), steps, usual_s)
+    step_s = [(one.predicted_us or 0.0) / 1e6 or usual_s for one in variants]
+    ddp_s = next(time_s for one, time_s in zip(variants, step_s, strict=True) if one.name == DDP)
+    # Steps that are slow even undilated: fewer of each block.
+    for steps in range(BLOCK_STEPS, 0, -1):
+        blocks = [(time_s, one.whole_cycles(steps)) for one, time_s in zip(variants, step_s, strict=True)]
+        least_s = _least_s(blocks)
+        if least_s <= left_s:
+            break
     if least_s > left_s:
         raise InputError(
             f"--minutes {minutes:g}: a step takes {usual_s:.2g} s here, and the fewest rounds of {len(variants)} "
             f"variants {least_s / 60:.1f} minutes of the {max(0.0, left_s) / 60:.1f} that are left; expected "
             f"--minutes {minutes + (least_s - left_s) / 60 + 0.5:.0f} or more, fewer strategies, or --dilate less"
         )
-    # The sizes that are predicted to be the fastest: what the sweep has no time for would have lost.
+    # The sizes that are predicted to be the fastest: what the sweep has no time for would have lost. The best one is
+    # measured with the others.
     by_prediction = sorted(caps, key=lambda one: one[1].predicted_us or 0.0)
-    most = int(min(SWEEP_SHARE * left_s, left_s - least_s) / (SWEPT_STEPS * usual_s))
-    kept = {cap for cap, _ in by_prediction[:most]}
-    left_s -= least_s - LEAST_ROUNDS * round_s + len(kept) * SWEPT_STEPS * usual_s
-    return max(LEAST_ROUNDS, min(MOST_ROUNDS, int(left_s / round_s))), steps, kept
+    best_s = _least_s([*blocks, (ddp_s, steps)]) - least_s
+
+    def swept_s(count: int) -> float:
+        return SWEEP.blocks(count) * (WARM_UP_STEPS + SWEEP.steps) * ddp_s + (best_s if count else 0.0)
+
+    most_s = min(SWEEP_SHARE * left_s, left_s - least_s)
+    most = max(count for count in range(len(caps) + 1) if swept_s(count) <= most_s)
+    left_s -= least_s + swept_s(most)
+    round_s = sum(time_s * (WARM_UP_STEPS + each) for time_s, each in blocks) + ddp_s * (WARM_UP_STEPS + steps)
+    rounds = LEAST_ROUNDS + int(left_s / round_s)
+    return min(MOST_ROUNDS, rounds), steps, {cap for cap, _ in by_prediction[:most]}

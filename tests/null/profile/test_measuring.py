@@ -183,10 +183,11 @@ class Link:
     def __init__(self, bytes_per_s: float) -> None:
         self.bytes_per_s, self.spent_s = bytes_per_s, 0.0
 
-    def timed(self, run: Callable[[], float], *_: object) -> float:
-        """Microseconds; in place of `links._timed`."""
-        self.spent_s += run() / self.bytes_per_s
-        return 1e6 * run() / self.bytes_per_s
+    def timed(self, run: Callable[[], float | None], *_: object) -> tuple[float, float]:
+        """Microseconds until done and until all ranks met again; in place of `links._timed`."""
+        time_s = (run() or 0.0) / self.bytes_per_s
+        self.spent_s += time_s
+        return 1e6 * time_s, 1e6 * time_s
 
 
 @pytest.mark.parametrize("bytes_per_s", [1e10, 1e8, 25e6, 1e6])
@@ -208,6 +209,22 @@ def test_no_collective_takes_longer_than_it_may_on_slow_links(
         assert 8 * 2 * 2 * curve[-1][0] / bytes_per_s > 4.0  # twice as much would have been too long
         said = links.cut_short({"all_reduce": curve}, model_bytes)
         assert "of 553,430,176 bytes" in said[0]
+
+
+def test_a_message_lasts_until_its_last_rank_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks are done at 100 us per KiB, the last one a tenth later, and meet for 20 us. Where a meeting would be a good
+    part of the message, it tells nothing.
+    """
+
+    def timed(run: Callable[[], int | None], *_: object) -> tuple[float, float]:
+        done_us = (run() or 0) / 1024 * 100.0
+        return done_us, 1.1 * done_us + 20.0
+
+    monkeypatch.setattr(links, "_timed", timed)
+    device = torch.device("cpu")
+    sizes = [1024, 2048, 102400]
+    curve = links._curve(World(), device, sizes, lambda size: lambda: size, Progress(), "all_reduce", 4.0)  # type: ignore[arg-type, return-value]
+    assert dict(curve) == pytest.approx({1024: 100.0, 2048: 220.0, 102400: 11_000.0})
 
 
 class Steps:
