@@ -20,7 +20,7 @@ from planner.comparison.trained import TrainedJob
 from planner.comparison.variants import DDP, PLAN, Hook, Variant, make_variants, sweep
 from planner.decide.optimize import optimize
 from planner.decide.strategies import make_schedule
-from planner.documents.profile import Cluster, Profile
+from planner.documents.profile import Cluster, ComputeProfile, Profile
 from planner.ir import Bucket, Schedule
 from planner.jobs.training import SEED, BuiltJob
 from planner.model.modes import model_of
@@ -306,16 +306,16 @@ def _variants(
     caps = sweep(plan, problem)
     predicted = {one.name: _from_constants(one, problem, constants) for one in [*made, *(each for _, each in caps)]}
     return (
-        [_scaled(one, scale, fingerprint) for one in made],
-        [(cap, _scaled(one, scale, fingerprint)) for cap, one in caps],
+        [_scaled(one, scale, compute, fingerprint) for one in made],
+        [(cap, _scaled(one, scale, compute, fingerprint)) for cap, one in caps],
         {name: time_us for name, time_us in predicted.items() if time_us is not None},
     )
 
 
-def _scaled(variant: Variant, scale: Scale, fingerprint: str) -> Variant:
+def _scaled(variant: Variant, scale: Scale, compute: ComputeProfile, fingerprint: str) -> Variant:
     return replace(
         variant,
-        plan=None if variant.plan is None else scaled_plan(variant.plan, scale, fingerprint),
+        plan=None if variant.plan is None else scaled_plan(variant.plan, scale, compute, fingerprint),
         predicted_us=None if variant.predicted_us is None else variant.predicted_us * scale.dilate,
     )
 

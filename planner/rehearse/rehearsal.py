@@ -14,13 +14,14 @@ from typing import TYPE_CHECKING, Any
 
 from planner.comparison.report import Comparison, Row
 from planner.documents.catalog import find_cluster, find_profile
-from planner.documents.profile import Cluster, Profile
+from planner.documents.profile import Cluster, ComputeProfile, Profile
 from planner.documents.text import milliseconds
 from planner.ir import ACCURACIES
 from planner.rehearse.scale import Scale, check_profile, links_of, on_hosts
 from planner.testbed.hosts import FASTEST_BITS_PER_S, MAX_RANKS, Emulation
 from runtime.errors import InputError
 from runtime.plan import Accuracy, Plan
+from runtime.plan.names import layer_of
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -226,13 +227,31 @@ def _undilated(row: Row, dilate: float) -> Row:
     )
 
 
-def scaled_plan(plan: Plan, scale: Scale, fingerprint: str) -> Plan:
-    """Return the plan as the scaled model can carry it out: the same buckets, of fewer bytes."""
+def scaled_plan(plan: Plan, scale: Scale, compute: ComputeProfile, fingerprint: str) -> Plan:
+    """Return the plan as the scaled model can carry it out: the same buckets, of fewer bytes.
+
+    Args:
+        plan: of the model as it is.
+        scale: what to scale by.
+        compute: the model as it is.
+        fingerprint: of the scaled model.
+    """
+    numel = {gradient.name: gradient.numel for gradient in compute.gradients}
     buckets = []
     for bucket in plan.buckets:
         spec = bucket.compressor
         if spec.k is not None:
-            spec = replace(spec, k={layer: max(1, round(k / scale.shrink)) for layer, k in spec.k.items()})
+            layers: dict[str, list[int]] = {}
+            for name in bucket.gradients:
+                layers.setdefault(layer_of(name), []).append(numel[name])
+            # Of the scaled layer as large a share: small gradients are rounded, and keep an element at least.
+            spec = replace(
+                spec,
+                k={
+                    layer: max(1, round(k / sum(layers[layer]) * sum(map(scale.numel, layers[layer]))))
+                    for layer, k in spec.k.items()
+                },
+            )
         buckets.append(replace(bucket, compressor=spec, size_bytes=None))
     return replace(
         plan, model=replace(plan.model, fingerprint=fingerprint), buckets=tuple(buckets), fallback=None, loading=None

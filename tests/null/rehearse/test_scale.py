@@ -6,13 +6,15 @@ from dataclasses import replace
 
 import pytest
 
+from planner.decide.optimize import optimize
 from planner.documents.catalog import find_cluster, find_profile
 from planner.model.modes import model_of
 from planner.model.problem import make_problem
-from planner.rehearse.rehearsal import make_asked
+from planner.rehearse.rehearsal import make_asked, scaled_plan
 from planner.rehearse.scale import Links, Machine, Scale, check_profile, choose_scale, links_of, on_hosts
 from planner.strategies.baselines import wfbp
 from runtime.errors import InputError
+from runtime.plan.names import layer_of
 
 GIB = 2.0**30
 
@@ -34,6 +36,21 @@ def test_a_scaled_step_is_the_step_dilated(name: str) -> None:
     step_us = model_of(schedule).step_us(problem, schedule)
     assert model_of(schedule).step_us(scaled, schedule) / scale.dilate == pytest.approx(step_us, rel=1e-3)
     assert 8e6 / slow.beta_us_per_byte == pytest.approx(scale.rate(links_of(cluster).inter_bits_per_s))
+
+
+def test_a_lossy_plan_fits_the_scaled_model() -> None:
+    """Elements of small gradients are rounded, and at least one: no layer may be asked for more than it has."""
+    profile, cluster = find_profile("resnet50"), on_hosts(find_cluster("p102-1gbe"), 8, 1)
+    plan, scale = optimize(profile, cluster, accuracy="bounded"), Scale(dilate=2.0, shrink=25.0)
+    scaled = scaled_plan(plan, scale, profile.compute, "of the scaled model")
+    numel = {gradient.name: scale.numel(gradient.numel) for gradient in profile.compute.gradients}
+    seen = 0
+    for bucket in scaled.buckets:
+        for layer, k in (bucket.compressor.k or {}).items():
+            of_layer = sum(numel[name] for name in bucket.gradients if layer_of(name) == layer)
+            assert 1 <= k <= of_layer
+            seen += 1
+    assert seen > 50
 
 
 def test_the_scale_matches_start_ups_and_leaves_sockets_idle() -> None:
