@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -11,6 +12,8 @@ from torch import Tensor, nn
 from planner.documents.profile import ComputeProfile
 from planner.jobs.job import TrainingJob
 from runtime.errors import InputError
+
+T = TypeVar("T")
 
 SPIN_S = 200e-6
 """The end of each wait, which is not slept: a sleep ends some tens of microseconds late. Of undilated time: spinning
@@ -60,6 +63,16 @@ class Accelerator:
         """Queue work, and wait for it."""
         self.queue(work_us)
         self.wait()
+
+    def occupy(self, work: Callable[[], T]) -> T:
+        """Do in earnest what the device would do: it is busy for as long."""
+        started_s = time.perf_counter()
+        self._host_s += started_s - self._left_s
+        self.late_us += max(0.0, self._host_s - self._device_s) * 1e6
+        done = work()
+        self._left_s = time.perf_counter()
+        self._device_s = max(self._device_s, self._host_s) + self._left_s - started_s
+        return done
 
     def run_since_met(self, work_us: float) -> None:
         """Wait for work that was queued when host and device met, while the host did the same in earnest."""

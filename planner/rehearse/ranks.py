@@ -6,11 +6,13 @@ import os
 import statistics
 import subprocess
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,13 +22,14 @@ from planner.comparison.trained import TrainedJob
 from planner.comparison.variants import DDP, PLAN, Hook, Variant, make_variants, sweep
 from planner.decide.optimize import optimize
 from planner.decide.strategies import make_schedule
-from planner.documents.profile import Cluster, ComputeProfile, Profile
+from planner.documents.profile import Cluster, ComputeProfile, Profile, SelectionLine
 from planner.ir import Bucket, Schedule
 from planner.jobs.training import SEED, BuiltJob
 from planner.model.modes import model_of
 from planner.model.problem import Problem, make_problem
 from planner.profile.links import Curve, make_bucket, measure_apart, measure_links, parts_of, timed_us
 from planner.profile.progress import Progress
+from planner.profile.selection import measure_selection
 from planner.profile.step import joined
 from planner.rehearse.accelerator import AcceleratedModel, Accelerator, make_job
 from planner.rehearse.rehearsal import Asked, Rehearsed, scaled_plan
@@ -40,6 +43,8 @@ from runtime.comm.world import World
 from runtime.errors import EnvironmentFailure, InputError
 from runtime.plan import Plan
 from runtime.plan.interfaces import SHARDED_STEP
+from runtime.session.session import Session
+from runtime.sparse.residuals import ErrorFeedbackState
 
 TIMEOUT_S = 120.0
 SETTINGS = Path("/proc/sys/net/ipv4")
@@ -135,6 +140,18 @@ class RehearsalRunner(VariantRunner):
         super().block(record, steps)
         late_us = (self._accelerator.late_us - before_us) / (WARM_UP_STEPS + record.variant.whole_cycles(steps))
         self._late_us.setdefault(record.variant.name, []).append(late_us)
+
+    def _attach(self, optimizer: torch.optim.Optimizer | None, plan: Plan) -> Session:
+        """As elsewhere; selecting and unpacking are the accelerator's work, which has begun when they have."""
+        session = super()._attach(optimizer, plan)
+        if isinstance(feedback := session.exchange.carried, ErrorFeedbackState):
+            for lossy in feedback.lossy.values():
+                lossy.pack = partial(self._on_device, lossy.pack)  # type: ignore[method-assign]
+                lossy.unpack = partial(self._on_device, lossy.unpack)  # type: ignore[method-assign]
+        return session
+
+    def _on_device(self, work: Callable[..., Any], *arguments: Any) -> Any:
+        return self._accelerator.occupy(partial(work, *arguments))
 
     def late_by_variant_us(self) -> dict[str, float]:
         """Return, of a step, by how much hooks and updates took longer than waits: the median of blocks."""
@@ -254,7 +271,8 @@ def _decide(
 ) -> tuple[list[Variant], list[tuple[float, Variant]], dict[str, float]]:
     """Time messages alone; return what is compared, DDP's bucket sizes, and predictions from constants."""
     halves = SHARDED_STEP in asked.allow or asked.accuracy == "relaxed"
-    names = ["all_reduce"] + ["reduce_scatter"] * halves + ["all_gather"] * (halves or asked.accuracy != "exact")
+    lossy = asked.accuracy != "exact" or any(_selects(asked, name) for name in asked.strategies)
+    names = ["all_reduce"] + ["reduce_scatter"] * halves + ["all_gather"] * (halves or lossy)
     size_bytes = round(sum(each.size_bytes for each in asked.profile.compute.gradients) / scale.shrink)
     each_s = LINK_SHARE * asked.minutes * 60.0 / (len(names) + 1)
     device = torch.device("cpu")
@@ -263,8 +281,15 @@ def _decide(
     parts = parts_of(world.gather(node_name(), "counting hosts"))
     if parts is not None:
         samples |= measure_apart(world, parts, device, size_bytes, progress, BETWEEN, BETWEEN, each_s).samples
+    chosen, unpacked = asked.cluster.sparsify, asked.cluster.unpack
+    if lossy:
+        # What these ranks take for it, which is more than a device would.
+        chosen, unpacked = (
+            {name: _unscaled_line(line, scale) for name, line in lines.items()}
+            for lines in measure_selection(world, device, size_bytes, progress, each_s)
+        )
     cluster = replace(
-        asked.cluster, intra=None, inter=None, samples=_unscaled(samples, scale),
+        asked.cluster, sparsify=chosen, unpack=unpacked, intra=None, inter=None, samples=_unscaled(samples, scale),
         back_to_back=_unscaled(times.back_to_back, scale), collectives=None,
         contention=None, measured_for=None, emulated="namespaces",
     )  # fmt: skip
@@ -287,6 +312,21 @@ def _unscaled(curves: Mapping[str, Curve], scale: Scale) -> dict[str, Curve]:
         name: tuple((size * scale.shrink, time_us / scale.dilate) for size, time_us in curve)
         for name, curve in curves.items()
     }
+
+
+def _selects(asked: Asked, strategy: str) -> bool:
+    """Return whether a strategy has buckets of which some elements are sent."""
+    problem = make_problem(asked.profile, asked.cluster, where=asked.name)
+    return any(bucket.compressor != "none" for bucket in make_schedule(problem, strategy).buckets)
+
+
+def _unscaled_line(line: SelectionLine, scale: Scale) -> SelectionLine:
+    def unscaled(alpha_us: float, beta: float) -> tuple[float, float]:
+        return alpha_us / scale.dilate, beta / (scale.dilate * scale.shrink)
+
+    alpha_us, beta = unscaled(line.alpha_us, line.beta_us_per_byte)
+    rows = line.by_density and tuple((density, *unscaled(*of_density)) for density, *of_density in line.by_density)
+    return SelectionLine(alpha_us=alpha_us, beta_us_per_byte=beta, by_density=rows)
 
 
 def _variants(

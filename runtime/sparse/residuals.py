@@ -34,7 +34,7 @@ class ErrorFeedbackState(ErrorFeedback):
         loss_scale: Callable[[], float] | None = None,
     ) -> None:  # fmt: skip
         """`lossy`: by index, of compressed buckets. `loss_scale` gives the factor of the losses, where there is one."""
-        self._buckets, self._lossy = buckets, lossy
+        self._buckets, self.lossy = buckets, lossy
         self._pending: dict[str, Tensor] = {}
         """Of gradients whose buckets send everything: residuals that have yet to be sent."""
         self.steps = 0
@@ -44,7 +44,7 @@ class ErrorFeedbackState(ErrorFeedback):
 
     @property
     def active(self) -> bool:
-        return bool(self._lossy or self._pending)
+        return bool(self.lossy or self._pending)
 
     def read_scale(self) -> None:
         if self._loss_scale is not None and self.active:
@@ -59,18 +59,18 @@ class ErrorFeedbackState(ErrorFeedback):
         # Residuals are gradients of scaled losses, too.
         scale, self._read = self._read or self._scale, None
         if scale != self._scale:
-            for tensor in chain(*(lossy.feedback.memory() for lossy in self._lossy.values()), self._pending.values()):
+            for tensor in chain(*(lossy.feedback.memory() for lossy in self.lossy.values()), self._pending.values()):
                 tensor.mul_(scale / self._scale)
             self._scale = scale
 
     def _drop(self) -> None:
         """Forget what a backward that was given up has begun to keep."""
-        for lossy in self._lossy.values():
+        for lossy in self.lossy.values():
             lossy.feedback.buffers.drop()
 
     def add_to(self, bucket: BucketBuffer) -> None:
-        if bucket.index in self._lossy:
-            self._lossy[bucket.index].pack(self.steps)
+        if bucket.index in self.lossy:
+            self.lossy[bucket.index].pack(self.steps)
         elif self._pending:
             for slot in bucket.slots:
                 if slot.name in self._pending:
@@ -79,7 +79,7 @@ class ErrorFeedbackState(ErrorFeedback):
     def settle(self, wait: Callable[[BucketBuffer | None], None], parameters: Mapping[str, nn.Parameter]) -> None:
         """See `ErrorFeedback.settle`; of a rank alone, which has no buckets, gradients get what is pending."""
         finite = []
-        for index, lossy in self._lossy.items():
+        for index, lossy in self.lossy.items():
             wait(self._buckets[index])
             finite.append(lossy.unpack())
         wait(None)
@@ -98,23 +98,23 @@ class ErrorFeedbackState(ErrorFeedback):
                     parameter.grad = part.to(parameter.dtype)
             finite = [all_finite(p.grad) for p in parameters.values() if p.grad is not None]
         everything = torch.stack(finite).all() if finite else torch.tensor(True)
-        for lossy in self._lossy.values():
+        for lossy in self.lossy.values():
             lossy.feedback.commit(everything)
         if self._pending and bool(everything):  # once after a change of plans: the host may wait
             self._pending.clear()
         self.steps += 1
 
     def compresses(self, bucket: BucketBuffer) -> bool:
-        return bucket.index in self._lossy
+        return bucket.index in self.lossy
 
     def watched(self) -> list[Any]:
-        lossy = self._lossy.items()
+        lossy = self.lossy.items()
         return [Watched(self._buckets[at], one.k, one.feedback.summed) for at, one in lossy if one.by_magnitude]
 
     def state(self) -> State:
         if not self.active:
             return {}
-        kept = [lossy.feedback.residuals() for lossy in self._lossy.values()]
+        kept = [lossy.feedback.residuals() for lossy in self.lossy.values()]
         residuals = {name: part.clone() for parts in (*kept, self._pending) for name, part in parts.items()}
         return {"residuals": residuals, "steps": self.steps, "loss_scale": self._scale}
 
@@ -126,9 +126,9 @@ class ErrorFeedbackState(ErrorFeedback):
             for name, part in state.get("residuals", {}).items()
             if name in parameters
         }
-        for lossy in self._lossy.values():
+        for lossy in self.lossy.values():
             lossy.feedback.put(residuals)
-        compressed = {slot.name for index in self._lossy for slot in self._buckets[index].slots}
+        compressed = {slot.name for index in self.lossy for slot in self._buckets[index].slots}
         self._pending = {name: part.clone() for name, part in residuals.items() if name not in compressed}
 
 
