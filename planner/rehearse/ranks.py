@@ -442,6 +442,8 @@ def _rounds(
     most_s = min(SWEEP_SHARE * left_s, left_s - least_s)
     most = max(count for count in range(len(caps) + 1) if swept_s(count) <= most_s)
     left_s -= least_s + swept_s(most)
-    round_s = sum(time_s * (WARM_UP_STEPS + each) for time_s, each in blocks) + ddp_s * (WARM_UP_STEPS + steps)
+    if most:
+        blocks.append((ddp_s, steps))
+    round_s = sum(time_s * (WARM_UP_STEPS + each) for time_s, each in blocks)
     rounds = LEAST_ROUNDS + int(left_s / round_s)
     return min(MOST_ROUNDS, rounds), steps, {cap for cap, _ in by_prediction[:most]}
