@@ -43,10 +43,13 @@ costs a small bucket five times as much as one that is selected from again and a
 
 
 def measure_selection(
-    world: World, device: torch.device, model_bytes: int, progress: Progress, budget_s: float
+    world: World, device: torch.device, model_bytes: int, progress: Progress, budget_s: float, *, computes: bool = True
 ) -> tuple[dict[str, SelectionLine], dict[str, SelectionLine]]:
-    """Time (select and pack, unpack) by selector, the same on all ranks, in about `budget_s` at the most."""
-    sizes, between = sizes_up_to(SIZES, model_bytes), _between(device)
+    """Time (select and pack, unpack) by selector, the same on all ranks, in about `budget_s` at the most.
+
+    `computes`: whether these cores compute in between, as they do where they train.
+    """
+    sizes, between = sizes_up_to(SIZES, model_bytes), _between(device) if computes else lambda: None
     chosen: dict[str, SelectionLine] = {}
     added: dict[str, SelectionLine] = {}
     left_s = budget_s

@@ -286,7 +286,7 @@ def _decide(
         # What these ranks take for it, which is more than a device would.
         chosen, unpacked = (
             {name: _unscaled_line(line, scale) for name, line in lines.items()}
-            for lines in measure_selection(world, device, size_bytes, progress, each_s)
+            for lines in measure_selection(world, device, size_bytes, progress, each_s, computes=False)
         )
     cluster = replace(
         asked.cluster, sparsify=chosen, unpack=unpacked, intra=None, inter=None, samples=_unscaled(samples, scale),
