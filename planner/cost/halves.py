@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from planner.cost import nccl
 from planner.cost.collectives import Coefficients, collective_cost
 from planner.cost.curve import CostCurve
 from planner.cost.model import CommunicationCost
@@ -67,14 +68,15 @@ def worker_half(cost: CommunicationCost, collective: str) -> Half:
         return half(cost, collective)
     phase = between.push if collective == REDUCE_SCATTER else between.pull
     known = measured_curve(cost.cluster, f"inter/{collective}") is not None
-    source = f"{'measured' if known else f'{collective}/ring with link constants'} between nodes"
+    computed = f"{collective}/ring with link constants" if cost.cluster.library is None else f"NCCL's {collective}"
+    source = f"{'measured' if known else computed} between nodes"
     return Half(curve=phase.curve.of_share(phase.share), source=source)
 
 
 def half(cost: CommunicationCost, collective: str) -> Half:
     """Return the cost of `reduce_scatter` or `all_gather` over all ranks by its most specific source.
 
-    Samples, then a fitted line, then the ring's formula with the link's constants, as for the all-reduce. Where a
+    Samples, then a fitted line, then the library's model, then the ring's formula with the link's constants, as for the all-reduce. Where a
     cluster says only what an all-reduce costs, each half of it is taken to cost half of that: in a ring both halves
     send equally much.
     """
@@ -84,6 +86,8 @@ def half(cost: CommunicationCost, collective: str) -> Half:
     measured = measured_flat(cluster, collective)
     if measured is not None:
         return Half(curve=measured, source="measured")
+    if (shape := nccl.shape_of(cluster)) is not None:
+        return Half(curve=nccl.curve(collective, shape), source=nccl.describe(collective, shape))
     link = cluster.inter if flat_link(cluster) == "inter" else cluster.intra
     if link is not None:
         formula = f"{collective}/ring"

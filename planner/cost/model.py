@@ -10,6 +10,7 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from planner.cost import nccl
 from planner.cost.collectives import Coefficients, collective_cost, solve_link
 from planner.cost.curve import CostCurve, fit_line
 from planner.documents.profile import Cluster, Contention, Link, SizeFactors
@@ -111,8 +112,8 @@ def _without_measurements_of_others(cluster: Cluster, resized: Cluster) -> Clust
 def communication_cost(cluster: Cluster, ranks: int | None = None) -> CommunicationCost:
     """Return the cost of communication on `cluster`, resized to `ranks` where given.
 
-    The most specific source wins: samples (taken back to back before isolated ones), then fitted lines, then link
-    constants in the published formulas. Samples and lines hold only for the ranks they were measured on; for others the
+    The most specific source wins: samples (taken back to back before isolated ones), then fitted lines, then the
+    library's cost model, then link constants in the published formulas. Samples and lines hold only for the ranks they were measured on; for others the
     link constants are used, or those that the fit implies, and the result is marked as extrapolated.
 
     Raises InputError: the cluster has no cost for an all-reduce; says how to measure it.
@@ -134,6 +135,17 @@ def communication_cost(cluster: Cluster, ranks: int | None = None) -> Communicat
             curve, source = measured
             implied = _implied_link(cluster, f"all_reduce/{cluster.all_reduce_algorithm}", key)
             return CommunicationCost(cluster=target, all_reduce=curve, source=source, link=implied)
+    if (shape := nccl.shape_of(target)) is not None:
+        target_nccl = shape.machine
+        target_nccl.check(target.nodes, target.ranks_per_node, f"cluster {target.name or '(unnamed)'}: nccl")
+        fit = target_nccl.fit
+        return CommunicationCost(
+            cluster=target,
+            all_reduce=nccl.curve("all_reduce", shape),
+            source=nccl.describe("all_reduce", shape),
+            extrapolated=fit is not None and target.ranks not in fit.measured_on,
+            link=target.inter if target.nodes > 1 else target.intra,
+        )
     return _from_formula(cluster, target, key)
 
 

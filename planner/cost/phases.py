@@ -14,6 +14,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from planner.cost import nccl
 from planner.cost.collectives import Coefficients, collective_cost
 from planner.cost.curve import CostCurve
 from planner.cost.tree import tree_curve
@@ -90,11 +91,13 @@ PHASES: Mapping[tuple[str, str], PhasesOf] = {("all_reduce", "torus_2d"): torus_
 def phase_of(
     cluster: Cluster, collective: str, algorithm: str, link: LinkName, ranks: int, share: float = 1.0
 ) -> Phase | None:
-    """Return a phase by its most specific cost: samples, fitted line, link constants. None for a single rank."""
+    """Return a phase by its most specific cost: samples, fitted line, library, link constants. None for a single rank."""
     if ranks == 1:
         return None
     formula = f"{collective}/{algorithm}"
     curve = measured_curve(cluster, f"{link}/{collective}")
+    if curve is None and (shape := nccl.shape_on(cluster, link)) is not None:
+        curve = nccl.curve(collective, shape)
     curve = curve or CostCurve.from_line(collective_cost(formula, ranks, link_of(cluster, link)))
     return Phase(name=collective, link=link, curve=curve, share=share)
 
@@ -126,7 +129,7 @@ def link_of(cluster: Cluster, name: LinkName, otherwise: Link | None = None) -> 
 
     Those of `otherwise` count where the cluster has none. Raises InputError where both lack.
     """
-    link = (cluster.intra if name == "intra" else cluster.inter) or otherwise
+    link = (cluster.intra if name == "intra" else cluster.inter) or otherwise or nccl.link_of(cluster, name)
     if link is None:
         where = "inside a node" if name == "intra" else "between nodes"
         raise InputError(

@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from planner.documents.local_async import LocalAsyncProfile
+from planner.documents.nccl import Nccl
 from planner.documents.text import parse_bandwidth, parse_latency_us, us_per_byte
 from runtime.errors import InputError
 from runtime.plan import Accuracy, ModelReference
@@ -301,6 +302,10 @@ class Cluster(Document):
     local_update: Line | None = None
     pull_take: Line | None = None
     """With a delay: what a rank computes with weights that were pulled, over the bytes of all. Likewise."""
+    library: Literal["nccl"] | None = None
+    """Whose cost model holds where nothing was measured, on any number of nodes; it ranks before links."""
+    nccl: Nccl | None = None
+    """The machines as that model sees them; never without `library`, nor that without this."""
     all_reduce_algorithm: Literal["ring", "recursive_doubling", "halving_doubling", "binary_tree"] = "ring"
     contention: Contention | None = None
     measured_for: Accuracy | None = None
@@ -370,6 +375,7 @@ def parse_profile(document: Any, where: str = "profile") -> Profile:
         )
     _check_norms(profile.compute, where)
     _check_contention(profile.cluster, f"{where}: $.cluster")
+    _check_library(profile.cluster, f"{where}: $.cluster")
     if profile.local_async is not None:
         layers = [gradient.layer for gradient in profile.compute.gradients]
         profile.local_async.check(layers, f"{where}: $.local_async", CURE)
@@ -406,6 +412,21 @@ def _check_contention(cluster: Cluster | None, where: str) -> None:
         )
 
 
+def _check_library(cluster: Cluster | None, where: str) -> None:
+    if cluster is None or (cluster.library is None and cluster.nccl is None):
+        return
+    if cluster.nccl is None:
+        raise InputError(f'{where}.nccl: missing beside "library": "nccl"; describe the machines, or take library out')
+    if cluster.library is None:
+        raise InputError(f'{where}.library: missing beside nccl; add "library": "nccl", or take nccl out')
+    cards = cluster.nccl.nics_per_node
+    if cluster.nics_per_node not in (1, cards):
+        raise InputError(
+            f"{where}.nics_per_node: found {cluster.nics_per_node}, and {cards} in nccl; expected the same, or only that"
+        )
+    cluster.nccl.check(cluster.nodes, cluster.ranks_per_node, f"{where}.nccl")
+
+
 def load_cluster(path: str | Path) -> Cluster:
     """Read and check cluster.json. Raises InputError as `load_profile` does."""
     return parse_cluster(read_json(path), where=str(path))
@@ -416,6 +437,7 @@ def parse_cluster(document: Any, where: str = "cluster") -> Cluster:
     record = _with_link_constants(check_schema(document, CLUSTER_SCHEMA, where), f"{where}: $")
     cluster = validate(Cluster, record, where)
     _check_contention(cluster, f"{where}: $")
+    _check_library(cluster, f"{where}: $")
     return cluster
 
 

@@ -16,6 +16,7 @@ import numpy as np
 
 from planner.cost.phases import LinkName
 from planner.documents.local_async import LocalAsyncProfile
+from planner.documents.nccl import Nccl
 from planner.documents.profile import Cluster, ComputeProfile, Link, Profile
 from planner.documents.text import parse_bandwidth, parse_latency_us, us_per_byte
 from planner.ir import Schedule
@@ -128,7 +129,19 @@ def relink(cluster: Cluster, name: LinkName, link: Link) -> Cluster:
         return left or None
 
     measured = {field: kept(getattr(cluster, field)) for field in ("samples", "collectives", "back_to_back")}
-    return replace(cluster, **measured, **{name: link})  # type: ignore[arg-type]
+    machine = cluster.nccl and _rewired(cluster.nccl, name, link)
+    return replace(cluster, **measured, **{name: link}, nccl=machine)  # type: ignore[arg-type]
+
+
+def _rewired(machine: Nccl, name: LinkName, link: Link) -> Nccl:
+    """The machines with another link, as NCCL's model has them; what was fitted to the old one is dropped."""
+    if not link.beta_us_per_byte:
+        raise InputError(f"{name}: found a link without a limit to its rate, expected one; give its bandwidth")
+    gbyte_per_s = 1e-3 / link.beta_us_per_byte
+    if name == "intra":
+        return replace(machine, nvlink="none", pcie=f"{gbyte_per_s:.6f}gbyte", nvls=None, ll128=None, fit=None)
+    card = f"{gbyte_per_s / machine.nics_per_node:.6f}gbyte"
+    return replace(machine, nic=card, net_latency=f"{link.alpha_us:.6f}us", tuner="nccl", fit=None)
 
 
 def parse_link(option: str, text: str) -> Link:

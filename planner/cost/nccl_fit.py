@@ -1,0 +1,284 @@
+"""Fit the constants of `planner.cost.nccl` to measured collectives, and say how far predictions may be off.
+
+Few numbers are measured and many predicted, so NCCL's constants are the start: launch, overlap, and for each algorithm
+and protocol one multiplier of its latency and one of its transfer are moved only as far as measurements ask
+(squared logarithms, with priors). Algorithms that nobody measured move with the mean of those that were. Where a log
+shows another choice than the tuner's (a plugin, or variables that were set), its sizes are cut into segments anew.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from planner.cost import nccl
+from planner.cost.nccl import Shape
+from planner.documents.nccl import Family, Interval, Nccl, NcclFit
+from runtime.errors import InputError
+
+Floats = NDArray[np.float64]
+
+NOISE = 0.05
+"""Spread of repeated measurements, as a logarithm."""
+LAUNCH_PRIOR, OVERLAP_PRIOR = 0.7, 0.15
+LATENCY_PRIOR, LATENCY_OWN_PRIOR = 0.7, 0.5
+TRANSFER_PRIOR, TRANSFER_OWN_PRIOR, HALVES_PRIOR = 0.3, 0.25, 0.2
+"""How far (as logarithms) constants may lie from NCCL's: all together, an algorithm from the others, and its
+reduce-scatters and all-gathers from its all-reduces."""
+OUTLIER = 3.0
+"""Residuals beyond so many times the noise count by their distance, not its square."""
+SEGMENT_COST, MAX_ROUNDS = 12.0, 6
+SHARE, LEAST_INTERVAL = 0.9, 0.03
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One collective on one number of nodes."""
+
+    collective: str
+    nodes: int
+    per_node: int
+    samples: tuple[tuple[float, float], ...]
+    """(bytes, µs)."""
+
+    @property
+    def key(self) -> tuple[str, int]:
+        return self.collective, self.nodes * self.per_node
+
+
+@dataclass(frozen=True)
+class _Row:
+    """All sizes of one log that take one algorithm and protocol."""
+
+    family: Family
+    half: bool
+    inside: bool
+    latency_us: float
+    transfer_us: Floats
+    measured_us: Floats
+
+
+@dataclass(frozen=True)
+class _Solution:
+    values: Floats
+    """Logarithms: launch, overlap between nodes and inside (over their defaults), latency and transfer of all, then
+    of each family over those latency, transfer, and transfer of its halves."""
+    names: list[Family]
+    cost: float
+
+
+Chosen = dict[tuple[str, int], list[Family]]
+
+
+def fit(machine: Nccl, logs: Sequence[Measured]) -> Nccl:
+    """Return the machine with what was fitted to `logs`.
+
+    Raises InputError: nothing was measured, or on one rank only.
+    """
+    used = [log for log in logs if log.samples and log.nodes * log.per_node > 1]
+    if not used:
+        raise InputError("found no measured collective on two or more ranks; expected at least one: run nccl-tests")
+    plain = replace(machine, fit=None)
+    found = _best(plain, used)
+    fitted = replace(plain, fit=found)
+    errors = _errors(fitted, used)
+    inside = _quantile(errors)
+    counts = sorted({log.nodes for log in used})
+    if len(counts) > 1:
+        beyond = inside
+        for nodes in counts:
+            without = replace(plain, fit=_best(plain, [log for log in used if log.nodes != nodes]))
+            beyond = max(beyond, _quantile(_errors(without, [log for log in used if log.nodes == nodes])))
+    else:
+        beyond = max(3.0 * inside, 0.3)  # nothing shows how times change with the number of nodes
+    interval = Interval(inside=_rounded(inside), beyond=_rounded(beyond))
+    mean_error = _rounded(float(np.mean(np.abs(np.expm1(errors)))))
+    return replace(plain, fit=replace(found, interval=interval, mean_error=mean_error))
+
+
+def _best(machine: Nccl, logs: Sequence[Measured]) -> NcclFit:
+    """The fit with the tuner's choice, or with segments cut anew where that explains the logs much better."""
+    shapes = {log.key: Shape(machine, log.nodes, log.per_node) for log in logs}
+    told: Chosen = {log.key: nccl.choice(log.collective, shapes[log.key], _sizes(log)) for log in logs}
+    best, current = _solve(machine, logs, told), told
+    chosen = told
+    for _ in range(MAX_ROUNDS):
+        current = {log.key: _segments(shapes[log.key], log, best, told[log.key]) for log in logs}
+        if current == chosen:
+            break
+        solved = _solve(machine, logs, current)
+        solved = replace(solved, cost=solved.cost + SEGMENT_COST * sum(_extra(current[key], told[key]) for key in told))
+        if solved.cost >= best.cost - 1e-6:
+            break
+        best, chosen = solved, current
+    changed = {collective for collective, ranks in told if chosen[collective, ranks] != told[collective, ranks]}
+    return _record(best, logs, {key: chosen[key] for key in chosen if key[0] in changed})
+
+
+def _sizes(log: Measured) -> Floats:
+    return np.array([size for size, _ in log.samples])
+
+
+def _extra(chosen: Sequence[Family], told: Sequence[Family]) -> int:
+    """How many segments depart from what the tuner says."""
+    runs, before = 0, None
+    for mine, other in zip(chosen, told, strict=True):
+        now = None if mine == other else mine
+        runs += now is not None and now != before
+        before = now
+    return runs
+
+
+def _rows(machine: Nccl, logs: Sequence[Measured], chosen: Mapping[tuple[str, int], Sequence[Family]]) -> list[_Row]:
+    rows = []
+    for log in logs:
+        shape = Shape(machine, log.nodes, log.per_node)
+        sizes, times = (np.array(column) for column in zip(*log.samples, strict=True))
+        taken = np.array(chosen[log.key])
+        for family in dict.fromkeys(taken.tolist()):
+            here = taken == family
+            rows.append(
+                _Row(
+                    family, log.collective != "all_reduce", log.nodes == 1, nccl.latency_us(family, log.collective, shape),
+                    sizes[here] / nccl.bytes_per_us(family, log.collective, shape), times[here],
+                )  # fmt: skip
+            )
+    return rows
+
+
+def _solve(
+    machine: Nccl, logs: Sequence[Measured], chosen: Mapping[tuple[str, int], Sequence[Family]]
+) -> _Solution:
+    """Least squares of logarithms, with priors."""
+    from scipy.optimize import least_squares
+
+    rows = _rows(machine, logs, chosen)
+    names = sorted({row.family for row in rows})
+    priors = np.array(
+        [LAUNCH_PRIOR, OVERLAP_PRIOR, OVERLAP_PRIOR, LATENCY_PRIOR, TRANSFER_PRIOR]
+        + [LATENCY_OWN_PRIOR, TRANSFER_OWN_PRIOR, HALVES_PRIOR] * len(names)
+    )
+
+    def residuals(values: Floats) -> Floats:
+        parts = [np.log(_predicted(values, names, row) / row.measured_us) / NOISE for row in rows]
+        apart = np.concatenate(parts)
+        return np.concatenate([np.sign(apart) * np.sqrt(_loss(apart)), values / priors])
+
+    found = least_squares(residuals, np.zeros(len(priors)), method="trf", max_nfev=200)
+    return _Solution(found.x, names, float(2.0 * found.cost))
+
+
+def _loss(apart: Floats) -> Floats:
+    """Huber's; priors have none, for they are not to be robust."""
+    size = np.abs(apart)
+    return np.where(size > OUTLIER, OUTLIER * (2.0 * np.maximum(size, OUTLIER) - OUTLIER), size**2)
+
+
+def _predicted(values: Floats, names: Sequence[Family], row: _Row) -> Floats:
+    launch, overlap, factors = _constants(values, names, row.family, row.inside, row.half)
+    return nccl.family_us(row.latency_us, row.transfer_us, launch, overlap, factors)
+
+
+def _constants(
+    values: Floats, names: Sequence[Family], family: Family, inside: bool = False, half: bool = False
+) -> tuple[float, float, tuple[float, float]]:
+    launch = nccl.LAUNCH_US * math.exp(values[0])
+    overlap = (nccl.OVERLAP_INSIDE if inside else nccl.OVERLAP_BETWEEN) * math.exp(values[2 if inside else 1])
+    latency, transfer = values[3], values[4]
+    if family in names:
+        at = 5 + 3 * names.index(family)
+        latency, transfer = latency + values[at], transfer + values[at + 1] + half * values[at + 2]
+    return launch, max(1.0, overlap), (math.exp(latency), math.exp(transfer))
+
+
+def _segments(shape: Shape, log: Measured, solution: _Solution, told: Sequence[Family]) -> list[Family]:
+    """The cheapest cut of the sizes into runs of one family each, where departing from the tuner costs."""
+    order = np.argsort(_sizes(log), kind="stable")
+    allowed = nccl.families(log.collective, shape)
+    sizes, times = _sizes(log)[order], np.array([time for _, time in log.samples])[order]
+    costs = np.empty((len(allowed), len(order)))
+    for at, family in enumerate(allowed):
+        row = _Row(
+            family, log.collective != "all_reduce", log.nodes == 1, nccl.latency_us(family, log.collective, shape),
+            sizes / nccl.bytes_per_us(family, log.collective, shape), times,
+        )  # fmt: skip
+        costs[at] = _loss(np.log(_predicted(solution.values, solution.names, row) / times) / NOISE)
+    here = [told[index] for index in order]
+    best = np.full((len(allowed), len(order)), np.inf)
+    came = np.zeros((len(allowed), len(order)), dtype=int)
+    for at in range(len(order)):
+        for now, family in enumerate(allowed):
+            if at == 0:
+                paths = np.where(np.arange(len(allowed)) == now, 0.0, np.inf)
+            else:
+                paths = best[:, at - 1].copy()
+            departs = family != here[at]
+            for before in range(len(allowed)):
+                same = before == now and at > 0 and here[at - 1] != allowed[now]
+                if departs and not same:
+                    paths[before] += SEGMENT_COST
+                # A run's family is not left for another and taken up again by chance.
+                if at > 0 and before != now:
+                    paths[before] += 1.0
+            came[now, at] = int(np.argmin(paths))
+            best[now, at] = paths[came[now, at]] + costs[now, at]
+    path = [int(np.argmin(best[:, -1]))]
+    for at in range(len(order) - 1, 0, -1):
+        path.append(int(came[path[-1], at]))
+    chosen: list[Family] = [allowed[0]] * len(order)
+    for index, family_at in zip(order, reversed(path), strict=True):
+        chosen[index] = allowed[family_at]
+    return chosen
+
+
+def _record(solution: _Solution, logs: Sequence[Measured], changed: Mapping[tuple[str, int], list[Family]]) -> NcclFit:
+    values, names = solution.values, solution.names
+    factors = {family: _constants(values, names, family)[2] for family in names}
+    launch, overlap, _ = _constants(values, names, names[0])
+    choice: dict[str, dict[str, tuple[tuple[float, Family], ...]]] = {}
+    for log in logs:
+        if log.key in changed:
+            choice.setdefault(log.collective, {})[str(log.key[1])] = _table(log, changed[log.key])
+    return NcclFit(
+        launch_us=_rounded(launch), overlap=_rounded(overlap),
+        overlap_inside=_rounded(_constants(values, names, names[0], True)[1]),
+        latency={family: _rounded(waits) for family, (waits, _) in factors.items()},
+        transfer={family: _rounded(moves) for family, (_, moves) in factors.items()},
+        halves={family: _rounded(math.exp(values[5 + 3 * at + 2])) for at, family in enumerate(names)},
+        other_latency=_rounded(math.exp(values[3])), other_transfer=_rounded(math.exp(values[4])),
+        choice=choice or None, interval=Interval(inside=0.0, beyond=0.0),
+        measured_on=tuple(sorted({log.key[1] for log in logs})), samples=sum(len(log.samples) for log in logs),
+        mean_error=0.0,
+    )  # fmt: skip
+
+
+def _table(log: Measured, chosen: Sequence[Family]) -> tuple[tuple[float, Family], ...]:
+    """Segments; each ends between the last size that takes it and the first that does not."""
+    pairs = sorted(zip(_sizes(log).tolist(), chosen, strict=True))
+    found: list[tuple[float, Family]] = []
+    for (size, family), (following, other) in zip(pairs, pairs[1:], strict=False):
+        if family != other:
+            found.append((float(f"{math.sqrt(size * following):.6g}"), family))
+    return (*found, (2.0**60, pairs[-1][1]))
+
+
+def _errors(machine: Nccl, logs: Sequence[Measured]) -> Floats:
+    """log(predicted / measured)."""
+    parts = []
+    for log in logs:
+        predicted = nccl.times_us(log.collective, Shape(machine, log.nodes, log.per_node), _sizes(log))
+        parts.append(np.log(predicted / np.array([time for _, time in log.samples])))
+    return np.concatenate(parts)
+
+
+def _quantile(errors: Floats) -> float:
+    return max(LEAST_INTERVAL, float(np.quantile(np.abs(errors), SHARE)))
+
+
+def _rounded(value: float) -> float:
+    """Five digits: the same on every platform."""
+    return float(f"{value:.5g}")

@@ -1,0 +1,201 @@
+"""The machines of a cluster as NCCL sees them, and what was fitted to measurements of them. Torch-free.
+
+Rates of accelerators' links are in bytes per second in one direction, as NCCL counts them: links × rate of one
+(src/graph/topo.h, NCCL 2.30.7), where one direction of an NVLink 3 or 4 is 20 to 20.6 GB/s of its nominal 25.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated, Literal, NamedTuple
+
+from pydantic import Field
+
+from planner.documents.text import parse_bandwidth, parse_latency_us
+from runtime.errors import InputError
+from runtime.plan.strict_json import Count, Name, PositiveCount, Ranks, Record, TimeUs
+
+Generation = Literal["volta", "ampere", "hopper", "blackwell"]
+
+
+class Gpu(NamedTuple):
+    """One kind of accelerator."""
+
+    generation: Generation
+    nvlink_bytes_per_s: float
+    """All its links as NCCL counts them; 0 for none."""
+    nominal_nvlink_bytes_per_s: float
+    """As vendors state it, both directions added."""
+    in_switch: bool = False
+    """Whether its switches can add up (NVLS)."""
+    domain: int = 8
+    """How many of them one NVLink domain holds at most."""
+    dense_flops: float = 0.0
+    """Dense tensor-core FLOP/s in BF16 (FP16 on Volta)."""
+    memory_bytes: float = 0.0
+    memory_bytes_per_s: float = 0.0
+
+
+_GB = 1e9
+GPUS: Mapping[str, Gpu] = {
+    "v100": Gpu("volta", 6 * 20 * _GB, 300 * _GB, False, 16, 125e12, 32e9, 900e9),
+    "a100": Gpu("ampere", 12 * 20 * _GB, 600 * _GB, False, 16, 312e12, 80e9, 2039e9),
+    "h100": Gpu("hopper", 18 * 20.6 * _GB, 900 * _GB, True, 8, 989.4e12, 80e9, 3350e9),
+    "h200": Gpu("hopper", 18 * 20.6 * _GB, 900 * _GB, True, 8, 989.4e12, 141e9, 4800e9),
+    "b200": Gpu("blackwell", 18 * 40.1 * _GB, 1800 * _GB, True, 8, 2250e12, 180e9, 8000e9),
+    "gb200": Gpu("blackwell", 18 * 40.1 * _GB, 1800 * _GB, True, 72, 2500e12, 186e9, 8000e9),
+    "a10g": Gpu("ampere", 0.0, 0.0, False, 8, 70e12, 24e9, 600e9),
+    "a40": Gpu("ampere", 0.0, 0.0, False, 8, 149.7e12, 48e9, 696e9),
+    "l40s": Gpu("ampere", 0.0, 0.0, False, 8, 362e12, 48e9, 864e9),
+    "rtx4090": Gpu("ampere", 0.0, 0.0, False, 8, 165.2e12, 24e9, 1008e9),
+}
+"""By name. Rates of memory and tensor cores: NVIDIA's data sheets. Ada (L40S, 4090) has no constants of its own in
+NCCL, which gives everything from 8.0 to 8.9 those of Ampere. A 4090 counts with FP32 accumulation."""
+
+Rate = Annotated[str, Field(max_length=40)]
+Multiplier = Annotated[float, Field(gt=0.0, le=1e4)]
+Family = Literal[
+    "ring/ll", "ring/ll128", "ring/simple", "tree/ll", "tree/ll128", "tree/simple",
+    "nvls/simple", "nvls_tree/simple", "collnet_direct/simple", "collnet_chain/simple", "pat/simple",
+]  # fmt: skip
+"""Algorithm and protocol."""
+Tuner = Literal["nccl", "aws-ofi-p5"]
+Network = Literal["infiniband", "roce", "efa", "tcp"]
+Segment = tuple[Annotated[float, Field(gt=0.0)], Family]
+"""(up to so many bytes, what is used)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Interval(Record):
+    """How far measurements lie from predictions: 9 of 10 within × exp(± this)."""
+
+    inside: Annotated[float, Field(ge=0.0, le=10.0)]
+    """On numbers of nodes that were measured."""
+    beyond: Annotated[float, Field(ge=0.0, le=10.0)]
+    """On others: as leaving one log out shows, and never less than `inside`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class NcclFit(Record):
+    """What measurements change in the model: multipliers of its times."""
+
+    launch_us: TimeUs
+    """What a call takes beside what the model has."""
+    overlap: Annotated[float, Field(ge=1.0, le=10.0)]
+    """Exponent of the norm that adds latency and transfer: 1 adds them up, more hides one behind the other."""
+    overlap_inside: Annotated[float, Field(ge=1.0, le=10.0)]
+    """The same on a single node."""
+    latency: dict[Family, Multiplier]
+    transfer: dict[Family, Multiplier]
+    halves: dict[Family, Multiplier]
+    """Further ones of the transfer of reduce-scatters and all-gathers."""
+    other_latency: Multiplier
+    """Of families that no measurement used."""
+    other_transfer: Multiplier
+    choice: dict[str, dict[str, Annotated[tuple[Segment, ...], Field(min_length=1, max_length=16)]]] | None = None
+    """By collective and number of ranks, where the measurements show another choice than the tuner's."""
+    interval: Interval
+    measured_on: Annotated[tuple[Ranks, ...], Field(min_length=1)]
+    """Numbers of ranks."""
+    samples: Count
+    mean_error: Annotated[float, Field(ge=0.0)]
+    """Mean of |predicted − measured| / measured over these samples."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Nccl(Record):
+    """Machines in a few words; what is left out is what its accelerator has."""
+
+    gpu: Literal[tuple(GPUS)]  # type: ignore[valid-type]
+    nvlink: Rate | None = None
+    """As vendors state it, both directions added: `900gbyte`; `none` for a machine without."""
+    pcie: Rate | None = None
+    """What one accelerator exchanges over PCIe in one direction, where it has no NVLink: `24gbyte`."""
+    nics_per_node: PositiveCount = 1
+    nic: Rate | None = None
+    """Line rate of one card: `400gbit`."""
+    network: Network = "infiniband"
+    net_latency: Rate | None = None
+    """What a message between nodes takes beside NCCL's constants, as a network plugin tells NCCL: by default 75us on EFA
+    (aws-ofi-nccl, src/platform-aws.cpp), 35us over TCP (from steps of rings of 32 GPUs, ddl-benchmarks 2020: 18us if they are Simple's, 62us if LL's), else
+    none."""
+    cpu: Literal["amd", "intel"] = "intel"
+    ll128: bool | None = None
+    """Whether the protocol is enabled; by default where links inside are NVLink and the network is RDMA."""
+    nvls: bool | None = None
+    """Whether switches inside a node add up; by default where the accelerator's can, and more than 4 are in use."""
+    sharp: bool = False
+    """Whether switches between nodes add up (CollNet)."""
+    tuner: Tuner = "nccl"
+    """Who chooses algorithm and protocol: NCCL's own model, or a plugin's table."""
+    fit: NcclFit | None = None
+
+    @property
+    def kind(self) -> Gpu:
+        """Its accelerator."""
+        return GPUS[self.gpu]
+
+    @property
+    def nvlink_bytes_per_s(self) -> float:
+        """As NCCL counts them; 0 without NVLink."""
+        if self.nvlink is None:
+            return self.kind.nvlink_bytes_per_s
+        if self.nvlink == "none":
+            return 0.0
+        share = parse_bandwidth(self.nvlink, "nccl.nvlink") / self.kind.nominal_nvlink_bytes_per_s
+        return share * self.kind.nvlink_bytes_per_s
+
+    @property
+    def pcie_bytes_per_s(self) -> float:
+        """Of one accelerator in one direction; 12 GB/s by default, NCCL's count of PCIe 3.0 x16."""
+        return 12e9 if self.pcie is None else parse_bandwidth(self.pcie, "nccl.pcie")
+
+    @property
+    def nic_bytes_per_s(self) -> float:
+        """Of one card; 0 where none is described."""
+        return 0.0 if self.nic is None else parse_bandwidth(self.nic, "nccl.nic")
+
+    @property
+    def net_latency_us(self) -> float:
+        """What the plugin tells."""
+        if self.net_latency is not None:
+            return parse_latency_us(self.net_latency, "nccl.net_latency")
+        return {"efa": 75.0, "tcp": 35.0}.get(self.network, 0.0)
+
+    @property
+    def rdma(self) -> bool:
+        return self.network != "tcp"
+
+    def check(self, nodes: int, ranks_per_node: int, where: str) -> None:
+        """Raise InputError where the description contradicts itself or the cluster that it is of."""
+        name, kind = self.gpu, self.kind
+        if self.nvlink not in (None, "none"):
+            if not kind.nvlink_bytes_per_s:
+                raise InputError(f"{where}.nvlink: found {self.nvlink}, but {name} has none; take it out")
+            stated = parse_bandwidth(self.nvlink, f"{where}.nvlink")
+            if stated > 1.01 * kind.nominal_nvlink_bytes_per_s:
+                raise InputError(
+                    f"{where}.nvlink: found {self.nvlink}, expected at most {kind.nominal_nvlink_bytes_per_s / 1e9:.0f}"
+                    f"gbyte, which {name} has with both directions added; correct it, or the gpu"
+                )
+        for field, value in (("pcie", self.pcie), ("nic", self.nic)):
+            if value is not None:
+                parse_bandwidth(value, f"{where}.{field}")
+        if self.net_latency is not None:
+            parse_latency_us(self.net_latency, f"{where}.net_latency")
+        if self.pcie is not None and self.nvlink_bytes_per_s:
+            raise InputError(f'{where}.pcie: found it beside NVLink, expected one of them; take it out, or "nvlink": "none"')
+        if self.nvls and not (kind.in_switch and self.nvlink_bytes_per_s):
+            raise InputError(f"{where}.nvls: found true, but switches of {name} do not add up; take it out")
+        if self.sharp and self.network not in ("infiniband",):
+            raise InputError(f"{where}.sharp: found true on {self.network}, expected infiniband; correct one of them")
+        if self.tuner == "aws-ofi-p5" and (self.network != "efa" or self.gpu not in ("h100", "h200")):
+            raise InputError(f"{where}.tuner: found aws-ofi-p5, which is for h100 and h200 on efa; take it out")
+        if self.nvlink_bytes_per_s and ranks_per_node > kind.domain:
+            raise InputError(
+                f"{where}.gpu: found {ranks_per_node} ranks a node, expected at most {kind.domain}: {name} has no larger "
+                f"NVLink domain; correct ranks_per_node, or the gpu"
+            )
+        if nodes > 1 and self.nic is None:
+            raise InputError(f'{where}.nic: missing with {nodes} nodes; add the rate of one card, such as "400gbit"')
