@@ -12,11 +12,11 @@ import sys
 import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from planner.cli.cluster_commands import clusters
 from planner.cli.options import (
     Allow,
     ClusterName,
@@ -233,43 +233,7 @@ def catalog(
         typer.echo(entry.details() if name == entry.name else f"{entry.kind:<8} {entry.name:<28} {entry.summary}")
 
 
-clusters = typer.Typer(no_args_is_help=True, help="Write a cluster.json.")
 app.add_typer(clusters, name="cluster")
-
-
-@clusters.command()
-def new(
-    nodes: Annotated[int, typer.Option(help="How many machines.")],
-    gpus: Annotated[int, typer.Option(help="Accelerators, and so ranks, of each.")],
-    nic: Annotated[
-        str | None, typer.Option(help="All network cards of one node, as 8x400gbit or 25gbit per second.")
-    ] = None,
-    nvlink: Annotated[
-        str | None, typer.Option(help="NVLink of one GPU as vendors state it, both directions added: 900gbyte.")
-    ] = None,
-    intra: Annotated[
-        str | None, typer.Option(help="Another link inside a node in one direction, such as PCIe: 32gbyte.")
-    ] = None,
-    nic_latency: Annotated[str, typer.Option(help="Start-up time of a message between nodes.")] = "5us",
-    intra_latency: Annotated[str, typer.Option(help="Start-up time of a message inside a node.")] = "2.5us",
-    output: Annotated[str, typer.Option("-o", "--output", help="Where to write the cluster.")] = "cluster.json",
-) -> None:
-    """Write the cluster that a description of its machines gives, from line rates."""
-    from planner.documents.machines import describe_machines
-    from planner.report.files import check_writable
-
-    check_writable(output)
-    cluster = describe_machines(
-        nodes=nodes, gpus=gpus, nic=nic, nvlink=nvlink, intra=intra, nic_latency=nic_latency,
-        intra_latency=intra_latency, name=Path(output).stem,
-    )  # fmt: skip
-    cluster.save(output)
-    if Flags.as_json:
-        print_json(cluster.to_document())
-        return
-    for note in cluster.notes or ():
-        typer.echo(note)
-    typer.echo(f"wrote {output}; use it with `planner simulate PROFILE --cluster {output}`")
 
 
 @app.command()

@@ -76,9 +76,9 @@ def worker_half(cost: CommunicationCost, collective: str) -> Half:
 def half(cost: CommunicationCost, collective: str) -> Half:
     """Return the cost of `reduce_scatter` or `all_gather` over all ranks by its most specific source.
 
-    Samples, then a fitted line, then the library's model, then the ring's formula with the link's constants, as for the all-reduce. Where a
-    cluster says only what an all-reduce costs, each half of it is taken to cost half of that: in a ring both halves
-    send equally much.
+    Samples, then a fitted line, then the library's model, then the ring's formula with the link's constants, as for the
+    all-reduce. Where a cluster says only what an all-reduce costs, each half of it is taken to cost half of that: in a
+    ring both halves send equally much.
     """
     cluster = cost.cluster
     if cluster.ranks == 1:

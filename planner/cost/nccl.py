@@ -7,9 +7,10 @@ transfer up; on machines a part of one hides behind the other, so that here a ca
 
     launch + ((kₗ·latency)^p + (kₜ·bytes/bandwidth)^p)^(1/p)
 
-with kₗ = kₜ = 1 unless measurements say otherwise (`planner.cost.nccl_fit`). Rings then take their number of steps times
-one function of the bytes of a step, which is what measurements on 2 to 32 nodes of 8 H100 show. What is chosen follows
-NCCL's model as NCCL has it, or a plugin's table, and not these times: a library does not know how wrong its model is.
+with kₗ = kₜ = 1 unless measurements say otherwise (`planner.cost.nccl_fit`). Rings then take their number of steps
+times one function of the bytes of a step, which is what measurements on 2 to 32 nodes of 8 H100 show. What is chosen
+follows NCCL's model as NCCL has it, or a plugin's table, and not these times: a library does not know how wrong its
+model is.
 
 Bytes are the whole tensor (all-reduce, reduce-scatter) or the whole result (all-gather); bandwidths are bytes of that
 per microsecond.
@@ -28,7 +29,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from planner.cost.collectives import Coefficients
 from planner.cost.curve import CostCurve
-from planner.documents.nccl import Family, Generation, Nccl, NcclFit
+from planner.documents.nccl import Family, Generation, Interval, Nccl, NcclFit
 from planner.documents.profile import Cluster, Link
 
 Floats = NDArray[np.float64]
@@ -37,10 +38,11 @@ NCCL_VERSION = "2.30.7"
 UNMEASURED_INTERVAL = 0.5
 """Of 9 of 10 rows in docs/results/validation.md, described by machine alone."""
 LAUNCH_US = 20.0
-"""Beside the model's latency, where nothing was measured: 8 A100 take 35 µs for the smallest call (SuperBench), of which
-the model has 15."""
+"""Beside the model's latency, where nothing was measured: 8 A100 take 35 µs for the smallest call (SuperBench), and the
+model has 15 of them."""
 OVERLAP_INSIDE, OVERLAP_BETWEEN = 1.0, 1.8
-"""p on one node, as NCCL has it, and on several: that of all-gathers on 2 and 4 nodes of 8 H100 (AWS p5)."""
+"""p on one node, as NCCL has it, and on several: that of all-gathers on 2 to 32 nodes of 8 H100 (AWS p5), which a fit
+to 2 and 4 of them puts at 1.9."""
 
 _GENERATIONS: tuple[Generation, ...] = ("volta", "ampere", "hopper", "blackwell")
 _PROTOCOLS = ("ll", "ll128", "simple")
@@ -87,7 +89,7 @@ _SPEEDS_BETWEEN: tuple[tuple[float, ...], ...] = (
 class Channels(NamedTuple):
     """What NCCL's search finds: so many channels, each of so many GB/s."""
 
-    count: int
+    number: int
     gb_per_s: float
 
 
@@ -137,9 +139,9 @@ class Shape:
             fits = min(rate, limit / cards)
             speed = next((one for one in _SPEEDS_BETWEEN[self.generation] if one <= fits), fits)
             found = Channels(cards, speed)
-        if found.gb_per_s < 25.0 or (self.generation >= 2 and found.gb_per_s < 50.0 and found.count > 4):
+        if found.gb_per_s < 25.0 or (self.generation >= 2 and found.gb_per_s < 50.0 and found.number > 4):
             return found
-        return Channels(2 * found.count, found.gb_per_s / 2)
+        return Channels(2 * found.number, found.gb_per_s / 2)
 
     def step_latency_us(self, algorithm: str, protocol: int) -> float:
         """Of one step between nodes."""
@@ -256,7 +258,7 @@ def _in_switch_bus(algorithm: str, collective: str, shape: Shape) -> float:
     one *= 2.0 if collective == "all_reduce" else (shape.per_node - 1) / shape.per_node
     if shape.nodes > 1:
         cards = shape.channels
-        between = cards.count * cards.gb_per_s / heads
+        between = cards.number * cards.gb_per_s / heads
         one = min(one, between * (2.0 if shape.nodes == 2 and algorithm == "nvls_tree" else 1.0))
         if algorithm == "nvls_tree":
             one = min(one, _NVLS_TREE[shape.generation][shape.column])
@@ -278,21 +280,30 @@ def believed_us(family: Family, collective: str, shape: Shape, sizes: Floats) ->
     bandwidth = bytes_per_us(family, collective, shape) * _corrected(family, sizes)
     latency = np.full_like(sizes, latency_us(family, collective, shape))
     if family == "ring/simple" and shape.nodes > 1 and collective == "all_reduce":
-        plateau = sizes / (shape.channels.count * shape.ranks) >= 64
+        plateau = sizes / (shape.channels.number * shape.ranks) >= 64
         latency = np.where(plateau, latency * (1.9 if shape.generation == 0 else 1.4), latency)
     return latency + sizes / bandwidth
 
 
+_IN_SWITCH: Family = "nvls_tree/simple"
 _AWS_P5: tuple[tuple[int, tuple[tuple[float, Family], ...]], ...] = (
-    (16, ((31457280, "tree/ll128"), (math.inf, "nvls_tree/simple"))),
+    (16, ((31457280, "tree/ll128"), (math.inf, _IN_SWITCH))),
     (32, ((37748736, "tree/ll128"), (1610612736, "ring/ll128"), (math.inf, "ring/simple"))),
     (64, ((117440512, "tree/ll128"), (2147483648, "ring/ll128"), (math.inf, "ring/simple"))),
-    (128, ((301989888, "tree/ll128"), (2147483648, "ring/ll128"), (6264193024, "nvls_tree/simple"), (math.inf, "ring/simple"))),
-    (160, ((304087040, "tree/ll128"), (444596224, "nvls_tree/simple"), (1342177280, "ring/ll128"), (8053063680, "nvls_tree/simple"), (math.inf, "ring/simple"))),
-    (256, ((301989888, "tree/ll128"), (1074790400, "nvls_tree/simple"), (2147483648, "ring/ll128"), (12884901888, "nvls_tree/simple"), (math.inf, "ring/simple"))),
-    (512, ((335544320, "tree/ll128"), (25769803776, "nvls_tree/simple"), (math.inf, "ring/simple"))),
-    (1024, ((536870912, "tree/ll128"), (51539607552, "nvls_tree/simple"), (math.inf, "ring/simple"))),
-    (2048, ((402653184, "tree/ll128"), (math.inf, "nvls_tree/simple"))),
+    (128, (
+        (301989888, "tree/ll128"), (2147483648, "ring/ll128"), (6264193024, _IN_SWITCH), (math.inf, "ring/simple"),
+    )),
+    (160, (
+        (304087040, "tree/ll128"), (444596224, _IN_SWITCH), (1342177280, "ring/ll128"), (8053063680, _IN_SWITCH),
+        (math.inf, "ring/simple"),
+    )),
+    (256, (
+        (301989888, "tree/ll128"), (1074790400, _IN_SWITCH), (2147483648, "ring/ll128"), (12884901888, _IN_SWITCH),
+        (math.inf, "ring/simple"),
+    )),
+    (512, ((335544320, "tree/ll128"), (25769803776, _IN_SWITCH), (math.inf, "ring/simple"))),
+    (1024, ((536870912, "tree/ll128"), (51539607552, _IN_SWITCH), (math.inf, "ring/simple"))),
+    (2048, ((402653184, "tree/ll128"), (math.inf, _IN_SWITCH))),
 )  # fmt: skip
 """All-reduces on 8 ranks a node by number of ranks: up to so many bytes, what AWS's plugin takes. From the corners of
 its regions (aws-ofi-nccl, src/tuner/nccl_ofi_regions.cpp, commit 2daf7d3), on the lines between them. Between rows the
@@ -355,9 +366,7 @@ def constants(shape: Shape) -> tuple[float, float]:
     return fit.launch_us, fit.overlap_inside if inside else fit.overlap
 
 
-def times_us(
-    collective: str, shape: Shape, sizes: ArrayLike, chosen: Sequence[Family] | None = None
-) -> Floats:
+def times_us(collective: str, shape: Shape, sizes: ArrayLike, chosen: Sequence[Family] | None = None) -> Floats:
     """Return what calls of these sizes take, with the algorithm and protocol that is chosen for each."""
     asked = np.asarray(sizes, dtype=np.float64)
     if shape.ranks == 1:
@@ -418,9 +427,7 @@ def link_of(cluster: Cluster, name: str) -> Link | None:
     if name == "intra":
         if not shape.local_gb_per_s:
             return None
-        return Link(
-            alpha_us=_HARDWARE_US["ring"][shape.inside][1], beta_us_per_byte=1e-3 / shape.local_gb_per_s
-        )
+        return Link(alpha_us=_HARDWARE_US["ring"][shape.inside][1], beta_us_per_byte=1e-3 / shape.local_gb_per_s)
     rate = shape.machine.nic_bytes_per_s * shape.machine.nics_per_node
     if not rate:
         return None
@@ -442,7 +449,7 @@ def describe(collective: str, shape: Shape) -> str:
     else:
         how = f"fitted on {', '.join(map(str, fit.measured_on))} ranks, within {interval_of(shape):.0%} for 9 of 10"
     by = "" if machine.tuner == "nccl" or (fit and fit.choice) else f" (chosen by {machine.tuner})"
-    return f"NCCL's {collective.replace('_', '-')}: {', '.join(parts)}{by}, {how}"
+    return f"NCCL's {collective.replace('_', '-')}: {', '.join(parts)}{by}; {how}"
 
 
 def interval_of(shape: Shape) -> float:
@@ -451,6 +458,26 @@ def interval_of(shape: Shape) -> float:
     if fit is None:
         return UNMEASURED_INTERVAL
     return math.expm1(fit.interval.inside if shape.ranks in fit.measured_on else fit.interval.beyond)
+
+
+def scaled(machine: Nccl, factor: float) -> Nccl:
+    """Return machines on which every call takes so many times as long."""
+    fit = machine.fit
+    if fit is None:
+        fit = NcclFit(
+            launch_us=LAUNCH_US, overlap=OVERLAP_BETWEEN, overlap_inside=OVERLAP_INSIDE, latency={}, transfer={},
+            halves={}, other_latency=1.0, other_transfer=1.0, interval=Interval(inside=0.0, beyond=0.0),
+            measured_on=(), samples=0, mean_error=0.0,
+        )  # fmt: skip
+    longer = replace(
+        fit,
+        launch_us=fit.launch_us * factor,
+        latency={family: value * factor for family, value in fit.latency.items()},
+        transfer={family: value * factor for family, value in fit.transfer.items()},
+        other_latency=fit.other_latency * factor,
+        other_transfer=fit.other_transfer * factor,
+    )
+    return replace(machine, fit=longer)
 
 
 def _rate_text(bytes_per_s: float) -> str:

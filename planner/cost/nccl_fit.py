@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -74,24 +75,43 @@ class _Solution:
 Chosen = dict[tuple[str, int], list[Family]]
 
 
+@dataclass(frozen=True)
+class Trial:
+    """One description of the machines, fitted."""
+
+    machine: Nccl
+    cost: float
+    """Least squares, priors and segments: of two descriptions the one with less explains the logs better."""
+
+
 def fit(machine: Nccl, logs: Sequence[Measured]) -> Nccl:
-    """Return the machine with what was fitted to `logs`.
+    """Return the machine with what was fitted to `logs`, which `attempt` and `finish` do in turn."""
+    return finish(attempt(machine, logs), logs)
+
+
+def attempt(machine: Nccl, logs: Sequence[Measured]) -> Trial:
+    """Fit, without an interval.
 
     Raises InputError: nothing was measured, or on one rank only.
     """
-    used = [log for log in logs if log.samples and log.nodes * log.per_node > 1]
-    if not used:
-        raise InputError("found no measured collective on two or more ranks; expected at least one: run nccl-tests")
+    used = _used(logs)
     plain = replace(machine, fit=None)
-    found = _best(plain, used)
-    fitted = replace(plain, fit=found)
+    found, cost = _best(plain, used)
+    return Trial(replace(plain, fit=found), cost)
+
+
+def finish(trial: Trial, logs: Sequence[Measured]) -> Nccl:
+    """Return the fitted machine with its interval: residuals, and what leaving out one number of nodes shows."""
+    used, fitted = _used(logs), trial.machine
+    plain, found = replace(fitted, fit=None), fitted.fit
+    assert found is not None
     errors = _errors(fitted, used)
     inside = _quantile(errors)
     counts = sorted({log.nodes for log in used})
     if len(counts) > 1:
         beyond = inside
         for nodes in counts:
-            without = replace(plain, fit=_best(plain, [log for log in used if log.nodes != nodes]))
+            without = replace(plain, fit=_best(plain, [log for log in used if log.nodes != nodes])[0])
             beyond = max(beyond, _quantile(_errors(without, [log for log in used if log.nodes == nodes])))
     else:
         beyond = max(3.0 * inside, 0.3)  # nothing shows how times change with the number of nodes
@@ -100,8 +120,18 @@ def fit(machine: Nccl, logs: Sequence[Measured]) -> Nccl:
     return replace(plain, fit=replace(found, interval=interval, mean_error=mean_error))
 
 
-def _best(machine: Nccl, logs: Sequence[Measured]) -> NcclFit:
-    """The fit with the tuner's choice, or with segments cut anew where that explains the logs much better."""
+def _used(logs: Sequence[Measured]) -> list[Measured]:
+    used = [log for log in logs if log.samples and log.nodes * log.per_node > 1]
+    if not used:
+        raise InputError("found no measured collective on two or more ranks; expected at least one: run nccl-tests")
+    merged: dict[tuple[str, int, int], list[tuple[float, float]]] = {}
+    for log in used:
+        merged.setdefault((log.collective, log.nodes, log.per_node), []).extend(log.samples)
+    return [Measured(*key, tuple(sorted(samples))) for key, samples in merged.items()]
+
+
+def _best(machine: Nccl, logs: Sequence[Measured]) -> tuple[NcclFit, float]:
+    """The fit with the tuner's choice, or with segments cut anew where that explains the logs much better; its cost."""
     shapes = {log.key: Shape(machine, log.nodes, log.per_node) for log in logs}
     told: Chosen = {log.key: nccl.choice(log.collective, shapes[log.key], _sizes(log)) for log in logs}
     best, current = _solve(machine, logs, told), told
@@ -116,7 +146,7 @@ def _best(machine: Nccl, logs: Sequence[Measured]) -> NcclFit:
             break
         best, chosen = solved, current
     changed = {collective for collective, ranks in told if chosen[collective, ranks] != told[collective, ranks]}
-    return _record(best, logs, {key: chosen[key] for key in chosen if key[0] in changed})
+    return _record(best, logs, {key: chosen[key] for key in chosen if key[0] in changed}), best.cost
 
 
 def _sizes(log: Measured) -> Floats:
@@ -141,18 +171,22 @@ def _rows(machine: Nccl, logs: Sequence[Measured], chosen: Mapping[tuple[str, in
         taken = np.array(chosen[log.key])
         for family in dict.fromkeys(taken.tolist()):
             here = taken == family
-            rows.append(
-                _Row(
-                    family, log.collective != "all_reduce", log.nodes == 1, nccl.latency_us(family, log.collective, shape),
-                    sizes[here] / nccl.bytes_per_us(family, log.collective, shape), times[here],
-                )  # fmt: skip
-            )
+            rows.append(_row(family, log, shape, sizes[here], times[here]))
     return rows
 
 
-def _solve(
-    machine: Nccl, logs: Sequence[Measured], chosen: Mapping[tuple[str, int], Sequence[Family]]
-) -> _Solution:
+def _row(family: Family, log: Measured, shape: Shape, sizes: Floats, times: Floats) -> _Row:
+    return _Row(
+        family=family,
+        half=log.collective != "all_reduce",
+        inside=log.nodes == 1,
+        latency_us=nccl.latency_us(family, log.collective, shape),
+        transfer_us=sizes / nccl.bytes_per_us(family, log.collective, shape),
+        measured_us=times,
+    )
+
+
+def _solve(machine: Nccl, logs: Sequence[Measured], chosen: Mapping[tuple[str, int], Sequence[Family]]) -> _Solution:
     """Least squares of logarithms, with priors."""
     from scipy.optimize import least_squares
 
@@ -202,20 +236,15 @@ def _segments(shape: Shape, log: Measured, solution: _Solution, told: Sequence[F
     sizes, times = _sizes(log)[order], np.array([time for _, time in log.samples])[order]
     costs = np.empty((len(allowed), len(order)))
     for at, family in enumerate(allowed):
-        row = _Row(
-            family, log.collective != "all_reduce", log.nodes == 1, nccl.latency_us(family, log.collective, shape),
-            sizes / nccl.bytes_per_us(family, log.collective, shape), times,
-        )  # fmt: skip
+        row = _row(family, log, shape, sizes, times)
         costs[at] = _loss(np.log(_predicted(solution.values, solution.names, row) / times) / NOISE)
     here = [told[index] for index in order]
     best = np.full((len(allowed), len(order)), np.inf)
     came = np.zeros((len(allowed), len(order)), dtype=int)
     for at in range(len(order)):
         for now, family in enumerate(allowed):
-            if at == 0:
-                paths = np.where(np.arange(len(allowed)) == now, 0.0, np.inf)
-            else:
-                paths = best[:, at - 1].copy()
+            first = np.where(np.arange(len(allowed)) == now, 0.0, np.inf)
+            paths = best[:, at - 1].copy() if at else first
             departs = family != here[at]
             for before in range(len(allowed)):
                 same = before == now and at > 0 and here[at - 1] != allowed[now]
@@ -248,7 +277,11 @@ def _record(solution: _Solution, logs: Sequence[Measured], changed: Mapping[tupl
         overlap_inside=_rounded(_constants(values, names, names[0], True)[1]),
         latency={family: _rounded(waits) for family, (waits, _) in factors.items()},
         transfer={family: _rounded(moves) for family, (_, moves) in factors.items()},
-        halves={family: _rounded(math.exp(values[5 + 3 * at + 2])) for at, family in enumerate(names)},
+        halves={
+            family: _rounded(math.exp(values[5 + 3 * at + 2]))
+            for at, family in enumerate(names)
+            if values[5 + 3 * at + 2]
+        },
         other_latency=_rounded(math.exp(values[3])), other_transfer=_rounded(math.exp(values[4])),
         choice=choice or None, interval=Interval(inside=0.0, beyond=0.0),
         measured_on=tuple(sorted({log.key[1] for log in logs})), samples=sum(len(log.samples) for log in logs),
@@ -260,7 +293,7 @@ def _table(log: Measured, chosen: Sequence[Family]) -> tuple[tuple[float, Family
     """Segments; each ends between the last size that takes it and the first that does not."""
     pairs = sorted(zip(_sizes(log).tolist(), chosen, strict=True))
     found: list[tuple[float, Family]] = []
-    for (size, family), (following, other) in zip(pairs, pairs[1:], strict=False):
+    for (size, family), (following, other) in pairwise(pairs):
         if family != other:
             found.append((float(f"{math.sqrt(size * following):.6g}"), family))
     return (*found, (2.0**60, pairs[-1][1]))

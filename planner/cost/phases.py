@@ -91,7 +91,7 @@ PHASES: Mapping[tuple[str, str], PhasesOf] = {("all_reduce", "torus_2d"): torus_
 def phase_of(
     cluster: Cluster, collective: str, algorithm: str, link: LinkName, ranks: int, share: float = 1.0
 ) -> Phase | None:
-    """Return a phase by its most specific cost: samples, fitted line, library, link constants. None for a single rank."""
+    """Return a phase by its most specific cost: samples, line, library, link constants. None for a single rank."""
     if ranks == 1:
         return None
     formula = f"{collective}/{algorithm}"

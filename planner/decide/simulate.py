@@ -8,6 +8,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from planner.cost.model import communication_cost
+from planner.cost.nccl import scaled
 from planner.cost.sparse import flat_is_implied
 from planner.decide.optimize import name_of
 from planner.decide.solvers import SOLVABLE, check_solver, solve_strategy
@@ -49,6 +51,9 @@ class Simulation:
     """By layer, for `lags`: its elements over those that travel."""
     quantiles_us: dict[str, float] | None = None
     """Of the step time, where jitter was asked for."""
+    interval_us: tuple[float, float] | None = None
+    """Of the step time, where a library's model says what messages cost: with all of them as fast, and as slow, as 9 of
+    10 measurements allow."""
     lower_bound_us: float | None = None
     """No schedule of the strategy's class has a shorter step, where a solver was asked."""
     what_if: tuple[str, ...] = ()
@@ -153,8 +158,21 @@ def _simulation(problem: Problem, schedule: Schedule, strategy: str, change: Wha
         critical_path=model.critical_path(problem, schedule) if path else None,
         ratios=ratios(problem, schedule) if strategy.partition(":")[0] == "lags" else None,
         quantiles_us=step_quantiles(problem, schedule, change) if change.jitter else None,
+        interval_us=_interval_us(problem, schedule),
         what_if=describe(change),
     )
+
+
+def _interval_us(problem: Problem, schedule: Schedule) -> tuple[float, float] | None:
+    cluster, within = problem.cost.cluster, problem.cost.interval
+    if within is None or cluster.nccl is None:
+        return None
+    ends = []
+    for factor in (1.0 / (1.0 + within), 1.0 + within):
+        other = communication_cost(replace(cluster, nccl=scaled(cluster.nccl, factor)))
+        there = Problem(profile=problem.profile, cost=other)
+        ends.append(model_of(schedule).simulate(there, schedule).iteration_us)
+    return ends[0], ends[1]
 
 
 def idle_us(timeline: Timeline) -> dict[str, float]:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+from typing import get_args
 
+from planner.documents.nccl import GPUS, Nccl, Network
 from planner.documents.profile import Cluster, Link
 from planner.documents.text import parse_bandwidth, parse_latency_us, us_per_byte
 from runtime.errors import InputError
@@ -69,10 +71,61 @@ def describe_machines(
     )  # fmt: skip
 
 
-def _cards_rate(nic: str) -> float:
-    """Return the bytes per second of `8x400gbit` or `25gbit`."""
+def describe_nccl(
+    *,
+    nodes: int,
+    gpus: int,
+    gpu: str,
+    nic: str | None = None,
+    nvlink: str | None = None,
+    intra: str | None = None,
+    network: str = "infiniband",
+    name: str | None = None,
+) -> Cluster:
+    """Return a cluster that NCCL's cost model describes; `intra` is PCIe's rate, of machines without NVLink.
+
+    Raises InputError: a word or a rate is wrong, or they contradict one another.
+    """
+    for option, count in (("--nodes", nodes), ("--gpus", gpus)):
+        if count < 1:
+            raise InputError(f"{option}: found {count}, expected at least 1; correct it")
+    if nodes * gpus > MAX_RANKS:
+        raise InputError(f"--nodes, --gpus: found {nodes * gpus} ranks, expected at most {MAX_RANKS}; correct them")
+    if gpu not in GPUS:
+        raise InputError(f"--gpu: found {gpu!r}, expected one of: {', '.join(GPUS)}")
+    if network not in get_args(Network):
+        raise InputError(f"--network: found {network!r}, expected one of: {', '.join(get_args(Network))}")
+    if nvlink is not None and intra is not None:
+        raise InputError("--nvlink, --intra: found both, expected one of them: both are the link inside a node")
+    cards, rate = (1, None) if nic is None else parse_cards(nic)
+    if nvlink is None and intra is not None and GPUS[gpu].nvlink_bytes_per_s:
+        nvlink = "none"
+    machine = Nccl(
+        gpu=gpu, nvlink=nvlink, pcie=intra, nics_per_node=cards, nic=rate,
+        network=network,  # type: ignore[arg-type]
+    )  # fmt: skip
+    machine.check(nodes, gpus, "--gpu, --nic, --nvlink")
+    return Cluster(
+        name=name, nodes=nodes, ranks_per_node=gpus, library="nccl", nccl=machine,
+        source="described by `planner cluster new`, not measured",
+        notes=("costs by NCCL's own model of these machines: run nccl-tests on two of them and `planner cluster fit`",),
+    )  # fmt: skip
+
+
+def parse_cards(nic: str) -> tuple[int, str]:
+    """Return how many cards `8x400gbit` or `25gbit` stands for, and the rate of one.
+
+    Raises InputError: anything else.
+    """
     match = _CARDS.fullmatch(nic.strip())
     cards = int(match[1] or 1) if match else 0
     if match is None or cards < 1:
         raise InputError(f"--nic: found {nic!r}, expected the cards of a node, such as 8x400gbit or 25gbit; correct it")
-    return cards * parse_bandwidth(match[2], "--nic")
+    parse_bandwidth(match[2], "--nic")
+    return cards, match[2]
+
+
+def _cards_rate(nic: str) -> float:
+    """Return the bytes per second of all cards."""
+    cards, rate = parse_cards(nic)
+    return cards * parse_bandwidth(rate, "--nic")

@@ -14,7 +14,7 @@ from pydantic import Field
 
 from planner.documents.text import parse_bandwidth, parse_latency_us
 from runtime.errors import InputError
-from runtime.plan.strict_json import Count, Name, PositiveCount, Ranks, Record, TimeUs
+from runtime.plan.strict_json import Count, PositiveCount, Ranks, Record, TimeUs
 
 Generation = Literal["volta", "ampere", "hopper", "blackwell"]
 
@@ -117,9 +117,9 @@ class Nccl(Record):
     """Line rate of one card: `400gbit`."""
     network: Network = "infiniband"
     net_latency: Rate | None = None
-    """What a message between nodes takes beside NCCL's constants, as a network plugin tells NCCL: by default 75us on EFA
-    (aws-ofi-nccl, src/platform-aws.cpp), 35us over TCP (from steps of rings of 32 GPUs, ddl-benchmarks 2020: 18us if they are Simple's, 62us if LL's), else
-    none."""
+    """What a message between nodes takes beside NCCL's constants, as a network plugin tells NCCL. By default 75us on EFA
+    (aws-ofi-nccl, src/platform-aws.cpp); 35us over TCP, from steps of rings of 32 GPUs (ddl-benchmarks 2020: 18us if
+    they were Simple's, 62us if LL's); else none."""
     cpu: Literal["amd", "intel"] = "intel"
     ll128: bool | None = None
     """Whether the protocol is enabled; by default where links inside are NVLink and the network is RDMA."""
@@ -185,7 +185,9 @@ class Nccl(Record):
         if self.net_latency is not None:
             parse_latency_us(self.net_latency, f"{where}.net_latency")
         if self.pcie is not None and self.nvlink_bytes_per_s:
-            raise InputError(f'{where}.pcie: found it beside NVLink, expected one of them; take it out, or "nvlink": "none"')
+            raise InputError(
+                f'{where}.pcie: found beside NVLink, expected one of them; take it out, or "nvlink": "none"'
+            )
         if self.nvls and not (kind.in_switch and self.nvlink_bytes_per_s):
             raise InputError(f"{where}.nvls: found true, but switches of {name} do not add up; take it out")
         if self.sharp and self.network not in ("infiniband",):
@@ -194,8 +196,8 @@ class Nccl(Record):
             raise InputError(f"{where}.tuner: found aws-ofi-p5, which is for h100 and h200 on efa; take it out")
         if self.nvlink_bytes_per_s and ranks_per_node > kind.domain:
             raise InputError(
-                f"{where}.gpu: found {ranks_per_node} ranks a node, expected at most {kind.domain}: {name} has no larger "
-                f"NVLink domain; correct ranks_per_node, or the gpu"
+                f"{where}.gpu: found {ranks_per_node} ranks a node, expected at most {kind.domain}: {name} has no "
+                f"larger NVLink domain; correct ranks_per_node, or the gpu"
             )
         if nodes > 1 and self.nic is None:
             raise InputError(f'{where}.nic: missing with {nodes} nodes; add the rate of one card, such as "400gbit"')

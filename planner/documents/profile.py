@@ -422,7 +422,7 @@ def _check_library(cluster: Cluster | None, where: str) -> None:
     cards = cluster.nccl.nics_per_node
     if cluster.nics_per_node not in (1, cards):
         raise InputError(
-            f"{where}.nics_per_node: found {cluster.nics_per_node}, and {cards} in nccl; expected the same, or only that"
+            f"{where}.nics_per_node: found {cluster.nics_per_node}, and {cards} in nccl; expected the same, or one"
         )
     cluster.nccl.check(cluster.nodes, cluster.ranks_per_node, f"{where}.nccl")
 

@@ -8,6 +8,8 @@ from rich.console import Console
 from rich.table import Table
 
 from planner.decide.bounded import ALLOWED
+from planner.cost import nccl
+from planner.decide.cluster_fit import FittedCluster
 from planner.decide.simulate import Simulation
 from planner.documents.profile import Profile
 from planner.documents.text import (
@@ -258,6 +260,31 @@ def simulation_table(results: Sequence[Simulation]) -> Table:
             *([critical_path] if result.critical_path else []),
         )
     return table
+
+
+FITTED_SIZES = (2**20, 2**25, 2**30)
+
+
+def fitted_tables(fitted: FittedCluster) -> list[Table]:
+    """What a fit is off by on its logs, and what it predicts there and on more nodes."""
+    errors = make_table(
+        "fitted on", ["collective", "nodes", "samples", "median error", "largest"], left=("collective",)
+    )
+    for collective, nodes, samples, median_error, worst in fitted.rows:
+        errors.add_row(collective, str(nodes), str(samples), f"{median_error:.1%}", f"{worst:.1%}")
+    machine, cluster = fitted.cluster.nccl, fitted.cluster
+    assert machine is not None
+    sizes = [mebibytes(size) for size in FITTED_SIZES]
+    predicted = make_table("all-reduce (ms), 9 of 10 within", ["nodes", *sizes, "within", "by"], left=("by",))
+    for nodes in dict.fromkeys([*(row[1] for row in fitted.rows), 4 * cluster.nodes, 64 * cluster.nodes]):
+        if nodes > 1 and machine.nic is None:
+            continue
+        shape = nccl.Shape(machine, nodes, cluster.ranks_per_node)
+        times = nccl.times_us("all_reduce", shape, FITTED_SIZES)
+        taken = dict.fromkeys(nccl.choice("all_reduce", shape, FITTED_SIZES))
+        within = f"± {nccl.interval_of(shape):.0%}"
+        predicted.add_row(str(nodes), *(milliseconds(float(time)) for time in times), within, ", ".join(taken))
+    return [errors, predicted]
 
 
 def profile_lines(profile: Profile) -> list[str]:
