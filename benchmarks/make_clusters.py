@@ -8,6 +8,7 @@ from dataclasses import replace
 from benchmarks import sources
 from benchmarks.published import collectives, ddl2020, tpds
 from benchmarks.published.omgs import sparsify_line
+from planner.documents.nccl import Nccl
 from planner.documents.profile import Cluster, Link, Sample
 
 GBIT = 8e-3
@@ -36,6 +37,7 @@ def clusters() -> Iterator[Cluster]:
     yield _commlib()
     yield from _a100()
     yield from _h100()
+    yield from _described()
 
 
 def _k80() -> Iterator[Cluster]:
@@ -200,6 +202,69 @@ def _h100() -> Iterator[Cluster]:
             H100_INTRA_NOTE,
         ),
     )
+
+
+DESCRIBED: tuple[tuple[str, int, int, Nccl, str], ...] = (
+    ("dgx-a100", 8, 8, Nccl(gpu="a100", nics_per_node=8, nic="200gbit", cpu="amd"),
+     "NVIDIA DGX A100 data sheet: 8 A100 80 GB, NVLink 600 GB/s, 8 × 200 Gbit/s InfiniBand"),
+    ("dgx-h100", 8, 8, Nccl(gpu="h100", nics_per_node=8, nic="400gbit"),
+     "NVIDIA DGX H100 data sheet: 8 H100, NVLink 900 GB/s, 8 × 400 Gbit/s InfiniBand"),
+    ("dgx-h200", 8, 8, Nccl(gpu="h200", nics_per_node=8, nic="400gbit"),
+     "NVIDIA DGX H200 data sheet: 8 H200, NVLink 900 GB/s, 8 × 400 Gbit/s InfiniBand"),
+    ("dgx-b200", 8, 8, Nccl(gpu="b200", nics_per_node=8, nic="400gbit"),
+     "NVIDIA DGX B200 data sheet: 8 B200, NVLink 1800 GB/s, 8 × 400 Gbit/s InfiniBand"),
+    ("gb200-nvl72", 8, 72, Nccl(gpu="gb200", nics_per_node=72, nic="400gbit"),
+     "NVIDIA GB200 NVL72: 72 B200 in one NVLink domain, which counts as a node; one ConnectX-7 of 400 Gbit/s for each"),
+    ("aws-p4d", 8, 8, Nccl(gpu="a100", nics_per_node=4, nic="100gbit", network="efa"),
+     "AWS EC2 p4d.24xlarge: 8 A100 40 GB, NVSwitch, 400 Gbit/s EFA"),
+    ("aws-p5", 8, 8, Nccl(gpu="h100", nics_per_node=8, nic="400gbit", network="efa", cpu="amd", tuner="aws-ofi-p5"),
+     "AWS EC2 p5.48xlarge: 8 H100, NVSwitch, 3200 Gbit/s EFA"),
+    ("aws-p5en", 8, 8,
+     Nccl(gpu="h200", nics_per_node=8, nic="400gbit", network="efa", net_latency="35us", tuner="aws-ofi-p5"),
+     "AWS EC2 p5en.48xlarge: 8 H200, NVSwitch, 3200 Gbit/s EFA"),
+    ("aws-g5-48xlarge", 8, 8, Nccl(gpu="a10g", pcie="24gbyte", nic="100gbit", network="tcp", cpu="amd"),
+     "AWS EC2 g5.48xlarge: 8 A10G on PCIe 4.0, 100 Gbit/s Ethernet"),
+    ("gcp-a2-highgpu", 8, 8, Nccl(gpu="a100", nic="100gbit", network="tcp"),
+     "Google Cloud a2-highgpu-8g: 8 A100 40 GB, NVSwitch, 100 Gbit/s Ethernet"),
+    ("gcp-a3-high", 8, 8, Nccl(gpu="h100", nics_per_node=4, nic="200gbit", network="tcp", ll128=False),
+     "Google Cloud a3-highgpu-8g: 8 H100, 800 Gbit/s for them (GPUDirect-TCPX)"),
+    ("gcp-a3-mega", 8, 8, Nccl(gpu="h100", nics_per_node=8, nic="200gbit", network="tcp", ll128=False),
+     "Google Cloud a3-megagpu-8g: 8 H100, 8 × 200 Gbit/s for them (GPUDirect-TCPXO)"),
+    ("azure-nd-a100-v4", 8, 8, Nccl(gpu="a100", nics_per_node=8, nic="200gbit", cpu="amd"),
+     "Azure ND A100 v4: 8 A100, NVLink 3.0, 8 × 200 Gbit/s InfiniBand"),
+    ("azure-nd-h100-v5", 8, 8, Nccl(gpu="h100", nics_per_node=8, nic="400gbit"),
+     "Azure ND H100 v5: 8 H100, NVLink 4.0, 8 × 400 Gbit/s InfiniBand"),
+    ("a40-8-100gbe", 8, 8, Nccl(gpu="a40", pcie="24gbyte", nic="100gbit", network="roce"),
+     "8 A40 on PCIe 4.0 (NVIDIA A40 data sheet), one card of 100 Gbit/s Ethernet with RDMA"),
+    ("l40s-8-100gbe", 8, 8, Nccl(gpu="l40s", pcie="24gbyte", nic="100gbit", network="roce"),
+     "8 L40S on PCIe 4.0 (NVIDIA L40S data sheet), one card of 100 Gbit/s Ethernet with RDMA"),
+    ("rtx4090-8-25gbe", 4, 8, Nccl(gpu="rtx4090", pcie="16gbyte", nic="25gbit", network="tcp", cpu="amd"),
+     "8 GeForce RTX 4090 on PCIe 4.0 without peer access, one card of 25 Gbit/s Ethernet"),
+    ("rtx4090-8-10gbe", 4, 8, Nccl(gpu="rtx4090", pcie="16gbyte", nic="10gbit", network="tcp", cpu="amd"),
+     "8 GeForce RTX 4090 on PCIe 4.0 without peer access, one card of 10 Gbit/s Ethernet"),
+)  # fmt: skip
+"""(name, nodes, ranks a node, machine, what its vendor says)."""
+PCIE_NOTE = (
+    "pcie: what NCCL counts (src/graph/topo.h, 2.30.7): 24 GB/s of PCIe 4.0 x16 between peers, 16 GB/s through the "
+    "memory of an AMD host where there is no peer access"
+)
+
+
+def _described() -> Iterator[Cluster]:
+    for name, nodes, per_node, machine, source in DESCRIBED:
+        machine.check(nodes, per_node, name)
+        yield Cluster(
+            name=name,
+            nodes=nodes,
+            ranks_per_node=per_node,
+            library="nccl",
+            nccl=machine,
+            source=f"{source}; costs by NCCL's own cost model, nothing measured",
+            notes=(
+                "any number of nodes: `--ranks`; how far off such predictions are: docs/results/validation.md",
+                *((PCIE_NOTE,) if machine.pcie else ()),
+            ),
+        )
 
 
 def _rounded(samples: collectives.Samples) -> tuple[Sample, ...]:

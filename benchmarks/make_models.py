@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from benchmarks import sources
+from benchmarks.make_shapes import estimated_profile, shapes
 from benchmarks.published.common import DATA
 from benchmarks.traces import (
     by_matrix_size,
@@ -58,6 +59,7 @@ def models() -> Iterator[Profile]:
     yield _googlenet()
     yield _alexnet()
     yield from _split_totals()
+    yield from map(estimated_profile, shapes())
     yield _transformer()
     yield from _rescaled()
 

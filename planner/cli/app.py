@@ -214,6 +214,70 @@ def _counts(text: str | None) -> list[int] | None:
 
 
 @app.command()
+def advise(
+    profile: ProfileName,
+    cluster: ClusterName = None,
+    ranks: Annotated[int | None, typer.Option(help="Number of ranks; default: the cluster's.")] = None,
+    max_memory_mib: MaxMemory = None,
+    accuracy: Annotated[str, typer.Option(help="exact, or bounded: may messages lose digits?")] = "exact",
+) -> None:
+    """Say what to use for a model on a cluster: DDP, a sharded step, FSDP2, narrower messages, or nothing of it."""
+    from planner.decide.advise import advise as decide
+
+    advice = decide(profile, cluster, ranks=ranks, max_memory_mib=max_memory_mib, accuracy=accuracy)
+    if Flags.as_json:
+        print_json(advice.to_document())
+        return
+    from planner.report.tables import advice_lines, advice_table, make_console, print_table
+
+    print_table(make_console(), advice_table(advice))
+    for line in advice_lines(advice):
+        typer.echo(line)
+
+
+@app.command()
+def sweep(
+    models: Annotated[str, typer.Argument(help="Profiles or names, comma-separated.")],
+    clusters: Annotated[str, typer.Argument(help="Clusters or names, comma-separated.")],
+    ranks: Annotated[str | None, typer.Option(help="Numbers of ranks, comma-separated; default: 8 to 16384.")] = None,
+    jitter: Annotated[float, typer.Option(help="Spread of a rank's compute from step to step, as a share.")] = 0.0,
+    slow_share: Annotated[float, typer.Option(help="Share of ranks that are slow in a step.")] = 0.0,
+    slow_factor: Annotated[float, typer.Option(help="By what factor those are slow.")] = 1.0,
+    mtbf_hours: Annotated[
+        float | None, typer.Option(help="Hours between failures of one accelerator; default: as Llama 3 met them.")
+    ] = None,
+    checkpoint_s: Annotated[float, typer.Option(help="Seconds that a checkpoint takes.")] = 60.0,
+    restart_s: Annotated[float, typer.Option(help="Seconds that a restart takes.")] = 600.0,
+    html: Annotated[str | None, typer.Option(help="Write a page with curves here that needs no network.")] = None,
+) -> None:
+    """Predict models on clusters' machines from 8 to 16384 ranks, with jitter, stragglers and failures."""
+    from planner.decide.at_scale import DEFAULT_RANKS, MTBF_HOURS, Scenario
+    from planner.decide.at_scale import sweep as predict
+    from planner.report.files import check_writable
+
+    if html is not None:
+        check_writable(html)
+    scenario = Scenario(
+        jitter=jitter, slow_share=slow_share, slow_factor=slow_factor,
+        mtbf_hours=MTBF_HOURS if mtbf_hours is None else mtbf_hours, checkpoint_s=checkpoint_s, restart_s=restart_s,
+    )  # fmt: skip
+    points = predict(_items("MODELS", models), _items("CLUSTERS", clusters), _counts(ranks) or DEFAULT_RANKS, scenario)
+    if html is not None:
+        from planner.report.scale_page import scale_page
+        from runtime.plan.files import write_text
+
+        write_text(html, scale_page(points, scenario))
+    if Flags.as_json:
+        print_json([point.to_document() for point in points])
+        return
+    from planner.report.tables import make_console, print_table, sweep_table
+
+    print_table(make_console(), sweep_table(points))
+    if html is not None:
+        typer.echo(f"wrote {html}")
+
+
+@app.command()
 def catalog(
     name: Annotated[
         str,

@@ -21,7 +21,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -66,6 +66,8 @@ _TREE_LL128 = ((20.0,) * 3, (20.0,) * 3, (36.7, 36.7, 29.0), (55.6, 31.67, 20.0)
 _TREE = ((26.5, 18.5, 10.0), (24.0, 23.6, 17.8), (38.7, 41.4, 36.0), (70.0, 42.8, 24.0))
 _NVLS_TREE = ((26.5, 18.5, 10.0), (24.0, 23.6, 17.8), (0.0, 57.7, 45.5), (0.0, 96.0, 80.0))
 """GB/s at most of LL in all, and of a channel of the others; by generation and nodes (1, 2, more)."""
+MOST_HEADS = 8
+"""Accelerators whose shares pass through a switch of their own; larger domains are taken to be as good as 8."""
 _NVLS_EFFICIENCY = (0.0, 0.0, 0.85, 0.74)
 _TREE_CORRECTION: Mapping[str, tuple[float, ...]] = {
     "ll": (1, 1, 1, 1, .9, .8, .7, .7, .7, .7, .6, .5, .4, .4, .5, .6, .7, .8, .9, 1, 1, 1, 1),
@@ -251,7 +253,7 @@ def bytes_per_us(family: Family, collective: str, shape: Shape) -> float:
 
 def _in_switch_bus(algorithm: str, collective: str, shape: Shape) -> float:
     """Of all heads: each accelerator's share goes through its own."""
-    heads = shape.per_node
+    heads = min(shape.per_node, MOST_HEADS)
     fits = shape.local_gb_per_s / heads
     speed = next((one for one in _SPEEDS_INSIDE[shape.generation] if one <= fits), fits)
     one = speed * _NVLS_EFFICIENCY[shape.generation] * (heads - 1) / heads
@@ -386,7 +388,6 @@ def times_us(collective: str, shape: Shape, sizes: ArrayLike, chosen: Sequence[F
 KNOTS_AN_OCTAVE, LEAST_LOG2, MOST_LOG2 = 4, 6, 36
 
 
-@lru_cache(maxsize=4096)
 def curve(collective: str, shape: Shape) -> CostCurve:
     """Return time over bytes, from 64 B to 64 GiB in quarter octaves; a single rank sends nothing."""
     if shape.ranks == 1:

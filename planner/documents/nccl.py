@@ -117,7 +117,7 @@ class Nccl(Record):
     """Line rate of one card: `400gbit`."""
     network: Network = "infiniband"
     net_latency: Rate | None = None
-    """What a message between nodes takes beside NCCL's constants, as a network plugin tells NCCL. By default 75us on EFA
+    """What a message between nodes takes beside NCCL's constants, as a plugin tells NCCL. By default 75us on EFA
     (aws-ofi-nccl, src/platform-aws.cpp); 35us over TCP, from steps of rings of 32 GPUs (ddl-benchmarks 2020: 18us if
     they were Simple's, 62us if LL's); else none."""
     cpu: Literal["amd", "intel"] = "intel"

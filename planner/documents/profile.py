@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from planner.documents.local_async import LocalAsyncProfile
-from planner.documents.nccl import Nccl
+from planner.documents.nccl import GPUS, Nccl
 from planner.documents.text import parse_bandwidth, parse_latency_us, us_per_byte
 from runtime.errors import InputError
 from runtime.plan import Accuracy, ModelReference
@@ -145,6 +145,31 @@ class ComputeIntervals(Record):
 
 
 @dataclass(frozen=True, kw_only=True)
+class ComputeEstimate(Record):
+    """That compute times were not measured: FLOPs over a stated share of an accelerator's peak."""
+
+    gpu: Literal[tuple(GPUS)]  # type: ignore[valid-type]
+    """For which the times are; on a cluster of others they are scaled by peak and share."""
+    flops: Annotated[float, Field(gt=0.0)]
+    """Of forward and backward of one step of one rank; nothing computed twice."""
+    efficiency: dict[str, Annotated[float, Field(gt=0.0, le=1.0)]]
+    """By accelerator: which share of its peak is reached."""
+    other_efficiency: Annotated[float, Field(gt=0.0, le=1.0)]
+    """Of accelerators that are not listed: an assumption."""
+    activation_bytes: Count = 0
+    """What forward keeps for backward, where nothing is computed twice."""
+    checkpoint_bytes: Count = 0
+    """The same where only the inputs of blocks are kept, and blocks computed twice."""
+    recomputed: bool = False
+    """Whether the times are those of blocks that are computed twice."""
+    source: str
+
+    def share_of(self, gpu: str) -> float:
+        """Return which share of its peak an accelerator reaches."""
+        return self.efficiency.get(gpu, self.other_efficiency)
+
+
+@dataclass(frozen=True, kw_only=True)
 class ComputeProfile(Record):
     """Times of one step without communication, on all ranks at once."""
 
@@ -152,6 +177,8 @@ class ComputeProfile(Record):
     update_us: TimeUs
     gradients: Annotated[tuple[Gradient, ...], Field(min_length=1, max_length=MAX_GRADIENTS)]
     optimizer: OptimizerProfile | None = None
+    estimate: ComputeEstimate | None = None
+    """Where the times come from, if they were not measured."""
     norms: NormProfile | None = None
     """Absent: the optimizer needs none."""
     repeats: Count | None = None

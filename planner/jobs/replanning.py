@@ -24,6 +24,7 @@ import numpy as np
 import torch
 
 from planner.decide.optimize import DEFAULT_PASSES, optimize
+from planner.documents.estimate import scale_compute
 from planner.documents.profile import (
     Cluster,
     ComputeProfile,
@@ -34,7 +35,6 @@ from planner.documents.profile import (
     Sample,
     load_profile,
 )
-from planner.model.what_if import scale_compute
 from planner.profile.compute import RankTimes, combine, rank_times
 from planner.profile.links import fit, measure_all_reduce
 from planner.profile.progress import Progress

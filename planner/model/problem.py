@@ -15,6 +15,7 @@ from planner.cost.halves import ALL_GATHER, REDUCE_SCATTER, Half, NodeCosts, hal
 from planner.cost.model import CommunicationCost, communication_cost
 from planner.cost.phases import PHASES, Phase
 from planner.cost.sparse import FLAT_GATHERS, SPARSE_PHASES, SelectionCost, SparsePhase, selector_line
+from planner.documents.estimate import on_accelerator
 from planner.documents.profile import Cluster, Contention, LayerNorm, Profile
 from planner.ir import Bucket, Places
 from runtime.errors import InputError
@@ -363,6 +364,6 @@ def make_problem(
             f"(`planner catalog` lists names), or a profile made by `planner profile` on the machines in question"
         )
     try:
-        return Problem(profile=profile, cost=communication_cost(chosen, ranks))
+        return Problem(profile=on_accelerator(profile, chosen), cost=communication_cost(chosen, ranks))
     except InputError as error:
         raise InputError(f"{where}: $.cluster: {error}" if cluster is None else f"{where}: {error}") from error

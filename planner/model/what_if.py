@@ -15,9 +15,10 @@ from typing import TypeVar
 import numpy as np
 
 from planner.cost.phases import LinkName
+from planner.documents.estimate import scale_compute
 from planner.documents.local_async import LocalAsyncProfile
 from planner.documents.nccl import Nccl
-from planner.documents.profile import Cluster, ComputeProfile, Link, Profile
+from planner.documents.profile import Cluster, Link, Profile
 from planner.documents.text import parse_bandwidth, parse_latency_us, us_per_byte
 from planner.ir import Schedule
 from planner.model.modes import simulate_schedule
@@ -70,23 +71,6 @@ class WhatIf:
             if link is not None:
                 cluster = relink(cluster, name, link)  # type: ignore[arg-type]
         return cluster
-
-
-def scale_compute(compute: ComputeProfile, step: float, update: float) -> ComputeProfile:
-    """Forward and backward times `step`, the update times `update`."""
-    if step == 1.0 and update == 1.0:
-        return compute
-    norms = compute.norms
-    if norms is not None:
-        norms = replace(norms, layers=tuple(replace(layer, norm_us=layer.norm_us * update) for layer in norms.layers))
-    return replace(
-        compute,
-        forward_us=compute.forward_us * step,
-        update_us=compute.update_us * update,
-        norms=norms,
-        intervals=None,
-        gradients=tuple(replace(g, backward_us=g.backward_us * step) for g in compute.gradients),
-    )
 
 
 def scale_updaters(measured: LocalAsyncProfile, step: float, update: float) -> LocalAsyncProfile:

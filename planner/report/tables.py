@@ -7,8 +7,10 @@ from collections.abc import Mapping, Sequence
 from rich.console import Console
 from rich.table import Table
 
-from planner.decide.bounded import ALLOWED
 from planner.cost import nccl
+from planner.decide.advise import Advice
+from planner.decide.at_scale import ScalePoint
+from planner.decide.bounded import ALLOWED
 from planner.decide.cluster_fit import FittedCluster
 from planner.decide.simulate import Simulation
 from planner.documents.profile import Profile
@@ -285,6 +287,44 @@ def fitted_tables(fitted: FittedCluster) -> list[Table]:
         within = f"± {nccl.interval_of(shape):.0%}"
         predicted.add_row(str(nodes), *(milliseconds(float(time)) for time in times), within, ", ".join(taken))
     return [errors, predicted]
+
+
+def advice_table(advice: Advice) -> Table:
+    """Every way to train, least risky first."""
+    columns = ["way", "step (ms)", "exposed (ms)", "memory", "fits", "asks for", "why"]
+    table = make_table(
+        f"{sanitize(advice.model)} on {sanitize(advice.cluster)}, {pluralize(advice.ranks, 'rank')}: least risky first",
+        columns, left=("way", "fits", "asks for", "why"),
+    )  # fmt: skip
+    for option in advice.options:
+        fits = "not known" if option.fits is None else "yes" if option.fits else "no"
+        asks = option.interface + ("" if option.runs_here else ", not by this runtime")
+        times = milliseconds(option.iteration_us), milliseconds(option.exposed_us)
+        mark = f"{option.name} ←" if option.name == advice.use else option.name
+        table.add_row(mark, *times, mebibytes(option.memory_bytes), fits, asks, option.reason)
+    return table
+
+
+def advice_lines(advice: Advice) -> list[str]:
+    """What to use and why, and what that rests on."""
+    lines = [f"use {advice.use}: {advice.reason}", f"messages: {advice.cost_source}"]
+    if advice.if_lossy is not None:
+        lines.insert(1, f"where messages may lose digits (--accuracy bounded): {advice.if_lossy}")
+    if advice.estimated:
+        lines.append("compute: FLOPs over a stated share of the accelerator's peak, not measured")
+    return lines
+
+
+def sweep_table(points: Sequence[ScalePoint]) -> Table:
+    """A row for each prediction."""
+    columns = ["model", "cluster", "ranks", "how", "step (ms)", "median (ms)", "99 % (ms)", "efficiency", "goodput"]
+    table = make_table("predicted at scale", columns, left=("model", "cluster", "how"))
+    for point in points:
+        how = point.strategy + ("" if point.fits is not False else ", too little memory")
+        times = (milliseconds(time) for time in (point.step_us, point.median_us, point.p99_us))
+        shares = f"{point.efficiency:.1%}", f"{point.goodput:.1%}"
+        table.add_row(sanitize(point.model), sanitize(point.cluster), str(point.ranks), how, *times, *shares)
+    return table
 
 
 def profile_lines(profile: Profile) -> list[str]:

@@ -198,6 +198,9 @@ def saves_memory(problem: Problem, schedule: Schedule) -> bool:
 
 
 def _activation_bytes(problem: Problem) -> int:
+    estimate = problem.profile.compute.estimate
+    if estimate is not None:
+        return estimate.checkpoint_bytes if estimate.recomputed else estimate.activation_bytes
     return int(sum(layer.activation_bytes for layer in problem.profile.layers or ()))
 
 

@@ -16,13 +16,13 @@ from torch import nn
 
 from planner.decide.optimize import optimize
 from planner.decide.pipeline import parse_passes, run_passes
+from planner.documents.estimate import scale_compute
 from planner.documents.profile import parse_cluster, parse_profile
 from planner.ir import Schedule
 from planner.model.modes import simulate_schedule, step_us
 from planner.model.norms import gather_us, replicated_us, shared_us, update_bound_us, update_us
 from planner.model.problem import Problem
 from planner.model.taskgraph import build_graph, run_graph
-from planner.model.what_if import scale_compute
 from planner.passes.shard_updates import ShardUpdates
 from planner.profile.norms import measure_norms
 from planner.profile.progress import Progress
