@@ -27,6 +27,8 @@ class Section:
     """Where it differs and why."""
     more: tuple[str, ...] = ()
     """Further lines of Markdown."""
+    in_full: bool = True
+    """Whether every row is listed; otherwise `more` sums them up."""
     by_order_only: tuple[str, ...] = ()
     """Methods that the summary leaves out of the errors."""
 
@@ -93,6 +95,10 @@ def swaps(rows: Sequence[Comparison]) -> list[Swap]:
 def section_lines(section: Section) -> Iterator[str]:
     """The section in Markdown."""
     yield from (f"## {section.title}", "", *paragraphs(section.about))
+    if not section.in_full:
+        yield from section.more
+        yield from paragraphs(section.remarks)
+        return
     methods = any(row.method for row in section.rows)
     yield table_line("figure", *(["method"] if methods else []), "unit", "published", "ours", "ratio")
     yield table_line("---", *(["---"] if methods else []), "---", "--:", "--:", "--:")
