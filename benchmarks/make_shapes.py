@@ -327,7 +327,7 @@ def estimated_profile(shape: ModelShape, gpu: str = "h100") -> Profile:
         source=shape.source,
         notes=(
             "not measured: compute is FLOPs (twice each multiply-add; backward is twice forward) over a share of the "
-            f"peak of the cluster's accelerator{named}; a gradient's part of backward is its weight's part of the FLOPs",
+            f"peak of the cluster's accelerator{named}; a gradient's part of backward is that of its weight's FLOPs",
             "weights and gradients in bfloat16; state of AdamW and a copy of weights in FP32",
             *shape.notes,
         ),

@@ -82,7 +82,7 @@ def share_of(line: Line, slowdown: float = SLOWDOWN) -> float:
     return float(f"{high:.4g}")
 
 
-def pairs(kind: str) -> Iterator[tuple[Line, Line]]:
+def pairs(kind: str, most: float = MOST, least: float = LEAST) -> Iterator[tuple[Line, Line]]:
     """(smallest run, larger run) of each model of a kind of accelerator."""
     lines = [
         line
@@ -97,11 +97,11 @@ def pairs(kind: str) -> Iterator[tuple[Line, Line]]:
         first, *others = same
         for other in others:
             ratio = int(other["micro_batch"]) / int(first["micro_batch"])
-            if int(other["gpus"]) > int(first["gpus"]) and LEAST <= ratio <= MOST:
+            if int(other["gpus"]) > int(first["gpus"]) and least <= ratio <= most:
                 yield first, other
 
 
-def mpt_rows(kind: str, slowdown: float = SLOWDOWN) -> list[Comparison]:
+def mpt_rows(kind: str, slowdown: float = SLOWDOWN, most: float = MOST, least: float = LEAST) -> list[Comparison]:
     """Larger runs, each from the smallest of its model."""
     return [
         Comparison(
@@ -113,7 +113,7 @@ def mpt_rows(kind: str, slowdown: float = SLOWDOWN) -> list[Comparison]:
             ours=throughput(line, share_of(first, slowdown), slowdown),
             unit="tokens/s/GPU",
         )
-        for first, line in pairs(kind)
+        for first, line in pairs(kind, most, least)
     ]
 
 
@@ -146,7 +146,7 @@ def bert_rows() -> list[Comparison]:
         step_s = predict_s(profile, find_cluster("dgx-a100"), "ddp", nodes * 8)
         rows.append(
             Comparison(
-                what=f"BERT-Large, {line['precision']}, sequences of {line['sequence_length']}, {nodes} nodes of 8 A100",
+                what=f"BERT-Large, {line['precision']}, {line['sequence_length']} tokens, {nodes} nodes of 8 A100",
                 published=float(line["throughput"]),
                 ours=nodes * samples / step_s,
                 unit="sequences/s",

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import groupby, pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -134,17 +134,19 @@ def _best(machine: Nccl, logs: Sequence[Measured]) -> tuple[NcclFit, float]:
     """The fit with the tuner's choice, or with segments cut anew where that explains the logs much better; its cost."""
     shapes = {log.key: Shape(machine, log.nodes, log.per_node) for log in logs}
     told: Chosen = {log.key: nccl.choice(log.collective, shapes[log.key], _sizes(log)) for log in logs}
-    best, current = _solve(machine, logs, told), told
-    chosen = told
-    for _ in range(MAX_ROUNDS):
-        current = {log.key: _segments(shapes[log.key], log, best, told[log.key]) for log in logs}
-        if current == chosen:
-            break
-        solved = _solve(machine, logs, current)
-        solved = replace(solved, cost=solved.cost + SEGMENT_COST * sum(_extra(current[key], told[key]) for key in told))
-        if solved.cost >= best.cost - 1e-6:
-            break
-        best, chosen = solved, current
+    best, chosen = _solve(machine, logs, told), told
+    # Segments follow constants and constants segments: once from the tuner's, once from NCCL's constants as they are.
+    for start in (best, _Solution(np.zeros_like(best.values), best.names, math.inf)):
+        solution, before = start, told
+        for _ in range(MAX_ROUNDS):
+            current = {log.key: _segments(shapes[log.key], log, solution, told[log.key]) for log in logs}
+            if current == before:
+                break
+            departures = sum(_extra(current[key], told[key]) for key in told)
+            solution, before = _solve(machine, logs, current), current
+            solution = replace(solution, cost=solution.cost + SEGMENT_COST * departures)
+            if solution.cost < best.cost - 1e-6:
+                best, chosen = solution, current
     changed = {collective for collective, ranks in told if chosen[collective, ranks] != told[collective, ranks]}
     return _record(best, logs, {key: chosen[key] for key in chosen if key[0] in changed}), best.cost
 
@@ -230,7 +232,8 @@ def _constants(
 
 
 def _segments(shape: Shape, log: Measured, solution: _Solution, told: Sequence[Family]) -> list[Family]:
-    """The cheapest cut of the sizes into runs of one family each, where departing from the tuner costs."""
+    """The cheapest cut of the sizes into runs of one family each, where departing from the tuner costs. One row
+    alone is a disturbed one, and departs from nothing."""
     order = np.argsort(_sizes(log), kind="stable")
     allowed = nccl.families(log.collective, shape)
     sizes, times = _sizes(log)[order], np.array([time for _, time in log.samples])[order]
@@ -258,9 +261,14 @@ def _segments(shape: Shape, log: Measured, solution: _Solution, told: Sequence[F
     path = [int(np.argmin(best[:, -1]))]
     for at in range(len(order) - 1, 0, -1):
         path.append(int(came[path[-1], at]))
+    found = [allowed[at] for at in reversed(path)]
+    runs = [list(run) for _, run in groupby(range(len(found)), key=lambda at: (found[at], found[at] == here[at]))]
+    for run in runs:
+        if len(run) == 1:
+            found[run[0]] = here[run[0]]
     chosen: list[Family] = [allowed[0]] * len(order)
-    for index, family_at in zip(order, reversed(path), strict=True):
-        chosen[index] = allowed[family_at]
+    for index, family_at in zip(order, found, strict=True):
+        chosen[index] = family_at
     return chosen
 
 

@@ -23,8 +23,9 @@ from planner.model.modes.sharded import can_share, memory_bytes, replicated_byte
 from planner.model.problem import Problem, make_problem
 from runtime.errors import InputError
 
-WORTH = 0.02
-"""A riskier way has to make the step shorter by this share."""
+WORTH, WORTH_ASKING, WORTH_LOSING = 0.02, 0.05, 0.10
+"""By what share a way has to shorten the step against less risky ones: a drop-in one, one that scripts have to know of,
+and one that loses digits."""
 ROOM = 0.92
 """Of an accelerator's memory: the rest is the library's buffers and fragments."""
 QUANTIZE_BYTES = 5.0
@@ -233,6 +234,10 @@ def _narrow(problem: Problem, option: _Maker, whole: int | None) -> Iterator[Opt
         )  # fmt: skip
 
 
+def _worth(option: Option) -> float:
+    return WORTH_LOSING if option.lossy else WORTH if option.interface == "drop-in" else WORTH_ASKING
+
+
 def _choose(options: list[Option]) -> tuple[Option, str]:
     """The least risky one that fits, unless a riskier one that fits is worth it; why, in words."""
     possible = [option for option in options if option.fits is not False]
@@ -244,12 +249,12 @@ def _choose(options: list[Option]) -> tuple[Option, str]:
         )
     chosen = possible[0]
     for option in possible[1:]:
-        if option.iteration_us * (1.0 + WORTH) < chosen.iteration_us:
+        if option.iteration_us * (1.0 + _worth(option)) < chosen.iteration_us:
             chosen = option
     if chosen.name == "ddp":
         best = min(possible, key=lambda option: option.iteration_us)
         gain = chosen.iteration_us / best.iteration_us - 1.0 if best.iteration_us > 0.0 else 0.0
-        return chosen, f"nothing to gain here: {best.name} would be {gain:.1%} faster, less than {WORTH:.0%}"
+        return chosen, f"nothing to gain here: {best.name} would be {gain:.1%} faster, less than {_worth(best):.0%}"
     without = [option.name for option in options[: options.index(chosen)] if option.fits is False]
     why = f"{', '.join(without)} do{'es' if len(without) == 1 else ''} not fit" if without else ""
     faster = [option for option in possible if options.index(option) < options.index(chosen)]
