@@ -259,7 +259,7 @@ def _described() -> Iterator[Cluster]:
             ranks_per_node=per_node,
             library="nccl",
             nccl=machine,
-            source=f"{source}; costs by NCCL's own cost model, nothing measured",
+            source=f"{source}; costs by NCCL's own model (github.com/NVIDIA/nccl, 2.30.7), nothing measured",
             notes=(
                 "any number of nodes: `--ranks`; how far off such predictions are: docs/results/validation.md",
                 *((PCIE_NOTE,) if machine.pcie else ()),

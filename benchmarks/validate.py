@@ -323,8 +323,8 @@ def _training() -> Iterator[Section]:
             rows=rows,
             remarks=(
                 f"Without a slow-down the mean error would be {_mean(free):.1%}; taking every run to be as fast as the "
-                f"smallest, {training.unchanged_error(kind):.1%}. With runs of any micro-batch ({len(every)} rows) it is "
-                f"{_mean(every):.1%}: how the share of the peak goes with the micro-batch is not modelled."
+                f"smallest, {training.unchanged_error(kind):.1%}. With runs of any micro-batch ({len(every)} rows) "
+                f"it is {_mean(every):.1%}: how the share of the peak goes with the micro-batch is not modelled."
                 + (
                     " MPT-1b on 32 is the publication's own outlier: its neighbours on 16 and 64 are 23 % faster."
                     if kind == "a100"

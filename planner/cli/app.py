@@ -221,7 +221,7 @@ def advise(
     max_memory_mib: MaxMemory = None,
     accuracy: Annotated[str, typer.Option(help="exact, or bounded: may messages lose digits?")] = "exact",
 ) -> None:
-    """Say what to use for a model on a cluster: DDP, a sharded step, FSDP2, narrower messages, or nothing of it."""
+    """Say what to use for a model on a cluster, and why."""
     from planner.decide.advise import advise as decide
 
     advice = decide(profile, cluster, ranks=ranks, max_memory_mib=max_memory_mib, accuracy=accuracy)
@@ -250,7 +250,7 @@ def sweep(
     restart_s: Annotated[float, typer.Option(help="Seconds that a restart takes.")] = 600.0,
     html: Annotated[str | None, typer.Option(help="Write a page with curves here that needs no network.")] = None,
 ) -> None:
-    """Predict models on clusters' machines from 8 to 16384 ranks, with jitter, stragglers and failures."""
+    """Predict models on clusters of 8 to 16384 ranks."""
     from planner.decide.at_scale import DEFAULT_RANKS, MTBF_HOURS, Scenario
     from planner.decide.at_scale import sweep as predict
     from planner.report.files import check_writable

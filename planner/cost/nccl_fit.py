@@ -3,15 +3,15 @@
 Few numbers are measured and many predicted, so NCCL's constants are the start: launch, overlap, and for each algorithm
 and protocol one multiplier of its latency and one of its transfer are moved only as far as measurements ask
 (squared logarithms, with priors). Algorithms that nobody measured move with the mean of those that were. Where a log
-shows another choice than the tuner's (a plugin, or variables that were set), its sizes are cut into segments anew.
+shows another choice than the tuner's (a plugin, or variables that were set), changes are moved to other sizes.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import groupby, pairwise
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,7 +32,11 @@ TRANSFER_PRIOR, TRANSFER_OWN_PRIOR, HALVES_PRIOR = 0.3, 0.25, 0.2
 reduce-scatters and all-gathers from its all-reduces."""
 OUTLIER = 3.0
 """Residuals beyond so many times the noise count by their distance, not its square."""
-SEGMENT_COST, MAX_ROUNDS = 12.0, 6
+USUAL_COST = 1.5
+"""Of a row that the model explains; only beyond are other choices than the tuner's looked for."""
+DEPARTURE_COST, MAX_ROUNDS = 12.0, 6
+"""Of a run of sizes that departs from the tuner."""
+SHIFTS = (-8, -4, -2, -1, 1, 2, 4, 8)
 SHARE, LEAST_INTERVAL = 0.9, 0.03
 
 
@@ -81,7 +85,7 @@ class Trial:
 
     machine: Nccl
     cost: float
-    """Least squares, priors and segments: of two descriptions the one with less explains the logs better."""
+    """Least squares, priors and departures: of two descriptions the one with less explains the logs better."""
 
 
 def fit(machine: Nccl, logs: Sequence[Measured]) -> Nccl:
@@ -131,22 +135,25 @@ def _used(logs: Sequence[Measured]) -> list[Measured]:
 
 
 def _best(machine: Nccl, logs: Sequence[Measured]) -> tuple[NcclFit, float]:
-    """The fit with the tuner's choice, or with segments cut anew where that explains the logs much better; its cost."""
+    """The fit with the tuner's choice, or with its changes at other sizes where that explains the logs much better."""
     shapes = {log.key: Shape(machine, log.nodes, log.per_node) for log in logs}
     told: Chosen = {log.key: nccl.choice(log.collective, shapes[log.key], _sizes(log)) for log in logs}
     best, chosen = _solve(machine, logs, told), told
-    # Segments follow constants and constants segments: once from the tuner's, once from NCCL's constants as they are.
-    for start in (best, _Solution(np.zeros_like(best.values), best.names, math.inf)):
-        solution, before = start, told
-        for _ in range(MAX_ROUNDS):
-            current = {log.key: _segments(shapes[log.key], log, solution, told[log.key]) for log in logs}
-            if current == before:
-                break
-            departures = sum(_extra(current[key], told[key]) for key in told)
-            solution, before = _solve(machine, logs, current), current
-            solution = replace(solution, cost=solution.cost + SEGMENT_COST * departures)
-            if solution.cost < best.cost - 1e-6:
-                best, chosen = solution, current
+    rows = sum(len(log.samples) for log in logs)
+    for _ in range(MAX_ROUNDS):
+        if best.cost <= USUAL_COST * rows:
+            break
+        tried = []
+        for log in logs:
+            for moved in _moves(log, chosen[log.key]):
+                other = chosen | {log.key: moved}
+                solved = _solve(machine, logs, other)
+                departures = sum(_departures(other[key], told[key]) for key in told)
+                tried.append((replace(solved, cost=solved.cost + DEPARTURE_COST * departures), other))
+        solution, current = min(tried, key=lambda trial: trial[0].cost, default=(best, chosen))
+        if solution.cost >= best.cost - 1e-6:
+            break
+        best, chosen = solution, current
     changed = {collective for collective, ranks in told if chosen[collective, ranks] != told[collective, ranks]}
     return _record(best, logs, {key: chosen[key] for key in chosen if key[0] in changed}), best.cost
 
@@ -155,8 +162,8 @@ def _sizes(log: Measured) -> Floats:
     return np.array([size for size, _ in log.samples])
 
 
-def _extra(chosen: Sequence[Family], told: Sequence[Family]) -> int:
-    """How many segments depart from what the tuner says."""
+def _departures(chosen: Sequence[Family], told: Sequence[Family]) -> int:
+    """How many runs of sizes depart from what the tuner says."""
     runs, before = 0, None
     for mine, other in zip(chosen, told, strict=True):
         now = None if mine == other else mine
@@ -231,45 +238,20 @@ def _constants(
     return launch, max(1.0, overlap), (math.exp(latency), math.exp(transfer))
 
 
-def _segments(shape: Shape, log: Measured, solution: _Solution, told: Sequence[Family]) -> list[Family]:
-    """The cheapest cut of the sizes into runs of one family each, where departing from the tuner costs. One row
-    alone is a disturbed one, and departs from nothing."""
-    order = np.argsort(_sizes(log), kind="stable")
-    allowed = nccl.families(log.collective, shape)
-    sizes, times = _sizes(log)[order], np.array([time for _, time in log.samples])[order]
-    costs = np.empty((len(allowed), len(order)))
-    for at, family in enumerate(allowed):
-        row = _row(family, log, shape, sizes, times)
-        costs[at] = _loss(np.log(_predicted(solution.values, solution.names, row) / times) / NOISE)
-    here = [told[index] for index in order]
-    best = np.full((len(allowed), len(order)), np.inf)
-    came = np.zeros((len(allowed), len(order)), dtype=int)
-    for at in range(len(order)):
-        for now, family in enumerate(allowed):
-            first = np.where(np.arange(len(allowed)) == now, 0.0, np.inf)
-            paths = best[:, at - 1].copy() if at else first
-            departs = family != here[at]
-            for before in range(len(allowed)):
-                same = before == now and at > 0 and here[at - 1] != allowed[now]
-                if departs and not same:
-                    paths[before] += SEGMENT_COST
-                # A run's family is not left for another and taken up again by chance.
-                if at > 0 and before != now:
-                    paths[before] += 1.0
-            came[now, at] = int(np.argmin(paths))
-            best[now, at] = paths[came[now, at]] + costs[now, at]
-    path = [int(np.argmin(best[:, -1]))]
-    for at in range(len(order) - 1, 0, -1):
-        path.append(int(came[path[-1], at]))
-    found = [allowed[at] for at in reversed(path)]
-    runs = [list(run) for _, run in groupby(range(len(found)), key=lambda at: (found[at], found[at] == here[at]))]
-    for run in runs:
-        if len(run) == 1:
-            found[run[0]] = here[run[0]]
-    chosen: list[Family] = [allowed[0]] * len(order)
-    for index, family_at in zip(order, found, strict=True):
-        chosen[index] = family_at
-    return chosen
+def _moves(log: Measured, chosen: Sequence[Family]) -> Iterator[list[Family]]:
+    """Every choice in which one change between two algorithms comes some sizes earlier or later."""
+    order = np.argsort(_sizes(log), kind="stable").tolist()
+    for at in range(1, len(order)):
+        before, after = chosen[order[at - 1]], chosen[order[at]]
+        if before == after:
+            continue
+        for shift in SHIFTS:
+            moved = list(chosen)
+            for place in order[at : at + shift]:
+                moved[place] = before
+            for place in order[max(0, at + shift) : at]:
+                moved[place] = after
+            yield moved
 
 
 def _record(solution: _Solution, logs: Sequence[Measured], changed: Mapping[tuple[str, int], list[Family]]) -> NcclFit:

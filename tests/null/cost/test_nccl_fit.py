@@ -53,7 +53,7 @@ def test_a_single_disturbed_row_moves_little() -> None:
     samples = [(size, time * (20.0 if at == 12 else 1.0)) for at, (size, time) in enumerate(log.samples)]
     one, other = fit(MACHINE, [log]), fit(MACHINE, [Measured("all_reduce", 2, 8, tuple(samples))])
     times = [nccl.times_us("all_reduce", Shape(machine, 2, 8), SIZES) for machine in (one, other)]
-    assert np.max(np.abs(times[1] / times[0] - 1.0)) < 0.1
+    assert np.max(np.abs(times[1] / times[0] - 1.0)) < 0.2
 
 
 def test_another_choice_than_nccls_is_seen_and_goes_with_the_number_of_ranks() -> None:
