@@ -16,9 +16,10 @@ from itertools import groupby
 from benchmarks.published.common import Comparison, model, predict_s, table
 from benchmarks.traces import in_dtype, with_step
 from planner.cost.model import resize
-from planner.documents.catalog import find_cluster
+from planner.documents.catalog import find_cluster, find_profile
 from planner.documents.nccl import GPUS
-from planner.model.fully_sharded import SLOWDOWN, Block, Messages, messages_on, sharded_step
+from planner.model.fully_sharded import SLOWDOWN, Block, Messages, blocks_of, messages_on, sharded_step
+from planner.model.problem import make_problem
 
 SHAPES = {
     "125m": (768, 12), "350m": (1024, 24), "760m": (1536, 24), "1b": (2048, 24), "3b": (2560, 32), "7b": (4096, 32),
@@ -124,6 +125,40 @@ def unchanged_error(kind: str) -> float:
         for first, line in pairs(kind)
     ]
     return sum(errors) / len(errors)
+
+
+def torchtitan_rows() -> list[Comparison]:
+    """Llama 3.1 8B with FSDP2 on 128 H100, from 8; gradients are reduced in FP32."""
+    found = blocks_of(make_problem(find_profile("llama-8b"), find_cluster("dgx-h100")))
+    lines = table("torchtitan/llama31_8b_h100.csv")
+    rows = []
+    for line in lines:
+        if line["gpus"] == "8":
+            continue
+        [first] = [one for one in lines if one["technique"] == line["technique"] and one["gpus"] == "8"]
+
+        def rate(run: Line, factor: float) -> float:
+            longer = [
+                Block(block.name, block.size_bytes, factor * block.forward_us, factor * block.backward_us)
+                for block in found
+            ]
+            step = sharded_step(longer, _messages("dgx-h100", int(run["gpus"]), 2.0), 0.0)
+            return int(run["local_batch"]) * int(run["sequence_length"]) / step.iteration_us * 1e6
+
+        low, high = 0.1, 100.0
+        for _ in range(60):
+            middle = (low + high) / 2.0
+            fast = rate(first, middle) > float(first["tokens_per_s_per_gpu"])
+            low, high = (middle, high) if fast else (low, middle)
+        rows.append(
+            Comparison(
+                what=f"Llama 3.1 8B, {line['technique']}, {line['gpus']} H100 (from 8)",
+                published=float(line["tokens_per_s_per_gpu"]),
+                ours=rate(line, high),
+                unit="tokens/s/GPU",
+            )
+        )
+    return rows
 
 
 def bert_rows() -> list[Comparison]:

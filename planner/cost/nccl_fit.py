@@ -258,6 +258,7 @@ def _record(solution: _Solution, logs: Sequence[Measured], changed: Mapping[tupl
     values, names = solution.values, solution.names
     factors = {family: _constants(values, names, family)[2] for family in names}
     launch, overlap, _ = _constants(values, names, names[0])
+    halves = {family: float(values[5 + 3 * at + 2]) for at, family in enumerate(names)}
     choice: dict[str, dict[str, tuple[tuple[float, Family], ...]]] = {}
     for log in logs:
         if log.key in changed:
@@ -267,11 +268,7 @@ def _record(solution: _Solution, logs: Sequence[Measured], changed: Mapping[tupl
         overlap_inside=_rounded(_constants(values, names, names[0], True)[1]),
         latency={family: _rounded(waits) for family, (waits, _) in factors.items()},
         transfer={family: _rounded(moves) for family, (_, moves) in factors.items()},
-        halves={
-            family: _rounded(math.exp(values[5 + 3 * at + 2]))
-            for at, family in enumerate(names)
-            if values[5 + 3 * at + 2]
-        },
+        halves={family: _rounded(math.exp(value)) for family, value in halves.items() if abs(value) > 1e-5},
         other_latency=_rounded(math.exp(values[3])), other_transfer=_rounded(math.exp(values[4])),
         choice=choice or None, interval=Interval(inside=0.0, beyond=0.0),
         measured_on=tuple(sorted({log.key[1] for log in logs})), samples=sum(len(log.samples) for log in logs),
