@@ -8,6 +8,7 @@ from dataclasses import replace
 from benchmarks import sources
 from benchmarks.published import collectives, ddl2020, tpds
 from benchmarks.published.omgs import sparsify_line
+from planner.cost.nccl_fit import Measured, fit
 from planner.documents.nccl import Nccl
 from planner.documents.profile import Cluster, Link, Sample
 
@@ -253,6 +254,9 @@ PCIE_NOTE = (
 def _described() -> Iterator[Cluster]:
     for name, nodes, per_node, machine, source in DESCRIBED:
         machine.check(nodes, per_node, name)
+        if name == "aws-p5":
+            yield _aws_p5(nodes, per_node, machine, source)
+            continue
         yield Cluster(
             name=name,
             nodes=nodes,
@@ -265,6 +269,27 @@ def _described() -> Iterator[Cluster]:
                 *((PCIE_NOTE,) if machine.pcie else ()),
             ),
         )
+
+
+def _aws_p5(nodes: int, per_node: int, machine: Nccl, source: str) -> Cluster:
+    logs = [
+        Measured(collective, count, per_node, tuple(collectives.h100_efa(collective, count)))
+        for collective, counts in (("all_reduce", (2, 4, 8)), ("all_gather", (2, 4, 8, 16, 32)))
+        for count in counts
+    ]
+    return Cluster(
+        name="aws-p5",
+        nodes=nodes,
+        ranks_per_node=per_node,
+        library="nccl",
+        nccl=fit(machine, logs),
+        source=f"{source}; costs by NCCL's own model (github.com/NVIDIA/nccl, 2.30.7), fitted to {sources.AWS}",
+        notes=(
+            "fitted on all-reduces on 2, 4 and 8 nodes and all-gathers on 2 to 32, 32 MiB to 8 GiB; leaving 8 nodes "
+            "out, and nothing measured: docs/results/validation.md",
+            "any number of nodes: `--ranks`",
+        ),
+    )
 
 
 def _rounded(samples: collectives.Samples) -> tuple[Sample, ...]:

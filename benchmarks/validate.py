@@ -299,7 +299,7 @@ def _nccl() -> Iterator[Section]:
     rows = [row for table in tables.values() for row in table]
     yield Section(
         title="NCCL's cost model, by machine description alone",
-        about="As above; the machines are `aws-p5`, `dgx-a100` and `gcp-a3-mega` of the catalogue. Nothing is fitted.",
+        about="As above; the machines are `aws-p5` (without its fit), `dgx-a100` and `gcp-a3-mega` of the catalogue.",
         rows=rows,
         remarks=(
             f"Median error of all {len(rows)} rows {nccl.middle(rows):.1%}. Two constants were set with some of these "

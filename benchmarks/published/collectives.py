@@ -43,13 +43,18 @@ def h100_gcp_all_reduce() -> Samples:
     ]
 
 
-def h100_efa_all_reduce(nodes: int) -> Samples:
-    """NCCL all-reduce on nodes of 8 H100, AWS p5."""
+def h100_efa(collective: str, nodes: int) -> Samples:
+    """NCCL on nodes of 8 H100, AWS p5: `all_reduce` or `all_gather`."""
     return [
         (float(line["size_MiB"]) * 2**20, float(line["oop_time_us_derived"]))
         for line in table("aws_p5_h100/nccl_efa.csv")
-        if line["collective"] == "all_reduce" and int(line["nodes"]) == nodes
+        if line["collective"] == collective and int(line["nodes"]) == nodes
     ]
+
+
+def h100_efa_all_reduce(nodes: int) -> Samples:
+    """NCCL all-reduce on nodes of 8 H100, AWS p5."""
+    return h100_efa("all_reduce", nodes)
 
 
 def line_error(samples: Samples) -> float:

@@ -11,8 +11,14 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 
-from benchmarks.published.collectives import Samples, a100_collective, h100_efa_all_reduce, h100_gcp_all_reduce
-from benchmarks.published.common import Comparison, table
+from benchmarks.published.collectives import (
+    Samples,
+    a100_collective,
+    h100_efa,
+    h100_efa_all_reduce,
+    h100_gcp_all_reduce,
+)
+from benchmarks.published.common import Comparison
 from planner.cost import nccl
 from planner.cost.nccl import Shape
 from planner.cost.nccl_fit import Measured, fit
@@ -49,15 +55,6 @@ def fitted_a3() -> Nccl:
 
 def _measured(collective: str, nodes: int, samples: Samples) -> Measured:
     return Measured(collective, nodes, 8, tuple(samples))
-
-
-def all_gathers(nodes: int) -> Samples:
-    """NCCL all-gathers on nodes of 8 H100, AWS p5."""
-    return [
-        (float(line["size_MiB"]) * 2**20, float(line["oop_time_us_derived"]))
-        for line in table("aws_p5_h100/nccl_efa.csv")
-        if line["collective"] == "all_gather" and int(line["nodes"]) == nodes
-    ]
 
 
 def compare(described: Nccl, collective: str, nodes: int, samples: Samples, where: str) -> list[Comparison]:
@@ -107,7 +104,7 @@ def described_tables() -> dict[str, list[Comparison]]:
     }
     for nodes in (2, 4, 8, 16, 32):
         where = f"{nodes} nodes of 8 H100 (AWS p5)"
-        tables[f"all-gather, {where}"] = compare(p5, "all_gather", nodes, all_gathers(nodes), where)
+        tables[f"all-gather, {where}"] = compare(p5, "all_gather", nodes, h100_efa("all_gather", nodes), where)
     for key, name in A100.items():
         rows = compare(machine("dgx-a100"), key, 1, a100_collective(name), "8 A100")
         tables[f"{key.replace('_', '-')}, 8 A100"] = rows
