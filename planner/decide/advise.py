@@ -10,6 +10,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from planner.cost.halves import ALL_GATHER, half
 from planner.decide.optimize import name_of
 from planner.decide.strategies import make_schedule
@@ -107,7 +109,7 @@ def advise(
     found = problem.cost.cluster
     return Advice(
         model=loaded.model.name, cluster=found.name or "(unnamed)", ranks=problem.ranks, nodes=found.nodes,
-        use=chosen.name, nothing_to_gain=chosen.name == "ddp", reason=reason,
+        use=chosen.name, nothing_to_gain=chosen.name == "ddp" and chosen.fits is not False, reason=reason,
         if_lossy=lossy.name if lossy.lossy and not chosen.lossy else None, memory_limit_bytes=limit,
         cost_source=problem.cost.source, extrapolated=problem.cost.extrapolated,
         estimated=loaded.compute.estimate is not None, interval=problem.cost.interval, options=tuple(options),
@@ -115,8 +117,8 @@ def advise(
 
 
 def _limit(problem: Problem, given_mib: float | None) -> int | None:
-    if given_mib is not None and given_mib <= 0:
-        raise InputError(f"--max-memory-mib: found {given_mib}, expected more than 0")
+    if given_mib is not None and not 0 < given_mib <= 1e12:
+        raise InputError(f"--max-memory-mib: found {given_mib}, expected more than 0, such as 40000; correct it")
     machine = problem.cost.cluster.nccl
     known = memory_bytes(problem, given_mib or 0.0)
     return known or (int(GPUS[machine.gpu].memory_bytes) if machine is not None else None)
@@ -208,7 +210,7 @@ def _narrow(problem: Problem, option: _Maker, whole: int | None) -> Iterator[Opt
     wide = 4 if "float32" in widths else 2
     memory_rate = None if machine is None else machine.kind.memory_bytes_per_s
     total = float(problem.size_bytes.sum())
-    gather = half(problem.cost, ALL_GATHER)
+    gather, reduce = half(problem.cost, ALL_GATHER).curve, problem.cost.all_reduce
     for name, bits in (("bfloat16", 2), ("float8_e4m3fn", 1)):
         if bits >= wide:
             continue
@@ -216,7 +218,8 @@ def _narrow(problem: Problem, option: _Maker, whole: int | None) -> Iterator[Opt
         narrowed = 0.0 if memory_rate is None else QUANTIZE_BYTES * total / memory_rate * 1e6
 
         def narrow(sizes: Any, share: float = share) -> Any:
-            return 2.0 * gather.curve(share * sizes)
+            # Links' constants may promise more than the all-reduce shows: fewer bytes gain no more than their share.
+            return np.maximum(2.0 * gather(share * sizes), reduce(share * sizes))
 
         schedule = make_schedule(problem, "ddp")
         buckets = [bucket.gradients for bucket in schedule.buckets]
@@ -254,6 +257,8 @@ def _choose(options: list[Option]) -> tuple[Option, str]:
     if chosen.name == "ddp":
         best = min(possible, key=lambda option: option.iteration_us)
         gain = chosen.iteration_us / best.iteration_us - 1.0 if best.iteration_us > 0.0 else 0.0
+        if best is chosen:
+            return chosen, "nothing to gain here: no other way is faster"
         return chosen, f"nothing to gain here: {best.name} would be {gain:.1%} faster, less than {_worth(best):.0%}"
     without = [option.name for option in options[: options.index(chosen)] if option.fits is False]
     why = f"{', '.join(without)} do{'es' if len(without) == 1 else ''} not fit" if without else ""

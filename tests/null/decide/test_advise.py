@@ -52,6 +52,9 @@ def test_lossy_ways_are_only_taken_where_allowed() -> None:
     assert exact.use == "ddp, planned buckets"
     assert exact.if_lossy == bounded.use == "ddp, float8_e4m3fn on the wire"
     assert bounded.if_lossy is None
+    # That cluster's all-reduce is far slower than its links' constants: half of the bytes gain no more than half.
+    steps = {option.name: option.exposed_us for option in advise("gpt2@k80-10gbe").options}
+    assert steps["ddp, bfloat16 on the wire"] > 0.4 * steps["ddp"]
     assert all(not option.runs_here for option in exact.options if option.lossy)
 
 
@@ -70,6 +73,9 @@ def test_a_single_rank_and_unknown_memory() -> None:
     assert [option.name for option in alone.options] == ["ddp"]
     assert alone.nothing_to_gain
     assert advise(usual_profile(), usual_cluster()).options[0].fits is None
+    crowded = advise("llama-8b@dgx-h100", ranks=1)
+    assert not crowded.nothing_to_gain
+    assert "nothing here fits" in crowded.reason
 
 
 def test_wrong_words(capsys: pytest.CaptureFixture[str]) -> None:
@@ -77,6 +83,9 @@ def test_wrong_words(capsys: pytest.CaptureFixture[str]) -> None:
         advise("resnet50@dgx-a100", accuracy="relaxed")
     with pytest.raises(InputError, match="--max-memory-mib: found -1"):
         advise("resnet50@dgx-a100", max_memory_mib=-1)
+    for mib in (float("nan"), float("inf")):
+        with pytest.raises(InputError, match="--max-memory-mib: found"):
+            advise("resnet50@dgx-a100", max_memory_mib=mib)
     with pytest.raises(InputError, match="12 ranks do not fill nodes of 8"):
         advise("resnet50@dgx-a100", ranks=12)
     document = run_json(capsys, "advise", "llama-8b@dgx-h100")
