@@ -85,7 +85,9 @@ def fit_cluster(
                 f"them apart"
             )
     read = {
-        (log.nodes, log.per_node, log.path): read_log(log.path, log.nodes * log.per_node, in_place=in_place)
+        (log.nodes, log.per_node, log.path): read_log(
+            log.path, log.nodes * log.per_node, per_node=log.per_node, in_place=in_place
+        )
         for log in logs
     }
     notes = [note for found in read.values() for one in found for note in one.notes]
@@ -94,6 +96,11 @@ def fit_cluster(
         for (nodes, inside, _), found in read.items()
         for one in found
     ]
+    said = gpu if machine is None else machine.gpu
+    for (_, _, path), found in read.items():
+        if said in GPUS and (other := found[0].gpu) not in (None, said):
+            option = "--gpu" if machine is None else "--machine"
+            raise InputError(f"{option}: found {said}, but {path} was made on {other}; correct it, or take it out")
     if machine is None:
         machine, assumed = _describe(list(read.items()), per_node, gpu, nics, nic)
         notes += assumed
@@ -102,7 +109,7 @@ def fit_cluster(
         candidates = [machine]
     nodes = max(log.nodes for log in logs)
     for candidate in candidates:
-        candidate.check(nodes, per_node, "--gpu, --nic, --network")
+        candidate.check(nodes, per_node, "--")
     trials = [attempt(candidate, measured) for candidate in candidates]
     best = min(trials, key=lambda trial: trial.cost)
     if len(trials) > 1:
@@ -153,7 +160,7 @@ def _describe(
         nics = nics or per_node
         if nic is None:
             nic = f"{_card_gbit(read, nics)}gbit"
-            assumed.append(f"taken as {nics} cards of {nic} a node, by rates; say --nics and --nic where that is wrong")
+            assumed.append(f"taken as {nics} cards of {nic} a node, by rates; say --nic where that is wrong")
     return Nccl(gpu=gpu, nics_per_node=nics or 1, nic=nic), assumed
 
 

@@ -13,6 +13,8 @@ from runtime.plan.strict_json import MAX_RANKS
 
 _CARDS = re.compile(r"(?:(\d{1,4})x)?(.+)", re.DOTALL)
 
+NIC_LATENCY, INTRA_LATENCY = "5us", "2.5us"
+
 
 def describe_machines(
     *,
@@ -21,8 +23,8 @@ def describe_machines(
     nic: str | None = None,
     nvlink: str | None = None,
     intra: str | None = None,
-    nic_latency: str = "5us",
-    intra_latency: str = "2.5us",
+    nic_latency: str = NIC_LATENCY,
+    intra_latency: str = INTRA_LATENCY,
     name: str | None = None,
 ) -> Cluster:
     """Return a cluster whose links have the line rates of its machines.
@@ -104,7 +106,7 @@ def describe_nccl(
         gpu=gpu, nvlink=nvlink, pcie=intra, nics_per_node=cards, nic=rate,
         network=network,  # type: ignore[arg-type]
     )  # fmt: skip
-    machine.check(nodes, gpus, "--gpu, --nic, --nvlink")
+    machine.check(nodes, gpus, "--")
     return Cluster(
         name=name, nodes=nodes, ranks_per_node=gpus, library="nccl", nccl=machine,
         source="described by `planner cluster new`, not measured",

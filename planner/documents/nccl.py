@@ -53,6 +53,11 @@ GPUS: Mapping[str, Gpu] = {
 """By name. Rates of memory and tensor cores: NVIDIA's data sheets. Ada (L40S, 4090) has no constants of its own in
 NCCL, which gives everything from 8.0 to 8.9 those of Ampere. A 4090 counts with FP32 accumulation."""
 
+MAX_PCIE_BYTES_PER_S = 128e9
+"""16 lanes of PCIe 6.0."""
+MAX_CARDS = 256
+"""Of one node; AWS p5 has 32."""
+
 Rate = Annotated[str, Field(max_length=40)]
 Multiplier = Annotated[float, Field(gt=0.0, le=1e4)]
 Family = Literal[
@@ -168,36 +173,49 @@ class Nccl(Record):
         return self.network != "tcp"
 
     def check(self, nodes: int, ranks_per_node: int, where: str) -> None:
-        """Raise InputError where the description contradicts itself or the cluster that it is of."""
+        """Raise InputError where the description contradicts itself or the cluster that it is of.
+
+        `where` is written before a field's name: `cluster.json: $.nccl.`, or `--` for options.
+        """
         name, kind = self.gpu, self.kind
         if self.nvlink not in (None, "none"):
             if not kind.nvlink_bytes_per_s:
-                raise InputError(f"{where}.nvlink: found {self.nvlink}, but {name} has none; take it out")
-            stated = parse_bandwidth(self.nvlink, f"{where}.nvlink")
+                raise InputError(f"{where}nvlink: found {self.nvlink}, but {name} has none; take it out")
+            stated = parse_bandwidth(self.nvlink, f"{where}nvlink")
             if stated > 1.01 * kind.nominal_nvlink_bytes_per_s:
                 raise InputError(
-                    f"{where}.nvlink: found {self.nvlink}, expected at most {kind.nominal_nvlink_bytes_per_s / 1e9:.0f}"
+                    f"{where}nvlink: found {self.nvlink}, expected at most {kind.nominal_nvlink_bytes_per_s / 1e9:.0f}"
                     f"gbyte, which {name} has with both directions added; correct it, or the gpu"
                 )
         for field, value in (("pcie", self.pcie), ("nic", self.nic)):
             if value is not None:
-                parse_bandwidth(value, f"{where}.{field}")
+                parse_bandwidth(value, f"{where}{field}")
+        if self.pcie_bytes_per_s > MAX_PCIE_BYTES_PER_S:
+            raise InputError(
+                f"{where}{'intra' if where == '--' else 'pcie'}: found {self.pcie}, expected at most "
+                f"{MAX_PCIE_BYTES_PER_S / 1e9:.0f}gbyte, which 16 lanes of PCIe 6.0 have; correct it"
+            )
+        if self.nics_per_node > MAX_CARDS:
+            raise InputError(
+                f"{where}{'nic' if where == '--' else 'nics_per_node'}: found {self.nics_per_node} cards in a node, "
+                f"expected at most {MAX_CARDS}; correct it"
+            )
         if self.net_latency is not None:
-            parse_latency_us(self.net_latency, f"{where}.net_latency")
+            parse_latency_us(self.net_latency, f"{where}net_latency")
         if self.pcie is not None and self.nvlink_bytes_per_s:
             raise InputError(
-                f'{where}.pcie: found beside NVLink, expected one of them; take it out, or "nvlink": "none"'
+                f'{where}pcie: found beside NVLink, expected one of them; take it out, or "nvlink": "none"'
             )
         if self.nvls and not (kind.in_switch and self.nvlink_bytes_per_s):
-            raise InputError(f"{where}.nvls: found true, but switches of {name} do not add up; take it out")
+            raise InputError(f"{where}nvls: found true, but switches of {name} do not add up; take it out")
         if self.sharp and self.network not in ("infiniband",):
-            raise InputError(f"{where}.sharp: found true on {self.network}, expected infiniband; correct one of them")
+            raise InputError(f"{where}sharp: found true on {self.network}, expected infiniband; correct one of them")
         if self.tuner == "aws-ofi-p5" and (self.network != "efa" or self.gpu not in ("h100", "h200")):
-            raise InputError(f"{where}.tuner: found aws-ofi-p5, which is for h100 and h200 on efa; take it out")
+            raise InputError(f"{where}tuner: found aws-ofi-p5, which is for h100 and h200 on efa; take it out")
         if self.nvlink_bytes_per_s and ranks_per_node > kind.domain:
             raise InputError(
-                f"{where}.gpu: found {ranks_per_node} ranks a node, expected at most {kind.domain}: {name} has no "
+                f"{where}gpu: found {ranks_per_node} ranks a node, expected at most {kind.domain}: {name} has no "
                 f"larger NVLink domain; correct ranks_per_node, or the gpu"
             )
         if nodes > 1 and self.nic is None:
-            raise InputError(f'{where}.nic: missing with {nodes} nodes; add the rate of one card, such as "400gbit"')
+            raise InputError(f'{where}nic: missing with {nodes} nodes; add the rate of one card, such as "400gbit"')

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 
@@ -21,7 +21,7 @@ from runtime.plan.files import read_text
 _TAG = re.compile(r"\[\d+(?:,\d+)*\](?:<std(?:out|err)>:?)?|^\s*\d+:\s(?=\s)", re.ASCII)
 _NAME = re.compile(r"\b(all_reduce|reduce_scatter|all_gather)_perf", re.ASCII)
 _OTHER = re.compile(r"\b(broadcast|reduce|alltoall|sendrecv|scatter|gather|hypercube)_perf", re.ASCII)
-_RANK = re.compile(r"^#?\s*Rank\s+(\d+)\b.*?\bon\s+(\S+)\s+device\s+\d+\s+\[[^\]]*\]\s*(.*)$", re.ASCII)
+_RANK = re.compile(r"^#?\s*Rank\s+(\d{1,7})\b.*?\bon\s+(\S+)\s+device\s+(\d+\s+\[[^\]]*\])\s*(.*)$", re.ASCII)
 _FAILED = re.compile(
     r"Test (?:NCCL|CUDA) failure|NCCL failure|unhandled (?:cuda|system) error|Out of bounds values\s*:\s*[1-9]|"
     r"mpirun noticed|Segmentation fault|NCCL WARN",
@@ -58,28 +58,30 @@ class NcclLog:
 class _Row:
     size_bytes: float
     times: tuple[float, ...]
-    """Out of place, in place; in the log's unit."""
+    """Out of place, in place; in the log's unit; none where they are no numbers."""
     algorithm_gb_per_s: tuple[float, ...]
     bus_gb_per_s: tuple[float, ...]
     wrong: bool
 
 
-def read_log(path: str | Path, ranks: int, *, in_place: bool = False) -> list[NcclLog]:
+def read_log(path: str | Path, ranks: int, *, per_node: int | None = None, in_place: bool = False) -> list[NcclLog]:
     """Return what a log measured on so many ranks, one record for each collective in it.
 
-    Raises InputError: the file cannot be read, has no rows, was made on other ranks, holds another collective only, or
-    its numbers do not fit together.
+    Raises InputError: the file cannot be read, has no rows, was made on other ranks or with more of them on a host
+    than `per_node`, holds another collective only, or its numbers do not fit together.
     """
-    return parse_log(read_text(path), ranks, str(path), in_place=in_place)
+    return parse_log(read_text(path), ranks, str(path), per_node=per_node, in_place=in_place)
 
 
-def parse_log(text: str, ranks: int, where: str, *, in_place: bool = False) -> list[NcclLog]:
+def parse_log(
+    text: str, ranks: int, where: str, *, per_node: int | None = None, in_place: bool = False
+) -> list[NcclLog]:
     """Parse a log's text; as `read_log`."""
     lines = [_TAG.sub(" ", line) for line in text.splitlines()[:MAX_LINES]]
     failures = [line.strip() for line in lines if _FAILED.search(line)]
-    _check_ranks(lines, ranks, where)
+    _check_ranks(lines, ranks, per_node, where)
     blocks = _blocks(lines)
-    if not any(rows for _, _, rows in blocks):
+    if not any(row.times for _, _, rows in blocks for row in rows):
         cause = f"; it says: {failures[0][:120]}" if failures else ""
         raise InputError(
             f"{where}: found no row of results{cause}; expected the output of nccl-tests, lines of size, count, type, "
@@ -88,13 +90,17 @@ def parse_log(text: str, ranks: int, where: str, *, in_place: bool = False) -> l
     gpu = _gpu(lines)
     logs, skipped = [], []
     for name, unit, rows in blocks:
-        if not rows:
+        if not any(row.times for row in rows):
             continue
         collective = _collective(name, rows, ranks, where)
         if collective is None:
             skipped.append(name or "an unknown collective")
             continue
-        logs.append(_log(collective, unit, rows, in_place, where, gpu))
+        log = _log(collective, unit, rows, in_place, where, gpu)
+        if name is None and collective != "all_reduce":
+            note = f"{where}: taken as {collective}, by its bandwidths, which all_gather shares: no line names it"
+            log = replace(log, notes=(*log.notes, note))
+        logs.append(log)
     if not logs:
         raise InputError(
             f"{where}: found {', '.join(sorted(set(skipped)))}; expected all_reduce, reduce_scatter or all_gather"
@@ -152,13 +158,13 @@ def _row(line: str, columns: Sequence[str] | None) -> _Row | None:
     for place in at:
         numbers = words[place : place + 3]
         if len(numbers) < 3 or not all(_VALUE.fullmatch(number) for number in numbers):
-            return None if not times else _finished(words[0], times, algorithm, bus, wrong)
+            return _finished(words[0], times, algorithm, bus, wrong)
         times.append(float(numbers[0]))
         algorithm.append(float(numbers[1]))
         bus.append(float(numbers[2]))
         check = words[place + 3] if place + 3 < len(words) else "0"
         # Old versions print the largest error of a sum, new ones how many elements were wrong.
-        wrong = wrong or (check.isdecimal() and int(check) > 0) or check.lower() in ("nan", "inf", "failed")
+        wrong = wrong or (check.isdecimal() and bool(check.strip("0"))) or check.lower() in ("nan", "inf", "failed")
     return _finished(words[0], times, algorithm, bus, wrong) if times else None
 
 
@@ -177,13 +183,24 @@ def _usual(count: int) -> list[str]:
     return [*head, "root", *pair, *pair]
 
 
-def _check_ranks(lines: Sequence[str], ranks: int, where: str) -> None:
-    listed = {int(match[1]) for line in lines if (match := _RANK.match(line.strip()))}
+def _check_ranks(lines: Sequence[str], ranks: int, per_node: int | None, where: str) -> None:
+    found = [match for line in lines if (match := _RANK.match(line.strip()))]
+    listed = {int(match[1]) for match in found}
     if listed and max(listed) + 1 != ranks:
         raise InputError(
             f"{where}: found a log of {max(listed) + 1} ranks, expected {ranks}, as its name says; "
             f"write the nodes and the GPUs of each before it, for example 2x8:{Path(where).name}"
         )
+    hosts: dict[str, set[str]] = {}
+    for match in found:
+        # Containers may share a name: what counts is how many accelerators differ in number or bus.
+        hosts.setdefault(match[2], set()).add(match[3])
+    for host, devices in hosts.items():
+        if per_node is not None and len(devices) > per_node:
+            raise InputError(
+                f"{where}: found {len(devices)} GPUs on {host}, expected at most {per_node}, as its name says; write "
+                f"the nodes and the GPUs of each before it, for example 2x8:{Path(where).name}"
+            )
 
 
 def _gpu(lines: Sequence[str]) -> str | None:
@@ -191,9 +208,9 @@ def _gpu(lines: Sequence[str]) -> str | None:
         match = _RANK.match(line.strip())
         if match is None:
             continue
-        device = re.sub(r"[^a-z0-9]", "", match[3].lower())
+        words = re.findall(r"[a-z0-9]+", match[4].lower())
         for name in sorted(GPUS, key=len, reverse=True):
-            if name in device or name.removeprefix("rtx") in device:
+            if name in words or name.removeprefix("rtx") in words:
                 return name
     return None
 
@@ -231,11 +248,17 @@ def _log(
     collective: str, unit: str | None, rows: Sequence[_Row], in_place: bool, where: str, gpu: str | None
 ) -> NcclLog:
     notes = []
-    good = [row for row in rows if not row.wrong]
-    if len(good) < len(rows):
-        wrong = len(rows) - len(good)
+    readable = [row for row in rows if row.times]
+    if len(readable) < len(rows):
+        unreadable = len(rows) - len(readable)
+        notes.append(f"{where}: left out {unreadable} of {len(rows)} rows of {collective} whose times are no numbers")
+    good = [row for row in readable if not row.wrong]
+    if len(good) < len(readable):
+        wrong = len(readable) - len(good)
         notes.append(f"{where}: left out {wrong} of {len(rows)} rows of {collective} with wrong results")
     column = 1 if in_place and all(len(row.times) > 1 for row in good) else 0
+    if in_place and not column:
+        notes.append(f"{where}: took times of {collective} out of place: not every row has one in place")
     scale = _scale(good, unit, column, where)
     kept, odd = [], 0
     for row in good:
@@ -243,7 +266,8 @@ def _log(
         if row.size_bytes <= 0 or time_us <= 0:
             continue
         rate = row.algorithm_gb_per_s[column]
-        if rate >= SURE_GB_PER_S and abs(row.size_bytes / time_us / 1e3 / rate - 1.0) > 0.1:
+        unlike = rate >= SURE_GB_PER_S and not abs(row.size_bytes / time_us / 1e3 / rate - 1.0) <= 0.1
+        if unlike or not math.isfinite(row.size_bytes) or not math.isfinite(time_us):
             odd += 1
             continue
         kept.append((row.size_bytes, time_us))

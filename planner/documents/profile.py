@@ -451,7 +451,7 @@ def _check_library(cluster: Cluster | None, where: str) -> None:
         raise InputError(
             f"{where}.nics_per_node: found {cluster.nics_per_node}, and {cards} in nccl; expected the same, or one"
         )
-    cluster.nccl.check(cluster.nodes, cluster.ranks_per_node, f"{where}.nccl")
+    cluster.nccl.check(cluster.nodes, cluster.ranks_per_node, f"{where}.nccl.")
 
 
 def load_cluster(path: str | Path) -> Cluster:

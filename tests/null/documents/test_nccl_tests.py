@@ -88,6 +88,9 @@ def test_collectives_are_told_by_name_and_by_bandwidths() -> None:
     assert parse_log("./all_gather_perf -b 8\n" + gathers, 16, "g.log")[0].collective == "all_gather"
     started = "# Collective test starting: reduce_scatter_perf\n" + gathers
     assert parse_log(started, 16, "g.log")[0].collective == "reduce_scatter"
+    [unnamed] = parse_log(gathers, 16, "g.log")
+    assert unnamed.collective == "reduce_scatter"
+    assert "no line names it" in unnamed.notes[0]
     both = "./all_reduce_perf\n" + log_text() + "./all_gather_perf\n" + gathers
     assert [log.collective for log in parse_log(both, 16, "b.log")] == ["all_reduce", "all_gather"]
     with pytest.raises(InputError, match="found all_gather with the bus bandwidths of another collective"):
@@ -107,6 +110,35 @@ def test_warm_up_and_wrong_rows_are_left_out_and_said() -> None:
     [log] = parse_log("\n".join(lines), 16, "a.log")
     assert 67108864.0 not in dict(log.samples)
     assert log.notes == ("a.log: left out 1 of 4 rows of all_reduce with wrong results",)
+
+
+@pytest.mark.parametrize("number", ["nan", "inf", "-5"])
+def test_rows_without_numbers_are_left_out_and_said(number: str) -> None:
+    [log] = parse_log(log_text().replace(" 8200 ", f" {number} "), 16, "a.log")
+    assert log.samples == SAMPLES[:-1]
+    assert log.notes == ("a.log: left out 1 of 4 rows of all_reduce whose times are no numbers",)
+
+
+def test_numbers_of_any_length() -> None:
+    long = "9" * 5000
+    assert parse_log(log_text().replace("Rank  0", f"Rank {long}"), 16, "a.log")[0].samples == SAMPLES
+    with pytest.raises(InputError, match="no row of all_reduce with right results"):
+        parse_log(log_text(wrong=long), 16, "a.log")
+    [log] = parse_log(log_text(SAMPLES[1:]) + f"{long} 2 float sum -1 25 0.00 0.00 0\n", 16, "a.log")
+    assert log.samples == SAMPLES[1:]
+    assert "disagree" in log.notes[0]
+
+
+def test_times_in_place_that_are_not_there() -> None:
+    single = "\n".join(f"{int(size)} 2 float sum -1 {time} 0.00 0.00 0" for size, time in SAMPLES)
+    [log] = parse_log(single, 16, "a.log", in_place=True)
+    assert log.samples == SAMPLES
+    assert "out of place" in log.notes[0]
+
+
+@pytest.mark.parametrize(("name", "gpu"), [("NVIDIA A100-SXM4-80GB", "a100"), ("NVIDIA RTX A1000", None)])
+def test_accelerators_are_told_by_whole_words(name: str, gpu: str | None) -> None:
+    assert parse_log(log_text(gpu=name), 16, "a.log")[0].gpu == gpu
 
 
 def test_a_failure_in_a_log_is_said_with_what_it_measured_before() -> None:
@@ -179,7 +211,11 @@ def test_fit_from_the_command_line(
         (["1x1:a.log"], "found one rank"),
         (["2x8:missing.log"], "missing.log: no such file"),
         (["4x8:a.log"], "found a log of 16 ranks, expected 32"),
+        (["4x4:a.log"], "a.log: found 8 GPUs on host0, expected at most 4"),
+        (["1x16:a.log"], "--gpu: found 16 ranks a node, expected at most 8"),
         (["2x8:a.log", "--gpu", "h7"], "--gpu: found 'h7'"),
+        (["2x8:a.log", "--gpu", "a100"], "--gpu: found a100, but a.log was made on h100"),
+        (["2x8:a.log", "--machine", "dgx-a100"], "--machine: found a100, but a.log was made on h100"),
         (["2x8:a.log", "--nic", "lots"], "--nic: found"),
         (["2x8:a.log", "--network", "pigeon"], "--network: found 'pigeon'"),
         (["2x8:a.log", "--machine", "k80-10gbe"], '--machine: found k80-10gbe without "nccl"'),
