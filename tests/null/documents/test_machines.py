@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from builders import run, run_json, usual_document, write
 
+from planner.cli.app import main
 from planner.cost.model import communication_cost
 from planner.documents.catalog import search
 from planner.documents.machines import describe_machines
@@ -138,6 +139,32 @@ def test_a_node_without_cards_and_cards_of_one_gpu_each() -> None:
 def test_descriptions_that_are_wrong(options: dict[str, Any], message: str) -> None:
     with pytest.raises(InputError, match=message):
         describe_machines(**options)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--gpu", "h100"], "planner: --nic: missing with 2 nodes"),
+        (["--gpu", "a100", "--nic", "8x200gbit", "--nvlink", "900gbyte"], "--nvlink: found 900gbyte, expected at most"),
+        (["--gpu", "l40s", "--nic", "100gbit", "--intra", "600gbyte"], "--intra: found 600gbyte, expected at most 128"),
+        (["--gpu", "h100", "--nic", "300x400gbit"], "--nic: found 300 cards in a node"),
+        (["--gpu", "h100", "--nic", "400gbit", "--nic-latency", "9us"], "--nic-latency: found 9us beside --gpu"),
+        (["--nvlink", "900gbyte", "--nic", "400gbit", "--network", "tcp"], "--network: found tcp without --gpu"),
+    ],
+)
+def test_options_that_contradict(
+    options: list[str],
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as ended:
+        main(["cluster", "new", "--nodes", "2", "--gpus", "8", *options])
+    assert ended.value.code == 2
+    assert message in capsys.readouterr().err
+    assert not Path("cluster.json").exists()
 
 
 def test_the_catalog_filters_and_shows_one_whole(capsys: pytest.CaptureFixture[str]) -> None:
