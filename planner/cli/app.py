@@ -261,7 +261,8 @@ def sweep(
         jitter=jitter, slow_share=slow_share, slow_factor=slow_factor,
         mtbf_hours=MTBF_HOURS if mtbf_hours is None else mtbf_hours, checkpoint_s=checkpoint_s, restart_s=restart_s,
     )  # fmt: skip
-    points = predict(_items("MODELS", models), _items("CLUSTERS", clusters), _counts(ranks) or DEFAULT_RANKS, scenario)
+    counts = _counts(ranks) or DEFAULT_RANKS
+    points = predict(_items("MODELS", models), _items("CLUSTERS", clusters), counts, scenario)
     if html is not None:
         from planner.report.scale_page import scale_page
         from runtime.plan.files import write_text
@@ -273,6 +274,8 @@ def sweep(
     from planner.report.tables import make_console, print_table, sweep_table
 
     print_table(make_console(), sweep_table(points))
+    if rounded := sorted({point.ranks for point in points} - set(counts)):
+        typer.echo(f"rounded up to whole nodes: {', '.join(map(str, rounded))} ranks")
     if html is not None:
         typer.echo(f"wrote {html}")
 

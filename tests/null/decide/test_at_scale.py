@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from builders import run_json
+from builders import run, run_json
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -83,6 +83,8 @@ def test_the_command_and_its_page(tmp_path: Path, capsys: pytest.CaptureFixture[
     text = page.read_text(encoding="utf-8")
     assert "Nothing here is measured" in text
     assert "default-src 'none'" in text
+    run("sweep", "resnet50", "dgx-a100", "--ranks", "8,12")
+    assert "rounded up to whole nodes: 16 ranks" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
