@@ -128,4 +128,6 @@ def fit(
         print_table(console, table)
     for note in fitted.cluster.notes or ():
         typer.echo(note)
-    typer.echo(f"wrote {output}; use it with `planner simulate PROFILE --cluster {output} --ranks 64,512`")
+    machines = fitted.cluster.nccl
+    ranks = " --ranks 64,512" if machines is not None and machines.nic is not None else ""
+    typer.echo(f"wrote {output}; use it with `planner simulate PROFILE --cluster {output}{ranks}`")

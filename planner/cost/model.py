@@ -139,7 +139,7 @@ def communication_cost(cluster: Cluster, ranks: int | None = None) -> Communicat
             implied = _implied_link(cluster, f"all_reduce/{cluster.all_reduce_algorithm}", key)
             return CommunicationCost(cluster=target, all_reduce=curve, source=source, link=implied)
     if (shape := nccl.shape_of(target)) is not None:
-        shape.machine.check(target.nodes, target.ranks_per_node, f"cluster {target.name or '(unnamed)'}: nccl")
+        shape.machine.check(target.nodes, target.ranks_per_node, f"cluster {target.name or '(unnamed)'}: $.nccl.")
         fit = shape.machine.fit
         return CommunicationCost(
             cluster=target,

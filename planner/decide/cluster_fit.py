@@ -195,11 +195,13 @@ def _card_gbit(read: Sequence[Read], nics: int) -> int:
 
 def _candidates(machine: Nccl, network: str | None, per_node: int) -> list[Nccl]:
     """The machine on every network that it may have."""
-    if machine.nic is None:
-        return [machine]
     known = ("infiniband", "roce", "efa", "tcp")
     if network is not None and network not in known:
         raise InputError(f"--network: found {network!r}, expected one of: {', '.join(known)}")
+    if machine.nic is None:
+        if network is not None:
+            raise InputError(f"--network: found {network}, but no log of several nodes; add --nic, or take it out")
+        return [machine]
     pairs = [pair for pair in _NETWORKS if network in (None, pair[0])] or [("roce", "nccl")]
     return [
         replace(machine, network=kind, tuner=tuner, cpu=cpu)  # type: ignore[arg-type]

@@ -203,6 +203,22 @@ def test_fit_from_the_command_line(
     assert low <= record["iteration_us"] <= high
 
 
+def test_a_fit_of_one_node_says_what_several_need(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("a.log").write_text(log_text(ranks=8), encoding="utf-8")
+    with pytest.raises(SystemExit):
+        main(["cluster", "fit", "1x8:a.log", "--network", "efa"])
+    assert "--network: found efa, but no log of several nodes" in capsys.readouterr().err
+    with suppress(SystemExit):
+        main(["cluster", "fit", "1x8:a.log"])
+    assert "--ranks" not in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        main(["simulate", "resnet50", "--cluster", "cluster.json", "--ranks", "64"])
+    assert "$.nccl.nic: missing with 8 nodes" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
