@@ -38,6 +38,8 @@ DEPARTURE_COST, MAX_ROUNDS = 12.0, 6
 """Of a run of sizes that departs from the tuner."""
 SHIFTS = (-8, -4, -2, -1, 1, 2, 4, 8)
 SHARE, LEAST_INTERVAL = 0.9, 0.03
+USELESS = 0.4
+"""A fit so far off for half of the samples, as a logarithm, is none."""
 UNKNOWN, ENOUGH = 0.3, 10
 """An interval where nothing shows one, and from how many samples on residuals do: 9 of 10 takes ten."""
 
@@ -113,6 +115,12 @@ def finish(trial: Trial, logs: Sequence[Measured]) -> Nccl:
     assert found is not None
     errors = _errors(fitted, used)
     inside = _quantile(errors)
+    middle = float(np.median(np.abs(errors)))
+    if middle > USELESS:
+        raise InputError(
+            f"found times of which NCCL's cost model explains half within a factor of {math.exp(middle):.3g} only, "
+            f"expected within {math.exp(USELESS):.1f}; check the logs, and that they were made on these machines"
+        )
     counts = sorted({log.nodes for log in used})
     if len(counts) > 1:
         beyond = inside
@@ -123,6 +131,7 @@ def finish(trial: Trial, logs: Sequence[Measured]) -> Nccl:
         beyond = max(3.0 * inside, UNKNOWN)  # nothing shows how times change with the number of nodes
     if len(errors) < ENOUGH:
         inside, beyond = max(inside, UNKNOWN), max(beyond, UNKNOWN)
+    beyond = min(beyond, 10.0)
     interval = Interval(inside=_rounded(inside), beyond=_rounded(beyond))
     mean_error = _rounded(float(np.mean(np.abs(np.expm1(errors)))))
     return replace(plain, fit=replace(found, interval=interval, mean_error=mean_error))

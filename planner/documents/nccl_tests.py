@@ -39,6 +39,8 @@ SURE_GB_PER_S = 1.0
 WARM_UP = 1.25
 """A first row so many times as slow as the next one is a warm-up."""
 MAX_LINES = 1_000_000
+LEAST_US, MOST_US, MOST_GB_PER_S = 0.1, 1e10, 1e4
+"""No call is shorter, no test lasts longer, and no accelerator's memory is as fast."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -267,17 +269,20 @@ def _log(
             continue
         rate = row.algorithm_gb_per_s[column]
         unlike = rate >= SURE_GB_PER_S and not abs(row.size_bytes / time_us / 1e3 / rate - 1.0) <= 0.1
-        if unlike or not math.isfinite(row.size_bytes) or not math.isfinite(time_us):
+        impossible = not LEAST_US <= time_us <= MOST_US or not row.size_bytes <= time_us * MOST_GB_PER_S * 1e3
+        if unlike or impossible:
             odd += 1
             continue
         kept.append((row.size_bytes, time_us))
     if odd:
-        notes.append(f"{where}: left out {odd} rows of {collective} whose time and bandwidth disagree")
+        notes.append(
+            f"{where}: left out {odd} rows of {collective} whose time and bandwidth disagree or are impossible"
+        )
     if len(kept) > 1 and kept[0][0] <= kept[1][0] and kept[0][1] > WARM_UP * max(time for _, time in kept[1:3]):
         notes.append(f"{where}: left out the first row of {collective}, {kept[0][1]:.0f} µs, as a warm-up")
         kept = kept[1:]
     if not kept:
-        raise InputError(f"{where}: found no row of {collective} with right results; run it again")
+        raise InputError(f"{where}: found no row of {collective} with right results and possible times; run it again")
     return NcclLog(collective=collective, samples=_by_size(kept), gpu=gpu, notes=tuple(notes))
 
 

@@ -74,6 +74,13 @@ def test_the_same_logs_give_the_same_fit_in_any_order() -> None:
     assert fit(MACHINE, logs) == fit(MACHINE, logs)
 
 
+def test_times_that_no_machine_has() -> None:
+    """They fall with the number of bytes."""
+    samples = tuple((2.0**power, 1e6 / 2.0 ** (power - 20)) for power in range(20, 31))
+    with pytest.raises(InputError, match="explains half within a factor of"):
+        fit(MACHINE, [Measured("all_reduce", 2, 8, samples)])
+
+
 def test_nothing_measured() -> None:
     with pytest.raises(InputError, match="found no measured collective"):
         fit(MACHINE, [Measured("all_reduce", 1, 1, ((8.0, 1.0),))])

@@ -129,6 +129,13 @@ def test_numbers_of_any_length() -> None:
     assert "disagree" in log.notes[0]
 
 
+@pytest.mark.parametrize("time", ["1e300", "1e-300", "0.001"])
+def test_impossible_times(time: str) -> None:
+    rows = "\n".join(f"{2**power} 2 float sum -1 {time} 0.00 0.00 0" for power in range(3, 12))
+    with pytest.raises(InputError, match="right results and possible times"):
+        parse_log(rows, 16, "a.log")
+
+
 def test_times_in_place_that_are_not_there() -> None:
     single = "\n".join(f"{int(size)} 2 float sum -1 {time} 0.00 0.00 0" for size, time in SAMPLES)
     [log] = parse_log(single, 16, "a.log", in_place=True)
