@@ -115,6 +115,8 @@ def fit(
             if value is not None:
                 raise InputError(f"{option}: found it beside --machine, which says it; expected one of them")
     cards = (None, None) if nic is None else parse_cards(nic)
+    if described is None and network is None and any(argument.nodes > 1 for argument in arguments):
+        typer.echo("planner: trying which network explains the logs best, some 20 s; --network saves that", err=True)
     fitted = fit_cluster(
         arguments, described, gpu=gpu, nics=cards[0], nic=cards[1], network=network, in_place=in_place,
         name=Path(output).stem,
