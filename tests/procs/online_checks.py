@@ -113,7 +113,7 @@ def switch_inside() -> dict[str, bool]:
     results = {}
     for good in (True, False):
         with hurried(good) as folder:
-            side = online()
+            side = online(drift=False)
             session, first = session_of(side), session_of(side).plan
             with_accumulation(side, 500)
             story = session.pilot.story if session.pilot else []
@@ -124,7 +124,7 @@ def switch_inside() -> dict[str, bool]:
             results[f"{good}: once"] = Given.made == (dist.get_rank() == 0)
             kept = session.plan
             side.close()
-            again = online()
+            again = online(drift=False)
             results[f"{good}: planned from step 1"] = session_of(again).plan.buckets == kept.buckets
             with_accumulation(again, 500)
             results |= {f"{good}, again: {what}": right for what, right in compare(expected, outcome(again)).items()}

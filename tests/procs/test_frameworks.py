@@ -34,6 +34,7 @@ def printed(example: str, folder: Path, *options: str) -> list[str]:
     return [line for line in out.splitlines() if line.startswith(("loss", "exchanges"))]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("example", EXCHANGES)
 def test_an_example_trains_as_with_ddp(tmp_path: Path, example: str) -> None:
     for package in PACKAGES[example]:
