@@ -18,7 +18,7 @@ from runtime.plan import Accuracy, Plan
 check_version("lightning", lightning.__version__, "2.6")
 
 
-class PlannerStrategy(DDPStrategy):  # type: ignore[misc]
+class PlannerStrategy(DDPStrategy):  # type: ignore[misc, unused-ignore]
     """DDPStrategy whose model is attached where it would be wrapped; takes its arguments, too, but for those of DDP."""
 
     strategy_name = "planner"

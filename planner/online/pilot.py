@@ -139,6 +139,7 @@ class Pilot:
             if (yield from self._drifted(reference_us)):
                 yield from self._improve()
             reference_us = None
+        yield from self._wait(1)  # back to the present plan, where a trial was the last thing that happened
 
     def _wait(self, steps: int) -> Steps[None]:
         """Let so many more steps pass; the first one begins with the next plan where there is one."""
