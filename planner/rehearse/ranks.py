@@ -62,7 +62,7 @@ BETWEEN = ("all_reduce", "reduce_scatter", "all_gather")
 """The phases of collectives on two kinds of link, inside hosts and between them."""
 LINK_SHARE = 0.15
 """Of the time given, what timing messages may take."""
-ROUNDS_SHARE = 0.6
+ROUNDS_SHARE = 0.55
 """Of the time left, what the fewest rounds may take where D is chosen."""
 SWEEP_SHARE = 0.3
 """Of the time left, what looking for DDP's best bucket size may take."""
