@@ -8,11 +8,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
+from typing import get_args
 
 from planner.cost import nccl
 from planner.cost.nccl import Shape
 from planner.cost.nccl_fit import Measured, attempt, finish
-from planner.documents.nccl import GPUS, Nccl
+from planner.documents.nccl import GPUS, Nccl, Network
 from planner.documents.nccl_tests import NcclLog, read_log
 from planner.documents.profile import Cluster
 from runtime.errors import InputError
@@ -195,7 +196,7 @@ def _card_gbit(read: Sequence[Read], nics: int) -> int:
 
 def _candidates(machine: Nccl, network: str | None, per_node: int) -> list[Nccl]:
     """The machine on every network that it may have."""
-    known = ("infiniband", "roce", "efa", "tcp")
+    known = get_args(Network)
     if network is not None and network not in known:
         raise InputError(f"--network: found {network!r}, expected one of: {', '.join(known)}")
     if machine.nic is None:

@@ -41,11 +41,7 @@ def describe_machines(
 
     Raises InputError: a number, rate or time is wrong; a link that the machines need is missing, or named twice.
     """
-    for option, count in (("--nodes", nodes), ("--gpus", gpus)):
-        if count < 1:
-            raise InputError(f"{option}: found {count}, expected at least 1; correct it")
-    if nodes * gpus > MAX_RANKS:
-        raise InputError(f"--nodes, --gpus: found {nodes * gpus} ranks, expected at most {MAX_RANKS}; correct them")
+    _check_counts(nodes, gpus)
     if nvlink is not None and intra is not None:
         raise InputError("--nvlink, --intra: found both, expected one of them: both are the link inside a node")
     if gpus > 1 and nvlink is None and intra is None:
@@ -88,11 +84,7 @@ def describe_nccl(
 
     Raises InputError: a word or a rate is wrong, or they contradict one another.
     """
-    for option, count in (("--nodes", nodes), ("--gpus", gpus)):
-        if count < 1:
-            raise InputError(f"{option}: found {count}, expected at least 1; correct it")
-    if nodes * gpus > MAX_RANKS:
-        raise InputError(f"--nodes, --gpus: found {nodes * gpus} ranks, expected at most {MAX_RANKS}; correct them")
+    _check_counts(nodes, gpus)
     if gpu not in GPUS:
         raise InputError(f"--gpu: found {gpu!r}, expected one of: {', '.join(GPUS)}")
     if network not in get_args(Network):
@@ -131,3 +123,12 @@ def _cards_rate(nic: str) -> float:
     """Return the bytes per second of all cards."""
     cards, rate = parse_cards(nic)
     return cards * parse_bandwidth(rate, "--nic")
+
+
+def _check_counts(nodes: int, gpus: int) -> None:
+    """Raises InputError where they are no numbers of machines and accelerators, or more than any cluster has."""
+    for option, count in (("--nodes", nodes), ("--gpus", gpus)):
+        if count < 1:
+            raise InputError(f"{option}: found {count}, expected at least 1; correct it")
+    if nodes * gpus > MAX_RANKS:
+        raise InputError(f"--nodes, --gpus: found {nodes * gpus} ranks, expected at most {MAX_RANKS}; correct them")

@@ -66,12 +66,11 @@ class Accelerator:
 
     def occupy(self, work: Callable[[], T]) -> T:
         """Do in earnest what the device would do: it is busy for as long."""
-        started_s = time.perf_counter()
-        self._host_s += started_s - self._left_s
-        self.late_us += max(0.0, self._host_s - self._device_s) * 1e6
+        self.queue(0.0)
+        started_s = self._left_s
         done = work()
         self._left_s = time.perf_counter()
-        self._device_s = max(self._device_s, self._host_s) + self._left_s - started_s
+        self._device_s += self._left_s - started_s
         return done
 
     def run_since_met(self, work_us: float) -> None:
