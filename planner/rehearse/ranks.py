@@ -23,7 +23,7 @@ from planner.comparison.variants import DDP, PLAN, Hook, Variant, make_variants,
 from planner.decide.optimize import optimize
 from planner.decide.strategies import make_schedule
 from planner.documents.profile import Cluster, ComputeProfile, Profile, SelectionLine
-from planner.ir import Bucket, Schedule
+from planner.ir import ACCURACIES, Bucket, Schedule
 from planner.jobs.training import SEED, BuiltJob
 from planner.model.modes import model_of
 from planner.model.problem import Problem, make_problem
@@ -41,7 +41,7 @@ from runtime.comm.communicator import CommTiming, make_communicator
 from runtime.comm.topology import node_name
 from runtime.comm.world import World
 from runtime.errors import EnvironmentFailure, InputError
-from runtime.plan import Plan
+from runtime.plan import Accuracy, Plan
 from runtime.plan.interfaces import SHARDED_STEP
 from runtime.session.session import Session
 from runtime.sparse.residuals import ErrorFeedbackState
@@ -104,12 +104,13 @@ def rehearse_rank(asked: Asked, started_s: float, show_progress: bool) -> Rehear
         _shape(world, links, scale)
         scaled = scale.profile(asked.profile)
         torch.manual_seed(SEED)
-        job = make_job(scaled.compute, world.rank, scale.dilate, fused=asked.accuracy != "relaxed")
+        riskiest = _riskiest(asked)
+        job = make_job(scaled.compute, world.rank, scale.dilate, fused=riskiest != "relaxed")
         assert isinstance(job.model, AcceleratedModel)
         made = job.optimizer(job.model.parameters())
         built = BuiltJob(spec=f"rehearsal of {asked.name}", job=job, optimizer=made, device=torch.device("cpu"))
         own_us = _own_us(built, world, scaled, scale)
-        decided = _decide(asked, world, scale, progress, model_fingerprint(job.model), own_us)
+        decided = _decide(asked, riskiest, world, scale, progress, model_fingerprint(job.model), own_us)
         variants, caps, from_constants_us = decided
         left_s = asked.minutes * 60.0 - (time.time() - started_s)
         rounds, steps, kept = world.gather(_rounds(variants, caps, left_s, asked.minutes), "agreeing on rounds")[0]
@@ -267,11 +268,16 @@ def _shape(world: World, links: Links, scale: Scale) -> None:
 
 
 def _decide(
-    asked: Asked, world: World, scale: Scale, progress: Progress, fingerprint: str, own_us: tuple[float, float]
+    asked: Asked,
+    riskiest: Accuracy,
+    world: World,
+    scale: Scale,
+    progress: Progress,
+    fingerprint: str,
+    own_us: tuple[float, float],
 ) -> tuple[list[Variant], list[tuple[float, Variant]], dict[str, float]]:
     """Time messages alone; return what is compared, DDP's bucket sizes, and predictions from constants."""
-    halves = SHARDED_STEP in asked.allow or asked.accuracy == "relaxed"
-    lossy = asked.accuracy != "exact" or any(_selects(asked, name) for name in asked.strategies)
+    halves, lossy = SHARDED_STEP in asked.allow or riskiest == "relaxed", riskiest != "exact"
     names = ["all_reduce"] + ["reduce_scatter"] * halves + ["all_gather"] * (halves or lossy)
     size_bytes = round(sum(each.size_bytes for each in asked.profile.compute.gradients) / scale.shrink)
     each_s = LINK_SHARE * asked.minutes * 60.0 / (len(names) + 1)
@@ -314,10 +320,11 @@ def _unscaled(curves: Mapping[str, Curve], scale: Scale) -> dict[str, Curve]:
     }
 
 
-def _selects(asked: Asked, strategy: str) -> bool:
-    """Return whether a strategy has buckets of which some elements are sent."""
+def _riskiest(asked: Asked) -> Accuracy:
+    """Return the riskiest class of what is rehearsed, strategies included: it says what has to be measured."""
     problem = make_problem(asked.profile, asked.cluster, where=asked.name)
-    return any(bucket.compressor != "none" for bucket in make_schedule(problem, strategy).buckets)
+    classes = [asked.accuracy, *(make_schedule(problem, name).accuracy for name in asked.strategies)]
+    return max(classes, key=ACCURACIES.index)
 
 
 def _unscaled_line(line: SelectionLine, scale: Scale) -> SelectionLine:
