@@ -69,7 +69,10 @@ class Reshaped(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         y = x.view(len(x), *self.shape)
-        y = self.layer(y, y, y) if isinstance(self.layer, nn.MultiheadAttention) else self.layer(y)
+        # An LSTM under bf16 autocast, in DDP as with a plan, raises on processors that have no such primitive.
+        narrow = not isinstance(self.layer, nn.LSTM) or torch.ops.mkldnn._is_mkldnn_bf16_supported()
+        with torch.autocast("cpu", enabled=torch.is_autocast_enabled("cpu") and narrow):
+            y = self.layer(y, y, y) if isinstance(self.layer, nn.MultiheadAttention) else self.layer(y)
         return (y[0] if isinstance(y, tuple) else y).reshape(len(x), -1)
 
 

@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+import re
+
 from benchmarks import validate
 from benchmarks.published.common import Comparison
 from benchmarks.published.report import CLOSE, Section, section_lines, summary_lines, swaps
 
 
+NUMBER = re.compile(r"\d+(?:\.\d+)?")
+
+
 def test_the_report_in_the_repository_is_the_one_that_the_command_writes() -> None:
-    written = validate.REPORT.read_text(encoding="utf-8")
-    assert written == validate.report(), "run `python -m benchmarks.validate`"
+    """A last digit may be another: fits converge to where another processor's order of sums lets them."""
+    written, now = (text.splitlines() for text in (validate.REPORT.read_text(encoding="utf-8"), validate.report()))
+    hint = "run `python -m benchmarks.validate`"
+    assert [NUMBER.sub("0", line) for line in written] == [NUMBER.sub("0", line) for line in now], hint
+    for before, after in zip(written, now, strict=True):
+        for mine, other in zip(NUMBER.findall(before), NUMBER.findall(after), strict=True):
+            last_digit = 10.0 ** -len(mine.partition(".")[2])
+            assert abs(float(mine) - float(other)) <= 1.01 * last_digit, f"{before}\n{after}\n{hint}"
 
 
 def rows(**methods: tuple[float, float]) -> list[Comparison]:
