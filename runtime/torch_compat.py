@@ -157,6 +157,16 @@ all_to_all_single: Callable[..., Any] = dist.all_to_all_single
 """(output, input, group=…): from every rank its part for this one (1-D, ranks · n)."""
 
 
+def send(group: dist.ProcessGroup, tensor: torch.Tensor, peer: int) -> Any:
+    """Begin to send a tensor to a rank of the group, without the checks and ranks of the world of `dist.isend`."""
+    return group.send([tensor], peer, 0)
+
+
+def receive(group: dist.ProcessGroup, tensor: torch.Tensor, peer: int) -> Any:
+    """Begin to receive what a rank of the group sends; in the order of its sends."""
+    return group.recv([tensor], peer, 0)
+
+
 def store_address() -> tuple[str, int] | None:
     """(host, port) of the TCP store that the default process group was formed by, or None where it was another one."""
     store = dist.distributed_c10d._get_default_store()
@@ -180,7 +190,7 @@ def all_to_all_uneven(group: Any, output: torch.Tensor, given: torch.Tensor, get
 
 
 _DISTRIBUTED = str(Path(dist.__file__).parent)
-_CALLS_OF_BACKEND = frozenset(function.__code__ for function in (wait_for, result_of, meet))
+_CALLS_OF_BACKEND = frozenset(function.__code__ for function in (wait_for, result_of, meet, send, receive))
 
 
 def is_of_backend(error: BaseException) -> bool:

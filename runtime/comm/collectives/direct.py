@@ -10,7 +10,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from runtime.comm.collectives.phases import Vector, Works, gather, reduce_scatter, share_of
-from runtime.torch_compat import all_gather_single
 
 
 def library_all_reduce(message: Vector, group: dist.ProcessGroup) -> Works:
@@ -32,7 +31,7 @@ class Packed:
 
 def sparse_flat(message: Packed, group: dist.ProcessGroup) -> Works:
     """The flat sparse all-reduce of LAGS-SGD and DGC: what is gathered is added up by every rank for itself."""
-    yield all_gather_single(message.gathered, message.flat, group=group, async_op=True)
+    return gather(message.gathered, message.flat, group)
 
 
 def naive_all_gather(message: Packed, group: dist.ProcessGroup) -> Works:
@@ -44,7 +43,7 @@ def naive_all_gather(message: Packed, group: dist.ProcessGroup) -> Works:
             continue
         part = message.flat[start:stop]
         whole = part.new_empty(ranks * part.numel())
-        yield all_gather_single(whole, part, group=group, async_op=True)
+        yield from gather(whole, part, group)
         rows[:, start:stop] = whole.view(ranks, -1)
 
 

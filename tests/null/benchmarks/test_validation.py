@@ -8,7 +8,6 @@ from benchmarks import validate
 from benchmarks.published.common import Comparison
 from benchmarks.published.report import CLOSE, Section, section_lines, summary_lines, swaps
 
-
 NUMBER = re.compile(r"\d+(?:\.\d+)?")
 
 
