@@ -7,7 +7,7 @@ import math
 import random
 import statistics
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from itertools import chain
@@ -79,6 +79,8 @@ class Record:
     """All its messages without a backward beside them."""
     failure: str | None = None
     """Why it could not be measured."""
+    brief: bool = False
+    """Its steps are so slow that it takes part in the fewest rounds, with one measured step, or cycle, in each."""
 
 
 @dataclass(frozen=True)
@@ -173,8 +175,8 @@ class VariantRunner:
                 break
             started_s, shift = time.perf_counter(), number % len(records)
             for record in (*records[shift:], *records[:shift]):
-                if record.failure is None:
-                    self.block(record, steps)
+                if record.failure is None and (number < LEAST_ROUNDS or not record.brief):
+                    self.block(record, 1 if record.brief else steps)
             longest_s = max(longest_s, *self.world.gather(time.perf_counter() - started_s, "timing a round"))
 
     def measure(
@@ -185,12 +187,16 @@ class VariantRunner:
         for record in records:
             if record.variant.plan is not None and not record.variant.delay and record.failure is None:
                 with self.trained.restored(self.trained.optimizer()):
-                    record.alone_us = self.alone(record.variant.plan)
+                    record.alone_us = self.alone(record.variant.plan, 1 if record.brief else ALONE_REPEATS)
         backward_us = statistics.median(self.backward_us) if self.backward_us else 0.0
         return Measured(records, max(self.world.gather(backward_us, "the time of backward")))
 
+    def warm_up_steps(self, record: Record) -> int:
+        """Return the steps of a block that do not count: with a delay, two at least wait for less than later ones."""
+        return max(self._warm_up_steps, 2) if record.variant.delay else self._warm_up_steps
+
     def _block(self, record: Record, steps: int) -> None:
-        variant = record.variant
+        variant, warm_up_steps = record.variant, self.warm_up_steps(record)
         times: list[float] = []
         losses: list[float | None] = []
         optimizer = self.trained.optimizer()
@@ -201,7 +207,7 @@ class VariantRunner:
                 restore_generators(self._generators)  # the same masks for everyone, whatever was drawn on the way here
                 if variant.plain_ddp and not self._first_step.taken:
                     self._first_step.begin()
-                for step in range(self._warm_up_steps + variant.whole_cycles(steps)):
+                for step in range(warm_up_steps + variant.whole_cycles(steps)):
                     synchronize(self._device)
                     start = time.perf_counter()
                     loss = self.trained.step(forward, optimizer, step, in_ddp=variant.kind == "ddp")
@@ -212,7 +218,7 @@ class VariantRunner:
                         record.deviations.append(self._first_step.compare())
                     elif step == 0 and variant.plain_ddp:
                         self._first_step.take_ddp()
-        measured = times[self._warm_up_steps :]
+        measured = times[warm_up_steps:]
         # Steps of a delay differ from each other: what counts is their mean over whole cycles of k.
         record.step_us.append([statistics.fmean(measured)] * steps if variant.delay else measured)
         record.losses.append(losses)
@@ -326,14 +332,14 @@ class VariantRunner:
         wanted = distinct_caps(sizes_bytes, dtypes, [cap for cap, _ in caps])
         return [(cap, variant) for cap, variant in caps if cap in wanted]
 
-    def alone(self, plan: Plan) -> float:
+    def alone(self, plan: Plan, repeats: int = ALONE_REPEATS) -> float:
         """Return microseconds of a plan's messages with nothing else going on: median of rounds on the slowest rank."""
         if plan.sharded:  # its messages are the halves of all-reduces
             plan = replace(plan, updates=None)
         session = self._attach(None, plan)
         times = []
         try:
-            for _ in range(min(ALONE_REPEATS, 2 * self._warm_up_steps - 1)):  # long steps have little warm-up
+            for _ in range(min(repeats, 2 * self._warm_up_steps - 1)):  # long steps have little warm-up
                 self.world.gather(None, "messages alone")
                 times.append(timed_us(session.exchange_alone, self._device))
         finally:
@@ -389,8 +395,12 @@ def measure_all(
     progress: Progress,
     end_s: float = math.inf,
     choice: Sweep = Sweep(),
+    brief: Collection[str] = (),
 ) -> Measured:
-    """See `compare_rank` and `interleave`; the runner is between these variants and DDP's best bucket size."""
+    """See `compare_rank`, `interleave` and, of the names in `brief`, `Record`.
+
+    The runner is between these variants and DDP's best bucket size.
+    """
     runner.check(variants)
     runner.warm_up(variants[0])
     taking_part, default = list(variants), next(variant for variant in variants if variant.name == DDP)
@@ -403,7 +413,8 @@ def measure_all(
         best = _fastest(runner.world, tried)[0]
         if best is not None:
             taking_part.insert(taking_part.index(default) + 1, rivals[best].variant)
-    return runner.measure([Record(variant) for variant in taking_part], rounds, steps, progress, end_s)
+    records = [Record(variant, brief=variant.name in brief) for variant in taking_part]
+    return runner.measure(records, rounds, steps, progress, end_s)
 
 
 def _fastest(world: World, tried: dict[float | None, Record]) -> list[float | None]:

@@ -38,7 +38,12 @@ def median_interval(values: NDArray[np.float64]) -> Interval:
 
 
 def ratio_interval(values: NDArray[np.float64], reference: NDArray[np.float64]) -> Interval:
-    """Return the ratio of two medians; the same rounds are drawn for both, which were interleaved within each."""
+    """Return the ratio of two medians; the same rounds are drawn for both, which were interleaved within each.
+
+    Rounds of which one has a block alone are left out.
+    """
+    both = min(len(values), len(reference))
+    values, reference = values[:both], reference[:both]
     rounds = np.random.default_rng(SEED).integers(len(values), size=(RESAMPLES, len(values)))
     above = np.median(values.reshape(-1)[_draws(values.shape, rounds, 1)], axis=1)
     below = np.median(reference.reshape(-1)[_draws(reference.shape, rounds, 2)], axis=1)

@@ -5,7 +5,7 @@ Timed on all ranks at once, with what the runtime does, as lines over bytes.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import nn
@@ -21,53 +21,67 @@ from runtime.sparse.compressed import all_finite
 
 SIZES = tuple(2**exponent for exponent in (16, 20, 22, 24, 26))
 """Bytes; none larger than the model."""
+SHARES = (0.25, 0.5, 1.0)
+"""Of a model's tensors, up to the largest of those sizes: each tensor costs calls of its own, however small it is."""
 WARM_UPS, REPEATS = 2, 5
 RATES = {"lr": 0.0, "momentum": 0.9, "weight_decay": 1e-4}
 
 
-def measure_delay(world: World, device: torch.device, model_bytes: int, progress: Progress) -> dict[str, Line]:
+def measure_delay(world: World, device: torch.device, numels: Sequence[int], progress: Progress) -> dict[str, Line]:
     """Return the cluster's lines by field, the same on all ranks: `push_pack` over the bytes of a push, `local_update`
-    and `pull_take` over those of all weights.
+    and `pull_take` over those of all weights. `numels`: elements of each of the model's tensors.
     """
 
-    def line(make: Callable[[int], Callable[[], object]], what: str) -> Line:
-        sizes = sizes_up_to(SIZES, model_bytes)
+    def line(make: Callable[[list[int]], Callable[[], object]], timed: Sequence[list[int]], what: str) -> Line:
         times_us = []
-        for size in progress.track(sizes, what):
-            run = make(size)
+        for tensors in progress.track(timed, what):
+            run = make(tensors)
             world.gather(None, f"beginning to time {what}")
             times_us.append([timed_us(run, device) for _ in range(WARM_UPS + REPEATS)][WARM_UPS:])
-        return slowest_line(world, sizes, times_us, f"comparing times of {what}")
+        return slowest_line(world, [4 * sum(each) for each in timed], times_us, f"comparing times of {what}")
 
-    def pack(size_bytes: int) -> Callable[[], None]:
-        shard = make_shard(world, device, size_bytes)
+    def pack(tensors: list[int]) -> Callable[[], None]:
+        shard = make_shard(world, device, 4 * sum(tensors))
         return lambda: shard.pack(1.0 / world.ranks, all_finite(shard.vector))
 
-    def update(size_bytes: int) -> Callable[[], None]:
-        weight, own = _weights(device, size_bytes)
-        gradients = {id(weight): torch.ones_like(weight)}
+    def update(tensors: list[int]) -> Callable[[], None]:
+        weights, own = _weights(device, tensors)
+        gradients = {id(weight): torch.ones_like(weight) for weight in weights.values()}
         return torch.no_grad()(lambda: own.update(gradients, [RATES], [1.0]))
 
-    def take(size_bytes: int) -> Callable[[], None]:
-        weight, own = _weights(device, size_bytes)
-        pulled, staleness = {"weight": torch.ones_like(weight)}, Staleness()
+    def take(tensors: list[int]) -> Callable[[], None]:
+        weights, own = _weights(device, tensors)
+        pulled = {name: torch.ones_like(weight) for name, weight in weights.items()}
+        staleness = Staleness()
 
         def run() -> None:
-            staleness.measure({"weight": weight}, pulled, 1.0)
+            staleness.measure(weights, pulled, 1.0)
             own.take(pulled)
             own.overwrite(pulled)
 
         return run
 
+    pushes = [[size_bytes // 4] for size_bytes in sizes_up_to(SIZES, 4 * sum(numels))]
     return {
-        "push_pack": line(pack, "packing pushes"),
-        "local_update": line(update, "local updates"),
-        "pull_take": line(take, "taking pulled weights"),
+        "push_pack": line(pack, pushes, "packing pushes"),
+        "local_update": line(update, _parts(numels), "local updates"),
+        "pull_take": line(take, _parts(numels), "taking pulled weights"),
     }
 
 
-def _weights(device: torch.device, size_bytes: int) -> tuple[nn.Parameter, LocalWeights]:
-    weight = nn.Parameter(torch.ones(max(1, size_bytes // 4), device=device))
-    own = LocalWeights(DelaySpec(steps=1), {"weight": weight}, [[("weight", weight)]])
+def _parts(numels: Sequence[int]) -> list[list[int]]:
+    """Return the first tensors of a model, fewer and all, none with more bytes than are timed."""
+    left, tensors = SIZES[-1] // 4, []
+    for numel in numels:
+        tensors.append(max(1, min(numel, left)))
+        left -= tensors[-1]
+        if left <= 0:
+            break
+    return [tensors[:count] for count in sorted({max(1, round(share * len(tensors))) for share in SHARES})]
+
+
+def _weights(device: torch.device, numels: Sequence[int]) -> tuple[dict[str, nn.Parameter], LocalWeights]:
+    weights = {str(place): nn.Parameter(torch.ones(numel, device=device)) for place, numel in enumerate(numels)}
+    own = LocalWeights(DelaySpec(steps=1), weights, [list(weights.items())])
     own.begin()
-    return weight, own
+    return weights, own

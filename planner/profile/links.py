@@ -31,13 +31,12 @@ from planner.cost.collectives import Coefficients, solve_link
 from planner.documents.profile import Line, Link, Sample
 from planner.profile.progress import Progress
 from runtime.comm.collectives import COLLECTIVES
-from runtime.comm.collectives.phases import bounds, reduce_scatter
+from runtime.comm.collectives.phases import bounds, gather, reduce_scatter
 from runtime.comm.communicator import CommTiming, make_communicator
 from runtime.comm.world import World, first_line
 from runtime.core.buckets import BucketBuffer, Message, Slot, lay_out
 from runtime.delay.server import Shard
 from runtime.errors import CommunicationError
-from runtime.torch_compat import all_gather_single
 
 SMALLEST_BYTES = 1024
 QUEUE_US, QUEUED_CALLS = 20_000.0, (12, 32)
@@ -89,23 +88,24 @@ def undisturbed(curve: Sequence[tuple[float, float]]) -> Curve:
     return tuple(zip(sizes, times, strict=True))
 
 
-def message_sizes(model_bytes: int, ratio: int) -> list[int]:
-    """Return 1 KiB, times `ratio` each, up to the model's size, which is the last."""
-    sizes = [SMALLEST_BYTES]
+def message_sizes(model_bytes: int, ratio: int, smallest_bytes: int = SMALLEST_BYTES) -> list[int]:
+    """Return the smallest, times `ratio` each, up to the model's size, which is the last."""
+    sizes = [smallest_bytes]
     while sizes[-1] * ratio < model_bytes:
         sizes.append(sizes[-1] * ratio)
     return [*sizes, model_bytes] if model_bytes > sizes[-1] else sizes
 
 
 def measure_all_reduce(
-    world: World, device: torch.device, model_bytes: int, progress: Progress, longest_s: float, budget_s: float
-) -> tuple[Curve, Curve]:
+    world: World, device: torch.device, model_bytes: int, progress: Progress, longest_s: float, budget_s: float,
+    smallest_bytes: int = SMALLEST_BYTES,
+) -> tuple[Curve, Curve]:  # fmt: skip
     """Time the runtime's all-reduce as sessions use it: (calls alone, calls that queue behind one another).
 
     Alone means right after a barrier, when all ranks are there and their threads awake. In a step they are not: after
     a computation a message takes about as long as one in a queue.
     """
-    fine, limits = message_sizes(model_bytes, 2), (longest_s, budget_s)
+    fine, limits = message_sizes(model_bytes, 2, smallest_bytes), (longest_s, budget_s)
     with closing(_AllReduceProbe(world, device, fine[-1])) as probe:
         alone = undisturbed(_curve(world, device, fine, probe.run, progress, "all_reduce", *limits))
         short = max(1, sum(time_us <= QUEUED_US for _, time_us in alone))
@@ -120,19 +120,22 @@ def measure_all_reduce(
 
 
 def measure_links(
-    world: World, device: torch.device, model_bytes: int, progress: Progress, names: Sequence[str], longest_s: float
-) -> LinkTimes:
+    world: World, device: torch.device, model_bytes: int, progress: Progress, names: Sequence[str], longest_s: float,
+    smallest_bytes: int = SMALLEST_BYTES,
+) -> LinkTimes:  # fmt: skip
     """Time collectives over all ranks, by name; the all-reduce through the runtime's communicator, alone and in a
-    queue. Each takes at most `longest_s`.
+    queue. Each takes at most `longest_s`; messages begin with `smallest_bytes`.
     """
     samples: dict[str, Curve] = {}
     queues: dict[str, Curve] = {}
     for name in names:
         if name == "all_reduce":
-            samples[name], queues[name] = measure_all_reduce(world, device, model_bytes, progress, longest_s, BUDGET_S)
+            samples[name], queues[name] = measure_all_reduce(
+                world, device, model_bytes, progress, longest_s, BUDGET_S, smallest_bytes
+            )
         else:
             make = _bind(_LIBRARY[name], world, device)
-            sizes = message_sizes(model_bytes, 4)
+            sizes = message_sizes(model_bytes, 4, smallest_bytes)
             samples[name] = undisturbed(_curve(world, device, sizes, make, progress, name, longest_s))
     return LinkTimes(samples, queues, cut=cut_short(samples, model_bytes))
 
@@ -292,8 +295,9 @@ def _finish(phases: Iterable[dist.Work]) -> None:
 
 def _all_gather(world: World, device: torch.device, size_bytes: int) -> Run:
     part = torch.zeros(max(1, size_bytes // 4 // world.ranks), device=device)
-    whole = torch.zeros(part.numel() * world.ranks, device=device)
-    return lambda: all_gather_single(whole, part, group=world.group)
+    whole, group = torch.zeros(part.numel() * world.ranks, device=device), world.group
+    assert group is not None
+    return lambda: _finish(gather(whole, part, group))
 
 
 _LIBRARY: dict[str, _Maker] = {"reduce_scatter": _reduce_scatter, "all_gather": _all_gather}

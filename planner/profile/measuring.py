@@ -158,7 +158,7 @@ class Measuring:
             self._computed |= {"sparsify": chosen, "unpack": unpacked}
         if wanted.delay:
             phases.begin(DELAY, world)
-            self._computed |= measure_delay(world, device, compute.size_bytes, progress)
+            self._computed |= measure_delay(world, device, [each.numel for each in compute.gradients], progress)
 
     def _note(self, *notes: str) -> None:
         for note in notes:

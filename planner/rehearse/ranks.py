@@ -8,26 +8,35 @@ import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from planner.comparison.measure import Record, Sweep, VariantRunner, measure_all
 from planner.comparison.trained import TrainedJob
-from planner.comparison.variants import DDP, PLAN, Hook, Variant, make_variants, sweep
+from planner.comparison.variants import DDP, NO_COMMUNICATION, PLAN, Hook, Variant, make_variants, sweep
 from planner.decide.optimize import optimize
 from planner.decide.strategies import make_schedule
-from planner.documents.profile import Cluster, ComputeProfile, Profile, SelectionLine
+from planner.documents.profile import Cluster, ComputeProfile, Line, Profile, SelectionLine
 from planner.ir import ACCURACIES, Bucket, Schedule
 from planner.jobs.training import SEED, BuiltJob
 from planner.model.modes import model_of
 from planner.model.problem import Problem, make_problem
-from planner.profile.links import Curve, make_bucket, measure_apart, measure_links, parts_of, timed_us
+from planner.profile.delay import measure_delay
+from planner.profile.links import (
+    SMALLEST_BYTES,
+    Curve,
+    make_bucket,
+    measure_apart,
+    measure_links,
+    parts_of,
+    timed_us,
+)
 from planner.profile.progress import Progress
 from planner.profile.selection import measure_selection
 from planner.profile.step import joined
@@ -60,23 +69,28 @@ PIECES = 32
 PROBES = 7
 BETWEEN = ("all_reduce", "reduce_scatter", "all_gather")
 """The phases of collectives on two kinds of link, inside hosts and between them."""
+LEAST_BYTES = 16
+"""Of a message, however much is shrunk."""
 LINK_SHARE = 0.15
 """Of the time given, what timing messages may take."""
 ROUNDS_SHARE = 0.55
-"""Of the time left, what the fewest rounds may take where D is chosen."""
+"""Of the time left, what the fewest rounds may take where D is chosen …"""
+BRIEF_SHARE = 0.72
+"""… and where DDP's steps are slow, so that nothing else takes long."""
 SWEEP_SHARE = 0.3
 """Of the time left, what looking for DDP's best bucket size may take."""
-WARM_UP_STEPS, BLOCK_STEPS = 2, 3
-"""Of each block."""
+WARM_UP_STEPS, BLOCK_STEPS = 1, 3
+"""Of each block: DDP lays its buckets out again after the first step. Waits differ by little, so that a few steps say
+as much as many, and time is better spent on a larger dilation."""
 OWN_STEPS = 5
 """Without communication, before anything is predicted."""
 LEAST_ROUNDS, MOST_ROUNDS = 2, 40
-ALONE_STEPS = 3
+ALONE_STEPS = 1
 """What timing a variant's messages alone takes, in steps, at the most."""
+SLOW = 4.0
+"""Steps that are so many times longer than without communication get the fewest blocks."""
 HOOKS: tuple[Hook, ...] = ("fp16",)
 """Of DDP's; PowerSGD's products would be the host's work, and are the accelerator's."""
-LIKELY_VARIANTS = 3 + len(HOOKS)
-"""Beside strategies: without communication, DDP with and without its hook, the plan."""
 SWEEP = Sweep(rounds=1, finalists=2, final_rounds=2, steps=2)
 """Dilated steps differ by little."""
 
@@ -92,8 +106,10 @@ def rehearse_rank(asked: Asked, started_s: float, show_progress: bool) -> Rehear
         links = links_of(asked.cluster)
         machine = _probe(world)
         left_s = asked.minutes * 60.0 - (time.time() - started_s)
+        # Of the first rank alone, where ranks share cores.
+        most_dilate = asked.dilate or (_most_dilate(asked, left_s) if world.rank == 0 else 1.0)
         mine = choose_scale(
-            links, machine, asked.profile, world.ranks, most_dilate=_most_dilate(asked, left_s), dilate=asked.dilate,
+            links, machine, asked.profile, world.ranks, most_dilate=most_dilate, dilate=asked.dilate,
             shrink=asked.shrink,
         )  # fmt: skip
         scale: Scale = world.gather(mine, "agreeing on the scale")[0]
@@ -113,16 +129,20 @@ def rehearse_rank(asked: Asked, started_s: float, show_progress: bool) -> Rehear
         decided = _decide(asked, riskiest, world, scale, progress, model_fingerprint(job.model), own_us)
         variants, caps, from_constants_us = decided
         left_s = asked.minutes * 60.0 - (time.time() - started_s)
-        rounds, steps, kept = world.gather(_rounds(variants, caps, left_s, asked.minutes), "agreeing on rounds")[0]
-        caps = [one for one in caps if one[0] in kept]
-        say(f"{len(variants)} variants and {len(caps)} bucket sizes of DDP: {rounds} rounds of {steps} steps each")
+        rounds: Rounds = world.gather(_rounds(variants, caps, left_s, asked.minutes), "agreeing on rounds")[0]
+        caps = [one for one in caps if one[0] in rounds.caps]
+        slow = f", {LEAST_ROUNDS} of one step of {', '.join(rounds.brief)}" if rounds.brief else ""
+        say(
+            f"{len(variants)} variants and {len(caps)} bucket sizes of DDP: {rounds.count} rounds of {rounds.steps} "
+            f"steps each{slow}"
+        )
         if world.ranks > 1:
             world.broadcast([*job.model.parameters()])
         torch.manual_seed(SEED + 1 + world.rank)
         runner = RehearsalRunner(TrainedJob(built), world, scale, job.model.device)
-        usual_s = max(one.predicted_us or 0.0 for one in variants) / 1e6
-        end_s = started_s + asked.minutes * 60.0 - ALONE_STEPS * len(variants) * usual_s
-        measured = measure_all(runner, variants, caps, rounds, steps, progress, end_s, SWEEP)
+        alone_s = ALONE_STEPS * sum(each.step_s for each in _blocks(variants, rounds.steps))
+        end_s = started_s + asked.minutes * 60.0 - alone_s
+        measured = measure_all(runner, variants, caps, rounds.count, rounds.steps, progress, end_s, SWEEP, rounds.brief)
         return Rehearsed(
             scale=scale, measured=measured, from_constants_us=from_constants_us, late_us=runner.late_by_variant_us()
         )
@@ -139,7 +159,8 @@ class RehearsalRunner(VariantRunner):
     def block(self, record: Record, steps: int) -> None:
         before_us = self._accelerator.late_us
         super().block(record, steps)
-        late_us = (self._accelerator.late_us - before_us) / (WARM_UP_STEPS + record.variant.whole_cycles(steps))
+        late_us = self._accelerator.late_us - before_us
+        late_us /= self.warm_up_steps(record) + record.variant.whole_cycles(steps)
         self._late_us.setdefault(record.variant.name, []).append(late_us)
 
     def _attach(self, optimizer: torch.optim.Optimizer | None, plan: Plan) -> Session:
@@ -279,23 +300,27 @@ def _decide(
     """Time messages alone; return what is compared, DDP's bucket sizes, and predictions from constants."""
     halves, lossy = SHARDED_STEP in asked.allow or riskiest == "relaxed", riskiest != "exact"
     names = ["all_reduce"] + ["reduce_scatter"] * halves + ["all_gather"] * (halves or lossy)
-    size_bytes = round(sum(each.size_bytes for each in asked.profile.compute.gradients) / scale.shrink)
+    gradients = asked.profile.compute.gradients
+    size_bytes = round(sum(each.size_bytes for each in gradients) / scale.shrink)
     each_s = LINK_SHARE * asked.minutes * 60.0 / (len(names) + 1)
     device = torch.device("cpu")
-    times = measure_links(world, device, size_bytes, progress, names, each_s)
+    smallest_bytes = max(LEAST_BYTES, round(SMALLEST_BYTES / scale.shrink))
+    times = measure_links(world, device, size_bytes, progress, names, each_s, smallest_bytes)
     samples = dict(times.samples)
     parts = parts_of(world.gather(node_name(), "counting hosts"))
     if parts is not None:
         samples |= measure_apart(world, parts, device, size_bytes, progress, BETWEEN, BETWEEN, each_s).samples
-    chosen, unpacked = asked.cluster.sparsify, asked.cluster.unpack
+    # What these ranks take for it, which is more than a device would.
+    computed: dict[str, Any] = {}
     if lossy:
-        # What these ranks take for it, which is more than a device would.
-        chosen, unpacked = (
-            {name: _unscaled_line(line, scale) for name, line in lines.items()}
-            for lines in measure_selection(world, device, size_bytes, progress, each_s, computes=False)
-        )
+        both = measure_selection(world, device, size_bytes, progress, each_s, computes=False)
+        for field, lines in zip(("sparsify", "unpack"), both, strict=True):
+            computed[field] = {name: _unscaled_line(line, scale) for name, line in lines.items()}
+    if riskiest == "relaxed":
+        found_lines = measure_delay(world, device, [scale.numel(each.numel) for each in gradients], progress)
+        computed |= {field: _unscaled_line(line, scale) for field, line in found_lines.items()}
     cluster = replace(
-        asked.cluster, sparsify=chosen, unpack=unpacked, intra=None, inter=None, samples=_unscaled(samples, scale),
+        asked.cluster, **computed, intra=None, inter=None, samples=_unscaled(samples, scale),
         back_to_back=_unscaled(times.back_to_back, scale), collectives=None,
         contention=None, measured_for=None, emulated="namespaces",
     )  # fmt: skip
@@ -327,13 +352,19 @@ def _riskiest(asked: Asked) -> Accuracy:
     return max(classes, key=ACCURACIES.index)
 
 
-def _unscaled_line(line: SelectionLine, scale: Scale) -> SelectionLine:
+AnyLine = TypeVar("AnyLine", Line, SelectionLine)
+
+
+def _unscaled_line(line: AnyLine, scale: Scale) -> AnyLine:
     def unscaled(alpha_us: float, beta: float) -> tuple[float, float]:
         return alpha_us / scale.dilate, beta / (scale.dilate * scale.shrink)
 
     alpha_us, beta = unscaled(line.alpha_us, line.beta_us_per_byte)
-    rows = line.by_density and tuple((density, *unscaled(*of_density)) for density, *of_density in line.by_density)
-    return SelectionLine(alpha_us=alpha_us, beta_us_per_byte=beta, by_density=rows)
+    made = replace(line, alpha_us=alpha_us, beta_us_per_byte=beta)
+    if isinstance(made, SelectionLine) and made.by_density:
+        rows = tuple((density, *unscaled(*of_density)) for density, *of_density in made.by_density)
+        return replace(made, by_density=rows)
+    return made
 
 
 def _variants(
@@ -397,60 +428,105 @@ def _schedule_of(plan: Plan, problem: Problem) -> Schedule:
     )
 
 
+@dataclass(frozen=True, kw_only=True)
+class Blocks:
+    """What measuring one variant takes."""
+
+    name: str
+    step_s: float
+    steps: int
+    """Of a block, those that do not count included."""
+    brief: bool
+    """See `planner.comparison.measure.Record`."""
+
+    @property
+    def least_s(self) -> float:
+        """What the fewest rounds take, and its messages alone."""
+        return self.step_s * (ALONE_STEPS + LEAST_ROUNDS * self.steps)
+
+    @property
+    def round_s(self) -> float:
+        """What one round more takes."""
+        return 0.0 if self.brief else self.step_s * self.steps
+
+
+def _blocks(variants: Sequence[Variant], steps: int) -> list[Blocks]:
+    """Return each variant's blocks of so many measured steps."""
+    predicted_s = {one.name: one.predicted_us / 1e6 for one in variants if one.predicted_us}
+    computed_s, ddp_s = predicted_s[NO_COMMUNICATION], predicted_s[DDP]
+    found = []
+    for one in variants:
+        step_s = predicted_s.get(one.name, (computed_s + ddp_s) / 2.0)  # a hook's, which sends half of the bytes
+        brief = step_s > SLOW * computed_s
+        warm_up_steps = WARM_UP_STEPS + bool(one.delay)
+        block_steps = warm_up_steps + one.whole_cycles(1 if brief else steps)
+        found.append(Blocks(name=one.name, step_s=step_s, steps=block_steps, brief=brief))
+    return found
+
+
 def _most_dilate(asked: Asked, left_s: float) -> float:
     """Return the dilation at which the fewest rounds take most of what is left, by the cluster's constants."""
+    plan = optimize(asked.profile, asked.cluster, accuracy=asked.accuracy, allow=asked.allow)
     problem = make_problem(asked.profile, asked.cluster, where=asked.name)
-    step_s = float(model_of(schedule := make_schedule(problem, "ddp")).step_us(problem, schedule)) / 1e6
-    variants = 1 + LIKELY_VARIANTS + len(asked.strategies)  # one for DDP's best size
-    return max(1.0, ROUNDS_SHARE * left_s / _least_s([(step_s, BLOCK_STEPS)] * variants))
+    blocks = _blocks(make_variants(plan, problem, asked.strategies, HOOKS), 1)
+    ddp = next(each for each in blocks if each.name == DDP)
+    least_s = sum(each.least_s for each in blocks)
+    if ddp.brief:  # whose bucket sizes are not looked for
+        return max(1.0, BRIEF_SHARE * left_s / least_s)
+    return max(1.0, ROUNDS_SHARE * left_s / (least_s + ddp.least_s))  # DDP's best size, too
 
 
-def _least_s(variants: Sequence[tuple[float, int]]) -> float:
-    """Return what the fewest rounds take, messages alone included.
+@dataclass(frozen=True, kw_only=True)
+class Rounds:
+    """What there is time for."""
 
-    Args:
-        variants: of each, seconds of a step and measured steps of a block.
-    """
-    return sum(step_s * (ALONE_STEPS + LEAST_ROUNDS * (WARM_UP_STEPS + steps)) for step_s, steps in variants)
+    count: int
+    steps: int
+    """Measured ones of a block."""
+    brief: tuple[str, ...]
+    """Variants whose steps are slow."""
+    caps: frozenset[float]
+    """DDP's bucket sizes."""
 
 
 def _rounds(
     variants: Sequence[Variant], caps: Sequence[tuple[float, Variant]], left_s: float, minutes: float
-) -> tuple[int, int, set[float]]:
-    """Return rounds, steps of a block, and the bucket sizes that there is time for.
+) -> Rounds:
+    """Return what fits.
 
     Raises:
-        InputError: not even the fewest rounds fit; says how many minutes would.
+        InputError: not even the fewest rounds do; says how many minutes would.
     """
-    known_s = [one.predicted_us / 1e6 for one in variants if one.predicted_us]
-    usual_s = sum(known_s) / len(known_s)
-    step_s = [(one.predicted_us or 0.0) / 1e6 or usual_s for one in variants]
-    ddp_s = next(time_s for one, time_s in zip(variants, step_s, strict=True) if one.name == DDP)
     # Steps that are slow even undilated: fewer of each block.
     for steps in range(BLOCK_STEPS, 0, -1):
-        blocks = [(time_s, one.whole_cycles(steps)) for one, time_s in zip(variants, step_s, strict=True)]
-        least_s = _least_s(blocks)
+        blocks = _blocks(variants, steps)
+        least_s = sum(each.least_s for each in blocks)
         if least_s <= left_s:
             break
     if least_s > left_s:
+        slowest = max(blocks, key=lambda each: each.step_s)
         raise InputError(
-            f"--minutes {minutes:g}: a step takes {usual_s:.2g} s here, and the fewest rounds of {len(variants)} "
-            f"variants {least_s / 60:.1f} minutes of the {max(0.0, left_s) / 60:.1f} that are left; expected "
-            f"--minutes {minutes + (least_s - left_s) / 60 + 0.5:.0f} or more, fewer strategies, or --dilate less"
+            f"--minutes {minutes:g}: a step of {slowest.name} takes {slowest.step_s:.2g} s here, and the fewest rounds "
+            f"of {len(variants)} variants {least_s / 60:.1f} minutes of the {max(0.0, left_s) / 60:.1f} that are left; "
+            f"expected --minutes {minutes + (least_s - left_s) / 60 + 0.5:.0f} or more, fewer strategies, or --dilate "
+            f"less"
         )
     # The sizes that are predicted to be the fastest: what the sweep has no time for would have lost. The best one is
     # measured with the others.
     by_prediction = sorted(caps, key=lambda one: one[1].predicted_us or 0.0)
-    best_s = _least_s([*blocks, (ddp_s, steps)]) - least_s
+    ddp = next(each for each in blocks if each.name == DDP)
 
     def swept_s(count: int) -> float:
-        return SWEEP.blocks(count) * (WARM_UP_STEPS + SWEEP.steps) * ddp_s + (best_s if count else 0.0)
+        tried_s = SWEEP.blocks(count) * (WARM_UP_STEPS + SWEEP.steps) * ddp.step_s
+        return tried_s + (ddp.least_s if count else 0.0)
 
-    most_s = min(SWEEP_SHARE * left_s, left_s - least_s)
+    most_s = 0.0 if ddp.brief else min(SWEEP_SHARE * left_s, left_s - least_s)
     most = max(count for count in range(len(caps) + 1) if swept_s(count) <= most_s)
     left_s -= least_s + swept_s(most)
-    if most:
-        blocks.append((ddp_s, steps))
-    round_s = sum(time_s * (WARM_UP_STEPS + each) for time_s, each in blocks)
-    rounds = LEAST_ROUNDS + int(left_s / round_s)
-    return min(MOST_ROUNDS, rounds), steps, {cap for cap, _ in by_prediction[:most]}
+    round_s = sum(each.round_s for each in blocks) + (ddp.round_s if most else 0.0)
+    return Rounds(
+        count=min(MOST_ROUNDS, LEAST_ROUNDS + int(left_s / round_s)),
+        steps=steps,
+        brief=tuple(each.name for each in blocks if each.brief),
+        caps=frozenset(cap for cap, _ in by_prediction[:most]),
+    )
