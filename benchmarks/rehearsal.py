@@ -13,17 +13,18 @@ import argparse
 import json
 import sys
 import tempfile
-import time
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from benchmarks.marked import replace_part
+from benchmarks.resumable import kept
 from planner.comparison.variants import DDP, NO_COMMUNICATION, PLAN
-from planner.rehearse.rehearsal import make_asked, rehearse
-from runtime.errors import PlannerError
+from planner.rehearse.rehearsal import Asked, make_asked, rehearse
 
 DOCUMENT, RESULTS = Path("docs/results/rehearsal.md"), Path("benchmarks/results/rehearsal.jsonl")
 EXACT = "wfbp,single,mg_wfbp"
@@ -53,7 +54,7 @@ class Cell:
         """Return its cluster.json."""
         nodes, each = map(int, self.hosts.split("x"))
         inter = {"alpha_us": INTER_LATENCY_US, "bandwidth": f"{self.gbit_per_s:g}gbit"}
-        document = {"schema": "planner.cluster/1", "nodes": nodes, "ranks_per_node": each, "inter": inter}
+        document = {"nodes": nodes, "ranks_per_node": each, "inter": inter}
         return document | ({"intra": INTRA} if each > 1 else {})
 
 
@@ -85,28 +86,15 @@ def main() -> int:
     """Measures what is missing, prints, writes; 0 even where a prediction is off: the document says so."""
     parser = argparse.ArgumentParser(description=str(__doc__).partition("\n")[0])
     parser.add_argument("--results", type=Path, default=RESULTS, help=f"JSON lines: not measured again; {RESULTS}")
-    parser.add_argument("--only", help="cells with this in their names")
+    parser.add_argument("--only", default="", help="cells with this in their names")
     parser.add_argument("--minutes", type=float, default=4.0, help="of each cell")
     parser.add_argument("--scales", action="store_true", help="one case at three dilations, which have to agree")
     parser.add_argument("--write", action="store_true", help=f"put what is known into {DOCUMENT}")
     options = parser.parse_args()
     if options.scales:
         return _scales()
-    lines = options.results.read_text(encoding="utf-8").splitlines() if options.results.exists() else []
-    done = {record["cell"]: record for record in map(json.loads, lines)}
-    for cell in CELLS:
-        if cell.key in done or (options.only and options.only not in cell.key):
-            continue
-        started = time.monotonic()
-        try:
-            done[cell.key] = {"cell": cell.key} | measure(cell, options.minutes)
-        except PlannerError as error:
-            print(f"{cell.key}: {error}", file=sys.stderr)
-            continue
-        print(f"{cell.key}: {time.monotonic() - started:.0f} s", file=sys.stderr)
-        with options.results.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(done[cell.key]) + "\n")
-    records = [done[cell.key] for cell in CELLS if cell.key in done]
+    wanted = {cell.key: partial(measure, cell, options.minutes) for cell in CELLS}
+    records = kept(options.results, wanted, options.only)
     if not records:
         return 3
     text = "\n".join([*summary(records), "", *table(records)])
@@ -119,14 +107,19 @@ def main() -> int:
 
 def measure(cell: Cell, minutes: float, dilate: float | None = None, shrink: float | None = None) -> dict[str, Any]:
     """Rehearse one cell; return what `planner rehearse --json` prints."""
+    asked = asked_on(
+        cell.cluster(), cell.model, strategies=cell.strategies.split(","), accuracy=cell.accuracy, allow=cell.allow,
+        minutes=minutes, dilate=dilate, shrink=shrink,
+    )  # fmt: skip
+    return rehearse(asked, show_progress=True).to_document()
+
+
+def asked_on(cluster: Mapping[str, Any], model: str, **options: Any) -> Asked:
+    """Return a rehearsal on machines of which a cluster.json says this; `options` as with `make_asked`."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "cluster.json"
-        file.write_text(json.dumps(cell.cluster()), encoding="utf-8")
-        asked = make_asked(
-            cell.model, str(file), None, strategies=cell.strategies.split(","), accuracy=cell.accuracy,
-            allow=cell.allow, minutes=minutes, dilate=dilate, shrink=shrink,
-        )  # fmt: skip
-        return rehearse(asked, show_progress=True).to_document()
+        file.write_text(json.dumps({"schema": "planner.cluster/1"} | dict(cluster)), encoding="utf-8")
+        return make_asked(model, str(file), None, **options)
 
 
 def _scales() -> int:

@@ -18,8 +18,11 @@ from pathlib import Path
 
 from benchmarks.truth.cells import Cell, Result, cell_rank, summarize
 from benchmarks.truth.report import cell_lines, plan_lines, summary, write_into
+from planner.documents.profile import Profile
 from planner.jobs.rank_options import RankOptions
+from planner.jobs.training import profile_rank
 from planner.jobs.world import on_ranks
+from planner.profile.request import Request
 from runtime.errors import PlannerError
 
 MODELS = ("resnet20", "resnet18", "vgg", "lstm", "gpt")
@@ -29,7 +32,8 @@ QUICK = (Cell("gpt", 2, "unshaped"), Cell("vgg", 2, "1gbit"), Cell("lstm", 2, "1
 FOREIGN = tuple(
     Cell(f"benchmarks.truth.foreign:{model}_job", hosts, rate)
     for model, hosts, rate in (
-        ("bert", 2, "1gbit"), ("vit", 2, "1gbit"), ("gpt2", 2, "1gbit"), ("vit", 4, "1gbit"), ("bert", 4, "100mbit"),
+        ("bert", 2, "1gbit"), ("vit", 2, "1gbit"), ("gpt2", 2, "1gbit"), ("t5", 2, "1gbit"), ("unet", 2, "1gbit"),
+        ("wide", 2, "1gbit"), ("deep", 2, "1gbit"), ("vit", 4, "1gbit"), ("bert", 4, "100mbit"),
         ("gpt2", 2, "unshaped"),
     )
 )  # fmt: skip
@@ -110,7 +114,9 @@ def measure(cell: Cell, rounds: int, steps: int) -> Result:
     spec = cell.model if cell.foreign else f"benchmarks.truth.jobs:{cell.model}_job"
     emulate = None if cell.rate == "unshaped" else f"{cell.hosts}x1@{cell.rate}"
     options = RankOptions(cell.hosts) if emulate is None else RankOptions(None, emulate=emulate)
-    return summarize(cell, on_ranks(options, cell_rank, spec, rounds, steps, cell))
+    # In a start of its own, as users have it: nothing of it is known to the ranks that are measured.
+    user: Profile = on_ranks(options, profile_rank, spec, "cpu", False, None, 0, Request(accuracy=cell.accuracy))[0]
+    return summarize(cell, user, on_ranks(options, cell_rank, spec, rounds, steps, cell, user))
 
 
 if __name__ == "__main__":

@@ -32,6 +32,8 @@ DELAYED = ("single", "ddp", "optimal", "ssd:1", "ssd:2", "ssd:3", "ssd:4")
 CAPS = ("ddp:1", "ddp:5", "ddp:100")
 """Bucket sizes beside DDP's default, of which the best counts as tuned DDP."""
 RANDOM_SEEDS = (1, 2)
+USER = "user"
+"""The chosen strategy's plan by the profile of a user."""
 
 
 @dataclass(frozen=True)
@@ -83,6 +85,8 @@ class Seen:
     measured_us: float
     ci95_us: tuple[float, float]
     alone_us: float | None
+    user_us: float | None = None
+    """Predicted as users have it: from one profile, of a start of its own, minutes before."""
 
     @property
     def error(self) -> float:
@@ -105,6 +109,8 @@ class Result:
     """Ratio of the step of `optimal` to the best DDP's, with its 95 % interval."""
     distinct_pairs: tuple[tuple[str, str], ...]
     """(faster, slower) of every two plans whose measured difference is beyond the noise."""
+    user_against_best_ddp: tuple[float, float, float] | None = None
+    """The same ratio of the plan that users get from their one profile."""
 
     def to_document(self) -> dict[str, Any]:
         """Plain JSON types."""
@@ -113,6 +119,7 @@ class Result:
     @classmethod
     def parse(cls, document: dict[str, Any]) -> Result:
         """The inverse of `to_document` after JSON."""
+        user = document.get("user_against_best_ddp")
         seen = tuple(Seen(**(one | {"ci95_us": tuple(one["ci95_us"])})) for one in document["seen"])
         return cls(
             **(
@@ -121,15 +128,20 @@ class Result:
                     "cell": Cell(**document["cell"]),
                     "seen": seen,
                     "chosen_against_best_ddp": tuple(document["chosen_against_best_ddp"]),
+                    "user_against_best_ddp": user and tuple(user),
                     "distinct_pairs": tuple(tuple(pair) for pair in document["distinct_pairs"]),
                 }
             )
         )
 
 
-def schedules(problem: Problem, cell: Cell) -> dict[str, Schedule]:
-    """The plans of a cell; plans with the same buckets are measured once, under the first name."""
+def schedules(problem: Problem, cell: Cell, user: Profile) -> dict[str, Schedule]:
+    """The plans of a cell; plans with the same buckets are measured once, under the first name.
+
+    `user`: the profile that users would have; what they get from it is one of the plans.
+    """
     made = {name: make_schedule(problem, name) for name in cell.strategies}
+    made[USER] = make_schedule(make_problem(user), cell.chosen)
     for seed in () if cell.lossy or cell.delayed else RANDOM_SEEDS:
         rng = random.Random(seed)
         stops = sorted(rng.sample(range(1, problem.count), min(problem.count - 1, rng.randint(2, 8))))
@@ -150,19 +162,19 @@ class RankCell:
     measured: Measured
 
 
-def cell_rank(spec: str, rounds: int, steps: int, cell: Cell, device: str = "cpu") -> RankCell:
+def cell_rank(spec: str, rounds: int, steps: int, cell: Cell, user: Profile, device: str = "cpu") -> RankCell:
     """Every rank calls it: profile, rounds of all plans by turns, profile."""
-    seen = measure_rank(spec, partial(schedules, cell=cell), rounds, steps, device, cell.accuracy)
+    seen = measure_rank(spec, partial(schedules, cell=cell, user=user), rounds, steps, device, cell.accuracy)
     after = profile_rank(spec, device, show_progress=False, request=Request(accuracy=cell.accuracy))
     return RankCell(seen.profile, after, seen.measured)
 
 
-def summarize(cell: Cell, ranks: Sequence[RankCell]) -> Result:
+def summarize(cell: Cell, user: Profile, ranks: Sequence[RankCell]) -> Result:
     """The figures of a cell from what its ranks saw."""
     first = ranks[0]
     values = values_by_name([rank.measured for rank in ranks])
-    problems = [make_problem(profile) for profile in (first.before, first.after)]
-    made = schedules(problems[0], cell)
+    problems = [make_problem(profile) for profile in (first.before, first.after, user)]
+    made = schedules(problems[0], cell, user)
     seen, apart = [], []
     for record in first.measured.records:
         name = record.variant.name
@@ -176,10 +188,11 @@ def summarize(cell: Cell, ranks: Sequence[RankCell]) -> Result:
             Seen(
                 name=name,
                 buckets=len(made[name].buckets) if name in made else 0,
-                predicted_us=float(np.mean(predicted)),
+                predicted_us=float(np.mean(predicted[:2])),
                 measured_us=interval.value,
                 ci95_us=(interval.low, interval.high),
                 alone_us=record.alone_us,
+                user_us=predicted[2],
             )
         )
     # DDP as it can be tuned; or, where lossy plans take part, every exact plan that there is.
@@ -187,7 +200,12 @@ def summarize(cell: Cell, ranks: Sequence[RankCell]) -> Result:
     asked = [name for name in cell.strategies if name.startswith("ddp") or name in exact]
     rivals = dict.fromkeys(_name_of(name, made, problems[0]) for name in asked)
     tuned = min(rivals, key=lambda name: float(np.median(values[name])))
-    chosen = ratio_interval(values[_name_of(cell.chosen, made, problems[0])], values[tuned])
+
+    def against_tuned(name: str) -> tuple[float, float, float]:
+        ratio = ratio_interval(values[name], values[tuned])
+        return ratio.value, ratio.low, ratio.high
+
+    users = make_schedule(problems[2], cell.chosen)
     bare = values[NO_COMMUNICATION]
     return Result(
         cell=cell,
@@ -195,7 +213,8 @@ def summarize(cell: Cell, ranks: Sequence[RankCell]) -> Result:
         repeat_error=abs(float(np.median(bare[::2]) / np.median(bare[1::2])) - 1.0),
         profiles_apart=float(np.mean(apart)),
         backward_us=first.measured.backward_us,
-        chosen_against_best_ddp=(chosen.value, chosen.low, chosen.high),
+        chosen_against_best_ddp=against_tuned(_name_of(cell.chosen, made, problems[0])),
+        user_against_best_ddp=against_tuned(next(name for name, schedule in made.items() if schedule == users)),
         distinct_pairs=tuple(_distinct(values)),
     )
 

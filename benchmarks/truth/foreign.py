@@ -1,4 +1,5 @@
-"""Jobs around models that this project did not write: those of transformers, from their configs, nothing downloaded.
+"""Jobs around models that this project did not write: those of transformers, from their configs, nothing downloaded;
+and a U-Net and perceptrons of torch's own layers.
 
 Sizes at which a step is worth sharing between machines, yet short enough to be measured often. Data are random.
 """
@@ -6,6 +7,7 @@ Sizes at which a step is worth sharing between machines, yet short enough to be 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -80,3 +82,79 @@ def gpt2_job() -> TrainingJob:
         vocab_size=WORDS, n_positions=64, n_embd=WIDTH, n_layer=4, n_head=4, bos_token_id=0, eos_token_id=0
     )
     return _job(transformers.GPT2LMHeadModel(config), _words, _adamw)
+
+
+def t5_job() -> TrainingJob:
+    """Two layers each way; the embedding, which encoder, decoder and head share, is most of it."""
+    config = transformers.T5Config(
+        vocab_size=WORDS, d_model=WIDTH, d_kv=48, d_ff=INNER, num_layers=2, num_decoder_layers=2, num_heads=4,
+        decoder_start_token_id=0,  # type: ignore[call-arg]  # of its base class, which mypy does not see
+    )  # fmt: skip
+    return _job(transformers.T5ForConditionalGeneration(config), _words, _adamw)
+
+
+class _UNet(nn.Module):
+    """Two levels down and up again, with skips."""
+
+    def __init__(self, channels: int = 32) -> None:
+        super().__init__()
+
+        def block(inputs: int, outputs: int) -> nn.Module:
+            layers = [nn.Conv2d(inputs, outputs, 3, padding=1), nn.BatchNorm2d(outputs), nn.ReLU()]
+            return nn.Sequential(*layers, nn.Conv2d(outputs, outputs, 3, padding=1), nn.BatchNorm2d(outputs), nn.ReLU())
+
+        self.down = nn.ModuleList([block(3, channels), block(channels, 2 * channels)])
+        self.middle = block(2 * channels, 4 * channels)
+        self.widen = nn.ModuleList([nn.ConvTranspose2d(2 * n * channels, n * channels, 2, stride=2) for n in (2, 1)])
+        self.up = nn.ModuleList([block(4 * channels, 2 * channels), block(2 * channels, channels)])
+        self.head = nn.Conv2d(channels, 1, 1)
+
+    def forward(self, x: Tensor) -> Any:
+        skips = []
+        for block in self.down:
+            x = block(x)
+            skips.append(x)
+            x = nn.functional.max_pool2d(x, 2)
+        x = self.middle(x)
+        for widen, block in zip(self.widen, self.up, strict=True):
+            x = block(torch.cat([widen(x), skips.pop()], dim=1))
+        return self.head(x)
+
+
+def unet_job() -> TrainingJob:
+    """Most of the gradients' bytes lie in the middle of backward."""
+
+    def make(step: int, rank: int) -> tuple[Tensor, Tensor]:
+        generator = torch.Generator().manual_seed(1000 * step + rank)
+        images = torch.randn(4, 3, PIXELS, PIXELS, generator=generator)
+        return images, images.mean(1, keepdim=True)
+
+    def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        return nn.functional.mse_loss(model(batch[0]), batch[1])
+
+    return TrainingJob(model=_UNet(), loss=loss, batch=make, optimizer=_adamw)
+
+
+def _perceptron(widths: list[int]) -> TrainingJob:
+    layers: list[nn.Module] = []
+    for inputs, outputs in pairwise(widths):
+        layers += [nn.Linear(inputs, outputs), nn.ReLU()]
+
+    def make(step: int, rank: int) -> tuple[Tensor, Tensor]:
+        generator = torch.Generator().manual_seed(1000 * step + rank)
+        return torch.randn(64, widths[0], generator=generator), torch.randint(10, (64,), generator=generator)
+
+    def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        return nn.functional.cross_entropy(model(batch[0]), batch[1])
+
+    return TrainingJob(model=nn.Sequential(*layers[:-1]), loss=loss, batch=make, optimizer=_sgd)
+
+
+def wide_job() -> TrainingJob:
+    """3.7 million parameters in six gradients."""
+    return _perceptron([784, 1536, 1536, 10])
+
+
+def deep_job() -> TrainingJob:
+    """2.3 million parameters in 66 gradients."""
+    return _perceptron([256] + 32 * [268] + [10])

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from benchmarks.marked import replace_part
-from benchmarks.truth.cells import Cell, Result
+from benchmarks.truth.cells import Cell, Result, Seen
 from planner.comparison.variants import NO_COMMUNICATION
 
 WORTH_HIDING = 0.1
@@ -32,6 +32,9 @@ class Kind:
     p95_error: float
     rivals: str
     """What the chosen plan is held against."""
+    user_error: float = 0.05
+    """Of predictions as users have them; see `Seen.user_us`."""
+    user_p95: float = 0.12
     hides: bool = True
     """Whether the chosen plan sends as many bytes as `single`, so that what it hides can be told from the two."""
 
@@ -101,6 +104,19 @@ def summary(results: Sequence[Result]) -> Iterator[str]:
         (f"cells where the chosen plan is slower than {kind.rivals}", str(len(slower)), "0", not slower),
         ("lost by trusting the prediction, mean", f"{np.mean([lost(r) for r in results]):.1%}", "", True),
     ]
+    ours = np.abs([one.user_us / one.measured_us - 1.0 for one in _seen_by_users(results) if one.user_us])
+    if ours.size:
+        bare = [one.user_us / one.measured_us - 1.0 for one in _seen_by_users(results, bare=True) if one.user_us]
+        for what, found, most in (
+            ("mean absolute error", float(ours.mean()), kind.user_error),
+            ("95th percentile", float(np.quantile(ours, 0.95)), kind.user_p95),
+        ):
+            rows.append((f"as users have it: {what}", f"{found:.1%}", f"≤ {most:.0%}", found <= most))
+        rows.append(("as users have it: the bare loop", f"{min(bare):+.1%} to {max(bare):+.1%}", "", True))
+    ratios = [result.user_against_best_ddp[0] for result in results if result.user_against_best_ddp]
+    if ratios:
+        middle = float(np.median(ratios))
+        rows.append((f"a user's plan / {kind.rivals}, median", f"{middle:.3f}", "≤ 1.00", middle <= 1.0))
     if taus:
         rank = float(np.mean(taus))
         rows.append(("Kendall's τ beyond the noise, mean", f"{rank:.2f}", f"≥ {TAU}", rank >= TAU))
@@ -111,6 +127,12 @@ def summary(results: Sequence[Result]) -> Iterator[str]:
     yield "| --- | --- | --- | --- |"
     for what, measured, target, met in rows:
         yield f"| {what} | {measured} | {target} | {'yes' if met else '**no**'} |"
+
+
+def _seen_by_users(results: Sequence[Result], *, bare: bool = False) -> Iterator[Seen]:
+    """Plans, or the bare loops."""
+    for result in results:
+        yield from (seen for seen in result.seen if (seen.name == NO_COMMUNICATION) == bare)
 
 
 def group_lines(results: Sequence[Result]) -> Iterator[str]:
@@ -151,16 +173,17 @@ def cell_lines(results: Sequence[Result]) -> Iterator[str]:
 
 def plan_lines(results: Sequence[Result]) -> Iterator[str]:
     """One row per plan of each cell."""
-    yield "| cell | plan | buckets | predicted (ms) | measured (ms) | 95 % interval | error |"
-    yield "| --- " * 7 + "|"
+    yield "| cell | plan | buckets | predicted (ms) | measured (ms) | 95 % interval | error | as users have it |"
+    yield "| --- " * 8 + "|"
     for result in results:
         for seen in result.seen:
             low, high = (value / 1e3 for value in seen.ci95_us)
             of_plan = seen.name != NO_COMMUNICATION
             predicted, error = (f"{seen.predicted_us / 1e3:.2f}", f"{seen.error:+.1%}") if of_plan else ("", "")
+            users = "" if seen.user_us is None else f"{seen.user_us / seen.measured_us - 1.0:+.1%}"
             yield (
                 f"| {result.cell.key} | {seen.name} | {seen.buckets or ''} | {predicted} | "
-                f"{seen.measured_us / 1e3:.2f} | {low:.2f} to {high:.2f} | {error} |"
+                f"{seen.measured_us / 1e3:.2f} | {low:.2f} to {high:.2f} | {error} | {users} |"
             )
 
 

@@ -28,7 +28,7 @@ class Transfers(dist.Work):
 
     def __init__(self, gets: Sequence[Tensor], gives: Sequence[Tensor], group: dist.ProcessGroup) -> None:
         super().__init__()
-        self._future: torch.futures.Future[Any] = torch.futures.Future()
+        self._future: torch.futures.Future[Any] | None = None
         self._over = threading.Event()
         self._error: RuntimeError | None = None
         rank, ranks = group.rank(), len(gets)
@@ -37,31 +37,34 @@ class Transfers(dist.Work):
         self._works = [receive(group, gets[peer], peer) for peer in before if gets[peer].numel()]
         self._works += [send(group, gives[peer], peer) for peer in behind if gives[peer].numel()]
         gets[rank].copy_(gives[rank])
-        _waiters.call(self._finish)
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Return when all parts have come and gone. Raises what the backend raised, or DistNetworkError."""
-        if not self._over.wait(None if timeout is None else timeout.total_seconds()):
+        if self._future is None:  # a thread that waits anyway: another one between would cost a wake-up
+            self._finish(timeout)
+        elif not self._over.wait(None if timeout is None else timeout.total_seconds()):
             raise dist.DistNetworkError(f"sends and receives did not end within {timeout}")
         if self._error is not None:
             raise self._error
         return True
 
     def get_future(self) -> torch.futures.Future[Any]:
-        """Return what is done when `wait` would return."""
+        """Return what is done when `wait` would return; from now on another thread waits."""
+        if self._future is None:
+            self._future = torch.futures.Future()
+            _waiters.call(self._finish)
         return self._future
 
-    def is_completed(self) -> bool:
-        return self._over.is_set()
-
-    def _finish(self) -> None:
+    def _finish(self, timeout: timedelta | None = None) -> None:
         try:
             for work in self._works:
-                wait_for(work)
+                wait_for(work, timeout)
         except RuntimeError as error:
             self._error = error
         self._works.clear()
         self._over.set()  # before callbacks, so that who waits goes on beside them
+        if self._future is None:
+            return
         if self._error is None:
             self._future.set_result(None)
         else:
