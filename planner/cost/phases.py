@@ -102,9 +102,14 @@ def phase_of(
     return Phase(name=collective, link=link, curve=curve, share=share)
 
 
-def measured_curve(cluster: Cluster, key: str) -> CostCurve | None:
-    """Return what the cluster has measured under a key of `samples` and `collectives`: samples before a fitted line."""
+def measured_curve(cluster: Cluster, key: str, *, queued: bool = False) -> CostCurve | None:
+    """Return what the cluster has measured under a key of `samples` and `collectives`: samples before a fitted line.
+
+    `queued`: of `back_to_back` before these.
+    """
     samples, line = (cluster.samples or {}).get(key), (cluster.collectives or {}).get(key)
+    if queued:
+        samples = (cluster.back_to_back or {}).get(key, samples)
     fitted = None if line is None else Coefficients.of(line)
     if samples is not None:
         return CostCurve.from_samples(samples, fitted)
@@ -116,10 +121,12 @@ def flat_link(cluster: Cluster) -> LinkName:
     return "inter" if cluster.nodes > 1 else "intra"
 
 
-def measured_flat(cluster: Cluster, collective: str) -> CostCurve | None:
-    """Return what was measured over all ranks; with one kind of link, also under that link's key."""
+def measured_flat(cluster: Cluster, collective: str, *, queued: bool = False) -> CostCurve | None:
+    """Return what was measured over all ranks; with one kind of link, also under that link's key. `queued`: see
+    `measured_curve`.
+    """
     one_link = 1 in (cluster.nodes, cluster.ranks_per_node)
-    return measured_curve(cluster, collective) or (
+    return measured_curve(cluster, collective, queued=queued) or (
         measured_curve(cluster, f"{flat_link(cluster)}/{collective}") if one_link else None
     )
 

@@ -55,7 +55,7 @@ def flat(cluster: Cluster, otherwise: Link | None = None) -> tuple[SparsePhase, 
     ranks, name = cluster.ranks, flat_link(cluster)
     if ranks == 1:
         return ()
-    curve = measured_flat(cluster, "all_gather")
+    curve = measured_flat(cluster, "all_gather", queued=True)
     if curve is None:
         link = link_of(cluster, name, otherwise)
         curve = CostCurve.from_line(collective_cost("all_gather/recursive_doubling", ranks, link))

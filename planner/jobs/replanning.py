@@ -36,7 +36,7 @@ from planner.documents.profile import (
     load_profile,
 )
 from planner.profile.compute import RankTimes, combine, rank_times
-from planner.profile.links import fit, measure_all_reduce
+from planner.profile.links import fit, measure_queued
 from planner.profile.progress import Progress
 from planner.profile.step import refuse_alike
 from runtime.checks.plan import dtype_name
@@ -130,7 +130,7 @@ def replan(
     device = next(iter(session.parameters.values())).device
     size_bytes = min(LARGEST_BYTES, sum(p.numel() * p.element_size() for p in session.parameters.values()))
     with session.world.error_context("timing the all-reduce"):
-        curves = measure_all_reduce(session.world, device, size_bytes, Progress(), LONGEST_S, BUDGET_S)
+        curves = measure_queued("all_reduce", session.world, device, size_bytes, Progress(), LONGEST_S, BUDGET_S)
     decided: tuple[Plan | None, str | None] = (None, None)
     if session.world.rank == 0:
         try:

@@ -31,8 +31,9 @@ from planner.cost.collectives import Coefficients, solve_link
 from planner.documents.profile import Line, Link, Sample
 from planner.profile.progress import Progress
 from runtime.comm.collectives import COLLECTIVES
+from runtime.comm.collectives.direct import Packed
 from runtime.comm.collectives.phases import bounds, gather, reduce_scatter
-from runtime.comm.communicator import CommTiming, make_communicator
+from runtime.comm.communicator import CommTiming, Payload, make_communicator
 from runtime.comm.world import World, first_line
 from runtime.core.buckets import BucketBuffer, Message, Slot, lay_out
 from runtime.delay.server import Shard
@@ -96,22 +97,23 @@ def message_sizes(model_bytes: int, ratio: int, smallest_bytes: int = SMALLEST_B
     return [*sizes, model_bytes] if model_bytes > sizes[-1] else sizes
 
 
-def measure_all_reduce(
-    world: World, device: torch.device, model_bytes: int, progress: Progress, longest_s: float, budget_s: float,
-    smallest_bytes: int = SMALLEST_BYTES,
+def measure_queued(
+    name: str, world: World, device: torch.device, model_bytes: int, progress: Progress, longest_s: float,
+    budget_s: float, smallest_bytes: int = SMALLEST_BYTES,
 ) -> tuple[Curve, Curve]:  # fmt: skip
-    """Time the runtime's all-reduce as sessions use it: (calls alone, calls that queue behind one another).
+    """Time the runtime's all-reduce or all-gather as sessions use it: (calls alone, calls that queue behind one
+    another).
 
     Alone means right after a barrier, when all ranks are there and their threads awake. In a step they are not: after
     a computation a message takes about as long as one in a queue.
     """
-    fine, limits = message_sizes(model_bytes, 2, smallest_bytes), (longest_s, budget_s)
-    with closing(_AllReduceProbe(world, device, fine[-1])) as probe:
-        alone = undisturbed(_curve(world, device, fine, probe.run, progress, "all_reduce", *limits))
+    sizes, limits = message_sizes(model_bytes, _RATIOS.get(name, 4), smallest_bytes), (longest_s, budget_s)
+    with closing(_QueueProbe(name, world, device, sizes[-1])) as probe:
+        alone = undisturbed(_curve(world, device, sizes, probe.run, progress, name, *limits))
         short = max(1, sum(time_us <= QUEUED_US for _, time_us in alone))
         least, most = QUEUED_CALLS
         calls = {int(size): max(least, min(most, round(QUEUE_US / time_us))) for size, time_us in alone[:short]}
-        queue, what = (lambda size: probe.run(size, calls[size])), "all_reduce back to back"
+        queue, what = (lambda size: probe.run(size, calls[size])), f"{name} back to back"
         queues = _curve(world, device, list(calls), queue, progress, what, *limits)
         queued = [(size, time_us / calls[int(size)]) for size, time_us in queues]
         more_us = max(0.0, queued[-1][1] - dict(alone)[queued[-1][0]])
@@ -123,15 +125,15 @@ def measure_links(
     world: World, device: torch.device, model_bytes: int, progress: Progress, names: Sequence[str], longest_s: float,
     smallest_bytes: int = SMALLEST_BYTES,
 ) -> LinkTimes:  # fmt: skip
-    """Time collectives over all ranks, by name; the all-reduce through the runtime's communicator, alone and in a
-    queue. Each takes at most `longest_s`; messages begin with `smallest_bytes`.
+    """Time collectives over all ranks, by name; those that buckets are sent by through the runtime's communicator,
+    alone and in a queue. Each takes at most `longest_s`; messages begin with `smallest_bytes`.
     """
     samples: dict[str, Curve] = {}
     queues: dict[str, Curve] = {}
     for name in names:
-        if name == "all_reduce":
-            samples[name], queues[name] = measure_all_reduce(
-                world, device, model_bytes, progress, longest_s, BUDGET_S, smallest_bytes
+        if name in _QUEUED:
+            samples[name], queues[name] = measure_queued(
+                name, world, device, model_bytes, progress, longest_s, BUDGET_S, smallest_bytes
             )
         else:
             make = _bind(_LIBRARY[name], world, device)
@@ -159,7 +161,7 @@ def measure_part(
     Times are those of the slowest part.
     """
     sizes = message_sizes(largest_bytes, 4)
-    with closing(_AllReduceProbe(part, device, sizes[-1])) as probe:
+    with closing(_QueueProbe("all_reduce", part, device, sizes[-1])) as probe:
         makers = {"all_reduce": probe.run, **{name: _bind(make, part, device) for name, make in _LIBRARY.items()}}
         if kind == "intra":
             makers["reduce_scatter"] = _bind(_scatter, part, device)  # between nodes gradients are pushed
@@ -231,27 +233,38 @@ def _bind(make: _Maker, world: World, device: torch.device) -> Callable[[int], R
     return lambda size: make(world, device, size)
 
 
-class _AllReduceProbe:
-    """Sends buckets as a session does; messages of all sizes lie in one piece of memory, which is as large as one."""
+_QUEUED = {"all_reduce": ("all_reduce", "library"), "all_gather": ("sparse", "flat")}
+"""What buckets are sent by, with their entries in the registry."""
+_RATIOS = {"all_reduce": 2}
+"""Of neighbouring sizes, where it is not 4."""
 
-    def __init__(self, world: World, device: torch.device, largest_bytes: int) -> None:
+
+class _QueueProbe:
+    """Sends messages as a session does; those of all sizes lie in one piece of memory, which is as large as one."""
+
+    def __init__(self, name: str, world: World, device: torch.device, largest_bytes: int) -> None:
+        self._gathers, self._ranks = name == "all_gather", world.ranks
         self._memory = torch.zeros(max(1, largest_bytes // 4), device=device)
-        self._communicator = make_communicator(world, [COLLECTIVES[("all_reduce", "library")]], device)
+        self._communicator = make_communicator(world, [COLLECTIVES[_QUEUED[name]]], device)
         self.close = self._communicator.close
 
-    def _bucket(self, size_bytes: int, place: int) -> BucketBuffer:
+    def _payload(self, size_bytes: int, place: int) -> Payload:
         numel = max(1, size_bytes // 4)
         places = max(1, self._memory.numel() // numel)
         start = place % places * numel
-        return _as_bucket(self._memory[start : start + numel], size_bytes)
+        part = self._memory[start : start + numel]
+        if not self._gathers:
+            return _as_bucket(part, size_bytes).payload
+        own = part[: max(1, numel // self._ranks)]
+        return Payload(0, f"gathers of {size_bytes} bytes", [Packed(own, own.new_empty(self._ranks * own.numel()))])
 
     def run(self, size_bytes: int, calls: int = 1) -> Run:
         """Return what sends so many messages that queue behind one another."""
-        buckets = [self._bucket(size_bytes, place) for place in range(calls)]
+        payloads = [self._payload(size_bytes, place) for place in range(calls)]
 
         def send() -> None:
-            for bucket in buckets:
-                self._communicator.launch(bucket.payload, CommTiming())
+            for payload in payloads:
+                self._communicator.launch(payload, CommTiming())
             self._communicator.wait()
 
         return send

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -12,10 +13,11 @@ from builders import cluster_document
 from hypothesis import given
 from hypothesis import strategies as st
 
+from planner.cost import sparse
 from planner.cost.collectives import COLLECTIVE_COSTS, Coefficients, collective_cost, solve_link
 from planner.cost.curve import CostCurve, fit_line, merge_duplicates
 from planner.cost.model import CommunicationCost, communication_cost, resize
-from planner.documents.profile import Link, parse_cluster
+from planner.documents.profile import Cluster, Link, parse_cluster
 from runtime.errors import InputError
 
 LINK = Link(alpha_us=10.0, beta_us_per_byte=0.5, gamma_us_per_byte=0.25)
@@ -248,3 +250,12 @@ def test_no_cost_says_what_to_measure() -> None:
 
 def test_huge_messages_stay_finite() -> None:
     assert math.isfinite(cost(line=(1e15, 1e12)).all_reduce.at(2.0**60))
+
+
+def test_gathers_of_compressed_buckets_cost_what_they_do_in_a_queue() -> None:
+    alone, queued = (((1024.0, each), (4096.0, 2.0 * each)) for each in (500.0, 800.0))
+    described = Cluster(nodes=4, samples={"all_gather": alone}, back_to_back={"all_gather": queued})
+    [phase] = sparse.flat(described)
+    assert phase.curve.at(1024) == 800.0
+    [phase] = sparse.flat(replace(described, back_to_back=None))
+    assert phase.curve.at(1024) == 500.0
