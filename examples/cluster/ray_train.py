@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import os
 import sys
+import tempfile
+from pathlib import Path
 from typing import Any
 
 import ray
 import ray.train
 import torch
 import torch.distributed as dist
-from ray.train import RunConfig, ScalingConfig
+from ray.train import Checkpoint, RunConfig, ScalingConfig
 from ray.train.torch import TorchTrainer, get_device, prepare_model
 from torch import nn
 from torch.nn.functional import cross_entropy
@@ -44,7 +46,11 @@ def train(settings: dict[str, Any]) -> None:
         loss.backward()
         optimizer.step()
     weights = sum(p.detach().double().sum().item() for p in model.parameters())
-    ray.train.report({"loss": loss.item(), "weights": weights, "exchanges": session.step if session else 0})
+    metrics = {"loss": loss.item(), "weights": weights, "exchanges": session.step if session else 0}
+    with tempfile.TemporaryDirectory() as folder:
+        torch.save(model.state_dict(), Path(folder) / "model.pt")
+        # Ray hands metrics back with a checkpoint alone; all ranks hold the same model.
+        ray.train.report(metrics, checkpoint=Checkpoint.from_directory(folder) if dist.get_rank() == 0 else None)
 
 
 def main(folder: str) -> None:
