@@ -13,7 +13,7 @@ from numpy.typing import ArrayLike, NDArray
 from planner.cost import nccl
 from planner.cost.collectives import Coefficients, collective_cost, solve_link
 from planner.cost.curve import CostCurve, fit_line
-from planner.documents.profile import Cluster, Contention, Link, SizeFactors
+from planner.documents.profile import Cluster, Contention, Line, Link, Sample, SizeFactors
 from runtime.errors import InputError
 from runtime.plan.strict_json import MAX_RANKS
 
@@ -111,6 +111,42 @@ def _without_measurements_of_others(cluster: Cluster, resized: Cluster) -> Clust
     return replace(resized, samples=kept(resized.samples), collectives=kept(resized.collectives), back_to_back=None)
 
 
+def scale(cluster: Cluster, nodes: int, ranks_per_node: int) -> Cluster:
+    """Return a cluster of so many nodes with the all-reduce that was measured on this one, scaled to its ranks.
+
+    Each measured time is multiplied by what the published formula of the algorithm gives for its size on the new ranks
+    over what it gives on the old ones, so that a curve keeps its shape. Holds while messages pass through the same kind
+    of link. Other collectives are left out. Costs are then marked as extrapolated.
+
+    Raises InputError: no all-reduce was measured, or on one rank.
+    """
+    key = _measured_key(cluster)
+    if cluster.ranks == 1 or _measured(cluster, key) is None:
+        raise InputError(
+            f"cluster {cluster.name or '(unnamed)'}: found no all-reduce that was measured on two ranks or more, "
+            f"expected one to scale; measure it with `planner profile`"
+        )
+    formula, ranks = f"all_reduce/{cluster.all_reduce_algorithm}", nodes * ranks_per_node
+    link = _implied_link(cluster, formula, key) or Link(alpha_us=0.0, beta_us_per_byte=0.0)
+    before, after = collective_cost(formula, cluster.ranks, link), collective_cost(formula, ranks, link)
+
+    def scaled(sample: Sample) -> Sample:
+        size_bytes, time_us = sample
+        before_us = before.start_up_us + before.per_byte_us * size_bytes
+        factor = (after.start_up_us + after.per_byte_us * size_bytes) / before_us if before_us > 0.0 else 1.0
+        return size_bytes, round(time_us * factor, 3)
+
+    def of(curves: dict[str, tuple[Sample, ...]] | None) -> dict[str, tuple[Sample, ...]] | None:
+        return None if curves is None or key not in curves else {"all_reduce": tuple(map(scaled, curves[key]))}
+
+    line = Line(alpha_us=after.start_up_us, beta_us_per_byte=after.per_byte_us)
+    return replace(
+        cluster, nodes=nodes, ranks_per_node=ranks_per_node, samples=of(cluster.samples),
+        back_to_back=of(cluster.back_to_back), collectives={"all_reduce": line},
+        scaled_from=cluster.scaled_from or cluster.ranks,
+    )  # fmt: skip
+
+
 def communication_cost(cluster: Cluster, ranks: int | None = None) -> CommunicationCost:
     """Return the cost of communication on `cluster`, resized to `ranks` where given.
 
@@ -137,7 +173,10 @@ def communication_cost(cluster: Cluster, ranks: int | None = None) -> Communicat
         if measured is not None:
             curve, source = measured
             implied = _implied_link(cluster, f"all_reduce/{cluster.all_reduce_algorithm}", key)
-            return CommunicationCost(cluster=target, all_reduce=curve, source=source, link=implied)
+            return CommunicationCost(
+                cluster=target, all_reduce=curve, source=source, link=implied,
+                extrapolated=cluster.scaled_from is not None,
+            )  # fmt: skip
     if (shape := nccl.shape_of(target)) is not None:
         shape.machine.check(target.nodes, target.ranks_per_node, f"cluster {target.name or '(unnamed)'}: $.nccl.")
         fit = shape.machine.fit
@@ -161,6 +200,7 @@ def _measured_key(cluster: Cluster) -> str:
 
 def _measured(cluster: Cluster, key: str) -> tuple[CostCurve, str] | None:
     line, where = (cluster.collectives or {}).get(key), _emulated(cluster)
+    where += "" if cluster.scaled_from is None else f", scaled from {cluster.scaled_from} ranks"
     fitted = None if line is None else Coefficients.of(line)
     # Calls in a queue before calls alone: in a step ranks have not just met at a barrier.
     for curves, how in ((cluster.back_to_back, ", back to back"), (cluster.samples, "")):

@@ -339,6 +339,8 @@ class Cluster(Document):
     """The riskiest class of plans whose costs were measured; absent where that is not known."""
     emulated: Emulated | None = None
     """As in the profile's world; the name then is what was emulated."""
+    scaled_from: Ranks | None = None
+    """On how many ranks the collectives were measured, where they were scaled to these."""
     source: str | None = None
     """Who measured it, where it was published, and how each constant was obtained."""
     notes: tuple[str, ...] | None = None

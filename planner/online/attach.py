@@ -116,7 +116,9 @@ def attach(
     Without a plan training begins with the buckets of DistributedDataParallel. Steps are measured as they are, beside
     few messages of its own; another process of rank 0 decides; the new plan is tried against the present one in
     interleaved blocks of steps, and the faster one stays. What was found is remembered for the next run with this
-    model, torch and cluster, and looked for again where steps become longer or shorter. Results are DDP's throughout.
+    model, torch and cluster, and looked for again where steps become longer or shorter. Where the last run differed in
+    its number of ranks alone, its measurements are scaled to this one, and their plan is the first to be tried. Results
+    are DDP's throughout.
 
     PLANNER=off in the environment keeps to DDP's buckets, PLANNER=report says what it would do and never switches;
     PLANNER_CACHE is the folder of what is remembered. Rank 0's count.
@@ -156,7 +158,9 @@ def attach(
     )  # fmt: skip
     if session.world.ranks > 1:
         session.recorder.each_gradient = True  # in the first step, whose order DDP's buckets follow
-        session.director = session.pilot = Pilot(session, beginning.opening, beginning.cache, watches=drift)
+        session.director = session.pilot = Pilot(
+            session, beginning.opening, beginning.cache, beginning.other, watches=drift
+        )
     return session
 
 
@@ -192,6 +196,8 @@ class _Beginning:
     plan: Plan
     opening: Opening
     cache: Cache | None
+    other: Remembered | None
+    """On rank 0, what a run on another number of ranks left."""
 
 
 def _begin(
@@ -227,12 +233,14 @@ def _begin(
             cores=os.cpu_count() or 0, torch=torch.__version__, planner=__version__, accuracy=accuracy, allow=allow,
         )  # fmt: skip
         found: Remembered | None = None
+        other: Remembered | None = None
         if world.rank == 0 and world.ranks > 1:
-            cache, found = _read_cache(key)
-        answer: tuple[str, Key, object] = world.gather(
-            (way, key, None if found is None else found.to_document()), "asking what rank 0 remembers"
+            cache, found, other = _read_cache(key)
+        answer: tuple[str, Key, object, int | None] = world.gather(
+            (way, key, found.to_document() if found else None, other.key.ranks if other else None),
+            "asking what rank 0 remembers",
         )[0]
-    chosen, key, document = answer
+    chosen, key, document, measured_on = answer
     remembered = None
     if document is not None and chosen == "auto":
         remembered = found or parse_remembered(document, key, "rank 0's cache")
@@ -241,17 +249,23 @@ def _begin(
     first = ddp_plan(parameters, list(reversed(parameters)), reference, where)
     return _Beginning(
         plan=first if remembered is None else remembered.plan,
-        opening=Opening(way=chosen, key=key, remembered=remembered, allow=allow),  # type: ignore[arg-type]
+        opening=Opening(
+            way=chosen, key=key, remembered=remembered, measured_on=measured_on, allow=allow,  # type: ignore[arg-type]
+        ),
         cache=cache,
-    )
+        other=other,
+    )  # fmt: skip
 
 
-def _read_cache(key: Key) -> tuple[Cache | None, Remembered | None]:
-    """Return rank 0's cache and what it holds; where it cannot be used that is said once, and training goes on."""
+def _read_cache(key: Key) -> tuple[Cache | None, Remembered | None, Remembered | None]:
+    """Return rank 0's cache, what it holds, and where that is nothing what it holds for another number of ranks; where
+    it cannot be used that is said once, and training goes on.
+    """
     cache: Cache | None = None
     try:
         cache = Cache(cache_folder())
-        return cache, cache.read(key)
+        found = cache.read(key)
+        return cache, found, cache.read_other_ranks(key) if found is None else None
     except (PlannerError, OSError) as error:
         warnings.warn(f"what earlier runs found is not used: {error}", CacheWarning, stacklevel=2)
-        return cache, None
+        return cache, None, None

@@ -60,9 +60,26 @@ class Key(Record):
     allow: tuple[Name, ...] = ()
 
     @property
+    def alike(self) -> dict[str, Any]:
+        """What runs have in common of which each can use the other's measurements, scaled to its number of ranks: all
+        but that number, and the link that messages pass through, which is that of one node or leads between nodes.
+        """
+        fields: dict[str, Any] = dump(self)
+        ranks, nodes = fields.pop("ranks"), fields.pop("nodes")
+        return {**fields, "ranks_per_node": None if nodes == 1 else ranks // nodes}
+
+    @property
+    def file_names(self) -> str:
+        """How the names of the files begin of all runs that are alike."""
+        return _digest(self.alike)
+
+    @property
     def file_name(self) -> str:
-        text = json.dumps(dump(self), sort_keys=True)
-        return hashlib.sha256(text.encode()).hexdigest()[:40] + ".json"
+        return f"{self.file_names}{_digest(dump(self))}.json"
+
+
+def _digest(fields: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()[:20]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,11 +117,15 @@ class Remembered:
         return document
 
 
-def parse_remembered(document: Any, key: Key, where: str) -> Remembered:
-    """Check a parsed file. Raises InputError: it is none of this schema, or of another model, torch, cluster or class;
-    its plan or profile is wrong.
+def parse_remembered(document: Any, key: Key, where: str, *, any_ranks: bool = False) -> Remembered:
+    """Check a parsed file; `any_ranks`: of this run's number of ranks or another.
+
+    Raises InputError: it is none of this schema, or of another model, torch, cluster or class; its plan or profile is
+        wrong.
     """
     entry = validate(Entry, check_schema(document, SCHEMA, where), where, hint=HINT)
+    if any_ranks and entry.key.alike == key.alike:
+        key = entry.key
     if entry.key != key:
         differ = [name for name, value in vars(key).items() if getattr(entry.key, name) != value]
         raise InputError(
@@ -146,6 +167,22 @@ class Cache:
         with suppress(OSError):  # of a folder that may only be read
             os.utime(path)
         return found
+
+    def read_other_ranks(self, key: Key) -> Remembered | None:
+        """Return what was used last of runs that differ from this one in their number of ranks, if it has measurements.
+
+        The last one, not the nearest: where ranks were lost or added, the run before this one is it.
+        """
+        found = []
+        with suppress(OSError):
+            for entry in os.scandir(self.folder):
+                if entry.name.startswith(key.file_names) and NAME.fullmatch(entry.name):
+                    found.append((entry.stat().st_mtime, entry.path))
+        for _, path in sorted(found, reverse=True):
+            other = parse_remembered(read_json(path), key, path, any_ranks=True)
+            if other.profile is not None and other.key.ranks != key.ranks:
+                return other
+        return None
 
     def write(self, remembered: Remembered) -> Path:
         """Write whole or not at all, then make room."""

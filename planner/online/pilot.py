@@ -10,11 +10,12 @@ import math
 import statistics
 import warnings
 import weakref
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any, Literal, TypeVar
 
+from planner.cost.model import scale
 from planner.documents.profile import Contention, Profile
 from planner.documents.text import pluralize
 from planner.online.cache import Cache, Key, Remembered
@@ -74,6 +75,8 @@ class Opening:
     key: Key
     remembered: Remembered | None
     """What an earlier run on rank 0's machine left."""
+    measured_on: int | None = None
+    """Of how many ranks the run was whose measurements are scaled, where nothing is remembered for as many as these."""
     allow: tuple[str, ...] = ()
 
 
@@ -84,6 +87,8 @@ class Pilot:
     session: Session
     opening: Opening
     cache: Cache | None
+    other: Remembered | None = None
+    """What that run on another number of ranks left; on rank 0."""
     watches: bool = True
     """Whether to plan again where steps drift."""
     story: list[str] = field(default_factory=list)
@@ -132,6 +137,8 @@ class Pilot:
             yield from self._wait(1)
             if self.opening.way == "off":
                 return
+            if self.opening.way == "auto" and self.opening.measured_on is not None:
+                yield from self._try_scaled()
             yield from self._improve()
         else:
             reference_us = self.opening.remembered.step_us
@@ -177,6 +184,24 @@ class Pilot:
         """Return the median of so many last steps; where the recorder was begun anew and has none, a usual time."""
         return statistics.median(self._intervals_us()[-last:] or [USUAL_STEP_US])
 
+    def _try_scaled(self) -> Steps[None]:
+        """Try the plan that measurements on another number of ranks give for this one, before any are taken here."""
+        key = self.opening.key
+
+        def scaled() -> Profile:
+            assert self.other is not None
+            assert self.other.profile is not None
+            assert self.other.profile.cluster is not None
+            cluster = scale(self.other.profile.cluster, key.nodes, key.ranks // key.nodes)
+            return replace(self.other.profile, cluster=cluster)
+
+        self.tell(f"measured by an earlier run on {pluralize(self.opening.measured_on or 0, 'rank')}, extrapolated to "
+                  f"{key.ranks}, until it is measured here", aloud=True)  # fmt: skip
+        plan = yield from self._decide(scaled, {_digest(self._present)})
+        if plan is not None:
+            yield from self._wait(max(0, WARM_UP_STEPS - self.session.step))
+            yield from self._try(plan)
+
     def _improve(self) -> Steps[None]:
         """Measure the present plan's steps, decide, and keep what is faster."""
         self.session.recorder.each_gradient = True
@@ -190,8 +215,13 @@ class Pilot:
         tried, self._doubt = {_digest(self._present)}, 0.0
         contention: Contention | None = None
         seen: list[Seen] = []
+
+        def measured() -> Profile:
+            self._profile = make_profile(self.session, samples, curve, contention)
+            return self._profile
+
         for _ in range(MOST_TRIALS):
-            plan = yield from self._decide(samples, curve, contention, tried)
+            plan = yield from self._decide(measured, tried)
             if plan is None or self.opening.way == "report":
                 break
             tried.add(_digest(plan))
@@ -238,19 +268,17 @@ class Pilot:
                   f"others: {spent_us / 1e3:.0f} ms, {share:.1%} of their time")  # fmt: skip
         return samples, curve
 
-    def _decide(
-        self, samples: Sequence[RankSample], curve: Curve, contention: Contention | None, tried: set[str]
-    ) -> Steps[Plan | None]:
+    def _decide(self, profile: Callable[[], Profile], tried: set[str]) -> Steps[Plan | None]:
         """Return rank 0's plan where it is worth a trial, on all ranks alike; training goes on meanwhile.
 
-        `tried` are digests of the present plan and of those that were tried.
+        `profile` is what it is decided on, called on rank 0 alone; `tried` are digests of the present plan and of those
+        that were tried.
         """
         problem: str | None = None
         if self.session.world.rank == 0:
             try:
-                self._profile = make_profile(self.session, samples, curve, contention)
                 request = {
-                    "profile": self._profile.to_document(), "accuracy": self.opening.key.accuracy,
+                    "profile": profile().to_document(), "accuracy": self.opening.key.accuracy,
                     "allow": list(self.opening.allow), "present": names_of(self._present.buckets),
                 }  # fmt: skip
                 self._decision = Decision(request)
@@ -275,6 +303,8 @@ class Pilot:
         )
         if _digest(plan) in tried:
             self.tell(f"{words}: it is the present one, or has been tried", aloud=self.opening.way == "report")
+            if _digest(plan) == _digest(self._present) and _extrapolated(self._present):
+                self._switch(plan)  # the same buckets, with what was measured here
             return None
         self._expected = 1.0 - predicted_us / present_us
         if self._expected < WORTH_TRYING + self._doubt:
@@ -361,6 +391,10 @@ class Pilot:
         except (PlannerError, OSError) as error:
             self.cache = None
             warnings.warn(f"the plan is not remembered: {error}", CacheWarning, stacklevel=2)
+
+
+def _extrapolated(plan: Plan) -> bool:
+    return plan.predicted is not None and plan.predicted.extrapolated is True
 
 
 def _sizes(plan: Plan) -> list[int]:

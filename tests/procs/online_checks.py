@@ -405,6 +405,39 @@ def remember(folder: Path, net: nn.Module, plan: Plan, step_us: float) -> None:
     Cache(folder).write(Remembered(key=wanted, plan=known, profile=None, step_us=step_us, story=()))
 
 
+def other_ranks(folder: str, measured_on: int | None, good: bool = True) -> dict[str, bool]:
+    """A run whose cache is empty; or one that finds there what a run on so many ranks measured, and tries its plan."""
+    torch.set_num_threads(1)
+    reference = with_ddp(mlp())
+    steps(reference, range(150))
+    expected = outcome(reference)
+    reference.close()
+    mine = folder if dist.get_rank() == 0 else f"{folder}/of_rank_{dist.get_rank()}"
+    with hurried(good), mock.patch.dict(os.environ, {"PLANNER_CACHE": mine}):
+        side = online(drift=False)
+        session = session_of(side)
+        results = {"begins with DDP's": len(session.plan.buckets) == 1}
+        marks = []
+        for step in range(150):
+            steps(side, range(step, step + 1))
+            marks.append(session.plan.predicted is not None and session.plan.predicted.extrapolated is True)
+        story = session.pilot.story if session.pilot else []
+        results |= compare(expected, outcome(side), tolerance=1e-5) | {"alike": ranks_agree([story, marks])}
+        says = f"measured by an earlier run on {measured_on} ranks, extrapolated to 2, until it is measured here"
+        results[f"said: {story}"] = any(says in line for line in story) == (measured_on is not None)
+        # What has won is not tried again; what has lost is, once it is decided on what was measured here.
+        tried = sum("it is tried" in line for line in story)
+        results[f"tried: {tried}"] = tried == (2 if measured_on is not None and not good else 1)
+        results["marked in its trial"] = any(marks) == (measured_on is not None)
+        results["not marked once it is measured here"] = not marks[-1]
+        results["kept where it is faster"] = (len(session.plan.buckets) == 6) == good
+        side.close()
+        again = online(drift=False)
+        results["the next run knows"] = session_of(again).plan.buckets == session.plan.buckets
+        again.close()
+    return results
+
+
 CHECKS: dict[str, Callable[[], dict[str, bool]]] = {
     check.__name__: check
     for check in (

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import online_checks
 import pytest
 from asked import asked_for
@@ -20,3 +22,13 @@ def test_a_run_without_a_plan(pair: list[dict[str, dict[str, bool]]], check: str
     for rank, results in enumerate(pair):
         assert results[check]
         assert not [what for what, good in results[check].items() if good is not True], rank
+
+
+@pytest.mark.parametrize("good", [True, False])
+def test_two_ranks_begin_with_what_three_measured(tmp_path: Path, good: bool) -> None:
+    folder = str(tmp_path / "cache")
+    for ranks, measured_on, kept in ((3, None, True), (2, 3, good)):
+        found = run_ranks(LocalWorld(ranks=ranks), online_checks.other_ranks, folder, measured_on, kept)
+        for rank, results in enumerate(found):
+            assert not [what for what, right in results.items() if right is not True], (ranks, rank)
+    assert len(list((tmp_path / "cache").glob("*.json"))) == 2

@@ -11,7 +11,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from runtime.comm.topology import LinkName, Topology
-from runtime.comm.transfers import Transfers
 from runtime.comm.world import Grid
 from runtime.torch_compat import all_gather_single, all_to_all_single
 
@@ -69,39 +68,23 @@ def reduce_scatter(vector: Tensor, received: Tensor, out: Tensor, group: dist.Pr
     """
     ranks, size_bytes = len(received), vector.itemsize
     limits = [bounds(vector.numel(), ranks, part) for part in range(ranks)]
+    gives = [(stop - start) * size_bytes for start, stop in limits]
+    gets = [received.shape[1] * size_bytes] * ranks
+    uneven = (gets, gives) if len(set(gives)) > 1 else ()
     # As bytes: backends know few dtypes.
     given, got = vector.view(torch.uint8), received.view(-1).view(torch.uint8)
-    if vector.device.type == "cpu":
-        rows = got.view(ranks, received.shape[1] * size_bytes)
-        yield Transfers(rows.unbind(), [given[start * size_bytes : stop * size_bytes] for start, stop in limits], group)
-    else:
-        gives = [(stop - start) * size_bytes for start, stop in limits]
-        gets = [received.shape[1] * size_bytes] * ranks
-        uneven = (gets, gives) if len(set(gives)) > 1 else ()
-        yield all_to_all_single(got, given, *uneven, group=group, async_op=True)
+    yield all_to_all_single(got, given, *uneven, group=group, async_op=True)
     add_up(list(received), out)
 
 
 def all_to_all(received: Tensor, given: Tensor, group: dist.ProcessGroup) -> Works:
     """Part r of `given` (1-D, ranks · n) goes to rank r; `received` (likewise) becomes what ranks gave this one."""
-    got, given = received.view(torch.uint8), given.view(torch.uint8)
-    if given.device.type == "cpu":
-        yield Transfers(_parts(got, group), _parts(given, group), group)
-    else:
-        yield all_to_all_single(got, given, group=group, async_op=True)
+    yield all_to_all_single(received.view(torch.uint8), given.view(torch.uint8), group=group, async_op=True)
 
 
 def gather(whole: Tensor, part: Tensor, group: dist.ProcessGroup) -> Works:
     """`whole` (1-D, ranks · n) becomes every rank's `part` (1-D, n), one after the other."""
-    whole, part = whole.view(torch.uint8), part.view(torch.uint8)
-    if part.device.type == "cpu":
-        yield Transfers(_parts(whole, group), [part] * group.size(), group)
-    else:
-        yield all_gather_single(whole, part, group=group, async_op=True)
-
-
-def _parts(of: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, ...]:
-    return of.view(group.size(), of.numel() // group.size()).unbind()
+    yield all_gather_single(whole.view(torch.uint8), part.view(torch.uint8), group=group, async_op=True)
 
 
 def add_up(rows: Sequence[Tensor], out: Tensor) -> None:

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from planner.cost import sparse
 from planner.cost.collectives import COLLECTIVE_COSTS, Coefficients, collective_cost, solve_link
 from planner.cost.curve import CostCurve, fit_line, merge_duplicates
-from planner.cost.model import CommunicationCost, communication_cost, resize
+from planner.cost.model import CommunicationCost, communication_cost, resize, scale
 from planner.documents.profile import Cluster, Link, parse_cluster
 from runtime.errors import InputError
 
@@ -216,6 +216,46 @@ def test_other_ranks_use_the_link_that_the_fit_implies(source: str) -> None:
     assert four.all_reduce.line == pytest.approx((271.56, 0.0016 / (7 / 4) * (3 / 2)))
     assert four.extrapolated
     assert four.source == "all_reduce/ring with link solved from 8 ranks"
+
+
+@given(st.integers(2, 8), st.integers(2, 8), st.floats(1.0, 1e3), st.floats(1e-4, 1.0), st.booleans())
+def test_a_scaled_line_is_the_formula_on_the_new_ranks(
+    before: int, after: int, alpha_us: float, per_byte_us: float, one_node: bool
+) -> None:
+    link = Link(alpha_us=alpha_us, beta_us_per_byte=per_byte_us)
+    start_up_us, slope = collective_cost("all_reduce/ring", before, link)
+    samples = [[size, start_up_us + slope * size] for size in (1024, 4096, 65536)]
+    shape = {"nodes": 1, "ranks_per_node": before} if one_node else {"nodes": before}
+    cluster = parse_cluster(cluster_document((start_up_us, slope), samples, **shape))
+    scaled = scale(cluster, 1 if one_node else after, after if one_node else 1)
+    found, expected = communication_cost(scaled), collective_cost("all_reduce/ring", after, link)
+    assert scaled.ranks == after
+    for size in (1024, 10000, 65536, 10**6):
+        assert found.all_reduce.at(size) == pytest.approx(expected.start_up_us + expected.per_byte_us * size, rel=1e-3)
+    assert found.extrapolated
+    assert found.source == f"3 measured samples, scaled from {before} ranks"
+    assert communication_cost(scale(scaled, 8, 1)).source.endswith(f"scaled from {before} ranks")
+
+
+def test_a_scaled_curve_keeps_its_shape() -> None:
+    """On 3 ranks instead of 2 a ring has twice the start-ups and 4/3 of the bytes; the jump at 2 KiB stays."""
+    queued = [[1024, 200.0], [2048, 600.0], [1_000_000, 10_000.0]]
+    cluster = parse_cluster(
+        cluster_document((100.0, 0.01), nodes=2, back_to_back={"all_reduce": queued}, contention=(1.5, 2.0))
+    )
+    scaled = scale(cluster, 3, 1)
+    assert scaled.back_to_back is not None
+    times_us = [time_us for _, time_us in scaled.back_to_back["all_reduce"]]
+    lines = [(200.0 + 0.04 / 3 * size) / (100.0 + 0.01 * size) for size, _ in queued]
+    assert times_us == pytest.approx([time_us * factor for (_, time_us), factor in zip(queued, lines, strict=True)])
+    assert scaled.contention == cluster.contention
+
+
+def test_what_was_not_measured_is_not_scaled() -> None:
+    with pytest.raises(InputError, match="found no all-reduce that was measured on two ranks or more"):
+        scale(parse_cluster(cluster_document(None, inter=INTER)), 8, 1)
+    with pytest.raises(InputError, match="found no all-reduce that was measured on two ranks or more"):
+        scale(parse_cluster(cluster_document(nodes=1)), 2, 1)
 
 
 def test_one_rank_sends_nothing() -> None:

@@ -30,6 +30,12 @@ def remembered(key: Key = KEY) -> Remembered:
     return Remembered(key=key, plan=plan, profile=profile, step_us=1234.5, story=("step 3: it was fine",))
 
 
+def on_ranks(ranks: int, **changes: Any) -> Remembered:
+    """What a run on another number of ranks left; on a node each, unless it is said."""
+    kept = remembered(replace(KEY, **{"ranks": ranks, "nodes": ranks, **changes}))
+    return replace(kept, plan=replace(kept.plan, world=replace(kept.plan.world, ranks=ranks, nodes=kept.key.nodes)))
+
+
 def test_what_was_written_is_read_again(tmp_path: Path) -> None:
     cache = Cache(tmp_path / "made" / "here")
     assert cache.read(KEY) is None
@@ -49,6 +55,44 @@ def test_another_model_torch_or_cluster_has_another_file(tmp_path: Path, change:
     os.replace(mine, cache.path(other))  # somebody renamed it
     with pytest.raises(InputError, match=rf"\$.key: found another {next(iter(change))} than this run's"):
         cache.read(other)
+
+
+def test_the_run_before_on_other_ranks_is_found(tmp_path: Path) -> None:
+    cache = Cache(tmp_path)
+    assert cache.read_other_ranks(KEY) is None
+    for at, ranks in enumerate((3, 8, 2)):
+        left = on_ranks(ranks)
+        os.utime(cache.write(left if ranks != 2 else replace(left, profile=None)), (1000 + at, 1000 + at))
+    cache.write(remembered())
+    assert cache.read_other_ranks(KEY) == on_ranks(8)  # the last one that has measurements
+    os.utime(cache.path(on_ranks(3).key))
+    assert cache.read_other_ranks(KEY) == on_ranks(3)
+
+
+@pytest.mark.parametrize(
+    "change", [{"nodes": 1}, {"nodes": 2}, {"torch": "2.14.0"}, {"model": "sha256:" + "b" * 64}, {"backend": "nccl"},
+               {"device": "H100"}, {"planner": "0.2.0"}],
+)  # fmt: skip
+def test_a_run_of_another_kind_on_other_ranks_is_not(tmp_path: Path, change: dict[str, Any]) -> None:
+    cache = Cache(tmp_path)
+    cache.write(on_ranks(8, **change))
+    assert cache.read_other_ranks(KEY) is None
+
+
+def test_one_node_is_one_link_and_nodes_are_alike_with_as_many_ranks() -> None:
+    assert replace(KEY, ranks=4, nodes=1).alike == replace(KEY, ranks=3, nodes=1).alike
+    assert replace(KEY, ranks=16, nodes=2).alike == replace(KEY, ranks=24, nodes=3).alike
+    assert replace(KEY, ranks=16, nodes=2).alike != replace(KEY, ranks=12, nodes=3).alike
+    assert replace(KEY, ranks=8, nodes=1).alike != replace(KEY, ranks=16, nodes=2).alike
+
+
+def test_a_spoiled_file_of_other_ranks_is_refused_with_its_path(tmp_path: Path) -> None:
+    cache = Cache(tmp_path)
+    path = cache.write(on_ranks(8))
+    os.replace(path, path.with_name(on_ranks(3, torch="2.14.0").key.file_names + path.name[20:]))
+    other = replace(KEY, torch="2.14.0")
+    with pytest.raises(InputError, match=r"\$.key: found another .*torch"):
+        cache.read_other_ranks(other)
 
 
 SPOILED: dict[str, Callable[[str], str]] = {

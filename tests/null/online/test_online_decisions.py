@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from planner import optimize, simulate
+from planner.cost.model import scale
 from planner.documents.profile import parse_profile
 from planner.online.deciding import Decision, decide, names_of
 from planner.online.measuring import LinkProbe, Overlap, Seen, curve_of, find_contention, probe_sizes, with_own_messages
@@ -94,6 +96,19 @@ def test_the_process_that_decides_gives_the_plan_that_optimize_gives() -> None:
     assert plan == optimize(profile)
     assert answer["present_us"] == simulate(profile, strategies=["single"])[0].iteration_us
     assert names_of(plan.buckets) == [list(bucket.gradients) for bucket in plan.buckets]
+
+
+def test_a_plan_from_measurements_on_other_ranks_says_so() -> None:
+    measured = parse_profile(usual_document())
+    assert measured.cluster is not None
+    scaled = replace(measured, cluster=scale(measured.cluster, 6, 1))
+    plan = parse_plan(decide({**request(), "profile": scaled.to_document()})["plan"])
+    assert (plan.world.ranks, plan.world.nodes) == (6, 6)
+    assert plan.predicted is not None
+    assert plan.predicted.extrapolated
+    assert "costs are extrapolated from another number of ranks" in plan.notes
+    assert "compute was measured on 4 ranks, the plan is for 6" in plan.notes
+    assert any("scaled from 4 ranks, extrapolated" in source for source in (plan.sources or {}).values())
 
 
 def test_what_is_wrong_is_an_answer() -> None:
