@@ -9,13 +9,14 @@ from itertools import chain
 import torch
 from torch import nn
 
-from runtime.comm.collectives import COLLECTIVES, HITOPK, PHASED, form_of
+from runtime.comm.collectives import COLLECTIVES, HITOPK, NATIVE, PHASED, TWO_SHOT, WIRE_FORMS, form_of
 from runtime.errors import InputError
 from runtime.modes import asked_modes
 from runtime.plan import HINT, Plan, PlanBucket, combinations, interface_problem
 from runtime.plan.names import canonical_name, fingerprint, shorten
 from runtime.sparse.compressed import layer_runs
 from runtime.sparse.compressors import COMPRESSORS, make_compressor
+from runtime.sparse.compressors.wire import EIGHT_BITS, make_wire
 from runtime.torch_compat import is_sharded, is_wrapped
 
 SELECTING = ("topk", "randomk")
@@ -241,8 +242,11 @@ def _check_form(bucket: PlanBucket) -> str | None:
     if (bucket.collective == "sparse") != (compressor in SELECTING):
         which = f"one of {', '.join(SELECTING)}" if bucket.collective == "sparse" else "none or wire"
         return f"is sent by {'/'.join(form)} with the compressor {compressor!r}; expected {which} there"
-    if compressor == "wire" and bucket.algorithm != "library":
-        return f"is sent by {'/'.join(form)} with the compressor 'wire'; expected all_reduce/library, or none"
+    if compressor == "wire" and form not in WIRE_FORMS:
+        known = " or ".join("/".join(name) for name in sorted(WIRE_FORMS))
+        return f"is sent by {'/'.join(form)} with the compressor 'wire'; expected {known} there, or none"
+    if compressor != "wire" and form in (TWO_SHOT, NATIVE):
+        return f"is sent by {'/'.join(form)} with the compressor {compressor!r}; expected wire there: {HINT}"
     if form == HITOPK and (
         compressor != "topk" or bucket.compressor.density is None or bucket.compressor.scope == "layer"
     ):
@@ -268,9 +272,17 @@ def _check_compressor(parameters: Mapping[str, nn.Parameter], plan: Plan, bucket
     odd = next((gradient for gradient in bucket.gradients if parameters[gradient].is_complex()), None)
     if odd is not None:
         return f"has the compressor {name!r}, which knows no complex numbers; expected none: {odd} is complex"
+    wide = next((gradient for gradient in bucket.gradients if parameters[gradient].dtype == torch.float64), None)
+    if wide is not None and bucket.compressor.dtype in EIGHT_BITS:
+        return (
+            f"has the compressor {name!r} with the dtype {bucket.compressor.dtype}, but {wide} is float64; expected "
+            f"gradients of at most 32 bits for a format of 8: send it as bfloat16 or float16, or as it is (none)"
+        )
     sizes = [(gradient, parameters[gradient].numel()) for gradient in bucket.gradients]
     try:
         make_compressor(bucket.compressor, layer_runs(sizes), ranks=plan.world.ranks)
+        if form_of(bucket) == NATIVE:
+            make_wire(bucket.compressor, plan.world.ranks, native=True)
     except InputError as error:
         return f"has a compressor that does not fit: {error}"
     return None

@@ -22,8 +22,9 @@ from runtime.comm.collectives.phases import add_up, all_to_all
 from runtime.plan import NO_COMPRESSION, CompressorSpec
 from runtime.sparse.compressed import ResidualBuffers
 from runtime.sparse.compressors import make_compressor
+from runtime.sparse.compressors.magnitudes import seed_of
 from runtime.sparse.compressors.sparse import SparseCompressor
-from runtime.sparse.compressors.wire import WireCompressor
+from runtime.sparse.compressors.wire import make_wire
 
 WORD_BYTES = 8
 """Rows begin at multiples of it, so that any dtype may lie in them."""
@@ -129,9 +130,6 @@ class _WithResidual:
         self.held = ResidualBuffers(elements, self.dtype, device, on_device=False)
         self._addend = torch.zeros(elements, dtype=self.dtype, device=device)
 
-    def residual(self) -> Tensor:
-        return self.held.residual
-
     def scaled(self, vector: Tensor, scale: float) -> Tensor:
         """In the dtype that is added up in."""
         return torch.mul(vector.to(self.dtype), scale, out=self._addend)
@@ -158,6 +156,9 @@ class SelectedPush(_WithResidual):
             [self.rows.body(of, dtype, self.k, begin) for of in (self.rows.sent, self.rows.received)]
             for dtype, begin in ((self.dtype, 0), (INDEX, values_bytes))
         )
+
+    def residual(self) -> Tensor:
+        return self.held.residual
 
     @property
     def selected(self) -> int:
@@ -187,42 +188,47 @@ class SelectedPush(_WithResidual):
 
 
 class NarrowedPush(_WithResidual):
-    """All elements in a narrower dtype, added up in a wider one."""
+    """All elements in fewer bytes, added up in a wider dtype."""
 
     def __init__(
         self, spec: CompressorSpec, elements: int, share: int, peers: int, dtype: torch.dtype, device: torch.device,
-        metadata_bytes: int,
+        metadata_bytes: int, place: str,
     ) -> None:  # fmt: skip
         super().__init__(elements, dtype, device)
-        made = make_compressor(spec, [("bucket", elements)], ranks=1)  # nobody adds up in the wire's dtype
-        assert isinstance(made, WireCompressor)
-        self._compressor = made
-        self.rows = Rows(peers, share * made.dtype.itemsize, metadata_bytes, device)
-        self._sent, self._received = (
-            self.rows.body(of, made.dtype, share) for of in (self.rows.sent, self.rows.received)
-        )
+        self._compressor = make_wire(spec, ranks=1)  # nobody adds up in the wire's dtype
+        self._cut, self._share, self._place = self._compressor.cut(share, 1, self.dtype), share, place
+        self.rows = Rows(peers, self._cut.row_bytes, metadata_bytes, device)
+        self._sent, self._received = (of[:, : self._cut.row_bytes] for of in (self.rows.sent, self.rows.received))
+
+    def residual(self) -> Tensor | None:
+        return self.held.residual if self._compressor.error_feedback else None
 
     def pack(self, vector: Tensor, scale: float, finite: Tensor, step: int) -> None:
-        addend = self.scaled(vector, scale)
-        copy_into_rows(self._sent, self._compressor.compress(addend, self.held.residual, self.held.following, step))
+        addend, old, new = self.scaled(vector, scale), self.held.residual, self.held.following
+        for peer in range(len(self._sent)):
+            part = slice(peer * self._share, (peer + 1) * self._share)
+            before, after = (old[part], new[part]) if self._compressor.error_feedback else (None, None)
+            seed = seed_of(f"{self._place}\n{peer}", step)
+            self._compressor.compress(addend[part], before, after, self._sent[peer : peer + 1], self._cut, seed)
         self.held.commit(finite)
 
     def add_up(self, total: Tensor) -> None:
         sums = total if total.dtype == self.dtype else torch.empty_like(total, dtype=self.dtype)
-        add_up(list(self._received), sums)
+        self._compressor.add_up(self._received, sums, self._cut)
         if sums is not total:
             total.copy_(sums)
 
 
 def make_push(
     spec: CompressorSpec, elements: int, share: int, peers: int, dtype: torch.dtype, device: torch.device,
-    metadata_bytes: int = 0,
+    metadata_bytes: int = 0, place: str = "",
 ) -> Push:  # fmt: skip
     """Return how one vector is pushed: of so many elements, of which each of the `peers` owns a part of `share`. `spec`
     is what the plan says of its bucket; of those that select, with one density. `metadata_bytes`: of what is sent
-    behind it.
+    behind it. `place`: names rank and bucket, so that no two of them round alike where they round by chance.
     """
     if spec == NO_COMPRESSION:
         return WholePush(share, peers, dtype, device, metadata_bytes)
-    kind = NarrowedPush if spec.name == "wire" else SelectedPush
-    return kind(spec, elements, share, peers, dtype, device, metadata_bytes)
+    if spec.name == "wire":
+        return NarrowedPush(spec, elements, share, peers, dtype, device, metadata_bytes, place)
+    return SelectedPush(spec, elements, share, peers, dtype, device, metadata_bytes)

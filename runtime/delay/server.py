@@ -91,8 +91,9 @@ class Shard(Part):
         elements = self._mine.stop - first
         self._per_node, self._metadata_bytes = ranks_per_node, metadata_bytes
         self.push = make_push(
-            compressor, elements, self.share, ranks // ranks_per_node, flat.dtype, flat.device, metadata_bytes
-        )
+            compressor, elements, self.share, ranks // ranks_per_node, flat.dtype, flat.device, metadata_bytes,
+            place=f"{rank}\n{message.slots[0].name}",
+        )  # fmt: skip
         self.compresses, self.by_magnitude = compressor != NO_COMPRESSION, compressor.name == "topk"
         self.total = flat.new_zeros(self.share)
         """The sum of what was pushed, in order of workers: the averaged gradient. Shape (share,)."""

@@ -57,7 +57,7 @@ def reason_against(mode: str, feature: str) -> str | None:
 
 def features_of_bucket(collective: str, algorithm: str, compressor: str, *, by_layer: bool = False) -> Iterator[str]:
     """The features of a bucket that is sent so; none of a dense one, all-reduced by the library."""
-    if (collective, algorithm) not in (("all_reduce", "library"), ("sparse", "flat")):
+    if (collective, algorithm) not in (("all_reduce", "library"), ("all_reduce", "two_shot"), ("sparse", "flat")):
         yield TOPOLOGY
     if (collective, compressor) == ("sparse", "topk"):
         yield SELECTION

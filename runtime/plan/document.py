@@ -92,6 +92,12 @@ class CompressorSpec(Record):
     """Number of elements kept, per layer within the bucket."""
     density: Annotated[float, Field(gt=0.0, le=1.0)] | None = None
     scope: Literal["bucket", "layer"] | None = None
+    block: PositiveCount | None = None
+    """Elements with one scale."""
+    error_feedback: bool | None = None
+    """False: what rounding loses is lost."""
+    rounding: Name | None = None
+    links: Name | None = None
 
 
 NO_COMPRESSION = CompressorSpec(name="none")

@@ -21,9 +21,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from runtime.comm.collectives.direct import Narrowed, Packed
-from runtime.core.buckets import BucketBuffer, view_of
+from runtime.comm.collectives.phases import share_of
+from runtime.core.buckets import BucketBuffer, Message, view_of
 from runtime.kernels import unpack_
 from runtime.plan.names import layer_of, numbered
+from runtime.sparse.compressors.magnitudes import seed_of
 from runtime.sparse.compressors.sparse import SparseCompressor, has_kernels, unpacks
 from runtime.sparse.compressors.wire import WireCompressor
 
@@ -266,36 +268,99 @@ class SelectedBucket:
         return sums
 
 
+class NoResidual(BucketResidual):
+    """Of a bucket without error feedback: what rounding loses is lost."""
+
+    def __init__(self, bucket: BucketBuffer) -> None:
+        super().__init__(bucket, 0)
+
+    def residuals(self) -> dict[str, Tensor]:
+        return {}
+
+    def put(self, residuals: Mapping[str, Tensor]) -> None: ...
+
+
 class NarrowedBucket:
-    """A `CompressedBucket` of `wire`: all elements in a narrower dtype, added up in a wider one.
+    """A `CompressedBucket` of `wire`: all elements in fewer bytes, added up in a wider dtype.
 
     Each rank sends every other one its part of the bucket; every rank adds up the part that it owns, and sends the sum,
-    narrowed again, to all. What either narrowing loses stays in a residual: what the second one does, in the owner's.
+    encoded again, to all. What either encoding loses stays in a residual: what the second one does, in the owner's.
     """
 
     by_magnitude = False
 
-    def __init__(self, feedback: BucketResidual, compressor: WireCompressor, ranks: int, tail: Tensor | None) -> None:
-        """`tail` (float32, small integers) is sent behind the elements and becomes its sum over ranks."""
+    def __init__(
+        self, feedback: BucketResidual, compressor: WireCompressor, ranks: int, rank: int, tail: Tensor | None
+    ) -> None:
+        """`tail` (float32) is sent as it is behind the elements and becomes its sum over ranks."""
         self.feedback, self._compressor, self._tail = feedback, compressor, tail
-        self.k = feedback.residual.numel()
+        self.k, self._rank = sum(feedback.sizes), rank
+        each = 0 if tail is None else share_of(tail.numel(), ranks)
+        self._cut = compressor.cut(self.k, ranks, feedback.dtype, each)
+        self._total = torch.zeros(self._cut.share, dtype=feedback.dtype, device=feedback.device)
+        """The sum of this rank's part; then what encoding it has lost."""
+        self.packed = Narrowed(ranks, self._cut.row_bytes, feedback.device, self._narrow)
+        self._step = 0
+        feedback.bucket.payload.messages = [self.packed]
+
+    def _seed(self, what: str) -> int:
+        return seed_of(f"{what}\n{self._rank}\n{self.feedback.bucket.slots[0].name}", self._step)
+
+    def pack(self, step: int) -> None:
+        feedback, rows, self._step = self.feedback, self.packed.rows, step
+        old, new = (feedback.residual, feedback.following) if self._compressor.error_feedback else (None, None)
+        self._compressor.compress(feedback.gradient(), old, new, rows, self._cut, self._seed("sent"))
+        if self._tail is not None:
+            tails = self._tail.new_zeros(len(rows) * self._cut.tail)
+            tails[: self._tail.numel()] = self._tail
+            self._cut.tails(rows).copy_(tails.view(len(rows), -1))
+
+    def _narrow(self, received: Tensor, own: Tensor) -> None:
+        self._compressor.add_up(received, self._total, self._cut)
+        self._compressor.narrow(self._total, own, self._cut, self._seed("summed"))
+        if self._tail is not None:
+            self._cut.tails(own).copy_(self._cut.tails(received).sum(dim=0, keepdim=True))
+
+    def unpack(self) -> Tensor:
+        sums = self.feedback.room()
+        self._compressor.decode(self.packed.gathered, sums, self._cut)
+        self.feedback.give(sums)
+        if self._tail is not None:
+            self._tail.copy_(self._cut.tails(self.packed.gathered).reshape(-1)[: self._tail.numel()])
+        if self._compressor.error_feedback:
+            first = self._rank * self._cut.share
+            mine = self.feedback.following[first : first + self._cut.share]
+            mine.add_(self._total[: mine.numel()])
+        return self.feedback.finite()
+
+
+class NativeBucket:
+    """A `CompressedBucket` of `wire` that the backend adds up in the wire's dtype: what its sums lose, nobody keeps."""
+
+    by_magnitude = False
+
+    def __init__(self, feedback: BucketResidual, compressor: WireCompressor, rank: int, tail: Tensor | None) -> None:
+        """`tail` (in the wire's dtype, small integers) is sent behind the elements and becomes its sum over ranks."""
+        self.feedback, self._compressor, self._tail = feedback, compressor, tail
+        self.k, self._rank = sum(feedback.sizes), rank
         flags = 0 if tail is None else tail.numel()
-        self.packed = Narrowed(self.k + flags, ranks, compressor.dtype, feedback.dtype, feedback.device)
+        self._cut = compressor.cut(self.k, 1, feedback.dtype)
+        flat = torch.zeros(self.k + flags, dtype=compressor.dtype, device=feedback.device)
+        self.packed = Message(flat, [])
         feedback.bucket.payload.messages = [self.packed]
 
     def pack(self, step: int) -> None:
         feedback, flat = self.feedback, self.packed.flat
-        flat[: self.k] = self._compressor.compress(feedback.gradient(), feedback.residual, feedback.following, step)
+        old, new = (feedback.residual, feedback.following) if self._compressor.error_feedback else (None, None)
+        seed = seed_of(f"sent\n{self._rank}\n{feedback.bucket.slots[0].name}", step)
+        if self.k:
+            self._compressor.compress(feedback.gradient(), old, new, flat.view(torch.uint8)[None], self._cut, seed)
         if self._tail is not None:
-            flat[self.k : self.k + self._tail.numel()] = self._tail
+            flat[self.k :] = self._tail
 
     def unpack(self) -> Tensor:
-        sums = self.feedback.room().zero_()
-        torch.add(sums, self.packed.gathered[: self.k], out=sums)  # 0 + −0 is 0, as where elements are selected
-        self.feedback.give(sums)
+        sums = self.feedback.room().copy_(self.packed.flat[: self.k])
+        self.feedback.give(sums.add_(0.0))  # −0 becomes 0, as where elements are selected
         if self._tail is not None:
-            self._tail.copy_(self.packed.gathered[self.k : self.k + self._tail.numel()])
-        first = self.packed.rank * self.packed.share
-        mine = self.feedback.following[first : first + self.packed.share]
-        mine.add_(self.packed.total[: mine.numel()])
+            self._tail.copy_(self.packed.flat[self.k :])
         return self.feedback.finite()

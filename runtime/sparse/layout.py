@@ -7,15 +7,22 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from runtime.comm.collectives import HITOPK, form_of
+from runtime.comm.collectives import HITOPK, NATIVE, form_of
 from runtime.comm.topology import Topology
 from runtime.core.buckets import BucketBuffer, Message, make_plain_buckets
 from runtime.core.usage import UsageFlags
 from runtime.plan import CompressorSpec, Plan, PlanBucket
-from runtime.sparse.compressed import BucketResidual, CompressedBucket, NarrowedBucket, SelectedBucket
+from runtime.sparse.compressed import (
+    BucketResidual,
+    CompressedBucket,
+    NarrowedBucket,
+    NativeBucket,
+    NoResidual,
+    SelectedBucket,
+)
 from runtime.sparse.compressors import make_compressor
 from runtime.sparse.compressors.sparse import SparseCompressor
-from runtime.sparse.compressors.wire import WIRE_DTYPES, WireCompressor
+from runtime.sparse.compressors.wire import WIRE_DTYPES, make_wire
 from runtime.sparse.hitopk import HitopkBucket, ShardResidual
 
 EXACT = "none"
@@ -31,15 +38,22 @@ def make_hitopk(
     return HitopkBucket(feedback, compressor, topology.num_nodes, topology.ranks_per_node, tail)
 
 
-def make_lossy(bucket: BucketBuffer, spec: CompressorSpec, ranks: int, tail: Tensor | None = None) -> CompressedBucket:
-    """Make a bucket lossy, with nothing behind its gradients; `tail` (1-D) becomes its sum over ranks. Raises
-    InputError.
+def make_lossy(
+    bucket: BucketBuffer, spec: CompressorSpec, ranks: int, tail: Tensor | None = None, *, rank: int = 0,
+    native: bool = False,
+) -> CompressedBucket:  # fmt: skip
+    """Make a bucket lossy, with nothing behind its gradients; `tail` (1-D) becomes its sum over ranks. `native`: the
+    backend adds up in the dtype of `wire`. Raises InputError.
     """
+    if spec.name == "wire":
+        narrowing = make_wire(spec, ranks, native=native)
+        feedback = BucketResidual(bucket) if narrowing.error_feedback else NoResidual(bucket)
+        if native:
+            return NativeBucket(feedback, narrowing, rank, tail)
+        return NarrowedBucket(feedback, narrowing, ranks, rank, tail)
     feedback = BucketResidual(bucket)
     compressor = make_compressor(spec, feedback.layers, ranks=ranks)
-    if isinstance(compressor, WireCompressor):
-        return NarrowedBucket(feedback, compressor, ranks, tail)
-    assert compressor is not None
+    assert isinstance(compressor, SparseCompressor)
     return SelectedBucket(feedback, compressor, ranks, tail, by_magnitude=spec.name != "randomk")
 
 
@@ -47,7 +61,7 @@ def flags_dtype(last: PlanBucket, parameters: Mapping[str, nn.Parameter]) -> tor
     """Return the dtype of the usage flags, which are sent behind the last bucket."""
     if last.compressor.name == EXACT:
         return parameters[last.gradients[0]].dtype
-    return WIRE_DTYPES.get(last.compressor.dtype or "", torch.float32)
+    return WIRE_DTYPES[last.compressor.dtype or ""] if form_of(last) == NATIVE else torch.float32
 
 
 def make_buckets(
@@ -72,6 +86,7 @@ def make_buckets(
                 assert topology is not None
                 lossy[bucket.index] = make_hitopk(bucket, planned.compressor, topology, rank, behind)
             else:
-                lossy[bucket.index] = make_lossy(bucket, planned.compressor, ranks, behind)
+                native = form_of(planned) == NATIVE
+                lossy[bucket.index] = make_lossy(bucket, planned.compressor, ranks, behind, rank=rank, native=native)
     flags.lie_in(tail)
     return buckets, flags, lossy

@@ -36,7 +36,7 @@ class ErrorFeedbackState(ErrorFeedback):
         """`lossy`: by index, of compressed buckets. `loss_scale` gives the factor of the losses, where there is one."""
         self._buckets, self.lossy = buckets, lossy
         self._pending: dict[str, Tensor] = {}
-        """Of gradients whose buckets send everything: residuals that have yet to be sent."""
+        """Of gradients whose buckets keep no residual: what has yet to be sent of earlier ones."""
         self.steps = 0
         self._loss_scale, self._scale = loss_scale, 1.0
         self._read: float | None = None
@@ -69,12 +69,12 @@ class ErrorFeedbackState(ErrorFeedback):
             lossy.feedback.buffers.drop()
 
     def add_to(self, bucket: BucketBuffer) -> None:
-        if bucket.index in self.lossy:
-            self.lossy[bucket.index].pack(self.steps)
-        elif self._pending:
+        if self._pending:
             for slot in bucket.slots:
                 if slot.name in self._pending:
                     slot.view.add_(self._pending[slot.name])
+        if bucket.index in self.lossy:
+            self.lossy[bucket.index].pack(self.steps)
 
     def settle(self, wait: Callable[[BucketBuffer | None], None], parameters: Mapping[str, nn.Parameter]) -> None:
         """See `ErrorFeedback.settle`; of a rank alone, which has no buckets, gradients get what is pending."""
@@ -128,8 +128,8 @@ class ErrorFeedbackState(ErrorFeedback):
         }
         for lossy in self.lossy.values():
             lossy.feedback.put(residuals)
-        compressed = {slot.name for index in self.lossy for slot in self._buckets[index].slots}
-        self._pending = {name: part.clone() for name, part in residuals.items() if name not in compressed}
+        kept = {name for lossy in self.lossy.values() for name in lossy.feedback.residuals()}
+        self._pending = {name: part.clone() for name, part in residuals.items() if name not in kept}
 
 
 def checked_scale(scale: Any) -> float:

@@ -18,12 +18,16 @@ from runtime.plan import CompressorSpec
 from runtime.sparse.compressors import COMPRESSORS, Compressor, make_compressor
 from runtime.sparse.compressors import magnitudes as magnitudes_module
 from runtime.sparse.compressors import selectors as selectors_module
+from runtime.sparse.compressors import wire as wire_module
 from runtime.sparse.compressors.sparse import SELECTORS, SparseCompressor
-from runtime.sparse.compressors.wire import WIRE_DTYPES, WireCompressor
+from runtime.sparse.compressors.wire import EIGHT_BITS, ROUNDINGS, WIRE_DTYPES, Rounded, WireCompressor
 
 Layers = Sequence[tuple[str, int]]
 
-VALUES: dict[str, list[Any]] = {"selector": sorted(SELECTORS), "dtype": sorted(WIRE_DTYPES)}
+VALUES: dict[str, list[Any]] = {
+    "selector": sorted(SELECTORS), "dtype": sorted(WIRE_DTYPES), "block": [None, 64, 512],
+    "error_feedback": [None, False], "rounding": [None, *ROUNDINGS], "links": [None],
+}  # fmt: skip
 """Every value of the options that are names; an option that is missing here fails the collection of these tests."""
 
 SELECTIONS: list[dict[str, Any]] = [
@@ -37,8 +41,11 @@ def variants() -> Iterator[dict[str, Any]]:
     for name, family in COMPRESSORS.items():
         named = sorted(family.options - {"k", "density", "scope"})
         for values in itertools.product(*(VALUES[option] for option in named)):
+            given = dict(zip(named, values, strict=True))
+            if given.get("block") and given["dtype"] not in EIGHT_BITS:
+                continue
             for selection in SELECTIONS if "density" in family.options else [{}]:
-                yield {"name": name, **dict(zip(named, values, strict=True)), **selection}
+                yield {"name": name, **given, **selection}
 
 
 def make(variant: dict[str, Any], layers: Layers, ranks: int = 2) -> Compressor | None:
@@ -125,6 +132,7 @@ def small_chunks() -> Iterator[None]:
         mock.patch.object(selectors_module, "SMALL_SAMPLE", 60),
         mock.patch.object(selectors_module, "CHUNK", 256),
         mock.patch.object(magnitudes_module, "CHUNK", 256),
+        mock.patch.object(wire_module, "CHUNK", 256),
     ):
         yield
 
@@ -174,15 +182,76 @@ def check_sparse(compressor: SparseCompressor, case: Case) -> Tensor:
     return indices
 
 
+PARTS = 3
+"""Owners of what the tests of the wire encode."""
+
+
+def encode(compressor: WireCompressor, case: Case, seed: int = 3, parts: int = PARTS) -> tuple[Tensor, Tensor]:
+    """What is sent, as every rank decodes it, and the new residual; holds that nothing else changes and that a
+    repetition gives the same bits.
+    """
+    gradient, residual = case.gradient.clone(), case.residual.clone()
+    results = []
+    for garbage in (math.nan, 7.0):
+        new_residual, sent = torch.full_like(residual, garbage), torch.full_like(residual, garbage)
+        cut = compressor.cut(len(sent), parts, residual.dtype)
+        rows = torch.zeros(parts, cut.row_bytes, dtype=torch.uint8)
+        kept = (residual, new_residual) if compressor.error_feedback else (None, None)
+        compressor.compress(gradient, *kept, rows, cut, seed)
+        compressor.decode(rows, sent, cut)
+        results.append((sent, new_residual))
+    assert same_bits(gradient, case.gradient)
+    assert same_bits(residual, case.residual)
+    assert same_bits(results[0][0], results[1][0])
+    assert not compressor.error_feedback or same_bits(results[0][1], results[1][1])
+    return results[0]
+
+
+def reached(compressor: WireCompressor, total: Tensor, parts: int = PARTS) -> tuple[Tensor, Tensor]:
+    """Of each element, the largest magnitude of its block, and whether all of this is finite; block by block, as plain
+    as it goes.
+    """
+    largest, block = total.abs(), compressor.format.block
+    if block is not None:
+        share = -(-len(total) // parts)
+        width = max(1, -(-share // max(1, -(-share // block))))
+        share = -(-share // width) * width
+        for part in range(0, len(total), max(1, share)):
+            for start in range(part, min(len(total), part + share), width):
+                inside = slice(start, min(start + width, part + share))
+                largest[inside] = total[inside].abs().max()
+    return largest, largest.isfinite()
+
+
 def check_wire(compressor: WireCompressor, case: Case) -> Tensor:
     """The contract; returns what is sent."""
-    sent, new_residual = compress(compressor, case)
-    total = case.total
-    assert sent.dtype == compressor.dtype
-    assert torch.equal(sent.isfinite(), total.isfinite())
-    assert bool(new_residual.isfinite().all())
-    finite = total.isfinite()
-    assert torch.equal((sent.to(total.dtype) + new_residual)[finite], total[finite])
-    assert torch.equal(sent.to(total.dtype)[~finite].nan_to_num(), total[~finite].nan_to_num())
-    assert not new_residual[~finite].any()
+    total = case.total if compressor.error_feedback else case.gradient.to(case.residual.dtype)
+    sent, new_residual = encode(compressor, case)
+    largest, finite = reached(compressor, total)
+    assert torch.equal(sent.isfinite(), finite)
+    if isinstance(compressor.format, Rounded):
+        assert torch.equal(sent[~finite].nan_to_num(), total[~finite].nan_to_num())
+        step = total.abs() * torch.finfo(compressor.dtype).eps
+        step = torch.where(total.abs() < compressor.format.limit, step, math.inf)
+        least = torch.finfo(compressor.dtype).smallest_normal * torch.finfo(compressor.dtype).eps
+    elif compressor.dtype == torch.int8:
+        step, least = largest / 127, torch.finfo(total.dtype).tiny * 2.0**16
+    else:
+        limits = torch.finfo(compressor.dtype)
+        # A power of two, so up to twice as large as need be.
+        step = torch.maximum(total.abs(), 2 * (largest / limits.max) * limits.smallest_normal) * limits.eps
+        reach = limits.max * 2.0 ** math.floor(math.log2(torch.finfo(total.dtype).max / limits.max))
+        step = torch.where(total.abs() <= reach, step, math.inf)
+        least = torch.finfo(total.dtype).tiny * 2.0**16
+    lost = (total.double() - sent.double()).abs()[finite]
+    allowed = (step[finite].double() + least) * (1.0 if compressor.stochastic else 0.5)
+    assert bool((lost <= allowed * (1.0 + 2.0**-10)).all())
+    if compressor.error_feedback:
+        assert bool(new_residual.isfinite().all())
+        assert not new_residual[~finite].any()
+        assert torch.equal(new_residual[finite], (total - sent)[finite])
+        if not compressor.stochastic:
+            assert torch.equal((sent + new_residual)[finite], total[finite])
+            exact = finite & (step < math.inf)
+            assert torch.equal((sent.double() + new_residual.double())[exact], total.double()[exact])
     return sent

@@ -43,6 +43,9 @@ COMPRESSORS = (
     '{"name": "topk", "selector": "mstopk", "density": 0.01}',
     '{"name": "topk", "selector": "sampled", "density": 0.01, "scope": "layer"}',
     '{"name": "randomk", "density": 0.5, "scope": "bucket"}',
+    '{"name": "wire", "dtype": "int8", "block": 256, "error_feedback": true}',
+    '{"name": "wire", "dtype": "float8_e4m3fn", "block": 256, "rounding": "stochastic", "links": "all"}',
+    '{"name": "wire", "dtype": "float16", "error_feedback": false, "rounding": "nearest"}',
 )
 
 DELAY = """

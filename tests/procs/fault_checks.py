@@ -12,11 +12,14 @@ from session_checks import Weighted, plan_of
 from torch import Tensor
 
 import runtime
-from runtime.comm.collectives import COLLECTIVES, Collective
-from runtime.comm.collectives.direct import Narrowed, Packed, narrowed_all_reduce
+from runtime.comm.collectives import COLLECTIVES, TWO_SHOT, Collective
+from runtime.comm.collectives.direct import Packed, narrowed_all_reduce
 from runtime.comm.world import World
-from runtime.core.buckets import Message
+from runtime.core.buckets import BucketBuffer, Message, Slot, lay_out
 from runtime.errors import CommunicationError, EnvironmentFailure
+from runtime.plan import CompressorSpec
+from runtime.sparse.compressors.wire import WIRE_DTYPES
+from runtime.sparse.layout import make_lossy
 
 
 def sums_are_exact() -> dict[str, bool]:
@@ -27,17 +30,53 @@ def sums_are_exact() -> dict[str, bool]:
     for numel in (1, 2, 3, 7, 1000, 4097):
         expected = world.ranks * (torch.arange(numel) % 11) + sum(range(world.ranks))
         for name, collective in COLLECTIVES.items():
-            for dtype in (torch.float32, torch.float64, torch.bfloat16):
+            for dtype in (torch.float32, torch.float64, torch.bfloat16) if name != TWO_SHOT else ():
                 flat = (torch.arange(numel) % 11 + world.rank).to(dtype)
                 summed = carry(collective, name[0], flat, world)
                 results[f"{'/'.join(name)} {dtype} {numel}"] = torch.equal(summed, expected.to(dtype))
-        message = Narrowed(numel, world.ranks, torch.bfloat16, torch.float32, torch.device("cpu"))
-        message.flat[:numel] = torch.arange(numel) % 11 + world.rank
-        run_phases(narrowed_all_reduce, message, world)
-        results[f"narrowed {numel}"] = torch.equal(message.gathered[:numel], expected.bfloat16())
-        results[f"narrowed {numel} loses nothing"] = not bool(message.total.any())
+        for spec in FORMATS:
+            for what, good in narrowed(spec, numel, world).items():
+                results[f"{spec.dtype} {spec.rounding} {numel}: {what}"] = good
     world.leave()
     return results
+
+
+FORMATS = [
+    *(CompressorSpec(name="wire", dtype=dtype) for dtype in WIRE_DTYPES),
+    CompressorSpec(name="wire", dtype="int8", block=64, rounding="stochastic"),
+    CompressorSpec(name="wire", dtype="float8_e4m3fn", block=64),
+]
+
+
+def narrowed(spec: CompressorSpec, numel: int, world: World) -> dict[str, bool]:
+    """Some steps of one bucket: all ranks have the same bits, and what has not come is in the residuals."""
+    gradient = torch.nn.Parameter(torch.zeros(numel))
+    slots = [Slot("only", 0, gradient)]
+    bucket, tail = BucketBuffer(0, slots, lay_out(slots), "a bucket"), torch.zeros(5)
+    lossy = make_lossy(bucket, spec, world.ranks, tail, rank=world.rank)
+    came, sent = torch.zeros(numel), torch.zeros(numel)
+    same, flags = True, True
+    for step in range(4):
+        generator = torch.Generator().manual_seed(10 * step + world.rank)
+        own = torch.randn(numel, generator=generator) * 10.0 ** torch.randint(-4, 4, (numel,), generator=generator)
+        bucket.messages[0].flat.copy_(own)
+        tail.copy_(torch.arange(5) + world.rank)
+        lossy.pack(step)
+        run_phases(narrowed_all_reduce, lossy.packed, world)
+        good = lossy.unpack()
+        lossy.feedback.commit(good)
+        found = bucket.messages[0].flat
+        everyone = world.gather(found.numpy().tobytes(), "comparing")
+        same &= bool(good) and all(one == everyone[0] for one in everyone)
+        flags &= torch.equal(tail, world.ranks * torch.arange(5) + sum(range(world.ranks)))
+        came, sent = came + own, sent + found
+    dist.all_reduce(came)
+    left = lossy.feedback.unsent()
+    dist.all_reduce(left)
+    size = float(came.abs().max())
+    close = torch.allclose(sent + left, came, rtol=1e-5, atol=1e-5 * size)
+    off = float((sent - came).abs().max()) <= 0.2 * size
+    return {"same bits": same, "flags": flags, "nothing is lost": close, "little is left": off}
 
 
 def carry(collective: Collective, kind: str, flat: Tensor, world: World) -> Tensor:

@@ -57,8 +57,10 @@ class Cell:
 
     @property
     def name(self) -> str:
-        options = self.spec.selector or self.spec.dtype or ""
-        return f"{'/'.join(self.form)} {self.spec.name} {options} {self.spec.scope or ''}, {self.kind}, {self.layout}"
+        spec = self.spec
+        given = (spec.selector, spec.dtype, spec.scope, spec.block, spec.rounding, spec.error_feedback)
+        options = " ".join(str(one) for one in given if one is not None)
+        return f"{'/'.join(self.form)} {spec.name} {options}, {self.kind}, {self.layout}"
 
     @property
     def dtypes(self) -> tuple[torch.dtype, ...]:
@@ -80,6 +82,8 @@ def specs_of(name: str, family: Family) -> Iterator[CompressorSpec]:
     """Each of a compressor's variants once."""
     if "dtype" in family.options:
         yield from (CompressorSpec(name=name, dtype=dtype) for dtype in WIRE_DTYPES)
+        yield CompressorSpec(name=name, dtype="int8", block=64, rounding="stochastic")
+        yield CompressorSpec(name=name, dtype="bfloat16", rounding="stochastic", error_feedback=False)
     elif "selector" in family.options:
         yield from (CompressorSpec(name=name, selector=selector, density=DENSITY) for selector in SELECTORS)
         yield CompressorSpec(name=name, density=DENSITY, scope="layer")

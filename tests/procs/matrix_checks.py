@@ -16,7 +16,7 @@ from matrix_reference import Everyone
 from torch import Tensor
 
 import runtime
-from runtime.comm.collectives import PHASED
+from runtime.comm.collectives import NATIVE, PHASED
 from runtime.errors import PlanMismatch
 
 GRIDS = {2: ((1, 2), (2, 1)), 3: ((1, 3), (3, 1)), 4: ((2, 2),)}
@@ -32,6 +32,8 @@ def synchronous() -> dict[str, str]:
             assert group is not None
             for number, kind in enumerate(KINDS):
                 for cell in cells(kind, number + place):
+                    if cell.form == NATIVE and nodes * ranks_per_node > 2:
+                        continue  # sums depend on the backend's order of ranks
                     if nodes == 1 or ranks_per_node > 1 or cell.form in PHASED:  # else the same as on one node
                         results[f"{nodes}x{ranks_per_node} {cell.name}"] = trained(cell, group, nodes, ranks_per_node)
     return results

@@ -10,13 +10,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from runtime.comm.collectives import HITOPK
-from runtime.core.usage import UsageFlags
+from runtime.comm.collectives import HITOPK, NATIVE
 from runtime.plan import Plan, PlanBucket
 from runtime.sparse.compressed import layer_runs
 from runtime.sparse.compressors import make_compressor
+from runtime.sparse.compressors.magnitudes import seed_of
 from runtime.sparse.compressors.sparse import SparseCompressor
-from runtime.sparse.compressors.wire import WIRE_DTYPES, WireCompressor
+from runtime.sparse.compressors.wire import make_wire
 
 
 class Everyone:
@@ -26,7 +26,7 @@ class Everyone:
         self._plan, self._nodes = plan, nodes
         self._parameters = dict(model.named_parameters())
         self._ranks = sum(len(node) for node in nodes)
-        lossy = [bucket for bucket in plan.buckets if bucket.compressor.name != "none"]
+        lossy = [b for b in plan.buckets if b.compressor.name != "none" and b.compressor.error_feedback is not False]
         self.residuals = [{name: self._zeros(b, name) for b in lossy for name in b.gradients} for _ in self._numbers]
         """By rank and gradient."""
 
@@ -53,7 +53,8 @@ class Everyone:
             held = [self._flat(bucket, residual) for residual in self.residuals]
             total = self._sent(bucket, added, held, number)
             for rank, rest in enumerate(held):
-                self.residuals[rank] |= self._by_name(bucket, rest)
+                if bucket.compressor.error_feedback is not False:
+                    self.residuals[rank] |= self._by_name(bucket, rest)
             averages |= {
                 name: part.to(self._parameters[name].dtype) for name, part in self._by_name(bucket, total).items()
             }
@@ -95,24 +96,32 @@ class Everyone:
         return total[:numel]
 
     def _narrowed(self, bucket: PlanBucket, added: Sequence[Tensor], held: Sequence[Tensor], number: int) -> Tensor:
-        """All elements rounded; each rank adds up its part, and rounds the sum. Flags count as elements."""
-        wire = WIRE_DTYPES[bucket.compressor.dtype or ""]
-        compressor = make_compressor(bucket.compressor, [("bucket", added[0].numel())], ranks=self._ranks)
-        assert isinstance(compressor, WireCompressor)
+        """All elements encoded; each rank adds up its part, and encodes the sum, or the backend does it all."""
+        native = (bucket.collective, bucket.algorithm) == NATIVE
+        compressor = make_wire(bucket.compressor, self._ranks, native=native)
+        cut = compressor.cut(added[0].numel(), 1 if native else self._ranks, added[0].dtype)
         total = torch.zeros_like(held[0])
-        for gradient, residual in zip(added, held, strict=True):
-            rest = torch.empty_like(residual)
-            total += compressor.compress(gradient, residual, rest, number)
+        for rank, (gradient, residual) in enumerate(zip(added, held, strict=True)):
+            rows = torch.zeros(1 if native else self._ranks, cut.row_bytes, dtype=torch.uint8)
+            rest, sent = torch.zeros_like(residual), torch.empty_like(residual)
+            kept = (residual, rest) if compressor.error_feedback else (None, None)
+            seed = seed_of(f"sent\n{rank}\n{bucket.gradients[0]}", number)
+            compressor.compress(gradient, *kept, rows, cut, seed)
+            compressor.decode(rows, sent, cut)
+            total += sent
             residual.copy_(rest)
-        flags = (
-            UsageFlags(len(self._plan.gradients), self._ranks, wire).elements if bucket is self._plan.buckets[-1] else 0
-        )
-        share = -(-(total.numel() + flags) // self._ranks)
-        narrowed = total.to(wire).to(total.dtype)
+        if native:
+            return total.to(compressor.dtype).to(total.dtype)  # of two ranks: in any order
+        result = torch.empty_like(total)
         for rank, residual in enumerate(held):
-            own = slice(rank * share, (rank + 1) * share)
-            residual[own] += total[own] - narrowed[own]
-        return narrowed
+            own = slice(rank * cut.share, (rank + 1) * cut.share)
+            whole, row = total.new_zeros(cut.share), torch.zeros(1, cut.row_bytes, dtype=torch.uint8)
+            whole[: total[own].numel()] = total[own]
+            compressor.narrow(whole, row, cut, seed_of(f"summed\n{rank}\n{bucket.gradients[0]}", number))
+            compressor.decode(row, result[own], cut)
+            if compressor.error_feedback:
+                residual[own] += whole[: total[own].numel()]
+        return result
 
     def _flat(self, bucket: PlanBucket, by_name: dict[str, Tensor]) -> Tensor:
         wide = self._wide(bucket)

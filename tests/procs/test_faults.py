@@ -15,7 +15,7 @@ from runtime.errors import EnvironmentFailure, InputError
 TWO = LocalWorld(ranks=2)
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_every_collective_sums_exactly(ranks: int) -> None:
     for results in run_ranks(LocalWorld(ranks=ranks), fault_checks.sums_are_exact):
         assert len(results) >= 18

@@ -6,13 +6,15 @@ from __future__ import annotations
 
 import matrix_checks
 import pytest
+import torch
 from matrix_cells import FORMS, KINDS, LAYOUTS, SPECS, UNKNOWN, Cell, carried
 
 from planner.jobs.launch import LocalWorld, run_ranks
-from runtime.comm.collectives import HITOPK
+from runtime.comm.collectives import HITOPK, NATIVE, TWO_SHOT
+from runtime.sparse.compressors.wire import EIGHT_BITS
 
 DENSE = {("all_reduce", "library"): {"none", "wire"}, ("all_reduce", "torus_2d"): {"none"},
-         ("all_reduce", "tree"): {"none"}}  # fmt: skip
+         ("all_reduce", "tree"): {"none"}, TWO_SHOT: {"wire"}, NATIVE: {"wire"}}  # fmt: skip
 SPARSE = {("sparse", "flat"): {"topk", "randomk"}, ("sparse", "naive_all_gather"): {"topk", "randomk"},
           HITOPK: {"topk"}}  # fmt: skip
 
@@ -21,7 +23,8 @@ def refused(cell: Cell) -> bool:
     """What cannot be done, and has to be said before the first step."""
     complex_numbers = cell.spec.name != "none" and any(dtype.is_complex for dtype in cell.dtypes)
     nothing_to_select = cell.form == HITOPK and cell.layout == "no element last"
-    return complex_numbers or nothing_to_select or not set(UNKNOWN).isdisjoint(cell.dtypes)
+    too_wide = cell.spec.dtype in EIGHT_BITS and torch.float64 in cell.dtypes
+    return too_wide or complex_numbers or nothing_to_select or not set(UNKNOWN).isdisjoint(cell.dtypes)
 
 
 def test_what_each_collective_carries() -> None:

@@ -22,8 +22,14 @@ A message is of the same size and dtype on every rank: `runtime.core.buckets.Mes
 over ranks), `runtime.comm.collectives.direct.Packed` (its `gathered` becomes every rank's `flat`) or `Narrowed` there
 (its `gathered` becomes the sum)."""
 
+LIBRARY, TWO_SHOT, NATIVE = ("all_reduce", "library"), ("all_reduce", "two_shot"), ("all_reduce", "native")
+WIRE_FORMS = frozenset({LIBRARY, TWO_SHOT, NATIVE})
+"""How a bucket in a narrow format may be sent; by the library means in two shots there."""
+
 COLLECTIVES: Mapping[tuple[str, str], Collective] = {
-    ("all_reduce", "library"): library_all_reduce,
+    LIBRARY: library_all_reduce,
+    NATIVE: library_all_reduce,
+    TWO_SHOT: narrowed_all_reduce,
     ("sparse", "flat"): sparse_flat,
     ("sparse", "naive_all_gather"): naive_all_gather,
 }
@@ -49,7 +55,8 @@ def form_of(bucket: PlanBucket) -> tuple[str, str]:
 
 def collective_of(bucket: PlanBucket) -> Collective:
     """Return what carries a bucket of a collective that is not `PHASED`."""
-    return narrowed_all_reduce if bucket.compressor.name == "wire" else COLLECTIVES[form_of(bucket)]
+    form = form_of(bucket)
+    return COLLECTIVES[TWO_SHOT if bucket.compressor.name == "wire" and form == LIBRARY else form]
 
 
 def asks_for_nodes(plan: Plan) -> bool:

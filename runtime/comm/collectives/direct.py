@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from runtime.comm.collectives.phases import Vector, Works, gather, reduce_scatter, share_of
+from runtime.comm.collectives.phases import Vector, Works, all_to_all, gather
 
 
 def library_all_reduce(message: Vector, group: dist.ProcessGroup) -> Works:
@@ -48,32 +49,29 @@ def naive_all_gather(message: Packed, group: dist.ProcessGroup) -> Works:
 
 
 class Narrowed:
-    """One rank's message, padded so that every rank owns as much."""
+    """One rank's message in codes: rows of bytes, one for each owner of a part, and all of one length."""
 
-    def __init__(self, numel: int, ranks: int, wire: torch.dtype, wide: torch.dtype, device: torch.device) -> None:
-        self.share = share_of(numel, ranks)
-        self.flat = torch.zeros(ranks * self.share, dtype=wire, device=device)
-        """All that this rank sends, 1-D; part r goes to rank r."""
-        self.received = torch.zeros_like(self.flat).view(ranks, -1)
-        """This rank's part from every rank."""
-        self.total = torch.zeros(self.share, dtype=wide, device=device)
-        """The sum of this rank's part; then what narrowing it has lost."""
-        self.own = torch.zeros(self.share, dtype=wire, device=device)
-        self.gathered = torch.zeros_like(self.flat)
-        self.rank = 0
+    def __init__(
+        self, ranks: int, row_bytes: int, device: torch.device, narrow: Callable[[Tensor, Tensor], None]
+    ) -> None:
+        """`narrow`: adds up received rows, shape (ranks, row_bytes), and fills the row of the sum, (1, row_bytes)."""
+        self.rows = torch.zeros(ranks, row_bytes, dtype=torch.uint8, device=device)
+        """All that this rank sends; row r goes to rank r."""
+        self.received, self.gathered = torch.zeros_like(self.rows), torch.zeros_like(self.rows)
+        """This rank's part from every rank; and the sums of all parts."""
+        self.own = torch.zeros_like(self.rows[:1])
+        self._narrow = narrow
 
     def narrow(self) -> None:
         """Between the two phases."""
-        self.own.copy_(self.total)
-        self.total -= self.own
+        self._narrow(self.received, self.own)
 
 
 def narrowed_all_reduce(message: Narrowed, group: dist.ProcessGroup) -> Works:
-    """All-to-all, sums, all-gather: a ring all-reduce's bytes in the narrow dtype of `wire`, whose sums are wider."""
-    message.rank = dist.get_rank(group)
-    yield from reduce_scatter(message.flat, message.received, message.total, group)
+    """All-to-all, sums, all-gather: a ring all-reduce's bytes in the format of `wire`, whose sums are wider."""
+    yield from all_to_all(message.received.view(-1), message.rows.view(-1), group)
     message.narrow()
-    yield from gather(message.gathered, message.own, group)
+    yield from gather(message.gathered.view(-1), message.own.view(-1), group)
 
 
 def push_pull(message: Any, group: dist.ProcessGroup) -> Works:

@@ -2,7 +2,7 @@
 
 A compressor works on one flat buffer of a bucket with error feedback: what it adds up is residual + gradient, and what
 of that is not sent goes to a second buffer, the new residual. The caller commits it by exchanging the two buffers, or
-discards it by not doing so. Sent + new residual = residual + gradient, bit for bit.
+discards it by not doing so. Sent + new residual = residual + gradient, bit for bit, unless rounding is stochastic.
 """
 
 from __future__ import annotations
@@ -10,12 +10,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from runtime.errors import InputError
 from runtime.plan import CompressorSpec
 from runtime.sparse.compressors.options import Layer, check_options, choose, kept_elements
 from runtime.sparse.compressors.selectors import select_random
 from runtime.sparse.compressors.sparse import SELECTORS, SparseCompressor
-from runtime.sparse.compressors.wire import WIRE_DTYPES, WireCompressor
+from runtime.sparse.compressors.wire import WireCompressor, make_wire
 
 Compressor = SparseCompressor | WireCompressor
 
@@ -34,13 +33,6 @@ def _make_topk(spec: CompressorSpec, layers: Sequence[Layer], ranks: int) -> Com
     return SparseCompressor(kept_elements(spec, layers), choose("topk: selector", name, SELECTORS))
 
 
-def _make_wire(spec: CompressorSpec, layers: Sequence[Layer], ranks: int) -> Compressor:
-    if spec.dtype is None:
-        known = ", ".join(WIRE_DTYPES)
-        raise InputError(f"the compressor wire has no dtype; expected one of {known}: give it one")
-    return WireCompressor(choose("wire: dtype", spec.dtype, WIRE_DTYPES), ranks)
-
-
 _SELECTION = frozenset({"k", "density", "scope"})
 
 COMPRESSORS: Mapping[str, Family] = {
@@ -49,7 +41,10 @@ COMPRESSORS: Mapping[str, Family] = {
         options=_SELECTION, make=lambda spec, layers, _: SparseCompressor(kept_elements(spec, layers), select_random)
     ),
     "topk": Family(options=_SELECTION | {"selector"}, make=_make_topk),
-    "wire": Family(options=frozenset({"dtype"}), make=_make_wire),
+    "wire": Family(
+        options=frozenset({"dtype", "block", "error_feedback", "rounding", "links"}),
+        make=lambda spec, _, ranks: make_wire(spec, ranks),
+    ),
 }
 
 

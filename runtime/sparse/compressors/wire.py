@@ -1,20 +1,253 @@
-"""All elements in a narrower dtype; what rounding loses is kept for the next step."""
+"""All elements in fewer bytes; what rounding loses is kept for the next step.
+
+A vector is cut into parts, one for each owner, and each part is encoded into one row of bytes: codes, then scales, then
+room for what else is sent. `bfloat16` has no scales. In the other formats a scale is common to a block: a part is cut
+evenly into blocks of at most so many elements, and
+
+    scale = (largest magnitude of the block / largest code), rounded up: for int8 to 7 bits less than the dtype has,
+            so that code · scale is exact, else to a power of two
+    code  = (element / scale), rounded to the format
+
+With the nearest code, sent + new residual is residual + gradient, bit for bit (−0 may become 0): the difference of an
+element and code · scale is a multiple of the element's last place (a step of the codes times the last place of the
+scale is no finer), and no larger than the element. With stochastic rounding, or from summing what both encodings have
+lost, the residual is that difference rounded once.
+
+Where an element of a block is NaN or ±Inf, its scale is NaN, so that the whole block is on all ranks, and nothing of it
+enters a residual. Blocks as in "8-bit Optimizers via Block-wise Quantization" (Dettmers et al., ICLR 2022).
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from runtime.sparse.compressors.magnitudes import CHUNK, accumulate
+from runtime.errors import InputError
+from runtime.plan import CompressorSpec
+from runtime.sparse.compressors.magnitudes import accumulate
+from runtime.sparse.compressors.options import choose
 
-WIRE_DTYPES: Mapping[str, torch.dtype] = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+WIRE_DTYPES: Mapping[str, torch.dtype] = {
+    "bfloat16": torch.bfloat16, "float16": torch.float16, "int8": torch.int8, "float8_e4m3fn": torch.float8_e4m3fn,
+}  # fmt: skip
+EIGHT_BITS = ("int8", "float8_e4m3fn")
+NATIVE = ("bfloat16", "float16")
+"""Formats that backends add up themselves."""
+
+BLOCK, LEAST_BLOCK, LARGEST_BLOCK = 256, 64, 512
+"""Elements with one scale: by default (with float16 always), and what a plan may ask for."""
+
+ROUNDINGS: Mapping[str, bool] = {"nearest": False, "stochastic": True}
+
+CHUNK = 1 << 16
+"""Elements that are encoded together: they and what is computed of them fit into a core's cache."""
+
+ALIGNMENT = 8
+"""In bytes, of what lies in a row."""
+
+_INTEGERS = {torch.float32: torch.int32, torch.float64: torch.int64}
+
+
+class Piece(NamedTuple):
+    """Elements that are encoded together."""
+
+    elements: slice
+    """Of the vector."""
+    rows: slice
+    codes: slice
+    """Of each of the rows, as `scales`."""
+    scales: slice
+    shape: tuple[int, int, int]
+    """(rows, blocks of each, elements of a block)."""
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How a vector lies in rows of bytes."""
+
+    share: int
+    """Elements in a row: all have room for as many, and the last rows may be filled in part, or not at all."""
+    width: int
+    """Elements with one scale; 1 where there are no scales."""
+    code: torch.dtype
+    scale: torch.dtype | None
+    tail: int
+    """Numbers (float32) behind them."""
+
+    @property
+    def _scales_at(self) -> int:
+        return _aligned(self.share * self.code.itemsize)
+
+    @property
+    def _tail_at(self) -> int:
+        blocks_bytes = 0 if self.scale is None else self.share // self.width * self.scale.itemsize
+        return _aligned(self._scales_at + blocks_bytes)
+
+    @property
+    def row_bytes(self) -> int:
+        return _aligned(self._tail_at + 4 * self.tail)
+
+    def codes(self, rows: Tensor) -> Tensor:
+        """Shape (rows, share)."""
+        return rows[:, : self.share * self.code.itemsize].view(self.code)
+
+    def scales(self, rows: Tensor) -> Tensor | None:
+        """Shape (rows, blocks of each)."""
+        if self.scale is None:
+            return None
+        return rows[:, self._scales_at :][:, : self.share // self.width * self.scale.itemsize].view(self.scale)
+
+    def tails(self, rows: Tensor) -> Tensor:
+        """Shape (rows, tail); there is one."""
+        return rows[:, self._tail_at :][:, : 4 * self.tail].view(torch.float32)
+
+    def pieces(self, elements: int, at_once: int) -> Iterator[Piece]:
+        """Yield the pieces of a vector, each of about `at_once` elements or fewer: whole rows, or blocks of one row."""
+        start = 0
+        while start < elements:
+            row, inside = divmod(start, self.share)
+            left = elements - start
+            rows = max(1, min(at_once, left) // self.share) if not inside else 1
+            room = min(self.share - inside, left) if rows == 1 else self.share
+            if rows == 1 and room > self.width:  # blocks, of which the vector's last one may be shorter
+                room = min(room, max(1, at_once // self.width) * self.width) // self.width * self.width
+            width = min(self.width, room)
+            first = inside // self.width
+            blocks = slice(first, first + room // width)
+            shape = (rows, room // width, width)
+            yield Piece(
+                slice(start, start + rows * room), slice(row, row + rows), slice(inside, inside + room), blocks, shape
+            )
+            start += rows * room
+
+
+def _aligned(size_bytes: int) -> int:
+    return -(-size_bytes // ALIGNMENT) * ALIGNMENT
+
+
+class Format(Protocol):
+    """What is sent of an element."""
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+    @property
+    def block(self) -> int | None:
+        """Elements with one scale, at most; None: there are no scales."""
+        ...
+
+    def encode(
+        self, total: Tensor, codes: Tensor, scales: Tensor | None, noise: torch.Generator | None, *, keep: bool
+    ) -> None:
+        """Fill codes and scales with `total`, which becomes what they lose with `keep`, else stays. Shapes (rows,
+        blocks, elements), (rows, blocks, 1); `noise`: rounding is stochastic.
+        """
+        ...
+
+    def decode(self, codes: Tensor, scales: Tensor | None, out: Tensor) -> None:
+        """Fill `out` with what codes stand for; shapes as with `encode`."""
+        ...
 
 
 class WireCompressor:
-    """Sends residual + gradient rounded to `dtype`.
+    """Sends residual + gradient in a format."""
+
+    def __init__(self, form: Format, *, error_feedback: bool = True, stochastic: bool = False) -> None:
+        self.format, self.dtype = form, form.dtype
+        self.error_feedback, self.stochastic = error_feedback, stochastic
+
+    def cut(self, elements: int, parts: int, wide: torch.dtype, tail: int = 0) -> Cut:
+        """Say how a vector of so many elements of the dtype `wide` lies in rows for as many owners."""
+        share, most = -(-elements // parts), self.format.block
+        if most is None:
+            return Cut(share, 1, self.dtype, None, tail)
+        blocks = max(1, -(-share // most))
+        width = max(1, -(-share // blocks))
+        return Cut(width * blocks if share else 0, width, self.dtype, wide, tail)
+
+    def compress(
+        self, gradient: Tensor, residual: Tensor | None, new_residual: Tensor | None, rows: Tensor, cut: Cut, seed: int
+    ) -> None:
+        """Encode residual + gradient.
+
+        Args:
+            gradient: 1-D, in any floating dtype; unchanged.
+            residual: what earlier steps have not sent, in the dtype that is added up in; unchanged. None: no residual
+                is kept.
+            new_residual: becomes what this step does not send; other memory than `residual` and `gradient`.
+            rows: bytes of shape (parts, cut.row_bytes); where the vector has no elements they stay.
+            cut: of this vector.
+            seed: of stochastic rounding; another one in each step and on each rank.
+        """
+        if residual is None or new_residual is None:
+            wide = cut.scale or (torch.float64 if gradient.dtype == torch.float64 else torch.float32)
+            self._encode(lambda part: gradient[part].to(wide), gradient, rows, cut, seed, keep=False)
+        else:
+            self._encode(
+                lambda part: accumulate(residual[part], gradient[part], new_residual[part]),
+                gradient, rows, cut, seed, keep=True,
+            )  # fmt: skip
+
+    def narrow(self, total: Tensor, row: Tensor, cut: Cut, seed: int) -> None:
+        """Encode a sum (1-D) into the one row of bytes of shape (1, cut.row_bytes); with error feedback it becomes what
+        that loses.
+        """
+        self._encode(lambda part: total[part], total, row, cut, seed, keep=self.error_feedback)
+
+    def add_up(self, rows: Tensor, total: Tensor, cut: Cut) -> None:
+        """Make `total` (1-D) the sum of what rows of one part hold, in their order and in its dtype."""
+        codes, scales, work = self._open(rows, total, cut)
+        for piece in self._pieces(cut, total):
+            place = total[piece.elements].view(piece.shape)
+            addend = work[: place.numel()].view(piece.shape)
+            for rank in range(len(rows)):
+                out = addend if rank else place
+                self.format.decode(*_at(piece, codes, scales, slice(rank, rank + 1)), out)
+                if rank:
+                    place.add_(addend)
+
+    def decode(self, rows: Tensor, out: Tensor, cut: Cut) -> None:
+        """Fill `out` (1-D) with what the rows of all parts hold; −0 becomes 0, as where elements are selected."""
+        codes, scales, _ = self._open(rows, out, cut)
+        for piece in self._pieces(cut, out):
+            place = out[piece.elements].view(piece.shape)
+            self.format.decode(*_at(piece, codes, scales, piece.rows), place)
+            place.add_(0.0)
+
+    def _encode(
+        self, total_of: Callable[[slice], Tensor], vector: Tensor, rows: Tensor, cut: Cut, seed: int, *, keep: bool
+    ) -> None:
+        codes, scales, _ = self._open(rows, vector[:0], cut)
+        noise = torch.Generator(vector.device).manual_seed(seed) if self.stochastic else None
+        for piece in self._pieces(cut, vector):
+            total = total_of(piece.elements).view(piece.shape)
+            self.format.encode(total, *_at(piece, codes, scales, piece.rows), noise, keep=keep)
+
+    def _open(self, rows: Tensor, like: Tensor, cut: Cut) -> tuple[Tensor, Tensor | None, Tensor]:
+        """Return codes, scales, and memory for one piece of a vector."""
+        work = like.new_empty(min(like.numel(), max(CHUNK, cut.width)) if like.device.type == "cpu" else like.numel())
+        if not cut.share:
+            return rows, rows, work
+        return cut.codes(rows), cut.scales(rows), work
+
+    def _pieces(self, cut: Cut, vector: Tensor) -> Iterator[Piece]:
+        elements = vector.numel()
+        return cut.pieces(elements, CHUNK if vector.device.type == "cpu" else elements)
+
+
+def _at(piece: Piece, codes: Tensor, scales: Tensor | None, rows: slice) -> tuple[Tensor, Tensor | None]:
+    """Return a piece's codes and scales in some rows."""
+    found = codes[rows, piece.codes].view(piece.shape)
+    return found, None if scales is None else scales[rows, piece.scales].unsqueeze(-1)
+
+
+class Rounded:
+    """A `Format` without scales: elements rounded to `dtype`.
 
     Finite values stay finite, also in a sum over all ranks in the wire's dtype: they saturate at its largest number /
     ranks, for more than two ranks at half of that, since adding x may raise a rounded sum by 2x. The rest stays in the
@@ -28,33 +261,116 @@ class WireCompressor:
     divides.
     """
 
+    block: int | None = None
+
     def __init__(self, dtype: torch.dtype, ranks: int) -> None:
         self.dtype = dtype
         self.limit = _round_down(torch.finfo(dtype).max / (ranks if ranks <= 2 else 2 * ranks), dtype)
         """The largest finite magnitude that is sent."""
         self._last_bit = _lowest_bit(self.limit)
 
-    def compress(self, gradient: Tensor, residual: Tensor, new_residual: Tensor, step: int) -> Tensor:
-        """Return what is sent: 1-D, in the wire's dtype. Arguments as with `SparseCompressor.compress`."""
-        sent = torch.empty(gradient.numel(), dtype=self.dtype, device=gradient.device)
-        size = CHUNK if gradient.device.type == "cpu" else max(1, gradient.numel())
-        for start in range(0, gradient.numel(), size):
-            part = slice(start, start + size)
-            self._round(accumulate(residual[part], gradient[part], new_residual[part]), sent[part])
-        return sent
-
-    def _round(self, total: Tensor, sent: Tensor) -> None:
-        """Move what the wire can carry from `total` to `sent`."""
+    def encode(
+        self, total: Tensor, codes: Tensor, scales: Tensor | None, noise: torch.Generator | None, *, keep: bool
+    ) -> None:
+        rounded = total if noise is None else _dithered(total.clone(), self.dtype, noise)
         if total.device.type == "cpu" and bool(total.abs().amax() <= self.limit):  # not where it is NaN
-            sent.copy_(total)
-            total.sub_(sent)
+            codes.copy_(rounded)
+            if noise is not None:  # what is near the limit may have been raised above it
+                codes.clamp_(-self.limit, self.limit)
+            if keep:
+                total.sub_(codes)
             return
         total_magnitude = total.abs()
         first = self._last_bit / torch.finfo(total.dtype).eps * 2
         doubtful = (total_magnitude >= first) & (total_magnitude < 2 * first)
         limit = torch.where(doubtful, self.limit - self._last_bit, self.limit).to(total.dtype)
-        sent.copy_(torch.where(total.isfinite(), total.clamp(-limit, limit), total))
-        total.sub_(sent).nan_to_num_(nan=0.0)  # Inf − Inf: it is sent, nothing is left
+        codes.copy_(torch.where(total.isfinite(), rounded.clamp(-limit, limit), total))
+        if keep:
+            total.sub_(codes).nan_to_num_(nan=0.0)  # Inf − Inf: it is sent, nothing is left
+
+    def decode(self, codes: Tensor, scales: Tensor | None, out: Tensor) -> None:
+        out.copy_(codes)
+
+
+class Scaled:
+    """A `Format` with a scale for each block: int8, float8_e4m3fn or float16."""
+
+    def __init__(self, dtype: torch.dtype, block: int) -> None:
+        self.dtype, self.block = dtype, block
+        self._largest = 127.0 if dtype == torch.int8 else float(torch.finfo(dtype).max)
+
+    def encode(
+        self, total: Tensor, codes: Tensor, scales: Tensor | None, noise: torch.Generator | None, *, keep: bool
+    ) -> None:
+        assert scales is not None
+        scale = torch.maximum(total.amax(-1, keepdim=True), total.amin(-1, keepdim=True).neg_())
+        odd = scale.isfinite().logical_not_()
+        self._to_scales(scale).masked_fill_(odd, math.nan)
+        scales.copy_(scale)
+        values = total * scale.reciprocal()
+        if noise is not None:
+            _dithered(values, self.dtype, noise)
+        elif self.dtype == torch.int8:
+            values.round_()
+        codes.copy_(values.clamp_(-self._largest, self._largest))  # casts to float8 may give NaN above
+        if not keep:
+            return
+        if self.dtype != torch.int8:
+            found, unit = self._values(codes)
+            values.copy_(found)
+            scale = scale * unit
+        total.addcmul_(values, scale, value=-1.0)
+        if total.device.type != "cpu" or bool(odd.any()):
+            total.masked_fill_(odd, 0.0)
+
+    def _to_scales(self, largest: Tensor) -> Tensor:
+        """Turn magnitudes into scales, in place. At either end of the dtype's range neither code · scale nor 1 / scale
+        leaves it: tiny elements are left to the residual, and of huge ones what the largest code does not reach.
+        """
+        limits = torch.finfo(largest.dtype)
+        dropped = (1 << (7 if self.dtype == torch.int8 else _bits_of(largest.dtype) - 1)) - 1
+        words = _INTEGERS[largest.dtype]
+        end = torch.tensor(limits.max / self._largest, dtype=largest.dtype)
+        end.view(words).bitwise_and_(~dropped)
+        largest.div_(self._largest).clamp_(limits.tiny * 2.0**16, float(end))
+        largest.view(words).add_(dropped).bitwise_and_(~dropped)
+        return largest
+
+    def _values(self, codes: Tensor) -> tuple[Tensor, float]:
+        """Return numbers that, times a power of two, are what codes stand for."""
+        if self.dtype != torch.float8_e4m3fn:
+            return codes, 1.0
+        # The bits of an e4m3 are those of a float16, whose exponent has one bit more: several times as fast as a cast.
+        words = codes.view(torch.int8).to(torch.int16)
+        return words.bitwise_left_shift_(7).bitwise_and_(~0x4000).view(torch.float16), 256.0
+
+    def decode(self, codes: Tensor, scales: Tensor | None, out: Tensor) -> None:
+        assert scales is not None
+        values, unit = self._values(codes)
+        torch.mul(values, scales if unit == 1.0 else scales * unit, out=out)
+
+
+def _dithered(values: Tensor, dtype: torch.dtype, noise: torch.Generator) -> Tensor:
+    """Round values, in place, to one of the two numbers of a dtype beside each, the likelier the nearer it is."""
+    whole = dtype == torch.int8
+    bits = min(16, 23 - (7 if whole else _bits_of(dtype)))  # so many that numbers of the dtype stay what they are
+    words = torch.empty(-(-values.numel() // 4), dtype=torch.int64, device=values.device)
+    words.random_(-(2**63), None, generator=noise)
+    draws = words.view(torch.int16)[: values.numel()].view(values.shape)
+    draws.bitwise_right_shift_(16 - bits)
+    shift = draws.to(values.dtype).mul_(2.0**-bits).add_(0.5 + 2.0 ** -(bits + 1))
+    if whole:
+        return values.add_(shift).floor_()
+    limits = torch.finfo(dtype)
+    exponents = values.abs().view(_INTEGERS[values.dtype])
+    exponents.bitwise_and_(torch.tensor(math.inf, dtype=values.dtype).view(_INTEGERS[values.dtype]).item())
+    places = exponents.view(values.dtype).clamp_(min=limits.smallest_normal).mul_(limits.eps)
+    return values.div_(places).add_(shift).floor_().mul_(places)
+
+
+def _bits_of(dtype: torch.dtype) -> int:
+    """Return how many bits a number of a floating dtype has, the leading one among them."""
+    return 1 - round(math.log2(torch.finfo(dtype).eps))
 
 
 def _round_down(value: float, dtype: torch.dtype) -> float:
@@ -68,3 +384,39 @@ def _lowest_bit(value: float) -> float:
     """The largest power of two that divides a number."""
     numerator, denominator = value.as_integer_ratio()
     return math.ldexp(1.0, (numerator & -numerator).bit_length() - 1) / denominator
+
+
+def make_wire(spec: CompressorSpec, ranks: int, *, native: bool = False) -> WireCompressor:
+    """Make what narrows a bucket, whose messages so many ranks add up; `native`: the backend does, in the wire's dtype.
+
+    Raises InputError: an unknown name, or options that do not go together.
+    """
+    if spec.dtype is None:
+        known = ", ".join(WIRE_DTYPES)
+        raise InputError(f"the compressor wire has no dtype; expected one of {known}: give it one")
+    dtype = choose("wire: dtype", spec.dtype, WIRE_DTYPES)
+    stochastic = choose("wire: rounding", spec.rounding or "nearest", ROUNDINGS)
+    if spec.links == "inter":
+        raise InputError(
+            "wire: links: found 'inter', which is not known yet; expected 'all', a narrow dtype on all links: leave "
+            "links out"
+        )
+    choose("wire: links", spec.links or "all", {"all": None})
+    if spec.block is not None and (native or spec.dtype not in EIGHT_BITS):
+        raise InputError(
+            f"wire: block: found {spec.block} with the dtype {spec.dtype}; expected it with {' or '.join(EIGHT_BITS)} "
+            f"alone (float16 has a scale for each {BLOCK} elements, bfloat16 needs none): leave block out"
+        )
+    block = BLOCK if spec.block is None else spec.block
+    if not LEAST_BLOCK <= block <= LARGEST_BLOCK:
+        raise InputError(
+            f"wire: block: found {block}, expected {LEAST_BLOCK} to {LARGEST_BLOCK} elements with one scale: give it "
+            f"{BLOCK}, or leave it out"
+        )
+    if native and spec.dtype not in NATIVE:
+        raise InputError(
+            f"wire: dtype: found {spec.dtype} with the algorithm native, whose sums the backend makes; expected one of "
+            f"{', '.join(NATIVE)} there: send it by two_shot"
+        )
+    form: Format = Rounded(dtype, ranks) if native or dtype == torch.bfloat16 else Scaled(dtype, block)
+    return WireCompressor(form, error_feedback=spec.error_feedback is not False, stochastic=stochastic)

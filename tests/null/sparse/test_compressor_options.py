@@ -14,7 +14,7 @@ from torch import nn
 
 from runtime.checks.plan import check_plan, trainable_parameters
 from runtime.errors import InputError
-from runtime.plan import CompressorSpec, ModelReference, Plan, PlanBucket, PlanWorld
+from runtime.plan import NO_COMPRESSION, CompressorSpec, ModelReference, Plan, PlanBucket, PlanWorld
 from runtime.sparse.compressors import COMPRESSORS, make_compressor
 from runtime.sparse.compressors.options import MAX_ELEMENTS, Segment
 from runtime.sparse.compressors.selectors import draw
@@ -26,7 +26,7 @@ from runtime.sparse.guard import delta
 def test_specifications_of_the_contract_are_made(text: str) -> None:
     spec = CompressorSpec(**json.loads(text))
     made = make_compressor(spec, [("layer4.conv", 36_864), ("fc", 5130)], ranks=4)
-    expected = {0: None, 1: 171, 2: 419, 3: 368 + 51, 4: 20_997}[contract_examples.COMPRESSORS.index(text)]
+    expected = {1: 171, 2: 419, 3: 368 + 51, 4: 20_997}.get(contract_examples.COMPRESSORS.index(text))
     assert (made.k if isinstance(made, SparseCompressor) else None) == expected
 
 
@@ -51,8 +51,16 @@ BAD: list[tuple[dict[str, Any], Layers, list[str]]] = [
     ({"name": "randomk", "density": 0.1, "selector": "exact"}, TWO, ["options selector"]),
     ({"name": "none", "density": 0.1}, TWO, ["options density", "expected none"]),
     ({"name": "wire"}, TWO, ["no dtype", "bfloat16, float16"]),
-    ({"name": "wire", "dtype": "int8"}, TWO, ["dtype: found 'int8'", "bfloat16, float16"]),
-    ({"name": "wire", "dtype": "float16", "scope": "layer"}, TWO, ["options scope", "only dtype"]),
+    ({"name": "wire", "dtype": "int4"}, TWO, ["dtype: found 'int4'", "bfloat16, float16, int8, float8_e4m3fn"]),
+    ({"name": "wire", "dtype": "float16", "scope": "layer"}, TWO, ["options scope", "block, dtype, error_feedback"]),
+    ({"name": "wire", "dtype": "int8", "block": 63}, TWO, ["block: found 63", "64 to 512"]),
+    ({"name": "wire", "dtype": "float8_e4m3fn", "block": 513}, TWO, ["block: found 513", "64 to 512"]),
+    ({"name": "wire", "dtype": "bfloat16", "block": 256}, TWO, ["block: found 256 with the dtype bfloat16", "leave b"]),
+    ({"name": "wire", "dtype": "float16", "block": 256}, TWO, ["a scale for each 256", "leave block out"]),
+    ({"name": "wire", "dtype": "int8", "rounding": "up"}, TWO, ["rounding: found 'up'", "nearest, stochastic"]),
+    ({"name": "wire", "dtype": "int8", "links": "inter"}, TWO, ["links: found 'inter'", "not known yet"]),
+    ({"name": "wire", "dtype": "int8", "links": "some"}, TWO, ["links: found 'some'", "expected one of all"]),
+    ({"name": "topk", "density": 0.1, "error_feedback": False}, TWO, ["options error_feedback", "leave them out"]),
 ]
 
 
@@ -99,6 +107,35 @@ def test_plans_may_ask_for_each_where_it_fits(name: str) -> None:
     ):
         assert wrong is not None
         assert expected in wrong
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "options", "dtype", "words"),
+    [
+        ("two_shot", {"dtype": "int8"}, torch.float32, None),
+        ("library", {"dtype": "float8_e4m3fn", "block": 512, "links": "all"}, torch.bfloat16, None),
+        ("native", {"dtype": "float16", "error_feedback": False}, torch.float32, None),
+        ("native", {"dtype": "int8"}, torch.float32, ["algorithm native", "bfloat16, float16", "two_shot"]),
+        ("native", {"dtype": "float16", "block": 64}, torch.float32, ["block: found 64"]),
+        ("two_shot", {"dtype": "int8"}, torch.float64, ["weight is float64", "bfloat16 or float16"]),
+        ("tree", {"dtype": "int8"}, torch.float32, ["all_reduce/tree", "all_reduce/two_shot"]),
+        ("two_shot", None, torch.float32, ["all_reduce/two_shot with the compressor 'none'", "expected wire"]),
+        ("native", None, torch.float32, ["all_reduce/native with the compressor 'none'", "expected wire"]),
+    ],
+)
+def test_how_narrow_formats_may_be_sent(
+    algorithm: str, options: dict[str, Any] | None, dtype: torch.dtype, words: list[str] | None
+) -> None:
+    spec = NO_COMPRESSION if options is None else CompressorSpec(name="wire", **options)
+    bucket = PlanBucket(gradients=("weight", "bias"), algorithm=algorithm, compressor=spec)
+    plan = Plan(model=ModelReference(name="linear"), world=PlanWorld(ranks=2), accuracy="bounded", buckets=(bucket,))
+    problem = check_plan(trainable_parameters(nn.Linear(2, 2, dtype=dtype)), plan, 2)
+    if words is None:
+        assert problem is None
+    else:
+        assert problem is not None
+        assert problem.startswith("bucket 0 ")
+        assert all(word in problem for word in words), problem
 
 
 def test_delta_compares_with_random_selection() -> None:

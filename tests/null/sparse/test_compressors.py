@@ -16,6 +16,7 @@ from compressor_cases import (
     check_sparse,
     check_wire,
     compress,
+    encode,
     make,
     make_case,
     numbers,
@@ -29,12 +30,21 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from runtime.plan import CompressorSpec
 from runtime.sparse.compressors import magnitudes as magnitudes_module
 from runtime.sparse.compressors import selectors as selectors_module
 from runtime.sparse.compressors.magnitudes import seed_of
 from runtime.sparse.compressors.selectors import draw
 from runtime.sparse.compressors.sparse import SELECTORS, SparseCompressor
-from runtime.sparse.compressors.wire import WIRE_DTYPES, WireCompressor
+from runtime.sparse.compressors.wire import (
+    EIGHT_BITS,
+    NATIVE,
+    ROUNDINGS,
+    WIRE_DTYPES,
+    Rounded,
+    Scaled,
+    make_wire,
+)
 
 
 @pytest.mark.parametrize("variant", list(variants()), ids=lambda v: " ".join(str(x) for x in v.values()))
@@ -217,22 +227,128 @@ def test_every_index_is_equally_likely(k: int) -> None:
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 7, 100])
-@pytest.mark.parametrize("name", sorted(WIRE_DTYPES))
+@pytest.mark.parametrize("name", NATIVE)
 def test_the_wire_saturates_without_loss(name: str, ranks: int) -> None:
     """Numbers around every power of two that float32 has, ends of range included; sums over ranks stay finite."""
-    compressor = make({"name": "wire", "dtype": name}, [("a", 1)], ranks)
-    assert isinstance(compressor, WireCompressor)
+    compressor = make_wire(CompressorSpec(name="wire", dtype=name), ranks, native=True)
+    assert isinstance(compressor.format, Rounded)
+    limit = compressor.format.limit
     exponents = torch.arange(-149, 128, dtype=torch.float64)[:, None]
     near = torch.tensor([1, 1 + 2.0**-23, 1 + 2.0**-22, 1 + 3 * 2.0**-23, 1.25, 1.5, 1.5 + 2.0**-23, 2 - 2.0**-23])
     values = (2.0**exponents * near.double()).view(-1)
-    limits = torch.tensor([compressor.limit * (1 + step * 2.0**-23) for step in range(-4, 5)], dtype=torch.float64)
+    limits = torch.tensor([limit * (1 + step * 2.0**-23) for step in range(-4, 5)], dtype=torch.float64)
     values = torch.cat((values, limits, -values, -limits)).float()
     values = values[values.isfinite()]
     for dtype in (torch.float32, torch.float64):
         case = Case([("a", len(values))], values.to(dtype), torch.zeros(len(values), dtype=dtype))
         sent = check_wire(compressor, case)
-        total = sum((sent for _ in range(ranks - 1)), start=sent)
+        narrow = sent.to(compressor.dtype)
+        assert torch.equal(narrow.to(dtype), sent)
+        total = sum((narrow for _ in range(ranks - 1)), start=narrow)
         assert bool(total.isfinite().all())
-        small = case.total.abs() <= compressor.limit
-        assert same_bits(sent[small], case.total[small].to(compressor.dtype))
-    assert compressor.limit * ranks <= torch.finfo(compressor.dtype).max < compressor.limit * ranks * 2.02
+        small = case.total.abs() <= limit
+        assert same_bits(narrow[small], case.total[small].to(compressor.dtype) + 0.0)
+    assert limit * ranks <= torch.finfo(compressor.dtype).max < limit * ranks * 2.02
+
+
+def test_every_scale_serves_every_magnitude() -> None:
+    """Blocks whose largest element is near each power of two that float32 has, and smaller ones beside it."""
+    near = torch.tensor([1, 1 + 2.0**-23, 1 + 2.0**-16, 1.25, 1.5 + 2.0**-22, 2 - 2.0**-22, 2 - 2.0**-23])
+    largest = (2.0 ** torch.arange(-149, 128, dtype=torch.float64)[:, None] * near.double()).view(-1)
+    fractions = torch.cat(
+        [torch.linspace(-1, 1, 40), torch.tensor([0.5, 1.5, 2.5, 63.5]) / 127, 2.0 ** -torch.arange(20)]
+    )
+    values = (largest[:, None] * fractions.double()).float()
+    case = Case([("a", values.numel())], values.view(-1), torch.zeros(values.numel()))
+    for dtype in WIRE_DTYPES:
+        for rounding in ROUNDINGS:
+            spec = CompressorSpec(
+                name="wire", dtype=dtype, rounding=rounding, block=64 if dtype in EIGHT_BITS else None
+            )
+            compressor = make_wire(spec, 1)
+            if dtype in EIGHT_BITS:
+                assert compressor.format.block == len(fractions)
+            check_wire(compressor, case)
+
+
+@pytest.mark.parametrize("rounding", ROUNDINGS)
+@pytest.mark.parametrize("name", sorted(WIRE_DTYPES))
+def test_the_mean_of_what_is_sent_is_the_gradient(name: str, rounding: str) -> None:
+    """With error feedback, all that was sent and what is left is all that came, whatever one step loses; without, by
+    chance alone, where rounding is stochastic.
+    """
+    case, steps = make_case([1000], ("normal", "zeros"), 4, DTYPES[0]), 400
+    gradient, sent = case.gradient, {}
+    for feedback in (True, False):
+        compressor = make_wire(CompressorSpec(name="wire", dtype=name, rounding=rounding, error_feedback=feedback), 2)
+        held, total = torch.zeros(1000), torch.zeros(1000, dtype=torch.float64)
+        for step in range(steps):
+            found, held = encode(compressor, Case(case.layers, gradient, held), step)
+            total += found
+            if step == 0:
+                first = found
+        off = (total / steps - gradient).abs()
+        once = float((first - gradient).abs().max())
+        assert once > 0.0
+        if feedback:
+            assert torch.allclose(total + held, gradient.double() * steps, rtol=1e-5, atol=1e-3 * once)
+            assert float(off.max()) <= 2.1 * once / steps * (2 if rounding == "stochastic" else 1)
+        elif rounding == "stochastic":
+            assert float(off.max()) <= 5 * once / steps**0.5
+        sent[feedback] = total
+
+
+def test_rounding_by_chance_differs_from_step_to_step() -> None:
+    """And is the same for one seed; numbers that a format has stay what they are."""
+    case = make_case([5000], ("normal", "zeros"), 4, DTYPES[0])
+    for name in WIRE_DTYPES:
+        spec = CompressorSpec(name="wire", dtype=name, rounding="stochastic", error_feedback=False)
+        compressor = make_wire(spec, 2)
+        one, other = (encode(compressor, case, seed)[0] for seed in (1, 2))
+        assert not torch.equal(one, other)
+        again = Case(case.layers, one, case.residual)
+        twice = encode(compressor, again, 3)[0]
+        if name == "bfloat16":
+            assert torch.equal(twice, one)
+
+
+@settings(max_examples=60)
+@given(
+    elements=st.integers(0, 3000),
+    parts=st.integers(1, 9),
+    block=st.sampled_from([64, 100, 256, 512]),
+    at_once=st.integers(1, 2000),
+)
+def test_pieces_are_a_partition(elements: int, parts: int, block: int, at_once: int) -> None:
+    """Of elements, in whole blocks; rows have room for all, and blocks are no longer than asked for."""
+    compressor = make_wire(CompressorSpec(name="wire", dtype="int8", block=block), parts)
+    cut = compressor.cut(elements, parts, torch.float32)
+    assert cut.share * parts >= elements
+    assert 1 <= cut.width <= block
+    assert cut.share - -(-elements // parts) < max(1, cut.share // cut.width)
+    places = torch.arange(cut.share * parts).view(parts, cut.share)
+    reached = []
+    for piece in cut.pieces(elements, at_once):
+        found = places[piece.rows, piece.codes]
+        assert piece.shape[0] * piece.shape[1] * piece.shape[2] == found.numel() <= max(at_once, cut.width)
+        assert piece.scales.stop - piece.scales.start == piece.shape[1]
+        assert piece.scales.start * cut.width == piece.codes.start
+        assert torch.equal(found.reshape(-1), torch.arange(piece.elements.start, piece.elements.stop))
+        reached.append(found.reshape(-1))
+    assert torch.equal(torch.cat([places[0, :0], *reached]), torch.arange(elements))
+
+
+@pytest.mark.parametrize("name", ["int8", "float8_e4m3fn"])
+def test_eight_bits_are_about_a_quarter_of_the_bytes(name: str) -> None:
+    for elements, ranks in ((1_000_000, 4), (123_457, 3), (25_000_000, 64)):
+        compressor = make_wire(CompressorSpec(name="wire", dtype=name), ranks)
+        row_bytes = compressor.cut(elements, ranks, torch.float32).row_bytes
+        assert row_bytes * ranks <= 0.26 * 4 * elements
+
+
+def test_float8_is_decoded_as_torch_does() -> None:
+    codes = torch.arange(256).to(torch.uint8).view(torch.float8_e4m3fn)
+    values = codes.to(torch.float32)
+    scales, found = torch.ones(1, 1, 1), torch.empty(1, 1, 256)
+    Scaled(torch.float8_e4m3fn, 256).decode(codes.view(1, 1, 256), scales, found)
+    assert torch.equal(found.view(-1)[values.isfinite()], values[values.isfinite()])
