@@ -9,7 +9,7 @@ import pytest
 from builders import usual_profile
 
 from benchmarks.marked import marks
-from benchmarks.truth.cells import Cell, Result, Seen, schedules
+from benchmarks.truth.cells import USER, Cell, Result, Seen, schedules
 from benchmarks.truth.report import (
     cell_lines,
     errors,
@@ -108,10 +108,12 @@ def test_lossy_cells_have_targets_of_their_own_and_hide_nothing() -> None:
 
 
 def test_plans_of_a_cell_differ_and_are_the_same_for_everyone() -> None:
-    problem = make_problem(usual_profile())
+    profile = usual_profile()
+    problem = make_problem(profile)
     for cell in (Cell("gpt", 2, "1gbit"), Cell("gpt", 2, "1gbit", delayed=True)):
-        made = schedules(problem, cell)
-        assert list(made) == list(schedules(problem, cell))
+        made = schedules(problem, cell, profile)
+        assert list(made) == list(schedules(problem, cell, profile))
+        assert USER not in made  # the same profile gives the same plan, which is measured once
         assert len(set(map(str, made.values()))) == len(made) >= 4
     assert {name for name, schedule in made.items() if isinstance(schedule.mode, Delayed)} == {
         "ssd:1",
@@ -119,6 +121,16 @@ def test_plans_of_a_cell_differ_and_are_the_same_for_everyone() -> None:
         "ssd:3",
         "ssd:4",
     }
+
+
+def test_errors_as_users_have_them_are_judged_apart() -> None:
+    assert not any("users" in line for line in summary([GOOD]))
+    seen = tuple(replace(one, user_us=1.06 * one.measured_us) for one in GOOD.seen)
+    told = list(summary([replace(GOOD, seen=seen, user_against_best_ddp=(1.02, 0.99, 1.05))]))
+    assert "| as users have it: mean absolute error | 6.0% | ≤ 5% | **no** |" in told
+    assert "| as users have it: 95th percentile | 6.0% | ≤ 12% | yes |" in told
+    assert "| as users have it: the bare loop | +6.0% to +6.0% |  | yes |" in told
+    assert "| a user's plan / tuned DDP, median | 1.020 | ≤ 1.00 | **no** |" in told
 
 
 def test_groups_of_cells() -> None:
