@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -126,6 +126,20 @@ def resumed() -> dict[str, bool]:
     return results
 
 
+def steps_after(
+    model: nn.Module, optimizer: torch.optim.Optimizer, held: list[Any]
+) -> Iterator[tuple[int, dict[str, Any], dict[str, Any]]]:
+    """Steps 3 and 4, each with the gradients found and those expected: what all ranks held back comes in the first."""
+    for step, late in ((3, True), (4, False)):
+        own = everyones_gradients(model, step)
+        optimizer.zero_grad()
+        loss_of(model, step).backward()
+        expected = {name: sum(g[name] for g in own) / len(own) for name in own[0]}
+        if late:
+            expected = {name: value + sum(part[name] for part in held) for name, value in expected.items()}
+        yield step, gradients(model), expected
+
+
 def switched() -> dict[str, bool]:
     """What lossy buckets held back travels with the first step of a plan that sends everything, and only then."""
     results = {}
@@ -136,14 +150,7 @@ def switched() -> dict[str, bool]:
     session.switch(lossy(plan_of(model, 3), [LAYERS]))
     results["from lossy to lossy"] = equal(carried(session), held[dist.get_rank()])
     session.switch(plan_of(model, 2))
-    for step, late in ((3, True), (4, False)):
-        own = everyones_gradients(model, step)
-        optimizer.zero_grad()
-        loss_of(model, step).backward()
-        expected = {name: sum(g[name] for g in own) / len(own) for name in own[0]}
-        if late:
-            expected = {name: value + sum(part[name] for part in held) for name, value in expected.items()}
-        found = gradients(model)
+    for step, found, expected in steps_after(model, optimizer, held):
         results[f"step {step}"] = all(torch.allclose(found[n], expected[n], rtol=1e-5, atol=1e-7) for n in found)
     results["nothing is left"] = session.state_dict().keys() == {"plan", "ranks"}
     session.detach()
@@ -256,14 +263,7 @@ def forgetful() -> dict[str, bool]:
     dist.all_gather_object(held, carried(session))
     session.switch(lossy(plan_of(model, 4), [CompressorSpec(name="wire", dtype="float16", error_feedback=False)]))
     results = {"from lossy to lossy": equal(carried(session), held[dist.get_rank()])}
-    for step, late in ((3, True), (4, False)):
-        own = everyones_gradients(model, step)
-        optimizer.zero_grad()
-        loss_of(model, step).backward()
-        expected = {name: sum(g[name] for g in own) / len(own) for name in own[0]}
-        if late:
-            expected = {name: value + sum(part[name] for part in held) for name, value in expected.items()}
-        found = gradients(model)
+    for step, found, expected in steps_after(model, optimizer, held):
         results[f"step {step}"] = all(
             torch.allclose(found[n], expected[n], rtol=2e-3, atol=1e-3 * float(expected[n].abs().max())) for n in found
         )
