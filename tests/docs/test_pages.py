@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 import typer
+from started import PATHS
 from torch import nn, ones
 from torch.optim import SGD
 
@@ -68,7 +69,7 @@ def run(command: list[str], folder: Path) -> str:
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     done = subprocess.run(
         command, cwd=folder, capture_output=True, text=True, timeout=400,
-        env={**os.environ, "PATH": path, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        env={**os.environ, "PATH": path, "PYTHONPATH": PATHS, "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
     assert done.returncode == 0, f"{shlex.join(command)}:\n{done.stdout}\n{done.stderr}"
     return done.stdout

@@ -7,7 +7,12 @@ import signal
 import subprocess
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any
+
+TESTS = Path(__file__).parents[1]
+PATHS = f"{TESTS.parent}{os.pathsep}{TESTS / 'plain_ddp'}"
+"""For PYTHONPATH: this repository's packages, and what lets scripts of plain DDP end."""
 
 
 @contextmanager

@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from started import started
+from started import PATHS, started
 
 ROOT = Path(__file__).parents[2]
 CLUSTER = ROOT / "examples" / "cluster"
-ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+ENVIRONMENT = {**os.environ, "PYTHONPATH": PATHS, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
 
 RAY = {
     "ray/__init__.py": "def init(runtime_env): pass\n",
@@ -156,7 +156,7 @@ def test_ray_train_by_a_stand_in(tmp_path: Path) -> None:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
     command = [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    paths = os.pathsep.join([str(tmp_path), str(ROOT)])
+    paths = os.pathsep.join([str(tmp_path), PATHS])
     found, expected = (
         lines(printed([*command, str(CLUSTER / "ray_train.py"), str(tmp_path), *more], tmp_path, PYTHONPATH=paths))
         for more in ([], ["--ddp"])
@@ -170,7 +170,7 @@ def test_ray_train_itself(tmp_path: Path) -> None:
     if importlib.util.find_spec("ray") is None:
         pytest.skip("ray is not installed")
     command = [sys.executable, "-W", "ignore", str(CLUSTER / "ray_train.py"), str(tmp_path)]
-    paths = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    paths = os.pathsep.join([PATHS, *filter(None, [os.environ.get("PYTHONPATH")])])
     found, expected = (
         lines(printed([*command, *more], tmp_path, PYTHONPATH=paths, RAY_AUTH_MODE="disabled"))
         for more in ([], ["--ddp"])

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from started import started
+from started import PATHS, started
 
 from planner.integrations import check_version
 from runtime.errors import EnvironmentFailure
@@ -25,7 +25,7 @@ def printed(example: str, folder: Path, *options: str) -> list[str]:
     """Return the lines of losses, weights and exchanges that an example prints on two ranks."""
     folder.mkdir()
     command = [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--nproc-per-node", "2"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    environment = {**os.environ, "PYTHONPATH": PATHS, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     environment["PLANNER_CACHE"] = str(folder / "cache")
     whole = [*command, str(ROOT / "examples" / f"{example}.py"), str(folder), *options]
     with started(whole, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
