@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from functools import partial
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from planner.documents.profile import SelectionLine
@@ -47,25 +49,31 @@ def measure_selection(
 ) -> tuple[dict[str, SelectionLine], dict[str, SelectionLine]]:
     """Time (select and pack, unpack) by selector, the same on all ranks, in about `budget_s` at the most.
 
-    `computes`: whether these cores compute in between, as they do where they train.
+    `computes`: whether these cores compute in between, as they do where they train; where they do not, all ranks begin
+    at once, on cores that were idle.
     """
-    sizes, between = sizes_up_to(SIZES, model_bytes), _between(device) if computes else lambda: None
+    sizes = sizes_up_to(SIZES, model_bytes)
+    between = _computation(device) if computes else partial(dist.barrier, group=world.group)
     chosen: dict[str, SelectionLine] = {}
     added: dict[str, SelectionLine] = {}
     left_s = budget_s
     for place, selector in enumerate(progress.track(list(SELECTORS), "selection")):
         densities = MORE.get(selector, DENSITIES)
         times: dict[float, list[tuple[Times, Times]]] = {density: [] for density in densities}
-        done, allowed_s, last_s = 0, left_s / (len(SELECTORS) - place), 0.0
+        done, allowed_s, next_s = 0, left_s / (len(SELECTORS) - place), 0.0
         for size in sizes:
-            # The next size takes at most longer by as much as it is larger.
-            if done >= LEAST_SIZES and last_s * size / sizes[done - 1] > allowed_s:
+            if done >= LEAST_SIZES and next_s > allowed_s:
                 break
             started = time.perf_counter()
             for density in densities:
                 times[density].append(_time(world, device, between, selector, density, size))
-            last_s = max(world.gather(time.perf_counter() - started, "timing a selection"))
-            allowed_s, left_s, done = allowed_s - last_s, left_s - last_s, done + 1
+            took_s = time.perf_counter() - started
+            # Of the next size only these take longer, at most by as much as it is larger.
+            selected_s = sum(sum(map(sum, of_density[-1])) for of_density in times.values()) * 1e-6
+            growth = sizes[done + 1] / size if done + 1 < len(sizes) else 1.0
+            said = world.gather((took_s, took_s + (growth - 1.0) * selected_s), "timing a selection")
+            took_s, next_s = map(max, zip(*said, strict=True))
+            allowed_s, left_s, done = allowed_s - took_s, left_s - took_s, done + 1
         for which, by_selector in enumerate((chosen, added)):
             # Over the slowest rank's times: the message behind a selection waits for it.
             lines = {
@@ -77,7 +85,7 @@ def measure_selection(
     return chosen, added
 
 
-def _between(device: torch.device) -> Callable[[], None]:
+def _computation(device: torch.device) -> Callable[[], None]:
     """Return what computes another model's step and makes a pass over memory."""
     model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, device=device) for _ in range(LAYERS)))
     batch = torch.zeros(WIDTH // 4, WIDTH, device=device)
@@ -99,12 +107,14 @@ def _time(
     bucket = BucketBuffer(0, slots, lay_out(slots), f"a bucket of {size_bytes} bytes")
     lossy = make_lossy(bucket, CompressorSpec(name="topk", selector=selector, density=density), world.ranks)
     gradient, finite = bucket.messages[0].flat, torch.tensor(True, device=device)
+    # Drawing anew takes several times as long as selecting: each step takes another piece of what was drawn.
+    drawn = torch.randn(gradient.numel() + WARM_UPS + MOST_REPEATS, device=device)
     packs: list[float] = []
     unpacks: list[float] = []
     repeats = min(MOST_REPEATS, max(LEAST_REPEATS, REPEATED_BYTES // size_bytes))
     for step in range(WARM_UPS + repeats):
+        gradient.copy_(drawn[step : step + gradient.numel()])
         between()
-        gradient.normal_()
         packs.append(timed_us(lambda step=step: lossy.pack(step), device))  # type: ignore[misc]
         lossy.packed.gathered.copy_(lossy.packed.flat.repeat(world.ranks))
         between()
