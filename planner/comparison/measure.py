@@ -187,7 +187,7 @@ class VariantRunner:
         for record in records:
             if record.variant.plan is not None and not record.variant.delay and record.failure is None:
                 with self.trained.restored(self.trained.optimizer()):
-                    record.alone_us = self.alone(record.variant.plan, 1 if record.brief else ALONE_REPEATS)
+                    record.alone_us = self.alone(record.variant.plan, brief=record.brief)
         backward_us = statistics.median(self.backward_us) if self.backward_us else 0.0
         return Measured(records, max(self.world.gather(backward_us, "the time of backward")))
 
@@ -332,19 +332,24 @@ class VariantRunner:
         wanted = distinct_caps(sizes_bytes, dtypes, [cap for cap, _ in caps])
         return [(cap, variant) for cap, variant in caps if cap in wanted]
 
-    def alone(self, plan: Plan, repeats: int = ALONE_REPEATS) -> float:
-        """Return microseconds of a plan's messages with nothing else going on: median of rounds on the slowest rank."""
+    def alone(self, plan: Plan, *, brief: bool = False) -> float:
+        """Return microseconds of a plan's messages with nothing else going on: median of rounds on the slowest rank.
+
+        The first exchange of a new group takes a quarter longer: it is left out, unless it is long (`brief`).
+        """
         if plan.sharded:  # its messages are the halves of all-reduces
             plan = replace(plan, updates=None)
         session = self._attach(None, plan)
         times = []
         try:
-            for _ in range(min(repeats, 2 * self._warm_up_steps - 1)):  # long steps have little warm-up
+            # Long steps have little warm-up.
+            repeats = 1 if brief else min(ALONE_REPEATS, 2 * self._warm_up_steps - 1)
+            for _ in range(repeats + (not brief)):
                 self.world.gather(None, "messages alone")
                 times.append(timed_us(session.exchange_alone, self._device))
         finally:
             session.detach()
-        everyone: list[list[float]] = self.world.gather(times, "messages alone")
+        everyone: list[list[float]] = self.world.gather(times[-repeats:], "messages alone")
         slowest: list[float] = [max(of_ranks) for of_ranks in zip(*everyone, strict=True)]
         return statistics.median(slowest)
 

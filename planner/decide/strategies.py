@@ -28,7 +28,7 @@ from planner.passes.shard_updates import ShardUpdates
 from planner.passes.topology import Topology
 from planner.search.tables import has_two_links
 from planner.strategies.arguments import positive_number, refuse_argument, whole_number
-from planner.strategies.baselines import ddp, mg_wfbp, single, wfbp
+from planner.strategies.baselines import by_chance, ddp, mg_wfbp, single, wfbp
 from planner.strategies.hitopk import hitopk
 from planner.strategies.sparse import lags, naive_all_gather, slgs
 from planner.strategies.topologies import torus_2d, tree
@@ -132,6 +132,7 @@ STRATEGIES: Mapping[str, Strategy] = {
     "naive_all_gather": naive_all_gather,
     "optimal": optimal,
     "pl_sgd": pl_sgd,
+    "random": by_chance,
     "single": single,
     "slgs": slgs,
     "ssd": ssd,

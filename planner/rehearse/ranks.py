@@ -85,8 +85,6 @@ as much as many, and time is better spent on a larger dilation."""
 OWN_STEPS = 5
 """Without communication, before anything is predicted."""
 LEAST_ROUNDS, MOST_ROUNDS = 2, 40
-ALONE_STEPS = 1
-"""What timing a variant's messages alone takes, in steps, at the most."""
 SLOW = 4.0
 """Steps that are so many times longer than without communication get the fewest blocks."""
 HOOKS: tuple[Hook, ...] = ("fp16",)
@@ -140,7 +138,7 @@ def rehearse_rank(asked: Asked, started_s: float, show_progress: bool) -> Rehear
             world.broadcast([*job.model.parameters()])
         torch.manual_seed(SEED + 1 + world.rank)
         runner = RehearsalRunner(TrainedJob(built), world, scale, job.model.device)
-        alone_s = ALONE_STEPS * sum(each.step_s for each in _blocks(variants, rounds.steps))
+        alone_s = sum(each.alone_s for each in _blocks(variants, rounds.steps))
         end_s = started_s + asked.minutes * 60.0 - alone_s
         measured = measure_all(runner, variants, caps, rounds.count, rounds.steps, progress, end_s, SWEEP, rounds.brief)
         return Rehearsed(
@@ -444,7 +442,12 @@ class Blocks:
     @property
     def least_s(self) -> float:
         """What the fewest rounds take, and its messages alone."""
-        return self.step_s * (ALONE_STEPS + LEAST_ROUNDS * self.steps)
+        return self.alone_s + self.step_s * LEAST_ROUNDS * self.steps
+
+    @property
+    def alone_s(self) -> float:
+        """What timing its messages alone takes at the most; see `VariantRunner.alone`."""
+        return self.step_s * (1 if self.brief else 2)
 
     @property
     def round_s(self) -> float:

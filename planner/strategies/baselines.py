@@ -1,4 +1,4 @@
-"""What users could have instead of a plan: WFBP, one message, MG-WFBP, and DDP's buckets.
+"""What users could have instead of a plan: WFBP, one message, MG-WFBP, and DDP's buckets; and buckets by chance.
 
 MG-WFBP (Shi, Chu, Li, INFOCOM 2019, Algorithm 1) walks from the last layer L down to 2 and merges layer l into layer
 l−1 when the gradient of layer l−1 is ready before the communication of layer l has passed its start-up:
@@ -12,12 +12,13 @@ later ones 25 MiB; when a user gives `bucket_cap_mb`, that is the limit of all.
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
 from itertools import pairwise
 
 from planner.ir import Bucket, Schedule
 from planner.model.problem import Problem
-from planner.strategies.arguments import positive_number, refuse_argument
+from planner.strategies.arguments import positive_number, refuse_argument, whole_number
 from runtime.errors import InputError
 
 MIB = 1024 * 1024
@@ -25,6 +26,7 @@ FIRST_BUCKET_BYTES = 1 * MIB
 BUCKET_BYTES = 25 * MIB
 MAX_MIB = 2.0**33
 """More bytes than a model can have."""
+MAX_SEED = 999_999
 
 
 def wfbp(problem: Problem, argument: str | None = None) -> Schedule:
@@ -62,6 +64,17 @@ def ddp(problem: Problem, argument: str | None = None) -> Schedule:
     cap_mib = None if argument is None else positive_number("ddp", argument, "MiB", at_most=MAX_MIB)
     members = ddp_buckets(problem.size_bytes.tolist(), problem.dtype_ids.tolist(), cap_mib)
     return Schedule(buckets=tuple(Bucket(gradients=tuple(bucket)) for bucket in members))
+
+
+def by_chance(problem: Problem, argument: str | None = None) -> Schedule:
+    """Runs of gradients drawn by chance, the same for the same seed: what predictions are tried on that nobody chose.
+
+    As likely few buckets as many: their number is drawn by its logarithm.
+    """
+    seed = 1 if argument is None else whole_number("random", argument, "seed", at_most=MAX_SEED)
+    draw = random.Random(seed)
+    buckets = min(problem.count, int(problem.count ** draw.random()) + 1)
+    return Schedule.from_boundaries([*sorted(draw.sample(range(1, problem.count), buckets - 1)), problem.count])
 
 
 def ddp_buckets(

@@ -96,7 +96,7 @@ def test_unknown_names_list_the_known(name: str) -> None:
     ["wfbp:", "wfbp:bucket", "single:1", "mg_wfbp:", "optimal:2", "ddp:", "ddp:0", "ddp:-1", "ddp:x", "ddp:nan",
      "ddp:inf", "ddp:1:2", "slgs:", "slgs:0", "slgs:1.1", "slgs:nan", "lags:0.5", "lags:", "lags:inf", "hitopk:-1",
      "hitopk:x", "ssd:", "ssd:0", "ssd:-1", "ssd:1.5", "ssd:33", "ssd:x",
-     "lap:0", "lpp:", "lpp:1025", "l_sgd:0", "pl_sgd:x", "mb_sgd:1"],
+     "random:", "random:0", "random:x", "lap:0", "lpp:", "lpp:1025", "l_sgd:0", "pl_sgd:x", "mb_sgd:1"],
 )  # fmt: skip
 def test_wrong_arguments(name: str) -> None:
     problem = line_problem([(5, 1.0)], 10.0, 0.1)
