@@ -23,6 +23,8 @@ class Bucket:
     '[3] sparse/flat topk k=120'
     >>> str(Bucket(gradients=(3, 4), collective="sparse", algorithm="flat", compressor="topk", k=121, ks=(120, 1)))
     '[3-4] sparse/flat topk k=121 ks=120,1'
+    >>> str(Bucket.narrow((0, 1), "int8"))
+    '[0-1] all_reduce/two_shot wire dtype=int8'
     """
 
     gradients: tuple[int, ...]
@@ -33,6 +35,8 @@ class Bucket:
     """Elements that the compressor selects of the bucket (for `hitopk`: of each shard of a node)."""
     ks: tuple[int, ...] | None = None
     """The same by layer: for each run of gradients of one layer in the bucket; their sum is `k`. None: from all."""
+    dtype: str | None = None
+    """On the wire, of the compressor `wire`."""
 
     @classmethod
     def sparse(
@@ -43,6 +47,16 @@ class Bucket:
         return cls(
             gradients=tuple(gradients), collective="sparse", algorithm=algorithm, compressor="topk", k=k, ks=by_layer
         )
+
+    @classmethod
+    def narrow(cls, gradients: Iterable[int], dtype: str) -> Bucket:
+        """Of which all elements travel, in a narrower dtype."""
+        return cls(gradients=tuple(gradients), algorithm="two_shot", compressor="wire", dtype=dtype)
+
+    @property
+    def whole(self) -> bool:
+        """Whether what arrives is the average as it is: nothing is left out or rounded."""
+        return self.compressor == "none"
 
     @property
     def form(self) -> tuple[str, str, str]:
@@ -56,6 +70,7 @@ class Bucket:
 
     def __str__(self) -> str:
         text = f"[{format_indices(self.gradients)}] {self.collective}/{self.algorithm} {self.compressor}"
+        text = text if self.dtype is None else f"{text} dtype={self.dtype}"
         text = text if self.k is None else f"{text} k={self.k}"
         return text if self.ks is None else f"{text} ks={','.join(map(str, self.ks))}"
 
@@ -106,7 +121,7 @@ class Schedule:
     @property
     def accuracy(self) -> Accuracy:
         """The class of its plans: the mode's, or bounded where a part of a gradient is kept."""
-        if self.mode.accuracy == "exact" and any(bucket.compressor != "none" for bucket in self.buckets):
+        if self.mode.accuracy == "exact" and not all(bucket.whole for bucket in self.buckets):
             return "bounded"
         return self.mode.accuracy
 

@@ -136,6 +136,8 @@ def _simulation(problem: Problem, schedule: Schedule, strategy: str, change: Wha
     timeline = model.simulate(problem, schedule)
     notes, implied = model.assumptions(problem)
     source = [problem.cost.source]
+    if any(bucket.dtype is not None for bucket in schedule.buckets) and problem.cost.cluster.encode is None:
+        source.append("encoding free (no `encode` given)")
     if any(bucket.collective == "sparse" for bucket in schedule.buckets):
         if flat_is_implied(problem.cost.cluster):
             source.append("gathers follow from the all-reduce")

@@ -32,6 +32,7 @@ from planner.strategies.baselines import by_chance, ddp, mg_wfbp, single, wfbp
 from planner.strategies.hitopk import hitopk
 from planner.strategies.sparse import lags, naive_all_gather, slgs
 from planner.strategies.topologies import torus_2d, tree
+from planner.strategies.wire import wire
 from runtime.errors import InputError
 from runtime.plan import MAX_UPDATERS
 from runtime.plan.interfaces import SHARDED_STEP
@@ -139,12 +140,13 @@ STRATEGIES: Mapping[str, Strategy] = {
     "torus_2d": torus_2d,
     "tree": tree,
     "wfbp": wfbp,
+    "wire": wire,
 }
 """Registry: name → strategy. Add one here and the contract test covers it."""
 
 
-BOUNDED = frozenset({"hitopk", "joint", "lags", "naive_all_gather", "slgs"})
-"""Strategies that leave out a part of the gradient, which error feedback sends later."""
+BOUNDED = frozenset({"hitopk", "joint", "lags", "naive_all_gather", "slgs", "wire"})
+"""Strategies that leave out a part of the gradient, or round it, which error feedback sends later."""
 
 
 RELAXED = frozenset({"l_sgd", "lap", "lpp", "pl_sgd", "ssd"})

@@ -324,6 +324,11 @@ class Cluster(Document):
     `samples` all ranks and their threads have just met, which they have not at the end of a computation."""
     sparsify: SelectionLine | dict[str, SelectionLine] | None = None
     unpack: SelectionLine | dict[str, SelectionLine] | None = None
+    encode: dict[str, Line] | None = None
+    """By dtype on the wire: what a rank computes before a bucket is sent in it, over the bytes of its elements as
+    float32."""
+    decode: dict[str, Line] | None = None
+    """The same when it has arrived."""
     push_pack: Line | None = None
     """With a delay: what a rank computes before a push, over its bytes. Nothing where it is not said."""
     local_update: Line | None = None
@@ -498,7 +503,7 @@ def _with_link_constants(document: Any, where: str) -> Any:
 
 
 LACKS: dict[Accuracy, str] = {
-    "bounded": "gathers, and what selecting elements costs",
+    "bounded": "gathers, and what selecting and encoding elements costs",
     "relaxed": "what delayed updates cost",
 }
 

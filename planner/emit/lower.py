@@ -81,6 +81,8 @@ def _prediction(problem: Problem, schedule: Schedule, timeline: Timeline, *, tas
 
 def compressor_of(problem: Problem, bucket: Bucket) -> CompressorSpec:
     """The compressor by name, with k for each layer; a layer that comes back in the bucket is numbered: `conv#2`."""
+    if bucket.dtype is not None:
+        return CompressorSpec(name=bucket.compressor, dtype=bucket.dtype)
     if bucket.ks is None and bucket.k is not None and bucket.collective == "sparse":
         elements = selected_from(problem, bucket, int(problem.numel[list(bucket.gradients)].sum()))
         selector = problem.hitopk_selector if bucket.algorithm == "hitopk" else "exact"

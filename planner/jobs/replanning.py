@@ -60,7 +60,9 @@ BUDGET_S, LONGEST_S = 1.0, 4.0
 STRAGGLER_SHARE, MOST_STEPS = 0.05, 2 / 3
 """A rank is a straggler when the others wait for it longer than this share of a step, in this share of the steps."""
 
-KEPT = ("contention", "sparsify", "unpack", "push_pack", "local_update", "pull_take", "measured_for")
+KEPT = (
+    "contention", "sparsify", "unpack", "encode", "decode", "push_pack", "local_update", "pull_take", "measured_for",
+)  # fmt: skip
 """Fields of the old profile's cluster, which are about its machines."""
 
 

@@ -15,6 +15,7 @@ from planner.cost.halves import ALL_GATHER, REDUCE_SCATTER, Half, NodeCosts, hal
 from planner.cost.model import CommunicationCost, communication_cost
 from planner.cost.phases import PHASES, Phase
 from planner.cost.sparse import FLAT_GATHERS, SPARSE_PHASES, SelectionCost, SparsePhase, selector_line
+from planner.cost.wire import WireCost
 from planner.documents.estimate import on_accelerator
 from planner.documents.profile import Cluster, Contention, LayerNorm, Profile
 from planner.ir import Bucket, Places
@@ -166,6 +167,8 @@ class Problem:
         """(resource, name, time_us) of each phase of a bucket: one for a collective of the library, on `network`."""
         if bucket.collective == "sparse":
             return [(resource, name, time_us) for resource, name, _, time_us in self._sparse_messages(bucket)]
+        if bucket.dtype is not None:
+            return [("network", bucket.collective, float(self.wire_cost(bucket.dtype).sent_us(self.elements(bucket))))]
         key = (bucket.collective, bucket.algorithm)
         if key not in PHASES:
             return [("network", bucket.collective, self.bucket_cost_us([bucket.gradients])[0])]
@@ -183,6 +186,9 @@ class Problem:
         if bucket.collective == "sparse":
             dense_bytes = max(1, int(self.size_bytes[list(bucket.gradients)].sum()))
             return [(resource, sent / dense_bytes) for resource, _, sent, _ in self._sparse_messages(bucket)]
+        if bucket.dtype is not None:
+            dense_bytes = max(1, int(self.size_bytes[list(bucket.gradients)].sum()))
+            return [("network", self.wire_cost(bucket.dtype).narrow_bytes(self.elements(bucket)) / dense_bytes)]
         key = (bucket.collective, bucket.algorithm)
         return [(phase.link, phase.share) for phase in self.phases(*key)] if key in PHASES else [("network", 1.0)]
 
@@ -212,6 +218,21 @@ class Problem:
     def _sparse_phases(self) -> dict[str, tuple[SparsePhase, ...]]:
         return {}
 
+    def wire_cost(self, dtype: str) -> WireCost:
+        """What buckets cost whose elements travel in this dtype."""
+        if dtype not in self._wire_costs:
+            curves = self.reduce_scatter.curve, self.all_gather.curve
+            self._wire_costs[dtype] = WireCost.of(self.cost.cluster, dtype, *curves)
+        return self._wire_costs[dtype]
+
+    @cached_property
+    def _wire_costs(self) -> dict[str, WireCost]:
+        return {}
+
+    def elements(self, bucket: Bucket) -> int:
+        """The elements of a bucket."""
+        return int(self.numel[list(bucket.gradients)].sum())
+
     def selection_cost(self, algorithm: str, field: Literal["sparsify", "unpack"] = "sparsify") -> SelectionCost:
         """What selecting, or unpacking, costs over the dense bytes of a bucket; HiTopKComm selects from a shard."""
         cluster = self.cost.cluster
@@ -228,9 +249,14 @@ class Problem:
         return min(("mstopk", "exact"), key=lambda name: lines[name].beta_us_per_byte)
 
     def selection_us(self, bucket: Bucket, field: Literal["sparsify", "unpack"] = "sparsify") -> float:
-        """Compute time that a bucket's selection takes when it is ready, or its unpacking at the end; 0 if dense."""
-        if bucket.collective != "sparse" or self.ranks == 1:
+        """Compute time that a bucket's selection or encoding takes when it is ready, or its unpacking at the end; 0 if
+        whole.
+        """
+        if bucket.whole or self.ranks == 1:
             return 0.0
+        if bucket.dtype is not None:
+            wire, elements = self.wire_cost(bucket.dtype), self.elements(bucket)
+            return wire.encode_us(elements) if field == "sparsify" else wire.decode_us(elements)
         members, shards = list(bucket.gradients), self.shards(bucket.algorithm)
         density = (bucket.k or 0) * shards / max(1, int(self.numel[members].sum()))
         return float(self.selection_cost(bucket.algorithm, field)(self.size_bytes[members].sum(), density))
@@ -315,6 +341,9 @@ class Problem:
         for index, bucket in enumerate(buckets):
             if bucket.collective == "sparse" and bucket.algorithm in FLAT_GATHERS:
                 compute, network = gathers(sum(size for _, _, size, _ in self._sparse_messages(bucket)))
+                factors[index] = float(compute), float(network)
+            elif bucket.dtype is not None:
+                compute, network = slowdown(self.wire_cost(bucket.dtype).narrow_bytes(self.elements(bucket)))
                 factors[index] = float(compute), float(network)
         return factors
 

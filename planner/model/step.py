@@ -124,13 +124,13 @@ BucketCost = tuple[int, float, float, float, tuple[float, float]]
 
 
 def bucket_costs(problem: Problem, buckets: Sequence[Bucket]) -> list[BucketCost]:
-    """What the step's length follows from, for library all-reduces and flat gathers of selected elements."""
+    """What the step's length follows from, for library all-reduces, flat gathers and two shots."""
     members = [bucket.gradients for bucket in buckets]
     costs_us, factors = problem.bucket_cost_us(members), problem.factors_of(buckets)
     costs: list[BucketCost] = []
     for bucket, cost_us, slowed in zip(buckets, costs_us, factors, strict=True):
         last = max(bucket.gradients)
-        if bucket.collective != "sparse":
+        if bucket.whole:
             costs.append((last, 0.0, cost_us, 0.0, slowed))
             continue
         sent_us = sum(time_us for _, _, time_us in problem.phase_times(bucket))

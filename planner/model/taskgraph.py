@@ -29,7 +29,7 @@ from planner.model.step import Exchange
 from runtime.plan.timeline import Span
 
 COMPUTE = "compute"
-ONE_NETWORK = ("library", "tree", *FLAT_GATHERS)
+ONE_NETWORK = ("library", "tree", "two_shot", *FLAT_GATHERS)
 """Algorithms whose messages pass through all ranks, for which contention by size was measured."""
 
 

@@ -44,7 +44,7 @@ from planner.profile.request import (
     Wanted,
     curves,
 )
-from planner.profile.selection import measure_selection
+from planner.profile.selection import measure_encoding, measure_selection
 from planner.testbed.hosts import emulation_here
 from runtime.checks.plan import model_fingerprint, trainable_parameters
 from runtime.comm.world import World
@@ -52,6 +52,9 @@ from runtime.optimizers import LayerwiseOptimizer
 from runtime.optimizers.kinds import ADAPTIVE, find_missing, find_not_elementwise
 from runtime.plan import Accuracy, ModelReference
 from runtime.sharded.state import state_bytes
+
+ENCODING_SHARE = 0.25
+"""Of the time for selecting and encoding."""
 
 
 class Measuring:
@@ -154,8 +157,12 @@ class Measuring:
                 )
         if wanted.selection:
             allowed_s = phases.begin(SELECTION, world)
-            chosen, unpacked = measure_selection(world, device, compute.size_bytes, progress, allowed_s)
-            self._computed |= {"sparsify": chosen, "unpack": unpacked}
+            for measure, before, after, share in (
+                (measure_encoding, "encode", "decode", ENCODING_SHARE),
+                (measure_selection, "sparsify", "unpack", 1.0 - ENCODING_SHARE),
+            ):
+                packed, unpacked = measure(world, device, compute.size_bytes, progress, share * allowed_s)
+                self._computed |= {before: packed, after: unpacked}
         if wanted.delay:
             phases.begin(DELAY, world)
             self._computed |= measure_delay(world, device, [each.numel for each in compute.gradients], progress)

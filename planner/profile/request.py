@@ -40,7 +40,7 @@ NORMS = "norms of layers"
 FLAT = "collectives over all ranks"
 APART = "collectives inside nodes and between them"
 CONTENTION = "steps beside messages"
-SELECTION = "selecting elements"
+SELECTION = "selecting and encoding elements"
 DELAY = "delayed updates"
 
 CURVE_S = 4.0
@@ -145,7 +145,7 @@ class Wanted:
             inside=tuple(name for name in inside if f"intra/{name}" not in have),
             between=tuple(name for name in between if f"inter/{name}" not in have),
             beside=tuple(beside),
-            selection=bounded and (known is None or known.sparsify is None),
+            selection=bounded and (known is None or known.sparsify is None or known.encode is None),
             delay=relaxed and (known is None or known.local_update is None),
         )
 

@@ -1,4 +1,5 @@
-"""What it costs to choose the elements of a lossy bucket and pack them, and to add up those of all ranks, by selector.
+"""What it costs to choose the elements of a lossy bucket and pack them, and to add up those of all ranks, by selector;
+and to encode a bucket in fewer bytes, and decode it, by dtype.
 
 Timed on all ranks at once, with the runtime's own buckets, over sizes and densities. The costs are lines over the
 bucket's dense bytes, one for each density: a tenth of the elements takes `exact` five times as long as a thousandth.
@@ -7,20 +8,22 @@ bucket's dense bytes, one for each density: a tenth of the elements takes `exact
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from planner.documents.profile import SelectionLine
+from planner.documents.profile import Line, SelectionLine
 from planner.profile.links import sizes_up_to, slowest_line, timed_us
 from planner.profile.progress import Progress
+from runtime.comm.collectives.direct import Narrowed
 from runtime.comm.world import World
 from runtime.core.buckets import BucketBuffer, Slot, lay_out
 from runtime.plan import CompressorSpec
 from runtime.sparse.compressors.sparse import SELECTORS
+from runtime.sparse.compressors.wire import WIRE_DTYPES
 from runtime.sparse.layout import make_lossy
 
 SIZES = tuple(2**exponent for exponent in (16, 18, 20, 22, 24, 26))
@@ -44,6 +47,15 @@ SCRATCH_BYTES, LAYERS, WIDTH = 2**25, 16, 256
 costs a small bucket five times as much as one that is selected from again and again."""
 
 
+ENCODINGS = {dtype: {1.0: CompressorSpec(name="wire", dtype=dtype)} for dtype in WIRE_DTYPES}
+"""By dtype on the wire, as `SELECTIONS`: all elements are sent."""
+SELECTIONS = {
+    selector: {density: CompressorSpec(name="topk", selector=selector, density=density) for density in densities}
+    for selector, densities in ((one, MORE.get(one, DENSITIES)) for one in SELECTORS)
+}
+"""By selector and density, what is timed."""
+
+
 def measure_selection(
     world: World, device: torch.device, model_bytes: int, progress: Progress, budget_s: float, *, computes: bool = True
 ) -> tuple[dict[str, SelectionLine], dict[str, SelectionLine]]:
@@ -52,37 +64,66 @@ def measure_selection(
     `computes`: whether these cores compute in between, as they do where they train; where they do not, all ranks begin
     at once, on cores that were idle.
     """
+    found = _measure(world, device, model_bytes, progress, budget_s, computes, "selection", SELECTIONS)
+    chosen, added = ({name: _by_density(lines[which]) for name, lines in found.items()} for which in (0, 1))
+    return chosen, added
+
+
+def _by_density(lines: Mapping[float, Line]) -> SelectionLine:
+    rows = tuple((density, line.alpha_us, line.beta_us_per_byte) for density, line in lines.items())
+    return SelectionLine(**vars(lines[USUAL]), by_density=rows)
+
+
+def measure_encoding(
+    world: World, device: torch.device, model_bytes: int, progress: Progress, budget_s: float, *, computes: bool = True
+) -> tuple[dict[str, Line], dict[str, Line]]:
+    """Time (encode, decode) by dtype on the wire; as `measure_selection`."""
+    found = _measure(world, device, model_bytes, progress, budget_s, computes, "encoding", ENCODINGS)
+    encoded, decoded = ({dtype: lines[which][1.0] for dtype, lines in found.items()} for which in (0, 1))
+    return encoded, decoded
+
+
+def _measure(
+    world: World,
+    device: torch.device,
+    model_bytes: int,
+    progress: Progress,
+    budget_s: float,
+    computes: bool,
+    what: str,
+    specs: Mapping[str, Mapping[float, CompressorSpec]],
+) -> dict[str, tuple[dict[float, Line], dict[float, Line]]]:
+    """Return by name the lines (pack, unpack) of each density."""
     sizes = sizes_up_to(SIZES, model_bytes)
     between = _computation(device) if computes else partial(dist.barrier, group=world.group)
-    chosen: dict[str, SelectionLine] = {}
-    added: dict[str, SelectionLine] = {}
+    found: dict[str, tuple[dict[float, Line], dict[float, Line]]] = {}
     left_s = budget_s
-    for place, selector in enumerate(progress.track(list(SELECTORS), "selection")):
-        densities = MORE.get(selector, DENSITIES)
-        times: dict[float, list[tuple[Times, Times]]] = {density: [] for density in densities}
-        done, allowed_s, next_s = 0, left_s / (len(SELECTORS) - place), 0.0
+    for place, (name, by_density) in enumerate(progress.track(list(specs.items()), what)):
+        times: dict[float, list[tuple[Times, Times]]] = {density: [] for density in by_density}
+        done, allowed_s, next_s = 0, left_s / (len(specs) - place), 0.0
         for size in sizes:
             if done >= LEAST_SIZES and next_s > allowed_s:
                 break
             started = time.perf_counter()
-            for density in densities:
-                times[density].append(_time(world, device, between, selector, density, size))
+            for density, spec in by_density.items():
+                times[density].append(_time(world, device, between, spec, size))
             took_s = time.perf_counter() - started
             # Of the next size only these take longer, at most by as much as it is larger.
-            selected_s = sum(sum(map(sum, of_density[-1])) for of_density in times.values()) * 1e-6
+            packed_s = sum(sum(map(sum, of_density[-1])) for of_density in times.values()) * 1e-6
             growth = sizes[done + 1] / size if done + 1 < len(sizes) else 1.0
-            said = world.gather((took_s, took_s + (growth - 1.0) * selected_s), "timing a selection")
+            said = world.gather((took_s, took_s + (growth - 1.0) * packed_s), f"timing {what}")
             took_s, next_s = map(max, zip(*said, strict=True))
             allowed_s, left_s, done = allowed_s - took_s, left_s - took_s, done + 1
-        for which, by_selector in enumerate((chosen, added)):
-            # Over the slowest rank's times: the message behind a selection waits for it.
-            lines = {
-                density: slowest_line(world, sizes[:done], [pair[which] for pair in pairs], "comparing selections")
+        # Over the slowest rank's times: the message behind a bucket that is packed waits for it.
+        pack, unpack = (
+            {
+                density: slowest_line(world, sizes[:done], [pair[which] for pair in pairs], f"comparing {what}")
                 for density, pairs in times.items()
             }
-            rows = [(density, line.alpha_us, line.beta_us_per_byte) for density, line in lines.items()]
-            by_selector[selector] = SelectionLine(**vars(lines[USUAL]), by_density=tuple(rows))
-    return chosen, added
+            for which in (0, 1)
+        )
+        found[name] = pack, unpack
+    return found
 
 
 def _computation(device: torch.device) -> Callable[[], None]:
@@ -99,13 +140,14 @@ def _computation(device: torch.device) -> Callable[[], None]:
 
 
 def _time(
-    world: World, device: torch.device, between: Callable[[], None], selector: str, density: float, size_bytes: int
+    world: World, device: torch.device, between: Callable[[], None], spec: CompressorSpec, size_bytes: int
 ) -> tuple[Times, Times]:
-    """Time (select and pack, unpack) on this rank, of each repeat."""
+    """Time (pack, unpack) of a bucket on this rank, of each repeat."""
     parameter = nn.Parameter(torch.zeros(max(1, size_bytes // 4), device=device))
     slots = [Slot("parameter", 0, parameter)]
     bucket = BucketBuffer(0, slots, lay_out(slots), f"a bucket of {size_bytes} bytes")
-    lossy = make_lossy(bucket, CompressorSpec(name="topk", selector=selector, density=density), world.ranks)
+    lossy = make_lossy(bucket, spec, world.ranks)
+    message = lossy.packed
     gradient, finite = bucket.messages[0].flat, torch.tensor(True, device=device)
     # Drawing anew takes several times as long as selecting: each step takes another piece of what was drawn.
     drawn = torch.randn(gradient.numel() + WARM_UPS + MOST_REPEATS, device=device)
@@ -116,7 +158,7 @@ def _time(
         gradient.copy_(drawn[step : step + gradient.numel()])
         between()
         packs.append(timed_us(lambda step=step: lossy.pack(step), device))  # type: ignore[misc]
-        lossy.packed.gathered.copy_(lossy.packed.flat.repeat(world.ranks))
+        message.gathered.copy_(message.rows if isinstance(message, Narrowed) else message.flat.repeat(world.ranks))
         between()
         unpacks.append(timed_us(lossy.unpack, device))
         lossy.feedback.commit(finite)

@@ -38,7 +38,7 @@ from planner.profile.links import (
     timed_us,
 )
 from planner.profile.progress import Progress
-from planner.profile.selection import measure_selection
+from planner.profile.selection import measure_encoding, measure_selection
 from planner.profile.step import joined
 from planner.rehearse.accelerator import AcceleratedModel, Accelerator, make_job
 from planner.rehearse.rehearsal import Asked, Rehearsed, scaled_plan
@@ -296,7 +296,8 @@ def _decide(
     own_us: tuple[float, float],
 ) -> tuple[list[Variant], list[tuple[float, Variant]], dict[str, float]]:
     """Time messages alone; return what is compared, DDP's bucket sizes, and predictions from constants."""
-    halves, lossy = SHARDED_STEP in asked.allow or riskiest == "relaxed", riskiest != "exact"
+    narrow = any(name.partition(":")[0] == "wire" for name in asked.strategies)
+    halves, lossy = SHARDED_STEP in asked.allow or riskiest == "relaxed" or narrow, riskiest != "exact"
     names = ["all_reduce"] + ["reduce_scatter"] * halves + ["all_gather"] * (halves or lossy)
     gradients = asked.profile.compute.gradients
     size_bytes = round(sum(each.size_bytes for each in gradients) / scale.shrink)
@@ -316,6 +317,10 @@ def _decide(
         both = measure_selection(world, device, size_bytes, progress, each_s, computes=False)
         for field, lines in zip(("sparsify", "unpack"), both, strict=True):
             computed[field] = {name: _unscaled_line(line, scale) for name, line in lines.items()}
+    if narrow:
+        encodings = measure_encoding(world, device, size_bytes, progress, each_s / 2, computes=False)
+        for field, of_dtype in zip(("encode", "decode"), encodings, strict=True):
+            computed[field] = {name: _unscaled_line(line, scale) for name, line in of_dtype.items()}
     if riskiest == "relaxed":
         found_lines = measure_delay(world, device, [scale.numel(each.numel) for each in gradients], progress)
         computed |= {field: _unscaled_line(line, scale) for field, line in found_lines.items()}

@@ -10,7 +10,8 @@ from planner.model.modes.local_updaters import LocalUpdaters
 from planner.model.modes.sharded import Sharded
 
 BUCKET = re.compile(
-    r"\[([0-9,\-]+)\] ([a-z0-9_]+)/([a-z0-9_]+) ([a-z0-9_]+)(?: k=([0-9]+))?(?: ks=([0-9]+(?:,[0-9]+)*))?"
+    r"\[([0-9,\-]+)\] ([a-z0-9_]+)/([a-z0-9_]+) ([a-z0-9_]+)(?: dtype=([a-z0-9_]+))?"
+    r"(?: k=([0-9]+))?(?: ks=([0-9]+(?:,[0-9]+)*))?"
 )
 NORMS = re.compile(r"norms ([0-9]+(?:,[0-9]+)*)")
 DELAY = re.compile(r"delay k=([1-9][0-9]*)")
@@ -51,12 +52,13 @@ def parse_bucket(text: str) -> Bucket:
     """The bucket of its line."""
     match = BUCKET.fullmatch(text)
     assert match is not None, text
-    indices, collective, algorithm, compressor, k, ks = match.groups()
+    indices, collective, algorithm, compressor, dtype, k, ks = match.groups()
     return Bucket(
         gradients=parse_indices(indices),
         collective=collective,
         algorithm=algorithm,
         compressor=compressor,
+        dtype=dtype,
         k=None if k is None else int(k),
         ks=None if ks is None else tuple(map(int, ks.split(","))),
     )

@@ -11,6 +11,7 @@ from planner import optimize
 from planner.documents.profile import Profile, parse_profile
 from planner.jobs.launch import LocalWorld, run_ranks
 from runtime.errors import InputError
+from runtime.sparse.compressors.wire import WIRE_DTYPES
 
 
 @pytest.fixture(scope="module")
@@ -84,6 +85,9 @@ def test_what_only_riskier_plans_need_is_added_later(pair: list[dict[str, Any]],
     assert after.measured_for == "relaxed"
     assert set(after.samples or {}) == {"all_reduce", "reduce_scatter", "all_gather"}
     assert after.sparsify is not None
+    assert after.encode is not None
+    assert after.decode is not None
+    assert after.encode.keys() == after.decode.keys() == WIRE_DTYPES.keys()
     assert after.local_update is not None
     assert (relaxed.compute, relaxed.layers) == (profile.compute, profile.layers)
     assert before.back_to_back is not None

@@ -29,9 +29,9 @@ def defect(schedule: Schedule, gradients: int) -> str | None:
 
 
 def step_us(problem: Problem, schedule: Schedule) -> float:
-    if any(bucket.algorithm not in ("library", *FLAT_GATHERS) for bucket in schedule.buckets):
+    if any(bucket.algorithm not in ("library", "two_shot", *FLAT_GATHERS) for bucket in schedule.buckets):
         return simulate(problem, schedule).iteration_us
-    if all(bucket.collective != "sparse" for bucket in schedule.buckets):
+    if all(bucket.whole for bucket in schedule.buckets):
         return exchange_step_us(problem, schedule.buckets, _exchange(problem, schedule))
     # Searches ask this of many schedules, and the task graph takes far longer than these sums.
     sparse_us = bucket_costs_step_us(problem, bucket_costs(problem, schedule.buckets))
@@ -40,7 +40,7 @@ def step_us(problem: Problem, schedule: Schedule) -> float:
 
 def simulate(problem: Problem, schedule: Schedule) -> Timeline:
     """As `planner.model.step` says, or with phases and selection as `planner.model.taskgraph` does."""
-    if any(bucket.collective == "sparse" or bucket.form[:2] in PHASES for bucket in schedule.buckets):
+    if any(not bucket.whole or bucket.form[:2] in PHASES for bucket in schedule.buckets):
         return _simulate_phases(problem, schedule)
     return exchange_timeline(problem, schedule.buckets, _exchange(problem, schedule))
 
@@ -107,10 +107,10 @@ def explain(problem: Problem, schedule: Schedule, timeline: Timeline) -> list[st
     saves; of one with phases what each kind of link carries.
     """
     spans = timeline.on("network")
-    selects = any(bucket.collective == "sparse" for bucket in schedule.buckets)
+    computes = not all(bucket.whole for bucket in schedule.buckets)
     backward_end_us = problem.compute_end_us
     phased = len(spans) != len(schedule.buckets)  # several messages for a bucket, on other networks too, or none
-    if selects or phased:  # selection makes backward longer
+    if computes or phased:  # selecting and encoding make backward longer
         backward_end_us = next(span.end_us for span in timeline.spans if span.task == "backward")
     if phased:
         return [
@@ -121,11 +121,12 @@ def explain(problem: Problem, schedule: Schedule, timeline: Timeline) -> list[st
     reasons, free_us = [], 0.0
     for bucket, span in zip(schedule.buckets, spans, strict=True):
         late_us = span.end_us - max(backward_end_us, span.start_us)
-        if bucket.collective == "sparse":
-            elements, k = int(problem.numel[list(bucket.gradients)].sum()), bucket.k or 0
+        if not bucket.whole:
+            elements, k = problem.elements(bucket), bucket.k or 0
             spent_us = problem.selection_us(bucket) + problem.selection_us(bucket, "unpack")
             saved = difference(problem.bucket_cost_us([bucket.gradients])[0] - span.duration_us)
-            text = f"{k:,} of {elements:,} elements: {saved} on the link than dense, {ms(spent_us)} more of compute"
+            sent = f"{k:,} of {elements:,}" if bucket.dtype is None else f"{bucket.dtype} of {elements:,}"
+            text = f"{sent} elements: {saved} on the link than dense, {ms(spent_us)} more of compute"
         else:
             text = merging(bucket, alone_us, span.duration_us)
             if len(bucket.gradients) > 1:

@@ -130,7 +130,7 @@ def test_every_class_that_was_not_measured_has_a_line() -> None:
     exact = profile("exact")
     assert exact.cluster is not None
     lines = accuracy_lines(optimize(exact), unmeasured(exact.cluster, "here.json"))
-    assert lines[1].startswith("bounded  not measured: gathers, and what selecting elements costs; ")
+    assert lines[1].startswith("bounded  not measured: gathers, and what selecting and encoding elements costs; ")
     assert lines[2].endswith("`planner profile JOB --for relaxed --add-to here.json` adds it")
     assert unmeasured(replace(exact.cluster, nodes=1), "here.json") == {}
 

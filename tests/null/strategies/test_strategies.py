@@ -38,6 +38,7 @@ ARGUMENTS = {
     "joint": ["joint:25.5"],
     "ssd": ["ssd:1", "ssd:3"],
     "lpp": ["lpp:2"],
+    "wire": ["wire:int8", "wire:float16"],
 }
 NAMES = [*STRATEGIES, *(name for names in ARGUMENTS.values() for name in names)]
 
@@ -55,7 +56,8 @@ def stops(schedule: Schedule) -> tuple[int, ...]:
 @given(data=st.data())
 def test_every_strategy_is_sound(name: str, data: st.DataObject) -> None:
     """A verified schedule, equal for equal problems; an exact one is never faster than the optimum of one dtype."""
-    mixed, contention = data.draw(st.booleans()), data.draw(st.booleans())
+    # What is narrowed is added up in float32.
+    mixed, contention = data.draw(st.booleans()) and not name.startswith("wire"), data.draw(st.booleans())
     problem = data.draw(problems(max_count=8, mixed=mixed, contention=contention))
     schedule = make_schedule(problem, name)
     verify(schedule, problem.dtype_ids.tolist(), accuracy=accuracy_of(name))
@@ -96,7 +98,8 @@ def test_unknown_names_list_the_known(name: str) -> None:
     ["wfbp:", "wfbp:bucket", "single:1", "mg_wfbp:", "optimal:2", "ddp:", "ddp:0", "ddp:-1", "ddp:x", "ddp:nan",
      "ddp:inf", "ddp:1:2", "slgs:", "slgs:0", "slgs:1.1", "slgs:nan", "lags:0.5", "lags:", "lags:inf", "hitopk:-1",
      "hitopk:x", "ssd:", "ssd:0", "ssd:-1", "ssd:1.5", "ssd:33", "ssd:x",
-     "random:", "random:0", "random:x", "lap:0", "lpp:", "lpp:1025", "l_sgd:0", "pl_sgd:x", "mb_sgd:1"],
+     "wire:", "wire:int4", "random:", "random:0", "random:x",
+     "lap:0", "lpp:", "lpp:1025", "l_sgd:0", "pl_sgd:x", "mb_sgd:1"],
 )  # fmt: skip
 def test_wrong_arguments(name: str) -> None:
     problem = line_problem([(5, 1.0)], 10.0, 0.1)

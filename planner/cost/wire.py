@@ -1,0 +1,81 @@
+"""What a bucket costs of which all elements travel in fewer bytes, in two shots: every rank sends each owner its part,
+the owner adds up, and sends the sum, encoded again, to all.
+
+On the network that takes a reduce-scatter and an all-gather of the narrow bytes, and between them the owner's work;
+compute is kept busy by encoding before and by decoding after them. Source of the two shots: EQuARX (arXiv 2506.17615).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from planner.cost.curve import CostCurve
+from planner.documents.profile import Cluster, Line
+
+WIDE_BYTES = 4
+"""Of an element as it is added up (float32); lines of encoding and decoding are over these."""
+BLOCK = 256
+"""Elements with one scale, which is a float32."""
+
+ELEMENT_BYTES: Mapping[str, float] = {
+    "bfloat16": 2.0,
+    "float16": 2.0 + WIDE_BYTES / BLOCK,
+    "float8_e4m3fn": 1.0 + WIDE_BYTES / BLOCK,
+    "int8": 1.0 + WIDE_BYTES / BLOCK,
+}
+"""Registry: dtype on the wire → bytes of an element, scales included."""
+
+FREE = Line(alpha_us=0.0, beta_us_per_byte=0.0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class WireCost:
+    """Times of buckets in one dtype, over their numbers of elements; elementwise for arrays."""
+
+    ranks: int
+    element_bytes: float
+    push: CostCurve
+    """A reduce-scatter, over the bytes that each rank holds."""
+    pull: CostCurve
+    """An all-gather, over the bytes of the result."""
+    encode: Line
+    decode: Line
+    """Of all elements; the owners' adding up is as long."""
+
+    @classmethod
+    def of(cls, cluster: Cluster, dtype: str, push: CostCurve, pull: CostCurve) -> WireCost:
+        """As the cluster was measured; encoding is free where it does not say."""
+        encode, decode = ((lines or {}).get(dtype, FREE) for lines in (cluster.encode, cluster.decode))
+        return cls(
+            ranks=cluster.ranks, element_bytes=ELEMENT_BYTES[dtype], push=push, pull=pull, encode=encode, decode=decode
+        )
+
+    def sent_us(self, elements: ArrayLike) -> NDArray[np.float64]:
+        """Return how long the network is taken, the owners' work in between included."""
+        count = np.asarray(elements, dtype=np.float64)
+        narrow = self.element_bytes * count
+        start_up_us = self.decode.alpha_us + self.encode.alpha_us
+        per_byte_us = self.decode.beta_us_per_byte + self.encode.beta_us_per_byte / self.ranks
+        return np.asarray(self.push(narrow) + self.pull(narrow) + start_up_us + per_byte_us * WIDE_BYTES * count)
+
+    @property
+    def non_decreasing(self) -> bool:
+        """Whether more elements never take less time."""
+        return self.push.non_decreasing and self.pull.non_decreasing
+
+    def encode_us(self, elements: int) -> float:
+        """Return compute time before a bucket is sent."""
+        return self.encode.at(WIDE_BYTES * elements)
+
+    def decode_us(self, elements: int) -> float:
+        """Return compute time after it has arrived."""
+        return self.decode.at(WIDE_BYTES * elements)
+
+    def narrow_bytes(self, elements: Any) -> Any:
+        """Return the bytes of each of the two messages."""
+        return self.element_bytes * elements
