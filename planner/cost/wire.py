@@ -17,6 +17,9 @@ from numpy.typing import ArrayLike, NDArray
 from planner.cost.curve import CostCurve
 from planner.documents.profile import Cluster, Line
 
+TWO_SHOT = "two_shot"
+"""Of `samples`: over narrow bytes, without what owners compute."""
+
 WIDE_BYTES = 4
 """Of an element as it is added up (float32); lines of encoding and decoding are over these."""
 BLOCK = 256
@@ -39,20 +42,18 @@ class WireCost:
 
     ranks: int
     element_bytes: float
-    push: CostCurve
-    """A reduce-scatter, over the bytes that each rank holds."""
-    pull: CostCurve
-    """An all-gather, over the bytes of the result."""
+    messages: tuple[CostCurve, ...]
+    """Over narrow bytes: both shots as they were measured, or a reduce-scatter and an all-gather."""
     encode: Line
     decode: Line
     """Of all elements; the owners' adding up is as long."""
 
     @classmethod
-    def of(cls, cluster: Cluster, dtype: str, push: CostCurve, pull: CostCurve) -> WireCost:
+    def of(cls, cluster: Cluster, dtype: str, messages: tuple[CostCurve, ...]) -> WireCost:
         """As the cluster was measured; encoding is free where it does not say."""
         encode, decode = ((lines or {}).get(dtype, FREE) for lines in (cluster.encode, cluster.decode))
         return cls(
-            ranks=cluster.ranks, element_bytes=ELEMENT_BYTES[dtype], push=push, pull=pull, encode=encode, decode=decode
+            ranks=cluster.ranks, element_bytes=ELEMENT_BYTES[dtype], messages=messages, encode=encode, decode=decode
         )
 
     def sent_us(self, elements: ArrayLike) -> NDArray[np.float64]:
@@ -61,12 +62,13 @@ class WireCost:
         narrow = self.element_bytes * count
         start_up_us = self.decode.alpha_us + self.encode.alpha_us
         per_byte_us = self.decode.beta_us_per_byte + self.encode.beta_us_per_byte / self.ranks
-        return np.asarray(self.push(narrow) + self.pull(narrow) + start_up_us + per_byte_us * WIDE_BYTES * count)
+        sent_us = sum(curve(narrow) for curve in self.messages)
+        return np.asarray(sent_us + start_up_us + per_byte_us * WIDE_BYTES * count)
 
     @property
     def non_decreasing(self) -> bool:
         """Whether more elements never take less time."""
-        return self.push.non_decreasing and self.pull.non_decreasing
+        return all(curve.non_decreasing for curve in self.messages)
 
     def encode_us(self, elements: int) -> float:
         """Return compute time before a bucket is sent."""

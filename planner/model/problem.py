@@ -13,9 +13,9 @@ from numpy.typing import NDArray
 
 from planner.cost.halves import ALL_GATHER, REDUCE_SCATTER, Half, NodeCosts, half, node_costs, worker_half
 from planner.cost.model import CommunicationCost, communication_cost
-from planner.cost.phases import PHASES, Phase
+from planner.cost.phases import PHASES, Phase, measured_flat
 from planner.cost.sparse import FLAT_GATHERS, SPARSE_PHASES, SelectionCost, SparsePhase, selector_line
-from planner.cost.wire import WireCost
+from planner.cost.wire import TWO_SHOT, WireCost
 from planner.documents.estimate import on_accelerator
 from planner.documents.profile import Cluster, Contention, LayerNorm, Profile
 from planner.ir import Bucket, Places
@@ -221,8 +221,9 @@ class Problem:
     def wire_cost(self, dtype: str) -> WireCost:
         """What buckets cost whose elements travel in this dtype."""
         if dtype not in self._wire_costs:
-            curves = self.reduce_scatter.curve, self.all_gather.curve
-            self._wire_costs[dtype] = WireCost.of(self.cost.cluster, dtype, *curves)
+            measured = measured_flat(self.cost.cluster, TWO_SHOT, queued=True)
+            curves = (self.reduce_scatter.curve, self.all_gather.curve) if measured is None else (measured,)
+            self._wire_costs[dtype] = WireCost.of(self.cost.cluster, dtype, curves)
         return self._wire_costs[dtype]
 
     @cached_property

@@ -31,7 +31,7 @@ from planner.cost.collectives import Coefficients, solve_link
 from planner.documents.profile import Line, Link, Sample
 from planner.profile.progress import Progress
 from runtime.comm.collectives import COLLECTIVES
-from runtime.comm.collectives.direct import Packed
+from runtime.comm.collectives.direct import Narrowed, Packed
 from runtime.comm.collectives.phases import bounds, gather, reduce_scatter
 from runtime.comm.communicator import CommTiming, Payload, make_communicator
 from runtime.comm.world import World, first_line
@@ -101,8 +101,8 @@ def measure_queued(
     name: str, world: World, device: torch.device, model_bytes: int, progress: Progress, longest_s: float,
     budget_s: float, smallest_bytes: int = SMALLEST_BYTES,
 ) -> tuple[Curve, Curve]:  # fmt: skip
-    """Time the runtime's all-reduce or all-gather as sessions use it: (calls alone, calls that queue behind one
-    another).
+    """Time the runtime's all-reduce, all-gather or two shots as sessions use them: (calls alone, calls that queue
+    behind one another).
 
     Alone means right after a barrier, when all ranks are there and their threads awake. In a step they are not: after
     a computation a message takes about as long as one in a queue.
@@ -233,7 +233,9 @@ def _bind(make: _Maker, world: World, device: torch.device) -> Callable[[int], R
     return lambda size: make(world, device, size)
 
 
-_QUEUED = {"all_reduce": ("all_reduce", "library"), "all_gather": ("sparse", "flat")}
+_QUEUED = {
+    "all_reduce": ("all_reduce", "library"), "all_gather": ("sparse", "flat"), "two_shot": ("all_reduce", "two_shot"),
+}  # fmt: skip
 """What buckets are sent by, with their entries in the registry."""
 _RATIOS = {"all_reduce": 2}
 """Of neighbouring sizes, where it is not 4."""
@@ -243,7 +245,7 @@ class _QueueProbe:
     """Sends messages as a session does; those of all sizes lie in one piece of memory, which is as large as one."""
 
     def __init__(self, name: str, world: World, device: torch.device, largest_bytes: int) -> None:
-        self._gathers, self._ranks = name == "all_gather", world.ranks
+        self._name, self._ranks = name, world.ranks
         self._memory = torch.zeros(max(1, largest_bytes // 4), device=device)
         self._communicator = make_communicator(world, [COLLECTIVES[_QUEUED[name]]], device)
         self.close = self._communicator.close
@@ -253,10 +255,15 @@ class _QueueProbe:
         places = max(1, self._memory.numel() // numel)
         start = place % places * numel
         part = self._memory[start : start + numel]
-        if not self._gathers:
+        if self._name == "all_reduce":
             return _as_bucket(part, size_bytes).payload
         own = part[: max(1, numel // self._ranks)]
-        return Payload(0, f"gathers of {size_bytes} bytes", [Packed(own, own.new_empty(self._ranks * own.numel()))])
+        message: Packed | Narrowed
+        if self._name == "all_gather":
+            message = Packed(own, own.new_empty(self._ranks * own.numel()))
+        else:
+            message = Narrowed(self._ranks, 4 * own.numel(), own.device, lambda received, summed: None)
+        return Payload(0, f"{self._name} of {size_bytes} bytes", [message])
 
     def run(self, size_bytes: int, calls: int = 1) -> Run:
         """Return what sends so many messages that queue behind one another."""

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from planner.comparison.measure import Record, Sweep, VariantRunner, measure_all
 from planner.comparison.trained import TrainedJob
 from planner.comparison.variants import DDP, NO_COMMUNICATION, PLAN, Hook, Variant, make_variants, sweep
+from planner.cost.wire import TWO_SHOT
 from planner.decide.optimize import optimize
 from planner.decide.strategies import make_schedule
 from planner.documents.profile import Cluster, ComputeProfile, Line, Profile, SelectionLine
@@ -297,8 +298,8 @@ def _decide(
 ) -> tuple[list[Variant], list[tuple[float, Variant]], dict[str, float]]:
     """Time messages alone; return what is compared, DDP's bucket sizes, and predictions from constants."""
     narrow = any(name.partition(":")[0] == "wire" for name in asked.strategies)
-    halves, lossy = SHARDED_STEP in asked.allow or riskiest == "relaxed" or narrow, riskiest != "exact"
-    names = ["all_reduce"] + ["reduce_scatter"] * halves + ["all_gather"] * (halves or lossy)
+    halves, lossy = SHARDED_STEP in asked.allow or riskiest == "relaxed", riskiest != "exact"
+    names = ["all_reduce"] + ["reduce_scatter"] * halves + ["all_gather"] * (halves or lossy) + [TWO_SHOT] * narrow
     gradients = asked.profile.compute.gradients
     size_bytes = round(sum(each.size_bytes for each in gradients) / scale.shrink)
     two_links = asked.cluster.ranks_per_node > 1

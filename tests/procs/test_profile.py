@@ -83,7 +83,7 @@ def test_what_only_riskier_plans_need_is_added_later(pair: list[dict[str, Any]],
     assert after is not None
     assert (before.measured_for, before.sparsify, before.local_update) == ("exact", None, None)
     assert after.measured_for == "relaxed"
-    assert set(after.samples or {}) == {"all_reduce", "reduce_scatter", "all_gather"}
+    assert set(after.samples or {}) == {"all_reduce", "reduce_scatter", "all_gather", "two_shot"}
     assert after.sparsify is not None
     assert after.encode is not None
     assert after.decode is not None

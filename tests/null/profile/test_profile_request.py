@@ -63,8 +63,9 @@ def test_exact_plans_ask_for_less_than_bounded_ones_and_those_for_less_than_rela
     assert phases["bounded"] == [*phases["exact"], SELECTION]
     assert phases["relaxed"] == [*phases["bounded"], DELAY]
     flat = [wanted(accuracy).flat for accuracy in classes]
-    assert flat == [("all_reduce",), ("all_reduce", "all_gather"), ("all_reduce", "reduce_scatter", "all_gather")]
-    assert wanted("exact", halves=True).flat == flat[2]
+    halves = ("all_reduce", "reduce_scatter", "all_gather")
+    assert flat == [("all_reduce",), ("all_reduce", "all_gather", "two_shot"), (*halves, "two_shot")]
+    assert wanted("exact", halves=True).flat == halves
     assert [phase.name for phase in wanted("relaxed", ranks=1, norms=True).phases] == [REPEATS, NORMS, LAYERS]
 
 
@@ -72,7 +73,13 @@ def test_only_what_is_missing_is_added() -> None:
     curve = ((1.0, 1.0),)
     exact = replace(parse_cluster(cluster_document()), samples={"all_reduce": curve, "reduce_scatter": curve})
     more = wanted("relaxed", exact)
-    assert (more.step, more.flat, more.beside, more.selection, more.delay) == (False, ("all_gather",), (), True, True)
+    assert (more.step, more.flat, more.beside, more.selection, more.delay) == (
+        False,
+        ("all_gather", "two_shot"),
+        (),
+        True,
+        True,
+    )
     contended = replace(exact, contention=Contention(compute=1.1, network=1.2, by_size=((1.0, 1.1, 1.2),)))
     assert wanted("bounded", contended).beside == ("all_gather",)
     assert wanted("exact", exact).phases == ()
