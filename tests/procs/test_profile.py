@@ -92,7 +92,7 @@ def test_what_only_riskier_plans_need_is_added_later(pair: list[dict[str, Any]],
     assert (relaxed.compute, relaxed.layers) == (profile.compute, profile.layers)
     assert before.back_to_back is not None
     assert after.back_to_back is not None
-    assert set(after.back_to_back) == {"all_reduce", "all_gather"}
+    assert set(after.back_to_back) == {"all_reduce", "all_gather", "two_shot"}
     assert after.back_to_back["all_reduce"] == before.back_to_back["all_reduce"]
     for accuracy in ("bounded", "relaxed"):
         with pytest.raises(InputError, match=f"--for {accuracy} --add-to"):
