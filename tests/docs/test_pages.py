@@ -30,7 +30,9 @@ ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "docs" / "results"
 MAX_WORDS = 20_000
 """Of all documents but measured tables: more is read by nobody."""
-PAGES = sorted({ROOT / "README.md", ROOT / "CHANGELOG.md", *(ROOT / "docs").rglob("*.md"), *ROOT.glob("[!.]*/README.md")})
+PAGES = sorted(
+    {ROOT / "README.md", ROOT / "CHANGELOG.md", *(ROOT / "docs").rglob("*.md"), *ROOT.glob("[!.]*/README.md")}
+)
 BLOCK = re.compile(r"(?:^<!-- (?:file: (\S+)|(run)) -->\n)?^```(\w+)[^\n]*\n(.*?)^```$", re.M | re.S)
 PLACE = re.compile(r"`((?:planner|runtime|tests|benchmarks|docs|examples|profiles)/[\w/.-]+)`")
 CHEAPER = {"profile": "--budget-s 5", "compare": "--steps 2 --rounds 2", "run": "--steps 2"}

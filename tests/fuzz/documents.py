@@ -59,6 +59,7 @@ contention = st.fixed_dictionaries({}, optional=usual) | st.fixed_dictionaries(
     {"by_size": by_size}, optional={**usual, "gathers_by_size": by_size}
 )
 densities = st.sampled_from([0.001, 0.01, 0.1, 1.0, 5e-324]) | st.floats(1e-9, 1.0)
+encodings = st.dictionaries(st.sampled_from(["int8", "bfloat16"]), lines)
 selections = lines | st.fixed_dictionaries(
     {"alpha_us": times, "beta_us_per_byte": rates},
     optional={"by_density": st.lists(st.tuples(densities, times, rates).map(list), min_size=1, max_size=4)},
@@ -77,6 +78,8 @@ def clusters(draw: st.DrawFn) -> dict[str, Any]:
         "samples": st.dictionaries(st.sampled_from(["all_reduce", "intra/all_reduce"]), samples),
         "sparsify": selections,
         "unpack": selections,
+        "encode": encodings,
+        "decode": encodings,
         "all_reduce_algorithm": st.sampled_from(FORMULAS),
         "contention": contention,
         "measured_for": st.sampled_from(["exact", "bounded", *["relaxed"] * 4]),

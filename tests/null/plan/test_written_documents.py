@@ -44,6 +44,8 @@ clusters = st.builds(
     collectives=st.none() | per_collective,
     samples=st.none() | st.dictionaries(names, sample_lists, max_size=2),
     sparsify=st.none() | selections | st.dictionaries(names, selections, min_size=1, max_size=2),
+    encode=st.none() | per_collective,
+    decode=st.none() | per_collective,
     all_reduce_algorithm=st.sampled_from(["ring", "binary_tree"]),
     contention=st.none()
     | st.builds(d.Contention, compute=factors, network=factors)
