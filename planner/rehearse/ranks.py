@@ -168,11 +168,15 @@ class RehearsalRunner(VariantRunner):
         if isinstance(feedback := session.exchange.carried, ErrorFeedbackState):
             for lossy in feedback.lossy.values():
                 lossy.pack = partial(self._on_device, lossy.pack)  # type: ignore[method-assign]
-                lossy.unpack = partial(self._on_device, lossy.unpack)  # type: ignore[method-assign]
+                lossy.unpack = partial(self._on_arrival, lossy.unpack)  # type: ignore[method-assign]
         return session
 
     def _on_device(self, work: Callable[..., Any], *arguments: Any) -> Any:
         return self._accelerator.occupy(partial(work, *arguments))
+
+    def _on_arrival(self, work: Callable[..., Any]) -> Any:
+        self._accelerator.synchronize()  # both have waited for the message: the host was not late
+        return self._on_device(work)
 
     def late_by_variant_us(self) -> dict[str, float]:
         """Return, of a step, by how much hooks and updates took longer than waits: the median of blocks."""
