@@ -39,14 +39,14 @@ def records(files: tuple[str, str]) -> dict[str, dict[str, Any]]:
     """By name."""
     profile, plan = files
     text = printed(
-        *("compare", f"{JOB}job", "--plan", plan, "--profile", profile, "--strategy", "wfbp"),
+        *("compare", f"{JOB}job", "--plan", plan, "--profile", profile, "--strategy", "wfbp,wire:int8"),
         *("--steps", "4", "--rounds", "2", "--json"),
     )
     return {record["name"]: record for record in json.loads(text)}
 
 
 def test_everyone_is_measured(records: dict[str, dict[str, Any]]) -> None:
-    assert {"none", "ddp", "ddp:fp16", "ddp:powersgd", "wfbp", "plan"} <= set(records)
+    assert {"none", "ddp", "ddp:fp16", "ddp:powersgd", "wfbp", "wire:int8", "plan"} <= set(records)
     best = [record for name, record in records.items() if name.startswith("ddp:best")]
     assert len(best) == 1
     assert best[0]["name"] != "ddp:best" or best[0]["equal_to"] == "ddp"
@@ -63,6 +63,7 @@ def test_everyone_is_measured(records: dict[str, dict[str, Any]]) -> None:
     assert records["wfbp"]["same_training"]
     assert records["plan"]["same_training"]
     assert records["ddp:fp16"]["same_training"] is None
+    assert records["wire:int8"]["same_training"] is None
 
 
 def test_the_table_says_who_won(files: tuple[str, str], tmp_path: Path) -> None:
