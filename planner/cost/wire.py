@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from planner.cost.curve import CostCurve
+from planner.cost.sparse import FREE
 from planner.documents.profile import Cluster, Line
 
 TWO_SHOT = "two_shot"
@@ -32,8 +33,6 @@ ELEMENT_BYTES: Mapping[str, float] = {
     "int8": 1.0 + WIDE_BYTES / BLOCK,
 }
 """Registry: dtype on the wire → bytes of an element, scales included."""
-
-FREE = Line(alpha_us=0.0, beta_us_per_byte=0.0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,7 +58,7 @@ class WireCost:
     def sent_us(self, elements: ArrayLike) -> NDArray[np.float64]:
         """Return how long the network is taken, the owners' work in between included."""
         count = np.asarray(elements, dtype=np.float64)
-        narrow = self.element_bytes * count
+        narrow = self.narrow_bytes(count)
         start_up_us = self.decode.alpha_us + self.encode.alpha_us
         per_byte_us = self.decode.beta_us_per_byte + self.encode.beta_us_per_byte / self.ranks
         sent_us = sum(curve(narrow) for curve in self.messages)

@@ -247,14 +247,14 @@ def _sparse(schedule: Schedule) -> list[Bucket]:
 def sent_share(problem: Problem, schedule: Schedule) -> float:
     """Of all elements, those that travel in a step."""
     total = max(1, int(problem.numel.sum()))
-    kept_back = sum(int(problem.numel[list(b.gradients)].sum()) - _sent(problem, b) for b in _sparse(schedule))
+    kept_back = sum(problem.elements(b) - _sent(problem, b) for b in _sparse(schedule))
     return 1.0 - kept_back / total
 
 
 def _sent(problem: Problem, bucket: Bucket) -> int:
     """Elements of a sparse bucket that each rank, or of `hitopk` each node, sends."""
     sent = problem.shards(bucket.algorithm) * (bucket.k or 0)
-    return min(int(problem.numel[list(bucket.gradients)].sum()), sent)
+    return min(problem.elements(bucket), sent)
 
 
 def _bound(problem: Problem, frontier: Frontier, passes: Sequence[Pass]) -> Bound:

@@ -84,7 +84,7 @@ def compressor_of(problem: Problem, bucket: Bucket) -> CompressorSpec:
     if bucket.dtype is not None:
         return CompressorSpec(name=bucket.compressor, dtype=bucket.dtype)
     if bucket.ks is None and bucket.k is not None and bucket.collective == "sparse":
-        elements = selected_from(problem, bucket, int(problem.numel[list(bucket.gradients)].sum()))
+        elements = selected_from(problem, bucket, problem.elements(bucket))
         selector = problem.hitopk_selector if bucket.algorithm == "hitopk" else "exact"
         density = min(1.0, (bucket.k + 0.5) / elements)  # of which the floor is k, whatever is rounded
         return CompressorSpec(name=bucket.compressor, selector=selector, density=density, scope="bucket")

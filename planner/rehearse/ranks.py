@@ -318,14 +318,14 @@ def _decide(
         samples |= measure_apart(world, parts, device, size_bytes, progress, BETWEEN, BETWEEN, each_s).samples
     # What these ranks take for it, which is more than a device would.
     computed: dict[str, Any] = {}
+    packing: dict[tuple[str, str], tuple[Mapping[str, Line], Mapping[str, Line]]] = {}
     if lossy:
-        both = measure_selection(world, device, size_bytes, progress, each_s, computes=False)
-        for field, lines in zip(("sparsify", "unpack"), both, strict=True):
-            computed[field] = {name: _unscaled_line(line, scale) for name, line in lines.items()}
+        packing["sparsify", "unpack"] = measure_selection(world, device, size_bytes, progress, each_s, computes=False)
     if narrow:
-        encodings = measure_encoding(world, device, size_bytes, progress, each_s / 2, computes=False)
-        for field, of_dtype in zip(("encode", "decode"), encodings, strict=True):
-            computed[field] = {name: _unscaled_line(line, scale) for name, line in of_dtype.items()}
+        packing["encode", "decode"] = measure_encoding(world, device, size_bytes, progress, each_s / 2, computes=False)
+    for fields, both in packing.items():
+        for field, lines in zip(fields, both, strict=True):
+            computed[field] = {name: _unscaled_line(line, scale) for name, line in lines.items()}
     if riskiest == "relaxed":
         found_lines = measure_delay(world, device, [scale.numel(each.numel) for each in gradients], progress)
         computed |= {field: _unscaled_line(line, scale) for field, line in found_lines.items()}

@@ -49,5 +49,5 @@ def ratios(problem: Problem, schedule: Schedule) -> dict[str, float]:
     result: dict[str, float] = {}
     layers = [problem.profile.compute.gradients[bucket.gradients[0]].layer for bucket in schedule.buckets]
     for name, bucket in zip(numbered(layers), schedule.buckets, strict=True):
-        result[name] = 1.0 if bucket.k is None else int(problem.numel[list(bucket.gradients)].sum()) / bucket.k
+        result[name] = 1.0 if bucket.k is None else problem.elements(bucket) / bucket.k
     return result

@@ -130,7 +130,7 @@ def explain(problem: Problem, schedule: Schedule, timeline: object) -> list[str]
         if bucket.k is None:
             reasons.append(f"{merging(bucket, alone_us, push_us)}; {push}, {pull}")
         else:
-            elements = int(problem.numel[list(bucket.gradients)].sum())
+            elements = problem.elements(bucket)
             whole_us = problem.bucket_cost_us([bucket.gradients], problem.push.curve)[0]
             saved = difference(whole_us - push_us)
             reasons.append(f"{bucket.k:,} of {elements:,} elements: {push}, {saved} than whole; {pull}")
