@@ -144,7 +144,7 @@ def judge(setting: Setting, profile: Profile) -> Judged:
 def decide(problem: Problem) -> tuple[Schedule, Schedule]:
     """(best exact, best bounded)."""
     exact = Merge().apply(best_baseline(problem), problem).schedule
-    return exact, Joint().apply(exact, problem).schedule
+    return exact, Joint(compress="sparse").apply(exact, problem).schedule
 
 
 def perturbed(problem: Problem, rng: np.random.Generator) -> Problem:

@@ -49,9 +49,9 @@ class Bucket:
         )
 
     @classmethod
-    def narrow(cls, gradients: Iterable[int], dtype: str) -> Bucket:
-        """Of which all elements travel, in a narrower dtype."""
-        return cls(gradients=tuple(gradients), algorithm="two_shot", compressor="wire", dtype=dtype)
+    def narrow(cls, gradients: Iterable[int], dtype: str, algorithm: str = "two_shot") -> Bucket:
+        """Of which all elements travel, in a narrower dtype; by `torus_2d` between nodes alone."""
+        return cls(gradients=tuple(gradients), algorithm=algorithm, compressor="wire", dtype=dtype)
 
     @property
     def whole(self) -> bool:

@@ -15,6 +15,7 @@ from planner.documents.profile import Cluster, Link, Profile
 from planner.ir import Bucket, Schedule
 from planner.model.modes import simulate_schedule
 from planner.model.problem import Problem, make_problem
+from planner.model.spending import spending
 
 DENSITY = 0.01
 RATIOS = (0.1, 0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 4.0, 10.0)
@@ -55,7 +56,7 @@ def on_link(profile: Profile, ranks: int, alpha_us: float, beta_us_per_byte: flo
 
 def message_us(problem: Problem) -> float:
     """What SLGS's message takes."""
-    return sum(time_us for _, _, time_us in problem.phase_times(at_once(problem, DENSITY).buckets[0]))
+    return sum(message.time_us for message in spending(problem, at_once(problem, DENSITY).buckets[0]).messages)
 
 
 def simulated(profile: Profile, ranks: int = 16, alpha_us: float = 0.0) -> Iterator[tuple[float, float, float]]:

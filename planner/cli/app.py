@@ -20,6 +20,7 @@ from planner.cli.cluster_commands import clusters
 from planner.cli.options import (
     Allow,
     ClusterName,
+    CompressBy,
     Flags,
     MaxDelay,
     MaxMemory,
@@ -82,6 +83,7 @@ def optimize(
     print_after: Annotated[str | None, typer.Option(help="Print the schedule after this pass, or after all.")] = None,
     solver: Solver = "dp",
     solver_limit: SolverLimit = None,
+    compress: CompressBy = None,
     max_ratio: MaxRatio = None,
     protect: Protect = None,
     max_delay: MaxDelay = None,
@@ -110,6 +112,7 @@ def optimize(
         after_pass=after_pass,
         solver=solver,
         solver_limit=solver_limit,
+        compress=compress,
         max_ratio=max_ratio,
         protect=protect,
         max_delay=max_delay,

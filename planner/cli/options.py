@@ -34,6 +34,13 @@ Solver = Annotated[str, typer.Option(help="dp, or cpsat: a constraint program lo
 SolverLimit = Annotated[
     float | None, typer.Option(help="Deterministic time for cpsat (default 2: less than a minute).")
 ]
+CompressBy = Annotated[
+    str | None,
+    typer.Option(
+        help="Lossy plans: wire (all elements in fewer bytes), sparse (the largest elements), all or none "
+        "(default: wire with Adam and the like, else all)."
+    ),
+]
 MaxRatio = Annotated[
     float | None,
     typer.Option(

@@ -16,6 +16,7 @@ from planner.cli.options import (
     Allow,
     Backend,
     ClusterName,
+    CompressBy,
     Device,
     Emulate,
     Flags,
@@ -229,6 +230,7 @@ def rehearse(
     ] = "wfbp,single,mg_wfbp",
     accuracy: Annotated[str, typer.Option(help="exact, bounded or relaxed: the riskiest class of plan.")] = "exact",
     allow: Allow = None,
+    compress: CompressBy = None,
     minutes: Annotated[float, typer.Option(help="What it may take in all.")] = 10.0,
     dilate: Annotated[float | None, typer.Option(help="Times are multiplied by this; default: chosen.")] = None,
     shrink: Annotated[float | None, typer.Option(help="Bytes are divided by this; default: chosen.")] = None,
@@ -250,7 +252,7 @@ def rehearse(
         check_writable(html, profile, cluster)
     asked = make_asked(
         profile, cluster, hosts, strategies=_items(strategy), accuracy=accuracy, allow=check_allow(_items(allow or "")),
-        minutes=minutes, dilate=dilate, shrink=shrink,
+        minutes=minutes, dilate=dilate, shrink=shrink, compress=compress,
     )  # fmt: skip
     found = rehearse_asked(asked, started_s=started_s, show_progress=not Flags.as_json)
     if html is not None:

@@ -1,13 +1,14 @@
-"""What a bucket costs of which all elements travel in fewer bytes, in two shots: every rank sends each owner its part,
-the owner adds up, and sends the sum, encoded again, to all.
+"""What a bucket costs of which all elements travel in fewer bytes.
 
-On the network that takes a reduce-scatter and an all-gather of the narrow bytes, and between them the owner's work;
-compute is kept busy by encoding before and by decoding after them. Source of the two shots: EQuARX (arXiv 2506.17615).
+`two_shot`: every rank sends each owner its part, the owner adds up, and sends the sum, encoded again, to all. On the
+network that takes a reduce-scatter and an all-gather of the narrow bytes, and between them the owner's work; compute is
+kept busy by encoding before and by decoding after them. Source of the two shots: EQuARX (arXiv 2506.17615). `native`:
+the backend adds up in the narrow dtype itself.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,68 +16,135 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from planner.cost.curve import CostCurve
+from planner.cost.phases import Phase
 from planner.cost.sparse import FREE
 from planner.documents.profile import Cluster, Line
 
-TWO_SHOT = "two_shot"
-"""Of `samples`: over narrow bytes, without what owners compute."""
+TWO_SHOT, NATIVE = "two_shot", "native"
+"""Algorithms; and of `samples`: times over narrow bytes, of two shots without what owners compute."""
 
 WIDE_BYTES = 4
 """Of an element as it is added up (float32); lines of encoding and decoding are over these."""
+LAUNCH_US = 5.0
+"""Of a kernel, where it was not measured."""
 BLOCK = 256
 """Elements with one scale, which is a float32."""
 
 ELEMENT_BYTES: Mapping[str, float] = {
-    "bfloat16": 2.0,
     "float16": 2.0 + WIDE_BYTES / BLOCK,
-    "float8_e4m3fn": 1.0 + WIDE_BYTES / BLOCK,
+    "bfloat16": 2.0,
     "int8": 1.0 + WIDE_BYTES / BLOCK,
+    "float8_e4m3fn": 1.0 + WIDE_BYTES / BLOCK,
 }
-"""Registry: dtype on the wire → bytes of an element, scales included."""
+"""Registry: dtype on the wire → bytes of an element, scales included. From the least to the most that rounding loses:
+about 2^-12, 2^-9, 2^-8 (of the block's largest element) and 2^-4 of an element.
+"""
+
+NARROW_FORMS = (
+    ("float16", TWO_SHOT), ("bfloat16", TWO_SHOT), ("bfloat16", NATIVE), ("int8", TWO_SHOT),
+    ("float8_e4m3fn", TWO_SHOT),
+)  # fmt: skip
+"""(dtype, algorithm) that a plan may choose among, in the same order: what native sums lose, no residual keeps."""
+
+
+def ratio_of(dtype: str) -> float:
+    """Return the bytes of an element as it is added up, over those on the wire."""
+    return WIDE_BYTES / ELEMENT_BYTES[dtype]
+
+
+@dataclass(frozen=True, kw_only=True)
+class WirePhase:
+    """One message; times and bytes over a bucket's elements and its dense bytes, elementwise for arrays."""
+
+    name: str
+    link: str
+    """`network`, which passes through all ranks, or a kind of link."""
+    time_us: Callable[[Any, Any], NDArray[np.float64]]
+    sent_bytes: Callable[[Any, Any], Any]
+    non_decreasing: bool
+    """Whether more never takes less time."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class WireCost:
-    """Times of buckets in one dtype, over their numbers of elements; elementwise for arrays."""
+    """What buckets in one dtype spend."""
 
-    ranks: int
-    element_bytes: float
-    messages: tuple[CostCurve, ...]
-    """Over narrow bytes: both shots as they were measured, or a reduce-scatter and an all-gather."""
+    phases: tuple[WirePhase, ...]
     encode: Line
     decode: Line
-    """Of all elements; the owners' adding up is as long."""
+    shards: int = 1
+    """Over how many ranks a bucket is shared out before each encodes its own."""
 
-    @classmethod
-    def of(cls, cluster: Cluster, dtype: str, messages: tuple[CostCurve, ...]) -> WireCost:
-        """As the cluster was measured; encoding is free where it does not say."""
+    def encode_us(self, elements: ArrayLike) -> NDArray[np.float64]:
+        """Return compute time before a bucket is sent; elementwise."""
+        return _line_us(self.encode, np.asarray(elements) / self.shards)
+
+    def decode_us(self, elements: ArrayLike) -> NDArray[np.float64]:
+        """Return compute time after it has arrived; elementwise."""
+        return _line_us(self.decode, np.asarray(elements) / self.shards)
+
+
+def encoding(cluster: Cluster, dtype: str) -> tuple[Line, Line, str]:
+    """Return what (encoding, decoding) costs, and its source in a word: measured, what moving the bytes takes in the
+    accelerator's memory, or free where nothing is known.
+    """
+    if cluster.encode is not None:
         encode, decode = ((lines or {}).get(dtype, FREE) for lines in (cluster.encode, cluster.decode))
-        return cls(
-            ranks=cluster.ranks, element_bytes=ELEMENT_BYTES[dtype], messages=messages, encode=encode, decode=decode
-        )
+        return encode, decode, "measured"
+    rate = 0.0 if cluster.nccl is None else cluster.nccl.kind.memory_bytes_per_s
+    if rate <= 0.0:
+        return FREE, FREE, "free"
+    # Read gradient and residual, write codes and the new residual; then read codes, write sums.
+    moved = 3.0 * WIDE_BYTES + ELEMENT_BYTES[dtype], WIDE_BYTES + ELEMENT_BYTES[dtype]
+    lines = [Line(alpha_us=LAUNCH_US, beta_us_per_byte=each / WIDE_BYTES / rate * 1e6) for each in moved]
+    return lines[0], lines[1], "computed"
 
-    def sent_us(self, elements: ArrayLike) -> NDArray[np.float64]:
-        """Return how long the network is taken, the owners' work in between included."""
-        count = np.asarray(elements, dtype=np.float64)
-        narrow = self.narrow_bytes(count)
-        start_up_us = self.decode.alpha_us + self.encode.alpha_us
-        per_byte_us = self.decode.beta_us_per_byte + self.encode.beta_us_per_byte / self.ranks
-        sent_us = sum(curve(narrow) for curve in self.messages)
-        return np.asarray(sent_us + start_up_us + per_byte_us * WIDE_BYTES * count)
 
-    @property
-    def non_decreasing(self) -> bool:
-        """Whether more elements never take less time."""
-        return all(curve.non_decreasing for curve in self.messages)
+def wire_cost(
+    cluster: Cluster, dtype: str, messages: tuple[CostCurve, ...], ranks: int, *, owners: bool = True,
+    inside: tuple[Phase, ...] = (),
+) -> WireCost:  # fmt: skip
+    """Return what a dtype costs on a cluster.
 
-    def encode_us(self, elements: int) -> float:
-        """Return compute time before a bucket is sent."""
-        return self.encode.at(WIDE_BYTES * elements)
+    Args:
+        cluster: says what encoding costs.
+        dtype: on the wire.
+        messages: over narrow bytes, one after the other; both shots as they were measured, or a reduce-scatter and an
+            all-gather; or the backend's own all-reduce.
+        ranks: who sends them; with `inside` each sends a shard.
+        owners: whether each rank adds up, and encodes once more, what it owns: the network waits for that.
+        inside: a reduce-scatter and an all-gather of dense bytes inside nodes, before and after.
+    """
+    encode, decode, _ = encoding(cluster, dtype)
+    element_bytes, shards = ELEMENT_BYTES[dtype], cluster.ranks_per_node if inside else 1
 
-    def decode_us(self, elements: int) -> float:
-        """Return compute time after it has arrived."""
-        return self.decode.at(WIDE_BYTES * elements)
+    def sent_us(elements: Any, dense_bytes: Any) -> NDArray[np.float64]:
+        count = np.asarray(elements, dtype=np.float64) / shards
+        time_us = sum(curve(element_bytes * count) for curve in messages)
+        if owners:
+            time_us = time_us + _line_us(decode, count) + _line_us(encode, count / ranks)
+        return np.asarray(time_us)
 
-    def narrow_bytes(self, elements: Any) -> Any:
-        """Return the bytes of each of the two messages."""
-        return self.element_bytes * elements
+    narrow = WirePhase(
+        name="all_reduce",
+        link="inter" if inside else "network",
+        time_us=sent_us,
+        sent_bytes=lambda elements, dense_bytes: element_bytes * elements / shards,
+        non_decreasing=all(curve.non_decreasing for curve in messages),
+    )
+    dense = [_dense(phase) for phase in inside]
+    return WireCost(phases=(*dense[:1], narrow, *dense[1:]), encode=encode, decode=decode, shards=shards)
+
+
+def _dense(phase: Phase) -> WirePhase:
+    return WirePhase(
+        name=phase.name,
+        link=phase.link,
+        time_us=lambda elements, dense_bytes: phase.times_us(np.asarray(dense_bytes, dtype=np.float64)),
+        sent_bytes=lambda elements, dense_bytes: phase.share * dense_bytes,
+        non_decreasing=phase.curve.non_decreasing,
+    )
+
+
+def _line_us(line: Line, elements: ArrayLike) -> NDArray[np.float64]:
+    return np.asarray(line.alpha_us + line.beta_us_per_byte * WIDE_BYTES * np.asarray(elements, dtype=np.float64))

@@ -1,6 +1,6 @@
 """`planner advise`: what to use for a model on a cluster, from costs alone, least risky first. Never imports torch.
 
-Wire types and FSDP2 are predicted from costs whether or not this runtime does them, and are marked so.
+What this runtime does not do itself (FSDP2) is predicted from costs, and marked so.
 """
 
 from __future__ import annotations
@@ -10,15 +10,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from planner.cost.halves import ALL_GATHER, half
+from planner.cost.wire import ELEMENT_BYTES
 from planner.decide.optimize import name_of
 from planner.decide.strategies import make_schedule
 from planner.documents.catalog import find_cluster, find_profile
 from planner.documents.nccl import GPUS
 from planner.documents.profile import Cluster, Profile
 from planner.documents.text import mib, ms
+from planner.model.compression import NARROWED
 from planner.model.fully_sharded import blocks_of, messages_on, sharded_step
 from planner.model.modes import simulate_schedule
 from planner.model.modes.sharded import can_share, memory_bytes, replicated_bytes, sharded_bytes
@@ -30,8 +29,6 @@ WORTH, WORTH_ASKING, WORTH_LOSING = 0.02, 0.05, 0.10
 and one that loses digits."""
 ROOM = 0.92
 """Of an accelerator's memory: the rest is the library's buffers and fragments."""
-QUANTIZE_BYTES = 5.0
-"""Bytes of memory that narrowing and widening a gradient moves, for each byte of the wide one, over both ends."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -204,37 +201,19 @@ def _fully_sharded(problem: Problem, option: _Maker) -> Iterator[Option]:
 
 
 def _narrow(problem: Problem, option: _Maker, whole: int | None) -> Iterator[Option]:
-    """Wire types: DDP's buckets in fewer bytes, as a two-shot of narrow all-to-all and all-gather."""
-    machine = problem.cost.cluster.nccl
-    widths = {gradient.dtype for gradient in problem.profile.compute.gradients}
-    wide = 4 if "float32" in widths else 2
-    memory_rate = None if machine is None else machine.kind.memory_bytes_per_s
-    total = float(problem.size_bytes.sum())
-    gather, reduce = half(problem.cost, ALL_GATHER).curve, problem.cost.all_reduce
-    for name, bits in (("bfloat16", 2), ("float8_e4m3fn", 1)):
-        if bits >= wide:
-            continue
-        share = bits / wide
-        narrowed = 0.0 if memory_rate is None else QUANTIZE_BYTES * total / memory_rate * 1e6
-
-        def narrow(sizes: Any, share: float = share) -> Any:
-            # Links' constants may promise more than the all-reduce shows: fewer bytes gain no more than their share.
-            return np.maximum(2.0 * gather(share * sizes), reduce(share * sizes))
-
-        schedule = make_schedule(problem, "ddp")
-        buckets = [bucket.gradients for bucket in schedule.buckets]
-        costs = problem.bucket_cost_us(buckets, narrow)
-        end = 0.0
-        for bucket, cost in zip(buckets, costs, strict=True):
-            end = max(end, float(problem.ready_us[list(bucket)].max())) + cost
-        computed = problem.forward_us + problem.backward_us + narrowed
-        step = max(end, computed) + problem.update_us
-        yield option(
-            f"ddp, {name} on the wire", step, whole,
-            f"{'half' if share == 0.5 else f'{share:.0%}'} of the bytes, with error feedback, from costs alone",
-            interface="bounded", runs_here=False, lossy=True,
-            exposed_us=max(0.0, step - problem.forward_us - problem.backward_us - problem.update_us),
-        )  # fmt: skip
+    """Narrow buckets, where gradients are wider and may be added up in float32."""
+    gradients = problem.profile.compute.gradients
+    if not all(gradient.dtype in NARROWED for gradient in gradients):
+        return
+    wide = float(problem.size_bytes.sum()) / max(1, int(problem.numel.sum()))
+    for dtype in ("bfloat16", "int8", "float8_e4m3fn"):
+        if ELEMENT_BYTES[dtype] < wide:
+            taken = simulate_schedule(problem, make_schedule(problem, f"wire:{dtype}"))
+            yield option(
+                f"ddp, {dtype} on the wire", taken.iteration_us, whole,
+                f"{ELEMENT_BYTES[dtype] / wide:.0%} of the bytes, with error feedback", interface="bounded",
+                lossy=True, exposed_us=taken.exposed_us,
+            )  # fmt: skip
 
 
 def _worth(option: Option) -> float:

@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any
 
 from planner.cost.sparse import SELECTED_BYTES, flat_is_implied
+from planner.cost.wire import ELEMENT_BYTES, NATIVE, encoding
 from planner.decide.pipeline import AfterPass, run_passes, with_options
 from planner.documents.text import mib, ms, pluralize
 from planner.emit.lower import lower
@@ -22,9 +23,10 @@ from planner.model.norms import update_us
 from planner.model.problem import Problem
 from planner.passes.base import GAIN, Bound, Frontier, Pass, Result
 from planner.passes.delay import Delay, check_max_delay
-from planner.passes.joint import Joint
+from planner.passes.joint import Joint, check_compress
 from planner.passes.local_async import LocalAsync
 from planner.search.cpsat_joint import MAX_PLACES, fits, solve_joint
+from planner.search.tables import Form
 from runtime.errors import InputError
 from runtime.plan import Accuracy, Plan
 from runtime.plan.predicted import Certificate, FrontierPoint, SolverBound
@@ -36,6 +38,7 @@ def split_passes(
     max_ratio: float | None = None,
     protect: str | None = None,
     max_delay: int | None = None,
+    compress: str | None = None,
 ) -> tuple[tuple[Pass, ...], tuple[Pass, ...]]:
     """(exact passes, lossy ones with the options given; default `joint`, `delay` and `local_async`, as far as they are
     allowed).
@@ -48,7 +51,9 @@ def split_passes(
         check_max_ratio(max_ratio)
     if max_delay is not None:
         check_max_delay(max_delay)
-    given = {"--max-ratio": max_ratio, "--protect": protect, "--max-delay": max_delay}
+    if compress is not None:
+        check_compress(compress)
+    given = {"--compress": compress, "--max-ratio": max_ratio, "--protect": protect, "--max-delay": max_delay}
     options = [option for option, value in given.items() if value is not None]
     needs = [(option, "relaxed" if option == "--max-delay" else "bounded") for option in options]
     needs += [(f"the pass {each.name}", each.accuracy) for each in passes]
@@ -65,7 +70,7 @@ def split_passes(
     for risk, usual in defaults.items():
         if risk in allowed:
             lossy += [each for each in passes if each.accuracy == risk] or usual
-    return exact, with_options(lossy, max_ratio=max_ratio, protect=protect, max_delay=max_delay)
+    return exact, with_options(lossy, max_ratio=max_ratio, protect=protect, max_delay=max_delay, compress=compress)
 
 
 ALLOWED = " was allowed, but "
@@ -129,26 +134,23 @@ def choose(
     passes: Sequence[Pass],
     after_pass: AfterPass | None = None,
     solver_limit: float | None = None,
-    *,
-    by_name: bool = False,
 ) -> Plan:
     """The plan of the riskiest class that wins by enough, with the exact one as its fallback; else the exact one, which
     says so.
 
     `exact` is complete but for what is said of lossy plans. `solver_limit` is the deterministic time in which the
-    constraint program bounds the lossy plan (None: not asked for). With `by_name`, bounded passes were asked for by
-    name, so that a step whose optimizer they do not suit gets their plan, too.
+    constraint program bounds the lossy plan (None: not asked for).
     """
     bounded = [each for each in passes if each.accuracy == "bounded"]
     offer, fields = _bounded_offer(problem, schedule, bounded, after_pass, solver_limit)
     optimizer = problem.profile.compute.optimizer
-    if offer.plan is not None and optimizer is not None and optimizer.adaptive and not by_name:
-        # Selected elements train far worse with it: see `runtime.checks.optimizer`.
-        why_not = (
-            f"selected elements train a worse model with {optimizer.name}, which divides gradients by their own size "
-            f"(docs/results/lags.md; --passes merge,joint asks for them nevertheless)"
+    unasked = any(isinstance(each, Joint) and not each.compress for each in bounded)
+    if optimizer is not None and optimizer.adaptive and unasked:
+        left_out = (
+            f"sending selected elements was not looked at, for that trains a worse model with {optimizer.name}, which "
+            f"divides gradients by their own size (docs/results/lags.md; --compress all looks at it nevertheless)"
         )
-        offer = replace(offer, plan=None, why_not=why_not)
+        exact = replace(exact, notes=(*exact.notes, left_out))
     offers = [offer]
     relaxed = [each for each in passes if each.accuracy == "relaxed"]
     for each in relaxed:
@@ -205,10 +207,13 @@ def _bounded_offer(
         frontier = replace(frontier, points=shorter, bound_us=frontier.bound_us - saved_us)
     points = [
         FrontierPoint(
-            max_ratio=point.max_ratio,
+            max_ratio=point.form.ratio,
+            dtype=point.form.dtype,
+            algorithm=point.form.algorithm,
             iteration_us=point.iteration_us,
             buckets=len(point.schedule.buckets),
             sparse_buckets=len(_sparse(point.schedule)),
+            narrow_buckets=len(_narrow(point.schedule)),
             sent_share=sent_share(problem, point.schedule),
         )
         for point in frontier.points
@@ -216,7 +221,7 @@ def _bounded_offer(
     fields = {"frontier": tuple(points)}
     exact_us, found_us = step_us(problem, schedule), step_us(problem, found)
     offer = partial(Offer, accuracy="bounded", what="compression")
-    if not _sparse(found):
+    if all(bucket.whole for bucket in found.buckets):
         return offer(plan=None, step_us=exact_us), fields
     certificate = _bound(problem, frontier, passes).certificate(found_us)
     gain = 1.0 - found_us / exact_us if exact_us > 0.0 else 0.0
@@ -244,6 +249,10 @@ def _sparse(schedule: Schedule) -> list[Bucket]:
     return [bucket for bucket in schedule.buckets if bucket.collective == "sparse"]
 
 
+def _narrow(schedule: Schedule) -> list[Bucket]:
+    return [bucket for bucket in schedule.buckets if bucket.dtype is not None]
+
+
 def sent_share(problem: Problem, schedule: Schedule) -> float:
     """Of all elements, those that travel in a step."""
     total = max(1, int(problem.numel.sum()))
@@ -258,13 +267,17 @@ def _sent(problem: Problem, bucket: Bucket) -> int:
 
 
 def _bound(problem: Problem, frontier: Frontier, passes: Sequence[Pass]) -> Bound:
-    ratios = ", ".join(f"{point.max_ratio:g}" for point in frontier.points[1:])
-    notes = [f"among plans whose buckets are dense or have, in each layer not limited further, a ratio of {ratios}"]
+    forms = [point.form for point in frontier.points[1:]]
+    ratios = ", ".join(f"{form.ratio:g}" for form in forms if form.selects)
+    dtypes = ", ".join(dict.fromkeys(form.dtype for form in forms if form.dtype is not None))
+    ways = ["are dense", *([f"travel in {dtypes}"] if dtypes else [])]
+    ways += [f"have, in each layer not limited further, a ratio of {ratios}"] if ratios else []
+    notes = [f"among plans whose buckets {', '.join(ways[:-1])} or {ways[-1]}"]
     if problem.contended:
         notes.append("the bound is for a machine where compute and network do not slow each other down")
     if all(each.name != Joint.name for each in passes):
         notes.append(f"decided by {', '.join(each.name for each in passes)}, which does not look at all of them")
-    method = "labels over merging and densities"
+    method = "labels over merging and compression"
     method += "" if frontier.points[-1].exact else ", a part of them, and local search"
     return Bound(step_us=frontier.bound_us, method=method, note="; ".join(notes))
 
@@ -286,26 +299,65 @@ def _solved(plan: Plan, certificate: Certificate, frontier: Frontier, limit: flo
 
 
 def _notes(problem: Problem, schedule: Schedule, frontier: Frontier, gain: float) -> list[str]:
-    sparse = _sparse(schedule)
-    members = [index for bucket in sparse for index in bucket.gradients]
-    dense_bytes = int(problem.size_bytes.sum() - problem.size_bytes[members].sum())
-    sent_bytes = SELECTED_BYTES * sum(_sent(problem, bucket) for bucket in sparse)
-    protected = [index for index in range(problem.count) if frontier.limits[index] <= 1.0]
     notes = [
         f"bounded: predicted {gain:.1%} shorter than the best exact plan, which is the fallback",
+        *_narrow_notes(problem, _narrow(schedule)),
+        *_sparse_notes(problem, schedule, frontier),
+        "step by what is allowed at the most: "
+        + ", ".join(f"{describe_form(point.form)} {ms(point.iteration_us)}" for point in frontier.points),
+    ]
+    shortest_us = frontier.best.iteration_us
+    if frontier.chosen.iteration_us > shortest_us:
+        notes.append(f"the least compression within {GAIN:.0%} of the shortest step, which is {ms(shortest_us)}")
+    return notes
+
+
+def describe_form(form: Form) -> str:
+    """A form in a word or two."""
+    if form.dtype is not None:
+        return f"{form.dtype} (summed by the backend)" if form.algorithm == NATIVE else form.dtype
+    return f"1/{form.ratio:,.4g} of the elements" if form.selects else "dense"
+
+
+def _narrow_notes(problem: Problem, narrow: Sequence[Bucket]) -> list[str]:
+    if not narrow:
+        return []
+    members = [index for bucket in narrow for index in bucket.gradients]
+    sent_bytes = sum(ELEMENT_BYTES[bucket.dtype] * problem.elements(bucket) for bucket in narrow if bucket.dtype)
+    dtypes = ", ".join(dict.fromkeys(bucket.dtype for bucket in narrow if bucket.dtype))
+    notes = [
+        f"{pluralize(len(narrow), 'bucket')} in {dtypes}: {mib(int(problem.size_bytes[members].sum()))} of gradients "
+        f"travel as {mib(round(sent_bytes))}; what rounding loses is sent in later steps"
+    ]
+    source = encoding(problem.cost.cluster, narrow[0].dtype or "")[2]
+    if source != "measured":
+        taken = "free" if source == "free" else "as long as it moves its bytes in memory"
+        notes.append(
+            f"encoding is taken to be {taken}, for the cluster has no `encode` cost: the gain may be less; "
+            f"`planner profile --for bounded` on that machine measures it"
+        )
+    return notes
+
+
+def _sparse_notes(problem: Problem, schedule: Schedule, frontier: Frontier) -> list[str]:
+    sparse = _sparse(schedule)
+    if not sparse:
+        return []
+    members = [index for bucket in sparse for index in bucket.gradients]
+    sent_bytes = SELECTED_BYTES * sum(_sent(problem, bucket) for bucket in sparse)
+    notes = [
         "what is held back is learnt late, and costs most in the first steps: train those with the fallback, and go "
         "over by session.switch (docs/concepts/compression.md)",
         f"{pluralize(len(sparse), 'sparse bucket')} of {len(schedule.buckets)}: "
         f"{mib(int(problem.size_bytes[members].sum()))} of gradients travel as {mib(sent_bytes)} of values "
-        f"and indices from each rank, {mib(dense_bytes)} travel dense; largest ratio "
-        f"{max(ratio_of(problem, bucket) for bucket in sparse):,.4g}",
-        "step by largest ratio allowed: "
-        + ", ".join(f"{point.max_ratio:,g}: {ms(point.iteration_us)}" for point in frontier.points),
+        f"and indices from each rank; largest ratio {max(ratio_of(problem, bucket) for bucket in sparse):,.4g}",
     ]
+    protected = [index for index in range(problem.count) if frontier.limits[index] <= 1.0]
     if protected:
         share = int(problem.numel[protected].sum()) / max(1, int(problem.numel.sum()))
         notes.append(
-            f"{pluralize(len(protected), 'gradient')} of {problem.count} travel whole ({share:.2%} of the elements)"
+            f"nothing is selected from {pluralize(len(protected), 'gradient')} of {problem.count} ({share:.2%} of the "
+            f"elements)"
         )
     cluster = problem.cost.cluster
     if cluster.sparsify is None:

@@ -59,6 +59,7 @@ def optimize(
     after_pass: AfterPass | None = None,
     solver: str = "dp",
     solver_limit: float | None = None,
+    compress: str | None = None,
     max_ratio: float | None = None,
     protect: str | None = None,
     max_delay: int | None = None,
@@ -80,6 +81,8 @@ def optimize(
         after_pass: called with (name, schedule, seconds) after each pass.
         solver: `cpsat` has a constraint program look for a better plan afterwards, and its bound in the certificate.
         solver_limit: deterministic time that it may take; equal on all machines, a second or a few for each 1.0.
+        compress: for lossy plans, what may be done to a bucket: `wire` (all its elements in fewer bytes), `sparse` (its
+            largest elements), `all` or `none`; default: `wire` with Adam and the like, else `all`.
         max_ratio: for lossy plans, the largest ratio of a layer's elements to those that travel; default: 1000, and 250
             for recurrent and embedding layers.
         protect: for lossy plans, patterns of gradients' names that travel whole, separated by `|`, beside biases and
@@ -102,7 +105,7 @@ def optimize(
         raise InputError(f"--accuracy: found {accuracy!r}, expected one of: {', '.join(ACCURACIES)}")
     limit = check_solver(solver, solver_limit)
     parsed = parse_passes(passes)
-    exact_passes, lossy = split_passes(parsed, accuracy, max_ratio, protect, max_delay)
+    exact_passes, lossy = split_passes(parsed, accuracy, max_ratio, protect, max_delay, compress)
     exact_passes = with_options(exact_passes, memory_mib=check_memory(max_memory_mib))
     sharing = find_sharing(exact_passes)
     pipeline = allowed_passes(exact_passes, check_allow(allow))
@@ -130,13 +133,12 @@ def optimize(
         note = f"{plan.certificate.note}; {SOLVER_SKIPPED}"
         plan = replace(plan, certificate=replace(plan.certificate, note=note))
     if accuracy != "exact":
-        by_name = any(each.accuracy == "bounded" for each in parsed)
         solver_limit = limit if solver == "cpsat" else None
         # Riskier plans cannot share the step: they are first held against the best exact one that does not either.
         sharded = plan if schedule.mode.shares_update and other is not None else None
         if sharded is not None and other is not None:
             plan, schedule = _exact(problem, other), other
-        plan = choose(problem, plan, schedule, accuracy, lossy, after_pass, solver_limit, by_name=by_name)
+        plan = choose(problem, plan, schedule, accuracy, lossy, after_pass, solver_limit)
         if sharded is not None:
             required = sharing is not None and sharing.memory_requires_sharding(problem)
             plan = choose_over_sharded(

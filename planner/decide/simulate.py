@@ -11,6 +11,7 @@ from typing import Any
 from planner.cost.model import communication_cost
 from planner.cost.nccl import scaled
 from planner.cost.sparse import flat_is_implied
+from planner.cost.wire import encoding
 from planner.decide.optimize import name_of
 from planner.decide.solvers import SOLVABLE, check_solver, solve_strategy
 from planner.decide.strategies import accuracy_of, make_schedule
@@ -136,8 +137,9 @@ def _simulation(problem: Problem, schedule: Schedule, strategy: str, change: Wha
     timeline = model.simulate(problem, schedule)
     notes, implied = model.assumptions(problem)
     source = [problem.cost.source]
-    if any(bucket.dtype is not None for bucket in schedule.buckets) and problem.cost.cluster.encode is None:
-        source.append("encoding free (no `encode` given)")
+    dtype = next((bucket.dtype for bucket in schedule.buckets if bucket.dtype is not None), None)
+    if dtype is not None and (known := encoding(problem.cost.cluster, dtype)[2]) != "measured":
+        source.append(f"encoding {known} (no `encode` given)")
     if any(bucket.collective == "sparse" for bucket in schedule.buckets):
         if flat_is_implied(problem.cost.cluster):
             source.append("gathers follow from the all-reduce")

@@ -21,7 +21,7 @@ from planner.passes.topology import Topology, links_without_contention
 from planner.search.cpsat import TIME_LIMIT, Solution, solve_merge, solve_two_links
 from planner.search.cpsat_joint import MAX_LINK_PLACES, solve_joint
 from planner.search.forms import LinkForms
-from planner.search.tables import bucket_tables, dense_algorithms, forms_of, has_two_links
+from planner.search.tables import bucket_tables, dense_algorithms, forms_on_links, has_two_links
 from planner.strategies.topologies import TORUS, phased_problem
 from runtime.errors import CheckFailed, InputError
 from runtime.plan.combinations import COMBINATIONS, SHARDED, SOLVER
@@ -103,7 +103,7 @@ def _solve_links(problem: Problem, schedule: Schedule, limit: float) -> Solved:
             f"{MAX_LINK_PLACES - 1}; use the solver dp, which has no such limit"
         )
     known = links_without_contention(problem, Topology.climbs)
-    forms = LinkForms(problem, forms_of((), dense_algorithms(problem)))
+    forms = LinkForms(problem, forms_on_links((), dense_algorithms(problem)))
     tables = bucket_tables(problem, forms.forms, forms.limits, np.arange(problem.count + 1))
     known_us = known.end_us
     solution = solve_joint(tables, len(forms.forms), known_us, limit)

@@ -8,6 +8,7 @@ from planner.model.delay import StepSpan
 from planner.model.modes import model_of
 from planner.model.norms import gather_us, message_bytes, replicated_us, shared_us
 from planner.model.problem import Problem
+from planner.model.spending import spending
 from planner.search.partition import partition_of
 from runtime.errors import InputError
 from runtime.plan import CompressorSpec, NormPlan, Plan, PlanBucket, PlanWorld, UpdatePlan
@@ -21,7 +22,7 @@ def lower(problem: Problem, schedule: Schedule) -> Plan:
     cluster, gradients = problem.cost.cluster, problem.profile.compute.gradients
     model = model_of(schedule)
     timeline = model.simulate(problem, schedule)
-    phases = [len(problem.phase_times(bucket)) for bucket in schedule.buckets]
+    phases = [len(spending(problem, bucket).messages) for bucket in schedule.buckets]
     order = [(bucket, phase) for bucket, count in enumerate(phases) for phase in range(count)]
     buckets = tuple(
         PlanBucket(
@@ -82,7 +83,8 @@ def _prediction(problem: Problem, schedule: Schedule, timeline: Timeline, *, tas
 def compressor_of(problem: Problem, bucket: Bucket) -> CompressorSpec:
     """The compressor by name, with k for each layer; a layer that comes back in the bucket is numbered: `conv#2`."""
     if bucket.dtype is not None:
-        return CompressorSpec(name=bucket.compressor, dtype=bucket.dtype)
+        links = "inter" if bucket.algorithm == "torus_2d" else None
+        return CompressorSpec(name=bucket.compressor, dtype=bucket.dtype, links=links)
     if bucket.ks is None and bucket.k is not None and bucket.collective == "sparse":
         elements = selected_from(problem, bucket, problem.elements(bucket))
         selector = problem.hitopk_selector if bucket.algorithm == "hitopk" else "exact"

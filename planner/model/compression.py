@@ -8,11 +8,13 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 import numpy as np
 from numpy.typing import NDArray
 
+from planner.cost import wire
 from planner.ir import Bucket
 from planner.model.problem import Problem
 from runtime.errors import InputError
@@ -26,6 +28,9 @@ SENSITIVE_MAX_RATIO = 250.0
 """Of recurrent and embedding layers, whose gradients suffer more (LAGS uses 250 for its LSTM)."""
 SENSITIVE_KINDS = frozenset({"recurrent", "embedding"})
 PROTECTED_KINDS = frozenset({"norm"})
+
+NARROWED = frozenset({"float32", "float16", "bfloat16"})
+"""Dtypes of gradients that may be added up in float32."""
 
 NONE = "none"
 """In `protect`: nothing is protected that is not named."""
@@ -42,6 +47,40 @@ def check_max_ratio(value: float, where: str = "--max-ratio") -> float:
             f"{where}: found {value:g}, expected a number from 1 (nothing is left out) up to {MAX_RATIO:g}, such as 250"
         )
     return value
+
+
+@dataclass(frozen=True, eq=False)
+class Limits:
+    """How much of each gradient may be left out of a step. Shapes (gradients,)."""
+
+    ratios: Floats
+    """The largest ratio of its elements to those that are selected; 1: nothing is selected from it."""
+    whole: NDArray[np.bool_]
+    """Whether it keeps its dtype on the wire as well."""
+
+    @classmethod
+    def nothing(cls, problem: Problem) -> Limits:
+        """All travels whole."""
+        return cls(np.ones(problem.count), np.ones(problem.count, dtype=np.bool_))
+
+
+def make_limits(problem: Problem, max_ratio: float | None = None, protect: str = "") -> Limits:
+    """Return the limits that `ratio_limits` says; what `protect` names, and what is of another dtype than those that
+    are added up in float32, keeps its dtype. Biases and norms do not: rounding costs them no more than others.
+
+    Raises InputError: as `ratio_limits`.
+    """
+    gradients = problem.profile.compute.gradients
+    named = _patterns(protect)
+    whole = [
+        gradient.dtype not in NARROWED or any(fnmatchcase(gradient.name, pattern) for pattern in named)
+        for gradient in gradients
+    ]
+    return Limits(ratio_limits(problem, max_ratio, protect), np.array(whole, dtype=np.bool_))
+
+
+def _patterns(protect: str) -> list[str]:
+    return [pattern.strip() for pattern in protect.split("|") if pattern.strip()]
 
 
 def ratio_limits(problem: Problem, max_ratio: float | None = None, protect: str = "") -> Floats:
@@ -63,7 +102,7 @@ def ratio_limits(problem: Problem, max_ratio: float | None = None, protect: str 
     else:
         sensitive = [kinds.get(index) in SENSITIVE_KINDS for index in range(problem.count)]
         limits = np.where(sensitive, SENSITIVE_MAX_RATIO, DEFAULT_MAX_RATIO)
-    patterns = [pattern.strip() for pattern in protect.split("|") if pattern.strip()]
+    patterns = _patterns(protect)
     if NONE not in patterns:
         limits[[*_small(problem, kinds)]] = 1.0
     for pattern in patterns:
@@ -184,7 +223,9 @@ def shard_elements(problem: Problem, numel: int) -> int:
 
 
 def ratio_of(problem: Problem, bucket: Bucket) -> float:
-    """The largest ratio among a bucket's layers; 1 where it travels whole."""
+    """The largest ratio among a bucket's layers, of bytes where all elements travel; 1 where it travels whole."""
+    if bucket.dtype is not None:
+        return wire.ratio_of(bucket.dtype)
     if bucket.k is None or bucket.collective != "sparse":
         return 1.0
     elements = problem.layer_elements(bucket)
@@ -196,7 +237,7 @@ def ratio_of(problem: Problem, bucket: Bucket) -> float:
 def density_sum(problem: Problem, bucket: Bucket) -> float:
     """Densities (1 over the ratio), summed over the gradients of a bucket."""
     if bucket.k is None or bucket.collective != "sparse":
-        return float(len(bucket.gradients))
+        return len(bucket.gradients) / ratio_of(problem, bucket)
     elements, position = problem.layer_elements(bucket), -1
     ks = bucket.ks or (bucket.k,)
     total, before = 0.0, None

@@ -9,6 +9,7 @@ from planner.cost.ssd import Terms
 from planner.documents.profile import Line
 from planner.ir import Bucket, Schedule
 from planner.model.problem import Problem
+from planner.model.spending import spending
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +44,7 @@ class StepWork:
         pushes_us = problem.bucket_cost_us(members, problem.push.curve)
         for index, bucket in enumerate(schedule.buckets):
             if bucket.collective == "sparse":  # values and indices, and what owners do with them
-                unpack_us = problem.selection_us(bucket, "unpack") / problem.ranks
+                unpack_us = spending(problem, bucket).after_us / problem.ranks
                 pushes_us[index] = problem.push.curve.at(float(SELECTED_BYTES * (bucket.k or 0))) + unpack_us
         load = cls(
             forward_us=problem.forward_us,
@@ -101,7 +102,7 @@ class StepWork:
 
 def _pack_us(problem: Problem, bucket: Bucket) -> float:
     if bucket.collective == "sparse":
-        return problem.selection_us(bucket) / problem.ranks_per_worker
+        return spending(problem, bucket).before_us / problem.ranks_per_worker
     size_bytes = problem.size_bytes[list(bucket.gradients)].sum()
     return _line_us(problem.cost.cluster.push_pack, size_bytes / problem.ranks_per_worker)
 

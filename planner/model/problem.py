@@ -13,9 +13,9 @@ from numpy.typing import NDArray
 
 from planner.cost.halves import ALL_GATHER, REDUCE_SCATTER, Half, NodeCosts, half, node_costs, worker_half
 from planner.cost.model import CommunicationCost, communication_cost
-from planner.cost.phases import PHASES, Phase, measured_flat
-from planner.cost.sparse import FLAT_GATHERS, SPARSE_PHASES, SelectionCost, SparsePhase, selector_line
-from planner.cost.wire import TWO_SHOT, WireCost
+from planner.cost.phases import PHASES, Phase, measured_flat, phase_of
+from planner.cost.sparse import SPARSE_PHASES, SelectionCost, SparsePhase, selector_line
+from planner.cost.wire import NATIVE, TWO_SHOT, WireCost, wire_cost
 from planner.documents.estimate import on_accelerator
 from planner.documents.profile import Cluster, Contention, LayerNorm, Profile
 from planner.ir import Bucket, Places
@@ -163,50 +163,12 @@ class Problem:
             np.divide(busy_us, idle_us, out=np.ones_like(busy_us), where=takes),
         )
 
-    def phase_times(self, bucket: Bucket) -> list[tuple[str, str, float]]:
-        """(resource, name, time_us) of each phase of a bucket: one for a collective of the library, on `network`."""
-        if bucket.collective == "sparse":
-            return [(resource, name, time_us) for resource, name, _, time_us in self._sparse_messages(bucket)]
-        if bucket.dtype is not None:
-            return [("network", bucket.collective, float(self.wire_cost(bucket.dtype).sent_us(self.elements(bucket))))]
-        key = (bucket.collective, bucket.algorithm)
-        if key not in PHASES:
-            return [("network", bucket.collective, self.bucket_cost_us([bucket.gradients])[0])]
-        sizes: dict[int, int] = {}
-        for gradient in bucket.gradients:
-            dtype = int(self.dtype_ids[gradient])
-            sizes[dtype] = sizes.get(dtype, 0) + int(self.size_bytes[gradient])
-        return [
-            (phase.link, phase.name, sum(phase.time_us(size_bytes) for size_bytes in sizes.values()))
-            for phase in self.phases(*key)
-        ]
-
-    def message_shares(self, bucket: Bucket) -> list[tuple[str, float]]:
-        """(resource, share of the bucket's bytes) of each phase's message."""
-        if bucket.collective == "sparse":
-            dense_bytes = max(1, int(self.size_bytes[list(bucket.gradients)].sum()))
-            return [(resource, sent / dense_bytes) for resource, _, sent, _ in self._sparse_messages(bucket)]
-        if bucket.dtype is not None:
-            dense_bytes = max(1, int(self.size_bytes[list(bucket.gradients)].sum()))
-            return [("network", self.wire_cost(bucket.dtype).narrow_bytes(self.elements(bucket)) / dense_bytes)]
-        key = (bucket.collective, bucket.algorithm)
-        return [(phase.link, phase.share) for phase in self.phases(*key)] if key in PHASES else [("network", 1.0)]
-
     def phases(self, collective: str, algorithm: str) -> tuple[Phase, ...]:
         """The phases of a dense collective on this cluster."""
         key = (collective, algorithm)
         if key not in self._phases:
             self._phases[key] = PHASES[key](self.cost.cluster, self.cost.all_reduce, self.cost.link)
         return self._phases[key]
-
-    def _sparse_messages(self, bucket: Bucket) -> Iterator[tuple[str, str, float, float]]:
-        """(resource, name, bytes, time_us) of each phase of selected elements: one message, whatever their dtypes."""
-        dense_bytes, selected = int(self.size_bytes[list(bucket.gradients)].sum()), bucket.k or 0
-        for phase in self.sparse_phases(bucket.algorithm):
-            # A flat gather passes through all ranks: one network, whatever its links are.
-            resource = "network" if bucket.algorithm in FLAT_GATHERS else phase.link
-            sent_bytes = float(phase.message_bytes(selected, dense_bytes))
-            yield resource, phase.name, sent_bytes, phase.time_us(selected, dense_bytes)
 
     def sparse_phases(self, algorithm: str) -> tuple[SparsePhase, ...]:
         """The phases of a collective of selected elements on this cluster."""
@@ -218,16 +180,35 @@ class Problem:
     def _sparse_phases(self) -> dict[str, tuple[SparsePhase, ...]]:
         return {}
 
-    def wire_cost(self, dtype: str) -> WireCost:
-        """What buckets cost whose elements travel in this dtype."""
-        if dtype not in self._wire_costs:
-            measured = measured_flat(self.cost.cluster, TWO_SHOT, queued=True)
-            curves = (self.reduce_scatter.curve, self.all_gather.curve) if measured is None else (measured,)
-            self._wire_costs[dtype] = WireCost.of(self.cost.cluster, dtype, curves)
-        return self._wire_costs[dtype]
+    def wire_cost(self, dtype: str, algorithm: str) -> WireCost:
+        """What buckets cost whose elements travel in this dtype; by `torus_2d` they are whole inside nodes.
+
+        Raises InputError: by `torus_2d`, where a kind of link has no cost.
+        """
+        key = dtype, algorithm
+        if key not in self._wire_costs:
+            self._wire_costs[key] = self._wire_cost(dtype, algorithm)
+        return self._wire_costs[key]
+
+    def _wire_cost(self, dtype: str, algorithm: str) -> WireCost:
+        cluster = self.cost.cluster
+        if algorithm == NATIVE:
+            measured = measured_flat(cluster, NATIVE, queued=True) or self.cost.all_reduce
+            return wire_cost(cluster, dtype, (measured,), self.ranks, owners=False)
+        if algorithm == "torus_2d" and 1 not in (cluster.nodes, cluster.ranks_per_node):
+            scatter, _, gather = self.phases("all_reduce", "torus_2d")
+            between = (phase_of(cluster, name, "ring", "inter", cluster.nodes) for name in (REDUCE_SCATTER, ALL_GATHER))
+            curves = tuple(phase.curve for phase in between if phase is not None)
+            return wire_cost(cluster, dtype, curves, cluster.nodes, inside=(scatter, gather))
+        two_shots = measured_flat(cluster, TWO_SHOT, queued=True)
+        halves_known = all(measured_flat(cluster, name) is not None for name in (REDUCE_SCATTER, ALL_GATHER))
+        if two_shots is None and (halves_known or cluster.library is not None):
+            return wire_cost(cluster, dtype, (self.reduce_scatter.curve, self.all_gather.curve), self.ranks)
+        # Links' constants may promise more than the all-reduce shows.
+        return wire_cost(cluster, dtype, (two_shots or self.cost.all_reduce,), self.ranks)
 
     @cached_property
-    def _wire_costs(self) -> dict[str, WireCost]:
+    def _wire_costs(self) -> dict[tuple[str, str], WireCost]:
         return {}
 
     def elements(self, bucket: Bucket) -> int:
@@ -248,19 +229,6 @@ class Problem:
         if not isinstance(lines, dict) or not {"exact", "mstopk"} <= lines.keys():
             return "mstopk"
         return min(("mstopk", "exact"), key=lambda name: lines[name].beta_us_per_byte)
-
-    def selection_us(self, bucket: Bucket, field: Literal["sparsify", "unpack"] = "sparsify") -> float:
-        """Compute time that a bucket's selection or encoding takes when it is ready, or its unpacking at the end; 0 if
-        whole.
-        """
-        if bucket.whole or self.ranks == 1:
-            return 0.0
-        if bucket.dtype is not None:
-            wire, elements = self.wire_cost(bucket.dtype), self.elements(bucket)
-            return wire.encode_us(elements) if field == "sparsify" else wire.decode_us(elements)
-        members, shards = list(bucket.gradients), self.shards(bucket.algorithm)
-        density = (bucket.k or 0) * shards / max(1, int(self.numel[members].sum()))
-        return float(self.selection_cost(bucket.algorithm, field)(self.size_bytes[members].sum(), density))
 
     def shards(self, algorithm: str) -> int:
         """Over how many ranks a bucket is shared out before each selects from its own."""
@@ -332,21 +300,6 @@ class Problem:
             return [(self.contention.compute, self.contention.network)] * len(buckets)
         compute, network = self._factors(list(self._bucket_messages(buckets)))
         return list(zip(compute.tolist(), network.tolist(), strict=True))
-
-    def factors_of(self, buckets: Sequence[Bucket]) -> list[tuple[float, float]]:
-        """As `bucket_factors`, for buckets of which some send selected elements: those count by what is gathered."""
-        factors, slowdown = self.bucket_factors([bucket.gradients for bucket in buckets]), self.cost.slowdown
-        if slowdown is None:
-            return factors
-        gathers = self.cost.slowdown_of_gathers or slowdown
-        for index, bucket in enumerate(buckets):
-            if bucket.collective == "sparse" and bucket.algorithm in FLAT_GATHERS:
-                compute, network = gathers(sum(size for _, _, size, _ in self._sparse_messages(bucket)))
-                factors[index] = float(compute), float(network)
-            elif bucket.dtype is not None:
-                compute, network = slowdown(self.wire_cost(bucket.dtype).narrow_bytes(self.elements(bucket)))
-                factors[index] = float(compute), float(network)
-        return factors
 
     def _bucket_messages(self, buckets: Sequence[Sequence[int]]) -> Iterator[Messages]:
         members, owner = _flat(buckets)

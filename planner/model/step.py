@@ -21,6 +21,7 @@ import numpy as np
 from planner.cost.halves import ALL_GATHER
 from planner.ir import Bucket, Places
 from planner.model.problem import Factors, Problem
+from planner.model.spending import slowdowns, spending
 from runtime.plan.timeline import Span, Timeline
 
 
@@ -126,16 +127,16 @@ BucketCost = tuple[int, float, float, float, tuple[float, float]]
 def bucket_costs(problem: Problem, buckets: Sequence[Bucket]) -> list[BucketCost]:
     """What the step's length follows from, for library all-reduces, flat gathers and two shots."""
     members = [bucket.gradients for bucket in buckets]
-    costs_us, factors = problem.bucket_cost_us(members), problem.factors_of(buckets)
+    costs_us, factors = problem.bucket_cost_us(members), slowdowns(problem, buckets)
     costs: list[BucketCost] = []
     for bucket, cost_us, slowed in zip(buckets, costs_us, factors, strict=True):
         last = max(bucket.gradients)
         if bucket.whole:
             costs.append((last, 0.0, cost_us, 0.0, slowed))
             continue
-        sent_us = sum(time_us for _, _, time_us in problem.phase_times(bucket))
-        select_us, unpack_us = problem.selection_us(bucket), problem.selection_us(bucket, "unpack")
-        costs.append((last, select_us, sent_us, unpack_us, slowed))
+        spent = spending(problem, bucket)
+        sent_us = sum(message.time_us for message in spent.messages)
+        costs.append((last, spent.before_us, sent_us, spent.after_us, slowed))
     return costs
 
 

@@ -19,17 +19,19 @@ from typing import Literal
 import networkx as nx
 
 from planner.cost.sparse import FLAT_GATHERS
+from planner.cost.wire import NATIVE, TWO_SHOT
 from planner.ir import Schedule
 from planner.model.delay import COMPUTE as COMPUTING
 from planner.model.delay import NETWORK, SPREADING, ops, resources
 from planner.model.delay_load import StepWork
 from planner.model.norms import update_us
 from planner.model.problem import Problem
+from planner.model.spending import slowdowns, spending
 from planner.model.step import Exchange
 from runtime.plan.timeline import Span
 
 COMPUTE = "compute"
-ONE_NETWORK = ("library", "tree", "two_shot", *FLAT_GATHERS)
+ONE_NETWORK = ("library", "tree", TWO_SHOT, NATIVE, *FLAT_GATHERS)
 """Algorithms whose messages pass through all ranks, for which contention by size was measured."""
 
 
@@ -77,9 +79,10 @@ def build_graph(problem: Problem, schedule: Schedule, steps: int = 1, exchange: 
         phases = [[("network", name, cost_us)] for name, cost_us in sent]
     order = sorted((index + phase, index, phase) for index, of in enumerate(phases) for phase in range(len(of)))
     closes = {max(bucket.gradients): index for index, bucket in enumerate(buckets)}
+    spent_on = [spending(problem, bucket) for bucket in buckets]
     factors: list[tuple[float, float] | None] = [None] * len(buckets)
     if problem.cost.slowdown is not None:
-        by_size = problem.factors_of(buckets)
+        by_size = slowdowns(problem, buckets)
         factors = [of if b.algorithm in ONE_NETWORK else None for of, b in zip(by_size, buckets, strict=True)]
 
     def add(step: int, name: str, kind: str, duration_us: float, after: Ends, bucket: int | None = None) -> Ends:
@@ -87,7 +90,8 @@ def build_graph(problem: Problem, schedule: Schedule, steps: int = 1, exchange: 
         return (graph.add(task, after),)
 
     def select(step: int, index: int, kind: Literal["sparsify", "unpack"], after: Ends) -> Ends:
-        duration_us = problem.selection_us(buckets[index], kind)
+        spent = spent_on[index]
+        duration_us = spent.before_us if kind == "sparsify" else spent.after_us
         return add(step, f"bucket {index} {kind}", kind, duration_us, after, index) if duration_us > 0.0 else after
 
     last: Ends = ()
@@ -152,7 +156,10 @@ def phases_of(problem: Problem, schedule: Schedule) -> Phases:
     """What each bucket's collective sends. Beside collectives with phases on both kinds of link, one of the library,
     which passes through all ranks, keeps the links between nodes busy.
     """
-    phases = [problem.phase_times(bucket) for bucket in schedule.buckets]
+    phases = [
+        [(message.resource, message.name, message.time_us) for message in spending(problem, bucket).messages]
+        for bucket in schedule.buckets
+    ]
     if all(resource == "network" for of in phases for resource, _, _ in of):
         return phases
     flat = "inter" if problem.cost.cluster.nodes > 1 else "intra"

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from planner.ir import TIE, Schedule
 from planner.model.problem import Problem
-from planner.search.tables import BucketTables
+from planner.search.tables import BucketTables, Form
 from runtime.plan import Accuracy
 from runtime.plan.predicted import Certificate
 
@@ -36,9 +36,9 @@ class Bound:
 
 @dataclass(frozen=True, kw_only=True)
 class Point:
-    """The best found with ratios up to `max_ratio`."""
+    """The best found with forms up to one."""
 
-    max_ratio: float
+    form: Form
     schedule: Schedule
     iteration_us: float
     exact: bool
@@ -48,7 +48,7 @@ class Point:
 class Frontier:
     """Speed over compression: points from no compression to the most that is allowed, none slower than the one before.
 
-    `bound_us`: no choice on the grid of densities has a shorter step. `limits`: the largest ratio of each gradient.
+    `bound_us`: no choice on the grid of forms has a shorter step. `limits`: the largest ratio of each gradient.
     """
 
     points: tuple[Point, ...]
@@ -62,6 +62,12 @@ class Frontier:
         """The shortest step; of equal ones the least compression."""
         limit_us = self.points[-1].iteration_us * (1.0 + TIE)
         return next(point for point in self.points if point.iteration_us <= limit_us)
+
+    @property
+    def chosen(self) -> Point:
+        """The least compression that is within 2 % of the shortest step, and wins 2 % over none; else the shortest."""
+        limit_us = min(self.points[-1].iteration_us * (1.0 + GAIN), self.points[0].iteration_us * (1.0 - GAIN))
+        return next((point for point in self.points if point.iteration_us <= limit_us), self.best)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,21 +1,25 @@
-"""Merging, densities, and dense or sparse for each bucket, decided together (the aim of LAGS-SGD and MG-WFBP at once).
+"""Merging and compression decided together (the aim of LAGS-SGD and MG-WFBP at once): each bucket is dense, narrow (all
+its elements in fewer bytes) or sparse (the largest ones).
 
 Legal for bounded plans: what is left out of a step stays in a residual and is sent later. Asks the cost model for the
-all-reduce of ranges of gradients, and for selection, gather and unpacking of their elements. Shortest step first, then
-the least compression (smallest largest ratio, then the largest sum of densities), fewest buckets, earliest boundaries.
-Exact on the grid of densities where gradients are few and nothing contends; else the best found.
+all-reduce of ranges of gradients, for encoding, two shots and decoding, and for selection, gather and unpacking.
+Shortest step first, then the least compression (smallest largest ratio, then the largest sum of densities), fewest
+buckets, earliest boundaries. Exact on the grid of forms where gradients are few and nothing contends; else the best
+found. Of the frontier, which goes from the least to the most compression, the first point within 2 % of the shortest
+step is taken.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 
+from planner.cost.wire import NARROW_FORMS
 from planner.ir import TIE, Schedule
-from planner.model.compression import compression, partially_protected_boundaries, ratio_limits
+from planner.model.compression import Limits, compression, make_limits, partially_protected_boundaries
 from planner.model.modes import step_us
 from planner.model.problem import Problem
 from planner.model.replay import Candidate
@@ -28,11 +32,11 @@ from planner.search.lags import layer_wise
 from planner.search.links import SearchResult, search
 from planner.search.tables import (
     BucketTables,
-    Floats,
+    Form,
     bucket_tables,
     dense_algorithms,
     flat_forms,
-    forms_of,
+    forms_on_links,
     grid,
     has_two_links,
 )
@@ -61,16 +65,55 @@ class Joint(Pass):
     """Names that travel whole, as patterns separated by `|`; with `none`, biases and norms need not."""
     densities: str = DENSITIES
     """Shares of elements that a bucket may send, separated by `|`."""
+    compress: str = ""
+    """How, one of `COMPRESS`; by default `wire` where the optimizer divides by its gradients' size, else `all`."""
 
     def apply(self, schedule: Schedule, problem: Problem) -> Result:
-        """The best schedule found; never worse than the one given."""
+        """The schedule of the least compression within 2 % of the best one found; never worse than the one given."""
         frontier = self.frontier(schedule, problem)
-        return Result(schedule=frontier.best.schedule, frontier=frontier)
+        return Result(schedule=frontier.chosen.schedule, frontier=frontier)
 
     def frontier(self, schedule: Schedule, problem: Problem) -> Frontier:
-        """The best schedule for each largest ratio, beginning with the one given."""
-        limits = ratio_limits(problem, self.max_ratio or None, self.protect)
-        return _frontier(problem, schedule, limits, parse_densities(self.densities))
+        """The best schedule for each form, from the least to the most compression, beginning with the one given."""
+        limits = make_limits(problem, self.max_ratio or None, self.protect)
+        compress = compress_of(problem, self.compress)
+        ratios = parse_densities(self.densities)
+        return _frontier(problem, schedule, limits, ratios if compress.selects else (), compress.narrow)
+
+
+class Compress(NamedTuple):
+    """What a plan may do to a bucket."""
+
+    narrow: tuple[tuple[str, str], ...] = ()
+    """(dtype, algorithm)."""
+    selects: bool = False
+
+
+COMPRESS: Mapping[str, Compress] = {
+    "all": Compress(NARROW_FORMS, selects=True),
+    "wire": Compress(NARROW_FORMS),
+    "sparse": Compress(selects=True),
+    "none": Compress(),
+}
+
+
+def compress_of(problem: Problem, name: str = "") -> Compress:
+    """Return what is allowed by a name of `COMPRESS`, or without one by the profile's optimizer.
+
+    Selected elements train far worse with Adam and the like: see `runtime.checks.optimizer`.
+
+    Raises InputError: an unknown name.
+    """
+    optimizer = problem.profile.compute.optimizer
+    usual = "wire" if optimizer is not None and optimizer.adaptive else "all"
+    return check_compress(name or usual)
+
+
+def check_compress(name: str) -> Compress:
+    """Return what a name of `COMPRESS` allows. Raises InputError: an unknown name."""
+    if name not in COMPRESS:
+        raise InputError(f"--compress: found {name!r}, expected one of {', '.join(COMPRESS)}")
+    return COMPRESS[name]
 
 
 def parse_densities(text: str) -> tuple[float, ...]:
@@ -92,46 +135,49 @@ def parse_densities(text: str) -> tuple[float, ...]:
     return tuple(sorted({1.0 / value for value in values if value < 1.0}))
 
 
-def _frontier(problem: Problem, given: Schedule, limits: Floats, ratios: tuple[float, ...]) -> Frontier:
+def _frontier(
+    problem: Problem, given: Schedule, limits: Limits, ratios: tuple[float, ...], narrow: Sequence[tuple[str, str]]
+) -> Frontier:
     start_us = step_us(problem, given)
-    points = [Point(max_ratio=1.0, schedule=given, iteration_us=start_us, exact=False)]
-    most = float(limits.max())
+    points = [Point(form=Form("library"), schedule=given, iteration_us=start_us, exact=False)]
+    most = float(limits.ratios.max())
     ratios = (*(ratio for ratio in ratios if ratio < most), *([most] if any(r >= most for r in ratios) else []))
-    ratios = tuple(ratio for ratio in ratios if ratio > 1.0)
-    if problem.ranks == 1 or not ratios:
-        return Frontier(points=tuple(points), bound_us=start_us, limits=limits)
-    forms = FlatForms(problem, flat_forms(ratios), limits)
-    stops = [*known_stops([given, layer_wise(problem, limits, by_layer=True)]), (problem.count,)]
-    known = [partially_protected_boundaries(problem, limits), *(of for of in stops if len(of) <= FEW)]
+    ladder = flat_forms(tuple(ratio for ratio in ratios if ratio > 1.0), () if limits.whole.all() else narrow)
+    if problem.ranks == 1 or len(ladder) == 1:
+        return Frontier(points=tuple(points), bound_us=start_us, limits=limits.ratios)
+    forms = FlatForms(problem, ladder, limits)
+    stops = [*known_stops([given, layer_wise(problem, limits.ratios, by_layer=True)]), (problem.count,)]
+    known = [partially_protected_boundaries(problem, limits.ratios), *(of for of in stops if len(of) <= FEW)]
     places = grid(problem.count, MAX_PLACES, known)
     tables = bucket_tables(problem, forms.forms, limits, places)
     links: SearchResult | None = None
-    for allowed in range(1, len(ratios) + 1):
+    for allowed in range(1, len(ladder)):
         point, links = _point(problem, forms, tables, allowed, points[-1], limits)
         points.append(point)
     everywhere = len(places) == problem.count + 1
-    bound_us = least_ends_us(tables, 1 + len(ratios)) if everywhere else 0.0
+    bound_us = least_ends_us(tables, len(ladder)) if everywhere else 0.0
     if links is not None:
         bound_us, everywhere = links.bound_us, links.tables is not None
     bound_us = min(start_us, bound_us + problem.update_us)
-    best = Frontier(points=tuple(points), bound_us=bound_us, limits=limits).best
+    best = Frontier(points=tuple(points), bound_us=bound_us, limits=limits.ratios).best
     bound_us = best.iteration_us if points[-1].exact else bound_us
     compute_us = problem.compute_end_us + problem.update_us
     return Frontier(
         points=tuple(points),
         bound_us=max(bound_us, min(compute_us, start_us)),
-        limits=limits,
+        limits=limits.ratios,
         tables=(links.tables if links else tables) if everywhere and not problem.contended else None,
     )
 
 
 def _point(
-    problem: Problem, forms: FlatForms, tables: BucketTables, allowed: int, before: Point, limits: Floats
+    problem: Problem, forms: FlatForms, tables: BucketTables, allowed: int, before: Point, limits: Limits
 ) -> tuple[Point, SearchResult | None]:
-    """The best with the first `allowed` densities, and what two kinds of link gave; `before`: with one fewer."""
-    ratios = [form.ratio for form in forms.forms[: allowed + 1]]
-    fixed = [before.schedule, layer_wise(problem, np.minimum(limits, ratios[-1]), by_layer=True)]
-    # Every gradient in one bucket (SLGS by layer), and the buckets known so far, at each density.
+    """The best with the first `allowed` forms beside dense, and what two kinds of link gave; `before` is one short."""
+    ladder, fixed = forms.forms[: allowed + 1], [before.schedule]
+    if ladder[-1].selects:
+        fixed.append(layer_wise(problem, np.minimum(limits.ratios, ladder[-1].ratio), by_layer=True))
+    # Every gradient in one bucket (SLGS by layer), and the buckets known so far, in each form.
     cuts = [(problem.count,), *known_stops([before.schedule])]
     choices = [tuple((stop, form) for stop in stops) for stops in cuts for form in range(allowed + 1)]
     starts: list[Candidate] = [choice for choice in choices if forms.of(choice) is not None]
@@ -157,13 +203,13 @@ def _point(
     candidates = [*fixed, *(forms.schedule(choice) for choice in starts)]
     links: SearchResult | None = None
     if has_two_links(problem):
-        both = forms_of(ratios, dense_algorithms(problem))
+        both = forms_on_links(ladder, dense_algorithms(problem))
         known_here = known_stops([_least(problem, candidates), *fixed[:1]])
         links = search(LinkForms(problem, both, limits), known_here)
         candidates += links.schedules
         exact = links.exact and not problem.contended
     schedule = _least(problem, candidates)
-    return Point(max_ratio=ratios[-1], schedule=schedule, iteration_us=step_us(problem, schedule), exact=exact), links
+    return Point(form=ladder[-1], schedule=schedule, iteration_us=step_us(problem, schedule), exact=exact), links
 
 
 def _least(problem: Problem, schedules: Sequence[Schedule]) -> Schedule:

@@ -31,7 +31,7 @@ class Sparsify(Pass):
 
     def apply(self, schedule: Schedule, problem: Problem) -> Result:
         """Eq. 19's buckets where they make the step shorter, else the schedule as it was."""
-        frontier = Joint(max_ratio=self.max_ratio, protect=self.protect).frontier(schedule, problem)
+        frontier = Joint(max_ratio=self.max_ratio, protect=self.protect, compress="sparse").frontier(schedule, problem)
         found = layer_wise(problem, frontier.limits, by_layer=True)
         shorter = step_us(problem, found) < step_us(problem, schedule) * (1.0 - TIE)
         return Result(schedule=found if shorter else schedule, frontier=frontier)

@@ -235,6 +235,7 @@ def _bind(make: _Maker, world: World, device: torch.device) -> Callable[[int], R
 
 _QUEUED = {
     "all_reduce": ("all_reduce", "library"), "all_gather": ("sparse", "flat"), "two_shot": ("all_reduce", "two_shot"),
+    "native": ("all_reduce", "native"),
 }  # fmt: skip
 """What buckets are sent by, with their entries in the registry."""
 _RATIOS = {"all_reduce": 2}
@@ -255,8 +256,8 @@ class _QueueProbe:
         places = max(1, self._memory.numel() // numel)
         start = place % places * numel
         part = self._memory[start : start + numel]
-        if self._name == "all_reduce":
-            return _as_bucket(part, size_bytes).payload
+        if self._name in ("all_reduce", "native"):
+            return _as_bucket(part if self._name == "all_reduce" else part.view(torch.bfloat16), size_bytes).payload
         own = part[: max(1, numel // self._ranks)]
         message: Packed | Narrowed
         if self._name == "all_gather":

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, get_args
 
-from planner.cost.wire import TWO_SHOT
+from planner.cost.wire import NATIVE, TWO_SHOT
 from planner.documents.profile import Cluster, Profile, load_profile
 from runtime.errors import InputError
 from runtime.plan import Accuracy
@@ -98,7 +98,7 @@ class Phase:
 
 def curves(flat: Sequence[str]) -> int:
     """Count the curves that are measured over all ranks: what buckets are sent by is also timed back to back."""
-    return len(flat) + sum(name in (ALL_REDUCE, ALL_GATHER, TWO_SHOT) for name in flat)
+    return len(flat) + sum(name in (ALL_REDUCE, ALL_GATHER, TWO_SHOT, NATIVE) for name in flat)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,7 +133,7 @@ class Wanted:
         bounded, relaxed = accuracy != "exact", accuracy == "relaxed"
         have = set((known.samples if known else None) or {})
         flat = [ALL_REDUCE] + [REDUCE_SCATTER] * (halves or relaxed) + [ALL_GATHER] * (halves or bounded)
-        flat += [TWO_SHOT] * bounded
+        flat += [TWO_SHOT, NATIVE] * bounded
         inside = [ALL_REDUCE, REDUCE_SCATTER, ALL_GATHER] if two_links else []
         between = ([ALL_REDUCE] + [ALL_GATHER] * bounded + [REDUCE_SCATTER] * relaxed) if two_links else []
         contention = known.contention if known else None

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from planner.comparison.measure import Record, Sweep, VariantRunner, measure_all
 from planner.comparison.trained import TrainedJob
 from planner.comparison.variants import DDP, NO_COMMUNICATION, PLAN, Hook, Variant, make_variants, sweep
-from planner.cost.wire import TWO_SHOT
+from planner.cost.wire import NATIVE, TWO_SHOT
 from planner.decide.optimize import optimize
 from planner.decide.strategies import make_schedule
 from planner.documents.profile import Cluster, ComputeProfile, Line, Profile, SelectionLine
@@ -301,9 +301,9 @@ def _decide(
     own_us: tuple[float, float],
 ) -> tuple[list[Variant], list[tuple[float, Variant]], dict[str, float]]:
     """Time messages alone; return what is compared, DDP's bucket sizes, and predictions from constants."""
-    narrow = any(name.partition(":")[0] == "wire" for name in asked.strategies)
     halves, lossy = SHARDED_STEP in asked.allow or riskiest == "relaxed", riskiest != "exact"
-    names = ["all_reduce"] + ["reduce_scatter"] * halves + ["all_gather"] * (halves or lossy) + [TWO_SHOT] * narrow
+    names = ["all_reduce"] + ["reduce_scatter"] * halves + ["all_gather"] * (halves or lossy)
+    names += [TWO_SHOT, NATIVE] * lossy
     gradients = asked.profile.compute.gradients
     size_bytes = round(sum(each.size_bytes for each in gradients) / scale.shrink)
     two_links = asked.cluster.ranks_per_node > 1
@@ -321,7 +321,6 @@ def _decide(
     packing: dict[tuple[str, str], tuple[Mapping[str, Line], Mapping[str, Line]]] = {}
     if lossy:
         packing["sparsify", "unpack"] = measure_selection(world, device, size_bytes, progress, each_s, computes=False)
-    if narrow:
         packing["encode", "decode"] = measure_encoding(world, device, size_bytes, progress, each_s / 2, computes=False)
     for fields, both in packing.items():
         for field, lines in zip(fields, both, strict=True):
@@ -382,7 +381,7 @@ def _variants(
 ) -> tuple[list[Variant], list[tuple[float, Variant]], dict[str, float]]:
     compute, (usual_us, last_us) = asked.profile.compute, own_us
     here = replace(asked.profile, compute=replace(compute, update_us=compute.update_us + last_us))
-    plan = optimize(here, cluster, accuracy=asked.accuracy, allow=asked.allow)
+    plan = optimize(here, cluster, accuracy=asked.accuracy, allow=asked.allow, compress=asked.compress)
     problem = make_problem(here, cluster, where=asked.name)
     constants = make_problem(asked.profile, asked.cluster, where=asked.name)
     made = [
@@ -481,7 +480,7 @@ def _blocks(variants: Sequence[Variant], steps: int) -> list[Blocks]:
 
 def _most_dilate(asked: Asked, left_s: float) -> float:
     """Return the dilation at which the fewest rounds take most of what is left, by the cluster's constants."""
-    plan = optimize(asked.profile, asked.cluster, accuracy=asked.accuracy, allow=asked.allow)
+    plan = optimize(asked.profile, asked.cluster, accuracy=asked.accuracy, allow=asked.allow, compress=asked.compress)
     problem = make_problem(asked.profile, asked.cluster, where=asked.name)
     blocks = _blocks(make_variants(plan, problem, asked.strategies, HOOKS), 1)
     ddp = next(each for each in blocks if each.name == DDP)

@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from planner.comparison.report import Comparison, Row
+from planner.decide.bounded import split_passes
 from planner.documents.catalog import find_cluster, find_profile
 from planner.documents.profile import Cluster, ComputeProfile, Profile
 from planner.documents.text import milliseconds
@@ -50,6 +51,7 @@ class Asked:
     strategies: tuple[str, ...] = STRATEGIES
     accuracy: Accuracy = "exact"
     allow: tuple[str, ...] = ()
+    compress: str | None = None
     minutes: float = DEFAULT_MINUTES
     dilate: float | None = None
     shrink: float | None = None
@@ -148,7 +150,7 @@ def rehearse(asked: Asked, *, started_s: float | None = None, show_progress: boo
 
 def make_asked(
     name: str, cluster: str | None, hosts: str | None, *, strategies: Sequence[str], accuracy: str,
-    allow: Sequence[str], minutes: float, dilate: float | None, shrink: float | None,
+    allow: Sequence[str], minutes: float, dilate: float | None, shrink: float | None, compress: str | None = None,
 ) -> Asked:  # fmt: skip
     """Return what the options ask for.
 
@@ -171,13 +173,14 @@ def make_asked(
         )
     if accuracy not in ACCURACIES:
         raise InputError(f"--accuracy: found {accuracy!r}, expected one of: {', '.join(ACCURACIES)}")
+    split_passes((), accuracy, compress=compress)  # refuses what does not go with that accuracy
     if not LEAST_MINUTES <= minutes <= MOST_MINUTES:
         raise InputError(f"--minutes: found {minutes:g}, expected {LEAST_MINUTES:g} to {MOST_MINUTES:g}; correct it")
     chosen = on_hosts(machines, count, each)
     links_of(chosen)  # says what is missing before anything is started
     return Asked(
         name=name, profile=replace(profile, cluster=None), cluster=chosen, strategies=tuple(strategies),
-        accuracy=accuracy, allow=tuple(allow), minutes=minutes, dilate=dilate, shrink=shrink,
+        accuracy=accuracy, allow=tuple(allow), compress=compress, minutes=minutes, dilate=dilate, shrink=shrink,
     )  # fmt: skip
 
 

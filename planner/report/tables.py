@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.table import Table
 
 from planner.cost import nccl
+from planner.cost.wire import NATIVE
 from planner.decide.advise import Advice
 from planner.decide.at_scale import ScalePoint
 from planner.decide.bounded import ALLOWED
@@ -177,7 +178,10 @@ def _accuracy_line(plan: Plan) -> str:
     sparse = sum(bucket.collective == "sparse" for bucket in plan.buckets)
     by_layer = sum(bucket.compressor.k is not None for bucket in plan.buckets)
     sent = f", {sum(kept):,} elements of these are sent" if sparse == by_layer else ""
-    how = f"{sparse} of them sparse{sent}" if sparse else "no compression"
+    narrow = [bucket.compressor.dtype for bucket in plan.buckets if bucket.compressor.dtype is not None]
+    ways = [f"{len(narrow)} of them in {', '.join(dict.fromkeys(narrow))}"] if narrow else []
+    ways += [f"{sparse} of them sparse{sent}"] if sparse else []
+    how = ", ".join(ways) or "no compression"
     step = milliseconds(plan.predicted.iteration_us if plan.predicted else None)
     words = describe(plan)
     if words.makes_batches:
@@ -186,11 +190,14 @@ def _accuracy_line(plan: Plan) -> str:
 
 
 def frontier_table(plan: Plan) -> Table:
-    columns = ("largest ratio", "buckets", "sparse", "elements sent", "step (ms)")
+    columns = ("at the most", "largest ratio", "buckets", "narrow", "sparse", "elements sent", "step (ms)")
     table = make_table("speed over compression", columns)
     for point in plan.frontier or ():
         sent, step = f"{point.sent_share:.2%}", milliseconds(point.iteration_us)
-        table.add_row(f"{point.max_ratio:,g}", str(point.buckets), str(point.sparse_buckets), sent, step)
+        form = point.dtype or ("dense" if point.max_ratio <= 1.0 else "sparse")
+        form = f"{form}, {point.algorithm}" if point.algorithm == NATIVE else form
+        counts = str(point.buckets), str(point.narrow_buckets), str(point.sparse_buckets)
+        table.add_row(form, f"{point.max_ratio:,.3g}", *counts, sent, step)
     return table
 
 

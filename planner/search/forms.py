@@ -9,15 +9,14 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import Generic, NamedTuple, TypeVar
 
-import numpy as np
-
 from planner.ir import Bucket, Schedule
-from planner.model.compression import bucket_at, density_sum, hitopk_at, ratio_of
+from planner.model.compression import Limits, bucket_at, density_sum, hitopk_at, ratio_of
 from planner.model.problem import Problem
 from planner.model.replay import Candidate, Work, steps_end_us
+from planner.model.spending import spending
 from planner.model.step import BucketCost, bucket_costs, bucket_costs_step_us
 from planner.search.local_search import local_search
-from planner.search.tables import Floats, Form
+from planner.search.tables import Form
 
 FLAT_WORK, LINK_WORK = 40_000, 12_000
 """Buckets that a local search may evaluate (some 0.1 s): on one network, and on two kinds of link."""
@@ -28,12 +27,12 @@ Spent = TypeVar("Spent")
 class Forms(Generic[Spent]):
     """The buckets of one problem in each of some forms, of which a choice names the place here; the first is dense.
 
-    `limits`, the largest ratio of each gradient, is only needed for forms with a ratio.
+    `limits` are only needed for forms that are not.
     """
 
-    def __init__(self, problem: Problem, forms: Sequence[Form], limits: Floats | None = None) -> None:
+    def __init__(self, problem: Problem, forms: Sequence[Form], limits: Limits | None = None) -> None:
         self.problem, self.forms = problem, tuple(forms)
-        self.limits = np.ones(problem.count) if limits is None else limits
+        self.limits = limits or Limits.nothing(problem)
         self._known: dict[tuple[int, int, int], tuple[Bucket, Spent] | None] = {}
 
     def spent(self, bucket: Bucket) -> Spent:
@@ -53,10 +52,13 @@ class Forms(Generic[Spent]):
         return self._known[key]
 
     def _bucket(self, start: int, stop: int, form: Form) -> Bucket | None:
-        if form.ratio <= 1.0:
+        if form.dtype is not None:
+            whole = bool(self.limits.whole[start:stop].any())
+            return None if whole else Bucket.narrow(range(start, stop), form.dtype, form.algorithm)
+        if not form.selects:
             return Bucket(gradients=tuple(range(start, stop)), algorithm=form.algorithm)
         at = hitopk_at if form.algorithm == "hitopk" else bucket_at
-        return at(self.problem, self.limits, start, stop, form.ratio)
+        return at(self.problem, self.limits.ratios, start, stop, form.ratio)
 
     def of(self, choice: Candidate) -> list[tuple[Bucket, Spent]] | None:
         """What is known of every bucket; None where one cannot have its form."""
@@ -115,9 +117,9 @@ class LinkForms(Forms[Work]):
     def spent(self, bucket: Bucket) -> Work:
         """What it asks of compute and both kinds of link; flat messages pass through all ranks."""
         problem, flat = self.problem, "inter" if self.problem.cost.cluster.nodes > 1 else "intra"
-        phases = [(flat if on == "network" else on, us) for on, _, us in problem.phase_times(bucket)]
-        ready_us, select_us = problem.ready_list_us[max(bucket.gradients)], problem.selection_us(bucket)
-        return Work(ready_us, phases, select_us, problem.selection_us(bucket, "unpack"))
+        found, ready_us = spending(problem, bucket), problem.ready_list_us[max(bucket.gradients)]
+        phases = [(flat if of.resource == "network" else of.resource, of.time_us) for of in found.messages]
+        return Work(ready_us, phases, found.before_us, found.after_us)
 
     def end_us(self, choice: Candidate) -> float:
         """All but the update, without contention."""
@@ -133,7 +135,7 @@ class LinkForms(Forms[Work]):
         found: list[Candidate] = []
         for stops in boundaries:
             for form, like in enumerate(self.forms):
-                fallback = self.forms.index(Form("torus_2d" if like.algorithm == "hitopk" else "library"))
+                fallback = self.forms.index(Form("torus_2d" if like.phased else "library"))
                 possible = [self.known(*place, form) is not None for place in pairwise((0, *stops))]
                 forms = [form if there else fallback for there in possible]
                 found.append(tuple(zip(stops, forms, strict=True)))

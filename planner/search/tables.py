@@ -10,7 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from planner.cost.phases import measured_curve
-from planner.model.compression import segments
+from planner.cost.wire import TWO_SHOT, ratio_of
+from planner.model.compression import Limits, segments
 from planner.model.problem import Problem
 from runtime.errors import InputError
 
@@ -27,7 +28,19 @@ PHASED = frozenset({"torus_2d", "hitopk"})
 class Form:
     algorithm: str
     ratio: float = 1.0
-    """Of its elements to those that are sent, at the most; 1: dense."""
+    """Of its bytes as they are added up to those that are sent, at the most; 1: dense."""
+    dtype: str | None = None
+    """On the wire, where all elements travel in fewer bytes."""
+
+    @property
+    def selects(self) -> bool:
+        """Whether a part of the elements is sent."""
+        return self.ratio > 1.0 and self.dtype is None
+
+    @property
+    def dense(self) -> bool:
+        """Whether all is sent as it is."""
+        return self.ratio <= 1.0 and self.dtype is None
 
     @property
     def phased(self) -> bool:
@@ -61,15 +74,26 @@ def dense_algorithms(problem: Problem) -> tuple[str, ...]:
         return DENSE
 
 
-def forms_of(ratios: Sequence[float], dense: Sequence[str] = DENSE) -> tuple[Form, ...]:
-    """Dense (first), then flat and by phases at every ratio above 1."""
-    sparse = [Form(algorithm, ratio) for ratio in ratios if ratio > 1.0 for algorithm in SPARSE]
-    return (*(Form(algorithm) for algorithm in dense), *sparse)
+def forms_on_links(forms: Sequence[Form], dense: Sequence[str] = DENSE) -> tuple[Form, ...]:
+    """Of forms on one network, those on two kinds of link: dense (first), then the others, flat and by phases."""
+    found = [Form(algorithm) for algorithm in dense]
+    for form in forms:
+        if form.selects:
+            found += [replace(form, algorithm=algorithm) for algorithm in SPARSE]
+        elif form.algorithm == TWO_SHOT:
+            found += [form, replace(form, algorithm="torus_2d")]
+        elif not form.dense:
+            found.append(form)
+    return tuple(found)
 
 
-def flat_forms(ratios: Sequence[float]) -> tuple[Form, ...]:
-    """The forms on one network: dense, then flat at every ratio, from the least to the most compression."""
-    return (Form("library"), *(Form("flat", ratio) for ratio in ratios))
+def flat_forms(ratios: Sequence[float], narrow: Sequence[tuple[str, str]] = ()) -> tuple[Form, ...]:
+    """The forms on one network, from the least to the most compression: dense, `narrow` ones (dtype, algorithm), and
+    flat at every ratio.
+    """
+    compressed = [Form(algorithm, ratio_of(dtype), dtype) for dtype, algorithm in narrow]
+    compressed += [Form("flat", ratio) for ratio in ratios]
+    return (Form("library"), *sorted(compressed, key=lambda form: form.ratio))
 
 
 class Column(NamedTuple):
@@ -126,16 +150,17 @@ class BucketTables:
         return replace(self, places=places, ready_us=self.ready_us[places], **tables)
 
 
-def bucket_tables(problem: Problem, forms: Sequence[Form], limits: Floats, places: Ints) -> BucketTables:
+def bucket_tables(problem: Problem, forms: Sequence[Form], limits: Limits, places: Ints) -> BucketTables:
     """The tables of a problem, on more than one rank, whose buckets may stop at `places`, from 0 to the number of
     gradients.
-
-    `limits`, the largest ratio of each gradient, only matters to forms with a ratio.
     """
     shape = len(forms), len(places), len(places)
     tables = Column(np.zeros(shape), np.full(shape, np.inf), *np.zeros((4, *shape)))
     for number, form in enumerate(forms):
-        column_of = _sparse(problem, form, limits) if form.ratio > 1.0 else _dense(problem, form)
+        if form.dtype is not None:
+            column_of = _narrow(problem, form, limits.whole)
+        else:
+            column_of = _sparse(problem, form, limits.ratios) if form.selects else _dense(problem, form)
         for column, stop in enumerate(places[1:].tolist(), start=1):
             for table, values in zip(tables, column_of(places[:column], stop), strict=True):
                 table[number, :column, column] = values
@@ -184,6 +209,25 @@ def _sparse(problem: Problem, form: Form, limits: Floats) -> ColumnOf:
         select_us, unpack_us = (cost(dense_bytes, density) for cost in costs)
         cost_us = np.where(possible, cost_us, np.inf)
         return Column(scatter_us, cost_us, gather_us, select_us, unpack_us, densities)
+
+    return column
+
+
+def _narrow(problem: Problem, form: Form, whole: NDArray[np.bool_]) -> ColumnOf:
+    assert form.dtype is not None
+    cost = problem.wire_cost(form.dtype, form.algorithm)
+    before_bytes, before, kept = (
+        np.concatenate([[0], np.cumsum(of)]) for of in (problem.size_bytes, problem.numel, whole)
+    )
+
+    def column(starts: Ints, stop: int) -> Column:
+        elements, dense_bytes = before[stop] - before[starts], before_bytes[stop] - before_bytes[starts]
+        times = [phase.time_us(elements, dense_bytes) for phase in cost.phases]
+        nothing = np.zeros(len(starts))
+        scatter_us, cost_us, gather_us = times if form.phased else [nothing, *times, nothing]
+        cost_us = np.where(kept[stop] == kept[starts], cost_us, np.inf)
+        densities = (stop - starts) / form.ratio
+        return Column(scatter_us, cost_us, gather_us, cost.encode_us(elements), cost.decode_us(elements), densities)
 
     return column
 

@@ -5,23 +5,25 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.cost.wire import ELEMENT_BYTES
+from planner.cost.wire import ELEMENT_BYTES, NATIVE, TWO_SHOT
 from planner.ir import Bucket, Places, Schedule
+from planner.model.compression import NARROWED
 from planner.model.problem import Problem
 from planner.search.merge import MergeProblem, merge_exact
 from runtime.errors import InputError
 
 USUAL = "bfloat16"
-NARROWED = frozenset({"float32", "float16", "bfloat16"})
-"""Dtypes of gradients that may be added up in float32."""
 
 
 def wire(problem: Problem, argument: str | None = None) -> Schedule:
-    """Every bucket in one dtype, merged as suits its messages: `wire:DTYPE`, by default bfloat16."""
-    dtype = USUAL if argument is None else argument
+    """Every bucket in one dtype, merged as suits its messages: `wire:DTYPE`, by default bfloat16; `wire:native` has the
+    backend add up in bfloat16, as DDP's hook does.
+    """
+    algorithm = NATIVE if argument == NATIVE else TWO_SHOT
+    dtype = USUAL if argument in (None, NATIVE) else argument
     if dtype not in ELEMENT_BYTES:
-        known = ", ".join(ELEMENT_BYTES)
-        raise InputError(f"found the strategy wire:{argument}, expected a dtype of {known}, such as wire:int8")
+        known = ", ".join((*ELEMENT_BYTES, NATIVE))
+        raise InputError(f"found the strategy wire:{argument}, expected one of {known}, such as wire:int8")
     odd = next((one for one in problem.profile.compute.gradients if one.dtype not in NARROWED), None)
     if odd is not None:
         raise InputError(
@@ -30,11 +32,14 @@ def wire(problem: Problem, argument: str | None = None) -> Schedule:
         )
     if problem.ranks == 1:
         return Schedule.from_boundaries([problem.count])
-    cost, before = problem.wire_cost(dtype), np.concatenate([[0], np.cumsum(problem.numel)])
+    [phase] = problem.wire_cost(dtype, algorithm).phases
+    before, before_bytes = (np.concatenate([[0], np.cumsum(of)]) for of in (problem.numel, problem.size_bytes))
 
     def time_us(starts: Places, stops: Places) -> NDArray[np.float64]:
-        return cost.sent_us(before[stops] - before[starts])
+        return phase.time_us(before[stops] - before[starts], before_bytes[stops] - before_bytes[starts])
 
-    stops = merge_exact(MergeProblem(problem.ready_us, time_us, cost.non_decreasing)).stops
+    stops = merge_exact(MergeProblem(problem.ready_us, time_us, phase.non_decreasing)).stops
     starts = (0, *stops[:-1])
-    return Schedule(buckets=tuple(Bucket.narrow(range(*place), dtype) for place in zip(starts, stops, strict=True)))
+    return Schedule(
+        buckets=tuple(Bucket.narrow(range(*place), dtype, algorithm) for place in zip(starts, stops, strict=True))
+    )

@@ -84,10 +84,15 @@ class FrontierPoint(Record):
     """What more compression would gain: the best plan found whose layers are compressed at most so much."""
 
     max_ratio: Annotated[float, Field(ge=1.0)]
-    """The largest ratio of a layer's elements to those that are sent, as allowed; 1: nothing is left out."""
+    """The largest ratio of a layer's elements to those that are sent, or of its bytes, as allowed; 1: nothing is left
+    out."""
+    dtype: Name | None = None
+    """On the wire, where the most that is allowed is that all elements travel in fewer bytes."""
+    algorithm: Name | None = None
     iteration_us: PredictedUs
     buckets: Count
     sparse_buckets: Count
+    narrow_buckets: Count = 0
     sent_share: Annotated[float, Field(ge=0.0, le=1.0)]
 
 

@@ -83,7 +83,7 @@ def test_what_only_riskier_plans_need_is_added_later(pair: list[dict[str, Any]],
     assert after is not None
     assert (before.measured_for, before.sparsify, before.local_update) == ("exact", None, None)
     assert after.measured_for == "relaxed"
-    assert set(after.samples or {}) == {"all_reduce", "reduce_scatter", "all_gather", "two_shot"}
+    assert set(after.samples or {}) == {"all_reduce", "reduce_scatter", "all_gather", "two_shot", "native"}
     assert after.sparsify is not None
     assert after.encode is not None
     assert after.decode is not None
@@ -92,7 +92,7 @@ def test_what_only_riskier_plans_need_is_added_later(pair: list[dict[str, Any]],
     assert (relaxed.compute, relaxed.layers) == (profile.compute, profile.layers)
     assert before.back_to_back is not None
     assert after.back_to_back is not None
-    assert set(after.back_to_back) == {"all_reduce", "all_gather", "two_shot"}
+    assert set(after.back_to_back) == {"all_reduce", "all_gather", "two_shot", "native"}
     assert after.back_to_back["all_reduce"] == before.back_to_back["all_reduce"]
     for accuracy in ("bounded", "relaxed"):
         with pytest.raises(InputError, match=f"--for {accuracy} --add-to"):

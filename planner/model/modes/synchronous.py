@@ -6,11 +6,13 @@ from typing import Any
 
 from planner.cost.phases import PHASES
 from planner.cost.sparse import FLAT_GATHERS
+from planner.cost.wire import NATIVE, TWO_SHOT
 from planner.documents.text import ms
 from planner.ir import Bucket, Schedule
 from planner.model.norms import update_us
 from planner.model.problem import Problem
 from planner.model.reasons import PlanWords, difference, exposure, merging
+from planner.model.spending import spending
 from planner.model.step import (
     Exchange,
     bucket_costs,
@@ -29,7 +31,7 @@ def defect(schedule: Schedule, gradients: int) -> str | None:
 
 
 def step_us(problem: Problem, schedule: Schedule) -> float:
-    if any(bucket.algorithm not in ("library", "two_shot", *FLAT_GATHERS) for bucket in schedule.buckets):
+    if any(bucket.algorithm not in ("library", TWO_SHOT, NATIVE, *FLAT_GATHERS) for bucket in schedule.buckets):
         return simulate(problem, schedule).iteration_us
     if all(bucket.whole for bucket in schedule.buckets):
         return exchange_step_us(problem, schedule.buckets, _exchange(problem, schedule))
@@ -81,10 +83,9 @@ def critical_path(problem: Problem, schedule: Schedule) -> dict[str, float]:
 
 def message_bytes(problem: Problem, schedule: Schedule) -> dict[str, float]:
     total: dict[str, float] = {}
-    sizes = problem.bucket_bytes([bucket.gradients for bucket in schedule.buckets])
-    for bucket, size_bytes in zip(schedule.buckets, sizes, strict=True):
-        for network, share in problem.message_shares(bucket):
-            total[network] = total.get(network, 0.0) + share * size_bytes
+    for bucket in schedule.buckets:
+        for message in spending(problem, bucket).messages:
+            total[message.resource] = total.get(message.resource, 0.0) + message.sent_bytes
     return total
 
 
@@ -123,10 +124,11 @@ def explain(problem: Problem, schedule: Schedule, timeline: Timeline) -> list[st
         late_us = span.end_us - max(backward_end_us, span.start_us)
         if not bucket.whole:
             elements, k = problem.elements(bucket), bucket.k or 0
-            spent_us = problem.selection_us(bucket) + problem.selection_us(bucket, "unpack")
+            spent = spending(problem, bucket)
             saved = difference(problem.bucket_cost_us([bucket.gradients])[0] - span.duration_us)
             sent = f"{k:,} of {elements:,}" if bucket.dtype is None else f"{bucket.dtype} of {elements:,}"
-            text = f"{sent} elements: {saved} on the link than dense, {ms(spent_us)} more of compute"
+            computed = ms(spent.before_us + spent.after_us)
+            text = f"{sent} elements: {saved} on the link than dense, {computed} more of compute"
         else:
             text = merging(bucket, alone_us, span.duration_us)
             if len(bucket.gradients) > 1:

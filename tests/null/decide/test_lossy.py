@@ -25,6 +25,7 @@ from runtime.errors import InputError
 from runtime.plan import Plan, parse_plan
 from runtime.sparse.compressed import layer_runs
 from runtime.sparse.compressors import make_compressor
+from runtime.sparse.compressors.sparse import SparseCompressor
 from runtime.sparse.compressors.wire import WireCompressor
 
 
@@ -82,7 +83,7 @@ def test_exact_plans_are_what_they_were() -> None:
 
 
 def test_a_lossy_plan_by_layer() -> None:
-    plan = optimize(usual_profile(), slow(), accuracy="bounded", max_ratio=100.0)
+    plan = optimize(usual_profile(), slow(), accuracy="bounded", compress="sparse", max_ratio=100.0)
     gradients = usual_profile().compute.gradients
     numel = {gradient.name: gradient.numel for gradient in gradients}
     assert plan.accuracy == "bounded"
@@ -100,15 +101,16 @@ def test_a_lossy_plan_by_layer() -> None:
     notes = " ".join(plan.notes)
     assert "shorter than the best exact plan, which is the fallback" in notes
     assert "of values and indices from each rank" in notes
-    assert "step by largest ratio allowed: 1: " in notes
+    assert "step by what is allowed at the most: dense " in notes
     assert "selection is taken as free, for the cluster has no `sparsify` cost" in notes
-    known = optimize(usual_profile(), slow(sparsify={"alpha_us": 1.0, "beta_us_per_byte": 0.0}), accuracy="bounded")
+    costs = slow(sparsify={"alpha_us": 1.0, "beta_us_per_byte": 0.0})
+    known = optimize(usual_profile(), costs, accuracy="bounded", compress="sparse")
     assert known.accuracy == "bounded"
     assert "taken as free" not in " ".join(known.notes)
 
 
 def test_the_frontier_goes_down() -> None:
-    plan = optimize(usual_profile(), slow(), accuracy="bounded", max_ratio=100.0)
+    plan = optimize(usual_profile(), slow(), accuracy="bounded", compress="sparse", max_ratio=100.0)
     assert plan.frontier is not None
     assert [point.max_ratio for point in plan.frontier] == [1.0, 4.0, 16.0, 64.0, 100.0]
     times_us = [point.iteration_us for point in plan.frontier]
@@ -117,7 +119,7 @@ def test_the_frontier_goes_down() -> None:
     assert plan.fallback is not None
     assert plan.fallback.predicted is not None
     assert times_us[0] == plan.fallback.predicted.iteration_us
-    assert times_us[-1] == plan.predicted.iteration_us
+    assert times_us[-1] <= plan.predicted.iteration_us <= times_us[-1] * (1 + GAIN)
     assert (plan.frontier[0].sparse_buckets, plan.frontier[0].sent_share) == (0, 1.0)
     assert 0.0 < plan.frontier[-1].sent_share < 0.1
     text = printed(plan)
@@ -134,7 +136,7 @@ def test_a_lossy_plan_has_to_win_by_two_percent(beta: float, accuracy: str) -> N
     rows = [(100_000, 9890.0)]
     cluster = parse_cluster(cluster_document((0.0, beta), inter=link, sparsify=sparsify))
     problem = make(profile_document(rows), cluster_document())
-    plan = optimize(problem.profile, cluster, accuracy="bounded")
+    plan = optimize(problem.profile, cluster, accuracy="bounded", compress="sparse")
     assert plan.accuracy == accuracy
     if accuracy == "bounded":
         return
@@ -175,7 +177,9 @@ def test_passes_by_name() -> None:
     assert [len(bucket.gradients) for bucket in plan.buckets] == [2, 1, 1, 2]
     assert "decided by sparsify" in ((plan.certificate and plan.certificate.note) or "")
     assert [point.max_ratio for point in plan.frontier or ()][-1] == 50.0
-    own = optimize(usual_profile(), slow(), accuracy="bounded", passes="joint{max_ratio=20}", max_ratio=500.0)
+    own = optimize(
+        usual_profile(), slow(), accuracy="bounded", passes="joint{max_ratio=20,compress=sparse}", max_ratio=500.0
+    )
     assert [point.max_ratio for point in own.frontier or ()] == [1.0, 4.0, 16.0, 20.0]
 
 
@@ -184,16 +188,42 @@ def test_optimizers_that_divide_by_the_size_of_gradients_get_no_selected_element
     document["compute"]["optimizer"] = {"name": "AdamW", "adaptive": True}
     profile = parse_profile(document)
     plan = optimize(profile, slow(), accuracy="bounded")
-    assert plan.accuracy == "exact"
-    assert "train a worse model with AdamW" in plan.notes[-1]
-    assert plan.frontier is not None
-    assert accuracy_lines(plan)[1:] == [
-        'bounded  none: see the note that begins with "bounded was allowed"',
-        "relaxed  not looked at: --accuracy relaxed does",
-    ]
-    assert optimize(profile, slow(), accuracy="bounded", passes="merge,joint").accuracy == "bounded"
+    assert plan.accuracy == "bounded"
+    assert all(bucket.collective == "all_reduce" for bucket in plan.buckets)
+    assert any("trains a worse model with AdamW" in note for note in plan.notes)
+    assert not any(point.sparse_buckets for point in plan.frontier or ())
+    assert optimize(profile, slow(), accuracy="bounded", compress="none").accuracy == "exact"
+    every = optimize(profile, slow(), accuracy="bounded", compress="all")
+    assert any(bucket.collective == "sparse" for bucket in every.buckets)
     document["compute"]["optimizer"] = {"name": "SGD", "adaptive": False}
-    assert optimize(parse_profile(document), slow(), accuracy="bounded").accuracy == "bounded"
+    assert optimize(parse_profile(document), slow(), accuracy="bounded").buckets == every.buckets
+    with pytest.raises(InputError, match="--compress: found 'zip', expected one of all, wire, sparse, none"):
+        optimize(profile, slow(), accuracy="bounded", compress="zip")
+
+
+def test_the_least_compression_within_two_percent_is_taken() -> None:
+    """On a slow network 8 bits, and 16 where that suffices; of two formats of 8 bits the one that loses less."""
+    rows = [(100_000, 400.0)] * 6
+    taken = {}
+    for beta in (1e-7, 0.0008, 0.05):
+        link = {"alpha_us": 5.0, "beta_us_per_byte": beta}
+        cluster = parse_cluster(cluster_document((10.0, 2.0 * beta), inter=link))
+        plan = optimize(parse_profile(profile_document(rows)), cluster, accuracy="bounded", compress="wire")
+        assert plan.predicted is not None
+        shortest_us = min(point.iteration_us for point in plan.frontier or ())
+        first = next(point for point in plan.frontier or () if point.iteration_us <= shortest_us * (1 + GAIN))
+        assert plan.accuracy == "exact" or plan.predicted.iteration_us == first.iteration_us
+        taken[beta] = {bucket.compressor.dtype for bucket in plan.buckets}
+    assert taken[1e-7] == {None}
+    assert "float16" in taken[0.0008]
+    assert taken[0.05] == {"int8"}
+
+
+def test_what_is_protected_by_name_keeps_its_dtype() -> None:
+    plan = optimize(usual_profile(), slow(), accuracy="bounded", compress="wire", protect="g1")
+    dtypes = {name: bucket.compressor.dtype for bucket in plan.buckets for name in bucket.gradients}
+    assert dtypes["g1"] is None
+    assert any(dtypes.values())
 
 
 def test_lossy_options_are_for_lossy_plans() -> None:
@@ -207,8 +237,8 @@ def test_lossy_options_are_for_lossy_plans() -> None:
 
 
 def test_protected_gradients_travel_whole() -> None:
-    free = optimize(usual_profile(), slow(), accuracy="bounded")
-    kept = optimize(usual_profile(), slow(), accuracy="bounded", protect="g3|g5")
+    free = optimize(usual_profile(), slow(), accuracy="bounded", compress="sparse")
+    kept = optimize(usual_profile(), slow(), accuracy="bounded", compress="sparse", protect="g3|g5")
     whole = {name: count for bucket in kept.buckets for name, count in (bucket.compressor.k or {}).items()}
     numel = {gradient.name: gradient.numel for gradient in usual_profile().compute.gradients}
     assert all(whole.get(name, numel[name]) == numel[name] for name in ("g3", "g5"))
@@ -266,9 +296,9 @@ def test_a_plan_keeps_as_many_elements_as_its_schedule(strategy: str, problem: P
     for bucket, planned in zip(schedule.buckets, lower(problem, schedule).buckets, strict=True):
         sizes = layer_runs((name, numel[name]) for name in planned.gradients)
         made = make_compressor(planned.compressor, sizes, ranks=4)
-        assert (bucket.k is None) == (made is None)
-        assert not isinstance(made, WireCompressor)
-        if made is not None:
+        assert bucket.whole == (made is None)
+        assert isinstance(made, WireCompressor) == (bucket.dtype is not None)
+        if isinstance(made, SparseCompressor):
             assert made.k == bucket.k
 
 

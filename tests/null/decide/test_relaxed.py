@@ -145,7 +145,7 @@ def test_where_ranks_share_a_node_it_is_the_worker() -> None:
     assert {bucket.algorithm for bucket in plan.buckets} == {"library"}
     assert plan.predicted is not None
     assert {task.resource for task in plan.predicted.timeline or ()} == {"compute", "intra", "inter"}
-    unknown = optimize(usual_profile(), slow(**grid), accuracy="relaxed")
+    unknown = optimize(usual_profile(), slow(**grid), accuracy="relaxed", compress="none")
     assert (unknown.accuracy, unknown.delay, unknown.delays) == ("exact", None, None)
     assert "the cluster does not say what both kinds of link cost" in unknown.notes[-1]
     alone = optimize(usual_profile(), slow(nodes=1, ranks_per_node=4, intra=link), accuracy="relaxed")

@@ -14,6 +14,7 @@ from planner.decide.optimize import optimize
 from planner.decide.strategies import make_schedule
 from planner.documents.profile import parse_cluster, parse_profile
 from planner.ir import Bucket, Schedule
+from planner.model.compression import Limits
 from planner.model.modes import simulate_schedule, step_us
 from planner.model.problem import Problem
 from planner.passes.joint import Joint
@@ -21,7 +22,7 @@ from planner.passes.merge import Merge
 from planner.passes.topology import Topology
 from planner.search.forms import LinkForms
 from planner.search.links import search
-from planner.search.tables import dense_algorithms, forms_of, has_two_links
+from planner.search.tables import dense_algorithms, flat_forms, forms_on_links, has_two_links
 from planner.verify import verify
 
 
@@ -33,13 +34,20 @@ def problem(rng: np.random.Generator, count: int, **fields: Any) -> Problem:
     )
 
 
+def limits(ratios: list[float]) -> Limits:
+    """These ratios at the most, and no gradient keeps its dtype."""
+    return Limits(np.array(ratios), np.zeros(len(ratios), dtype=np.bool_))
+
+
 @pytest.mark.parametrize("seed", range(12))
 def test_the_replay_agrees_with_the_simulator(seed: int) -> None:
     rng = np.random.default_rng(seed)
     of = problem(rng, 4, sparsify={"alpha_us": 30.0, "beta_us_per_byte": 0.01},
-                 unpack={"alpha_us": 10.0, "beta_us_per_byte": 0.02})  # fmt: skip
-    forms = LinkForms(of, forms_of([10.0]), np.full(4, 100.0))
-    for choice in every_choice(4, 4):
+                 unpack={"alpha_us": 10.0, "beta_us_per_byte": 0.02},
+                 encode={"int8": {"alpha_us": 5.0, "beta_us_per_byte": 0.003}},
+                 decode={"int8": {"alpha_us": 3.0, "beta_us_per_byte": 0.004}})  # fmt: skip
+    forms = LinkForms(of, forms_on_links(flat_forms([10.0], [("int8", "two_shot")])), limits([100.0] * 4))
+    for choice in every_choice(4, len(forms.forms)):
         ours = forms.end_us(choice) + of.update_us
         assert ours == pytest.approx(step_us(of, forms.schedule(choice)), rel=1e-9)
 
@@ -48,7 +56,7 @@ def test_the_replay_agrees_with_the_simulator(seed: int) -> None:
 def test_exact_buckets_are_the_best_of_all(seed: int) -> None:
     rng = np.random.default_rng(seed)
     of = problem(rng, 6)
-    forms = LinkForms(of, forms_of((), dense_algorithms(of)))
+    forms = LinkForms(of, forms_on_links((), dense_algorithms(of)))
     best_us = min(forms.end_us(choice) for choice in every_choice(6, 3)) + of.update_us
     given = Merge().apply(Schedule.from_boundaries([6]), of).schedule
     found = Topology().apply(given, of).schedule
@@ -61,8 +69,7 @@ def test_exact_buckets_are_the_best_of_all(seed: int) -> None:
 def test_buckets_and_densities_are_the_best_of_all(seed: int) -> None:
     rng = np.random.default_rng(seed)
     of = problem(rng, 4, sparsify={"alpha_us": 30.0, "beta_us_per_byte": 0.001})
-    limits = np.full(4, 1000.0)
-    forms = LinkForms(of, forms_of([4.0, 250.0]), limits)
+    forms = LinkForms(of, forms_on_links(flat_forms([4.0, 250.0])), limits([1000.0] * 4))
     best_us = min(forms.end_us(choice) for choice in every_choice(4, len(forms.forms))) + of.update_us
     found = search(forms, [(4,), (1, 2, 3, 4)])
     assert min(step_us(of, one) for one in found.schedules) == pytest.approx(best_us, rel=1e-9)
@@ -137,7 +144,7 @@ def test_the_crossover_between_dense_and_selected_is_predicted() -> None:
 
 def test_a_bucket_with_a_protected_gradient_is_not_selected_from_by_shards() -> None:
     of = make(profile_document([(1000, 1.0), (1000, 1.0)]), two_nodes())
-    forms = LinkForms(of, forms_of([100.0]), np.array([100.0, 1.0]))
+    forms = LinkForms(of, forms_on_links(flat_forms([100.0])), limits([100.0, 1.0]))
     known = forms.known(0, 1, 3)
     assert known is not None
     assert forms.known(0, 2, 3) is None

@@ -64,7 +64,11 @@ def test_exact_plans_ask_for_less_than_bounded_ones_and_those_for_less_than_rela
     assert phases["relaxed"] == [*phases["bounded"], DELAY]
     flat = [wanted(accuracy).flat for accuracy in classes]
     halves = ("all_reduce", "reduce_scatter", "all_gather")
-    assert flat == [("all_reduce",), ("all_reduce", "all_gather", "two_shot"), (*halves, "two_shot")]
+    assert flat == [
+        ("all_reduce",),
+        ("all_reduce", "all_gather", "two_shot", "native"),
+        (*halves, "two_shot", "native"),
+    ]
     assert wanted("exact", halves=True).flat == halves
     assert [phase.name for phase in wanted("relaxed", ranks=1, norms=True).phases] == [REPEATS, NORMS, LAYERS]
 
@@ -73,7 +77,7 @@ def test_only_what_is_missing_is_added() -> None:
     curve = ((1.0, 1.0),)
     exact = replace(parse_cluster(cluster_document()), samples={"all_reduce": curve, "reduce_scatter": curve})
     more = wanted("relaxed", exact)
-    assert more.flat == ("all_gather", "two_shot")
+    assert more.flat == ("all_gather", "two_shot", "native")
     assert (more.step, more.beside, more.selection, more.delay) == (False, (), True, True)
     contended = replace(exact, contention=Contention(compute=1.1, network=1.2, by_size=((1.0, 1.1, 1.2),)))
     assert wanted("bounded", contended).beside == ("all_gather",)

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from test_joint import RATIOS, sparse_problems
 
 from planner import optimize
-from planner.model.compression import ratio_limits
+from planner.model.compression import make_limits, ratio_limits
 from planner.model.problem import Problem
 from planner.search.cpsat_joint import solve_joint
 from planner.search.labels import search
@@ -20,7 +20,7 @@ LIMIT = 4.0
 
 
 def tables_of(problem: Problem) -> BucketTables:
-    limits = ratio_limits(problem, 64.0)
+    limits = make_limits(problem, 64.0)
     return bucket_tables(problem, flat_forms(RATIOS), limits, np.arange(problem.count + 1))
 
 

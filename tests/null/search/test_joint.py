@@ -15,11 +15,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from schedule_text import parse_schedule
 
+from planner.cost.wire import NARROW_FORMS
 from planner.decide.strategies import make_schedule
 from planner.ir import Bucket, Schedule
-from planner.model.compression import bucket_at, compression, ratio_limits
+from planner.model.compression import bucket_at, compression, make_limits, ratio_limits
 from planner.model.modes import simulate_schedule, step_us
 from planner.model.problem import Problem
+from planner.model.spending import spending
 from planner.passes.joint import Joint, parse_densities
 from planner.passes.sparsify import Sparsify
 from planner.search.forms import FlatForms
@@ -75,7 +77,9 @@ def test_joint_finds_what_trying_everything_finds(problem: Problem, protect: str
     names = [gradient.name for gradient in problem.profile.compute.gradients]
     protect = protect if any(name.startswith("l0.") for name in names) else protect.partition("|")[0]
     limits = ratio_limits(problem, 64.0, protect)
-    frontier = Joint(max_ratio=64.0, protect=protect, densities=DENSITIES).frontier(exact_of(problem), problem)
+    frontier = Joint(max_ratio=64.0, protect=protect, densities=DENSITIES, compress="sparse").frontier(
+        exact_of(problem), problem
+    )
     found = frontier.best
     best_us, best = sparse_reference.best(problem, limits.tolist(), RATIOS)
     assert found.iteration_us == pytest.approx(sparse_reference.step_us(problem, sent(found.schedule)), rel=1e-12)
@@ -84,8 +88,8 @@ def test_joint_finds_what_trying_everything_finds(problem: Problem, protect: str
     order = sparse_reference.order(problem, sent(found.schedule))
     if found.iteration_us >= best_us * (1 - 1e-12):
         assert order <= best
-    if found.max_ratio > 1.0:
-        assert order[0] <= found.max_ratio
+    if found.form.ratio > 1.0:
+        assert order[0] <= found.form.ratio
 
 
 def test_joint_at_six_gradients_and_three_densities() -> None:
@@ -100,7 +104,9 @@ def test_joint_at_six_gradients_and_three_densities() -> None:
         link = {"alpha_us": 9.0, "beta_us_per_byte": 0.004}
         problem = make(profile_document(rows), cluster_document((60.0, 0.01), inter=link, **lines))
         best_us, best = sparse_reference.best(problem, [64.0] * 6, RATIOS)
-        found = Joint(max_ratio=64.0, protect="none", densities=DENSITIES).frontier(exact_of(problem), problem)
+        found = Joint(max_ratio=64.0, protect="none", densities=DENSITIES, compress="sparse").frontier(
+            exact_of(problem), problem
+        )
         assert found.points[-1].exact
         assert found.best.iteration_us == pytest.approx(best_us, rel=1e-12)
         assert sparse_reference.order(problem, sent(found.best.schedule)) == best
@@ -111,7 +117,7 @@ def test_joint_at_six_gradients_and_three_densities() -> None:
 
 def test_of_equal_steps_the_one_that_leaves_less_out_is_best() -> None:
     problem = make(profile_document([(6400, 50.0)] * 3), cluster_document((10.0, 0.01)))
-    forms = FlatForms(problem, flat_forms((4.0, 16.0)), ratio_limits(problem, 64.0, "none"))
+    forms = FlatForms(problem, flat_forms((4.0, 16.0)), make_limits(problem, 64.0, "none"))
     least_first = [((3, 0),), ((3, 1),), ((1, 2), (3, 0)), ((2, 2), (3, 0)), ((3, 2),), ((1, 2), (3, 2))]
     assert sorted(reversed(least_first), key=forms.rank) == least_first
 
@@ -123,7 +129,7 @@ def test_what_is_left_to_unpack_counts_though_all_arrives_in_time() -> None:
         gradient["name"] = f"{gradient['layer']}.weight_{index}"
     link, unpack = {"alpha_us": 1.0, "beta_us_per_byte": 0.001}, {"alpha_us": 200.0, "beta_us_per_byte": 0.0}
     problem = make(document, cluster_document((10.0, 0.01), inter=link, unpack=unpack))
-    tables = bucket_tables(problem, flat_forms([64.0]), ratio_limits(problem, 64.0, "none"), np.arange(4))
+    tables = bucket_tables(problem, flat_forms([64.0]), make_limits(problem, 64.0, "none"), np.arange(4))
     found = search(tables, 2, math.inf)
     assert found is not None
     assert (found.stops, found.forms, found.exact) == ((2, 3), (1, 0), True)
@@ -132,22 +138,25 @@ def test_what_is_left_to_unpack_counts_though_all_arrives_in_time() -> None:
 
 @given(sparse_problems(max_count=7))
 def test_tables_hold_the_buckets_that_plans_get(problem: Problem) -> None:
-    limits = ratio_limits(problem, 64.0)
+    limits = make_limits(problem, 64.0)
     places = np.arange(problem.count + 1)
-    tables = bucket_tables(problem, flat_forms(RATIOS), limits, places)
+    forms = FlatForms(problem, flat_forms(RATIOS, NARROW_FORMS), limits)
+    tables = bucket_tables(problem, forms.forms, limits, places)
     for start, stop in itertools.combinations(range(problem.count + 1), 2):
-        for form, ratio in enumerate((1.0, *RATIOS)):
-            bucket = bucket_at(problem, limits, start, stop, ratio)
-            cost_us = tables.cost_us[form, start, stop]
-            if bucket is None:
+        for number, form in enumerate(forms.forms):
+            cost_us = tables.cost_us[number, start, stop]
+            if (known := forms.known(start, stop, number)) is None:
                 assert math.isinf(cost_us)
-                assert sparse_reference.sparse(problem, limits.tolist(), range(start, stop), ratio) is None
+                ratios = limits.ratios.tolist()
+                assert sparse_reference.sparse(problem, ratios, range(start, stop), form.ratio) is None
                 continue
-            assert cost_us == pytest.approx(sum(time_us for _, _, time_us in problem.phase_times(bucket)))
-            assert tables.select_us[form, start, stop] == pytest.approx(problem.selection_us(bucket))
-            assert tables.unpack_us[form, start, stop] == pytest.approx(problem.selection_us(bucket, "unpack"))
+            bucket, _ = known
+            spent = spending(problem, bucket)
+            assert cost_us == pytest.approx(sum(message.time_us for message in spent.messages))
+            assert tables.select_us[number, start, stop] == pytest.approx(spent.before_us)
+            assert tables.unpack_us[number, start, stop] == pytest.approx(spent.after_us)
             _, densities = compression(problem, [bucket])
-            assert tables.densities[form, start, stop] == pytest.approx(-densities)
+            assert tables.densities[number, start, stop] == pytest.approx(-densities)
 
 
 @given(data=st.data())
@@ -157,7 +166,8 @@ def test_never_slower_than_what_is_known_within_the_limits(data: st.DataObject) 
     max_ratio = data.draw(st.sampled_from([1.0, 3.0, 64.0, 1000.0]))
     limits = ratio_limits(problem, max_ratio, "none")
     exact = exact_of(problem)
-    result = Joint(max_ratio=max_ratio, protect="none").apply(exact, problem).schedule
+    joint = Joint(max_ratio=max_ratio, protect="none", compress="sparse")
+    result = joint.frontier(exact, problem).best.schedule
     verify(result, problem.dtype_ids.tolist(), accuracy="bounded", elements=problem.layer_elements)
     known = [exact]
     # At 1 everything is protected, so that no bucket is sparse; gradients without elements travel dense.
@@ -187,13 +197,13 @@ def test_large_problems_beat_what_is_known_and_come_out_the_same(contention: Any
         link = {"alpha_us": 30.0, "beta_us_per_byte": 1e-3}
         problem = make(profile_document(rows), cluster_document((300.0, 0.01), None, contention, inter=link, **fields))
         exact = exact_of(problem)
-        result = Joint().apply(exact, problem).schedule
+        result = Joint(compress="sparse").frontier(exact, problem).best.schedule
         known = [exact, make_schedule(problem, "lags")]
         whole = bucket_at(problem, ratio_limits(problem), 0, count, 1000.0)
         known += [Schedule(buckets=(whole,))] if whole else []
         assert step_us(problem, result) <= min(step_us(problem, other) for other in known) * (1 + 1e-12)
         copy = make(profile_document(rows), cluster_document((300.0, 0.01), None, contention, inter=link, **fields))
-        assert str(Joint().apply(exact_of(copy), copy).schedule) == str(result)
+        assert str(Joint(compress="sparse").frontier(exact_of(copy), copy).best.schedule) == str(result)
 
 
 @given(sparse_problems(), st.sampled_from([1.5, 7.0, 50.0]))

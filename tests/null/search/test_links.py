@@ -15,8 +15,10 @@ from planner import optimize, simulate
 from planner.decide.strategies import MIXED, make_schedule
 from planner.documents.profile import parse_cluster, parse_profile
 from planner.ir import Schedule
+from planner.model.compression import Limits
 from planner.model.modes import simulate_schedule, step_us
 from planner.model.problem import Problem
+from planner.passes.base import GAIN
 from planner.passes.joint import Joint
 from planner.passes.topology import Topology, links_without_contention
 from planner.search.cpsat_joint import MAX_LINK_PLACES, solve_joint
@@ -24,7 +26,7 @@ from planner.search.forms import LinkForms
 from planner.search.labels import least_ends_us
 from planner.search.labels import search as search_labels
 from planner.search.links import search
-from planner.search.tables import BucketTables, bucket_tables, dense_algorithms, forms_of
+from planner.search.tables import BucketTables, bucket_tables, dense_algorithms, flat_forms, forms_on_links
 from runtime.errors import CheckFailed, InputError
 
 LIMIT = 2.0
@@ -42,9 +44,9 @@ def problem(seed: int, count: int, **fields: Any) -> Problem:
 
 def forms_at(of: Problem, *ratios: float, protected: int | None = None) -> LinkForms:
     """All forms; one gradient may have to travel whole."""
-    limits = np.full(of.count, 1000.0)
-    limits[[] if protected is None else [protected]] = 1.0
-    return LinkForms(of, forms_of(ratios, dense_algorithms(of)), limits)
+    limits = Limits(np.full(of.count, 1000.0), np.zeros(of.count, dtype=np.bool_))
+    limits.ratios[[] if protected is None else [protected]] = 1.0
+    return LinkForms(of, forms_on_links(flat_forms([r for r in ratios if r > 1.0]), dense_algorithms(of)), limits)
 
 
 def tables_of(forms: LinkForms) -> BucketTables:
@@ -107,7 +109,9 @@ def test_the_solver_judges_the_passes(seed: int) -> None:
     assert solution.bound_us <= found_us * (1 + 1e-9)
     assert found_us <= solution.bound_us + solution.error_us
     lossy = problem(seed, 6, **SELECTS)
-    frontier = Joint(protect="none", densities="0.25|0.004").frontier(make_schedule(lossy, "optimal"), lossy)
+    frontier = Joint(protect="none", densities="0.25|0.004", compress="sparse").frontier(
+        make_schedule(lossy, "optimal"), lossy
+    )
     forms = forms_at(lossy, 4.0, 250.0)
     solution = solve_joint(tables_of(forms), len(forms.forms), one_bucket_us(forms), LIMIT)
     assert solution.proven
@@ -147,12 +151,12 @@ def test_certificates_say_what_was_proven() -> None:
     lossy = problem(2, 6, **SELECTS)
     plan = optimize(
         lossy.profile, lossy.cost.cluster, accuracy="bounded", passes="merge,topology,joint", protect="none",
-        solver="cpsat",
+        compress="sparse", solver="cpsat",
     )  # fmt: skip
     assert plan.accuracy == "bounded"
     assert plan.certificate is not None
     assert plan.certificate.solver is not None
-    assert plan.certificate.gap <= 1e-9
+    assert plan.certificate.gap <= GAIN + 1e-9
     contended = make(profile_document([(900, 50.0)] * 6), two_nodes(contention=(1.2, 1.3)))
     slowed = optimize(contended.profile, contended.cost.cluster).certificate
     assert slowed is not None

@@ -19,6 +19,7 @@ from planner.documents.profile import Cluster, Link, SelectionLine, parse_profil
 from planner.ir import Bucket, Schedule
 from planner.model.modes import simulate_schedule
 from planner.model.problem import Problem, make_problem
+from planner.model.spending import spending
 from planner.strategies.sparse import ratios
 from planner.verify import VerifyError, verify
 from runtime.errors import InputError
@@ -79,7 +80,7 @@ def test_on_one_rank_there_is_nothing_to_select() -> None:
 def test_selection_costs_by_selector() -> None:
     by_selector = {"exact": {"alpha_us": 40.0, "beta_us_per_byte": 0.0}}
     problem = problem_of(sparsify=by_selector)
-    assert problem.selection_us(make_schedule(problem, "slgs").buckets[0]) == 40.0
+    assert spending(problem, make_schedule(problem, "slgs").buckets[0]).before_us == 40.0
     with pytest.raises(InputError, match=r"\$\.sparsify: no cost for the selector 'mstopk'; found exact; expected"):
         make_schedule(problem, "hitopk")
 
@@ -164,7 +165,7 @@ def test_what_hitopk_selects_is_timed_by_its_share_of_a_shard() -> None:
     rows = ((0.1, 10.0, 0.0), (0.3, 30.0, 0.0))
     problem = two_links(sparsify=SelectionLine(alpha_us=0.0, beta_us_per_byte=0.0, by_density=rows))
     one = Bucket(gradients=(0, 1, 2), collective="sparse", algorithm="hitopk", compressor="topk", k=510)
-    assert problem.selection_us(one) == pytest.approx(20.0)
+    assert spending(problem, one).before_us == pytest.approx(20.0)
 
 
 @pytest.mark.parametrize("start_up_us", [0.0, 30.0])
@@ -215,7 +216,7 @@ def test_an_all_gather_is_taken_as_measured_or_from_the_link_that_the_all_reduce
 
 def problem_us(problem: Problem) -> float:
     """Time of SLGS's message of 5 elements."""
-    [(resource, _, time_us)] = problem.phase_times(make_schedule(problem, "slgs").buckets[0])
+    [(resource, _, _, time_us)] = spending(problem, make_schedule(problem, "slgs").buckets[0]).messages
     assert resource == "network"
     return time_us
 
