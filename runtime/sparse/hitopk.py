@@ -20,6 +20,7 @@ from runtime.comm.collectives.phases import bounds, share_of
 from runtime.core.buckets import BucketBuffer
 from runtime.sparse.compressed import BucketResidual
 from runtime.sparse.compressors.sparse import SparseCompressor
+from runtime.sparse.samples import Selecting
 
 WORD_BYTES = 4
 
@@ -77,8 +78,6 @@ class ShardResidual(BucketResidual):
 class HitopkBucket:
     """See `runtime.sparse.compressed.CompressedBucket`; several nodes of several ranks each."""
 
-    by_magnitude = True
-
     def __init__(
         self, feedback: ShardResidual, compressor: SparseCompressor, nodes: int, ranks_per_node: int,
         tail: Tensor | None,
@@ -90,6 +89,7 @@ class HitopkBucket:
         self.tail_elements = 0 if tail is None else tail.numel()
         self._step = 0
         self.k = min(feedback.elements, ranks_per_node * compressor.k)
+        self.watched = Selecting(feedback.bucket, self.k, feedback.summed)
         new, words = feedback.residual.new_zeros, torch.int32
         selected = compressor.k * feedback.dtype.itemsize // WORD_BYTES + compressor.k
         self._sparse = nodes * selected < feedback.share * feedback.dtype.itemsize // WORD_BYTES

@@ -21,14 +21,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from runtime.errors import InputError
-from runtime.plan import CompressorSpec
+from runtime.plan import NO_COMPRESSION, CompressorSpec
 from runtime.sparse.compressors.magnitudes import accumulate
 from runtime.sparse.compressors.options import choose
 
@@ -384,6 +384,13 @@ def _lowest_bit(value: float) -> float:
     """The largest power of two that divides a number."""
     numerator, denominator = value.as_integer_ratio()
     return math.ldexp(1.0, (numerator & -numerator).bit_length() - 1) / denominator
+
+
+def wider(spec: CompressorSpec) -> CompressorSpec:
+    """Return the next wider format: bfloat16 after 8 bits, after 16 the elements as they are. The other 8 bits would be
+    no wider, and after float16 comes no bfloat16, which has fewer digits.
+    """
+    return replace(spec, dtype="bfloat16", block=None) if spec.dtype in EIGHT_BITS else NO_COMPRESSION
 
 
 def make_wire(spec: CompressorSpec, ranks: int, *, native: bool = False) -> WireCompressor:

@@ -19,7 +19,7 @@ from runtime.sparse.compressors import COMPRESSORS, make_compressor
 from runtime.sparse.compressors.options import MAX_ELEMENTS, Segment
 from runtime.sparse.compressors.selectors import draw
 from runtime.sparse.compressors.sparse import SparseCompressor
-from runtime.sparse.guard import delta
+from runtime.sparse.samples import delta
 
 
 @pytest.mark.parametrize("text", contract_examples.COMPRESSORS)
