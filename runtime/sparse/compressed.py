@@ -289,61 +289,84 @@ class NoResidual(BucketResidual):
         return self.residual.new_zeros(()).expand(sum(self.sizes))
 
 
-class NarrowedBucket:
-    """A `CompressedBucket` of `wire`: all elements in fewer bytes, added up in a wider dtype.
+class TwoShots:
+    """A vector that some ranks add up in fewer bytes: each sends every other one its part; every rank adds up the part
+    that it owns, in a wider dtype, and sends the sum, encoded again, to all.
 
-    Each rank sends every other one its part of the bucket; every rank adds up the part that it owns, and sends the sum,
-    encoded again, to all. What either encoding loses stays in a residual: what the second one does, in the owner's.
+    What either encoding loses stays in the residual, where there is one: what the second one does, in the owner's.
     """
+
+    def __init__(
+        self, feedback: BucketResidual, compressor: WireCompressor, elements: int, ranks: int, owner: int,
+        tail_elements: int, *, seed: int,
+    ) -> None:  # fmt: skip
+        """`elements`: of the vector, for each of which `feedback` has a residual; this rank owns part number `owner`.
+        `tail_elements` (float32) are sent as they are. `seed`: another one on each rank, for stochastic rounding.
+        """
+        self._feedback, self._compressor, self._owner = feedback, compressor, owner
+        self._cut = compressor.cut(elements, ranks, feedback.dtype, share_of(tail_elements, ranks))
+        self._total = torch.zeros(self._cut.share, dtype=feedback.dtype, device=feedback.device)
+        """The sum of this rank's part; then what encoding it has lost."""
+        self.message = Narrowed(ranks, self._cut.row_bytes, feedback.device, self._narrow)
+        self._place, self._step = f"{seed}\n{feedback.bucket.slots[0].name}", 0
+
+    def encode(self, vector: Tensor, tail: Tensor | None, step: int) -> None:
+        """Fill the message with residual + vector, and the tail behind it; both 1-D."""
+        feedback, rows, self._step = self._feedback, self.message.rows, step
+        old, new = (feedback.residual, feedback.following) if self._compressor.error_feedback else (None, None)
+        self._compressor.compress(vector, old, new, rows, self._cut, seed_of(f"sent\n{self._place}", step))
+        if tail is not None:
+            tails = tail.new_zeros(len(rows) * self._cut.tail)
+            tails[: tail.numel()] = tail
+            self._cut.tails(rows).copy_(tails.view(len(rows), -1))
+
+    def _narrow(self, received: Tensor, own: Tensor) -> None:
+        self._compressor.add_up(received, self._total, self._cut)
+        self._compressor.narrow(self._total, own, self._cut, seed_of(f"summed\n{self._place}", self._step))
+        if self._cut.tail:
+            self._cut.tails(own).copy_(self._cut.tails(received).sum(dim=0, keepdim=True))
+
+    def decode(self, sums: Tensor, tail: Tensor | None) -> None:
+        """Fill `sums` and `tail` (1-D) with the sums over ranks: the message has come."""
+        self._compressor.decode(self.message.gathered, sums, self._cut)
+        if tail is not None:
+            tail.copy_(self._cut.tails(self.message.gathered).reshape(-1)[: tail.numel()])
+
+    def keep_lost(self) -> None:
+        """Add what encoding the sum has lost to the next residual."""
+        if self._compressor.error_feedback:
+            first = self._owner * self._cut.share
+            mine = self._feedback.following[first : first + self._cut.share]
+            mine.add_(self._total[: mine.numel()])
+
+
+class NarrowedBucket:
+    """A `CompressedBucket` of `wire`: all elements in fewer bytes, added up in a wider dtype (`TwoShots`)."""
 
     def __init__(
         self, feedback: BucketResidual, compressor: WireCompressor, ranks: int, rank: int, tail: Tensor | None
     ) -> None:
         """`tail` (float32) is sent as it is behind the elements and becomes its sum over ranks."""
-        self.feedback, self._compressor, self._tail = feedback, compressor, tail
-        self.k, self._rank = sum(feedback.sizes), rank
+        self.feedback, self._tail, self.k = feedback, tail, sum(feedback.sizes)
         self.watched = Rounding(feedback.bucket, feedback=compressor.error_feedback)
-        each = 0 if tail is None else share_of(tail.numel(), ranks)
-        self._cut = compressor.cut(self.k, ranks, feedback.dtype, each)
-        self._total = torch.zeros(self._cut.share, dtype=feedback.dtype, device=feedback.device)
-        """The sum of this rank's part; then what encoding it has lost."""
-        self.packed = Narrowed(ranks, self._cut.row_bytes, feedback.device, self._narrow)
-        self._step = 0
+        tail_elements = 0 if tail is None else tail.numel()
+        self._shots = TwoShots(feedback, compressor, self.k, ranks, rank, tail_elements, seed=rank)
+        self.packed = self._shots.message
         feedback.bucket.payload.messages = [self.packed]
 
-    def _seed(self, what: str) -> int:
-        return seed_of(f"{what}\n{self._rank}\n{self.feedback.bucket.slots[0].name}", self._step)
-
     def pack(self, step: int) -> None:
-        feedback, rows, self._step = self.feedback, self.packed.rows, step
-        old, new = (feedback.residual, feedback.following) if self._compressor.error_feedback else (None, None)
-        gradient = feedback.gradient()
+        gradient = self.feedback.gradient()
         if self.watched.expected:
-            self.watched.keep(gradient, feedback.unsent(), step)
-        self._compressor.compress(gradient, old, new, rows, self._cut, self._seed("sent"))
-        if self._tail is not None:
-            tails = self._tail.new_zeros(len(rows) * self._cut.tail)
-            tails[: self._tail.numel()] = self._tail
-            self._cut.tails(rows).copy_(tails.view(len(rows), -1))
-
-    def _narrow(self, received: Tensor, own: Tensor) -> None:
-        self._compressor.add_up(received, self._total, self._cut)
-        self._compressor.narrow(self._total, own, self._cut, self._seed("summed"))
-        if self._tail is not None:
-            self._cut.tails(own).copy_(self._cut.tails(received).sum(dim=0, keepdim=True))
+            self.watched.keep(gradient, self.feedback.unsent(), step)
+        self._shots.encode(gradient, self._tail, step)
 
     def unpack(self) -> Tensor:
         sums = self.feedback.room()
-        self._compressor.decode(self.packed.gathered, sums, self._cut)
+        self._shots.decode(sums, self._tail)
         if self.watched.expected:
             self.watched.arrived(sums)
         self.feedback.give(sums)
-        if self._tail is not None:
-            self._tail.copy_(self._cut.tails(self.packed.gathered).reshape(-1)[: self._tail.numel()])
-        if self._compressor.error_feedback:
-            first = self._rank * self._cut.share
-            mine = self.feedback.following[first : first + self._cut.share]
-            mine.add_(self._total[: mine.numel()])
+        self._shots.keep_lost()
         return self.feedback.finite()
 
 

@@ -44,6 +44,9 @@ BLOCK, LEAST_BLOCK, LARGEST_BLOCK = 256, 64, 512
 
 ROUNDINGS: Mapping[str, bool] = {"nearest": False, "stochastic": True}
 
+ALL_LINKS, BETWEEN_NODES = "all", "inter"
+"""Where a bucket is narrow; which of them goes with which collective is not asked here."""
+
 CHUNK = 1 << 16
 """Elements that are encoded together: they and what is computed of them fit into a core's cache."""
 
@@ -403,12 +406,7 @@ def make_wire(spec: CompressorSpec, ranks: int, *, native: bool = False) -> Wire
         raise InputError(f"the compressor wire has no dtype; expected one of {known}: give it one")
     dtype = choose("wire: dtype", spec.dtype, WIRE_DTYPES)
     stochastic = choose("wire: rounding", spec.rounding or "nearest", ROUNDINGS)
-    if spec.links == "inter":
-        raise InputError(
-            "wire: links: found 'inter', which is not known yet; expected 'all', a narrow dtype on all links: leave "
-            "links out"
-        )
-    choose("wire: links", spec.links or "all", {"all": None})
+    choose("wire: links", spec.links or ALL_LINKS, dict.fromkeys((ALL_LINKS, BETWEEN_NODES)))
     if spec.block is not None and (native or spec.dtype not in EIGHT_BITS):
         raise InputError(
             f"wire: block: found {spec.block} with the dtype {spec.dtype}; expected it with {' or '.join(EIGHT_BITS)} "
