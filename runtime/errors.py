@@ -45,7 +45,7 @@ class AdaptedWarning(UserWarning):
 
 
 class AccuracyWarning(UserWarning):
-    """A lossy bucket left too much behind for too long and sends everything from now on; the text says which."""
+    """A lossy bucket left too much behind for too long and is sent wider or whole from now on; the text says which."""
 
 
 class CacheWarning(UserWarning):

@@ -21,7 +21,7 @@ from runtime.comm.world import Grid, World
 from runtime.core.buckets import BucketBuffer, Slot, lay_out
 from runtime.plan import NO_COMPRESSION, CompressorSpec, ModelReference, Plan, PlanBucket, PlanWorld
 from runtime.sparse.compressed import CompressedBucket
-from runtime.sparse.layout import make_hitopk, make_lossy
+from runtime.sparse.layout import make_lossy, make_lossy_between
 
 DENSE = (("all_reduce", "library"), ("all_reduce", "tree"), ("all_reduce", "torus_2d"))
 SPARSE = (("sparse", "naive_all_gather"), ("sparse", "flat"), ("sparse", "hitopk"))
@@ -131,7 +131,7 @@ def _bucket(
     bucket = BucketBuffer(0, slots, lay_out(slots), "/".join(form))
     lossy: CompressedBucket | None = None
     if form == ("sparse", "hitopk"):
-        lossy = make_hitopk(bucket, spec, grid.topology, grid.world.rank)
+        lossy = make_lossy_between(bucket, spec, grid.topology, grid.world.rank)
     elif density is not None:
         lossy = make_lossy(bucket, spec, grid.world.ranks)
     plan = Plan(

@@ -14,6 +14,7 @@ from benchmarks.learning import Outcome, Task, learn
 from runtime.checks.plan import trainable_parameters
 from runtime.plan import CompressorSpec, ModelReference, Plan, PlanBucket, PlanWorld
 from runtime.plan.names import layer_of
+from runtime.sparse.samples import SelectionSample
 
 TASKS = ("digits, ResNet-20", "characters, GPT", "characters, LSTM")
 
@@ -89,7 +90,7 @@ def train(task: Task, seed: int, way: str) -> Sampled:
 
     then = (chosen.dense, lambda model: plan_of(model, chosen)) if chosen.dense else None
     model, session = learn(task, seed, make_plan, then)
-    deltas = tuple(sample.delta for samples in session.samples.values() for sample in samples)
+    deltas = tuple(one.figure for of in session.samples.values() for one in of if isinstance(one, SelectionSample))
     session.detach()
     return Sampled(task.name, seed, way, task.metric(model), deltas)
 

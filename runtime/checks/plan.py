@@ -9,14 +9,23 @@ from itertools import chain
 import torch
 from torch import nn
 
-from runtime.comm.collectives import COLLECTIVES, HITOPK, NATIVE, PHASED, TWO_SHOT, WIRE_FORMS, form_of
+from runtime.comm.collectives import (
+    COLLECTIVES,
+    HITOPK,
+    NARROW_PHASED,
+    NATIVE,
+    PHASED,
+    TWO_SHOT,
+    WIRE_FORMS,
+    form_of,
+)
 from runtime.errors import InputError
 from runtime.modes import asked_modes
 from runtime.plan import HINT, Plan, PlanBucket, combinations, interface_problem
 from runtime.plan.names import canonical_name, fingerprint, shorten
 from runtime.sparse.compressed import layer_runs
 from runtime.sparse.compressors import COMPRESSORS, make_compressor
-from runtime.sparse.compressors.wire import EIGHT_BITS, make_wire
+from runtime.sparse.compressors.wire import BETWEEN_NODES, EIGHT_BITS, make_wire
 from runtime.torch_compat import is_sharded, is_wrapped
 
 SELECTING = ("topk", "randomk")
@@ -242,9 +251,8 @@ def _check_form(bucket: PlanBucket) -> str | None:
     if (bucket.collective == "sparse") != (compressor in SELECTING):
         which = f"one of {', '.join(SELECTING)}" if bucket.collective == "sparse" else "none or wire"
         return f"is sent by {'/'.join(form)} with the compressor {compressor!r}; expected {which} there"
-    if compressor == "wire" and form not in WIRE_FORMS:
-        known = " or ".join("/".join(name) for name in sorted(WIRE_FORMS))
-        return f"is sent by {'/'.join(form)} with the compressor 'wire'; expected {known} there, or none"
+    if compressor == "wire" and (problem := _check_links(bucket)):
+        return f"is sent by {'/'.join(form)} with the compressor 'wire' {problem}"
     if compressor != "wire" and form in (TWO_SHOT, NATIVE):
         return f"is sent by {'/'.join(form)} with the compressor {compressor!r}; expected wire there: {HINT}"
     if form == HITOPK and (
@@ -255,6 +263,22 @@ def _check_form(bucket: PlanBucket) -> str | None:
             'one density and no scope "layer"'
         )
     return None
+
+
+def _check_links(bucket: PlanBucket) -> str | None:
+    """Return why a bucket cannot be sent narrow on the links that it says, as what follows how it is sent."""
+    form, between = form_of(bucket), bucket.compressor.links == BETWEEN_NODES
+    if form in (NARROW_PHASED if between else WIRE_FORMS):
+        return None
+    everywhere, inter = (" or ".join("/".join(name) for name in sorted(forms)) for forms in (WIRE_FORMS, NARROW_PHASED))
+    if between:
+        return (
+            f"on the links between nodes alone (links 'inter'); expected {inter} there, which is dense inside nodes: "
+            f"send it so, or leave links out"
+        )
+    if form in NARROW_PHASED:
+        return f'on all links; expected links \'inter\' there: add "links": "inter", or send it by {everywhere}'
+    return f"on all links; expected {everywhere} there, or none"
 
 
 def _check_compressor(parameters: Mapping[str, nn.Parameter], plan: Plan, bucket: PlanBucket) -> str | None:

@@ -1,7 +1,8 @@
 """A plan with collectives on two kinds of link beside the nodes that there are: does it fit, and what becomes of it.
 
-On one node nothing is sent between nodes, so what HiTopKComm would leave out there is not left out: it falls to its
-dense part. With one rank a node it is the flat gather of selected elements.
+On one node nothing is sent between nodes, so what would be left out or narrowed there is not: what remains is a dense
+torus. With one rank a node all links are between nodes: HiTopKComm is the flat gather of selected elements, a torus
+that is narrow between nodes two shots on all links.
 """
 
 from __future__ import annotations
@@ -10,18 +11,17 @@ import math
 import warnings
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
 from torch import nn
 
-from runtime.comm.collectives import HITOPK, TORUS, asks_for_nodes, form_of
+from runtime.comm.collectives import HITOPK, TORUS, TWO_SHOT, asks_for_nodes, form_of, is_narrow_between
 from runtime.comm.collectives.phases import share_of
 from runtime.comm.phased_communicator import phases_of
 from runtime.comm.topology import Topology
 from runtime.comm.world import World
 from runtime.errors import AdaptedWarning
 from runtime.modes import asked_modes
-from runtime.plan import HINT, NO_COMPRESSION, Plan
+from runtime.plan import HINT, NO_COMPRESSION, Plan, PlanBucket
 
 
 def check_topology(plan: Plan, topology: Topology | str | None) -> str | None:
@@ -84,10 +84,12 @@ def adapt(plan: Plan, world: World, parameters: Mapping[str, nn.Parameter]) -> P
                 f"bucket {index}: a density of {density:g} is less than one of the {share} elements of a shard: k = 1 "
                 f"there, a density of {1 / share:.3g}"
             )
-    changed = [index for index, bucket in enumerate(plan.buckets) if form_of(bucket) == HITOPK]
+    changed = [index for index, bucket in enumerate(plan.buckets) if _sends_less_between(bucket)]
     if changed and topology.num_nodes == 1:
+        wide = all(form_of(plan.buckets[index]) == HITOPK for index in changed)
+        what = "sparse/hitopk has nothing to leave out" if wide else "no links between nodes are"
         notes.append(
-            f"all {topology.ranks_per_node} ranks are on one node, where sparse/hitopk has nothing to leave out: "
+            f"all {topology.ranks_per_node} ranks are on one node, where {what}: "
             f"{len(changed)} of {len(plan.buckets)} buckets (the first is {changed[0]}) are sent dense, by "
             f"all_reduce/torus_2d"
         )
@@ -96,9 +98,24 @@ def adapt(plan: Plan, world: World, parameters: Mapping[str, nn.Parameter]) -> P
     return adapted
 
 
+def _sends_less_between(bucket: PlanBucket) -> bool:
+    return form_of(bucket) == HITOPK or is_narrow_between(bucket)
+
+
+def _where_links_are_alike(bucket: PlanBucket, topology: Topology) -> PlanBucket:
+    """Return how a bucket is sent on one node, or on nodes of one rank."""
+    if not _sends_less_between(bucket):
+        return bucket
+    if topology.num_nodes == 1:
+        return replace(bucket, collective=TORUS[0], algorithm=TORUS[1], compressor=NO_COMPRESSION)
+    if form_of(bucket) == HITOPK:
+        return replace(bucket, algorithm="flat")
+    return replace(bucket, algorithm=TWO_SHOT[1], compressor=replace(bucket.compressor, links=None))
+
+
 def _adapted(plan: Plan, topology: Topology) -> Plan:
     several = topology.num_nodes > 1 and topology.ranks_per_node > 1
-    stays = several or not any(form_of(bucket) == HITOPK for bucket in plan.buckets)
+    stays = several or not any(map(_sends_less_between, plan.buckets))
     others = plan.phase_order is not None and plan.world.nodes not in (
         None,
         topology.num_nodes,
@@ -106,9 +123,6 @@ def _adapted(plan: Plan, topology: Topology) -> Plan:
     fallback = plan.fallback and _adapted(plan.fallback, topology)
     if stays and not others and fallback is plan.fallback:
         return plan
-    other: dict[str, Any] = {"algorithm": "flat"}
-    if topology.num_nodes == 1:
-        other = {"collective": TORUS[0], "algorithm": TORUS[1], "compressor": NO_COMPRESSION}
-    buckets = tuple(replace(bucket, **other) if form_of(bucket) == HITOPK else bucket for bucket in plan.buckets)
+    buckets = tuple(_where_links_are_alike(bucket, topology) for bucket in plan.buckets)
     order = plan.phase_order if stays and not others else None
     return replace(plan, buckets=plan.buckets if stays else buckets, phase_order=order, fallback=fallback)

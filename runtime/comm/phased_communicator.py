@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from runtime.comm.collectives import PHASED, collective_of, form_of
+from runtime.comm.collectives import collective_of, phases_in
 from runtime.comm.collectives.phases import Phase, Works
 from runtime.comm.communicator import (
     EXIT_S,
@@ -44,8 +44,9 @@ Entry = tuple[int, int]
 
 def phases_of(bucket: PlanBucket, topology: Topology) -> tuple[Phase, ...]:
     """Return the phases of a bucket; one for collectives without any, on the links that it keeps busy."""
-    if form_of(bucket) in PHASED:
-        return PHASED[form_of(bucket)](topology)
+    phases = phases_in(bucket, topology)
+    if phases is not None:
+        return phases
     collective = collective_of(bucket)
 
     def run(message: Any, grid: Grid) -> Works:

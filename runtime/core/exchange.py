@@ -53,7 +53,7 @@ class ErrorFeedback:
         return False
 
     def watched(self) -> list[Any]:
-        """Return the buckets whose largest elements are sent; see `runtime.sparse.guard.Watched`."""
+        """Return the buckets that may do harm; see `runtime.sparse.samples.Watched`."""
         return []
 
     def state(self) -> dict[str, Any]:

@@ -35,7 +35,7 @@ from runtime.monitor.pace import NO_TIMING
 from runtime.monitor.recorder import Recorder
 from runtime.plan import Plan
 from runtime.sparse.compressed import all_finite
-from runtime.sparse.guard import Watched
+from runtime.sparse.samples import Selecting, Watched
 
 HEAD = 1 + len(NO_DISTANCE) + len(NO_TIMING)
 """Entries of the metadata that workers send each other, before those of gradients."""
@@ -115,7 +115,7 @@ class PushResiduals(ErrorFeedback):
     def watched(self) -> list[Watched]:
         """See `ErrorFeedback.watched`: the pushes that are selected from by magnitude."""
         pushed = [shards[0] for shards in self._server.shards if shards[0].by_magnitude and shards[0].k]
-        return [Watched(shard.message.slots[0].bucket, shard.k, shard.sums) for shard in pushed]
+        return [Selecting(shard.message.slots[0].bucket, shard.k, shard.sums) for shard in pushed]
 
     def state(self) -> dict[str, Any]:
         residuals = self._server.residuals()

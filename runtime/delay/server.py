@@ -143,7 +143,7 @@ class Shard(Part):
         return min(self.numel, self._per_node * push.selected) if isinstance(push, SelectedPush) else 0
 
     def sums(self, group: dist.ProcessGroup | None) -> tuple[Tensor, Tensor]:
-        """See `runtime.sparse.guard.Watched.sums`; nobody but the owners has the sums."""
+        """See `runtime.sparse.samples.Selecting`; nobody but the owners has the sums."""
         push = self.push
         assert isinstance(push, SelectedPush)
         both = push.residual().new_zeros(2, self.numel)

@@ -13,7 +13,8 @@ from runtime.monitor.drift import DriftGuard
 from runtime.monitor.recorder import Recorder
 from runtime.monitor.trial import Trial
 from runtime.plan import Plan
-from runtime.sparse.guard import Guard, Sampled, with_dense_bucket
+from runtime.sparse.guard import Guard
+from runtime.sparse.samples import Sampled
 
 
 class Monitor:
@@ -21,7 +22,7 @@ class Monitor:
 
     def __init__(self, plan: Plan, world: World, clock: Clock, *, drift: bool, guard: bool) -> None:
         """`drift`: warn where steps become longer than predicted. `guard`: try a plan that sends a part of the
-        gradients against the exact one beside it, and sample its buckets' residuals.
+        gradients against the exact one beside it, and sample what its buckets leave behind.
         """
         self._world, self._clock, self._warns, self._guarded = world, clock, drift, guard
         self.recorder = Recorder(clock, len(plan.buckets), len(plan.gradients))
@@ -58,8 +59,8 @@ class Monitor:
             return self.trial.step_done()
         if self._guard is None or (harmful := self._guard.step_done(step)) is None:
             return None
-        following = with_dense_bucket(mode.plan, harmful, self._guard.samples[harmful])
-        if not mode.send_whole(harmful, following):
+        following = self._guard.relieved(mode.plan, harmful)
+        if not mode.send_whole(harmful.bucket.index, following):
             return following
         self._watch(exchange)
         return None

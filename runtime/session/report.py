@@ -23,7 +23,7 @@ from runtime.plan.measured import MeasuredStep
 from runtime.plan.strict_json import write_json
 from runtime.plan.timeline import Span, Timeline
 from runtime.sharded.step import StepReport
-from runtime.sparse.guard import Sampled
+from runtime.sparse.samples import Sampled
 
 MIN_STEPS = 5
 """Of fewer steps nothing is said about why they are not what was predicted: the first ones are slow."""
@@ -80,10 +80,7 @@ class BucketReport:
         if self.compressor != "none":
             text += f"; {self.compressor}"
         if self.sample is not None:
-            text += (
-                f", δ {self.sample.delta:.2f}, {self.sample.energy:.0%} of the energy sent, "
-                f"norm of the residual {self.sample.residual_norm:.3g}"
-            )
+            text += f", {self.sample}"
         return text
 
 

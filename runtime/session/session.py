@@ -36,7 +36,7 @@ from runtime.optimizers.planned_norms import PlannedNorms
 from runtime.plan import Plan, load_plan
 from runtime.session.monitor import Monitor
 from runtime.session.report import Report, make_report
-from runtime.sparse.guard import Sampled
+from runtime.sparse.samples import Sampled
 from runtime.torch_compat import OUTSIDE, current_backward_id, is_out_of_memory, leave_uncompiled
 from runtime.version import __version__
 
@@ -304,7 +304,7 @@ class Session:
 
     @property
     def samples(self) -> dict[int, list[Sampled]]:
-        """What lossy buckets, by their index, left behind when it was looked at; see `runtime.sparse.guard`."""
+        """What lossy buckets, by their index, left behind when it was looked at; see `runtime.sparse.samples`."""
         return self.monitor.samples
 
     def state_dict(self) -> dict[str, Any]:

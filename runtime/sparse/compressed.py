@@ -28,6 +28,7 @@ from runtime.plan.names import layer_of, numbered
 from runtime.sparse.compressors.magnitudes import seed_of
 from runtime.sparse.compressors.sparse import SparseCompressor, has_kernels, unpacks
 from runtime.sparse.compressors.wire import WireCompressor
+from runtime.sparse.samples import Rounding, Selecting, Watched
 
 
 def layer_runs(gradients: Iterable[tuple[str, int]]) -> list[tuple[str, int]]:
@@ -133,7 +134,7 @@ class BucketResidual:
         return messages[0].flat if len(messages) == 1 else torch.cat([part.to(self.dtype) for part in self._parts()])
 
     def summed(self, group: dist.ProcessGroup | None) -> tuple[Tensor, Tensor]:
-        """See `runtime.sparse.guard.Watched.sums`: the gradients have become the sums of what was sent."""
+        """See `runtime.sparse.samples.Selecting`: the gradients have become the sums of what was sent."""
         residual = self.unsent()
         dist.all_reduce(residual, group=group)
         return residual, self.gradient().to(self.dtype)
@@ -199,11 +200,15 @@ class CompressedBucket(Protocol):
 
     packed: Any
     k: int
-    by_magnitude: bool
-    """Whether these are the largest of them: what `runtime.sparse.guard` looks at."""
+    """How many elements are sent."""
 
     @property
     def feedback(self) -> BucketResidual: ...
+
+    @property
+    def watched(self) -> Watched | None:
+        """What answers when the bucket is sampled; None: it does no harm that is known."""
+        ...
 
     def pack(self, step: int) -> None:
         """Fill the message: all gradients of the bucket are there."""
@@ -223,7 +228,8 @@ class SelectedBucket:
     ) -> None:  # fmt: skip
         """`tail` (float32) becomes its sum over ranks. `by_magnitude`: what is not finite is chosen first."""
         self.feedback, self._compressor, self._ranks, self._tail = feedback, compressor, ranks, tail
-        self.by_magnitude, self.k = by_magnitude, compressor.k
+        self._by_magnitude, self.k = by_magnitude, compressor.k
+        self.watched = Selecting(feedback.bucket, self.k, feedback.summed) if by_magnitude else None
         self._words = self.k * (feedback.dtype.itemsize // 4)
         words = self._words + self.k + (0 if tail is None else tail.numel())
         flat = torch.zeros(words, dtype=torch.int32, device=feedback.device)
@@ -241,7 +247,7 @@ class SelectedBucket:
         else:
             found = self._compressor.compress(gradient, feedback.residual, feedback.following, step)
             values.copy_(found[0]), indices.copy_(found[1])
-        if not self.by_magnitude and self.k:
+        if not self._by_magnitude and self.k:
             # Not finite where any element is not: all ranks must see it.
             values[0] += 0.0 * feedback.following.sum(dtype=torch.float64)
         if self._tail is not None:
@@ -279,70 +285,99 @@ class NoResidual(BucketResidual):
 
     def put(self, residuals: Mapping[str, Tensor]) -> None: ...
 
+    def unsent(self) -> Tensor:
+        return self.residual.new_zeros(()).expand(sum(self.sizes))
 
-class NarrowedBucket:
-    """A `CompressedBucket` of `wire`: all elements in fewer bytes, added up in a wider dtype.
 
-    Each rank sends every other one its part of the bucket; every rank adds up the part that it owns, and sends the sum,
-    encoded again, to all. What either encoding loses stays in a residual: what the second one does, in the owner's.
+class TwoShots:
+    """A vector that some ranks add up in fewer bytes: each sends every other one its part; every rank adds up the part
+    that it owns, in a wider dtype, and sends the sum, encoded again, to all.
+
+    What either encoding loses stays in the residual, where there is one: what the second one does, in the owner's.
     """
 
-    by_magnitude = False
+    def __init__(
+        self, feedback: BucketResidual, compressor: WireCompressor, elements: int, ranks: int, owner: int,
+        tail_elements: int, *, seed: int,
+    ) -> None:  # fmt: skip
+        """`elements`: of the vector, for each of which `feedback` has a residual; this rank owns part number `owner`.
+        `tail_elements` (float32) are sent as they are. `seed`: another one on each rank, for stochastic rounding.
+        """
+        self._feedback, self._compressor, self._owner = feedback, compressor, owner
+        self._cut = compressor.cut(elements, ranks, feedback.dtype, share_of(tail_elements, ranks))
+        self._total = torch.zeros(self._cut.share, dtype=feedback.dtype, device=feedback.device)
+        """The sum of this rank's part; then what encoding it has lost."""
+        self.message = Narrowed(ranks, self._cut.row_bytes, feedback.device, self._narrow)
+        self._place, self._step = f"{seed}\n{feedback.bucket.slots[0].name}", 0
+
+    def encode(self, vector: Tensor, tail: Tensor | None, step: int) -> None:
+        """Fill the message with residual + vector, and the tail behind it; both 1-D."""
+        feedback, rows, self._step = self._feedback, self.message.rows, step
+        old, new = (feedback.residual, feedback.following) if self._compressor.error_feedback else (None, None)
+        self._compressor.compress(vector, old, new, rows, self._cut, seed_of(f"sent\n{self._place}", step))
+        if tail is not None:
+            tails = tail.new_zeros(len(rows) * self._cut.tail)
+            tails[: tail.numel()] = tail
+            self._cut.tails(rows).copy_(tails.view(len(rows), -1))
+
+    def _narrow(self, received: Tensor, own: Tensor) -> None:
+        self._compressor.add_up(received, self._total, self._cut)
+        self._compressor.narrow(self._total, own, self._cut, seed_of(f"summed\n{self._place}", self._step))
+        if self._cut.tail:
+            self._cut.tails(own).copy_(self._cut.tails(received).sum(dim=0, keepdim=True))
+
+    def decode(self, sums: Tensor, tail: Tensor | None) -> None:
+        """Fill `sums` and `tail` (1-D) with the sums over ranks: the message has come."""
+        self._compressor.decode(self.message.gathered, sums, self._cut)
+        if tail is not None:
+            tail.copy_(self._cut.tails(self.message.gathered).reshape(-1)[: tail.numel()])
+
+    def keep_lost(self) -> None:
+        """Add what encoding the sum has lost to the next residual."""
+        if self._compressor.error_feedback:
+            first = self._owner * self._cut.share
+            mine = self._feedback.following[first : first + self._cut.share]
+            mine.add_(self._total[: mine.numel()])
+
+
+class NarrowedBucket:
+    """A `CompressedBucket` of `wire`: all elements in fewer bytes, added up in a wider dtype (`TwoShots`)."""
 
     def __init__(
         self, feedback: BucketResidual, compressor: WireCompressor, ranks: int, rank: int, tail: Tensor | None
     ) -> None:
         """`tail` (float32) is sent as it is behind the elements and becomes its sum over ranks."""
-        self.feedback, self._compressor, self._tail = feedback, compressor, tail
-        self.k, self._rank = sum(feedback.sizes), rank
-        each = 0 if tail is None else share_of(tail.numel(), ranks)
-        self._cut = compressor.cut(self.k, ranks, feedback.dtype, each)
-        self._total = torch.zeros(self._cut.share, dtype=feedback.dtype, device=feedback.device)
-        """The sum of this rank's part; then what encoding it has lost."""
-        self.packed = Narrowed(ranks, self._cut.row_bytes, feedback.device, self._narrow)
-        self._step = 0
+        self.feedback, self._tail, self.k = feedback, tail, sum(feedback.sizes)
+        self.watched = Rounding(feedback.bucket, feedback=compressor.error_feedback)
+        tail_elements = 0 if tail is None else tail.numel()
+        self._shots = TwoShots(feedback, compressor, self.k, ranks, rank, tail_elements, seed=rank)
+        self.packed = self._shots.message
         feedback.bucket.payload.messages = [self.packed]
 
-    def _seed(self, what: str) -> int:
-        return seed_of(f"{what}\n{self._rank}\n{self.feedback.bucket.slots[0].name}", self._step)
-
     def pack(self, step: int) -> None:
-        feedback, rows, self._step = self.feedback, self.packed.rows, step
-        old, new = (feedback.residual, feedback.following) if self._compressor.error_feedback else (None, None)
-        self._compressor.compress(feedback.gradient(), old, new, rows, self._cut, self._seed("sent"))
-        if self._tail is not None:
-            tails = self._tail.new_zeros(len(rows) * self._cut.tail)
-            tails[: self._tail.numel()] = self._tail
-            self._cut.tails(rows).copy_(tails.view(len(rows), -1))
-
-    def _narrow(self, received: Tensor, own: Tensor) -> None:
-        self._compressor.add_up(received, self._total, self._cut)
-        self._compressor.narrow(self._total, own, self._cut, self._seed("summed"))
-        if self._tail is not None:
-            self._cut.tails(own).copy_(self._cut.tails(received).sum(dim=0, keepdim=True))
+        gradient = self.feedback.gradient()
+        if self.watched.expected:
+            self.watched.keep(gradient, self.feedback.unsent(), step)
+        self._shots.encode(gradient, self._tail, step)
 
     def unpack(self) -> Tensor:
         sums = self.feedback.room()
-        self._compressor.decode(self.packed.gathered, sums, self._cut)
+        self._shots.decode(sums, self._tail)
+        if self.watched.expected:
+            self.watched.arrived(sums)
         self.feedback.give(sums)
-        if self._tail is not None:
-            self._tail.copy_(self._cut.tails(self.packed.gathered).reshape(-1)[: self._tail.numel()])
-        if self._compressor.error_feedback:
-            first = self._rank * self._cut.share
-            mine = self.feedback.following[first : first + self._cut.share]
-            mine.add_(self._total[: mine.numel()])
+        self._shots.keep_lost()
         return self.feedback.finite()
 
 
 class NativeBucket:
     """A `CompressedBucket` of `wire` that the backend adds up in the wire's dtype: what its sums lose, nobody keeps."""
 
-    by_magnitude = False
-
     def __init__(self, feedback: BucketResidual, compressor: WireCompressor, rank: int, tail: Tensor | None) -> None:
         """`tail` (in the wire's dtype, small integers) is sent behind the elements and becomes its sum over ranks."""
         self.feedback, self._compressor, self._tail = feedback, compressor, tail
         self.k, self._rank = sum(feedback.sizes), rank
+        self.watched = Rounding(feedback.bucket, feedback=compressor.error_feedback)
         flags = 0 if tail is None else tail.numel()
         self._cut = compressor.cut(self.k, 1, feedback.dtype)
         flat = torch.zeros(self.k + flags, dtype=compressor.dtype, device=feedback.device)
@@ -353,13 +388,18 @@ class NativeBucket:
         feedback, flat = self.feedback, self.packed.flat
         old, new = (feedback.residual, feedback.following) if self._compressor.error_feedback else (None, None)
         seed = seed_of(f"sent\n{self._rank}\n{feedback.bucket.slots[0].name}", step)
+        gradient = feedback.gradient()
+        if self.watched.expected:
+            self.watched.keep(gradient, feedback.unsent(), step)
         if self.k:
-            self._compressor.compress(feedback.gradient(), old, new, flat.view(torch.uint8)[None], self._cut, seed)
+            self._compressor.compress(gradient, old, new, flat.view(torch.uint8)[None], self._cut, seed)
         if self._tail is not None:
             flat[self.k :] = self._tail
 
     def unpack(self) -> Tensor:
         sums = self.feedback.room().copy_(self.packed.flat[: self.k])
+        if self.watched.expected:
+            self.watched.arrived(sums)
         self.feedback.give(sums.add_(0.0))  # −0 becomes 0, as where elements are selected
         if self._tail is not None:
             self._tail.copy_(self.packed.flat[self.k :])

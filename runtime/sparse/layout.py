@@ -7,7 +7,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from runtime.comm.collectives import HITOPK, NATIVE, form_of
+from runtime.comm.collectives import HIERARCHICAL, NATIVE, form_of
+from runtime.comm.collectives.phases import share_of
 from runtime.comm.topology import Topology
 from runtime.core.buckets import BucketBuffer, Message, make_plain_buckets
 from runtime.core.usage import UsageFlags
@@ -22,20 +23,26 @@ from runtime.sparse.compressed import (
 )
 from runtime.sparse.compressors import make_compressor
 from runtime.sparse.compressors.sparse import SparseCompressor
-from runtime.sparse.compressors.wire import WIRE_DTYPES, make_wire
-from runtime.sparse.hitopk import HitopkBucket, ShardResidual
+from runtime.sparse.compressors.wire import WIRE_DTYPES, WireCompressor, make_wire
+from runtime.sparse.hitopk import HitopkBucket
+from runtime.sparse.narrow_torus import NarrowTorusBucket
+from runtime.sparse.shards import ShardResidual
 
 EXACT = "none"
 
 
-def make_hitopk(
+def make_lossy_between(
     bucket: BucketBuffer, spec: CompressorSpec, topology: Topology, rank: int, tail: Tensor | None = None
 ) -> CompressedBucket:
-    """Make a bucket of HiTopKComm lossy; as `make_lossy`, which selects from each rank's own gradients."""
-    feedback = ShardResidual(bucket, topology.ranks_per_node, topology.local_rank(rank))
-    compressor = make_compressor(spec, [("shard", feedback.share)], ranks=topology.num_nodes)
+    """Make a bucket lossy between nodes alone; as `make_lossy`, which begins with each rank's own gradients."""
+    parts, part = topology.ranks_per_node, topology.local_rank(rank)
+    share = share_of(sum(slot.parameter.numel() for slot in bucket.slots), parts)
+    compressor = make_compressor(spec, [("shard", share)], ranks=topology.num_nodes)
+    if isinstance(compressor, WireCompressor):
+        feedback = ShardResidual(bucket, parts, part) if compressor.error_feedback else NoResidual(bucket)
+        return NarrowTorusBucket(feedback, compressor, topology, rank, tail)
     assert isinstance(compressor, SparseCompressor)
-    return HitopkBucket(feedback, compressor, topology.num_nodes, topology.ranks_per_node, tail)
+    return HitopkBucket(ShardResidual(bucket, parts, part), compressor, topology, rank, tail)
 
 
 def make_lossy(
@@ -82,9 +89,9 @@ def make_buckets(
     for bucket, planned in zip(buckets, plan.buckets, strict=True):
         if planned.compressor.name != EXACT:
             behind = tail.flat if planned is last else None
-            if form_of(planned) == HITOPK:
+            if form_of(planned) in HIERARCHICAL:
                 assert topology is not None
-                lossy[bucket.index] = make_hitopk(bucket, planned.compressor, topology, rank, behind)
+                lossy[bucket.index] = make_lossy_between(bucket, planned.compressor, topology, rank, behind)
             else:
                 native = form_of(planned) == NATIVE
                 lossy[bucket.index] = make_lossy(bucket, planned.compressor, ranks, behind, rank=rank, native=native)

@@ -20,7 +20,6 @@ from runtime.core.buckets import BucketBuffer
 from runtime.core.exchange import ErrorFeedback
 from runtime.errors import InputError
 from runtime.sparse.compressed import CompressedBucket, all_finite
-from runtime.sparse.guard import Watched
 
 State = dict[str, Any]
 """`residuals` (by gradient, in its shape, times 1/ranks), `steps`, `loss_scale`."""
@@ -108,8 +107,7 @@ class ErrorFeedbackState(ErrorFeedback):
         return bucket.index in self.lossy
 
     def watched(self) -> list[Any]:
-        lossy = self.lossy.items()
-        return [Watched(self._buckets[at], one.k, one.feedback.summed) for at, one in lossy if one.by_magnitude]
+        return [one.watched for one in self.lossy.values() if one.watched is not None and one.k]
 
     def state(self) -> State:
         if not self.active:

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from runtime.modes import Delayed
 from runtime.plan import CompressorSpec, DelaySpec, PlanBucket, PlanWorld
 from runtime.session.session import Session
-from runtime.sparse import guard
+from runtime.sparse import guard, samples
 
 SGD = Sgd(lambda _: 0.02, 0.9, 1e-3)
 WHOLE_SGD = Sgd(lambda _: 2**-6, 0.5)
@@ -197,7 +197,8 @@ def harmful_pushes() -> dict[str, bool]:
     model, optimizer, session = _started(ranks_per_node, **compressed(Net(), 2, TOPK))
     with (
         warnings.catch_warnings(record=True) as caught,
-        patch.multiple(guard, FIRST_STEP=1, FEWEST_STEPS=1, COST=1e9, MAX_DELTA=-1.0),
+        patch.multiple(guard, FIRST_STEP=1, FEWEST_STEPS=1, COST=1e9),
+        patch.object(samples, "MAX_DELTA", -1.0),
     ):
         warnings.simplefilter("always")
         train(model, optimizer, net_loss, range(FEW.warmup_steps + 1))
@@ -205,7 +206,7 @@ def harmful_pushes() -> dict[str, bool]:
         train(model, optimizer, net_loss, range(FEW.warmup_steps + 1, 30))
         held = gathered(session)
     said = [str(one.message) for one in caught if "leaves more behind" in str(one.message)]
-    results = {"sampled": any(first.values()) and all(s.delta >= 0.0 for of in first.values() for s in of)}
+    results = {"sampled": any(first.values()) and all(s.figure >= 0.0 for of in first.values() for s in of)}
     results["all go dense"] = len(said) == 2 and {b.compressor.name for b in session.plan.buckets} == {"none"}
     results["nothing stays behind"] = not any(bool(part.any()) for one in held for part in one.values())
     results["still delayed"] = isinstance(session.mode, Delayed) and session.mode.stage == "delayed"

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 from hierarchy_reference import (
+    BETWEEN,
     DENSE,
     HITOPK,
     MIXED,
+    NARROW,
     SPARSE,
     Algorithm2,
     copy_of,
@@ -32,6 +37,7 @@ from runtime.comm.world import Grid, World
 from runtime.core.buckets import BucketBuffer, Message
 from runtime.plan import CompressorSpec, Plan
 from runtime.session.session import Session
+from runtime.sparse import guard
 
 GRIDS = {2: ((1, 1), (1, 2), (2, 1)), 3: ((1, 3), (3, 1)), 4: ((2, 2),)}
 """By number of ranks: (nodes, ranks of each)."""
@@ -139,7 +145,7 @@ def weights_stay_equal() -> dict[str, Any]:
         for what, forms in {
             "torus": [(*TORUS, None)],
             "library": [("all_reduce", "library", None)],
-            "all": MIXED,
+            "all": [*NARROW, *MIXED],
         }.items():
             model = convnet()
             optimizer, session = start(planned(model, 4, forms, 2), model, group)
@@ -163,11 +169,12 @@ def conserved() -> dict[str, Any]:
         assert group is not None
         model = convnet()
         forms: list[list[tuple[str, str, CompressorSpec | None]]] = [
-            HITOPK, [("sparse", "flat", SPARSE)], [("sparse", "hitopk", DENSE)], HITOPK, [(*TORUS, None)],
+            HITOPK, [("sparse", "flat", SPARSE)], [("sparse", "hitopk", DENSE)], NARROW, HITOPK,
+            [("all_reduce", "library", replace(BETWEEN, links=None))], NARROW, [(*TORUS, None)],
         ]  # fmt: skip
         _, session = start(planned(model, 4, forms[0], 4), model, group)
         due = {name: torch.zeros(p.shape, dtype=torch.float64) for name, p in model.named_parameters()}
-        for step, (form, size) in enumerate(zip(forms, (4, 3, 5, 2, 4), strict=True)):
+        for step, (form, size) in enumerate(zip(forms, (4, 3, 5, 3, 2, 4, 5, 4), strict=True)):
             session.switch(planned(model, 4, form, size))
             own = everyones(model, step, group)
             model.zero_grad()
@@ -195,7 +202,7 @@ def resumed() -> dict[str, bool]:
     results: dict[str, bool] = {}
     with on_grid(2, 2) as group:
         assert group is not None
-        plan = planned(convnet(), 4, HITOPK, 3)
+        plan = planned(convnet(), 4, [*HITOPK, *NARROW], 3)
         straight = convnet()
         optimizer, session = start(plan, straight, group)
         for step in range(6):
@@ -236,22 +243,58 @@ def not_finite() -> dict[str, bool]:
     results: dict[str, bool] = {}
     with on_grid(2, 2) as group:
         assert group is not None
-        model = convnet()
-        _, session = start(planned(model, 4, HITOPK, 4), model, group)
-        loss_of(model, 0).backward()
-        before = {name: part.clone() for name, part in carried(session).items()}
-        weight = next(iter(model.parameters()))
-        hook = weight.register_hook(lambda g: torch.full_like(g, float("nan")) if dist.get_rank() == 3 else None)
-        model.zero_grad()
-        loss_of(model, 1).backward()
-        hook.remove()
-        results["seen"] = weight.grad is not None and not bool(torch.isfinite(weight.grad).all())
-        results["kept"] = equal(carried(session), before)
-        model.zero_grad()
-        loss_of(model, 2).backward()
-        results["goes on"] = not equal(carried(session), before)
-        session.detach()
+        for what, forms in (("hitopk", HITOPK), ("narrow", NARROW)):
+            model = convnet()
+            _, session = start(planned(model, 4, forms, 4), model, group)
+            loss_of(model, 0).backward()
+            before = {name: part.clone() for name, part in carried(session).items()}
+            weight = next(iter(model.parameters()))
+            hook = weight.register_hook(lambda g: torch.full_like(g, float("nan")) if dist.get_rank() == 3 else None)
+            model.zero_grad()
+            loss_of(model, 1).backward()
+            hook.remove()
+            results[f"{what}: seen"] = weight.grad is not None and not bool(torch.isfinite(weight.grad).all())
+            results[f"{what}: kept"] = equal(carried(session), before)
+            model.zero_grad()
+            loss_of(model, 2).backward()
+            results[f"{what}: goes on"] = not equal(carried(session), before)
+            session.detach()
     return results
+
+
+def widened() -> dict[str, bool]:
+    """Where nodes' sums cancel, what is narrow between them goes wider step by step; what it held back comes."""
+    sign = 1.0 if dist.get_rank() < 2 else -1.0
+    gradient = sign * torch.randint(1, 50_000, (515,), generator=torch.Generator().manual_seed(dist.get_rank() % 2))
+    gradient[::64] *= 1.0 + 0.5 * sign
+    gradient += 1.0
+    total = torch.zeros(515)
+    with on_grid(2, 2) as group, patch.multiple(guard, FIRST_STEP=1, FEWEST_STEPS=1, COST=1e9):
+        assert group is not None
+        model = nn.ParameterDict({"none": torch.zeros(0), "weight": torch.zeros(515)})
+        plan = planned(model, 4, [(*TORUS, CompressorSpec(name="wire", dtype="int8", links="inter"))], 1)
+        ways = []
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            _, session = start(plan, model, group)
+            for _ in range(40):
+                model.zero_grad()
+                ((model["weight"] * gradient).sum() + model["none"].sum()).backward()
+                assert model["weight"].grad is not None
+                total += model["weight"].grad
+                (bucket,) = (one for one in session.plan.buckets if one.gradients == ("weight",))
+                ways.append((bucket.algorithm, bucket.compressor.name, bucket.compressor.dtype))
+        said = [one for one in caught if one.category is runtime.AccuracyWarning]
+        held = carried(session).get("weight", torch.zeros(515)).clone()
+        session.detach()
+        dist.all_reduce(held, group=group)
+        dist.all_reduce(gradient, group=group)
+    return {
+        "wider": list(dict.fromkeys(ways))
+        == [("torus_2d", "wire", "int8"), ("torus_2d", "wire", "bfloat16"), ("torus_2d", "none", None)],
+        "said": len(said) == 2,
+        "nothing is lost": bool((total + held - 10.0 * gradient).abs().max() < 0.05),
+    }
 
 
 def overlap() -> dict[str, Any]:
@@ -302,6 +345,7 @@ CHECKS: dict[str, Callable[[], dict[str, Any]]] = {
         conserved,
         resumed,
         not_finite,
+        widened,
         overlap,
         refusals,
     )

@@ -136,6 +136,8 @@ SPARSE = CompressorSpec(name="topk", selector="exact", density=0.05)
 DENSE = CompressorSpec(name="topk", selector="exact", density=0.6)
 TINY = CompressorSpec(name="topk", selector="exact", density=1e-7)
 HITOPK = [("sparse", "hitopk", SPARSE)]
+BETWEEN = CompressorSpec(name="wire", dtype="int8", rounding="stochastic", links="inter")
+NARROW = [("all_reduce", "torus_2d", BETWEEN)]
 MIXED = [("sparse", "hitopk", DENSE), ("all_reduce", "torus_2d", None), ("all_reduce", "library", None),
          ("sparse", "hitopk", SPARSE), ("sparse", "naive_all_gather", SPARSE), ("all_reduce", "tree", None),
          ("sparse", "hitopk", TINY)]  # fmt: skip

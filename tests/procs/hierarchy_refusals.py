@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from hierarchy_reference import HITOPK, TINY, on_grid, planned
+from hierarchy_reference import HITOPK, NARROW, TINY, on_grid, planned
 from lossy_reference import loss_of
 from session_checks import convnet
 from step_checks import raised
@@ -50,6 +50,7 @@ def refusals() -> dict[str, str]:
     said["nor for a tree"] = told({"GROUP_RANK": str(rank // 3)}, tree)
     said["other nodes"] = told(pairs, replace(plan, world=PlanWorld(ranks=4, nodes=4)))
     said["one node"] = told({}, replace(planned(model, 4, HITOPK, 4), world=PlanWorld(ranks=4, nodes=2)))
+    said["narrow on one node"] = told({}, replace(planned(model, 4, [*HITOPK, *NARROW], 4), world=PlanWorld(ranks=4)))
     said["torus on one node"] = told({}, replace(plan, world=PlanWorld(ranks=4, nodes=2), phase_order=((0, 0),)))
     said["too few"] = told(pairs, planned(model, 4, [("sparse", "hitopk", TINY)], 4))
     said["flat mesh"] = told({}, mesh=_Mesh(torch.arange(4)))

@@ -13,16 +13,18 @@ import torch
 import torch.distributed as dist
 from drift_checks import linked
 from lossy_checks import CHECKS as LOSSY_CHECKS
+from lossy_checks import carried
 from lossy_reference import RANDOM, TOPK, WIRE, loss_of, lossy
 from session_checks import convnet, plan_of
-from torch import nn
+from torch import Tensor, nn
 
 import runtime
 from runtime.monitor import trial
 from runtime.monitor.verdict import Verdict
 from runtime.plan import CompressorSpec, Plan
 from runtime.session.session import Session
-from runtime.sparse import guard
+from runtime.sparse import guard, samples
+from runtime.sparse.compressors.wire import WIRE_DTYPES
 
 
 def tried_plan(spec: CompressorSpec = TOPK) -> Plan:
@@ -142,24 +144,121 @@ def guarded() -> dict[str, bool]:
         return {"stays": names == {"other": "topk", "weight": "topk"}, "says nothing": not said}
     return {
         "goes dense": names == {"other": "topk", "weight": "none"},
-        "sampled": bool(sampled) and all(0.0 < sample.energy <= 1.0 and sample.delta <= 1.0 for sample in sampled),
+        "sampled": bool(sampled) and all(0.0 < sample.energy <= 1.0 and sample.figure <= 1.0 for sample in sampled),
         "says so": len(said) == 1 and "(weight … weight) leaves more behind" in said[0],
         "nothing is lost": torch.allclose(total, expected / dist.get_world_size() * 24, rtol=1e-5),
     }
 
 
-def others_are_not_judged() -> dict[str, bool]:
-    """What δ compares with says nothing of buckets that round, or choose at random: these stay what they are."""
-    model = convnet()
-    with warnings.catch_warnings(record=True) as caught, patch.multiple(guard, FIRST_STEP=1, FEWEST_STEPS=1, COST=1e9):
-        warnings.simplefilter("always")
-        session = runtime.attach(model, None, lossy(plan_of(model, 3), [WIRE, RANDOM]))
-        for step in range(12):
-            model.zero_grad()
-            loss_of(model, step).backward()
-    found = {bucket.compressor.name for bucket in session.plan.buckets}
-    session.detach()
-    return {"stay": found == {"wire", "randomk"}, "no warning": not caught}
+def healthy() -> dict[str, bool]:
+    """Narrow buckets of a model that trains stay what they are, far from what would be too much; so do those that
+    choose at random, which nothing is known of. That they are looked at changes no bit.
+    """
+    results, trained = {}, {}
+    specs = [
+        CompressorSpec(name="wire", dtype=dtype, error_feedback=feedback, rounding=rounding)
+        for dtype in WIRE_DTYPES
+        for feedback, rounding in ((None, None), (False, None), (None, "stochastic"))
+    ]
+    plan = lossy(plan_of(convnet(), 1), [RANDOM, *specs])
+    for watched in (True, False):
+        model = convnet()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        with (
+            warnings.catch_warnings(record=True) as caught,
+            patch.multiple(guard, FIRST_STEP=1, FEWEST_STEPS=1, COST=1e9),
+        ):
+            warnings.simplefilter("always")
+            session = runtime.attach(model, optimizer, plan, guard=watched)
+            for step in range(4 * len(plan.buckets)):
+                optimizer.zero_grad()
+                loss_of(model, step).backward()
+                optimizer.step()
+        trained[watched] = nn.utils.parameters_to_vector(model.parameters()).detach()
+        if watched:
+            results["stay"] = session.plan.buckets == plan.buckets and not caught
+            found = session.samples
+            results["each is sampled"] = len(found) == sum(b.compressor.name == "wire" for b in plan.buckets) and all(
+                len(of) >= 4 for of in found.values()
+            )
+            results["far from harm"] = all(s.figure < 0.25 * s.limit for of in found.values() for s in of)
+            results["but something is lost"] = all(any(s.figure > 0.0 for s in of) for of in found.values())
+            results["in the report"] = str(session.report()).count("relative error of the sum") == len(found)
+        session.detach()
+    results["the same bits"] = torch.equal(trained[True], trained[False])
+    return results
+
+
+def outliers() -> Tensor:
+    """A gradient in each of whose blocks one element leaves no code to the others."""
+    gradient = torch.ones(512)
+    gradient[::64] = 2.0**40
+    return gradient
+
+
+def opposed() -> Tensor:
+    """Gradients that cancel over two ranks but for one 1e-5 of them, which no narrow format keeps."""
+    odd = dist.get_rank() % 2
+    gradient = torch.randint(50_000, 100_000, (512,), generator=torch.Generator().manual_seed(3)).float()
+    gradient[::64] *= 1 + odd  # so that scales are others, and roundings do not cancel, too
+    return gradient * (1 - 2 * odd) + 1.0
+
+
+def widened() -> dict[str, bool]:
+    """A narrow bucket that does harm goes one step wider on all ranks, and again where it still does; with error
+    feedback nothing is lost thereby.
+    """
+    results = {}
+    cases: dict[str, tuple[dict[str, Any], str, Callable[[], Tensor], list[str]]] = {
+        "int8, forgotten": ({"dtype": "int8", "block": 64, "error_feedback": False}, "library", outliers, ["bfloat16"]),
+        "float8": ({"dtype": "float8_e4m3fn", "rounding": "stochastic"}, "two_shot", outliers, ["bfloat16"]),
+        "opposed": ({"dtype": "int8"}, "two_shot", opposed, ["bfloat16", "none"]),
+        "native": ({"dtype": "bfloat16", "error_feedback": False}, "native", opposed, ["none"]),
+    }
+    for what, (options, algorithm, make, expected) in cases.items():
+        if dist.get_world_size() % 2 and make is opposed:
+            continue  # an odd rank's gradients are not cancelled
+        model = nn.ParameterDict({"weight": torch.zeros(512)})
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        plan = lossy(plan_of(model, 1), [CompressorSpec(name="wire", **options)])
+        plan = replace(plan, buckets=(replace(plan.buckets[0], algorithm=algorithm),))
+        gradient, total, ways = make(), torch.zeros(512), []
+        with (
+            warnings.catch_warnings(record=True) as caught,
+            patch.multiple(guard, FIRST_STEP=1, FEWEST_STEPS=1, COST=1e9),
+            patch.object(samples, "DRAWN", 100),
+        ):
+            warnings.simplefilter("always")
+            session = runtime.attach(model, optimizer, plan)
+            for _ in range(30):
+                optimizer.zero_grad()
+                (model["weight"] * gradient).sum().backward()
+                assert model["weight"].grad is not None
+                total += model["weight"].grad
+                optimizer.step()
+                bucket = session.plan.buckets[0]
+                ways.append((bucket.algorithm, bucket.compressor.dtype or bucket.compressor.name))
+        said = [str(one.message) for one in caught if one.category is runtime.AccuracyWarning]
+        everyone: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everyone, (ways, said, model["weight"].detach()))
+        passed = list(dict.fromkeys(ways))
+        wide = [(algorithm if dtype != "none" else "library", dtype) for dtype in expected]
+        results[f"{what}: wider"] = passed == [(algorithm, options["dtype"]), *wide]
+        results[f"{what}: alike"] = all(one[0] == ways for one in everyone)
+        results[f"{what}: said"] = len(said) == len(expected) and all(
+            "(weight … weight) rounds too coarsely" in text
+            and ("it sends everything" if dtype == "none" else f"it is sent as {dtype}") in text
+            for dtype, text in zip(expected, said, strict=True)
+        )
+        results[f"{what}: weights are equal"] = all(torch.equal(one[2], model["weight"]) for one in everyone)
+        held = carried(session).get("weight", torch.zeros(512)).clone()
+        dist.all_reduce(held)
+        due = gradient.clone()
+        dist.all_reduce(due)
+        lost = due / dist.get_world_size() * 30 - total - held
+        results[f"{what}: nothing is lost"] = (bool(lost.abs().max() < 0.01)) is (options.get("error_feedback") is None)
+        session.detach()
+    return results
 
 
 def without_elements() -> dict[str, bool]:
@@ -198,7 +297,7 @@ def adaptive_optimizers() -> dict[str, bool]:
 
 CHECKS: dict[str, Callable[[], dict[str, bool]]] = LOSSY_CHECKS | {
     check.__name__: check
-    for check in (fallback, tried_once, guarded, others_are_not_judged, adaptive_optimizers, without_elements)
+    for check in (fallback, tried_once, guarded, healthy, widened, adaptive_optimizers, without_elements)
 }
 
 

@@ -58,7 +58,7 @@ class Cell:
     @property
     def name(self) -> str:
         spec = self.spec
-        given = (spec.selector, spec.dtype, spec.scope, spec.block, spec.rounding, spec.error_feedback)
+        given = (spec.selector, spec.dtype, spec.scope, spec.block, spec.rounding, spec.error_feedback, spec.links)
         options = " ".join(str(one) for one in given if one is not None)
         return f"{'/'.join(self.form)} {spec.name} {options}, {self.kind}, {self.layout}"
 
@@ -84,6 +84,8 @@ def specs_of(name: str, family: Family) -> Iterator[CompressorSpec]:
         yield from (CompressorSpec(name=name, dtype=dtype) for dtype in WIRE_DTYPES)
         yield CompressorSpec(name=name, dtype="int8", block=64, rounding="stochastic")
         yield CompressorSpec(name=name, dtype="bfloat16", rounding="stochastic", error_feedback=False)
+        yield CompressorSpec(name=name, dtype="int8", rounding="stochastic", links="inter")
+        yield CompressorSpec(name=name, dtype="bfloat16", error_feedback=False, links="inter")
     elif "selector" in family.options:
         yield from (CompressorSpec(name=name, selector=selector, density=DENSITY) for selector in SELECTORS)
         yield CompressorSpec(name=name, density=DENSITY, scope="layer")

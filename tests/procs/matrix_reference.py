@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from runtime.comm.collectives import HITOPK, NATIVE
+from runtime.comm.collectives import HITOPK, NATIVE, is_narrow_between
 from runtime.plan import Plan, PlanBucket
 from runtime.sparse.compressed import layer_runs
 from runtime.sparse.compressors import make_compressor
@@ -67,8 +67,10 @@ class Everyone:
 
     def _sent(self, bucket: PlanBucket, added: Sequence[Tensor], held: Sequence[Tensor], number: int) -> Tensor:
         """The sum of what is sent of gradients and residuals; these become the rest."""
+        if is_narrow_between(bucket):
+            return self._narrow_torus(bucket, added, held, number)
         if bucket.compressor.name == "wire":
-            return self._narrowed(bucket, added, held, number)
+            return self._narrowed(bucket, added, held, number, self._numbers)
         if (bucket.collective, bucket.algorithm) == HITOPK:
             return self._hitopk(bucket, added, held, number)
         layers = layer_runs((name, self._parameters[name].numel()) for name in bucket.gradients)
@@ -95,14 +97,36 @@ class Everyone:
                 held[rank].copy_(residual[:numel])
         return total[:numel]
 
-    def _narrowed(self, bucket: PlanBucket, added: Sequence[Tensor], held: Sequence[Tensor], number: int) -> Tensor:
+    def _narrow_torus(self, bucket: PlanBucket, added: Sequence[Tensor], held: Sequence[Tensor], number: int) -> Tensor:
+        """Sums inside nodes; of these, the ranks of one place add up their shard as all ranks do a narrow bucket."""
+        parts, numel = len(self._nodes[0]), added[0].numel()
+        share = -(-numel // parts)
+        total = torch.zeros(parts * share, dtype=held[0].dtype)
+        for place in range(parts):
+            shard, ranks = slice(place * share, (place + 1) * share), sorted(node[place] for node in self._nodes)
+            shards, residuals = [], []
+            for rank in ranks:
+                node = next(node for node in self._nodes if rank in node)
+                inside, residual = torch.zeros_like(total), torch.zeros_like(total)
+                inside[:numel] = sum((added[one] for one in node), torch.zeros_like(added[0]))
+                residual[:numel] = held[rank]
+                shards.append(inside[shard]), residuals.append(residual[shard])
+            total[shard] = self._narrowed(bucket, shards, residuals, number, ranks)
+            for rank, residual in zip(ranks, residuals, strict=True):
+                mine = held[rank][shard]
+                mine.copy_(residual[: mine.numel()])
+        return total[:numel]
+
+    def _narrowed(
+        self, bucket: PlanBucket, added: Sequence[Tensor], held: Sequence[Tensor], number: int, ranks: Sequence[int]
+    ) -> Tensor:
         """All elements encoded; each rank adds up its part, and encodes the sum, or the backend does it all."""
-        native = (bucket.collective, bucket.algorithm) == NATIVE
-        compressor = make_wire(bucket.compressor, self._ranks, native=native)
-        cut = compressor.cut(added[0].numel(), 1 if native else self._ranks, added[0].dtype)
+        native, owners = (bucket.collective, bucket.algorithm) == NATIVE, len(ranks)
+        compressor = make_wire(bucket.compressor, owners, native=native)
+        cut = compressor.cut(added[0].numel(), 1 if native else owners, added[0].dtype)
         total = torch.zeros_like(held[0])
-        for rank, (gradient, residual) in enumerate(zip(added, held, strict=True)):
-            rows = torch.zeros(1 if native else self._ranks, cut.row_bytes, dtype=torch.uint8)
+        for rank, gradient, residual in zip(ranks, added, held, strict=True):
+            rows = torch.zeros(1 if native else owners, cut.row_bytes, dtype=torch.uint8)
             rest, sent = torch.zeros_like(residual), torch.empty_like(residual)
             kept = (residual, rest) if compressor.error_feedback else (None, None)
             seed = seed_of(f"sent\n{rank}\n{bucket.gradients[0]}", number)
@@ -113,8 +137,8 @@ class Everyone:
         if native:
             return total.to(compressor.dtype).to(total.dtype)  # of two ranks: in any order
         result = torch.empty_like(total)
-        for rank, residual in enumerate(held):
-            own = slice(rank * cut.share, (rank + 1) * cut.share)
+        for owner, (rank, residual) in enumerate(zip(ranks, held, strict=True)):
+            own = slice(owner * cut.share, (owner + 1) * cut.share)
             whole, row = total.new_zeros(cut.share), torch.zeros(1, cut.row_bytes, dtype=torch.uint8)
             whole[: total[own].numel()] = total[own]
             compressor.narrow(whole, row, cut, seed_of(f"summed\n{rank}\n{bucket.gradients[0]}", number))

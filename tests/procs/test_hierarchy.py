@@ -40,7 +40,7 @@ def test_the_contract_on_two_nodes_of_two_ranks(four: list[dict[str, Any]]) -> N
     assert len(four[0]["sums_are_exact"]) == 32
 
 
-@pytest.mark.parametrize("check", ["weights_stay_equal", "conserved", "resumed", "not_finite", "overlap"])
+@pytest.mark.parametrize("check", ["weights_stay_equal", "conserved", "resumed", "not_finite", "widened", "overlap"])
 def test_training(four: list[dict[str, Any]], check: str) -> None:
     for rank in four:
         assert rank[check]
@@ -81,6 +81,7 @@ def test_what_fits_is_taken_without_a_word(four: list[dict[str, Any]], case: str
     ("case", "words"),
     [
         ("one node", "all 4 ranks are on one node, where sparse/hitopk has nothing to leave out: 3 of 3 buckets"),
+        ("narrow on one node", "all 4 ranks are on one node, where no links between nodes are: 3 of 3 buckets"),
         ("too few", "bucket 0: a density of 1e-07 is less than one of the 8549 elements of a shard: k = 1 there"),
     ],
 )

@@ -1,4 +1,4 @@
-"""Collectives that a bucket can be sent by. `COLLECTIVES` and `PHASED` are the only lists of them."""
+"""Collectives that a bucket can be sent by. `COLLECTIVES`, `PHASED` and `NARROW_PHASED` are the only lists of them."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 import torch.distributed as dist
 
 from runtime.comm.collectives.direct import library_all_reduce, naive_all_gather, narrowed_all_reduce, sparse_flat
-from runtime.comm.collectives.hitopk import hitopk_phases
 from runtime.comm.collectives.phases import Phase, Works
+from runtime.comm.collectives.shards import hitopk_phases, narrow_torus_phases
 from runtime.comm.collectives.torus_2d import torus_2d_phases
 from runtime.comm.collectives.tree import tree_phases
 from runtime.comm.topology import Topology
@@ -24,7 +24,7 @@ over ranks), `runtime.comm.collectives.direct.Packed` (its `gathered` becomes ev
 
 LIBRARY, TWO_SHOT, NATIVE = ("all_reduce", "library"), ("all_reduce", "two_shot"), ("all_reduce", "native")
 WIRE_FORMS = frozenset({LIBRARY, TWO_SHOT, NATIVE})
-"""How a bucket in a narrow format may be sent; by the library means in two shots there."""
+"""How a bucket in a narrow format on all links may be sent; by the library means in two shots there."""
 
 COLLECTIVES: Mapping[tuple[str, str], Collective] = {
     LIBRARY: library_all_reduce,
@@ -44,6 +44,8 @@ PHASED: Mapping[tuple[str, str], Callable[[Topology], tuple[Phase, ...]]] = {
 receives. Each gives its phases in order; other buckets' phases may come between them."""
 
 TORUS, HITOPK = ("all_reduce", "torus_2d"), ("sparse", "hitopk")
+NARROW_PHASED: Mapping[tuple[str, str], Callable[[Topology], tuple[Phase, ...]]] = {TORUS: narrow_torus_phases}
+"""Those of `PHASED` that also send a bucket in a narrow format between nodes alone, and what carries it then."""
 HIERARCHICAL = frozenset({TORUS, HITOPK})
 """Those that ask on which node a rank is."""
 
@@ -57,6 +59,19 @@ def collective_of(bucket: PlanBucket) -> Collective:
     """Return what carries a bucket of a collective that is not `PHASED`."""
     form = form_of(bucket)
     return COLLECTIVES[TWO_SHOT if bucket.compressor.name == "wire" and form == LIBRARY else form]
+
+
+def is_narrow_between(bucket: PlanBucket) -> bool:
+    """Whether a bucket is in a narrow format, and on the links between nodes alone."""
+    return bucket.compressor.name == "wire" and form_of(bucket) in NARROW_PHASED
+
+
+def phases_in(bucket: PlanBucket, topology: Topology) -> tuple[Phase, ...] | None:
+    """Return the phases of a bucket of a collective that is `PHASED`; None of another one."""
+    form = form_of(bucket)
+    if form not in PHASED:
+        return None
+    return (NARROW_PHASED if is_narrow_between(bucket) else PHASED)[form](topology)
 
 
 def asks_for_nodes(plan: Plan) -> bool:

@@ -21,14 +21,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from runtime.errors import InputError
-from runtime.plan import CompressorSpec
+from runtime.plan import NO_COMPRESSION, CompressorSpec
 from runtime.sparse.compressors.magnitudes import accumulate
 from runtime.sparse.compressors.options import choose
 
@@ -43,6 +43,9 @@ BLOCK, LEAST_BLOCK, LARGEST_BLOCK = 256, 64, 512
 """Elements with one scale: by default (with float16 always), and what a plan may ask for."""
 
 ROUNDINGS: Mapping[str, bool] = {"nearest": False, "stochastic": True}
+
+ALL_LINKS, BETWEEN_NODES = "all", "inter"
+"""Where a bucket is narrow; which of them goes with which collective is not asked here."""
 
 CHUNK = 1 << 16
 """Elements that are encoded together: they and what is computed of them fit into a core's cache."""
@@ -386,6 +389,13 @@ def _lowest_bit(value: float) -> float:
     return math.ldexp(1.0, (numerator & -numerator).bit_length() - 1) / denominator
 
 
+def wider(spec: CompressorSpec) -> CompressorSpec:
+    """Return the next wider format: bfloat16 after 8 bits, after 16 the elements as they are. The other 8 bits would be
+    no wider, and after float16 comes no bfloat16, which has fewer digits.
+    """
+    return replace(spec, dtype="bfloat16", block=None) if spec.dtype in EIGHT_BITS else NO_COMPRESSION
+
+
 def make_wire(spec: CompressorSpec, ranks: int, *, native: bool = False) -> WireCompressor:
     """Make what narrows a bucket, whose messages so many ranks add up; `native`: the backend does, in the wire's dtype.
 
@@ -396,12 +406,7 @@ def make_wire(spec: CompressorSpec, ranks: int, *, native: bool = False) -> Wire
         raise InputError(f"the compressor wire has no dtype; expected one of {known}: give it one")
     dtype = choose("wire: dtype", spec.dtype, WIRE_DTYPES)
     stochastic = choose("wire: rounding", spec.rounding or "nearest", ROUNDINGS)
-    if spec.links == "inter":
-        raise InputError(
-            "wire: links: found 'inter', which is not known yet; expected 'all', a narrow dtype on all links: leave "
-            "links out"
-        )
-    choose("wire: links", spec.links or "all", {"all": None})
+    choose("wire: links", spec.links or ALL_LINKS, dict.fromkeys((ALL_LINKS, BETWEEN_NODES)))
     if spec.block is not None and (native or spec.dtype not in EIGHT_BITS):
         raise InputError(
             f"wire: block: found {spec.block} with the dtype {spec.dtype}; expected it with {' or '.join(EIGHT_BITS)} "

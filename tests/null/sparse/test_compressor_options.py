@@ -19,7 +19,7 @@ from runtime.sparse.compressors import COMPRESSORS, make_compressor
 from runtime.sparse.compressors.options import MAX_ELEMENTS, Segment
 from runtime.sparse.compressors.selectors import draw
 from runtime.sparse.compressors.sparse import SparseCompressor
-from runtime.sparse.guard import delta
+from runtime.sparse.samples import delta
 
 
 @pytest.mark.parametrize("text", contract_examples.COMPRESSORS)
@@ -58,8 +58,7 @@ BAD: list[tuple[dict[str, Any], Layers, list[str]]] = [
     ({"name": "wire", "dtype": "bfloat16", "block": 256}, TWO, ["block: found 256 with the dtype bfloat16", "leave b"]),
     ({"name": "wire", "dtype": "float16", "block": 256}, TWO, ["a scale for each 256", "leave block out"]),
     ({"name": "wire", "dtype": "int8", "rounding": "up"}, TWO, ["rounding: found 'up'", "nearest, stochastic"]),
-    ({"name": "wire", "dtype": "int8", "links": "inter"}, TWO, ["links: found 'inter'", "not known yet"]),
-    ({"name": "wire", "dtype": "int8", "links": "some"}, TWO, ["links: found 'some'", "expected one of all"]),
+    ({"name": "wire", "dtype": "int8", "links": "some"}, TWO, ["links: found 'some'", "expected one of all, inter"]),
     ({"name": "topk", "density": 0.1, "error_feedback": False}, TWO, ["options error_feedback", "leave them out"]),
 ]
 
@@ -119,6 +118,17 @@ def test_plans_may_ask_for_each_where_it_fits(name: str) -> None:
         ("native", {"dtype": "float16", "block": 64}, torch.float32, ["block: found 64"]),
         ("two_shot", {"dtype": "int8"}, torch.float64, ["weight is float64", "bfloat16 or float16"]),
         ("tree", {"dtype": "int8"}, torch.float32, ["all_reduce/tree", "all_reduce/two_shot"]),
+        ("torus_2d", {"dtype": "int8", "links": "inter"}, torch.float32, None),
+        ("torus_2d", {"dtype": "int8"}, torch.float32, ["all_reduce/torus_2d", "on all links", 'add "links": "inter"']),
+        *(
+            (
+                algorithm,
+                {"dtype": "bfloat16", "links": "inter"},
+                torch.float32,
+                [f"all_reduce/{algorithm}", "between nodes alone", "expected all_reduce/torus_2d", "leave links out"],
+            )
+            for algorithm in ("library", "two_shot", "native", "tree")
+        ),
         ("two_shot", None, torch.float32, ["all_reduce/two_shot with the compressor 'none'", "expected wire"]),
         ("native", None, torch.float32, ["all_reduce/native with the compressor 'none'", "expected wire"]),
     ],

@@ -1,0 +1,90 @@
+"""Collectives that are dense inside nodes, and send less than all between them.
+
+1. reduce-scatter inside the node: each rank has a shard of the node's sum
+2. a residual may be added to it, and what is sent of the shard is chosen, or encoded
+3. that goes between the ranks of one place: sums of shards over all nodes
+4. all-gather of the shards inside the node
+
+HiTopKComm sends the largest elements, which are gathered, in step 4 too where these are fewer bytes (CommLib: Shi et
+al., MLSys 2021, Algorithm 2). A 2D torus of narrow dtypes between nodes sends all elements of the shard in two shots.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+from runtime.comm.collectives.direct import Narrowed, Packed, narrowed_all_reduce, sparse_flat
+from runtime.comm.collectives.phases import Phase, Works, gather, present, reduce_scatter
+from runtime.comm.topology import Topology
+from runtime.comm.world import Grid
+
+
+@dataclass(eq=False)
+class Shard:
+    """What a bucket gives, and the memory for what comes back."""
+
+    vector: Tensor
+    """This rank's gradients, 1-D."""
+    received: Tensor
+    """This rank's shard of those of the node's ranks, in order of rank. Shape (ranks of the node, elements)."""
+    summed: Tensor
+    """Their sum. Shape (elements,)."""
+    tail: Tensor
+    """What is sent behind the gradients. Shape (tail,)."""
+    tails: Tensor
+    """That of every rank of the node. Shape (ranks of the node, tail)."""
+    between: Packed | Narrowed
+    """What is sent between the ranks of one place: the shard, and the tail of the node."""
+    own: Tensor
+    """What the ranks of the node need of this shard: its sum over all nodes, or what makes it up."""
+    whole: Tensor
+    """Every shard's, one after the other."""
+    fill: Callable[[], None]
+    """Fills `between` when `summed` is there."""
+    add_nodes: Callable[[], None]
+    """Fills `own` when `between` has come."""
+
+
+def hitopk_phases(topology: Topology) -> tuple[Phase, ...]:
+    """The phases of HiTopKComm; what is selected is `runtime.sparse.hitopk`'s affair."""
+    return _phases("all_gather", sparse_flat, topology)
+
+
+def narrow_torus_phases(topology: Topology) -> tuple[Phase, ...]:
+    """The phases of the 2D torus with narrow dtypes between nodes; see `runtime.sparse.narrow_torus`."""
+    return _phases("all_reduce", narrowed_all_reduce, topology)
+
+
+def _phases(name: str, carry: Callable[[Any, dist.ProcessGroup], Works], topology: Topology) -> tuple[Phase, ...]:
+    """`carry`: what takes a shard's `between` over all nodes."""
+
+    def exchange(message: Shard, grid: Grid) -> Works:
+        group = grid.between.group
+        assert group is not None
+        yield from carry(message.between, group)
+        message.add_nodes()
+
+    first, second = Phase("reduce_scatter", "intra", _scatter), Phase(name, "inter", exchange)
+    return present([first, second, Phase("all_gather", "intra", _gather)], topology)
+
+
+def _scatter(message: Shard, grid: Grid) -> Works:
+    group = grid.inside.group
+    assert group is not None
+    if message.vector.numel():
+        yield from reduce_scatter(message.vector, message.received, message.summed, group)
+    if message.tail.numel():
+        yield from gather(message.tails.view(-1), message.tail, group)
+    message.fill()
+
+
+def _gather(message: Shard, grid: Grid) -> Works:
+    group = grid.inside.group
+    assert group is not None
+    if message.whole.numel():
+        yield from gather(message.whole, message.own, group)

@@ -1,0 +1,233 @@
+"""What compressed buckets answer when `runtime.sparse.guard` samples them: how much harm they do, from where on that is
+too much, and how they are sent then. One class for each way to send less; the guard knows none of them.
+
+**Selected elements** (`Selecting`) have δ of LAGS-SGD's Assumption 1 (Shi et al., ECAI 2020), which compares what is
+left behind with what random-k of the summed gradients would leave; while it is at most 1, the paper's convergence
+holds.
+
+**Narrow elements** (`Rounding`) have the median, over elements that have a gradient, of |lost| / |gradient|, both of
+the sums over ranks. Norms would not tell: where an outlier leaves no code to the other elements of its block, it is
+itself most of the norm, so that the relative error of b elements in int8 is at most √b/254 (0.063 for 256) whatever
+becomes of them; the median of the ratios is 1. In health that is a part of the format's rounding: about 0.0003 for
+float16, 0.002 for bfloat16, 0.03 for float8_e4m3fn, and for int8 1/500 of a block's largest / median magnitude, which
+makes 0.01 of normal gradients and 0.1 where the largest is 50 times as large as the usual one. It grows, too, where
+ranks' gradients cancel and what rounding them has lost does not.
+
+What is too much depends on what becomes of the loss, not on the format. Without error feedback: half of the elements
+lose more than half of themselves (`MOST_LOST`), for good: in int8 that takes a largest magnitude of 250 times the
+usual one. With it, what is lost is the residual, which comes later, and residual / gradient says how many steps later:
+half of the elements are later than the ten steps over which a momentum of 0.9, and Adam's first moment, average
+(`MOST_STEPS_LATE`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from runtime.core.buckets import BucketBuffer
+from runtime.plan import NO_COMPRESSION, PlanBucket
+from runtime.sparse.compressors.magnitudes import seed_of
+from runtime.sparse.compressors.wire import wider
+
+MAX_DELTA = 1.0
+MOST_LOST, MOST_STEPS_LATE = 0.5, 10.0
+
+DRAWN = 1 << 16
+"""Elements of a narrow bucket that are looked at, at most: with so many, what is called the median has between 49 % and
+51 % of all elements below it (five standard deviations), and their sums cost little beside the bucket's own.
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampled:
+    """One bucket at one step, over all ranks; `str` is for reports."""
+
+    step: int
+    figure: float
+    """Of the harm; NaN where gradients were not finite."""
+    limit: float
+    """Above it is too much."""
+
+    @property
+    def harmful(self) -> bool:
+        return self.figure > self.limit
+
+
+class Watched(Protocol):
+    """A bucket that may do harm."""
+
+    bucket: BucketBuffer
+
+    def expect(self) -> None:
+        """The next step is to be sampled: keep of it what that takes."""
+        ...
+
+    def sample(self, group: dist.ProcessGroup | None, step: int) -> Sampled:
+        """Look at the step that is over, the sums over all ranks, which all call this."""
+        ...
+
+    def complaint(self, samples: Sequence[Sampled]) -> str:
+        """Say what harm these samples show, as what follows the bucket's name."""
+        ...
+
+    def relief(self, planned: PlanBucket) -> tuple[PlanBucket, str]:
+        """Return how a harmful bucket is sent from now on, with as many phases, and say so ("it …")."""
+        ...
+
+
+def whole(planned: PlanBucket) -> PlanBucket:
+    """Return the bucket with all its elements as they are, in a form of the same phases, so that their order stands."""
+    algorithm = "torus_2d" if planned.algorithm in ("torus_2d", "hitopk") else "library"
+    return replace(planned, collective="all_reduce", algorithm=algorithm, compressor=NO_COMPRESSION)
+
+
+SENDS_EVERYTHING = "it sends everything"
+
+
+def delta(accumulated_sum: Tensor, sent_sum: Tensor, k: int) -> float:
+    """Return δ = ‖Σacc − Σsent‖² / E‖Σacc − RandK(Σacc)‖²; the assumption, and with it convergence, holds while δ ≤ 1.
+
+    RandK keeps each of n elements with probability k/n, so the expectation is (1 − k/n)·‖Σacc‖²: nothing is drawn.
+    `accumulated_sum` is the sum over ranks of residual + gradient, `sent_sum` of what was sent, zero where nothing was.
+    δ is 0 where nothing was left behind, +∞ where something was though random-k would leave nothing, NaN where sums are
+    not finite.
+    """
+    elements = accumulated_sum.numel()
+    if sent_sum.shape != accumulated_sum.shape or not 0 <= k <= elements:
+        raise ValueError(
+            f"delta: found k = {k} of tensors of {tuple(accumulated_sum.shape)} and {tuple(sent_sum.shape)}; expected "
+            f"two of one shape and k between 0 and their elements"
+        )
+    left = _energy(accumulated_sum - sent_sum)
+    if left == 0.0:
+        return 0.0
+    expected = (1.0 - k / elements) * _energy(accumulated_sum)
+    return left / expected if expected else math.inf
+
+
+def _energy(values: Tensor) -> float:
+    return float(torch.linalg.vector_norm(values, dtype=torch.float64)) ** 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class SelectionSample(Sampled):
+    """`figure` is δ."""
+
+    energy: float
+    """‖sent‖² / ‖sent + residual‖², of the sums over ranks."""
+    residual_norm: float
+
+    def __str__(self) -> str:
+        return (
+            f"δ {self.figure:.2f}, {self.energy:.0%} of the energy sent, norm of the residual {self.residual_norm:.3g}"
+        )
+
+
+class Selecting:
+    """`Watched` of a bucket of which the k largest elements are sent."""
+
+    def __init__(
+        self, bucket: BucketBuffer, k: int, sums: Callable[[dist.ProcessGroup | None], tuple[Tensor, Tensor]]
+    ) -> None:
+        """`sums`: (group) → (residual, what was sent in the last step), added up over all ranks, which all call this.
+        1-D.
+        """
+        self.bucket, self._k, self._sums = bucket, k, sums
+
+    def expect(self) -> None: ...
+
+    def sample(self, group: dist.ProcessGroup | None, step: int) -> Sampled:
+        residual, sent = self._sums(group)
+        total, went = _energy(residual + sent), _energy(sent)
+        return SelectionSample(
+            step=step,
+            figure=delta(residual + sent, sent, self._k),
+            limit=MAX_DELTA,
+            energy=went / total if total > 0.0 else 1.0,
+            residual_norm=math.sqrt(_energy(residual)),
+        )
+
+    def complaint(self, samples: Sequence[Sampled]) -> str:
+        values = ", ".join(f"{sample.figure:.2f}" for sample in samples)
+        return f"leaves more behind than random choice would (δ {values}, expected at most {samples[-1].limit:g})"
+
+    def relief(self, planned: PlanBucket) -> tuple[PlanBucket, str]:
+        return whole(planned), SENDS_EVERYTHING
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoundingSample(Sampled):
+    """`figure` is the median of |lost| / |gradient|."""
+
+    what: str
+    """`residual`, or `loss` where none is kept."""
+    error: float
+    """‖lost‖ / ‖residual of the step before + gradient‖, of the sums over ranks."""
+
+    def __str__(self) -> str:
+        return f"{self.what} / gradient {self.figure:.2g} (median), relative error of the sum {self.error:.2g}"
+
+
+class Rounding:
+    """`Watched` of a bucket in a narrow format. What is lost is what all ranks had to send, less what came: also what a
+    backend's own narrow sums lose, which no residual knows.
+    """
+
+    def __init__(self, bucket: BucketBuffer, *, feedback: bool) -> None:
+        """`feedback`: what is lost is kept in a residual."""
+        self.bucket = bucket
+        self._what, self._limit = ("residual", MOST_STEPS_LATE) if feedback else ("loss", MOST_LOST)
+        self.expected = False
+        """Whether `keep` and `arrived` have to be called for the step on its way."""
+
+    def expect(self) -> None:
+        self.expected = True
+
+    def keep(self, gradient: Tensor, residual: Tensor, step: int) -> None:
+        """Remember some elements of what this rank has to send: of its gradient and its residual, both 1-D."""
+        if len(gradient) <= DRAWN:
+            self._places = torch.arange(len(gradient), device=gradient.device)
+        else:  # by chance, for what is amiss may come back with each block; the same ones on all ranks
+            lots = torch.Generator().manual_seed(seed_of(f"sampled\n{self.bucket.slots[0].name}", step))
+            self._places = torch.randint(len(gradient), (DRAWN,), generator=lots).to(gradient.device)
+        own, held = gradient[self._places].to(residual.dtype), residual[self._places]
+        self._given = torch.stack((own, own + held))
+
+    def arrived(self, sums: Tensor) -> None:
+        """Remember the same elements of what came. 1-D."""
+        self._sent = sums[self._places]
+
+    def sample(self, group: dist.ProcessGroup | None, step: int) -> Sampled:
+        self.expected = False
+        dist.all_reduce(self._given, group=group)
+        gradient, accumulated = self._given
+        lost, gradient = (accumulated - self._sent).abs_(), gradient.abs()
+        used = gradient > 0.0
+        total = _energy(accumulated)
+        return RoundingSample(
+            step=step,
+            figure=float((lost[used] / gradient[used]).median()) if bool(used.any()) else 0.0,
+            limit=self._limit,
+            what=self._what,
+            error=math.sqrt(_energy(lost) / total) if total > 0.0 else 0.0,
+        )
+
+    def complaint(self, samples: Sequence[Sampled]) -> str:
+        values = ", ".join(f"{sample.figure:.3g}" for sample in samples)
+        return (
+            f"rounds too coarsely: of half its elements the {self._what} is more than {values} times the gradient "
+            f"(expected at most {self._limit:g})"
+        )
+
+    def relief(self, planned: PlanBucket) -> tuple[PlanBucket, str]:
+        spec = wider(planned.compressor)
+        if spec == NO_COMPRESSION:
+            return whole(planned), SENDS_EVERYTHING
+        return replace(planned, compressor=spec), f"it is sent as {spec.dtype}"
