@@ -61,6 +61,24 @@ class CharLstm(nn.Module):
         return scores
 
 
+class DigitViT(nn.Module):
+    """A vision transformer on 16 patches of 4×4 pixels: two encoder layers, mean over patches."""
+
+    def __init__(self, width: int = 64) -> None:
+        super().__init__()
+        self.patches = nn.Conv2d(1, width, 4, stride=4)
+        self.places = nn.Parameter(torch.randn(16, width) * 0.02)
+        layer = nn.TransformerEncoderLayer(width, 4, 4 * width, dropout=0.0, batch_first=True, norm_first=True)
+        self.encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+        self.output = nn.Linear(width, 10)
+
+    def forward(self, images: Tensor) -> Tensor:
+        """(batch, 1, 16, 16) → class scores (batch, 10)."""
+        x = self.patches(images).flatten(2).transpose(1, 2) + self.places
+        scores: Tensor = self.output(self.encoder(x).mean(dim=1))
+        return scores
+
+
 def _known() -> int:
     return charlm.text()[1]
 
@@ -75,11 +93,15 @@ def _held_out_loss(model: nn.Module) -> float:
 
 
 def tasks(scale: float = 1.0) -> list[Task]:
-    """The three tasks; `scale` times their steps."""
+    """The tasks; `scale` times their steps."""
     return [
         Task(
             "digits, ResNet-20", ResNet20, loss, batch,
             lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9), test_accuracy, "higher", round(360 * scale),
+        ),
+        Task(
+            "digits, ViT", DigitViT, loss, batch,
+            lambda p: torch.optim.AdamW(p, lr=1e-3), test_accuracy, "higher", round(600 * scale),
         ),
         Task(
             "characters, GPT", lambda: charlm.CharLM(_known()), charlm.loss, charlm.batch,
@@ -97,6 +119,7 @@ def learn(
     seed: int,
     make_plan: Callable[[nn.Module, torch.optim.Optimizer], Plan],
     then: tuple[float, Callable[[nn.Module], Plan]] | None = None,
+    losses: list[float] | None = None,
 ) -> tuple[nn.Module, runtime.Session]:
     """Trains once on this rank, with a cosine schedule; the session is still attached.
 
@@ -105,6 +128,7 @@ def learn(
         seed: of the first weights, and of where in the data training begins.
         make_plan: may also change the optimizer to what the plan needs.
         then: after this share of the steps, another plan.
+        losses: gets this rank's loss of every step.
     """
     torch.manual_seed(seed)
     model = task.model()
@@ -115,7 +139,10 @@ def learn(
         session.switch(then[1](model), at_step=round(then[0] * task.steps))
     for step in range(task.steps):
         optimizer.zero_grad()
-        task.loss(model, task.batch(step + 10_000 * seed, dist.get_rank())).backward()
+        here = task.loss(model, task.batch(step + 10_000 * seed, dist.get_rank()))
+        here.backward()
+        if losses is not None:
+            losses.append(float(here.detach()))
         optimizer.step()
         schedule.step()
     return model, session
