@@ -113,8 +113,8 @@ def lines(found: Sequence[Run]) -> Iterator[str]:
             limit = LIMITS.get(way)
             within = "" if limit is None else "yes" if mean <= max(limit, apart) else "**no**"
             yield (
-                f"| {name} | {way} | {loss:.4f} | {mean:+.2%} | {max(off, key=abs):+.2%} | {apart:.2%} | {metric:.4f} | "
-                f"{within} |"
+                f"| {name} | {way} | {loss:.4f} | {mean:+.2%} | {max(off, key=abs):+.2%} | {apart:.2%} | "
+                f"{metric:.4f} | {within} |"
             )
 
 
