@@ -14,7 +14,7 @@ makes 0.01 of normal gradients and 0.1 where the largest is 50 times as large as
 ranks' gradients cancel and what rounding them has lost does not.
 
 What is too much depends on what becomes of the loss, not on the format. Without error feedback: half of the elements
-lose more than half of themselves (`MOST_LOST`), for good: in int8 that takes a largest magnitude of 250 times the
+lose more than half of themselves (`MOST_LOST`), for good: in int8 that takes a largest magnitude of about 250 times the
 usual one. With it, what is lost is the residual, which comes later, and residual / gradient says how many steps later:
 half of the elements are later than the ten steps over which a momentum of 0.9, and Adam's first moment, average
 (`MOST_STEPS_LATE`).

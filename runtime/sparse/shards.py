@@ -86,7 +86,7 @@ class ShardBucket:
     def send(self, between: Packed | Narrowed, own: Tensor) -> Shard:
         """Put the message in place of the bucket's own; of `own`, see `Shard`."""
         start, stop = bounds(self.elements, self.parts, self._part)
-        tails = torch.zeros(self.parts, self.tail_elements, device=own.device)
+        tails = own.new_zeros(self.parts, self.tail_elements, dtype=torch.float32)
         message = Shard(
             vector=self.feedback.gradient().to(self.feedback.dtype),
             received=self._summed.new_zeros(self.parts, stop - start),
