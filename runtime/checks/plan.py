@@ -9,7 +9,7 @@ from itertools import chain
 import torch
 from torch import nn
 
-from runtime.comm.collectives import COLLECTIVES, HITOPK, NATIVE, PHASED, TWO_SHOT, WIRE_FORMS, form_of
+from runtime.comm.collectives import COLLECTIVES, DENSE_FORMS, HITOPK, NATIVE, PHASED, TWO_SHOT, form_of
 from runtime.errors import InputError
 from runtime.modes import asked_modes
 from runtime.plan import HINT, Plan, PlanBucket, combinations, interface_problem
@@ -240,11 +240,12 @@ def _check_form(bucket: PlanBucket) -> str | None:
     if compressor not in COMPRESSORS:
         return f"has the compressor {compressor!r}, which is unknown here; known: {', '.join(COMPRESSORS)}"
     if (bucket.collective == "sparse") != (compressor in SELECTING):
-        which = f"one of {', '.join(SELECTING)}" if bucket.collective == "sparse" else "none or wire"
-        return f"is sent by {'/'.join(form)} with the compressor {compressor!r}; expected {which} there"
-    if compressor == "wire" and form not in WIRE_FORMS:
-        known = " or ".join("/".join(name) for name in sorted(WIRE_FORMS))
-        return f"is sent by {'/'.join(form)} with the compressor 'wire'; expected {known} there, or none"
+        which = SELECTING if bucket.collective == "sparse" else ("none", *DENSE_FORMS)
+        found = f"is sent by {'/'.join(form)} with the compressor {compressor!r}"
+        return f"{found}; expected one of {', '.join(which)} there"
+    if form not in DENSE_FORMS.get(compressor, (form,)):
+        known = " or ".join("/".join(name) for name in sorted(DENSE_FORMS[compressor]))
+        return f"is sent by {'/'.join(form)} with the compressor {compressor!r}; expected {known} there, or none"
     if compressor != "wire" and form in (TWO_SHOT, NATIVE):
         return f"is sent by {'/'.join(form)} with the compressor {compressor!r}; expected wire there: {HINT}"
     if form == HITOPK and (

@@ -21,9 +21,11 @@ from runtime.sparse.compressed import (
     SelectedBucket,
 )
 from runtime.sparse.compressors import make_compressor
+from runtime.sparse.compressors.powersgd import make_low_rank
 from runtime.sparse.compressors.sparse import SparseCompressor
 from runtime.sparse.compressors.wire import WIRE_DTYPES, make_wire
 from runtime.sparse.hitopk import HitopkBucket, ShardResidual
+from runtime.sparse.low_rank import LowRankBucket, WarmResidual
 
 EXACT = "none"
 
@@ -51,6 +53,8 @@ def make_lossy(
         if native:
             return NativeBucket(feedback, narrowing, rank, tail)
         return NarrowedBucket(feedback, narrowing, ranks, rank, tail)
+    if spec.name == "powersgd":
+        return LowRankBucket(WarmResidual(bucket, make_low_rank(spec)), tail)
     feedback = BucketResidual(bucket)
     compressor = make_compressor(spec, feedback.layers, ranks=ranks)
     assert isinstance(compressor, SparseCompressor)

@@ -46,6 +46,7 @@ COMPRESSORS = (
     '{"name": "wire", "dtype": "int8", "block": 256, "error_feedback": true}',
     '{"name": "wire", "dtype": "float8_e4m3fn", "block": 256, "rounding": "stochastic", "links": "all"}',
     '{"name": "wire", "dtype": "float16", "error_feedback": false, "rounding": "nearest"}',
+    '{"name": "powersgd", "rank": 4}',
 )
 
 DELAY = """
