@@ -77,7 +77,9 @@ def against_reference() -> dict[str, bool]:
 
 
 def not_finite() -> dict[str, bool]:
-    """A gradient that is not finite on one rank is seen by all, and no rank's residual changes."""
+    """A gradient that is not finite on one rank is seen by all, and no rank's residual changes, nor what a step
+    of low rank starts from.
+    """
     results = {}
     for what, compressors in {
         "sparse": [TOPK],
@@ -91,7 +93,7 @@ def not_finite() -> dict[str, bool]:
     }.items():
         model, optimizer, session = start(compressors)
         loss_of(model, 0).backward()
-        before = {name: part.clone() for name, part in carried(session).items()}
+        before, starts = carried(session), session.state_dict()["carried"].get("starts", {})
         optimizer.zero_grad()
         names = list(trainable_parameters(model))
         where = names[-2 if "matrix" in what else -1]  # in the first bucket
@@ -103,6 +105,8 @@ def not_finite() -> dict[str, bool]:
         found = gradients(model)[where]
         results[f"{what}: seen"] = not bool(torch.isfinite(found).all())
         results[f"{what}: residuals"] = equal(carried(session), before)
+        results[f"{what}: starts"] = equal(session.state_dict()["carried"].get("starts", {}), starts)
+        results[f"{what}: starts are kept"] = bool(starts) is ("low rank" in what)
         optimizer.zero_grad()
         loss_of(model, 2).backward()
         results[f"{what}: goes on"] = bool(torch.isfinite(gradients(model)[where]).all())
@@ -125,6 +129,9 @@ def resumed() -> dict[str, bool]:
     straight, optimizer, session = start(MIXED, group=2)
     train(straight, optimizer, range(10))
     session.detach()
+    alike: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(alike, [p.detach().numpy().tobytes() for p in straight.parameters()])
+    results["ranks agree"] = all(one == alike[0] for one in alike)
     for what, whole in (("with residuals", True), ("without", False)):
         model, optimizer, session = start(MIXED, group=2)
         train(model, optimizer, range(4))

@@ -447,6 +447,18 @@ def test_factors_have_the_same_bits_on_any_number_of_threads() -> None:
         assert all(same_bits(one, other) for one, other in zip(vectors, found[0], strict=True))
 
 
+def test_autocast_rounds_no_factors() -> None:
+    """Backward may run inside it."""
+    factors, total = LowRankCompressor(2).factors([torch.empty(50, 60)]), numbers("normal", 3000, 0, torch.float32)
+    seeds = factors.seeds(["a"], total)
+    expected = send_factors(factors, [total], seeds, seeds)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert (torch.eye(2) @ torch.eye(2)).dtype == torch.bfloat16
+        found = send_factors(factors, [total], seeds, seeds)
+    assert same_bits(found.sums, expected.sums)
+    assert same_bits(found.rest[0], expected.rest[0])
+
+
 def test_matrices_are_what_lies_in_memory() -> None:
     assert matrix_shape(torch.empty(4, 3, 2)) == (4, 6)
     assert matrix_shape(torch.empty(4, 3, 2, 5).to(memory_format=torch.channels_last)) == (4, 30)
