@@ -11,12 +11,12 @@ from torch import nn
 
 from runtime.comm.collectives import (
     COLLECTIVES,
+    DENSE_FORMS,
     HITOPK,
     NARROW_PHASED,
     NATIVE,
     PHASED,
     TWO_SHOT,
-    WIRE_FORMS,
     form_of,
 )
 from runtime.errors import InputError
@@ -249,10 +249,14 @@ def _check_form(bucket: PlanBucket) -> str | None:
     if compressor not in COMPRESSORS:
         return f"has the compressor {compressor!r}, which is unknown here; known: {', '.join(COMPRESSORS)}"
     if (bucket.collective == "sparse") != (compressor in SELECTING):
-        which = f"one of {', '.join(SELECTING)}" if bucket.collective == "sparse" else "none or wire"
-        return f"is sent by {'/'.join(form)} with the compressor {compressor!r}; expected {which} there"
+        which = SELECTING if bucket.collective == "sparse" else ("none", *DENSE_FORMS)
+        found = f"is sent by {'/'.join(form)} with the compressor {compressor!r}"
+        return f"{found}; expected one of {', '.join(which)} there"
     if compressor == "wire" and (problem := _check_links(bucket)):
         return f"is sent by {'/'.join(form)} with the compressor 'wire' {problem}"
+    if compressor != "wire" and form not in DENSE_FORMS.get(compressor, (form,)):
+        known = " or ".join("/".join(name) for name in sorted(DENSE_FORMS[compressor]))
+        return f"is sent by {'/'.join(form)} with the compressor {compressor!r}; expected {known} there, or none"
     if compressor != "wire" and form in (TWO_SHOT, NATIVE):
         return f"is sent by {'/'.join(form)} with the compressor {compressor!r}; expected wire there: {HINT}"
     if form == HITOPK and (
@@ -268,9 +272,11 @@ def _check_form(bucket: PlanBucket) -> str | None:
 def _check_links(bucket: PlanBucket) -> str | None:
     """Return why a bucket cannot be sent narrow on the links that it says, as what follows how it is sent."""
     form, between = form_of(bucket), bucket.compressor.links == BETWEEN_NODES
-    if form in (NARROW_PHASED if between else WIRE_FORMS):
+    if form in (NARROW_PHASED if between else DENSE_FORMS["wire"]):
         return None
-    everywhere, inter = (" or ".join("/".join(name) for name in sorted(forms)) for forms in (WIRE_FORMS, NARROW_PHASED))
+    everywhere, inter = (
+        " or ".join("/".join(name) for name in sorted(forms)) for forms in (DENSE_FORMS["wire"], NARROW_PHASED)
+    )
     if between:
         return (
             f"on the links between nodes alone (links 'inter'); expected {inter} there, which is dense inside nodes: "

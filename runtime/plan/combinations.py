@@ -9,38 +9,39 @@ from collections.abc import Iterator, Mapping
 
 SYNCHRONOUS, SHARDED, DELAY, LOCAL_UPDATERS = "synchronous", "sharded", "delay", "local_updaters"
 
-TOPOLOGY, SELECTION, LAYER_SELECTION, WIRE, SHARED_NORMS, SOLVER = (
-    "topology", "selection", "layer_selection", "wire", "shared_norms", "solver"
+TOPOLOGY, SELECTION, LAYER_SELECTION, WIRE, LOW_RANK, SHARED_NORMS, SOLVER = (
+    "topology", "selection", "layer_selection", "wire", "low_rank", "shared_norms", "solver"
 )  # fmt: skip
 
 FEATURES: Mapping[str, str] = {
     TOPOLOGY: "collectives of several messages: 2D-torus, trees, HiTopKComm",
-    SELECTION: "buckets of which the largest elements are sent (top-k with error feedback)",
-    LAYER_SELECTION: "a number of selected elements for each layer of a bucket",
+    SELECTION: "the largest elements of buckets, with error feedback (top-k)",
+    LAYER_SELECTION: "a number of elements for each layer",
     WIRE: "a narrower dtype on the wire, and other compressors",
+    LOW_RANK: "matrices as products of thin ones",
     SHARED_NORMS: "norms of layers that ranks compute for each other (LARS, LAMB)",
     SOLVER: "the constraint program's word on an exact schedule (`--solver cpsat`)",
 }
 
-_ONLY_DENSE = (TOPOLOGY, SELECTION, LAYER_SELECTION, WIRE)
+_ONLY_DENSE = (TOPOLOGY, SELECTION, LAYER_SELECTION, WIRE, LOW_RANK)
 
 COMBINATIONS: Mapping[str, Mapping[str, str]] = {
     SYNCHRONOUS: {},
     SHARDED: {
-        **dict.fromkeys(_ONLY_DENSE, "ranks that share the optimizer's step push dense, by the library"),
-        SHARED_NORMS: "norms need whole layers, and ranks that share the optimizer's step have parts of them",
+        **dict.fromkeys(_ONLY_DENSE, "ranks that share the optimizer's step push dense"),
+        SHARED_NORMS: "norms need whole layers, and ranks that share the step have parts",
         SOLVER: "its model is of all-reduces, and here ranks share the optimizer's step "
         "(leave out --allow sharded-step)",
     },
     DELAY: {
-        **dict.fromkeys((TOPOLOGY, WIRE), "with delay, buckets are pushed whole or selected from, by the library"),
+        **dict.fromkeys((TOPOLOGY, WIRE, LOW_RANK), "with delay, buckets are pushed whole or selected from"),
         LAYER_SELECTION: "with delay, nothing is selected by layer: owners' parts of a bucket do not follow layers",
         SHARED_NORMS: "delay needs torch.optim.SGD, which needs no norms",
         SOLVER: "its model is of synchronous steps",
     },
     LOCAL_UPDATERS: {
-        **dict.fromkeys(_ONLY_DENSE, "models are averaged dense, by the library"),
-        SHARED_NORMS: "local updaters wait for no other rank, so each of them computes its norms by itself",
+        **dict.fromkeys(_ONLY_DENSE, "models are averaged dense"),
+        SHARED_NORMS: "local updaters wait for no other rank: each computes its norms by itself",
         SOLVER: "its model is of synchronous steps",
     },
 }
@@ -61,6 +62,8 @@ def features_of_bucket(collective: str, algorithm: str, compressor: str, *, by_l
         yield TOPOLOGY
     if (collective, compressor) == ("sparse", "topk"):
         yield SELECTION
+    elif compressor == "powersgd":
+        yield LOW_RANK
     elif collective == "sparse" or compressor != "none":
         yield WIRE
     if by_layer:

@@ -98,6 +98,8 @@ class CompressorSpec(Record):
     """False: what rounding loses is lost."""
     rounding: Name | None = None
     links: Name | None = None
+    rank: PositiveCount | None = None
+    """Of the matrices that are sent as products."""
 
 
 NO_COMPRESSION = CompressorSpec(name="none")

@@ -187,6 +187,13 @@ class BucketResidual:
         for name, part in self.residuals().items():
             part.copy_(residuals[name]) if name in residuals else part.zero_()
 
+    def starts(self) -> dict[str, Tensor]:
+        """Return what else the next step's message depends on, by gradient."""
+        return {}
+
+    def put_starts(self, starts: Mapping[str, Tensor]) -> None:
+        """Continue with another exchange's `starts`, as far as they fit."""
+
     def _by_name(self, flat: Tensor) -> dict[str, Tensor]:
         parts, offset = {}, 0
         for slot, size in zip(self.bucket.slots, self.sizes, strict=True):

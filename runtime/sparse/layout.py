@@ -22,9 +22,11 @@ from runtime.sparse.compressed import (
     SelectedBucket,
 )
 from runtime.sparse.compressors import make_compressor
+from runtime.sparse.compressors.powersgd import make_low_rank
 from runtime.sparse.compressors.sparse import SparseCompressor
 from runtime.sparse.compressors.wire import WIRE_DTYPES, WireCompressor, make_wire
 from runtime.sparse.hitopk import HitopkBucket
+from runtime.sparse.low_rank import LowRankBucket, WarmResidual
 from runtime.sparse.narrow_torus import NarrowTorusBucket
 from runtime.sparse.shards import ShardResidual
 
@@ -58,6 +60,8 @@ def make_lossy(
         if native:
             return NativeBucket(feedback, narrowing, rank, tail)
         return NarrowedBucket(feedback, narrowing, ranks, rank, tail)
+    if spec.name == "powersgd":
+        return LowRankBucket(WarmResidual(bucket, make_low_rank(spec)), tail)
     feedback = BucketResidual(bucket)
     compressor = make_compressor(spec, feedback.layers, ranks=ranks)
     assert isinstance(compressor, SparseCompressor)

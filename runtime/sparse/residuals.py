@@ -22,7 +22,8 @@ from runtime.errors import InputError
 from runtime.sparse.compressed import CompressedBucket, all_finite
 
 State = dict[str, Any]
-"""`residuals` (by gradient, in its shape, times 1/ranks), `steps`, `loss_scale`."""
+"""`residuals` (by gradient, in its shape, times 1/ranks), `steps`, `loss_scale`; with buckets of low rank `starts` (by
+gradient, the same on all ranks)."""
 
 
 class ErrorFeedbackState(ErrorFeedback):
@@ -114,7 +115,10 @@ class ErrorFeedbackState(ErrorFeedback):
             return {}
         kept = [lossy.feedback.residuals() for lossy in self.lossy.values()]
         residuals = {name: part.clone() for parts in (*kept, self._pending) for name, part in parts.items()}
-        return {"residuals": residuals, "steps": self.steps, "loss_scale": self._scale}
+        state = {"residuals": residuals, "steps": self.steps, "loss_scale": self._scale}
+        starts = [lossy.feedback.starts() for lossy in self.lossy.values()]
+        found = {name: start.clone() for parts in starts for name, start in parts.items()}
+        return state | {"starts": found} if found else state
 
     def load_state(self, state: State, parameters: Mapping[str, nn.Parameter]) -> None:
         self.steps, self._scale = state.get("steps", 0), state.get("loss_scale", 1.0)
@@ -126,6 +130,7 @@ class ErrorFeedbackState(ErrorFeedback):
         }
         for lossy in self.lossy.values():
             lossy.feedback.put(residuals)
+            lossy.feedback.put_starts(state.get("starts", {}))
         kept = {name for lossy in self.lossy.values() for name in lossy.feedback.residuals()}
         self._pending = {name: part.clone() for name, part in residuals.items() if name not in kept}
 
@@ -171,7 +176,7 @@ def merged(states: Sequence[State], rank: int, ranks: int) -> State:
         for name, part in state.get("residuals", {}).items():
             scaled = part.to(total[name].device) * (known["loss_scale"] / state["loss_scale"])
             total[name] = total[name] + scaled
-    return {"residuals": total, "steps": known["steps"], "loss_scale": known["loss_scale"]}
+    return known | {"residuals": total}
 
 
 def _check_state(one: Any, shapes: Mapping[str, torch.Size]) -> None:
@@ -187,8 +192,8 @@ def _check_state(one: Any, shapes: Mapping[str, torch.Size]) -> None:
         isinstance(one, dict)
         and {"plan", "ranks"} <= set(one) <= {"plan", "ranks", "rank", "tried", "carried"}
         and isinstance(carried, dict)
-        and (not carried or ("rank" in one and set(carried) == {"residuals", "steps", "loss_scale"}))
-        and isinstance(carried.get("residuals", {}), dict)
+        and (not carried or ("rank" in one and set(carried) - {"starts"} == {"residuals", "steps", "loss_scale"}))
+        and all(isinstance(carried.get(parts, {}), dict) for parts in ("residuals", "starts"))
     )
     if not good:
         found = f"a dict with {sorted(map(str, one))}" if isinstance(one, dict) else type(one).__name__

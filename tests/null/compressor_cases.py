@@ -19,6 +19,7 @@ from runtime.sparse.compressors import COMPRESSORS, Compressor, make_compressor
 from runtime.sparse.compressors import magnitudes as magnitudes_module
 from runtime.sparse.compressors import selectors as selectors_module
 from runtime.sparse.compressors import wire as wire_module
+from runtime.sparse.compressors.powersgd import Factors, LowRankCompressor
 from runtime.sparse.compressors.sparse import SELECTORS, SparseCompressor
 from runtime.sparse.compressors.wire import EIGHT_BITS, ROUNDINGS, WIRE_DTYPES, Rounded, WireCompressor
 
@@ -26,7 +27,7 @@ Layers = Sequence[tuple[str, int]]
 
 VALUES: dict[str, list[Any]] = {
     "selector": sorted(SELECTORS), "dtype": sorted(WIRE_DTYPES), "block": [None, 64, 512],
-    "error_feedback": [None, False], "rounding": [None, *ROUNDINGS], "links": [None],
+    "error_feedback": [None, False], "rounding": [None, *ROUNDINGS], "links": [None], "rank": [1, 4],
 }  # fmt: skip
 """Every value of the options that are names; an option that is missing here fails the collection of these tests."""
 
@@ -255,3 +256,73 @@ def check_wire(compressor: WireCompressor, case: Case) -> Tensor:
             exact = finite & (step < math.inf)
             assert torch.equal((sent.double() + new_residual.double())[exact], total.double()[exact])
     return sent
+
+
+SHAPES = {64: (8, 8), 129: (3, 43), 700: (25, 28), 3000: (50, 60)}
+"""By the elements of a layer, the matrix that it is; others are vectors."""
+
+
+def factors_of(compressor: LowRankCompressor, layers: Layers) -> Factors:
+    """Of layers in the shapes above."""
+    return compressor.factors([torch.empty(SHAPES.get(size, (size,))) for _, size in layers])
+
+
+@dataclass
+class Sent:
+    """What a step of low rank comes to on ranks that share a process."""
+
+    sums: Tensor
+    """Of what all ranks send."""
+    rest: list[Tensor]
+    """By rank, what is not sent."""
+    start: Tensor
+    """Of the next step."""
+
+
+def send_factors(factors: Factors, totals: Sequence[Tensor], start: Tensor, seeds: Tensor) -> Sent:
+    """One step; memory that is to be filled holds something else before."""
+    rest, sums, own = [total.clone() for total in totals], torch.full_like(totals[0], math.nan), []
+    left, right = torch.zeros(factors.left.elements, dtype=sums.dtype), torch.zeros_like(start)
+    for total in rest:
+        mine = torch.full_like(left, math.nan)
+        factors.begin(total, start, seeds, mine)
+        left += mine
+    for total in rest:
+        same_for_all = left.clone()
+        own.append(torch.full_like(right, math.nan))
+        factors.project(total, same_for_all, own[-1])
+        right += own[-1]
+    for total, mine in zip(rest, own, strict=True):
+        factors.subtract(total, same_for_all, mine)
+    factors.multiply(same_for_all, right, sums)
+    for place in factors.whole:
+        sums[place] = sum(total[place] for total in rest)
+        for total in rest:
+            total[place] = 0.0
+    return Sent(sums, rest, right)
+
+
+def check_low_rank(compressor: LowRankCompressor, case: Case) -> None:
+    """The contract, of one rank, from seeds and once more from where that ends."""
+    factors, total = factors_of(compressor, case.layers), case.total
+    seeds = factors.seeds([name for name, _ in case.layers], total)
+    limits, start = torch.finfo(total.dtype), torch.zeros_like(seeds)
+    parts = [factors.matrices(total)]
+    finite = [bool(matrix.isfinite().all()) for matrix in parts[0]]
+    for _ in range(2):
+        sent = send_factors(factors, [total], start, seeds)
+        assert same_bits(sent.sums, send_factors(factors, [total], start, seeds).sums)
+        for place in factors.whole:
+            assert same_bits(sent.sums[place] + 0.0, total[place] + 0.0)
+            assert not sent.rest[0][place].any()
+        parts = [factors.matrices(vector) for vector in (total, sent.sums, sent.rest[0])]
+        for good, whole, came, rest in zip(finite, *parts, strict=True):
+            if not good:
+                assert not came.isfinite().any()
+                continue
+            size = float(torch.linalg.vector_norm(whole.double()))
+            allowed = 4 * compressor.rank * (limits.eps * size + limits.smallest_normal * limits.eps)
+            assert float((came.double() + rest.double() - whole.double()).abs().max()) <= allowed
+            assert float(torch.linalg.vector_norm(rest.double())) <= size * (1 + 1e-5) + 100 * allowed
+        if all(finite):  # else the step does not count
+            start = sent.start

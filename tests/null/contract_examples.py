@@ -47,6 +47,7 @@ COMPRESSORS = (
     '{"name": "wire", "dtype": "float8_e4m3fn", "block": 256, "rounding": "stochastic", "links": "all"}',
     '{"name": "wire", "dtype": "float16", "error_feedback": false, "rounding": "nearest"}',
     '{"name": "wire", "dtype": "int8", "links": "inter"}',
+    '{"name": "powersgd", "rank": 4}',
 )
 
 DELAY = """

@@ -14,12 +14,14 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from runtime.checks.plan import trainable_parameters
+from runtime.comm.collectives import DENSE_FORMS
 from runtime.plan import NO_COMPRESSION, CompressorSpec, Plan, PlanBucket
 from runtime.plan.names import layer_of
 
 TOPK = CompressorSpec(name="topk", selector="exact", density=0.05)
 RANDOM = CompressorSpec(name="randomk", density=0.2)
 WIRE = CompressorSpec(name="wire", dtype="bfloat16")
+LOW_RANK = CompressorSpec(name="powersgd", rank=2)
 LAYERS = CompressorSpec(name="topk", selector="exact", density=0.1, scope="layer")
 
 
@@ -28,7 +30,7 @@ def lossy(plan: Plan, compressors: Sequence[CompressorSpec | None]) -> Plan:
     buckets = []
     for index, bucket in enumerate(plan.buckets):
         spec = compressors[index % len(compressors)]
-        sparse = spec is not None and spec.name != "wire"
+        sparse = spec is not None and spec.name not in DENSE_FORMS
         collective, algorithm = ("sparse", "flat") if sparse else ("all_reduce", "library")
         compressor = spec or NO_COMPRESSION
         buckets.append(

@@ -58,7 +58,9 @@ class Cell:
     @property
     def name(self) -> str:
         spec = self.spec
-        given = (spec.selector, spec.dtype, spec.scope, spec.block, spec.rounding, spec.error_feedback, spec.links)
+        given = (
+            spec.selector, spec.dtype, spec.scope, spec.block, spec.rounding, spec.error_feedback, spec.links, spec.rank,
+        )  # fmt: skip
         options = " ".join(str(one) for one in given if one is not None)
         return f"{'/'.join(self.form)} {spec.name} {options}, {self.kind}, {self.layout}"
 
@@ -91,6 +93,8 @@ def specs_of(name: str, family: Family) -> Iterator[CompressorSpec]:
         yield CompressorSpec(name=name, density=DENSITY, scope="layer")
     elif "density" in family.options:
         yield CompressorSpec(name=name, density=DENSITY)
+    elif "rank" in family.options:
+        yield from (CompressorSpec(name=name, rank=rank) for rank in (1, 2))
     else:
         yield CompressorSpec(name=name)
 

@@ -15,6 +15,7 @@ from runtime.plan import Plan, PlanBucket
 from runtime.sparse.compressed import layer_runs
 from runtime.sparse.compressors import make_compressor
 from runtime.sparse.compressors.magnitudes import seed_of
+from runtime.sparse.compressors.powersgd import make_low_rank
 from runtime.sparse.compressors.sparse import SparseCompressor
 from runtime.sparse.compressors.wire import make_wire
 
@@ -29,6 +30,7 @@ class Everyone:
         lossy = [b for b in plan.buckets if b.compressor.name != "none" and b.compressor.error_feedback is not False]
         self.residuals = [{name: self._zeros(b, name) for b in lossy for name in b.gradients} for _ in self._numbers]
         """By rank and gradient."""
+        self._starts: dict[PlanBucket, Tensor] = {}
 
     @property
     def _numbers(self) -> range:
@@ -71,6 +73,8 @@ class Everyone:
             return self._narrow_torus(bucket, added, held, number)
         if bucket.compressor.name == "wire":
             return self._narrowed(bucket, added, held, number, self._numbers)
+        if bucket.compressor.name == "powersgd":
+            return self._low_rank(bucket, added, held)
         if (bucket.collective, bucket.algorithm) == HITOPK:
             return self._hitopk(bucket, added, held, number)
         layers = layer_runs((name, self._parameters[name].numel()) for name in bucket.gradients)
@@ -146,6 +150,29 @@ class Everyone:
             if compressor.error_feedback:
                 residual[own] += whole[: total[own].numel()]
         return result
+
+    def _low_rank(self, bucket: PlanBucket, added: Sequence[Tensor], held: Sequence[Tensor]) -> Tensor:
+        """Algorithm 1, of two ranks: their sums are the same in any order."""
+        factors = make_low_rank(bucket.compressor).factors([self._parameters[name] for name in bucket.gradients])
+        left, right = (held[0].new_zeros(stacks.elements) for stacks in (factors.left, factors.right))
+        seeds, start = factors.seeds(bucket.gradients, left), self._starts.get(bucket, torch.zeros_like(right))
+        for gradient, residual in zip(added, held, strict=True):
+            residual += gradient
+            part = torch.empty_like(left)
+            factors.begin(residual, start, seeds, part)
+            left += part
+        whole, total = torch.zeros_like(held[0]), torch.zeros_like(held[0])
+        for residual in held:
+            projected, part = left.clone(), torch.empty_like(right)
+            factors.project(residual, projected, part)
+            factors.subtract(residual, projected, part)
+            right += part
+            for place in factors.whole:
+                whole[place] += residual[place]
+                residual[place] = 0.0
+        factors.multiply(projected, right, total)
+        self._starts[bucket] = right
+        return total + whole
 
     def _flat(self, bucket: PlanBucket, by_name: dict[str, Tensor]) -> Tensor:
         wide = self._wide(bucket)

@@ -13,7 +13,7 @@ from planner.jobs.launch import LocalWorld, run_ranks
 from runtime.comm.collectives import HITOPK, NATIVE, TWO_SHOT
 from runtime.sparse.compressors.wire import EIGHT_BITS
 
-DENSE = {("all_reduce", "library"): {"none", "wire"}, ("all_reduce", "torus_2d"): {"none", "wire"},
+DENSE = {("all_reduce", "library"): {"none", "wire", "powersgd"}, ("all_reduce", "torus_2d"): {"none", "wire"},
          ("all_reduce", "tree"): {"none"}, TWO_SHOT: {"wire"}, NATIVE: {"wire"}}  # fmt: skip
 SPARSE = {("sparse", "flat"): {"topk", "randomk"}, ("sparse", "naive_all_gather"): {"topk", "randomk"},
           HITOPK: {"topk"}}  # fmt: skip

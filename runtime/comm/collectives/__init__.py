@@ -7,7 +7,13 @@ from typing import Any
 
 import torch.distributed as dist
 
-from runtime.comm.collectives.direct import library_all_reduce, naive_all_gather, narrowed_all_reduce, sparse_flat
+from runtime.comm.collectives.direct import (
+    factored_all_reduce,
+    library_all_reduce,
+    naive_all_gather,
+    narrowed_all_reduce,
+    sparse_flat,
+)
 from runtime.comm.collectives.phases import Phase, Works
 from runtime.comm.collectives.shards import hitopk_phases, narrow_torus_phases
 from runtime.comm.collectives.torus_2d import torus_2d_phases
@@ -19,12 +25,15 @@ Collective = Callable[[Any, dist.ProcessGroup], Works]
 """(message, ranks) → what it starts, one phase after the other, to carry one message of a bucket to all ranks.
 
 A message is of the same size and dtype on every rank: `runtime.core.buckets.Message` (its `flat`, 1-D, becomes the sum
-over ranks), `runtime.comm.collectives.direct.Packed` (its `gathered` becomes every rank's `flat`) or `Narrowed` there
-(its `gathered` becomes the sum)."""
+over ranks), `runtime.comm.collectives.direct.Packed` (its `gathered` becomes every rank's `flat`), `Narrowed` there
+(its `gathered` becomes the sum) or `Factored` there (its `left` and `right` become sums)."""
 
 LIBRARY, TWO_SHOT, NATIVE = ("all_reduce", "library"), ("all_reduce", "two_shot"), ("all_reduce", "native")
-WIRE_FORMS = frozenset({LIBRARY, TWO_SHOT, NATIVE})
-"""How a bucket in a narrow format on all links may be sent; by the library means in two shots there."""
+DENSE_FORMS: Mapping[str, frozenset[tuple[str, str]]] = {
+    "wire": frozenset({LIBRARY, TWO_SHOT, NATIVE}), "powersgd": frozenset({LIBRARY})
+}  # fmt: skip
+"""Compressor → how buckets may be sent of which it sends every element in another form; of `wire`, on
+all links."""
 
 COLLECTIVES: Mapping[tuple[str, str], Collective] = {
     LIBRARY: library_all_reduce,
@@ -34,6 +43,9 @@ COLLECTIVES: Mapping[tuple[str, str], Collective] = {
     ("sparse", "naive_all_gather"): naive_all_gather,
 }
 """Registry: (collective, algorithm) → implementation. Add one here and the contract test covers it."""
+
+BY_COMPRESSOR: Mapping[str, Collective] = {"wire": narrowed_all_reduce, "powersgd": factored_all_reduce}
+"""Compressor → what the library's all-reduce means for its buckets."""
 
 PHASED: Mapping[tuple[str, str], Callable[[Topology], tuple[Phase, ...]]] = {
     ("all_reduce", "torus_2d"): torus_2d_phases,
@@ -58,7 +70,8 @@ def form_of(bucket: PlanBucket) -> tuple[str, str]:
 def collective_of(bucket: PlanBucket) -> Collective:
     """Return what carries a bucket of a collective that is not `PHASED`."""
     form = form_of(bucket)
-    return COLLECTIVES[TWO_SHOT if bucket.compressor.name == "wire" and form == LIBRARY else form]
+    own = BY_COMPRESSOR.get(bucket.compressor.name) if form == LIBRARY else None
+    return own or COLLECTIVES[form]
 
 
 def is_narrow_between(bucket: PlanBucket) -> bool:

@@ -74,6 +74,36 @@ def narrowed_all_reduce(message: Narrowed, group: dist.ProcessGroup) -> Works:
     yield from gather(message.gathered.view(-1), message.own.view(-1), group)
 
 
+class Factored:
+    """One rank's factors of matrices, and what it sends as it is."""
+
+    def __init__(self, left: Tensor, right: Tensor, project: Callable[[], None], subtract: Callable[[], None]) -> None:
+        """`left` and `right` (1-D) become their sums over ranks. `project`: fills `right` when `left` has come;
+        `subtract`: what else is to be done then, while `right` travels.
+        """
+        self.left, self.right = left, right
+        self._project, self._subtract = project, subtract
+
+    def project(self) -> None:
+        """Between the two phases."""
+        self._project()
+
+    def subtract(self) -> None:
+        """Beside the second one."""
+        self._subtract()
+
+
+def factored_all_reduce(message: Factored, group: dist.ProcessGroup) -> Works:
+    """The backend's own all-reduce of left factors, then of right ones, which need the sums of the left."""
+    if message.left.numel():
+        yield dist.all_reduce(message.left, group=group, async_op=True)
+        message.project()
+    if message.right.numel():
+        work = dist.all_reduce(message.right, group=group, async_op=True)
+        message.subtract()
+        yield work
+
+
 def push_pull(message: Any, group: dist.ProcessGroup) -> Works:
     """What a message knows by itself to have to be started: `message.phases(group)`."""
     return message.phases(group)  # type: ignore[no-any-return]

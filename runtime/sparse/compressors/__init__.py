@@ -2,7 +2,8 @@
 
 A compressor works on one flat buffer of a bucket with error feedback: what it adds up is residual + gradient, and what
 of that is not sent goes to a second buffer, the new residual. The caller commits it by exchanging the two buffers, or
-discards it by not doing so. Sent + new residual = residual + gradient, bit for bit, unless rounding is stochastic.
+discards it by not doing so. Sent + new residual = residual + gradient, bit for bit, unless rounding is stochastic; of
+products of matrices up to their rounding.
 """
 
 from __future__ import annotations
@@ -12,11 +13,12 @@ from dataclasses import dataclass
 
 from runtime.plan import CompressorSpec
 from runtime.sparse.compressors.options import Layer, check_options, choose, kept_elements
+from runtime.sparse.compressors.powersgd import LowRankCompressor, make_low_rank
 from runtime.sparse.compressors.selectors import select_random
 from runtime.sparse.compressors.sparse import SELECTORS, SparseCompressor
 from runtime.sparse.compressors.wire import WireCompressor, make_wire
 
-Compressor = SparseCompressor | WireCompressor
+Compressor = SparseCompressor | WireCompressor | LowRankCompressor
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +39,7 @@ _SELECTION = frozenset({"k", "density", "scope"})
 
 COMPRESSORS: Mapping[str, Family] = {
     "none": Family(options=frozenset(), make=lambda *_: None),
+    "powersgd": Family(options=frozenset({"rank"}), make=lambda spec, *_: make_low_rank(spec)),
     "randomk": Family(
         options=_SELECTION, make=lambda spec, layers, _: SparseCompressor(kept_elements(spec, layers), select_random)
     ),

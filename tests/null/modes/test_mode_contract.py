@@ -51,6 +51,7 @@ HAS: dict[str, Any] = {
     "selection": SPARSE,
     "layer_selection": replace(SPARSE, compressor=replace(TOPK, scope="layer")),
     "wire": replace(BUCKET, compressor=CompressorSpec(name="wire", dtype="bfloat16")),
+    "low_rank": replace(BUCKET, compressor=CompressorSpec(name="powersgd", rank=1)),
     "shared_norms": NormPlan(shares=(NAMES[:2], NAMES[2:])),
 }
 """Feature → the bucket, or the norms, of a plan that has it."""

@@ -13,6 +13,7 @@ from compressor_cases import Layers, numbers, reference_topk, sparse
 from torch import nn
 
 from runtime.checks.plan import check_plan, trainable_parameters
+from runtime.comm.collectives import DENSE_FORMS
 from runtime.errors import InputError
 from runtime.plan import NO_COMPRESSION, CompressorSpec, ModelReference, Plan, PlanBucket, PlanWorld
 from runtime.sparse.compressors import COMPRESSORS, make_compressor
@@ -33,7 +34,7 @@ def test_specifications_of_the_contract_are_made(text: str) -> None:
 TWO = [("a", 10), ("b", 5)]
 
 BAD: list[tuple[dict[str, Any], Layers, list[str]]] = [
-    ({"name": "zip"}, TWO, ["compressor: found 'zip'", "none, randomk, topk, wire"]),
+    ({"name": "zip"}, TWO, ["compressor: found 'zip'", "none, powersgd, randomk, topk, wire"]),
     ({"name": "topk", "selector": "best", "density": 0.1}, TWO, ["selector: found 'best'", "exact, mstopk, sampled"]),
     ({"name": "topk"}, TWO, ["neither k nor density"]),
     ({"name": "topk", "density": 0.1, "k": {"a": 1, "b": 1}}, TWO, ["both k and density"]),
@@ -59,6 +60,11 @@ BAD: list[tuple[dict[str, Any], Layers, list[str]]] = [
     ({"name": "wire", "dtype": "float16", "block": 256}, TWO, ["a scale for each 256", "leave block out"]),
     ({"name": "wire", "dtype": "int8", "rounding": "up"}, TWO, ["rounding: found 'up'", "nearest, stochastic"]),
     ({"name": "wire", "dtype": "int8", "links": "some"}, TWO, ["links: found 'some'", "expected one of all, inter"]),
+    ({"name": "powersgd"}, TWO, ["powersgd has no rank", "from 1 to 64", "such as 4"]),
+    ({"name": "powersgd", "rank": 0}, TWO, ["rank: found 0", "from 1 to 64"]),
+    ({"name": "powersgd", "rank": 65}, TWO, ["rank: found 65", "give it a smaller one"]),
+    ({"name": "powersgd", "rank": 4, "dtype": "float16"}, TWO, ["options dtype", "expected only rank"]),
+    ({"name": "wire", "dtype": "int8", "rank": 4}, TWO, ["options rank", "leave them out"]),
     ({"name": "topk", "density": 0.1, "error_feedback": False}, TWO, ["options error_feedback", "leave them out"]),
 ]
 
@@ -83,6 +89,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "topk": {"density": 0.5},
     "randomk": {"density": 0.5},
     "wire": {"dtype": "bfloat16"},
+    "powersgd": {"rank": 1},
 }
 
 
@@ -90,7 +97,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 def test_plans_may_ask_for_each_where_it_fits(name: str) -> None:
     model = nn.Linear(2, 2)
     spec = CompressorSpec(name=name, **OPTIONS[name])
-    fitting = "all_reduce" if name == "wire" else "sparse"
+    fitting = "all_reduce" if name in DENSE_FORMS else "sparse"
 
     def misfit(spec: CompressorSpec, collective: str, accuracy: Any = "bounded") -> str | None:
         algorithm = "library" if collective == "all_reduce" else "flat"
@@ -131,12 +138,16 @@ def test_plans_may_ask_for_each_where_it_fits(name: str) -> None:
         ),
         ("two_shot", None, torch.float32, ["all_reduce/two_shot with the compressor 'none'", "expected wire"]),
         ("native", None, torch.float32, ["all_reduce/native with the compressor 'none'", "expected wire"]),
+        ("library", {"name": "powersgd", "rank": 64}, torch.float64, None),
+        ("library", {"name": "powersgd", "rank": 1}, torch.complex64, ["knows no complex numbers"]),
+        ("tree", {"name": "powersgd", "rank": 1}, torch.float32, ["all_reduce/tree", "expected all_reduce/library"]),
+        ("two_shot", {"name": "powersgd", "rank": 1}, torch.float32, ["expected all_reduce/library there"]),
     ],
 )
-def test_how_narrow_formats_may_be_sent(
+def test_how_dense_buckets_may_be_sent_in_other_forms(
     algorithm: str, options: dict[str, Any] | None, dtype: torch.dtype, words: list[str] | None
 ) -> None:
-    spec = NO_COMPRESSION if options is None else CompressorSpec(name="wire", **options)
+    spec = NO_COMPRESSION if options is None else CompressorSpec(**{"name": "wire"} | options)
     bucket = PlanBucket(gradients=("weight", "bias"), algorithm=algorithm, compressor=spec)
     plan = Plan(model=ModelReference(name="linear"), world=PlanWorld(ranks=2), accuracy="bounded", buckets=(bucket,))
     problem = check_plan(trainable_parameters(nn.Linear(2, 2, dtype=dtype)), plan, 2)

@@ -13,6 +13,7 @@ from compressor_cases import (
     KINDS,
     Case,
     cases,
+    check_low_rank,
     check_sparse,
     check_wire,
     compress,
@@ -22,6 +23,7 @@ from compressor_cases import (
     numbers,
     reference_topk,
     same_bits,
+    send_factors,
     small_chunks,
     sparse,
     variants,
@@ -34,6 +36,7 @@ from runtime.plan import CompressorSpec
 from runtime.sparse.compressors import magnitudes as magnitudes_module
 from runtime.sparse.compressors import selectors as selectors_module
 from runtime.sparse.compressors.magnitudes import seed_of
+from runtime.sparse.compressors.powersgd import LARGEST_RANK, LowRankCompressor, Stacks, matrix_shape, orthonormalize
 from runtime.sparse.compressors.selectors import draw
 from runtime.sparse.compressors.sparse import SELECTORS, SparseCompressor
 from runtime.sparse.compressors.wire import (
@@ -60,6 +63,8 @@ def test_contract(variant: dict[str, Any], case: Case, small: bool) -> None:
     with small_chunks() if small else mock.patch.dict({}):
         if isinstance(compressor, SparseCompressor):
             check_sparse(compressor, case)
+        elif isinstance(compressor, LowRankCompressor):
+            check_low_rank(compressor, case)
         else:
             check_wire(compressor, case)
 
@@ -352,3 +357,113 @@ def test_float8_is_decoded_as_torch_does() -> None:
     scales, found = torch.ones(1, 1, 1), torch.empty(1, 1, 256)
     Scaled(torch.float8_e4m3fn, 256).decode(codes.view(1, 1, 256), scales, found)
     assert torch.equal(found.view(-1)[values.isfinite()], values[values.isfinite()])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_what_all_ranks_send_is_the_projected_sum(ranks: int, dtype: torch.dtype) -> None:
+    """Nothing is lost but rounding; of a sum of no larger rank nothing is left, whatever its addends are."""
+    factors = LowRankCompressor(3).factors([torch.empty(20, 30), torch.empty(7), torch.empty(40, 4, 5)])
+    totals = [numbers("normal", 1407, seed, dtype) for seed in range(ranks)]
+    for matrix, rest in zip(factors.matrices(totals[0]), factors.matrices(sum(totals[1:], 0 * totals[0])), strict=True):
+        thin = numbers("normal", 3 * sum(matrix.shape), 9, dtype).view(3, -1)
+        matrix.copy_(thin[:, : len(matrix)].t() @ thin[:, len(matrix) :] - rest)
+    seeds = factors.seeds(["a", "b", "c"], totals[0])
+    sent = send_factors(factors, totals, torch.zeros_like(seeds), seeds)
+    near = 1e-5 if dtype == torch.float32 else 1e-9
+    assert torch.allclose(sent.sums, sum(totals, 0 * totals[0]), rtol=0.0, atol=near)
+    assert torch.allclose(sum(sent.rest, 0 * totals[0]), 0 * totals[0], rtol=0.0, atol=near)
+    assert ranks == 1 or float(sent.rest[0].abs().max()) > 0.1
+
+
+def test_low_rank_comes_to_the_best_there_is() -> None:
+    """Of a matrix that stays the same, whatever its scale: each step begins with the factors of the last, if any."""
+    factors = LowRankCompressor(4).factors([torch.empty(60, 50)])
+    matrix = numbers("normal", 3000, 1, torch.float32).view(60, 50)
+    one, values, other = torch.linalg.svd(matrix, full_matrices=False)
+    total = ((one * (values * 0.8 ** torch.arange(50.0))) @ other).reshape(-1)
+    least = float(torch.linalg.svdvals(total.view(60, 50))[4:].norm())
+    seeds = factors.seeds(["a"], total)
+    start = torch.zeros_like(seeds)
+    left_behind = []
+    for _ in range(25):
+        sent = send_factors(factors, [total], start, seeds)
+        start = sent.start
+        left_behind.append(float(sent.rest[0].norm()))
+    assert left_behind[0] > 1.2 * least
+    assert left_behind[-1] == pytest.approx(least, rel=1e-3)
+    tiny = send_factors(factors, [total * 2.0**-90], start * 2.0**-90, seeds)
+    assert torch.equal(tiny.sums * 2.0**90, send_factors(factors, [total], start, seeds).sums)
+    nothing = send_factors(factors, [torch.zeros_like(total)], start, seeds)
+    assert not nothing.sums.any()
+    again = send_factors(factors, [total], nothing.start, seeds)
+    assert float(again.rest[0].norm()) == pytest.approx(left_behind[0])
+
+
+@settings(max_examples=30)
+@given(
+    length=st.sampled_from([5, 70, 20_000, 40_001]),
+    rank=st.sampled_from([1, 2, 4]),
+    size=st.sampled_from([1e-38, 1e-20, 1.0, 1e20, 1e35]),
+    dependent=st.booleans(),
+    seed=st.integers(0, 1000),
+)
+def test_factors_are_made_orthonormal(length: int, rank: int, size: float, dependent: bool, seed: int) -> None:
+    """A row that depends on others is sent in part, or not at all; never too much of it."""
+    stacks = Stacks(rank, [length, 3 + rank, length])
+    vector = numbers("normal", stacks.elements, seed, torch.float32) * size
+    before = [factor.clone() for factor in stacks.each(vector)]
+    if dependent and rank > 1:
+        stacks.each(vector)[2][-1] = 0.5 * stacks.each(vector)[2][0]
+    orthonormalize(stacks, vector)
+    one, other, third = (factor.double() for factor in stacks.each(vector))
+    for found, given_one in zip((one, other), before, strict=False):
+        assert torch.allclose(found @ found.t(), torch.eye(rank, dtype=torch.float64), atol=1e-5)
+        if size >= 1e-20:  # below, float32 has few digits
+            rest = given_one.double() - given_one.double() @ found.t() @ found
+            assert float(rest.norm()) <= 1e-5 * float(given_one.double().norm())
+    assert float(torch.linalg.matrix_norm(third, ord=2)) <= 1 + 1e-5
+
+
+def test_factors_have_the_same_bits_on_any_number_of_threads() -> None:
+    """Ranks may differ in it, and the backend's own thread from the one that trains."""
+    before, found = torch.get_num_threads(), []
+    long = LowRankCompressor(1).factors([torch.empty(200_003, 2)])
+    several = LowRankCompressor(LARGEST_RANK).factors([torch.empty(3000, 300), torch.empty(3000, 301)])
+    try:
+        for threads in (1, 2, 3, 5):
+            torch.set_num_threads(threads)
+            vectors = []
+            for factors, dtype in ((long, torch.float64), (several, torch.float32)):
+                left, right = (numbers("normal", of.elements, 1, dtype) for of in (factors.left, factors.right))
+                orthonormalize(factors.left, left)
+                sums = torch.zeros(2_000_000, dtype=dtype)
+                factors.multiply(left, right, sums)
+                vectors += [left, sums]
+            found.append(vectors)
+    finally:
+        torch.set_num_threads(before)
+    for vectors in found:
+        assert all(same_bits(one, other) for one, other in zip(vectors, found[0], strict=True))
+
+
+def test_autocast_rounds_no_factors() -> None:
+    """Backward may run inside it."""
+    factors, total = LowRankCompressor(2).factors([torch.empty(50, 60)]), numbers("normal", 3000, 0, torch.float32)
+    seeds = factors.seeds(["a"], total)
+    expected = send_factors(factors, [total], seeds, seeds)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert (torch.eye(2) @ torch.eye(2)).dtype == torch.bfloat16
+        found = send_factors(factors, [total], seeds, seeds)
+    assert same_bits(found.sums, expected.sums)
+    assert same_bits(found.rest[0], expected.rest[0])
+
+
+def test_matrices_are_what_lies_in_memory() -> None:
+    assert matrix_shape(torch.empty(4, 3, 2)) == (4, 6)
+    assert matrix_shape(torch.empty(4, 3, 2, 5).to(memory_format=torch.channels_last)) == (4, 30)
+    assert matrix_shape(torch.empty(5, 7).t()) == (5, 7)
+    assert matrix_shape(torch.empty(1, 6, 5)) == (6, 5)
+    assert matrix_shape(torch.empty(9)) == (9, 1)
+    assert matrix_shape(torch.empty(())) == (1, 1)
+    assert matrix_shape(torch.empty(0, 3)) == (0, 0)

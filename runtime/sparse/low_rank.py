@@ -1,0 +1,101 @@
+"""Buckets of low rank: factors of matrices are all-reduced, and what their product leaves out is sent later.
+
+See `runtime.sparse.compressors.powersgd` for what is sent. Beside the residual a bucket keeps what the next step starts
+from, which is the same on all ranks; it counts when the step's residuals do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from runtime.comm.collectives.direct import Factored
+from runtime.core.buckets import BucketBuffer
+from runtime.sparse.compressed import BucketResidual
+from runtime.sparse.compressors.magnitudes import accumulate
+from runtime.sparse.compressors.powersgd import LowRankCompressor
+
+
+class WarmResidual(BucketResidual):
+    """A bucket's gradients and residual, and the right factors of its last step."""
+
+    def __init__(self, bucket: BucketBuffer, compressor: LowRankCompressor) -> None:
+        super().__init__(bucket)
+        self.factors = compressor.factors([slot.view for slot in bucket.slots])
+        self._names = [slot.name for slot in bucket.slots]
+        self.seeds = self.factors.seeds(self._names, self.residual)
+        self.start = torch.zeros_like(self.seeds)
+        """Shape (elements of all right factors,), as `following_start`; 0: the next step starts from seeds."""
+        self.following_start = torch.zeros_like(self.start)
+
+    def commit(self, finite: Tensor) -> None:
+        super().commit(finite)
+        if finite.device.type != "cpu":
+            torch.where(finite, self.following_start, self.start, out=self.start)
+        elif finite:
+            self.start.copy_(self.following_start)
+
+    def starts(self) -> dict[str, Tensor]:
+        """Shapes (rank, columns)."""
+        names = [self._names[index] for index in self.factors.members]
+        return dict(zip(names, self.factors.right.each(self.start), strict=True))
+
+    def put_starts(self, starts: Mapping[str, Tensor]) -> None:
+        for name, start in self.starts().items():
+            found = starts.get(name)
+            start.copy_(found) if found is not None and found.shape == start.shape else start.zero_()
+
+
+class LowRankBucket:
+    """See `runtime.sparse.compressed.CompressedBucket`. What is no matrix travels with the right factors."""
+
+    watched = None
+    """What is left out says little of what training loses by it: no guard looks at that."""
+
+    def __init__(self, feedback: WarmResidual, tail: Tensor | None) -> None:
+        """`tail` (float32, small integers) is sent behind all else and becomes its sum over ranks."""
+        self.feedback: WarmResidual = feedback
+        self._factors, self._tail = feedback.factors, tail
+        sizes = [place.stop - place.start for place in self._factors.whole]
+        right, whole = self._factors.right.elements, sum(sizes)
+        new = feedback.residual.new_zeros
+        self._own = new(right)
+        """This rank's right factors."""
+        self.packed = Factored(
+            new(self._factors.left.elements), new(right + whole + (0 if tail is None else tail.numel())),
+            self._project, self._subtract,
+        )  # fmt: skip
+        feedback.following_start = self.packed.right[:right]
+        self._whole = self.packed.right[right : right + whole].split(sizes)
+        self._flags = self.packed.right[right + whole :]
+        self.k = self.packed.left.numel() + right + whole
+        feedback.bucket.payload.messages = [self.packed]
+
+    def pack(self, step: int) -> None:
+        feedback = self.feedback
+        following = accumulate(feedback.residual, feedback.gradient(), feedback.following)
+        self._factors.begin(following, feedback.start, feedback.seeds, self.packed.left)
+        for place, sent in zip(self._factors.whole, self._whole, strict=True):
+            sent.copy_(following[place])
+            following[place] = 0.0
+        if self._tail is not None:
+            self._flags.copy_(self._tail)
+
+    def _project(self) -> None:
+        self._factors.project(self.feedback.following, self.packed.left, self._own)
+        self.feedback.following_start.copy_(self._own)
+
+    def _subtract(self) -> None:
+        self._factors.subtract(self.feedback.following, self.packed.left, self._own)
+
+    def unpack(self) -> Tensor:
+        sums = self.feedback.room()
+        self._factors.multiply(self.packed.left, self.feedback.following_start, sums)
+        for place, summed in zip(self._factors.whole, self._whole, strict=True):
+            sums[place] = summed
+        self.feedback.give(sums)
+        if self._tail is not None:
+            self._tail.copy_(self._flags)
+        return self.feedback.finite()
