@@ -297,8 +297,8 @@ class NarrowedBucket:
         self.k, self._rank = sum(feedback.sizes), rank
         each = 0 if tail is None else share_of(tail.numel(), ranks)
         self._cut = compressor.cut(self.k, ranks, feedback.dtype, each)
-        self._total = torch.zeros(self._cut.share, dtype=feedback.dtype, device=feedback.device)
-        """The sum of this rank's part; then what encoding it has lost."""
+        begin, end = (min(self.k, owner * self._cut.share) for owner in (rank, rank + 1))
+        self._mine = slice(begin, end)
         self.packed = Narrowed(ranks, self._cut.row_bytes, feedback.device, self._narrow)
         self._step = 0
         feedback.bucket.payload.messages = [self.packed]
@@ -316,8 +316,9 @@ class NarrowedBucket:
             self._cut.tails(rows).copy_(tails.view(len(rows), -1))
 
     def _narrow(self, received: Tensor, own: Tensor) -> None:
-        self._compressor.add_up(received, self._total, self._cut)
-        self._compressor.narrow(self._total, own, self._cut, self._seed("summed"))
+        part = self._mine
+        kept = self.feedback.following[part] if self._compressor.error_feedback else None
+        self._compressor.combine(received, own, kept, self._cut, part.stop - part.start, self._seed("summed"))
         if self._tail is not None:
             self._cut.tails(own).copy_(self._cut.tails(received).sum(dim=0, keepdim=True))
 
@@ -327,10 +328,6 @@ class NarrowedBucket:
         self.feedback.give(sums)
         if self._tail is not None:
             self._tail.copy_(self._cut.tails(self.packed.gathered).reshape(-1)[: self._tail.numel()])
-        if self._compressor.error_feedback:
-            first = self._rank * self._cut.share
-            mine = self.feedback.following[first : first + self._cut.share]
-            mine.add_(self._total[: mine.numel()])
         return self.feedback.finite()
 
 
