@@ -166,6 +166,12 @@ class BucketResidual:
             return torch.isfinite(messages[0].flat[places]).all()
         return torch.stack([all_finite(message.flat) for message in messages]).all()
 
+    def of_step(self, by_kernels: bool) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """Return the residual, the following one and, where kernels write it, whether they have changed places; None of
+        a bucket without.
+        """
+        return (self.buffers.for_kernels() if by_kernels else None) or (self.residual, self.following, None)
+
     def commit(self, finite: Tensor) -> None:
         """Count what was sent as sent if `finite` (0-d) is true; else the residual stays what it was."""
         self.buffers.commit(finite)
@@ -274,6 +280,9 @@ class NoResidual(BucketResidual):
     def __init__(self, bucket: BucketBuffer) -> None:
         super().__init__(bucket, 0)
 
+    def of_step(self, by_kernels: bool) -> tuple[None, None, None]:
+        return None, None, None
+
     def residuals(self) -> dict[str, Tensor]:
         return {}
 
@@ -308,17 +317,23 @@ class NarrowedBucket:
 
     def pack(self, step: int) -> None:
         feedback, rows, self._step = self.feedback, self.packed.rows, step
-        old, new = (feedback.residual, feedback.following) if self._compressor.error_feedback else (None, None)
-        self._compressor.compress(feedback.gradient(), old, new, rows, self._cut, self._seed("sent"))
+        gradient = feedback.gradient()
+        by_kernels = self._compressor.runs_on(feedback.device, self._cut, gradient.dtype)
+        old, new, swapped = feedback.of_step(by_kernels)
+        self._compressor.compress(gradient, old, new, rows, self._cut, self._seed("sent"), swapped=swapped)
         if self._tail is not None:
             tails = self._tail.new_zeros(len(rows) * self._cut.tail)
             tails[: self._tail.numel()] = self._tail
             self._cut.tails(rows).copy_(tails.view(len(rows), -1))
 
     def _narrow(self, received: Tensor, own: Tensor) -> None:
-        part = self._mine
-        kept = self.feedback.following[part] if self._compressor.error_feedback else None
-        self._compressor.combine(received, own, kept, self._cut, part.stop - part.start, self._seed("summed"))
+        feedback, part = self.feedback, self._mine
+        old, new, swapped = feedback.of_step(self._compressor.runs_on(feedback.device, self._cut))
+        if old is not None and new is not None:
+            old, new = old[part], new[part]
+        self._compressor.combine(
+            received, own, old, new, self._cut, part.stop - part.start, self._seed("summed"), swapped=swapped
+        )  # fmt: skip
         if self._tail is not None:
             self._cut.tails(own).copy_(self._cut.tails(received).sum(dim=0, keepdim=True))
 
@@ -348,10 +363,13 @@ class NativeBucket:
 
     def pack(self, step: int) -> None:
         feedback, flat = self.feedback, self.packed.flat
-        old, new = (feedback.residual, feedback.following) if self._compressor.error_feedback else (None, None)
+        gradient = feedback.gradient()
+        by_kernels = self._compressor.runs_on(feedback.device, self._cut, gradient.dtype)
+        old, new, swapped = feedback.of_step(by_kernels)
         seed = seed_of(f"sent\n{self._rank}\n{feedback.bucket.slots[0].name}", step)
         if self.k:
-            self._compressor.compress(feedback.gradient(), old, new, flat.view(torch.uint8)[None], self._cut, seed)
+            rows = flat.view(torch.uint8)[None]
+            self._compressor.compress(gradient, old, new, rows, self._cut, seed, swapped=swapped)
         if self._tail is not None:
             flat[self.k :] = self._tail
 

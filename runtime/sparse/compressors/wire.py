@@ -30,9 +30,13 @@ import torch
 from torch import Tensor
 
 from runtime.errors import InputError
+from runtime.kernels import WireLayout, wire_combine_, wire_decode_, wire_encode_
+from runtime.kernels.checks import FLOATS
+from runtime.kernels.source import WIRE_MOST
 from runtime.plan import CompressorSpec
 from runtime.sparse.compressors.magnitudes import accumulate
 from runtime.sparse.compressors.options import choose
+from runtime.sparse.compressors.sparse import has_kernels
 
 WIRE_DTYPES: Mapping[str, torch.dtype] = {
     "bfloat16": torch.bfloat16, "float16": torch.float16, "int8": torch.int8, "float8_e4m3fn": torch.float8_e4m3fn,
@@ -158,6 +162,10 @@ class Format(Protocol):
         """Fill `out` with what codes stand for, or add that to it; shapes as with `encode`."""
         ...
 
+    def for_kernels(self, cut: Cut) -> WireLayout | None:
+        """Return what kernels are told of a vector and the format; None: there are none."""
+        ...
+
 
 class WireCompressor:
     """Sends residual + gradient in a format."""
@@ -175,9 +183,18 @@ class WireCompressor:
         width = max(1, -(-share // blocks))
         return Cut(width * blocks if share else 0, width, self.dtype, wide, True, tail)
 
+    def runs_on(self, device: torch.device, cut: Cut, gradient: torch.dtype = torch.float32) -> bool:
+        """Tell whether kernels of the device do all this: then arguments named `swapped` count."""
+        return self._layout(device, cut, gradient) is not None
+
+    def _layout(self, device: torch.device, cut: Cut, gradient: torch.dtype = torch.float32) -> WireLayout | None:
+        known = not self.stochastic and cut.wide == torch.float32 and gradient in FLOATS and cut.share > 0
+        return self.format.for_kernels(cut) if known and has_kernels(device, cut.wide) else None
+
     def compress(
-        self, gradient: Tensor, residual: Tensor | None, new_residual: Tensor | None, rows: Tensor, cut: Cut, seed: int
-    ) -> None:
+        self, gradient: Tensor, residual: Tensor | None, new_residual: Tensor | None, rows: Tensor, cut: Cut, seed: int,
+        *, swapped: Tensor | None = None,
+    ) -> None:  # fmt: skip
         """Encode residual + gradient.
 
         Args:
@@ -188,47 +205,70 @@ class WireCompressor:
             rows: bytes of shape (parts, cut.row_bytes); where the vector has no elements they stay.
             cut: of this vector.
             seed: of stochastic rounding; another one in each step and on each rank.
+            swapped: where kernels do it, one int32: where it is not 0, `residual` and `new_residual` change places.
         """
+        layout = self._layout(rows.device, cut, gradient.dtype)
+        if layout is not None:
+            wire_encode_(gradient, residual, new_residual, rows, layout, swapped=swapped)
+            return
         codes, scales, noise = *_open(rows, cut), self._noise(seed, rows.device)
         for piece, work in _pieces(cut, gradient.numel(), rows.device):
             part = piece.elements
+            keep = residual is not None and new_residual is not None
             if residual is None or new_residual is None:
                 total = gradient[part].to(cut.wide)
             else:
                 total = accumulate(residual[part], gradient[part], new_residual[part])
             self.format.encode(
-                total.view(piece.shape), *_at(piece, codes, scales, piece.rows), work, noise, keep=residual is not None
+                total.view(piece.shape), *_at(piece, codes, scales, piece.rows), work, noise, keep=keep
             )  # fmt: skip
 
-    def combine(self, rows: Tensor, own: Tensor, kept: Tensor | None, cut: Cut, elements: int, seed: int) -> None:
+    def combine(
+        self, rows: Tensor, own: Tensor, residual: Tensor | None, new_residual: Tensor | None, cut: Cut, elements: int,
+        seed: int, *, swapped: Tensor | None = None,
+    ) -> None:  # fmt: skip
         """Add up what rows of one part hold, in their order, and encode the sum.
 
         Args:
             rows: bytes of shape (ranks, cut.row_bytes).
             own: bytes of shape (1, cut.row_bytes), filled with the sum's codes and scales.
-            kept: what encoding the sum loses is added to it, shape (elements,). None: that is lost.
+            residual, new_residual: shape (elements,); what encoding the sum loses is added to the second one. None:
+                that is lost.
             cut: of the vector.
             elements: of the part; `cut.share` or fewer.
-            seed: as with `compress`.
+            seed, swapped: as with `compress`.
         """
+        layout = self._layout(rows.device, cut)
+        if layout is not None:
+            wire_combine_(rows, residual, new_residual, own, elements, layout, swapped=swapped)
+            return
         received, (codes, scales), noise = _open(rows, cut), _open(own, cut), self._noise(seed, rows.device)
         for piece, work in _pieces(cut, elements, rows.device):
             total = work[2, : math.prod(piece.shape)]
             self._add_up(*received, piece, total.view(piece.shape), work)
             self.format.encode(
-                total.view(piece.shape), *_at(piece, codes, scales, piece.rows), work, noise, keep=kept is not None
+                total.view(piece.shape), *_at(piece, codes, scales, piece.rows), work, noise,
+                keep=new_residual is not None,
             )  # fmt: skip
-            if kept is not None:
-                kept[piece.elements].add_(total)
+            if new_residual is not None:
+                new_residual[piece.elements].add_(total)
 
     def add_up(self, rows: Tensor, total: Tensor, cut: Cut) -> None:
         """Make `total` (1-D) the sum of what rows of one part hold, in their order and in its dtype."""
+        layout = self._layout(rows.device, cut)
+        if layout is not None:
+            wire_decode_(rows, total, layout, add_up=True)
+            return
         received = _open(rows, cut)
         for piece, work in _pieces(cut, total.numel(), rows.device):
             self._add_up(*received, piece, total[piece.elements].view(piece.shape), work)
 
     def decode(self, rows: Tensor, out: Tensor, cut: Cut) -> None:
         """Fill `out` (1-D) with what the rows of all parts hold; −0 becomes 0, as where elements are selected."""
+        layout = self._layout(rows.device, cut)
+        if layout is not None:
+            wire_decode_(rows, out, layout, add_up=False)
+            return
         codes, scales = _open(rows, cut)
         for piece, work in _pieces(cut, out.numel(), rows.device):
             place = out[piece.elements].view(piece.shape)
@@ -332,6 +372,12 @@ class Rounded:
         else:
             out.copy_(codes)
 
+    def for_kernels(self, cut: Cut) -> WireLayout | None:
+        if self.dtype != torch.bfloat16:
+            return None
+        # float32 has no number whose ulp is twice the limit's last bit.
+        return WireLayout(self.dtype, cut.share, WIRE_MOST, 0, cut.share * self.dtype.itemsize, self.limit)
+
 
 class Scaled:
     """A `Format` with a scale for each block: int8, float8_e4m3fn or float16."""
@@ -393,6 +439,12 @@ class Scaled:
             out.addcmul_(values, scale)  # code · scale is exact, so that one rounding or two are the same
         else:
             values.mul_(scale)
+
+    def for_kernels(self, cut: Cut) -> WireLayout | None:
+        return WireLayout(
+            self.dtype, cut.share, cut.width, cut.scales_at, cut.row_bytes, self._largest,
+            scales=scale_bounds(self.dtype, torch.float32),
+        )  # fmt: skip
 
 
 @functools.cache
