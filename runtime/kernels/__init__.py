@@ -1,4 +1,5 @@
-"""Kernels for sparse gradients: error feedback, exact selection, packing and the new residual in one launch; unpacking.
+"""Kernels for gradients of which less is sent: error feedback, selection or narrow codes, and the new residual in one
+launch; unpacking.
 
     state = make_state([gradient.numel()], [k], gradient.device)          # once
     ef_topk_(gradient, residual, new_residual, values, indices, state)    # in every step
@@ -21,12 +22,14 @@ from runtime.kernels.operators import ALL_AT_ONCE, ONE_BY_ONE, ef_topk_operator,
 from runtime.kernels.reference import ef_topk_torch, ms_topk_torch, unpack_torch
 from runtime.kernels.source import Shape
 from runtime.kernels.state import TopkState, make_state
+from runtime.kernels.wire import WireLayout, wire_combine_, wire_decode_, wire_encode_
 
 __all__ = [
     "ALL_AT_ONCE",
     "ONE_BY_ONE",
     "Shape",
     "TopkState",
+    "WireLayout",
     "ef_topk_",
     "ef_topk_segments_",
     "ef_topk_torch",
@@ -35,6 +38,9 @@ __all__ = [
     "ms_topk_torch",
     "unpack_",
     "unpack_torch",
+    "wire_combine_",
+    "wire_decode_",
+    "wire_encode_",
 ]
 
 

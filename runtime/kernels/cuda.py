@@ -14,7 +14,7 @@ import torch
 
 from runtime.errors import EnvironmentFailure
 from runtime.kernels.nvrtc import compiler, machine_code
-from runtime.kernels.source import UNPACK, Program
+from runtime.kernels.source import KERNELS, UNPACK, WIRE, Program
 
 LEAST_CAPABILITY = 70
 """Of lanes that may go apart (Volta), which the source counts on."""
@@ -137,8 +137,8 @@ def working(device: int) -> str | None:
     """Why kernels do not run on a device; None: they do. Compiles and loads them, before a step is in a hurry."""
     try:
         backend = cuda_backend(device)
-        for program, kernel in ((Program(name="topk"), "ef_topk_float32_float32"), (UNPACK, "unpack_float32_float32")):
-            backend.blocks(program, kernel)
+        for program in (Program(name="topk"), UNPACK, WIRE):
+            backend.blocks(program, KERNELS[program.name][0])
     except EnvironmentFailure as error:
         return str(error).removeprefix("kernels: ")
     return None

@@ -7,10 +7,23 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib import resources
 
-PARTS: Mapping[str, tuple[str, ...]] = {"topk": ("keys.cu", "plan.cu", "topk.cu"), "unpack": ("keys.cu", "unpack.cu")}
+PARTS: Mapping[str, tuple[str, ...]] = {
+    "topk": ("keys.cu", "plan.cu", "topk.cu"),
+    "unpack": ("keys.cu", "unpack.cu"),
+    "wire": ("keys.cu", "wire.cu"),
+}
 
 DTYPES = ("float32", "bfloat16")
 """What gradients, residuals and sums may be; kernels are named after two of them: `ef_topk_bfloat16_float32`."""
+
+WIRE_CODES = ("int8", "float8_e4m3fn", "float16", "bfloat16")
+
+KERNELS: Mapping[str, tuple[str, ...]] = {
+    "topk": tuple(f"ef_topk_{gradient}_{residual}" for gradient in DTYPES for residual in DTYPES),
+    "unpack": tuple(f"unpack_{values}_{sums}" for values in DTYPES for sums in DTYPES),
+    "wire": tuple(f"wire_{code}_{what}" for code in WIRE_CODES for what in (*DTYPES, "combine", "decode")),
+}
+"""Of each program."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,3 +69,8 @@ UNPACK = Program(name="unpack", shape=Shape(threads=256))
 
 UNPACK_PART = 512
 """Elements that a warp adds up at a time: `PART` in unpack.cu."""
+
+WIRE = Program(name="wire", shape=Shape(threads=256))
+
+WIRE_MOST = 512
+"""Elements that a warp encodes or decodes at a time, at most: `MOST` in wire.cu."""

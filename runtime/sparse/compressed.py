@@ -167,6 +167,12 @@ class BucketResidual:
             return torch.isfinite(messages[0].flat[places]).all()
         return torch.stack([all_finite(message.flat) for message in messages]).all()
 
+    def of_step(self, by_kernels: bool) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """Return the residual, the following one and, where kernels write it, whether they have changed places; None of
+        a bucket without.
+        """
+        return (self.buffers.for_kernels() if by_kernels else None) or (self.residual, self.following, None)
+
     def commit(self, finite: Tensor) -> None:
         """Count what was sent as sent if `finite` (0-d) is true; else the residual stays what it was."""
         self.buffers.commit(finite)
@@ -287,6 +293,9 @@ class NoResidual(BucketResidual):
     def __init__(self, bucket: BucketBuffer) -> None:
         super().__init__(bucket, 0)
 
+    def of_step(self, by_kernels: bool) -> tuple[None, None, None]:
+        return None, None, None
+
     def residuals(self) -> dict[str, Tensor]:
         return {}
 
@@ -310,26 +319,31 @@ class TwoShots:
         """`elements`: of the vector, for each of which `feedback` has a residual; this rank owns part number `owner`.
         `tail_elements` (float32) are sent as they are. `seed`: another one on each rank, for stochastic rounding.
         """
-        self._feedback, self._compressor, self._owner = feedback, compressor, owner
+        self._feedback, self._compressor = feedback, compressor
         self._cut = compressor.cut(elements, ranks, feedback.dtype, share_of(tail_elements, ranks))
-        self._total = torch.zeros(self._cut.share, dtype=feedback.dtype, device=feedback.device)
-        """The sum of this rank's part; then what encoding it has lost."""
+        self._mine = slice(*(min(elements, place * self._cut.share) for place in (owner, owner + 1)))
+        """Of the vector."""
         self.message = Narrowed(ranks, self._cut.row_bytes, feedback.device, self._narrow)
         self._place, self._step = f"{seed}\n{feedback.bucket.slots[0].name}", 0
 
     def encode(self, vector: Tensor, tail: Tensor | None, step: int) -> None:
         """Fill the message with residual + vector, and the tail behind it; both 1-D."""
         feedback, rows, self._step = self._feedback, self.message.rows, step
-        old, new = (feedback.residual, feedback.following) if self._compressor.error_feedback else (None, None)
-        self._compressor.compress(vector, old, new, rows, self._cut, seed_of(f"sent\n{self._place}", step))
+        old, new, swapped = feedback.of_step(self._compressor.runs_on(feedback.device, self._cut, vector.dtype))
+        seed = seed_of(f"sent\n{self._place}", step)
+        self._compressor.compress(vector, old, new, rows, self._cut, seed, swapped=swapped)
         if tail is not None:
             tails = tail.new_zeros(len(rows) * self._cut.tail)
             tails[: tail.numel()] = tail
             self._cut.tails(rows).copy_(tails.view(len(rows), -1))
 
     def _narrow(self, received: Tensor, own: Tensor) -> None:
-        self._compressor.add_up(received, self._total, self._cut)
-        self._compressor.narrow(self._total, own, self._cut, seed_of(f"summed\n{self._place}", self._step))
+        feedback, part = self._feedback, self._mine
+        old, new, swapped = feedback.of_step(self._compressor.runs_on(feedback.device, self._cut))
+        if old is not None and new is not None:
+            old, new = old[part], new[part]
+        seed = seed_of(f"summed\n{self._place}", self._step)
+        self._compressor.combine(received, own, old, new, self._cut, part.stop - part.start, seed, swapped=swapped)
         if self._cut.tail:
             self._cut.tails(own).copy_(self._cut.tails(received).sum(dim=0, keepdim=True))
 
@@ -338,13 +352,6 @@ class TwoShots:
         self._compressor.decode(self.message.gathered, sums, self._cut)
         if tail is not None:
             tail.copy_(self._cut.tails(self.message.gathered).reshape(-1)[: tail.numel()])
-
-    def keep_lost(self) -> None:
-        """Add what encoding the sum has lost to the next residual."""
-        if self._compressor.error_feedback:
-            first = self._owner * self._cut.share
-            mine = self._feedback.following[first : first + self._cut.share]
-            mine.add_(self._total[: mine.numel()])
 
 
 class NarrowedBucket:
@@ -373,7 +380,6 @@ class NarrowedBucket:
         if self.watched.expected:
             self.watched.arrived(sums)
         self.feedback.give(sums)
-        self._shots.keep_lost()
         return self.feedback.finite()
 
 
@@ -393,13 +399,14 @@ class NativeBucket:
 
     def pack(self, step: int) -> None:
         feedback, flat = self.feedback, self.packed.flat
-        old, new = (feedback.residual, feedback.following) if self._compressor.error_feedback else (None, None)
-        seed = seed_of(f"sent\n{self._rank}\n{feedback.bucket.slots[0].name}", step)
         gradient = feedback.gradient()
         if self.watched.expected:
             self.watched.keep(gradient, feedback.unsent(), step)
+        old, new, swapped = feedback.of_step(self._compressor.runs_on(feedback.device, self._cut, gradient.dtype))
+        seed = seed_of(f"sent\n{self._rank}\n{feedback.bucket.slots[0].name}", step)
         if self.k:
-            self._compressor.compress(gradient, old, new, flat.view(torch.uint8)[None], self._cut, seed)
+            rows = flat.view(torch.uint8)[None]
+            self._compressor.compress(gradient, old, new, rows, self._cut, seed, swapped=swapped)
         if self._tail is not None:
             flat[self.k :] = self._tail
 

@@ -50,5 +50,4 @@ class NarrowTorusBucket(ShardBucket):
         if self.watched.expected:
             self.watched.arrived(sums)
         self.feedback.give(sums)
-        self._shots.keep_lost()
         return self.feedback.finite()

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from runtime.kernels.source import DTYPES, UNPACK, Program, Shape
+from runtime.kernels.source import DTYPES, KERNELS, UNPACK, WIRE, Program, Shape
 
 COMPILER = shutil.which("g++") or shutil.which("clang++")
 needs_compiler = pytest.mark.skipif(COMPILER is None, reason="no C++ compiler (g++, clang++) for the kernels' source")
@@ -21,7 +21,7 @@ SMALL = Shape(threads=64, vectors=2, min_blocks=1)
 """Tiles of 512 elements, so that few elements are many tiles."""
 
 HEADER = Path(__file__).with_name("kernel_host.h")
-STRUCTS = {"topk": ("ef_topk", "Arguments"), "unpack": ("unpack", "UnpackArguments")}
+STRUCTS = {"topk": "Arguments", "unpack": "UnpackArguments", "wire": "WireArguments"}
 
 
 class HostBackend:
@@ -66,14 +66,14 @@ def translation_unit(
     for name, program in programs.items():
         text = (texts or {}).get(name, program.text).replace('extern "C" __global__', "__global__")
         text = "\n".join(line for line in text.splitlines() if not _is_kernel_of_others(line, gradients))
-        prefix, struct = STRUCTS[program.name]
-        kernels = [f"{prefix}_{one}_{other}" for one in gradients for other in DTYPES]
+        struct = STRUCTS[program.name]
+        kernels = [k for k in KERNELS[program.name] if not _is_kernel_of_others(f"({k},", gradients)]
         cases = "".join(
             f'    if (!strcmp(kernel, "{k}")) return host::run([] {{ {k}(given); }}, grid, size, resident, seed);\n'
             for k in kernels
         )
         pieces.append(
-            f"#undef THREADS\n#undef VECTORS\n#undef MIN_BLOCKS\n#undef EF_TOPK\n#undef UNPACK\n"
+            f"#undef THREADS\n#undef VECTORS\n#undef MIN_BLOCKS\n#undef EF_TOPK\n#undef UNPACK\n#undef WIRE\n"
             f"namespace program_{name} {{\n{text}\nstatic {struct} given;\n"
             f'extern "C" const char *launch_{name}(const char *kernel, const {struct} *arguments, unsigned grid, '
             f"unsigned size, unsigned resident, unsigned long long seed) {{\n    given = *arguments;\n{cases}"
@@ -84,7 +84,7 @@ def translation_unit(
 
 def _is_kernel_of_others(line: str, gradients: Sequence[str]) -> bool:
     others = [dtype for dtype in DTYPES if dtype not in gradients]
-    return any(line.startswith((f"EF_TOPK(ef_topk_{dtype}_", f"UNPACK(unpack_{dtype}_")) for dtype in others)
+    return any(f"({kernel}_{dtype}_" in line for kernel in ("ef_topk", "unpack") for dtype in others)
 
 
 def compiled(text: str, folder: Path, *options: str) -> ctypes.CDLL:
@@ -101,16 +101,17 @@ def compiled(text: str, folder: Path, *options: str) -> ctypes.CDLL:
 
 def _library(shape: Shape) -> ctypes.CDLL:
     with tempfile.TemporaryDirectory() as folder:
-        return compiled(translation_unit({"topk": Program(name="topk", shape=shape), "unpack": UNPACK}), Path(folder))
+        programs = {"topk": Program(name="topk", shape=shape), "unpack": UNPACK, "wire": WIRE}
+        return compiled(translation_unit(programs), Path(folder))
 
 
 @functools.cache
 def small_library() -> ctypes.CDLL:
-    """Both programs, selection with small tiles."""
+    """All programs, selection with small tiles."""
     return _library(SMALL)
 
 
 @functools.cache
 def usual_library() -> ctypes.CDLL:
-    """Both programs as they run on devices."""
+    """All programs as they run on devices."""
     return _library(Shape())

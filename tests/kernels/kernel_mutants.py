@@ -13,13 +13,14 @@ import tempfile
 from pathlib import Path
 
 import torch
-from kernel_cases import expect_equal, family, steady_residual
+from kernel_cases import expect_equal, expect_equal_wire, family, steady_residual
 from kernel_host import SMALL, HostBackend, compiled, translation_unit
 
 from runtime.kernels import make_state, unpack_, unpack_torch
 from runtime.kernels.backend import installed
-from runtime.kernels.source import UNPACK, UNPACK_PART, Program
+from runtime.kernels.source import UNPACK, UNPACK_PART, WIRE, WIRE_CODES, Program
 from runtime.kernels.state import WARM
+from runtime.plan import CompressorSpec
 
 MUTANTS: dict[str, tuple[str, str]] = {
     "ties: the higher index wins": ("tie >= start && tie - start < missing", "tie >= p.ties - missing"),
@@ -45,13 +46,36 @@ MUTANTS: dict[str, tuple[str, str]] = {
                                                 "    const u32 offset = shared.offset;"),
     "unpack: one place too far": ("(u32) found < end", "(u32) found <= end"),
     "unpack: only 32 elements of a rank": ("if (taken < WARP) break;", "break;"),
+    "wire: ties away from zero": ("(magnitude >> DROPPED & 1u)", "1u"),
+    "wire: no subnormal codes": ("if (magnitude < normal)", "if (false)"),
+    "wire: no signs of codes": ("sign = word >> 31 ? SIGN : 0u", "sign = 0u"),
+    "wire: the scale of a lane's first elements": ("i < 4 * RUNS; i++) largest", "i < 4; i++) largest"),
+    "wire: the scale of half a warp": ("for (u32 d = WARP / 2; d; d /= 2) largest = max(",
+                                       "for (u32 d = WARP / 4; d; d /= 2) largest = max("),
+    "wire: scales are rounded down": ("(word + (u32) a.dropped) &", "word &"),
+    "wire: scales of any size": ("word = min(max(word, (u32) a.least_scale), (u32) a.largest_scale);", ";"),
+    "wire: infinities have a scale": ("if (largest >= INFINITE)", "if (largest > INFINITE)"),
+    "wire: of what is not finite something is kept": ("return odd ? 0.0f : __fadd_rn(", "return __fadd_rn("),
+    "wire: no largest code": ("value = value > limit ? limit : value < -limit ? -limit : value;", ";"),
+    "wire: −0 stays in a residual": ("        return rounded;\n", "        return (float) (int) rounded;\n"),
+    "wire: −0 stays in what is decoded": ("a.no_minus_zero ? __fadd_rn(sum, 0.0f) : sum", "sum"),
+    "wire: only the last rank counts": ("sum = rank ? __fadd_rn(sum, value) : value;", "sum = value;"),
+    "wire: residuals never change places": ("const bool swapped = a.swapped && __ldcg(a.swapped);",
+                                            "const bool swapped = false;"),
+    "wire: what the sum loses takes the residual's place": ("__fadd_rn(__uint_as_float(before[j]), rest)", "rest"),
+    "wire: vectors of misplaced rows": (" && (a.width | a.share) % 4 == 0", ""),
+    "wire: vectors of misplaced floats": ("of_floats % 16 == 0 && ", ""),
+    "wire: one element more": ("(1u << (count - at)) - 1;", "(2u << (count - at)) - 1;"),
+    "wire: blocks run over their part": ("min(min(width, share - b.inside), elements - b.first)",
+                                         "min(width, elements - b.first)"),
 }  # fmt: skip
 """Name → (a piece of the source, what takes its place)."""
 
 
 def sources(name: str) -> tuple[Program, str]:
     """The program that a mutant changes, and its text."""
-    program = UNPACK if name.startswith("unpack") else Program(name="topk", shape=SMALL)
+    found = [program for program in (UNPACK, WIRE) if name.startswith(f"{program.name}:")]
+    program = found[0] if found else Program(name="topk", shape=SMALL)
     piece, other = MUTANTS[name]
     assert program.text.count(piece) == 1, f"{name}: the source has {program.text.count(piece)} × {piece!r}"
     return program, program.text.replace(piece, other)
@@ -84,6 +108,22 @@ def check_unpack(backend: HostBackend) -> None:
         assert torch.equal(sums, unpack_torch(values, indices, n, factor=1.0, dtype=torch.float32))
 
 
+def check_wire(backend: HostBackend) -> None:
+    """Likewise."""
+    for code in WIRE_CODES:
+        for parts, n in ((1, 1200), (3, 1003)):
+            spec = CompressorSpec(name="wire", dtype=code)
+            for step, name in enumerate(("normal", "any bits", "signed zeros", "infinities", "few values", "layers")):
+                gradient, residual = family(name, n + 1, step, torch.float32), torch.zeros(n + 1)
+                for at in (0, 1):
+                    places = slice(at, at + n)
+                    expect_equal_wire(backend, spec, parts, gradient[places], residual[places], swapped=bool(step % 2))
+                    residual[places] = 0.01 * gradient[places].nan_to_num(0.0, 0.0, 0.0)
+
+
+CHECKS = {"topk": check, "unpack": check_unpack, "wire": check_wire}
+
+
 def noticed(library: ctypes.CDLL, number: int, name: str) -> bool:
     """Whether a mutant fails the check, or crashes."""
     child = os.fork()
@@ -94,7 +134,7 @@ def noticed(library: ctypes.CDLL, number: int, name: str) -> bool:
         library, grid=1 if program.name == "unpack" else 4, resident=3, names={program.name: f"mutant{number}"}
     )
     try:
-        (check_unpack if program.name == "unpack" else check)(backend)
+        CHECKS[program.name](backend)
     except BaseException:
         os._exit(1)
     os._exit(0)

@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from runtime.comm.communicator import CommTiming, NullCommunicator
 from runtime.core.buckets import BucketBuffer, Slot, lay_out
 from runtime.kernels.backend import installed
+from runtime.kernels.source import WIRE_CODES
 from runtime.plan import CompressorSpec
-from runtime.sparse.compressed import SelectedBucket
+from runtime.sparse.compressed import NarrowedBucket, SelectedBucket
 from runtime.sparse.compressors import sparse
 from runtime.sparse.layout import make_lossy
 
@@ -71,6 +72,55 @@ def test_buckets_are_the_same_bit_for_bit(spec: CompressorSpec, looks: float) ->
         if spoiled is None:
             assert same(one, other)
     assert torch.equal(bits(residual), bits(plain.feedback.residual))
+
+
+def narrowed(spec: CompressorSpec) -> list[NarrowedBucket]:
+    """One of each rank."""
+    found = []
+    for rank in range(RANKS):
+        parameters = [nn.Parameter(torch.zeros(shape)) for shape in LAYERS.values()]
+        slots = [Slot(f"{name}.weight", i, p) for i, (name, p) in enumerate(zip(LAYERS, parameters, strict=True))]
+        buffer = BucketBuffer(0, slots, lay_out(slots), "a bucket")
+        found.append(make_lossy(buffer, spec, RANKS, torch.zeros(3), rank=rank))
+    assert all(isinstance(bucket, NarrowedBucket) for bucket in found)
+    return found  # type: ignore[return-value]
+
+
+def narrowed_step(buckets: list[NarrowedBucket], seed: int, spoiled: float | None, looks: bool) -> tuple[Tensor, ...]:
+    """As `step`, of ranks that differ; returns sums and, with `looks`, residuals after it."""
+    for rank, bucket in enumerate(buckets):
+        gradient = bucket.feedback.bucket.messages[0].flat
+        gradient.copy_(torch.randn(gradient.numel(), generator=torch.Generator().manual_seed(10 * seed + rank)))
+        if spoiled is not None and rank == 1:
+            gradient[11] = spoiled
+        bucket.pack(seed)
+    for rank, bucket in enumerate(buckets):
+        bucket.packed.received.copy_(torch.stack([other.packed.rows[rank] for other in buckets]))
+        bucket.packed.narrow()
+    for bucket in buckets:
+        bucket.packed.gathered.copy_(torch.cat([other.packed.own for other in buckets]))
+        finite = bucket.unpack()
+        assert bool(finite) == (spoiled is None)
+        bucket.feedback.commit(finite)
+    sums = [bucket.feedback.gradient().clone() for bucket in buckets]
+    return *sums, *(bucket.feedback.residual.clone() for bucket in buckets if looks and bucket.feedback.residuals())
+
+
+@pytest.mark.parametrize("looks", [False, True], ids=["nobody looks at residuals", "residuals are looked at"])
+@pytest.mark.parametrize("dtype", WIRE_CODES)
+def test_narrow_buckets_are_the_same_bit_for_bit(dtype: str, looks: bool) -> None:
+    for feedback in (True, False):
+        spec = CompressorSpec(name="wire", dtype=dtype, error_feedback=feedback)
+        plain, found = narrowed(spec), []
+        expected = [narrowed_step(plain, i, spoiled, looks) for i, spoiled in enumerate(STEPS)]
+        with installed("cpu", HostBackend(usual_library(), grid=2, resident=2)):
+            kernel = narrowed(spec)
+            found = [narrowed_step(kernel, i, spoiled, looks) for i, spoiled in enumerate(STEPS)]
+            residuals = [bucket.feedback.residual for bucket in kernel]
+        for one, other, spoiled in zip(found, expected, STEPS, strict=True):
+            assert same(one[RANKS:], other[RANKS:])
+            assert spoiled is not None or same(one, other)
+        assert same(tuple(residuals), tuple(bucket.feedback.residual for bucket in plain))
 
 
 @pytest.mark.usefixtures("on_host")

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from kernel_host import SMALL, HostBackend, needs_compiler, small_library
-from kernel_mutants import MUTANTS, check, check_unpack
+from kernel_mutants import MUTANTS, check, check_unpack, check_wire
 
 pytestmark = needs_compiler
 SHARES = 2
@@ -35,3 +35,4 @@ def test_the_source_as_it_is_passes_the_same_check() -> None:
     assert SMALL.tile == 512
     check(HostBackend(small_library(), grid=4, resident=3))
     check_unpack(HostBackend(small_library(), grid=1))
+    check_wire(HostBackend(small_library(), grid=4, resident=3))

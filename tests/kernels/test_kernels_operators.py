@@ -8,10 +8,25 @@ from typing import Any
 import pytest
 import torch
 from kernel_cases import same
+from kernel_host import HostBackend, needs_compiler, usual_library
 
-from runtime.kernels import ef_topk_, ef_topk_segments_, ef_topk_torch, make_state, ms_topk_, unpack_
+from runtime.errors import EnvironmentFailure
+from runtime.kernels import (
+    WireLayout,
+    ef_topk_,
+    ef_topk_segments_,
+    ef_topk_torch,
+    make_state,
+    ms_topk_,
+    unpack_,
+    wire_combine_,
+    wire_decode_,
+    wire_encode_,
+)
+from runtime.kernels.backend import installed
 from runtime.kernels.operators import ef_topk_operator, unpack_operator
 from runtime.kernels.state import MAX_ELEMENTS
+from runtime.kernels.wire import wire_combine_operator, wire_decode_operator, wire_encode_operator
 
 N, K = 100, 5
 
@@ -128,6 +143,40 @@ def test_bad_arguments_of_unpack_are_named(changed: dict[str, Any], message: str
         unpack_(**(sound | changed))
 
 
+LAYOUT = WireLayout(torch.int8, 50, 50, 56, 64, 127.0)
+ROWS = torch.zeros(2, 64, dtype=torch.uint8)
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"gradient": torch.zeros(N).half()}, "^gradient: found torch.float16"),
+        ({"gradient": torch.zeros(N + 1)}, "^rows: found 2 rows of 50 elements; expected room for 101"),
+        ({"rows": torch.zeros(2, 56, dtype=torch.uint8)}, r"^rows: found torch.uint8 of the shape \(2, 56\)"),
+        ({"rows": torch.zeros(2, 66, dtype=torch.uint8)}, "^rows: found a row at an address that is no multiple of 4"),
+        ({"residual": None}, "^residual: found one without the other"),
+        ({"residual": torch.zeros(N).double()}, "^residual: found torch.float64"),
+        ({"new_residual": SHARED[1:101], "residual": SHARED[:100]}, "^new_residual: found memory that residual uses"),
+        ({"swapped": torch.zeros(1, dtype=torch.bool)}, "^swapped: found torch.bool"),
+    ],
+)
+def test_bad_arguments_of_narrow_codes_are_named(changed: dict[str, Any], message: str) -> None:
+    sound: dict[str, Any] = {
+        "gradient": torch.zeros(N), "residual": torch.zeros(N), "new_residual": torch.zeros(N), "rows": ROWS,
+    }  # fmt: skip
+    with pytest.raises(ValueError, match=message):
+        wire_encode_(**(sound | changed), layout=LAYOUT)
+
+
+def test_narrow_codes_of_one_part_and_no_more() -> None:
+    with pytest.raises(ValueError, match=r"^elements: found 51; expected at most 50"):
+        wire_decode_(ROWS, torch.zeros(51), LAYOUT, add_up=True)
+    with pytest.raises(ValueError, match=r"^elements: found 51; expected at most 50"):
+        wire_combine_(ROWS, None, None, torch.zeros(2, 64, dtype=torch.uint8), 51, LAYOUT)
+    with pytest.raises(EnvironmentFailure, match=r"found the device cpu, expected cuda: WireCompressor does it"):
+        wire_decode_(ROWS, torch.zeros(N), LAYOUT, add_up=False)
+
+
 def test_on_a_cpu_the_reference_runs() -> None:
     given = arguments(gradient=torch.randn(N).bfloat16())
     ef_topk_(**given)
@@ -149,6 +198,17 @@ def test_operators_are_what_torch_expects() -> None:
     tensors = ([a["gradient"]], [a["residual"]], [a["new_residual"]], a["values"], a["indices"], a["state"].memory)
     checked(ef_topk_operator, *tensors, None, [N], [K], [layout.shape.threads, 2, 2], None, False, 0, 0)
     checked(unpack_operator, torch.zeros(9), torch.zeros(2, 3), torch.zeros(2, 3, dtype=torch.int32), 0.5)
+
+
+@needs_compiler
+def test_operators_of_narrow_codes_are_what_torch_expects() -> None:
+    code, numbers = LAYOUT.name, LAYOUT.numbers()
+    gradient, one, other = torch.randn(N), torch.zeros(N), torch.zeros(N)
+    rows, own = (torch.zeros(count, 64, dtype=torch.uint8) for count in (2, 1))
+    with installed("cpu", HostBackend(usual_library())):
+        checked(wire_encode_operator, gradient, one, other, rows, torch.zeros(1, dtype=torch.int32), code, numbers)
+        checked(wire_combine_operator, rows, None, None, own, None, 50, code, numbers)
+        checked(wire_decode_operator, rows, torch.zeros(50), True, code, numbers)
 
 
 def test_compiled_programs_call_them_whole() -> None:

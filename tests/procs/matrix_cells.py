@@ -59,8 +59,9 @@ class Cell:
     def name(self) -> str:
         spec = self.spec
         given = (
-            spec.selector, spec.dtype, spec.scope, spec.block, spec.rounding, spec.error_feedback, spec.links, spec.rank,
-        )  # fmt: skip
+            *(spec.selector, spec.dtype, spec.scope, spec.block),
+            *(spec.rounding, spec.error_feedback, spec.links, spec.rank),
+        )
         options = " ".join(str(one) for one in given if one is not None)
         return f"{'/'.join(self.form)} {spec.name} {options}, {self.kind}, {self.layout}"
 

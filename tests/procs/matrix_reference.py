@@ -143,12 +143,13 @@ class Everyone:
         result = torch.empty_like(total)
         for owner, (rank, residual) in enumerate(zip(ranks, held, strict=True)):
             own = slice(owner * cut.share, (owner + 1) * cut.share)
-            whole, row = total.new_zeros(cut.share), torch.zeros(1, cut.row_bytes, dtype=torch.uint8)
-            whole[: total[own].numel()] = total[own]
-            compressor.narrow(whole, row, cut, seed_of(f"summed\n{rank}\n{bucket.gradients[0]}", number))
+            row, lost = torch.zeros(1, cut.row_bytes, dtype=torch.uint8), torch.empty_like(total[own])
+            seed = seed_of(f"summed\n{rank}\n{bucket.gradients[0]}", number)
+            kept = (torch.zeros_like(lost), lost) if compressor.error_feedback else (None, None)
+            compressor.compress(total[own], *kept, row, cut, seed)
             compressor.decode(row, result[own], cut)
             if compressor.error_feedback:
-                residual[own] += whole[: total[own].numel()]
+                residual[own] += lost
         return result
 
     def _low_rank(self, bucket: PlanBucket, added: Sequence[Tensor], held: Sequence[Tensor]) -> Tensor:

@@ -19,8 +19,10 @@ enters a residual. Blocks as in "8-bit Optimizers via Block-wise Quantization" (
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Callable, Iterator, Mapping
+import threading
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol
 
@@ -28,9 +30,13 @@ import torch
 from torch import Tensor
 
 from runtime.errors import InputError
+from runtime.kernels import WireLayout, wire_combine_, wire_decode_, wire_encode_
+from runtime.kernels.checks import FLOATS
+from runtime.kernels.source import WIRE_MOST
 from runtime.plan import NO_COMPRESSION, CompressorSpec
 from runtime.sparse.compressors.magnitudes import accumulate
 from runtime.sparse.compressors.options import choose
+from runtime.sparse.compressors.sparse import has_kernels
 
 WIRE_DTYPES: Mapping[str, torch.dtype] = {
     "bfloat16": torch.bfloat16, "float16": torch.float16, "int8": torch.int8, "float8_e4m3fn": torch.float8_e4m3fn,
@@ -47,8 +53,8 @@ ROUNDINGS: Mapping[str, bool] = {"nearest": False, "stochastic": True}
 ALL_LINKS, BETWEEN_NODES = "all", "inter"
 """Where a bucket is narrow; which of them goes with which collective is not asked here."""
 
-CHUNK = 1 << 16
-"""Elements that are encoded together: they and what is computed of them fit into a core's cache."""
+CHUNK = 1 << 18
+"""Elements that are encoded together on a CPU: few enough for its caches, enough to outweigh the calls."""
 
 ALIGNMENT = 8
 """In bytes, of what lies in a row."""
@@ -78,18 +84,19 @@ class Cut:
     width: int
     """Elements with one scale; 1 where there are no scales."""
     code: torch.dtype
-    scale: torch.dtype | None
+    wide: torch.dtype
+    """What is added up in, and of scales."""
+    scaled: bool
     tail: int
     """Numbers (float32) behind them."""
 
     @property
-    def _scales_at(self) -> int:
+    def scales_at(self) -> int:
         return _aligned(self.share * self.code.itemsize)
 
     @property
     def _tail_at(self) -> int:
-        blocks_bytes = 0 if self.scale is None else self.share // self.width * self.scale.itemsize
-        return _aligned(self._scales_at + blocks_bytes)
+        return _aligned(self.scales_at + self.share // self.width * self.wide.itemsize * self.scaled)
 
     @property
     def row_bytes(self) -> int:
@@ -101,9 +108,9 @@ class Cut:
 
     def scales(self, rows: Tensor) -> Tensor | None:
         """Shape (rows, blocks of each)."""
-        if self.scale is None:
+        if not self.scaled:
             return None
-        return rows[:, self._scales_at :][:, : self.share // self.width * self.scale.itemsize].view(self.scale)
+        return rows[:, self.scales_at :][:, : self.share // self.width * self.wide.itemsize].view(self.wide)
 
     def tails(self, rows: Tensor) -> Tensor:
         """Shape (rows, tail); there is one."""
@@ -145,15 +152,21 @@ class Format(Protocol):
         ...
 
     def encode(
-        self, total: Tensor, codes: Tensor, scales: Tensor | None, noise: torch.Generator | None, *, keep: bool
-    ) -> None:
+        self, total: Tensor, codes: Tensor, scales: Tensor | None, work: Tensor, noise: torch.Generator | None, *,
+        keep: bool,
+    ) -> None:  # fmt: skip
         """Fill codes and scales with `total`, which becomes what they lose with `keep`, else stays. Shapes (rows,
-        blocks, elements), (rows, blocks, 1); `noise`: rounding is stochastic.
+        blocks, elements), (rows, blocks, 1); `work`: memory to compute in, shape (2, elements of all or more); `noise`:
+        rounding is stochastic.
         """
         ...
 
-    def decode(self, codes: Tensor, scales: Tensor | None, out: Tensor) -> None:
-        """Fill `out` with what codes stand for; shapes as with `encode`."""
+    def decode(self, codes: Tensor, scales: Tensor | None, out: Tensor, work: Tensor, *, add: bool = False) -> None:
+        """Fill `out` with what codes stand for, or add that to it; shapes as with `encode`."""
+        ...
+
+    def for_kernels(self, cut: Cut) -> WireLayout | None:
+        """Return what kernels are told of a vector and the format; None: there are none."""
         ...
 
 
@@ -168,14 +181,23 @@ class WireCompressor:
         """Say how a vector of so many elements of the dtype `wide` lies in rows for as many owners."""
         share, most = -(-elements // parts), self.format.block
         if most is None:
-            return Cut(share, 1, self.dtype, None, tail)
+            return Cut(share, 1, self.dtype, wide, False, tail)
         blocks = max(1, -(-share // most))
         width = max(1, -(-share // blocks))
-        return Cut(width * blocks if share else 0, width, self.dtype, wide, tail)
+        return Cut(width * blocks if share else 0, width, self.dtype, wide, True, tail)
+
+    def runs_on(self, device: torch.device, cut: Cut, gradient: torch.dtype = torch.float32) -> bool:
+        """Tell whether kernels of the device do all this: then arguments named `swapped` count."""
+        return self._layout(device, cut, gradient) is not None
+
+    def _layout(self, device: torch.device, cut: Cut, gradient: torch.dtype = torch.float32) -> WireLayout | None:
+        known = not self.stochastic and cut.wide == torch.float32 and gradient in FLOATS and cut.share > 0
+        return self.format.for_kernels(cut) if known and has_kernels(device, cut.wide) else None
 
     def compress(
-        self, gradient: Tensor, residual: Tensor | None, new_residual: Tensor | None, rows: Tensor, cut: Cut, seed: int
-    ) -> None:
+        self, gradient: Tensor, residual: Tensor | None, new_residual: Tensor | None, rows: Tensor, cut: Cut, seed: int,
+        *, swapped: Tensor | None = None,
+    ) -> None:  # fmt: skip
         """Encode residual + gradient.
 
         Args:
@@ -186,61 +208,113 @@ class WireCompressor:
             rows: bytes of shape (parts, cut.row_bytes); where the vector has no elements they stay.
             cut: of this vector.
             seed: of stochastic rounding; another one in each step and on each rank.
+            swapped: where kernels do it, one int32: where it is not 0, `residual` and `new_residual` change places.
         """
-        if residual is None or new_residual is None:
-            wide = cut.scale or (torch.float64 if gradient.dtype == torch.float64 else torch.float32)
-            self._encode(lambda part: gradient[part].to(wide), gradient, rows, cut, seed, keep=False)
-        else:
-            self._encode(
-                lambda part: accumulate(residual[part], gradient[part], new_residual[part]),
-                gradient, rows, cut, seed, keep=True,
+        layout = self._layout(rows.device, cut, gradient.dtype)
+        if layout is not None:
+            wire_encode_(gradient, residual, new_residual, rows, layout, swapped=swapped)
+            return
+        codes, scales, noise = *_open(rows, cut), self._noise(seed, rows.device)
+        for piece, work in _pieces(cut, gradient.numel(), rows.device):
+            part = piece.elements
+            keep = residual is not None and new_residual is not None
+            if residual is None or new_residual is None:
+                total = gradient[part].to(cut.wide)
+            else:
+                total = accumulate(residual[part], gradient[part], new_residual[part])
+            self.format.encode(
+                total.view(piece.shape), *_at(piece, codes, scales, piece.rows), work, noise, keep=keep
             )  # fmt: skip
 
-    def narrow(self, total: Tensor, row: Tensor, cut: Cut, seed: int) -> None:
-        """Encode a sum (1-D) into the one row of bytes of shape (1, cut.row_bytes); with error feedback it becomes what
-        that loses.
+    def combine(
+        self, rows: Tensor, own: Tensor, residual: Tensor | None, new_residual: Tensor | None, cut: Cut, elements: int,
+        seed: int, *, swapped: Tensor | None = None,
+    ) -> None:  # fmt: skip
+        """Add up what rows of one part hold, in their order, and encode the sum.
+
+        Args:
+            rows: bytes of shape (ranks, cut.row_bytes).
+            own: bytes of shape (1, cut.row_bytes), filled with the sum's codes and scales.
+            residual, new_residual: shape (elements,); what encoding the sum loses is added to the second one. None:
+                that is lost.
+            cut: of the vector.
+            elements: of the part; `cut.share` or fewer.
+            seed, swapped: as with `compress`.
         """
-        self._encode(lambda part: total[part], total, row, cut, seed, keep=self.error_feedback)
+        layout = self._layout(rows.device, cut)
+        if layout is not None:
+            wire_combine_(rows, residual, new_residual, own, elements, layout, swapped=swapped)
+            return
+        received, (codes, scales), noise = _open(rows, cut), _open(own, cut), self._noise(seed, rows.device)
+        for piece, work in _pieces(cut, elements, rows.device):
+            total = work[2, : math.prod(piece.shape)]
+            self._add_up(*received, piece, total.view(piece.shape), work)
+            self.format.encode(
+                total.view(piece.shape), *_at(piece, codes, scales, piece.rows), work, noise,
+                keep=new_residual is not None,
+            )  # fmt: skip
+            if new_residual is not None:
+                new_residual[piece.elements].add_(total)
 
     def add_up(self, rows: Tensor, total: Tensor, cut: Cut) -> None:
         """Make `total` (1-D) the sum of what rows of one part hold, in their order and in its dtype."""
-        codes, scales, work = self._open(rows, total, cut)
-        for piece in self._pieces(cut, total):
-            place = total[piece.elements].view(piece.shape)
-            addend = work[: place.numel()].view(piece.shape)
-            for rank in range(len(rows)):
-                out = addend if rank else place
-                self.format.decode(*_at(piece, codes, scales, slice(rank, rank + 1)), out)
-                if rank:
-                    place.add_(addend)
+        layout = self._layout(rows.device, cut)
+        if layout is not None:
+            wire_decode_(rows, total, layout, add_up=True)
+            return
+        received = _open(rows, cut)
+        for piece, work in _pieces(cut, total.numel(), rows.device):
+            self._add_up(*received, piece, total[piece.elements].view(piece.shape), work)
 
     def decode(self, rows: Tensor, out: Tensor, cut: Cut) -> None:
         """Fill `out` (1-D) with what the rows of all parts hold; −0 becomes 0, as where elements are selected."""
-        codes, scales, _ = self._open(rows, out, cut)
-        for piece in self._pieces(cut, out):
+        layout = self._layout(rows.device, cut)
+        if layout is not None:
+            wire_decode_(rows, out, layout, add_up=False)
+            return
+        codes, scales = _open(rows, cut)
+        for piece, work in _pieces(cut, out.numel(), rows.device):
             place = out[piece.elements].view(piece.shape)
-            self.format.decode(*_at(piece, codes, scales, piece.rows), place)
+            self.format.decode(*_at(piece, codes, scales, piece.rows), place, work)
             place.add_(0.0)
 
-    def _encode(
-        self, total_of: Callable[[slice], Tensor], vector: Tensor, rows: Tensor, cut: Cut, seed: int, *, keep: bool
-    ) -> None:
-        codes, scales, _ = self._open(rows, vector[:0], cut)
-        noise = torch.Generator(vector.device).manual_seed(seed) if self.stochastic else None
-        for piece in self._pieces(cut, vector):
-            total = total_of(piece.elements).view(piece.shape)
-            self.format.encode(total, *_at(piece, codes, scales, piece.rows), noise, keep=keep)
+    def _add_up(self, codes: Tensor, scales: Tensor | None, piece: Piece, out: Tensor, work: Tensor) -> None:
+        for rank in range(len(codes)):
+            self.format.decode(*_at(piece, codes, scales, slice(rank, rank + 1)), out, work, add=rank > 0)
 
-    def _open(self, rows: Tensor, like: Tensor, cut: Cut) -> tuple[Tensor, Tensor | None, Tensor]:
-        """Return codes, scales, and memory for one piece of a vector."""
-        work = like.new_empty(min(like.numel(), max(CHUNK, cut.width)) if like.device.type == "cpu" else like.numel())
-        if not cut.share:
-            return rows, rows, work
-        return cut.codes(rows), cut.scales(rows), work
+    def _noise(self, seed: int, device: torch.device) -> torch.Generator | None:
+        return torch.Generator(device).manual_seed(seed) if self.stochastic else None
 
-    def _pieces(self, cut: Cut, vector: Tensor) -> Iterator[Piece]:
-        elements = vector.numel()
-        return cut.pieces(elements, CHUNK if vector.device.type == "cpu" else elements)
+
+def _open(rows: Tensor, cut: Cut) -> tuple[Tensor, Tensor | None]:
+    """Return codes and scales, with a row for each of `rows`."""
+    return (cut.codes(rows), cut.scales(rows)) if cut.share else (rows, rows)
+
+
+def _pieces(cut: Cut, elements: int, device: torch.device) -> Iterator[tuple[Piece, Tensor]]:
+    """Yield what is worked on at a time of a vector, and memory for that: shape (3, elements of it or more)."""
+    at_once = min(elements, max(CHUNK, cut.width)) if device.type == "cpu" else elements
+    work = _memory(at_once, cut.wide, device)
+    for piece in cut.pieces(elements, at_once):
+        yield piece, work
+
+
+_of_thread = threading.local()
+_NOTHING = torch.empty(0)
+
+
+def _memory(elements: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return memory of shape (3, elements), on a CPU the same in each call of a thread: what is new to the process
+    costs more to touch than to compute.
+    """
+    if device.type != "cpu":
+        return torch.empty(3, elements, dtype=dtype, device=device)
+    size_bytes = 3 * elements * dtype.itemsize
+    if getattr(_of_thread, "memory", _NOTHING).numel() < size_bytes:
+        with torch.inference_mode(False):  # or it could be written to in that mode alone
+            _of_thread.memory = torch.empty(size_bytes, dtype=torch.uint8)
+    memory: Tensor = _of_thread.memory[:size_bytes]
+    return memory.view(dtype).view(3, elements)
 
 
 def _at(piece: Piece, codes: Tensor, scales: Tensor | None, rows: slice) -> tuple[Tensor, Tensor | None]:
@@ -273,16 +347,20 @@ class Rounded:
         self._last_bit = _lowest_bit(self.limit)
 
     def encode(
-        self, total: Tensor, codes: Tensor, scales: Tensor | None, noise: torch.Generator | None, *, keep: bool
-    ) -> None:
+        self, total: Tensor, codes: Tensor, scales: Tensor | None, work: Tensor, noise: torch.Generator | None, *,
+        keep: bool,
+    ) -> None:  # fmt: skip
         rounded = total if noise is None else _dithered(total.clone(), self.dtype, noise)
-        if total.device.type == "cpu" and bool(total.abs().amax() <= self.limit):  # not where it is NaN
-            codes.copy_(rounded)
-            if noise is not None:  # what is near the limit may have been raised above it
-                codes.clamp_(-self.limit, self.limit)
-            if keep:
-                total.sub_(codes)
-            return
+        values = _like(total, work[0])
+        if total.device.type == "cpu":
+            low, high = torch.aminmax(total)
+            if bool(low >= -self.limit) and bool(high <= self.limit):  # not where it is NaN
+                codes.copy_(rounded)
+                if noise is not None:  # what is near the limit may have been raised above it
+                    codes.clamp_(-self.limit, self.limit)
+                if keep:
+                    total.sub_(values.copy_(codes))
+                return
         total_magnitude = total.abs()
         first = self._last_bit / torch.finfo(total.dtype).eps * 2
         doubtful = (total_magnitude >= first) & (total_magnitude < 2 * first)
@@ -291,8 +369,17 @@ class Rounded:
         if keep:
             total.sub_(codes).nan_to_num_(nan=0.0)  # Inf − Inf: it is sent, nothing is left
 
-    def decode(self, codes: Tensor, scales: Tensor | None, out: Tensor) -> None:
-        out.copy_(codes)
+    def decode(self, codes: Tensor, scales: Tensor | None, out: Tensor, work: Tensor, *, add: bool = False) -> None:
+        if add:
+            out.add_(_like(out, work[0]).copy_(codes))
+        else:
+            out.copy_(codes)
+
+    def for_kernels(self, cut: Cut) -> WireLayout | None:
+        if self.dtype != torch.bfloat16:
+            return None
+        # float32 has no number whose ulp is twice the limit's last bit.
+        return WireLayout(self.dtype, cut.share, WIRE_MOST, 0, cut.share * self.dtype.itemsize, self.limit)
 
 
 class Scaled:
@@ -303,54 +390,83 @@ class Scaled:
         self._largest = 127.0 if dtype == torch.int8 else float(torch.finfo(dtype).max)
 
     def encode(
-        self, total: Tensor, codes: Tensor, scales: Tensor | None, noise: torch.Generator | None, *, keep: bool
-    ) -> None:
+        self, total: Tensor, codes: Tensor, scales: Tensor | None, work: Tensor, noise: torch.Generator | None, *,
+        keep: bool,
+    ) -> None:  # fmt: skip
         assert scales is not None
         scale = torch.maximum(total.amax(-1, keepdim=True), total.amin(-1, keepdim=True).neg_())
-        odd = scale.isfinite().logical_not_()
-        self._to_scales(scale).masked_fill_(odd, math.nan)
+        # Whether the largest code reaches all elements; not where one is NaN.
+        reached = total.device.type == "cpu" and bool(scale.amax() < torch.finfo(total.dtype).max / 4)
+        odd = None if reached else scale.isfinite().logical_not_()
+        self._to_scales(scale)
+        if odd is not None:
+            scale.masked_fill_(odd, math.nan)
         scales.copy_(scale)
-        values = total * scale.reciprocal()
+        values = torch.mul(total, scale.reciprocal(), out=_like(total, work[0]))
         if noise is not None:
             _dithered(values, self.dtype, noise)
         elif self.dtype == torch.int8:
             values.round_()
-        codes.copy_(values.clamp_(-self._largest, self._largest))  # casts to float8 may give NaN above
+        if noise is not None or not reached:
+            values.clamp_(-self._largest, self._largest)  # casts to float8 may give NaN above
+        codes.copy_(values)
         if not keep:
             return
         if self.dtype != torch.int8:
-            found, unit = self._values(codes)
-            values.copy_(found)
-            scale = scale * unit
+            scale *= self._values(codes, values, work[1])
         total.addcmul_(values, scale, value=-1.0)
-        if total.device.type != "cpu" or bool(odd.any()):
+        if odd is not None:
             total.masked_fill_(odd, 0.0)
 
-    def _to_scales(self, largest: Tensor) -> Tensor:
-        """Turn magnitudes into scales, in place. At either end of the dtype's range neither code · scale nor 1 / scale
-        leaves it: tiny elements are left to the residual, and of huge ones what the largest code does not reach.
-        """
-        limits = torch.finfo(largest.dtype)
-        dropped = (1 << (7 if self.dtype == torch.int8 else _bits_of(largest.dtype) - 1)) - 1
-        words = _INTEGERS[largest.dtype]
-        end = torch.tensor(limits.max / self._largest, dtype=largest.dtype)
-        end.view(words).bitwise_and_(~dropped)
-        largest.div_(self._largest).clamp_(limits.tiny * 2.0**16, float(end))
-        largest.view(words).add_(dropped).bitwise_and_(~dropped)
-        return largest
+    def _to_scales(self, largest: Tensor) -> None:
+        """Turn magnitudes into scales, in place."""
+        words, (dropped, low, high) = _INTEGERS[largest.dtype], scale_bounds(self.dtype, largest.dtype)
+        largest.div_(self._largest).clamp_(low, high).view(words).add_(dropped).bitwise_and_(~dropped)
 
-    def _values(self, codes: Tensor) -> tuple[Tensor, float]:
-        """Return numbers that, times a power of two, are what codes stand for."""
+    def _values(self, codes: Tensor, out: Tensor, words: Tensor) -> float:
+        """Fill `out` with numbers that, times the one returned, are what codes stand for; `words`: memory."""
         if self.dtype != torch.float8_e4m3fn:
-            return codes, 1.0
+            out.copy_(codes)
+            return 1.0
         # The bits of an e4m3 are those of a float16, whose exponent has one bit more: several times as fast as a cast.
-        words = codes.view(torch.int8).to(torch.int16)
-        return words.bitwise_left_shift_(7).bitwise_and_(~0x4000).view(torch.float16), 256.0
+        halves = _like(codes, words.view(torch.int16)).copy_(codes.view(torch.int8))
+        out.copy_(halves.bitwise_left_shift_(7).bitwise_and_(~0x4000).view(torch.float16))
+        return 256.0
 
-    def decode(self, codes: Tensor, scales: Tensor | None, out: Tensor) -> None:
+    def decode(self, codes: Tensor, scales: Tensor | None, out: Tensor, work: Tensor, *, add: bool = False) -> None:
         assert scales is not None
-        values, unit = self._values(codes)
-        torch.mul(values, scales if unit == 1.0 else scales * unit, out=out)
+        values = _like(out, work[0]) if add else out
+        unit = self._values(codes, values, work[1])
+        scale = scales if unit == 1.0 else scales * unit
+        if add:
+            out.addcmul_(values, scale)  # code · scale is exact, so that one rounding or two are the same
+        else:
+            values.mul_(scale)
+
+    def for_kernels(self, cut: Cut) -> WireLayout | None:
+        return WireLayout(
+            self.dtype, cut.share, cut.width, cut.scales_at, cut.row_bytes, self._largest,
+            scales=scale_bounds(self.dtype, torch.float32),
+        )  # fmt: skip
+
+
+@functools.cache
+def scale_bounds(code: torch.dtype, wide: torch.dtype) -> tuple[int, float, float]:
+    """Return (bits of a scale that are 0, as a mask, smallest scale, largest scale). At either end of the range of
+    `wide` neither code · scale nor 1 / scale leaves it: tiny elements are left to the residual, and of huge ones what
+    the largest code does not reach.
+    """
+    limits = torch.finfo(wide)
+    largest, bits = (127.0, 7) if code == torch.int8 else (torch.finfo(code).max, _bits_of(wide) - 1)
+    dropped = (1 << bits) - 1
+    high = torch.tensor(limits.max / largest, dtype=wide)
+    high.view(_INTEGERS[wide]).bitwise_and_(~dropped)
+    return dropped, limits.tiny * 2.0**16, float(high)
+
+
+def _like(tensor: Tensor, memory: Tensor) -> Tensor:
+    """Return memory in a tensor's shape."""
+    return memory[: tensor.numel()].view(tensor.shape)
 
 
 def _dithered(values: Tensor, dtype: torch.dtype, noise: torch.Generator) -> Tensor:
