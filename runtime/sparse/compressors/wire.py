@@ -293,6 +293,8 @@ def _open(rows: Tensor, cut: Cut) -> tuple[Tensor, Tensor | None]:
 
 def _pieces(cut: Cut, elements: int, device: torch.device) -> Iterator[tuple[Piece, Tensor]]:
     """Yield what is worked on at a time of a vector, and memory for that: shape (3, elements of it or more)."""
+    if not elements:
+        return
     at_once = min(elements, max(CHUNK, cut.width)) if device.type == "cpu" else elements
     work = _memory(at_once, cut.wide, device)
     for piece in cut.pieces(elements, at_once):
