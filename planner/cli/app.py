@@ -336,7 +336,7 @@ def explain(
 @app.command()
 def export(
     plan: Annotated[str, typer.Argument(help="plan.json")],
-    to: Annotated[str, typer.Option(help="ddp, inductor or nccl-tuner.")],
+    to: Annotated[str, typer.Option(help="ddp, ddp-hook, inductor or nccl-tuner.")],
     profile: Annotated[
         str | None, typer.Option(help="What the plan was made from: checks buckets, and says what is lost in ms.")
     ] = None,

@@ -13,6 +13,7 @@ from planner.documents.catalog import find_cluster, find_profile
 from planner.documents.profile import Cluster, Profile
 from planner.export.base import Export
 from planner.export.ddp import to_ddp
+from planner.export.ddp_hook import to_ddp_hook
 from planner.export.inductor import to_inductor
 from planner.export.nccl_tuner import to_nccl_tuner
 from planner.model.problem import Problem, make_problem
@@ -21,6 +22,7 @@ from runtime.plan import Plan, load_plan
 
 EXPORTERS: Mapping[str, Callable[[Plan, Problem | None], Export]] = {
     "ddp": to_ddp,
+    "ddp-hook": to_ddp_hook,
     "inductor": to_inductor,
     "nccl-tuner": to_nccl_tuner,
 }

@@ -39,6 +39,9 @@ LEAST_REPEATS, MOST_REPEATS, REPEATED_BYTES = 3, 9, 2**25
 """Small buckets are repeated until so much has been selected from: what else the machine does hits them hardest."""
 Times = list[float]
 
+CROWDING_S = 0.3
+"""For how long ranks compute to see how crowded cores are."""
+
 LEAST_SIZES = 2
 """Where selecting takes long, the largest buckets are left out, but for so many."""
 
@@ -96,6 +99,8 @@ def _measure(
     """Return by name the lines (pack, unpack) of each density."""
     sizes = sizes_up_to(SIZES, model_bytes)
     between = _computation(device) if computes else partial(dist.barrier, group=world.group)
+    crowded = _crowding(world, between) if computes and device.type == "cpu" else None
+    timed = partial(_spent_us, device=device, crowded=crowded)
     found: dict[str, tuple[dict[float, Line], dict[float, Line]]] = {}
     left_s = budget_s
     for place, (name, by_density) in enumerate(progress.track(list(specs.items()), what)):
@@ -106,7 +111,7 @@ def _measure(
                 break
             started = time.perf_counter()
             for density, spec in by_density.items():
-                times[density].append(_time(world, device, between, spec, size))
+                times[density].append(_time(world, device, between, timed, spec, size))
             took_s = time.perf_counter() - started
             # Of the next size only these take longer, at most by as much as it is larger.
             packed_s = sum(sum(map(sum, of_density[-1])) for of_density in times.values()) * 1e-6
@@ -139,8 +144,38 @@ def _computation(device: torch.device) -> Callable[[], None]:
     return run
 
 
+def _crowding(world: World, compute: Callable[[], None]) -> float:
+    """Return how many times as long as its processor works on it a rank's computation takes while all ranks compute: 1
+    where each has a core for itself.
+    """
+    dist.barrier(group=world.group)
+    begun_s, worked_s = time.perf_counter(), time.thread_time()
+    while time.perf_counter() - begun_s < CROWDING_S:
+        compute()
+    taken_s, worked_s = time.perf_counter() - begun_s, time.thread_time() - worked_s
+    everyone: list[float] = world.gather(taken_s / worked_s, "seeing how crowded cores are")
+    return max(1.0, sum(everyone) / len(everyone))
+
+
+def _spent_us(run: Callable[[], object], device: torch.device, crowded: float | None) -> float:
+    """Return microseconds of one run. Where ranks share cores, of what it works, times how crowded these are: a run that
+    is short beside what ranks are given in turn meets a whole turn of another rank now and then, which a step, of many
+    turns, does not feel.
+    """
+    if crowded is None:
+        return timed_us(run, device)
+    begun_ns = time.thread_time_ns()
+    run()
+    return (time.thread_time_ns() - begun_ns) / 1e3 * crowded
+
+
 def _time(
-    world: World, device: torch.device, between: Callable[[], None], spec: CompressorSpec, size_bytes: int
+    world: World,
+    device: torch.device,
+    between: Callable[[], None],
+    timed: Callable[[Callable[[], object]], float],
+    spec: CompressorSpec,
+    size_bytes: int,
 ) -> tuple[Times, Times]:
     """Time (pack, unpack) of a bucket on this rank, of each repeat."""
     parameter = nn.Parameter(torch.zeros(max(1, size_bytes // 4), device=device))
@@ -157,9 +192,9 @@ def _time(
     for step in range(WARM_UPS + repeats):
         gradient.copy_(drawn[step : step + gradient.numel()])
         between()
-        packs.append(timed_us(lambda step=step: lossy.pack(step), device))  # type: ignore[misc]
+        packs.append(timed(lambda step=step: lossy.pack(step)))  # type: ignore[misc]
         message.gathered.copy_(message.rows if isinstance(message, Narrowed) else message.flat.repeat(world.ranks))
         between()
-        unpacks.append(timed_us(lossy.unpack, device))
+        unpacks.append(timed(lossy.unpack))
         lossy.feedback.commit(finite)
     return packs[WARM_UPS:], unpacks[WARM_UPS:]

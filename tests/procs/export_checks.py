@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
@@ -13,6 +15,7 @@ from planner.decide.optimize import optimize
 from planner.documents.profile import parse_profile
 from planner.export import export
 from planner.jobs.demo_job import ResNet20
+from runtime.plan import CompressorSpec, ModelReference, Plan, PlanBucket, PlanWorld
 
 
 class Language(nn.Module):
@@ -102,6 +105,32 @@ def buckets_of(model_name: str, alpha_us: float) -> tuple[list[list[str]], list[
         sent.clear()
         wrapped(batch).sum().backward()
     return [list(bucket.gradients) for bucket in plan.buckets], sent
+
+
+def hooked() -> tuple[Tensor, Tensor]:
+    """Return gradients of (the exported module, DDP) in the third step; all but the last layer's are narrow."""
+    found = []
+    for kind in ("module", "ddp"):
+        torch.manual_seed(0)
+        model, batch = mlp(), torch.randn(4, 64, generator=torch.Generator().manual_seed(dist.get_rank()))
+        parameters = dict(model.named_parameters())
+        names = list(reversed(list(parameters)))
+        sizes = [4 * parameters[name].numel() for name in names]
+        narrow = CompressorSpec(name="wire", dtype="int8")
+        planned = (
+            PlanBucket(gradients=tuple(names[:2]), size_bytes=sum(sizes[:2])),
+            PlanBucket(gradients=tuple(names[2:]), algorithm="two_shot", compressor=narrow, size_bytes=sum(sizes[2:])),
+        )
+        world = PlanWorld(ranks=2)
+        plan = Plan(model=ModelReference(name="mlp"), world=world, accuracy="bounded", buckets=planned)
+        module: dict[str, Any] = {}
+        exec(export(plan, "ddp-hook").text, module)
+        wrapped = module["wrap"](model) if kind == "module" else DistributedDataParallel(model)
+        for _ in range(3):
+            wrapped.zero_grad()
+            wrapped(batch).sum().backward()
+        found.append(torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]))
+    return found[0], found[1]
 
 
 def run() -> dict[str, list[tuple[list[list[str]], list[list[str]]]]]:

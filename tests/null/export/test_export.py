@@ -13,6 +13,7 @@ from builders import cluster_document, run, run_json, two_nodes, usual_document,
 from planner import optimize, simulate
 from planner.documents.profile import parse_profile
 from planner.export import EXPORTERS, export
+from planner.export.base import NO_PRICE
 from planner.model.problem import make_problem
 from planner.strategies.baselines import MIB, ddp_buckets
 from runtime.errors import InputError
@@ -80,6 +81,27 @@ def test_what_is_lossy_or_sharded_is_replaced_and_priced() -> None:
     )
     alone = export(replace(lossy, fallback=None), "ddp").notes
     assert any("its buckets, sent whole, stands in; what that costs is known with --profile" in note for note in alone)
+
+
+def test_compressed_buckets_go_through_torchs_hook() -> None:
+    """Eight bits become sixteen, with the price of that; plans without compression say that no hook is needed."""
+    document = usual_document(cluster=cluster_document((20.0, 0.05)))
+    profile = parse_profile(document)
+    plan = optimize(profile, accuracy="bounded", compress="wire")
+    found = export(plan, "ddp-hook", profile)
+    narrow = [bucket.compressor.name == "wire" for bucket in plan.buckets]
+    assert any(narrow)
+    assert found.document["narrow"] == narrow
+    assert found.document["bucket_cap_mb_list"] == [(b.size_bytes or 0) / MIB for b in plan.buckets]
+    compile(found.text, "plan.py", "exec")
+    notes = " ".join(found.notes)
+    assert "int8" in notes
+    assert "bfloat16 is sent; the step is predicted" in notes
+    assert "without error feedback" in notes
+    assert NO_PRICE in " ".join(export(plan, "ddp-hook").notes)
+    exact = export(optimize(profile), "ddp-hook", profile)
+    assert not any(exact.document["narrow"])
+    assert "--to ddp gives the same without a hook" in " ".join(exact.notes)
 
 
 def test_a_tree_has_a_row_and_the_library_has_none() -> None:

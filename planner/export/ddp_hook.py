@@ -1,0 +1,98 @@
+"""`--to ddp-hook`: a Python module that wraps a model in stock DDP with the plan's buckets, whose compressed ones go
+through torch's own bfloat16 hook.
+
+Torch has hooks of 16 bits alone, without error feedback, so everything narrower, sparse or of low rank becomes
+bfloat16. Torch calls a hook with the bucket's index, which after DDP has rebuilt its buckets is its place in the plan;
+in the first step, whose buckets are others, those of the last place are many.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from planner.cost.wire import NATIVE
+from planner.emit.lower import predict
+from planner.export.base import NO_PRICE, Export, cost, without_the_plans_own
+from planner.export.ddp import to_ddp
+from planner.ir import Bucket, Schedule
+from planner.model.problem import Problem
+from runtime.plan import Plan
+from runtime.plan.document import NO_COMPRESSION
+
+MODULE = '''"""The plan of {model} for stock DDP; written by `planner export --to ddp-hook`.
+
+    model = wrap(model)      # in place of DistributedDataParallel(model)
+"""
+
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook, bf16_compress_hook
+from torch.nn.parallel import DistributedDataParallel
+
+BUCKET_CAP_MB_LIST = {caps}
+NARROW = {narrow}
+"""Of each bucket, whether it is sent in bfloat16."""
+
+
+def hook(group, bucket):
+    narrow = NARROW[min(bucket.index(), len(NARROW) - 1)]
+    return (bf16_compress_hook if narrow else allreduce_hook)(group, bucket)
+
+
+def wrap(module, **options):
+    model = DistributedDataParallel(module, bucket_cap_mb_list=BUCKET_CAP_MB_LIST, **options)
+    model.register_comm_hook(None, hook)
+    return model
+'''
+HOW = "save it as a module, and wrap the model with its `wrap` in place of DistributedDataParallel"
+NOTHING_NARROW = "no bucket is compressed: --to ddp gives the same without a hook"
+
+
+def to_ddp_hook(plan: Plan, problem: Problem | None) -> Export:
+    """See `planner.export`; a plan with a delay or local updaters is replaced by the exact one beside it."""
+    notes: list[str] = []
+    if plan.delay is not None or plan.local_async is not None:
+        plan, notes = without_the_plans_own(plan)
+    narrow = [bucket.compressor.name != "none" for bucket in plan.buckets]
+    whole = replace(
+        plan, accuracy="exact", fallback=None,
+        buckets=tuple(
+            replace(bucket, collective="all_reduce", algorithm="library", compressor=NO_COMPRESSION) if compressed
+            else bucket
+            for bucket, compressed in zip(plan.buckets, narrow, strict=True)
+        ),
+    )  # fmt: skip
+    buckets = to_ddp(replace(whole, predicted=None), problem)
+    # What one bucket size alone would cost is of no use where the list is written into the module.
+    notes += [
+        note for note in buckets.notes[:-1] if "bucket_cap_mb alone" not in note and "bucket_cap_mb is" not in note
+    ]
+    other = sorted({_what(plan, index) for index, compressed in enumerate(narrow) if compressed} - {"bfloat16"})
+    if other:
+        notes.append(
+            f"{', '.join(other)}: torch's hooks know none of it, bfloat16 is sent; {_price(plan, narrow, problem)}"
+        )
+    if any(narrow):
+        notes.append("without error feedback: what rounding loses is lost")
+    else:
+        notes.append(NOTHING_NARROW)
+    caps = buckets.document["bucket_cap_mb_list"]
+    text = MODULE.format(model=plan.model.name.replace('"', "'"), caps=caps, narrow=narrow)
+    document = {"bucket_cap_mb_list": caps, "narrow": narrow, "notes": [*notes, HOW]}
+    return Export(text=text, document=document, notes=(*notes, HOW))
+
+
+def _what(plan: Plan, index: int) -> str:
+    """What a compressed bucket sends, in a word."""
+    compressor = plan.buckets[index].compressor
+    return compressor.dtype or compressor.name
+
+
+def _price(plan: Plan, narrow: list[bool], problem: Problem | None) -> str:
+    if problem is None or plan.predicted is None:
+        return NO_PRICE
+    index = {gradient.name: at for at, gradient in enumerate(problem.profile.compute.gradients)}
+    members = [tuple(index[name] for name in bucket.gradients) for bucket in plan.buckets]
+    made = tuple(
+        Bucket.narrow(of, "bfloat16", NATIVE) if compressed else Bucket(gradients=of)
+        for of, compressed in zip(members, narrow, strict=True)
+    )
+    return cost(predict(problem, Schedule(buckets=made)).iteration_us - plan.predicted.iteration_us)
