@@ -158,9 +158,10 @@ def _crowding(world: World, compute: Callable[[], None]) -> float:
 
 
 def _spent_us(run: Callable[[], object], device: torch.device, crowded: float | None) -> float:
-    """Return microseconds of one run. Where ranks share cores, of what it works, times how crowded these are: a run that
-    is short beside what ranks are given in turn meets a whole turn of another rank now and then, which a step, of many
-    turns, does not feel.
+    """Return microseconds of one run; where ranks share cores, of what it works, times how crowded these are.
+
+    A run that is short beside the turns that ranks are given meets a whole turn of another one now and then, which a
+    step, of many turns, does not feel.
     """
     if crowded is None:
         return timed_us(run, device)
