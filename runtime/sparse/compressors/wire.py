@@ -156,8 +156,8 @@ class Format(Protocol):
         keep: bool,
     ) -> None:  # fmt: skip
         """Fill codes and scales with `total`, which becomes what they lose with `keep`, else stays. Shapes (rows,
-        blocks, elements), (rows, blocks, 1); `work`: memory to compute in, shape (2, elements of all or more); `noise`:
-        rounding is stochastic.
+        blocks, elements), (rows, blocks, 1); `work`: memory to compute in, twice as much as `total`, of its dtype;
+        `noise`: rounding is stochastic.
         """
         ...
 
@@ -247,14 +247,14 @@ class WireCompressor:
             return
         received, (codes, scales), noise = _open(rows, cut), _open(own, cut), self._noise(seed, rows.device)
         for piece, work in _pieces(cut, elements, rows.device):
-            total = work[2, : math.prod(piece.shape)]
-            self._add_up(*received, piece, total.view(piece.shape), work)
+            total = work[2]
+            self._add_up(*received, piece, total, work)
             self.format.encode(
-                total.view(piece.shape), *_at(piece, codes, scales, piece.rows), work, noise,
+                total, *_at(piece, codes, scales, piece.rows), work, noise,
                 keep=new_residual is not None,
             )  # fmt: skip
             if new_residual is not None:
-                new_residual[piece.elements].add_(total)
+                new_residual[piece.elements].add_(total.view(-1))
 
     def add_up(self, rows: Tensor, total: Tensor, cut: Cut) -> None:
         """Make `total` (1-D) the sum of what rows of one part hold, in their order and in its dtype."""
@@ -292,17 +292,16 @@ def _open(rows: Tensor, cut: Cut) -> tuple[Tensor, Tensor | None]:
 
 
 def _pieces(cut: Cut, elements: int, device: torch.device) -> Iterator[tuple[Piece, Tensor]]:
-    """Yield what is worked on at a time of a vector, and memory for that: shape (3, elements of it or more)."""
+    """Yield what is worked on at a time of a vector, and memory for that: shape (3, *piece.shape)."""
     if not elements:
         return
     at_once = min(elements, max(CHUNK, cut.width)) if device.type == "cpu" else elements
     work = _memory(at_once, cut.wide, device)
     for piece in cut.pieces(elements, at_once):
-        yield piece, work
+        yield piece, work[:, : math.prod(piece.shape)].view(3, *piece.shape)
 
 
 _of_thread = threading.local()
-_NOTHING = torch.empty(0)
 
 
 def _memory(elements: int, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -312,11 +311,11 @@ def _memory(elements: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     if device.type != "cpu":
         return torch.empty(3, elements, dtype=dtype, device=device)
     size_bytes = 3 * elements * dtype.itemsize
-    if getattr(_of_thread, "memory", _NOTHING).numel() < size_bytes:
+    memory: Tensor | None = getattr(_of_thread, "memory", None)
+    if memory is None or memory.numel() < size_bytes:
         with torch.inference_mode(False):  # or it could be written to in that mode alone
-            _of_thread.memory = torch.empty(size_bytes, dtype=torch.uint8)
-    memory: Tensor = _of_thread.memory[:size_bytes]
-    return memory.view(dtype).view(3, elements)
+            memory = _of_thread.memory = torch.empty(size_bytes, dtype=torch.uint8)
+    return memory[:size_bytes].view(dtype).view(3, elements)
 
 
 def _at(piece: Piece, codes: Tensor, scales: Tensor | None, rows: slice) -> tuple[Tensor, Tensor | None]:
@@ -353,7 +352,6 @@ class Rounded:
         keep: bool,
     ) -> None:  # fmt: skip
         rounded = total if noise is None else _dithered(total.clone(), self.dtype, noise)
-        values = _like(total, work[0])
         if total.device.type == "cpu":
             low, high = torch.aminmax(total)
             if bool(low >= -self.limit) and bool(high <= self.limit):  # not where it is NaN
@@ -361,7 +359,7 @@ class Rounded:
                 if noise is not None:  # what is near the limit may have been raised above it
                     codes.clamp_(-self.limit, self.limit)
                 if keep:
-                    total.sub_(values.copy_(codes))
+                    total.sub_(work[0].copy_(codes))
                 return
         total_magnitude = total.abs()
         first = self._last_bit / torch.finfo(total.dtype).eps * 2
@@ -373,7 +371,7 @@ class Rounded:
 
     def decode(self, codes: Tensor, scales: Tensor | None, out: Tensor, work: Tensor, *, add: bool = False) -> None:
         if add:
-            out.add_(_like(out, work[0]).copy_(codes))
+            out.add_(work[0].copy_(codes))
         else:
             out.copy_(codes)
 
@@ -404,7 +402,7 @@ class Scaled:
         if odd is not None:
             scale.masked_fill_(odd, math.nan)
         scales.copy_(scale)
-        values = torch.mul(total, scale.reciprocal(), out=_like(total, work[0]))
+        values = torch.mul(total, scale.reciprocal(), out=work[0])
         if noise is not None:
             _dithered(values, self.dtype, noise)
         elif self.dtype == torch.int8:
@@ -431,13 +429,13 @@ class Scaled:
             out.copy_(codes)
             return 1.0
         # The bits of an e4m3 are those of a float16, whose exponent has one bit more: several times as fast as a cast.
-        halves = _like(codes, words.view(torch.int16)).copy_(codes.view(torch.int8))
+        halves = words.view(-1).view(torch.int16)[: codes.numel()].view(codes.shape).copy_(codes.view(torch.int8))
         out.copy_(halves.bitwise_left_shift_(7).bitwise_and_(~0x4000).view(torch.float16))
         return 256.0
 
     def decode(self, codes: Tensor, scales: Tensor | None, out: Tensor, work: Tensor, *, add: bool = False) -> None:
         assert scales is not None
-        values = _like(out, work[0]) if add else out
+        values = work[0] if add else out
         unit = self._values(codes, values, work[1])
         scale = scales if unit == 1.0 else scales * unit
         if add:
@@ -464,11 +462,6 @@ def scale_bounds(code: torch.dtype, wide: torch.dtype) -> tuple[int, float, floa
     high = torch.tensor(limits.max / largest, dtype=wide)
     high.view(_INTEGERS[wide]).bitwise_and_(~dropped)
     return dropped, limits.tiny * 2.0**16, float(high)
-
-
-def _like(tensor: Tensor, memory: Tensor) -> Tensor:
-    """Return memory in a tensor's shape."""
-    return memory[: tensor.numel()].view(tensor.shape)
 
 
 def _dithered(values: Tensor, dtype: torch.dtype, noise: torch.Generator) -> Tensor:
