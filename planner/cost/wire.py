@@ -54,13 +54,13 @@ def ratio_of(dtype: str) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class WirePhase:
-    """One message; times and bytes over a bucket's elements and its dense bytes, elementwise for arrays."""
+    """One message; times and bytes over a bucket's elements, elementwise for arrays."""
 
     name: str
     link: str
     """`network`, which passes through all ranks, or a kind of link."""
-    time_us: Callable[[Any, Any], NDArray[np.float64]]
-    sent_bytes: Callable[[Any, Any], Any]
+    time_us: Callable[[Any], NDArray[np.float64]]
+    sent_bytes: Callable[[Any], Any]
     non_decreasing: bool
     """Whether more never takes less time."""
 
@@ -88,8 +88,8 @@ def encoding(cluster: Cluster, dtype: str) -> tuple[Line, Line, str]:
     """Return what (encoding, decoding) costs, and its source in a word: measured, what moving the bytes takes in the
     accelerator's memory, or free where nothing is known.
     """
-    if cluster.encode is not None:
-        encode, decode = ((lines or {}).get(dtype, FREE) for lines in (cluster.encode, cluster.decode))
+    encode, decode = ((lines or {}).get(dtype) for lines in (cluster.encode, cluster.decode))
+    if encode is not None and decode is not None:
         return encode, decode, "measured"
     rate = 0.0 if cluster.nccl is None else cluster.nccl.kind.memory_bytes_per_s
     if rate <= 0.0:
@@ -113,12 +113,12 @@ def wire_cost(
             all-gather; or the backend's own all-reduce.
         ranks: who sends them; with `inside` each sends a shard.
         owners: whether each rank adds up, and encodes once more, what it owns: the network waits for that.
-        inside: a reduce-scatter and an all-gather of dense bytes inside nodes, before and after.
+        inside: a reduce-scatter and an all-gather inside nodes, before and after, of elements as they are added up.
     """
     encode, decode, _ = encoding(cluster, dtype)
     element_bytes, shards = ELEMENT_BYTES[dtype], cluster.ranks_per_node if inside else 1
 
-    def sent_us(elements: Any, dense_bytes: Any) -> NDArray[np.float64]:
+    def sent_us(elements: Any) -> NDArray[np.float64]:
         count = np.asarray(elements, dtype=np.float64) / shards
         time_us = sum(curve(element_bytes * count) for curve in messages)
         if owners:
@@ -129,7 +129,7 @@ def wire_cost(
         name="all_reduce",
         link="inter" if inside else "network",
         time_us=sent_us,
-        sent_bytes=lambda elements, dense_bytes: element_bytes * elements / shards,
+        sent_bytes=lambda elements: element_bytes * elements / shards,
         non_decreasing=all(curve.non_decreasing for curve in messages),
     )
     dense = [_dense(phase) for phase in inside]
@@ -140,8 +140,8 @@ def _dense(phase: Phase) -> WirePhase:
     return WirePhase(
         name=phase.name,
         link=phase.link,
-        time_us=lambda elements, dense_bytes: phase.times_us(np.asarray(dense_bytes, dtype=np.float64)),
-        sent_bytes=lambda elements, dense_bytes: phase.share * dense_bytes,
+        time_us=lambda elements: phase.times_us(WIDE_BYTES * np.asarray(elements, dtype=np.float64)),
+        sent_bytes=lambda elements: phase.share * WIDE_BYTES * elements,
         non_decreasing=phase.curve.non_decreasing,
     )
 

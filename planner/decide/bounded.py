@@ -25,6 +25,7 @@ from planner.passes.base import GAIN, Bound, Frontier, Pass, Result
 from planner.passes.delay import Delay, check_max_delay
 from planner.passes.joint import Joint, check_compress
 from planner.passes.local_async import LocalAsync
+from planner.passes.sparsify import Sparsify
 from planner.search.cpsat_joint import MAX_PLACES, fits, solve_joint
 from planner.search.tables import Form
 from runtime.errors import InputError
@@ -64,6 +65,11 @@ def split_passes(
         raise InputError(
             f"--accuracy {accuracy}: found {' and '.join(riskier)}, expected "
             f"{'none' if len(riskier) == 1 else 'neither'}, for {why}; add --accuracy {hint}"
+        )
+    if compress in ("wire", "none") and any(each.name == Sparsify.name for each in passes):
+        raise InputError(
+            f"--compress {compress}: found the pass {Sparsify.name}, which sends selected elements; expected one of "
+            f"them: leave the pass or the option out"
         )
     lossy: list[Pass] = []
     defaults: dict[str, list[Pass]] = {"bounded": [Joint()], "relaxed": [Delay(), LocalAsync()]}
@@ -221,6 +227,9 @@ def _bounded_offer(
     fields = {"frontier": tuple(points)}
     exact_us, found_us = step_us(problem, schedule), step_us(problem, found)
     offer = partial(Offer, accuracy="bounded", what="compression")
+    if len(frontier.points) == 1 and problem.ranks > 1:
+        why_not = "no compression was looked at (--compress none, or every gradient is protected)"
+        return offer(plan=None, step_us=exact_us, why_not=why_not), fields
     if all(bucket.whole for bucket in found.buckets):
         return offer(plan=None, step_us=exact_us), fields
     certificate = _bound(problem, frontier, passes).certificate(found_us)
@@ -272,7 +281,7 @@ def _bound(problem: Problem, frontier: Frontier, passes: Sequence[Pass]) -> Boun
     dtypes = ", ".join(dict.fromkeys(form.dtype for form in forms if form.dtype is not None))
     ways = ["are dense", *([f"travel in {dtypes}"] if dtypes else [])]
     ways += [f"have, in each layer not limited further, a ratio of {ratios}"] if ratios else []
-    notes = [f"among plans whose buckets {', '.join(ways[:-1])} or {ways[-1]}"]
+    notes = [f"among plans whose buckets {' or '.join(filter(None, (', '.join(ways[:-1]), ways[-1])))}"]
     if problem.contended:
         notes.append("the bound is for a machine where compute and network do not slow each other down")
     if all(each.name != Joint.name for each in passes):
@@ -307,7 +316,7 @@ def _notes(problem: Problem, schedule: Schedule, frontier: Frontier, gain: float
         + ", ".join(f"{describe_form(point.form)} {ms(point.iteration_us)}" for point in frontier.points),
     ]
     shortest_us = frontier.best.iteration_us
-    if frontier.chosen.iteration_us > shortest_us:
+    if schedule == frontier.chosen.schedule and frontier.chosen.iteration_us > shortest_us:
         notes.append(f"the least compression within {GAIN:.0%} of the shortest step, which is {ms(shortest_us)}")
     return notes
 
@@ -327,13 +336,16 @@ def _narrow_notes(problem: Problem, narrow: Sequence[Bucket]) -> list[str]:
     dtypes = ", ".join(dict.fromkeys(bucket.dtype for bucket in narrow if bucket.dtype))
     notes = [
         f"{pluralize(len(narrow), 'bucket')} in {dtypes}: {mib(int(problem.size_bytes[members].sum()))} of gradients "
-        f"travel as {mib(round(sent_bytes))}; what rounding loses is sent in later steps"
+        f"travel as {mib(round(sent_bytes))}"
+        + (" between nodes, whole inside them" if all(bucket.algorithm == "torus_2d" for bucket in narrow) else "")
+        + "; what rounding loses is sent in later steps"
+        + (", but for what the backend's own sums lose" if any(b.algorithm == NATIVE for b in narrow) else "")
     ]
-    source = encoding(problem.cost.cluster, narrow[0].dtype or "")[2]
-    if source != "measured":
-        taken = "free" if source == "free" else "as long as it moves its bytes in memory"
+    sources = {encoding(problem.cost.cluster, bucket.dtype)[2] for bucket in narrow if bucket.dtype}
+    if sources != {"measured"}:
+        taken = "free" if "free" in sources else "as long as it moves its bytes in memory"
         notes.append(
-            f"encoding is taken to be {taken}, for the cluster has no `encode` cost: the gain may be less; "
+            f"encoding is taken to be {taken}, where the cluster has no `encode` cost: the gain may be less; "
             f"`planner profile --for bounded` on that machine measures it"
         )
     return notes

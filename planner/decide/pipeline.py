@@ -13,7 +13,7 @@ from typing import Any
 from planner.ir import Schedule, Synchronous
 from planner.model.problem import Problem
 from planner.passes import PASSES
-from planner.passes.base import Pass, Result
+from planner.passes.base import Frontier, Pass, Result
 from planner.verify import verify
 from runtime.errors import InputError
 
@@ -94,12 +94,20 @@ def run_passes(
             schedule=schedule,
             plan_fields={**result.plan_fields, **before.plan_fields},
             bound=bound,
-            frontier=before.frontier or result.frontier,
+            frontier=_joined(before.frontier, result.frontier),
         )
         verify(schedule, dtype_ids, accuracy=accuracy, elements=elements, norms=norms)
         if after_pass is not None:
             after_pass(current.name, schedule, time.perf_counter() - started)
     return result
+
+
+def _joined(first: Frontier | None, second: Frontier | None) -> Frontier | None:
+    """The frontier of two bounded passes: the better one, with a bound for what either looked at."""
+    if first is None or second is None:
+        return first or second
+    better = min(first, second, key=lambda frontier: frontier.best.iteration_us)
+    return replace(better, bound_us=min(first.bound_us, second.bound_us), tables=None)
 
 
 def with_options(passes: Sequence[Pass], **given: Any) -> tuple[Pass, ...]:

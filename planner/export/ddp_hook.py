@@ -16,6 +16,7 @@ from planner.export.base import NO_PRICE, Export, cost, without_the_plans_own
 from planner.export.ddp import to_ddp
 from planner.ir import Bucket, Schedule
 from planner.model.problem import Problem
+from planner.strategies.baselines import ddp_buckets
 from runtime.plan import Plan
 from runtime.plan.document import NO_COMPRESSION
 
@@ -38,6 +39,8 @@ def hook(group, bucket):
 
 
 def wrap(module, **options):
+    if options.get("find_unused_parameters"):
+        raise ValueError("with find_unused_parameters DDP does not rebuild its buckets, and NARROW would be of others")
     model = DistributedDataParallel(module, bucket_cap_mb_list=BUCKET_CAP_MB_LIST, **options)
     model.register_comm_hook(None, hook)
     return model
@@ -75,9 +78,22 @@ def to_ddp_hook(plan: Plan, problem: Problem | None) -> Export:
     else:
         notes.append(NOTHING_NARROW)
     caps = buckets.document["bucket_cap_mb_list"]
+    narrow = _by_ddps_bucket(plan, narrow, caps, problem)
     text = MODULE.format(model=plan.model.name.replace('"', "'"), caps=caps, narrow=narrow)
     document = {"bucket_cap_mb_list": caps, "narrow": narrow, "notes": [*notes, HOW]}
     return Export(text=text, document=document, notes=(*notes, HOW))
+
+
+def _by_ddps_bucket(plan: Plan, narrow: list[bool], caps_mib: list[float], problem: Problem | None) -> list[bool]:
+    """Of each bucket that DDP makes: one is narrow where all its gradients are in the plan. Without a problem, of the
+    plan's own but for those without bytes, which DDP does not make.
+    """
+    if problem is None:
+        return [one for one, bucket in zip(narrow, plan.buckets, strict=True) if bucket.size_bytes]
+    of = {name: one for one, bucket in zip(narrow, plan.buckets, strict=True) for name in bucket.gradients}
+    names = [gradient.name for gradient in problem.profile.compute.gradients]
+    made = ddp_buckets(problem.size_bytes.tolist(), problem.dtype_ids.tolist(), caps_mib) if caps_mib else []
+    return [all(of[names[index]] for index in bucket) for bucket in made]
 
 
 def _what(plan: Plan, index: int) -> str:

@@ -58,6 +58,11 @@ class Limits:
     whole: NDArray[np.bool_]
     """Whether it keeps its dtype on the wire as well."""
 
+    def keep_dtype(self, problem: Problem, dtype: str) -> NDArray[np.bool_]:
+        """Return of each gradient whether it does not travel in this dtype: also where that is no narrower."""
+        wide_bytes = problem.size_bytes / np.maximum(1, problem.numel)
+        return np.asarray(self.whole | ((wide_bytes <= wire.ELEMENT_BYTES[dtype]) & (problem.numel > 0)))
+
     @classmethod
     def nothing(cls, problem: Problem) -> Limits:
         """All travels whole."""

@@ -58,7 +58,7 @@ def _whole(problem: Problem, bucket: Bucket) -> Spending:
 def _selected(problem: Problem, bucket: Bucket) -> Spending:
     """One message per phase, whatever the dtypes. A flat gather passes through all ranks: one network."""
     algorithm, k = bucket.algorithm, bucket.k or 0
-    dense_bytes, elements = _size(problem, bucket)
+    dense_bytes, elements = int(problem.size_bytes[list(bucket.gradients)].sum()), problem.elements(bucket)
     messages = tuple(
         Message(
             "network" if algorithm in FLAT_GATHERS else phase.link,
@@ -77,23 +77,12 @@ def _narrow(problem: Problem, bucket: Bucket) -> Spending:
     """All elements in fewer bytes; owners' work between the two shots keeps the network waiting."""
     assert bucket.dtype is not None
     cost = problem.wire_cost(bucket.dtype, bucket.algorithm)
-    dense_bytes, elements = _size(problem, bucket)
+    elements = problem.elements(bucket)
     messages = tuple(
-        Message(
-            phase.link,
-            phase.name,
-            float(phase.sent_bytes(elements, dense_bytes)),
-            float(phase.time_us(elements, dense_bytes)),
-        )
+        Message(phase.link, phase.name, float(phase.sent_bytes(elements)), float(phase.time_us(elements)))
         for phase in cost.phases
     )
     return Spending(messages, float(cost.encode_us(elements)), float(cost.decode_us(elements)))
-
-
-def _size(problem: Problem, bucket: Bucket) -> tuple[int, int]:
-    """(dense bytes, elements)."""
-    members = list(bucket.gradients)
-    return int(problem.size_bytes[members].sum()), int(problem.numel[members].sum())
 
 
 SPENDING: Mapping[str, Callable[[Problem, Bucket], Spending]] = {"none": _whole, "topk": _selected, "wire": _narrow}
@@ -112,6 +101,6 @@ def slowdowns(problem: Problem, buckets: Sequence[Bucket]) -> list[tuple[float, 
         messages = () if bucket.whole else spending(problem, bucket).messages
         if messages and all(message.resource == "network" for message in messages):
             of = gathers if bucket.collective == "sparse" else slowdown
-            compute, network = of(max(message.sent_bytes for message in messages))
+            compute, network = of(sum(message.sent_bytes for message in messages))
             factors[index] = float(compute), float(network)
     return factors

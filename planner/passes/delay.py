@@ -23,6 +23,7 @@ from planner.model.modes import delayed, simulate_schedule, step_us
 from planner.model.modes.delayed import Delayed, delay_spec
 from planner.model.problem import Problem
 from planner.passes.base import GAIN, Bound, Pass, Result
+from planner.passes.joint import compress_of
 from planner.passes.merge import best_of
 from planner.search.merge import MergeProblem, merge_exact
 from planner.search.sparse_pushes import best_selected
@@ -63,6 +64,8 @@ class Delay(Pass):
     """As of `joint`: the largest ratio of elements to those that are pushed."""
     protect: str = ""
     """As of `joint`: names that are pushed whole."""
+    compress: str = ""
+    """As of `joint`: where it allows no selected elements, all are pushed."""
 
     def apply(self, schedule: Schedule, problem: Problem) -> Result:
         """The chosen k with its buckets where that makes the step shorter, else the schedule as it was.
@@ -112,9 +115,11 @@ class Delay(Pass):
             return ()
         options = candidates(problem, schedule)
         limits = ratio_limits(problem, self.max_ratio or None, self.protect)
-        selected = best_selected(
-            problem, limits, lambda schedule: step_us(problem, replace(schedule, mode=Delayed(largest)))
-        )
+        selected = None
+        if compress_of(problem, self.compress).selects:
+            selected = best_selected(
+                problem, limits, lambda schedule: step_us(problem, replace(schedule, mode=Delayed(largest)))
+            )
         found = []
         for k in range(1, largest + 1):
             chosen = delayed_schedule(problem, k, options)

@@ -203,13 +203,23 @@ def _point(
     candidates = [*fixed, *(forms.schedule(choice) for choice in starts)]
     links: SearchResult | None = None
     if has_two_links(problem):
-        both = forms_on_links(ladder, dense_algorithms(problem))
+        both = [form for form in forms_on_links(ladder, dense_algorithms(problem)) if _has_cost(problem, form)]
         known_here = known_stops([_least(problem, candidates), *fixed[:1]])
         links = search(LinkForms(problem, both, limits), known_here)
         candidates += links.schedules
         exact = links.exact and not problem.contended
     schedule = _least(problem, candidates)
     return Point(form=ladder[-1], schedule=schedule, iteration_us=step_us(problem, schedule), exact=exact), links
+
+
+def _has_cost(problem: Problem, form: Form) -> bool:
+    """Whether the cluster says what a form costs on two kinds of link."""
+    try:
+        if form.dtype is not None:
+            return bool(problem.wire_cost(form.dtype, form.algorithm).phases)
+        return not form.selects or bool(problem.sparse_phases(form.algorithm))
+    except InputError:
+        return False
 
 
 def _least(problem: Problem, schedules: Sequence[Schedule]) -> Schedule:

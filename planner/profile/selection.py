@@ -99,7 +99,9 @@ def _measure(
     """Return by name the lines (pack, unpack) of each density."""
     sizes = sizes_up_to(SIZES, model_bytes)
     between = _computation(device) if computes else partial(dist.barrier, group=world.group)
-    crowded = _crowding(world, between) if computes and device.type == "cpu" else None
+    # Of several threads only the calling one's time is known.
+    one_thread = computes and device.type == "cpu" and torch.get_num_threads() == 1
+    crowded = _crowding(world, between) if all(world.gather(one_thread, "counting threads")) else None
     timed = partial(_spent_us, device=device, crowded=crowded)
     found: dict[str, tuple[dict[float, Line], dict[float, Line]]] = {}
     left_s = budget_s

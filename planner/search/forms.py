@@ -1,5 +1,5 @@
-"""Buckets in one of several forms (dense or at a density, flat or by phases), judged quickly and moved as long as that
-makes the step shorter. What a step spends on a bucket is computed once.
+"""Buckets in one of several forms (dense, narrow or at a density, flat or by phases), judged quickly and moved as long
+as that makes the step shorter. What a step spends on a bucket is computed once.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Forms(Generic[Spent]):
 
     def _bucket(self, start: int, stop: int, form: Form) -> Bucket | None:
         if form.dtype is not None:
-            whole = bool(self.limits.whole[start:stop].any())
+            whole = self.limits.keep_dtype(self.problem, form.dtype)[start:stop].any()
             return None if whole else Bucket.narrow(range(start, stop), form.dtype, form.algorithm)
         if not form.selects:
             return Bucket(gradients=tuple(range(start, stop)), algorithm=form.algorithm)
@@ -101,7 +101,7 @@ class FlatForms(Forms[_Flat]):
         return max(of.ratio for of in found), round(-sum(of.densities for of in found), 6), len(choice)
 
     def improve(self, choice: Candidate, allowed: int) -> Candidate:
-        """The best found over the first `allowed` densities."""
+        """The best found over the first `allowed` forms beside dense."""
         work = FLAT_WORK // 3 if self.problem.contended else FLAT_WORK  # there each takes three times as long
 
         def end_us(trial: Candidate) -> float | None:

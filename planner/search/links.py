@@ -1,6 +1,6 @@
 """Which buckets, and by which of the collectives on one or two kinds of link each.
 
-A bucket goes flat through all ranks, or by phases inside nodes and between them; dense, or at a density. Labels
+A bucket goes flat through all ranks, or by phases inside nodes and between them; dense, narrow, or at a density. Labels
 (`labels.py`) find the best where gradients are few, and else where to begin; then boundaries and forms are moved.
 Choices are judged by a replay of the step on two networks without contention, in the simulator's order of phases; the
 caller judges what is found by the simulator.

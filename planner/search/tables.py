@@ -158,7 +158,7 @@ def bucket_tables(problem: Problem, forms: Sequence[Form], limits: Limits, place
     tables = Column(np.zeros(shape), np.full(shape, np.inf), *np.zeros((4, *shape)))
     for number, form in enumerate(forms):
         if form.dtype is not None:
-            column_of = _narrow(problem, form, limits.whole)
+            column_of = _narrow(problem, form, limits.keep_dtype(problem, form.dtype))
         else:
             column_of = _sparse(problem, form, limits.ratios) if form.selects else _dense(problem, form)
         for column, stop in enumerate(places[1:].tolist(), start=1):
@@ -216,13 +216,11 @@ def _sparse(problem: Problem, form: Form, limits: Floats) -> ColumnOf:
 def _narrow(problem: Problem, form: Form, whole: NDArray[np.bool_]) -> ColumnOf:
     assert form.dtype is not None
     cost = problem.wire_cost(form.dtype, form.algorithm)
-    before_bytes, before, kept = (
-        np.concatenate([[0], np.cumsum(of)]) for of in (problem.size_bytes, problem.numel, whole)
-    )
+    before, kept = (np.concatenate([[0], np.cumsum(of)]) for of in (problem.numel, whole))
 
     def column(starts: Ints, stop: int) -> Column:
-        elements, dense_bytes = before[stop] - before[starts], before_bytes[stop] - before_bytes[starts]
-        times = [phase.time_us(elements, dense_bytes) for phase in cost.phases]
+        elements = before[stop] - before[starts]
+        times = [phase.time_us(elements) for phase in cost.phases]
         nothing = np.zeros(len(starts))
         scatter_us, cost_us, gather_us = times if form.phased else [nothing, *times, nothing]
         cost_us = np.where(kept[stop] == kept[starts], cost_us, np.inf)

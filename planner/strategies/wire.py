@@ -33,10 +33,10 @@ def wire(problem: Problem, argument: str | None = None) -> Schedule:
     if problem.ranks == 1:
         return Schedule.from_boundaries([problem.count])
     [phase] = problem.wire_cost(dtype, algorithm).phases
-    before, before_bytes = (np.concatenate([[0], np.cumsum(of)]) for of in (problem.numel, problem.size_bytes))
+    before = np.concatenate([[0], np.cumsum(problem.numel)])
 
     def time_us(starts: Places, stops: Places) -> NDArray[np.float64]:
-        return phase.time_us(before[stops] - before[starts], before_bytes[stops] - before_bytes[starts])
+        return phase.time_us(before[stops] - before[starts])
 
     stops = merge_exact(MergeProblem(problem.ready_us, time_us, phase.non_decreasing)).stops
     starts = (0, *stops[:-1])
