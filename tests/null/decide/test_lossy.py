@@ -219,6 +219,34 @@ def test_the_least_compression_within_two_percent_is_taken() -> None:
     assert taken[0.05] == {"int8"}
 
 
+def test_sixteen_bits_are_not_narrowed_to_sixteen() -> None:
+    """Not even where two shots are timed shorter than the all-reduce."""
+    document = usual_document()
+    for gradient in document["compute"]["gradients"]:
+        gradient["dtype"] = "bfloat16"
+    samples = {"all_reduce": [[1, 20_000.0], [1e8, 20_000.0]], "two_shot": [[1, 9_000.0], [1e8, 9_000.0]]}
+    machines = parse_cluster({"schema": "planner.cluster/1", "nodes": 4, "samples": samples})
+    plan = optimize(parse_profile(document), machines, accuracy="bounded", compress="wire")
+    assert {bucket.compressor.dtype for bucket in plan.buckets} <= {None, "int8", "float8_e4m3fn"}
+
+
+def test_encoding_is_free_only_where_nobody_says_what_it_costs() -> None:
+    dear = {"bfloat16": {"alpha_us": 10.0, "beta_us_per_byte": 0.01}}
+    plan = optimize(usual_profile(), slow(encode=dear, decode=dear), accuracy="bounded", compress="wire")
+    assert any("int8" in str(bucket.compressor.dtype) for bucket in plan.buckets)
+    assert any("encoding is taken to be free" in note for note in plan.notes)
+
+
+def test_a_cluster_that_knows_its_torus_alone_gets_bounded_plans() -> None:
+    """Without what halves between nodes cost, narrow buckets go through all ranks."""
+    line = [[1024, 60.0], [1e8, 1e6]]
+    inside = [[1024, 5.0], [1e8, 5e4]]
+    samples = {"all_reduce": line, "inter/all_reduce": line, "intra/reduce_scatter": inside, "intra/all_gather": inside}
+    document = {"schema": "planner.cluster/1", "nodes": 4, "ranks_per_node": 4, "samples": samples}
+    plan = optimize(usual_profile(), parse_cluster(document), accuracy="bounded")
+    assert all(bucket.compressor.links is None for bucket in plan.buckets)
+
+
 def test_what_is_protected_by_name_keeps_its_dtype() -> None:
     plan = optimize(usual_profile(), slow(), accuracy="bounded", compress="wire", protect="g1")
     dtypes = {name: bucket.compressor.dtype for bucket in plan.buckets for name in bucket.gradients}
