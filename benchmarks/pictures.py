@@ -55,7 +55,9 @@ PICTURES = {
     "timeline": Picture(profile="resnet50@v100-16x8-25gbe", whole="single"),
     "page": Picture(profile="resnet50@v100-16x8-25gbe", figure=None),
     "ranks": Picture(profile="resnet50@v100-16x8-25gbe", figure="scaling"),
-    "sparse": Picture(profile="resnet50@v100-4x4-10gbe", whole="single", options={"accuracy": "bounded", "compress": "sparse"}),
+    "sparse": Picture(
+        profile="resnet50@v100-4x4-10gbe", whole="single", options={"accuracy": "bounded", "compress": "sparse"}
+    ),
     "delay": Picture(
         profile="resnet50-k80-b32@k80-10gbe", options={"accuracy": "relaxed", "protect": "*", "max_delay": 2}
     ),
