@@ -12,13 +12,13 @@ nothing else.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,13 +32,13 @@ from torch.nn.parallel import DistributedDataParallel
 import planner
 from benchmarks.marked import replace_part
 from benchmarks.overhead import convolutions, encoder
+from benchmarks.resumable import kept
 from planner.comparison.variants import CAPS_MIB, distinct_caps
 from planner.jobs.demo_job import ResNet20
 from planner.jobs.launch import LocalWorld, run_ranks
 from planner.jobs.training import weights_sha256
 from planner.online.attach import PlannedSession
 from planner.testbed.hosts import parse_emulation
-from runtime.errors import PlannerError
 from runtime.plan import Plan
 
 DOCUMENT = Path("docs/results/one-line.md")
@@ -240,21 +240,8 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=STEPS, help="of the runs that are compared")
     parser.add_argument("--write", action="store_true", help=f"put what is known into {DOCUMENT}")
     options = parser.parse_args()
-    lines = options.results.read_text(encoding="utf-8").splitlines() if options.results.exists() else []
-    done = {record["cell"]: record for record in map(json.loads, lines)}
-    for cell in CELLS:
-        if cell in done or (options.only and options.only not in cell):
-            continue
-        started = time.monotonic()
-        try:
-            done[cell] = measure(cell, options.steps)
-        except PlannerError as error:
-            print(f"{cell}: {error}", file=sys.stderr)
-            continue
-        print(f"{cell}: {time.monotonic() - started:.0f} s", file=sys.stderr)
-        with options.results.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(done[cell]) + "\n")
-    rows = [done[cell] for cell in CELLS if cell in done]
+    wanted = {cell: partial(measure, cell, options.steps) for cell in CELLS}
+    rows = kept(options.results, wanted, options.only or "")
     if not rows:
         return 3
     text = "\n".join(table(rows))

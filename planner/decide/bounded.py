@@ -52,8 +52,7 @@ def split_passes(
         check_max_ratio(max_ratio)
     if max_delay is not None:
         check_max_delay(max_delay)
-    if compress is not None:
-        check_compress(compress)
+    selects = compress is None or check_compress(compress).selects
     given = {"--compress": compress, "--max-ratio": max_ratio, "--protect": protect, "--max-delay": max_delay}
     options = [option for option, value in given.items() if value is not None]
     needs = [(option, "relaxed" if option == "--max-delay" else "bounded") for option in options]
@@ -66,7 +65,7 @@ def split_passes(
             f"--accuracy {accuracy}: found {' and '.join(riskier)}, expected "
             f"{'none' if len(riskier) == 1 else 'neither'}, for {why}; add --accuracy {hint}"
         )
-    if compress in ("wire", "none") and any(each.name == Sparsify.name for each in passes):
+    if not selects and any(each.name == Sparsify.name for each in passes):
         raise InputError(
             f"--compress {compress}: found the pass {Sparsify.name}, which sends selected elements; expected one of "
             f"them: leave the pass or the option out"

@@ -10,7 +10,7 @@ from planner.emit.lower import predict
 from planner.ir import Bucket, Schedule
 from planner.model.problem import Problem
 from runtime.errors import InputError
-from runtime.plan import Plan
+from runtime.plan import Plan, PlanBucket
 from runtime.plan.document import NO_COMPRESSION
 
 NO_PRICE = "what that costs is known with --profile"
@@ -55,6 +55,11 @@ def cost(more_us: float | None) -> str:
     return f"the step is predicted {abs(more_us) / 1e3:.3g} ms {'longer' if more_us >= 0.0 else 'shorter'} for it"
 
 
+def sent_whole(bucket: PlanBucket) -> PlanBucket:
+    """Return the bucket by the library's all-reduce, all of it."""
+    return replace(bucket, collective="all_reduce", algorithm="library", compressor=NO_COMPRESSION)
+
+
 def without_the_plans_own(plan: Plan) -> tuple[Plan, list[str]]:
     """Return the plan of whole synchronous all-reduces that stands in for it, and what that loses in words.
 
@@ -66,10 +71,7 @@ def without_the_plans_own(plan: Plan) -> tuple[Plan, list[str]]:
         what = "local updaters" if plan.local_async else "the delay" if plan.delay else "compression"
         stand_in = plan.fallback or replace(
             plan, accuracy="exact", delay=None, local_async=None, predicted=None,
-            buckets=tuple(
-                replace(b, collective="all_reduce", algorithm="library", compressor=NO_COMPRESSION)
-                for b in plan.buckets
-            ),
+            buckets=tuple(map(sent_whole, plan.buckets)),
         )  # fmt: skip
         fallback_us = plan.fallback.predicted.iteration_us if plan.fallback and plan.fallback.predicted else None
         more_us = fallback_us - step_us if fallback_us is not None and step_us is not None else None

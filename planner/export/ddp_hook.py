@@ -12,13 +12,12 @@ from dataclasses import replace
 
 from planner.cost.wire import NATIVE
 from planner.emit.lower import predict
-from planner.export.base import NO_PRICE, Export, cost, without_the_plans_own
+from planner.export.base import NO_PRICE, Export, cost, sent_whole, without_the_plans_own
 from planner.export.ddp import to_ddp
 from planner.ir import Bucket, Schedule
 from planner.model.problem import Problem
 from planner.strategies.baselines import ddp_buckets
 from runtime.plan import Plan
-from runtime.plan.document import NO_COMPRESSION
 
 MODULE = '''"""The plan of {model} for stock DDP; written by `planner export --to ddp-hook`.
 
@@ -58,8 +57,7 @@ def to_ddp_hook(plan: Plan, problem: Problem | None) -> Export:
     whole = replace(
         plan, accuracy="exact", fallback=None,
         buckets=tuple(
-            replace(bucket, collective="all_reduce", algorithm="library", compressor=NO_COMPRESSION) if compressed
-            else bucket
+            sent_whole(bucket) if compressed else bucket
             for bucket, compressed in zip(plan.buckets, narrow, strict=True)
         ),
     )  # fmt: skip

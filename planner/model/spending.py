@@ -89,16 +89,16 @@ SPENDING: Mapping[str, Callable[[Problem, Bucket], Spending]] = {"none": _whole,
 """Registry: compressor → what its buckets ask for."""
 
 
-def slowdowns(problem: Problem, buckets: Sequence[Bucket]) -> list[tuple[float, float]]:
+def slowdowns(problem: Problem, buckets: Sequence[Bucket], spent: Sequence[Spending]) -> list[tuple[float, float]]:
     """Return by how much compute and the network slow down while each bucket is on its way; what is compressed counts
-    by what is sent.
+    by what is sent of it, which `spent` has.
     """
     factors, slowdown = problem.bucket_factors([bucket.gradients for bucket in buckets]), problem.cost.slowdown
     if slowdown is None:
         return factors
     gathers = problem.cost.slowdown_of_gathers or slowdown
-    for index, bucket in enumerate(buckets):
-        messages = () if bucket.whole else spending(problem, bucket).messages
+    for index, (bucket, of_bucket) in enumerate(zip(buckets, spent, strict=True)):
+        messages = () if bucket.whole else of_bucket.messages
         if messages and all(message.resource == "network" for message in messages):
             of = gathers if bucket.collective == "sparse" else slowdown
             compute, network = of(sum(message.sent_bytes for message in messages))

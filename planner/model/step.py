@@ -21,7 +21,7 @@ import numpy as np
 from planner.cost.halves import ALL_GATHER
 from planner.ir import Bucket, Places
 from planner.model.problem import Factors, Problem
-from planner.model.spending import slowdowns, spending
+from planner.model.spending import Spending, slowdowns, spending
 from runtime.plan.timeline import Span, Timeline
 
 
@@ -127,16 +127,17 @@ BucketCost = tuple[int, float, float, float, tuple[float, float]]
 def bucket_costs(problem: Problem, buckets: Sequence[Bucket]) -> list[BucketCost]:
     """What the step's length follows from, for library all-reduces, flat gathers and two shots."""
     members = [bucket.gradients for bucket in buckets]
-    costs_us, factors = problem.bucket_cost_us(members), slowdowns(problem, buckets)
+    # What whole ones take is computed for all of them at once.
+    spent = [Spending(()) if bucket.whole else spending(problem, bucket) for bucket in buckets]
+    costs_us, factors = problem.bucket_cost_us(members), slowdowns(problem, buckets, spent)
     costs: list[BucketCost] = []
-    for bucket, cost_us, slowed in zip(buckets, costs_us, factors, strict=True):
+    for bucket, cost_us, slowed, of in zip(buckets, costs_us, factors, spent, strict=True):
         last = max(bucket.gradients)
         if bucket.whole:
             costs.append((last, 0.0, cost_us, 0.0, slowed))
             continue
-        spent = spending(problem, bucket)
-        sent_us = sum(message.time_us for message in spent.messages)
-        costs.append((last, spent.before_us, sent_us, spent.after_us, slowed))
+        sent_us = sum(message.time_us for message in of.messages)
+        costs.append((last, of.before_us, sent_us, of.after_us, slowed))
     return costs
 
 

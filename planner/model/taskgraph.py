@@ -26,7 +26,7 @@ from planner.model.delay import NETWORK, SPREADING, ops, resources
 from planner.model.delay_load import StepWork
 from planner.model.norms import update_us
 from planner.model.problem import Problem
-from planner.model.spending import slowdowns, spending
+from planner.model.spending import Spending, slowdowns, spending
 from planner.model.step import Exchange
 from runtime.plan.timeline import Span
 
@@ -72,17 +72,17 @@ def build_graph(problem: Problem, schedule: Schedule, steps: int = 1, exchange: 
     `exchange`. Each network takes phases in order of bucket + phase.
     """
     graph, buckets = TaskGraph(), schedule.buckets
+    spent_on = [spending(problem, bucket) for bucket in buckets]
     if exchange is None:
-        phases, end_us = phases_of(problem, schedule), update_us(problem, schedule)
+        phases, end_us = phases_of(problem, spent_on), update_us(problem, schedule)
     else:
         end_us, sent = exchange.end_us, zip(exchange.collectives, exchange.costs_us, strict=True)
         phases = [[("network", name, cost_us)] for name, cost_us in sent]
     order = sorted((index + phase, index, phase) for index, of in enumerate(phases) for phase in range(len(of)))
     closes = {max(bucket.gradients): index for index, bucket in enumerate(buckets)}
-    spent_on = [spending(problem, bucket) for bucket in buckets]
     factors: list[tuple[float, float] | None] = [None] * len(buckets)
     if problem.cost.slowdown is not None:
-        by_size = slowdowns(problem, buckets)
+        by_size = slowdowns(problem, buckets, spent_on)
         factors = [of if b.algorithm in ONE_NETWORK else None for of, b in zip(by_size, buckets, strict=True)]
 
     def add(step: int, name: str, kind: str, duration_us: float, after: Ends, bucket: int | None = None) -> Ends:
@@ -152,14 +152,11 @@ def _forward(problem: Problem) -> Iterator[tuple[str, float]]:
         yield f"forward of {name}", time_us * problem.forward_us / known_us
 
 
-def phases_of(problem: Problem, schedule: Schedule) -> Phases:
+def phases_of(problem: Problem, spent_on: Sequence[Spending]) -> Phases:
     """What each bucket's collective sends. Beside collectives with phases on both kinds of link, one of the library,
     which passes through all ranks, keeps the links between nodes busy.
     """
-    phases = [
-        [(message.resource, message.name, message.time_us) for message in spending(problem, bucket).messages]
-        for bucket in schedule.buckets
-    ]
+    phases = [[(message.resource, message.name, message.time_us) for message in spent.messages] for spent in spent_on]
     if all(resource == "network" for of in phases for resource, _, _ in of):
         return phases
     flat = "inter" if problem.cost.cluster.nodes > 1 else "intra"

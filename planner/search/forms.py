@@ -33,6 +33,8 @@ class Forms(Generic[Spent]):
     def __init__(self, problem: Problem, forms: Sequence[Form], limits: Limits | None = None) -> None:
         self.problem, self.forms = problem, tuple(forms)
         self.limits = limits or Limits.nothing(problem)
+        narrow = {form.dtype for form in forms if form.dtype is not None}
+        self._keep_dtype = {dtype: self.limits.keep_dtype(problem, dtype) for dtype in narrow}
         self._known: dict[tuple[int, int, int], tuple[Bucket, Spent] | None] = {}
 
     def spent(self, bucket: Bucket) -> Spent:
@@ -53,7 +55,7 @@ class Forms(Generic[Spent]):
 
     def _bucket(self, start: int, stop: int, form: Form) -> Bucket | None:
         if form.dtype is not None:
-            whole = self.limits.keep_dtype(self.problem, form.dtype)[start:stop].any()
+            whole = self._keep_dtype[form.dtype][start:stop].any()
             return None if whole else Bucket.narrow(range(start, stop), form.dtype, form.algorithm)
         if not form.selects:
             return Bucket(gradients=tuple(range(start, stop)), algorithm=form.algorithm)

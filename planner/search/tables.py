@@ -177,6 +177,16 @@ ColumnOf = Callable[[Ints, int], Column]
 """(starts, stop) → buckets."""
 
 
+def _by_link(form: Form, times_us: Sequence[Floats]) -> Sequence[Floats]:
+    """Return what is spent on the intra-node links before, on the network, and on the intra-node links after, of the
+    times of a form's phases.
+    """
+    if form.phased:
+        return times_us
+    nothing = np.zeros(len(times_us[0]))
+    return [nothing, *times_us, nothing]
+
+
 def _dense(problem: Problem, form: Form) -> ColumnOf:
     if form.algorithm == "library":
         curves: list[Callable[[Floats], Floats]] = [problem.cost.all_reduce]
@@ -186,7 +196,7 @@ def _dense(problem: Problem, form: Form) -> ColumnOf:
     def column(starts: Ints, stop: int) -> Column:
         times = [problem.range_time_us(curve, starts, stop) for curve in curves]
         nothing = np.zeros(len(starts))
-        scatter_us, cost_us, gather_us = times if form.phased else [nothing, *times, nothing]
+        scatter_us, cost_us, gather_us = _by_link(form, times)
         return Column(scatter_us, cost_us, gather_us, nothing, nothing, (stop - starts).astype(np.float64))
 
     return column
@@ -203,8 +213,7 @@ def _sparse(problem: Problem, form: Form, limits: Floats) -> ColumnOf:
         k, densities, possible = selected(starts, stop)
         dense_bytes = (before_bytes[stop] - before_bytes[starts]).astype(np.float64)
         times = [np.asarray(phase.curve(phase.message_bytes(k, dense_bytes))) for phase in phases]
-        nothing = np.zeros(len(starts))
-        scatter_us, cost_us, gather_us = times if form.phased else [nothing, *times, nothing]
+        scatter_us, cost_us, gather_us = _by_link(form, times)
         density = k * shards / np.maximum(1, before[stop] - before[starts])
         select_us, unpack_us = (cost(dense_bytes, density) for cost in costs)
         cost_us = np.where(possible, cost_us, np.inf)
@@ -221,8 +230,7 @@ def _narrow(problem: Problem, form: Form, whole: NDArray[np.bool_]) -> ColumnOf:
     def column(starts: Ints, stop: int) -> Column:
         elements = before[stop] - before[starts]
         times = [phase.time_us(elements) for phase in cost.phases]
-        nothing = np.zeros(len(starts))
-        scatter_us, cost_us, gather_us = times if form.phased else [nothing, *times, nothing]
+        scatter_us, cost_us, gather_us = _by_link(form, times)
         cost_us = np.where(kept[stop] == kept[starts], cost_us, np.inf)
         densities = (stop - starts) / form.ratio
         return Column(scatter_us, cost_us, gather_us, cost.encode_us(elements), cost.decode_us(elements), densities)

@@ -370,15 +370,13 @@ class NarrowedBucket:
 
     def pack(self, step: int) -> None:
         gradient = self.feedback.gradient()
-        if self.watched.expected:
-            self.watched.keep(gradient, self.feedback.unsent(), step)
+        self.watched.keep(gradient, self.feedback.unsent, step)
         self._shots.encode(gradient, self._tail, step)
 
     def unpack(self) -> Tensor:
         sums = self.feedback.room()
         self._shots.decode(sums, self._tail)
-        if self.watched.expected:
-            self.watched.arrived(sums)
+        self.watched.arrived(sums)
         self.feedback.give(sums)
         return self.feedback.finite()
 
@@ -400,8 +398,7 @@ class NativeBucket:
     def pack(self, step: int) -> None:
         feedback, flat = self.feedback, self.packed.flat
         gradient = feedback.gradient()
-        if self.watched.expected:
-            self.watched.keep(gradient, feedback.unsent(), step)
+        self.watched.keep(gradient, feedback.unsent, step)
         old, new, swapped = feedback.of_step(self._compressor.runs_on(feedback.device, self._cut, gradient.dtype))
         seed = seed_of(f"sent\n{self._rank}\n{feedback.bucket.slots[0].name}", step)
         if self.k:
@@ -412,8 +409,7 @@ class NativeBucket:
 
     def unpack(self) -> Tensor:
         sums = self.feedback.room().copy_(self.packed.flat[: self.k])
-        if self.watched.expected:
-            self.watched.arrived(sums)
+        self.watched.arrived(sums)
         self.feedback.give(sums.add_(0.0))  # −0 becomes 0, as where elements are selected
         if self._tail is not None:
             self._tail.copy_(self.packed.flat[self.k :])

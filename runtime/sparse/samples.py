@@ -184,14 +184,18 @@ class Rounding:
         """`feedback`: what is lost is kept in a residual."""
         self.bucket = bucket
         self._what, self._limit = ("residual", MOST_STEPS_LATE) if feedback else ("loss", MOST_LOST)
-        self.expected = False
-        """Whether `keep` and `arrived` have to be called for the step on its way."""
+        self._expected = False
 
     def expect(self) -> None:
-        self.expected = True
+        self._expected = True
 
-    def keep(self, gradient: Tensor, residual: Tensor, step: int) -> None:
-        """Remember some elements of what this rank has to send: of its gradient and its residual, both 1-D."""
+    def keep(self, gradient: Tensor, unsent: Callable[[], Tensor], step: int) -> None:
+        """Where the step is to be sampled, remember some elements of what this rank has to send: of its gradient and
+        its residual, which `unsent` returns; both 1-D.
+        """
+        if not self._expected:
+            return
+        residual = unsent()
         if len(gradient) <= DRAWN:
             self._places = torch.arange(len(gradient), device=gradient.device)
         else:  # by chance, for what is amiss may come back with each block; the same ones on all ranks
@@ -202,10 +206,11 @@ class Rounding:
 
     def arrived(self, sums: Tensor) -> None:
         """Remember the same elements of what came. 1-D."""
-        self._sent = sums[self._places]
+        if self._expected:
+            self._sent = sums[self._places]
 
     def sample(self, group: dist.ProcessGroup | None, step: int) -> Sampled:
-        self.expected = False
+        self._expected = False
         dist.all_reduce(self._given, group=group)
         gradient, accumulated = self._given
         lost, gradient = (accumulated - self._sent).abs_(), gradient.abs()
