@@ -56,6 +56,8 @@ WAYS = {
     "float8_e4m3fn": _wire("float8_e4m3fn"),
     "int8, no feedback": _wire("int8", error_feedback=False),
     "float8_e4m3fn, no feedback": _wire("float8_e4m3fn", error_feedback=False),
+    "rank 4": Way(CompressorSpec(name="powersgd", rank=4)),
+    "rank 1": Way(CompressorSpec(name="powersgd", rank=1)),
 }
 LIMITS = {"bfloat16": 0.001, "int8": 0.005, "float8_e4m3fn": 0.005}
 """By how much of float32's loss these may be off where they are outside its spread."""
@@ -72,10 +74,10 @@ def plan_of(model: nn.Module, way: Way) -> Plan:
     """Equal numbers of gradients in each bucket, all sent the same way."""
     names = list(reversed(trainable_parameters(model)))
     edges = [round(part * len(names) / way.buckets) for part in range(way.buckets + 1)]
-    narrow = way.compressor is not NO_COMPRESSION
+    exact, narrow = way.compressor is NO_COMPRESSION, way.compressor.name == "wire"
     return Plan(
         model=ModelReference(name=type(model).__name__), world=PlanWorld(ranks=dist.get_world_size()),
-        accuracy="bounded" if narrow else "exact",
+        accuracy="exact" if exact else "bounded",
         buckets=tuple(
             PlanBucket(
                 gradients=tuple(names[start:stop]), algorithm="two_shot" if narrow else "library",
