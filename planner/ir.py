@@ -25,6 +25,8 @@ class Bucket:
     '[3-4] sparse/flat topk k=121 ks=120,1'
     >>> str(Bucket.narrow((0, 1), "int8"))
     '[0-1] all_reduce/two_shot wire dtype=int8'
+    >>> str(Bucket.low_rank((0, 1), 4))
+    '[0-1] all_reduce/library powersgd rank=4'
     """
 
     gradients: tuple[int, ...]
@@ -37,6 +39,8 @@ class Bucket:
     """The same by layer: for each run of gradients of one layer in the bucket; their sum is `k`. None: from all."""
     dtype: str | None = None
     """On the wire, of the compressor `wire`."""
+    rank: int | None = None
+    """Of the products that the compressor `powersgd` sends in place of matrices."""
 
     @classmethod
     def sparse(
@@ -52,6 +56,11 @@ class Bucket:
     def narrow(cls, gradients: Iterable[int], dtype: str, algorithm: str = "two_shot") -> Bucket:
         """Of which all elements travel, in a narrower dtype; by `torus_2d` between nodes alone."""
         return cls(gradients=tuple(gradients), algorithm=algorithm, compressor="wire", dtype=dtype)
+
+    @classmethod
+    def low_rank(cls, gradients: Iterable[int], rank: int) -> Bucket:
+        """Whose matrices travel as products of two thin ones."""
+        return cls(gradients=tuple(gradients), compressor="powersgd", rank=rank)
 
     @property
     def whole(self) -> bool:
@@ -71,6 +80,7 @@ class Bucket:
     def __str__(self) -> str:
         text = f"[{format_indices(self.gradients)}] {self.collective}/{self.algorithm} {self.compressor}"
         text = text if self.dtype is None else f"{text} dtype={self.dtype}"
+        text = text if self.rank is None else f"{text} rank={self.rank}"
         text = text if self.k is None else f"{text} k={self.k}"
         return text if self.ks is None else f"{text} ks={','.join(map(str, self.ks))}"
 

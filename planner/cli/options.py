@@ -37,9 +37,13 @@ SolverLimit = Annotated[
 CompressBy = Annotated[
     str | None,
     typer.Option(
-        help="Lossy plans: wire (all elements in fewer bytes), sparse (the largest elements), all or none "
-        "(default: wire with Adam and the like, else all)."
+        help="Lossy plans: wire (all elements in fewer bytes), lowrank (products in place of matrices), sparse (the "
+        "largest elements), several with commas between, all or none (default: wire,lowrank with Adam and the like, "
+        "else all)."
     ),
+]
+MaxRank = Annotated[
+    int | None, typer.Option(help="Lossy plans: the largest rank of products in place of matrices (default 4).")
 ]
 MaxRatio = Annotated[
     float | None,

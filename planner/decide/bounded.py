@@ -11,8 +11,9 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+from planner.cost.low_rank import low_rank_lines
 from planner.cost.sparse import SELECTED_BYTES, flat_is_implied
-from planner.cost.wire import ELEMENT_BYTES, NATIVE, encoding
+from planner.cost.wire import ELEMENT_BYTES, NATIVE, WIDE_BYTES, encoding
 from planner.decide.pipeline import AfterPass, run_passes, with_options
 from planner.documents.text import mib, ms, pluralize
 from planner.emit.lower import lower
@@ -23,7 +24,7 @@ from planner.model.norms import update_us
 from planner.model.problem import Problem
 from planner.passes.base import GAIN, Bound, Frontier, Pass, Result
 from planner.passes.delay import Delay, check_max_delay
-from planner.passes.joint import Joint, check_compress
+from planner.passes.joint import Joint, check_compress, check_max_rank
 from planner.passes.local_async import LocalAsync
 from planner.passes.sparsify import Sparsify
 from planner.search.cpsat_joint import MAX_PLACES, fits, solve_joint
@@ -40,6 +41,7 @@ def split_passes(
     protect: str | None = None,
     max_delay: int | None = None,
     compress: str | None = None,
+    max_rank: int | None = None,
 ) -> tuple[tuple[Pass, ...], tuple[Pass, ...]]:
     """(exact passes, lossy ones with the options given; default `joint`, `delay` and `local_async`, as far as they are
     allowed).
@@ -52,8 +54,13 @@ def split_passes(
         check_max_ratio(max_ratio)
     if max_delay is not None:
         check_max_delay(max_delay)
+    if max_rank is not None:
+        check_max_rank(max_rank)
     selects = compress is None or check_compress(compress).selects
-    given = {"--compress": compress, "--max-ratio": max_ratio, "--protect": protect, "--max-delay": max_delay}
+    given = {
+        "--compress": compress, "--max-ratio": max_ratio, "--max-rank": max_rank, "--protect": protect,
+        "--max-delay": max_delay,
+    }  # fmt: skip
     options = [option for option, value in given.items() if value is not None]
     needs = [(option, "relaxed" if option == "--max-delay" else "bounded") for option in options]
     needs += [(f"the pass {each.name}", each.accuracy) for each in passes]
@@ -75,7 +82,9 @@ def split_passes(
     for risk, usual in defaults.items():
         if risk in allowed:
             lossy += [each for each in passes if each.accuracy == risk] or usual
-    return exact, with_options(lossy, max_ratio=max_ratio, protect=protect, max_delay=max_delay, compress=compress)
+    return exact, with_options(
+        lossy, max_ratio=max_ratio, protect=protect, max_delay=max_delay, compress=compress, max_rank=max_rank
+    )
 
 
 ALLOWED = " was allowed, but "
@@ -219,6 +228,8 @@ def _bounded_offer(
             buckets=len(point.schedule.buckets),
             sparse_buckets=len(_sparse(point.schedule)),
             narrow_buckets=len(_narrow(point.schedule)),
+            rank=point.form.rank,
+            low_rank_buckets=len(_low_rank(point.schedule)),
             sent_share=sent_share(problem, point.schedule),
         )
         for point in frontier.points
@@ -261,15 +272,22 @@ def _narrow(schedule: Schedule) -> list[Bucket]:
     return [bucket for bucket in schedule.buckets if bucket.dtype is not None]
 
 
+def _low_rank(schedule: Schedule) -> list[Bucket]:
+    return [bucket for bucket in schedule.buckets if bucket.rank is not None]
+
+
 def sent_share(problem: Problem, schedule: Schedule) -> float:
-    """Of all elements, those that travel in a step."""
+    """Of all elements, how many travel in a step, factors in place of what they stand for."""
     total = max(1, int(problem.numel.sum()))
-    kept_back = sum(problem.elements(b) - _sent(problem, b) for b in _sparse(schedule))
+    kept_back = sum(problem.elements(b) - _sent(problem, b) for b in (*_sparse(schedule), *_low_rank(schedule)))
     return 1.0 - kept_back / total
 
 
 def _sent(problem: Problem, bucket: Bucket) -> int:
-    """Elements of a sparse bucket that each rank, or of `hitopk` each node, sends."""
+    """Elements of a sparse bucket, or one of low rank, that each rank, or of `hitopk` each node, sends."""
+    if bucket.rank is not None:
+        thin, members = problem.thin(bucket.rank), list(bucket.gradients)
+        return int(thin.left[members].sum() + thin.right[members].sum())
     sent = problem.shards(bucket.algorithm) * (bucket.k or 0)
     return min(problem.elements(bucket), sent)
 
@@ -279,6 +297,8 @@ def _bound(problem: Problem, frontier: Frontier, passes: Sequence[Pass]) -> Boun
     ratios = ", ".join(f"{form.ratio:g}" for form in forms if form.selects)
     dtypes = ", ".join(dict.fromkeys(form.dtype for form in forms if form.dtype is not None))
     ways = ["are dense", *([f"travel in {dtypes}"] if dtypes else [])]
+    tried = ", ".join(str(form.rank) for form in forms if form.rank is not None)
+    ways += [f"send products of rank {tried} in place of matrices"] if tried else []
     ways += [f"have, in each layer not limited further, a ratio of {ratios}"] if ratios else []
     notes = [f"among plans whose buckets {' or '.join(filter(None, (', '.join(ways[:-1]), ways[-1])))}"]
     if problem.contended:
@@ -310,6 +330,7 @@ def _notes(problem: Problem, schedule: Schedule, frontier: Frontier, gain: float
     notes = [
         f"bounded: predicted {gain:.1%} shorter than the best exact plan, which is the fallback",
         *_narrow_notes(problem, _narrow(schedule)),
+        *_low_rank_notes(problem, _low_rank(schedule)),
         *_sparse_notes(problem, schedule, frontier),
         "step by what is allowed at the most: "
         + ", ".join(f"{describe_form(point.form)} {ms(point.iteration_us)}" for point in frontier.points),
@@ -324,6 +345,8 @@ def describe_form(form: Form) -> str:
     """A form in a word or two."""
     if form.dtype is not None:
         return f"{form.dtype} (summed by the backend)" if form.algorithm == NATIVE else form.dtype
+    if form.rank is not None:
+        return f"rank {form.rank}"
     return f"1/{form.ratio:,.4g} of the elements" if form.selects else "dense"
 
 
@@ -341,13 +364,32 @@ def _narrow_notes(problem: Problem, narrow: Sequence[Bucket]) -> list[str]:
         + (", but for what the backend's own sums lose" if any(b.algorithm == NATIVE for b in narrow) else "")
     ]
     sources = {encoding(problem.cost.cluster, bucket.dtype)[2] for bucket in narrow if bucket.dtype}
-    if sources != {"measured"}:
-        taken = "free" if "free" in sources else "as long as it moves its bytes in memory"
-        notes.append(
-            f"encoding is taken to be {taken}, where the cluster has no `encode` cost: the gain may be less; "
-            f"`planner profile --for bounded` on that machine measures it"
-        )
-    return notes
+    return [*notes, *_unmeasured("encoding", "encode", sources)]
+
+
+def _low_rank_notes(problem: Problem, low_rank: Sequence[Bucket]) -> list[str]:
+    if not low_rank:
+        return []
+    members = [index for bucket in low_rank for index in bucket.gradients]
+    ranks = ", ".join(sorted({str(bucket.rank) for bucket in low_rank}))
+    sources = {low_rank_lines(problem.cost.cluster, bucket.rank or 1)[1] for bucket in low_rank}
+    return [
+        f"{pluralize(len(low_rank), 'bucket')} of rank {ranks}: {mib(int(problem.size_bytes[members].sum()))} of "
+        f"gradients travel as {mib(WIDE_BYTES * sum(_sent(problem, bucket) for bucket in low_rank))} of factors; what "
+        f"these leave out is sent in later steps, and nothing watches how much that harms: compare the loss with the "
+        f"fallback's (docs/results/narrow-accuracy.md)",
+        *_unmeasured("making factors", "low_rank", sources),
+    ]
+
+
+def _unmeasured(what: str, field: str, sources: set[str]) -> list[str]:
+    if sources == {"measured"}:
+        return []
+    taken = "free" if "free" in sources else "as long as it moves its bytes in memory"
+    return [
+        f"{what} is taken to be {taken}, where the cluster has no `{field}` cost: the gain may be less; "
+        f"`planner profile --for bounded` on that machine measures it"
+    ]
 
 
 def _sparse_notes(problem: Problem, schedule: Schedule, frontier: Frontier) -> list[str]:

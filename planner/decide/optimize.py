@@ -61,6 +61,7 @@ def optimize(
     solver_limit: float | None = None,
     compress: str | None = None,
     max_ratio: float | None = None,
+    max_rank: int | None = None,
     protect: str | None = None,
     max_delay: int | None = None,
     max_memory_mib: float | None = None,
@@ -81,8 +82,10 @@ def optimize(
         after_pass: called with (name, schedule, seconds) after each pass.
         solver: `cpsat` has a constraint program look for a better plan afterwards, and its bound in the certificate.
         solver_limit: deterministic time that it may take; equal on all machines, a second or a few for each 1.0.
-        compress: for lossy plans, what may be done to a bucket: `wire` (all its elements in fewer bytes), `sparse` (its
-            largest elements), `all` or `none`; default: `wire` with Adam and the like, else `all`.
+        compress: for lossy plans, what may be done to a bucket: `wire` (all its elements in fewer bytes), `lowrank`
+            (products in place of its matrices), `sparse` (its largest elements), several with commas between, `all` or
+            `none`; default: `wire,lowrank` with Adam and the like, else `all`.
+        max_rank: for lossy plans, the largest rank of such a product; default: 4.
         max_ratio: for lossy plans, the largest ratio of a layer's elements to those that travel; default: 1000, and 250
             for recurrent and embedding layers.
         protect: for lossy plans, patterns of gradients' names that travel whole, separated by `|`, beside biases and
@@ -105,7 +108,7 @@ def optimize(
         raise InputError(f"--accuracy: found {accuracy!r}, expected one of: {', '.join(ACCURACIES)}")
     limit = check_solver(solver, solver_limit)
     parsed = parse_passes(passes)
-    exact_passes, lossy = split_passes(parsed, accuracy, max_ratio, protect, max_delay, compress)
+    exact_passes, lossy = split_passes(parsed, accuracy, max_ratio, protect, max_delay, compress, max_rank)
     exact_passes = with_options(exact_passes, memory_mib=check_memory(max_memory_mib))
     sharing = find_sharing(exact_passes)
     pipeline = allowed_passes(exact_passes, check_allow(allow))

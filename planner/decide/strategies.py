@@ -30,6 +30,7 @@ from planner.search.tables import has_two_links
 from planner.strategies.arguments import positive_number, refuse_argument, whole_number
 from planner.strategies.baselines import by_chance, ddp, mg_wfbp, single, wfbp
 from planner.strategies.hitopk import hitopk
+from planner.strategies.low_rank import low_rank
 from planner.strategies.sparse import lags, naive_all_gather, slgs
 from planner.strategies.topologies import torus_2d, tree
 from planner.strategies.wire import wire
@@ -130,6 +131,7 @@ STRATEGIES: Mapping[str, Strategy] = {
     "l_sgd": l_sgd,
     "lags": lags,
     "lap": lap,
+    "lowrank": low_rank,
     "lpp": lpp,
     "mb_sgd": mb_sgd,
     "mg_wfbp": mg_wfbp,
@@ -148,7 +150,7 @@ STRATEGIES: Mapping[str, Strategy] = {
 """Registry: name → strategy. Add one here and the contract test covers it."""
 
 
-BOUNDED = frozenset({"hitopk", "joint", "lags", "naive_all_gather", "slgs", "wire"})
+BOUNDED = frozenset({"hitopk", "joint", "lags", "lowrank", "naive_all_gather", "slgs", "wire"})
 """Strategies that leave out a part of the gradient, or round it, which error feedback sends later."""
 
 

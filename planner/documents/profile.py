@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -56,6 +57,7 @@ Interval = tuple[TimeUs, TimeUs]
 """(low, high)."""
 SizeFactors = tuple[Annotated[float, Field(gt=0.0, le=2**60)], Factor, Factor]
 """(message_bytes, compute, network)."""
+RankName = Annotated[str, Field(pattern=r"^[1-9][0-9]?$")]
 DensityLine = tuple[Annotated[float, Field(gt=0.0, le=1.0)], TimeUs, Rate]
 """(density, alpha_us, beta_us_per_byte)."""
 
@@ -85,6 +87,9 @@ class Gradient(Record):
     """From the previous gradient's readiness (or the start of backward) to this one's."""
     spread_us: TimeUs | None = None
     """Interquartile range of the readiness time over repeats."""
+    matrix: tuple[PositiveCount, PositiveCount] | None = None
+    """(rows, columns), as `powersgd` sees it: the slowest dimension in memory, and all others together. Absent: it has
+    one dimension, or its shape is not known."""
 
     @property
     def size_bytes(self) -> int:
@@ -293,6 +298,21 @@ class SelectionLine(Line):
 
 
 @dataclass(frozen=True, kw_only=True)
+class LowRankLines(Record):
+    """What a rank computes for a bucket whose matrices are sent as products of two thin ones, over the bytes of its
+    elements as float32."""
+
+    pack: Line
+    """Before it is sent: residual + gradient, and left factors."""
+    project: Line
+    """When the sum of left factors has come: right ones. The network waits for it."""
+    subtract: Line
+    """Beside the second message: the new residual."""
+    unpack: Line
+    """When the sum of right factors has come: the averages."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Contention(Record):
     """Slow-down of each resource while the other one is active."""
 
@@ -329,6 +349,8 @@ class Cluster(Document):
     float32."""
     decode: dict[str, Line] | None = None
     """The same when it has arrived."""
+    low_rank: Annotated[dict[RankName, LowRankLines], Field(min_length=1)] | None = None
+    """By rank of the products."""
     push_pack: Line | None = None
     """With a delay: what a rank computes before a push, over its bytes. Nothing where it is not said."""
     local_update: Line | None = None
@@ -401,7 +423,7 @@ def parse_profile(document: Any, where: str = "profile") -> Profile:
     if "cluster" in record:
         record["cluster"] = _with_link_constants(record["cluster"], f"{where}: $.cluster")
     profile = validate(Profile, record, where, hint=CURE)
-    _check_names(profile, where)
+    _check_gradients(profile, where)
     # Each gradient may be in its range, and their sum be no model.
     if (size_bytes := profile.compute.size_bytes) > MAX_MODEL_BYTES:
         raise InputError(
@@ -416,7 +438,7 @@ def parse_profile(document: Any, where: str = "profile") -> Profile:
     return profile
 
 
-def _check_names(profile: Profile, where: str) -> None:
+def _check_gradients(profile: Profile, where: str) -> None:
     seen: dict[str, int] = {}
     for index, gradient in enumerate(profile.compute.gradients):
         if gradient.name in seen:
@@ -425,6 +447,11 @@ def _check_names(profile: Profile, where: str) -> None:
                 f"{seen[gradient.name]} already; expected each parameter once (a shared one too): take one out"
             )
         seen[gradient.name] = index
+        if gradient.matrix is not None and math.prod(gradient.matrix) != gradient.numel:
+            raise InputError(
+                f"{where}: $.compute.gradients[{index}].matrix: found {list(gradient.matrix)}, expected rows and "
+                f"columns of {gradient.numel} elements; correct it, or take it out"
+            )
 
 
 def _check_norms(compute: ComputeProfile, where: str) -> None:

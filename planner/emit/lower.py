@@ -85,6 +85,8 @@ def compressor_of(problem: Problem, bucket: Bucket) -> CompressorSpec:
     if bucket.dtype is not None:
         links = "inter" if bucket.algorithm == "torus_2d" else None
         return CompressorSpec(name=bucket.compressor, dtype=bucket.dtype, links=links)
+    if bucket.rank is not None:
+        return CompressorSpec(name=bucket.compressor, rank=bucket.rank)
     if bucket.ks is None and bucket.k is not None and bucket.collective == "sparse":
         elements = selected_from(problem, bucket, problem.elements(bucket))
         selector = problem.hitopk_selector if bucket.algorithm == "hitopk" else "exact"

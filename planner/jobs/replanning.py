@@ -35,7 +35,7 @@ from planner.documents.profile import (
     Sample,
     load_profile,
 )
-from planner.profile.compute import RankTimes, combine, rank_times
+from planner.profile.compute import RankTimes, combine, matrix_of, rank_times
 from planner.profile.links import fit, measure_queued
 from planner.profile.progress import Progress
 from planner.profile.step import refuse_alike
@@ -61,7 +61,8 @@ STRAGGLER_SHARE, MOST_STEPS = 0.05, 2 / 3
 """A rank is a straggler when the others wait for it longer than this share of a step, in this share of the steps."""
 
 KEPT = (
-    "contention", "sparsify", "unpack", "encode", "decode", "push_pack", "local_update", "pull_take", "measured_for",
+    "contention", "sparsify", "unpack", "encode", "decode", "low_rank", "push_pack", "local_update", "pull_take",
+    "measured_for",
 )  # fmt: skip
 """Fields of the old profile's cluster, which are about its machines."""
 
@@ -273,7 +274,14 @@ def _compute(session: Session, old: Profile | None, ranks: Sequence[RankTimes]) 
         names = {gradient.name for gradient in seen.gradients}
         # What no step of late has used closes the last bucket, so that nothing waits for it.
         unseen = tuple(
-            Gradient(name=name, layer=layer_of(name), numel=p.numel(), dtype=dtype_name(p.dtype), backward_us=0.0)
+            Gradient(
+                name=name,
+                layer=layer_of(name),
+                numel=p.numel(),
+                dtype=dtype_name(p.dtype),
+                backward_us=0.0,
+                matrix=matrix_of(p),
+            )
             for name, p in planned.items()
             if name not in names
         )

@@ -32,6 +32,9 @@ PROTECTED_KINDS = frozenset({"norm"})
 NARROWED = frozenset({"float32", "float16", "bfloat16"})
 """Dtypes of gradients that may be added up in float32."""
 
+FACTORED = "float32"
+"""The dtype of gradients whose matrices may travel as products."""
+
 NONE = "none"
 """In `protect`: nothing is protected that is not named."""
 
@@ -62,6 +65,11 @@ class Limits:
         """Return of each gradient whether it does not travel in this dtype: also where that is no narrower."""
         wide_bytes = problem.size_bytes / np.maximum(1, problem.numel)
         return np.asarray(self.whole | ((wide_bytes <= wire.ELEMENT_BYTES[dtype]) & (problem.numel > 0)))
+
+    def keep_shape(self, problem: Problem) -> NDArray[np.bool_]:
+        """Return of each gradient whether no bucket with it has low rank: its factors are added up in its dtype."""
+        wide = np.array([gradient.dtype == FACTORED for gradient in problem.profile.compute.gradients], dtype=np.bool_)
+        return np.asarray(self.whole | ~wide)
 
     @classmethod
     def nothing(cls, problem: Problem) -> Limits:
@@ -231,6 +239,8 @@ def ratio_of(problem: Problem, bucket: Bucket) -> float:
     """The largest ratio among a bucket's layers, of bytes where all elements travel; 1 where it travels whole."""
     if bucket.dtype is not None:
         return wire.ratio_of(bucket.dtype)
+    if bucket.rank is not None:
+        return max((1.0 / density for density in _densities(problem, bucket)), default=1.0)
     if bucket.k is None or bucket.collective != "sparse":
         return 1.0
     elements = problem.layer_elements(bucket)
@@ -241,6 +251,8 @@ def ratio_of(problem: Problem, bucket: Bucket) -> float:
 
 def density_sum(problem: Problem, bucket: Bucket) -> float:
     """Densities (1 over the ratio), summed over the gradients of a bucket."""
+    if bucket.rank is not None:
+        return math.fsum(_densities(problem, bucket))
     if bucket.k is None or bucket.collective != "sparse":
         return len(bucket.gradients) / ratio_of(problem, bucket)
     elements, position = problem.layer_elements(bucket), -1
@@ -253,6 +265,13 @@ def density_sum(problem: Problem, bucket: Bucket) -> float:
         whole = max(1, selected_from(problem, bucket, sum(elements)))
         total += ks[position] / elements[position] if bucket.ks else bucket.k / whole
     return total
+
+
+def _densities(problem: Problem, bucket: Bucket) -> list[float]:
+    """Of each gradient, in a bucket of low rank, the elements sent over its own."""
+    assert bucket.rank is not None
+    densities: list[float] = problem.thin(bucket.rank).densities(problem.numel)[list(bucket.gradients)].tolist()
+    return densities
 
 
 def selected_from(problem: Problem, bucket: Bucket, elements: int) -> int:

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from planner.cost.halves import ALL_GATHER, REDUCE_SCATTER, Half, NodeCosts, half, node_costs, worker_half
+from planner.cost.low_rank import LowRankCost, Thin, low_rank_cost, thin_of
 from planner.cost.model import CommunicationCost, communication_cost
 from planner.cost.phases import PHASES, Phase, measured_flat, phase_of
 from planner.cost.sparse import SPARSE_PHASES, SelectionCost, SparsePhase, selector_line
@@ -206,6 +207,21 @@ class Problem:
             return wire_cost(cluster, dtype, (self.reduce_scatter.curve, self.all_gather.curve), self.ranks)
         # Links' constants may promise more than the all-reduce shows.
         return wire_cost(cluster, dtype, (two_shots or self.cost.all_reduce,), self.ranks)
+
+    def low_rank_cost(self, rank: int) -> LowRankCost:
+        """What buckets cost whose matrices travel as products of this rank."""
+        return low_rank_cost(self.cost.cluster, rank, self.cost.all_reduce)
+
+    def thin(self, rank: int) -> Thin:
+        """What each gradient sends where matrices travel as products of this rank."""
+        if rank not in self._thin:
+            matrices = [gradient.matrix or (0, 0) for gradient in self.profile.compute.gradients]
+            self._thin[rank] = thin_of(self.numel, np.array(matrices, dtype=np.int64), rank)
+        return self._thin[rank]
+
+    @cached_property
+    def _thin(self) -> dict[int, Thin]:
+        return {}
 
     @cached_property
     def _wire_costs(self) -> dict[tuple[str, str], WireCost]:

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from planner.cost.phases import PHASES
 from planner.cost.sparse import FLAT_GATHERS
+from planner.cost.wire import WIDE_BYTES
 from planner.ir import Bucket
 from planner.model.problem import Problem
 
@@ -85,7 +86,19 @@ def _narrow(problem: Problem, bucket: Bucket) -> Spending:
     return Spending(messages, float(cost.encode_us(elements)), float(cost.decode_us(elements)))
 
 
-SPENDING: Mapping[str, Callable[[Problem, Bucket], Spending]] = {"none": _whole, "topk": _selected, "wire": _narrow}
+def _factored(problem: Problem, bucket: Bucket) -> Spending:
+    """Left factors, and what needs their sums: one task of the network, for nothing comes between."""
+    assert bucket.rank is not None
+    cost, thin, members = problem.low_rank_cost(bucket.rank), problem.thin(bucket.rank), list(bucket.gradients)
+    left, right, elements = int(thin.left[members].sum()), int(thin.right[members].sum()), problem.elements(bucket)
+    sent_bytes, time_us = float(WIDE_BYTES * (left + right)), float(cost.network_us(left, right, elements))
+    message = Message("network", bucket.collective, sent_bytes, time_us)
+    return Spending((message,), float(cost.pack_us(elements)), float(cost.unpack_us(elements)))
+
+
+SPENDING: Mapping[str, Callable[[Problem, Bucket], Spending]] = {
+    "none": _whole, "topk": _selected, "wire": _narrow, "powersgd": _factored
+}  # fmt: skip
 """Registry: compressor → what its buckets ask for."""
 
 

@@ -1,8 +1,9 @@
 """Merging and compression decided together (the aim of LAGS-SGD and MG-WFBP at once): each bucket is dense, narrow (all
-its elements in fewer bytes) or sparse (the largest ones).
+its elements in fewer bytes), of low rank (products in place of matrices) or sparse (the largest elements).
 
 Legal for bounded plans: what is left out of a step stays in a residual and is sent later. Asks the cost model for the
-all-reduce of ranges of gradients, for encoding, two shots and decoding, and for selection, gather and unpacking.
+all-reduce of ranges of gradients, for encoding, two shots and decoding, for products and the all-reduces of their
+factors, and for selection, gather and unpacking.
 Shortest step first, then the least compression (smallest largest ratio, then the largest sum of densities), fewest
 buckets, earliest boundaries. Exact on the grid of forms where gradients are few and nothing contends; else the best
 found. Of the frontier, which goes from the least to the most compression, the first point within 2 % of the shortest
@@ -11,6 +12,7 @@ step is taken.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar, NamedTuple
@@ -39,12 +41,15 @@ from planner.search.tables import (
     forms_on_links,
     grid,
     has_two_links,
+    low_rank_forms,
 )
 from runtime.errors import InputError
 from runtime.plan import Accuracy
+from runtime.plan.document import LARGEST_RANK
 
 DENSITIES = "0.25|0.0625|0.015625|0.004|0.001"
 MAX_DENSITIES = 32
+MAX_RANK = 4
 
 MAX_PLACES = 200
 """Places that labels look at where gradients are more, beside boundaries of known schedules."""
@@ -66,7 +71,10 @@ class Joint(Pass):
     densities: str = DENSITIES
     """Shares of elements that a bucket may send, separated by `|`."""
     compress: str = ""
-    """How, one of `COMPRESS`; by default `wire` where the optimizer divides by its gradients' size, else `all`."""
+    """How, names of `COMPRESS` separated by `|`; by default `wire|lowrank` where the optimizer divides gradients by
+    their size, else `all`."""
+    max_rank: int = 0
+    """The largest rank of products in place of matrices; 0: 4."""
 
     def apply(self, schedule: Schedule, problem: Problem) -> Result:
         """The schedule of the least compression within 2 % of the best one found; never worse than the one given."""
@@ -78,7 +86,9 @@ class Joint(Pass):
         limits = make_limits(problem, self.max_ratio or None, self.protect)
         compress = compress_of(problem, self.compress)
         ratios = parse_densities(self.densities)
-        return _frontier(problem, schedule, limits, ratios if compress.selects else (), compress.narrow)
+        ranks = ranks_up_to(check_max_rank(self.max_rank or MAX_RANK)) if compress.factors else ()
+        low_rank = low_rank_forms(problem, limits, ranks)
+        return _frontier(problem, schedule, limits, ratios if compress.selects else (), compress.narrow, low_rank)
 
 
 class Compress(NamedTuple):
@@ -86,12 +96,19 @@ class Compress(NamedTuple):
 
     narrow: tuple[tuple[str, str], ...] = ()
     """(dtype, algorithm)."""
+    factors: bool = False
+    """Send products in place of matrices."""
     selects: bool = False
+
+    def __or__(self, other: Compress) -> Compress:
+        """What either allows."""
+        return Compress(self.narrow or other.narrow, self.factors or other.factors, self.selects or other.selects)
 
 
 COMPRESS: Mapping[str, Compress] = {
-    "all": Compress(NARROW_FORMS, selects=True),
+    "all": Compress(NARROW_FORMS, factors=True, selects=True),
     "wire": Compress(NARROW_FORMS),
+    "lowrank": Compress(factors=True),
     "sparse": Compress(selects=True),
     "none": Compress(),
 }
@@ -105,15 +122,35 @@ def compress_of(problem: Problem, name: str = "") -> Compress:
     Raises InputError: an unknown name.
     """
     optimizer = problem.profile.compute.optimizer
-    usual = "wire" if optimizer is not None and optimizer.adaptive else "all"
+    usual = "wire|lowrank" if optimizer is not None and optimizer.adaptive else "all"
     return check_compress(name or usual)
 
 
-def check_compress(name: str) -> Compress:
-    """Return what a name of `COMPRESS` allows. Raises InputError: an unknown name."""
-    if name not in COMPRESS:
-        raise InputError(f"--compress: found {name!r}, expected one of {', '.join(COMPRESS)}")
-    return COMPRESS[name]
+def check_compress(names: str) -> Compress:
+    """Return what names of `COMPRESS`, separated by commas or `|`, allow. Raises InputError: an unknown one."""
+    allowed = Compress()
+    for name in re.split(r"[,|]", names):
+        if name.strip() not in COMPRESS:
+            known = ", ".join(COMPRESS)
+            raise InputError(f"--compress: found {names!r}, expected one of {known}, or several such as wire,lowrank")
+        allowed |= COMPRESS[name.strip()]
+    return allowed
+
+
+def check_max_rank(value: int, where: str = "--max-rank") -> int:
+    """The largest rank allowed; raises InputError where it is none."""
+    if not isinstance(value, int) or not 1 <= value <= LARGEST_RANK:
+        raise InputError(f"{where}: found {value!r}, expected a whole number from 1 to {LARGEST_RANK}, such as 4")
+    return value
+
+
+def ranks_up_to(largest: int) -> tuple[int, ...]:
+    """Powers of two below the largest rank, and that.
+
+    >>> ranks_up_to(6)
+    (1, 2, 4, 6)
+    """
+    return tuple(sorted({largest, *(2**power for power in range(largest.bit_length()) if 2**power <= largest)}))
 
 
 def parse_densities(text: str) -> tuple[float, ...]:
@@ -136,13 +173,15 @@ def parse_densities(text: str) -> tuple[float, ...]:
 
 
 def _frontier(
-    problem: Problem, given: Schedule, limits: Limits, ratios: tuple[float, ...], narrow: Sequence[tuple[str, str]]
-) -> Frontier:
+    problem: Problem, given: Schedule, limits: Limits, ratios: tuple[float, ...], narrow: Sequence[tuple[str, str]],
+    low_rank: Sequence[Form],
+) -> Frontier:  # fmt: skip
     start_us = step_us(problem, given)
     points = [Point(form=Form("library"), schedule=given, iteration_us=start_us, exact=False)]
     most = float(limits.ratios.max())
     ratios = (*(ratio for ratio in ratios if ratio < most), *([most] if any(r >= most for r in ratios) else []))
-    ladder = flat_forms(tuple(ratio for ratio in ratios if ratio > 1.0), () if limits.whole.all() else narrow)
+    narrow = () if limits.whole.all() else narrow
+    ladder = flat_forms(tuple(ratio for ratio in ratios if ratio > 1.0), narrow, low_rank)
     if problem.ranks == 1 or len(ladder) == 1:
         return Frontier(points=tuple(points), bound_us=start_us, limits=limits.ratios)
     forms = FlatForms(problem, ladder, limits)

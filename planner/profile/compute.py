@@ -32,6 +32,7 @@ from runtime.monitor.recorder import StepMarks
 from runtime.plan import ModelReference, Plan, PlanBucket, PlanWorld
 from runtime.plan.names import layer_of
 from runtime.session.session import Session
+from runtime.sparse.compressors.powersgd import matrix_shape
 
 WARM_UP_STEPS, WARM_UP_S = 3, 10.0
 """Steps that do not count: so many, or fewer where they take longer than this."""
@@ -246,6 +247,12 @@ def spread_of(ranks: Sequence[RankTimes]) -> float:
     return _spread(times_us) / max(float(np.median(times_us)), 1e-9)
 
 
+def matrix_of(parameter: torch.Tensor) -> tuple[int, int] | None:
+    """Return the (rows, columns) of which products could take the place; None where it has one dimension."""
+    rows, columns = matrix_shape(parameter)
+    return (rows, columns) if min(rows, columns) > 1 else None
+
+
 def combine(ranks: Sequence[RankTimes], parameters: Mapping[str, nn.Parameter]) -> ComputeProfile:
     """Make one profile of all ranks' times, gradients in order of readiness.
 
@@ -272,6 +279,7 @@ def combine(ranks: Sequence[RankTimes], parameters: Mapping[str, nn.Parameter]) 
                 dtype=dtype_name(parameters[name].dtype),
                 backward_us=_round(at_us - before_us),
                 spread_us=_round(_spread(everywhere[name])),
+                matrix=matrix_of(parameters[name]),
             )
         )
         before_us = at_us

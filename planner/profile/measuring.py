@@ -44,7 +44,7 @@ from planner.profile.request import (
     Wanted,
     curves,
 )
-from planner.profile.selection import measure_encoding, measure_selection
+from planner.profile.selection import measure_encoding, measure_low_rank, measure_selection
 from planner.testbed.hosts import emulation_here
 from runtime.checks.plan import model_fingerprint, trainable_parameters
 from runtime.comm.world import World
@@ -53,8 +53,8 @@ from runtime.optimizers.kinds import ADAPTIVE, find_missing, find_not_elementwis
 from runtime.plan import Accuracy, ModelReference
 from runtime.sharded.state import state_bytes
 
-ENCODING_SHARE = 0.25
-"""Of the time for selecting and encoding."""
+ENCODING_SHARE, LOW_RANK_SHARE = 0.25, 0.1
+"""Of the time for what riskier plans compute; selection has the rest."""
 
 
 class Measuring:
@@ -157,9 +157,11 @@ class Measuring:
                 )
         if wanted.selection:
             allowed_s = phases.begin(SELECTION, world)
+            budget_s = LOW_RANK_SHARE * allowed_s
+            self._computed["low_rank"] = measure_low_rank(world, device, compute.size_bytes, progress, budget_s)
             for measure, before, after, share in (
                 (measure_encoding, "encode", "decode", ENCODING_SHARE),
-                (measure_selection, "sparsify", "unpack", 1.0 - ENCODING_SHARE),
+                (measure_selection, "sparsify", "unpack", 1.0 - ENCODING_SHARE - LOW_RANK_SHARE),
             ):
                 packed, unpacked = measure(world, device, compute.size_bytes, progress, share * allowed_s)
                 self._computed |= {before: packed, after: unpacked}

@@ -147,7 +147,7 @@ class Wanted:
             inside=tuple(name for name in inside if f"intra/{name}" not in have),
             between=tuple(name for name in between if f"inter/{name}" not in have),
             beside=tuple(beside),
-            selection=bounded and (known is None or known.sparsify is None or known.encode is None),
+            selection=bounded and (known is None or None in (known.sparsify, known.encode, known.low_rank)),
             delay=relaxed and (known is None or known.local_update is None),
         )
 

@@ -1,5 +1,5 @@
 """What it costs to choose the elements of a lossy bucket and pack them, and to add up those of all ranks, by selector;
-and to encode a bucket in fewer bytes, and decode it, by dtype.
+to encode a bucket in fewer bytes, and decode it, by dtype; and to make products of matrices, by rank.
 
 Timed on all ranks at once, with the runtime's own buckets, over sizes and densities. The costs are lines over the
 bucket's dense bytes, one for each density: a tenth of the elements takes `exact` five times as long as a thousandth.
@@ -7,18 +7,20 @@ bucket's dense bytes, one for each density: a tenth of the elements takes `exact
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields
 from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from planner.documents.profile import Line, SelectionLine
+from planner.documents.profile import Line, LowRankLines, SelectionLine
 from planner.profile.links import sizes_up_to, slowest_line, timed_us
 from planner.profile.progress import Progress
-from runtime.comm.collectives.direct import Narrowed
+from runtime.comm.collectives.direct import Factored, Narrowed
 from runtime.comm.world import World
 from runtime.core.buckets import BucketBuffer, Slot, lay_out
 from runtime.plan import CompressorSpec
@@ -52,6 +54,8 @@ costs a small bucket five times as much as one that is selected from again and a
 
 ENCODINGS = {dtype: {1.0: CompressorSpec(name="wire", dtype=dtype)} for dtype in WIRE_DTYPES}
 """By dtype on the wire, as `SELECTIONS`: all elements are sent."""
+PRODUCTS = {str(rank): {1.0: CompressorSpec(name="powersgd", rank=rank)} for rank in (1, 4)}
+"""By rank: of one square matrix, which gives what a bucket of many takes, but for some microseconds each."""
 SELECTIONS = {
     selector: {density: CompressorSpec(name="topk", selector=selector, density=density) for density in densities}
     for selector, densities in ((one, MORE.get(one, DENSITIES)) for one in SELECTORS)
@@ -68,13 +72,13 @@ def measure_selection(
     at once, on cores that were idle.
     """
     found = _measure(world, device, model_bytes, progress, budget_s, computes, "selection", SELECTIONS)
-    chosen, added = ({name: _by_density(lines[which]) for name, lines in found.items()} for which in (0, 1))
+    chosen, added = ({name: _by_density(lines, part) for name, lines in found.items()} for part in (0, 1))
     return chosen, added
 
 
-def _by_density(lines: Mapping[float, Line]) -> SelectionLine:
-    rows = tuple((density, line.alpha_us, line.beta_us_per_byte) for density, line in lines.items())
-    return SelectionLine(**vars(lines[USUAL]), by_density=rows)
+def _by_density(lines: Mapping[float, Sequence[Line]], part: int) -> SelectionLine:
+    rows = tuple((density, each[part].alpha_us, each[part].beta_us_per_byte) for density, each in lines.items())
+    return SelectionLine(**vars(lines[USUAL][part]), by_density=rows)
 
 
 def measure_encoding(
@@ -82,8 +86,17 @@ def measure_encoding(
 ) -> tuple[dict[str, Line], dict[str, Line]]:
     """Time (encode, decode) by dtype on the wire; as `measure_selection`."""
     found = _measure(world, device, model_bytes, progress, budget_s, computes, "encoding", ENCODINGS)
-    encoded, decoded = ({dtype: lines[which][1.0] for dtype, lines in found.items()} for which in (0, 1))
+    encoded, decoded = ({dtype: lines[1.0][part] for dtype, lines in found.items()} for part in (0, 1))
     return encoded, decoded
+
+
+def measure_low_rank(
+    world: World, device: torch.device, model_bytes: int, progress: Progress, budget_s: float
+) -> dict[str, LowRankLines]:
+    """Time what products take, by rank; as `measure_selection`."""
+    found = _measure(world, device, model_bytes, progress, budget_s, True, "products", PRODUCTS)
+    parts = [field.name for field in fields(LowRankLines)]
+    return {rank: LowRankLines(**dict(zip(parts, lines[1.0], strict=True))) for rank, lines in found.items()}
 
 
 def _measure(
@@ -95,18 +108,18 @@ def _measure(
     computes: bool,
     what: str,
     specs: Mapping[str, Mapping[float, CompressorSpec]],
-) -> dict[str, tuple[dict[float, Line], dict[float, Line]]]:
-    """Return by name the lines (pack, unpack) of each density."""
+) -> dict[str, dict[float, list[Line]]]:
+    """Return by name and density the lines of each part, as `_time` has them."""
     sizes = sizes_up_to(SIZES, model_bytes)
     between = _computation(device) if computes else partial(dist.barrier, group=world.group)
     # Of several threads only the calling one's time is known.
     one_thread = computes and device.type == "cpu" and torch.get_num_threads() == 1
     crowded = _crowding(world, between) if all(world.gather(one_thread, "counting threads")) else None
     timed = partial(_spent_us, device=device, crowded=crowded)
-    found: dict[str, tuple[dict[float, Line], dict[float, Line]]] = {}
+    found: dict[str, dict[float, list[Line]]] = {}
     left_s = budget_s
     for place, (name, by_density) in enumerate(progress.track(list(specs.items()), what)):
-        times: dict[float, list[tuple[Times, Times]]] = {density: [] for density in by_density}
+        times: dict[float, list[tuple[Times, ...]]] = {density: [] for density in by_density}
         done, allowed_s, next_s = 0, left_s / (len(specs) - place), 0.0
         for size in sizes:
             if done >= LEAST_SIZES and next_s > allowed_s:
@@ -122,14 +135,13 @@ def _measure(
             took_s, next_s = map(max, zip(*said, strict=True))
             allowed_s, left_s, done = allowed_s - took_s, left_s - took_s, done + 1
         # Over the slowest rank's times: the message behind a bucket that is packed waits for it.
-        pack, unpack = (
-            {
-                density: slowest_line(world, sizes[:done], [pair[which] for pair in pairs], f"comparing {what}")
-                for density, pairs in times.items()
-            }
-            for which in (0, 1)
-        )
-        found[name] = pack, unpack
+        found[name] = {
+            density: [
+                slowest_line(world, sizes[:done], list(of_part), f"comparing {what}")
+                for of_part in zip(*of_density, strict=True)
+            ]
+            for density, of_density in times.items()
+        }
     return found
 
 
@@ -179,9 +191,11 @@ def _time(
     timed: Callable[[Callable[[], object]], float],
     spec: CompressorSpec,
     size_bytes: int,
-) -> tuple[Times, Times]:
-    """Time (pack, unpack) of a bucket on this rank, of each repeat."""
-    parameter = nn.Parameter(torch.zeros(max(1, size_bytes // 4), device=device))
+) -> tuple[Times, ...]:
+    """Time the parts of a bucket on this rank, of each repeat: (pack, unpack), with products in between."""
+    side = round(math.sqrt(max(1, size_bytes // 4)))
+    shape = (side, side) if spec.rank is not None else (max(1, size_bytes // 4),)
+    parameter = nn.Parameter(torch.zeros(shape, device=device))
     slots = [Slot("parameter", 0, parameter)]
     bucket = BucketBuffer(0, slots, lay_out(slots), f"a bucket of {size_bytes} bytes")
     lossy = make_lossy(bucket, spec, world.ranks)
@@ -189,15 +203,20 @@ def _time(
     gradient, finite = bucket.messages[0].flat, torch.tensor(True, device=device)
     # Drawing anew takes several times as long as selecting: each step takes another piece of what was drawn.
     drawn = torch.randn(gradient.numel() + WARM_UPS + MOST_REPEATS, device=device)
-    packs: list[float] = []
-    unpacks: list[float] = []
+    rounds: list[Times] = []
     repeats = min(MOST_REPEATS, max(LEAST_REPEATS, REPEATED_BYTES // size_bytes))
     for step in range(WARM_UPS + repeats):
         gradient.copy_(drawn[step : step + gradient.numel()])
         between()
-        packs.append(timed(lambda step=step: lossy.pack(step)))  # type: ignore[misc]
-        message.gathered.copy_(message.rows if isinstance(message, Narrowed) else message.flat.repeat(world.ranks))
+        times = [timed(lambda step=step: lossy.pack(step))]  # type: ignore[misc]
+        if isinstance(message, Factored):
+            between()
+            times += [timed(message.project), timed(message.subtract)]
+        elif isinstance(message, Narrowed):
+            message.gathered.copy_(message.rows)
+        else:
+            message.gathered.copy_(message.flat.repeat(world.ranks))
         between()
-        unpacks.append(timed(lossy.unpack))
+        rounds.append([*times, timed(lossy.unpack)])
         lossy.feedback.commit(finite)
-    return packs[WARM_UPS:], unpacks[WARM_UPS:]
+    return tuple(map(list, zip(*rounds[WARM_UPS:], strict=True)))

@@ -157,7 +157,7 @@ def make_asked(
     Raises:
         InputError: an option is wrong; nothing is known of the links; more ranks than this machine can hold.
     """
-    profile = find_profile(name)
+    profile = _without_matrices(find_profile(name))
     check_profile(profile, name)
     machines = profile.cluster if cluster is None else find_cluster(cluster)
     if machines is None:
@@ -182,6 +182,12 @@ def make_asked(
         name=name, profile=replace(profile, cluster=None), cluster=chosen, strategies=tuple(strategies),
         accuracy=accuracy, allow=tuple(allow), compress=compress, minutes=minutes, dilate=dilate, shrink=shrink,
     )  # fmt: skip
+
+
+def _without_matrices(profile: Profile) -> Profile:
+    """A profile that does not know them: parameters that are shrunk have one dimension, so nothing has low rank."""
+    gradients = tuple(replace(gradient, matrix=None) for gradient in profile.compute.gradients)
+    return replace(profile, compute=replace(profile.compute, gradients=gradients))
 
 
 def summarize_rehearsal(asked: Asked, ranks: Sequence[Rehearsed]) -> Rehearsal:

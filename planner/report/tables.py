@@ -179,7 +179,9 @@ def _accuracy_line(plan: Plan) -> str:
     by_layer = sum(bucket.compressor.k is not None for bucket in plan.buckets)
     sent = f", {sum(kept):,} elements of these are sent" if sparse == by_layer else ""
     narrow = [bucket.compressor.dtype for bucket in plan.buckets if bucket.compressor.dtype is not None]
+    low_rank = [str(bucket.compressor.rank) for bucket in plan.buckets if bucket.compressor.rank is not None]
     ways = [f"{len(narrow)} of them in {', '.join(dict.fromkeys(narrow))}"] if narrow else []
+    ways += [f"{len(low_rank)} of them of rank {', '.join(dict.fromkeys(low_rank))}"] if low_rank else []
     ways += [f"{sparse} of them sparse{sent}"] if sparse else []
     how = ", ".join(ways) or "no compression"
     step = milliseconds(plan.predicted.iteration_us if plan.predicted else None)
@@ -190,14 +192,14 @@ def _accuracy_line(plan: Plan) -> str:
 
 
 def frontier_table(plan: Plan) -> Table:
-    columns = ("at the most", "largest ratio", "buckets", "narrow", "sparse", "elements sent", "step (ms)")
+    columns = ("at the most", "largest ratio", "buckets", "narrow", "low rank", "sparse", "elements sent", "step (ms)")
     table = make_table("speed over compression", columns)
     for point in plan.frontier or ():
         sent, step = f"{point.sent_share:.2%}", milliseconds(point.iteration_us)
-        form = point.dtype or ("dense" if point.max_ratio <= 1.0 else "sparse")
+        form = point.dtype or ("dense" if point.max_ratio <= 1.0 else f"rank {point.rank}" if point.rank else "sparse")
         form = f"{form}, {point.algorithm}" if point.algorithm == NATIVE else form
-        counts = str(point.buckets), str(point.narrow_buckets), str(point.sparse_buckets)
-        table.add_row(form, f"{point.max_ratio:,.3g}", *counts, sent, step)
+        counts = point.buckets, point.narrow_buckets, point.low_rank_buckets, point.sparse_buckets
+        table.add_row(form, f"{point.max_ratio:,.3g}", *map(str, counts), sent, step)
     return table
 
 

@@ -35,6 +35,7 @@ class Forms(Generic[Spent]):
         self.limits = limits or Limits.nothing(problem)
         narrow = {form.dtype for form in forms if form.dtype is not None}
         self._keep_dtype = {dtype: self.limits.keep_dtype(problem, dtype) for dtype in narrow}
+        self._keep_shape = self.limits.keep_shape(problem)
         self._known: dict[tuple[int, int, int], tuple[Bucket, Spent] | None] = {}
 
     def spent(self, bucket: Bucket) -> Spent:
@@ -57,6 +58,10 @@ class Forms(Generic[Spent]):
         if form.dtype is not None:
             whole = self._keep_dtype[form.dtype][start:stop].any()
             return None if whole else Bucket.narrow(range(start, stop), form.dtype, form.algorithm)
+        if form.rank is not None:
+            factored = self.problem.thin(form.rank).factored[start:stop].any()
+            possible = factored and not self._keep_shape[start:stop].any()
+            return Bucket.low_rank(range(start, stop), form.rank) if possible else None
         if not form.selects:
             return Bucket(gradients=tuple(range(start, stop)), algorithm=form.algorithm)
         at = hitopk_at if form.algorithm == "hitopk" else bucket_at

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -31,16 +31,25 @@ class Form:
     """Of its bytes as they are added up to those that are sent, at the most; 1: dense."""
     dtype: str | None = None
     """On the wire, where all elements travel in fewer bytes."""
+    rank: int | None = None
+    """Of the products that travel in place of matrices."""
+
+    @property
+    def compressor(self) -> str:
+        """As in a plan."""
+        if self.rank is not None:
+            return "powersgd"
+        return "wire" if self.dtype is not None else "topk" if self.ratio > 1.0 else "none"
 
     @property
     def selects(self) -> bool:
         """Whether a part of the elements is sent."""
-        return self.ratio > 1.0 and self.dtype is None
+        return self.compressor == "topk"
 
     @property
     def dense(self) -> bool:
         """Whether all is sent as it is."""
-        return self.ratio <= 1.0 and self.dtype is None
+        return self.compressor == "none"
 
     @property
     def phased(self) -> bool:
@@ -87,13 +96,27 @@ def forms_on_links(forms: Sequence[Form], dense: Sequence[str] = DENSE) -> tuple
     return tuple(found)
 
 
-def flat_forms(ratios: Sequence[float], narrow: Sequence[tuple[str, str]] = ()) -> tuple[Form, ...]:
-    """The forms on one network, from the least to the most compression: dense, `narrow` ones (dtype, algorithm), and
-    flat at every ratio.
+def flat_forms(
+    ratios: Sequence[float], narrow: Sequence[tuple[str, str]] = (), low_rank: Sequence[Form] = ()
+) -> tuple[Form, ...]:
+    """The forms on one network, from the least to the most compression: dense, `narrow` ones (dtype, algorithm),
+    `low_rank` ones, and flat at every ratio.
     """
     compressed = [Form(algorithm, ratio_of(dtype), dtype) for dtype, algorithm in narrow]
-    compressed += [Form("flat", ratio) for ratio in ratios]
+    compressed += [*low_rank, *(Form("flat", ratio) for ratio in ratios)]
     return (Form("library"), *sorted(compressed, key=lambda form: form.ratio))
+
+
+def low_rank_forms(problem: Problem, limits: Limits, ranks: Sequence[int]) -> list[Form]:
+    """Those of the ranks at which a matrix may travel as a product; the ratio is the largest one's."""
+    found = []
+    for rank in ranks:
+        thin = problem.thin(rank)
+        possible = thin.factored & ~limits.keep_shape(problem)
+        if possible.any():
+            ratio = float(1.0 / thin.densities(problem.numel)[possible].min())
+            found.append(Form("library", ratio, rank=rank))
+    return found
 
 
 class Column(NamedTuple):
@@ -157,10 +180,7 @@ def bucket_tables(problem: Problem, forms: Sequence[Form], limits: Limits, place
     shape = len(forms), len(places), len(places)
     tables = Column(np.zeros(shape), np.full(shape, np.inf), *np.zeros((4, *shape)))
     for number, form in enumerate(forms):
-        if form.dtype is not None:
-            column_of = _narrow(problem, form, limits.keep_dtype(problem, form.dtype))
-        else:
-            column_of = _sparse(problem, form, limits.ratios) if form.selects else _dense(problem, form)
+        column_of = _COLUMNS[form.compressor](problem, form, limits)
         for column, stop in enumerate(places[1:].tolist(), start=1):
             for table, values in zip(tables, column_of(places[:column], stop), strict=True):
                 table[number, :column, column] = values
@@ -187,7 +207,7 @@ def _by_link(form: Form, times_us: Sequence[Floats]) -> Sequence[Floats]:
     return [nothing, *times_us, nothing]
 
 
-def _dense(problem: Problem, form: Form) -> ColumnOf:
+def _dense(problem: Problem, form: Form, _: Limits) -> ColumnOf:
     if form.algorithm == "library":
         curves: list[Callable[[Floats], Floats]] = [problem.cost.all_reduce]
     else:
@@ -202,8 +222,9 @@ def _dense(problem: Problem, form: Form) -> ColumnOf:
     return column
 
 
-def _sparse(problem: Problem, form: Form, limits: Floats) -> ColumnOf:
-    selected = _shards_selected(problem, form, limits) if form.phased else Counts(problem, limits, form.ratio)
+def _sparse(problem: Problem, form: Form, limits: Limits) -> ColumnOf:
+    ratios = limits.ratios
+    selected = _shards_selected(problem, form, ratios) if form.phased else Counts(problem, ratios, form.ratio)
     phases = problem.sparse_phases(form.algorithm)
     costs = problem.selection_cost(form.algorithm), problem.selection_cost(form.algorithm, "unpack")
     before_bytes, before = (np.concatenate([[0], np.cumsum(of)]) for of in (problem.size_bytes, problem.numel))
@@ -222,9 +243,9 @@ def _sparse(problem: Problem, form: Form, limits: Floats) -> ColumnOf:
     return column
 
 
-def _narrow(problem: Problem, form: Form, whole: NDArray[np.bool_]) -> ColumnOf:
+def _narrow(problem: Problem, form: Form, limits: Limits) -> ColumnOf:
     assert form.dtype is not None
-    cost = problem.wire_cost(form.dtype, form.algorithm)
+    cost, whole = problem.wire_cost(form.dtype, form.algorithm), limits.keep_dtype(problem, form.dtype)
     before, kept = (np.concatenate([[0], np.cumsum(of)]) for of in (problem.numel, whole))
 
     def column(starts: Ints, stop: int) -> Column:
@@ -236,6 +257,30 @@ def _narrow(problem: Problem, form: Form, whole: NDArray[np.bool_]) -> ColumnOf:
         return Column(scatter_us, cost_us, gather_us, cost.encode_us(elements), cost.decode_us(elements), densities)
 
     return column
+
+
+def _factored(problem: Problem, form: Form, limits: Limits) -> ColumnOf:
+    assert form.rank is not None
+    cost, thin = problem.low_rank_cost(form.rank), problem.thin(form.rank)
+    whole, of_each = limits.keep_shape(problem), thin.densities(problem.numel)
+    before, left, right, kept, densities = (
+        np.concatenate([[0], np.cumsum(of)]) for of in (problem.numel, thin.left, thin.right, whole, of_each)
+    )
+
+    def column(starts: Ints, stop: int) -> Column:
+        elements, first, second = (of[stop] - of[starts] for of in (before, left, right))
+        [scatter_us, cost_us, gather_us] = _by_link(form, [cost.network_us(first, second, elements)])
+        cost_us = np.where((kept[stop] == kept[starts]) & (first > 0), cost_us, np.inf)
+        sent = densities[stop] - densities[starts]
+        return Column(scatter_us, cost_us, gather_us, cost.pack_us(elements), cost.unpack_us(elements), sent)
+
+    return column
+
+
+_COLUMNS: Mapping[str, Callable[[Problem, Form, Limits], ColumnOf]] = {
+    "none": _dense, "topk": _sparse, "wire": _narrow, "powersgd": _factored
+}  # fmt: skip
+"""By compressor."""
 
 
 Selected = Callable[[Ints, int], tuple[Floats, Floats, NDArray[np.bool_]]]

@@ -49,6 +49,10 @@ MAX_BUCKETS = 20_000
 MAX_UPDATERS = 1024
 """More processes than any rank has cores or device memory for."""
 
+LARGEST_RANK = 64
+"""Of products that are sent in place of matrices: what is computed grows with it, and its square where factors are made
+orthonormal."""
+
 HINT = "correct it, or make the plan again with `planner optimize`"
 
 Accuracy = Literal["exact", "bounded", "relaxed"]

@@ -89,10 +89,13 @@ class FrontierPoint(Record):
     dtype: Name | None = None
     """On the wire, where the most that is allowed is that all elements travel in fewer bytes."""
     algorithm: Name | None = None
+    rank: Annotated[int, Field(ge=1)] | None = None
+    """Of products in place of matrices, where that is the most that is allowed."""
     iteration_us: PredictedUs
     buckets: Count
     sparse_buckets: Count
     narrow_buckets: Count = 0
+    low_rank_buckets: Count = 0
     sent_share: Annotated[float, Field(ge=0.0, le=1.0)]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -49,6 +50,14 @@ def profile_document(
         "compute": {"forward_us": forward_us, "update_us": update_us, "gradients": gradients},
         "cluster": cluster or {},
     }
+
+
+def add_matrix(gradient: dict[str, Any]) -> None:
+    """Makes a gradient of a profile as nearly square as its elements allow."""
+    numel = gradient["numel"]
+    rows = next((rows for rows in range(math.isqrt(numel), 1, -1) if numel % rows == 0), 0)
+    if rows:
+        gradient["matrix"] = [rows, numel // rows]
 
 
 def cluster_document(
@@ -162,10 +171,17 @@ def factors() -> st.SearchStrategy[tuple[float, float]]:
 
 @st.composite
 def problems(
-    draw: st.DrawFn, max_count: int = 10, *, mixed: bool = False, monotone: bool = False, contention: bool = False
-) -> Problem:
-    """A profile on a cluster."""
+    draw: st.DrawFn, max_count: int = 10, *, mixed: bool = False, monotone: bool = False, contention: bool = False,
+    matrices: bool = False,
+) -> Problem:  # fmt: skip
+    """A profile on a cluster; with `matrices` at least one gradient is such, and others may be."""
     profile = draw(profile_documents(max_count, mixed))
+    if matrices:
+        gradients = profile["compute"]["gradients"]
+        gradients[0] |= {"numel": 1000, "dtype": "float32"}
+        for gradient in gradients:
+            if gradient is gradients[0] or draw(st.booleans()):
+                add_matrix(gradient)
     return make(profile, draw(cluster_documents(monotone, contention)))
 
 

@@ -10,7 +10,7 @@ from planner.model.modes.local_updaters import LocalUpdaters
 from planner.model.modes.sharded import Sharded
 
 BUCKET = re.compile(
-    r"\[([0-9,\-]+)\] ([a-z0-9_]+)/([a-z0-9_]+) ([a-z0-9_]+)(?: dtype=([a-z0-9_]+))?"
+    r"\[([0-9,\-]+)\] ([a-z0-9_]+)/([a-z0-9_]+) ([a-z0-9_]+)(?: dtype=([a-z0-9_]+))?(?: rank=([0-9]+))?"
     r"(?: k=([0-9]+))?(?: ks=([0-9]+(?:,[0-9]+)*))?"
 )
 NORMS = re.compile(r"norms ([0-9]+(?:,[0-9]+)*)")
@@ -52,13 +52,14 @@ def parse_bucket(text: str) -> Bucket:
     """The bucket of its line."""
     match = BUCKET.fullmatch(text)
     assert match is not None, text
-    indices, collective, algorithm, compressor, dtype, k, ks = match.groups()
+    indices, collective, algorithm, compressor, dtype, rank, k, ks = match.groups()
     return Bucket(
         gradients=parse_indices(indices),
         collective=collective,
         algorithm=algorithm,
         compressor=compressor,
         dtype=dtype,
+        rank=None if rank is None else int(rank),
         k=None if k is None else int(k),
         ks=None if ks is None else tuple(map(int, ks.split(","))),
     )

@@ -88,6 +88,8 @@ def test_what_only_riskier_plans_need_is_added_later(pair: list[dict[str, Any]],
     assert after.encode is not None
     assert after.decode is not None
     assert after.encode.keys() == after.decode.keys() == WIRE_DTYPES.keys()
+    assert set(after.low_rank or {}) == {"1", "4"}
+    assert {gradient.matrix for gradient in profile.compute.gradients} >= {None, (64, 64)}
     assert after.local_update is not None
     assert (relaxed.compute, relaxed.layers) == (profile.compute, profile.layers)
     assert before.back_to_back is not None

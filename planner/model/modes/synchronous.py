@@ -123,12 +123,11 @@ def explain(problem: Problem, schedule: Schedule, timeline: Timeline) -> list[st
     for bucket, span in zip(schedule.buckets, spans, strict=True):
         late_us = span.end_us - max(backward_end_us, span.start_us)
         if not bucket.whole:
-            elements, k = problem.elements(bucket), bucket.k or 0
             spent = spending(problem, bucket)
             saved = difference(problem.bucket_cost_us([bucket.gradients])[0] - span.duration_us)
-            sent = f"{k:,} of {elements:,}" if bucket.dtype is None else f"{bucket.dtype} of {elements:,}"
-            computed = ms(spent.before_us + spent.after_us)
-            text = f"{sent} elements: {saved} on the link than dense, {computed} more of compute"
+            sent = bucket.dtype or (f"{bucket.k or 0:,}" if bucket.rank is None else f"rank {bucket.rank}")
+            text = f"{sent} of {problem.elements(bucket):,} elements: {saved} on the link than dense, "
+            text += f"{ms(spent.before_us + spent.after_us)} more of compute"
         else:
             text = merging(bucket, alone_us, span.duration_us)
             if len(bucket.gradients) > 1:

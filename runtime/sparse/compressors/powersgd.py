@@ -31,10 +31,8 @@ from torch import Tensor
 
 from runtime.errors import InputError
 from runtime.plan import CompressorSpec
+from runtime.plan.document import LARGEST_RANK
 from runtime.sparse.compressors.magnitudes import seed_of
-
-LARGEST_RANK = 64
-"""What is computed grows with the rank, and its square where factors are made orthonormal."""
 
 PIECE = 1 << 14
 """Elements that are added up at once: torch divides no sum of so few among threads, whose number would show in it."""

@@ -8,7 +8,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from builders import cluster_document, line_problem, make, problems, profile_document, usual_document, usual_profile
+from builders import (
+    add_matrix,
+    cluster_document,
+    line_problem,
+    make,
+    problems,
+    profile_document,
+    usual_document,
+    usual_profile,
+)
 from hypothesis import given, settings
 from rich.console import Console
 
@@ -197,7 +206,7 @@ def test_optimizers_that_divide_by_the_size_of_gradients_get_no_selected_element
     assert any(bucket.collective == "sparse" for bucket in every.buckets)
     document["compute"]["optimizer"] = {"name": "SGD", "adaptive": False}
     assert optimize(parse_profile(document), slow(), accuracy="bounded").buckets == every.buckets
-    with pytest.raises(InputError, match="--compress: found 'zip', expected one of all, wire, sparse, none"):
+    with pytest.raises(InputError, match="--compress: found 'zip', expected one of all, wire, lowrank, sparse, none"):
         optimize(profile, slow(), accuracy="bounded", compress="zip")
 
 
@@ -217,6 +226,32 @@ def test_the_least_compression_within_two_percent_is_taken() -> None:
     assert taken[1e-7] == {None}
     assert "float16" in taken[0.0008]
     assert taken[0.05] == {"int8"}
+
+
+def test_products_are_planned_where_matrices_are_known() -> None:
+    """With Adam as well, at the largest rank within two percent; without shapes not."""
+    document = profile_document([(1_000_000, 9000.0), (1000, 10.0)] * 3)
+    document["compute"]["optimizer"] = {"name": "AdamW", "adaptive": True}
+    without = parse_profile(document)
+    for gradient in document["compute"]["gradients"]:
+        add_matrix(gradient)
+    profile = parse_profile(document)
+    plan = optimize(profile, slow(), accuracy="bounded")
+    assert 4 in {bucket.compressor.rank for bucket in plan.buckets}
+    assert any("of factors" in note and "nothing watches" in note for note in plan.notes)
+    assert any("making factors is taken to be free" in note for note in plan.notes)
+    for options in ({"compress": "wire"}, {"protect": "*"}):
+        assert not any(b.compressor.rank for b in optimize(profile, slow(), accuracy="bounded", **options).buckets)
+    assert not any(bucket.compressor.rank for bucket in optimize(without, slow(), accuracy="bounded").buckets)
+    both = optimize(profile, slow(), accuracy="bounded", compress="wire,lowrank", max_rank=1)
+    assert {bucket.compressor.rank for bucket in both.buckets} & {1, 2, 4} == {1}
+    assert optimize(profile, slow(), accuracy="bounded", passes="merge,joint{compress=lowrank,max_rank=2}").frontier
+    with pytest.raises(InputError, match="--max-rank: found 65, expected a whole number from 1 to 64"):
+        optimize(profile, slow(), accuracy="bounded", max_rank=65)
+    with pytest.raises(InputError, match="--max-rank: found 0, expected"):
+        optimize(profile, slow(), accuracy="bounded", max_rank=0)
+    with pytest.raises(InputError, match="the strategy lowrank: found no gradient that is a matrix"):
+        simulate(without, slow(), strategies=["lowrank"])
 
 
 def test_sixteen_bits_are_not_narrowed_to_sixteen() -> None:

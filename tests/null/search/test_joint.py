@@ -4,30 +4,31 @@ from __future__ import annotations
 
 import itertools
 import math
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import numpy as np
 import pytest
 import sparse_reference
-from builders import cluster_document, make, problems, profile_document, random_problem
-from hypothesis import given
+from builders import add_matrix, cluster_document, make, problems, profile_document, random_problem
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from schedule_text import parse_schedule
 
 from planner.cost.wire import NARROW_FORMS
 from planner.decide.strategies import make_schedule
+from planner.documents.profile import parse_cluster
 from planner.ir import Bucket, Schedule
 from planner.model.compression import bucket_at, compression, make_limits, ratio_limits
 from planner.model.modes import simulate_schedule, step_us
-from planner.model.problem import Problem
+from planner.model.problem import Problem, make_problem
 from planner.model.spending import spending
 from planner.passes.joint import Joint, parse_densities
 from planner.passes.sparsify import Sparsify
 from planner.search.forms import FlatForms
 from planner.search.labels import search
 from planner.search.lags import apportion, layer_wise
-from planner.search.tables import bucket_tables, flat_forms
+from planner.search.tables import bucket_tables, flat_forms, low_rank_forms
 from planner.verify import VerifyError, verify
 from runtime.errors import InputError
 
@@ -45,6 +46,8 @@ def sparse_problems(draw: st.DrawFn, max_count: int = 5) -> Problem:
     document = profile_document(rows, layers=layers)
     for index, gradient in enumerate(document["compute"]["gradients"]):
         gradient["name"] = f"{layers[index]}.{draw(st.sampled_from(['bias', 'weight']))}_{index}"
+        if draw(st.booleans()):
+            add_matrix(gradient)
     line = st.sampled_from([None, (0.0, 0.001), (5.0, 0.0), (20.0, 0.002)])
     fields = {
         field: {"alpha_us": given_line[0], "beta_us_per_byte": given_line[1]}
@@ -115,6 +118,39 @@ def test_joint_at_six_gradients_and_three_densities() -> None:
     assert gained >= 2
 
 
+LOW_RANK = {
+    name: {part: {"alpha_us": 1.0 * rank + place, "beta_us_per_byte": 2e-4 * rank} for place, part in enumerate(
+        ("pack", "project", "subtract", "unpack")
+    )}
+    for name, rank in (("1", 1), ("4", 4))
+}  # fmt: skip
+
+
+@given(problems(max_count=4, monotone=True, matrices=True))
+@settings(max_examples=30)
+def test_products_and_merging_are_decided_as_by_trying_everything(base: Problem) -> None:
+    """Every schedule of dense buckets and those of rank 1 and 2."""
+    cluster = replace(base.cost.cluster, low_rank=parse_cluster(cluster_document(low_rank=LOW_RANK)).low_rank)
+    problem = make_problem(base.profile, cluster)
+    every_us = []
+    for stops in (
+        [*cut, problem.count]
+        for size in range(problem.count)
+        for cut in itertools.combinations(range(1, problem.count), size)
+    ):
+        places = list(itertools.pairwise([0, *stops]))
+        for ranks in itertools.product((None, 1, 2), repeat=len(places)):
+            buckets = [
+                Bucket(gradients=tuple(range(*place))) if rank is None else Bucket.low_rank(range(*place), rank)
+                for place, rank in zip(places, ranks, strict=True)
+            ]
+            every_us.append(step_us(problem, Schedule(buckets=tuple(buckets))))
+    found = Joint(compress="lowrank", max_rank=2).frontier(exact_of(problem), problem)
+    assert found.best.iteration_us == pytest.approx(min(every_us), rel=1e-12)
+    assert found.bound_us <= min(every_us) * (1 + 1e-12)
+    assert [point.form.rank for point in found.points] == [None, 2, 1]
+
+
 def test_of_equal_steps_the_one_that_leaves_less_out_is_best() -> None:
     problem = make(profile_document([(6400, 50.0)] * 3), cluster_document((10.0, 0.01)))
     forms = FlatForms(problem, flat_forms((4.0, 16.0)), make_limits(problem, 64.0, "none"))
@@ -140,7 +176,7 @@ def test_what_is_left_to_unpack_counts_though_all_arrives_in_time() -> None:
 def test_tables_hold_the_buckets_that_plans_get(problem: Problem) -> None:
     limits = make_limits(problem, 64.0)
     places = np.arange(problem.count + 1)
-    forms = FlatForms(problem, flat_forms(RATIOS, NARROW_FORMS), limits)
+    forms = FlatForms(problem, flat_forms(RATIOS, NARROW_FORMS, low_rank_forms(problem, limits, (1, 3))), limits)
     tables = bucket_tables(problem, forms.forms, limits, places)
     for start, stop in itertools.combinations(range(problem.count + 1), 2):
         for number, form in enumerate(forms.forms):
@@ -148,7 +184,9 @@ def test_tables_hold_the_buckets_that_plans_get(problem: Problem) -> None:
             if (known := forms.known(start, stop, number)) is None:
                 assert math.isinf(cost_us)
                 ratios = limits.ratios.tolist()
-                assert sparse_reference.sparse(problem, ratios, range(start, stop), form.ratio) is None
+                assert (
+                    not form.selects or sparse_reference.sparse(problem, ratios, range(start, stop), form.ratio) is None
+                )
                 continue
             bucket, _ = known
             spent = spending(problem, bucket)

@@ -33,10 +33,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from runtime.plan import CompressorSpec
+from runtime.plan.document import LARGEST_RANK
 from runtime.sparse.compressors import magnitudes as magnitudes_module
 from runtime.sparse.compressors import selectors as selectors_module
 from runtime.sparse.compressors.magnitudes import seed_of
-from runtime.sparse.compressors.powersgd import LARGEST_RANK, LowRankCompressor, Stacks, matrix_shape, orthonormalize
+from runtime.sparse.compressors.powersgd import LowRankCompressor, Stacks, matrix_shape, orthonormalize
 from runtime.sparse.compressors.selectors import draw
 from runtime.sparse.compressors.sparse import SELECTORS, SparseCompressor
 from runtime.sparse.compressors.wire import (

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import reference
 from builders import (
+    add_matrix,
     cluster_document,
     line_problem,
     make,
@@ -38,6 +39,7 @@ ARGUMENTS = {
     "joint": ["joint:25.5"],
     "ssd": ["ssd:1", "ssd:3"],
     "lpp": ["lpp:2"],
+    "lowrank": ["lowrank:1", "lowrank:9"],
     "wire": ["wire:int8", "wire:float16"],
 }
 NAMES = [*STRATEGIES, *(name for names in ARGUMENTS.values() for name in names)]
@@ -56,9 +58,9 @@ def stops(schedule: Schedule) -> tuple[int, ...]:
 @given(data=st.data())
 def test_every_strategy_is_sound(name: str, data: st.DataObject) -> None:
     """A verified schedule, equal for equal problems; an exact one is never faster than the optimum of one dtype."""
-    # What is narrowed is added up in float32.
-    mixed, contention = data.draw(st.booleans()) and not name.startswith("wire"), data.draw(st.booleans())
-    problem = data.draw(problems(max_count=8, mixed=mixed, contention=contention))
+    # What is narrowed, or sent as products, is added up in float32.
+    mixed, contention = data.draw(st.booleans()) and not name.startswith(("wire", "lowrank")), data.draw(st.booleans())
+    problem = data.draw(problems(max_count=8, mixed=mixed, contention=contention, matrices=name.startswith("lowrank")))
     schedule = make_schedule(problem, name)
     verify(schedule, problem.dtype_ids.tolist(), accuracy=accuracy_of(name))
     assert make_schedule(problem, name) == schedule
@@ -71,7 +73,9 @@ def test_every_strategy_is_sound(name: str, data: st.DataObject) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_one_gradient_is_one_bucket(name: str) -> None:
-    assert groups(line_problem([(5, 1.0)], 10.0, 0.1), name) == [(0,)]
+    document = profile_document([(1000, 1.0)])
+    add_matrix(document["compute"]["gradients"][0])
+    assert groups(make(document, cluster_document((10.0, 0.1))), name) == [(0,)]
 
 
 def test_baselines_are_strategies() -> None:
