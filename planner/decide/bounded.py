@@ -87,6 +87,9 @@ def split_passes(
     )
 
 
+NO_GAIN = "nothing to gain: "
+"""How the note begins that the plan is hardly shorter than what users have without one."""
+
 ALLOWED = " was allowed, but "
 """In the note that says why no plan of the class was taken."""
 
@@ -189,7 +192,12 @@ def choose(
         **fields,
         fallback=beside,
         alternatives={"exact": beside, **_others(offers, chosen.accuracy)},
-        notes=(*exact.notes, *chosen.plan.notes, *beyond),
+        # What holds of the exact plan does not of this one.
+        notes=(
+            *(note.replace(NO_GAIN, f"exact plans have {NO_GAIN}") for note in exact.notes),
+            *chosen.plan.notes,
+            *beyond,
+        ),
     )
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from planner.decide.bounded import choose, split_passes
+from planner.decide.bounded import NO_GAIN, choose, split_passes
 from planner.decide.pipeline import AfterPass, parse_passes, run_passes, with_options
 from planner.decide.scaling import OPTIMAL, scaling_curve
 from planner.decide.sharded_step import (
@@ -236,9 +236,7 @@ def _notes(problem: Problem, plan: Plan, ddp_us: float) -> tuple[str, ...]:
     plan_us = plan.predicted.iteration_us if plan.predicted else ddp_us
     gain = 1.0 - plan_us / ddp_us if ddp_us > 0.0 else 0.0
     if gain < 0.0:
-        notes.append(
-            f"nothing to gain: DDP's default buckets, which interleave dtypes, are predicted {-gain:.1%} shorter"
-        )
+        notes.append(f"{NO_GAIN}DDP's default buckets, which interleave dtypes, are predicted {-gain:.1%} shorter")
     elif gain < NOTHING_TO_GAIN:
-        notes.append(f"nothing to gain: the step is predicted {gain:.1%} shorter than with DDP's default buckets")
+        notes.append(f"{NO_GAIN}the step is predicted {gain:.1%} shorter than with DDP's default buckets")
     return (*notes, *describe_norms(problem, plan.updates))

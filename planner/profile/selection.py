@@ -30,6 +30,8 @@ from runtime.sparse.layout import make_lossy
 
 SIZES = tuple(2**exponent for exponent in (16, 18, 20, 22, 24, 26))
 """Bytes of a bucket; none larger than the model. Beyond them the line goes on: no memory has to be found for more."""
+FEW_SIZES = (SIZES[0], *SIZES[3:])
+"""Of what takes little time for each element: where there is time for two sizes alone, these are far apart."""
 USUAL = 0.01
 """The density whose line stands for all where only one is asked for."""
 DENSITIES = (0.001, USUAL, 0.1)
@@ -71,7 +73,8 @@ def measure_selection(
     `computes`: whether these cores compute in between, as they do where they train; where they do not, all ranks begin
     at once, on cores that were idle.
     """
-    found = _measure(world, device, model_bytes, progress, budget_s, computes, "selection", SELECTIONS)
+    sizes = sizes_up_to(SIZES, model_bytes)
+    found = _measure(world, device, sizes, progress, budget_s, computes, "selection", SELECTIONS)
     chosen, added = ({name: _by_density(lines, part) for name, lines in found.items()} for part in (0, 1))
     return chosen, added
 
@@ -85,7 +88,8 @@ def measure_encoding(
     world: World, device: torch.device, model_bytes: int, progress: Progress, budget_s: float, *, computes: bool = True
 ) -> tuple[dict[str, Line], dict[str, Line]]:
     """Time (encode, decode) by dtype on the wire; as `measure_selection`."""
-    found = _measure(world, device, model_bytes, progress, budget_s, computes, "encoding", ENCODINGS)
+    sizes = sizes_up_to(FEW_SIZES, model_bytes)
+    found = _measure(world, device, sizes, progress, budget_s, computes, "encoding", ENCODINGS)
     encoded, decoded = ({dtype: lines[1.0][part] for dtype, lines in found.items()} for part in (0, 1))
     return encoded, decoded
 
@@ -94,7 +98,8 @@ def measure_low_rank(
     world: World, device: torch.device, model_bytes: int, progress: Progress, budget_s: float
 ) -> dict[str, LowRankLines]:
     """Time what products take, by rank; as `measure_selection`."""
-    found = _measure(world, device, model_bytes, progress, budget_s, True, "products", PRODUCTS)
+    sizes = sizes_up_to(FEW_SIZES, model_bytes)
+    found = _measure(world, device, sizes, progress, budget_s, True, "products", PRODUCTS)
     parts = [field.name for field in fields(LowRankLines)]
     return {rank: LowRankLines(**dict(zip(parts, lines[1.0], strict=True))) for rank, lines in found.items()}
 
@@ -102,7 +107,7 @@ def measure_low_rank(
 def _measure(
     world: World,
     device: torch.device,
-    model_bytes: int,
+    sizes: Sequence[int],
     progress: Progress,
     budget_s: float,
     computes: bool,
@@ -110,7 +115,6 @@ def _measure(
     specs: Mapping[str, Mapping[float, CompressorSpec]],
 ) -> dict[str, dict[float, list[Line]]]:
     """Return by name and density the lines of each part, as `_time` has them."""
-    sizes = sizes_up_to(SIZES, model_bytes)
     between = _computation(device) if computes else partial(dist.barrier, group=world.group)
     # Of several threads only the calling one's time is known.
     one_thread = computes and device.type == "cpu" and torch.get_num_threads() == 1

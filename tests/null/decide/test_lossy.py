@@ -254,6 +254,15 @@ def test_products_are_planned_where_matrices_are_known() -> None:
         simulate(without, slow(), strategies=["lowrank"])
 
 
+def test_that_there_is_nothing_to_gain_is_said_of_exact_plans_alone() -> None:
+    """One gradient: DDP's bucket is the plan's, and in fewer bytes it takes a fraction of the time."""
+    profile = parse_profile(profile_document([(1_000_000, 9000.0)]))
+    plan = optimize(profile, slow(), accuracy="bounded", compress="wire")
+    assert plan.accuracy == "bounded"
+    [note] = [note for note in plan.notes if "nothing to gain" in note]
+    assert note.startswith("exact plans have nothing to gain: the step is predicted 0.0% shorter")
+
+
 def test_sixteen_bits_are_not_narrowed_to_sixteen() -> None:
     """Not even where two shots are timed shorter than the all-reduce."""
     document = usual_document()
