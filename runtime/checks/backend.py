@@ -1,0 +1,25 @@
+"""A plan beside the backend that is to carry it: what the one asks for and the other cannot do on a device."""
+
+from __future__ import annotations
+
+import torch
+
+from runtime.comm.collectives import POINT_TO_POINT, form_of
+from runtime.comm.communicator import THROUGH_HOST
+from runtime.comm.world import World
+from runtime.plan import Plan
+from runtime.torch_compat import backend_of
+
+
+def check_backend(plan: Plan, world: World, device: torch.device) -> str | None:
+    """Return why the world's backend cannot carry the plan's buckets from this device, or None."""
+    if world.group is None or device.type == "cpu" or backend_of(world.group, device) != THROUGH_HOST:
+        return None
+    for index, bucket in enumerate(plan.buckets):
+        if form_of(bucket) in POINT_TO_POINT:
+            return (
+                f"bucket {index} is sent by {'/'.join(form_of(bucket))}, from rank to rank, which {THROUGH_HOST} does "
+                f"on CPUs alone, and parameters are on {device}; expected nccl there, or another algorithm: start "
+                f"torch.distributed with nccl, or plan without it"
+            )
+    return check_backend(plan.fallback, world, device) if plan.fallback is not None else None
