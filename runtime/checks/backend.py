@@ -13,7 +13,16 @@ from runtime.torch_compat import backend_of
 
 def check_backend(plan: Plan, world: World, device: torch.device) -> str | None:
     """Return why the world's backend cannot carry the plan's buckets from this device, or None."""
-    if world.group is None or device.type == "cpu" or backend_of(world.group, device) != THROUGH_HOST:
+    if world.group is None:
+        return None
+    try:
+        backend = backend_of(world.group, device)
+    except RuntimeError:  # torch has no other way to say so
+        return (
+            f"the process group is of {world.backend}, which carries nothing from {device}, where the parameters are; "
+            f"expected a backend that does: nccl or gloo for cuda, gloo for cpu, or torch's default, which has both"
+        )
+    if device.type == "cpu" or backend != THROUGH_HOST:
         return None
     for index, bucket in enumerate(plan.buckets):
         if form_of(bucket) in POINT_TO_POINT:

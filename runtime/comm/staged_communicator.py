@@ -1,8 +1,8 @@
 """Sends what lies on a device over a backend that takes it through the host's memory (gloo), beside backward.
 
-Such a backend copies a tensor to the host, sends it there and copies the sum back, and whoever waits for it stands still
-meanwhile. So a thread of ours waits, one message after the other: backward goes on to queue its work, and waits for the
-thread, and then for the device, only when its gradients are asked for. Ranks may share a device so, which NCCL refuses.
+Such a backend copies a tensor to the host, sends it there and copies the sum back, and whoever waits for it stands
+still meanwhile. So a thread of ours waits, one message after the other: backward goes on to queue its work, and waits
+for the thread, and then on the device, only at its end. Ranks may share a device so, which NCCL refuses.
 """
 
 from __future__ import annotations

@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from itertools import pairwise
 from typing import Any
 from unittest.mock import patch
 
@@ -63,17 +64,20 @@ def _left() -> int:
 
 
 def in_order() -> dict[str, Any]:
-    """Messages of one bucket and of several, waited for one by one and together; filled late by rank 1."""
+    """Several messages, waited for one by one and together; rank 1 comes when rank 0 has launched them."""
     world = World.join(None, 30)
     communicator = StagedCommunicator(world, [library_all_reduce] * 3, HostLane(), HostLane())
     flats = [torch.full((1000,), float(index + 1)) for index in range(4)]
     payloads = [Payload(i, f"bucket {i}", [Message(flat, [])]) for i, flat in enumerate(flats[:2])]
     payloads.append(Payload(2, "bucket 2", [Message(flat, []) for flat in flats[2:]]))
     sent = [CommTiming() for _ in payloads]
-    begun = time.monotonic()
+    store = dist.distributed_c10d._get_default_store()
+    if world.rank == 1:
+        store.wait(["rank 0 has launched everything"])  # for ever, if that waited for this rank
     for bucket, timing in zip(payloads, sent, strict=True):
-        communicator.launch(bucket, timing, lambda: time.sleep(0.3 * world.rank))
-    launched_s = time.monotonic() - begun
+        communicator.launch(bucket, timing)
+    if world.rank == 0:
+        store.set("rank 0 has launched everything", "")
     communicator.wait(sent[0])
     first = float(flats[0][0])
     communicator.wait()
@@ -81,8 +85,7 @@ def in_order() -> dict[str, Any]:
     found = {
         "first": first,
         "all": [float(flat.sum()) / 1000 for flat in flats],
-        "in order": all(a.end <= b.start for a, b in zip(sent, sent[1:], strict=False)),
-        "rank 0 did not wait to launch": world.rank == 1 or launched_s < 0.3,
+        "in order": all(a.end <= b.start for a, b in pairwise(sent)),
     }
     communicator.close()
     world.leave()
