@@ -121,7 +121,7 @@ class Runner:
             known = len(list(records(self._state.path)))
             code = self._worker(left)
             done = [one["part"] for one in list(records(self._state.path))[known:] if "part" in one]
-            on_its_way = self._state.begun()
+            on_its_way = self._state.begun(known)
             if on_its_way is not None and time.time() < self._deadline:  # it died, or hung
                 self._give_up(on_its_way[0], code)
                 done.append(on_its_way[0])
@@ -149,11 +149,11 @@ class Runner:
                 process.wait()
 
     def _watch(self, process: subprocess.Popen[bytes], log: BinaryIO) -> int | None:
-        shown = len(list(records(self._state.path)))
+        known = shown = len(list(records(self._state.path)))
         while process.poll() is None:
             time.sleep(POLL_S)
             shown = self._show(shown)
-            begun = self._state.begun()
+            begun = self._state.begun(known)
             late = begun is not None and time.time() > begun[1] + max(LEAST_S, HUNG * begun[2])
             if late or time.time() > self._deadline:
                 return None

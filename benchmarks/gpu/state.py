@@ -75,10 +75,12 @@ class State:
                 )  # fmt: skip
         return found
 
-    def begun(self) -> tuple[str, float, float] | None:
-        """Return (name, when, its seconds) of the part that is on its way, if any."""
+    def begun(self, known: int) -> tuple[str, float, float] | None:
+        """Return (name, when, its seconds) of the part that is on its way, if any, by the records behind the first
+        `known` ones: those of an earlier worker may end with a part that it was ended in.
+        """
         last: tuple[str, float, float] | None = None
-        for record in records(self.path):
+        for record in list(records(self.path))[known:]:
             if "begun" in record:
                 last = record["begun"], record["time"], record["seconds"]
             elif "part" in record:

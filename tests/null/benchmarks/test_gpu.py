@@ -88,8 +88,11 @@ def test_parts_that_fail_die_or_hang_are_told_of_and_others_go_on(fake_worker: l
     assert "last words" in found["dies"].text
 
 
-def test_the_same_command_goes_on_where_it_stopped(fake_worker: list[list[str]], tmp_path: Path) -> None:
+def test_the_same_command_goes_on_where_it_stopped(
+    fake_worker: list[list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = tmp_path / "cuda.jsonl"
+    monkeypatch.setattr(command, "LEAST_S", 60.0)
     run(State(path, HERE), ["one", "fails"])
     assert run(State(path, HERE), ["one", "hangs"], seconds=2.0).keys() == {"one", "fails"}  # the time was up
     (tmp_path / "cuda.jsonl.mended").touch()
