@@ -56,7 +56,7 @@ validation: $(INSTALLED)  ## published figures beside planner's: rewrites docs/r
 pictures: $(INSTALLED) chromium  ## draw docs/pictures
 	$(BIN)/python -m benchmarks.pictures
 
-MINUTES ?= $(if $(shell command -v nvidia-smi),30,6)
+MINUTES ?= $(if $(shell command -v nvidia-smi),30,10)
 WHEELS ?=
 
 gpu: $(if $(WHEELS),,$(INSTALLED))  ## check and time all that needs a GPU, else rehearse it; MINUTES=30, offline WHEELS=FOLDER

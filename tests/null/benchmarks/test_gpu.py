@@ -65,7 +65,7 @@ def run(state: State, names: list[str], seconds: float = 60.0) -> dict[str, Resu
 def test_the_rehearsal_runs_every_part(tmp_path: Path) -> None:
     output = tmp_path / "gpu.md"
     done = subprocess.run(
-        [sys.executable, "-m", "benchmarks.gpu", "--device", "cpu", "--minutes", "7", "--output", str(output),
+        [sys.executable, "-m", "benchmarks.gpu", "--device", "cpu", "--minutes", "6", "--output", str(output),
          "--state", str(tmp_path / "state")],
         cwd=ROOT, capture_output=True, text=True,
     )  # fmt: skip
