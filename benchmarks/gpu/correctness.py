@@ -24,5 +24,4 @@ def run(setting: Setting) -> Found:
     checks.all()
     failures += checks.failed
     lines = [by, sentence(f"{checks.made:,} comparisons, bit for bit", failures)]
-    lines += [f"Left out: {'; '.join(checks.skipped)}."] if checks.skipped else []
-    return Found(" ".join(lines), tuple(failures))
+    return Found(" ".join(lines), tuple(failures), tuple(checks.skipped))

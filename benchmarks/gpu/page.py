@@ -74,6 +74,8 @@ def _measured(environment: Mapping[str, Any], results: Mapping[str, Result], sou
             lines.append("Run from an earlier source.")
         if result.failures:
             lines.append("**Failed**: " + "; ".join(result.failures))
+        if result.left_out:
+            lines.append(f"Left out: {'; '.join(result.left_out)}.")
         lines.append(result.text)
     return "\n\n".join(lines)
 
@@ -83,12 +85,10 @@ def _rehearsed(environment: Mapping[str, Any], results: Mapping[str, Result]) ->
     lines = [f"On {_where(environment)}{', ' + dates[-1] if dates else ''}. Sizes are small, and no time counts:", ""]
     for part in PARTS.values():
         result = results.get(part.name)
-        said = (
-            "not run"
-            if result is None
-            else "runs"
-            if not result.failures
-            else "**fails**: " + "; ".join(result.failures)
-        )
+        said = "not run" if result is None else "runs"
+        if result is not None and result.failures:
+            said = "**fails**: " + "; ".join(result.failures)
+        elif result is not None and result.left_out:
+            said = f"runs, but for {'; '.join(result.left_out)}"
         lines.append(f"- {part.title}: {said}. On a device it would {part.does}.")
     return "\n".join(lines)

@@ -42,6 +42,8 @@ class Found:
     text: str
     """Markdown, for the page."""
     failures: tuple[str, ...] = ()
+    left_out: tuple[str, ...] = ()
+    """What there was no time, or no memory, for."""
 
 
 def synchronize(device: torch.device) -> None:

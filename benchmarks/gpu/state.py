@@ -23,6 +23,7 @@ class Result:
     date: str
     source: str
     """Of the files that it was run from; see `source_digest`."""
+    left_out: tuple[str, ...] = ()
 
 
 def append(path: Path, record: dict[str, Any]) -> None:
@@ -71,7 +72,7 @@ class State:
             if "part" in record:
                 found[record["part"]] = Result(
                     record["text"], tuple(record["failures"]), record["took_s"], record.get("date", ""),
-                    record.get("source", ""),
+                    record.get("source", ""), tuple(record.get("left_out", ())),
                 )  # fmt: skip
         return found
 
