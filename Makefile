@@ -5,7 +5,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: help demo test test-all chromium fuzz lint types docs check zoo validation pictures wheel clean
+.PHONY: help demo test test-all chromium fuzz lint types docs check zoo validation pictures gpu wheel clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/'
@@ -55,6 +55,12 @@ validation: $(INSTALLED)  ## published figures beside planner's: rewrites docs/r
 
 pictures: $(INSTALLED) chromium  ## draw docs/pictures
 	$(BIN)/python -m benchmarks.pictures
+
+MINUTES ?= $(if $(shell command -v nvidia-smi),30,10)
+WHEELS ?=
+
+gpu: $(if $(WHEELS),,$(INSTALLED))  ## check and time all that needs a GPU, else rehearse it; MINUTES=30, offline WHEELS=FOLDER
+	$(if $(WHEELS),$(PYTHON),$(BIN)/python) -m benchmarks.gpu --minutes $(MINUTES) $(if $(WHEELS),--wheels $(WHEELS))
 
 wheel: $(INSTALLED)  ## build the wheel into dist/
 	$(BIN)/python -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir dist .

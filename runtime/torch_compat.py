@@ -167,6 +167,19 @@ def receive(group: dist.ProcessGroup, tensor: torch.Tensor, peer: int) -> Any:
     return group.recv([tensor], peer, 0)
 
 
+def queued_to(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Return a host tensor on a device, copied on its current stream. The host does not wait: from pageable memory it
+    would, for all that the stream has queued.
+    """
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
+
+
+def backend_of(group: dist.ProcessGroup, device: torch.device) -> str:
+    """The backend that carries a device's tensors in a group, which may have another one for each kind: `nccl`, say."""
+    name: str = group._get_backend(device).name()
+    return name.lower()
+
+
 def store_address() -> tuple[str, int] | None:
     """(host, port) of the TCP store that the default process group was formed by, or None where it was another one."""
     store = dist.distributed_c10d._get_default_store()

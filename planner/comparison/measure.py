@@ -31,6 +31,7 @@ from planner.strategies.baselines import BUCKET_BYTES, FIRST_BUCKET_BYTES, MIB
 from runtime.checks.plan import trainable_parameters
 from runtime.comm.world import World, first_line
 from runtime.errors import CommunicationError, InputError, PlanMismatch
+from runtime.monitor.clock import make_clock
 from runtime.monitor.preserve import generators, restore_generators
 from runtime.plan import Plan
 from runtime.session.session import Session
@@ -229,16 +230,18 @@ class VariantRunner:
         if variant.kind != "no_communication":
             yield
             return
-        ends: list[float] = []
+        clock = make_clock(self._device)
+        ends: list[Any] = []
+        spans: list[tuple[Any, Any]] = []
 
         def note(*_: Any) -> None:
             if ends:
-                self.backward_us.append((time.perf_counter() - ends[-1]) * 1e6)
+                spans.append((ends[-1], clock.mark()))
                 ends.clear()
             self._missing |= any(p.requires_grad and p.grad is None for p in self.model.parameters())
 
         handles = [
-            self.model.register_forward_hook(lambda *_: ends.append(time.perf_counter())),
+            self.model.register_forward_hook(lambda *_: ends.append(clock.mark())),
             optimizer.register_step_pre_hook(note),
         ]
         try:
@@ -246,6 +249,7 @@ class VariantRunner:
         finally:
             for handle in handles:
                 handle.remove()
+            self.backward_us += [clock.between_us(*span) for span in spans]
 
     @contextmanager
     def _communicating(self, variant: Variant, optimizer: torch.optim.Optimizer) -> Iterator[nn.Module]:

@@ -49,7 +49,8 @@ def on_ranks(options: RankOptions, function: Callable[..., T], *arguments: Any) 
         )
     if options.emulation is not None:
         backend = "gloo"
-    backend = backend or ("nccl" if device == "cuda" and torch.cuda.device_count() > 1 else "gloo")
+    count = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if under_torchrun() else options.local_ranks
+    backend = choose_backend(backend, device, count)
     count = options.local_ranks
     world = LocalWorld(
         ranks=count, device=device, backend=backend, timeout_s=options.timeout_s, emulation=options.emulation
@@ -58,6 +59,21 @@ def on_ranks(options: RankOptions, function: Callable[..., T], *arguments: Any) 
         _join(world, given_ranks=options.ranks)
         return _on_this_rank(world, function, arguments)
     return run_ranks(world, function, *arguments)
+
+
+def choose_backend(backend: str | None, device: str, local_ranks: int) -> str:
+    """Return the backend for as many ranks on this machine: by default nccl where each has a GPU of its own, else gloo.
+
+    Raises InputError for nccl where ranks would share a GPU, which it refuses after a while, in its own words.
+    """
+    devices = torch.cuda.device_count() if device == "cuda" else 0
+    if backend == "nccl" and devices < local_ranks:
+        raise InputError(
+            f"--backend nccl: found {local_ranks} ranks on {devices} GPUs of this machine, expected one for each rank; "
+            f"use --ranks {max(1, devices)} --device cuda, or --backend gloo, over which ranks may share a GPU"
+        )
+    alone = devices >= local_ranks and dist.is_nccl_available()
+    return backend or ("nccl" if alone else "gloo")
 
 
 def on_ranks_of_script(options: RankOptions, function: Callable[..., T], *arguments: Any) -> list[T]:

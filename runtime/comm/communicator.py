@@ -19,10 +19,13 @@ import torch.distributed as dist
 from runtime.comm.collectives import Collective
 from runtime.comm.world import World, first_line, note
 from runtime.errors import CommunicationError
-from runtime.torch_compat import is_of_backend, result_of, wait_for
+from runtime.torch_compat import backend_of, is_of_backend, result_of, wait_for
 
 GRACE_S = 5.0
 """How much longer than the backend's own deadline the waiting thread gives it."""
+
+THROUGH_HOST = "gloo"
+"""The backend that carries a device's tensors through the host's memory, where waiting for a message stops the host."""
 
 EXIT_S, SETTLING_S = 5.0, 0.01
 """How long the end of a script waits for messages on their way, and how often it looks."""
@@ -258,13 +261,13 @@ def _settle_all() -> None:
 
 
 class StreamCommunicator:
-    """CUDA tensors: the backend queues the collectives on its own stream; the host never waits for the device."""
+    """CUDA tensors over a backend that queues collectives on a stream (NCCL): the host never waits for the device."""
 
     def __init__(
         self, world: World, collectives: list[Collective], device: torch.device, whole: World | None = None
     ) -> None:
         self._world, self._collectives, self._whole = world, collectives, whole or world
-        self._side = torch.cuda.Stream(device)
+        self._device, self._side = device, torch.cuda.Stream(device)
         self._works: list[tuple[dist.Work, str]] = []
 
     def launch(self, bucket: Payload, sent: CommTiming, prepare: Callable[[], None] = nothing) -> None:
@@ -272,8 +275,8 @@ class StreamCommunicator:
         group = self._world.group
         assert group is not None
         self._works = [(work, label) for work, label in self._works if not work.is_completed()]
-        sent.launch = sent.start = mark_on(torch.cuda.current_stream())
-        self._side.wait_stream(torch.cuda.current_stream())
+        sent.launch = sent.start = mark_on(torch.cuda.current_stream(self._device))
+        self._side.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._side):
             prepare()
             try:
@@ -288,10 +291,10 @@ class StreamCommunicator:
     def wait(self, until: CommTiming | None = None) -> None:
         """See `Communicator.wait`: makes the current stream wait, for all that was launched or for that bucket."""
         if until is not None and isinstance(until.end, torch.cuda.Event):
-            torch.cuda.current_stream().wait_event(until.end)
+            torch.cuda.current_stream(self._device).wait_event(until.end)
             return
         works, self._works = self._works, []
-        torch.cuda.current_stream().wait_stream(self._side)
+        torch.cuda.current_stream(self._device).wait_stream(self._side)
         for work, label in works:
             try:
                 wait_for(work)
@@ -317,6 +320,10 @@ def make_communicator(
     """
     if world.group is None:
         return NullCommunicator()
-    if device.type == "cuda":
-        return StreamCommunicator(world, collectives, device, whole)
-    return HostCommunicator(world, collectives, whole)
+    if device.type != "cuda":
+        return HostCommunicator(world, collectives, whole)
+    if backend_of(world.group, device) == THROUGH_HOST:
+        from runtime.comm.staged_communicator import DeviceLane, StagedCommunicator  # which needs this module
+
+        return StagedCommunicator(world, collectives, DeviceLane(device), DeviceLane(device), whole)
+    return StreamCommunicator(world, collectives, device, whole)

@@ -23,8 +23,9 @@ class LossAveraging:
     or step shorter than another, and wait for ever for collectives that the other one does not start.
     """
 
-    def __init__(self, world: World) -> None:
-        self._world = world
+    def __init__(self, world: World, device: torch.device) -> None:
+        """`device`: the parameters', for not every backend carries tensors of the host."""
+        self._world, self._device = world, device
 
     def install(self, optimizer: torch.optim.Optimizer | None) -> list[Any]:
         """Hook the optimizer's step; returns the handles. Nothing to do for most optimizers or with one rank."""
@@ -36,7 +37,7 @@ class LossAveraging:
         def averaged() -> Any:
             loss = closure()
             total = loss.detach().clone() if isinstance(loss, Tensor) else torch.tensor(loss, dtype=torch.float64)
-            total /= self._world.ranks
+            total = total.to(self._device) / self._world.ranks
             try:
                 dist.all_reduce(total, group=self._world.group)
             except RuntimeError as error:

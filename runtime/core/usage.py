@@ -13,6 +13,7 @@ from torch import Tensor
 
 from runtime.comm.collectives.phases import gather
 from runtime.core.buckets import Message
+from runtime.torch_compat import queued_to
 
 
 class UsageFlags:
@@ -47,7 +48,7 @@ class UsageFlags:
         """Count this rank in, before the message leaves, for every parameter but the unused."""
         left_out = set(unused)
         used = (index for index in range(self._parameters) if index not in left_out)
-        self._tail.copy_(self._pack(used) if unused else self._everything)
+        self._tail.copy_(queued_to(self._pack(used), self._tail.device) if unused else self._everything)
 
     def write_given_up(self) -> None:
         """Say, before the message leaves, that an exception ended this rank's backward: it counts for no parameter."""
@@ -99,7 +100,9 @@ class GatheredUsage:
 
     def write(self, unused: Sequence[int]) -> None:
         self._own.fill_(1)
-        self._own[[*unused, -1]] = 0
+        self._own[-1] = 0
+        if unused:
+            self._own.index_fill_(0, queued_to(torch.tensor(unused), self._own.device), 0)
 
     def write_given_up(self) -> None:
         self._own.zero_()

@@ -36,6 +36,7 @@ from runtime.monitor.recorder import Recorder
 from runtime.plan import Plan
 from runtime.sparse.compressed import all_finite
 from runtime.sparse.samples import Selecting, Watched
+from runtime.torch_compat import queued_to
 
 HEAD = 1 + len(NO_DISTANCE) + len(NO_TIMING)
 """Entries of the metadata that workers send each other, before those of gradients."""
@@ -208,10 +209,11 @@ class Pushes(Launcher):
         if bucket.index == len(self.buckets) - 1:
             self.finite = torch.stack(self._finite).all()
             self._finite.clear()
-            head = torch.tensor([0.0, *self.distance, *self.pace], dtype=torch.float64).to(self.finite.device)
+            said = torch.tensor([0.0, *self.distance, *self.pace], dtype=torch.float64)
+            head = queued_to(said, self.finite.device)
             head[0], self.distance, self.pace = self.finite, NO_DISTANCE, NO_TIMING
             end = self._end_step(sent)
-            self._used = torch.tensor([slot.touched for slot in self._slots]).to(head.device)
+            self._used = queued_to(torch.tensor([slot.touched for slot in self._slots]), head.device)
             metadata = pack_metadata(head, self._used)
         step = self.step - (end is not None)
         if self._links is None:

@@ -8,7 +8,7 @@ launch; unpacking.
 Results are those of `ef_topk_torch`, bit for bit, whatever a state has seen before and however many blocks run. On CUDA
 tensors nothing is allocated, nothing waits for the host, and calls can be captured in CUDA graphs; the kernels are
 compiled when they are first needed (`cuda.py`). On CPU tensors the reference runs, which is slow: it is for tests.
-docs/concepts/compression.md tells how it is done, docs/results/gpu-topk.md what has been measured.
+docs/concepts/compression.md tells how it is done, docs/results/gpu.md what has been measured.
 """
 
 from __future__ import annotations

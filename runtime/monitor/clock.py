@@ -41,18 +41,22 @@ class WallClock:
 
 
 class CudaClock:
-    """Marks are events recorded on the current stream; no host synchronization where they are taken."""
+    """Marks are events recorded on the device's current stream; no host synchronization where they are taken."""
 
     cheap = False
 
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
     def mark(self) -> torch.cuda.Event:
         event = torch.cuda.Event(enable_timing=True)
-        event.record()
+        event.record(torch.cuda.current_stream(self._device))
         return event
 
     def between_us(self, start: torch.cuda.Event, end: torch.cuda.Event) -> float:
         """See `Clock.between_us`; waits for the device where it has not got so far."""
-        end.synchronize()
+        for event in (start, end):  # of two streams either may be the later one
+            event.synchronize()
         return float(start.elapsed_time(end)) * 1e3
 
     def reached(self, mark: torch.cuda.Event) -> bool:
@@ -60,4 +64,4 @@ class CudaClock:
 
 
 def make_clock(device: torch.device) -> Clock:
-    return CudaClock() if device.type == "cuda" else WallClock()
+    return CudaClock(device) if device.type == "cuda" else WallClock()

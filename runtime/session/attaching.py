@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from runtime.checks.backend import check_backend
 from runtime.checks.optimizer import check_optimizer, warn_of_selection
 from runtime.checks.plan import check_attached, check_model, check_plan, model_fingerprint, trainable_parameters
 from runtime.checks.topology import adapt, check_topology
@@ -150,7 +151,9 @@ def _agree(world: World, model: nn.Module, plan: Plan | None, problem: str | Non
         where = node_info(world.group, mesh)
         if plan is not None and problem is None:
             problem = asked_modes(plan)[0].attach_reason or check_model(model)
-            problem = problem or check_plan(trainable_parameters(model), plan, world.ranks)
+            parameters_of = trainable_parameters(model)
+            problem = problem or check_plan(parameters_of, plan, world.ranks)
+            problem = problem or check_backend(plan, world, next(iter(parameters_of.values())).device)
         if plan is not None and problem is None:
             digest, parameters, print_ = plan.digest(), plan.gradients, model_fingerprint(model)
     except InputError as error:

@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from runtime.checks.backend import check_backend
 from runtime.checks.optimizer import check_optimizer, warn_of_selection
 from runtime.checks.plan import check_plan, check_switch, trainable_parameters
 from runtime.checks.topology import adapt, check_topology
@@ -110,7 +111,7 @@ class Session:
         # a mode does around the optimizer's step.
         self._handles += self.recorder.observe(model, self.optimizer)
         if communicate:
-            self._handles += LossAveraging(world).install(self.optimizer)
+            self._handles += LossAveraging(world, self.device).install(self.optimizer)
         self._backward.install_exchange(self.exchange)
         self._handles += self._backward.install()
         self.monitor.begin(self.mode, self.exchange)
@@ -281,6 +282,7 @@ class Session:
                 or check_optimizer(loaded, self._given, self.parameters)
                 or check_switch(loaded, at_step, self.step, residuals=residuals)
                 or check_topology(loaded, self.world.topology)
+                or check_backend(loaded, self.world, self.device)
             )
             if problem:
                 return None, problem

@@ -35,6 +35,7 @@ from runtime.core.buckets import BucketBuffer
 from runtime.plan import NO_COMPRESSION, PlanBucket
 from runtime.sparse.compressors.magnitudes import seed_of
 from runtime.sparse.compressors.wire import wider
+from runtime.torch_compat import queued_to
 
 MAX_DELTA = 1.0
 MOST_LOST, MOST_STEPS_LATE = 0.5, 10.0
@@ -200,7 +201,7 @@ class Rounding:
             self._places = torch.arange(len(gradient), device=gradient.device)
         else:  # by chance, for what is amiss may come back with each block; the same ones on all ranks
             lots = torch.Generator().manual_seed(seed_of(f"sampled\n{self.bucket.slots[0].name}", step))
-            self._places = torch.randint(len(gradient), (DRAWN,), generator=lots).to(gradient.device)
+            self._places = queued_to(torch.randint(len(gradient), (DRAWN,), generator=lots), gradient.device)
         own, held = gradient[self._places].to(residual.dtype), residual[self._places]
         self._given = torch.stack((own, own + held))
 

@@ -62,6 +62,10 @@ HIERARCHICAL = frozenset({TORUS, HITOPK})
 """Those that ask on which node a rank is."""
 
 
+POINT_TO_POINT = frozenset({("all_reduce", "tree")})
+"""Those that send from one rank to another, which gloo does from the host's memory alone."""
+
+
 def form_of(bucket: PlanBucket) -> tuple[str, str]:
     """Return how a bucket is sent, as the registries call it."""
     return bucket.collective, bucket.algorithm

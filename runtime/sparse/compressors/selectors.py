@@ -27,6 +27,7 @@ from runtime.sparse.compressors.magnitudes import (
     reaches,
     true_positions,
 )
+from runtime.torch_compat import queued_to
 
 SMALL = 1 << 14
 """Up to so many elements the plain way is faster than `exact`'s."""
@@ -223,7 +224,7 @@ def select_random(residual: Tensor, gradient: Tensor, total: Tensor, k: int, see
     for _ in accumulate_in_chunks(residual, gradient, total):
         pass
     generator = torch.Generator().manual_seed(seed)
-    return draw(total.numel(), k, generator).to(total.device)
+    return queued_to(draw(total.numel(), k, generator), total.device)
 
 
 def draw(elements: int, k: int, generator: torch.Generator) -> Tensor:

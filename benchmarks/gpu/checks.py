@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from benchmarks.gpu_topk.inputs import FAMILIES, family, steady_residual
+from benchmarks.gpu.inputs import FAMILIES, family, steady_residual
+from benchmarks.gpu.setting import synchronize
+from benchmarks.gpu.timing import captured
+from benchmarks.gpu.wire_results import same, wire_results
 from runtime.kernels import (
     ALL_AT_ONCE,
     ONE_BY_ONE,
@@ -23,8 +25,11 @@ from runtime.kernels import (
     unpack_,
     unpack_torch,
 )
+from runtime.kernels.backend import backend_for
 from runtime.kernels.checks import FLOATS
 from runtime.kernels.state import WARM
+from runtime.plan import CompressorSpec
+from runtime.sparse.compressors.wire import EIGHT_BITS, WIRE_DTYPES, make_wire
 
 Found = tuple[Tensor, Tensor, Tensor]
 
@@ -41,16 +46,19 @@ class Scale:
         Shape(), Shape(threads=256), Shape(threads=128, vectors=1), Shape(threads=512, vectors=4),
         Shape(threads=1024, vectors=2, min_blocks=1), Shape(threads=64, vectors=3),
     )  # fmt: skip
+    large: tuple[int, ...] = (1 << 24, (1 << 26) + 1, 1 << 28, (1 << 29) + 5)
+    """Where there is memory for the reference; the last one is of more than 2 GiB: byte offsets beyond 32 bits."""
+    families: tuple[str, ...] = tuple(FAMILIES)
+    streams: int = 4
 
 
-def bits(tensor: Tensor) -> Tensor:
-    """To compare −0 and NaN, too."""
-    return tensor.view(torch.int32 if tensor.element_size() == 4 else torch.int16)
-
-
-def same(found: Found, expected: Found) -> bool:
-    """Bit for bit."""
-    return all(torch.equal(bits(one), bits(other)) for one, other in zip(found, expected, strict=True))
+SMALL = Scale(
+    elements=(1, 33, 4097), family_elements=4203, steps=6, repeats=2, shapes=(Shape(),), large=(1 << 16,),
+    families=("normal", "few values", "nan", "all equal", "infinities", "any bits"), streams=2,
+)  # fmt: skip
+"""On a CPU, and under a sanitizer, which takes a hundred times as long."""
+REFERENCE_BYTES = 72
+"""Of an element, what it takes to select from it in torch, at the most."""
 
 
 def select(state: TopkState, gradient: Tensor, residual: Tensor, launches: int = ALL_AT_ONCE) -> Found:
@@ -71,12 +79,13 @@ class Checks:
         self.device, self.scale = device, scale
         self.made = 0
         self.failed: list[str] = []
+        self.skipped: list[str] = []
 
     def all(self) -> None:
         """Every check."""
         for check in (
             self.numbers_of_elements, self.kinds_of_input, self.wrong_predictions, self.shapes, self.segments,
-            self.mstopk, self.unpacking, self.steady_state, self.graph,
+            self.mstopk, self.unpacking, self.steady_state, self.graph, self.streams, self.wire, self.large,
         ):  # fmt: skip
             print(f"checking {check.__name__.replace('_', ' ')}", flush=True)
             check()
@@ -109,7 +118,7 @@ class Checks:
     def kinds_of_input(self) -> None:
         """All families, dtypes and some k, cold and warm."""
         n = self.scale.family_elements
-        for name in FAMILIES:
+        for name in self.scale.families:
             for gradient_dtype in FLOATS:
                 for dtype in FLOATS:
                     for k in (1, n // 1000, n // 100, n // 3):
@@ -219,6 +228,8 @@ class Checks:
                     f"steady state, density {density}, step {step}", found, ef_topk_torch(gradient, residual, k)
                 )
                 residual = found[2]
+            if backend_for(self.device) is None:
+                continue  # references predict nothing
             (counters,) = state.counters()
             self.made += 1
             if counters["hits"] < 0.9 * self.scale.steps - 4:
@@ -226,40 +237,84 @@ class Checks:
 
     def graph(self) -> None:
         """A captured call, replayed, gives the same bits every time."""
-        if self.device.type != "cuda":
-            return
         n, k = self.scale.family_elements, self.scale.family_elements // 100
         gradient, residual = self.family("laplace", n, 1), self.family("normal", n, 2)
         expected, state = ef_topk_torch(gradient, residual, k), self.state(n, k)
         found = select(state, gradient, residual)
-        replay = captured(lambda: ef_topk_(gradient, residual, found[2], found[0], found[1], state))
+        replay = captured(lambda: ef_topk_(gradient, residual, found[2], found[0], found[1], state), self.device)
         for repeat in range(self.scale.repeats):
             for tensor in found:
                 tensor.zero_()
             replay()
             self.expect(f"graph, replay {repeat}", found, expected)
 
+    def streams(self) -> None:
+        """Selections that run at the same time on streams of their own, beside products of matrices."""
+        n, k = self.scale.family_elements, self.scale.family_elements // 50
+        count, on_device = self.scale.streams, self.device.type == "cuda"
+        gradients = [self.family("normal", n, seed) for seed in range(count)]
+        residuals = [self.family("laplace", n, 100 + seed) for seed in range(count)]
+        expected = [ef_topk_torch(*pair, k) for pair in zip(gradients, residuals, strict=True)]
+        states, other = [self.state(n, k) for _ in range(count)], torch.randn(512, 512, device=self.device)
+        lanes = [torch.cuda.Stream(self.device) if on_device else None for _ in range(count)]
+        synchronize(self.device)
+        for repeat in range(self.scale.repeats):
+            found: list[Found] = []
+            for lane, state, gradient, residual in zip(lanes, states, gradients, residuals, strict=True):
+                with torch.cuda.stream(lane):
+                    other @ other
+                    found.append(select(state, gradient, residual))
+            synchronize(self.device)
+            for stream, (one, right) in enumerate(zip(found, expected, strict=True)):
+                self.expect(f"stream {stream} of {count}, repeat {repeat}", one, right)
 
-def captured(work: Callable[[], object]) -> Callable[[], None]:
-    """A CUDA graph of some work that has been done before."""
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        work()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        work()
-    return graph.replay
+    def wire(self) -> None:
+        """All that a narrow format does, against torch on the host."""
+        for code in WIRE_DTYPES:
+            for block in (None, 64, 512) if code in EIGHT_BITS else (None,):
+                spec = CompressorSpec(name="wire", dtype=code, block=block)
+                for name in self.scale.families:
+                    for parts, n in ((1, 1024), (3, self.scale.family_elements)):
+                        for dtype in FLOATS:
+                            what = f"{code}, {block}, {name}, {parts} parts"
+                            for swapped in (False, True):
+                                self._wire(what, spec, parts, name, n, dtype, swapped)
 
+    def _wire(
+        self, what: str, spec: CompressorSpec, parts: int, name: str, n: int, dtype: torch.dtype, swapped: bool
+    ) -> None:
+        wholes = family(name, n + 1, 1, dtype), family("normal", n + 1, 2, torch.float32)
+        compressor = make_wire(spec, parts)
+        if self.device.type == "cuda" and not compressor.runs_on(self.device, compressor.cut(n, parts, torch.float32)):
+            self.failed.append(f"{what}: no kernel runs")
+            return
+        flag = torch.tensor([int(swapped)], dtype=torch.int32, device=self.device) if swapped else None
+        expected = wire_results(compressor, parts, wholes[0][1:], wholes[1][1:])
+        if self.device.type != "cuda":
+            flag = None  # nothing but kernels looks at it
+        there = [whole.to(self.device)[1:] for whole in wholes]
+        found = wire_results(compressor, parts, there[0], there[1], flag)
+        self.made += 1
+        if not same(tuple(one.cpu() for one in found), expected):
+            self.failed.append(f"{what}, {dtype}, swapped {swapped}")
 
-def large(device: torch.device) -> Iterator[tuple[str, bool]]:
-    """More than 2 GiB in one tensor, where there is memory for the reference: byte offsets beyond 32 bits."""
-    n = (1 << 29) + 5
-    free_bytes = torch.cuda.mem_get_info(device)[0]
-    if free_bytes < 64 * n + (8 << 30):
-        return
-    gradient, residual = torch.randn(n, device=device), torch.zeros(n, device=device)
-    state = make_state([n], [n // 10_000], device)
-    found = select(state, gradient, residual)
-    yield f"{n:,} elements", same(found, ef_topk_torch(gradient, residual, n // 10_000))
+    def large(self) -> None:
+        """Sizes of merged buckets and beyond: begun at an odd place, with NaN, and all equal; cold, then warm."""
+        for n in self.scale.large:
+            if self.device.type == "cuda" and torch.cuda.mem_get_info(self.device)[0] < REFERENCE_BYTES * n + (4 << 30):
+                self.skipped.append(f"{n:,} elements: the reference finds no memory")
+                continue
+            k = max(1, n // 1000)
+            for what in ("normal", "nan", "all equal"):
+                whole = torch.randn(n + 1, device=self.device)
+                if what == "nan":
+                    whole[:: max(2, n // 64)] = torch.nan
+                elif what == "all equal":
+                    whole.fill_(-1.25)
+                gradient, residual = whole[1:], torch.zeros(n, device=self.device)
+                state = self.state(n, k)
+                for heat in ("cold", "warm"):
+                    found = select(state, gradient, residual)
+                    self.expect(f"{n:,} elements, {what}, {heat}", found, ef_topk_torch(gradient, residual, k))
+                    residual = torch.where(found[2].isfinite(), found[2], 0.0)
+                    del found

@@ -11,7 +11,7 @@ from importlib import resources
 
 import torch
 
-from runtime.kernels import Shape, TopkState, ef_topk_, make_state, unpack_
+from runtime.kernels import ONE_BY_ONE, Shape, TopkState, ef_topk_, make_state, ms_topk_, unpack_
 from runtime.kernels.backend import Backend, backend_for
 
 MEAN = 0.1
@@ -31,6 +31,7 @@ class Buffers:
     dtypes: tuple[torch.dtype, torch.dtype]
     """Of gradients and residuals."""
     shape: Shape = field(default_factory=Shape)
+    warm_ups: int = WARM_UPS
 
     def __post_init__(self) -> None:
         gradient_dtype, dtype = self.dtypes
@@ -41,7 +42,7 @@ class Buffers:
         self.indices = torch.empty(sum(self.k), dtype=torch.int32, device=self.device)
         self.state: TopkState = make_state(self.elements, self.k, self.device, shape=self.shape)
         self.gradients = [torch.empty(n, dtype=gradient_dtype, device=self.device) for _ in range(2)]
-        for step in range(WARM_UPS):
+        for step in range(self.warm_ups):
             noise = torch.randn(n, device=self.device).add_(mean)
             self.gradients[step % 2].copy_(noise)
             self.step(step % 2)
@@ -56,6 +57,13 @@ class Buffers:
         self.state.reset()
         self.step(parity)
 
+    def by_phases(self, parity: int) -> None:
+        """A radix select of a kernel for each pass, as RadiK's: digits of 12 bits, from a cold start."""
+        self.state.reset()
+        one, other = self.residuals[parity], self.residuals[1 - parity]
+        gradient = self.gradients[parity]
+        ef_topk_(gradient, one, other, self.values, self.indices, self.state, launches=ONE_BY_ONE)
+
     def missed(self, parity: int) -> None:
         """As if the last step had been an octave larger."""
         self.state.warm[:, 0] += 1 << 23
@@ -68,6 +76,14 @@ class Buffers:
         chosen = residual.abs().topk(k, sorted=False).indices
         torch.index_select(residual, 0, chosen, out=self.values)
         residual.index_fill_(0, chosen, 0.0)
+
+    def topk(self, parity: int) -> None:
+        """torch.topk of magnitudes that are there already: no error feedback, nothing is written back."""
+        torch.topk(self._magnitudes, self.values.numel(), sorted=False)
+
+    @cached_property
+    def _magnitudes(self) -> torch.Tensor:
+        return self.residuals[0].abs()
 
     def add(self, parity: int) -> None:
         """residual + gradient alone: nobody can go below."""
@@ -84,7 +100,7 @@ class RoundsProgram:
     @cached_property
     def text(self) -> str:
         """CUDA C++."""
-        return resources.files("benchmarks.gpu_topk").joinpath("rounds.cu").read_text(encoding="utf-8")
+        return resources.files("benchmarks.gpu").joinpath("rounds.cu").read_text(encoding="utf-8")
 
     def fingerprint(self, *more: str) -> str:
         """Of the text."""
@@ -96,14 +112,15 @@ class Rounds:
 
     def __init__(self, buffers: Buffers) -> None:
         self.buffers, self.program = buffers, RoundsProgram()
-        found = backend_for(buffers.device)
-        assert found is not None
-        self.backend: Backend = found
+        self.backend: Backend | None = backend_for(buffers.device)
         self.search = torch.zeros(32, dtype=torch.int32, device=buffers.device)
 
     def step(self, parity: int) -> None:
-        """One step."""
+        """One step; without kernels that of the reference."""
         b = self.buffers
+        if self.backend is None:
+            ms_topk_(b.gradients[parity], b.residuals[0], b.residuals[1], b.values, b.indices, b.state, seed=parity)
+            return
         tensors = (b.gradients[parity], b.residuals[0], b.values, b.indices, self.search)
         words = [*(tensor.data_ptr() for tensor in tensors), b.residuals[0].numel(), b.values.numel()]
         arguments = (ctypes.c_uint64 * len(words))(*words)
