@@ -333,9 +333,7 @@ class Delayed(Mode):
         return self._pushes is not None and self.steps == 0
 
     def afterwards(self) -> Plan | None:
-        """See `Mode.afterwards`: a sharded step could not send what pushes have as residuals."""
-        fallback = self.plan.fallback
-        return None if fallback is None or fallback.sharded else fallback
+        return self.plan.fallback
 
     def go_on(self) -> None:
         if self.over:

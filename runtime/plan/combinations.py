@@ -28,7 +28,9 @@ _ONLY_DENSE = (TOPOLOGY, SELECTION, LAYER_SELECTION, WIRE, LOW_RANK)
 COMBINATIONS: Mapping[str, Mapping[str, str]] = {
     SYNCHRONOUS: {},
     SHARDED: {
-        **dict.fromkeys(_ONLY_DENSE, "ranks that share the optimizer's step push dense"),
+        **dict.fromkeys(
+            _ONLY_DENSE, "ranks that share the optimizer's step push all elements in one message, whole or narrow"
+        ),
         SHARED_NORMS: "norms need whole layers, and ranks that share the step have parts",
         SOLVER: "its model is of all-reduces, and here ranks share the optimizer's step "
         "(leave out --allow sharded-step)",
@@ -47,7 +49,9 @@ COMBINATIONS: Mapping[str, Mapping[str, str]] = {
 }
 """Mode → feature → why they do not go together; they do where nothing is said."""
 
-ALSO_EXECUTED: Mapping[str, frozenset[str]] = {DELAY: frozenset({WIRE}), LOCAL_UPDATERS: frozenset({TOPOLOGY})}
+ALSO_EXECUTED: Mapping[str, frozenset[str]] = {
+    SHARDED: frozenset({WIRE}), DELAY: frozenset({WIRE}), LOCAL_UPDATERS: frozenset({TOPOLOGY})
+}  # fmt: skip
 """Mode → features that the runtime executes with it all the same, or that mean nothing there; no pass asks for them."""
 
 

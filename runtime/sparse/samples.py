@@ -207,11 +207,20 @@ class Rounding:
     def arrived(self, sums: Tensor) -> None:
         """Remember the same elements of what came. 1-D."""
         if self._expected:
-            self._sent = sums[self._places]
+            self._sent, self._parted = sums[self._places], False
+
+    def part_arrived(self, sums: Tensor, start: int) -> None:
+        """As `arrived`, where each rank has another part of what came: this one `sums` (1-D), from element `start`."""
+        if self._expected:
+            inside = (self._places >= start) & (self._places < start + len(sums))
+            self._sent, self._parted = torch.zeros_like(self._given[0]), True
+            self._sent[inside] = sums[self._places[inside] - start].to(self._sent.dtype)
 
     def sample(self, group: dist.ProcessGroup | None, step: int) -> Sampled:
         self._expected = False
         dist.all_reduce(self._given, group=group)
+        if self._parted:
+            dist.all_reduce(self._sent, group=group)
         gradient, accumulated = self._given
         lost, gradient = (accumulated - self._sent).abs_(), gradient.abs()
         used = gradient > 0.0
