@@ -166,8 +166,8 @@ class Mode:
     def go_on(self) -> None:
         """No other plan follows the step that has been exchanged."""
 
-    def send_whole(self, bucket: int, following: Plan) -> bool:
-        """Return whether the mode itself sees to it that a bucket sends everything from now on, as `following` says."""
+    def send_as(self, bucket: int, following: Plan) -> bool:
+        """Return whether the mode itself sees to it that a bucket is sent as `following` says from now on."""
         return False
 
     def report(self) -> StepReport | None:

@@ -340,11 +340,11 @@ class Delayed(Mode):
             self.end()
             self.host.put(self.make_exchange())
 
-    def send_whole(self, bucket: int, following: Plan) -> bool:
-        """See `Mode.send_whole`: from the next push on, while ranks are delayed."""
+    def send_as(self, bucket: int, following: Plan) -> bool:
+        """See `Mode.send_as`: from the next push on, while ranks are delayed."""
         if self._pushes is None:
             return False
-        self._pushes.push_whole(bucket)
+        self._pushes.push_as(bucket, following.buckets[bucket].compressor)
         self.plan = following
         return True
 

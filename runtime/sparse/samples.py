@@ -189,20 +189,35 @@ class Rounding:
     def expect(self) -> None:
         self._expected = True
 
-    def keep(self, gradient: Tensor, unsent: Callable[[], Tensor], step: int) -> None:
+    @property
+    def expected(self) -> bool:
+        """Whether the step is to be sampled."""
+        return self._expected
+
+    def keep(
+        self, gradient: Tensor, unsent: Callable[[], Tensor], step: int, *, start: int = 0, elements: int | None = None
+    ) -> None:  # fmt: skip
         """Where the step is to be sampled, remember some elements of what this rank has to send: of its gradient and
-        its residual, which `unsent` returns; both 1-D.
+        its residual, which `unsent` returns; both 1-D. `start`, `elements`: where in a vector of so many they begin,
+        of which each rank has a part to send; by default each has all.
         """
         if not self._expected:
             return
-        residual = unsent()
-        if len(gradient) <= DRAWN:
-            self._places = torch.arange(len(gradient), device=gradient.device)
+        residual, elements = unsent(), len(gradient) if elements is None else elements
+        if elements <= DRAWN:
+            self._places = torch.arange(elements, device=gradient.device)
         else:  # by chance, for what is amiss may come back with each block; the same ones on all ranks
             lots = torch.Generator().manual_seed(seed_of(f"sampled\n{self.bucket.slots[0].name}", step))
-            self._places = torch.randint(len(gradient), (DRAWN,), generator=lots).to(gradient.device)
-        own, held = gradient[self._places].to(residual.dtype), residual[self._places]
+            self._places = torch.randint(elements, (DRAWN,), generator=lots).to(gradient.device)
+        own, held = self._of_part(gradient.to(residual.dtype), start), self._of_part(residual, start)
         self._given = torch.stack((own, own + held))
+
+    def _of_part(self, part: Tensor, start: int) -> Tensor:
+        """Return the elements to remember of a part that begins there; 0 where they are in others."""
+        inside = (self._places >= start) & (self._places < start + len(part))
+        found = part.new_zeros(len(self._places))
+        found[inside] = part[self._places[inside] - start]
+        return found
 
     def arrived(self, sums: Tensor) -> None:
         """Remember the same elements of what came. 1-D."""
@@ -210,11 +225,11 @@ class Rounding:
             self._sent, self._parted = sums[self._places], False
 
     def part_arrived(self, sums: Tensor, start: int) -> None:
-        """As `arrived`, where each rank has another part of what came: this one `sums` (1-D), from element `start`."""
+        """As `arrived`, where ranks have other parts, or other summands, of what came: this one `sums` (1-D), from
+        element `start`; what it has nothing of is 0.
+        """
         if self._expected:
-            inside = (self._places >= start) & (self._places < start + len(sums))
-            self._sent, self._parted = torch.zeros_like(self._given[0]), True
-            self._sent[inside] = sums[self._places[inside] - start].to(self._sent.dtype)
+            self._sent, self._parted = self._of_part(sums, start).to(self._given.dtype), True
 
     def sample(self, group: dist.ProcessGroup | None, step: int) -> Sampled:
         self._expected = False
