@@ -182,8 +182,9 @@ class ShardedStep:
         """After a step that has raised this rank's weights are what that has made of them, also if they are rounded."""
         began = self._groups is not None
         self._swap_back()
-        for part in self._exchange.parts if began else ():
-            part.round_own()
+        for home in self._homes if began and self._rounds else ():
+            home.part.round_own()
+            home.hand_out()
 
     def _collect_weights(self) -> None:
         """Copy weights to the buffers, wherever a script has put them, and what it has changed of rounded ones to their

@@ -108,8 +108,8 @@ def fail(_gradient: Tensor) -> None:
 def life(spec: CompressorSpec, updates: UpdatePlan, seed: int) -> bool:
     """Whether a run of many fates ends with weights that have seen every gradient: bit for bit where codes are exact.
 
-    Steps accumulate, are not finite on one rank, fail on all, and go on from checkpoints; plans change to other
-    buckets, whole or selected from, shared or not.
+    Steps accumulate, in `no_sync` or on averages, are not finite on one rank, fail on all, and go on from checkpoints;
+    plans change to other buckets, whole or selected from, shared or not.
     """
     fates = random.Random(seed)
     model, optimizer, session = attached(spec, updates, sgd)
@@ -134,15 +134,20 @@ def life(spec: CompressorSpec, updates: UpdatePlan, seed: int) -> bool:
     for _ in range(14):
         # After a failure views may still be on their way, until the next forward.
         optimizer.zero_grad(set_to_none=fates.random() < 0.5 or fate == "fail")
-        fate = fates.choice(("step", "step", "accumulate", "infinite", "fail", "switch", "save"))
+        fate = fates.choice(("step", "step", "accumulate", "again", "infinite", "fail", "switch", "save"))
         match fate:
             case "accumulate":
                 with session.no_sync():
                     backward()
                 backward()
                 optimizer.step()
+            case "again" if session.plan.sharded:
+                backward()
+                backward()
+                optimizer.step()
             case "infinite":
-                odd = {name: torch.full_like(p, torch.inf if rank else 1.0) for name, p in model.named_parameters()}
+                odd = {name: torch.ones_like(p) for name, p in model.named_parameters()}
+                odd["a"][0, 0] = torch.inf if rank else 1.0  # of which one rank owns the sum
                 model(odd).backward()
                 norm = nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
                 assert not norm.isfinite(), "all ranks have to skip the step"
@@ -160,17 +165,23 @@ def life(spec: CompressorSpec, updates: UpdatePlan, seed: int) -> bool:
             case _:
                 backward()
                 optimizer.step()
+    left = ended(model, optimizer, session)
+    exact = spec.dtype not in EIGHT_BITS or spec.dtype == "float8_e4m3fn"
+    expected = [weight - RATE * total for weight, total in zip(first, due, strict=True)]
+    pairs = list(zip(expected, model.parameters(), strict=True))
+    near = all(torch.equal(a, b) if exact else torch.allclose(a, b, rtol=1e-6, atol=1e-3) for a, b in pairs)
+    return near and not left and agreed(model)
+
+
+def ended(model: nn.Module, optimizer: Optimizer, session: Session) -> bool:
+    """Make a step of gradients that are 0 by a plan that sends everything; return whether anything is left then."""
     session.switch(plan_of(model, 2))
     optimizer.zero_grad()
     model({name: torch.zeros_like(p) for name, p in model.named_parameters()}).backward()
     optimizer.step()
     left = session.state_dict().keys() != {"plan", "ranks"}
     session.detach()
-    exact = spec.dtype not in EIGHT_BITS or spec.dtype == "float8_e4m3fn"
-    expected = [weight - RATE * total for weight, total in zip(first, due, strict=True)]
-    pairs = list(zip(expected, model.parameters(), strict=True))
-    near = all(torch.equal(a, b) if exact else torch.allclose(a, b, rtol=1e-6, atol=1e-3) for a, b in pairs)
-    return near and not left and agreed(model)
+    return left
 
 
 def lives() -> dict[str, bool]:
@@ -236,7 +247,12 @@ def changed() -> dict[str, bool]:
     """What a script makes of rounded weights counts, element by element; what it leaves keeps its last bits. A step
     that raises undoes nothing.
     """
-    model, optimizer, session = attached(None, ROUNDED, sgd)
+
+    def in_groups(parameters: Any) -> Optimizer:
+        first, *rest = parameters
+        return torch.optim.SGD([{"params": [first]}, {"params": rest}], lr=RATE)
+
+    model, optimizer, session = attached(None, ROUNDED, in_groups)
     taught(model, optimizer, range(3))
     with session.global_weights():
         before = {name: p.detach().clone() for name, p in model.named_parameters()}
@@ -244,18 +260,19 @@ def changed() -> dict[str, bool]:
         model.a[2:] = 1.001  # type: ignore[index,operator]
         model.d.data = model.d.data.clone()  # type: ignore[union-attr,operator]
         before["a"][2:] = 1.001
-    group, rate = optimizer.param_groups[0], RATE
+    group = optimizer.param_groups[1]
     group["lr"] = "high"
     results = {"raised": False}
     try:
         taught(model, optimizer, range(3, 4))
     except TypeError:
         results["raised"] = True
-    group["lr"] = rate
+    group["lr"] = RATE
     taught(model, optimizer, range(3, 4))
     session.detach()
     gradients = average(3)
-    expected = [(before[name] - rate * gradients[name]) for name, _ in model.named_parameters()]
+    before["a"] -= RATE * gradients["a"]  # the step that raised had come so far
+    expected = [(before[name] - RATE * gradients[name]) for name, _ in model.named_parameters()]
     return results | {"counts": same(expected, model.parameters())}
 
 
@@ -295,6 +312,37 @@ def checkpoints() -> dict[str, bool]:
         if what == "other buckets":
             session.load_state_dict(everyone)
         session.detach()
+    return results
+
+
+def alone() -> dict[str, bool]:
+    """A backward that fails on one rank is no step of any: others are told, and no residual moves. What a script has
+    put in the place of a gradient that nobody uses is added to what a residual brings.
+    """
+    model, optimizer, session = attached(CompressorSpec(name="wire", dtype="bfloat16"), SHARED, sgd)
+    first = {name: p.detach().clone() for name, p in model.named_parameters()}
+    taught(model, optimizer, range(1))
+    before = copy.deepcopy(session.state_dict()["carried"]["residuals"])
+    results = {"something is held back": all(bool(before[name].any()) for name in "abd")}
+    failing = dist.get_rank() == 1
+    handle = model.c.register_hook(fail) if failing else None  # type: ignore[operator,union-attr]
+    said = "CommunicationError: an exception ended"
+    with suppress(ArithmeticError):
+        said = raised(lambda: model(lesson(1, dist.get_rank())).backward())
+    if handle is not None:
+        handle.remove()
+    results["told"] = said.startswith("CommunicationError") and "an exception ended" in said
+    held = session.state_dict()["carried"]["residuals"]
+    results["residuals are what they were"] = all(torch.equal(held[name], before[name]) for name in before)
+    taught(model, optimizer, range(3, 4))
+    optimizer.zero_grad()
+    model.b.grad = torch.full_like(model.b, 4.0)  # type: ignore[assignment,arg-type]
+    model({"c": torch.zeros(())}).backward()
+    optimizer.step()
+    results["nothing is left"] = not ended(model, optimizer, session)
+    due = {name: gradient + average(3)[name] for name, gradient in average(0).items()}
+    due["b"] += 4.0
+    results["nothing is lost"] = all(torch.equal(first[n] - RATE * due[n], p) for n, p in model.named_parameters())
     return results
 
 
@@ -361,5 +409,5 @@ def refused() -> dict[str, bool]:
 
 CHECKS: dict[str, Callable[[], dict[str, Any]]] = {
     "narrow lives": lives, "rounded weights": weights, "rounded weights changed": changed,
-    "narrow checkpoints": checkpoints, "narrow norms": norms, "narrow refusals": refused,
+    "narrow checkpoints": checkpoints, "narrow failures": alone, "narrow norms": norms, "narrow refusals": refused,
 }  # fmt: skip
