@@ -15,7 +15,7 @@ TOPOLOGY, SELECTION, LAYER_SELECTION, WIRE, LOW_RANK, SHARED_NORMS, SOLVER = (
 
 FEATURES: Mapping[str, str] = {
     TOPOLOGY: "collectives of several messages: 2D-torus, trees, HiTopKComm",
-    SELECTION: "some elements of buckets, the largest or by chance, with error feedback (top-k, random-k)",
+    SELECTION: "some elements of buckets, with error feedback (top-k, random-k)",
     LAYER_SELECTION: "a number of elements for each layer",
     WIRE: "a narrower dtype on the wire",
     LOW_RANK: "matrices as products of thin ones",
