@@ -139,8 +139,8 @@ def check_plan(parameters: Mapping[str, nn.Parameter], plan: Plan, ranks: int) -
     return None if problem is None else f"the plan's fallback: {problem}"
 
 
-def check_switch(plan: Plan, at_step: object, step: int, *, residuals: bool) -> str | None:
-    """Return why a run cannot switch to a plan at `at_step`, or None. `residuals`: whether it may have kept any."""
+def check_switch(plan: Plan, at_step: object, step: int) -> str | None:
+    """Return why a run cannot switch to a plan at `at_step`, or None."""
     if not isinstance(at_step, int) or isinstance(at_step, bool):
         return f"at_step: found {at_step!r}, expected the number of a step, {step} or later"
     if at_step < step:
@@ -149,8 +149,6 @@ def check_switch(plan: Plan, at_step: object, step: int, *, residuals: bool) -> 
             f"at the next step"
         )
     mode = asked_modes(plan)[0]
-    if residuals and mode.drops_residuals is not None:
-        return f"the plan's updates.step: {mode.drops_residuals}"
     return mode.attach_reason or mode.late_reason
 
 
@@ -206,12 +204,19 @@ def _check_mode(parameters: Mapping[str, nn.Parameter], plan: Plan) -> str | Non
         )
     if problem := mode.check_plan(plan, parameters) or interface_problem(plan):
         return problem
+    if plan.rounds_weights and not plan.sharded:
+        return (
+            f"the plan's updates.step.weights: found them in a plan whose ranks do not share the step, and gather no "
+            f"weights; expected none there, or sharded true beside it: {HINT}"
+        )
     against = {
         feature: reason
         for feature, reason in combinations.COMBINATIONS[mode.name].items()
         if feature not in combinations.ALSO_EXECUTED.get(mode.name, ())
     }
     forms = "all_reduce/library without a compressor"
+    if combinations.WIRE not in against:
+        forms += " or with wire"
     if combinations.SELECTION not in against:
         forms += ", or sparse/flat with one density"
     for index, bucket in enumerate(plan.buckets):

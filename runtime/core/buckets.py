@@ -6,8 +6,9 @@ where `.grad` already is the view), as DDP does, so that equal buckets give equa
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import count, groupby
 from sys import getrefcount
 from typing import Any
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 
 from runtime.comm.communicator import Payload
 from runtime.errors import InputError
-from runtime.plan import Plan
+from runtime.plan import Plan, PlanBucket
 from runtime.torch_compat import held_by_torch
 
 LARGE_BYTES = 64 * 1024
@@ -133,11 +134,16 @@ class SavedGrad:
         gradient = slot.parameter.grad
         return cls(slot, gradient, gradient.detach().clone() if gradient is slot.view else None)
 
+    @property
+    def values_before(self) -> Tensor | None:
+        """What it was."""
+        before = self.values if self.values is not None else self.gradient
+        return None if before is None else before.detach()
+
     def add(self) -> None:
         """Add what it was to what has come."""
-        before = self.values if self.values is not None else self.gradient
-        if before is not None:
-            self.slot.view.add_(before.detach())
+        if self.values_before is not None:
+            self.slot.view.add_(self.values_before)
 
     def give_back(self) -> None:
         """Make `.grad` what it was."""
@@ -254,22 +260,28 @@ def _small_runs(message: Message) -> list[Tensor]:
 
 
 def make_plain_buckets(
-    plan: Plan, parameters: Mapping[str, nn.Parameter], tail_elements: int = 0, parts: int = 1
-) -> list[BucketBuffer]:
-    """Make buckets that send all gradients as they are; see `lay_out`, with `tail_elements` behind the last bucket."""
+    plan: Plan, parameters: Mapping[str, nn.Parameter], tail_elements: int = 0,
+    length_of: Callable[[PlanBucket, int], int] | None = None,
+) -> list[BucketBuffer]:  # fmt: skip
+    """Make buckets that send all gradients as they are; see `lay_out`, with `tail_elements` behind the last bucket.
+    `length_of`: (bucket, elements of one of its flat buffers) → how long that is; by default as long.
+    """
     buckets: list[BucketBuffer] = []
     places = count()
     for index, planned in enumerate(plan.buckets):
         members = [Slot(name, next(places), parameters[name]) for name in planned.gradients]
         tail = tail_elements if index == len(plan.buckets) - 1 else 0
         label = f"bucket {index} ({planned.collective}/{planned.algorithm}, {members[0].name} … {members[-1].name})"
-        buckets.append(BucketBuffer(index, members, lay_out(members, tail, parts), label))
+        padded = None if length_of is None else partial(length_of, planned)
+        buckets.append(BucketBuffer(index, members, lay_out(members, tail, padded), label))
     return buckets
 
 
-def lay_out(slots: Sequence[Slot], tail_elements: int = 0, parts: int = 1) -> list[Message]:
-    """Make a flat buffer per dtype, in order of first appearance, of lengths that `parts` divides; the first has the
-    tail.
+def lay_out(
+    slots: Sequence[Slot], tail_elements: int = 0, length_of: Callable[[int], int] | None = None
+) -> list[Message]:
+    """Make a flat buffer per dtype, in order of first appearance, as long as `length_of` says of its elements; the
+    first has the tail.
     """
     by_dtype: dict[torch.dtype, list[Slot]] = {}
     for slot in slots:
@@ -278,7 +290,8 @@ def lay_out(slots: Sequence[Slot], tail_elements: int = 0, parts: int = 1) -> li
     for dtype, members in by_dtype.items():
         numel = sum(slot.parameter.numel() for slot in members)
         elements = numel + (tail_elements if not messages else 0)
-        flat = torch.zeros(-(-elements // parts) * parts, dtype=dtype, device=members[0].parameter.device)
+        length = elements if length_of is None else length_of(elements)
+        flat = torch.zeros(length, dtype=dtype, device=members[0].parameter.device)
         messages.append(Message(flat, members))
     return messages
 
@@ -304,11 +317,12 @@ def is_dense(tensor: Tensor) -> bool:
 class Part:
     """What one rank has of a message of a bucket, cut into as many equal parts as there are ranks."""
 
-    def __init__(self, message: Message, rank: int, ranks: int) -> None:
+    def __init__(self, message: Message, rank: int, ranks: int, share: int | None = None) -> None:
+        """`share`: elements of a part; by default as few as there can be."""
         self.message, self.rank, self.ranks = message, rank, ranks
         self.numel = sum(slot.parameter.numel() for slot in message.slots)
-        self.share = -(-self.numel // ranks)
-        """Elements of a part; the last one may be shorter, and is filled up."""
+        self.share = -(-self.numel // ranks) if share is None else share
+        """Elements of a part; the last ones may be shorter, and are filled up."""
 
     def cuts(self) -> Iterator[tuple[Slot, int, slice]]:
         """Yield of what is in this rank's part (parameter, first of its elements in memory order, where they lie)."""

@@ -29,11 +29,12 @@ from runtime.core.buckets import BucketBuffer, SavedGrad
 from runtime.core.exchange import ErrorFeedback, Launcher
 from runtime.core.usage import used_on_any
 from runtime.delay.nodes import IntraNodeAllReduce, IntraNodeBroadcast, NodeLinks
+from runtime.delay.pushes import NarrowedPush
 from runtime.delay.server import Rates, Server
 from runtime.delay.staleness import NO_DISTANCE
 from runtime.monitor.pace import NO_TIMING
 from runtime.monitor.recorder import Recorder
-from runtime.plan import Plan
+from runtime.plan import CompressorSpec, Plan
 from runtime.sparse.compressed import all_finite
 from runtime.sparse.samples import Selecting, Watched
 from runtime.torch_compat import queued_to
@@ -114,9 +115,15 @@ class PushResiduals(ErrorFeedback):
         return any(shard.compresses for shard in self._server.shards[bucket.index])
 
     def watched(self) -> list[Watched]:
-        """See `ErrorFeedback.watched`: the pushes that are selected from by magnitude."""
-        pushed = [shards[0] for shards in self._server.shards if shards[0].by_magnitude and shards[0].k]
-        return [Selecting(shard.message.slots[0].bucket, shard.k, shard.sums) for shard in pushed]
+        """See `ErrorFeedback.watched`: the pushes that are selected from by magnitude, or narrow."""
+        pushed = [shards[0] for shards in self._server.shards]
+        found: list[Watched] = [
+            Selecting(shard.message.slots[0].bucket, shard.k, shard.sums)
+            for shard in pushed
+            if shard.by_magnitude and shard.k
+        ]
+        narrow = (shard.push for shard in pushed if shard.numel)
+        return found + [push.watched for push in narrow if isinstance(push, NarrowedPush) and push.watched is not None]
 
     def state(self) -> dict[str, Any]:
         residuals = self._server.residuals()
@@ -192,12 +199,12 @@ class Pushes(Launcher):
         """The last ones, until a local update takes them."""
         self._spare: list[PendingPull] = []
 
-    def push_whole(self, index: int) -> None:
-        """Let a bucket push everything from the next step on, and first its residual."""
+    def push_as(self, index: int, compressor: CompressorSpec) -> None:
+        """Let a bucket push so from the next step on, and its residual with it; nothing is selected from it then."""
         if index in self._before:
             self._between.wait(self._before[index])
         for shard in self.server.shards[index]:
-            shard.push_whole()
+            shard.push_as(compressor)
 
     def launch(self, bucket: BucketBuffer) -> None:
         before = self._before.get(bucket.index)

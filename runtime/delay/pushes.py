@@ -19,12 +19,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from runtime.comm.collectives.phases import add_up, all_to_all
+from runtime.core.buckets import BucketBuffer
 from runtime.plan import NO_COMPRESSION, CompressorSpec
 from runtime.sparse.compressed import ResidualBuffers
 from runtime.sparse.compressors import make_compressor
 from runtime.sparse.compressors.magnitudes import seed_of
 from runtime.sparse.compressors.sparse import SparseCompressor
 from runtime.sparse.compressors.wire import make_wire
+from runtime.sparse.samples import Rounding
 
 WORD_BYTES = 8
 """Rows begin at multiples of it, so that any dtype may lie in them."""
@@ -199,17 +201,36 @@ class NarrowedPush(_WithResidual):
         self._cut, self._share, self._place = self._compressor.cut(share, 1, self.dtype), share, place
         self.rows = Rows(peers, self._cut.row_bytes, metadata_bytes, device)
         self._sent, self._received = (of[:, : self._cut.row_bytes] for of in (self.rows.sent, self.rows.received))
+        self.watched: Rounding | None = None
+        self._first, self._elements = 0, elements
+
+    def watch(self, bucket: BucketBuffer, first: int, elements: int) -> None:
+        """Let the bucket be sampled, of whose elements these are the ones from number `first` on."""
+        self.watched = Rounding(bucket, feedback=self._compressor.error_feedback)
+        self._first, self._elements = first, elements
 
     def residual(self) -> Tensor | None:
         return self.held.residual if self._compressor.error_feedback else None
 
+    def sent(self) -> Tensor:
+        """Return what was sent last. Shape as the residual's."""
+        whole = torch.zeros_like(self._addend)
+        for peer, part in enumerate(whole.split(self._share) if self._share else ()):
+            self._compressor.decode(self._sent[peer : peer + 1], part, self._cut)
+        return whole
+
     def pack(self, vector: Tensor, scale: float, finite: Tensor, step: int) -> None:
         addend, old, new = self.scaled(vector, scale), self.held.residual, self.held.following
+        watched = self.watched if self.watched is not None and self.watched.expected else None
+        if watched is not None:
+            watched.keep(addend, lambda: old, step, start=self._first, elements=self._elements)
         for peer in range(len(self._sent)):
             part = slice(peer * self._share, (peer + 1) * self._share)
             before, after = (old[part], new[part]) if self._compressor.error_feedback else (None, None)
             seed = seed_of(f"{self._place}\n{peer}", step)
             self._compressor.compress(addend[part], before, after, self._sent[peer : peer + 1], self._cut, seed)
+        if watched is not None:  # now, for nobody waits until the sums have come
+            watched.part_arrived(self.sent(), self._first)
         self.held.commit(finite)
 
     def add_up(self, total: Tensor) -> None:

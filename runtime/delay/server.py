@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from runtime.comm.world import World
 from runtime.core.buckets import BucketBuffer, Message, Part, Slot
-from runtime.delay.pushes import SelectedPush, WholePush, make_push
+from runtime.delay.pushes import NarrowedPush, Push, SelectedPush, WholePush, make_push
 from runtime.errors import InputError
 from runtime.plan import NO_COMPRESSION, CompressorSpec
 
@@ -88,12 +88,8 @@ class Shard(Part):
         first = self.place.start
         self._mine = slice(first, max(first, min(first + self.node_share, self.numel)))
         """In a vector of all parts, the elements that this rank pushes."""
-        elements = self._mine.stop - first
         self._per_node, self._metadata_bytes = ranks_per_node, metadata_bytes
-        self.push = make_push(
-            compressor, elements, self.share, ranks // ranks_per_node, flat.dtype, flat.device, metadata_bytes,
-            place=f"{rank}\n{message.slots[0].name}",
-        )  # fmt: skip
+        self.push = self._make_push(compressor)
         self.compresses, self.by_magnitude = compressor != NO_COMPRESSION, compressor.name == "topk"
         self.total = flat.new_zeros(self.share)
         """The sum of what was pushed, in order of workers: the averaged gradient. Shape (share,)."""
@@ -103,6 +99,16 @@ class Shard(Part):
             Piece(slot, start, place, nn.Parameter(self.weights[place]), self.total[place])
             for slot, start, place in self.cuts()
         ]
+
+    def _make_push(self, compressor: CompressorSpec) -> Push:
+        flat, first, slot = self.message.flat, self._mine.start, self.message.slots[0]
+        push = make_push(
+            compressor, self._mine.stop - first, self.share, self.ranks // self._per_node, flat.dtype, flat.device,
+            self._metadata_bytes, place=f"{self.rank}\n{slot.name}",
+        )  # fmt: skip
+        if isinstance(push, NarrowedPush):
+            push.watch(slot.bucket, first, self.numel)
+        return push
 
     def whole(self) -> Tensor:
         return self.total.new_zeros(self.ranks * self.share)
@@ -151,11 +157,16 @@ class Shard(Part):
         dist.all_reduce(both, group=group)
         return both[0], both[1]
 
-    def push_whole(self) -> None:
-        """From the next step on everything is pushed, and first the residual; nothing may be on its way."""
-        flat, workers = self.message.flat, self.ranks // self._per_node
-        whole = WholePush(self.share, workers, flat.dtype, flat.device, self._metadata_bytes)
-        whole.pending, self.push = self.push.residual(), whole
+    def push_as(self, compressor: CompressorSpec) -> None:
+        """Push so from the next step on, where nothing is selected, and with it the residual; nothing may be on its
+        way.
+        """
+        held, self.push = self.push.residual(), self._make_push(compressor)
+        kept = self.push.residual()
+        if isinstance(self.push, WholePush):
+            self.push.pending = held
+        elif held is not None and kept is not None:
+            kept.copy_(held)
 
     def phases(self, group: dist.ProcessGroup) -> Iterator[dist.Work]:
         yield from self.push.rows.phases(group)

@@ -74,8 +74,6 @@ class Mode:
     """What it does in the place of the optimizer's step, as what follows "the plan": no wrapper may do a part of it."""
     late_reason: ClassVar[str | None] = None
     """Why a run that has begun cannot switch to it; None: it can."""
-    drops_residuals: ClassVar[str | None] = None
-    """Why it cannot follow steps that keep residuals; None: it sends them."""
     aside_reason: ClassVar[str | None] = None
     """Why nothing else may train the model while the session is put aside; None: it may."""
     sends: ClassVar[str | None] = None
@@ -168,8 +166,8 @@ class Mode:
     def go_on(self) -> None:
         """No other plan follows the step that has been exchanged."""
 
-    def send_whole(self, bucket: int, following: Plan) -> bool:
-        """Return whether the mode itself sees to it that a bucket sends everything from now on, as `following` says."""
+    def send_as(self, bucket: int, following: Plan) -> bool:
+        """Return whether the mode itself sees to it that a bucket is sent as `following` says from now on."""
         return False
 
     def report(self) -> StepReport | None:
@@ -188,10 +186,19 @@ class Mode:
         """Continue from what `Session.load_state_dict` was given; return the next step's number. Raises InputError."""
         shapes = {name: parameter.shape for name, parameter in self.host.parameters.items()}
         carried = state_of_rank(state, self.host.world.rank, self.host.world.ranks, shapes)
-        if self.drops_residuals is not None and carried.get("residuals"):
-            raise InputError(f"the state: {self.drops_residuals}")
+        given = [state] if isinstance(state, dict) else state
+        if saved := [one["weights"] for one in given if one.get("weights")]:
+            self.take_weights(saved)
         self.host.exchange.carried.load_state(carried, self.host.parameters)
         return self.host.step
+
+    def take_weights(self, saved: Sequence[dict[str, Any]]) -> None:
+        """Continue with the weights before rounding that a state has, or those of all ranks. Raises InputError."""
+        raise InputError(
+            "the state: found weights in float32 of a run that gathered them in bfloat16 (updates.step.weights), of "
+            "which ranks keep no parts here; expected a plan that gathers them so, on several ranks: go on with that, "
+            "or save the model inside session.global_weights() there, and load the state without its weights"
+        )
 
     def optimizer_state_dict(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         return optimizer.state_dict()

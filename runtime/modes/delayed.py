@@ -333,20 +333,18 @@ class Delayed(Mode):
         return self._pushes is not None and self.steps == 0
 
     def afterwards(self) -> Plan | None:
-        """See `Mode.afterwards`: a sharded step could not send what pushes have as residuals."""
-        fallback = self.plan.fallback
-        return None if fallback is None or fallback.sharded else fallback
+        return self.plan.fallback
 
     def go_on(self) -> None:
         if self.over:
             self.end()
             self.host.put(self.make_exchange())
 
-    def send_whole(self, bucket: int, following: Plan) -> bool:
-        """See `Mode.send_whole`: from the next push on, while ranks are delayed."""
+    def send_as(self, bucket: int, following: Plan) -> bool:
+        """See `Mode.send_as`: from the next push on, while ranks are delayed."""
         if self._pushes is None:
             return False
-        self._pushes.push_whole(bucket)
+        self._pushes.push_as(bucket, following.buckets[bucket].compressor)
         self.plan = following
         return True
 

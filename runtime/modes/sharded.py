@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,11 +14,10 @@ from runtime.core.buckets import make_plain_buckets
 from runtime.core.exchange import Exchange
 from runtime.modes.base import Host, Mode
 from runtime.optimizers.kinds import find_missing, find_not_elementwise
-from runtime.plan import Plan
+from runtime.plan import HINT, NO_COMPRESSION, Plan
 from runtime.plan.combinations import SHARDED
-from runtime.sharded.exchange import ReduceScatter
+from runtime.sharded.exchange import ReduceScatter, padded_length
 from runtime.sharded.step import NEVER, ShardedStep, StepReport, find_shared_memory
-from runtime.sparse.residuals import ErrorFeedbackState
 
 
 class Sharded(Mode):
@@ -25,16 +26,42 @@ class Sharded(Mode):
     name = SHARDED
     what = "a sharded step"
     owns_step = "has ranks share the optimizer's step"
-    drops_residuals = (
-        "found a plan whose ranks share the optimizer's step, after one that holds gradients back, which it cannot "
-        "send; expected an exact plan without `updates.step` for a step first: session.switch to it, train a step, "
-        "then switch"
-    )
     sends = "reduce_scatter"
 
     def __init__(self, plan: Plan, host: Host) -> None:
         super().__init__(plan, host)
         self._step: ShardedStep | None = None
+
+    @classmethod
+    def check_plan(cls, plan: Plan, parameters: Mapping[str, nn.Parameter]) -> str | None:
+        """See `Mode.check_plan`: of narrow buckets, and of weights that are gathered in bfloat16."""
+        for index, bucket in enumerate(plan.buckets):
+            dtypes = {parameters[gradient].dtype for gradient in bucket.gradients}
+            if bucket.compressor != NO_COMPRESSION and len(dtypes) > 1:
+                return (
+                    f"bucket {index} has the compressor {bucket.compressor.name!r} and several dtypes, and its ranks "
+                    f"share the optimizer's step; expected one dtype in it: divide it"
+                )
+        assert plan.updates is not None
+        assert plan.updates.step is not None
+        weights, where = plan.updates.step.weights, "the plan's updates.step.weights"
+        if weights is None:
+            return None
+        if weights != "bfloat16":
+            return f"{where}: found {weights!r}, expected 'bfloat16', or none for weights as they are: {HINT}"
+        if plan.accuracy == "exact":
+            return (
+                f"{where}: found {weights} in a plan whose accuracy is exact, but rounded weights are not those of "
+                f'DDP; expected none there: set "accuracy" to "bounded" if rounding them is meant'
+            )
+        odd = next((n for n in plan.gradients if parameters[n].is_complex() or parameters[n].dtype.itemsize > 4), None)
+        if odd is not None:
+            return (
+                f"{where}: found {weights}, but {odd} is {str(parameters[odd].dtype).removeprefix('torch.')}; expected "
+                f"parameters of at most 32 bits (float32 is rounded, 16 bits are gathered as they are): convert it "
+                f"before attach, or leave weights out"
+            )
+        return None
 
     @classmethod
     def check_optimizer(
@@ -57,9 +84,10 @@ class Sharded(Mode):
 
     def make_exchange(self) -> Exchange:
         host = self.host
-        buckets = make_plain_buckets(self.plan, host.parameters, parts=host.world.ranks)
-        launcher = ReduceScatter(buckets, host.world, host.recorder, host.device)
-        return Exchange(self.plan, host.parameters, buckets, launcher, ErrorFeedbackState(), host.recorder)
+        length_of = partial(padded_length, host.world.ranks)
+        buckets = make_plain_buckets(self.plan, host.parameters, length_of=length_of)
+        launcher = ReduceScatter(self.plan, buckets, host.world, host.recorder, host.device, host.loss_scale)
+        return Exchange(self.plan, host.parameters, buckets, launcher, launcher.carried, host.recorder)
 
     def begin(self, exchange: Exchange) -> None:
         """See `Mode.begin`: each rank keeps its part of the optimizer's state."""
@@ -78,6 +106,25 @@ class Sharded(Mode):
     def report(self) -> StepReport | None:
         planned = self.plan.updates.step if self.plan.updates else None
         return None if self._step is None else self._step.report(planned.gather_us if planned else None)
+
+    @contextmanager
+    def global_weights(self) -> Iterator[None]:
+        """See `Mode.global_weights`: in float32, where they are rounded to be gathered."""
+        assert self._step is not None
+        with self._step.global_weights():
+            yield
+
+    def state(self) -> dict[str, Any]:
+        """See `Mode.state`: with this rank's part of the weights, where these are rounded to be gathered."""
+        masters = None if self._step is None else self._step.master_state()
+        return super().state() | ({"rank": self.host.world.rank, "weights": masters} if masters else {})
+
+    def take_weights(self, saved: Sequence[dict[str, Any]]) -> None:
+        """See `Mode.take_weights`. Raises InputError also where this rank's part is not all there."""
+        if self._step is None or not self.plan.rounds_weights:
+            super().take_weights(saved)
+        else:
+            self._step.load_masters(saved)
 
     def optimizer_state_dict(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         """See `Mode.optimizer_state_dict`: put together of all ranks' parts, on the host."""

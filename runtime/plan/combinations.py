@@ -15,9 +15,9 @@ TOPOLOGY, SELECTION, LAYER_SELECTION, WIRE, LOW_RANK, SHARED_NORMS, SOLVER = (
 
 FEATURES: Mapping[str, str] = {
     TOPOLOGY: "collectives of several messages: 2D-torus, trees, HiTopKComm",
-    SELECTION: "the largest elements of buckets, with error feedback (top-k)",
+    SELECTION: "some elements of buckets, with error feedback (top-k, random-k)",
     LAYER_SELECTION: "a number of elements for each layer",
-    WIRE: "a narrower dtype on the wire, and other compressors",
+    WIRE: "a narrower dtype on the wire",
     LOW_RANK: "matrices as products of thin ones",
     SHARED_NORMS: "norms of layers that ranks compute for each other (LARS, LAMB)",
     SOLVER: "the constraint program's word on an exact schedule (`--solver cpsat`)",
@@ -47,7 +47,9 @@ COMBINATIONS: Mapping[str, Mapping[str, str]] = {
 }
 """Mode → feature → why they do not go together; they do where nothing is said."""
 
-ALSO_EXECUTED: Mapping[str, frozenset[str]] = {DELAY: frozenset({WIRE}), LOCAL_UPDATERS: frozenset({TOPOLOGY})}
+ALSO_EXECUTED: Mapping[str, frozenset[str]] = {
+    SHARDED: frozenset({WIRE}), DELAY: frozenset({WIRE}), LOCAL_UPDATERS: frozenset({TOPOLOGY})
+}  # fmt: skip
 """Mode → features that the runtime executes with it all the same, or that mean nothing there; no pass asks for them."""
 
 
@@ -60,11 +62,11 @@ def features_of_bucket(collective: str, algorithm: str, compressor: str, *, by_l
     """The features of a bucket that is sent so; none of a dense one, all-reduced by the library."""
     if (collective, algorithm) not in (("all_reduce", "library"), ("all_reduce", "two_shot"), ("sparse", "flat")):
         yield TOPOLOGY
-    if (collective, compressor) == ("sparse", "topk"):
+    if collective == "sparse":
         yield SELECTION
     elif compressor == "powersgd":
         yield LOW_RANK
-    elif collective == "sparse" or compressor != "none":
+    elif compressor != "none":
         yield WIRE
     if by_layer:
         yield LAYER_SELECTION

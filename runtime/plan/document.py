@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from runtime.errors import InputError
-from runtime.plan.interfaces import DROP_IN, SHARDED_STEP, name_problem
+from runtime.plan.interfaces import BFLOAT16_WEIGHTS, DROP_IN, SHARDED_STEP, name_problem
 from runtime.plan.predicted import (
     Certificate,
     DelayPoint,
@@ -187,6 +187,9 @@ class StepPlan(Record):
     """
 
     sharded: bool
+    weights: Name | None = None
+    """`bfloat16`: float32 weights are gathered in it, and all ranks compute with what is rounded so, while each keeps
+    its own part in float32 for the optimizer. None: weights are gathered as they are."""
     replicated_us: PredictedUs | None = None
     """The training step where every rank updates all weights."""
     sharded_us: PredictedUs | None = None
@@ -255,6 +258,11 @@ class Plan(Record):
     def sharded(self) -> bool:
         """Whether ranks share the optimizer's step."""
         return self.updates is not None and self.updates.step is not None and self.updates.step.sharded
+
+    @property
+    def rounds_weights(self) -> bool:
+        """Whether weights are gathered in fewer bits than the optimizer updates."""
+        return self.updates is not None and self.updates.step is not None and self.updates.step.weights is not None
 
     @property
     def interfaces(self) -> tuple[str, ...]:
@@ -330,6 +338,12 @@ def interface_problem(plan: Plan, path: str = "the plan") -> str | None:
     for position, name in enumerate(plan.interfaces):
         if (problem := name_problem(name)) is not None:
             return f"{path}.interface[{position}]: {problem}: {HINT}"
+    if plan.rounds_weights and BFLOAT16_WEIGHTS not in plan.interfaces:
+        return (
+            f"{path}.interface: found none of {BFLOAT16_WEIGHTS}, beside {path}.updates.step.weights, by which the "
+            f"model's weights are rounded while attached; expected it beside {SHARDED_STEP}: add that if the script is "
+            f"made for it (docs/concepts/sharded-step.md), or leave weights out"
+        )
     shares = "" if plan.sharded else ".fallback" if plan.fallback is not None and plan.fallback.sharded else None
     if shares is None or SHARDED_STEP in plan.interfaces:
         return None

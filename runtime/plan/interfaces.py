@@ -11,10 +11,13 @@ from collections.abc import Mapping
 
 DROP_IN = "drop-in"
 SHARDED_STEP = "sharded-step"
+BFLOAT16_WEIGHTS = "bfloat16-weights"
 
 INTERFACES: Mapping[str, str] = {
     SHARDED_STEP: "between backward and step gradients can be scaled, clamped, zeroed and clipped by norms (on every "
-    "rank), and not read; checkpoints take session.optimizer_state_dict() on every rank"
+    "rank), and not read; checkpoints take session.optimizer_state_dict() on every rank",
+    BFLOAT16_WEIGHTS: "weights are rounded to bfloat16 on all ranks while attached; checkpoints take "
+    "session.state_dict() on every rank, or save the model inside session.global_weights(), where weights are float32",
 }
 
 LATER = ("late-gather",)

@@ -60,7 +60,7 @@ class Monitor:
         if self._guard is None or (harmful := self._guard.step_done(step)) is None:
             return None
         following = self._guard.relieved(mode.plan, harmful)
-        if not mode.send_whole(harmful.bucket.index, following):
+        if not mode.send_as(harmful.bucket.index, following):
             return following
         self._watch(exchange)
         return None

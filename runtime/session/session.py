@@ -220,8 +220,9 @@ class Session:
     def global_weights(self) -> Iterator[None]:
         """Inside, the model has the synchronized weights and buffers: to evaluate, and to save them.
 
-        Only plans with a delay leave ranks with weights of their own; with others nothing happens. Every rank calls it
-        between the same two steps. What a script changes inside is lost.
+        Only plans with a delay leave ranks with weights of their own, and of those whose ranks share the step some
+        round them (`updates.step.weights`), which inside they are not; with others nothing happens. Every rank calls
+        it between the same two steps. What a script changes inside is lost.
 
         Raises:
             InputError: called inside a backward, or after `detach`.
@@ -274,13 +275,12 @@ class Session:
 
     def _prepare(self, plan: Plan | str | Path, at_step: int) -> tuple[tuple[Mode, Exchange] | None, str | None]:
         """Return the new plan's mode and buckets, or what is wrong on this rank: it is reported to all ranks."""
-        residuals = self.plan.accuracy != "exact" or self.exchange.carried.active
         try:
             loaded = plan if isinstance(plan, Plan) else load_plan(plan)
             problem = (
                 check_plan(self.parameters, loaded, self.world.ranks)
                 or check_optimizer(loaded, self._given, self.parameters)
-                or check_switch(loaded, at_step, self.step, residuals=residuals)
+                or check_switch(loaded, at_step, self.step)
                 or check_topology(loaded, self.world.topology)
                 or check_backend(loaded, self.world, self.device)
             )
@@ -313,8 +313,9 @@ class Session:
         """Return what a checkpoint needs besides model and optimizer; every rank has its own.
 
         An exact plan carries nothing from step to step. A lossy one carries its buckets' residuals (`carried`),
-        and a checkpoint without it loses that part of the gradients. One with a delay carries this rank's
-        part of the global weights and momenta, and its own weights (`delay`).
+        and a checkpoint without it loses that part of the gradients. One that gathers rounded weights carries this
+        rank's part of them before rounding (`weights`), one with a delay its part of the global weights and
+        momenta, and its own weights (`delay`).
         """
         named = {"plan": self.plan.digest(), "ranks": self.world.ranks}
         return named | self.monitor.state() | self.mode.state()

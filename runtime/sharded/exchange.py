@@ -11,75 +11,63 @@ A gradient is scaled and summed as in an all-reduce, so equal orders of summatio
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from runtime.comm.collectives.direct import push_pull
-from runtime.comm.collectives.phases import reduce_scatter
 from runtime.comm.communicator import make_communicator
 from runtime.comm.world import World
-from runtime.core.buckets import BucketBuffer, Message, Part, SavedGrad, Slot, view_of
+from runtime.core.buckets import BucketBuffer, SavedGrad, Slot, view_of
 from runtime.core.exchange import Exchange, Launcher
-from runtime.core.usage import GatheredUsage
 from runtime.errors import InputError
 from runtime.monitor.recorder import Recorder
+from runtime.plan import Plan, PlanBucket
 from runtime.sharded.gradient import ShardedGradient, whole_norms
+from runtime.sharded.narrow import CarriedUsage, NarrowPart
+from runtime.sharded.part import OwnPart
+from runtime.sparse.compressors.wire import make_wire
+from runtime.sparse.residuals import ErrorFeedbackState
 from runtime.torch_compat import OUTSIDE, current_backward_id
-
-
-class OwnPart(Part):
-    """One message: its gradients, of which this rank's part becomes the average, and its weights."""
-
-    def __init__(self, message: Message, rank: int, ranks: int, scratch: Tensor) -> None:
-        """`scratch`: bytes (uint8) that every message is received in. Weights stay where they are for now."""
-        super().__init__(message, rank, ranks)
-        self._scratch = scratch
-        self.own = slice(rank * self.share, (rank + 1) * self.share)
-        self.whole = torch.zeros_like(message.flat)
-        """All weights, where parameters lie while ranks share the step. Shape (ranks · share,)."""
-        nothing = {slot.index: (0, slice(0, 0)) for slot in message.slots if not slot.parameter.numel()}
-        self.places = {slot.index: (start, place) for slot, start, place in self.cuts()} | nothing
-        """By place in the plan, gradients of which this rank has a part: the first of its elements in memory order, and
-        where they are in `total`. Every rank has those without elements."""
-
-    @property
-    def weights(self) -> Tensor:
-        """This rank's. Shape (share,)."""
-        return self.whole[self.own]
-
-    @property
-    def total(self) -> Tensor:
-        """This rank's part of the averaged gradients. Shape (share,)."""
-        return self.message.flat[self.own]
-
-    def phases(self, group: dist.ProcessGroup) -> Iterator[dist.Work]:
-        flat = self.message.flat
-        received = self._scratch[: flat.nbytes].view(flat.dtype).view(self.ranks, self.share)
-        return reduce_scatter(flat, received, self.total, group)
 
 
 class ReduceScatter(Launcher):
     """How buckets are sent while ranks share the step (`Launcher`), and who has which part of a gradient (`Owned`)."""
 
-    def __init__(self, buckets: Sequence[BucketBuffer], world: World, recorder: Recorder, device: torch.device) -> None:
-        """Lay out memory for weights; of the `buckets` every message is as many equal parts as there are ranks."""
+    usage: CarriedUsage
+
+    def __init__(
+        self, plan: Plan, buckets: Sequence[BucketBuffer], world: World, recorder: Recorder, device: torch.device,
+        loss_scale: Callable[[], float] | None = None,
+    ) -> None:  # fmt: skip
+        """Lay out memory for weights; of the plan's `buckets` every message is as long as `padded_length` says.
+        `loss_scale` gives the factor of the losses, where there is one.
+        """
         self.world, self.scale, self._recorder = world, 1.0 / world.ranks, recorder
         self.communicator = make_communicator(world, [push_pull] * len(buckets), device)
         self.slots = [slot for bucket in buckets for slot in bucket.slots]
-        messages = [message for bucket in buckets for message in bucket.messages]
+        rounded = plan.rounds_weights
+        self.parts_of: list[list[OwnPart]] = []
+        narrow: dict[int, NarrowPart] = {}
+        for bucket, planned in zip(buckets, plan.buckets, strict=True):
+            if planned.compressor.name == "wire":
+                compressor = make_wire(planned.compressor, ranks=1)  # nobody adds up in the wire's dtype
+                narrow[bucket.index] = NarrowPart(bucket, world.rank, world.ranks, compressor, rounded=rounded)
+                self.parts_of.append([narrow[bucket.index]])
+            else:
+                plain = [OwnPart(one, world.rank, world.ranks, rounded=rounded) for one in bucket.messages]
+                self.parts_of.append(plain)
+            bucket.payload.messages = list(self.parts_of[-1])
         # One for all messages: they are sent one at a time.
-        scratch = torch.empty(max(message.size_bytes for message in messages), dtype=torch.uint8, device=device)
-        self.parts_of = [
-            [OwnPart(one, world.rank, world.ranks, scratch) for one in bucket.messages] for bucket in buckets
-        ]
-        for bucket, parts in zip(buckets, self.parts_of, strict=True):
-            bucket.payload.messages = list(parts)
-        self.usage = GatheredUsage(len(self.slots), world.ranks, device)
+        needed = max(max(part.received_bytes, part.narrow_weights_bytes) for part in self.parts)
+        scratch = torch.empty(needed, dtype=torch.uint8, device=device)
+        for part in self.parts:
+            part.scratch = scratch
+        self.carried = ErrorFeedbackState(buckets, narrow, loss_scale)
+        self.usage = CarriedUsage(len(self.slots), world.ranks, device, self.parts, self.carried)
         buckets[-1].payload.messages = [*self.parts_of[-1], self.usage]
         self._part_of = {slot.index: part for part in self.parts for slot in part.message.slots}
         self._gradients = [ShardedGradient.of(slot.parameter, slot.name, slot.index, self) for slot in self.slots]
@@ -108,21 +96,35 @@ class ReduceScatter(Launcher):
             slot.parameter.grad = self.local_share(slot.index)
 
     def launch(self, bucket: BucketBuffer) -> None:
-        self.communicator.launch(bucket.payload, self._recorder.sent(bucket.index))
+        self.communicator.launch(
+            bucket.payload, self._recorder.sent(bucket.index), partial(self.carried.add_to, bucket)
+        )
 
     def settle(self, missing: Sequence[SavedGrad], *, separate: bool) -> None:
-        """See `Launcher.settle`: every `.grad` is the average, but those that no rank used stay what they were."""
+        """See `Launcher.settle`: every `.grad` is the average, but those that no rank used stay what they were. What a
+        residual brings is added to these.
+        """
+        carries = self.carried.active
         self.wait()
-        used = self.usage.used_somewhere() if missing and self.usage else set()
+        if carries:
+            self.carried.count(self.usage.finite())
+        used = self.usage.used_somewhere() if missing else set()
+        came = self.usage.came() if missing and carries else set()
         kept = {one.slot.index: one for one in missing if one.slot.index not in used}
         for slot, gradient in zip(self.slots, self._gradients, strict=True):
-            if slot.index in kept and slot.index not in self._before:
-                kept[slot.index].give_back()
-                continue
-            if slot.index in kept:
-                gradient.part.copy_(self._before[slot.index])
-            else:
+            before, saved = self._before.get(slot.index), kept.get(slot.index)
+            if saved is None or slot.index in came:
                 gradient.zeroed = False
+                if self.carried.compresses(slot.bucket):  # which sends nothing of what was there: `_fill_missing`
+                    if before is not None:
+                        gradient.part.add_(before)
+                    elif saved is not None and (whole := saved.values_before) is not None:
+                        gradient.part.add_(self._part_of_whole(slot, whole))
+            elif before is not None:
+                gradient.part.copy_(before)
+            else:
+                saved.give_back()
+                continue
             slot.parameter.grad = gradient
         self._before.clear()
         self._norms.clear()
@@ -146,6 +148,14 @@ class ReduceScatter(Launcher):
             start, place = part.places[index]
             torch.mul(part.total[place], self.world.ranks, out=flat[start : start + place.stop - place.start])
         return view_of(flat, 0, slot.view)
+
+    def _part_of_whole(self, slot: Slot, gradient: Tensor) -> Tensor:
+        """Return this rank's part of a gradient that a script has put in place. 1-D."""
+        part = self._part_of[slot.index]
+        flat = gradient.new_zeros(slot.parameter.numel())
+        view_of(flat, 0, slot.view).copy_(gradient)
+        start, place = part.places.get(slot.index, (0, slice(0, 0)))
+        return flat[start : start + place.stop - place.start]
 
     def norms(self, order: float) -> Tensor:
         """See `Owned.norms`; nothing is sent before anything has changed. Raises InputError in a backward."""
@@ -176,6 +186,13 @@ class ReduceScatter(Launcher):
     def release(self) -> None:
         # Cycles, whose memory would wait for the garbage collector.
         self._gradients.clear()
+
+
+def padded_length(ranks: int, planned: PlanBucket, elements: int) -> int:
+    """Return how long a flat buffer of so many elements of a bucket is, for as many equal parts as there are ranks."""
+    if planned.compressor.name != "wire":
+        return -(-elements // ranks) * ranks
+    return ranks * make_wire(planned.compressor, ranks=1).cut(elements, ranks, torch.float32).share
 
 
 def _make_room(exchange: weakref.ref[Exchange], slot: Slot, _gradients: Any) -> None:

@@ -15,10 +15,15 @@ from torch import Tensor
 
 from runtime.comm.world import World
 from runtime.core.buckets import Slot, view_of
-from runtime.sharded.exchange import OwnPart
+from runtime.errors import InputError
+from runtime.sharded.part import OwnPart
 
 Values = Mapping[str, Any]
 """The state of one parameter, or of a piece of one."""
+
+Masters = Mapping[str, Values]
+"""By parameter, what a rank has of its master weights: `start`, its first element in memory order, `weights` (1-D,
+float32) and the parameter's `stride`."""
 
 
 def cut(whole: Values, slot: Slot, place: slice) -> dict[str, Any]:
@@ -104,6 +109,51 @@ def _gathered(
             own[place] = value
     views = part.views(world.gather_parts(own, "gathering the optimizer's state"))
     return {slot.index: views[slot.name] for slot in part.message.slots}
+
+
+def master_state(parts: Sequence[OwnPart]) -> dict[str, dict[str, Any]]:
+    """Return copies of this rank's master weights; see `Masters`."""
+    found = {}
+    for part in parts:
+        if part.master is None:
+            continue
+        for slot, start, place in part.cuts():
+            weights, stride = part.master[place].clone(), tuple(slot.view.stride())
+            found[slot.name] = {"start": start, "weights": weights, "stride": stride}
+    return found
+
+
+def load_masters(parts: Sequence[OwnPart], states: Sequence[Masters]) -> None:
+    """Continue with `master_state`s, of one rank or of all, which may have had other buckets and been another number.
+
+    Raises InputError, and nothing has changed: weights that this rank owns are in none of them, or parameters had
+    another memory format.
+    """
+    found: list[tuple[Tensor, Tensor]] = []
+    for part in parts:
+        if part.master is None:
+            continue
+        for slot, start, place in part.cuts():
+            size, copied = place.stop - place.start, 0
+            for saved in (state[slot.name] for state in states if slot.name in state):
+                if tuple(saved["stride"]) != tuple(slot.view.stride()):
+                    raise InputError(
+                        f"found the weights of {slot.name} saved with the strides {tuple(saved['stride'])}, expected "
+                        f"{tuple(slot.view.stride())}: give the model the memory format that it had, before attach"
+                    )
+                first, last = max(start, saved["start"]), min(start + size, saved["start"] + len(saved["weights"]))
+                if first < last:
+                    given = saved["weights"][first - saved["start"] : last - saved["start"]]
+                    found.append((part.master[place][first - start : last - start], given))
+                    copied += last - first
+            if copied < size:
+                raise InputError(
+                    f"found {copied} of {size} weights in float32 that this rank has of {slot.name}: the state is of "
+                    f"other buckets or ranks; expected its own, or those of all ranks: pass a list of them on every "
+                    f"rank"
+                )
+    for own, given in found:
+        own.copy_(given)
 
 
 def state_bytes(optimizer: torch.optim.Optimizer) -> int:

@@ -5,6 +5,11 @@ optimizer.step()    in the groups of the user's own optimizer this rank's pieces
                     done, or raises; afterwards the buffers are all-gathered, which makes them the weights of all ranks
 between steps       groups and schedulers see parameters; the optimizer's state is by piece, so that each rank keeps
                     that of its part alone; `optimizer_state_dict` puts the whole together
+
+Where the plan gathers weights in bfloat16, all ranks, the owner too, see and compute with rounded weights as long as
+they share the step, from its beginning on. Each rank's optimizer updates its part in float32 (`OwnPart.master`): a
+checkpoint has it in the session's state, `global_weights` shows all of them, and the end leaves them whole on all
+ranks (after an error, the rounded ones). What a script changes of the rounded weights counts from the next step on.
 """
 
 from __future__ import annotations
@@ -14,7 +19,7 @@ import statistics
 import types
 import weakref
 from collections import defaultdict, deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
@@ -29,9 +34,10 @@ from runtime.core.closures import Closure, is_closure, with_closures
 from runtime.errors import InputError
 from runtime.monitor.clock import Clock
 from runtime.monitor.recorder import KEPT_STEPS
-from runtime.sharded.exchange import OwnPart, ReduceScatter
+from runtime.sharded.exchange import ReduceScatter
 from runtime.sharded.gradient import ShardedGradient
-from runtime.sharded.state import cut, gathered_state, state_bytes
+from runtime.sharded.part import OwnPart
+from runtime.sharded.state import Masters, cut, gathered_state, load_masters, master_state, state_bytes
 from runtime.torch_compat import OUTSIDE, current_backward_id, storage_uses
 
 NEVER = "`planner optimize` without --allow sharded-step"
@@ -67,6 +73,9 @@ class ShardedStep:
         self._pieces = {id(slot.parameter): nn.Parameter(piece) for slot, piece in pieces}
         """Of each parameter of which this rank has a part: that part of the weights."""
         self._homes = [_Home(part) for part in exchange.parts]
+        for home in self._homes:
+            home.part.begin_master()
+            home.hand_out()
         self._groups: list[list[nn.Parameter]] | None = None
         """The parameters of the optimizer's groups, while pieces stand in for them."""
         self._marks: deque[list[Any]] = deque(maxlen=KEPT_STEPS)
@@ -93,7 +102,7 @@ class ShardedStep:
                 return step(*arguments, **keywords)
             except BaseException:  # torch calls no hook then
                 if (sharded := me()) is not None:
-                    sharded._swap_back()
+                    sharded._give_up()
                 raise
 
         return types.MethodType(guarded, self._optimizer)  # schedulers wrap methods only
@@ -156,26 +165,83 @@ class ShardedStep:
         doing = "gathering the weights that ranks have updated; each has to call optimizer.step()"
         for parts in self._exchange.parts_of:
             for part in parts:
-                self._world.gather_parts(part.weights, doing, out=part.whole)
+                part.gather_weights(self._world, doing)
             marks.append(self._clock.mark())
+        self._hand_out()
+        self._marks.append(marks)
+
+    def _hand_out(self) -> None:
+        """Let parameters be what the buffers have become."""
         for home in self._homes:
             home.hand_out()
         # As any optimizer's step, so that autograd refuses a backward through what has changed.
         torch.autograd.graph.increment_version([slot.parameter for slot in self._exchange.slots])
-        self._marks.append(marks)
+
+    @torch.no_grad()
+    def _give_up(self) -> None:
+        """After a step that has raised this rank's weights are what that has made of them, also if they are rounded."""
+        began = self._groups is not None
+        self._swap_back()
+        for home in self._homes if began and self._rounds else ():
+            home.part.round_own()
+            home.hand_out()
 
     def _collect_weights(self) -> None:
-        """Copy weights to the buffers, wherever a script has put them. Raises InputError for other tensors."""
+        """Copy weights to the buffers, wherever a script has put them, and what it has changed of rounded ones to their
+        masters. Raises InputError for other tensors.
+        """
         astray = [home for home in self._homes if home.astray]
-        if not astray:
-            return
-        parameters = {slot.name: slot.parameter for slot in self._exchange.slots}
-        if (problem := find_shared_memory(parameters)) is not None:
-            raise InputError(problem)
+        if astray:
+            parameters = {slot.name: slot.parameter for slot in self._exchange.slots}
+            if (problem := find_shared_memory(parameters)) is not None:
+                raise InputError(problem)
         for home in astray:
             if home.collect():
                 for slot, piece in _pieces_of(home.part):
                     self._pieces[id(slot.parameter)].data = piece
+        for part in self._exchange.parts:
+            part.collect_changes()
+
+    @contextmanager
+    def global_weights(self) -> Iterator[None]:
+        """Inside, parameters are all ranks' master weights, where there are any; all ranks call this. What a script
+        changes inside is lost.
+        """
+        if not self._rounds:
+            yield
+            return
+        with torch.no_grad():
+            self._collect_weights()
+            kept = [part.whole.clone() for part in self._exchange.parts]
+            self._gather_masters()
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for part, whole in zip(self._exchange.parts, kept, strict=True):
+                    part.whole.copy_(whole)
+                self._hand_out()
+
+    @property
+    def _rounds(self) -> bool:
+        """Whether any weights are gathered in fewer bits than they are kept in."""
+        return any(part.master is not None for part in self._exchange.parts)
+
+    def _gather_masters(self) -> None:
+        for part in self._exchange.parts:
+            part.gather_master(self._world)
+        self._hand_out()
+
+    # Master weights in checkpoints.
+
+    def master_state(self) -> Masters:
+        """Return copies of this rank's master weights, by parameter; empty where weights are not rounded."""
+        return master_state(self._exchange.parts)
+
+    @torch.no_grad()
+    def load_masters(self, states: Sequence[Masters]) -> None:
+        """Continue with master weights of as many ranks as were saved. Raises InputError where some are missing."""
+        load_masters(self._exchange.parts, states)
 
     # State.
 
@@ -242,6 +308,10 @@ class ShardedStep:
         whole: dict[nn.Parameter, dict[str, Any]] = {}
         gradients: dict[int, Tensor] = {}
         try:
+            if self._rounds:
+                with torch.no_grad():
+                    self._collect_weights()
+                    self._gather_masters()
             whole = self._whole_state()
             for part in self._exchange.parts:
                 views = part.views(self._world.gather_parts(part.total, "gathering the gradients that ranks share"))

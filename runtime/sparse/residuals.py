@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from runtime.core.buckets import BucketBuffer
+from runtime.core.buckets import BucketBuffer, Slot
 from runtime.core.exchange import ErrorFeedback
 from runtime.errors import InputError
 from runtime.sparse.compressed import CompressedBucket, all_finite
@@ -97,15 +97,22 @@ class ErrorFeedbackState(ErrorFeedback):
                 elif bool(part.any()):
                     parameter.grad = part.to(parameter.dtype)
             finite = [all_finite(p.grad) for p in parameters.values() if p.grad is not None]
-        everything = torch.stack(finite).all() if finite else torch.tensor(True)
+        self.count(torch.stack(finite).all() if finite else torch.tensor(True))
+
+    def count(self, finite: Tensor) -> None:
+        """Count a step whose gradients are finite, on all ranks, where `finite` (0-d) is true."""
         for lossy in self.lossy.values():
-            lossy.feedback.commit(everything)
-        if self._pending and bool(everything):  # once after a change of plans: the host may wait
+            lossy.feedback.commit(finite)
+        if self._pending and bool(finite):  # once after a change of plans: the host may wait
             self._pending.clear()
         self.steps += 1
 
     def compresses(self, bucket: BucketBuffer) -> bool:
         return bucket.index in self.lossy
+
+    def brings(self, slot: Slot) -> bool:
+        """Tell whether something of earlier steps may come for a gradient."""
+        return self.compresses(slot.bucket) or slot.name in self._pending
 
     def watched(self) -> list[Any]:
         return [one.watched for one in self.lossy.values() if one.watched is not None and one.k]
@@ -190,7 +197,7 @@ def _check_state(one: Any, shapes: Mapping[str, torch.Size]) -> None:
     carried = one.get("carried", {}) if isinstance(one, dict) else None
     good = (
         isinstance(one, dict)
-        and {"plan", "ranks"} <= set(one) <= {"plan", "ranks", "rank", "tried", "carried"}
+        and {"plan", "ranks"} <= set(one) <= {"plan", "ranks", "rank", "tried", "carried", "weights"}
         and isinstance(carried, dict)
         and (not carried or ("rank" in one and set(carried) - {"starts"} == {"residuals", "steps", "loss_scale"}))
         and all(isinstance(carried.get(parts, {}), dict) for parts in ("residuals", "starts"))

@@ -190,29 +190,55 @@ class Rounding:
     def expect(self) -> None:
         self._expected = True
 
-    def keep(self, gradient: Tensor, unsent: Callable[[], Tensor], step: int) -> None:
+    @property
+    def expected(self) -> bool:
+        """Whether the step is to be sampled."""
+        return self._expected
+
+    def keep(
+        self, gradient: Tensor, unsent: Callable[[], Tensor], step: int, *, start: int = 0, elements: int | None = None
+    ) -> None:  # fmt: skip
         """Where the step is to be sampled, remember some elements of what this rank has to send: of its gradient and
-        its residual, which `unsent` returns; both 1-D.
+        its residual, which `unsent` returns; both 1-D. `start`, `elements`: where in a vector of so many they begin,
+        of which each rank has a part to send; by default each has all.
         """
         if not self._expected:
             return
-        residual = unsent()
-        if len(gradient) <= DRAWN:
-            self._places = torch.arange(len(gradient), device=gradient.device)
+        residual, elements = unsent(), len(gradient) if elements is None else elements
+        if elements <= DRAWN:
+            self._places = torch.arange(elements, device=gradient.device)
         else:  # by chance, for what is amiss may come back with each block; the same ones on all ranks
             lots = torch.Generator().manual_seed(seed_of(f"sampled\n{self.bucket.slots[0].name}", step))
-            self._places = queued_to(torch.randint(len(gradient), (DRAWN,), generator=lots), gradient.device)
-        own, held = gradient[self._places].to(residual.dtype), residual[self._places]
+            self._places = queued_to(torch.randint(elements, (DRAWN,), generator=lots), gradient.device)
+        own, held = (self._of_part(part, start).to(residual.dtype) for part in (gradient, residual))
         self._given = torch.stack((own, own + held))
+
+    def _of_part(self, part: Tensor, start: int) -> Tensor:
+        """Return the elements to remember of a part that begins there; 0 where they are in others."""
+        if not len(part):
+            return part.new_zeros(len(self._places))
+        at = self._places - start
+        inside = (at >= 0) & (at < len(part))
+        # By `where`: a mask as an index would have the host wait for a device.
+        return torch.where(inside, part[at.clamp(0, len(part) - 1)], part.new_zeros(()))
 
     def arrived(self, sums: Tensor) -> None:
         """Remember the same elements of what came. 1-D."""
         if self._expected:
-            self._sent = sums[self._places]
+            self._sent, self._parted = sums[self._places], False
+
+    def part_arrived(self, sums: Tensor, start: int) -> None:
+        """As `arrived`, where ranks have other parts, or other summands, of what came: this one `sums` (1-D), from
+        element `start`; what it has nothing of is 0.
+        """
+        if self._expected:
+            self._sent, self._parted = self._of_part(sums, start).to(self._given.dtype), True
 
     def sample(self, group: dist.ProcessGroup | None, step: int) -> Sampled:
         self._expected = False
         dist.all_reduce(self._given, group=group)
+        if self._parted:
+            dist.all_reduce(self._sent, group=group)
         gradient, accumulated = self._given
         lost, gradient = (accumulated - self._sent).abs_(), gradient.abs()
         used = gradient > 0.0

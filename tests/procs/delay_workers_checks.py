@@ -145,17 +145,27 @@ def _exact() -> float:
     return 0.0 if dist.get_world_size() != 3 else 1e-5
 
 
-def _started(ranks_per_node: int, **changes: Any) -> tuple[nn.Module, torch.optim.Optimizer, Session]:
-    model = Net()
+def _started(
+    ranks_per_node: int, make: Callable[[], nn.Module] = Net, group: int = 2, **changes: Any
+) -> tuple[nn.Module, torch.optim.Optimizer, Session]:
+    model = make()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9, weight_decay=1e-3)
     with nodes_of(ranks_per_node) as world:
-        return model, optimizer, attach(model, optimizer, FEW, 2, **(world | changes))
+        return model, optimizer, attach(model, optimizer, FEW, group, **(world | changes))
 
 
 def workers_resumed() -> dict[str, bool]:
     """A checkpoint of nodes with compressed pushes changes nothing."""
+    return {
+        f"{push.name}: bit for bit": resumed_with(push)
+        for push in (TOPK, WIRE, replace(WIRE, rounding="stochastic"), replace(WIRE, dtype="float16"))
+    }
+
+
+def resumed_with(push: CompressorSpec) -> bool:
+    """`workers_resumed`, of one compressor."""
     ranks_per_node = 2 if dist.get_world_size() == 4 else 1
-    changes = compressed(Net(), 2, TOPK)
+    changes = compressed(Net(), 2, push)
     straight, optimizer, session = _started(ranks_per_node, **changes)
     train(straight, optimizer, net_loss, range(11))
     saved = copy.deepcopy((straight.state_dict(), optimizer.state_dict(), session.state_dict()))
@@ -167,13 +177,19 @@ def workers_resumed() -> dict[str, bool]:
     session.load_state_dict(saved[2])
     train(model, optimizer, net_loss, range(11, 20))
     session.detach()
-    return {"bit for bit": close(model.parameters(), list(straight.parameters()), 0.0)}
+    return close(model.parameters(), list(straight.parameters()), 0.0)
 
 
 def end_of_compressed() -> dict[str, bool]:
     """What is held back when a delay ends travels with the first synchronous step."""
+    ended = {push.name: ended_with(push) for push in (TOPK, WIRE)}
+    return {f"{name}: {what}": good for name, results in ended.items() for what, good in results.items()}
+
+
+def ended_with(push: CompressorSpec) -> dict[str, bool]:
+    """`end_of_compressed`, of one compressor."""
     ranks_per_node = 2 if dist.get_world_size() == 4 else 1
-    model, optimizer, session = _started(ranks_per_node, **compressed(Net(), 2, TOPK))
+    model, optimizer, session = _started(ranks_per_node, **compressed(Net(), 2, push))
     train(model, optimizer, net_loss, range(10))
     held, names = gathered(session), [name for name, _ in model.named_parameters()]
     session.switch(plan_of(model, None, 4))
@@ -192,22 +208,36 @@ def end_of_compressed() -> dict[str, bool]:
 
 
 def harmful_pushes() -> dict[str, bool]:
-    """A push that leaves too much behind sends everything soon, and what it held back is not lost."""
+    """A push that leaves too much behind, or is too narrow, sends more soon, and at last everything; what it held back
+    is not lost.
+    """
+    narrow = CompressorSpec(name="wire", dtype="int8")
+    harmed = harmful_with(Net, net_loss, TOPK, "leaves more behind", changes=1)
+    harmed_narrow = harmful_with(Whole, whole_loss, narrow, "rounds too coarsely", changes=2)
+    return harmed | {f"narrow: {what}": good for what, good in harmed_narrow.items()}
+
+
+def harmful_with(
+    make: Callable[[], nn.Module], loss: Any, push: CompressorSpec, words: str, *, changes: int
+) -> dict[str, bool]:
+    """`harmful_pushes`, of one compressor, each of whose buckets is changed so often."""
     ranks_per_node = 2 if dist.get_world_size() == 4 else 1
-    model, optimizer, session = _started(ranks_per_node, **compressed(Net(), 2, TOPK))
     with (
         warnings.catch_warnings(record=True) as caught,
         patch.multiple(guard, FIRST_STEP=1, FEWEST_STEPS=1, COST=1e9),
-        patch.object(samples, "MAX_DELTA", -1.0),
+        patch.multiple(samples, MAX_DELTA=-1.0, MOST_STEPS_LATE=-1.0),
     ):
         warnings.simplefilter("always")
-        train(model, optimizer, net_loss, range(FEW.warmup_steps + 1))
+        model = make()
+        group = len(list(model.parameters())) // 2
+        model, optimizer, session = _started(ranks_per_node, make, group, **compressed(model, group, push))
+        train(model, optimizer, loss, range(FEW.warmup_steps + 1))
         first = session.samples
-        train(model, optimizer, net_loss, range(FEW.warmup_steps + 1, 30))
+        train(model, optimizer, loss, range(FEW.warmup_steps + 1, 30))
         held = gathered(session)
-    said = [str(one.message) for one in caught if "leaves more behind" in str(one.message)]
+    said = [str(one.message) for one in caught if words in str(one.message)]
     results = {"sampled": any(first.values()) and all(s.figure >= 0.0 for of in first.values() for s in of)}
-    results["all go dense"] = len(said) == 2 and {b.compressor.name for b in session.plan.buckets} == {"none"}
+    results["all go dense"] = len(said) == 2 * changes and {b.compressor.name for b in session.plan.buckets} == {"none"}
     results["nothing stays behind"] = not any(bool(part.any()) for one in held for part in one.values())
     results["still delayed"] = isinstance(session.mode, Delayed) and session.mode.stage == "delayed"
     with session.global_weights():

@@ -19,9 +19,9 @@ from sharded_checks import SHARED
 from torch import Tensor, nn
 
 import runtime
-from runtime.plan import CompressorSpec, DelaySpec, Plan, PlanWorld
+from runtime.plan import CompressorSpec, DelaySpec, Plan, PlanWorld, StepPlan, UpdatePlan
 
-ATTACHES = {"exact": 50, "topk": 14, "sharded": 14, "delayed": 14}
+ATTACHES = {"exact": 50, "topk": 14, "sharded": 14, "narrow": 14, "delayed": 14}
 COUNTED = Path("/proc/self/fd").exists()
 SETTLED = 8
 """Attaches before the first look."""
@@ -36,10 +36,14 @@ def _plans(model: nn.Module) -> dict[str, Plan]:
     half = CompressorSpec(name="topk", selector="exact", density=0.5)
     lossy = tuple(replace(one, collective="sparse", algorithm="flat", compressor=half) for one in exact.buckets)
     delay = DelaySpec(steps=1, warmup_steps=1)
+    wire = CompressorSpec(name="wire", dtype="int8")
+    narrow = plan_of(model, 2, updates=UpdatePlan(step=StepPlan(sharded=True, weights="bfloat16")), accuracy="bounded")
+    narrow = replace(narrow, interface=("sharded-step", "bfloat16-weights"))
     return {
         "exact": exact,
         "topk": replace(exact, accuracy="bounded", buckets=lossy, fallback=exact),
         "sharded": plan_of(model, 2, updates=SHARED),
+        "narrow": replace(narrow, buckets=tuple(replace(one, compressor=wire) for one in exact.buckets)),
         "delayed": replace(exact, accuracy="relaxed", delay=delay, world=PlanWorld(ranks=ranks, nodes=ranks)),
     }
 

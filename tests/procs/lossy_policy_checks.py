@@ -16,6 +16,7 @@ from lossy_checks import CHECKS as LOSSY_CHECKS
 from lossy_checks import carried
 from lossy_reference import RANDOM, TOPK, WIRE, loss_of, lossy
 from session_checks import convnet, plan_of
+from sharded_checks import SHARED
 from torch import Tensor, nn
 
 import runtime
@@ -154,13 +155,19 @@ def healthy() -> dict[str, bool]:
     """Narrow buckets of a model that trains stay what they are, far from what would be too much; so do those that
     choose at random, which nothing is known of. That they are looked at changes no bit.
     """
+    return stay(shared=False) | {f"shared step, {what}": good for what, good in stay(shared=True).items()}
+
+
+def stay(*, shared: bool) -> dict[str, bool]:
+    """`healthy`, also where ranks share the optimizer's step."""
     results, trained = {}, {}
     specs = [
         CompressorSpec(name="wire", dtype=dtype, error_feedback=feedback, rounding=rounding)
         for dtype in WIRE_DTYPES
         for feedback, rounding in ((None, None), (False, None), (None, "stochastic"))
     ]
-    plan = lossy(plan_of(convnet(), 1), [RANDOM, *specs])
+    plan = lossy(plan_of(convnet(), 1), specs if shared else [RANDOM, *specs])
+    plan = replace(plan, updates=SHARED, interface=("sharded-step",)) if shared else plan
     for watched in (True, False):
         model = convnet()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
@@ -210,6 +217,8 @@ def widened() -> dict[str, bool]:
     """
     results = {}
     cases: dict[str, tuple[dict[str, Any], str, Callable[[], Tensor], list[str]]] = {
+        "float8, shared": ({"dtype": "float8_e4m3fn"}, "library", outliers, ["bfloat16"]),
+        "opposed, shared": ({"dtype": "int8"}, "two_shot", opposed, ["bfloat16", "none"]),
         "int8, forgotten": ({"dtype": "int8", "block": 64, "error_feedback": False}, "library", outliers, ["bfloat16"]),
         "float8": ({"dtype": "float8_e4m3fn", "rounding": "stochastic"}, "two_shot", outliers, ["bfloat16"]),
         "opposed": ({"dtype": "int8"}, "two_shot", opposed, ["bfloat16", "none"]),
@@ -222,7 +231,9 @@ def widened() -> dict[str, bool]:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
         plan = lossy(plan_of(model, 1), [CompressorSpec(name="wire", **options)])
         plan = replace(plan, buckets=(replace(plan.buckets[0], algorithm=algorithm),))
-        gradient, total, ways = make(), torch.zeros(512), []
+        if "shared" in what:
+            plan = replace(plan, updates=SHARED, interface=("sharded-step",))
+        gradient, ways = make(), []
         with (
             warnings.catch_warnings(record=True) as caught,
             patch.multiple(guard, FIRST_STEP=1, FEWEST_STEPS=1, COST=1e9),
@@ -233,8 +244,6 @@ def widened() -> dict[str, bool]:
             for _ in range(30):
                 optimizer.zero_grad()
                 (model["weight"] * gradient).sum().backward()
-                assert model["weight"].grad is not None
-                total += model["weight"].grad
                 optimizer.step()
                 bucket = session.plan.buckets[0]
                 ways.append((bucket.algorithm, bucket.compressor.dtype or bucket.compressor.name))
@@ -255,6 +264,7 @@ def widened() -> dict[str, bool]:
         dist.all_reduce(held)
         due = gradient.clone()
         dist.all_reduce(due)
+        total = model["weight"].detach() / -0.5
         kept = torch.allclose(total + held, due / dist.get_world_size() * 30, rtol=1e-5, atol=0.01)
         results[f"{what}: nothing is lost"] = kept is (options.get("error_feedback") is None)
         session.detach()

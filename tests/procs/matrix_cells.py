@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import product
+from itertools import cycle, product
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from runtime.checks.plan import check_plan
 from runtime.comm.collectives import COLLECTIVES, PHASED
-from runtime.plan import CompressorSpec, ModelReference, Plan, PlanBucket, PlanWorld
+from runtime.plan import CompressorSpec, ModelReference, Plan, PlanBucket, PlanWorld, StepPlan, UpdatePlan
 from runtime.sparse.compressors import COMPRESSORS, Family
 from runtime.sparse.compressors.sparse import SELECTORS
 from runtime.sparse.compressors.wire import WIRE_DTYPES
@@ -54,6 +54,8 @@ class Cell:
     spec: CompressorSpec
     kind: str
     layout: str
+    shared: bool = False
+    """Whether ranks share the optimizer's step."""
 
     @property
     def name(self) -> str:
@@ -63,11 +65,18 @@ class Cell:
             *(spec.rounding, spec.error_feedback, spec.links, spec.rank),
         )
         options = " ".join(str(one) for one in given if one is not None)
-        return f"{'/'.join(self.form)} {spec.name} {options}, {self.kind}, {self.layout}"
+        shared = ", shared step" if self.shared else ""
+        return f"{'/'.join(self.form)} {spec.name} {options}, {self.kind}, {self.layout}{shared}"
 
     @property
     def dtypes(self) -> tuple[torch.dtype, ...]:
         return KINDS[self.kind]
+
+    @property
+    def mixed(self) -> bool:
+        """Whether a bucket has several dtypes."""
+        of = dict(zip(SHAPES, cycle(self.dtypes), strict=False))
+        return any(len({of[name] for name in names}) > 1 for names in LAYOUTS[self.layout])
 
     def plan(self, ranks: int, **changes: Any) -> Plan:
         """All buckets travel that way."""
@@ -78,6 +87,8 @@ class Cell:
         )
         accuracy = "exact" if self.spec.name == "none" else "bounded"
         values: dict[str, Any] = {"model": ModelReference(name="test"), "world": PlanWorld(ranks=ranks)}
+        if self.shared:
+            values |= {"updates": UpdatePlan(step=StepPlan(sharded=True)), "interface": ("sharded-step",)}
         return Plan(**(values | {"accuracy": accuracy, "buckets": buckets} | changes))
 
 
@@ -104,16 +115,17 @@ FORMS = sorted((*COLLECTIVES, *PHASED))
 SPECS = [spec for name, family in COMPRESSORS.items() for spec in specs_of(name, family)]
 
 
-def carried(form: tuple[str, str], spec: CompressorSpec) -> bool:
+def carried(form: tuple[str, str], spec: CompressorSpec, shared: bool = False) -> bool:
     """Whether a plan may say so at all."""
-    cell = Cell(form, spec, "float32", "several")
+    cell = Cell(form, spec, "float32", "several", shared)
     return check_plan(dict(Given(cell.dtypes).named_parameters()), cell.plan(2), 2) is None
 
 
 def cells(kind: str, turn: int) -> Iterator[Cell]:
     """Of one kind of model, all ways that a plan may say, each with one of the layouts, which take turns."""
-    for index, (form, spec) in enumerate(way for way in product(FORMS, SPECS) if carried(*way)):
-        yield Cell(form, spec, kind, list(LAYOUTS)[(index + turn) % len(LAYOUTS)])
+    ways = (way for shared in (False, True) for way in product(FORMS, SPECS, (shared,)) if carried(*way))
+    for index, (form, spec, shared) in enumerate(ways):
+        yield Cell(form, spec, kind, list(LAYOUTS)[(index + turn) % len(LAYOUTS)], shared)
 
 
 class Given(nn.Module):

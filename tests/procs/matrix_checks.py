@@ -13,11 +13,13 @@ from hierarchy_reference import on_grid
 from interplay_harness import same
 from matrix_cells import KINDS, REAL, STEPS, Cell, Given, cells, gradients_of
 from matrix_reference import Everyone
-from torch import Tensor
+from torch import Tensor, nn
 
 import runtime
 from runtime.comm.collectives import NATIVE, PHASED
 from runtime.errors import PlanMismatch
+from runtime.session.session import Session
+from runtime.sharded.exchange import ReduceScatter
 
 GRIDS = {2: ((1, 2), (2, 1)), 3: ((1, 3), (3, 1)), 4: ((2, 2),)}
 """By number of ranks: (nodes, ranks of each)."""
@@ -57,7 +59,8 @@ def trained(cell: Cell, group: dist.ProcessGroup, nodes: int, ranks_per_node: in
     with default_dtype(cell), warnings.catch_warnings():
         warnings.simplefilter("ignore", runtime.AdaptedWarning)
         try:
-            session = runtime.attach(model, None, cell.plan(ranks), group, timeout_s=60.0, guard=False)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.0) if cell.shared else None
+            session = runtime.attach(model, optimizer, cell.plan(ranks), group, timeout_s=60.0, guard=False)
         except PlanMismatch as error:
             return f"refused: {error}"
         different = []
@@ -68,13 +71,23 @@ def trained(cell: Cell, group: dist.ProcessGroup, nodes: int, ranks_per_node: in
                 model.zero_grad()
                 model.backward(everyone[rank])
                 expected = reference.step(everyone, step)
-                found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+                found = averages(model, session)
                 different += [f"step {step}: {n}" for n in _unequal(found, expected)]
                 held = session.state_dict().get("carried", {}).get("residuals", {})
                 different += [f"step {step}: residual of {n}" for n in _unequal(held, reference.residuals[rank])]
         finally:
             session.detach()
     return ", ".join(different)
+
+
+def averages(model: nn.Module, session: Session) -> dict[str, Tensor]:
+    """Every `.grad`, whole."""
+    found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    launcher = session.exchange.launcher
+    for part in launcher.parts if isinstance(launcher, ReduceScatter) else ():
+        whole = part.views(session.world.gather_parts(part.total, "gathering gradients"))
+        found |= {name: whole[name].clone() for name in whole if name in found}
+    return found
 
 
 def _unequal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> list[str]:

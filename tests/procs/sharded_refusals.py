@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,13 +11,14 @@ from session_checks import plan_of
 from sharded_checks import CHECKS as STEP_CHECKS
 from sharded_checks import MAKERS, SHARED, Net, loss_of, made
 from sharded_memory_checks import memory
+from sharded_narrow_checks import CHECKS as NARROW_CHECKS
 from step_checks import raised
 
 import runtime
 from runtime.optimizers import LARS
-from runtime.plan import CompressorSpec, DelaySpec, Plan
+from runtime.plan import DelaySpec, Plan
 
-CHECKS = {**STEP_CHECKS, "memory": memory}
+CHECKS = {**STEP_CHECKS, **NARROW_CHECKS, "memory": memory}
 
 
 def misfits() -> dict[str, str]:
@@ -54,7 +54,6 @@ def misfits() -> dict[str, str]:
         "delay": attach(
             lambda p: torch.optim.SGD(p, lr=0.1), accuracy="relaxed", delay=DelaySpec(steps=1, warmup_steps=1)
         ),
-        "after lossy": after_lossy(),
         "read": raised(lambda: gradient + 1.0),
         "histogram": raised(lambda: gradient.numpy()),
         "row": raised(lambda: gradient[0]),
@@ -66,32 +65,6 @@ def misfits() -> dict[str, str]:
     }
     session.detach()
     return found
-
-
-def after_lossy() -> str:
-    """A run that holds gradients back does not change over; after a step that sends them it does."""
-    model = Net().double()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    half = CompressorSpec(name="topk", selector="exact", density=0.5)
-    plan = plan_of(model, 3, accuracy="bounded")
-    lossy = tuple(replace(one, collective="sparse", algorithm="flat", compressor=half) for one in plan.buckets)
-    session = runtime.attach(model, optimizer, replace(plan, buckets=lossy), guard=False)
-    shared = plan_of(model, 3, updates=SHARED)
-
-    def step() -> None:
-        optimizer.zero_grad()
-        loss_of(model, 0).backward()
-        optimizer.step()
-
-    step()
-    said = raised(lambda: session.switch(shared))
-    session.switch(plan_of(model, 3))
-    said_before_a_step = raised(lambda: session.switch(shared))
-    step()
-    session.switch(shared)
-    step()
-    session.detach()
-    return said if said == said_before_a_step else ""
 
 
 def deadline() -> str:

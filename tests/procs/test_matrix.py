@@ -4,6 +4,8 @@ every dtype, parameters of one element and of none, on one node and on several, 
 
 from __future__ import annotations
 
+from itertools import product
+
 import matrix_checks
 import pytest
 import torch
@@ -19,12 +21,17 @@ SPARSE = {("sparse", "flat"): {"topk", "randomk"}, ("sparse", "naive_all_gather"
           HITOPK: {"topk"}}  # fmt: skip
 
 
+SHARED = {("all_reduce", "library"): {"none", "wire"}, TWO_SHOT: {"wire"}}
+"""While ranks share the optimizer's step."""
+
+
 def refused(cell: Cell) -> bool:
     """What cannot be done, and has to be said before the first step."""
     complex_numbers = cell.spec.name != "none" and any(dtype.is_complex for dtype in cell.dtypes)
     nothing_to_select = cell.form == HITOPK and cell.layout == "no element last"
+    divided = cell.shared and cell.spec.name != "none" and cell.mixed
     too_wide = cell.spec.dtype in EIGHT_BITS and torch.float64 in cell.dtypes
-    return too_wide or complex_numbers or nothing_to_select or not set(UNKNOWN).isdisjoint(cell.dtypes)
+    return divided or too_wide or complex_numbers or nothing_to_select or not set(UNKNOWN).isdisjoint(cell.dtypes)
 
 
 def test_what_each_collective_carries() -> None:
@@ -32,6 +39,7 @@ def test_what_each_collective_carries() -> None:
         found = {spec.name for spec in SPECS if carried(form, spec)}
         assert found, f"{form}: every compressor is refused"
         assert found == (DENSE | SPARSE).get(form, found), form
+        assert {spec.name for spec in SPECS if carried(form, spec, shared=True)} == SHARED.get(form, set()), form
 
 
 @pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.long), pytest.param(4, marks=pytest.mark.long)])
@@ -48,4 +56,4 @@ def test_every_way_comes_to_what_it_should_or_is_refused_on_all_ranks_alike(rank
 
 
 def _all_cells() -> list[Cell]:
-    return [Cell(form, spec, kind, layout) for form in FORMS for spec in SPECS for kind in KINDS for layout in LAYOUTS]
+    return [Cell(*way) for way in product(FORMS, SPECS, KINDS, LAYOUTS, (False, True))]

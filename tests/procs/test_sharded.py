@@ -67,7 +67,6 @@ def test_one_rank_goes_on_alone_with_what_several_have_saved(ranks: Results) -> 
         ("differentiable", "but found SGD with differentiable=True"),
         ("unowned", "expected all of them in it: add that parameter, freeze it before profiling, or plan without"),
         ("delay", "found a sharded step beside a delay"),
-        ("after lossy", "the plan's updates.step: found a plan whose ranks share the optimizer's step, after one that"),
         ("read", "on the gradient of out.weight, but ranks share the optimizer's step"),
         ("histogram", "InputError: found numpy on the gradient of out.weight"),
         ("row", "InputError: found __getitem__ on the gradient of out.weight"),

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from runtime.core.buckets import BucketBuffer, Slot, lay_out
 from runtime.delay.server import Server, rates_of
-from runtime.plan import CompressorSpec
+from runtime.plan import NO_COMPRESSION, CompressorSpec
 
 USED = torch.ones(20, dtype=torch.bool)
 
@@ -127,3 +127,22 @@ def test_a_residual_comes_where_no_rank_uses_the_parameter() -> None:
         server.update(rates_of(optimizer), torch.tensor(True), torch.tensor([used]))
         seen.append(server.shards[0][0].weights.tolist())
     assert seen == [[-4.0, -2.0, 2.0, 3.0], [-6.0, -3.5, 0.0, 2.0], [-6.0, -3.5, 0.0, 2.0]]
+
+
+def test_a_residual_goes_along_when_a_bucket_is_pushed_otherwise() -> None:
+    parameters = parameters_of([(4,)])
+    slot = Slot("p0", 0, parameters["p0"])
+    narrow, wide = (CompressorSpec(name="wire", dtype=dtype) for dtype in ("float8_e4m3fn", "bfloat16"))
+    optimizer = torch.optim.SGD(parameters.values(), lr=1.0)
+    server = Server([BucketBuffer(0, [slot], lay_out([slot]), "a bucket")], optimizer, 0, 1, compressors=[narrow])
+    [[shard]], given, seen = server.shards, torch.tensor([100.0, 17.0, 1025.0, 3001.0]), torch.zeros(4)
+    for step, compressor in enumerate((narrow, wide, wide, NO_COMPRESSION), 1):
+        exchange([server], [{"p0": given}])
+        seen += shard.total
+        held = shard.residuals().get("p0", torch.zeros(4))
+        assert torch.equal(seen + held, step * given)
+        assert bool(held.any())
+        shard.push_as(compressor)
+    exchange([server], [{"p0": given}])
+    assert torch.equal(seen + shard.total, 5 * given)
+    assert not shard.residuals()

@@ -1,0 +1,102 @@
+"""One rank's part of a message whose ranks share the optimizer's step: of its averaged gradients, and of its weights.
+
+All ranks compute with the same weights, which lie in `whole`. What the optimizer updates is this rank's part of it; or,
+where weights are gathered in bfloat16, a float32 copy of that part, the master weights, of which everybody, its owner
+too, has the rounded ones (as in mixed-precision training: Micikevicius et al., ICLR 2018).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from runtime.comm.collectives.phases import reduce_scatter
+from runtime.comm.world import World
+from runtime.core.buckets import Message, Part
+
+ROUNDED, MASTER = torch.bfloat16, torch.float32
+"""Weights as they are gathered where they are rounded, and as they are kept then; others are gathered as they are."""
+
+
+class OwnPart(Part):
+    """One message: its gradients, of which this rank's part becomes the average, and its weights."""
+
+    scratch: Tensor
+    """Bytes (uint8), `received_bytes` or more, that this message is received in, and others at other times."""
+
+    def __init__(self, message: Message, rank: int, ranks: int, *, rounded: bool = False) -> None:
+        """Weights stay where they are for now. `rounded`: they are gathered in bfloat16, if they are float32."""
+        super().__init__(message, rank, ranks, message.flat.numel() // ranks)
+        self.own = slice(rank * self.share, (rank + 1) * self.share)
+        self.whole = torch.zeros_like(message.flat)
+        """All weights, where parameters lie while ranks share the step. Shape (ranks · share,)."""
+        rounded = rounded and self.whole.dtype == MASTER
+        self.master = torch.zeros_like(self.whole[self.own]) if rounded else None
+        """This rank's weights before they are rounded. Shape (share,)."""
+        nothing = {slot.index: (0, slice(0, 0)) for slot in message.slots if not slot.parameter.numel()}
+        self.places = {slot.index: (start, place) for slot, start, place in self.cuts()} | nothing
+        """By place in the plan, gradients of which this rank has a part: the first of its elements in memory order, and
+        where they are in `total`. Every rank has those without elements."""
+
+    @property
+    def weights(self) -> Tensor:
+        """This rank's, which the optimizer updates. Shape (share,)."""
+        return self.whole[self.own] if self.master is None else self.master
+
+    @property
+    def total(self) -> Tensor:
+        """This rank's part of the averaged gradients. Shape (share,)."""
+        return self.message.flat[self.own]
+
+    @property
+    def narrow_weights_bytes(self) -> int:
+        """What gathering rounded weights needs of `scratch`."""
+        return 0 if self.master is None else self.whole.numel() * ROUNDED.itemsize
+
+    @property
+    def received_bytes(self) -> int:
+        return self.message.size_bytes
+
+    def phases(self, group: dist.ProcessGroup) -> Iterator[dist.Work]:
+        """Reduce-scatter the gradients: `total` becomes the sum, in order of rank."""
+        flat = self.message.flat
+        received = self.scratch[: flat.nbytes].view(flat.dtype).view(self.ranks, self.share)
+        return reduce_scatter(flat, received, self.total, group)
+
+    def gather_weights(self, world: World, doing: str) -> None:
+        """Give every rank all parts, of which each has this one's in `weights`; rounded, where it has master weights.
+        All ranks must call this; `doing`: see `World.error_context`.
+        """
+        if self.master is None:
+            world.gather_parts(self.weights, doing, out=self.whole)
+            return
+        gathered = self.scratch[: self.narrow_weights_bytes].view(ROUNDED)
+        world.gather_parts(self.master.to(ROUNDED), doing, out=gathered)
+        self.whole.copy_(gathered)
+
+    # Of master weights.
+
+    def begin_master(self) -> None:
+        """Keep this rank's weights as they are, and round all."""
+        if self.master is not None:
+            self.master.copy_(self.whole[self.own])
+            self.whole.copy_(self.whole.to(ROUNDED))
+
+    def round_own(self) -> None:
+        """Let this rank's weights be its masters, rounded, before others have them."""
+        if self.master is not None:
+            self.whole[self.own] = self.master.to(ROUNDED)
+
+    def collect_changes(self) -> None:
+        """Where a weight is not what its master rounds to, a script has changed it: then it counts."""
+        if self.master is not None:
+            shown = self.whole[self.own]
+            torch.where(shown == self.master.to(ROUNDED), self.master, shown, out=self.master)
+
+    def gather_master(self, world: World) -> None:
+        """Let `whole` be the weights before rounding; all ranks must call this."""
+        if self.master is not None:
+            world.gather_parts(self.master, "gathering the weights that ranks round", out=self.whole)
