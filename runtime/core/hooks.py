@@ -102,8 +102,9 @@ class ModulePreHook:
         HookWatch.own += 1
 
     def put_on(self, module: nn.Module) -> None:
-        module._forward_pre_hooks[self._key] = self._hook
-        module._forward_pre_hooks.move_to_end(self._key, last=False)
+        hooks: Any = module._forward_pre_hooks  # an ordered dict
+        hooks[self._key] = self._hook
+        hooks.move_to_end(self._key, last=False)
 
     def take_off(self, module: nn.Module) -> None:
         module._forward_pre_hooks.pop(self._key, None)

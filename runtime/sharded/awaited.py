@@ -28,6 +28,10 @@ FUNCTIONS = frozenset((
 """What asks nothing of the numbers. All else waits, also what is unknown here."""
 
 
+_GRAD: Any = torch.Tensor.grad
+"""The attribute of any tensor."""
+
+
 class Awaiting(Protocol):
     """Who knows when the values come."""
 
@@ -43,16 +47,16 @@ class AwaitedParameter(nn.Parameter):
     _from: tuple[weakref.ref[Awaiting], int]
 
     @property
-    def grad(self) -> Tensor | None:  # type: ignore[override]
+    def grad(self) -> Tensor | None:
         """As of any parameter; every step looks at it, so by a shorter way than other attributes."""
         with torch._C.DisableTorchFunctionSubclass():
-            found: Tensor | None = torch.Tensor.grad.__get__(self)  # type: ignore[attr-defined]
+            found: Tensor | None = _GRAD.__get__(self)
             return found
 
     @grad.setter
     def grad(self, gradient: Tensor | None) -> None:
         with torch._C.DisableTorchFunctionSubclass():
-            torch.Tensor.grad.__set__(self, gradient)  # type: ignore[attr-defined]
+            _GRAD.__set__(self, gradient)
 
     @grad.deleter
     def grad(self) -> None:
@@ -103,9 +107,8 @@ def wait_from_now(parameter: nn.Parameter, who: weakref.ref[Awaiting], gather: i
 
 
 def make_plain(parameter: nn.Parameter) -> None:
-    if type(parameter) is AwaitedParameter:
-        parameter.__dict__.pop("_from", None)
-        parameter.__class__ = nn.Parameter
+    parameter.__dict__.pop("_from", None)
+    parameter.__class__ = nn.Parameter
 
 
 def come(parameter: AwaitedParameter) -> None:
@@ -124,4 +127,3 @@ def come(parameter: AwaitedParameter) -> None:
             f"model is there: do that first, or keep the model"
         )
     owner.wait_for(gather)
-    make_plain(parameter)  # one that has changed places with another (`torch.utils.swap_tensors`) is not the model's

@@ -36,7 +36,7 @@ from runtime.comm.world import World
 from runtime.core.hooks import ModulePreHook
 from runtime.monitor.clock import Clock
 from runtime.monitor.recorder import KEPT_STEPS
-from runtime.sharded.awaited import make_plain, wait_from_now
+from runtime.sharded.awaited import Awaiting, make_plain, wait_from_now
 from runtime.sharded.exchange import OwnPart, ReduceScatter
 from runtime.sharded.state import state_bytes
 from runtime.sharded.step import Home, LateGather, ShardedStep, StepReport
@@ -160,9 +160,11 @@ class LateStep(ShardedStep):
         )
         for gather in self._gathers:
             gather.remember()
-        _running.add(self)
-        # Of a process that multiprocessing has started, where no `atexit` is.
-        self._at_exit = Finalize(self, _finish, args=(weakref.ref(self),), exitpriority=0)
+        _running[self._communicator] = device
+        # In a process that multiprocessing has started, where nothing else is called at its end.
+        self._at_exit = Finalize(
+            self._communicator, _finish, args=(weakref.ref(self._communicator), device), exitpriority=0
+        )
 
     def _find_modules(self) -> None:
         of = {id(parameter): gather for gather in self._gathers for parameter in gather.parameters}
@@ -199,7 +201,8 @@ class LateStep(ShardedStep):
         self._late_marks.append(marks)
 
     def _await_later(self, gather: Gather) -> None:
-        gather.awaited, me = True, weakref.ref(self)
+        gather.awaited = True
+        me: weakref.ref[Awaiting] = weakref.ref(self)
         for parameter in gather.parameters:
             wait_from_now(parameter, me, gather.index)
         for module in gather.modules:
@@ -209,16 +212,13 @@ class LateStep(ShardedStep):
                 self._hook.put_on(module)
 
     def before_forward(self) -> None:
-        """Evaluation, which no gather hides behind, waits for everything; so does what a compiled program calls."""
-        if not any(gather.awaited for gather in self._gathers):
-            return
+        """What a compiled program calls waits for everything, from now on in the step."""
         if is_in_compiled_code():
             self._compiled = True
-        if self._compiled or not torch.is_grad_enabled():
             self.wait_for_weights()
 
     def _before_module(self, module: nn.Module, _arguments: Any) -> None:
-        if not torch.is_grad_enabled():  # without hooks torch computes some modules otherwise
+        if not torch.is_grad_enabled():  # no gather hides behind an evaluation, which may go another way without hooks
             self.wait_for_weights()
         for gather in self._needs.get(module, ()):
             self.wait_for(gather.index)
@@ -251,18 +251,9 @@ class LateStep(ShardedStep):
 
     # The end, and what a report says.
 
-    def finish(self) -> None:
-        """Wait, also on the host, for what other ranks may wait for, too."""
-        self.wait_for_weights()
-        self._communicator.wait()
-        device = self._exchange.parts[0].whole.device
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-
     def end(self) -> None:
         """See `ShardedStep.end`. Weights that have not come become NaN, so that nobody goes on with old ones."""
         self._at_exit.cancel()
-        _running.discard(self)
         try:
             self.wait_for_weights()
         finally:
@@ -302,18 +293,22 @@ class LateStep(ShardedStep):
         )
 
 
-_running: weakref.WeakSet[LateStep] = weakref.WeakSet()
+_running: weakref.WeakKeyDictionary[Communicator, torch.device] = weakref.WeakKeyDictionary()
+"""Those that gather, also of models that are gone."""
 
 
-def _finish(step: weakref.ref[LateStep]) -> None:
+def _finish(communicator: weakref.ref[Communicator], device: torch.device) -> None:
     """At the end of a script let other ranks have what they may still wait for, unless an exception ends it."""
-    here, error = step(), sys.exc_info()[1] or getattr(sys, "last_exc", None)
-    if here is not None and (error is None or isinstance(error, SystemExit)):
-        with suppress(Exception):  # whoever waits for this rank says so
-            here.finish()
+    here, error = communicator(), sys.exc_info()[1] or getattr(sys, "last_exc", None)
+    if here is None or not (error is None or isinstance(error, SystemExit)):
+        return
+    with suppress(Exception):  # whoever waits for this rank says so
+        here.wait()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
 
 
-@atexit.register  # before those of the communicators, which start nothing more
+@atexit.register  # later than the communicators' own, and so called before it: that starts nothing more
 def _finish_all() -> None:
-    for step in list(_running):
-        _finish(weakref.ref(step))
+    for communicator, device in list(_running.items()):
+        _finish(weakref.ref(communicator), device)

@@ -1,6 +1,7 @@
 """What the ranks of the tests of late gathers do: every look at weights between two steps, against gathers in the step.
 
-Gathers are held until somebody waits (`Held`), so that a look that does not wait finds old weights every time.
+Gathers are held until somebody waits (`late_links.Held`), so that a look that does not wait finds old weights every
+time.
 """
 
 from __future__ import annotations
@@ -11,50 +12,29 @@ import io
 import pickle
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from late_links import Held, slow
 from session_checks import plan_of
-from sharded_checks import SHARED
+from sharded_checks import LATE, SHARED
 from step_checks import raised
 from torch import Tensor, nn
+from torch._dynamo.utils import counters
+from torch.func import functional_call
 from torch.nn import functional
 from torch.optim.swa_utils import AveragedModel
 from torch.utils.checkpoint import checkpoint
 
 import runtime
-from runtime.comm.communicator import Communicator, Payload
 from runtime.plan import StepPlan, UpdatePlan
-from runtime.sharded.late_gather import Gather, LateStep
+from runtime.sharded.late_gather import LateStep
 
-LATE = UpdatePlan(step=StepPlan(sharded=True, gather="forward"))
 Kept = dict[str, Any]
-
-
-class Held:
-    """Starts nothing before somebody waits."""
-
-    def __init__(self, inner: Communicator) -> None:
-        self._inner = inner
-        self._held: list[tuple[Payload, Any]] = []
-
-    def launch(self, bucket: Payload, sent: Any, prepare: Any = None) -> None:
-        """Later."""
-        self._held.append((bucket, sent))
-
-    def wait(self, until: Any = None) -> None:
-        """Starts all of it."""
-        held, self._held = self._held, []
-        for bucket, sent in held:
-            self._inner.launch(bucket, sent)
-        self._inner.wait(until)
-
-    def close(self) -> None:
-        """The other's."""
-        self._inner.close()
 
 
 class Past(nn.Linear):
@@ -123,8 +103,8 @@ def made(late: bool, *, held: bool = True, group: int = 3, timeout_s: float = 60
     if late:
         count = len(plan.buckets)
         gathers = ((count - 1,), tuple(range(count - 2, 0, -1))[:2], *((i,) for i in range(max(0, count - 3))))
-        updates = UpdatePlan(step=StepPlan(sharded=True, gather="forward", gathers=gathers if count > 3 else None))
-        plan = plan_of(model, group, updates=updates, interface=("late-gather",))
+        updates = UpdatePlan(step=StepPlan(sharded=True, gather="forward", gathers=gathers)) if count > 3 else LATE
+        plan = plan_of(model, group, updates=updates)
     session = runtime.attach(model, optimizer, plan, timeout_s=timeout_s)
     if late and held:
         step_of(session)._communicator = Held(step_of(session)._communicator)
@@ -185,10 +165,6 @@ def _from_a_thread(model: Net, _: Kept) -> Any:
     return found
 
 
-def _functional(model: Net, _: Kept) -> Any:
-    return torch.func.functional_call(model, dict(model.named_parameters()), batch(901)[0])
-
-
 def _trapped(model: Net, _: Kept) -> Any:
     model.trap = True
     with suppress(ArithmeticError):
@@ -237,7 +213,7 @@ def _swapped(model: Net, _: Kept) -> Any:
     """A parameter becomes another tensor; who has it then looks at the model's memory."""
     other = nn.Parameter(model.side.weight.detach() * 0.5)
     model.out.bias.sum()
-    torch.utils.swap_tensors(model.side.weight, other)
+    torch.utils.swap_tensors(model.side.weight, other)  # type: ignore[no-untyped-call]
     return other * 1.0
 
 
@@ -263,6 +239,7 @@ LOOKS: dict[str, Callable[[Net, Kept], Any]] = {
     "in the optimizer": lambda _, kept: [p.norm() for p in kept["optimizer"].param_groups[0]["params"]],
     "deepcopy": lambda model, _: list(copy.deepcopy(model).parameters()),
     "deepcopy of one": lambda model, _: [copy.deepcopy(model.scale), copy.copy(model.out.bias)],
+    "form of a pickle": lambda model, _: model.scale.__reduce_ex__(2)[0].__name__,
     "average": _averaged,
     "numpy": lambda model, _: torch.from_numpy(model.out.weight.detach().numpy().copy()),
     "number": lambda model, _: [model.scale.item(), str(model.out.bias), model.side.bias.tolist()],
@@ -273,7 +250,7 @@ LOOKS: dict[str, Callable[[Net, Kept], Any]] = {
     "recomputed": lambda model, _: checkpoint(model.past, batch(907)[0].requires_grad_(), use_reentrant=True),
     "another model": _shared,
     "a thread": _from_a_thread,
-    "functional": _functional,
+    "functional": lambda model, _: functional_call(model, dict(model.named_parameters()), batch(901)[0]),
     "evaluated": _evaluated,
     "a part evaluated": _part_evaluated,
     "raised": _trapped,
@@ -398,31 +375,12 @@ FORWARDS: dict[str, Callable[[Net, int], None]] = {
 """(model, step): before each step."""
 
 
-@contextmanager
-def slow(seconds: float = 0.01) -> Iterator[None]:
-    """Inside, all messages are packed, and weights are in place some time after they have come."""
-    unpack, made_so = Gather._unpack, Gather.__init__
-
-    def slowly(self: Gather, rows: Tensor) -> None:
-        time.sleep(seconds)
-        unpack(self, rows)
-
-    def packing(self: Gather, index: int, buckets: Any, homes: Any, scratch: Any) -> None:
-        made_so(self, index, buckets, homes, torch.empty(Gather.packed_bytes(homes), dtype=torch.uint8))
-
-    Gather._unpack, Gather.__init__ = slowly, packing  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        Gather._unpack, Gather.__init__ = unpack, made_so  # type: ignore[method-assign]
-
-
 def forwards() -> dict[str, bool]:
     """The same losses and weights whatever runs, in whatever order, on whatever rank."""
     results = {}
     with slow():
         for name, before in FORWARDS.items():
-            losses, ends = [], []
+            losses, ends = list[list[Tensor]](), []
             for late in (False, True):
                 model, optimizer, session = made(late, held=False, group=1 if name == "skipping" else 3)
                 losses.append([])
@@ -439,9 +397,10 @@ def compiled() -> dict[str, bool]:
     """Programs that torch has compiled or scripted, whose parameters are those that they know."""
     results = {}
     for name in ("around", "in place", "a part", "scripted part", "a function"):
-        ends = []
+        ends, graphs = [], []
         for late in (False, True):
             torch._dynamo.reset()
+            counters.clear()
             model, optimizer, session = made(late)
             call: Any = model
             if name == "around":
@@ -451,16 +410,22 @@ def compiled() -> dict[str, bool]:
             elif name == "a part":
                 model.side.compile(backend="eager")
             elif name == "scripted part":
-                model.side = torch.jit.script(model.side)
+                model.side = torch.jit.script(model.side)  # type: ignore[assignment]
             else:
-                call = torch.compile(lambda x, model=model: model(x), backend="eager")
+                call = torch.compile(partial(_called, model), backend="eager")
             for number in range(4):
                 train(call, optimizer, number) if name != "a function" else _train_function(call, optimizer, number)
             session.detach()
             ends.append(leaves(list(model.parameters())))
+            graphs.append(counters["stats"]["unique_graphs"])
         results[name] = equal(*ends)
+        results[f"{name}: as often, {graphs}"] = graphs[0] == graphs[1]
     torch._dynamo.reset()
     return results
+
+
+def _called(model: nn.Module, x: Tensor) -> Any:
+    return model(x)
 
 
 def _train_function(call: Any, optimizer: Any, number: int) -> None:
@@ -484,7 +449,7 @@ def reported() -> dict[str, bool]:
     ]
     return {
         "gathers": tasks == expected,
-        f"waited {report.step}": 0.0 < report.step.waited_us,
+        f"waited {report.step}": report.step.waited_us > 0.0,
         "not in the update": report.step.gather_us < sum(one.end_us - one.start_us for one in report.step.late),
         "said": "beside the next forward, which waited" in str(report),
         "interface": "; interface late-gather" in str(report),
