@@ -28,7 +28,7 @@ from runtime.errors import InputError
 SCRIPT_S = 90
 """Wall clock that a script may take before its ranks are given up."""
 
-SLOW_S = 0.002
+SLOW_S = 0.01
 """How late weights are, after they have come."""
 
 TOLD = "an exception ended the backward of"

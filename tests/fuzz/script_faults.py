@@ -82,7 +82,7 @@ FAULTS = {
         ShardedStep, "_collect_weights", lambda _self: None, "sharded dtype=float64: train 1; exchange scaled; train 1"
     ),
     "weights are looked at before they have come": Fault(
-        awaited, "_asks_nothing", lambda _: True, "late: train 1; glance vector; train 1"
+        awaited, "_asks_nothing", lambda _: True, "late: loop ema copy; train 2"
     ),
     "owners go further than they should": Fault(Server, "update", _faster, "delayed dtype=float64: train 4"),
     "closures' losses are not averaged": Fault(
