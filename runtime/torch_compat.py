@@ -32,6 +32,19 @@ def current_backward_id() -> int:
     return torch._C._current_graph_task_id()
 
 
+def is_in_compiled_code() -> bool:
+    """Return whether a compiled program calls the function that asks, which it does not know by itself."""
+    return torch._C._dynamo.eval_frame.get_eval_frame_callback() not in (None, False)
+
+
+def runs_without_python(module: torch.nn.Module) -> bool:
+    """Tell whether a program that torch has compiled, or a script, stands in for the module's forward."""
+    from torch._dynamo.eval_frame import OptimizedModule
+
+    compiled = getattr(module, "_compiled_call_impl", None) is not None
+    return compiled or isinstance(module, OptimizedModule | torch.jit.ScriptModule)
+
+
 def is_tracing() -> bool:
     """Return whether `torch.compile` traces a program in this thread: it looks at tensors then, not at numbers."""
     return torch._guards.TracingContext.try_get() is not None
@@ -180,6 +193,11 @@ def backend_of(group: dist.ProcessGroup, device: torch.device) -> str:
     return name.lower()
 
 
+def all_gather_on(group: dist.ProcessGroup, whole: torch.Tensor, part: torch.Tensor) -> dist.Work:
+    """Begin an all-gather like `all_gather_single`, also where the script has ended torch.distributed meanwhile."""
+    return group._allgather_base(whole, part)
+
+
 def store_address() -> tuple[str, int] | None:
     """(host, port) of the TCP store that the default process group was formed by, or None where it was another one."""
     store = dist.distributed_c10d._get_default_store()
@@ -203,7 +221,9 @@ def all_to_all_uneven(group: Any, output: torch.Tensor, given: torch.Tensor, get
 
 
 _DISTRIBUTED = str(Path(dist.__file__).parent)
-_CALLS_OF_BACKEND = frozenset(function.__code__ for function in (wait_for, result_of, meet, send, receive))
+_CALLS_OF_BACKEND = frozenset(
+    function.__code__ for function in (wait_for, result_of, meet, send, receive, all_gather_on)
+)
 
 
 def is_of_backend(error: BaseException) -> bool:

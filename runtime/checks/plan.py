@@ -21,7 +21,7 @@ from runtime.comm.collectives import (
 )
 from runtime.errors import InputError
 from runtime.modes import asked_modes
-from runtime.plan import HINT, Plan, PlanBucket, combinations, interface_problem
+from runtime.plan import HINT, Plan, PlanBucket, combinations, gathers_problem, interface_problem
 from runtime.plan.names import canonical_name, fingerprint, shorten
 from runtime.sparse.compressed import layer_runs
 from runtime.sparse.compressors import COMPRESSORS, make_compressor
@@ -202,7 +202,7 @@ def _check_mode(parameters: Mapping[str, nn.Parameter], plan: Plan) -> str | Non
             f'the plan has {mode.what} and the accuracy {plan.accuracy}; expected "relaxed": set it if {mode.what} '
             f"is meant"
         )
-    if problem := mode.check_plan(plan, parameters) or interface_problem(plan):
+    if problem := mode.check_plan(plan, parameters) or interface_problem(plan) or gathers_problem(plan):
         return problem
     if plan.rounds_weights and not plan.sharded:
         return (

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from typing import Any
 
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from runtime.torch_compat import accumulator_of
+from runtime.torch_compat import ModuleHook, accumulator_of
 
 
 class GradientHook:
@@ -89,3 +90,21 @@ class HookWatch:
             )
         self._given = given
         return self._found or news
+
+
+class ModulePreHook:
+    """Is called before the forward of modules that it is put on, first of all their hooks: for some of a step's time,
+    so that at others modules have none of ours, with which torch computes some of them otherwise, or not compiled.
+    """
+
+    def __init__(self, call: Callable[[nn.Module, Any], None]) -> None:
+        self._hook, self._key = ModuleHook(call), RemovableHandle(OrderedDict()).id
+        HookWatch.own += 1
+
+    def put_on(self, module: nn.Module) -> None:
+        hooks: Any = module._forward_pre_hooks  # an ordered dict
+        hooks[self._key] = self._hook
+        hooks.move_to_end(self._key, last=False)
+
+    def take_off(self, module: nn.Module) -> None:
+        module._forward_pre_hooks.pop(self._key, None)

@@ -31,6 +31,7 @@ from runtime.sparse.residuals import ErrorFeedbackState, state_of_rank
 class Host(Protocol):
     """What a mode gets of its session."""
 
+    model: nn.Module
     world: World
     recorder: Recorder
     parameters: dict[str, nn.Parameter]
@@ -143,6 +144,12 @@ class Mode:
     def predicted(self) -> bool:
         """Whether the plan's prediction is of the steps that are made now."""
         return True
+
+    def before_forward(self) -> None:
+        """A forward of the model begins."""
+
+    def wait_for_weights(self) -> None:
+        """See `Session.wait_for_weights`."""
 
     def before_step(self, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
         """Return what the optimizer's step is called with in place of these arguments, or None for the same."""

@@ -17,6 +17,7 @@ from runtime.optimizers.kinds import find_missing, find_not_elementwise
 from runtime.plan import HINT, NO_COMPRESSION, Plan
 from runtime.plan.combinations import SHARDED
 from runtime.sharded.exchange import ReduceScatter, padded_length
+from runtime.sharded.late_gather import LateStep
 from runtime.sharded.step import NEVER, ShardedStep, StepReport, find_shared_memory
 
 
@@ -93,8 +94,17 @@ class Sharded(Mode):
         """See `Mode.begin`: each rank keeps its part of the optimizer's state."""
         assert isinstance(exchange.launcher, ReduceScatter)
         assert self.host.optimizer is not None  # else the plan has been refused
-        world, clock = self.host.world, self.host.recorder.clock
-        self._step = ShardedStep(self.host.optimizer, exchange.launcher, world, clock)
+        given = self.host.optimizer, exchange.launcher, self.host.world, self.host.recorder.clock
+        gathers = self.plan.gathers
+        self._step = ShardedStep(*given) if gathers is None else LateStep(*given, self.host.model, gathers)
+
+    def before_forward(self) -> None:
+        if self._step is not None:
+            self._step.before_forward()
+
+    def wait_for_weights(self) -> None:
+        if self._step is not None:
+            self._step.wait_for_weights()
 
     def before_step(self, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
         return None if self._step is None else self._step.before_step(arguments, keywords)

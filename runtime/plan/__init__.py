@@ -18,6 +18,7 @@ from runtime.plan.document import (
     StepPlan,
     UpdatePlan,
     check_blocks,
+    gathers_problem,
     interface_problem,
     load_plan,
     parse_plan,
@@ -26,5 +27,5 @@ from runtime.plan.document import (
 __all__ = [
     "HINT", "MAX_UPDATERS", "NO_COMPRESSION", "Accuracy", "CompressorSpec", "DelaySpec", "LocalAsyncSpec",
     "ModelReference", "NormPlan", "Plan", "PlanBucket", "PlanWorld", "StepPlan", "UpdatePlan",
-    "check_blocks", "interface_problem", "load_plan", "parse_plan",
+    "check_blocks", "gathers_problem", "interface_problem", "load_plan", "parse_plan",
 ]  # fmt: skip

@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from runtime.errors import InputError
-from runtime.plan.interfaces import BFLOAT16_WEIGHTS, DROP_IN, SHARDED_STEP, name_problem
+from runtime.plan.interfaces import BFLOAT16_WEIGHTS, DROP_IN, LATE_GATHER, SHARDED_STEP, granted, name_problem
 from runtime.plan.predicted import (
     Certificate,
     DelayPoint,
@@ -190,6 +190,16 @@ class StepPlan(Record):
     weights: Name | None = None
     """`bfloat16`: float32 weights are gathered in it, and all ranks compute with what is rounded so, while each keeps
     its own part in float32 for the optimizer. None: weights are gathered as they are."""
+    gather: Literal["step", "forward"] | None = None
+    """Whether the optimizer's step ends when weights have come (None, too), or they come beside the next forward."""
+    gathers: (
+        Annotated[
+            tuple[Annotated[tuple[Count, ...], Field(min_length=1)], ...], Field(min_length=1, max_length=MAX_BUCKETS)
+        ]
+        | None
+    ) = None
+    """Of gathers beside the next forward: the buckets of each, by index, in the order in which they are launched; every
+    bucket once. None: one for each bucket, in the reverse of the plan's order."""
     replicated_us: PredictedUs | None = None
     """The training step where every rank updates all weights."""
     sharded_us: PredictedUs | None = None
@@ -265,6 +275,14 @@ class Plan(Record):
         return self.updates is not None and self.updates.step is not None and self.updates.step.weights is not None
 
     @property
+    def gathers(self) -> tuple[tuple[int, ...], ...] | None:
+        """The buckets of each gather of weights beside the next forward, in order; None where there are none."""
+        step = self.updates.step if self.updates else None
+        if step is None or not step.sharded or step.gather != "forward":
+            return None
+        return step.gathers or tuple((bucket,) for bucket in reversed(range(len(self.buckets))))
+
+    @property
     def interfaces(self) -> tuple[str, ...]:
         """What the script has to know about; nothing of a drop-in plan."""
         return () if self.interface is None or self.interface == DROP_IN else tuple(self.interface)
@@ -294,8 +312,9 @@ def load_plan(path: str | Path) -> Plan:
 
     Raises:
         InputError: not a plan of this schema; unknown, missing or wrong fields; ranks that nodes cannot have alike; an
-            unknown interface, or a shared step that the interface does not name; a gradient in two buckets; blocks of
-            local updaters that are no partition of the gradients, each of them contiguous.
+            unknown interface, or a shared step that the interface does not name; gathers that are no partition of the
+            buckets; a gradient in two buckets; blocks of local updaters that are no partition of the gradients, each of
+            them contiguous.
     """
     return parse_plan(read_json(path), where=str(path))
 
@@ -311,7 +330,7 @@ def parse_plan(document: Any, where: str = "plan") -> Plan:
 def _check_whole(plan: Plan, where: str, path: str) -> None:
     if plan.world.misfit is not None:
         raise InputError(f"{where}: {path}.world: {plan.world.misfit}")
-    if (problem := interface_problem(plan, path)) is not None:
+    if (problem := interface_problem(plan, path) or gathers_problem(plan, path)) is not None:
         raise InputError(f"{where}: {problem}")
     owner: dict[str, int] = {}
     for index, bucket in enumerate(plan.buckets):
@@ -344,16 +363,65 @@ def interface_problem(plan: Plan, path: str = "the plan") -> str | None:
             f"model's weights are rounded while attached; expected it beside {SHARDED_STEP}: add that if the script is "
             f"made for it (docs/concepts/sharded-step.md), or leave weights out"
         )
-    shares = "" if plan.sharded else ".fallback" if plan.fallback is not None and plan.fallback.sharded else None
-    if shares is None or SHARDED_STEP in plan.interfaces:
-        return None
-    found = DROP_IN if plan.interface is not None else f"no interface, so {DROP_IN}"
-    return (
-        f"{path}.interface: found {found}, beside {path}{shares}.updates.step, where ranks share the optimizer's step, "
-        f"so that lines which work with DDP do not (p.grad.abs(), optimizer.state_dict() on one rank); expected "
-        f'["{SHARDED_STEP}"]: add that if the script is made for it, or make the plan again with `planner optimize`, '
-        f"which shares the step with --allow {SHARDED_STEP} alone"
+    both = {path: plan} | ({} if plan.fallback is None else {f"{path}.fallback": plan.fallback})
+    asking = {where: SHARDED_STEP if one.gathers is None else LATE_GATHER for where, one in both.items() if one.sharded}
+    where, name = next(
+        ((where, name) for where, name in asking.items() if name not in granted(plan.interfaces)), ("", "")
     )
+    if not name:
+        return None
+    drop_in = DROP_IN if plan.interface is not None else f"no interface, so {DROP_IN}"
+    what, how = _ASKING[name]
+    return (
+        f"{path}.interface: found {', '.join(plan.interfaces) or drop_in}, beside {where}.updates.step, where {what}; "
+        f'expected ["{name}"]: add that if the script is made for it, or make the plan again with `planner optimize`, '
+        f"which {how} with --allow {name} alone"
+    )
+
+
+_ASKING = {
+    SHARDED_STEP: (
+        "ranks share the optimizer's step, so that lines which work with DDP do not (p.grad.abs(), "
+        "optimizer.state_dict() on one rank)",
+        "shares the step",
+    ),
+    LATE_GATHER: (
+        "weights come beside the next forward, so that code which torch does not see has to wait for them",
+        "gathers so",
+    ),
+}
+"""Interface → what a plan that needs it does to a script, and what `planner optimize` does."""
+
+
+def gathers_problem(plan: Plan, path: str = "the plan") -> str | None:
+    """Why weights cannot be gathered as `updates.step` says; None where they can."""
+    step = plan.updates.step if plan.updates else None
+    if step is None:
+        return None
+    where = f"{path}.updates.step"
+    if step.gather == "forward" and not step.sharded:
+        return f'{where}.gather: found "forward" beside "sharded": false; expected "sharded": true: {HINT}'
+    if step.gathers is None:
+        return None
+    if step.gather != "forward":
+        return (
+            f'{where}.gathers: found groups of buckets, but weights are gathered inside the step; expected "gather": '
+            f'"forward" beside them: {HINT}'
+        )
+    owner: dict[int, int] = {}
+    for position, bucket in ((position, bucket) for position, group in enumerate(step.gathers) for bucket in group):
+        if bucket >= len(plan.buckets):
+            return f"{where}.gathers[{position}]: found bucket {bucket}, expected one of {len(plan.buckets)}: {HINT}"
+        if bucket in owner:
+            return (
+                f"{where}.gathers[{position}]: found bucket {bucket}, which is in gather {owner[bucket]} already; "
+                f"expected each bucket in exactly one gather: take one out"
+            )
+        owner[bucket] = position
+    missing = next((bucket for bucket in range(len(plan.buckets)) if bucket not in owner), None)
+    if missing is None:
+        return None
+    return f"{where}.gathers: found none with bucket {missing}, expected each bucket in exactly one: add it to one"
 
 
 def check_blocks(spec: LocalAsyncSpec, gradients: Sequence[str], where: str) -> None:

@@ -7,26 +7,32 @@ default: every line that works with DDP works, on one rank alone too. Others hav
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 DROP_IN = "drop-in"
 SHARDED_STEP = "sharded-step"
 BFLOAT16_WEIGHTS = "bfloat16-weights"
+LATE_GATHER = "late-gather"
 
 INTERFACES: Mapping[str, str] = {
     SHARDED_STEP: "between backward and step gradients can be scaled, clamped, zeroed and clipped by norms (on every "
     "rank), and not read; checkpoints take session.optimizer_state_dict() on every rank",
     BFLOAT16_WEIGHTS: "weights are rounded to bfloat16 on all ranks while attached; checkpoints take "
     "session.state_dict() on every rank, or save the model inside session.global_weights(), where weights are float32",
+    LATE_GATHER: "as sharded-step, and weights come beside the next forward: what looks at them where torch does not "
+    "see it (CUDA graphs, C++ outside of modules, streams of its own) calls session.wait_for_weights() first",
 }
+IMPLIES: Mapping[str, tuple[str, ...]] = {LATE_GATHER: (SHARDED_STEP,)}
+"""Interface → others that it stands for, too."""
 
-LATER = ("late-gather",)
-"""Names that are reserved, and not built yet."""
+
+def granted(names: Iterable[str]) -> frozenset[str]:
+    """Return all interfaces that these names stand for."""
+    return frozenset(one for name in names for one in (name, *IMPLIES.get(name, ())))
 
 
 def name_problem(name: str) -> str | None:
     """Why this is no interface that can be asked for, as `found …, expected …`; None where it is one."""
     if name in INTERFACES:
         return None
-    what = "which is not built yet" if name in LATER else "which is unknown"
-    return f"found {name!r}, {what}; known: {', '.join(INTERFACES)}"
+    return f"found {name!r}, which is unknown; known: {', '.join(INTERFACES)}"

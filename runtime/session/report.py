@@ -22,7 +22,7 @@ from runtime.plan import ModelReference, Plan
 from runtime.plan.measured import MeasuredStep
 from runtime.plan.strict_json import write_json
 from runtime.plan.timeline import Span, Timeline
-from runtime.sharded.step import StepReport
+from runtime.sharded.step import LateGather, StepReport
 from runtime.sparse.samples import Sampled
 
 MIN_STEPS = 5
@@ -138,11 +138,12 @@ class Report:
         end_us = self.iteration_us - self.update_us
         compute = list(self._compute())
         network = [span for bucket in self.buckets for span in bucket.spans]
+        late = [] if self.step is None else [self._late_gather(one) for one in self.step.late]
         gathers = list(self._gathers())
         updated_us = gathers[0].start_us if gathers else self.iteration_us
         update = Span(task="update", resource="compute", start_us=end_us, end_us=updated_us)
         return Timeline(
-            spans=(*compute, *network, update, *gathers),
+            spans=(*late, *compute, *network, update, *gathers),
             iteration_us=self.iteration_us,
             forward_us=self.forward_us,
             backward_us=self.backward_us,
@@ -178,6 +179,13 @@ class Report:
                 task=f"bucket {index} all_gather", resource="network", start_us=start_us, end_us=end_us, bucket=index
             )
             start_us = end_us
+
+    def _late_gather(self, gather: LateGather) -> Span:
+        """One of the step before, launched when that ended."""
+        start_us, end_us = (max(0.0, time_us - self.script_us) for time_us in (gather.start_us, gather.end_us))
+        which = f"bucket{'s' if gather.buckets[1:] else ''} {', '.join(map(str, gather.buckets))}"
+        bucket = None if gather.buckets[1:] else gather.buckets[0]
+        return Span(task=f"{which} all_gather", resource="network", start_us=start_us, end_us=end_us, bucket=bucket)
 
     def to_document(self) -> dict[str, Any]:
         """Return the measured step as plain JSON types, in the form that `planner explain --measured` reads."""

@@ -38,7 +38,7 @@ from runtime.plan import Plan, load_plan
 from runtime.session.monitor import Monitor
 from runtime.session.report import Report, make_report
 from runtime.sparse.samples import Sampled
-from runtime.torch_compat import OUTSIDE, current_backward_id, is_out_of_memory, leave_uncompiled
+from runtime.torch_compat import OUTSIDE, ModuleHook, current_backward_id, is_out_of_memory, leave_uncompiled
 from runtime.version import __version__
 
 attached: weakref.WeakSet[nn.Module] = weakref.WeakSet()
@@ -104,6 +104,7 @@ class Session:
         if updated is not None and world.ranks > 1:
             self._handles.append(updated.register_step_pre_hook(self._before_update))
             self._handles.append(updated.register_step_post_hook(self._after_update))
+            self._handles.append(model.register_forward_pre_hook(ModuleHook(self._before_forward), prepend=True))
         if broadcast_buffers:
             synchronizing, own = lambda: self._backward.synchronizing, lambda: self.mode.own_weights
             self._handles += BufferSync(world, model, synchronizing, own).install()
@@ -143,6 +144,9 @@ class Session:
             return
         self._grid = self._grid or Grid.make(self.world, self.topology)
         exchange.launcher.communicator = make_phased_communicator(self._grid, exchange.plan, self.device)
+
+    def _before_forward(self, *_: Any) -> None:
+        self.mode.before_forward()
 
     def _before_update(self, _: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
         replaced = None
@@ -232,6 +236,17 @@ class Session:
         with self.mode.global_weights():
             yield
 
+    def wait_for_weights(self) -> None:
+        """Return when the weights of the last step have come, where a plan has them come beside the next forward.
+
+        Whoever reads a parameter through torch waits for it by itself: modules and any other forward, `state_dict`,
+        copies, moving averages, `p.data`. Call this before what torch does not see: a CUDA graph's replay, C++ or
+        another process that is handed a parameter outside of a module's call, another CUDA stream than the step's,
+        `torch.tensor(p)`, `torch.func` of a bare parameter. Any rank may call it, at any time; on a GPU the current
+        stream waits. Raises CommunicationError where a rank did not come within the deadline.
+        """
+        self.mode.wait_for_weights()
+
     def switch(self, plan: Plan | str | Path, at_step: int | None = None) -> None:
         """Switch to another plan on all ranks at one step; no step, gradient or update is lost.
 
@@ -272,6 +287,7 @@ class Session:
             raise InputError(f"{what} was called while a backward runs; expected between two steps: call it after it")
         self._backward.forget_abandoned()
         self.exchange.launcher.communicator.wait()
+        self.mode.wait_for_weights()
 
     def _prepare(self, plan: Plan | str | Path, at_step: int) -> tuple[tuple[Mode, Exchange] | None, str | None]:
         """Return the new plan's mode and buckets, or what is wrong on this rank: it is reported to all ranks."""

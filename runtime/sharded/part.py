@@ -54,7 +54,7 @@ class OwnPart(Part):
     @property
     def narrow_weights_bytes(self) -> int:
         """What gathering rounded weights needs of `scratch`."""
-        return 0 if self.master is None else self.whole.numel() * ROUNDED.itemsize
+        return 0 if self.master is None else self.ranks * self.sent_weights_bytes
 
     @property
     def received_bytes(self) -> int:
@@ -73,9 +73,25 @@ class OwnPart(Part):
         if self.master is None:
             world.gather_parts(self.weights, doing, out=self.whole)
             return
-        gathered = self.scratch[: self.narrow_weights_bytes].view(ROUNDED)
-        world.gather_parts(self.master.to(ROUNDED), doing, out=gathered)
-        self.whole.copy_(gathered)
+        gathered = self.scratch[: self.narrow_weights_bytes]
+        world.gather_parts(self.sent_weights(), doing, out=gathered)
+        self.take_weights(gathered.view(self.ranks, -1))
+
+    @property
+    def sent_weights_bytes(self) -> int:
+        """Of what this rank sends of its weights."""
+        return self.share * (self.whole.dtype if self.master is None else ROUNDED).itemsize
+
+    def sent_weights(self) -> Tensor:
+        """Return this rank's weights as others get them. Shape (sent_weights_bytes,), uint8."""
+        return (self.weights if self.master is None else self.master.to(ROUNDED)).view(torch.uint8)
+
+    def take_weights(self, rows: Tensor) -> None:
+        """Let `whole` be what all ranks have sent. `rows`: uint8, shape (ranks, sent_weights_bytes)."""
+        if self.master is None:
+            self.whole.view(torch.uint8).view(self.ranks, -1).copy_(rows)
+        else:
+            self.whole.view(self.ranks, self.share).copy_(rows.view(ROUNDED))
 
     # Of master weights.
 

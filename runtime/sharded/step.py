@@ -44,20 +44,35 @@ NEVER = "`planner optimize` without --allow sharded-step"
 
 
 @dataclass(frozen=True, kw_only=True)
+class LateGather:
+    """One gather beside the next forward: medians in microseconds from the end of the step that launched it."""
+
+    buckets: tuple[int, ...]
+    start_us: float
+    end_us: float
+
+
+@dataclass(frozen=True, kw_only=True)
 class StepReport:
     """The shared step of one rank: medians in microseconds, beside what the plan predicts."""
 
     gather_us: float
     """All-gathers of weights, a part of the update."""
     gathers_us: tuple[float, ...]
+    late: tuple[LateGather, ...] = ()
+    """Those beside the next forward, a part of no update."""
+    waited_us: float = 0.0
+    """How long that forward, or whoever came first, waited for them."""
     predicted_gather_us: float | None
     state_bytes: int
     """What this rank keeps of the optimizer's state."""
 
     def __str__(self) -> str:
         predicted = "" if self.predicted_gather_us is None else f", predicted {self.predicted_gather_us / 1e3:.2f}"
+        taken_us = self.gather_us + sum(one.end_us - one.start_us for one in self.late)
+        waited = f" beside the next forward, which waited {self.waited_us / 1e3:.2f} ms" if self.late else ""
         return (
-            f"step shared by ranks: weights gathered in {self.gather_us / 1e3:.2f}{predicted} ms, "
+            f"step shared by ranks: weights gathered in {taken_us / 1e3:.2f}{predicted} ms{waited}, "
             f"{self.state_bytes / 2**20:.1f} MiB of the optimizer's state here"
         )
 
@@ -72,7 +87,7 @@ class ShardedStep:
         pieces = ((slot, piece) for part in exchange.parts for slot, piece in _pieces_of(part))
         self._pieces = {id(slot.parameter): nn.Parameter(piece) for slot, piece in pieces}
         """Of each parameter of which this rank has a part: that part of the weights."""
-        self._homes = [_Home(part) for part in exchange.parts]
+        self._homes = [Home(part) for part in exchange.parts]
         for home in self._homes:
             home.part.begin_master()
             home.hand_out()
@@ -91,6 +106,12 @@ class ShardedStep:
         ]
 
     # One step, in the order in which it happens.
+
+    def before_forward(self) -> None:
+        """A forward of the model begins."""
+
+    def wait_for_weights(self) -> None:
+        """Return when this rank has all ranks' weights."""
 
     def _guarded_step(self) -> Any:
         """Return the optimizer's step, after which no piece stands in for a parameter."""
@@ -161,6 +182,11 @@ class ShardedStep:
     def after_step(self) -> None:
         """Give every rank all parts, of which the optimizer has updated this rank's."""
         self._swap_back()
+        self._gather_weights()
+        # As any optimizer's step, so that autograd refuses a backward through what has changed.
+        torch.autograd.graph.increment_version([slot.parameter for slot in self._exchange.slots])
+
+    def _gather_weights(self) -> None:
         marks = [self._clock.mark()]
         doing = "gathering the weights that ranks have updated; each has to call optimizer.step()"
         for parts in self._exchange.parts_of:
@@ -174,8 +200,6 @@ class ShardedStep:
         """Let parameters be what the buffers have become."""
         for home in self._homes:
             home.hand_out()
-        # As any optimizer's step, so that autograd refuses a backward through what has changed.
-        torch.autograd.graph.increment_version([slot.parameter for slot in self._exchange.slots])
 
     @torch.no_grad()
     def _give_up(self) -> None:
@@ -207,6 +231,7 @@ class ShardedStep:
         """Inside, parameters are all ranks' master weights, where there are any; all ranks call this. What a script
         changes inside is lost.
         """
+        self.wait_for_weights()
         if not self._rounds:
             yield
             return
@@ -241,6 +266,7 @@ class ShardedStep:
     @torch.no_grad()
     def load_masters(self, states: Sequence[Masters]) -> None:
         """Continue with master weights of as many ranks as were saved. Raises InputError where some are missing."""
+        self.wait_for_weights()
         load_masters(self._exchange.parts, states)
 
     # State.
@@ -383,11 +409,16 @@ def _pieces_of(part: OwnPart) -> Iterator[tuple[Slot, Tensor]]:
             yield slot, part.weights[part.places[slot.index][1]]
 
 
-_ALONE = storage_uses(torch.zeros(1).untyped_storage())
+def _uses_of_one() -> int:
+    tensor = torch.zeros(1)  # which has to be alive while its memory is asked
+    return storage_uses(tensor.untyped_storage())
+
+
+_ALONE = _uses_of_one()
 """What `storage_uses` says of memory that one tensor looks at."""
 
 
-class _Home:
+class Home:
     """Where the parameters of one message lie: in the buffer of all weights, or where a script has put them.
 
     `parameter.data = …` gives a parameter other memory, and the place that it leaves may be another parameter's from
@@ -414,6 +445,11 @@ class _Home:
     def _lay_out(self) -> None:
         views = self.part.views(self.part.whole)
         self._views = [(slot, views[slot.name]) for slot in self.part.message.slots]
+
+    @property
+    def apart(self) -> bool:
+        """Whether weights are copied to where parameters lie when all ranks' have come."""
+        return self._apart
 
     @property
     def astray(self) -> bool:

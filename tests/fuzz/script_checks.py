@@ -16,6 +16,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from late_links import slow
 from model_checks import bits
 from script_runs import Misfit, Run
 from script_sides import WAIT_S, DDPSide, PlanSide
@@ -26,6 +27,9 @@ from runtime.errors import InputError
 
 SCRIPT_S = 90
 """Wall clock that a script may take before its ranks are given up."""
+
+SLOW_S = 0.01
+"""How late weights are, after they have come."""
 
 TOLD = "an exception ended the backward of"
 """What a rank says where another one's backward has raised."""
@@ -106,7 +110,7 @@ def gather(value: str | None) -> list[str | None]:
 
 def tolerance_of(script: Script) -> float:
     """How far two numbers may be apart, of the largest of their tensor or 1; 0: bit for bit."""
-    if script.ranks == 2 and script.kind in ("exact", "sparse"):
+    if script.kind == "late" or (script.ranks == 2 and script.kind in ("exact", "sparse")):
         return 0.0
     if any(action.arguments[:2] == ("autocast", "on") for action in script.actions):
         return 0.05  # what differs in the last bit may be rounded to another bfloat16
@@ -150,6 +154,8 @@ def has_reference(script: Script) -> bool:
 def judge(script: Script, ddp: Outcome, plan: Outcome) -> str | None:
     """What is wrong on this rank, or None."""
     told = [f"rank {rank}: {one}" for rank, one in enumerate(plan.errors) if one]
+    if script.kind == "late" and (plan.raised, plan.raised and plan.at) != (ddp.raised, ddp.raised and ddp.at):
+        return f"sharded: {ddp.at}: {ddp.errors}; late: {plan.at}: {plan.errors}"
     if plan.raised:
         what = "; ".join(told)
         if "wrong: " in what:
@@ -192,12 +198,16 @@ def run_script(script: Script, group: Group, refused: list[str] | None = None) -
     """What is wrong with a script on this rank, or None; `refused` gets its kind where it was not run to its end."""
     faulthandler.dump_traceback_later(SCRIPT_S, exit=True)
     try:
-        ddp = run_side(script, DDPSide(script, group.whole()))
+        # Gathers beside the next forward change nothing: not a bit, nor what is refused.
+        late = script.kind == "late"
+        other = PlanSide(script, group.whole(), "sharded") if late else DDPSide(script, group.whole())
+        ddp = run_side(script, other)
         if ddp.raised:
             group.members = None
         gc.collect()
         _forget_programs(script)  # their guards leave hooks out: the other side would run this one's
-        plan = run_side(script, PlanSide(script, group.whole()))
+        with slow(SLOW_S) if late else contextlib.nullcontext():
+            plan = run_side(script, PlanSide(script, group.whole()))
         if plan.raised:
             group.members = None
         verdict = judge(script, ddp, plan)

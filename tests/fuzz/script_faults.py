@@ -19,6 +19,7 @@ from runtime.core.usage import UsageFlags
 from runtime.core.views import ViewGuard
 from runtime.delay.server import Server
 from runtime.session.session import Session
+from runtime.sharded import awaited
 from runtime.sharded import exchange as sharded
 from runtime.sharded.step import ShardedStep
 from runtime.sparse.residuals import ErrorFeedbackState
@@ -79,6 +80,9 @@ FAULTS = {
     ),
     "weights changed by .data are not sent": Fault(
         ShardedStep, "_collect_weights", lambda _self: None, "sharded dtype=float64: train 1; exchange scaled; train 1"
+    ),
+    "weights are looked at before they have come": Fault(
+        awaited, "_asks_nothing", lambda _: True, "late: loop ema copy; train 2"
     ),
     "owners go further than they should": Fault(Server, "update", _faster, "delayed dtype=float64: train 4"),
     "closures' losses are not averaged": Fault(

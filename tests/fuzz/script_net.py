@@ -116,6 +116,19 @@ def batch(number: int, rank: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     return x, torch.randint(0, CLASSES, (BATCH,), generator=generator)
 
 
+INTERFACES = {"sharded": ("sharded-step",), "late": ("late-gather",)}
+
+
+def _step(kind: str, buckets: int) -> StepPlan:
+    """Late gathers are of one bucket or two, by turns, the last buckets first."""
+    if kind == "sharded":
+        return StepPlan(sharded=True)
+    left, groups = list(range(buckets)), list[tuple[int, ...]]()
+    while left:
+        groups.append(tuple(left.pop() for _ in range(min(len(left), 1 + len(groups) % 2))))
+    return StepPlan(sharded=True, gather="forward", gathers=tuple(groups))
+
+
 def plan_of(parameters: Sequence[str], kind: str, group: int, ranks: int) -> Plan:
     """Buckets of `group` gradients in reverse order of registration."""
     names = list(reversed(parameters))
@@ -132,6 +145,6 @@ def plan_of(parameters: Sequence[str], kind: str, group: int, ranks: int) -> Pla
         accuracy={"sparse": "bounded", "delayed": "relaxed"}.get(kind, "exact"),
         buckets=buckets,
         delay=DELAY if kind == "delayed" else None,
-        updates=UpdatePlan(step=StepPlan(sharded=True)) if kind == "sharded" else None,
-        interface=("sharded-step",) if kind == "sharded" else None,
+        updates=UpdatePlan(step=_step(kind, len(buckets))) if kind in INTERFACES else None,
+        interface=INTERFACES.get(kind),
     )

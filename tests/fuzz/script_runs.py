@@ -6,6 +6,7 @@ import contextlib
 import copy
 import gc
 import pickle
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -14,8 +15,9 @@ import torch.distributed as dist
 from model_trainers import follow_rank_0
 from script_net import BATCH, OPTIMIZERS, WIDTH, Net, batch, loss_of
 from script_sides import DDPSide, PlanSide, Servers
-from scripts import RULES, Action, Script
+from scripts import RULES, SHARED, Action, Script
 from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel
 
 from runtime.errors import CommunicationError
 from runtime.modes import Delayed
@@ -74,6 +76,54 @@ EDITS: dict[str, Callable[[nn.Parameter, nn.Parameter], None]] = {
 """Of gradients of two parameters of one shape."""
 
 
+def _in_thread(run: Run) -> list[Tensor]:
+    found = list[Tensor]()
+    thread = threading.Thread(target=lambda: found.extend(p.detach().clone() for p in run.model.parameters()))
+    thread.start()
+    thread.join()
+    return found
+
+
+def _average(run: Run) -> list[Tensor]:
+    run.averaged = run.averaged or AveragedModel(run.model)
+    run.averaged.update_parameters(run.model)
+    return list(run.averaged.parameters())
+
+
+def _other(run: Run) -> list[Tensor]:
+    other = nn.Linear(WIDTH, WIDTH, bias=False).to(run.dtype)
+    other.weight = run.model.middle.weight
+    return [other(torch.ones(BATCH, WIDTH, dtype=run.dtype))]
+
+
+def _functional(run: Run) -> list[Tensor]:
+    given = {name: parameter * 0.5 for name, parameter in run.model.first.named_parameters()}
+    return [torch.func.functional_call(run.model.first, given, (torch.ones(BATCH, WIDTH, dtype=run.dtype),))]
+
+
+def _wait(run: Run) -> list[Tensor]:
+    session = run.side.watched()
+    if session is not None:
+        session.wait_for_weights()
+    return list(run.model.parameters())
+
+
+GLANCES: dict[str, Callable[[Run], list[Tensor]]] = {
+    "kept": lambda run: [parameter * 1.0 for parameter in run.parameters],
+    "method": lambda run: [nn.functional.linear(torch.ones(1, WIDTH, dtype=run.dtype), run.model.last.weight)],
+    "thread": _in_thread,
+    "keep_vars": lambda run: [value * 1.0 for value in run.model.state_dict(keep_vars=True).values()],
+    "vector": lambda run: [nn.utils.parameters_to_vector(run.model.parameters())],
+    "pickle": lambda run: list(pickle.loads(pickle.dumps(run.model)).parameters()),
+    "average": _average,
+    "functional": _functional,
+    "part": lambda run: [run.model.middle(torch.ones(BATCH, WIDTH, dtype=run.dtype))],
+    "wait": _wait,
+    "other": _other,
+}
+"""`scripts.GLANCES`."""
+
+
 class Run:
     """One script on one side."""
 
@@ -95,6 +145,7 @@ class Run:
         """Whether ranks have, or have had, weights of their own."""
         self.momenta = dict[str, Tensor]()
         self.ema = dict[str, Tensor]()
+        self.averaged: AveragedModel | None = None
         self.waits = any(action.name == "attach" for action in script.actions)
         self.late = any(action.name == "add_group" for action in script.actions)
         self._build(script.optimizer)
@@ -107,6 +158,7 @@ class Run:
         parameters = list(self.model.parameters())
         self.optimizer: Any = OPTIMIZERS[optimizer](parameters[:-1] if self.late else parameters)
         self._watch_momenta()
+        self.parameters = parameters
         self.call: nn.Module = self.model
         self.schedulers = list[Any]()
 
@@ -137,7 +189,7 @@ class Run:
         session = self.side.watched()
         self._check_servers()
         state: Any = None
-        if session is not None and session.optimizer is self.optimizer and self.script.kind == "sharded":
+        if session is not None and session.optimizer is self.optimizer and self.script.kind in SHARED:
             state = None if self.dropped else session.optimizer_state_dict()
         self.side.leave()
         if self.second is not None:
@@ -162,7 +214,7 @@ class Run:
 
     def _note_gradients(self) -> None:
         """Of a shared step they are in parts."""
-        for name, parameter in self.model.named_parameters() if self.script.kind != "sharded" else ():
+        for name, parameter in self.model.named_parameters() if self.script.kind not in SHARED else ():
             self.note(f"gradient of {name}", parameter.grad)
 
     def _note_state(self, state: Any) -> None:
@@ -387,7 +439,8 @@ class Run:
                 value = parameter.data if self._habit("ema") == "data" else parameter.detach()
                 self.ema.setdefault(name, value.clone()).lerp_(value, 0.5)
                 self.note(f"average of {name}", self.ema[name])
-        self._note_model(self.model)
+        if self.script.kind != "late" or self._habit("watch"):  # else each forward is the first to look
+            self._note_model(self.model)
         for what, value in self.kept:
             self.note(what, torch.from_numpy(value) if what.endswith("numpy") else value)
 
@@ -482,6 +535,12 @@ class Run:
                 "sum_of_squares": lambda g: (g**2).sum().item(),
             }
             self.note(how, looks[how](gradient))
+
+    def do_glance(self, how: str) -> None:
+        """Looks at weights where gathers may be on their way."""
+        found = GLANCES[how](self)
+        for index, tensor in enumerate(found):
+            self.note(f"{how} {index}", tensor)
 
     def do_keep(self, how: str) -> None:
         """Holds a gradient over the next steps."""

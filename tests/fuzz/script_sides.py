@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from model_trainers import follow_rank_0
 from script_net import DENSITY, Net, plan_of
-from scripts import Script
+from scripts import SHARED, Script
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -83,10 +83,12 @@ class PlanSide:
 
     plans = True
 
-    def __init__(self, script: Script, group: dist.ProcessGroup) -> None:
+    def __init__(self, script: Script, group: dist.ProcessGroup, kind: str | None = None) -> None:
+        """`kind`: another one than the script's."""
         self.script, self.group = script, group
         self.session: Session | None = None
-        self._kind, self._buckets = script.kind, script.buckets
+        self._own = kind or script.kind
+        self._kind, self._buckets = self._own, script.buckets
         self._names: tuple[str, ...] = ()
         self.watched: Callable[[], Session | None] = lambda: None
         """The session, also when the script has let go of it."""
@@ -121,7 +123,7 @@ class PlanSide:
         """As the documents say: from the session where ranks share the step."""
         if self.session is None:
             return optimizer.state_dict(), None
-        shared = self._kind == "sharded" and optimizer is self._arguments[2]
+        shared = self._kind in SHARED and optimizer is self._arguments[2]
         own = self.session.optimizer_state_dict() if shared else optimizer.state_dict()
         return own, self.session.state_dict()
 
@@ -139,8 +141,8 @@ class PlanSide:
         if self.session is None:
             return
         self._buckets = buckets
-        if self.script.kind in ("sharded", "delayed"):
-            self._kind = "exact" if self._kind == self.script.kind else self.script.kind
+        if self._own in (*SHARED, "delayed"):
+            self._kind = "exact" if self._kind == self._own else self._own
         self.session.switch(self._plan())
 
     def drop(self) -> None:

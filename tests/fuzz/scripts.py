@@ -11,8 +11,9 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 
-KINDS = ("exact", "sparse", "sharded", "delayed")
-"""Of the plan."""
+KINDS = ("exact", "sparse", "sharded", "delayed", "late")
+"""Of the plan; `late` is sharded, with gathers beside the next forward, and compared with that."""
+SHARED = ("sharded", "late")
 FEATURES = ("norm", "large", "scale", "dropout", "tied", "twice", "checkpoint", "unused", "apart")
 """Of the model; see `script_runs.Net`."""
 PARAMETERS = ("0", "1", "2", "3", "-1")
@@ -97,8 +98,13 @@ class Rule:
     """Whether it may come before `attach`."""
 
 
-NOT_DELAYED = ("exact", "sparse", "sharded")
-LIKE_DDP = ("exact", "sharded")
+NOT_DELAYED = ("exact", "sparse", "sharded", "late")
+LIKE_DDP = ("exact", "sharded", "late")
+
+GLANCES = (
+    "kept", "method", "thread", "keep_vars", "vector", "pickle", "average", "functional", "part", "wait", "other",
+)  # fmt: skip
+"""Ways to look at weights."""
 
 HABITS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "zero": (("none", "zeros", "skip", "model"), KINDS),
@@ -106,7 +112,7 @@ HABITS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "micro": (("no_sync", "uneven", "off"), KINDS),
     "every": (("2", "3", "off"), LIKE_DDP),
     "forwards": (("2", "off"), KINDS),
-    "autocast": (("on", "off"), ("exact", "sharded")),
+    "autocast": (("on", "off"), LIKE_DDP),
     "scaler": (("on", "overflow", "unscale", "off"), KINDS),
     "ema": (("copy", "data", "off"), KINDS),
     "edit": (("half", "delete", "in_place", "data", "swap", "off"), LIKE_DDP),
@@ -117,6 +123,7 @@ HABITS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "reduce": (("loss", "gradients", "off"), LIKE_DDP),
     "schedule": (("step", "cosine"), KINDS),
     "second": (("on",), ("exact",)),
+    "watch": (("on", "off"), ("late",)),
 }
 """What every step does from then on, by `loop`."""
 
@@ -149,23 +156,25 @@ RULES: dict[str, Rule] = {
     "evaluate": Rule(3, (("eval", "no_grad", "inference", "copy"),), alone=True),
     "copy": Rule(2, (("model", "optimizer", "both"),), alone=True, early=True),
     "exchange": Rule(2, (("parameters", "average", "average_and_back", "scaled"),), NOT_DELAYED),
-    "compile": Rule(1, (("in_place", "around"), ("eager", "aot_eager")), ("exact", "sharded"), early=True),
+    "compile": Rule(1, (("in_place", "around"), ("eager", "aot_eager")), LIKE_DDP, early=True),
     "fail": Rule(2, (("forward", "backward", "alone"),)),
     "interrupt": Rule(1, (), LIKE_DDP),
     "drop": Rule(2),
     "switch": Rule(4, (("1", "2", "100"),)),
     "switch_within": Rule(2, (("1", "2", "100"),), NOT_DELAYED),
-    "reattach": Rule(2, (("1", "2", "100"),), ("exact", "sharded", "delayed")),
+    "reattach": Rule(2, (("1", "2", "100"),), ("exact", "sharded", "delayed", "late")),
     "report": Rule(1, alone=True),
-    "resize": Rule(1, (), ("exact", "sharded", "sparse")),
+    "resize": Rule(1, (), ("exact", "sharded", "sparse", "late")),
+    "glance": Rule(8, (GLANCES,), ("late",), alone=True),
 }
 
 OFTEN: dict[str, dict[str, int]] = {
     "sparse": {"checkpoint": 10},
     "sharded": {"exchange": 8, "look": 1, "keep": 1},  # the last two are refused, as a rule
+    "late": {"look": 0, "keep": 1, "evaluate": 8, "copy": 5, "save": 5, "checkpoint": 5},
 }
 """Weights of actions that try what is particular to a kind."""
-TRAINS = {"exact": 0.3, "sparse": 0.7, "sharded": 0.6, "delayed": 0.5}
+TRAINS = {"exact": 0.3, "sparse": 0.7, "sharded": 0.6, "delayed": 0.5, "late": 0.8}
 """How often there are steps between two actions: what is carried from step to step shows in the next ones only."""
 
 KNOWN: tuple[str, ...] = ()
@@ -193,7 +202,7 @@ def draw_scripts(count: int, seed: int, ranks: int | None = None) -> list[Script
 
 
 def _draw(chance: random.Random) -> Script:
-    kind = chance.choices(KINDS, (10, 4, 6, 4))[0]
+    kind = chance.choices(KINDS, (10, 4, 6, 4, 6))[0]
     ranks = 3 if chance.random() < 0.2 else 2
     features = tuple(feature for feature in FEATURES if chance.random() < 0.2)
     optimizer = chance.choice(("sgd", "momentum", "adamw", "adamw", "rmsprop", "adamw_loop"))
@@ -233,7 +242,7 @@ def _draw_action(chance: random.Random, kind: str, *, early: bool = False) -> Ac
     rule = rules[name]
     rank = chance.choice((0, 1)) if rule.alone and chance.random() < 0.4 else None
     arguments = tuple(chance.choice(words) for words in rule.arguments)
-    if kind == "sharded" and (name, *arguments) == ("look", "norm"):
+    if kind in SHARED and (name, *arguments) == ("look", "norm"):
         rank = None  # every rank has to be there
     return Action(name, arguments, rank)
 

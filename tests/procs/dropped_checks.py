@@ -15,13 +15,13 @@ import torch
 import torch.distributed as dist
 from interplay_harness import Side, like_ddp, steps
 from session_checks import plan_of
-from sharded_checks import SHARED
+from sharded_checks import LATE, SHARED
 from torch import Tensor, nn
 
 import runtime
 from runtime.plan import CompressorSpec, DelaySpec, Plan, PlanWorld, StepPlan, UpdatePlan
 
-ATTACHES = {"exact": 50, "topk": 14, "sharded": 14, "narrow": 14, "delayed": 14}
+ATTACHES = {"exact": 50, "topk": 14, "sharded": 14, "late": 14, "narrow": 14, "delayed": 14}
 COUNTED = Path("/proc/self/fd").exists()
 SETTLED = 8
 """Attaches before the first look."""
@@ -44,6 +44,7 @@ def _plans(model: nn.Module) -> dict[str, Plan]:
         "topk": replace(exact, accuracy="bounded", buckets=lossy, fallback=exact),
         "sharded": plan_of(model, 2, updates=SHARED),
         "narrow": replace(narrow, buckets=tuple(replace(one, compressor=wire) for one in exact.buckets)),
+        "late": plan_of(model, 2, updates=LATE),
         "delayed": replace(exact, accuracy="relaxed", delay=delay, world=PlanWorld(ranks=ranks, nodes=ranks)),
     }
 

@@ -56,7 +56,9 @@ def plan_of(model: nn.Module, group: int, /, **changes: Any) -> Plan:
         "buckets": buckets,
     }
     plan = Plan(**(values | changes))
-    return replace(plan, interface=("sharded-step",)) if plan.sharded and "interface" not in changes else plan
+    if not plan.sharded or "interface" in changes:
+        return plan
+    return replace(plan, interface=("sharded-step" if plan.gathers is None else "late-gather",))
 
 
 def digest(model: nn.Module) -> str:

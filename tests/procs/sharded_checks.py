@@ -27,6 +27,7 @@ from runtime.plan.measured import MeasuredStep
 from runtime.sharded.state import state_bytes
 
 SHARED = UpdatePlan(step=StepPlan(sharded=True))
+LATE = UpdatePlan(step=StepPlan(sharded=True, gather="forward"))
 Optimizer = torch.optim.Optimizer
 
 MAKERS: dict[str, Callable[[Any], Optimizer]] = {
@@ -67,11 +68,13 @@ def loss_of(model: nn.Module, step: int) -> Tensor:
     return functional.cross_entropy(model(x), y)
 
 
-def made(shared: bool, make: Callable[[Any], Optimizer], group: int = 3) -> tuple[nn.Module, Optimizer, Any]:
+def made(
+    shared: bool, make: Callable[[Any], Optimizer], group: int = 3, updates: UpdatePlan = SHARED
+) -> tuple[nn.Module, Optimizer, Any]:
     """A model, its optimizer and a session."""
     model = Net().double()
     optimizer = make(model.parameters())
-    plan = plan_of(model, group, updates=SHARED if shared else None)
+    plan = plan_of(model, group, updates=updates if shared else None)
     return model, optimizer, runtime.attach(model, optimizer, plan, timeout_s=60)
 
 
@@ -196,16 +199,19 @@ def in_groups(parameters: Any) -> Optimizer:
 
 def habits() -> dict[str, bool]:
     """What scripts do between backward and step."""
-    return {
-        "clip_grad_norm_": near(clipped),
-        "other norms": near(other_norms),
-        "accumulated": both(accumulated),
-        "accumulated without no_sync": near(added_up),
-        "closure": both(closures),
-        "weights changed in between": both(changed),
-        "gradients replaced": both(replaced),
-        "groups and schedulers": both(scheduled, in_groups, steps=6),
-    }
+    results = {}
+    for name, updates in {"": SHARED, ", late": LATE}.items():
+        results |= {
+            f"clip_grad_norm_{name}": near(clipped, updates=updates),
+            f"other norms{name}": near(other_norms, updates=updates),
+            f"accumulated{name}": both(accumulated, updates=updates),
+            f"accumulated without no_sync{name}": near(added_up, updates=updates),
+            f"closure{name}": both(closures, updates=updates),
+            f"weights changed in between{name}": both(changed, updates=updates),
+            f"gradients replaced{name}": both(replaced, updates=updates),
+            f"groups and schedulers{name}": both(scheduled, in_groups, steps=6, updates=updates),
+        }
+    return results
 
 
 def added_up(model: nn.Module, optimizer: Optimizer, session: Any, number: int) -> None:
@@ -219,11 +225,11 @@ def added_up(model: nn.Module, optimizer: Optimizer, session: Any, number: int) 
     optimizer.step()
 
 
-def near(step: Callable[[nn.Module, Optimizer, Any, int], None], make: Any = None) -> bool:
+def near(step: Callable[[nn.Module, Optimizer, Any, int], None], make: Any = None, **of: Any) -> bool:
     """As `both`, of what is added up in another order even with two ranks: SGD, whose steps follow gradients."""
     models = []
     for shared in (True, False):
-        model, optimizer, session = made(shared, make or MAKERS["SGD with momentum"])
+        model, optimizer, session = made(shared, make or MAKERS["SGD with momentum"], **of)
         for number in range(3):
             step(model, optimizer, session, number)
         session.detach()
@@ -262,8 +268,8 @@ def unused() -> dict[str, bool]:
 def scaled() -> dict[str, bool]:
     """A GradScaler, with a step that is not finite on one rank: all skip it, and scales stay equal."""
     scales, models, norms = [], [], []
-    for shared in (True, False):
-        model, optimizer, session = made(shared, MAKERS["AdamW"])
+    for updates in (SHARED, LATE, None):
+        model, optimizer, session = made(updates is not None, MAKERS["AdamW"], updates=updates or SHARED)
         scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
         for number in range(4):
             optimizer.zero_grad()
@@ -283,9 +289,9 @@ def scaled() -> dict[str, bool]:
         models.append(model)
         scales.append(scaler.get_scale())
     return {
-        "norms": norms == [True, True],
-        "scale": scales == [32.0, 32.0],
-        "weights": same(models[0].parameters(), models[1].parameters()),
+        "norms": norms == [True, True, True],
+        "scale": scales == [32.0, 32.0, 32.0],
+        "weights": all(same(model.parameters(), models[2].parameters()) for model in models[:2]),
     }
 
 
@@ -343,9 +349,9 @@ def switched() -> dict[str, bool]:
     def switching(model: nn.Module, optimizer: Optimizer, session: Any, number: int) -> None:
         optimizer.zero_grad()
         loss_of(model, number).backward()
-        shared = number % 2 == 0
-        session.switch(plan_of(model, 2 + number % 3, updates=SHARED if shared else None))
-        assert (session.report().step is None) or shared
+        updates = (SHARED, None, LATE, LATE, None)[number]
+        session.switch(plan_of(model, 2 + number % 3, updates=updates))
+        assert (session.report().step is None) or updates is not None
         optimizer.step()
 
     def later(model: nn.Module, optimizer: Optimizer, session: Any, number: int) -> None:

@@ -189,8 +189,10 @@ def test_lossy_plans_are_drop_in_too() -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"allow": ["shared-step"]}, "--allow: found 'shared-step', which is unknown; known: sharded-step"),
-        ({"allow": ["late-gather"]}, "--allow: found 'late-gather', which is not built yet; known: sharded-step"),
+        (
+            {"allow": ["shared-step"]},
+            "--allow: found 'shared-step', which is unknown; known: sharded-step, late-gather",
+        ),
         ({"allow": "sharded-step"}, "allow: found 'sharded-step', expected a list of names; pass ['sharded-step']"),
         ({"passes": "merge,shard_updates{step=always}"}, "expected --allow sharded-step beside it"),
     ],
@@ -232,7 +234,7 @@ def test_plans_that_contradict_themselves_are_refused() -> None:
         (old, "or make the plan again with `planner optimize`, which shares the step with --allow sharded-step alone"),
         (drop_in | {"fallback": shared}, "$.interface: found no interface, so drop-in, beside $.fallback.updates.step"),
         (drop_in | {"interface": ["sharded"]}, "old.json: $.interface[0]: found 'sharded', which is unknown; known"),
-        (drop_in | {"interface": ["sharded-step", "late-gather"]}, "$.interface[1]: found 'late-gather', which is not"),
+        (drop_in | {"interface": ["sharded-step", "zero-3"]}, "$.interface[1]: found 'zero-3', which is unknown"),
         (drop_in | {"interface": []}, "old.json: $.interface: found []"),
         (drop_in | {"interface": "sharded-step"}, 'old.json: $.interface: found "sharded-step", expected'),
     ):

@@ -14,7 +14,7 @@ from torch import nn
 from runtime.checks.optimizer import check_optimizer
 from runtime.checks.plan import check_plan, check_switch, trainable_parameters
 from runtime.comm.world import World
-from runtime.modes import MODES, Mode, Synchronous, asked_modes, make_mode
+from runtime.modes import MODES, Mode, Sharded, Synchronous, asked_modes, make_mode
 from runtime.monitor.clock import WallClock
 from runtime.monitor.recorder import Recorder
 from runtime.plan import (
@@ -59,10 +59,15 @@ PLANNING_ALONE = {"solver"}
 """Features of no plan."""
 
 ALL = (*MODES, Synchronous)
+LATE_GATHER: dict[str, Any] = {
+    "interface": ("late-gather",), "updates": UpdatePlan(step=StepPlan(sharded=True, gather="forward", gathers=((0,),)))
+}  # fmt: skip
+WAYS = [*((mode, ASKS[mode.name]) for mode in ALL), (Sharded, LATE_GATHER)]
+"""Every mode, and what of a plan asks for it; again where a mode goes about it in several ways."""
 
 
-def plan_of(mode: type[Mode], feature: str | None = None) -> Plan:
-    plan = replace(PLAN, **ASKS[mode.name])
+def plan_of(asks: dict[str, Any], feature: str | None = None) -> Plan:
+    plan = replace(PLAN, **asks)
     if feature is None:
         return plan
     has = HAS[feature]
@@ -79,10 +84,10 @@ def test_modes_are_those_of_the_table() -> None:
         assert features <= set(COMBINATIONS[name])
 
 
-@pytest.mark.parametrize("mode", ALL)
-def test_a_plan_asks_for_one_mode(mode: type[Mode]) -> None:
-    assert asked_modes(plan_of(mode)) == [mode]
-    assert check_plan(PARAMETERS, plan_of(mode), 2) is None
+@pytest.mark.parametrize(("mode", "asks"), WAYS)
+def test_a_plan_asks_for_one_mode(mode: type[Mode], asks: dict[str, Any]) -> None:
+    assert asked_modes(plan_of(asks)) == [mode]
+    assert check_plan(PARAMETERS, plan_of(asks), 2) is None
 
 
 @pytest.mark.parametrize(("one", "other"), list(combinations(MODES, 2)))
@@ -93,10 +98,10 @@ def test_two_modes_are_refused(one: type[Mode], other: type[Mode]) -> None:
 
 
 @pytest.mark.parametrize("feature", HAS)
-@pytest.mark.parametrize("mode", ALL)
-def test_what_the_table_says_is_what_is_refused(mode: type[Mode], feature: str) -> None:
+@pytest.mark.parametrize(("mode", "asks"), WAYS)
+def test_what_the_table_says_is_what_is_refused(mode: type[Mode], asks: dict[str, Any], feature: str) -> None:
     reason = None if feature in ALSO_EXECUTED.get(mode.name, ()) else reason_against(mode.name, feature)
-    problem = check_plan(PARAMETERS, plan_of(mode, feature), 2)
+    problem = check_plan(PARAMETERS, plan_of(asks, feature), 2)
     if reason is not None:
         assert problem is not None
         assert reason in problem
@@ -107,7 +112,7 @@ def test_what_the_table_says_is_what_is_refused(mode: type[Mode], feature: str) 
 
 @pytest.mark.parametrize("mode", [mode for mode in ALL if mode.relaxed])
 def test_what_is_relaxed_says_so(mode: type[Mode]) -> None:
-    problem = check_plan(PARAMETERS, replace(plan_of(mode), accuracy="exact"), 2)
+    problem = check_plan(PARAMETERS, replace(plan_of(ASKS[mode.name]), accuracy="exact"), 2)
     assert problem is not None
     assert 'expected "relaxed"' in problem
 
@@ -122,31 +127,31 @@ class Wrapper:
         """Not looked into."""
 
 
-@pytest.mark.parametrize("mode", [mode for mode in ALL if mode.owns_step is not None])
-def test_a_mode_that_owns_the_step_sees_all_of_it(mode: type[Mode]) -> None:
+@pytest.mark.parametrize("asks", [asks for mode, asks in WAYS if mode.owns_step is not None])
+def test_a_mode_that_owns_the_step_sees_all_of_it(asks: dict[str, Any]) -> None:
     optimizer = torch.optim.SGD(MODEL.parameters(), lr=0.1)
-    assert check_optimizer(plan_of(mode), optimizer, PARAMETERS) is None
-    wrapped = check_optimizer(plan_of(mode), Wrapper(optimizer), PARAMETERS)
+    assert check_optimizer(plan_of(asks), optimizer, PARAMETERS) is None
+    wrapped = check_optimizer(plan_of(asks), Wrapper(optimizer), PARAMETERS)
     assert wrapped is not None
     assert "a wrapper around SGD" in wrapped
-    partial = check_optimizer(plan_of(mode), torch.optim.SGD(MODEL[0].parameters(), lr=0.1), PARAMETERS)
+    partial = check_optimizer(plan_of(asks), torch.optim.SGD(MODEL[0].parameters(), lr=0.1), PARAMETERS)
     assert partial is not None
     assert "not in the optimizer" in partial
-    assert check_optimizer(plan_of(mode), None, PARAMETERS) is not None
+    assert check_optimizer(plan_of(asks), None, PARAMETERS) is not None
 
 
-@pytest.mark.parametrize("mode", ALL)
-def test_switches_are_refused_in_words(mode: type[Mode]) -> None:
-    assert check_switch(plan_of(mode), 3, 3) == (mode.attach_reason or mode.late_reason)
+@pytest.mark.parametrize(("mode", "asks"), WAYS)
+def test_switches_are_refused_in_words(mode: type[Mode], asks: dict[str, Any]) -> None:
+    assert check_switch(plan_of(asks), 3, 3) == (mode.attach_reason or mode.late_reason)
 
 
-@pytest.mark.parametrize("mode", ALL)
-def test_a_rank_alone_trains_synchronously_and_keeps_its_plan(mode: type[Mode]) -> None:
+@pytest.mark.parametrize("asks", [asks for _, asks in WAYS])
+def test_a_rank_alone_trains_synchronously_and_keeps_its_plan(asks: dict[str, Any]) -> None:
     host = SimpleNamespace(
         world=World(), communicates=True, parameters=PARAMETERS, device=torch.device("cpu"), loss_scale=None,
         recorder=Recorder(WallClock(), 1, len(NAMES)),
     )  # fmt: skip
-    made = make_mode(plan_of(mode), host)  # type: ignore[arg-type]
+    made = make_mode(plan_of(asks), host)  # type: ignore[arg-type]
     assert type(made) is Synchronous
-    assert made.plan == plan_of(mode)
+    assert made.plan == plan_of(asks)
     assert list(made.make_exchange().buckets) == []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -291,3 +292,36 @@ def test_contract_defaults_of_delay_and_local_async() -> None:
     assert plan.delay == DelaySpec(steps=4, **delay)
     named = {key: value for key, value in json.loads(contract_examples.LOCAL_ASYNC).items() if key != "blocks"}
     assert plan.local_async == LocalAsyncSpec(**named)
+
+
+GATHERS = (
+    ({"gather": "later"}, '$.updates.step.gather: found "later"'),
+    ({"gathers": []}, "$.updates.step.gathers: found []"),
+    ({"gathers": [[0], []]}, "$.updates.step.gathers[1]: found []"),
+    ({"gathers": [[0, -1]]}, "$.updates.step.gathers[0][1]: found -1"),
+    ({"gathers": [[0], [2]]}, "$.updates.step.gathers[1]: found bucket 2, expected one of 2: correct it, or make"),
+    ({"gathers": [[1], [0, 1]]}, "$.updates.step.gathers[1]: found bucket 1, which is in gather 0 already; expected"),
+    ({"gathers": [[1]]}, "$.updates.step.gathers: found none with bucket 0, expected each bucket in exactly one: add"),
+    ({"gathers": [[0], [1]], "gather": "step"}, "gathers: found groups of buckets, but weights are gathered inside"),
+    ({"sharded": False}, '$.updates.step.gather: found "forward" beside "sharded": false; expected "sharded": true'),
+)
+
+
+@pytest.mark.parametrize(("changes", "words"), GATHERS)
+def test_gathers_that_are_none(changes: dict[str, Any], words: str) -> None:
+    document = sound("plan") | {"interface": ["late-gather"]}
+    step = {"sharded": True, "gather": "forward", "gathers": [[1, 0]]}
+    assert parse_plan(document | {"updates": {"step": step}}).gathers == ((1, 0),)
+    with pytest.raises(InputError, match=re.escape(words)):
+        parse_plan(document | {"updates": {"step": step | changes}})
+
+
+def test_late_gathers_have_an_interface_of_their_own() -> None:
+    step = {"sharded": True, "gather": "forward"}
+    document = sound("plan") | {"updates": {"step": step}}
+    assert parse_plan(document | {"interface": ["late-gather"]}).gathers == ((1,), (0,))
+    for found in ({}, {"interface": "drop-in"}, {"interface": ["sharded-step"]}):
+        with pytest.raises(InputError, match=r'weights come beside the next forward.* expected \["late-gather"\]'):
+            parse_plan(document | found)
+    within = document | {"updates": {"step": step | {"gather": "step"}}}
+    assert parse_plan(within | {"interface": ["late-gather"]}).gathers is None  # who knows of it knows of sharded-step

@@ -132,6 +132,19 @@ norm_plans = st.builds(
 )
 
 
+@st.composite
+def step_plans(draw: st.DrawFn, buckets: int) -> p.StepPlan:
+    """Shared steps, some with gathers beside the next forward, in groups of the buckets."""
+    late = draw(st.booleans())
+    order = draw(st.permutations(range(buckets)))
+    cut = draw(st.integers(1, buckets))
+    groups = tuple(tuple(group) for group in (order[:cut], order[cut:]) if group)
+    return p.StepPlan(
+        sharded=True, gather="forward" if late else draw(st.sampled_from([None, "step"])),
+        gathers=draw(st.none() | st.just(groups)) if late else None, gather_us=draw(st.none() | times),
+    )  # fmt: skip
+
+
 worlds = st.builds(
     lambda nodes, each: p.PlanWorld(ranks=(nodes or 1) * each, nodes=nodes),
     st.none() | st.integers(1, 64),
@@ -146,11 +159,14 @@ def plans(draw: st.DrawFn, depth: int = 1) -> p.Plan:
     cut = draw(st.integers(1, len(members)))
     parts = [part for part in (members[:cut], members[cut:]) if part]
     inner = st.none() | plans(depth - 1) if depth else st.none()
+    fallback, step = draw(inner), draw(st.none() | step_plans(len(parts)))
+    if fallback is not None and fallback.sharded and step is None:
+        fallback = None
     return p.Plan(
         model=draw(models),
         world=draw(worlds),
         accuracy=draw(st.sampled_from(["exact", "bounded", "relaxed"])),
-        interface=draw(st.sampled_from([None, "drop-in", ("sharded-step",)])),
+        interface=("late-gather",) if step else draw(st.sampled_from([None, "drop-in", ("sharded-step",)])),
         buckets=tuple(p.PlanBucket(gradients=tuple(part), compressor=draw(compressors)) for part in parts),
         delay=draw(st.none() | st.builds(p.DelaySpec, steps=st.integers(1, 9))),
         local_async=draw(st.none() | st.builds(p.LocalAsyncSpec, updaters=st.integers(1, 9))),
@@ -179,9 +195,12 @@ def plans(draw: st.DrawFn, depth: int = 1) -> p.Plan:
             ).map(lambda point: (point,))
         ),
         sources=draw(st.none() | st.dictionaries(texts, texts, max_size=2)),
-        fallback=draw(inner),
+        fallback=fallback,
         phase_order=draw(st.none() | st.just(((0, 0), (0, 1)))),
-        updates=draw(st.none() | st.builds(p.UpdatePlan, norms=st.none() | norm_plans)),
+        updates=draw(
+            (st.none() if step is None else st.nothing())
+            | st.builds(p.UpdatePlan, norms=st.none() | norm_plans, step=st.just(step))
+        ),
         notes=tuple(draw(st.lists(texts, max_size=2))),
     )
 

@@ -1,0 +1,129 @@
+"""A parameter whose new values are on their way from other ranks: whoever looks at them through torch waits first.
+
+Torch asks a parameter's class before it does anything with its numbers, so for that time the parameter has another
+class than before; it stays the same object, in the same memory. What asks nothing of the numbers does not wait.
+"""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from runtime.errors import InputError
+
+ATTRIBUTES = frozenset((
+    "_backward_hooks", "_post_accumulate_grad_hooks", "_version", "device", "dtype", "grad", "grad_dtype", "grad_fn",
+    "is_cpu", "is_cuda", "is_leaf", "is_meta", "is_nested", "is_sparse", "itemsize", "layout", "names", "nbytes",
+    "ndim", "requires_grad", "retains_grad", "shape",
+))  # fmt: skip
+FUNCTIONS = frozenset((
+    "__len__", "dim", "element_size", "get_device", "is_complex", "is_contiguous", "is_floating_point", "ndimension",
+    "nelement", "numel", "register_hook", "register_post_accumulate_grad_hook", "requires_grad_", "size", "stride",
+))  # fmt: skip
+"""What asks nothing of the numbers. All else waits, also what is unknown here."""
+
+
+_GRAD: Any = torch.Tensor.grad
+"""The attribute of any tensor."""
+
+
+class Awaiting(Protocol):
+    """Who knows when the values come."""
+
+    def wait_for(self, gather: int) -> None:
+        """Make the parameters of a gather plain, which have all their values then. Raises CommunicationError."""
+        ...
+
+
+class AwaitedParameter(nn.Parameter):
+    """See above. `_from` says whom to ask, and for which gather."""
+
+    # Weakly: torch may keep a parameter where no garbage collector looks.
+    _from: tuple[weakref.ref[Awaiting], int]
+
+    @property
+    def grad(self) -> Tensor | None:
+        """As of any parameter; every step looks at it, so by a shorter way than other attributes."""
+        with torch._C.DisableTorchFunctionSubclass():
+            found: Tensor | None = _GRAD.__get__(self)
+            return found
+
+    @grad.setter
+    def grad(self, gradient: Tensor | None) -> None:
+        with torch._C.DisableTorchFunctionSubclass():
+            _GRAD.__set__(self, gradient)
+
+    @grad.deleter
+    def grad(self) -> None:
+        self.grad = None
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        options = dict(kwargs or {})
+        if _asks_nothing(func):
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **options)
+        for parameter in _awaited_in((args, options)):
+            come(parameter)
+        return func(*args, **options)  # of plain parameters now: of another class that has a say, if any
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        come(self)
+        return copy.deepcopy(self, memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        come(self)
+        return self.__reduce_ex__(protocol)
+
+
+def _asks_nothing(func: Callable[..., Any]) -> bool:
+    name = getattr(func, "__name__", "")
+    if name in ("__get__", "__set__", "__delete__"):
+        return getattr(getattr(func, "__self__", None), "__name__", "") in ATTRIBUTES
+    return name in FUNCTIONS
+
+
+def _awaited_in(given: Any) -> Iterator[AwaitedParameter]:
+    if type(given) is AwaitedParameter:
+        yield given
+    elif isinstance(given, list | tuple):
+        for one in given:
+            yield from _awaited_in(one)
+    elif isinstance(given, dict):
+        yield from _awaited_in(list(given.values()))
+
+
+def wait_from_now(parameter: nn.Parameter, who: weakref.ref[Awaiting], gather: int) -> None:
+    """Let whoever looks at a parameter wait."""
+    parameter.__class__ = AwaitedParameter
+    parameter.__dict__["_from"] = who, gather
+
+
+def make_plain(parameter: nn.Parameter) -> None:
+    parameter.__dict__.pop("_from", None)
+    parameter.__class__ = nn.Parameter
+
+
+def come(parameter: AwaitedParameter) -> None:
+    """Return when a parameter has its values, and is plain.
+
+    Raises:
+        CommunicationError: a rank did not come within the deadline.
+        InputError: the session that they were on their way to is gone.
+    """
+    who, gather = parameter._from
+    owner = who()
+    if owner is None:
+        raise InputError(
+            f"a parameter of shape {tuple(parameter.shape)} was read whose new values were on their way when its model "
+            f"and session were dropped; expected it to be read, or session.wait_for_weights() to be called, while the "
+            f"model is there: do that first, or keep the model"
+        )
+    owner.wait_for(gather)

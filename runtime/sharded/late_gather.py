@@ -1,0 +1,320 @@
+"""Weights that are gathered beside the next forward: half of every all-reduce hides there (DeAR; Zhang et al., ICDCS
+2023).
+
+optimizer.step()    this rank's parts are updated, and all gathers launched, in the plan's order, in a process group of
+                    their own: collectives are in one order on all ranks, whatever scripts do next or leave out
+until one has come  its parameters are `AwaitedParameter`s: what torch does with their numbers waits for them
+a module's forward  waits for the module's own parameters, on behalf of C++ that is handed them past torch
+
+Waiting is a rank's own affair and always right, so where it may be that somebody looks unseen, the step itself waits:
+where a tensor beside the parameter looks at its memory, where a script has moved it, or a compiled program runs.
+"""
+
+from __future__ import annotations
+
+import atexit
+import math
+import statistics
+import sys
+import threading
+import weakref
+from collections import deque
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from multiprocessing.util import Finalize
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from runtime.comm.collectives.direct import push_pull
+from runtime.comm.collectives.phases import Works
+from runtime.comm.communicator import CommTiming, Communicator, Payload, make_communicator
+from runtime.comm.world import World
+from runtime.core.hooks import ModulePreHook
+from runtime.monitor.clock import Clock
+from runtime.monitor.recorder import KEPT_STEPS
+from runtime.sharded.awaited import Awaiting, make_plain, wait_from_now
+from runtime.sharded.exchange import ReduceScatter
+from runtime.sharded.part import OwnPart
+from runtime.sharded.state import state_bytes
+from runtime.sharded.step import Home, LateGather, ShardedStep, StepReport
+from runtime.torch_compat import all_gather_on, is_in_compiled_code, runs_without_python, storage_uses
+
+
+class Gather:
+    """One all-gather of weights: of one message as they lie, of several, or rounded ones, packed into one."""
+
+    def __init__(self, index: int, buckets: tuple[int, ...], homes: Sequence[Home], scratch: Tensor | None) -> None:
+        """`homes`: of the buckets' messages; `scratch`: where it `packs`, bytes (uint8), `packed_bytes` or more."""
+        self.index, self.buckets, self.homes, self._scratch = index, buckets, homes, scratch
+        self.parameters = [slot.parameter for part in self.parts for slot in part.message.slots]
+        first, *_, last = [slot.name for part in self.parts for slot in part.message.slots] * 2
+        which = f"bucket{'s' if buckets[1:] else ''} {', '.join(map(str, buckets))}"
+        label = f"gathering the weights that ranks have updated ({which}, {first} … {last})"
+        self.payload = Payload(index, f"{label}; each has to call optimizer.step()", [self])
+        self.sent = CommTiming()
+        self.awaited = False
+        """Whether its parameters have to be waited for."""
+        self.modules: list[nn.Module] = []
+        """Those that have some of its parameters."""
+        self._uses = 0
+
+    @property
+    def parts(self) -> list[OwnPart]:
+        return [home.part for home in self.homes]  # whose buffers may become others
+
+    @staticmethod
+    def packed_bytes(homes: Sequence[Home]) -> int:
+        """Return how much memory a message needs that is packed: this rank's part, and all ranks'."""
+        return sum(home.part.sent_weights_bytes for home in homes) * (homes[0].part.ranks + 1)
+
+    @staticmethod
+    def packs(homes: Sequence[Home]) -> bool:
+        """Whether weights travel otherwise than they lie: several messages as one, or rounded."""
+        return len(homes) > 1 or any(home.part.master is not None for home in homes)
+
+    def phases(self, group: dist.ProcessGroup) -> Works:
+        """As bytes: backends know few dtypes."""
+        if self._scratch is None:
+            (part,) = self.parts
+            yield all_gather_on(group, part.whole.view(torch.uint8), part.weights.view(torch.uint8))
+            return
+        own, rows = self._packed(self._scratch)
+        torch.cat([part.sent_weights() for part in self.parts], out=own)
+        yield all_gather_on(group, rows.view(-1), own)
+        self._unpack(rows)
+
+    def _packed(self, scratch: Tensor) -> tuple[Tensor, Tensor]:
+        """Return views of the scratch memory, shapes (bytes of a part,) and (ranks, bytes of a part)."""
+        ranks = self.parts[0].ranks
+        size = self.packed_bytes(self.homes) // (ranks + 1)
+        return scratch[:size], scratch[size : size * (ranks + 1)].view(ranks, size)
+
+    def _unpack(self, rows: Tensor) -> None:
+        start = 0
+        for part in self.parts:
+            stop = start + part.sent_weights_bytes
+            part.take_weights(rows[:, start:stop])
+            start = stop
+
+    # Whether somebody may look at its weights unseen.
+
+    def remember(self) -> None:
+        """Nobody but this package looks at the buffers now."""
+        self._uses = self._count_uses()
+
+    def _count_uses(self) -> int:
+        memory = [part.whole.untyped_storage() for part in self.parts]
+        return sum(storage_uses(one) + sys.getrefcount(one) for one in memory)
+
+    @property
+    def seen_through(self) -> bool:
+        """Whether all looks at its parameters go through torch and the parameters themselves."""
+        return (
+            not any(home.apart for home in self.homes)
+            and self._count_uses() <= self._uses
+            and all(type(parameter) is nn.Parameter for parameter in self.parameters)
+        )
+
+
+@dataclass(eq=False)
+class _Marks:
+    """Of one step's gathers."""
+
+    begun: Any
+    done: Any
+    """The optimizer's step is over."""
+    sent: list[CommTiming]
+    waited: list[tuple[Any, Any]] = field(default_factory=list)
+
+
+class LateStep(ShardedStep):
+    """A shared step that ends before all ranks' weights have come."""
+
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, exchange: ReduceScatter, world: World, clock: Clock, model: nn.Module,
+        groups: Sequence[tuple[int, ...]],
+    ) -> None:  # fmt: skip
+        """All ranks call this. `groups`: the buckets of each gather, in the order in which they are launched.
+
+        Raises CommunicationError where a rank does not come.
+        """
+        self._gather_world = World.join(world.group, world.timeout_s)
+        super().__init__(optimizer, exchange, world, clock)
+        self._model, self._compiled = model, False
+        self._lock = threading.RLock()
+        self._late_marks: deque[_Marks] = deque(maxlen=KEPT_STEPS)
+        homes = {id(home.part): home for home in self._homes}
+        members = [[homes[id(part)] for bucket in group for part in exchange.parts_of[bucket]] for group in groups]
+        packed = [Gather.packed_bytes(one) for one in members if Gather.packs(one)]
+        device = exchange.parts[0].whole.device
+        # One for all gathers: they are sent one at a time.
+        scratch = torch.empty(max(packed), dtype=torch.uint8, device=device) if packed else None
+        self._gathers = [
+            Gather(index, group, one, scratch if Gather.packs(one) else None)
+            for index, (group, one) in enumerate(zip(groups, members, strict=True))
+        ]
+        self._hook = ModulePreHook(self._before_module)
+        self._needs: dict[nn.Module, list[Gather]] = {}
+        """Of every module that has parameters somewhere, the gathers of its own."""
+        self._find_modules()
+        self._communicator: Communicator = make_communicator(
+            self._gather_world, [push_pull] * len(self._gathers), device, world
+        )
+        for gather in self._gathers:
+            gather.remember()
+        _running[self._communicator] = device
+        # In a process that multiprocessing has started, where nothing else is called at its end.
+        self._at_exit = Finalize(
+            self._communicator, _finish, args=(weakref.ref(self._communicator), device), exitpriority=0
+        )
+
+    def _find_modules(self) -> None:
+        of = {id(parameter): gather for gather in self._gathers for parameter in gather.parameters}
+        for module in self._model.modules():
+            own = [of[id(one)] for one in module._parameters.values() if one is not None and id(one) in of]
+            if own or any(id(one) in of for one in module.parameters()):
+                self._needs[module] = list(dict.fromkeys(own))
+            for gather in self._needs.get(module, ()):
+                gather.modules.append(module)
+
+    # One step, in the order in which it happens.
+
+    def before_step(self, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
+        """See `ShardedStep.before_step`. Raises CommunicationError where the last weights have not come."""
+        self.wait_for_weights()
+        self._communicator.wait()
+        return super().before_step(arguments, keywords)
+
+    def _gather_weights(self) -> None:
+        begun = self._clock.mark()
+        unseen = self._compiled or any(map(runs_without_python, self._model.modules()))
+        late = [gather for gather in self._gathers if not unseen and gather.seen_through]
+        for gather in self._gathers:
+            gather.sent = CommTiming()
+            self._communicator.launch(gather.payload, gather.sent)
+        for gather in late:
+            self._await_later(gather)
+        for gather in self._gathers:
+            if not gather.awaited:
+                self._communicator.wait(gather.sent)
+                for home in gather.homes:
+                    home.hand_out()
+        marks = _Marks(begun, self._clock.mark(), [gather.sent for gather in self._gathers])
+        self._late_marks.append(marks)
+
+    def _await_later(self, gather: Gather) -> None:
+        gather.awaited = True
+        me: weakref.ref[Awaiting] = weakref.ref(self)
+        for parameter in gather.parameters:
+            wait_from_now(parameter, me, gather.index)
+        for module in gather.modules:
+            self._hook.put_on(module)
+        for module, own in self._needs.items():
+            if not own:
+                self._hook.put_on(module)
+
+    def before_forward(self) -> None:
+        """What a compiled program calls waits for everything, from now on in the step."""
+        if is_in_compiled_code():
+            self._compiled = True
+            self.wait_for_weights()
+
+    def _before_module(self, module: nn.Module, _arguments: Any) -> None:
+        if not torch.is_grad_enabled():  # no gather hides behind an evaluation, which may go another way without hooks
+            self.wait_for_weights()
+        for gather in self._needs.get(module, ()):
+            self.wait_for(gather.index)
+
+    def wait_for_weights(self) -> None:
+        """Return when all ranks' weights are here. Raises CommunicationError."""
+        for gather in self._gathers:
+            self.wait_for(gather.index)
+
+    def wait_for(self, gather: int) -> None:
+        """See `runtime.sharded.awaited.Awaiting`. Any thread may call this."""
+        with self._lock:
+            here = self._gathers[gather]
+            if not here.awaited:
+                return
+            before = self._clock.mark()
+            self._communicator.wait(here.sent)
+            self._late_marks[-1].waited.append((before, self._clock.mark()))
+            self._come(here)
+
+    def _come(self, gather: Gather) -> None:
+        """Make a gather's parameters plain."""
+        gather.awaited = False
+        for parameter in gather.parameters:
+            make_plain(parameter)
+        over = not any(one.awaited for one in self._gathers)
+        for module in self._needs if over else gather.modules:
+            if over or not any(one.awaited for one in self._needs[module]):
+                self._hook.take_off(module)
+
+    # The end, and what a report says.
+
+    def end(self) -> None:
+        """See `ShardedStep.end`. Weights that have not come become NaN, so that nobody goes on with old ones."""
+        self._at_exit.cancel()
+        try:
+            self.wait_for_weights()
+        finally:
+            self._lose_late_ones()
+            try:
+                super().end()
+            finally:
+                self._communicator.close()
+                self._gather_world.leave()
+
+    @torch.no_grad()
+    def _lose_late_ones(self) -> None:
+        for gather in self._gathers:
+            if gather.awaited:
+                self._come(gather)
+                for part in gather.parts:
+                    part.whole.fill_(math.nan)
+
+    def report(self, predicted_gather_us: float | None) -> StepReport | None:
+        """See `ShardedStep.report`."""
+        between = self._clock.between_us
+        steps = [marks for marks in self._late_marks if all(one.end is not None for one in marks.sent)]
+        if not steps:
+            return None
+        times = [[(between(m.done, one.start), between(m.done, one.end)) for one in m.sent] for m in steps]
+        spans = [tuple(map(statistics.median, zip(*of, strict=True))) for of in zip(*times, strict=True)]
+        return StepReport(
+            gather_us=statistics.median(between(marks.begun, marks.done) for marks in steps),
+            gathers_us=(),
+            late=tuple(
+                LateGather(buckets=gather.buckets, start_us=start_us, end_us=end_us)
+                for gather, (start_us, end_us) in zip(self._gathers, spans, strict=True)
+            ),
+            waited_us=statistics.median(sum(between(*wait) for wait in marks.waited) for marks in steps),
+            predicted_gather_us=predicted_gather_us,
+            state_bytes=state_bytes(self._optimizer),
+        )
+
+
+_running: weakref.WeakKeyDictionary[Communicator, torch.device] = weakref.WeakKeyDictionary()
+"""Those that gather, also of models that are gone."""
+
+
+def _finish(communicator: weakref.ref[Communicator], device: torch.device) -> None:
+    """At the end of a script let other ranks have what they may still wait for, unless an exception ends it."""
+    here, error = communicator(), sys.exc_info()[1] or getattr(sys, "last_exc", None)
+    if here is None or not (error is None or isinstance(error, SystemExit)):
+        return
+    with suppress(Exception):  # whoever waits for this rank says so
+        here.wait()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+
+
+@atexit.register  # later than the communicators' own, and so called before it: that starts nothing more
+def _finish_all() -> None:
+    for communicator, device in list(_running.items()):
+        _finish(weakref.ref(communicator), device)
