@@ -144,7 +144,7 @@ def simulate(
         str | None,
         typer.Option(
             help="Strategies, comma-separated: wfbp, wfbp:layer, single, mg_wfbp, ddp, ddp:MIB, torus_2d, optimal, "
-            "optimal:sharded-step; lossy ones: joint, joint:MAX_RATIO; ssd:STEPS; lap:UPDATERS, lpp:UPDATERS; for "
+            "optimal:sharded-step, optimal:late-gather, dear, megatron; lossy ones: joint, joint:MAX_RATIO; ssd:STEPS; lap:UPDATERS, lpp:UPDATERS; for "
             "comparison: slgs:DENSITY, lags:MAX_RATIO, hitopk:DENSITY, mb_sgd, l_sgd:STEPS, pl_sgd:STEPS.",
             autocompletion=strategies_beginning,
         ),

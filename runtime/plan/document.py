@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from runtime.errors import InputError
-from runtime.plan.interfaces import DROP_IN, SHARDED_STEP, name_problem
+from runtime.plan.interfaces import DROP_IN, LATE_GATHER, SHARDED_STEP, name_problem
 from runtime.plan.predicted import (
     Certificate,
     DelayPoint,
@@ -193,6 +193,13 @@ class StepPlan(Record):
     sharded_bytes: Count | None = None
     """The same where ranks share the step, with what the exchange needs."""
     memory_bytes: Count | None = None
+    gather: Literal["step", "forward"] | None = None
+    """Where weights are gathered: in the optimizer's step (also None), or beside the next forward."""
+    gathers: tuple[Annotated[tuple[Count, ...], Field(min_length=1)], ...] | None = None
+    """Beside forward: consecutive buckets that one all-gather brings, by their places in the plan, in launch order; None:
+    each bucket by itself, in the reverse of the plan's order."""
+    late_us: PredictedUs | None = None
+    """The training step where weights are gathered beside the next forward."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -251,6 +258,12 @@ class Plan(Record):
     def sharded(self) -> bool:
         """Whether ranks share the optimizer's step."""
         return self.updates is not None and self.updates.step is not None and self.updates.step.sharded
+
+    @property
+    def late_gather(self) -> bool:
+        """Whether weights are gathered beside the next forward."""
+        step = self.updates.step if self.updates else None
+        return step is not None and step.sharded and step.gather == "forward"
 
     @property
     def interfaces(self) -> tuple[str, ...]:
@@ -327,8 +340,18 @@ def interface_problem(plan: Plan, path: str = "the plan") -> str | None:
         if (problem := name_problem(name)) is not None:
             return f"{path}.interface[{position}]: {problem}: {HINT}"
     shares = "" if plan.sharded else ".fallback" if plan.fallback is not None and plan.fallback.sharded else None
-    if shares is None or SHARDED_STEP in plan.interfaces:
+    if shares is None:
         return None
+    late = plan.late_gather or (plan.fallback is not None and plan.fallback.late_gather)
+    if LATE_GATHER in plan.interfaces or (SHARDED_STEP in plan.interfaces and not late):
+        return None
+    if late:
+        return (
+            f"{path}.interface: found {', '.join(plan.interfaces) or DROP_IN}, beside updates.step with gather "
+            f'"forward", where new weights arrive beside the next forward; expected ["{LATE_GATHER}"]: add that if the '
+            f"script is made for it, or make the plan again with `planner optimize`, which gathers there with --allow "
+            f"{LATE_GATHER} alone"
+        )
     found = DROP_IN if plan.interface is not None else f"no interface, so {DROP_IN}"
     return (
         f"{path}.interface: found {found}, beside {path}{shares}.updates.step, where ranks share the optimizer's step, "

@@ -11,19 +11,19 @@ from collections.abc import Mapping
 
 DROP_IN = "drop-in"
 SHARDED_STEP = "sharded-step"
+LATE_GATHER = "late-gather"
+"""Implies a sharded step."""
 
 INTERFACES: Mapping[str, str] = {
     SHARDED_STEP: "between backward and step gradients can be scaled, clamped, zeroed and clipped by norms (on every "
-    "rank), and not read; checkpoints take session.optimizer_state_dict() on every rank"
+    "rank), and not read; checkpoints take session.optimizer_state_dict() on every rank",
+    LATE_GATHER: "as sharded-step, and after optimizer.step() new weights arrive beside the next forward: what reads "
+    "them outside of modules waits for them with session.wait_for_weights()",
 }
-
-LATER = ("late-gather",)
-"""Names that are reserved, and not built yet."""
 
 
 def name_problem(name: str) -> str | None:
     """Why this is no interface that can be asked for, as `found …, expected …`; None where it is one."""
     if name in INTERFACES:
         return None
-    what = "which is not built yet" if name in LATER else "which is unknown"
-    return f"found {name!r}, {what}; known: {', '.join(INTERFACES)}"
+    return f"found {name!r}, which is unknown; known: {', '.join(INTERFACES)}"
