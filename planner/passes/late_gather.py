@@ -35,8 +35,8 @@ from planner.model.modes.sharded import (
     flags_us,
     memory_bytes,
     own_update_us,
-    push_us,
     pull_us,
+    push_us,
     sharded_bytes,
 )
 from planner.model.problem import Problem
@@ -70,7 +70,9 @@ class LateGathers(Pass):
 
     def __post_init__(self) -> None:
         if self.when not in WHEN:
-            raise InputError(f"--passes: late_gather{{when={self.when}}}: expected one of: {', '.join(WHEN)}; correct it")
+            raise InputError(
+                f"--passes: late_gather{{when={self.when}}}: expected one of: {', '.join(WHEN)}; correct it"
+            )
 
     def apply(self, schedule: Schedule, problem: Problem) -> Result:
         """The schedule with weights gathered beside forward, where that pays; as it was, where it does not."""
@@ -110,6 +112,8 @@ class Found:
     solution: TwoWindowSolution
     """On a machine where compute and network do not slow each other down."""
     bound: Bound
+    proven: bool
+    """Whether no other choice of buckets, groups and order has a shorter step."""
 
 
 @lru_cache(maxsize=4)  # the pass asks, and what a plan says of it
@@ -120,7 +124,9 @@ def late_gathers(problem: Problem) -> Found:
     schedule = by_need(problem, of_stops(solution.buckets, solution.groups))
     if problem.contended:
         schedule = _contended(problem, windows, schedule)
-    return Found(schedule=schedule, solution=solution, bound=_bound(problem, windows, solution))
+    proven = solution.exact and windows.ordered and not problem.contended
+    bound = _bound(problem, solution, proven=proven)
+    return Found(schedule=schedule, solution=solution, bound=bound, proven=proven)
 
 
 def windows_of(problem: Problem) -> TwoWindows:
@@ -141,7 +147,7 @@ def known_stops(problem: Problem) -> list[tuple[int, ...]]:
     return [(problem.count,), merge_exact(MergeProblem.of(problem, problem.cost.all_reduce, False)).stops]
 
 
-def _bound(problem: Problem, windows: TwoWindows, solution: TwoWindowSolution) -> Bound:
+def _bound(problem: Problem, solution: TwoWindowSolution, *, proven: bool) -> Bound:
     scattered_us, forward_end_us = solution.bounds_us
     scattered_us += flags_us(problem)
     notes = ["among plans that gather weights beside forward", described_needs(problem)]
@@ -150,7 +156,7 @@ def _bound(problem: Problem, windows: TwoWindows, solution: TwoWindowSolution) -
         scattered_us = max(scattered_us, problem.forward_us + _least_us(problem, problem.backward_us, sums_us[0]))
         forward_end_us = max(forward_end_us, _least_us(problem, problem.forward_us, sums_us[1]))
         notes.append("the bound has each window's messages as few as can be, and no gap in them, or no contention")
-    elif solution.exact and windows.ordered:
+    elif proven:
         notes.append("no other choice of buckets and gathers is shorter")
     return Bound(
         step_us=scattered_us + forward_end_us - problem.forward_us + own_update_us(problem),

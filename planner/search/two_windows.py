@@ -144,7 +144,7 @@ class TwoWindowSolution:
     buckets: Stops
     groups: Stops
     bounds_us: tuple[float, float]
-    """No choice has the last reduce-scatter end earlier, were weights there at once, or a forward that waits for them; in
+    """Earlier ends no choice's last reduce-scatter, were weights there at once, nor a forward that waits for them, in
     whatever order gathers go.
     """
     sums_us: tuple[float, float]
@@ -223,7 +223,7 @@ def _among(window: MergeProblem, stops: Stops) -> Stops:
 
 def _containing(window: MergeProblem, stops: Stops) -> Stops:
     """The cuts that end earliest of those that have these among them."""
-    finish_us, found = 0.0, []
+    finish_us, found = 0.0, list[int]()
     for start, stop in zip((0, *stops[:-1]), stops, strict=True):
         # Within one group of them: f from its start.
         ends_us, before = np.full(stop - start + 1, np.inf), np.zeros(stop - start + 1, dtype=np.int64)
@@ -318,7 +318,7 @@ def _improved(windows: TwoWindows, best: Cuts, width: int | None) -> tuple[Cuts,
         last = _sent(windows, limits, every, stop)
         last = last.take(np.lexsort((-last.opened, last.phi, last.f)))
         # f is in order. Where costs may fall with more gradients, groups that start elsewhere are not comparable.
-        columns = [last.phi, -last.opened, *([last.opened] if falls else [])]
+        columns: list[Floats | Ints] = [last.phi, -last.opened, *([last.opened] if falls else [])]
         kept, all_kept = pareto(columns, np.arange(last.f.size), width)
         complete &= all_kept
         last = last.take(kept)

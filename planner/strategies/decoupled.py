@@ -1,4 +1,4 @@
-"""Both halves of the all-reduce apart, the second beside the next forward, cut by size alone: DeAR's and Megatron's rules.
+"""Both halves of the all-reduce apart, the second beside the next forward, cut by size alone, as DeAR and Megatron do.
 
 Of both every bucket is reduce-scattered and gathered whole: groups of gathers are buckets. They are predicted as this
 runtime would train with such buckets, owners updating their parts; DeAR itself gathers gradients, and every rank

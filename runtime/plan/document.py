@@ -196,8 +196,8 @@ class StepPlan(Record):
     gather: Literal["step", "forward"] | None = None
     """Where weights are gathered: in the optimizer's step (also None), or beside the next forward."""
     gathers: tuple[Annotated[tuple[Count, ...], Field(min_length=1)], ...] | None = None
-    """Beside forward: consecutive buckets that one all-gather brings, by their places in the plan, in launch order; None:
-    each bucket by itself, in the reverse of the plan's order."""
+    """Beside forward: consecutive buckets that one all-gather brings, by their places in the plan, in launch order;
+    None: each bucket by itself, in the reverse of the plan's order."""
     late_us: PredictedUs | None = None
     """The training step where weights are gathered beside the next forward."""
 

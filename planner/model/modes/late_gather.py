@@ -29,6 +29,7 @@ from planner.model.reasons import PlanWords, exposure, merging, push_and_pull
 from planner.model.step import Exchange, exchange_step_us
 from runtime.plan import Plan, StepPlan, UpdatePlan
 from runtime.plan.interfaces import LATE_GATHER
+from runtime.plan.timeline import Timeline
 
 Groups = tuple[tuple[int, ...], ...]
 """Buckets that are gathered together, in launch order."""
@@ -40,8 +41,8 @@ SHOWN = 2
 
 @dataclass(frozen=True)
 class LateGather(sharded.Sharded):
-    """As `Sharded`, but weights are gathered beside the next forward, in these groups of buckets, in launch order; None:
-    each bucket by itself, in the reverse of the schedule's order.
+    """As `Sharded`, but weights are gathered beside the next forward: in these groups of buckets, in launch order, or
+    (None) each bucket by itself, in the reverse of the schedule's order.
 
     >>> str(LateGather(((3, 2), (1,), (0,))))
     'late_gather 2-3;1;0'
@@ -324,7 +325,7 @@ def describe(plan: Plan) -> PlanWords | None:
     )
 
 
-def explain(problem: Problem, schedule: Schedule, timeline: CycleTimeline) -> list[str]:
+def explain(problem: Problem, schedule: Schedule, timeline: Timeline) -> list[str]:
     """What merging saves in the reduce-scatter of each bucket, what both halves take, and what forward waits for."""
     members = [bucket.gradients for bucket in schedule.buckets]
     scatter = partial(sharded.push_us, problem)
@@ -339,11 +340,12 @@ def explain(problem: Problem, schedule: Schedule, timeline: CycleTimeline) -> li
         push, pull = push_and_pull(push_us, gather.cost_us)
         others = sorted(set(gather.buckets) - {index})
         together = f" with {'buckets' if others[1:] else 'bucket'} {format_indices(others)}" if others else ""
-        reasons.append(f"{merging(bucket, alone_us, push_us)}; {push}, {pull}{together}, {exposure(exposed_us[min(gather.buckets)])}")
+        exposed = exposure(exposed_us[min(gather.buckets)])
+        reasons.append(f"{merging(bucket, alone_us, push_us)}; {push}, {pull}{together}, {exposed}")
     return reasons
 
 
-def _waits_us(timeline: CycleTimeline) -> dict[int, float]:
+def _waits_us(timeline: Timeline) -> dict[int, float]:
     """By the first bucket of each gather, how long forward waits for it."""
     spans = [span for span in timeline.spans if isinstance(span, StepSpan) and span.step == 0]
     waits_us, before_us = dict[float, float](), 0.0
@@ -362,5 +364,3 @@ def largest_bytes(problem: Problem, schedule: Schedule) -> int:
     buckets: Sequence[Bucket] = schedule.buckets
     groups = [_members(schedule, group) for group in _mode(schedule).groups(len(buckets))]
     return int(max(problem.bucket_bytes([*(bucket.gradients for bucket in buckets), *groups])))
-
-

@@ -190,7 +190,7 @@ def test_lossy_plans_are_drop_in_too() -> None:
     ("options", "words"),
     [
         ({"allow": ["shared-step"]}, "--allow: found 'shared-step', which is unknown; known: sharded-step"),
-        ({"allow": ["late-gather"]}, "--allow: found 'late-gather', which is not built yet; known: sharded-step"),
+        ({"passes": "merge,late_gather{when=always}"}, "expected --allow late-gather beside it"),
         ({"allow": "sharded-step"}, "allow: found 'sharded-step', expected a list of names; pass ['sharded-step']"),
         ({"passes": "merge,shard_updates{step=always}"}, "expected --allow sharded-step beside it"),
     ],
@@ -225,6 +225,10 @@ def test_plans_that_contradict_themselves_are_refused() -> None:
     drop_in = optimize(profile("resnet", "AdamW", "8 GPUs")).to_document()
     assert parse_plan(shared).interfaces == ("sharded-step",)
     assert parse_plan(drop_in | {"interface": "drop-in"}).interfaces == ()
+    late = shared | {"interface": ["late-gather"]}
+    late["updates"] = {"step": shared["updates"]["step"] | {"gather": "forward"}}
+    assert parse_plan(late).late_gather
+    assert parse_plan(shared | {"interface": ["late-gather"]}).sharded
     old = {name: value for name, value in shared.items() if name != "interface"}
     for document, words in (
         (old, "old.json: $.interface: found no interface, so drop-in, beside $.updates.step, where ranks share"),
@@ -232,7 +236,12 @@ def test_plans_that_contradict_themselves_are_refused() -> None:
         (old, "or make the plan again with `planner optimize`, which shares the step with --allow sharded-step alone"),
         (drop_in | {"fallback": shared}, "$.interface: found no interface, so drop-in, beside $.fallback.updates.step"),
         (drop_in | {"interface": ["sharded"]}, "old.json: $.interface[0]: found 'sharded', which is unknown; known"),
-        (drop_in | {"interface": ["sharded-step", "late-gather"]}, "$.interface[1]: found 'late-gather', which is not"),
+        (drop_in | {"interface": ["sharded-step", "late"]}, "$.interface[1]: found 'late', which is unknown"),
+        (
+            late | {"interface": ["sharded-step"]},
+            '$.interface: found sharded-step, beside updates.step with gather "for',
+        ),
+        (drop_in | {"fallback": late}, '$.interface: found drop-in, beside updates.step with gather "forward"'),
         (drop_in | {"interface": []}, "old.json: $.interface: found []"),
         (drop_in | {"interface": "sharded-step"}, 'old.json: $.interface: found "sharded-step", expected'),
     ):
