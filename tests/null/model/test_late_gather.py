@@ -40,7 +40,8 @@ from planner.model.modes.late_gather import (
 from planner.model.modes.sharded import Sharded, flags_us
 from planner.model.problem import Problem
 from planner.model.taskgraph import graph_of_lanes, run_step
-from planner.passes.late_gather import late_gathers
+from planner.passes import late_gather as late_gather_pass
+from planner.passes.late_gather import LateGathers, late_gathers
 from planner.report.figures import timeline_figure
 from planner.report.trace import trace_document
 from planner.report.tracks import plan_tracks
@@ -338,10 +339,23 @@ def test_never_slower_than_what_it_starts_from(
 
 
 def test_passes_behind_it_keep_it() -> None:
-    step, start = make(document(), cluster()), Schedule.from_boundaries([1, 2, 3, 4, 5])
-    found = run_passes(parse_passes("late_gather{when=always},merge"), start, step).schedule
-    assert isinstance(found.mode, LateGather)
+    step, given = make(document(), cluster()), late([2, 5], [5])
+    found = run_passes(parse_passes("merge"), given, step).schedule
+    assert len(found.buckets) != len(given.buckets)
+    assert found.mode == LateGather()
     verify(found, [0] * 5)
+
+
+def test_what_is_sent_in_the_step_is_tried_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the search has found, which need not be exact."""
+    step = make(document(), cluster())
+    shared = run_passes(parse_passes("merge,shard_updates{step=always}"), Schedule.from_boundaries([5]), step).schedule
+    poor = replace(late_gathers(step), schedule=late([5], [5]))
+    assert step_us(step, poor.schedule) > step_us(step, shared)
+    monkeypatch.setattr(late_gather_pass, "late_gathers", lambda _: poor)
+    found = LateGathers(when="always").apply(shared, step).schedule
+    assert found.buckets == shared.buckets
+    assert step_us(step, found) <= step_us(step, shared)
 
 
 @pytest.mark.parametrize(

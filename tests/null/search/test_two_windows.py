@@ -127,6 +127,28 @@ def test_bounds_hold_where_both_slow_each_other_down() -> None:
         check(random_step(rng, count, "line", contention={"compute": compute, "network": network}))
 
 
+@pytest.mark.parametrize("kind", ["line", "jagged"])
+def test_labels_alone_find_the_best(kind: str) -> None:
+    """From one message for all, against every way to cut both windows."""
+    rng, apart = np.random.default_rng(13), 0
+    for count in [2, 3, *[4] * 4, *[5] * 10, *[6] * 10, *[7] * 8, 8, 8]:
+        windows = windows_of(random_step(rng, count, kind)).on(np.arange(count + 1))
+        ends = itertools.product(("none", "bucket", "group"), repeat=count - 1)
+        every = [
+            (
+                (*(place for place, end in enumerate(of, start=1) if end != "none"), count),
+                (*(place for place, end in enumerate(of, start=1) if end == "group"), count),
+            )
+            for of in ends
+        ]
+        best_us = min(windows.end_us(*cuts) for cuts in every)
+        found, complete = program._improved(windows, ((count,), (count,)), None)
+        assert complete
+        assert windows.end_us(*found) == pytest.approx(best_us, rel=1e-12)
+        apart += found[0] != found[1]
+    assert apart > 10
+
+
 def coupled() -> Problem:
     """Each window's optimum cuts where the other's does not: bytes and times of opposite gradients."""
     rng = np.random.default_rng(11)
