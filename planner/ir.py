@@ -102,6 +102,10 @@ class Mode:
     shares_update: ClassVar[bool] = False
     """Whether it is a way to share the update among ranks, on which gradients' passes do not decide."""
 
+    def fitted(self, buckets: int) -> Mode:
+        """Return the same for a schedule of so many buckets, where it speaks of buckets."""
+        return self
+
 
 @dataclass(frozen=True)
 class Synchronous(Mode):

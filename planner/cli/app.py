@@ -80,7 +80,7 @@ def optimize(
         typer.Option(
             help="The pipeline, for example merge{labels=4}; lossy passes: joint, sparsify; delay, local_async."
         ),
-    ] = "merge,topology,shard_updates",
+    ] = "merge,topology,shard_updates,late_gather",
     print_after: Annotated[str | None, typer.Option(help="Print the schedule after this pass, or after all.")] = None,
     solver: Solver = "dp",
     solver_limit: SolverLimit = None,
@@ -147,7 +147,8 @@ def simulate(
         str | None,
         typer.Option(
             help="Strategies, comma-separated: wfbp, wfbp:layer, single, mg_wfbp, ddp, ddp:MIB, torus_2d, optimal, "
-            "optimal:sharded-step; lossy ones: joint, joint:MAX_RATIO; ssd:STEPS; lap:UPDATERS, lpp:UPDATERS; for "
+            "optimal:sharded-step, optimal:late-gather, dear, megatron; lossy ones: joint, joint:MAX_RATIO; "
+            "ssd:STEPS; lap:UPDATERS, lpp:UPDATERS; for "
             "comparison: slgs:DENSITY, lags:MAX_RATIO, hitopk:DENSITY, mb_sgd, l_sgd:STEPS, pl_sgd:STEPS.",
             autocompletion=strategies_beginning,
         ),

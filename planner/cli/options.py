@@ -76,8 +76,8 @@ MaxMemory = Annotated[
 Allow = Annotated[
     str | None,
     typer.Option(
-        help="What plans may ask of the script beside what DDP does, comma-separated: sharded-step. Without, they are "
-        "drop-in."
+        help="What plans may ask of the script beside what DDP does, comma-separated: sharded-step, late-gather "
+        "(which implies it). Without, they are drop-in."
     ),
 ]
 

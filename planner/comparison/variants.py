@@ -147,5 +147,6 @@ def _compute_us(plan: Plan) -> float | None:
         alone_us = (norms.replicated_us or 0.0) - (norms.shared_us or 0.0)
     if plan.sharded and plan.updates and plan.updates.step:  # nor the step: each updates all weights
         updating_us = predicted.update_us or 0.0
-        alone_us = plan.world.ranks * (updating_us - (plan.updates.step.gather_us or 0.0)) - updating_us
+        gathered_us = 0.0 if plan.gathers else plan.updates.step.gather_us or 0.0
+        alone_us = plan.world.ranks * (updating_us - gathered_us) - updating_us
     return predicted.iteration_us - predicted.exposed_us + alone_us

@@ -34,6 +34,7 @@ from planner.model.modes.sharded import can_share, saves_memory
 from planner.model.norms import describe_norms, update_bound_us
 from planner.model.problem import Problem, make_problem
 from planner.passes.base import Bound
+from planner.passes.late_gather import LateGathers
 from planner.passes.merge import merge_without_contention
 from planner.passes.topology import Topology, links_without_contention
 from planner.search.tables import has_two_links
@@ -43,7 +44,7 @@ from runtime.plan.combinations import SOLVER, reason_against
 from runtime.plan.interfaces import SHARDED_STEP
 from runtime.plan.predicted import Certificate, SolverBound
 
-DEFAULT_PASSES = "merge,topology,shard_updates"
+DEFAULT_PASSES = "merge,topology,shard_updates,late_gather"
 
 NOTHING_TO_GAIN = 0.01
 """Below this share of the step, a gain over DDP is not worth a claim."""
@@ -76,7 +77,7 @@ def optimize(
             exact one as `fallback`.
         allow: interfaces beside drop-in that the plan may have, by name: with `sharded-step` ranks share the
             optimizer's step where that is predicted 2 % faster, or what every rank would hold does not fit into its
-            memory.
+            memory; with `late-gather`, which implies it, weights may be gathered beside the next forward.
         passes: the pipeline, for example `merge{labels=4}` or `merge,sparsify{max_ratio=250}`. Exact passes run first;
             where lossy plans are allowed, `joint` and `delay` run after them, or what is named in their place.
         after_pass: called with (name, schedule, seconds) after each pass.
@@ -111,7 +112,8 @@ def optimize(
     exact_passes, lossy = split_passes(parsed, accuracy, max_ratio, protect, max_delay, compress, max_rank)
     exact_passes = with_options(exact_passes, memory_mib=check_memory(max_memory_mib))
     sharing = find_sharing(exact_passes)
-    pipeline = allowed_passes(exact_passes, check_allow(allow))
+    allow = check_allow(allow)
+    pipeline = allowed_passes(exact_passes, allow)
     where = name_of(profile if cluster is None else cluster)
     machines = None if cluster is None else find_cluster(cluster)
     problem = make_problem(find_profile(profile), machines, where=where)
@@ -122,8 +124,9 @@ def optimize(
     solved = solve(problem, found.schedule, limit) if solver == "cpsat" and not skipped else None
     schedule = solved.schedule if solved else found.schedule
     other = alternative(problem, schedule, start, exact_passes, sharing)
+    late = any(isinstance(each, LateGathers) for each in pipeline)
     exact = _exact(problem, schedule, solved, found.bound)
-    exact = plan = attach_step_plan(problem, exact, schedule, other, sharing)
+    exact = plan = attach_step_plan(problem, exact, schedule, other, sharing, late=late)
     if SHARDED_STEP in allow:
         plan = with_notes(problem, plan, sharing)
     if max_memory_mib is not None:
@@ -169,7 +172,7 @@ def _exact(problem: Problem, schedule: Schedule, solved: Solved | None = None, b
         baselines=baselines,
         certificate=_certify(problem, plan.predicted.iteration_us, solved, bound),
         scaling=scaling_curve(
-            problem, here_us, f"{OPTIMAL}:{SHARDED_STEP}" if schedule.mode.shares_update else OPTIMAL
+            problem, here_us, ":".join([OPTIMAL, *plan.interfaces[-1:]]) if schedule.mode.shares_update else OPTIMAL
         ),
         sources=describe_sources(problem),
         notes=_notes(problem, plan, baselines["ddp"].iteration_us),

@@ -73,8 +73,8 @@ def run_passes(
     """Apply the passes in order; the verifier runs before the first and after each. Return the last one's result, with
     what the ones before it say of the plan.
 
-    What ranks share of the update does not depend on how gradients are sent, so passes that decide on that do not see
-    it.
+    What ranks share of the update does not depend on how gradients are sent, so passes that decide on that alone do not
+    see it.
     """
     dtype_ids, elements = problem.dtype_ids.tolist(), problem.layer_elements
     norms = (len(problem.norm_layers), problem.ranks)
@@ -83,10 +83,13 @@ def run_passes(
     for current in passes:
         started = time.perf_counter()
         before = result
-        result = current.apply(before.schedule.unshared, problem)
+        result = current.apply(before.schedule if current.decides_update else before.schedule.unshared, problem)
         schedule, bound = result.schedule, result.bound
+        if current.decides_update and bound is None and schedule == before.schedule:
+            bound = before.bound
         if not current.decides_update and schedule.mode == Synchronous():
-            kept = before.schedule.mode if before.schedule.mode.shares_update else schedule.mode
+            shared = before.schedule.mode.fitted(len(schedule.buckets))
+            kept = shared if shared.shares_update else schedule.mode
             schedule = replace(schedule, norms=before.schedule.norms, mode=kept)
             bound = before.bound if kept.shares_update else bound
         result = replace(

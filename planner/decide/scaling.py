@@ -11,6 +11,7 @@ from planner.emit.lower import predict
 from planner.model.problem import Problem
 from planner.search.tables import has_two_links
 from runtime.errors import InputError
+from runtime.plan.interfaces import LATE_GATHER
 from runtime.plan.predicted import ScalingPoint
 
 OPTIMAL = "optimal"
@@ -19,6 +20,7 @@ LEAST_RANKS, MOST_RANKS, FACTOR = 64, 16384, 16
 """The curve goes up to FACTOR times the plan's ranks, within these limits."""
 
 GRADIENTS_SOLVED, GRADIENTS_SOLVED_CONTENDED, GRADIENTS_SOLVED_ON_LINKS = 30_000, 3_000, 2_000
+GRADIENTS_SOLVED_LATE = 1_200
 """Gradients over all points of a curve that the optimum is computed for: about one second."""
 
 
@@ -31,6 +33,7 @@ def scaling_curve(problem: Problem, here_us: Mapping[str, float], strategy: str 
     others = {ranks: there for ranks in _rank_counts(problem.cost.cluster) if (there := _at(problem, ranks))}
     solved = GRADIENTS_SOLVED_CONTENDED if problem.contended else GRADIENTS_SOLVED
     solved = GRADIENTS_SOLVED_ON_LINKS if has_two_links(problem) else solved
+    solved = min(solved, GRADIENTS_SOLVED_LATE) if strategy.endswith(LATE_GATHER) else solved
     kept = _subsample(sorted(others), solved // problem.count)
     points = [_point(problem, here_us, problem.cost.cluster)]
     for ranks in kept:

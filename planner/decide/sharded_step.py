@@ -10,6 +10,7 @@ from planner.decide.pipeline import run_passes
 from planner.documents.text import mib, ms
 from planner.ir import Schedule
 from planner.model.modes import describe, step_us
+from planner.model.modes.late_gather import LateGather, described_needs
 from planner.model.modes.sharded import (
     can_share,
     costs_known,
@@ -21,10 +22,11 @@ from planner.model.modes.sharded import (
 )
 from planner.model.problem import Problem
 from planner.passes.base import GAIN, Pass
+from planner.passes.late_gather import LateGathers, late_gathers, needed_bytes
 from planner.passes.shard_updates import ShardUpdates
 from runtime.errors import InputError
 from runtime.plan import Plan, StepPlan, UpdatePlan
-from runtime.plan.interfaces import SHARDED_STEP, name_problem
+from runtime.plan.interfaces import BFLOAT16_WEIGHTS, INTERFACES, LATE_GATHER, SHARDED_STEP, granted, name_problem
 
 MISSING_PARAMS = (
     "ranks do not share the optimizer's step, and cannot: it does not hold all parameters that have gradients; add "
@@ -45,13 +47,18 @@ def check_memory(memory_mib: float | None) -> float | None:
 
 
 def check_allow(allow: Sequence[str]) -> tuple[str, ...]:
-    """The names; raises InputError where one is unknown, or not built yet."""
+    """The names with those that they imply; raises InputError where one is unknown."""
     if isinstance(allow, str):
         raise InputError(f"allow: found {allow!r}, expected a list of names; pass [{allow!r}]")
     for name in allow:
         if (problem := name_problem(name)) is not None:
             raise InputError(f"--allow: {problem}; correct it, or leave it out: plans then are drop-in")
-    return tuple(allow)
+        if name == BFLOAT16_WEIGHTS:
+            raise InputError(
+                f"--allow: found {name}, which no plan of `planner optimize` asks for yet; expected one of those that may: "
+                f"leave it out, and write updates.step.weights into a plan yourself (docs/concepts/sharded-step.md)"
+            )
+    return tuple(name for name in INTERFACES if name in granted(allow))
 
 
 def find_sharing(passes: Sequence[Pass]) -> ShardUpdates | None:
@@ -60,11 +67,19 @@ def find_sharing(passes: Sequence[Pass]) -> ShardUpdates | None:
 
 
 def allowed_passes(passes: Sequence[Pass], allow: Sequence[str]) -> tuple[Pass, ...]:
-    """The passes, of which none shares the optimizer's step where that is not allowed.
+    """The passes, of which none shares the optimizer's step, or gathers weights beside forward, where that is not
+    allowed; `allow` as of `check_allow`.
 
     Raises:
-        InputError: one of them was told to share it, and that is not allowed.
+        InputError: one of them was told to, and that is not allowed.
     """
+    if LATE_GATHER not in allow and any(isinstance(each, LateGathers) and each.when == "always" for each in passes):
+        raise InputError(
+            f"--passes: found late_gather{{when=always}}, where new weights arrive beside the next forward, so that "
+            f"some lines which work with DDP do not; expected --allow {LATE_GATHER} beside it: add that, or leave "
+            f"when=always out"
+        )
+    passes = [each for each in passes if not each.interface or each.interface in allow]
     if SHARDED_STEP in allow:
         return tuple(passes)
     sharing = find_sharing(passes)
@@ -105,29 +120,38 @@ def alternative(
     problem: Problem, schedule: Schedule, start: Schedule, passes: Sequence[Pass], sharing: ShardUpdates | None
 ) -> Schedule | None:
     """The best exact schedule that shares the step where `schedule`, made of `start`, does not, or the reverse."""
-    if sharing is None:
-        return None
     if not schedule.mode.shares_update:
-        return sharing.shared_step(replace(schedule, norms=None), problem)
-    never = [replace(sharing, step="never") if each.decides_update else each for each in passes]
+        return None if sharing is None else sharing.shared_step(replace(schedule, norms=None), problem)
+    apart = [each for each in passes if not isinstance(each, LateGathers)]
+    never = [replace(each, step="never") if isinstance(each, ShardUpdates) else each for each in apart]
     return run_passes(never, start, problem).schedule
 
 
 def attach_step_plan(
-    problem: Problem, plan: Plan, schedule: Schedule, other: Schedule | None, sharing: ShardUpdates | None
-) -> Plan:
-    """The plan with both predictions, where ranks could share the step."""
+    problem: Problem, plan: Plan, schedule: Schedule, other: Schedule | None, sharing: ShardUpdates | None,
+    *, late: bool = False,
+) -> Plan:  # fmt: skip
+    """The plan with all predictions, where ranks could share the step; `late`: also of gathers beside forward."""
     if sharing is None or not can_share(problem):
         return plan
     shared, whole = (schedule, other) if schedule.mode.shares_update else (other, schedule)
-    step = StepPlan(
-        sharded=schedule.mode.shares_update,
+    step = _step(plan) or StepPlan(sharded=schedule.mode.shares_update)
+    late_us = None
+    needs_bytes = None if shared is None else sharded_bytes(problem, shared)
+    if isinstance(schedule.mode, LateGather):
+        late_us, needs_bytes = step_us(problem, schedule), needed_bytes(problem, schedule)
+        shared = None if whole is None else sharing.shared_step(replace(whole, norms=None), problem)
+    elif late:
+        late_us = step_us(problem, late_gathers(problem).schedule)
+    step = replace(
+        step,
         replicated_us=None if whole is None else step_us(problem, whole),
         sharded_us=None if shared is None else step_us(problem, shared),
-        gather_us=None if shared is None else sum(gathers_us(problem, shared.buckets)),
+        gather_us=step.gather_us or (None if shared is None else sum(gathers_us(problem, shared.buckets))),
         replicated_bytes=replicated_bytes(problem),
-        sharded_bytes=None if shared is None else sharded_bytes(problem, shared),
+        sharded_bytes=needs_bytes,
         memory_bytes=memory_bytes(problem, sharing.memory_mib),
+        late_us=late_us,
     )
     return replace(plan, updates=UpdatePlan(norms=plan.updates.norms if plan.updates else None, step=step))
 
@@ -191,15 +215,23 @@ def _times(step: StepPlan) -> str:
 
 
 def _notes(problem: Problem, step: StepPlan, sharing: ShardUpdates) -> list[str]:
-    if step.sharded_us is None or step.replicated_us is None:
-        return []
     implied = "" if costs_known(problem) else "; reduce-scatter and all-gather were not measured: profile again"
     memory = f"; {_memory(step)}" if _saves(step) else ""
+    if step.late_us is not None and step.gather == "forward":
+        inside = "" if step.sharded_us is None else f"{ms(step.sharded_us)} where they are gathered inside the step, "
+        return [
+            f"ranks share the optimizer's step, and weights are gathered beside the next forward: predicted "
+            f"{ms(step.late_us)} a step, {inside}{ms(step.replicated_us or 0.0)} where every rank updates all weights"
+            f"{memory}{implied}; {described_needs(problem)}"
+        ]
+    if step.sharded_us is None or step.replicated_us is None:
+        return _not_late(step)
     if not step.sharded:
         notes = [
             f"ranks do not share the optimizer's step, as they may: that is {_times(step)}, and has to be {GAIN:.0%} "
             f"shorter{memory}{implied}"
         ]
+        notes += _not_late(step)
         return [*notes, _too_large(step)] if sharing.memory_requires_sharding(problem) else notes
     name = problem.profile.compute.optimizer.name if problem.profile.compute.optimizer else "the optimizer"
     why = "memory demands it, " if sharing.memory_requires_sharding(problem) and _saves(step) else ""
@@ -210,7 +242,17 @@ def _notes(problem: Problem, step: StepPlan, sharing: ShardUpdates) -> list[str]
     ]
     if step.memory_bytes is not None and (step.sharded_bytes or 0) > step.memory_bytes:
         notes.append(f"even so a rank needs more than its {mib(step.memory_bytes)}: {SMALLER}")
-    return notes
+    return notes + _not_late(step)
+
+
+def _not_late(step: StepPlan) -> list[str]:
+    """That gathers are not beside forward, where they might be."""
+    if step.late_us is None:
+        return []
+    return [
+        f"weights are not gathered beside the next forward, as they may: that is predicted {ms(step.late_us)} a step, "
+        f"and has to be {GAIN:.0%} shorter"
+    ]
 
 
 def _memory(step: StepPlan) -> str:

@@ -2,7 +2,8 @@
 
 `optimal` is the best exact schedule that this planner knows, what `planner optimize` decides without options: `merge`,
 begun with the best of the baselines, then `topology`, which only two kinds of link give something to choose, and what
-ranks share of the update (all of it with `optimal:sharded-step`). Strategies are predicted in some hundredths of a
+ranks share of the update (all of it with `optimal:sharded-step`; with `optimal:late-gather`, weights may also come
+beside the next forward). Strategies are predicted in some hundredths of a
 second: where gradients are many, all buckets go flat or all by a torus, and `planner optimize`, which mixes them, may
 find better. `joint` begins with it.
 
@@ -22,6 +23,7 @@ from planner.model.modes.local_updaters import LocalUpdaters
 from planner.model.problem import Problem
 from planner.passes.delay import DEFAULT_MAX_DELAY, MAX_DELAY, candidates, delayed_schedule
 from planner.passes.joint import Joint
+from planner.passes.late_gather import LateGathers
 from planner.passes.local_async import updater_schedule
 from planner.passes.merge import Merge, best_of
 from planner.passes.shard_updates import ShardUpdates
@@ -29,6 +31,7 @@ from planner.passes.topology import Topology
 from planner.search.tables import has_two_links
 from planner.strategies.arguments import positive_number, refuse_argument, whole_number
 from planner.strategies.baselines import by_chance, ddp, mg_wfbp, single, wfbp
+from planner.strategies.decoupled import dear, megatron
 from planner.strategies.hitopk import hitopk
 from planner.strategies.low_rank import low_rank
 from planner.strategies.sparse import lags, naive_all_gather, slgs
@@ -36,7 +39,7 @@ from planner.strategies.topologies import torus_2d, tree
 from planner.strategies.wire import wire
 from runtime.errors import InputError
 from runtime.plan import MAX_UPDATERS
-from runtime.plan.interfaces import SHARDED_STEP
+from runtime.plan.interfaces import LATE_GATHER, SHARDED_STEP
 
 MIXED = 200
 """Gradients up to which each bucket has a choice of its own on two kinds of link."""
@@ -44,15 +47,18 @@ MIXED = 200
 
 def optimal(problem: Problem, argument: str | None = None) -> Schedule:
     """What `planner optimize` chooses among exact plans."""
-    if argument not in (None, SHARDED_STEP):
-        raise InputError(f"found the strategy optimal:{argument}, expected optimal or optimal:{SHARDED_STEP}")
+    if argument not in (None, SHARDED_STEP, LATE_GATHER):
+        raise InputError(
+            f"found the strategy optimal:{argument}, expected optimal, optimal:{SHARDED_STEP} or optimal:{LATE_GATHER}"
+        )
     merged = Merge().apply(best_baseline(problem), problem).schedule
     if problem.count <= MIXED or not has_two_links(problem):
         chosen = Topology().apply(merged, problem).schedule
     else:
         chosen = best_of(problem, [merged, torus_2d(problem)])
-    step = "auto" if argument == SHARDED_STEP else "never"
-    return ShardUpdates(method="lpt", step=step).apply(chosen, problem).schedule
+    step = "never" if argument is None else "auto"
+    shared = ShardUpdates(method="lpt", step=step).apply(chosen, problem).schedule
+    return LateGathers().apply(shared, problem).schedule if argument == LATE_GATHER else shared
 
 
 def best_baseline(problem: Problem) -> Schedule:
@@ -126,6 +132,7 @@ Strategy = Callable[[Problem, str | None], Schedule]
 
 STRATEGIES: Mapping[str, Strategy] = {
     "ddp": ddp,
+    "dear": dear,
     "hitopk": hitopk,
     "joint": joint,
     "l_sgd": l_sgd,
@@ -134,6 +141,7 @@ STRATEGIES: Mapping[str, Strategy] = {
     "lowrank": low_rank,
     "lpp": lpp,
     "mb_sgd": mb_sgd,
+    "megatron": megatron,
     "mg_wfbp": mg_wfbp,
     "naive_all_gather": naive_all_gather,
     "optimal": optimal,
@@ -176,7 +184,7 @@ def make_schedule(problem: Problem, strategy: str) -> Schedule:
     name, colon, argument = strategy.partition(":")
     if name not in STRATEGIES:
         arguments = (
-            "wfbp:layer", "optimal:sharded-step", "ddp:SIZE_MIB",
+            "wfbp:layer", "optimal:sharded-step", "optimal:late-gather", "ddp:SIZE_MIB", "dear:MIB", "megatron:MIB",
             "slgs:DENSITY", "lags:MAX_RATIO", "joint:MAX_RATIO", "hitopk:DENSITY",
             "naive_all_gather:DENSITY", "ssd:STEPS", "lap:UPDATERS", "lpp:UPDATERS", "l_sgd:STEPS", "pl_sgd:STEPS",
         )  # fmt: skip

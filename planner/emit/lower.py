@@ -6,6 +6,7 @@ from planner.ir import Bucket, Schedule
 from planner.model.compression import selected_from
 from planner.model.delay import StepSpan
 from planner.model.modes import model_of
+from planner.model.modes.late_gather import WindowSpan
 from planner.model.norms import gather_us, message_bytes, replicated_us, shared_us
 from planner.model.problem import Problem
 from planner.model.spending import spending
@@ -14,7 +15,7 @@ from runtime.errors import InputError
 from runtime.plan import CompressorSpec, NormPlan, Plan, PlanBucket, PlanWorld, UpdatePlan
 from runtime.plan.names import numbered
 from runtime.plan.predicted import PredictedTask, Prediction
-from runtime.plan.timeline import Timeline
+from runtime.plan.timeline import Span, Timeline
 
 
 def lower(problem: Problem, schedule: Schedule) -> Plan:
@@ -64,6 +65,8 @@ def _prediction(problem: Problem, schedule: Schedule, timeline: Timeline, *, tas
             bucket=span.bucket,
             ready_us=span.ready_us,
             step=span.step if isinstance(span, StepSpan) else None,
+            critical=True if isinstance(span, WindowSpan) and span.critical else None,
+            **_together(problem, schedule, span),
         )
         for span in timeline.spans
     )
@@ -78,6 +81,15 @@ def _prediction(problem: Problem, schedule: Schedule, timeline: Timeline, *, tas
         extrapolated=True if problem.cost.extrapolated else None,
         timeline=tuple(named) if tasks else None,
     )
+
+
+def _together(problem: Problem, schedule: Schedule, span: Span) -> dict[str, int]:
+    """What is in a message of several buckets, which no single one says; nothing of others."""
+    if not isinstance(span, WindowSpan) or not span.buckets:
+        return {}
+    members = [gradient for bucket in span.buckets for gradient in schedule.buckets[bucket].gradients]
+    known = {"gradients": len(members), "size_bytes": int(problem.size_bytes[members].sum())}
+    return known | ({"first_gradient": min(members)} if max(members) - min(members) < len(members) else {})
 
 
 def compressor_of(problem: Problem, bucket: Bucket) -> CompressorSpec:

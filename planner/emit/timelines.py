@@ -82,6 +82,7 @@ def _join(group: Sequence[PredictedTask]) -> PredictedTask:
         bucket=first.bucket,
         ready_us=first.ready_us,
         tasks=sum(task.tasks or 1 for task in group),
+        critical=True if any(task.critical for task in group) else None,
         gradients=_sum([task.gradients for task in group]),
         first_gradient=_first(group),
         size_bytes=_sum([task.size_bytes for task in group]),

@@ -80,8 +80,9 @@ def without_the_plans_own(plan: Plan) -> tuple[Plan, list[str]]:
         plan = stand_in
     step = plan.updates.step if plan.updates else None
     if step is not None and step.sharded:
-        known = step.replicated_us is not None and step.sharded_us is not None
-        more_us = (step.replicated_us or 0.0) - (step.sharded_us or 0.0) if known else None
+        shared_us = step.late_us if plan.gathers else step.sharded_us
+        known = step.replicated_us is not None and shared_us is not None
+        more_us = (step.replicated_us or 0.0) - (shared_us or 0.0) if known else None
         notes.append(f"the sharded optimizer step cannot be expressed: every rank updates all weights; {cost(more_us)}")
     norms = plan.updates.norms if plan.updates else None
     if norms is not None and norms.shares is not None:

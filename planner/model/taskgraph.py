@@ -24,6 +24,7 @@ from planner.ir import Schedule
 from planner.model.delay import COMPUTE as COMPUTING
 from planner.model.delay import NETWORK, SPREADING, ops, resources
 from planner.model.delay_load import StepWork
+from planner.model.lanes import Op
 from planner.model.norms import update_us
 from planner.model.problem import Problem
 from planner.model.spending import Spending, slowdowns, spending
@@ -119,9 +120,13 @@ def build_graph(problem: Problem, schedule: Schedule, steps: int = 1, exchange: 
 
 def delayed_graph(problem: Problem, schedule: Schedule, k: int, steps: int) -> TaskGraph:
     """The same with delay, from an idle network; steps 0, k, 2k, … pull."""
-    graph, lanes = TaskGraph(), ops(StepWork.of(problem, schedule), k, steps)
-    firsts = list(accumulate((len(lane) for lane in lanes), initial=0))
-    names = [*resources(lanes)[:SPREADING], "intra, pulled"][: len(lanes)]
+    lanes = ops(StepWork.of(problem, schedule), k, steps)
+    return graph_of_lanes(lanes, [*resources(lanes)[:SPREADING], "intra, pulled"][: len(lanes)])
+
+
+def graph_of_lanes(lanes: Sequence[Sequence[Op]], names: Sequence[str]) -> TaskGraph:
+    """The tasks of resources of these names; see `planner.model.lanes`."""
+    graph, firsts = TaskGraph(), list(accumulate((len(lane) for lane in lanes), initial=0))
     for number, (lane, resource) in enumerate(zip(lanes, names, strict=True)):
         for op in lane:
             task = Task(

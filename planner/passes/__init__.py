@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from planner.passes.base import Pass
 from planner.passes.delay import Delay
 from planner.passes.joint import Joint
+from planner.passes.late_gather import LateGathers
 from planner.passes.local_async import LocalAsync
 from planner.passes.merge import Merge
 from planner.passes.shard_updates import ShardUpdates
@@ -14,6 +15,6 @@ from planner.passes.sparsify import Sparsify
 from planner.passes.topology import Topology
 
 PASSES: Mapping[str, type[Pass]] = {
-    made.name: made for made in (Delay, Joint, LocalAsync, Merge, ShardUpdates, Sparsify, Topology)
+    made.name: made for made in (Delay, Joint, LateGathers, LocalAsync, Merge, ShardUpdates, Sparsify, Topology)
 }
 """Registry: name → pass. Add a pass here and the contract test covers it."""

@@ -100,6 +100,8 @@ class Pass:
     """The class of its results."""
     what: ClassVar[str] = ""
     """What a relaxed one does, in a word or two."""
+    interface: ClassVar[str] = ""
+    """What its results ask of the script (`runtime.plan.interfaces`), where it runs only if that is allowed."""
     decides_update: ClassVar[bool] = False
     """Whether it decides what ranks share of the update; the others do not see that."""
 

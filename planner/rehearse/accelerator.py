@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -14,6 +14,8 @@ from planner.jobs.job import TrainingJob
 from runtime.errors import InputError
 
 T = TypeVar("T")
+_OfLayer = tuple[nn.Parameter, float, Tensor]
+"""A parameter, its part of backward in microseconds, and its gradient."""
 
 SPIN_S = 200e-6
 """The end of each wait, which is not slept: a sleep ends some tens of microseconds late. Of undilated time: spinning
@@ -40,12 +42,12 @@ class Accelerator:
         self._left_s = self._host_s = time.perf_counter()
         self._device_s = max(self._device_s, self._host_s)
 
-    def queue(self, work_us: float) -> None:
-        """Put work at the end of the queue."""
+    def queue(self, work_us: float, *, awaited: bool = False) -> None:
+        """Put work at the end of the queue; `awaited`: it had to wait for a message, for which no host is late."""
         now_s = time.perf_counter()
         self._host_s += now_s - self._left_s
         self._left_s = now_s
-        self.late_us += max(0.0, self._host_s - self._device_s) * 1e6
+        self.late_us += 0.0 if awaited else max(0.0, self._host_s - self._device_s) * 1e6
         self._device_s = max(self._device_s, self._host_s) + work_us * 1e-6
 
     def wait(self) -> None:
@@ -96,8 +98,21 @@ class _Layer(torch.autograd.Function):
         return of_chain[0], ctx.grad, None, None, None
 
 
+class _Part(nn.Module):
+    """A module that holds parameters, with their share of the model's forward."""
+
+    def forward(self, chain: Tensor, layers: Sequence[_OfLayer], device: Accelerator, work_us: float) -> Tensor:
+        device.queue(work_us, awaited=True)
+        for parameter, backward_us, drawn in layers:
+            chain = _Layer.apply(chain, parameter, device, backward_us, drawn)  # type: ignore[no-untyped-call]
+        return chain
+
+
 class AcceleratedModel(nn.Module):
     """A model of a profile's parameters (1-D, under their names) whose forward and backward take the profile's times.
+
+    Forward is one wait; where somebody waits for weights before modules run, it passes through them, each with that
+    share of forward which it has of backward.
 
     Gradients are drawn once, other ones on each rank. The loss is made of some weights, so that who trains otherwise
     sees other losses.
@@ -108,26 +123,48 @@ class AcceleratedModel(nn.Module):
         self.device = Accelerator(dilate)
         self._forward_us, self._update_us = compute.forward_us, compute.update_us
         generator = torch.Generator().manual_seed(SEED + 1 + rank)
-        self._layers: list[tuple[nn.Parameter, float, Tensor]] = []
+        self._layers: list[_OfLayer] = []
+        self._parts: list[tuple[nn.Module, list[_OfLayer]]] = []
         for gradient in compute.gradients:
             dtype = getattr(torch, gradient.dtype)
             parameter = nn.Parameter(torch.zeros(gradient.numel, dtype=dtype))
-            _register(self, gradient.name, parameter)
+            holder = _register(self, gradient.name, parameter)
             drawn = torch.randn(gradient.numel, generator=generator).mul_(1e-2).to(dtype)
             self._layers.append((parameter, gradient.backward_us, drawn))
+            if not self._parts or self._parts[-1][0] is not holder:
+                self._parts.append((holder, []))
+            self._parts[-1][1].append(self._layers[-1])
         self._numel = sum(parameter.numel() for parameter in self.parameters())
 
     def forward(self, batch: Tensor) -> Tensor:
         """Return the loss, from which backward passes through the gradients in order of readiness."""
         self.device.synchronize()
+        if any(part._forward_pre_hooks for part, _ in self._parts if part is not self):
+            return self._forward_by_part(batch)
         self.device.queue(self._forward_us)
         # What builds the graph goes on under the forward's wait, as launching kernels does.
-        weights = [parameter.detach()[:1].double() for parameter, *_ in self._layers[:: max(1, len(self._layers) // 8)]]
-        chain = 1.0 + torch.cat(weights).sum() + batch.detach().requires_grad_()
+        chain = self._of_weights() + batch.detach().requires_grad_()
         for parameter, work_us, drawn in reversed(self._layers):
             chain = _Layer.apply(chain, parameter, self.device, work_us, drawn)  # type: ignore[no-untyped-call]
         self.device.wait()
         return chain
+
+    def _forward_by_part(self, batch: Tensor) -> Tensor:
+        """The same, module by module; each is called, so that what waits before it does."""
+        chain, backward_us = batch.detach().requires_grad_(), sum(us for _, us, _ in self._layers)
+        share = self._forward_us / backward_us if backward_us > 0.0 else 0.0
+        self.device.queue(0.0 if backward_us > 0.0 else self._forward_us)
+        for part, layers in reversed(self._parts):
+            forward = _Part.forward.__get__(part) if part is self else part
+            chain = forward(chain, layers[::-1], self.device, share * sum(us for _, us, _ in layers))
+        # Weights are all there now, and looking at them goes on under the wait.
+        chain = self._of_weights() + chain
+        self.device.wait()
+        return chain
+
+    def _of_weights(self) -> Tensor:
+        weights = [parameter.detach()[:1].double() for parameter, *_ in self._layers[:: max(1, len(self._layers) // 8)]]
+        return 1.0 + torch.cat(weights).sum()
 
     def update(self, optimizer: torch.optim.Optimizer) -> None:
         """Make the optimizer's steps take the profile's time; a rank that updates a part, its part of it."""
@@ -144,8 +181,11 @@ class AcceleratedModel(nn.Module):
         optimizer.register_step_post_hook(end)
 
 
-def _register(model: nn.Module, name: str, parameter: nn.Parameter) -> None:
-    """Put a parameter under its dotted name. Raises InputError where one name is another's beginning."""
+def _register(model: nn.Module, name: str, parameter: nn.Parameter) -> nn.Module:
+    """Put a parameter under its dotted name, and return the module that holds it.
+
+    Raises InputError where one name is another's beginning.
+    """
     *path, last = name.split(".")
     module = model
     for part in path:
@@ -153,10 +193,11 @@ def _register(model: nn.Module, name: str, parameter: nn.Parameter) -> None:
         if inner is None:
             if part in module._parameters:
                 raise InputError(f"the profile has the gradients {part} and {name}, which no module can have both")
-            inner = nn.Module()
+            inner = _Part()
             module.add_module(part or "_", inner)
         module = inner
     module.register_parameter(last or "_", parameter)
+    return module
 
 
 def make_job(compute: ComputeProfile, rank: int, dilate: float = 1.0, fused: bool = True) -> TrainingJob:

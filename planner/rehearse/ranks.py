@@ -301,7 +301,7 @@ def _decide(
     own_us: tuple[float, float],
 ) -> tuple[list[Variant], list[tuple[float, Variant]], dict[str, float]]:
     """Time messages alone; return what is compared, DDP's bucket sizes, and predictions from constants."""
-    halves, lossy = SHARDED_STEP in asked.allow or riskiest == "relaxed", riskiest != "exact"
+    halves, lossy = _shares_update(asked) or riskiest == "relaxed", riskiest != "exact"
     names = ["all_reduce"] + ["reduce_scatter"] * halves + ["all_gather"] * (halves or lossy)
     names += [TWO_SHOT, NATIVE] * lossy
     gradients = asked.profile.compute.gradients
@@ -359,6 +359,13 @@ def _riskiest(asked: Asked) -> Accuracy:
     problem = make_problem(asked.profile, asked.cluster, where=asked.name)
     classes = [asked.accuracy, *(make_schedule(problem, name).accuracy for name in asked.strategies)]
     return max(classes, key=ACCURACIES.index)
+
+
+def _shares_update(asked: Asked) -> bool:
+    """Return whether ranks of anything that is rehearsed may share the optimizer's step."""
+    problem = make_problem(asked.profile, asked.cluster, where=asked.name)
+    shared = (make_schedule(problem, name).mode.shares_update for name in asked.strategies)
+    return SHARDED_STEP in asked.allow or any(shared)
 
 
 AnyLine = TypeVar("AnyLine", Line, SelectionLine)

@@ -66,6 +66,7 @@ def timeline_figure(tracks: Sequence[Track]) -> Figure:
     }
     ticks: list[tuple[float, str]] = []
     headings: list[Figure] = []
+    critical: dict[str, list[bool]] = {role: [] for role in ROLES}
     top = 0.0
     for track in tracks:
         at = {"x": 0, "xref": "paper", "xanchor": "left", "xshift": -60, "y": top + HEAD_PX / 2, "yref": "y"}
@@ -79,7 +80,11 @@ def timeline_figure(tracks: Sequence[Track]) -> Figure:
                 trace["base"].append(_ms(bar.start_us))
                 trace["y"].append(top + ROW_PX / 2)
                 trace["hovertext"].append(_bar_text(bar, track.name))
+                critical[bar.role].append(bar.critical is True)
             top += ROW_PX
+    for role, of_bars in critical.items():
+        if any(of_bars):  # outlined
+            data[role]["meta"]["critical"] = of_bars
     end = {"x0": _ms(tracks[0].iteration_us), "x1": _ms(tracks[0].iteration_us)} if tracks else {}
     end_line = {"type": "line", **end, "y0": 0, "y1": 1, "yref": "paper", "line": {"dash": "dot", "width": 1}}
     layout = {
@@ -121,6 +126,8 @@ def _bar_text(bar: Bar, track: str) -> str:
         lines += [_plain(name) for name in dict.fromkeys((bar.first_name, bar.last_name)) if name is not None]
     start, end, duration = map(milliseconds, (bar.start_us, bar.end_us, bar.end_us - bar.start_us))
     lines.append(f"{start} to {end} ms: {duration} ms")
+    if bar.critical:
+        lines.append("the length of steps comes from it")
     if bar.ready_us is not None and not joined:
         wait_us = max(0.0, bar.start_us - bar.ready_us)
         lines.append(f"ready at {milliseconds(bar.ready_us)} ms, waits {milliseconds(wait_us)} ms for the link")

@@ -25,7 +25,9 @@
         if (y !== trace.y[place - 1]) first = place;
         return shades[(place - first) % shades.length];
       };
-      trace.marker = { color: trace.y.map(shade), line: { width: 0 } };
+      const critical = trace.meta.critical;
+      const width = critical ? critical.map((is) => (is ? 1.5 : 0)) : 0;
+      trace.marker = { color: trace.y.map(shade), line: { width, color: colour("text") } };
     } else {
       trace.line.color = colour(role);
       if (trace.marker) trace.marker.color = colour(role);

@@ -98,13 +98,19 @@ def _event(plan: Plan, task: Task) -> Event:
     arguments: dict[str, Any] = {}
     if task.bucket is not None and task.bucket < len(plan.buckets):
         bucket = plan.buckets[task.bucket]
-        arguments = {"bucket": task.bucket, "gradients": list(bucket.gradients)}
-        if bucket.size_bytes is not None:
-            arguments["size_bytes"] = bucket.size_bytes
+        gradients, size_bytes = bucket.gradients, bucket.size_bytes
+        if isinstance(task, PredictedTask) and task.gradients is not None and task.first_gradient is not None:
+            gradients = plan.gradients[task.first_gradient :][: task.gradients]  # of several buckets
+            size_bytes = task.size_bytes
+        arguments = {"bucket": task.bucket, "gradients": list(gradients)}
+        if size_bytes is not None:
+            arguments["size_bytes"] = size_bytes
         if task.ready_us is not None:
             arguments["ready_us"] = round(task.ready_us, DIGITS)
             arguments["wait_us"] = round(max(0.0, task.start_us - task.ready_us), DIGITS)
         if bucket.reason is not None:
             arguments["reason"] = bucket.reason
+    if isinstance(task, PredictedTask) and task.critical:
+        arguments["critical"] = True
     times = {"ts": start_us, "dur": round(end_us - start_us, DIGITS)}
     return {"name": task.task, "cat": task.resource, "ph": "X", **times, "args": arguments}

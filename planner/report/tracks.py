@@ -76,7 +76,7 @@ def _with_gradients(plan: Plan, tasks: Sequence[PredictedTask]) -> list[Predicte
         index = task.bucket
         if index is None and not computes(task.resource):
             index, place = place, place + 1
-        if index is not None and index < len(plan.buckets):
+        if index is not None and index < len(plan.buckets) and task.gradients is None:
             bucket = plan.buckets[index]
             task = replace(
                 task,

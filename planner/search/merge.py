@@ -71,7 +71,7 @@ class MergeSolution:
 
 def merge_exact(problem: MergeProblem, tie_work: int = TIE_WORK) -> MergeSolution:
     """The optimal buckets; see the module's text for the objective and the order among equals."""
-    finish_us, predecessor = _finish_times(problem)
+    finish_us, predecessor = finish_times(problem)
     end_us = float(finish_us[-1])
     deadline_us = end_us * (1.0 + TIE)
     stops = _fewest_buckets(problem, finish_us, deadline_us, tie_work)
@@ -84,7 +84,7 @@ def merge_exact(problem: MergeProblem, tie_work: int = TIE_WORK) -> MergeSolutio
     return MergeSolution(stops, problem.end_us(stops), ties_exact=False)
 
 
-def _finish_times(problem: MergeProblem) -> tuple[Floats, NDArray[np.int64]]:
+def finish_times(problem: MergeProblem) -> tuple[Floats, NDArray[np.int64]]:
     """f(i) for i in 0..count and the start of the last bucket of a schedule that attains it."""
     count, ready_us = problem.count, problem.ready_us
     finish_us = np.zeros(count + 1)

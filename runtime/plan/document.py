@@ -210,6 +210,8 @@ class StepPlan(Record):
     sharded_bytes: Count | None = None
     """The same where ranks share the step, with what the exchange needs."""
     memory_bytes: Count | None = None
+    late_us: PredictedUs | None = None
+    """The training step where weights are gathered beside the next forward."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -29,7 +29,9 @@ class PredictedTask(Record):
     """Index of the first of them in the plan's order, where they are consecutive."""
     size_bytes: Count | None = None
     step: Count | None = None
-    """With delay: the step, of those that the timeline shows, that the task belongs to."""
+    """Where steps overlap: the step, of those that the timeline shows, that the task belongs to."""
+    critical: bool | None = None
+    """Where steps overlap: whether their length comes from it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,10 +54,13 @@ class Prediction(Record):
     def bucket_times(self, count: int) -> list[tuple[float, float] | None]:
         """(start_us, end_us) of the communication of each of `count` buckets; None where it is not known.
 
-        Tasks without `bucket` are taken in launch order, as in plans written by hand. With delay it is the bucket's
-        first push.
+        Tasks without `bucket` are taken in launch order, as in plans written by hand. Where steps overlap it is the
+        bucket's first push.
         """
-        sent = [task for task in self.timeline or () if not computes(task.resource)]
+        sent = [
+            task for task in self.timeline or ()
+            if not computes(task.resource) and not (task.step is not None and task.task.endswith("all_gather"))
+        ]  # fmt: skip
         times: list[tuple[float, float] | None] = [None] * count
         for place, task in enumerate(sent):
             index = place if task.bucket is None else task.bucket

@@ -6,6 +6,7 @@ import re
 
 from planner.ir import Bucket, Mode, Schedule, Synchronous
 from planner.model.modes.delayed import Delayed
+from planner.model.modes.late_gather import LateGather
 from planner.model.modes.local_updaters import LocalUpdaters
 from planner.model.modes.sharded import Sharded
 
@@ -15,6 +16,7 @@ BUCKET = re.compile(
 )
 NORMS = re.compile(r"norms ([0-9]+(?:,[0-9]+)*)")
 DELAY = re.compile(r"delay k=([1-9][0-9]*)")
+LATE_GATHER = re.compile(r"late_gather ([0-9,\-;]+)")
 UPDATERS = re.compile(r"updaters ([1-9][0-9]*)( wait)? every ([1-9][0-9]*),([1-9][0-9]*)(?: blocks ([0-9,\-;]+))?")
 
 
@@ -35,6 +37,10 @@ def parse_mode(line: str) -> Mode | None:
     """The mode of its line; None for a line of something else."""
     if line == str(Sharded()):
         return Sharded()
+    if line == str(LateGather()):
+        return LateGather()
+    if match := LATE_GATHER.fullmatch(line):
+        return LateGather(tuple(parse_indices(group)[::-1] for group in match[1].split(";")))
     if match := DELAY.fullmatch(line):
         return Delayed(int(match[1]))
     if match := UPDATERS.fullmatch(line):

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any, Protocol
 
 from planner.ir import Mode, Schedule, Synchronous
-from planner.model.modes import delayed, local_updaters, sharded, synchronous
+from planner.model.modes import delayed, late_gather, local_updaters, sharded, synchronous
 from planner.model.problem import Problem
 from planner.model.reasons import PlanWords
 from runtime.plan import Plan
@@ -51,6 +51,7 @@ class ModeModel(Protocol):
 MODES: Mapping[type[Mode], ModeModel] = {
     Synchronous: synchronous,
     sharded.Sharded: sharded,
+    late_gather.LateGather: late_gather,
     delayed.Delayed: delayed,
     local_updaters.LocalUpdaters: local_updaters,
 }

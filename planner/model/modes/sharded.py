@@ -82,7 +82,7 @@ def plan_fields(problem: Problem, schedule: Schedule) -> dict[str, Any]:
 
 def describe(plan: Plan) -> PlanWords | None:
     """Both collectives of a bucket."""
-    return PlanWords(form="reduce_scatter, all_gather") if plan.sharded else None
+    return PlanWords(form="reduce_scatter, all_gather") if plan.sharded and not plan.gathers else None
 
 
 def explain(problem: Problem, schedule: Schedule, timeline: Timeline) -> list[str]:
@@ -155,9 +155,13 @@ def _alone(problem: Problem) -> CostCurve | None:
 def message_costs_us(problem: Problem, buckets: Sequence[Bucket]) -> list[float]:
     """Of each bucket beside backward: its reduce-scatter, and behind the last one flags of which gradients came."""
     costs_us = _pushed_us(problem, [bucket.gradients for bucket in buckets])
-    flags_bytes = np.array([float(problem.ranks * problem.count)])
-    costs_us[-1] += float(problem.all_gather.curve(flags_bytes)[0])
+    costs_us[-1] += flags_us(problem)
     return costs_us
+
+
+def flags_us(problem: Problem) -> float:
+    """The message behind the last bucket."""
+    return problem.all_gather.curve.at(float(problem.ranks * problem.count))
 
 
 def _pushed_us(problem: Problem, buckets: Sequence[Sequence[int]]) -> list[float]:

@@ -191,8 +191,10 @@ def test_lossy_plans_are_drop_in_too() -> None:
     [
         (
             {"allow": ["shared-step"]},
-            "--allow: found 'shared-step', which is unknown; known: sharded-step, late-gather",
+            "--allow: found 'shared-step', which is unknown; known: sharded-step",
         ),
+        ({"allow": ["bfloat16-weights"]}, "which no plan of `planner optimize` asks for yet"),
+        ({"passes": "merge,late_gather{when=always}"}, "expected --allow late-gather beside it"),
         ({"allow": "sharded-step"}, "allow: found 'sharded-step', expected a list of names; pass ['sharded-step']"),
         ({"passes": "merge,shard_updates{step=always}"}, "expected --allow sharded-step beside it"),
     ],
@@ -227,6 +229,10 @@ def test_plans_that_contradict_themselves_are_refused() -> None:
     drop_in = optimize(profile("resnet", "AdamW", "8 GPUs")).to_document()
     assert parse_plan(shared).interfaces == ("sharded-step",)
     assert parse_plan(drop_in | {"interface": "drop-in"}).interfaces == ()
+    late = shared | {"interface": ["late-gather"]}
+    late["updates"] = {"step": shared["updates"]["step"] | {"gather": "forward"}}
+    assert parse_plan(late).gathers
+    assert parse_plan(shared | {"interface": ["late-gather"]}).sharded
     old = {name: value for name, value in shared.items() if name != "interface"}
     for document, words in (
         (old, "old.json: $.interface: found no interface, so drop-in, beside $.updates.step, where ranks share"),
@@ -235,6 +241,11 @@ def test_plans_that_contradict_themselves_are_refused() -> None:
         (drop_in | {"fallback": shared}, "$.interface: found no interface, so drop-in, beside $.fallback.updates.step"),
         (drop_in | {"interface": ["sharded"]}, "old.json: $.interface[0]: found 'sharded', which is unknown; known"),
         (drop_in | {"interface": ["sharded-step", "zero-3"]}, "$.interface[1]: found 'zero-3', which is unknown"),
+        (
+            late | {"interface": ["sharded-step"]},
+            "$.interface: found sharded-step, beside the plan.updates.step, where",
+        ),
+        (drop_in | {"fallback": late}, "where weights come beside the next forward"),
         (drop_in | {"interface": []}, "old.json: $.interface: found []"),
         (drop_in | {"interface": "sharded-step"}, 'old.json: $.interface: found "sharded-step", expected'),
     ):

@@ -127,3 +127,38 @@ def test_an_update_takes_the_longer_of_its_wait_and_the_real_one(clock: Clock) -
         device.run_since_met(3000.0)
         assert (clock.now_s - start_s) * 1e6 == pytest.approx(3000.0 + late_us, abs=100.0)
         assert device.late_us - before_us == pytest.approx(late_us)
+
+
+def test_a_forward_that_is_waited_in_passes_through_its_modules(compute: ComputeProfile, clock: Clock) -> None:
+    """In the reverse of readiness order, as long as in one piece; a module that waits moves what follows."""
+    one, other = (make_job(compute, 0) for _ in range(2))
+    batch = torch.zeros((), dtype=torch.float64)
+    assert isinstance(other.model, AcceleratedModel)
+    last = compute.gradients[0].name.rpartition(".")[0]
+    seen: list[str] = []
+
+    def wait(module: torch.nn.Module, *_: object) -> None:
+        seen.append(names[module])
+        clock.now_s += compute.forward_us * 2e-6 if names[module] == last else 0.0
+
+    names = {module: name for name, module in other.model.named_modules()}
+    for module in names:
+        if module is not other.model:
+            module.register_forward_pre_hook(wait)
+    lengths_s, losses = [], []
+    for job in (one, other):
+        started_s = clock.now_s
+        losses.append(job.model(batch))
+        lengths_s.append(clock.now_s - started_s)
+        losses[-1].backward()
+    assert losses[0].item() == losses[1].item()
+    order = list(dict.fromkeys(gradient.name.rpartition(".")[0] for gradient in reversed(compute.gradients)))
+    assert list(dict.fromkeys(seen)) == order
+    share = compute.forward_us / sum(gradient.backward_us for gradient in compute.gradients)
+    of_last_us = share * sum(g.backward_us for g in compute.gradients if g.name.rpartition(".")[0] == last)
+    assert lengths_s[0] == pytest.approx(compute.forward_us * 1e-6, abs=1e-3)
+    # It is reached at once, for the host runs ahead of the device; forward goes on when it has waited.
+    assert lengths_s[1] == pytest.approx((2.0 * compute.forward_us + of_last_us) * 1e-6, abs=1e-3)
+    assert other.model.device.late_us == 0.0
+    for job in (one, other):
+        assert all(parameter.grad is not None for parameter in job.model.parameters())

@@ -1,0 +1,366 @@
+"""Sharded step whose weights are gathered beside the next forward (DeAR, Zhang et al., INFOCOM 2023, decouples the two
+halves of the all-reduce likewise): what it costs in a steady state.
+
+At the end of the owners' update all gathers are launched, one message at a time, each of one or several consecutive
+buckets; the next forward begins at once, and each layer waits for its own weights just before it runs. In backward
+buckets are reduce-scattered as in `planner.model.modes.sharded`; the owners' update follows the last of them. So the
+network is idle when forward ends, which has needed all weights, and when it begins, for the update has waited for all:
+a step begins as the one before it did, and its length is the sum of three parts that depend on nothing but themselves:
+forward with its waits, from there to the last reduce-scatter, and the update.
+
+Computation and gathers slow each other down as the all-reduce of as many bytes would; launching costs nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, NamedTuple
+
+from planner.cost.halves import ALL_GATHER, REDUCE_SCATTER
+from planner.ir import Bucket, Mode, Schedule, format_indices
+from planner.model.delay import CycleTimeline, StepSpan
+from planner.model.forward import needs
+from planner.model.lanes import Lane, Op, run_lanes
+from planner.model.modes import sharded
+from planner.model.problem import Problem
+from planner.model.reasons import PlanWords, exposure, merging, push_and_pull
+from planner.model.step import Exchange, exchange_step_us
+from runtime.plan import Plan, StepPlan, UpdatePlan
+from runtime.plan.interfaces import LATE_GATHER
+from runtime.plan.timeline import Timeline
+
+Groups = tuple[tuple[int, ...], ...]
+"""Buckets that are gathered together, in launch order."""
+
+COMPUTE, NETWORK = range(2)
+SHOWN = 2
+"""Steps that a timeline shows: what is gathered for the second belongs to the first."""
+
+
+@dataclass(frozen=True)
+class LateGather(sharded.Sharded):
+    """As `Sharded`, but weights are gathered beside the next forward: in these groups of buckets, in launch order, or
+    (None) each bucket by itself, in the reverse of the schedule's order.
+
+    >>> str(LateGather(((3, 2), (1,), (0,))))
+    'late_gather 2-3;1;0'
+    """
+
+    gathers: Groups | None = None
+
+    def __str__(self) -> str:
+        if self.gathers is None:
+            return "late_gather"
+        return f"late_gather {';'.join(format_indices(sorted(group)) for group in self.gathers)}"
+
+    def fitted(self, buckets: int) -> Mode:
+        """The same for a schedule of so many buckets."""
+        fits = self.gathers is None or sum(map(len, self.gathers)) == buckets
+        return self if fits else LateGather()
+
+    def groups(self, buckets: int) -> Groups:
+        """In launch order."""
+        return self.gathers or tuple((bucket,) for bucket in reversed(range(buckets)))
+
+
+def defect(schedule: Schedule, gradients: int) -> str | None:
+    """Groups that leave out a bucket, have one twice, or have some that do not follow one another."""
+    count = len(schedule.buckets)
+    groups = _mode(schedule).groups(count)
+    if sorted(bucket for group in groups for bucket in group) != list(range(count)):
+        return f"found the gathers {groups}, expected each of {count} buckets once"
+    odd = next((group for group in groups if max(group) - min(group) >= len(group)), None)
+    return None if odd is None else f"buckets {format_indices(sorted(odd))}, gathered together, are not consecutive"
+
+
+def _mode(schedule: Schedule) -> LateGather:
+    if not isinstance(schedule.mode, LateGather):
+        raise ValueError("the schedule gathers no weights beside forward")
+    return schedule.mode
+
+
+class Gather(NamedTuple):
+    """One all-gather beside forward."""
+
+    buckets: tuple[int, ...]
+    need_us: float
+    """How far forward gets without it, in uncontended time."""
+    cost_us: float
+    """On an idle machine."""
+    factors: tuple[float, float]
+    """(compute, network) while it and forward are both under way."""
+
+
+def gathers_of(problem: Problem, schedule: Schedule) -> list[Gather]:
+    """In launch order."""
+    groups = _mode(schedule).groups(len(schedule.buckets))
+    members = [_members(schedule, group) for group in groups]
+    costs_us = problem.bucket_cost_us(members, partial(sharded.pull_us, problem))
+    need_us = needs(problem).need_us
+    needed_us = [float(need_us[list(gradients)].min()) for gradients in members]
+    return [Gather(*of) for of in zip(groups, needed_us, costs_us, problem.bucket_factors(members), strict=True)]
+
+
+def _members(schedule: Schedule, group: Sequence[int]) -> list[int]:
+    """The gradients whose weights a group of buckets brings, in readiness order."""
+    return sorted(gradient for bucket in group for gradient in schedule.buckets[bucket].gradients)
+
+
+def by_need(problem: Problem, schedule: Schedule) -> Schedule:
+    """The same with gathers launched in the order in which forward needs them: no order makes it wait less."""
+    gathers = sorted(gathers_of(problem, schedule), key=lambda gather: (gather.need_us, -max(gather.buckets)))
+    groups = tuple(gather.buckets for gather in gathers)
+    alone = LateGather().groups(len(schedule.buckets))
+    return replace(schedule, mode=LateGather(None if groups == alone else groups))
+
+
+def of_stops(buckets: Sequence[int], groups: Sequence[int]) -> Schedule:
+    """Buckets and groups of gathers that stop there, the latter in the reverse of readiness order."""
+    made, start, ends = [], 0, set(groups)
+    for index, stop in enumerate(buckets):
+        if stop in ends:
+            made.append(tuple(reversed(range(start, index + 1))))
+            start = index + 1
+    launched = tuple(reversed(made))
+    alone = len(launched) == len(buckets)
+    return replace(Schedule.from_boundaries(buckets), mode=LateGather(None if alone else launched))
+
+
+def group_stops(schedule: Schedule) -> tuple[int, ...]:
+    """One behind the last gradient of each group."""
+    groups = _mode(schedule).groups(len(schedule.buckets))
+    return tuple(sorted(schedule.buckets[max(group)].gradients[-1] + 1 for group in groups))
+
+
+def step_us(problem: Problem, schedule: Schedule) -> float:
+    waited_us = forward_end_us(problem.forward_us, gathers_of(problem, schedule)) - problem.forward_us
+    return waited_us + exchange_step_us(problem, schedule.buckets, _exchange(problem, schedule))
+
+
+def _exchange(problem: Problem, schedule: Schedule) -> Exchange:
+    return Exchange(
+        collectives=[REDUCE_SCATTER] * len(schedule.buckets),
+        costs_us=sharded.message_costs_us(problem, schedule.buckets),
+        update_us=sharded.own_update_us(problem),
+    )
+
+
+def forward_end_us(forward_us: float, gathers: Sequence[Gather]) -> float:
+    """When forward ends that waits for weights, of which the first are sent when it begins."""
+    time_us = progress_us = 0.0
+    # Forward gets as far as the first layer that needs what is on its way, or has not been sent.
+    stops_us = [gather.need_us for gather in gathers]
+    for index in reversed(range(len(stops_us) - 1)):
+        stops_us[index] = min(stops_us[index], stops_us[index + 1])
+    for gather, stop_us in zip(gathers, stops_us, strict=True):
+        compute, network = gather.factors
+        shared_us = min(max(0.0, stop_us - progress_us) * compute, gather.cost_us * network)
+        progress_us += shared_us / compute
+        time_us += shared_us + max(0.0, gather.cost_us - shared_us / network)
+    return time_us + forward_us - progress_us
+
+
+def lanes_of(problem: Problem, schedule: Schedule, steps: int) -> tuple[list[Op], list[Op]]:
+    """What compute and the network do in so many steps, the first of them behind a step that ended as they do."""
+    gathers, exchange = gathers_of(problem, schedule), _exchange(problem, schedule)
+    members = [bucket.gradients for bucket in schedule.buckets]
+    ready_us = [problem.ready_list_us[max(gradients)] for gradients in members]
+    factors = problem.bucket_factors(members)
+    in_order = sorted(range(len(gathers)), key=lambda index: gathers[index].need_us)
+    compute: list[Op] = []
+    network: list[Op] = []
+    for step in range(steps):
+        sent, done_us, after = len(network), 0.0, -1
+        launched = len(compute) - 1  # the update before
+        for gather in gathers:
+            network.append(Op(gather.cost_us, launched, ALL_GATHER, step, min(gather.buckets), gather.factors))
+        for index in in_order:
+            compute.append(Op(gathers[index].need_us - done_us, after, "forward", step))
+            done_us, after = gathers[index].need_us, max(after, sent + index)
+        compute.append(Op(problem.forward_us - done_us, after, "forward", step))
+        done_us, made = problem.forward_us, [-1] * len(members)
+        for bucket in sorted(range(len(members)), key=ready_us.__getitem__):
+            compute.append(Op(ready_us[bucket] - done_us, -1, "backward", step))
+            done_us, made[bucket] = ready_us[bucket], len(compute) - 1
+        compute.append(Op(problem.compute_end_us - done_us, -1, "backward", step))
+        for bucket, cost_us in enumerate(exchange.costs_us):
+            network.append(Op(cost_us, made[bucket], REDUCE_SCATTER, step, bucket, factors[bucket]))
+        compute.append(Op(exchange.update_us, len(network) - 1, "update", step))
+    return compute, network
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WindowSpan(StepSpan):
+    """A task of one of several steps."""
+
+    buckets: tuple[int, ...] = ()
+    """Of a gather, where they are several."""
+    critical: bool = False
+    """Whether the length of steps comes from it."""
+
+
+def simulate(problem: Problem, schedule: Schedule) -> CycleTimeline:
+    """Two steps, from the start of a forward; gathers are of the step whose weights they bring."""
+    lanes = run_lanes(*lanes_of(problem, schedule, SHOWN))
+    spans = [*_computed(lanes), *_sent(problem, schedule, lanes)]
+    return CycleTimeline(
+        spans=tuple(sorted(spans, key=lambda span: (span.start_us, span.end_us))),
+        iteration_us=step_us(problem, schedule),
+        forward_us=problem.forward_us,
+        backward_us=problem.backward_us,
+        update_us=sharded.own_update_us(problem),
+        steps=SHOWN,
+        error_us=0.0,
+    )
+
+
+def _computed(lanes: Sequence[Lane]) -> list[WindowSpan]:
+    """Forward, backward and update of each step; forward in several parts where it waits, or only some are critical."""
+    critical, spans = critical_ops(lanes)[COMPUTE], list[WindowSpan]()
+    lane = lanes[COMPUTE]
+    for place, (op, start_us, end_us) in enumerate(zip(lane.ops, lane.start_us, lane.end_us, strict=True)):
+        last = spans[-1] if spans else None
+        if op.time_us <= 0.0 and op.kind != "update":
+            continue
+        if last is not None and last.task == _named(op) and last.end_us == start_us and last.critical == (
+            place in critical
+        ):  # fmt: skip
+            spans[-1] = replace(last, end_us=end_us)
+            continue
+        spans.append(
+            WindowSpan(
+                task=_named(op), resource="compute", start_us=start_us, end_us=end_us, step=op.step,
+                critical=place in critical,
+            )
+        )  # fmt: skip
+    return spans
+
+
+def _named(op: Op) -> str:
+    return f"{op.kind} {op.step}" if op.step else op.kind
+
+
+def _sent(problem: Problem, schedule: Schedule, lanes: Sequence[Lane]) -> list[WindowSpan]:
+    critical, lane = critical_ops(lanes)[NETWORK], lanes[NETWORK]
+    groups = {min(group): tuple(sorted(group)) for group in _mode(schedule).groups(len(schedule.buckets))}
+    spans = []
+    for place, (op, start_us, end_us) in enumerate(zip(lane.ops, lane.start_us, lane.end_us, strict=True)):
+        assert op.bucket is not None
+        together = groups[op.bucket] if op.kind == ALL_GATHER else (op.bucket,)
+        several = len(together) > 1
+        name = f"buckets {format_indices(together)}" if several else f"bucket {op.bucket}"
+        spans.append(
+            WindowSpan(
+                task=f"{name} {op.kind}", resource="network", start_us=start_us, end_us=end_us, bucket=op.bucket,
+                ready_us=lanes[COMPUTE].end_us[op.after] if op.after >= 0 else 0.0, step=op.step,
+                buckets=together if several else (), critical=place in critical,
+            )
+        )  # fmt: skip
+    return spans
+
+
+def critical_ops(lanes: Sequence[Lane]) -> tuple[set[int], set[int]]:
+    """By resource, the ops without a gap between them from the start to the end of compute."""
+    found: tuple[set[int], set[int]] = (set(), set())
+    number, place = COMPUTE, len(lanes[COMPUTE].ops) - 1
+    while place >= 0:
+        found[number].add(place)
+        op, other = lanes[number].ops[place], 1 - number
+        before_us = lanes[number].end_us[place - 1] if place else -1.0
+        # What ended last is what was waited for.
+        if op.after >= 0 and lanes[other].end_us[op.after] > before_us:
+            number, place = other, op.after
+        else:
+            place -= 1
+    return found
+
+
+def critical_path(problem: Problem, schedule: Schedule) -> dict[str, float]:
+    """By tasks of three steps."""
+    from planner.model.taskgraph import graph_of_lanes, run_step  # networkx, which most commands do not need
+
+    lanes = lanes_of(problem, schedule, 3)
+    return run_step(problem, graph_of_lanes(lanes, ("compute", "network"))).shares()
+
+
+# As in the sharded step: both halves send what an all-reduce does, and nothing rests on more.
+message_bytes = sharded.message_bytes
+
+
+def assumptions(problem: Problem) -> tuple[list[str], bool]:
+    """Where the costs of both halves come from, and when forward needs weights; whether costs follow from others'."""
+    scatter, gather = problem.reduce_scatter, problem.all_gather
+    notes = [f"{REDUCE_SCATTER}: {scatter.source}, {ALL_GATHER}: {gather.source}", described_needs(problem)]
+    return notes, scatter.implied or gather.implied
+
+
+def described_needs(problem: Problem) -> str:
+    """Where it comes from when forward needs weights, in words."""
+    return f"when forward needs weights: by {needs(problem).source}"
+
+
+def plan_fields(problem: Problem, schedule: Schedule) -> dict[str, Any]:
+    """The interface that scripts have to know of, and which buckets are gathered together."""
+    step = StepPlan(
+        sharded=True,
+        gather="forward",
+        gathers=_mode(schedule).gathers,
+        gather_us=sum(gather.cost_us for gather in gathers_of(problem, schedule)),
+    )
+    return {"interface": (LATE_GATHER,), "updates": UpdatePlan(step=step)}
+
+
+def describe(plan: Plan) -> PlanWords | None:
+    """What comes when."""
+    if not plan.gathers:
+        return None
+    return PlanWords(
+        short="gathers beside forward",
+        line="weights are gathered beside the next forward: each module waits for its own just before it runs",
+        paragraph="Weights are gathered beside the next forward, in which each module waits for its own. The time line "
+        "shows two steps, from the start of a forward; outlined is what their length comes from.",
+        form="reduce_scatter, all_gather",
+    )
+
+
+def explain(problem: Problem, schedule: Schedule, timeline: Timeline) -> list[str]:
+    """What merging saves in the reduce-scatter of each bucket, what both halves take, and what forward waits for."""
+    members = [bucket.gradients for bucket in schedule.buckets]
+    scatter = partial(sharded.push_us, problem)
+    alone_us = problem.bucket_cost_us([(gradient,) for gradient in range(problem.count)], scatter)
+    gathers = {bucket: gather for gather in gathers_of(problem, schedule) for bucket in gather.buckets}
+    exposed_us = _waits_us(timeline)
+    reasons = []
+    for index, (bucket, push_us) in enumerate(
+        zip(schedule.buckets, problem.bucket_cost_us(members, scatter), strict=True)
+    ):
+        gather = gathers[index]
+        push, pull = push_and_pull(push_us, gather.cost_us)
+        others = sorted(set(gather.buckets) - {index})
+        together = f" with {'buckets' if others[1:] else 'bucket'} {format_indices(others)}" if others else ""
+        exposed = exposure(exposed_us[min(gather.buckets)])
+        reasons.append(f"{merging(bucket, alone_us, push_us)}; {push}, {pull}{together}, {exposed}")
+    return reasons
+
+
+def _waits_us(timeline: Timeline) -> dict[int, float]:
+    """By the first bucket of each gather, how long forward waits for it."""
+    spans = [span for span in timeline.spans if isinstance(span, StepSpan) and span.step == 0]
+    waits_us, before_us = dict[float, float](), 0.0
+    for span in spans:
+        if span.task == "forward":
+            waits_us[span.start_us] = span.start_us - before_us
+            before_us = span.end_us
+    return {
+        span.bucket: waits_us.get(span.end_us, 0.0)
+        for span in spans if span.bucket is not None and span.task.endswith(ALL_GATHER)
+    }  # fmt: skip
+
+
+def largest_bytes(problem: Problem, schedule: Schedule) -> int:
+    """Of the messages of a step."""
+    buckets: Sequence[Bucket] = schedule.buckets
+    groups = [_members(schedule, group) for group in _mode(schedule).groups(len(buckets))]
+    return int(max(problem.bucket_bytes([*(bucket.gradients for bucket in buckets), *groups])))

@@ -1,0 +1,207 @@
+"""Gather weights beside the next forward instead of inside the optimizer's step (DeAR, Zhang et al., INFOCOM 2023, but
+with an update by owners, as ZeRO-1), with buckets and groups of gathers chosen together.
+
+Legal for exact plans: what is gathered is what the step without it gathers, and no layer runs before its weights are
+there. Asks the cost model for reduce-scatter and all-gather, and when forward needs each weight
+(`planner.model.forward`). Taken where that makes the step 2 % shorter than the best that all-reduces or gathers inside
+the step, for scripts then have old weights until the next forward has waited for new ones: `planner optimize` runs the
+pass where that is allowed.
+
+Without contention the program (`planner.search.two_windows`) is exact where its labels were all kept; with it, its
+answer and others are where a local search over the simulated step begins, and its bound stays one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache, partial
+from typing import ClassVar
+
+from planner.ir import Schedule, Synchronous
+from planner.model.forward import needs
+from planner.model.modes import step_us
+from planner.model.modes.late_gather import (
+    LateGather,
+    by_need,
+    described_needs,
+    group_stops,
+    largest_bytes,
+    of_stops,
+)
+from planner.model.modes.sharded import (
+    can_share,
+    costs_known,
+    flags_us,
+    memory_bytes,
+    own_update_us,
+    pull_us,
+    push_us,
+    sharded_bytes,
+)
+from planner.model.problem import Problem
+from planner.model.step import Overlap
+from planner.passes.base import GAIN, Bound, Pass, Result
+from planner.passes.merge import best_of
+from planner.search.local_search import local_search
+from planner.search.merge import MergeProblem, merge_exact
+from planner.search.merge_contended import improve, merge_contended
+from planner.search.two_windows import TwoWindows, TwoWindowSolution, cuts_of, two_windows
+from runtime.errors import InputError
+from runtime.plan.interfaces import LATE_GATHER
+
+WHEN = ("auto", "always", "never")
+STARTS = 3
+"""Schedules that a local search begins with where compute and network slow each other down."""
+WORK = 1_500
+"""Buckets that each may evaluate."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LateGathers(Pass):
+    name: ClassVar[str] = "late_gather"
+    decides_update: ClassVar[bool] = True
+    interface: ClassVar[str] = LATE_GATHER
+
+    when: str = "auto"
+    """`auto`: where the step is 2 % shorter; `always` where the optimizer's step can be shared; `never`."""
+    memory_mib: float = 0.0
+    """What each rank has for weights, gradients, the optimizer's state and activations; 0: what the profile says."""
+
+    def __post_init__(self) -> None:
+        if self.when not in WHEN:
+            raise InputError(
+                f"--passes: late_gather{{when={self.when}}}: expected one of: {', '.join(WHEN)}; correct it"
+            )
+
+    def apply(self, schedule: Schedule, problem: Problem) -> Result:
+        """The schedule with weights gathered beside forward, where that pays; as it was, where it does not."""
+        if self.when == "never" or not can_share(problem) or schedule.unshared.mode != Synchronous():
+            return Result(schedule=schedule)
+        found = late_gathers(problem)
+        chosen = found.schedule
+        if schedule.mode.shares_update:  # what is sent in the step, sent later
+            chosen = best_of(problem, [chosen, by_need(problem, replace(schedule, mode=LateGather()))])
+        if self.when == "auto":
+            pays = step_us(problem, chosen) <= step_us(problem, schedule) * (1.0 - GAIN)
+            if not (pays and costs_known(problem) and self.fits(schedule, chosen, problem)):
+                return Result(schedule=schedule)
+        return Result(schedule=chosen, bound=found.bound)
+
+    def fits(self, schedule: Schedule, found: Schedule, problem: Problem) -> bool:
+        """Whether it fits into a rank's memory, or takes no more than the schedule that it is to replace."""
+        has, takes = memory_bytes(problem, self.memory_mib), needed_bytes(problem, found)
+        if has is None or takes is None or takes <= has:
+            return True
+        before = sharded_bytes(problem, schedule) if schedule.mode.shares_update else None
+        return before is not None and takes <= before
+
+
+def needed_bytes(problem: Problem, schedule: Schedule) -> int | None:
+    """What a rank holds; None where the optimizer's state is not known."""
+    largest = max(problem.bucket_bytes([bucket.gradients for bucket in schedule.buckets]))
+    before = sharded_bytes(problem, schedule)
+    return None if before is None else before - int(largest) + largest_bytes(problem, schedule)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Found:
+    """The best schedule with gathers beside forward, and what is known of others."""
+
+    schedule: Schedule
+    solution: TwoWindowSolution
+    """On a machine where compute and network do not slow each other down."""
+    bound: Bound
+    proven: bool
+    """Whether no other choice of buckets, groups and order has a shorter step."""
+
+
+@lru_cache(maxsize=4)  # the pass asks, and what a plan says of it
+def late_gathers(problem: Problem) -> Found:
+    """Search; needs an optimizer whose step can be shared only where the schedule is to be run."""
+    windows = windows_of(problem)
+    solution = two_windows(windows, known_stops(problem))
+    schedule = by_need(problem, of_stops(solution.buckets, solution.groups))
+    if problem.contended:
+        schedule = _contended(problem, windows, schedule)
+    proven = solution.exact and windows.ordered and not problem.contended
+    bound = _bound(problem, solution, proven=proven)
+    return Found(schedule=schedule, solution=solution, bound=bound, proven=proven)
+
+
+def windows_of(problem: Problem) -> TwoWindows:
+    """The arrays that the search works on; flags of used gradients, behind the last bucket, are left out."""
+    scatter = partial(problem.range_time_us, partial(push_us, problem))
+    gather = partial(problem.range_time_us, partial(pull_us, problem))
+    return TwoWindows.of(problem.ready_us, scatter, needs(problem).need_us, gather, problem.forward_us)
+
+
+@lru_cache(maxsize=4)  # `shard_updates` asks, too
+def scatter_stops(problem: Problem) -> tuple[int, ...]:
+    """Buckets of which reduce-scatters end earliest, were gathers free."""
+    return merge_exact(MergeProblem.of(problem, partial(push_us, problem), non_decreasing=False)).stops
+
+
+def known_stops(problem: Problem) -> list[tuple[int, ...]]:
+    """Buckets that plans without late gathers might have: never worse than with these."""
+    return [(problem.count,), merge_exact(MergeProblem.of(problem, problem.cost.all_reduce, False)).stops]
+
+
+def _bound(problem: Problem, solution: TwoWindowSolution, *, proven: bool) -> Bound:
+    scattered_us, forward_end_us = solution.bounds_us
+    scattered_us += flags_us(problem)
+    notes = ["among plans that gather weights beside forward", described_needs(problem)]
+    if problem.contended:
+        sums_us = solution.sums_us[0] + flags_us(problem), solution.sums_us[1]
+        scattered_us = max(scattered_us, problem.forward_us + _least_us(problem, problem.backward_us, sums_us[0]))
+        forward_end_us = max(forward_end_us, _least_us(problem, problem.forward_us, sums_us[1]))
+        notes.append("the bound has each window's messages as few as can be, and no gap in them, or no contention")
+    elif proven:
+        notes.append("no other choice of buckets and gathers is shorter")
+    return Bound(
+        step_us=scattered_us + forward_end_us - problem.forward_us + own_update_us(problem),
+        method=f"dynamic programs of both windows, then labels{' and local search' if problem.contended else ''}",
+        note="; ".join(notes),
+    )
+
+
+def _least_us(problem: Problem, compute_us: float, messages_us: float) -> float:
+    """No window with so much computation and so much to send, each alone on the machine, takes less.
+
+    While both are busy for x, compute advances by x/c and messages by x/n. So without a gap the window takes
+    compute + messages + x·(1 − 1/c − 1/n), where x/c is at most all computation and x/n all messages. Less if c and n
+    are less, so the least factors hold for messages of any size.
+    """
+    overlap = Overlap.of(problem)
+    compute, network = overlap.compute, overlap.network
+    saved_us = min(
+        messages_us * max(0.0, 1.0 - network * (1.0 - 1.0 / compute)),
+        compute_us * max(0.0, 1.0 - compute * (1.0 - 1.0 / network)),
+    )
+    return compute_us + messages_us - saved_us
+
+
+def _contended(problem: Problem, windows: TwoWindows, schedule: Schedule) -> Schedule:
+    """The best found where compute and network slow each other down; never worse than `schedule`."""
+    overlap, scatters = Overlap.of(problem), windows.scatters
+    starts = [schedule]
+    buckets = merge_contended(scatters, overlap, 16, [scatter_stops(problem)])
+    for stops in dict.fromkeys([buckets, improve(scatters, overlap, buckets)]):
+        solution = two_windows(windows, [stops])
+        groups = solution.groups
+        starts += [
+            of_stops(tuple(sorted({*stops, *groups})), groups),
+            of_stops(stops, tuple(stop for stop in stops if stop in groups or stop == problem.count)),
+            of_stops(stops, stops),
+        ]
+    starts = sorted(dict.fromkeys(starts), key=lambda one: step_us(problem, one))[:STARTS]
+    return best_of(problem, [by_need(problem, _searched(problem, one)) for one in starts] + starts)
+
+
+def _searched(problem: Problem, schedule: Schedule) -> Schedule:
+    def judge(choice: Sequence[tuple[int, int]]) -> float:
+        return step_us(problem, of_stops(*cuts_of(choice)))
+
+    closes = set(group_stops(schedule))
+    choice = tuple((stop, int(stop in closes)) for stop in schedule.stops)
+    return of_stops(*cuts_of(local_search(choice, judge, WORK, forms=2, then="stay", reach=problem.count)))
