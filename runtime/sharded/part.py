@@ -75,7 +75,7 @@ class OwnPart(Part):
             return
         gathered = self.scratch[: self.narrow_weights_bytes]
         world.gather_parts(self.sent_weights(), doing, out=gathered)
-        self.take_weights(gathered.view(self.ranks, -1))
+        self.take_weights(gathered.view(self.ranks, self.sent_weights_bytes))
 
     @property
     def sent_weights_bytes(self) -> int:
@@ -90,7 +90,7 @@ class OwnPart(Part):
         """Let `whole` be what all ranks have sent. `rows`: uint8, shape (ranks, sent_weights_bytes)."""
         if self.master is None:
             self.whole.view(torch.uint8).view(self.ranks, -1).copy_(rows)
-        else:
+        elif self.share:  # rows without bytes have no stride of two
             self.whole.view(self.ranks, self.share).copy_(rows.view(ROUNDED))
 
     # Of master weights.

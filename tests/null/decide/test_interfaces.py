@@ -243,7 +243,7 @@ def test_plans_that_contradict_themselves_are_refused() -> None:
         (drop_in | {"interface": ["sharded-step", "zero-3"]}, "$.interface[1]: found 'zero-3', which is unknown"),
         (
             late | {"interface": ["sharded-step"]},
-            "$.interface: found sharded-step, beside the plan.updates.step, where",
+            "$.interface: found sharded-step, beside $.updates.step, where",
         ),
         (drop_in | {"fallback": late}, "where weights come beside the next forward"),
         (drop_in | {"interface": []}, "old.json: $.interface: found []"),
