@@ -22,9 +22,10 @@ from runtime.plan.document import (
     load_plan,
     parse_plan,
 )
+from runtime.plan.fully_sharded import FullyShardPlan
 
 __all__ = [
-    "HINT", "MAX_UPDATERS", "NO_COMPRESSION", "Accuracy", "CompressorSpec", "DelaySpec", "LocalAsyncSpec",
-    "ModelReference", "NormPlan", "Plan", "PlanBucket", "PlanWorld", "StepPlan", "UpdatePlan",
+    "HINT", "MAX_UPDATERS", "NO_COMPRESSION", "Accuracy", "CompressorSpec", "DelaySpec", "FullyShardPlan",
+    "LocalAsyncSpec", "ModelReference", "NormPlan", "Plan", "PlanBucket", "PlanWorld", "StepPlan", "UpdatePlan",
     "check_blocks", "interface_problem", "load_plan", "parse_plan",
 ]  # fmt: skip

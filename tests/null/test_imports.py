@@ -161,7 +161,7 @@ ORDER = {
     ),
     "runtime": (
         "errors", "version", "torch_compat", "plan", "kernels", "comm", "monitor", "core", "sparse", "delay", "sharded",
-        "optimizers", "modes", "checks", "session", "datacache", "local_async", "__init__",
+        "optimizers", "modes", "checks", "fully_sharded", "session", "datacache", "local_async", "__init__",
     ),
 }  # fmt: skip
 """Folders and modules at the top of each package, lowest first: imports go down this list only."""
