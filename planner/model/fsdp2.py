@@ -149,17 +149,21 @@ class Program:
                 yield action.kind, self.groups[action.group], action.size_bytes
 
 
-def host_program(shape: Shape, plan: FullyShardPlan, *, waits: bool = False) -> Program:
+def host_program(
+    shape: Shape, plan: FullyShardPlan, *, waits: bool = False, unbuffered: frozenset[str] = frozenset()
+) -> Program:
     """Return what FSDP2 does with a model that is wrapped as the plan says.
 
     Args:
         shape: of the model, on as many ranks.
         plan: a wrapping without faults.
         waits: whether gathers are waited for by the host (custom collectives on a CPU), and not by streams.
+        unbuffered: groups whose gathers in backward are taken to need no buffer: a bound for either way to treat them,
+            freed after forward or kept.
 
     Raises ValueError: a group's module computes nothing, or a tied parameter would be in two groups.
     """
-    return _Host(shape, plan, waits).program()
+    return _Host(shape, plan, waits, unbuffered).program()
 
 
 @dataclass(eq=False)
@@ -197,8 +201,10 @@ class _Group:
 
 
 class _Host:
-    def __init__(self, shape: Shape, plan: FullyShardPlan, waits: bool) -> None:
-        self.shape, self.plan, self.waits = shape, plan, waits
+    def __init__(self, shape: Shape, plan: FullyShardPlan, waits: bool, unbuffered: frozenset[str]) -> None:
+        self.shape, self.plan, self.waits, self.unbuffered = shape, plan, waits, unbuffered
+        self.turned = False
+        """Whether forward is over."""
         self.shard = plan.shard_size(shape.ranks)
         self.copies = shape.ranks // self.shard
         numbers = {name: number for number, name in enumerate(plan.names)}
@@ -281,6 +287,7 @@ class _Host:
         for index in range(len(self.shape.leaves)):
             self._forward(index)
         self._let_go()
+        self.turned = True
         for index in reversed(range(len(self.shape.leaves))):
             self._backward(index)
         for group in (len(self.groups) - 1, *sorted(range(len(self.groups) - 1), key=self._registered)):
@@ -316,7 +323,7 @@ class _Host:
         if group.pending or group.whole or not group.has_parameters:
             return
         among = group.among if group.partly else self.shard
-        self._take(group.gathered_bytes)
+        self._take(self._buffer_bytes(group))
         self._do(Action(GATHER, number, size_bytes=group.gathered_bytes, of=among))
         group.pending = True
 
@@ -334,7 +341,10 @@ class _Host:
         if forward and not self.waits:
             self.buffered = number
         else:
-            self._take(-group.gathered_bytes)
+            self._take(-self._buffer_bytes(group))
+
+    def _buffer_bytes(self, group: _Group) -> int:
+        return 0 if self.turned and group.name in self.unbuffered else group.gathered_bytes
 
     def _free(self, group: _Group) -> None:
         if group.whole:

@@ -18,6 +18,7 @@ from runtime.plan.document import (
     StepPlan,
     UpdatePlan,
     check_blocks,
+    check_has_buckets,
     interface_problem,
     load_plan,
     parse_plan,
@@ -27,5 +28,5 @@ from runtime.plan.fully_sharded import FullyShardPlan
 __all__ = [
     "HINT", "MAX_UPDATERS", "NO_COMPRESSION", "Accuracy", "CompressorSpec", "DelaySpec", "FullyShardPlan",
     "LocalAsyncSpec", "ModelReference", "NormPlan", "Plan", "PlanBucket", "PlanWorld", "StepPlan", "UpdatePlan",
-    "check_blocks", "interface_problem", "load_plan", "parse_plan",
+    "check_blocks", "check_has_buckets", "interface_problem", "load_plan", "parse_plan",
 ]  # fmt: skip

@@ -323,6 +323,12 @@ def _check_whole(plan: Plan, where: str, path: str) -> None:
         _check_whole(alternative, where, f"{path}.alternatives{json_step(accuracy)}")
 
 
+def check_has_buckets(plan: Plan, where: str, cure: str) -> None:
+    """Raise InputError where a plan is for FSDP2, and what is asked of it is about buckets; `where` names the plan."""
+    if plan.fsdp2 is not None:
+        raise InputError(f"{where}: found a plan for FSDP2, expected one with buckets; {cure}")
+
+
 def _buckets_problem(plan: Plan, path: str) -> str | None:
     """Return what is wrong where a plan has neither buckets nor a wrapping for FSDP2, or both; or of the latter."""
     if plan.fsdp2 is None:
