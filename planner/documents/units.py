@@ -26,8 +26,13 @@ class Unit(Record):
     backward_us: TimeUs
     activation_bytes: Count = 0
     """What it keeps for backward beyond parameters, and units before it do not."""
-    working_bytes: Count = 0
-    """What computing it takes beside that, at the most; 0 where that is not known."""
+    forward_working_bytes: Count = 0
+    """What its forward takes beside activations, at the most; 0 where that is not known."""
+    backward_working_bytes: Annotated[int, Field(ge=-(2**53), le=2**53)] = 0
+    """What its backward takes beside all its activations and gradients of parameters, at the most: below 0 where the
+    former are gone before the latter are there."""
+    carried_bytes: Count = 0
+    """Of that, what is there already when its backward begins."""
     input_requires_grad: bool = True
     """False of the first one, whose input is data: its gradients are reduced last."""
 
@@ -58,6 +63,8 @@ class Units(Record):
     """Modules that return what the last one inside them does."""
     update_us: TimeUs = 0.0
     """The optimizer's update of all parameters."""
+    loss_working_bytes: Count = 0
+    """What the loss, forward and backward, takes beside all activations, at the most."""
     estimated: bool = False
     """Whether times are shared out by size, and not measured."""
 

@@ -40,8 +40,12 @@ class Leaf:
     backward_us: float = 0.0
     activation_bytes: int = 0
     """What backward needs of it."""
-    working_bytes: int = 0
-    """What computing takes for itself beyond that, at the most."""
+    forward_working_bytes: int = 0
+    """What forward takes for itself beyond that, at the most."""
+    backward_working_bytes: int = 0
+    """Likewise backward, beyond all of that and gradients; below 0 where they are never all there."""
+    carried_bytes: int = 0
+    """Of that, what is there before parameters are gathered for it."""
     input_requires_grad: bool = True
 
 
@@ -77,6 +81,8 @@ class Shape:
     state_factor: float = 0.0
     """Bytes of the optimizer's state for each byte of parameters."""
     ranks: int = 2
+    loss_working_bytes: int = 0
+    """What the loss takes for itself, between forward and backward."""
     passes_through: frozenset[str] = frozenset({ROOT})
     """Modules whose output is that of the last module inside: the hooks of that fire first."""
 
@@ -97,7 +103,8 @@ def shape_of(units: Units, ranks: int) -> Shape:
         leaves=tuple(
             Leaf(
                 module=unit.module, forward_us=unit.forward_us, backward_us=unit.backward_us,
-                activation_bytes=unit.activation_bytes, working_bytes=unit.working_bytes,
+                activation_bytes=unit.activation_bytes, forward_working_bytes=unit.forward_working_bytes,
+                backward_working_bytes=unit.backward_working_bytes, carried_bytes=unit.carried_bytes,
                 input_requires_grad=unit.input_requires_grad,
             )
             for unit in units.units
@@ -110,7 +117,7 @@ def shape_of(units: Units, ranks: int) -> Shape:
             for weight in units.weights
         ),
         element_bytes=units.element_bytes, reduce_bytes=units.element_bytes, state_factor=units.state_factor,
-        ranks=ranks, passes_through=frozenset(units.passes_through),
+        ranks=ranks, loss_working_bytes=units.loss_working_bytes, passes_through=frozenset(units.passes_through),
     )  # fmt: skip
 
 
@@ -288,6 +295,8 @@ class _Host:
             self._forward(index)
         self._let_go()
         self.turned = True
+        self._take(self.shape.loss_working_bytes)
+        self._take(-self.shape.loss_working_bytes)
         for index in reversed(range(len(self.shape.leaves))):
             self._backward(index)
         for group in (len(self.groups) - 1, *sorted(range(len(self.groups) - 1), key=self._registered)):
@@ -355,9 +364,9 @@ class _Host:
         for module in self.entering[index]:
             self._enter(self.owner[module], module, index)
         leaf = self.shape.leaves[index]
-        self._take(leaf.activation_bytes + leaf.working_bytes)
+        self._take(leaf.activation_bytes + leaf.forward_working_bytes)
         self._do(Action(FORWARD, leaf=index))
-        self._take(-leaf.working_bytes)
+        self._take(-leaf.forward_working_bytes)
         for module in self.leaving[index]:
             group = self.groups[self.owner[module]]
             group.run.discard(module)
@@ -398,15 +407,16 @@ class _Host:
             self.before[index].insert(0, number)
 
     def _backward(self, index: int) -> None:
+        leaf = self.shape.leaves[index]
+        self._take(leaf.carried_bytes)
         for number in self.before[index]:
             self._pre_backward(number)
-        leaf = self.shape.leaves[index]
+        self._take(-leaf.carried_bytes)
         for number, size_bytes in self.gradients[index]:
-            self._take(size_bytes)
             self.groups[number].held_bytes += size_bytes
-        self._take(leaf.working_bytes)
+        self._take(sum(size_bytes for _, size_bytes in self.gradients[index]) + leaf.backward_working_bytes)
         self._do(Action(BACKWARD, leaf=index))
-        self._take(-leaf.working_bytes - leaf.activation_bytes)
+        self._take(-leaf.backward_working_bytes - leaf.activation_bytes)
         for number in self.after[index]:
             self._post_backward(number)
 

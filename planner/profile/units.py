@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import statistics
 import time
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from planner.documents.units import Unit, Units, UnitWeight
 from planner.profile.links import synchronize
@@ -60,6 +62,56 @@ def weights_of(model: nn.Module) -> tuple[UnitWeight, ...]:
     )
 
 
+class LiveBytes(TorchDispatchMode):
+    """Counts the memory of tensors that operations make, while they live; not of those that were there before."""
+
+    def __init__(self, fixed: set[int]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._fixed, self._live = fixed, dict[int, int]()
+        self._now_bytes = self._most_bytes = 0
+        self.peaks: list[tuple[float, int, int]] = []
+        """(time, the most since the time before, what is there at that time)."""
+
+    def __torch_dispatch__(
+        self, operation: Any, types: Any, given: tuple[Any, ...] = (), named: dict[str, Any] | None = None
+    ) -> Any:
+        result = operation(*given, **(named or {}))
+        for tensor in _tensors(result):
+            storage = tensor.untyped_storage()
+            key = storage._cdata
+            if key not in self._live and storage.nbytes() and storage.data_ptr() not in self._fixed:
+                self._live[key] = storage.nbytes()
+                self._now_bytes += storage.nbytes()
+                self._most_bytes = max(self._most_bytes, self._now_bytes)
+                weakref.finalize(storage, self._freed, key)
+        return result
+
+    def _freed(self, key: int) -> None:
+        self._now_bytes -= self._live.pop(key, 0)
+
+    def mark(self, time_us: float) -> None:
+        """End an interval."""
+        self.peaks.append((time_us, self._most_bytes, self._now_bytes))
+        self._most_bytes = self._now_bytes
+
+    def most(self, from_us: float, to_us: float) -> int:
+        """Return the most between two times at which intervals ended."""
+        return max((most for time_us, most, _ in self.peaks if from_us < time_us <= to_us), default=0)
+
+    def at(self, time_us: float) -> int:
+        """Return what was there when an interval ended."""
+        return next(now for marked_us, _, now in self.peaks if marked_us == time_us)
+
+
+class Working(NamedTuple):
+    """What a unit takes beyond activations and gradients of parameters, in bytes."""
+
+    forward: int
+    backward: int
+    carried: int
+    """When its backward begins."""
+
+
 @dataclass(eq=False)
 class _Seen:
     """What one step showed of a unit."""
@@ -80,13 +132,41 @@ class Observer:
         self._model, self._paths = model, list(paths)
         self._modules = dict(model.named_modules(remove_duplicate=False))
         self._device = next(model.parameters()).device
+        self._live: LiveBytes | None = None
         self.passes_through = False
         """Whether the model's output is that of the last unit."""
         self._fixed = {tensor.untyped_storage().data_ptr() for tensor in (*model.parameters(), *model.buffers())}
 
     def now_us(self) -> float:
         synchronize(self._device)
-        return time.perf_counter() * 1e6
+        time_us = time.perf_counter() * 1e6
+        if self._live is not None:
+            self._live.mark(time_us)
+        return time_us
+
+    def working(self, run: Callable[[Callable[[], None]], object]) -> tuple[list[Working], int]:
+        """Return what a step takes beyond activations and gradients: units, in the order of `paths`, and the loss."""
+        for parameter in self._model.parameters():
+            parameter.grad = None
+        with LiveBytes(self._fixed) as live:
+            self._live = live
+            seen, begun_us, _, ended_us = self.step(run)
+        self._live = None
+        ends_us = [begun_us, *(seen[path].ended_us[0] for path in self._paths)]
+        marks_us = [ended_us, *(min(seen[path].backward_us) for path in self._paths)]
+        found: list[Working] = []
+        kept = reduced = 0
+        for place, path in enumerate(self._paths):
+            kept += seen[path].activation_bytes
+            found.append(Working(max(0, live.most(ends_us[place], ends_us[place + 1]) - kept), 0, 0))
+        loss = max(0, live.most(ends_us[-1], marks_us[-1]) - kept)
+        for place, path in reversed(list(enumerate(self._paths))):
+            carried = max(0, live.at(marks_us[place + 1]) - kept - reduced)
+            reduced += sum(p.numel() * p.element_size() for p in self._modules[path].parameters() if p.requires_grad)
+            most = live.most(marks_us[place + 1], marks_us[place]) - kept - reduced
+            found[place] = Working(found[place].forward, most, carried)
+            kept -= seen[path].activation_bytes
+        return found, loss
 
     def step(self, run: Callable[[Callable[[], None]], object]) -> tuple[dict[str, _Seen], float, float, float]:
         """Run a step, which calls what it is given when forward is over.
@@ -200,6 +280,8 @@ def measure_units(
         marks = [min(seen[path].backward_us) for path in order]
         marks[-1] = max(over_us, seen[order[-1]].ended_us[0])
         backward.append([max(0.0, until - at) for at, until in zip(marks, [ended_us, *marks], strict=False)])
+    memory: list[tuple[list[Working], int]] = world.gather(observer.working(run), "comparing memory of modules")
+    working = [Working(*map(max, zip(*ranks, strict=True))) for ranks in zip(*(one for one, _ in memory), strict=True)]
     mine = [[statistics.median(times) for times in zip(*every, strict=True)] for every in (forward, backward)]
     everyone = world.gather(mine, "comparing times of modules")
     forward_us, backward_us = (
@@ -210,10 +292,13 @@ def measure_units(
         units=tuple(
             Unit(
                 module=path, forward_us=round(forward_us[index], 3), backward_us=round(backward_us[index], 3),
-                activation_bytes=seen[path].activation_bytes, input_requires_grad=seen[path].input_requires_grad,
+                activation_bytes=seen[path].activation_bytes, forward_working_bytes=working[index].forward,
+                backward_working_bytes=working[index].backward, carried_bytes=working[index].carried,
+                input_requires_grad=seen[path].input_requires_grad,
             )
             for index, path in enumerate(order)
         ),
+        loss_working_bytes=max(loss for _, loss in memory),
         weights=weights_of(model),
         element_bytes=next(model.parameters()).element_size(),
         state_factor=round(state_bytes(optimizer) / parameters_bytes, 3) if optimizer and parameters_bytes else 0.0,

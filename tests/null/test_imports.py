@@ -107,6 +107,8 @@ def test_deciding_from_end_to_end_is_light(tmp_path: Path) -> None:
         ["explain", "plan.json", "--json"],
         ["export", "plan.json", "--to", "ddp", "--profile", "p.json"],
         ["explain", "plan.json", "--trace", "trace.json", "--html", "page.html"],
+        ["optimize", "p.json", "--parallel", "fsdp2", "-o", "fsdp2.json"],
+        ["explain", "fsdp2.json"],
         ["--help"],
     ]
     assert loaded_after(RUN.format(calls=calls), tmp_path) == []

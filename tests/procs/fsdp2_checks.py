@@ -203,9 +203,73 @@ def everything() -> dict[str, Any]:
             overlap_on_hosts(overlapping, spec)
             result["on hosts"] = trained(overlapping)
         found[name] = result
+    found["memory"] = memory()
     found["failed backward"] = after_a_failed_backward()
     found["refusals"] = refusals()
     return found
+
+
+class Stack(nn.Module):
+    """Large enough that what memory holds beside tensors does not matter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(200, 64)
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.LayerNorm(64), nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)) for _ in range(4)
+        )
+        self.head = nn.Linear(64, 200)
+
+    def forward(self, given: Tensor) -> Tensor:
+        x = self.embed(given)
+        for layer in self.layers:
+            x = x + layer(x)
+        scores: Tensor = self.head(x).clone()
+        return scores
+
+
+def memory() -> dict[str, tuple[int, int]]:
+    """By wrapping, (predicted, counted) peaks of a step with Adam, the latter by torch's own tracker."""
+    from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
+
+    given = torch.randint(0, 200, (4, 32), generator=torch.Generator().manual_seed(dist.get_rank()))
+
+    def loss(model: nn.Module) -> Tensor:
+        return functional.cross_entropy(model(given).flatten(0, 1), given.flatten())
+
+    plain = Stack()
+
+    def run(backward_begins: Callable[[], None]) -> None:
+        plain.zero_grad()
+        found = loss(plain)
+        backward_begins()
+        found.backward()
+
+    units = replace(measure_units(plain, run, None, World.join(), repeats=1), state_factor=2.0)
+    peaks = {}
+    for name, spec in {
+        "each": FullyShardPlan(groups=(("embed",), *EACH, ("head",))),
+        "one unit": FullyShardPlan(groups=()),
+        "pairs, the last kept": FullyShardPlan(
+            groups=(("embed",), EACH[0] + EACH[1], EACH[2] + EACH[3], ("head",)),
+            reshard_after_forward={"layers.2": False, "head": False},
+        ),
+    }.items():
+        model = planner.fully_shard(Stack(), plan_for(spec))
+        optimizer = torch.optim.Adam(model.parameters(), foreach=False)
+        tracker = FSDPMemTracker(model, optimizer)
+        tracker.track_inputs((given,))
+        with tracker:
+            for step in range(2):
+                optimizer.zero_grad()
+                loss(model).backward()
+                optimizer.step()
+                if step == 0:
+                    tracker.reset_mod_stats()
+        [counted] = tracker.get_tracker_snapshot("peak").values()
+        predicted = host_program(shape_of(units, dist.get_world_size()), spec).peak_bytes
+        peaks[name] = predicted, counted["Total"]
+    return peaks
 
 
 def after_a_failed_backward() -> bool:

@@ -34,6 +34,15 @@ def test_weights_and_messages_are_those_of_stock_fsdp2(ranks: list[dict[str, Any
         assert {"all_gather", "reduce_scatter"} <= {kind for kind, *_ in found["recorded"]}
 
 
+def test_memory_is_as_torch_counts_it(ranks: list[dict[str, Any]]) -> None:
+    """A rank's peak, of parameters, gradients, the optimizer's state, activations and messages: never more than was
+    predicted (but for inputs and counters of steps), and at most a tenth less.
+    """
+    for rank in ranks:
+        for name, (predicted, counted) in rank["memory"].items():
+            assert 0.999 * counted <= predicted <= 1.1 * counted, name
+
+
 def test_units_are_found(ranks: list[dict[str, Any]]) -> None:
     blocks = [f"layers.{number}" for number in range(fsdp2_checks.BLOCKS)]
     for rank in ranks:
