@@ -180,7 +180,7 @@ class Observer:
             for path in self._paths:
                 stack.enter_context(self._watch(self._modules[path], seen[path], path))
             handle = self._model.register_forward_hook(
-                lambda _module, _given, output: self._root.output.extend(_tensors(output))
+                lambda _module, _given, output: self._root.output.extend([] if self._live else _tensors(output))
             )
             stack.callback(handle.remove)
             stack.enter_context(torch.autograd.graph.saved_tensors_hooks(self._keep, lambda tensor: tensor))
@@ -191,7 +191,7 @@ class Observer:
             ended_us = self.now_us()
         last = max((one for one in seen.values() if one.ended_us), key=lambda one: one.ended_us[0], default=self._root)
         outputs = set(map(id, last.output))
-        self.passes_through = any(id(tensor) in outputs for tensor in self._root.output)
+        self.passes_through = self.passes_through or any(id(tensor) in outputs for tensor in self._root.output)
         for one in (*seen.values(), self._root):
             one.output.clear()
         return seen, begun_us, over[0] if over else begun_us, ended_us
@@ -214,7 +214,8 @@ class Observer:
         def after(_module: nn.Module, _given: Any, output: Any) -> None:
             seen.ended_us.append(self.now_us())
             tensors = _tensors(output)
-            seen.output.extend(tensors)
+            if self._live is None:  # held, they would count as memory of the step
+                seen.output.extend(tensors)
             for tensor in tensors:
                 if tensor.requires_grad:
                     tensor.register_hook(lambda _grad: seen.backward_us.append(self.now_us()))

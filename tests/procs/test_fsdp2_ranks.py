@@ -35,12 +35,10 @@ def test_weights_and_messages_are_those_of_stock_fsdp2(ranks: list[dict[str, Any
 
 
 def test_memory_is_as_torch_counts_it(ranks: list[dict[str, Any]]) -> None:
-    """A rank's peak, of parameters, gradients, the optimizer's state, activations and messages: never more than was
-    predicted (but for inputs and counters of steps), and at most a tenth less.
-    """
+    """A rank's peak, of parameters, gradients, the optimizer's state, activations and messages, within 5 %."""
     for rank in ranks:
         for name, (predicted, counted) in rank["memory"].items():
-            assert 0.999 * counted <= predicted <= 1.1 * counted, name
+            assert predicted == pytest.approx(counted, rel=0.05), name
 
 
 def test_units_are_found(ranks: list[dict[str, Any]]) -> None:
