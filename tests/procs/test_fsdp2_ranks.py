@@ -35,7 +35,7 @@ def test_weights_and_messages_are_those_of_stock_fsdp2(ranks: list[dict[str, Any
 
 
 def test_memory_is_as_torch_counts_it(ranks: list[dict[str, Any]]) -> None:
-    """A rank's peak, of parameters, gradients, the optimizer's state, activations and messages: within 5 % on two ranks.
+    """The peak of parameters, gradients, the optimizer's state, activations and messages: within 5 % on two ranks.
 
     On four within 10 %: parts are smaller there, and what is not predicted weighs more.
     """
