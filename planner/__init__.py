@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from planner.online.attach import attach
     from planner.profile.step import profile_step
     from runtime.datacache import CachedDataset, CachedSampler, CacheStats, RawDataset
+    from runtime.fully_sharded.wrap import fully_shard
     from runtime.local_async import LocalJob, LocalReport, LocalRun, PartSampler, run_local_async
     from runtime.optimizers import LAMB, LARS
     from runtime.optimizers.pto import parallel_tensor_op
@@ -58,8 +59,8 @@ __all__ = [
     "LAMB", "LARS", "AccuracyWarning", "AdaptedWarning", "CacheStats", "CacheWarning", "CachedDataset", "CachedSampler",
     "Cluster", "Comparison", "DriftWarning", "FallbackWarning", "LocalJob", "LocalReport", "LocalRun",
     "LostUpdaterWarning", "PartSampler", "Plan", "Profile", "RawDataset", "Report", "Session", "Simulation",
-    "TrainingJob", "__version__", "attach", "compare", "load_cluster", "load_plan", "load_profile", "optimize",
-    "parallel_tensor_op", "parse_plan", "profile_step", "replan", "run_local_async", "simulate",
+    "TrainingJob", "__version__", "attach", "compare", "fully_shard", "load_cluster", "load_plan", "load_profile",
+    "optimize", "parallel_tensor_op", "parse_plan", "profile_step", "replan", "run_local_async", "simulate",
 ]  # fmt: skip
 
 _WHERE = {
@@ -83,6 +84,7 @@ _WHERE = {
     "TrainingJob": "planner.jobs.job",
     "attach": "planner.online.attach",
     "compare": "planner.comparison.script",
+    "fully_shard": "runtime.fully_sharded.wrap",
     "load_cluster": "planner.documents.profile",
     "load_plan": "runtime.plan",
     "load_profile": "planner.documents.profile",

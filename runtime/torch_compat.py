@@ -6,14 +6,15 @@ import dataclasses
 import functools
 import pkgutil
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, TCPStore
+from torch._C._distributed_c10d import AllgatherOptions, PrefixStore, ProcessGroupGloo, ReduceScatterOptions, TCPStore
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils import _pytree
 
@@ -71,6 +72,15 @@ def is_wrapped(model: torch.nn.Module) -> str | None:
         if isinstance(module, wrappers):
             return type(module).__name__
     return None
+
+
+def is_compiled(model: torch.nn.Module) -> bool:
+    """Return whether `torch.compile` or `module.compile()` has been called on the model or a part of it."""
+    from torch._dynamo import OptimizedModule
+
+    return any(
+        isinstance(module, OptimizedModule) or module._compiled_call_impl is not None for module in model.modules()
+    )
 
 
 def is_sharded(tensor: torch.Tensor) -> bool:
@@ -206,6 +216,40 @@ def store_address() -> tuple[str, int] | None:
     return (store.host, store.port) if isinstance(store, TCPStore) else None
 
 
+class SerialGloo:
+    """A gloo group with one thread: messages follow one another in the order in which they are begun.
+
+    All ranks make it at the same place; torch.distributed, whose groups have several threads, knows nothing of it.
+    """
+
+    def __init__(self, ranks: list[int], timeout: timedelta) -> None:
+        options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+        options._threads, options._timeout = 1, timeout
+        options._devices = [ProcessGroupGloo.create_default_device()]
+        # Ranks make such groups of the same ranks equally often.
+        made = _serial_groups.setdefault(tuple(ranks), count())
+        key = f"planner/serial/{'-'.join(map(str, ranks))}/{next(made)}"
+        store = PrefixStore(key, dist.distributed_c10d._get_default_store())
+        self._group: Any = ProcessGroupGloo(store, ranks.index(dist.get_rank()), len(ranks), options)
+
+    def begin_gather(self, whole: torch.Tensor, part: torch.Tensor) -> dist.Work:
+        """Begin to gather every rank's part (1-D, n), one after the other (ranks · n)."""
+        options = AllgatherOptions()
+        options.asyncOp = True
+        work: dist.Work = self._group._allgather_base(whole, part, options)
+        return work
+
+    def begin_scatter(self, own: torch.Tensor, given: torch.Tensor, op: Any) -> dist.Work:
+        """Begin to add up (or average) what ranks give (1-D, ranks · n), of which this rank gets its n."""
+        options = ReduceScatterOptions()
+        options.reduceOp, options.asyncOp = op, True
+        work: dist.Work = self._group._reduce_scatter_base(own, given, options)
+        return work
+
+
+_serial_groups: dict[tuple[int, ...], Iterator[int]] = {}
+
+
 def meet(address: tuple[str, int], key: str, rank: int, ranks: int, timeout: timedelta) -> Any:
     """A gloo group of processes that are no ranks themselves, DataLoader workers say; torch.distributed knows nothing
     of it. They meet at a TCP store under `key`; each rank's n-th process to come there is of one group.
@@ -222,7 +266,17 @@ def all_to_all_uneven(group: Any, output: torch.Tensor, given: torch.Tensor, get
 
 _DISTRIBUTED = str(Path(dist.__file__).parent)
 _CALLS_OF_BACKEND = frozenset(
-    function.__code__ for function in (wait_for, result_of, meet, send, receive, all_gather_on)
+    function.__code__
+    for function in (
+        wait_for,
+        result_of,
+        meet,
+        send,
+        receive,
+        all_gather_on,
+        SerialGloo.begin_gather,
+        SerialGloo.begin_scatter,
+    )
 )
 
 

@@ -17,6 +17,7 @@ from typing import Annotated
 import typer
 
 from planner.cli.cluster_commands import clusters
+from planner.cli.fsdp2_commands import Parallel, for_fsdp2, optimize_fsdp2
 from planner.cli.options import (
     Allow,
     ClusterName,
@@ -37,6 +38,8 @@ from planner.cli.options import (
 from planner.cli.rank_commands import compare, demo, profile, rehearse, run
 from runtime.errors import InputError, PlannerError
 from runtime.version import __version__
+
+DEFAULT_PASSES = "merge,topology,shard_updates,late_gather"
 
 # Commands import what they need when they run: deciding must start in a fraction of a second, and without torch.
 app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, pretty_exceptions_enable=False)
@@ -80,7 +83,7 @@ def optimize(
         typer.Option(
             help="The pipeline, for example merge{labels=4}; lossy passes: joint, sparsify; delay, local_async."
         ),
-    ] = "merge,topology,shard_updates,late_gather",
+    ] = DEFAULT_PASSES,
     print_after: Annotated[str | None, typer.Option(help="Print the schedule after this pass, or after all.")] = None,
     solver: Solver = "dp",
     solver_limit: SolverLimit = None,
@@ -90,8 +93,18 @@ def optimize(
     protect: Protect = None,
     max_delay: MaxDelay = None,
     max_memory_mib: MaxMemory = None,
+    parallel: Parallel = None,
 ) -> None:
     """Decide how gradients travel, and how far that is from optimal."""
+    others = {
+        "--accuracy": None if accuracy == "exact" else accuracy, "--allow": allow, "--print-after": print_after,
+        "--passes": None if passes == DEFAULT_PASSES else passes, "--solver": None if solver == "dp" else solver,
+        "--solver-limit": solver_limit, "--compress": compress, "--max-ratio": max_ratio, "--protect": protect,
+        "--max-delay": max_delay,
+    }  # fmt: skip
+    if for_fsdp2(parallel, others):
+        optimize_fsdp2(profile, cluster, output, max_memory_mib)
+        return
     from planner.decide.optimize import optimize as decide
     from planner.decide.solvers import SOLVER_SKIPPED
     from planner.passes import PASSES

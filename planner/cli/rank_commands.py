@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from planner.cli.fsdp2_commands import Parallel, compare_fsdp2, for_fsdp2
 from planner.cli.options import (
     MAX_STEPS,
     Allow,
@@ -39,6 +40,10 @@ if TYPE_CHECKING:
     from planner.jobs.training import RankRun
 
 
+COMPARE_S = 300.0
+"""Deadline of wrappings that are compared, before a step of theirs is known."""
+
+
 def profile(
     job: Job,
     ranks: Ranks = None,
@@ -62,10 +67,13 @@ def profile(
     updaters: Annotated[
         int | None, typer.Option(help="Also measure up to so many local updaters of each rank, for relaxed plans.")
     ] = None,
+    parallel: Parallel = None,
 ) -> None:
     """Trace a job and measure its step and the links between ranks."""
     # What is wrong with options is said before torch is imported, which takes seconds.
     where = RankOptions(ranks, device, backend, timeout_s, emulate)
+    sharded = for_fsdp2(parallel, {"--updaters": updaters, "--add-to": add_to, "--for": measure_for})
+    from planner.jobs.fsdp2 import profile_rank_fsdp2
     from planner.jobs.job import find_job
     from planner.jobs.training import profile_rank
     from planner.jobs.world import choose_device, is_first_rank, on_ranks
@@ -81,8 +89,11 @@ def profile(
         where = replace(where, ranks=None if world.emulation else world.ranks, emulate=world.emulation)
     output = output or add_to or "profile.json"
     check_writable(output, find_job(job)[0])
-    arguments = (job, choose_device(device), not Flags.as_json, timeout_s, updaters or 0, request)
-    result = on_ranks(where, profile_rank, *arguments)[0]
+    begun = (job, choose_device(device), not Flags.as_json, timeout_s)
+    if sharded:
+        result = on_ranks(where, profile_rank_fsdp2, *begun, request)[0]
+    else:
+        result = on_ranks(where, profile_rank, *begun, updaters or 0, request)[0]
     if not is_first_rank():
         return
     result.save(output)
@@ -92,7 +103,8 @@ def profile(
         from planner.report.tables import profile_lines
 
         emulated = [] if result.world.emulated is None else [f"measured on the {describe(result.world.emulation)}"]
-        typer.echo("\n".join([*profile_lines(result), *emulated, f"wrote {output}"]))
+        units = [] if result.units is None else [result.units.summary]
+        typer.echo("\n".join([*profile_lines(result), *units, *emulated, f"wrote {output}"]))
 
 
 def run(
@@ -157,12 +169,18 @@ def compare(
     arguments: Annotated[
         list[str] | None, typer.Argument(metavar="[-- ARGUMENTS]", help="Of a script: its own arguments.")
     ] = None,
+    parallel: Parallel = None,
 ) -> None:
     """Measure a plan and the best of DDP by turns in one run.
 
     Also what is not communicated at all, DDP's hooks, and further strategies.
     """
     where = RankOptions(ranks, device, backend, timeout_s, emulate)
+    if for_fsdp2(parallel, {"--strategy": strategy, "--html": html, "ARGUMENTS": arguments}):
+        from planner.comparison.script import check_rounds
+
+        compare_fsdp2(job, plan, profile, where, check_rounds(steps, rounds), steps, timeout_s or COMPARE_S)
+        return
     from planner.comparison.measure import compare_rank
     from planner.comparison.picture import picture_text
     from planner.comparison.report import comparison_table, failures, summarize
@@ -173,10 +191,11 @@ def compare(
     from planner.model.problem import make_problem
     from planner.report.files import check_writable
     from planner.report.tables import make_console, print_table
-    from runtime.plan import load_plan
+    from runtime.plan import check_has_buckets, load_plan
     from runtime.plan.files import write_text
 
     rounds = check_rounds(steps, rounds)
+    check_has_buckets(load_plan(plan), plan, "compare it with --parallel fsdp2")
     file, script = find_trained(job, arguments or [])
     if html is not None:
         check_writable(html, file, plan, profile)

@@ -384,9 +384,9 @@ def _low_rank_notes(problem: Problem, low_rank: Sequence[Bucket]) -> list[str]:
     return [
         f"{pluralize(len(low_rank), 'bucket')} of rank {ranks}: {mib(int(problem.size_bytes[members].sum()))} of "
         f"gradients travel as {mib(WIDE_BYTES * sum(_sent(problem, bucket) for bucket in low_rank))} of factors",
-        "low rank may cost much of the loss, and nothing watches that: small models of ours lost 3 to 25 % at rank 4 and "
-        "more at rank 1, from the first step on (docs/results/narrow-accuracy.md); train first steps with the fallback, "
-        "go over by session.switch, and compare; --compress wire leaves it out",
+        "low rank may cost much of the loss, and nothing watches that: small models of ours lost 3 to 25 % at rank 4, "
+        "more at rank 1, from the first step on (docs/results/narrow-accuracy.md); train first steps with the "
+        "fallback, go over by session.switch, and compare; --compress wire leaves it out",
         *_unmeasured("making factors", "low_rank", sources),
     ]
 

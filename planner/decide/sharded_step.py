@@ -55,8 +55,8 @@ def check_allow(allow: Sequence[str]) -> tuple[str, ...]:
             raise InputError(f"--allow: {problem}; correct it, or leave it out: plans then are drop-in")
         if name == BFLOAT16_WEIGHTS:
             raise InputError(
-                f"--allow: found {name}, which no plan of `planner optimize` asks for yet; expected none of it: "
-                f"leave it out, and write updates.step.weights into a plan yourself (docs/concepts/sharded-step.md)"
+                f"--allow: found {name}, which no plan of `planner optimize` asks for yet; expected none of it: leave "
+                f"it out, and write updates.step.weights into a plan yourself (docs/concepts/sharded-step.md)"
             )
     return tuple(name for name in INTERFACES if name in granted(allow))
 

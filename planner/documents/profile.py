@@ -13,6 +13,7 @@ from pydantic import Field
 from planner.documents.local_async import LocalAsyncProfile
 from planner.documents.nccl import GPUS, Nccl
 from planner.documents.text import parse_bandwidth, parse_latency_us, us_per_byte
+from planner.documents.units import Units
 from runtime.errors import InputError
 from runtime.plan import Accuracy, ModelReference
 from runtime.plan.predicted import Loading
@@ -393,6 +394,8 @@ class Profile(Document):
     """What input takes, where the job has a dataset."""
     local_async: LocalAsyncProfile | None = None
     """What local updaters would take, where that was measured."""
+    units: Units | None = None
+    """What FSDP2 could gather together, where that was measured."""
     source: str | None = None
     """Who measured it and where it was published, where it was not measured here."""
     notes: tuple[str, ...] | None = None
@@ -432,6 +435,8 @@ def parse_profile(document: Any, where: str = "profile") -> Profile:
     _check_norms(profile.compute, where)
     _check_contention(profile.cluster, f"{where}: $.cluster")
     _check_library(profile.cluster, f"{where}: $.cluster")
+    if profile.units is not None:
+        profile.units.check(f"{where}: $.units")
     if profile.local_async is not None:
         layers = [gradient.layer for gradient in profile.compute.gradients]
         profile.local_async.check(layers, f"{where}: $.local_async", CURE)

@@ -18,7 +18,7 @@ from planner.export.inductor import to_inductor
 from planner.export.nccl_tuner import to_nccl_tuner
 from planner.model.problem import Problem, make_problem
 from runtime.errors import InputError
-from runtime.plan import Plan, load_plan
+from runtime.plan import Plan, check_has_buckets, load_plan
 
 EXPORTERS: Mapping[str, Callable[[Plan, Problem | None], Export]] = {
     "ddp": to_ddp,
@@ -45,6 +45,7 @@ def export(
         raise InputError(f"--to: found {to!r}, expected one of: {', '.join(EXPORTERS)}")
     where = str(plan) if isinstance(plan, str | Path) else "plan"
     loaded = plan if isinstance(plan, Plan) else load_plan(plan)
+    check_has_buckets(loaded, where, "FSDP2 is a stock executor itself: planner.fully_shard tells it the plan")
     if profile is None and cluster is not None:
         raise InputError("--cluster: found it without --profile; expected both, as the plan was made from")
     problem = None

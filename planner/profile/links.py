@@ -38,6 +38,7 @@ from runtime.comm.world import World, first_line
 from runtime.core.buckets import BucketBuffer, Message, Slot, lay_out
 from runtime.delay.server import Shard
 from runtime.errors import CommunicationError
+from runtime.torch_compat import all_gather_single, reduce_scatter_single
 
 SMALLEST_BYTES = 1024
 QUEUE_US, QUEUED_CALLS = 20_000.0, (12, 32)
@@ -321,7 +322,26 @@ def _all_gather(world: World, device: torch.device, size_bytes: int) -> Run:
     return lambda: _finish(gather(whole, part, group))
 
 
-_LIBRARY: dict[str, _Maker] = {"reduce_scatter": _reduce_scatter, "all_gather": _all_gather}
+def _library_scatter(world: World, device: torch.device, size_bytes: int) -> Run:
+    """As FSDP2 sends gradients: the library's own, averaged."""
+    part = torch.zeros(max(1, size_bytes // 4 // world.ranks), device=device)
+    whole, group = torch.zeros(part.numel() * world.ranks, device=device), world.group
+    return lambda: reduce_scatter_single(part, whole, op=dist.ReduceOp.AVG, group=group)
+
+
+def _library_gather(world: World, device: torch.device, size_bytes: int) -> Run:
+    """As FSDP2 gathers parameters: this rank's part lies where it is gathered."""
+    numel = max(1, size_bytes // 4 // world.ranks)
+    whole, group = torch.zeros(numel * world.ranks, device=device), world.group
+    part = whole[world.rank * numel : (world.rank + 1) * numel]
+    return lambda: all_gather_single(whole, part, group=group)
+
+
+LIBRARY_GATHER, LIBRARY_SCATTER = "library/all_gather", "library/reduce_scatter"
+_LIBRARY: dict[str, _Maker] = {
+    "reduce_scatter": _reduce_scatter, "all_gather": _all_gather, LIBRARY_SCATTER: _library_scatter,
+    LIBRARY_GATHER: _library_gather,
+}  # fmt: skip
 
 
 def _curve(

@@ -9,7 +9,7 @@ from os.path import realpath
 from planner.report.page import page_text
 from planner.report.trace import trace_text
 from runtime.errors import InputError
-from runtime.plan import Plan, load_plan
+from runtime.plan import Plan, check_has_buckets, load_plan
 from runtime.plan.files import check_output, write_text
 from runtime.plan.measured import load_measured
 
@@ -43,6 +43,8 @@ def explain(plan: str, measured: str | None, outputs: Mapping[str, str]) -> Plan
         EnvironmentFailure: plotly, which draws pages, is not installed.
     """
     loaded = load_plan(plan)
+    if HTML in outputs or measured is not None:
+        check_has_buckets(loaded, f"{plan}: {HTML if HTML in outputs else '--measured'}", f"{TRACE} draws its timeline")
     step = None if measured is None else load_measured(measured, loaded)
     if TRACE in outputs and step is None and not (loaded.predicted and loaded.predicted.timeline):
         raise InputError(

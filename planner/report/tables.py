@@ -224,6 +224,11 @@ def updaters_table(plan: Plan) -> Table:
 
 def print_plan(plan: Plan, console: Console, *, buckets: bool) -> None:
     """Summary, certificate and notes; with `buckets` the table of buckets and where the numbers came from too."""
+    if plan.fsdp2 is not None:
+        from planner.report.fsdp2 import print_wrapping
+
+        print_wrapping(plan, console, groups=buckets)
+        return
     print_table(console, summary_table(plan))
     if buckets:
         print_table(console, bucket_table(plan))

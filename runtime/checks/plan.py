@@ -120,6 +120,11 @@ def check_model(model: nn.Module) -> str | None:
 
 def check_plan(parameters: Mapping[str, nn.Parameter], plan: Plan, ranks: int) -> str | None:
     """Return the first reason why this plan cannot drive these trainable parameters on this many ranks, or None."""
+    if plan.fsdp2 is not None:
+        return (
+            "the plan has groups of modules for FSDP2 and no buckets; expected buckets, which attach executes: call "
+            "planner.fully_shard(model, plan) in its place"
+        )
     if plan.world.misfit is not None:
         return f"the plan's world: {plan.world.misfit}"
     if plan.world.ranks != ranks:

@@ -18,14 +18,16 @@ from runtime.plan.document import (
     StepPlan,
     UpdatePlan,
     check_blocks,
+    check_has_buckets,
     gathers_problem,
     interface_problem,
     load_plan,
     parse_plan,
 )
+from runtime.plan.fully_sharded import FullyShardPlan
 
 __all__ = [
-    "HINT", "MAX_UPDATERS", "NO_COMPRESSION", "Accuracy", "CompressorSpec", "DelaySpec", "LocalAsyncSpec",
-    "ModelReference", "NormPlan", "Plan", "PlanBucket", "PlanWorld", "StepPlan", "UpdatePlan",
-    "check_blocks", "gathers_problem", "interface_problem", "load_plan", "parse_plan",
+    "HINT", "MAX_UPDATERS", "NO_COMPRESSION", "Accuracy", "CompressorSpec", "DelaySpec", "FullyShardPlan",
+    "LocalAsyncSpec", "ModelReference", "NormPlan", "Plan", "PlanBucket", "PlanWorld", "StepPlan", "UpdatePlan",
+    "check_blocks", "check_has_buckets", "gathers_problem", "interface_problem", "load_plan", "parse_plan",
 ]  # fmt: skip

@@ -16,6 +16,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from runtime.errors import InputError
+from runtime.plan.fully_sharded import FullyShardPlan
 from runtime.plan.interfaces import BFLOAT16_WEIGHTS, DROP_IN, LATE_GATHER, SHARDED_STEP, granted, name_problem
 from runtime.plan.predicted import (
     Certificate,
@@ -233,7 +234,10 @@ class Plan(Record):
     interface: Literal["drop-in"] | Annotated[tuple[Name, ...], Field(min_length=1)] | None = None
     """What the script has to know about, by name (see `runtime.plan.interfaces`); None is drop-in: every line that
     works with DDP works. Delay and local updaters are interfaces of their own, which `accuracy` permits."""
-    buckets: Annotated[tuple[PlanBucket, ...], Field(min_length=1, max_length=MAX_BUCKETS)]
+    buckets: Annotated[tuple[PlanBucket, ...], Field(max_length=MAX_BUCKETS)]
+    """At least one, but none in a plan for FSDP2."""
+    fsdp2: FullyShardPlan | None = None
+    """For `planner.fully_shard`, in the place of buckets."""
     delay: DelaySpec | None = None
     local_async: LocalAsyncSpec | None = None
     predicted: Prediction | None = None
@@ -295,8 +299,8 @@ class Plan(Record):
         document.setdefault("local_async", None)
         if not self.notes:
             document.pop("notes", None)
-        order = ("schema", "model", "world", "accuracy", "interface", "notes", "buckets", "delay", "local_async")
-        return {key: document[key] for key in (*order, *document) if key in document}
+        order = ("schema", "model", "world", "accuracy", "interface", "notes", "buckets", "fsdp2", "delay")
+        return {key: document[key] for key in (*order, "local_async", *document) if key in document}
 
     def digest(self) -> str:
         """SHA-256 over every field, as `sha256:<hex>`; equal on all ranks or nothing starts."""
@@ -315,7 +319,8 @@ def load_plan(path: str | Path) -> Plan:
     Raises:
         InputError: not a plan of this schema; unknown, missing or wrong fields; ranks that nodes cannot have alike; an
             unknown interface, or a shared step that the interface does not name; gathers that are no partition of the
-            buckets; a gradient in two buckets; blocks of local updaters that are no partition of the gradients, each of
+            buckets; a gradient in two buckets; groups for FSDP2 that no model could have; blocks of local updaters that
+            are no partition of the gradients, each of
             them contiguous.
     """
     return parse_plan(read_json(path), where=str(path))
@@ -332,7 +337,8 @@ def parse_plan(document: Any, where: str = "plan") -> Plan:
 def _check_whole(plan: Plan, where: str, path: str) -> None:
     if plan.world.misfit is not None:
         raise InputError(f"{where}: {path}.world: {plan.world.misfit}")
-    if (problem := interface_problem(plan, path) or gathers_problem(plan, path)) is not None:
+    problem = interface_problem(plan, path) or gathers_problem(plan, path) or _buckets_problem(plan, path)
+    if problem is not None:
         raise InputError(f"{where}: {problem}")
     owner: dict[str, int] = {}
     for index, bucket in enumerate(plan.buckets):
@@ -349,6 +355,24 @@ def _check_whole(plan: Plan, where: str, path: str) -> None:
         _check_whole(plan.fallback, where, f"{path}.fallback")
     for accuracy, alternative in (plan.alternatives or {}).items():
         _check_whole(alternative, where, f"{path}.alternatives{json_step(accuracy)}")
+
+
+def check_has_buckets(plan: Plan, where: str, cure: str) -> None:
+    """Raise InputError where a plan is for FSDP2, and what is asked of it is about buckets; `where` names the plan."""
+    if plan.fsdp2 is not None:
+        raise InputError(f"{where}: found a plan for FSDP2, expected one with buckets; {cure}")
+
+
+def _buckets_problem(plan: Plan, path: str) -> str | None:
+    """Return what is wrong where a plan has neither buckets nor a wrapping for FSDP2, or both; or of the latter."""
+    if plan.fsdp2 is None:
+        return None if plan.buckets else f"{path}.buckets: found [], expected at least 1 item; {HINT}"
+    if plan.buckets:
+        return f"{path}.buckets: found {len(plan.buckets)} beside fsdp2, expected []: {HINT}"
+    for name in ("delay", "local_async", "updates", "fallback"):
+        if getattr(plan, name) is not None:
+            return f"{path}.{name}: found it beside fsdp2, expected null: FSDP2 exchanges gradients itself; take it out"
+    return plan.fsdp2.problem(plan.world.ranks, f"{path}.fsdp2")
 
 
 def interface_problem(plan: Plan, path: str = "the plan") -> str | None:

@@ -107,6 +107,8 @@ def test_deciding_from_end_to_end_is_light(tmp_path: Path) -> None:
         ["explain", "plan.json", "--json"],
         ["export", "plan.json", "--to", "ddp", "--profile", "p.json"],
         ["explain", "plan.json", "--trace", "trace.json", "--html", "page.html"],
+        ["optimize", "p.json", "--parallel", "fsdp2", "-o", "fsdp2.json"],
+        ["explain", "fsdp2.json"],
         ["--help"],
     ]
     assert loaded_after(RUN.format(calls=calls), tmp_path) == []
@@ -161,7 +163,7 @@ ORDER = {
     ),
     "runtime": (
         "errors", "version", "torch_compat", "plan", "kernels", "comm", "monitor", "core", "sparse", "delay", "sharded",
-        "optimizers", "modes", "checks", "session", "datacache", "local_async", "__init__",
+        "optimizers", "modes", "checks", "fully_sharded", "session", "datacache", "local_async", "__init__",
     ),
 }  # fmt: skip
 """Folders and modules at the top of each package, lowest first: imports go down this list only."""

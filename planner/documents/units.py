@@ -1,0 +1,92 @@
+"""profile.json's `units`: the modules of a model in the order of forward, with what each computes and keeps.
+
+What FSDP2 can gather together are groups of them; see `planner.model.fsdp2`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+from typing import Annotated
+
+from pydantic import Field
+
+from planner.documents.text import pluralize
+from runtime.errors import InputError
+from runtime.plan.fully_sharded import ROOT, ModulePath, contains
+from runtime.plan.strict_json import Count, Name, Record, TimeUs
+
+
+@dataclass(frozen=True, kw_only=True)
+class Unit(Record):
+    """A module that computes once in each step."""
+
+    module: Name
+    forward_us: TimeUs
+    backward_us: TimeUs
+    activation_bytes: Count = 0
+    """What it keeps for backward beyond parameters, and units before it do not."""
+    forward_working_bytes: Count = 0
+    """What its forward takes beside activations, at the most; 0 where that is not known."""
+    backward_working_bytes: Annotated[int, Field(ge=-(2**53), le=2**53)] = 0
+    """What its backward takes beside all its activations and gradients of parameters, at the most: below 0 where the
+    former are gone before the latter are there."""
+    carried_bytes: Count = 0
+    """Of that, what is there already when its backward begins."""
+    input_requires_grad: bool = True
+    """False of the first one, whose input is data: its gradients are reduced last."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class UnitWeight(Record):
+    """A parameter, with every module that has it."""
+
+    modules: Annotated[tuple[ModulePath, ...], Field(min_length=1)]
+    shape: Annotated[tuple[Count, ...], Field(min_length=1)]
+    trainable: bool = True
+
+    @property
+    def numel(self) -> int:
+        return prod(self.shape)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Units(Record):
+    """All of a model's units and parameters."""
+
+    units: Annotated[tuple[Unit, ...], Field(min_length=1)]
+    weights: Annotated[tuple[UnitWeight, ...], Field(min_length=1)]
+    element_bytes: Annotated[int, Field(ge=1, le=16)] = 4
+    state_factor: Annotated[float, Field(ge=0.0, le=64.0)] = 0.0
+    """Bytes of the optimizer's state for each byte of parameters."""
+    passes_through: tuple[ModulePath, ...] = (ROOT,)
+    """Modules that return what the last one inside them does."""
+    update_us: TimeUs = 0.0
+    """The optimizer's update of all parameters."""
+    loss_working_bytes: Count = 0
+    """What the loss, forward and backward, takes beside all activations, at the most."""
+    estimated: bool = False
+    """Whether times are shared out by size, and not measured."""
+
+    def check(self, where: str) -> None:
+        """Raise InputError where modules are named twice or inside each other; `where` is the place of this."""
+        seen: set[str] = set()
+        for index, unit in enumerate(self.units):
+            place = f"{where}.units[{index}].module: found {unit.module!r}"
+            if unit.module in seen:
+                raise InputError(f"{place} once more, expected each module once: take one out")
+            seen.add(unit.module)
+            inside = next((other.module for other in self.units if contains(other.module, unit.module)), None)
+            if inside is not None:
+                raise InputError(f"{place}, a part of the unit {inside!r}, expected modules apart: take one out")
+
+    @property
+    def summary(self) -> str:
+        """In words."""
+        numel = sum(weight.numel for weight in self.weights)
+        total_us = sum(unit.forward_us + unit.backward_us for unit in self.units)
+        return (
+            f"{pluralize(len(self.units), 'unit')} for FSDP2: {numel * self.element_bytes / 2**20:.1f} MiB of "
+            f"parameters, {sum(unit.activation_bytes for unit in self.units) / 2**20:.1f} MiB of activations, "
+            f"{total_us / 1e3:.2f} ms of forward and backward"
+        )

@@ -1,0 +1,211 @@
+"""When the messages and computations of FSDP2's step begin and end: on accelerators with streams, or on hosts.
+
+Computation, and each communicator, work through what they were given in order. On an accelerator the host runs ahead:
+a message waits for streams alone, as FSDP2 makes them wait. On a host that waits for messages itself they begin where
+its program begins them; stock FSDP2 there does nothing beside them (`BLOCKING`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+from planner.model.fsdp2 import BACKWARD, FORWARD, GATHER, RECYCLE, REDUCE, SCATTER, WAIT, Program, Shape, host_program
+from planner.model.lanes import Lane, Op, run_lanes
+from runtime.plan import FullyShardPlan
+
+Executor = Literal["accelerator", "hosts", "blocking"]
+COMPUTE, NETWORK, BETWEEN, INSIDE = range(4)
+"""Lanes: computation; the communicator of a copy's ranks; between copies; among ranks that share kept parameters."""
+LANES = ("compute", "network", "between copies", "inside nodes")
+Cost = Callable[[float], float]
+"""Bytes → µs."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Costs:
+    """What messages cost, over a group's whole bytes, and how they and computation slow each other down."""
+
+    gather_us: Cost
+    scatter_us: Cost
+    reduce_us: Cost | None = None
+    """Between copies, over a rank's part (HSDP)."""
+    gather_inside_us: Cost | None = None
+    """Among fewer ranks, those of a node."""
+    compute_factor: float = 1.0
+    """How many times longer computation takes beside a message …"""
+    network_factor: float = 1.0
+    """… and a message beside computation."""
+    update_us: float = 0.0
+    """Of a rank's own part of the weights."""
+
+    @property
+    def contended(self) -> bool:
+        return (self.compute_factor, self.network_factor) != (1.0, 1.0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bar:
+    """A message or a computation, when it went on."""
+
+    kind: str
+    lane: int
+    group: int
+    leaf: int
+    start_us: float
+    end_us: float
+    size_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """One step, with the optimizer's update."""
+
+    iteration_us: float
+    compute_us: float
+    """Of forward and backward alone."""
+    network_us: float
+    """Of messages alone, on the busiest communicator."""
+    peak_bytes: int
+    bars: tuple[Bar, ...]
+    groups: tuple[str, ...]
+    memory: tuple[tuple[float, int], ...] = ()
+    """(time, bytes from then on), in the order of the host's program."""
+
+
+class _Lanes:
+    """Ops by lane, in order; each waits for one op of one other lane at the most."""
+
+    def __init__(self) -> None:
+        self.ops: list[list[Op]] = [[], [], [], []]
+        self.what: list[list[tuple[str, int, int, int]]] = [[], [], [], []]
+
+    def add(
+        self, lane: int, kind: str, time_us: float, after: tuple[int, int], group: int = -1, leaf: int = -1,
+        size_bytes: int = 0, factors: tuple[float, float] = (1.0, 1.0),
+    ) -> tuple[int, int]:  # fmt: skip
+        on, place = after
+        self.ops[lane].append(Op(time_us, place, kind, on=on, factors=factors))
+        self.what[lane].append((kind, group, leaf, size_bytes))
+        return lane, len(self.ops[lane]) - 1
+
+
+NOTHING = (COMPUTE, -1)
+
+
+def lay_out(shape: Shape, program: Program, costs: Costs, executor: Executor) -> _Lanes:
+    """Return the ops of each lane, with what they wait for."""
+    lanes = _Lanes()
+    factors = (costs.compute_factor, costs.network_factor)
+    gate = copied = last = NOTHING
+    """What gathers wait for; the last copy-out in forward; the last op of computation."""
+    gathered: dict[int, tuple[int, int]] = {}
+    scattered: dict[int, tuple[int, int]] = {}
+    left = len(shape.leaves)
+    """Forwards that are still to come: then the buffer that forward has kept is free."""
+    for kind, group, leaf, size_bytes, among in program.actions:
+        if kind == GATHER:
+            inside = bool(among) and among < _whole(program)
+            lane, cost = (INSIDE, costs.gather_inside_us) if inside else (NETWORK, costs.gather_us)
+            assert cost is not None
+            after = gate if executor == "accelerator" else last
+            gathered[group] = lanes.add(lane, kind, cost(size_bytes), after, group, -1, size_bytes, factors)
+        elif kind == WAIT:
+            before, last = copied, lanes.add(COMPUTE, kind, 0.0, gathered.pop(group), group)
+            gate, copied = (before, last) if left else (last, last)
+        elif kind == FORWARD:
+            last = lanes.add(COMPUTE, kind, shape.leaves[leaf].forward_us, NOTHING, -1, leaf)
+            left -= 1
+            gate = gate if left else copied
+        elif kind == BACKWARD:
+            last = lanes.add(COMPUTE, kind, shape.leaves[leaf].backward_us, NOTHING, -1, leaf)
+        elif kind == RECYCLE:
+            if executor == "accelerator":
+                last = lanes.add(COMPUTE, kind, 0.0, scattered[group], group)
+        elif kind == SCATTER:
+            time_us = costs.scatter_us(size_bytes)
+            scattered[group] = lanes.add(NETWORK, kind, time_us, last, group, -1, size_bytes, factors)
+            if executor == "blocking":
+                last = lanes.add(COMPUTE, WAIT, 0.0, scattered[group], group)
+        elif kind == REDUCE:
+            assert costs.reduce_us is not None
+            time_us = costs.reduce_us(size_bytes)
+            reduced = lanes.add(BETWEEN, kind, time_us, scattered[group], group, -1, size_bytes, factors)
+            if executor == "blocking":
+                last = lanes.add(COMPUTE, WAIT, 0.0, reduced, group)
+        if kind == GATHER and executor == "blocking":
+            last = lanes.add(COMPUTE, WAIT, 0.0, gathered[group], group)
+    return lanes
+
+
+def _whole(program: Program) -> int:
+    return max((action.of for action in program.actions), default=0)
+
+
+def simulate(
+    shape: Shape, plan: FullyShardPlan, costs: Costs, executor: Executor = "accelerator", *, bars: bool = True
+) -> Step:
+    """Return one step of a model that is wrapped as the plan says.
+
+    Raises ValueError: as `host_program`.
+    """
+    program = host_program(shape, plan, waits=executor == "hosts")
+    lanes = lay_out(shape, program, costs, executor)
+    ran = run_lanes(*lanes.ops) if costs.contended else _in_order(lanes)
+    end_us = max((lane.end_us[-1] for lane in ran if lane.end_us), default=0.0)
+    found: list[Bar] = []
+    if bars:
+        for number, lane in enumerate(ran):
+            for (kind, group, leaf, size_bytes), start_us, stop_us in zip(
+                lanes.what[number], lane.start_us, lane.end_us, strict=True
+            ):
+                if kind not in (WAIT, RECYCLE):
+                    found.append(Bar(
+                        kind=kind, lane=number, group=group, leaf=leaf, start_us=start_us, end_us=stop_us,
+                        size_bytes=size_bytes,
+                    ))  # fmt: skip
+    return Step(
+        iteration_us=end_us + costs.update_us,
+        compute_us=sum(leaf.forward_us + leaf.backward_us for leaf in shape.leaves),
+        network_us=max(sum(op.time_us for op in ops) for ops in lanes.ops[NETWORK:]),
+        peak_bytes=program.peak_bytes,
+        bars=tuple(sorted(found, key=lambda bar: (bar.start_us, bar.lane))),
+        groups=program.groups,
+        memory=_over_time(program, ran, lanes) if bars else (),
+    )
+
+
+def _in_order(lanes: _Lanes) -> tuple[Lane, ...]:
+    """As `run_lanes` where nothing slows anything down: each op begins when the one before and the awaited one end."""
+    ran = tuple(map(Lane, lanes.ops))
+    total = sum(map(len, lanes.ops))
+    done = 0
+    while done < total:
+        before = done
+        for lane in ran:
+            while (place := len(lane.end_us)) < len(lane.ops):
+                op = lane.ops[place]
+                ends = ran[op.on or 0].end_us
+                if op.after >= len(ends):
+                    break
+                start_us = max(lane.end_us[-1] if place else 0.0, ends[op.after] if op.after >= 0 else 0.0)
+                lane.start_us.append(start_us)
+                lane.end_us.append(start_us + op.time_us)
+                done += 1
+        if done == before:
+            raise ValueError("ops of the resources wait for each other")
+    return ran
+
+
+def _over_time(program: Program, ran: tuple[Lane, ...], lanes: _Lanes) -> tuple[tuple[float, int], ...]:
+    """Memory by the time at which computation comes to that point of the host's program."""
+    points: list[tuple[float, int]] = []
+    place, now_us = 0, 0.0
+    kinds = [kind for kind, *_ in lanes.what[COMPUTE]]
+    for action, most in zip(program.actions, program.memory_bytes, strict=True):
+        if place < len(kinds) and kinds[place] == action.kind:
+            now_us = ran[COMPUTE].start_us[place]
+            place += 1
+        points.append((now_us, most))
+    return tuple(points)

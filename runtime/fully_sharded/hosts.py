@@ -1,0 +1,165 @@
+"""FSDP2's collectives on hosts without accelerators, beside computation: there its own block until they are done.
+
+A gather is begun where FSDP2 asks for it and waited for where FSDP2 needs it. FSDP2 does not wait for reduce-scatters:
+one is left under way only where nothing reads its result before backward ends, and then waited for before `backward()`
+returns. Messages follow one another on a group of their own, as on one communicator of NCCL; each is the library's own
+ring, so that sums are the same bits as without.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from runtime.comm.world import MIN_TIMEOUT_S, World, check_timeout_s
+from runtime.errors import InputError
+from runtime.plan import FullyShardPlan
+from runtime.plan.fully_sharded import ROOT
+from runtime.torch_compat import (
+    OUTSIDE,
+    SerialGloo,
+    all_gather_single,
+    current_backward_id,
+    is_sharded,
+    queue_backward_callback,
+    wait_for,
+)
+
+
+def overlap_on_hosts(model: nn.Module, plan: FullyShardPlan, timeout_s: float = MIN_TIMEOUT_S) -> HostCollectives:
+    """Let the collectives of a model that `fully_shard` has wrapped go on beside its computation, on CPUs.
+
+    Every rank calls it. Do not set all-reduce hooks on the model then: they would read what has not come.
+
+    Raises InputError: the model is not wrapped, not on CPUs, or copies of it are all-reduced (HSDP), which would read
+    what reduce-scatters have not brought yet.
+    """
+    check_timeout_s(timeout_s)
+    first = next((parameter for parameter in model.parameters() if is_sharded(parameter)), None)
+    mesh: Any = None if first is None else first.device_mesh  # type: ignore[attr-defined]
+    if mesh is None:
+        raise InputError("the model is not wrapped, expected one from planner.fully_shard; call that first")
+    if mesh.device_type != "cpu":
+        raise InputError(
+            f"the model is on {mesh.device_type}, where FSDP2 overlaps by itself, expected cpu; leave this call out"
+        )
+    if mesh.ndim > 1:
+        raise InputError(
+            f"the model's mesh has the shape {tuple(mesh.shape)}, whose all-reduces block on hosts; expected one of "
+            f"one dimension: plan without shard_ranks"
+        )
+    return HostCollectives(model, plan, mesh.get_group(), timeout_s)
+
+
+class HostCollectives:
+    """The messages of one model, in order."""
+
+    def __init__(self, model: nn.Module, plan: FullyShardPlan, group: dist.ProcessGroup, timeout_s: float) -> None:
+        ranks = dist.get_process_group_ranks(group)
+        self.world = World.over(group, timeout_s)
+        self.serial = SerialGloo(ranks, timedelta(seconds=timeout_s))
+        self._left: list[NamedWork] = []
+        self._backward = OUTSIDE
+        modules: dict[str, Any] = dict(model.named_modules(remove_duplicate=False))
+        members = {ROOT: [ROOT], **{group[0]: list(group) for group in plan.groups}}
+        grouped = {id(modules[name]) for names in plan.groups for name in names}
+        for name, parts in members.items():
+            parameters = [each for part in parts for each in _own(modules[part], grouped - {id(modules[part])})]
+            if parameters:
+                modules[name].set_custom_all_gather(HostGather(self, name))
+                modules[name].set_custom_reduce_scatter(HostScatter(self, name, parameters))
+
+    def leave(self, work: NamedWork) -> None:
+        """Leave a message under way until backward ends."""
+        now = current_backward_id()
+        if now == OUTSIDE or now != self._backward:
+            self.wait()  # what a backward that failed has left
+            self._backward = now
+            queue_backward_callback(self.wait)
+        self._left.append(work)
+
+    def wait(self) -> None:
+        """Return when all that was left under way has come."""
+        left, self._left, self._backward = self._left, [], OUTSIDE
+        for work in left:
+            work.wait()
+
+
+def _own(module: nn.Module, others: set[int]) -> list[nn.Parameter]:
+    """The parameters below a module, but not below modules of other groups."""
+    own = list(module.parameters(recurse=False))
+    for child in module.children():
+        if id(child) not in others:
+            own += _own(child, others)
+    return own
+
+
+class NamedWork(dist.Work):
+    """A message that names itself where it fails."""
+
+    def __init__(self, work: dist.Work, world: World, what: str) -> None:
+        super().__init__()
+        self._work, self._world, self._what = work, world, what
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        with self._world.error_context(self._what):
+            wait_for(self._work, timeout)
+        return True
+
+
+class _Allocating:
+    """Where messages lie: in memory of their own."""
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+
+class HostGather(_Allocating):
+    """For `set_custom_all_gather`."""
+
+    def __init__(self, collectives: HostCollectives, name: str) -> None:
+        self._collectives, self._what = collectives, f"the all-gather of {name or 'the model itself'}"
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
+    ) -> dist.Work:
+        ours = self._collectives
+        # Parts that stay after forward are gathered among fewer ranks, over a group that FSDP2 has made.
+        if group.size() == ours.world.ranks:
+            work = ours.serial.begin_gather(output_tensor, input_tensor)
+        else:
+            work = all_gather_single(output_tensor, input_tensor, group=group, async_op=True)
+        return NamedWork(work, ours.world, self._what)
+
+
+class HostScatter(_Allocating):
+    """For `set_custom_reduce_scatter`."""
+
+    def __init__(self, collectives: HostCollectives, name: str, parameters: Sequence[nn.Parameter]) -> None:
+        self._collectives, self._what = collectives, f"the reduce-scatter of {name or 'the model itself'}"
+        self._parameters = parameters
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
+    ) -> None:
+        ours = self._collectives
+        work = NamedWork(ours.serial.begin_scatter(output_tensor, input_tensor, op), ours.world, self._what)
+        if self._read_at_once(output_tensor, op):
+            work.wait()
+        else:
+            ours.leave(work)
+
+    def _read_at_once(self, output: Tensor, op: Any) -> bool:
+        """Whether FSDP2, or a hook, reads the result before backward ends: divides, casts, adds or looks at it."""
+        averages = op == dist.ReduceOp.AVG or self._collectives.world.ranks == 1
+        return not averages or any(
+            parameter.grad is not None
+            or parameter.dtype != output.dtype
+            or getattr(parameter, "_post_accumulate_grad_hooks", None)
+            for parameter in self._parameters
+        )
