@@ -24,7 +24,8 @@ from runtime.session.session import Session
 from runtime.sparse.compressors.wire import EIGHT_BITS, WIRE_DTYPES
 
 ROUNDED = UpdatePlan(step=StepPlan(sharded=True, weights="bfloat16"))
-INTERFACE = ("sharded-step", "bfloat16-weights")
+ROUNDED_LATE = UpdatePlan(step=StepPlan(sharded=True, weights="bfloat16", gather="forward"))
+INTERFACE = ("late-gather", "bfloat16-weights")
 RATE = 2.0**-6
 
 Optimizer = torch.optim.Optimizer
@@ -189,11 +190,10 @@ def lives() -> dict[str, bool]:
     specs = [CompressorSpec(name="wire", dtype=dtype) for dtype in WIRE_DTYPES]
     specs += [CompressorSpec(name="wire", dtype="bfloat16", rounding="stochastic")]
     return {
-        f"{spec.dtype} {spec.rounding}, weights {updates.step.weights}, life {seed}": life(spec, updates, seed)
+        f"{spec.dtype} {spec.rounding}, {updates.step}, life {seed}": life(spec, updates, seed)
         for number, spec in enumerate(specs)
-        for updates in (SHARED, ROUNDED)
+        for updates in (SHARED, ROUNDED, ROUNDED_LATE)
         for seed in range(5 * number, 5 * number + 4)
-        if updates.step is not None
     }
 
 
@@ -219,23 +219,24 @@ def weights() -> dict[str, bool]:
     results = {}
     for name in ("SGD with momentum", "AdamW", "AdamW, fused", "Adam, foreach"):
         ends = []
-        for updates in (ROUNDED, None):
+        for updates in (ROUNDED, ROUNDED_LATE, None):
             model, optimizer, session = attached(None, updates, MAKERS[name])
             taught(model, optimizer, range(4))
             if updates is not None:
-                results[f"{name}: rounded"] = rounded(session, model)
+                results[f"{name}, {updates.step}: rounded"] = rounded(session, model)
                 with session.global_weights():
                     inside = copy.deepcopy(model.state_dict())
-                session.switch(plan_in(model, 2, None, ROUNDED))
-                results[f"{name}: rounded after a switch"] = rounded(session, model)
+                session.switch(plan_in(model, 2, None, updates))
+                results[f"{name}, {updates.step}: rounded after a switch"] = rounded(session, model)
             taught(model, optimizer, range(4, 7))
             state = session.optimizer_state_dict()
             session.detach()
             ends.append([*(p.detach() for p in model.parameters()), *flat_state(state)])
         exact = dist.get_world_size() == 2 and "fused" not in name
-        pairs = list(zip(*ends, strict=True))
-        results[f"{name}: whole at the end"] = all(
-            torch.equal(a, b) if exact else torch.allclose(a, b, rtol=1e-5, atol=1e-6) for a, b in pairs
+        late = all(map(torch.equal, ends[0], ends[1]))
+        results[f"{name}: whole at the end"] = late and all(
+            torch.equal(a, b) if exact else torch.allclose(a, b, rtol=1e-5, atol=1e-6)
+            for a, b in zip(ends[0], ends[2], strict=True)
         )
         results[f"{name}: something is rounded"] = any(
             not torch.equal(w, w.bfloat16().float()) for w in inside.values()
