@@ -48,7 +48,7 @@ FAULTS: dict[str, Fault] = {
     ),
     "on a link's thread": Fault(HitopkBucket, "select", TypeError("injected"), ("sparse", "hitopk"), TOPK),
     "in a shared step": Fault(
-        "runtime.sharded.exchange", "reduce_scatter", RuntimeError("injected"),
+        "runtime.sharded.part", "reduce_scatter", RuntimeError("injected"),
         changes=(("updates", UpdatePlan(step=StepPlan(sharded=True))), ("interface", ("sharded-step",))),
     ),
     "in a push": Fault(
