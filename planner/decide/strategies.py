@@ -185,8 +185,8 @@ def make_schedule(problem: Problem, strategy: str) -> Schedule:
     if name not in STRATEGIES:
         arguments = (
             "wfbp:layer", "optimal:sharded-step", "optimal:late-gather", "ddp:SIZE_MIB", "dear:MIB", "megatron:MIB",
-            "slgs:DENSITY", "lags:MAX_RATIO", "joint:MAX_RATIO", "hitopk:DENSITY",
-            "naive_all_gather:DENSITY", "wire:DTYPE", "lowrank:RANK", "ssd:STEPS", "lap:UPDATERS", "lpp:UPDATERS", "l_sgd:STEPS", "pl_sgd:STEPS",
+            "wire:DTYPE", "lowrank:RANK", "slgs:DENSITY", "lags:MAX_RATIO", "joint:MAX_RATIO", "hitopk:DENSITY",
+            "naive_all_gather:DENSITY", "ssd:STEPS", "lap:UPDATERS", "lpp:UPDATERS", "l_sgd:STEPS", "pl_sgd:STEPS",
         )  # fmt: skip
         known = ", ".join([*STRATEGIES, *arguments])
         raise InputError(f"found the strategy {strategy!r}, expected one of: {known}")
