@@ -52,7 +52,7 @@ from runtime.comm.topology import node_name
 from runtime.comm.world import World
 from runtime.errors import EnvironmentFailure, InputError
 from runtime.plan import Accuracy, Plan
-from runtime.plan.interfaces import SHARDED_STEP
+from runtime.plan.interfaces import SHARDED_STEP, granted
 from runtime.session.session import Session
 from runtime.sparse.residuals import ErrorFeedbackState
 
@@ -365,7 +365,7 @@ def _shares_update(asked: Asked) -> bool:
     """Return whether ranks of anything that is rehearsed may share the optimizer's step."""
     problem = make_problem(asked.profile, asked.cluster, where=asked.name)
     shared = (make_schedule(problem, name).mode.shares_update for name in asked.strategies)
-    return SHARDED_STEP in asked.allow or any(shared)
+    return SHARDED_STEP in granted(asked.allow) or any(shared)
 
 
 AnyLine = TypeVar("AnyLine", Line, SelectionLine)
