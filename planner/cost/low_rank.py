@@ -7,21 +7,21 @@ Source: PowerSGD (Vogels, Karimireddy, Jaggi, NeurIPS 2019), as `runtime.sparse.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, fields
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from planner.cost.curve import CostCurve
 from planner.cost.sparse import FREE
-from planner.cost.wire import LAUNCH_US, WIDE_BYTES
+from planner.cost.wire import LAUNCH_US, WIDE_BYTES, line_us
 from planner.documents.profile import Cluster, Line, LowRankLines
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
+PARTS = tuple(field.name for field in fields(LowRankLines))
 MOVED = (4.0, 1.0, 2.0, 2.0)
 """Passes over a bucket's elements in memory, as float32: to add gradient to residual and read the sum, to read it, to
 read and write it, and to write averages and hand them on."""
@@ -33,6 +33,8 @@ LAUNCHES = (24, 16, 1, 2)
 class Thin:
     """What each gradient sends. Shapes (gradients,)."""
 
+    numel: Ints
+    """Of its elements."""
     left: Ints
     """Elements of its left factor; 0: it is sent as it is, with the second message."""
     right: Ints
@@ -43,9 +45,10 @@ class Thin:
         """Whether it is sent as a product."""
         return np.asarray(self.left > 0)
 
-    def densities(self, numel: Ints) -> Floats:
-        """Return the elements that are sent over those that there are, `numel`; 1 where there are none."""
-        return np.where(numel > 0, self.left + self.right, 1) / np.maximum(1, numel)
+    @cached_property
+    def densities(self) -> Floats:
+        """The elements that are sent over those that there are; 1 where there are none."""
+        return np.where(self.numel > 0, self.left + self.right, 1) / np.maximum(1, self.numel)
 
 
 def thin_of(numel: Ints, matrices: Ints, rank: int) -> Thin:
@@ -54,7 +57,7 @@ def thin_of(numel: Ints, matrices: Ints, rank: int) -> Thin:
     """
     rows, columns = matrices.T
     factored = rank * (rows + columns) < rows * columns
-    return Thin(left=np.where(factored, rank * rows, 0), right=np.where(factored, rank * columns, numel))
+    return Thin(numel=numel, left=np.where(factored, rank * rows, 0), right=np.where(factored, rank * columns, numel))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,17 +72,17 @@ class LowRankCost:
         bucket.
         """
         first, second = (WIDE_BYTES * np.asarray(count, dtype=np.float64) for count in (left, right))
-        projected_us, subtracted_us = (_line_us(line, elements) for line in (self.lines.project, self.lines.subtract))
+        projected_us, subtracted_us = (line_us(line, elements) for line in (self.lines.project, self.lines.subtract))
         before_us = np.where(first > 0.0, self.all_reduce(first) + projected_us, 0.0)
         return np.asarray(before_us + np.maximum(self.all_reduce(second), np.where(first > 0.0, subtracted_us, 0.0)))
 
     def pack_us(self, elements: ArrayLike) -> Floats:
         """Return compute time before a bucket is sent."""
-        return _line_us(self.lines.pack, elements)
+        return line_us(self.lines.pack, elements)
 
     def unpack_us(self, elements: ArrayLike) -> Floats:
         """Return compute time after it has arrived."""
-        return _line_us(self.lines.unpack, elements)
+        return line_us(self.lines.unpack, elements)
 
 
 def low_rank_lines(cluster: Cluster, rank: int) -> tuple[LowRankLines, str]:
@@ -91,37 +94,29 @@ def low_rank_lines(cluster: Cluster, rank: int) -> tuple[LowRankLines, str]:
         return _at_rank({int(name): lines for name, lines in cluster.low_rank.items()}, rank), "measured"
     rate = 0.0 if cluster.nccl is None else cluster.nccl.kind.memory_bytes_per_s
     if rate <= 0.0:
-        return LowRankLines(pack=FREE, project=FREE, subtract=FREE, unpack=FREE), "free"
-    lines = [
-        Line(alpha_us=count * LAUNCH_US, beta_us_per_byte=passes / rate * 1e6)
-        for passes, count in zip(MOVED, LAUNCHES, strict=True)
-    ]
-    return LowRankLines(pack=lines[0], project=lines[1], subtract=lines[2], unpack=lines[3]), "computed"
+        return LowRankLines(**dict.fromkeys(PARTS, FREE)), "free"
+    lines = {
+        part: Line(alpha_us=count * LAUNCH_US, beta_us_per_byte=passes / rate * 1e6)
+        for part, passes, count in zip(PARTS, MOVED, LAUNCHES, strict=True)
+    }
+    return LowRankLines(**lines), "computed"
 
 
 def _at_rank(known: dict[int, LowRankLines], rank: int) -> LowRankLines:
     ranks = sorted(known)
     beyond = max(1.0, rank / ranks[-1])
 
-    def line(of: Callable[[LowRankLines], Line]) -> Line:
-        alphas, betas = zip(
-            *((of(known[each]).alpha_us, of(known[each]).beta_us_per_byte) for each in ranks), strict=True
+    def line(part: str) -> Line:
+        measured: list[Line] = [getattr(known[each], part) for each in ranks]
+        alpha_us, beta = (
+            float(np.interp(rank, ranks, values)) * beyond
+            for values in ([of.alpha_us for of in measured], [of.beta_us_per_byte for of in measured])
         )
-        alpha_us, beta = (float(np.interp(rank, ranks, values)) * beyond for values in (alphas, betas))
         return Line(alpha_us=alpha_us, beta_us_per_byte=beta)
 
-    return LowRankLines(
-        pack=line(lambda lines: lines.pack),
-        project=line(lambda lines: lines.project),
-        subtract=line(lambda lines: lines.subtract),
-        unpack=line(lambda lines: lines.unpack),
-    )
+    return LowRankLines(**{part: line(part) for part in PARTS})
 
 
 def low_rank_cost(cluster: Cluster, rank: int, all_reduce: CostCurve) -> LowRankCost:
     """Return what products of a rank cost on a cluster; `all_reduce`: of the library's, over bytes."""
     return LowRankCost(lines=low_rank_lines(cluster, rank)[0], all_reduce=all_reduce)
-
-
-def _line_us(line: Line, elements: Any) -> Floats:
-    return np.asarray(line.alpha_us + line.beta_us_per_byte * WIDE_BYTES * np.asarray(elements, dtype=np.float64))

@@ -77,11 +77,11 @@ class WireCost:
 
     def encode_us(self, elements: ArrayLike) -> NDArray[np.float64]:
         """Return compute time before a bucket is sent; elementwise."""
-        return _line_us(self.encode, np.asarray(elements) / self.shards)
+        return line_us(self.encode, np.asarray(elements) / self.shards)
 
     def decode_us(self, elements: ArrayLike) -> NDArray[np.float64]:
         """Return compute time after it has arrived; elementwise."""
-        return _line_us(self.decode, np.asarray(elements) / self.shards)
+        return line_us(self.decode, np.asarray(elements) / self.shards)
 
 
 def encoding(cluster: Cluster, dtype: str) -> tuple[Line, Line, str]:
@@ -122,7 +122,7 @@ def wire_cost(
         count = np.asarray(elements, dtype=np.float64) / shards
         time_us = sum(curve(element_bytes * count) for curve in messages)
         if owners:
-            time_us = time_us + _line_us(decode, count) + _line_us(encode, count / ranks)
+            time_us = time_us + line_us(decode, count) + line_us(encode, count / ranks)
         return np.asarray(time_us)
 
     narrow = WirePhase(
@@ -146,5 +146,6 @@ def _dense(phase: Phase) -> WirePhase:
     )
 
 
-def _line_us(line: Line, elements: ArrayLike) -> NDArray[np.float64]:
+def line_us(line: Line, elements: ArrayLike) -> NDArray[np.float64]:
+    """Return what a line over bytes of float32 says of so many elements; elementwise."""
     return np.asarray(line.alpha_us + line.beta_us_per_byte * WIDE_BYTES * np.asarray(elements, dtype=np.float64))

@@ -270,7 +270,7 @@ def density_sum(problem: Problem, bucket: Bucket) -> float:
 def _densities(problem: Problem, bucket: Bucket) -> list[float]:
     """Of each gradient, in a bucket of low rank, the elements sent over its own."""
     assert bucket.rank is not None
-    densities: list[float] = problem.thin(bucket.rank).densities(problem.numel)[list(bucket.gradients)].tolist()
+    densities: list[float] = problem.thin(bucket.rank).densities[list(bucket.gradients)].tolist()
     return densities
 
 

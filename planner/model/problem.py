@@ -210,7 +210,13 @@ class Problem:
 
     def low_rank_cost(self, rank: int) -> LowRankCost:
         """What buckets cost whose matrices travel as products of this rank."""
-        return low_rank_cost(self.cost.cluster, rank, self.cost.all_reduce)
+        if rank not in self._low_rank_costs:
+            self._low_rank_costs[rank] = low_rank_cost(self.cost.cluster, rank, self.cost.all_reduce)
+        return self._low_rank_costs[rank]
+
+    @cached_property
+    def _low_rank_costs(self) -> dict[int, LowRankCost]:
+        return {}
 
     def thin(self, rank: int) -> Thin:
         """What each gradient sends where matrices travel as products of this rank."""

@@ -10,13 +10,13 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields
 from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from planner.cost.low_rank import PARTS
 from planner.documents.profile import Line, LowRankLines, SelectionLine
 from planner.profile.links import sizes_up_to, slowest_line, timed_us
 from planner.profile.progress import Progress
@@ -100,8 +100,7 @@ def measure_low_rank(
     """Time what products take, by rank; as `measure_selection`."""
     sizes = sizes_up_to(FEW_SIZES, model_bytes)
     found = _measure(world, device, sizes, progress, budget_s, True, "products", PRODUCTS)
-    parts = [field.name for field in fields(LowRankLines)]
-    return {rank: LowRankLines(**dict(zip(parts, lines[1.0], strict=True))) for rank, lines in found.items()}
+    return {rank: LowRankLines(**dict(zip(PARTS, lines[1.0], strict=True))) for rank, lines in found.items()}
 
 
 def _measure(

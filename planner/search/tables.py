@@ -114,7 +114,7 @@ def low_rank_forms(problem: Problem, limits: Limits, ranks: Sequence[int]) -> li
         thin = problem.thin(rank)
         possible = thin.factored & ~limits.keep_shape(problem)
         if possible.any():
-            ratio = float(1.0 / thin.densities(problem.numel)[possible].min())
+            ratio = float(1.0 / thin.densities[possible].min())
             found.append(Form("library", ratio, rank=rank))
     return found
 
@@ -262,7 +262,7 @@ def _narrow(problem: Problem, form: Form, limits: Limits) -> ColumnOf:
 def _factored(problem: Problem, form: Form, limits: Limits) -> ColumnOf:
     assert form.rank is not None
     cost, thin = problem.low_rank_cost(form.rank), problem.thin(form.rank)
-    whole, of_each = limits.keep_shape(problem), thin.densities(problem.numel)
+    whole, of_each = limits.keep_shape(problem), thin.densities
     before, left, right, kept, densities = (
         np.concatenate([[0], np.cumsum(of)]) for of in (problem.numel, thin.left, thin.right, whole, of_each)
     )

@@ -92,6 +92,14 @@ def make(profile: dict[str, Any], cluster: dict[str, Any]) -> Problem:
     return Problem(profile=parse_profile(profile), cost=communication_cost(parse_cluster(cluster)))
 
 
+def halves_cluster(half: tuple[float, float] | None = (30.0, 0.005), **fields: Any) -> dict[str, Any]:
+    """Four ranks; reduce-scatter and all-gather are lines, or unknown."""
+    made = cluster_document((50.0, 0.01), **fields)
+    for name in ("reduce_scatter", "all_gather") if half else ():
+        made["collectives"][name] = {"alpha_us": half[0], "beta_us_per_byte": half[1]}  # type: ignore[index]
+    return made
+
+
 def line_problem(rows: Rows, alpha_us: float, beta_us_per_byte: float, **options: Any) -> Problem:
     """Gradients on a network whose all-reduce is a line."""
     return make(profile_document(rows, **options), cluster_document((alpha_us, beta_us_per_byte)))

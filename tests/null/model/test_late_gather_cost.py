@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from builders import cluster_document, make, profile_document, run, write
+from builders import halves_cluster, make, profile_document, run, write
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from schedule_text import parse_schedule
@@ -64,16 +64,8 @@ def document(rows: Sequence[tuple[int, float]] = ROWS, **options: Any) -> dict[s
     return made
 
 
-def cluster(half: tuple[float, float] | None = (30.0, 0.005), **fields: Any) -> dict[str, Any]:
-    """Four ranks; reduce-scatter and all-gather are lines, or unknown."""
-    made = cluster_document((50.0, 0.01), **fields)
-    for name in ("reduce_scatter", "all_gather") if half else ():
-        made["collectives"][name] = {"alpha_us": half[0], "beta_us_per_byte": half[1]}  # type: ignore[index]
-    return made
-
-
 def profile(half: tuple[float, float] | None = (30.0, 0.005), **options: Any) -> Profile:
-    return parse_profile(document(cluster=cluster(half), **options))
+    return parse_profile(document(cluster=halves_cluster(half), **options))
 
 
 def late(stops: Sequence[int], groups: Sequence[int]) -> Schedule:
@@ -85,7 +77,7 @@ def test_a_step_by_hand() -> None:
 
     Gradients 4 and 3 are needed at 0 and 45 µs, 2 at 145 µs, 1 and 0 at 295 and 300 µs.
     """
-    step, schedule = make(document(), cluster()), late([2, 5], [2, 5])
+    step, schedule = make(document(), halves_cluster()), late([2, 5], [2, 5])
     assert needs(step).need_us.tolist() == pytest.approx([300.0, 295.0, 145.0, 45.0, 0.0])
     first_us, second_us = 30.0 + 0.02 * (4 + 2000 + 3000), 30.0 + 0.02 * 1050
     # 130.1 µs at the start; then 295 µs of forward, while the second one comes.
@@ -99,7 +91,7 @@ def test_a_step_by_hand() -> None:
 
 
 def test_two_steps_are_shown_and_what_their_length_comes_from() -> None:
-    step, schedule = make(document(), cluster()), late([1, 2, 5], [2, 5])
+    step, schedule = make(document(), halves_cluster()), late([1, 2, 5], [2, 5])
     timeline = simulate_schedule(step, schedule)
     assert isinstance(timeline, CycleTimeline)
     assert timeline.steps == 2
@@ -136,7 +128,7 @@ def random_step(rng: np.random.Generator, count: int) -> tuple[Problem, Schedule
     made = document(rows, forward_us=float(rng.uniform(50, 100) * count)) | {"layers": layers}
     stops = [*sorted(set(rng.integers(1, count, count // 2).tolist())), count]
     groups = [stop for stop in stops[:-1] if rng.random() < 0.5] + [count]
-    step = make(made, cluster())
+    step = make(made, halves_cluster())
     return step, by_need(step, late(stops, groups))
 
 
@@ -149,7 +141,7 @@ def test_every_way_of_simulating_agrees(contention: dict[str, Any] | None) -> No
     rng = np.random.default_rng(1)
     for count in (2, 3, 5, 8, 12):
         problem, schedule = random_step(rng, count)
-        machines = cluster() if contention is None else cluster() | {"contention": contention}
+        machines = halves_cluster() if contention is None else halves_cluster() | {"contention": contention}
         problem = make(problem.profile.to_document(), machines)
         expected_us = step_us(problem, schedule)
         assert simulate_schedule(problem, schedule).spans[-1].end_us == pytest.approx(2.0 * expected_us)
@@ -188,23 +180,23 @@ def test_when_forward_needs_weights(measured: bool, source: str) -> None:
         | ({"forward_us": share} if measured else {}) | ({"parameters": parameters} if parameters else {})
         for name, share, parameters in LAYERS
     ]  # fmt: skip
-    found = needs(make(made, cluster()))
+    found = needs(make(made, halves_cluster()))
     assert found.source == source
     assert found.need_us.tolist() == pytest.approx([35.0, 35.0, 35.0, 35.0, 0.0])
     made["layers"][1]["parameters"] = ["g3"]
-    assert needs(make(made, cluster())).need_us.tolist() == pytest.approx([140.0, 140.0, 140.0, 35.0, 0.0])
+    assert needs(make(made, halves_cluster())).need_us.tolist() == pytest.approx([140.0, 140.0, 140.0, 35.0, 0.0])
     made["layers"] = [layer | {"name": "x", "parameters": None} for layer in made["layers"]]
-    assert needs(make(made, cluster())).source == "backward's share of each layer"
+    assert needs(make(made, halves_cluster())).source == "backward's share of each layer"
 
 
 def test_gradients_of_a_layer_are_needed_together() -> None:
-    found = needs(make(document(layers=["a", "a", "b", "c", "c"]), cluster()))
+    found = needs(make(document(layers=["a", "a", "b", "c", "c"]), halves_cluster()))
     assert found.ordered
     assert found.need_us.tolist() == pytest.approx([295.0, 295.0, 145.0, 0.0, 0.0])
 
 
 def test_the_plan_says_what_comes_when(tmp_path: Path) -> None:
-    given = write(tmp_path / "profile.json", document(cluster=cluster()))
+    given = write(tmp_path / "profile.json", document(cluster=halves_cluster()))
     path = str(tmp_path / "plan.json")
     run("optimize", given, "-o", path, "--allow", "late-gather")
     plan = load_plan(path)
@@ -243,7 +235,7 @@ def test_the_plan_says_what_comes_when(tmp_path: Path) -> None:
 
 def grouped() -> Plan:
     """A plan of which several buckets are gathered together."""
-    return lower(make(document(), cluster()), late([1, 2, 5], [2, 5]))
+    return lower(make(document(), halves_cluster()), late([1, 2, 5], [2, 5]))
 
 
 def test_the_picture_has_both_steps() -> None:
@@ -275,7 +267,7 @@ def test_the_picture_has_both_steps() -> None:
         ("forward is too short", profile(forward_us=0.5, update_us=20_000.0), Sharded),
         ("and the update, too", profile(forward_us=0.5, update_us=1.0), type(Schedule(buckets=()).mode)),
         ("nobody measured the halves", profile(None), type(Schedule(buckets=()).mode)),
-        ("one rank", parse_profile(document(cluster=cluster(nodes=1))), type(Schedule(buckets=()).mode)),
+        ("one rank", parse_profile(document(cluster=halves_cluster(nodes=1))), type(Schedule(buckets=()).mode)),
     ],
 )
 def test_what_is_shortest_is_taken(what: str, given: Profile, mode: type) -> None:
@@ -291,7 +283,7 @@ def test_what_is_shortest_is_taken(what: str, given: Profile, mode: type) -> Non
 
 
 def test_it_stays_off_where_it_cannot_be() -> None:
-    other = document(cluster=cluster())
+    other = document(cluster=halves_cluster())
     other["compute"]["optimizer"]["elementwise"] = False
     assert (
         optimize(parse_profile(other), allow=LATE, passes="merge,shard_updates,late_gather{when=always}").updates
@@ -305,7 +297,7 @@ def test_it_stays_off_where_it_cannot_be() -> None:
 
 def test_memory_counts() -> None:
     """A group of all buckets comes in memory of its own: where that does not fit, gathers stay in the step."""
-    given = document(cluster=cluster((30.0, 0.0)))
+    given = document(cluster=halves_cluster((30.0, 0.0)))
     plan = optimize(parse_profile(given), allow=LATE)
     assert plan.updates is not None
     assert plan.updates.step is not None
@@ -324,7 +316,7 @@ def test_memory_counts() -> None:
 def test_never_slower_than_what_it_starts_from(
     half: tuple[float, float], forward_us: float, update_us: float, contention: tuple[float, float] | None
 ) -> None:
-    step = make(document(forward_us=forward_us, update_us=update_us), cluster(half, contention=contention))
+    step = make(document(forward_us=forward_us, update_us=update_us), halves_cluster(half, contention=contention))
     start = Schedule.from_boundaries([1, 2, 3, 4, 5])
     for passes in ("merge", "merge,shard_updates", "shard_updates{step=always}"):
         before = run_passes(parse_passes(passes), start, step).schedule
@@ -339,7 +331,7 @@ def test_never_slower_than_what_it_starts_from(
 
 
 def test_passes_behind_it_keep_it() -> None:
-    step, given = make(document(), cluster()), late([2, 5], [5])
+    step, given = make(document(), halves_cluster()), late([2, 5], [5])
     found = run_passes(parse_passes("merge"), given, step).schedule
     assert len(found.buckets) != len(given.buckets)
     assert found.mode == LateGather()
@@ -348,7 +340,7 @@ def test_passes_behind_it_keep_it() -> None:
 
 def test_what_is_sent_in_the_step_is_tried_later(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever the search has found, which need not be exact."""
-    step = make(document(), cluster())
+    step = make(document(), halves_cluster())
     shared = run_passes(parse_passes("merge,shard_updates{step=always}"), Schedule.from_boundaries([5]), step).schedule
     poor = replace(late_gathers(step), schedule=late([5], [5]))
     assert step_us(step, poor.schedule) > step_us(step, shared)
@@ -383,7 +375,7 @@ def test_baselines_are_cut_by_size() -> None:
         swept = [make_schedule(problem, f"dear:{threshold!r}") for threshold in THRESHOLDS_MIB]
         assert best_us == pytest.approx(min(step_us(problem, one) for one in swept))
         assert step_us(problem, late_gathers(problem).schedule) <= best_us * (1.0 + 1e-12)
-    step = make(document([(30_000_000, 1.0), (20_000_000, 1.0), (1, 1.0), (50_000_000, 1.0)]), cluster())
+    step = make(document([(30_000_000, 1.0), (20_000_000, 1.0), (1, 1.0), (50_000_000, 1.0)]), halves_cluster())
     assert str(make_schedule(step, "megatron")) == (
         "late_gather\n[0-1] all_reduce/library none\n[2-3] all_reduce/library none"
     )

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from builders import cluster_document, make, profile_document, write
+from builders import halves_cluster, make, profile_document, write
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from schedule_text import parse_schedule
@@ -46,20 +46,12 @@ def document(update_us: float = 400.0, state_bytes: int | None = 2 * MODEL_BYTES
     return made
 
 
-def cluster(half: tuple[float, float] | None = (30.0, 0.005), **fields: Any) -> dict[str, Any]:
-    """Four ranks; reduce-scatter and all-gather are lines, or unknown."""
-    made = cluster_document((50.0, 0.01), **fields)
-    for name in ("reduce_scatter", "all_gather") if half else ():
-        made["collectives"][name] = {"alpha_us": half[0], "beta_us_per_byte": half[1]}  # type: ignore[index]
-    return made
-
-
 def profile(half: tuple[float, float] | None = (30.0, 0.005), **options: Any) -> Profile:
-    return parse_profile(document(cluster=cluster(half), **options))
+    return parse_profile(document(cluster=halves_cluster(half), **options))
 
 
 def problem(half: tuple[float, float] | None = (30.0, 0.005), **options: Any) -> Problem:
-    return make(document(**options), cluster(half))
+    return make(document(**options), halves_cluster(half))
 
 
 def test_what_a_shared_step_takes() -> None:
@@ -82,7 +74,7 @@ def test_what_a_shared_step_takes() -> None:
 def test_messages_of_a_shared_step_pass_through_all_ranks_where_nodes_have_several() -> None:
     """Not between nodes alone, as pushes of nodes that are workers of a delay do."""
     link = {"alpha_us": 5.0, "beta_us_per_byte": 0.001}
-    step = make(document(), cluster(nodes=2, ranks_per_node=2, inter=link, intra=link))
+    step = make(document(), halves_cluster(nodes=2, ranks_per_node=2, inter=link, intra=link))
     assert step.node_costs is not None
     schedule = replace(Schedule.from_boundaries([5]), mode=Sharded())
     whole_us = 30.0 + 0.005 * MODEL_BYTES
@@ -93,7 +85,7 @@ def test_messages_of_a_shared_step_pass_through_all_ranks_where_nodes_have_sever
 
 @pytest.mark.parametrize("contention", [None, (1.2, 1.4)])
 def test_every_way_of_simulating_agrees(contention: tuple[float, float] | None) -> None:
-    step = make(document(), cluster(contention=contention))
+    step = make(document(), halves_cluster(contention=contention))
     for stops in ([5], [2, 5], [1, 2, 3, 4, 5]):
         schedule = replace(Schedule.from_boundaries(stops), mode=Sharded())
         expected_us = step_us(step, schedule)
@@ -107,9 +99,9 @@ def test_every_way_of_simulating_agrees(contention: tuple[float, float] | None) 
 def test_messages_in_a_step_are_late_as_all_reduces_are() -> None:
     """By as much as those take longer in a queue than alone."""
     sizes = [[1000, 60.0], [100_000, 1050.0]]
-    late = cluster(back_to_back={"all_reduce": [[size, time_us + 7.0] for size, time_us in sizes]})
+    late = halves_cluster(back_to_back={"all_reduce": [[size, time_us + 7.0] for size, time_us in sizes]})
     late["samples"] = {"all_reduce": sizes}
-    early = cluster()
+    early = halves_cluster()
     early["samples"] = {"all_reduce": sizes}
     schedule = replace(Schedule.from_boundaries([2, 5]), mode=Sharded())
     one, other = (make(document(), machines) for machines in (early, late))
@@ -158,7 +150,7 @@ def test_a_solver_that_has_no_model_of_it_says_so(tmp_path: Path, capsys: pytest
     assert plan.certificate is not None
     assert plan.certificate.solver is None
     assert plan.certificate.note == f"the bound is computation alone; {SOLVER_SKIPPED}"
-    document_path = write(tmp_path / "profile.json", document(cluster=cluster()))
+    document_path = write(tmp_path / "profile.json", document(cluster=halves_cluster()))
     arguments = ["optimize", document_path, "-o", str(tmp_path / "plan.json"), "--solver", "cpsat"]
     with contextlib.suppress(SystemExit):
         main([*arguments, "--allow", "sharded-step"])
@@ -174,7 +166,7 @@ def test_a_solver_that_has_no_model_of_it_says_so(tmp_path: Path, capsys: pytest
         ("the update is short", profile(update_us=10.0)),
         ("the halves are slow", profile((500.0, 0.01))),
         ("nobody measured the halves", profile(None)),
-        ("one rank", parse_profile(document(cluster=cluster(nodes=1)))),
+        ("one rank", parse_profile(document(cluster=halves_cluster(nodes=1)))),
     ],
 )
 def test_it_stays_off_otherwise(what: str, given: Profile) -> None:
@@ -192,13 +184,13 @@ def test_it_stays_off_otherwise(what: str, given: Profile) -> None:
 
 
 def test_old_profiles_and_other_optimizers_share_nothing() -> None:
-    plain = profile_document(ROWS, update_us=400.0, cluster=cluster())
+    plain = profile_document(ROWS, update_us=400.0, cluster=halves_cluster())
     assert allowed(parse_profile(plain)).updates is None
-    other = document(cluster=cluster())
+    other = document(cluster=halves_cluster())
     other["compute"]["optimizer"]["elementwise"] = False
     for passes in ("merge,shard_updates", "merge,shard_updates{step=always}"):
         assert allowed(parse_profile(other), passes=passes).updates is None
-    part = document(cluster=cluster())
+    part = document(cluster=halves_cluster())
     for holds_all in (True, False):
         part["compute"]["optimizer"]["holds_all"] = holds_all
         plan = allowed(parse_profile(part), max_memory_mib=1e-3)
@@ -228,7 +220,7 @@ def test_memory_demands_it() -> None:
     lossy = allowed(slow, accuracy="bounded", max_memory_mib=takes_mib * 0.99)
     assert lossy.sharded
     assert "memory demands a shared step, which lossy plans do not have" in lossy.notes[-1]
-    known = document(cluster=cluster((500.0, 0.01)))
+    known = document(cluster=halves_cluster((500.0, 0.01)))
     known["world"]["memory_bytes"] = int(3.9 * MODEL_BYTES)
     assert allowed(parse_profile(known)).sharded
     unknown = profile((500.0, 0.01), state_bytes=None)
@@ -239,13 +231,13 @@ def test_memory_demands_it() -> None:
 
 
 def test_a_limit_that_decides_nothing_is_told() -> None:
-    plain = parse_profile(profile_document(ROWS, update_us=400.0, cluster=cluster()))
+    plain = parse_profile(profile_document(ROWS, update_us=400.0, cluster=halves_cluster()))
     note = allowed(plain, max_memory_mib=0.5).notes[-1]
     assert note.startswith("--max-memory-mib 0.5 changes nothing: the profile does not say what the optimizer is")
     assert not any("--max-memory-mib" in each for each in allowed(plain).notes)
     assert not any("changes nothing" in each for each in allowed(profile(), max_memory_mib=1e-3).notes)
     assert "not among the passes" in allowed(profile(), passes="merge", max_memory_mib=0.5).notes[-1]
-    other = document(cluster=cluster())
+    other = document(cluster=halves_cluster())
     other["compute"]["optimizer"]["elementwise"] = False
     assert "cannot share the step of" in allowed(parse_profile(other), max_memory_mib=0.5).notes[-1]
 
@@ -268,7 +260,7 @@ def test_what_memory_takes() -> None:
 def test_never_slower_in_prediction(
     half: tuple[float, float], update_us: float, contention: tuple[float, float] | None
 ) -> None:
-    step = make(document(update_us=update_us), cluster(half, contention=contention))
+    step = make(document(update_us=update_us), halves_cluster(half, contention=contention))
     passes = parse_passes("merge,topology,shard_updates")
     start = Schedule.from_boundaries([1, 2, 3, 4, 5])
     found, without = run_passes(passes, start, step).schedule, run_passes(passes[:2], start, step).schedule
