@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import ClassVar
@@ -161,8 +161,12 @@ class Schedule:
         >>> str(Schedule.from_boundaries([2, 3]))
         '[0-1] all_reduce/library none\\n[2] all_reduce/library none'
         """
-        places = pairwise((0, *stops))
-        return cls(buckets=tuple(Bucket(gradients=tuple(range(*place)), algorithm=algorithm) for place in places))
+        return cls.cut(stops, lambda members: Bucket(gradients=tuple(members), algorithm=algorithm))
+
+    @classmethod
+    def cut(cls, stops: Iterable[int], make: Callable[[range], Bucket]) -> Schedule:
+        """The same, each bucket as `make` has it of its gradients."""
+        return cls(buckets=tuple(make(range(*place)) for place in pairwise((0, *stops))))
 
 
 def format_indices(indices: Sequence[int]) -> str:

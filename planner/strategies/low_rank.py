@@ -40,5 +40,4 @@ def low_rank(problem: Problem, argument: str | None = None) -> Schedule:
         return cost.network_us(*(of[stops] - of[starts] for of in (left, right, before)))
 
     stops = merge_exact(MergeProblem(problem.ready_us, time_us, problem.cost.all_reduce.non_decreasing)).stops
-    starts = (0, *stops[:-1])
-    return Schedule(buckets=tuple(Bucket.low_rank(range(*place), rank) for place in zip(starts, stops, strict=True)))
+    return Schedule.cut(stops, lambda members: Bucket.low_rank(members, rank))

@@ -39,7 +39,4 @@ def wire(problem: Problem, argument: str | None = None) -> Schedule:
         return phase.time_us(before[stops] - before[starts])
 
     stops = merge_exact(MergeProblem(problem.ready_us, time_us, phase.non_decreasing)).stops
-    starts = (0, *stops[:-1])
-    return Schedule(
-        buckets=tuple(Bucket.narrow(range(*place), dtype, algorithm) for place in zip(starts, stops, strict=True))
-    )
+    return Schedule.cut(stops, lambda members: Bucket.narrow(members, dtype, algorithm))
