@@ -126,7 +126,7 @@ def rehearse_rank(asked: Asked, started_s: float, show_progress: bool) -> Rehear
         built = BuiltJob(spec=f"rehearsal of {asked.name}", job=job, optimizer=made, device=torch.device("cpu"))
         own_us = _own_us(built, world, scaled, scale)
         decided = _decide(asked, riskiest, world, scale, progress, model_fingerprint(job.model), own_us)
-        variants, caps, from_constants_us = decided
+        variants, caps = decided.variants, decided.caps
         left_s = asked.minutes * 60.0 - (time.time() - started_s)
         rounds: Rounds = world.gather(_rounds(variants, caps, left_s, asked.minutes), "agreeing on rounds")[0]
         caps = [one for one in caps if one[0] in rounds.caps]
@@ -143,8 +143,9 @@ def rehearse_rank(asked: Asked, started_s: float, show_progress: bool) -> Rehear
         end_s = started_s + asked.minutes * 60.0 - alone_s
         measured = measure_all(runner, variants, caps, rounds.count, rounds.steps, progress, end_s, SWEEP, rounds.brief)
         return Rehearsed(
-            scale=scale, measured=measured, from_constants_us=from_constants_us, late_us=runner.late_by_variant_us()
-        )
+            scale=scale, measured=measured, from_constants_us=decided.from_constants_us, bound_us=decided.bound_us,
+            late_us=runner.late_by_variant_us(),
+        )  # fmt: skip
 
 
 class RehearsalRunner(VariantRunner):
@@ -291,6 +292,19 @@ def _shape(world: World, links: Links, scale: Scale) -> None:
         raise EnvironmentFailure(f"the links of the emulated hosts cannot be held to their rates: {problems[0]}")
 
 
+@dataclass(frozen=True, kw_only=True)
+class Decided:
+    """What is compared, and what was said of it before; steps in microseconds of the cluster itself."""
+
+    variants: list[Variant]
+    caps: list[tuple[float, Variant]]
+    """DDP's bucket sizes."""
+    from_constants_us: dict[str, float]
+    """By variant, its step as the cluster's constants alone predict it."""
+    bound_us: float | None
+    """No plan of the asked kind takes less."""
+
+
 def _decide(
     asked: Asked,
     riskiest: Accuracy,
@@ -299,8 +313,8 @@ def _decide(
     progress: Progress,
     fingerprint: str,
     own_us: tuple[float, float],
-) -> tuple[list[Variant], list[tuple[float, Variant]], dict[str, float]]:
-    """Time messages alone; return what is compared, DDP's bucket sizes, and predictions from constants."""
+) -> Decided:
+    """Time messages alone, and decide by what that took."""
     halves, lossy = _shares_update(asked) or riskiest == "relaxed", riskiest != "exact"
     names = ["all_reduce"] + ["reduce_scatter"] * halves + ["all_gather"] * (halves or lossy)
     names += [TWO_SHOT, NATIVE] * lossy
@@ -334,7 +348,7 @@ def _decide(
         contention=None, measured_for=None, emulated="namespaces",
     )  # fmt: skip
     # One rank decides, so that ranks whose libraries round otherwise cannot come to different plans.
-    mine: tuple[list[Variant], list[tuple[float, Variant]], dict[str, float]] | InputError | None = None
+    mine: Decided | InputError | None = None
     if world.rank == 0:
         try:
             mine = _variants(asked, cluster, scale, fingerprint, own_us)
@@ -343,7 +357,8 @@ def _decide(
     found = world.gather(mine, "deciding")[0]
     if isinstance(found, InputError):
         raise found
-    return found  # type: ignore[no-any-return]
+    assert isinstance(found, Decided)
+    return found
 
 
 def _unscaled(curves: Mapping[str, Curve], scale: Scale) -> dict[str, Curve]:
@@ -383,9 +398,7 @@ def _unscaled_line(line: AnyLine, scale: Scale) -> AnyLine:
     return made
 
 
-def _variants(
-    asked: Asked, cluster: Cluster, scale: Scale, fingerprint: str, own_us: tuple[float, float]
-) -> tuple[list[Variant], list[tuple[float, Variant]], dict[str, float]]:
+def _variants(asked: Asked, cluster: Cluster, scale: Scale, fingerprint: str, own_us: tuple[float, float]) -> Decided:
     compute, (usual_us, last_us) = asked.profile.compute, own_us
     here = replace(asked.profile, compute=replace(compute, update_us=compute.update_us + last_us))
     plan = optimize(here, cluster, accuracy=asked.accuracy, allow=asked.allow, compress=asked.compress)
@@ -399,10 +412,11 @@ def _variants(
     ]
     caps = sweep(plan, problem)
     predicted = {one.name: _from_constants(one, problem, constants) for one in [*made, *(each for _, each in caps)]}
-    return (
-        [_scaled(one, scale, compute, fingerprint) for one in made],
-        [(cap, _scaled(one, scale, compute, fingerprint)) for cap, one in caps],
-        {name: time_us for name, time_us in predicted.items() if time_us is not None},
+    return Decided(
+        variants=[_scaled(one, scale, compute, fingerprint) for one in made],
+        caps=[(cap, _scaled(one, scale, compute, fingerprint)) for cap, one in caps],
+        from_constants_us={name: time_us for name, time_us in predicted.items() if time_us is not None},
+        bound_us=plan.certificate.lower_bound_us if plan.certificate else None,
     )
 
 

@@ -72,6 +72,8 @@ class Rehearsed:
     measured: Measured
     from_constants_us: dict[str, float]
     """By variant, its step as the cluster's constants alone predict it, undilated."""
+    bound_us: float | None
+    """Of the plan's kind, by what was measured of messages alone, undilated."""
     late_us: dict[str, float]
     """By variant, by how much this rank's hooks and updates took longer, per step, than the waits above them."""
 
@@ -85,6 +87,8 @@ class Rehearsal:
     scale: Scale
     comparison: Comparison
     from_constants_us: dict[str, float]
+    bound_us: float | None
+    """No plan of the asked kind takes less, by what was measured of messages alone."""
     late_us: dict[str, float]
     """By variant, on the rank where it is the most."""
 
@@ -122,7 +126,7 @@ class Rehearsal:
         ]
         return {
             "name": self.name, "dilate": self.scale.dilate, "shrink": self.scale.shrink, "hosts": self.hosts,
-            "rows": rows,
+            "bound_us": self.bound_us, "rows": rows,
         }  # fmt: skip
 
 
@@ -202,6 +206,7 @@ def summarize_rehearsal(asked: Asked, ranks: Sequence[Rehearsed]) -> Rehearsal:
         scale=scale,
         comparison=replace(comparison, rows=tuple(_undilated(row, scale.dilate) for row in comparison.rows)),
         from_constants_us=ranks[0].from_constants_us,
+        bound_us=ranks[0].bound_us,
         late_us={name: max(rank.late_us.get(name, 0.0) for rank in ranks) / scale.dilate for name in ranks[0].late_us},
     )
 
