@@ -11,6 +11,7 @@ and the last 5 % of the steps.
 from __future__ import annotations
 
 import argparse
+import json
 import statistics
 import sys
 from collections.abc import Iterator, Sequence
@@ -29,8 +30,12 @@ from runtime.plan import NO_COMPRESSION, CompressorSpec, ModelReference, Plan, P
 
 DOCUMENT = Path("docs/results/narrow-accuracy.md")
 RANKS = 3
-LAST = 0.05
-"""Share of the steps whose losses count."""
+WINDOWS = 20
+"""Equal parts of the steps, of which each has a mean loss; the last one's counts."""
+REHEARSED, CELL = Path("benchmarks/results/rehearsal.jsonl"), "gpt2@8x1@10gbit bounded,wire"
+"""Whose steps say how long a step takes."""
+REACHED = 0.9
+"""Of float32's steps: the loss there is what others are timed to."""
 
 
 @dataclass(frozen=True)
@@ -39,6 +44,8 @@ class Way:
 
     compressor: CompressorSpec = NO_COMPRESSION
     buckets: int = 4
+    after: float = 0.0
+    """Share of the steps that are exact before."""
 
 
 WHOLE = tuple("float32" if order == 0 else f"float32, order {order + 1}" for order in range(5))
@@ -58,6 +65,7 @@ WAYS = {
     "float8_e4m3fn, no feedback": _wire("float8_e4m3fn", error_feedback=False),
     "rank 4": Way(CompressorSpec(name="powersgd", rank=4)),
     "rank 1": Way(CompressorSpec(name="powersgd", rank=1)),
+    "rank 4 after a third": Way(CompressorSpec(name="powersgd", rank=4), after=1 / 3),
 }
 LIMITS = {"bfloat16": 0.001, "int8": 0.005, "float8_e4m3fn": 0.005}
 """By how much of float32's loss these may be off where they are outside its spread."""
@@ -67,7 +75,21 @@ LIMITS = {"bfloat16": 0.001, "int8": 0.005, "float8_e4m3fn": 0.005}
 class Run(Outcome):
     """One run."""
 
-    last_loss: float
+    losses: list[float]
+    """Of each window, mean over ranks."""
+
+    @property
+    def last_loss(self) -> float:
+        return self.losses[-1]
+
+    def reaches(self, loss: float) -> float | None:
+        """Return after which share of the steps a window is as low, between two of them by a line; None: never."""
+        for index, here in enumerate(self.losses):
+            if here <= loss:
+                before = self.losses[index - 1] if index else here
+                part = (before - loss) / (before - here) if before > here else 0.0
+                return (index + (part if index else 1.0)) / WINDOWS
+        return None
 
 
 def plan_of(model: nn.Module, way: Way) -> Plan:
@@ -91,32 +113,61 @@ def plan_of(model: nn.Module, way: Way) -> Plan:
 def train(task: Task, seed: int, way: str) -> Run:
     """One run on this rank; the loss is that of all ranks."""
     losses: list[float] = []
-    model, session = learn(task, seed, lambda model, _: plan_of(model, WAYS[way]), losses=losses)
+    asked = WAYS[way]
+    first = Way() if asked.after else asked
+    then = (asked.after, lambda model: plan_of(model, asked)) if asked.after else None
+    model, session = learn(task, seed, lambda model, _: plan_of(model, first), then, losses)
     session.detach()
-    last = torch.tensor(statistics.fmean(losses[-max(1, round(LAST * len(losses))) :]), dtype=torch.float64)
-    dist.all_reduce(last)
-    return Run(task.name, seed, way, task.metric(model), float(last) / dist.get_world_size())
+    edges = [round(part * len(losses) / WINDOWS) for part in range(WINDOWS + 1)]
+    means = torch.tensor([statistics.fmean(losses[slice(*edge)]) for edge in pairwise(edges)], dtype=torch.float64)
+    dist.all_reduce(means)
+    return Run(task.name, seed, way, task.metric(model), (means / dist.get_world_size()).tolist())
+
+
+def step_ratios() -> dict[str, float]:
+    """Return by way what a rehearsed step takes of the best DDP's."""
+    cells = (json.loads(line) for line in REHEARSED.read_text(encoding="utf-8").splitlines())
+    rows = next(cell["rows"] for cell in cells if cell["cell"] == CELL)
+    times_us = {row["name"]: row["median_us"] for row in rows}
+    best_us = min(time_us for name, time_us in times_us.items() if name.startswith("ddp:best"))
+    narrow = {
+        name.partition(":")[2]: time_us / best_us for name, time_us in times_us.items() if name.startswith("wire:")
+    }
+    return {WHOLE[0]: 1.0} | narrow
 
 
 def lines(found: Sequence[Run]) -> Iterator[str]:
     """One row per task and way: means over seeds, and over float32's runs what they are apart."""
-    yield "| task | way | last loss | against float32 | largest of a seed | float32 apart | metric | within |"
-    yield "| --- " * 8 + "|"
+    ratios = step_ratios()
+    yield (
+        "| task | way | last loss | against float32 | largest of a seed | float32 apart | metric | within | "
+        "steps to the loss | time to it |"
+    )
+    yield "| --- " * 10 + "|"
     for name in dict.fromkeys(one.task for one in found):
         runs = {(one.seed, one.way): one for one in found if one.task == name}
         seeds = sorted({seed for seed, _ in runs})
         means = {seed: statistics.fmean(runs[seed, way].last_loss for way in WHOLE) for seed in seeds}
+        targets = {
+            seed: statistics.fmean(runs[seed, way].losses[round(REACHED * WINDOWS) - 1] for way in WHOLE)
+            for seed in seeds
+        }
         apart = max(abs(runs[seed, way].last_loss / means[seed] - 1.0) for seed in seeds for way in WHOLE)
         for way in dict.fromkeys(one.way for one in found):
             each = [runs[seed, way] for seed in seeds]
             off = [one.last_loss / means[one.seed] - 1.0 for one in each]
             mean, loss = statistics.fmean(off), statistics.fmean(one.last_loss for one in each)
             metric = statistics.fmean(one.metric for one in each)
+            shares = [one.reaches(targets[one.seed]) for one in each]
+            share = None if None in shares else statistics.fmean(share for share in shares if share is not None)
+            ratio = ratios.get(way)
+            steps = "not reached" if share is None else f"{share:.0%}"
+            taken = f"{share * ratio / REACHED:.2f}" if share is not None and ratio is not None else ""
             limit = LIMITS.get(way)
             within = "" if limit is None else "yes" if mean <= max(limit, apart) else "**no**"
             yield (
                 f"| {name} | {way} | {loss:.4f} | {mean:+.2%} | {max(off, key=abs):+.2%} | {apart:.2%} | "
-                f"{metric:.4f} | {within} |"
+                f"{metric:.4f} | {within} | {steps} | {taken} |"
             )
 
 

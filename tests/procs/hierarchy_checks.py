@@ -30,6 +30,7 @@ from torch import Tensor, nn
 
 import runtime
 from runtime.comm.collectives import PHASED, TORUS
+from runtime.comm.collectives.exchange import LEAST_BYTES, exchange
 from runtime.comm.communicator import CommTiming
 from runtime.comm.phased_communicator import LINKS, PhasedHostCommunicator, default_order
 from runtime.comm.topology import Topology
@@ -332,6 +333,29 @@ def overlap() -> dict[str, Any]:
     }
 
 
+def exchanged() -> dict[str, Any]:
+    """All-to-all of small and of large parts, of equal and of uneven ones, some of them empty; waited for as by a
+    communicator, which is called back, or plainly.
+    """
+    group, found = dist.group.WORLD, {}
+    assert group is not None
+    ranks, rank = dist.get_world_size(), dist.get_rank()
+    for case, lengths in {
+        "small": [100] * ranks, "large": [LEAST_BYTES] * ranks, "uneven": [2 * LEAST_BYTES, *[99] * (ranks - 1)],
+        "empty": [2 * LEAST_BYTES, *[0] * (ranks - 1)],
+    }.items():  # fmt: skip
+        for called_back in (False, True):
+            given = torch.cat([torch.full((length,), 10 * rank + peer) for peer, length in enumerate(lengths)]).byte()
+            received = torch.full((ranks * lengths[rank],), 255, dtype=torch.uint8)
+            work = exchange(received, given, [lengths[rank]] * ranks, lengths, group)
+            if called_back:
+                work.get_future().wait()
+            work.wait()
+            expected = torch.arange(ranks).mul(10).add(rank).repeat_interleave(lengths[rank])
+            found[f"{case}, {called_back}"] = torch.equal(received, expected.byte())
+    return found
+
+
 def _meet(a: tuple[Any, ...], b: tuple[Any, ...]) -> bool:
     return max(a[3], b[3]) < min(a[4], b[4])
 
@@ -347,6 +371,7 @@ CHECKS: dict[str, Callable[[], dict[str, Any]]] = {
         not_finite,
         widened,
         overlap,
+        exchanged,
         refusals,
     )
 }
@@ -354,7 +379,7 @@ CHECKS: dict[str, Callable[[], dict[str, Any]]] = {
 
 def contract() -> dict[str, dict[str, Any]]:
     """What every number of nodes and ranks has to show."""
-    return {name: CHECKS[name]() for name in ("sums_are_exact", "against_algorithm_2")}
+    return {name: CHECKS[name]() for name in ("sums_are_exact", "against_algorithm_2", "exchanged")}
 
 
 def everything() -> dict[str, dict[str, Any]]:

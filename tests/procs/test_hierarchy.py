@@ -22,6 +22,7 @@ def four() -> list[dict[str, Any]]:
 def check_contract(ranks: list[dict[str, Any]]) -> None:
     for rank in ranks:
         assert all(rank["sums_are_exact"].values()), rank["sums_are_exact"]
+        assert all(rank["exchanged"].values()), rank["exchanged"]
         for case, (sums, residuals) in rank["against_algorithm_2"].items():
             assert sums, f"{case}: gradients differ"
             assert residuals, f"{case}: residuals differ"

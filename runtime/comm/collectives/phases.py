@@ -10,9 +10,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from runtime.comm.collectives.exchange import exchange
 from runtime.comm.topology import LinkName, Topology
 from runtime.comm.world import Grid
-from runtime.torch_compat import all_gather_single, all_to_all_single
+from runtime.torch_compat import all_gather_single
 
 Works = Iterator[dist.Work]
 """What a phase starts, one after the other: the generator goes on when the work that it has given has ended."""
@@ -70,16 +71,16 @@ def reduce_scatter(vector: Tensor, received: Tensor, out: Tensor, group: dist.Pr
     limits = [bounds(vector.numel(), ranks, part) for part in range(ranks)]
     gives = [(stop - start) * size_bytes for start, stop in limits]
     gets = [received.shape[1] * size_bytes] * ranks
-    uneven = (gets, gives) if len(set(gives)) > 1 else ()
     # As bytes: backends know few dtypes.
-    given, got = vector.view(torch.uint8), received.view(-1).view(torch.uint8)
-    yield all_to_all_single(got, given, *uneven, group=group, async_op=True)
+    yield exchange(received.view(-1).view(torch.uint8), vector.view(torch.uint8), gets, gives, group)
     add_up(list(received), out)
 
 
 def all_to_all(received: Tensor, given: Tensor, group: dist.ProcessGroup) -> Works:
     """Part r of `given` (1-D, ranks · n) goes to rank r; `received` (likewise) becomes what ranks gave this one."""
-    yield all_to_all_single(received.view(torch.uint8), given.view(torch.uint8), group=group, async_op=True)
+    given_bytes, ranks = given.view(torch.uint8), group.size()
+    each = [given_bytes.numel() // ranks] * ranks
+    yield exchange(received.view(torch.uint8), given_bytes, each, each, group)
 
 
 def gather(whole: Tensor, part: Tensor, group: dist.ProcessGroup) -> Works:

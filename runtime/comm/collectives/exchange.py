@@ -1,0 +1,87 @@
+"""All-to-all over gloo, made of sends and receives, receives first.
+
+A sender over gloo is told that its receiver is ready on the connection that carries data the other way. Gloo's own
+all-to-all begins to send before all its receives are known, so that some of these words wait behind data and links
+idle: of the 25 MB/s of four hosts at 200 Mbit/s it reaches 19, and this 24.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from runtime.torch_compat import all_to_all_single, backend_of, receive, send, wait_for
+
+LEAST_BYTES = 2**16
+"""Of the largest part: smaller ones are under way before another word could wait behind them."""
+
+
+def exchange(
+    received: Tensor, given: Tensor, gets: Sequence[int], gives: Sequence[int], group: dist.ProcessGroup
+) -> Any:
+    """Begin to give every rank its part and to get this one's from each; return what a backend's collective would.
+
+    Args:
+        received: 1-D, bytes (uint8): what ranks give, in their order; `gets` of each.
+        given: 1-D, bytes (uint8): the ranks' parts, in their order; `gives` to each.
+        gets: lengths by rank.
+        gives: lengths by rank, the same on all ranks: what is large is decided by them.
+        group: the ranks.
+    """
+    if max(gives) < LEAST_BYTES or backend_of(group, given.device) != "gloo" or given.device.type != "cpu":
+        uneven = (list(gets), list(gives)) if len(set(gives)) > 1 else ()
+        return all_to_all_single(received, given, *uneven, group=group, async_op=True)
+    return _Exchange(received.split(list(gets)), given.split(list(gives)), group)
+
+
+class _Exchange:
+    """Sends and receives that have begun. Gloo tells nobody when one has ended, so a thread waits where that is asked.
+
+    A thread of its own: those who wait for one exchange must not keep another from going on.
+    """
+
+    def __init__(self, received: Sequence[Tensor], given: Sequence[Tensor], group: dist.ProcessGroup) -> None:
+        ranks, rank = group.size(), group.rank()
+        self._works = []
+        for one, rows, begin in ((-1, received, receive), (1, given, send)):
+            peers = [(rank + one * distance) % ranks for distance in range(1, ranks)]
+            self._works += [begin(group, rows[peer], peer) for peer in peers if rows[peer].numel()]
+        received[rank].copy_(given[rank])
+        self._future: torch.futures.Future[Any] | None = None
+        self._over = threading.Event()
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        """As of a `dist.Work`; called before `wait`, if at all."""
+        if self._future is None:
+            self._future = torch.futures.Future()
+            threading.Thread(target=self._carry, args=(self._future,), name="planner exchange", daemon=True).start()
+        return self._future
+
+    def _carry(self, future: torch.futures.Future[Any]) -> None:
+        try:
+            self._wait()  # no longer than the group's own deadline
+        except Exception as error:  # nobody else hears of it on this thread
+            future.set_exception(error)
+        else:
+            future.set_result(None)
+        self._over.set()
+
+    def _wait(self, limit: timedelta | None = None) -> None:
+        for work in self._works:
+            wait_for(work, limit)
+
+    def wait(self, limit: timedelta | None = None) -> bool:
+        """As of a `dist.Work`."""
+        if self._future is None:
+            self._wait(limit)
+            return True
+        if not self._over.wait(None if limit is None else limit.total_seconds()):
+            raise dist.DistBackendError("an exchange did not end in time")
+        self._future.value()
+        return True
