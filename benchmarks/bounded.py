@@ -19,7 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks.marked import replace_part
+from benchmarks.marked import write_part
 from benchmarks.resumable import kept
 from planner.testbed.hosts import check_namespaces
 from runtime.errors import PlannerError
@@ -86,7 +86,7 @@ def main() -> int:
     text = "\n".join(lines(kept(RESULTS, wanted, options.only)))
     print(text)
     if options.write:
-        DOCUMENT.write_text(replace_part(DOCUMENT.read_text(encoding="utf-8"), "cells", text), encoding="utf-8")
+        write_part(DOCUMENT, "cells", text)
     return 0
 
 

@@ -37,7 +37,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, RandomSampler
 
-from benchmarks.marked import replace_part
+from benchmarks.marked import write_part
 from runtime.datacache import CachedDataset
 
 OPEN_S, BYTES_PER_S = 2e-3, 20e6
@@ -307,8 +307,7 @@ def main() -> None:
     text = text_of(rows, head)
     print(text)
     if options.write:
-        document = Path(options.write)
-        document.write_text(replace_part(document.read_text(encoding="utf-8"), "datacache", text), encoding="utf-8")
+        write_part(Path(options.write), "datacache", text)
     sys.exit(any(row.held is False for row in rows))
 
 

@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks.marked import replace_part
+from benchmarks.marked import write_part
 from benchmarks.published import commlib, infocom19, omgs, ssd
 from benchmarks.published.common import model, table
 from benchmarks.rehearsal import asked_on
@@ -141,8 +141,7 @@ def main() -> int:
     text = "\n".join(lines(records))
     print(text)
     if options.write:
-        document = replace_part(DOCUMENT.read_text(encoding="utf-8"), "headlines", text)
-        DOCUMENT.write_text(document, encoding="utf-8")
+        write_part(DOCUMENT, "headlines", text)
     return 0 if records else 3
 
 

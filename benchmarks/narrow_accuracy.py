@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import nn
 
 from benchmarks.learning import SEEDS, Outcome, Task, learn, outcomes, tasks
-from benchmarks.marked import replace_part
+from benchmarks.marked import write_part
 from runtime.checks.plan import trainable_parameters
 from runtime.plan import NO_COMPRESSION, CompressorSpec, ModelReference, Plan, PlanBucket, PlanWorld
 
@@ -186,7 +186,7 @@ def main() -> int:
     )
     print(text)
     if options.write:
-        DOCUMENT.write_text(replace_part(DOCUMENT.read_text(encoding="utf-8"), "losses", text), encoding="utf-8")
+        write_part(DOCUMENT, "losses", text)
     return 0
 
 

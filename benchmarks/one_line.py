@@ -30,7 +30,7 @@ from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
 import planner
-from benchmarks.marked import replace_part
+from benchmarks.marked import write_part
 from benchmarks.overhead import convolutions, encoder
 from benchmarks.resumable import kept
 from planner.comparison.variants import CAPS_MIB, distinct_caps
@@ -247,7 +247,7 @@ def main() -> int:
     text = "\n".join(table(rows))
     print(text)
     if options.write:
-        DOCUMENT.write_text(replace_part(DOCUMENT.read_text(encoding="utf-8"), "cells", text), encoding="utf-8")
+        write_part(DOCUMENT, "cells", text)
     return 0
 
 

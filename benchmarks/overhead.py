@@ -30,6 +30,7 @@ from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
 import runtime
+from benchmarks.gpu.plans import ddp_buckets
 from planner.jobs import demo_job
 from planner.jobs.launch import LocalWorld, run_ranks
 from runtime.checks.plan import trainable_parameters
@@ -39,8 +40,6 @@ RANKS = 2
 MEMORY_STEPS = 3
 WARM_UP_PAIRS = 5
 DDP_LIMIT, BARE_LIMIT = 1.02, 1.01
-FIRST_BUCKET_BYTES, BUCKET_BYTES = 1024 * 1024, 25 * 1024 * 1024
-"""DDP's default limits."""
 
 
 def resnet20() -> nn.Module:
@@ -73,17 +72,8 @@ MODELS: dict[str, Callable[[], nn.Module]] = {"resnet20": resnet20, "convolution
 
 
 def ddp_plan(model: nn.Module, ready: list[str], ranks: int) -> Plan:
-    """DDP's buckets by its rule: a bucket closes with the gradient that reaches its limit."""
-    parameters = trainable_parameters(model)
-    buckets: list[list[str]] = [[]]
-    size_bytes, limit_bytes = 0, FIRST_BUCKET_BYTES
-    for name in ready:
-        buckets[-1].append(name)
-        size_bytes += parameters[name].numel() * parameters[name].element_size()
-        if size_bytes >= limit_bytes:
-            buckets.append([])
-            size_bytes, limit_bytes = 0, BUCKET_BYTES
-    planned = tuple(PlanBucket(gradients=tuple(names)) for names in buckets if names)
+    """DDP's own buckets, as a plan."""
+    planned = tuple(PlanBucket(gradients=tuple(names)) for names in ddp_buckets(model, ready))
     return Plan(model=ModelReference(name="overhead"), world=PlanWorld(ranks=ranks), accuracy="exact", buckets=planned)
 
 

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from benchmarks.marked import replace_part
+from benchmarks.marked import write_part
 from planner.documents.profile import Cluster, ComputeProfile, Gradient, Profile, ProfileWorld
 from planner.ir import Schedule
 from planner.jobs.demo_job import ResNet20
@@ -262,8 +262,7 @@ def main() -> int:
     rows = [run_ranks(LocalWorld(ranks=RANKS), measure, index)[0] for index in range(len(CASES))]
     print(table(rows))
     if options.output is not None:
-        text = options.output.read_text(encoding="utf-8")
-        options.output.write_text(replace_part(text, "table", table(rows)), encoding="utf-8")
+        write_part(options.output, "table", table(rows))
     return int(any(row.missed for row in rows))
 
 

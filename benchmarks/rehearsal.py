@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.marked import replace_part
+from benchmarks.marked import write_part
 from benchmarks.resumable import kept
 from planner.comparison.variants import DDP, NO_COMMUNICATION, PLAN
 from planner.rehearse.rehearsal import Asked, make_asked, rehearse
@@ -116,8 +116,7 @@ def main() -> int:
     text = "\n".join([*summary(records), "", *table(records)])
     print(text)
     if options.write:
-        document = replace_part(DOCUMENT.read_text(encoding="utf-8"), "cells", text)
-        DOCUMENT.write_text(document, encoding="utf-8")
+        write_part(DOCUMENT, "cells", text)
     return 0
 
 

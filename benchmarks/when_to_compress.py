@@ -22,7 +22,7 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.marked import replace_part
+from benchmarks.marked import write_part
 from planner.decide.bounded import sent_share
 from planner.decide.strategies import best_baseline
 from planner.documents.catalog import find_profile
@@ -251,9 +251,7 @@ def main() -> int:
     lines = [*summary(rows), "", *table(rows)]
     print("\n".join(lines))
     if options.output is not None:
-        options.output.write_text(
-            replace_part(options.output.read_text("utf-8"), PART, "\n".join(lines)), encoding="utf-8"
-        )
+        write_part(options.output, PART, "\n".join(lines))
     return 1 if harmed(rows) else 0
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from benchmarks.delay import accuracy
 from benchmarks.learning import SEEDS, outcomes
-from benchmarks.marked import replace_part
+from benchmarks.marked import write_part
 
 PART = "accuracy"
 
@@ -33,7 +33,7 @@ def main() -> int:
     text = "\n".join(accuracy.lines(found))
     print(text)
     if options.output is not None:
-        options.output.write_text(replace_part(options.output.read_text("utf-8"), PART, text), encoding="utf-8")
+        write_part(options.output, PART, text)
     return 0
 
 

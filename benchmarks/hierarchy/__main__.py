@@ -15,7 +15,7 @@ from pathlib import Path
 
 from benchmarks.hierarchy import accuracy, crossover, messages, steps
 from benchmarks.learning import SEEDS, Outcome, outcomes
-from benchmarks.marked import replace_part
+from benchmarks.marked import write_part
 from planner.jobs.rank_options import RankOptions
 from planner.jobs.world import on_ranks
 
@@ -45,7 +45,7 @@ def main() -> int:
         text = "\n".join(made[part](options))
         print(text, flush=True)
         if options.output is not None:
-            options.output.write_text(replace_part(options.output.read_text("utf-8"), part, text), encoding="utf-8")
+            write_part(options.output, part, text)
     return 0
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from benchmarks.lags import accuracy, bound, measured
 from benchmarks.learning import SEEDS, outcomes
-from benchmarks.marked import replace_part
+from benchmarks.marked import write_part
 from planner.documents.catalog import find_profile
 
 PARTS = ("bound", "measured", "accuracy", "first_dense")
@@ -43,7 +43,7 @@ def main() -> int:
         )
         print(text)
         if options.output is not None:
-            options.output.write_text(replace_part(options.output.read_text("utf-8"), part, text), encoding="utf-8")
+            write_part(options.output, part, text)
     return 0
 
 

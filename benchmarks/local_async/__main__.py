@@ -17,7 +17,7 @@ from pathlib import Path
 from benchmarks.learning import SEEDS
 from benchmarks.local_async import accuracy, speed
 from benchmarks.local_async.jobs import MODELS, RANKS
-from benchmarks.marked import replace_part
+from benchmarks.marked import write_part
 from planner.jobs.launch import LocalWorld, run_ranks
 from planner.jobs.rank_options import RankOptions
 from planner.jobs.world import on_ranks
@@ -81,10 +81,8 @@ def main() -> int:
     for part, text in texts.items():
         print(f"{part}\n\n{text}\n")
     if options.output is not None:
-        document = options.output.read_text("utf-8")
         for part, text in texts.items():
-            document = replace_part(document, part, text)
-        options.output.write_text(document, encoding="utf-8")
+            write_part(options.output, part, text)
     return 0
 
 

@@ -10,12 +10,13 @@ python -m benchmarks.truth --delayed      # with plans with delay
 from __future__ import annotations
 
 import argparse
-import json
 import sys
-import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
+from benchmarks.resumable import kept
 from benchmarks.truth.cells import Cell, Result, cell_rank, summarize
 from benchmarks.truth.report import cell_lines, plan_lines, summary, write_into
 from planner.documents.profile import Profile
@@ -23,7 +24,6 @@ from planner.jobs.rank_options import RankOptions
 from planner.jobs.training import profile_rank
 from planner.jobs.world import on_ranks
 from planner.profile.request import Request
-from runtime.errors import PlannerError
 
 MODELS = ("resnet20", "resnet18", "vgg", "lstm", "gpt")
 RATES = ("unshaped", "1gbit", "100mbit")
@@ -61,22 +61,9 @@ def main() -> int:
     parser.add_argument("--results", type=Path, default=None, help="JSON lines: not measured again")
     parser.add_argument("--output", type=Path, default=None, help=f"the document to write, such as {DOCUMENT}")
     options = parser.parse_args()
-    cells = _cells(options)
-    done = _read(options.results)
-    for cell in cells:
-        if cell.key in done:
-            continue
-        started = time.monotonic()
-        try:
-            done[cell.key] = measure(cell, options.rounds, options.steps)
-        except PlannerError as error:
-            print(f"{cell.key}: {error}", file=sys.stderr)
-            continue
-        print(f"{cell.key}: {time.monotonic() - started:.0f} s", file=sys.stderr)
-        if options.results is not None:
-            with options.results.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(done[cell.key].to_document()) + "\n")
-    results = [done[cell.key] for cell in cells if cell.key in done]
+    wanted = {cell.key: partial(_document, cell, options.rounds, options.steps) for cell in _cells(options)}
+    records = kept(options.results, wanted, name_of=lambda record: Cell(**record["cell"]).key)
+    results = [Result.parse(record) for record in records]
     if not results:
         return 3
     print("\n".join([*summary(results), "", *cell_lines(results), "", *plan_lines(results)]))
@@ -102,11 +89,8 @@ def _cell(text: str) -> Cell:
     return Cell(model, int(shape.partition("x")[0]), rate)
 
 
-def _read(path: Path | None) -> dict[str, Result]:
-    if path is None or not path.exists():
-        return {}
-    found = [Result.parse(json.loads(line)) for line in path.read_text(encoding="utf-8").splitlines()]
-    return {result.cell.key: result for result in found}
+def _document(cell: Cell, rounds: int, steps: int) -> dict[str, Any]:
+    return measure(cell, rounds, steps).to_document()
 
 
 def measure(cell: Cell, rounds: int, steps: int) -> Result:

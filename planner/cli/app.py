@@ -36,10 +36,9 @@ from planner.cli.options import (
     strategies_beginning,
 )
 from planner.cli.rank_commands import compare, demo, profile, rehearse, run
+from planner.decide.defaults import DEFAULT_PASSES
 from runtime.errors import InputError, PlannerError
 from runtime.version import __version__
-
-DEFAULT_PASSES = "merge,topology,shard_updates,late_gather"
 
 # Commands import what they need when they run: deciding must start in a fraction of a second, and without torch.
 app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, pretty_exceptions_enable=False)

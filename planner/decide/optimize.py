@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from planner.decide.bounded import NO_GAIN, choose, split_passes
+from planner.decide.defaults import DEFAULT_PASSES
 from planner.decide.pipeline import AfterPass, parse_passes, run_passes, with_options
 from planner.decide.scaling import OPTIMAL, scaling_curve
 from planner.decide.sharded_step import (
@@ -43,8 +44,6 @@ from runtime.plan import Accuracy, Plan
 from runtime.plan.combinations import SOLVER, reason_against
 from runtime.plan.interfaces import SHARDED_STEP
 from runtime.plan.predicted import Certificate, SolverBound
-
-DEFAULT_PASSES = "merge,topology,shard_updates,late_gather"
 
 NOTHING_TO_GAIN = 0.01
 """Below this share of the step, a gain over DDP is not worth a claim."""

@@ -23,7 +23,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from planner.decide.optimize import DEFAULT_PASSES, optimize
+from planner.decide.defaults import DEFAULT_PASSES
+from planner.decide.optimize import optimize
 from planner.documents.estimate import scale_compute
 from planner.documents.profile import (
     Cluster,

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -54,8 +55,19 @@ class JointSolution:
     exact: bool
 
 
+class Columns:
+    """Records as columns: a dataclass of arrays that have an entry, along their first axis, for each."""
+
+    def take(self, indices: Ints) -> Self:
+        return type(self)(*(column[indices] for column in vars(self).values()))
+
+    def join(self, *others: Self) -> Self:
+        parts = zip(*(vars(columns).values() for columns in (self, *others)), strict=True)
+        return type(self)(*(np.concatenate(columns) for columns in parts))
+
+
 @dataclass
-class _Labels:
+class _Labels(Columns):
     """Labels of all prefixes, one prefix after the other."""
 
     states: Floats
@@ -65,13 +77,6 @@ class _Labels:
     place: Ints
     origin: Ints
     form: Ints
-
-    def take(self, indices: Ints) -> _Labels:
-        return _Labels(*(column[indices] for column in vars(self).values()))
-
-    def join(self, *others: _Labels) -> _Labels:
-        parts = zip(*(vars(labels).values() for labels in (self, *others)), strict=True)
-        return _Labels(*(np.concatenate(columns) for columns in parts))
 
 
 def search(tables: BucketTables, forms: int, deadline_us: float, labels: int | None = None) -> JointSolution | None:

@@ -44,7 +44,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from planner.ir import TIE
-from planner.search.labels import pareto
+from planner.search.labels import Columns, pareto
 from planner.search.local_search import local_search
 from planner.search.merge import CostOf, MergeProblem, finish_times, merge_exact
 
@@ -261,7 +261,7 @@ def _cheapest_rest(window: MergeProblem) -> Floats:
 
 
 @dataclass
-class _Labels:
+class _Labels(Columns):
     """What prefixes end with, one prefix after the other."""
 
     f: Floats
@@ -274,13 +274,6 @@ class _Labels:
     """The last place at which it can be closed in time."""
     place: Ints
     origin: Ints
-
-    def take(self, indices: Ints) -> _Labels:
-        return _Labels(*(column[indices] for column in vars(self).values()))
-
-    def join(self, other: _Labels) -> _Labels:
-        pairs = zip(vars(self).values(), vars(other).values(), strict=True)
-        return _Labels(*(np.concatenate(columns) for columns in pairs))
 
 
 @dataclass(frozen=True)

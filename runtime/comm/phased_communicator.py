@@ -8,10 +8,8 @@ that backward goes on; on CUDA there is a stream for each, and the host waits fo
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Sequence
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -19,19 +17,8 @@ import torch.distributed as dist
 
 from runtime.comm.collectives import collective_of, phases_in
 from runtime.comm.collectives.phases import Phase, Works
-from runtime.comm.communicator import (
-    EXIT_S,
-    GRACE_S,
-    CommTiming,
-    Communicator,
-    Payload,
-    describe_failure,
-    failure_of,
-    mark_on,
-    nothing,
-    raise_failure,
-    to_settle,
-)
+from runtime.comm.communicator import CommTiming, Communicator, Payload, mark_on, nothing, raise_failure
+from runtime.comm.threaded_communicator import ThreadedCommunicator
 from runtime.comm.topology import LinkName, Topology
 from runtime.comm.world import Grid
 from runtime.plan import Plan, PlanBucket
@@ -115,19 +102,14 @@ class PhaseQueues:
         return all(self._done.get(one, 0) == self._counts[one] for one in buckets)
 
 
-class PhasedHostCommunicator:
+class PhasedHostCommunicator(ThreadedCommunicator[LinkName, Entry]):
     """CPU tensors: one thread for each kind of link. See `runtime.comm.communicator.Communicator`."""
 
     def __init__(self, grid: Grid, phases: Sequence[tuple[Phase, ...]], order: Sequence[Entry] | None = None) -> None:
+        super().__init__(grid.world, LINKS)
         self._grid, self._phases = grid, phases
         self._queues = PhaseQueues([[phase.link for phase in of] for of in phases], order)
-        self._changed = threading.Condition()
         self._buckets: dict[int, tuple[Payload, CommTiming]] = {}
-        self._failure: Exception | None = None
-        # Threads start with the first bucket: on a rank that never sends there are none to end.
-        self._moved_at, self._closing = time.monotonic(), False
-        self._threads: list[threading.Thread] = []
-        to_settle.add(self)
 
     def launch(self, bucket: Payload, sent: CommTiming, prepare: Callable[[], None] = nothing) -> None:
         if self._queues.over(bucket.index):
@@ -136,10 +118,7 @@ class PhasedHostCommunicator:
         sent.launch, sent.start, sent.end = time.perf_counter(), None, None
         sent.phases.clear()
         with self._changed:
-            for link in LINKS if not self._threads else ():
-                thread = threading.Thread(target=self._carry, args=(link,), name=f"planner {link}", daemon=True)
-                self._threads.append(thread)
-                thread.start()
+            self._start()
             self._buckets[bucket.index] = bucket, sent
             self._queues.launch(bucket.index)
             self._changed.notify_all()
@@ -147,80 +126,41 @@ class PhasedHostCommunicator:
     def wait(self, until: CommTiming | None = None) -> None:
         """See `Communicator.wait`. After a failure every later wait fails alike: the groups are broken."""
         with self._changed:
-            self._drain(until)
-            if self._failure is not None:
-                raise self._failure
+            self._wait_until(until)
             if self._queues.complete():
                 self._queues.begin()
                 self._buckets.clear()
 
     def _drain(self, until: CommTiming | None = None) -> None:
-        """Wait, and keep what fails; the lock is held."""
-        limit_s = self._grid.world.timeout_s + 2 * GRACE_S  # a thread's own wait ends first, and says what it was for
         self._queues.flush()
         self._changed.notify_all()
-        self._moved_at = time.monotonic()
-        while self._failure is None and (not self._queues.complete() if until is None else until.end is None):
-            self._changed.wait(limit_s)
-            if time.monotonic() > self._moved_at + limit_s:
-                nothing_moved = TimeoutError("nothing has moved")
-                self._fail(describe_failure(self._grid.world, "what was launched", nothing_moved))
+        super()._drain(until)
 
-    def close(self) -> None:
-        """Wait for what a backward that raised left on its way, then end the threads."""
-        with self._changed:
-            self._drain()  # whoever waited for it first has told what failed
-        self.settle(time.monotonic() + EXIT_S)
+    def _is_pending(self, until: CommTiming | None) -> bool:
+        return not self._queues.complete() if until is None else until.end is None
 
-    def settle(self, deadline: float) -> None:
-        """Start nothing more, and give the threads until `deadline` (monotonic) for what is on its way."""
+    def _next(self, lane: LinkName) -> Entry | None:
+        return self._queues.next(lane)
+
+    def _label(self, lane: LinkName, entry: Entry) -> str:
+        return f"{self._phases[entry[0]][entry[1]].name} ({lane}) of {self._buckets[entry[0]][0].label}"
+
+    def _carry(self, lane: LinkName, entry: Entry) -> None:
+        bucket, sent = self._buckets[entry[0]]
+        phases = self._phases[entry[0]]
+        phase = phases[entry[1]]
+        begun = time.perf_counter()
+        if sent.start is None:
+            sent.start = begun
+        for work in (work for message in bucket.messages for work in phase.run(message, self._grid)):
+            self._wait_for_work(work)
+        ended = time.perf_counter()
         with self._changed:
-            self._closing = True
+            sent.phases.append((phase.name, lane, begun, ended))
+            if entry[1] == len(phases) - 1:
+                sent.end = ended
+            self._queues.done(lane)
             self._changed.notify_all()
-        for thread in self._threads:
-            thread.join(max(0.0, deadline - time.monotonic()))
-
-    # What the threads do.
-
-    def _carry(self, link: LinkName) -> None:
-        limit = timedelta(seconds=self._grid.world.timeout_s + GRACE_S)
-        while (entry := self._take(link)) is not None:
-            bucket, sent = self._buckets[entry[0]]
-            phases = self._phases[entry[0]]
-            phase = phases[entry[1]]
-            begun = time.perf_counter()
-            if sent.start is None:
-                sent.start = begun
-            try:
-                for work in (work for message in bucket.messages for work in phase.run(message, self._grid)):
-                    wait_for(work, limit)
-                    self._moved_at = time.monotonic()
-            except Exception as error:  # nobody else hears of it on this thread
-                with self._changed:
-                    self._fail(failure_of(self._grid.world, f"{phase.name} ({link}) of {bucket.label}", error))
-                return
-            ended = time.perf_counter()
-            with self._changed:
-                sent.phases.append((phase.name, link, begun, ended))
-                if entry[1] == len(phases) - 1:
-                    sent.end = ended
-                self._queues.done(link)
-                self._changed.notify_all()
-
-    def _take(self, link: LinkName) -> Entry | None:
-        """The link's next phase, once it may begin; None at the end."""
-        with self._changed:
-            while not self._closing and self._failure is None:
-                entry = self._queues.next(link)
-                if entry is not None:
-                    return entry
-                self._changed.wait()
-        return None
-
-    def _fail(self, error: Exception) -> None:
-        """The lock is held."""
-        self._failure = self._failure or error
-        self._changed.notify_all()
 
 
 class PhasedStreamCommunicator:

@@ -7,30 +7,18 @@ for the thread, and then on the device, only at its end. Ranks may share a devic
 
 from __future__ import annotations
 
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from datetime import timedelta
 from typing import Any, Protocol
 
 import torch
 
 from runtime.comm.collectives import Collective
-from runtime.comm.communicator import (
-    EXIT_S,
-    GRACE_S,
-    CommTiming,
-    Payload,
-    describe_failure,
-    failure_of,
-    mark_on,
-    nothing,
-    to_settle,
-)
+from runtime.comm.communicator import CommTiming, Payload, mark_on, nothing
+from runtime.comm.threaded_communicator import ThreadedCommunicator
 from runtime.comm.world import World
-from runtime.torch_compat import wait_for
 
 
 class Lane(Protocol):
@@ -80,8 +68,14 @@ class HostLane:
     def join(self, mark: float) -> None: ...
 
 
-class StagedCommunicator:
-    """One message at a time, in the order of launches, carried by a thread. See `Communicator`."""
+CARRYING = ("staged",)
+"""The one lane of a thread."""
+Filled = tuple[Payload, CommTiming, Any]
+"""A bucket, its times, and a mark behind what fills its messages."""
+
+
+class StagedCommunicator(ThreadedCommunicator[str, Filled]):
+    """One message at a time, in the order of launches. See `Communicator`."""
 
     def __init__(
         self, world: World, collectives: list[Collective], filling: Lane, carrying: Lane, whole: World | None = None
@@ -89,18 +83,13 @@ class StagedCommunicator:
         """`filling`: where messages are filled, by the calling thread; `carrying`: where they are carried and added
         up.
         """
-        self._world, self._collectives, self._whole = world, collectives, whole or world
-        self._filling, self._carrying = filling, carrying
-        self._changed = threading.Condition()
-        self._queue: deque[tuple[Payload, CommTiming, Any]] = deque()
+        super().__init__(world, CARRYING, whole)
+        self._collectives, self._filling, self._carrying = collectives, filling, carrying
+        self._queue: deque[Filled] = deque()
         self._on_its_way = 0
         """Buckets that have been launched and have not come."""
         self._last: Any = None
         """Mark behind the last bucket that has come."""
-        self._failure: Exception | None = None
-        self._moved_at, self._closing = time.monotonic(), False
-        self._thread: threading.Thread | None = None
-        to_settle.add(self)
 
     def launch(self, bucket: Payload, sent: CommTiming, prepare: Callable[[], None] = nothing) -> None:
         """See `Communicator.launch`; what the current stream has queued so far is waited for on the device."""
@@ -112,9 +101,7 @@ class StagedCommunicator:
         with self._changed:
             if self._failure is not None:
                 return  # the next wait raises it
-            if self._thread is None:  # on a rank that never sends there is none to end
-                self._thread = threading.Thread(target=self._carry, name="planner staged", daemon=True)
-                self._thread.start()
+            self._start()
             self._queue.append((bucket, sent, filled))
             self._on_its_way += 1
             self._changed.notify_all()
@@ -124,75 +111,36 @@ class StagedCommunicator:
         until they are on the device. After a failure every later wait fails alike: the group is broken.
         """
         with self._changed:
-            self._drain(until)
-            if self._failure is not None:
-                raise self._failure
+            self._wait_until(until)
             mark = self._last if until is None else until.end
         if mark is not None:
             self._carrying.join(mark)
 
-    def _drain(self, until: CommTiming | None = None) -> None:
-        """Wait, and keep what fails; the lock is held."""
-        limit_s = self._world.timeout_s + 2 * GRACE_S  # the thread's own wait ends first, and says what it was for
-        self._moved_at = time.monotonic()
-        while self._failure is None and (self._on_its_way > 0 if until is None else until.end is None):
-            if until is not None and not self._on_its_way:
-                return  # it has not been launched
-            self._changed.wait(limit_s)
-            if time.monotonic() > self._moved_at + limit_s:
-                nothing_moved = TimeoutError("nothing has moved")
-                self._fail(describe_failure(self._whole, "what was launched", nothing_moved))
+    def _is_pending(self, until: CommTiming | None) -> bool:
+        return self._on_its_way > 0 and (until is None or until.end is None)
 
-    def close(self) -> None:
-        """Wait for what a backward that raised left on its way, then end the thread."""
-        with self._changed:
-            self._drain()  # whoever waited for it first has told what failed
-        self.settle(time.monotonic() + EXIT_S)
+    def _next(self, _lane: str) -> Filled | None:
+        return self._queue.popleft() if self._queue else None
 
-    def settle(self, deadline: float) -> None:
-        """Start nothing more, and give the thread until `deadline` (monotonic) for what is on its way."""
-        with self._changed:
-            self._closing = True
-            self._changed.notify_all()
-        if self._thread is not None:
-            self._thread.join(max(0.0, deadline - time.monotonic()))
+    def _label(self, _lane: str, entry: Filled) -> str:
+        return entry[0].label
 
-    # What the thread does.
-
-    def _carry(self) -> None:
-        limit, group = timedelta(seconds=self._world.timeout_s + GRACE_S), self._world.group
+    def _carry(self, _lane: str, entry: Filled) -> None:
+        bucket, sent, filled = entry
+        group = self._world.group
         assert group is not None
-        while (entry := self._take()) is not None:
-            bucket, sent, filled = entry
-            try:
-                with self._carrying.after(filled):
-                    sent.start = self._carrying.mark()
-                    for message in bucket.messages:
-                        for work in self._collectives[bucket.index](message, group):
-                            wait_for(work, limit)
-                            self._moved_at = time.monotonic()
-                    end = self._carrying.mark()
-            except Exception as error:  # nobody else hears of it on this thread
-                with self._changed:
-                    self._fail(failure_of(self._whole, bucket.label, error))
-                return
-            with self._changed:
-                sent.end = self._last = end
-                self._on_its_way -= 1
-                self._changed.notify_all()
-
-    def _take(self) -> tuple[Payload, CommTiming, Any] | None:
-        """The next bucket; None at the end."""
+        with self._carrying.after(filled):
+            sent.start = self._carrying.mark()
+            for message in bucket.messages:
+                for work in self._collectives[bucket.index](message, group):
+                    self._wait_for_work(work)
+            end = self._carrying.mark()
         with self._changed:
-            while not self._closing and self._failure is None:
-                if self._queue:
-                    return self._queue.popleft()
-                self._changed.wait()
-        return None
+            sent.end = self._last = end
+            self._on_its_way -= 1
+            self._changed.notify_all()
 
     def _fail(self, error: Exception) -> None:
-        """The lock is held."""
-        self._failure = self._failure or error
+        super()._fail(error)
         self._queue.clear()
         self._on_its_way = 0
-        self._changed.notify_all()

@@ -83,6 +83,14 @@ class Slot:
         """Take a new view where a script has given the old one other memory (`parameter.grad.data = …`)."""
         self.view = self._home.data
 
+    def leave(self) -> None:
+        """Give `.grad` memory of its own, where it is the view and neither a graph nor DLPack knows its memory: what is
+        done to it from now on is not done to the bucket, nor the other way round.
+        """
+        if self.parameter.grad is self.view and not held_by_torch(self.view, 1):
+            theirs, self.view = self.view, self._home.data
+            theirs.data = self.view.clone()
+
     def refuse_graph(self, gradient: Tensor) -> None:
         """Raise InputError for a gradient that is to be differentiated: the average would be a constant."""
         if gradient.requires_grad:

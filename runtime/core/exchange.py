@@ -270,13 +270,20 @@ class Exchange:
     def give_up(self) -> None:
         """Send what has not been sent, whatever it is, with the word that an exception ended this rank's backward: so
         ranks' collectives stay in step, wherever in the backward each of them failed, and the others are told.
+
+        Nobody waits for what is on its way before the next backward, and a script zeroes gradients before that, maybe
+        in place: `.grad`s leave the buckets, which are still written to.
         """
         if not (self.open or self._on_first_grad()):
             return  # this backward exchanges nothing
         self._given_up = self._given_up or self._next < len(self.buckets)
-        for bucket in self.buckets[self._next :]:
-            self.launcher.give_up(bucket)
-            self._launch(bucket)
+        try:
+            for bucket in self.buckets[self._next :]:
+                self.launcher.give_up(bucket)
+                self._launch(bucket)
+        finally:
+            for slot in self.slots:
+                slot.leave()
 
     def onlookers(self, slot: Slot) -> bool:
         """Tell whether hooks of the user's run after a gradient has been added to `.grad`."""

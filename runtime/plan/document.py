@@ -199,8 +199,8 @@ class StepPlan(Record):
         ]
         | None
     ) = None
-    """Of gathers beside the next forward: the buckets of each, by index, in the order in which they are launched; every
-    bucket once. None: one for each bucket, in the reverse of the plan's order."""
+    """Of gathers beside the next forward: the buckets of each, by index, in the order in which they are launched (any);
+    every bucket once, those of a gather without a gap. None: one for each, in the reverse of the plan's order."""
     replicated_us: PredictedUs | None = None
     """The training step where every rank updates all weights."""
     sharded_us: PredictedUs | None = None
@@ -444,6 +444,14 @@ def gathers_problem(plan: Plan, path: str = "the plan") -> str | None:
                 f"expected each bucket in exactly one gather: take one out"
             )
         owner[bucket] = position
+    for position, group in enumerate(step.gathers):
+        between = next((bucket for bucket in range(min(group), max(group)) if bucket not in group), None)
+        if between is not None:
+            return (
+                f"{where}.gathers[{position}]: found buckets {min(group)} and {max(group)} without bucket {between}, "
+                f"which lies between them; expected buckets that follow one another: gather {between} with them, or "
+                f"make two gathers of them"
+            )
     missing = next((bucket for bucket in range(len(plan.buckets)) if bucket not in owner), None)
     if missing is None:
         return None

@@ -250,6 +250,57 @@ def exception(then: str) -> dict[str, bool]:
     return results
 
 
+class Fuse(nn.Module):
+    """Passes on what it gets; its backward raises once it is blown. No hook, which would part `.grad`s from buckets."""
+
+    blown = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        return _Raise.apply(x) if self.blown else x  # type: ignore[no-any-return,no-untyped-call]
+
+
+class _Raise(torch.autograd.Function):
+    @staticmethod
+    def forward(_context: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(_context: Any, *_gradients: Any) -> Any:
+        raise ArithmeticError("on purpose")
+
+
+def zeroed_on_the_way() -> dict[str, bool]:
+    """After a backward that raises on all ranks, rank 0 zeroes its gradients in place while messages of theirs wait for
+    the other ranks, whose backward comes later; then ordinary steps. Against DDP that never failed.
+    """
+
+    def made() -> nn.Sequential:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(6, 8), Fuse(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 3))
+
+    reference, planned = with_ddp(made()), with_plan(made())
+    store, zeroed, results = dist.distributed_c10d._get_default_store(), "rank 0 has zeroed", dict[str, bool]()
+    for side in (reference, planned):
+        for step in range(STEPS):
+            if side is planned and step == 1:
+                if dist.get_rank() > 0:
+                    store.wait([zeroed])  # for ever, if rank 0's zeroing waited for this rank
+                planned.model[1].blown = True  # type: ignore[assignment]
+                try:
+                    loss_of(planned, step).backward()
+                except ArithmeticError:
+                    results["raised"] = any(p.grad is not None for p in planned.model.parameters())
+                planned.model[1].blown = False  # type: ignore[assignment]
+                planned.optimizer.zero_grad(set_to_none=False)
+                store.set(zeroed, "")
+            loss_of(side, step).backward()
+            side.optimizer.step()
+            side.optimizer.zero_grad(set_to_none=False)
+    results |= compare(outcome(reference), outcome(planned))
+    planned.close()
+    return results
+
+
 def exception_in_forward() -> dict[str, bool]:
     """A forward that raises half-way on all ranks, then ordinary steps."""
 
@@ -338,6 +389,7 @@ STEP_CHECKS: dict[str, Callable[[], dict[str, bool]]] = {
     "create_graph-in no_sync": create_graph_alone,
     "two_losses": two_losses,
     "exception_in_forward": exception_in_forward,
+    "zeroed_on_the_way": zeroed_on_the_way,
     **{f"unused-{where}": partial(unused, where) for where in ("somewhere", "everywhere")},
     **{f"exception-{then}": partial(exception, then) for then in ("new forward", "same graph", "elsewhere", "alone")},
 }

@@ -71,8 +71,13 @@ def defect(schedule: Schedule, gradients: int) -> str | None:
     groups = _mode(schedule).groups(count)
     if sorted(bucket for group in groups for bucket in group) != list(range(count)):
         return f"found the gathers {groups}, expected each of {count} buckets once"
-    odd = next((group for group in groups if max(group) - min(group) >= len(group)), None)
-    return None if odd is None else f"buckets {format_indices(sorted(odd))}, gathered together, are not consecutive"
+    gaps = (
+        (at, sorted(group)) for at, group in enumerate(groups) if not group or max(group) - min(group) >= len(group)
+    )
+    at, odd = next(gaps, (0, None))
+    if odd is None:
+        return None
+    return f"gather {at}: found buckets {format_indices(odd) or 'none'}, expected one or several without a gap"
 
 
 def _mode(schedule: Schedule) -> LateGather:

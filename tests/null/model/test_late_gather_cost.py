@@ -355,7 +355,8 @@ def test_what_is_sent_in_the_step_is_tried_later(monkeypatch: pytest.MonkeyPatch
     [
         (((1,), (0,)), "each of 3 buckets once"),
         (((2,), (1,), (1, 0)), "each of 3 buckets once"),
-        (((2, 0), (1,)), "buckets 0,2, gathered together, are not consecutive"),
+        (((1,), (2, 0)), "gather 1: found buckets 0,2, expected one or several without a gap"),
+        (((2, 1, 0), ()), "gather 1: found buckets none"),
         (((3, 2), (1,), (0,)), "each of 3 buckets once"),
     ],
 )

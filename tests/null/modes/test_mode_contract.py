@@ -117,6 +117,21 @@ def test_what_is_relaxed_says_so(mode: type[Mode]) -> None:
     assert 'expected "relaxed"' in problem
 
 
+def test_gathers_leave_out_no_bucket_between_theirs() -> None:
+    buckets = tuple(replace(BUCKET, gradients=(name,)) for name in NAMES)
+    for groups, words in (
+        (((0, 2), (1, 3)), "gathers[0]: found buckets 0 and 2 without bucket 1"),
+        (((2,), (1, 0)), "gathers: found none with bucket 3"),
+    ):
+        step = StepPlan(sharded=True, gather="forward", gathers=groups)
+        problem = check_plan(
+            PARAMETERS, replace(plan_of(LATE_GATHER), buckets=buckets, updates=UpdatePlan(step=step)), 2
+        )
+        assert problem is not None
+        assert words in problem
+        assert "expected" in problem
+
+
 class Wrapper:
     """Changes gradients before the optimizer's step, say."""
 

@@ -322,6 +322,24 @@ def test_gathers_that_are_none(changes: dict[str, Any], words: str) -> None:
         parse_plan(document | {"updates": {"step": step | changes}})
 
 
+def test_gathers_without_a_gap_come_in_any_order() -> None:
+    buckets = [{"gradients": [name]} for name in "abc"]
+    document = sound("plan") | {"interface": ["late-gather"], "buckets": buckets}
+
+    def gathering(groups: list[list[int]]) -> Any:
+        step = {"sharded": True, "gather": "forward", "gathers": groups}
+        return parse_plan(document | {"updates": {"step": step}}).gathers
+
+    assert gathering([[0], [1, 2]]) == ((0,), (1, 2))
+    assert gathering([[2, 1], [0]]) == ((2, 1), (0,))
+    words = (
+        "$.updates.step.gathers[1]: found buckets 0 and 2 without bucket 1, which lies between them; expected buckets "
+        "that follow one another: gather 1 with them, or make two gathers of them"
+    )
+    with pytest.raises(InputError, match=re.escape(words)):
+        gathering([[1], [2, 0]])
+
+
 def test_late_gathers_have_an_interface_of_their_own() -> None:
     step = {"sharded": True, "gather": "forward"}
     document = sound("plan") | {"updates": {"step": step}}

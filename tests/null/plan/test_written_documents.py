@@ -134,11 +134,11 @@ norm_plans = st.builds(
 
 @st.composite
 def step_plans(draw: st.DrawFn, buckets: int) -> p.StepPlan:
-    """Shared steps, some with gathers beside the next forward, in groups of the buckets."""
+    """Shared steps, some with gathers beside the next forward, in groups of the buckets, in any order."""
     late = draw(st.booleans())
-    order = draw(st.permutations(range(buckets)))
     cut = draw(st.integers(1, buckets))
-    groups = tuple(tuple(group) for group in (order[:cut], order[cut:]) if group)
+    runs = [draw(st.permutations(run)) for run in (range(cut), range(cut, buckets)) if run]
+    groups = tuple(tuple(run) for run in draw(st.permutations(runs)))
     return p.StepPlan(
         sharded=True, gather="forward" if late else draw(st.sampled_from([None, "step"])),
         gathers=draw(st.none() | st.just(groups)) if late else None, gather_us=draw(st.none() | times),
