@@ -16,7 +16,7 @@ from planner.model.modes.sharded import (
     costs_known,
     gathers_us,
     memory_bytes,
-    missing_params,
+    not_shared_reason,
     replicated_bytes,
     sharded_bytes,
 )
@@ -27,11 +27,6 @@ from planner.passes.shard_updates import ShardUpdates
 from runtime.errors import InputError
 from runtime.plan import Plan, StepPlan, UpdatePlan
 from runtime.plan.interfaces import BFLOAT16_WEIGHTS, INTERFACES, LATE_GATHER, SHARDED_STEP, granted, name_problem
-
-MISSING_PARAMS = (
-    "ranks do not share the optimizer's step, and cannot: it does not hold all parameters that have gradients; add "
-    "the others, or freeze them before profiling"
-)
 
 ALLOW = f"--allow {SHARDED_STEP}"
 SMALLER = "take more ranks, or a smaller batch"
@@ -161,7 +156,11 @@ def with_notes(problem: Problem, plan: Plan, sharing: ShardUpdates | None) -> Pl
     step = _step(plan)
     if sharing is None or sharing.step == "never":
         return plan
-    notes = [MISSING_PARAMS] if missing_params(problem) else [] if step is None else _notes(problem, step, sharing)
+    reason = not_shared_reason(problem)
+    if reason is not None and problem.ranks > 1:
+        notes = [f"ranks do not share the optimizer's step, as they may: {reason}"]
+    else:
+        notes = [] if step is None else _notes(problem, step, sharing)
     return replace(plan, notes=(*plan.notes, *notes))
 
 

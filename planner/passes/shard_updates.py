@@ -22,6 +22,7 @@ from planner.model.modes.sharded import (
     can_share,
     costs_known,
     memory_bytes,
+    not_shared_reason,
     own_update_us,
     push_us,
     replicated_bytes,
@@ -105,18 +106,11 @@ class ShardUpdates(Pass):
 
     def memory_limit_unused_reason(self, problem: Problem) -> str:
         """Why a limit of memory decides nothing here; empty where it may, or where other words say why."""
+        reason = not_shared_reason(problem)
+        if reason is not None:
+            return reason
         optimizer = problem.profile.compute.optimizer
-        if problem.ranks == 1:
-            return "one rank alone has nobody to share the optimizer's step with"
-        if optimizer is None:
-            return (
-                "the profile does not say what the optimizer is and keeps, which `planner profile` notes: profile again"
-            )
-        if not optimizer.elementwise:
-            return f"ranks cannot share the step of {optimizer.name}, which does not treat every element by itself"
-        if optimizer.holds_all is False:
-            return "ranks cannot share the optimizer's step, for it does not hold all parameters that have gradients"
-        if optimizer.state_bytes is None:
+        if optimizer is not None and optimizer.state_bytes is None:
             return "the profile does not say what the optimizer keeps: profile again"
         return ""
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from planner.comparison.report import Comparison, Row
 from planner.decide.bounded import split_passes
 from planner.documents.catalog import find_cluster, find_profile
-from planner.documents.profile import Cluster, ComputeProfile, Profile
+from planner.documents.profile import Cluster, ComputeProfile, OptimizerProfile, Profile
 from planner.documents.text import milliseconds
 from planner.ir import ACCURACIES
 from planner.rehearse.scale import Scale, check_profile, links_of, on_hosts
@@ -37,6 +37,7 @@ COLUMNS = (
     "", "step (ms)", "95 % interval (ms)", "predicted (ms)", "error", "predicted place", "by constants (ms)", "hidden",
     "buckets",
 )  # fmt: skip
+PLAIN_SGD = OptimizerProfile(name="SGD", adaptive=False, elementwise=True, holds_all=True)
 _HOSTS = re.compile(r"([1-9]\d{0,4})x([1-9]\d{0,4})", re.ASCII)
 
 
@@ -161,7 +162,7 @@ def make_asked(
     Raises:
         InputError: an option is wrong; nothing is known of the links; more ranks than this machine can hold.
     """
-    profile = _without_matrices(find_profile(name))
+    profile = _as_rehearsed(find_profile(name))
     check_profile(profile, name)
     machines = profile.cluster if cluster is None else find_cluster(cluster)
     if machines is None:
@@ -188,10 +189,13 @@ def make_asked(
     )  # fmt: skip
 
 
-def _without_matrices(profile: Profile) -> Profile:
-    """A profile that does not know them: parameters that are shrunk have one dimension, so nothing has low rank."""
-    gradients = tuple(replace(gradient, matrix=None) for gradient in profile.compute.gradients)
-    return replace(profile, compute=replace(profile.compute, gradients=gradients))
+def _as_rehearsed(profile: Profile) -> Profile:
+    """The profile with what is rehearsed of it: parameters that are shrunk have one dimension, so that nothing has low
+    rank, and where nothing is said of the optimizer it is the one that updates them.
+    """
+    compute = profile.compute
+    gradients = tuple(replace(gradient, matrix=None) for gradient in compute.gradients)
+    return replace(profile, compute=replace(compute, gradients=gradients, optimizer=compute.optimizer or PLAIN_SGD))
 
 
 def summarize_rehearsal(asked: Asked, ranks: Sequence[Rehearsed]) -> Rehearsal:

@@ -18,7 +18,6 @@ from numpy.typing import NDArray
 
 from planner.cost.curve import CostCurve
 from planner.cost.halves import REDUCE_SCATTER
-from planner.documents.profile import OptimizerProfile
 from planner.ir import Bucket, Mode, Schedule
 from planner.model.modes import synchronous
 from planner.model.problem import Problem
@@ -97,19 +96,27 @@ def explain(problem: Problem, schedule: Schedule, timeline: Timeline) -> list[st
 
 def can_share(problem: Problem) -> bool:
     """Whether the optimizer is known to treat every element by itself, and there are ranks to share its step."""
-    optimizer = _elementwise(problem)
-    return optimizer is not None and optimizer.holds_all is not False
+    return not_shared_reason(problem) is None
 
 
-def missing_params(problem: Problem) -> bool:
-    """Whether ranks could, but for parameters that are known not to be the optimizer's."""
-    optimizer = _elementwise(problem)
-    return optimizer is not None and optimizer.holds_all is False
-
-
-def _elementwise(problem: Problem) -> OptimizerProfile | None:
+def not_shared_reason(problem: Problem) -> str | None:
+    """Why ranks cannot share the optimizer's step, and what would change that; None where they can."""
     optimizer = problem.profile.compute.optimizer
-    return optimizer if problem.ranks > 1 and optimizer is not None and optimizer.elementwise else None
+    if problem.ranks == 1:
+        return "one rank alone has nobody to share the optimizer's step with"
+    if optimizer is None:
+        return (
+            'the profile does not say what the optimizer is ("compute": {"optimizer": …}), which `planner profile` '
+            "notes: profile again"
+        )
+    if not optimizer.elementwise:
+        return f"{optimizer.name} is not known to treat every element by itself"
+    if optimizer.holds_all is False:
+        return (
+            "the optimizer does not hold all parameters that have gradients: add the others, or freeze them before "
+            "profiling"
+        )
+    return None
 
 
 def costs_known(problem: Problem) -> bool:

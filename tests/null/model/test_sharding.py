@@ -239,7 +239,9 @@ def test_a_limit_that_decides_nothing_is_told() -> None:
     assert "not among the passes" in allowed(profile(), passes="merge", max_memory_mib=0.5).notes[-1]
     other = document(cluster=halves_cluster())
     other["compute"]["optimizer"]["elementwise"] = False
-    assert "cannot share the step of" in allowed(parse_profile(other), max_memory_mib=0.5).notes[-1]
+    shared, limit = allowed(parse_profile(other), max_memory_mib=0.5).notes[-2:]
+    assert all("is not known to treat every element by itself" in note for note in (shared, limit))
+    assert shared.startswith("ranks do not share the optimizer's step, as they may: ")
 
 
 def test_what_memory_takes() -> None:
