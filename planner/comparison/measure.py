@@ -193,8 +193,8 @@ class VariantRunner:
         return Measured(records, max(self.world.gather(backward_us, "the time of backward")))
 
     def warm_up_steps(self, record: Record) -> int:
-        """Return the steps of a block that do not count: with a delay, two at least wait for less than later ones."""
-        return max(self._warm_up_steps, 2) if record.variant.delay else self._warm_up_steps
+        """Return the steps of a block that do not count."""
+        return max(self._warm_up_steps, record.variant.least_warm_up)
 
     def _block(self, record: Record, steps: int) -> None:
         variant, warm_up_steps = record.variant, self.warm_up_steps(record)

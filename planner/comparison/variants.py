@@ -49,6 +49,13 @@ class Variant:
         """k of its plan, 0 without a delay."""
         return 0 if self.plan is None or self.plan.delay is None else self.plan.delay.steps
 
+    @property
+    def least_warm_up(self) -> int:
+        """Steps that cannot count: where steps wait for what earlier ones have sent, the first one waits for nothing,
+        and the second for less, because the first one's weights are compared with DDP's.
+        """
+        return 2 if self.delay or (self.plan is not None and self.plan.gathers is not None) else 1
+
     def whole_cycles(self, steps: int) -> int:
         """Return at least so many steps, as whole cycles of k."""
         return -(-steps // self.delay) * self.delay if self.delay else steps

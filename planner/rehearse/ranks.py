@@ -493,7 +493,7 @@ def _blocks(variants: Sequence[Variant], steps: int) -> list[Blocks]:
     for one in variants:
         step_s = predicted_s.get(one.name, (computed_s + ddp_s) / 2.0)  # a hook's, which sends half of the bytes
         brief = step_s > SLOW * computed_s
-        warm_up_steps = WARM_UP_STEPS + bool(one.delay)
+        warm_up_steps = max(WARM_UP_STEPS, one.least_warm_up)
         block_steps = warm_up_steps + one.whole_cycles(1 if brief else steps)
         found.append(Blocks(name=one.name, step_s=step_s, steps=block_steps, brief=brief))
     return found
