@@ -228,8 +228,15 @@ class Stack(nn.Module):
         return scores
 
 
+ALL_OF_STACK = (("embed",), *EACH, ("head",))
+
+
 def memory() -> dict[str, tuple[int, int]]:
-    """By wrapping, (predicted, counted) peaks of a step with Adam, the latter by torch's own tracker."""
+    """By wrapping, (predicted, counted) peaks of a step with Adam, the latter by torch's own tracker.
+
+    It has hooks of its own in place of FSDP2's, which gather groups of several modules once for each of them: here
+    every module has a group of its own.
+    """
     from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
 
     given = torch.randint(0, 200, (4, 32), generator=torch.Generator().manual_seed(dist.get_rank()))
@@ -248,12 +255,10 @@ def memory() -> dict[str, tuple[int, int]]:
     units = replace(measure_units(plain, run, None, World.join(), repeats=1), state_factor=2.0)
     peaks = {}
     for name, spec in {
-        "each": FullyShardPlan(groups=(("embed",), *EACH, ("head",))),
+        "each": FullyShardPlan(groups=ALL_OF_STACK),
         "one unit": FullyShardPlan(groups=()),
-        "pairs, the last kept": FullyShardPlan(
-            groups=(("embed",), EACH[0] + EACH[1], EACH[2] + EACH[3], ("head",)),
-            reshard_after_forward={"layers.2": False, "head": False},
-        ),
+        "blocks, the last kept": FullyShardPlan(groups=EACH, reshard_after_forward={"layers.3": False}),
+        "all kept": FullyShardPlan(groups=ALL_OF_STACK, reshard_after_forward={n: False for (n,) in ALL_OF_STACK}),
     }.items():
         model = planner.fully_shard(Stack(), plan_for(spec))
         optimizer = torch.optim.Adam(model.parameters(), foreach=False)
@@ -266,9 +271,9 @@ def memory() -> dict[str, tuple[int, int]]:
                 optimizer.step()
                 if step == 0:
                     tracker.reset_mod_stats()
-        [counted] = tracker.get_tracker_snapshot("peak").values()
+        [tracked] = tracker.get_tracker_snapshot("peak").values()
         predicted = host_program(shape_of(units, dist.get_world_size()), spec).peak_bytes
-        peaks[name] = predicted, counted["Total"]
+        peaks[name] = predicted, tracked["Total"]
     return peaks
 
 
