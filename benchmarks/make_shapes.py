@@ -94,6 +94,32 @@ def llama(
     )  # fmt: skip
 
 
+def olmoe(tokens: int = 2048, batch: int = 8) -> ModelShape:
+    """A mixture of experts: of 64 in a block each token computes with 8, which backward takes gradients of all for."""
+    width, hidden, layers, experts, chosen, vocabulary = 2048, 1024, 16, 64, 8, 50304
+    matrices = [(f"self_attn.{name}_proj", width, width) for name in "qkvo"]
+    vectors = [
+        ("self_attn.q_norm.weight", width), ("self_attn.k_norm.weight", width), ("input_layernorm.weight", width),
+        ("post_attention_layernorm.weight", width),
+    ]  # fmt: skip
+    weights = [Weight("model.embed_tokens.weight", vocabulary * width)]
+    for layer in range(layers):
+        name = f"model.layers.{layer}"
+        weights += transformer_weights(name, width, tokens, matrices, vectors, width)
+        weights.append(Weight(f"{name}.mlp.gate.weight", experts * width, 2.0 * experts * width * tokens))
+        for which, times in (("gate_up_proj", 2), ("down_proj", 1)):
+            flops = 2.0 * chosen * times * hidden * width * tokens
+            weights.append(Weight(f"{name}.mlp.experts.{which}", experts * times * hidden * width, flops))
+    head = vocabulary * width
+    weights += [Weight("model.norm.weight", width), Weight("lm_head.weight", head, 2.0 * head * tokens)]
+    return ModelShape(
+        "olmoe-1b-7b", tuple(weights), 6_919_161_856, batch, ACTIVATION_BYTES * tokens * width * layers,
+        2.0 * tokens * width * layers, {},
+        "sizes: OLMoE-1B-7B (Muennighoff et al. 2024); all experts on every rank",
+        (f"sequences of {tokens} tokens, {batch} for each rank",),
+    )  # fmt: skip
+
+
 def bert_large(tokens: int = 128, batch: int = 32) -> ModelShape:
     width, hidden, layers, vocabulary = 1024, 4096, 24, 30522
     matrices = [
@@ -270,6 +296,7 @@ def shapes() -> Iterator[ModelShape]:
         efficiency={"a100": 0.69, "h100": 0.578, "h200": 0.578},
         source=llama_sizes.format("Llama 3.1 70B", f"{LLM_FOUNDRY}: HFU, for blocks are computed twice"),
     )  # fmt: skip
+    yield olmoe()
     yield vit_large()
     yield bert_large()
     yield diffusion_unet()

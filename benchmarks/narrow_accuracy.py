@@ -152,6 +152,7 @@ def lines(found: Sequence[Run]) -> Iterator[str]:
             seed: statistics.fmean(runs[seed, way].losses[round(REACHED * WINDOWS) - 1] for way in WHOLE)
             for seed in seeds
         }
+        whole = [reached for seed in seeds if (reached := runs[seed, WHOLE[0]].reaches(targets[seed])) is not None]
         apart = max(abs(runs[seed, way].last_loss / means[seed] - 1.0) for seed in seeds for way in WHOLE)
         for way in dict.fromkeys(one.way for one in found):
             each = [runs[seed, way] for seed in seeds]
@@ -162,7 +163,7 @@ def lines(found: Sequence[Run]) -> Iterator[str]:
             share = None if None in shares else statistics.fmean(share for share in shares if share is not None)
             ratio = ratios.get(way)
             steps = "not reached" if share is None else f"{share:.0%}"
-            taken = f"{share * ratio / REACHED:.2f}" if share is not None and ratio is not None else ""
+            taken = f"{share * ratio / statistics.fmean(whole):.2f}" if share and ratio and whole else ""
             limit = LIMITS.get(way)
             within = "" if limit is None else "yes" if mean <= max(limit, apart) else "**no**"
             yield (

@@ -173,7 +173,7 @@ def summary(records: list[dict[str, Any]]) -> list[str]:
             mean, high = float(errors.mean()), float(np.quantile(errors, 0.95))
             add(f"{what}, {len(rows)} rows: mean error", f"{mean:.1%}", f"≤ {most_mean:.0%}", mean <= most_mean)
             add(f"{what}: 95th percentile", f"{high:.1%}", f"≤ {most_high:.0%}", high <= most_high)
-    taus = [value for record in records if (value := _tau(_judged(record))) is not None]
+    taus = [value for record in records if (value := kendall(_judged(record))) is not None]
     if taus:
         add("Kendall's τ beyond the noise, mean", f"{np.mean(taus):.3f}", "≥ 0.95", bool(np.mean(taus) >= 0.95))
     lost = [_lost(_judged(record)) for record in records]
@@ -253,7 +253,7 @@ def _best_ddp_us(rows: dict[str, dict[str, Any]], figure: str = "median_us") -> 
     return min(float(row[figure]) for name, row in rows.items() if name == DDP or name.startswith("ddp:best"))
 
 
-def _tau(rows: list[dict[str, Any]]) -> float | None:
+def kendall(rows: list[dict[str, Any]]) -> float | None:
     """Return Kendall's τ over the pairs whose intervals do not overlap; None where there is none."""
     signs = [
         np.sign(slower["predicted_us"] - faster["predicted_us"])

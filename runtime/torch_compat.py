@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import os
 import pkgutil
 import traceback
 from collections.abc import Callable, Iterator
@@ -205,7 +206,9 @@ def backend_of(group: dist.ProcessGroup, device: torch.device) -> str:
 
 def all_gather_on(group: dist.ProcessGroup, whole: torch.Tensor, part: torch.Tensor) -> dist.Work:
     """Begin an all-gather like `all_gather_single`, also where the script has ended torch.distributed meanwhile."""
-    return group._allgather_base(whole, part)
+    options = AllgatherOptions()
+    options.asyncOp = True
+    return group._allgather_base(whole, part, options)
 
 
 def store_address() -> tuple[str, int] | None:
@@ -225,7 +228,11 @@ class SerialGloo:
     def __init__(self, ranks: list[int], timeout: timedelta) -> None:
         options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         options._threads, options._timeout = 1, timeout
-        options._devices = [ProcessGroupGloo.create_default_device()]
+        # As torch.distributed chooses for its own groups.
+        named = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
+        options._devices = [ProcessGroupGloo.create_device(interface=name) for name in named] or [
+            ProcessGroupGloo.create_default_device()
+        ]
         # Ranks make such groups of the same ranks equally often.
         made = _serial_groups.setdefault(tuple(ranks), count())
         key = f"planner/serial/{'-'.join(map(str, ranks))}/{next(made)}"

@@ -91,3 +91,22 @@ def optimize_fsdp2(profile: str, cluster: str | None, output: str, max_memory_mi
     console = make_console()
     print_plan(plan, console, buckets=False)
     console.print(f"wrote {output}; see `planner explain {output}`", highlight=False)
+
+
+def rehearse_fsdp2(
+    profile: str, cluster: str | None, hosts: str | None, max_memory_mib: float | None, minutes: float,
+    dilate: float | None, shrink: float | None, started_s: float,
+) -> None:  # fmt: skip
+    """Rehearse and print."""
+    from planner.rehearse.fsdp2 import make_asked_units, rehearse_units, units_table
+    from planner.report.tables import make_console, print_table
+
+    asked = make_asked_units(
+        profile, cluster, hosts, max_memory_mib=max_memory_mib, minutes=minutes, dilate=dilate, shrink=shrink
+    )
+    found = rehearse_units(asked, started_s=started_s, show_progress=not Flags.as_json)
+    if Flags.as_json:
+        print_json(found.to_document())
+        return
+    print_table(make_console(), units_table(found))
+    typer.echo("\n".join([*found.comparison.verdicts, *found.notes]))

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from planner.cli.fsdp2_commands import Parallel, compare_fsdp2, for_fsdp2
+from planner.cli.fsdp2_commands import Parallel, compare_fsdp2, for_fsdp2, rehearse_fsdp2
 from planner.cli.options import (
     MAX_STEPS,
     Allow,
@@ -22,6 +22,7 @@ from planner.cli.options import (
     Emulate,
     Flags,
     Job,
+    MaxMemory,
     ProfileName,
     Ranks,
     Timeout,
@@ -40,6 +41,8 @@ if TYPE_CHECKING:
     from planner.jobs.training import RankRun
 
 
+STRATEGIES = "wfbp,single,mg_wfbp"
+"""Of a rehearsal, where none are named."""
 COMPARE_S = 300.0
 """Deadline of wrappings that are compared, before a step of theirs is known."""
 
@@ -246,7 +249,7 @@ def rehearse(
     ] = None,
     strategy: Annotated[
         str, typer.Option(help="Strategies beside the plan and DDP, by name.", autocompletion=strategies_beginning)
-    ] = "wfbp,single,mg_wfbp",
+    ] = STRATEGIES,
     accuracy: Annotated[str, typer.Option(help="exact, bounded or relaxed: the riskiest class of plan.")] = "exact",
     allow: Allow = None,
     compress: CompressBy = None,
@@ -254,6 +257,8 @@ def rehearse(
     dilate: Annotated[float | None, typer.Option(help="Times are multiplied by this; default: chosen.")] = None,
     shrink: Annotated[float | None, typer.Option(help="Bytes are divided by this; default: chosen.")] = None,
     html: Annotated[str | None, typer.Option(help="Draw the comparison on one page.")] = None,
+    max_memory_mib: MaxMemory = None,
+    parallel: Parallel = None,
 ) -> None:
     """Run a plan for real on a scaled emulated cluster.
 
@@ -262,6 +267,17 @@ def rehearse(
     import time
 
     started_s = time.time()
+    others = {
+        "--strategy": "" if strategy == STRATEGIES else strategy, "--accuracy": "" if accuracy == "exact" else accuracy,
+        "--allow": allow, "--compress": compress, "--html": html,
+    }  # fmt: skip
+    if for_fsdp2(parallel, others):
+        rehearse_fsdp2(profile, cluster, hosts, max_memory_mib, minutes, dilate, shrink, started_s)
+        return
+    if max_memory_mib is not None:
+        raise InputError(
+            f"--max-memory-mib: found {max_memory_mib:g} without --parallel fsdp2, which it is for; add it"
+        )
     from planner.decide.sharded_step import check_allow
     from planner.rehearse.rehearsal import make_asked, rehearsal_table
     from planner.rehearse.rehearsal import rehearse as rehearse_asked

@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from planner.comparison.statistics import Interval, median_interval, ratio_interval, step_values, verdict
-from planner.decide.fsdp2 import baselines_of, make_setting
+from planner.decide.fsdp2 import Setting, baselines_of, make_setting
 from planner.documents.text import milliseconds
 from planner.model.fsdp2_step import simulate
 from runtime.errors import InputError
 from runtime.plan import FullyShardPlan, Plan
 
 if TYPE_CHECKING:
+    import torch
     from rich.table import Table
+    from torch import nn
+
+    from runtime.comm.world import World
 
 PLAN = "plan"
 WARM_UP = 1
@@ -30,6 +36,8 @@ class Variant:
     name: str
     spec: FullyShardPlan
     predicted_us: float | None = None
+    peak_bytes: int | None = None
+    """Of one rank, predicted."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,6 +63,14 @@ class Row:
     groups: int
     difference: float
     """Of weights; 0: bit for bit those of a group for each block."""
+
+    def cells(self) -> tuple[str, ...]:
+        """Texts under `COLUMNS`."""
+        low, high = map(milliseconds, self.ci95_us)
+        error = "" if self.error is None else f"{self.error:+.1%}"
+        same = "bit for bit" if self.difference == 0.0 else f"differ by {self.difference:.1g}"
+        times = (milliseconds(self.median_us), f"{low} – {high}", milliseconds(self.predicted_us))
+        return self.name, *times, error, str(self.groups), same
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,11 +102,15 @@ def make_variants(plan: Plan, where: str, profile: str | None) -> list[Variant]:
     unknown = [module for group in plan.fsdp2.groups for module in group if module not in known]
     if unknown:
         raise InputError(f"--profile: found no module {unknown[0]!r} of {where}, expected the profile it was made from")
-    specs = {**baselines_of(setting), PLAN: plan.fsdp2}
+    return variants_of(setting, plan.fsdp2)
+
+
+def variants_of(setting: Setting, chosen: FullyShardPlan) -> list[Variant]:
+    """Return what users have instead, the usual wrapping first, and the chosen wrapping, each with its prediction."""
     found = []
-    for name, spec in specs.items():
+    for name, spec in {**baselines_of(setting), PLAN: chosen}.items():
         step = simulate(setting.shape, spec, setting.costs(spec.shard_ranks), setting.executor, bars=False)
-        found.append(Variant(name=name, spec=spec, predicted_us=step.iteration_us))
+        found.append(Variant(name=name, spec=spec, predicted_us=step.iteration_us, peak_bytes=step.peak_bytes))
     return found
 
 
@@ -98,10 +118,7 @@ def compare_rank_fsdp2(
     job: str, plan: Plan, variants: Sequence[Variant], rounds: int, steps: int, device: str, timeout_s: float
 ) -> Taken:
     """Measure all variants on this rank; every rank calls it."""
-    import torch
-
     from planner.jobs.training import build
-    from planner.profile.links import timed_us
     from runtime.comm.world import World
     from runtime.fully_sharded.hosts import overlap_on_hosts
     from runtime.fully_sharded.wrap import fully_shard
@@ -116,36 +133,72 @@ def compare_rank_fsdp2(
         built.optimizer = built.job.optimizer(p for p in model.parameters() if p.requires_grad)
         runs[variant.name] = built
     done = dict.fromkeys(runs, 0)
-    step_us: dict[str, list[list[float]]] = {name: [] for name in runs}
 
-    def step(built: Any, batch: Any) -> None:
-        built.optimizer.zero_grad()
-        built.backward(built.loss(built.model, batch))
-        built.optimizer.step()
+    def prepare(name: str) -> Callable[[], None]:
+        built = runs[name]
+        batch = built.batch(done[name])
+        done[name] += 1
 
-    for turn in range(rounds):
-        names = list(runs)
-        for name in names[turn % len(names) :] + names[: turn % len(names)]:
-            built, taken = runs[name], []
-            for number in range(WARM_UP + steps):
-                batch = built.batch(done[name])
-                done[name] += 1
-                world.gather(None, f"beginning a step of {name}")
-                taken.append(timed_us(lambda built=built, batch=batch: step(built, batch), built.device))  # type: ignore[misc]
-                if number < WARM_UP:
-                    taken.clear()
-            step_us[name].append(taken)
-    first = runs[variants[0].name].model
-    differences = {}
-    for name, built in runs.items():
-        largest = 0.0
-        for mine, theirs in zip(built.model.parameters(), first.parameters(), strict=True):
-            one, other = mine.full_tensor().detach().double(), theirs.full_tensor().detach().double()
-            if not torch.equal(one, other):
-                largest = max(largest, float((one - other).abs().max() / other.abs().max().clamp_min(1e-30)))
-        differences[name] = largest
+        def step() -> None:
+            built.optimizer.zero_grad()
+            built.backward(built.loss(built.model, batch))
+            built.optimizer.step()
+
+        return step
+
+    step_us = take_turns(world, list(runs), prepare, next(iter(runs.values())).device, rounds, steps)
+    differences = weight_differences({name: built.model for name, built in runs.items()})
     world.leave()
     return Taken(step_us=step_us, differences=differences)
+
+
+def take_turns(
+    world: World, names: Sequence[str], prepare: Callable[[str], Callable[[], None]], device: torch.device, rounds: int,
+    steps: int, end_s: float = math.inf,
+) -> dict[str, list[list[float]]]:  # fmt: skip
+    """Measure blocks of steps, another variant first in each round; every rank calls it.
+
+    Args:
+        world: the ranks, which begin each step together.
+        names: of variants.
+        prepare: by name, gives a variant's next step.
+        device: to wait for at the end of a step.
+        rounds: of one block of each variant.
+        steps: of a block, beside those that warm up.
+        end_s: no round is begun after this time, by `time.time` on the first rank, but the first one.
+
+    Returns microseconds by variant: rounds of steps.
+    """
+    from planner.profile.links import timed_us
+
+    step_us: dict[str, list[list[float]]] = {name: [] for name in names}
+    for turn in range(rounds):
+        if turn and world.gather(time.time() > end_s, "beginning a round")[0]:
+            break
+        for name in (*names[turn % len(names) :], *names[: turn % len(names)]):
+            taken = []
+            for _ in range(WARM_UP + steps):
+                step = prepare(name)
+                world.gather(None, f"beginning a step of {name}")
+                taken.append(timed_us(step, device))
+            step_us[name].append(taken[WARM_UP:])
+    return step_us
+
+
+def weight_differences(models: Mapping[str, nn.Module]) -> dict[str, float]:
+    """Return the largest difference of a weight from the first model's, relative to its parameter's largest weight."""
+    import torch
+
+    first, found = next(iter(models.values())), {}
+    for name, model in models.items():
+        largest = 0.0
+        for mine, theirs in zip(model.parameters(), first.parameters(), strict=True):
+            both: Any = (mine, theirs)
+            one, other = (parameter.full_tensor().detach().double() for parameter in both)
+            if not torch.equal(one, other):
+                largest = max(largest, float((one - other).abs().max() / other.abs().max().clamp_min(1e-30)))
+        found[name] = largest
+    return found
 
 
 def summarize(variants: Sequence[Variant], ranks: Sequence[Taken]) -> Comparison:
@@ -178,9 +231,5 @@ def comparison_table(found: Comparison) -> Table:
     title = f"FSDP2, {found.steps} steps each in {found.rounds} interleaved rounds"
     table = make_table(title, COLUMNS, left=("", "weights"))
     for row in sorted(found.rows, key=lambda row: row.median_us):
-        low, high = map(milliseconds, row.ci95_us)
-        error = "" if row.error is None else f"{row.error:+.1%}"
-        same = "bit for bit" if row.difference == 0.0 else f"differ by {row.difference:.1g}"
-        cells = (milliseconds(row.median_us), f"{low} – {high}", milliseconds(row.predicted_us), error)
-        table.add_row(row.name, *cells, str(row.groups), same)
+        table.add_row(*row.cells())
     return table

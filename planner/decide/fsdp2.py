@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -34,6 +35,8 @@ LIBRARY_GATHER, LIBRARY_SCATTER = f"library/{ALL_GATHER}", f"library/{REDUCE_SCA
 PER_BLOCK, ONE_UNIT, TITAN = "per_block", "one_unit", "torchtitan"
 FRONTIER = 12
 """Points of time over memory."""
+MARGIN = 0.005
+"""Of a limit, what is left free: allocators round up, and optimizers count steps; predicted peaks say nothing of it."""
 WORDS = {GATHER: "all-gather", "reduce_scatter": "reduce-scatter", REDUCE: "all-reduce"}
 _BLOCK = re.compile(r"(.*?\.\d+)\.", re.ASCII)
 _NUMBERED = re.compile(r"\.\d+$", re.ASCII)
@@ -184,8 +187,13 @@ def optimize_fsdp2(
     Raises InputError: a document is wrong; no wrapping takes as little memory as the limit (says the least that one
         does).
     """
-    setting = make_setting(profile, cluster, ranks)
-    limit = _limit(setting, check_memory(max_memory_mib))
+    return plan_for(make_setting(profile, cluster, ranks), max_memory_mib)
+
+
+def plan_for(setting: Setting, max_memory_mib: float | None = None) -> Plan:
+    """Decide as `optimize_fsdp2`, on what is known already."""
+    asked = _limit(setting, check_memory(max_memory_mib))
+    limit = None if asked is None else int((1.0 - MARGIN) * asked)
     shards: list[int | None] = [None]
     machines = setting.problem.cost.cluster
     if machines.nodes > 1 and machines.ranks_per_node > 1:
@@ -208,7 +216,8 @@ def optimize_fsdp2(
             step = simulate(setting.shape, plan, wrappings.costs, setting.executor)
             tried.append((wrappings, Found(plan=plan, step=step, bound_us=0.0, exact=False)))
     if not tried:
-        raise InputError(_cannot(setting, limit, min(size for _, size in least), max_memory_mib))
+        needed = math.ceil(min(size for _, size in least) / (1.0 - MARGIN))
+        raise InputError(_cannot(setting, asked, needed, max_memory_mib))
     wrappings, found = min(tried, key=lambda one: (one[1].step.iteration_us, one[1].step.peak_bytes))
     baselines = {
         name: simulate(setting.shape, plan, setting.costs(None), setting.executor)
@@ -218,7 +227,7 @@ def optimize_fsdp2(
         step = baselines[name]
         if step.iteration_us < found.step.iteration_us and (limit is None or step.peak_bytes <= limit):
             found = replace(found, plan=plan, step=step, exact=False, bound_us=min(found.bound_us, step.iteration_us))
-    return _plan(setting, wrappings, found, baselines, limit, [one for one, _ in tried])
+    return _plan(setting, wrappings, found, baselines, asked, [one for one, _ in tried])
 
 
 def _limit(setting: Setting, max_memory_mib: float | None) -> int | None:

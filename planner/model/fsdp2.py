@@ -16,7 +16,7 @@ Memory follows the program and not the clock: allocators hand out and take back 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
@@ -271,14 +271,12 @@ class _Host:
                 group.gradient_bytes += weight.numel * shape.element_bytes
                 group.part_bytes += padded * shape.element_bytes // shard
                 # Its gradient is there when the first leaf that has it, backward the last, has been computed.
-                leaf = min((shape.spans[m][0] for m in weight.modules if m in shape.spans), default=0)
+                leaf = first_leaf(shape, weight.modules)
                 self.gradients[leaf].append((number, weight.numel * shape.element_bytes))
         self.fixed = parts + round(shape.state_factor * parts)
 
     def _owner_of(self, module: str) -> int:
-        steps = module.split(".") if module else []
-        above = (".".join(steps[:count]) for count in range(len(steps), 0, -1))
-        return next((self.owner[path] for path in above if path in self.owner), len(self.groups) - 1)
+        return self.owner[_above(module, self.owner)]
 
     def _hooks(self) -> tuple[list[list[str]], list[list[str]]]:
         """The wrapped modules that begin and end with each leaf: the outermost begins first and ends last."""
@@ -417,8 +415,12 @@ class _Host:
         self._take(sum(size_bytes for _, size_bytes in self.gradients[index]) + leaf.backward_working_bytes)
         self._do(Action(BACKWARD, leaf=index))
         self._take(-leaf.backward_working_bytes - leaf.activation_bytes)
+        # The gradient that goes on to the leaf before is there already, and waits while parameters' are sent.
+        onward_bytes = self.shape.leaves[index - 1].carried_bytes if index else 0
+        self._take(onward_bytes)
         for number in self.after[index]:
             self._post_backward(number)
+        self._take(-onward_bytes)
 
     def _pre_backward(self, number: int) -> None:
         group = self.groups[number]
@@ -453,6 +455,17 @@ class _Host:
             self._do(Action(REDUCE, number, size_bytes=part_bytes))
         self._take(group.part_bytes - part_bytes)
         self.inputs.append((number, group.scattered_bytes))
+
+
+def first_leaf(shape: Shape, modules: Sequence[str]) -> int:
+    """The first leaf that computes with a parameter, given all modules that have it."""
+    return min(shape.spans[_above(module, shape.spans)][0] for module in modules)
+
+
+def _above(module: str, known: Container[str]) -> str:
+    """The innermost of known modules that a module is, or is a part of; the model itself where there is no other."""
+    steps = module.split(".") if module else []
+    return next((path for count in range(len(steps), 0, -1) if (path := ".".join(steps[:count])) in known), ROOT)
 
 
 def chain(names: Sequence[str]) -> list[str]:

@@ -121,7 +121,7 @@ def lay_out(shape: Shape, program: Program, costs: Costs, executor: Executor) ->
         elif kind == BACKWARD:
             last = lanes.add(COMPUTE, kind, shape.leaves[leaf].backward_us, NOTHING, -1, leaf)
         elif kind == RECYCLE:
-            if executor == "accelerator":
+            if executor != "blocking":
                 last = lanes.add(COMPUTE, kind, 0.0, scattered[group], group)
         elif kind == SCATTER:
             time_us = costs.scatter_us(size_bytes)

@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
@@ -63,28 +63,57 @@ def weights_of(model: nn.Module) -> tuple[UnitWeight, ...]:
 
 
 class LiveBytes(TorchDispatchMode):
-    """Counts the memory of tensors that operations make, while they live; not of those that were there before."""
+    """Counts the memory of tensors that operations make, while they live; not of those that were there before.
+
+    FSDP2 gives whole parameters memory and takes it away without an operation, which is seen, too.
+    """
 
     def __init__(self, fixed: set[int]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._fixed, self._live = fixed, dict[int, int]()
         self._now_bytes = self._most_bytes = 0
+        self._resize = torch.UntypedStorage.resize_
         self.peaks: list[tuple[float, int, int]] = []
         """(time, the most since the time before, what is there at that time)."""
 
     def __torch_dispatch__(
         self, operation: Any, types: Any, given: tuple[Any, ...] = (), named: dict[str, Any] | None = None
     ) -> Any:
+        if any(kind not in (Tensor, nn.Parameter) for kind in types):
+            return NotImplemented  # a DTensor, of which the tensors that it is made of come by
         result = operation(*given, **(named or {}))
         for tensor in _tensors(result):
-            storage = tensor.untyped_storage()
-            key = storage._cdata
-            if key not in self._live and storage.nbytes() and storage.data_ptr() not in self._fixed:
-                self._live[key] = storage.nbytes()
-                self._now_bytes += storage.nbytes()
-                self._most_bytes = max(self._most_bytes, self._now_bytes)
-                weakref.finalize(storage, self._freed, key)
+            self._see(tensor.untyped_storage())
         return result
+
+    def __enter__(self) -> Self:
+        def resize(storage: torch.UntypedStorage, size_bytes: int) -> Any:
+            resized = self._resize(storage, size_bytes)
+            self._see(storage)
+            return resized
+
+        torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign, assignment]
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+
+    @property
+    def total_bytes(self) -> int:
+        """The most of all intervals."""
+        return max(self._most_bytes, *(most for _, most, _ in self.peaks), 0)
+
+    def _see(self, storage: torch.UntypedStorage) -> None:
+        key, size_bytes = storage._cdata, storage.nbytes()
+        if key not in self._live:
+            if not size_bytes or storage.data_ptr() in self._fixed:
+                return
+            weakref.finalize(storage, self._freed, key)
+        self._now_bytes += size_bytes - self._live.get(key, 0)
+        self._live[key] = size_bytes
+        self._most_bytes = max(self._most_bytes, self._now_bytes)
 
     def _freed(self, key: int) -> None:
         self._now_bytes -= self._live.pop(key, 0)
@@ -153,6 +182,8 @@ class Observer:
             seen, begun_us, _, ended_us = self.step(run)
         self._live = None
         ends_us = [begun_us, *(seen[path].ended_us[0] for path in self._paths)]
+        # What the model computes behind its last unit counts as that one's: parameters and buffers are still as there.
+        ends_us[-1] = max([ends_us[-1], *self._root.ended_us])
         marks_us = [ended_us, *(min(seen[path].backward_us) for path in self._paths)]
         found: list[Working] = []
         kept = reduced = 0
@@ -179,10 +210,7 @@ class Observer:
         with ExitStack() as stack:
             for path in self._paths:
                 stack.enter_context(self._watch(self._modules[path], seen[path], path))
-            handle = self._model.register_forward_hook(
-                lambda _module, _given, output: self._root.output.extend([] if self._live else _tensors(output))
-            )
-            stack.callback(handle.remove)
+            stack.callback(self._model.register_forward_hook(self._ended).remove)
             stack.enter_context(torch.autograd.graph.saved_tensors_hooks(self._keep, lambda tensor: tensor))
             self._now: _Seen | None = None
             self._stored: set[int] = set()
@@ -195,6 +223,11 @@ class Observer:
         for one in (*seen.values(), self._root):
             one.output.clear()
         return seen, begun_us, over[0] if over else begun_us, ended_us
+
+    def _ended(self, _model: nn.Module, _given: Any, output: Any) -> None:
+        self._root.ended_us.append(self.now_us())
+        if self._live is None:
+            self._root.output.extend(_tensors(output))
 
     def _keep(self, tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()

@@ -42,7 +42,7 @@ from planner.profile.progress import Progress
 from planner.profile.selection import measure_encoding, measure_selection
 from planner.profile.step import joined
 from planner.rehearse.accelerator import AcceleratedModel, Accelerator, make_job
-from planner.rehearse.rehearsal import Asked, Rehearsed, scaled_plan
+from planner.rehearse.rehearsal import Asked, OnHosts, Rehearsed, scaled_plan
 from planner.rehearse.scale import Links, Machine, Scale, choose_scale, links_of
 from planner.testbed.wiring import INTERFACE, MTU_BYTES, shaping
 from runtime.checks.plan import model_fingerprint
@@ -96,27 +96,10 @@ SWEEP = Sweep(rounds=1, finalists=2, final_rounds=2, steps=2)
 
 def rehearse_rank(asked: Asked, started_s: float, show_progress: bool) -> Rehearsed:
     """Rehearse on this rank; every rank calls it. `started_s`: wall-clock seconds when the command began."""
-    # A thread that wakes must not take the core from one that holds a lock of gloo's, or it spins there until the other
-    # is on again: with eight ranks on two cores an all-reduce starts up three times more slowly then.
-    os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
     with joined(None, TIMEOUT_S) as world:
         progress = Progress(show_progress and world.rank == 0)
-        say = _Teller(world.rank == 0)
-        links = links_of(asked.cluster)
-        machine = _probe(world)
-        left_s = asked.minutes * 60.0 - (time.time() - started_s)
-        # Of the first rank alone, where ranks share cores.
-        most_dilate = asked.dilate or (_most_dilate(asked, left_s) if world.rank == 0 else 1.0)
-        mine = choose_scale(
-            links, machine, asked.profile, world.ranks, most_dilate=most_dilate, dilate=asked.dilate,
-            shrink=asked.shrink,
-        )  # fmt: skip
-        scale: Scale = world.gather(mine, "agreeing on the scale")[0]
-        say(
-            f"dilated {scale.dilate:g} times, shrunk {scale.shrink:g} times: an all-reduce starts up in "
-            f"{machine.start_up_us / scale.dilate:.0f} us (asked {links.start_up_us:.0f})"
-        )
-        _shape(world, links, scale)
+        say = Teller(world.rank == 0)
+        scale = begin(world, asked, say, lambda: _most_dilate(asked, asked.left_s(started_s)))
         scaled = scale.profile(asked.profile)
         torch.manual_seed(SEED)
         riskiest = _riskiest(asked)
@@ -127,7 +110,7 @@ def rehearse_rank(asked: Asked, started_s: float, show_progress: bool) -> Rehear
         own_us = _own_us(built, world, scaled, scale)
         decided = _decide(asked, riskiest, world, scale, progress, model_fingerprint(job.model), own_us)
         variants, caps = decided.variants, decided.caps
-        left_s = asked.minutes * 60.0 - (time.time() - started_s)
+        left_s = asked.left_s(started_s)
         rounds: Rounds = world.gather(_rounds(variants, caps, left_s, asked.minutes), "agreeing on rounds")[0]
         caps = [one for one in caps if one[0] in rounds.caps]
         slow = f", {LEAST_ROUNDS} of one step of {', '.join(rounds.brief)}" if rounds.brief else ""
@@ -146,6 +129,30 @@ def rehearse_rank(asked: Asked, started_s: float, show_progress: bool) -> Rehear
             scale=scale, measured=measured, from_constants_us=decided.from_constants_us, bound_us=decided.bound_us,
             late_us=runner.late_by_variant_us(),
         )  # fmt: skip
+
+
+def begin(world: World, asked: OnHosts, say: Teller, most_dilate: Callable[[], float]) -> Scale:
+    """Agree on the scale, and hold this host's links to it; every rank calls it.
+
+    `most_dilate` returns the most that there is time for; the first rank calls it, where none is asked for.
+    """
+    # A thread that wakes must not take the core from one that holds a lock of gloo's, or it spins there until the other
+    # is on again: with eight ranks on two cores an all-reduce starts up three times more slowly then.
+    os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+    links = links_of(asked.cluster)
+    machine = probe(world)
+    # Of the first rank alone, where ranks share cores.
+    most = asked.dilate or (most_dilate() if world.rank == 0 else 1.0)
+    mine = choose_scale(
+        links, machine, asked.profile, world.ranks, most_dilate=most, dilate=asked.dilate, shrink=asked.shrink
+    )
+    scale: Scale = world.gather(mine, "agreeing on the scale")[0]
+    say(
+        f"dilated {scale.dilate:g} times, shrunk {scale.shrink:g} times: an all-reduce starts up in "
+        f"{machine.start_up_us / scale.dilate:.0f} us (asked {links.start_up_us:.0f})"
+    )
+    shape_links(world, links, scale)
+    return scale
 
 
 class RehearsalRunner(VariantRunner):
@@ -184,7 +191,7 @@ class RehearsalRunner(VariantRunner):
         return {name: statistics.median(of_blocks) for name, of_blocks in self._late_us.items()}
 
 
-class _Teller:
+class Teller:
     """Lines on standard error, of the first rank alone."""
 
     def __init__(self, first: bool) -> None:
@@ -195,7 +202,7 @@ class _Teller:
             os.write(2, f"rehearse: {text}\n".encode())
 
 
-def _probe(world: World) -> Machine:
+def probe(world: World) -> Machine:
     """Return what an all-reduce costs these ranks where no link holds it."""
     device = torch.device("cpu")
     communicator = make_communicator(world, [COLLECTIVES[("all_reduce", "library")]], device)
@@ -265,7 +272,7 @@ def _probe_update(world: World) -> float:
     return float(max(everyone)) / PROBE_BYTES
 
 
-def _shape(world: World, links: Links, scale: Scale) -> None:
+def shape_links(world: World, links: Links, scale: Scale) -> None:
     """Hold this host's links to the scaled rates; the first rank of each host does."""
     problem = None
     rate = scale.rate(links.inter_bits_per_s)
@@ -343,8 +350,8 @@ def _decide(
         found_lines = measure_delay(world, device, [scale.numel(each.numel) for each in gradients], progress)
         computed |= {field: _unscaled_line(line, scale) for field, line in found_lines.items()}
     cluster = replace(
-        asked.cluster, **computed, intra=None, inter=None, samples=_unscaled(samples, scale),
-        back_to_back=_unscaled(times.back_to_back, scale), collectives=None,
+        asked.cluster, **computed, intra=None, inter=None, samples=unscaled(samples, scale),
+        back_to_back=unscaled(times.back_to_back, scale), collectives=None,
         contention=None, measured_for=None, emulated="namespaces",
     )  # fmt: skip
     # One rank decides, so that ranks whose libraries round otherwise cannot come to different plans.
@@ -361,7 +368,7 @@ def _decide(
     return found
 
 
-def _unscaled(curves: Mapping[str, Curve], scale: Scale) -> dict[str, Curve]:
+def unscaled(curves: Mapping[str, Curve], scale: Scale) -> dict[str, Curve]:
     """Return curves as the cluster itself would have them."""
     return {
         name: tuple((size * scale.shrink, time_us / scale.dilate) for size, time_us in curve)

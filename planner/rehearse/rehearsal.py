@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from planner.comparison.report import Comparison, Row
 from planner.decide.bounded import split_passes
@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 
     from planner.comparison.measure import Measured
 
+T = TypeVar("T")
+
 STRATEGIES = ("wfbp", "single", "mg_wfbp")
 DEFAULT_MINUTES, LEAST_MINUTES, MOST_MINUTES = 10.0, 0.5, 600.0
 LATE_SHARE = 0.01
@@ -42,20 +44,25 @@ _HOSTS = re.compile(r"([1-9]\d{0,4})x([1-9]\d{0,4})", re.ASCII)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Asked:
-    """What is to be rehearsed; on its way to ranks."""
+class OnHosts:
+    """A model, the hosts that are emulated, and at which scale."""
 
     name: str
     profile: Profile
     cluster: Cluster
     """Of as many hosts and ranks as are emulated."""
-    strategies: tuple[str, ...] = STRATEGIES
-    accuracy: Accuracy = "exact"
-    allow: tuple[str, ...] = ()
-    compress: str | None = None
     minutes: float = DEFAULT_MINUTES
     dilate: float | None = None
     shrink: float | None = None
+
+    def left_s(self, started_s: float) -> float:
+        """Return what is left of the minutes that began then, by `time.time`."""
+        return self.minutes * 60.0 - (time.time() - started_s)
+
+    @property
+    def hosts(self) -> str:
+        """Hosts and ranks on each, `8x1`."""
+        return f"{self.cluster.nodes}x{self.cluster.ranks_per_node}"
 
     @property
     def emulation(self) -> Emulation:
@@ -63,6 +70,16 @@ class Asked:
         hosts, ranks = self.cluster.nodes, self.cluster.ranks_per_node
         fastest = FASTEST_BITS_PER_S
         return Emulation(hosts=hosts, ranks_per_host=ranks, bits_per_s=fastest, spec=f"{hosts}x{ranks}@100gbit")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Asked(OnHosts):
+    """What is to be rehearsed; on its way to ranks."""
+
+    strategies: tuple[str, ...] = STRATEGIES
+    accuracy: Accuracy = "exact"
+    allow: tuple[str, ...] = ()
+    compress: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,14 +160,24 @@ def rehearse(asked: Asked, *, started_s: float | None = None, show_progress: boo
         EnvironmentFailure: hosts cannot be emulated here; says what cures it.
         InputError: the minutes are too few, or the model does not fit at the scale asked for.
     """
-    from planner.jobs.launch import LocalWorld, run_ranks
     from planner.rehearse.ranks import rehearse_rank
+
+    return summarize_rehearsal(asked, on_emulated_hosts(rehearse_rank, asked, started_s, show_progress))
+
+
+AnyAsked = TypeVar("AnyAsked", bound=OnHosts)
+
+
+def on_emulated_hosts(
+    run: Callable[[AnyAsked, float, bool], T], asked: AnyAsked, started_s: float | None, show_progress: bool
+) -> list[T]:
+    """Run a function on every rank of the hosts; return what each found. Raises EnvironmentFailure."""
+    from planner.jobs.launch import LocalWorld, run_ranks
     from planner.testbed.hosts import check_namespaces
 
     check_namespaces()
     world = LocalWorld(ranks=asked.cluster.ranks, emulation=asked.emulation)
-    begun_s = time.time() if started_s is None else started_s
-    return summarize_rehearsal(asked, run_ranks(world, rehearse_rank, asked, begun_s, show_progress))
+    return run_ranks(world, run, asked, time.time() if started_s is None else started_s, show_progress)
 
 
 def make_asked(
@@ -163,6 +190,18 @@ def make_asked(
         InputError: an option is wrong; nothing is known of the links; more ranks than this machine can hold.
     """
     profile = _as_rehearsed(find_profile(name))
+    if accuracy not in ACCURACIES:
+        raise InputError(f"--accuracy: found {accuracy!r}, expected one of: {', '.join(ACCURACIES)}")
+    split_passes((), accuracy, compress=compress)  # refuses what does not go with that accuracy
+    chosen = hosts_of(name, profile, cluster, hosts, minutes)
+    return Asked(
+        name=name, profile=replace(profile, cluster=None), cluster=chosen, strategies=tuple(strategies),
+        accuracy=accuracy, allow=tuple(allow), compress=compress, minutes=minutes, dilate=dilate, shrink=shrink,
+    )  # fmt: skip
+
+
+def hosts_of(name: str, profile: Profile, cluster: str | None, hosts: str | None, minutes: float) -> Cluster:
+    """Return the cluster of as many hosts as are asked for. Raises InputError as `make_asked`."""
     check_profile(profile, name)
     machines = profile.cluster if cluster is None else find_cluster(cluster)
     if machines is None:
@@ -176,17 +215,11 @@ def make_asked(
             f"--hosts {count}x{each}: found {count * each} ranks, expected 2 to {MAX_RANKS} on one machine; name fewer "
             f"hosts, for example --hosts 8x1"
         )
-    if accuracy not in ACCURACIES:
-        raise InputError(f"--accuracy: found {accuracy!r}, expected one of: {', '.join(ACCURACIES)}")
-    split_passes((), accuracy, compress=compress)  # refuses what does not go with that accuracy
     if not LEAST_MINUTES <= minutes <= MOST_MINUTES:
         raise InputError(f"--minutes: found {minutes:g}, expected {LEAST_MINUTES:g} to {MOST_MINUTES:g}; correct it")
     chosen = on_hosts(machines, count, each)
     links_of(chosen)  # says what is missing before anything is started
-    return Asked(
-        name=name, profile=replace(profile, cluster=None), cluster=chosen, strategies=tuple(strategies),
-        accuracy=accuracy, allow=tuple(allow), compress=compress, minutes=minutes, dilate=dilate, shrink=shrink,
-    )  # fmt: skip
+    return chosen
 
 
 def _as_rehearsed(profile: Profile) -> Profile:
@@ -206,7 +239,7 @@ def summarize_rehearsal(asked: Asked, ranks: Sequence[Rehearsed]) -> Rehearsal:
     comparison = summarize([rank.measured for rank in ranks])
     return Rehearsal(
         name=asked.name,
-        hosts=f"{asked.cluster.nodes}x{asked.cluster.ranks_per_node}",
+        hosts=asked.hosts,
         scale=scale,
         comparison=replace(comparison, rows=tuple(_undilated(row, scale.dilate) for row in comparison.rows)),
         from_constants_us=ranks[0].from_constants_us,

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 
 from planner.cost.model import communication_cost
 from planner.documents.profile import DTYPE_BYTES, Cluster, Gradient, Profile
+from planner.documents.units import Units
 from runtime.errors import InputError
 
 SOCKET_SHARE = 0.1
@@ -56,6 +57,27 @@ class Scale:
             gradients=gradients, norms=norms, step_spread_us=None, intervals=None,
         )  # fmt: skip
         return replace(profile, compute=scaled, cluster=None)
+
+    def units(self, units: Units) -> Units:
+        """Return a model's units as they are on the scaled cluster."""
+
+        def fewer(size_bytes: int) -> int:
+            return round(size_bytes / self.shrink)
+
+        return replace(
+            units,
+            units=tuple(
+                replace(
+                    unit, forward_us=unit.forward_us * self.dilate, backward_us=unit.backward_us * self.dilate,
+                    activation_bytes=fewer(unit.activation_bytes),
+                    forward_working_bytes=fewer(unit.forward_working_bytes),
+                    backward_working_bytes=fewer(unit.backward_working_bytes), carried_bytes=fewer(unit.carried_bytes),
+                )
+                for unit in units.units
+            ),
+            weights=tuple(replace(weight, shape=(self.numel(weight.numel),)) for weight in units.weights),
+            update_us=units.update_us * self.dilate, loss_working_bytes=fewer(units.loss_working_bytes),
+        )  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -73,7 +73,7 @@ def aheads_of(executor: Executor) -> tuple[Ahead, ...]:
     if executor == "accelerator":  # where one group ahead is FSDP2's own rule, at less memory
         return tuple(Ahead(*ways) for ways in product((0, 2), (1, 2), (1, 2)))
     if executor == "hosts":
-        return tuple(Ahead(*ways) for ways in product((0, 1, 2), (1, 2), (1,)))
+        return tuple(Ahead(*ways) for ways in product((0, 1, 2), (1, 2), (1, 2)))
     return (Ahead(),)
 
 

@@ -2,13 +2,14 @@
 
 A gather is begun where FSDP2 asks for it and waited for where FSDP2 needs it. FSDP2 does not wait for reduce-scatters:
 one is left under way only where nothing reads its result before backward ends, and then waited for before `backward()`
-returns. Messages follow one another on a group of their own, as on one communicator of NCCL; each is the library's own
-ring, so that sums are the same bits as without.
+returns, and before more of them take memory than the plan has buffers for, as on accelerators. Messages follow one
+another on a group of their own, as on one communicator of NCCL; each is the library's own ring, so that sums are the
+same bits as without.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -63,6 +64,9 @@ class HostCollectives:
         ranks = dist.get_process_group_ranks(group)
         self.world = World.over(group, timeout_s)
         self.serial = SerialGloo(ranks, timedelta(seconds=timeout_s))
+        self.arrived: Callable[[], None] | None = None
+        """Called whenever a message is there for which this rank had to wait."""
+        self._buffers = plan.reduce_scatter_max_input_buffers or 1
         self._left: list[NamedWork] = []
         self._backward = OUTSIDE
         modules: dict[str, Any] = dict(model.named_modules(remove_duplicate=False))
@@ -83,6 +87,11 @@ class HostCollectives:
             queue_backward_callback(self.wait)
         self._left.append(work)
 
+    def make_room(self) -> None:
+        """Wait for the oldest messages until one more may be under way, and let go of what they were given."""
+        while len(self._left) >= self._buffers:
+            self._left.pop(0).wait()
+
     def wait(self) -> None:
         """Return when all that was left under way has come."""
         left, self._left, self._backward = self._left, [], OUTSIDE
@@ -102,13 +111,16 @@ def _own(module: nn.Module, others: set[int]) -> list[nn.Parameter]:
 class NamedWork(dist.Work):
     """A message that names itself where it fails."""
 
-    def __init__(self, work: dist.Work, world: World, what: str) -> None:
+    def __init__(self, work: dist.Work, collectives: HostCollectives, what: str) -> None:
         super().__init__()
-        self._work, self._world, self._what = work, world, what
+        self._work, self._collectives, self._what = work, collectives, what
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        with self._world.error_context(self._what):
+        early = not self._work.is_completed()
+        with self._collectives.world.error_context(self._what):
             wait_for(self._work, timeout)
+        if early and self._collectives.arrived is not None:
+            self._collectives.arrived()
         return True
 
 
@@ -134,7 +146,7 @@ class HostGather(_Allocating):
             work = ours.serial.begin_gather(output_tensor, input_tensor)
         else:
             work = all_gather_single(output_tensor, input_tensor, group=group, async_op=True)
-        return NamedWork(work, ours.world, self._what)
+        return NamedWork(work, ours, self._what)
 
 
 class HostScatter(_Allocating):
@@ -144,11 +156,15 @@ class HostScatter(_Allocating):
         self._collectives, self._what = collectives, f"the reduce-scatter of {name or 'the model itself'}"
         self._parameters = parameters
 
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        self._collectives.make_room()
+        return super().allocate(size, dtype=dtype, device=device)
+
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
     ) -> None:
         ours = self._collectives
-        work = NamedWork(ours.serial.begin_scatter(output_tensor, input_tensor, op), ours.world, self._what)
+        work = NamedWork(ours.serial.begin_scatter(output_tensor, input_tensor, op), ours, self._what)
         if self._read_at_once(output_tensor, op):
             work.wait()
         else:

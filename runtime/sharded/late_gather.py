@@ -30,6 +30,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from runtime.comm.collectives.direct import push_pull
+from runtime.comm.collectives.exchange import all_gather
 from runtime.comm.collectives.phases import Works
 from runtime.comm.communicator import CommTiming, Communicator, Payload, make_communicator
 from runtime.comm.world import World
@@ -41,11 +42,14 @@ from runtime.sharded.exchange import ReduceScatter
 from runtime.sharded.part import OwnPart
 from runtime.sharded.state import state_bytes
 from runtime.sharded.step import Home, LateGather, ShardedStep, StepReport
-from runtime.torch_compat import all_gather_on, is_in_compiled_code, runs_without_python, storage_uses
+from runtime.torch_compat import is_in_compiled_code, runs_without_python, storage_uses
+
+HOST_PACKED_BYTES = 2**20
+"""On hosts, messages below are packed."""
 
 
 class Gather:
-    """One all-gather of weights: of one message as they lie, of several, or rounded ones, packed into one."""
+    """One all-gather of weights: messages as they lie, or packed into one where they are small, or rounded."""
 
     def __init__(self, index: int, buckets: tuple[int, ...], homes: Sequence[Home], scratch: Tensor | None) -> None:
         """`homes`: of the buckets' messages; `scratch`: where it `packs`, bytes (uint8), `packed_bytes` or more."""
@@ -73,18 +77,23 @@ class Gather:
 
     @staticmethod
     def packs(homes: Sequence[Home]) -> bool:
-        """Whether weights travel otherwise than they lie: several messages as one, or rounded."""
-        return len(homes) > 1 or any(home.part.master is not None for home in homes)
+        """Whether weights travel otherwise than they lie: rounded, or several messages as one.
+
+        On hosts a large message costs more to copy there and back than its own start-up.
+        """
+        parts = [home.part for home in homes]
+        small = min(part.whole.nbytes for part in parts) < HOST_PACKED_BYTES
+        on_host = parts[0].whole.device.type == "cpu"
+        return any(part.master is not None for part in parts) or (len(parts) > 1 and (small or not on_host))
 
     def phases(self, group: dist.ProcessGroup) -> Works:
-        """As bytes: backends know few dtypes."""
         if self._scratch is None:
-            (part,) = self.parts
-            yield all_gather_on(group, part.whole.view(torch.uint8), part.weights.view(torch.uint8))
+            for part in self.parts:
+                yield all_gather(part.whole, part.weights, group)
             return
         own, rows = self._packed(self._scratch)
         torch.cat([part.sent_weights() for part in self.parts], out=own)
-        yield all_gather_on(group, rows.view(-1), own)
+        yield all_gather(rows.view(-1), own, group)
         self._unpack(rows)
 
     def _packed(self, scratch: Tensor) -> tuple[Tensor, Tensor]:

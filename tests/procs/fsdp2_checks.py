@@ -20,7 +20,7 @@ from torch.nn import functional
 import planner
 from planner.documents.units import Units
 from planner.model.fsdp2 import host_program, shape_of
-from planner.profile.units import candidate_units, measure_units
+from planner.profile.units import LiveBytes, candidate_units, measure_units
 from runtime.comm.world import World
 from runtime.fully_sharded.hosts import overlap_on_hosts
 from runtime.fully_sharded.recorder import record_collectives
@@ -228,8 +228,14 @@ class Stack(nn.Module):
         return scores
 
 
-def memory() -> dict[str, tuple[int, int]]:
-    """By wrapping, (predicted, counted) peaks of a step with Adam, the latter by torch's own tracker."""
+ALL_OF_STACK = (("embed",), *EACH, ("head",))
+
+
+def memory() -> dict[str, tuple[int, list[int]]]:
+    """By wrapping, the predicted peak of a step with Adam, and counted ones: by operations, and by torch's own tracker.
+
+    The tracker has hooks of its own in place of FSDP2's, which gather groups of several modules once for each of them.
+    """
     from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
 
     given = torch.randint(0, 200, (4, 32), generator=torch.Generator().manual_seed(dist.get_rank()))
@@ -248,12 +254,14 @@ def memory() -> dict[str, tuple[int, int]]:
     units = replace(measure_units(plain, run, None, World.join(), repeats=1), state_factor=2.0)
     peaks = {}
     for name, spec in {
-        "each": FullyShardPlan(groups=(("embed",), *EACH, ("head",))),
+        "each": FullyShardPlan(groups=ALL_OF_STACK),
         "one unit": FullyShardPlan(groups=()),
         "pairs, the last kept": FullyShardPlan(
             groups=(("embed",), EACH[0] + EACH[1], EACH[2] + EACH[3], ("head",)),
             reshard_after_forward={"layers.2": False, "head": False},
         ),
+        "blocks, the last kept": FullyShardPlan(groups=EACH, reshard_after_forward={"layers.3": False}),
+        "all kept": FullyShardPlan(groups=ALL_OF_STACK, reshard_after_forward={n: False for (n,) in ALL_OF_STACK}),
     }.items():
         model = planner.fully_shard(Stack(), plan_for(spec))
         optimizer = torch.optim.Adam(model.parameters(), foreach=False)
@@ -266,10 +274,24 @@ def memory() -> dict[str, tuple[int, int]]:
                 optimizer.step()
                 if step == 0:
                     tracker.reset_mod_stats()
-        [counted] = tracker.get_tracker_snapshot("peak").values()
+        [tracked] = tracker.get_tracker_snapshot("peak").values()
         predicted = host_program(shape_of(units, dist.get_world_size()), spec).peak_bytes
-        peaks[name] = predicted, counted["Total"]
+        counted = [] if any(len(group) > 1 for group in spec.groups) else [tracked["Total"]]
+        peaks[name] = predicted, [*counted, counted_in_operations(spec, loss)]
     return peaks
+
+
+def counted_in_operations(spec: FullyShardPlan, loss: Callable[[nn.Module], Tensor]) -> int:
+    """The peak of a second step, with this rank's parts and twice as much for Adam."""
+    model = planner.fully_shard(Stack(), plan_for(spec))
+    loss(model).backward()
+    for parameter in model.parameters():
+        parameter.grad = None
+    parameters: list[Any] = list(model.parameters())
+    parts = [parameter.to_local().untyped_storage() for parameter in parameters]
+    with LiveBytes({part.data_ptr() for part in parts}) as live:
+        loss(model).backward()
+    return int(live.total_bytes + 3 * sum(part.nbytes() for part in parts))
 
 
 def after_a_failed_backward() -> bool:

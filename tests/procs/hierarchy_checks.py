@@ -30,7 +30,7 @@ from torch import Tensor, nn
 
 import runtime
 from runtime.comm.collectives import PHASED, TORUS
-from runtime.comm.collectives.exchange import LEAST_BYTES, exchange
+from runtime.comm.collectives.exchange import LEAST_BYTES, all_gather, exchange
 from runtime.comm.communicator import CommTiming
 from runtime.comm.phased_communicator import LINKS, PhasedHostCommunicator, default_order
 from runtime.comm.topology import Topology
@@ -335,7 +335,7 @@ def overlap() -> dict[str, Any]:
 
 def exchanged() -> dict[str, Any]:
     """All-to-all of small and of large parts, of equal and of uneven ones, some of them empty; waited for as by a
-    communicator, which is called back, or plainly.
+    communicator, which is called back, or plainly. And what is gathered.
     """
     group, found = dist.group.WORLD, {}
     assert group is not None
@@ -353,6 +353,11 @@ def exchanged() -> dict[str, Any]:
             work.wait()
             expected = torch.arange(ranks).mul(10).add(rank).repeat_interleave(lengths[rank])
             found[f"{case}, {called_back}"] = torch.equal(received, expected.byte())
+    for length in (100, LEAST_BYTES):
+        whole = torch.full((ranks, length), 255, dtype=torch.uint8)
+        whole[rank] = rank
+        all_gather(whole.view(-1), whole[rank], group).wait()
+        found[f"gathered, {length}"] = torch.equal(whole, torch.arange(ranks).byte()[:, None].expand(-1, length))
     return found
 
 

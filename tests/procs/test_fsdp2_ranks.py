@@ -7,6 +7,7 @@ from typing import Any
 import fsdp2_checks
 import pytest
 
+from planner.decide.fsdp2 import MARGIN
 from planner.jobs.launch import LocalWorld, run_ranks
 
 
@@ -34,14 +35,15 @@ def test_weights_and_messages_are_those_of_stock_fsdp2(ranks: list[dict[str, Any
         assert {"all_gather", "reduce_scatter"} <= {kind for kind, *_ in found["recorded"]}
 
 
-def test_memory_is_as_torch_counts_it(ranks: list[dict[str, Any]]) -> None:
-    """The peak of parameters, gradients, the optimizer's state, activations and messages: within 5 % on two ranks.
-
-    On four within 10 %: parts are smaller there, and what is not predicted weighs more.
+def test_memory_is_as_it_is_counted(ranks: list[dict[str, Any]]) -> None:
+    """The peak of parameters, gradients, the optimizer's state, activations and messages: never above the prediction
+    by more than decisions leave free, and at most 2 % below.
     """
     for rank in ranks:
         for name, (predicted, counted) in rank["memory"].items():
-            assert predicted == pytest.approx(counted, rel=0.05 if len(ranks) == 2 else 0.1), name
+            for one in counted:
+                assert one <= predicted / (1.0 - MARGIN), name
+                assert predicted <= 1.02 * one, name
 
 
 def test_units_are_found(ranks: list[dict[str, Any]]) -> None:

@@ -10,10 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from runtime.comm.collectives.exchange import exchange
+from runtime.comm.collectives.exchange import all_gather, exchange
 from runtime.comm.topology import LinkName, Topology
 from runtime.comm.world import Grid
-from runtime.torch_compat import all_gather_single
 
 Works = Iterator[dist.Work]
 """What a phase starts, one after the other: the generator goes on when the work that it has given has ended."""
@@ -85,7 +84,7 @@ def all_to_all(received: Tensor, given: Tensor, group: dist.ProcessGroup) -> Wor
 
 def gather(whole: Tensor, part: Tensor, group: dist.ProcessGroup) -> Works:
     """`whole` (1-D, ranks · n) becomes every rank's `part` (1-D, n), one after the other."""
-    yield all_gather_single(whole.view(torch.uint8), part.view(torch.uint8), group=group, async_op=True)
+    yield all_gather(whole, part, group)
 
 
 def add_up(rows: Sequence[Tensor], out: Tensor) -> None:
