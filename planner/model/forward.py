@@ -3,7 +3,8 @@
 A layer needs its weights when it begins, which is where the layers before it end. Where the profile knows its layers,
 their forward times say so, stretched to the measured sum; a weight that several layers use is needed by the first. Else
 forward is taken to pass through the layers of gradients in the reverse of readiness order, each with that share of
-forward which it has of backward: both pass over the same operations.
+forward which it has of backward: both pass over the same operations. What a module itself holds, beside its parts, is
+waited for when the module begins.
 """
 
 from __future__ import annotations
@@ -47,8 +48,24 @@ def needs(problem: Problem) -> Needs:
     if sum(forward_us) > 0.0:
         known = _by_layer(problem, layers, forward_us)
         if known is not None:
-            return Needs(need_us=known, source=source)
-    return Needs(need_us=_mirrored(problem), source="backward's share of each layer")
+            return Needs(need_us=_of_modules(problem, known), source=source)
+    return Needs(need_us=_of_modules(problem, _mirrored(problem)), source="backward's share of each layer")
+
+
+def _of_modules(problem: Problem, need_us: Floats) -> Floats:
+    """The earliest of all that is in the module which holds a gradient's weight, whose beginning waits for it.
+
+    Where no name has a dot, as in traces of layers, each is a module of its own.
+    """
+    holders = [gradient.name.split(".")[:-1] for gradient in problem.profile.compute.gradients]
+    if not any(holders):
+        return need_us
+    earliest: dict[tuple[str, ...], float] = {}
+    for holder, need in zip(holders, need_us.tolist(), strict=True):
+        for depth in range(len(holder) + 1):
+            module = tuple(holder[:depth])
+            earliest[module] = min(need, earliest.get(module, need))
+    return np.array([earliest[tuple(holder)] for holder in holders])
 
 
 def _by_layer(problem: Problem, layers: Sequence[Layer], weights: Sequence[float]) -> Floats | None:

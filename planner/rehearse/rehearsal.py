@@ -224,10 +224,13 @@ def hosts_of(name: str, profile: Profile, cluster: str | None, hosts: str | None
 
 def _as_rehearsed(profile: Profile) -> Profile:
     """The profile with what is rehearsed of it: parameters that are shrunk have one dimension, so that nothing has low
-    rank, and where nothing is said of the optimizer it is the one that updates them.
+    rank; where nothing is said of the optimizer it is the one that updates them; and the layers of a trace become
+    modules, which wait for their own weights.
     """
     compute = profile.compute
     gradients = tuple(replace(gradient, matrix=None) for gradient in compute.gradients)
+    if not any("." in gradient.name for gradient in gradients):
+        gradients = tuple(replace(gradient, name=f"{gradient.name}.weight") for gradient in gradients)
     return replace(profile, compute=replace(compute, gradients=gradients, optimizer=compute.optimizer or PLAIN_SGD))
 
 

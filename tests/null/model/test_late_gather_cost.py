@@ -195,6 +195,15 @@ def test_gradients_of_a_layer_are_needed_together() -> None:
     assert found.need_us.tolist() == pytest.approx([295.0, 295.0, 145.0, 0.0, 0.0])
 
 
+def test_what_a_module_holds_beside_its_parts_is_needed_when_it_begins() -> None:
+    made = document()
+    for gradient, name in zip(made["compute"]["gradients"], ("token", "b.1.w", "b.gamma", "b.0.w", "a.w"), strict=True):
+        gradient["name"] = name
+    found = needs(make(made, halves_cluster()))
+    assert found.need_us.tolist() == pytest.approx([0.0, 295.0, 45.0, 45.0, 0.0])
+    assert not found.ordered
+
+
 def test_the_plan_says_what_comes_when(tmp_path: Path) -> None:
     given = write(tmp_path / "profile.json", document(cluster=halves_cluster()))
     path = str(tmp_path / "plan.json")
