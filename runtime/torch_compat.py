@@ -6,7 +6,9 @@ import dataclasses
 import functools
 import os
 import pkgutil
+import time
 import traceback
+import weakref
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from itertools import count
@@ -162,6 +164,29 @@ def wait_for(work: dist.Work, limit: timedelta | None = None) -> None:
     work.wait() if limit is None else work.wait(limit)
 
 
+LETS_GO_S = 1.0
+"""How long to wait at the most until a backend lets go of tensors whose message is done."""
+
+
+class Lent:
+    """Tensors as a backend gets them, so that it can be seen when it has let go of them.
+
+    A thread of gloo's holds what it has sent for a while after the wait for it has returned: it needs the interpreter's
+    lock to drop them, and a core. Memory that a program frees meanwhile stays, beside what it takes next.
+    """
+
+    def __init__(self, *tensors: torch.Tensor) -> None:
+        self.tensors = tuple(tensor.detach() for tensor in tensors)
+
+    def take_back(self) -> None:
+        """Return when nobody has the lent tensors any more. Their message is done, and its handle dropped."""
+        held = [weakref.ref(tensor) for tensor in self.tensors if tensor.is_cpu]  # others' memory follows streams
+        self.tensors = ()
+        ends = time.monotonic() + LETS_GO_S
+        while any(reference() is not None for reference in held) and time.monotonic() < ends:
+            time.sleep(0.0)  # gives the interpreter's lock away
+
+
 def result_of(future: torch.futures.Future[Any]) -> Any:
     """What a future holds, or raises: as with `wait_for`."""
     return future.value()
@@ -246,7 +271,7 @@ class SerialGloo:
         work: dist.Work = self._group._allgather_base(whole, part, options)
         return work
 
-    def begin_scatter(self, own: torch.Tensor, given: torch.Tensor, op: Any) -> dist.Work:
+    def begin_scatter(self, own: torch.Tensor, given: torch.Tensor, *, op: Any) -> dist.Work:
         """Begin to add up (or average) what ranks give (1-D, ranks · n), of which this rank gets its n."""
         options = ReduceScatterOptions()
         options.reduceOp, options.asyncOp = op, True

@@ -23,6 +23,7 @@ from runtime.plan import FullyShardPlan
 from runtime.plan.fully_sharded import ROOT
 from runtime.torch_compat import (
     OUTSIDE,
+    Lent,
     SerialGloo,
     all_gather_single,
     current_backward_id,
@@ -109,16 +110,21 @@ def _own(module: nn.Module, others: set[int]) -> list[nn.Parameter]:
 
 
 class NamedWork(dist.Work):
-    """A message that names itself where it fails."""
+    """A message that names itself where it fails, and whose memory is free when the wait for it returns."""
 
-    def __init__(self, work: dist.Work, collectives: HostCollectives, what: str) -> None:
+    def __init__(self, work: dist.Work, lent: Lent, collectives: HostCollectives, what: str) -> None:
         super().__init__()
-        self._work, self._collectives, self._what = work, collectives, what
+        self._work: dist.Work | None = work
+        self._lent, self._collectives, self._what = lent, collectives, what
 
     def wait(self, timeout: timedelta | None = None) -> bool:
+        if self._work is None:
+            return True
         early = not self._work.is_completed()
         with self._collectives.world.error_context(self._what):
             wait_for(self._work, timeout)
+        self._work = None
+        self._lent.take_back()
         if early and self._collectives.arrived is not None:
             self._collectives.arrived()
         return True
@@ -142,11 +148,12 @@ class HostGather(_Allocating):
     ) -> dist.Work:
         ours = self._collectives
         # Parts that stay after forward are gathered among fewer ranks, over a group that FSDP2 has made.
+        lent = Lent(output_tensor, input_tensor)
         if group.size() == ours.world.ranks:
-            work = ours.serial.begin_gather(output_tensor, input_tensor)
+            work = ours.serial.begin_gather(*lent.tensors)
         else:
-            work = all_gather_single(output_tensor, input_tensor, group=group, async_op=True)
-        return NamedWork(work, ours, self._what)
+            work = all_gather_single(*lent.tensors, group=group, async_op=True)
+        return NamedWork(work, lent, ours, self._what)
 
 
 class HostScatter(_Allocating):
@@ -164,7 +171,8 @@ class HostScatter(_Allocating):
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
     ) -> None:
         ours = self._collectives
-        work = NamedWork(ours.serial.begin_scatter(output_tensor, input_tensor, op), ours, self._what)
+        lent = Lent(output_tensor, input_tensor)
+        work = NamedWork(ours.serial.begin_scatter(*lent.tensors, op=op), lent, ours, self._what)
         if self._read_at_once(output_tensor, op):
             work.wait()
         else:

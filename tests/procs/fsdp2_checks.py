@@ -235,6 +235,7 @@ def memory() -> dict[str, tuple[int, list[int]]]:
     """By wrapping, the predicted peak of a step with Adam, and counted ones: by operations, and by torch's own tracker.
 
     The tracker has hooks of its own in place of FSDP2's, which gather groups of several modules once for each of them.
+    Collectives are those that leave no memory to a thread of gloo's.
     """
     from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
 
@@ -264,6 +265,7 @@ def memory() -> dict[str, tuple[int, list[int]]]:
         "all kept": FullyShardPlan(groups=ALL_OF_STACK, reshard_after_forward={n: False for (n,) in ALL_OF_STACK}),
     }.items():
         model = planner.fully_shard(Stack(), plan_for(spec))
+        record_collectives(model, spec)
         optimizer = torch.optim.Adam(model.parameters(), foreach=False)
         tracker = FSDPMemTracker(model, optimizer)
         tracker.track_inputs((given,))
@@ -284,6 +286,7 @@ def memory() -> dict[str, tuple[int, list[int]]]:
 def counted_in_operations(spec: FullyShardPlan, loss: Callable[[nn.Module], Tensor]) -> int:
     """The peak of a second step, with this rank's parts and twice as much for Adam."""
     model = planner.fully_shard(Stack(), plan_for(spec))
+    record_collectives(model, spec)
     loss(model).backward()
     for parameter in model.parameters():
         parameter.grad = None
