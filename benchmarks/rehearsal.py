@@ -21,6 +21,7 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.figures import Figures
 from benchmarks.marked import write_part
 from benchmarks.resumable import kept
 from planner.comparison.variants import DDP, NO_COMMUNICATION, PLAN
@@ -154,25 +155,13 @@ def _scales() -> int:
 
 def summary(records: list[dict[str, Any]]) -> list[str]:
     """Return what all cells say together, a line for each figure: what was measured, and the target."""
-    lines = [
-        f"{len(records)} of {len(CELLS)} cells.",
-        "",
-        "| figure | measured | target | met |",
-        "| --- | --- | --- | --- |",
-    ]
-
-    def add(what: str, measured: str, target: str, met: bool) -> None:
-        lines.append(f"| {what} | {measured} | {target} | {'yes' if met else '**no**'} |")
-
+    figures = Figures(f"{len(records)} of {len(CELLS)} cells.")
+    add = figures.add
     for what, most_mean, most_high in (
         (EXACTLY, 0.02, 0.05), ("late gathers", 0.03, 0.08), ("other plans", 0.03, 0.08)
     ):  # fmt: skip
         rows = [row for record in records for row in _judged(record) if _kind(record, row) == what]
-        if rows:
-            errors = np.abs([row["error"] for row in rows])
-            mean, high = float(errors.mean()), float(np.quantile(errors, 0.95))
-            add(f"{what}, {len(rows)} rows: mean error", f"{mean:.1%}", f"≤ {most_mean:.0%}", mean <= most_mean)
-            add(f"{what}: 95th percentile", f"{high:.1%}", f"≤ {most_high:.0%}", high <= most_high)
+        figures.add_errors(what, rows, most_mean, most_high)
     taus = [value for record in records if (value := kendall(_judged(record))) is not None]
     if taus:
         add("Kendall's τ beyond the noise, mean", f"{np.mean(taus):.3f}", "≥ 0.95", bool(np.mean(taus) >= 0.95))
@@ -201,7 +190,7 @@ def summary(records: list[dict[str, Any]]) -> list[str]:
         for name in sorted(at_leasts.keys() & ways.keys()):
             gain, at_least = _best_ddp_us(ways) / ways[name]["median_us"], at_leasts[name]
             add(f"{record['cell']}: {name}, times as fast as DDP", f"{gain:.2f}", f"≥ {at_least}", gain >= at_least)
-    return lines
+    return figures.lines
 
 
 def _measured(record: dict[str, Any]) -> list[dict[str, Any]]:

@@ -18,7 +18,7 @@ from planner.documents.profile import Cluster, Link
 from planner.documents.text import mebibytes, milliseconds
 from planner.documents.units import Units
 from planner.model.problem import make_problem
-from planner.rehearse.rehearsal import LATE_SHARE, OnHosts, hosts_of, on_emulated_hosts
+from planner.rehearse.rehearsal import OnHosts, hosts_of, late_note, on_emulated_hosts
 from planner.rehearse.scale import Scale, links_of
 
 if TYPE_CHECKING:
@@ -102,18 +102,7 @@ class UnitsRehearsal:
         if self.limit_bytes is not None:
             over = [name for name, size_bytes in self.counted_bytes.items() if size_bytes > self.limit_bytes]
             lines.append(f"limit {mebibytes(self.limit_bytes)}" + (f"; above it: {', '.join(over)}" if over else ""))
-        late = {
-            row.name: self.late_us[row.name]
-            for row in self.comparison.rows
-            if self.late_us.get(row.name, 0.0) > LATE_SHARE * row.median_us
-        }
-        if late:
-            words = ", ".join(f"{name} {late_us / 1e3:.2g} ms" for name, late_us in late.items())
-            lines.append(
-                f"hooks took longer than the waits that they go on under, of a step: {words}; --dilate or --shrink "
-                f"more, or fewer hosts"
-            )
-        return lines
+        return lines + late_note("hooks", self.late_us, {row.name: row.median_us for row in self.comparison.rows})
 
     def to_document(self) -> dict[str, Any]:
         """Return plain JSON types: rows as `planner compare --parallel fsdp2 --json` has them, and more."""

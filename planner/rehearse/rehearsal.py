@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -122,18 +122,8 @@ class Rehearsal:
     def notes(self) -> list[str]:
         """What a reader has to know of the rehearsal itself."""
         lines = ["rehearsed on this machine: neither contention on the accelerator nor NCCL's own behaviour is in it"]
-        late = {
-            row.name: self.late_us[row.name]
-            for row in self.comparison.rows
-            if row.median_us is not None and self.late_us.get(row.name, 0.0) > LATE_SHARE * row.median_us
-        }
-        if late:
-            words = ", ".join(f"{name} {late_us / 1e3:.2g} ms" for name, late_us in late.items())
-            lines.append(
-                f"hooks and updates took longer than the waits that they go on under, of a step: {words}; --dilate or "
-                f"--shrink more, or fewer hosts"
-            )
-        return lines
+        steps_us = {row.name: row.median_us for row in self.comparison.rows if row.median_us is not None}
+        return lines + late_note("hooks and updates", self.late_us, steps_us)
 
     def to_document(self) -> dict[str, Any]:
         """Return plain JSON types: rows as `planner compare --json` has them."""
@@ -163,6 +153,21 @@ def rehearse(asked: Asked, *, started_s: float | None = None, show_progress: boo
     from planner.rehearse.ranks import rehearse_rank
 
     return summarize_rehearsal(asked, on_emulated_hosts(rehearse_rank, asked, started_s, show_progress))
+
+
+def late_note(what: str, late_us: Mapping[str, float], steps_us: Mapping[str, float]) -> list[str]:
+    """Return a line where what the host does did not fit under its waits in some variant's step; by variant, in µs."""
+    late = [
+        f"{name} {late_us[name] / 1e3:.2g} ms"
+        for name, step_us in steps_us.items()
+        if late_us.get(name, 0.0) > LATE_SHARE * step_us
+    ]
+    if not late:
+        return []
+    return [
+        f"{what} took longer than the waits that they go on under, of a step: {', '.join(late)}; --dilate or --shrink "
+        f"more, or fewer hosts"
+    ]
 
 
 AnyAsked = TypeVar("AnyAsked", bound=OnHosts)
