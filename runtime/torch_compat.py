@@ -4,20 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import os
 import pkgutil
-import time
 import traceback
-import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from datetime import timedelta
-from itertools import count
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import AllgatherOptions, PrefixStore, ProcessGroupGloo, ReduceScatterOptions, TCPStore
+from torch._C._distributed_c10d import AllgatherOptions, PrefixStore, ProcessGroupGloo, TCPStore
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils import _pytree
 
@@ -164,29 +160,6 @@ def wait_for(work: dist.Work, limit: timedelta | None = None) -> None:
     work.wait() if limit is None else work.wait(limit)
 
 
-LETS_GO_S = 1.0
-"""How long to wait at the most until a backend lets go of tensors whose message is done."""
-
-
-class Lent:
-    """Tensors as a backend gets them, so that it can be seen when it has let go of them.
-
-    A thread of gloo's holds what it has sent for a while after the wait for it has returned: it needs the interpreter's
-    lock to drop them, and a core. Memory that a program frees meanwhile stays, beside what it takes next.
-    """
-
-    def __init__(self, *tensors: torch.Tensor) -> None:
-        self.tensors = tuple(tensor.detach() for tensor in tensors)
-
-    def take_back(self) -> None:
-        """Return when nobody has the lent tensors any more. Their message is done, and its handle dropped."""
-        held = [weakref.ref(tensor) for tensor in self.tensors if tensor.is_cpu]  # others' memory follows streams
-        self.tensors = ()
-        ends = time.monotonic() + LETS_GO_S
-        while any(reference() is not None for reference in held) and time.monotonic() < ends:
-            time.sleep(0.0)  # gives the interpreter's lock away
-
-
 def result_of(future: torch.futures.Future[Any]) -> Any:
     """What a future holds, or raises: as with `wait_for`."""
     return future.value()
@@ -206,14 +179,14 @@ all_to_all_single: Callable[..., Any] = dist.all_to_all_single
 """(output, input, group=…): from every rank its part for this one (1-D, ranks · n)."""
 
 
-def send(group: dist.ProcessGroup, tensor: torch.Tensor, peer: int) -> Any:
+def send(group: dist.ProcessGroup, tensor: torch.Tensor, peer: int, tag: int = 0) -> Any:
     """Begin to send a tensor to a rank of the group, without the checks and ranks of the world of `dist.isend`."""
-    return group.send([tensor], peer, 0)
+    return group.send([tensor], peer, tag)
 
 
-def receive(group: dist.ProcessGroup, tensor: torch.Tensor, peer: int) -> Any:
-    """Begin to receive what a rank of the group sends; in the order of its sends."""
-    return group.recv([tensor], peer, 0)
+def receive(group: dist.ProcessGroup, tensor: torch.Tensor, peer: int, tag: int = 0) -> Any:
+    """Begin to receive what a rank of the group sends; in the order of its sends with that tag."""
+    return group.recv([tensor], peer, tag)
 
 
 def queued_to(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
@@ -244,44 +217,6 @@ def store_address() -> tuple[str, int] | None:
     return (store.host, store.port) if isinstance(store, TCPStore) else None
 
 
-class SerialGloo:
-    """A gloo group with one thread: messages follow one another in the order in which they are begun.
-
-    All ranks make it at the same place; torch.distributed, whose groups have several threads, knows nothing of it.
-    """
-
-    def __init__(self, ranks: list[int], timeout: timedelta) -> None:
-        options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-        options._threads, options._timeout = 1, timeout
-        # As torch.distributed chooses for its own groups.
-        named = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
-        options._devices = [ProcessGroupGloo.create_device(interface=name) for name in named] or [
-            ProcessGroupGloo.create_default_device()
-        ]
-        # Ranks make such groups of the same ranks equally often.
-        made = _serial_groups.setdefault(tuple(ranks), count())
-        key = f"planner/serial/{'-'.join(map(str, ranks))}/{next(made)}"
-        store = PrefixStore(key, dist.distributed_c10d._get_default_store())
-        self._group: Any = ProcessGroupGloo(store, ranks.index(dist.get_rank()), len(ranks), options)
-
-    def begin_gather(self, whole: torch.Tensor, part: torch.Tensor) -> dist.Work:
-        """Begin to gather every rank's part (1-D, n), one after the other (ranks · n)."""
-        options = AllgatherOptions()
-        options.asyncOp = True
-        work: dist.Work = self._group._allgather_base(whole, part, options)
-        return work
-
-    def begin_scatter(self, own: torch.Tensor, given: torch.Tensor, *, op: Any) -> dist.Work:
-        """Begin to add up (or average) what ranks give (1-D, ranks · n), of which this rank gets its n."""
-        options = ReduceScatterOptions()
-        options.reduceOp, options.asyncOp = op, True
-        work: dist.Work = self._group._reduce_scatter_base(own, given, options)
-        return work
-
-
-_serial_groups: dict[tuple[int, ...], Iterator[int]] = {}
-
-
 def meet(address: tuple[str, int], key: str, rank: int, ranks: int, timeout: timedelta) -> Any:
     """A gloo group of processes that are no ranks themselves, DataLoader workers say; torch.distributed knows nothing
     of it. They meet at a TCP store under `key`; each rank's n-th process to come there is of one group.
@@ -306,8 +241,6 @@ _CALLS_OF_BACKEND = frozenset(
         send,
         receive,
         all_gather_on,
-        SerialGloo.begin_gather,
-        SerialGloo.begin_scatter,
     )
 )
 

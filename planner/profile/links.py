@@ -38,6 +38,7 @@ from runtime.comm.world import World, first_line
 from runtime.core.buckets import BucketBuffer, Message, Slot, lay_out
 from runtime.delay.server import Shard
 from runtime.errors import CommunicationError
+from runtime.fully_sharded.messages import SerialMessages
 from runtime.torch_compat import all_gather_single, reduce_scatter_single
 
 SMALLEST_BYTES = 1024
@@ -323,10 +324,13 @@ def _all_gather(world: World, device: torch.device, size_bytes: int) -> Run:
 
 
 def _library_scatter(world: World, device: torch.device, size_bytes: int) -> Run:
-    """As FSDP2 sends gradients: the library's own, averaged."""
+    """As FSDP2 sends gradients: the library's own, averaged; on hosts beside computation, `overlap_on_hosts`."""
     part = torch.zeros(max(1, size_bytes // 4 // world.ranks), device=device)
     whole, group = torch.zeros(part.numel() * world.ranks, device=device), world.group
-    return lambda: reduce_scatter_single(part, whole, op=dist.ReduceOp.AVG, group=group)
+    if device.type != "cpu" or group is None:
+        return lambda: reduce_scatter_single(part, whole, op=dist.ReduceOp.AVG, group=group)
+    messages = SerialMessages(world.timeout_s)
+    return lambda: messages.reduce_scatter(part, whole, group, average=True).result()
 
 
 def _library_gather(world: World, device: torch.device, size_bytes: int) -> Run:
@@ -334,7 +338,10 @@ def _library_gather(world: World, device: torch.device, size_bytes: int) -> Run:
     numel = max(1, size_bytes // 4 // world.ranks)
     whole, group = torch.zeros(numel * world.ranks, device=device), world.group
     part = whole[world.rank * numel : (world.rank + 1) * numel]
-    return lambda: all_gather_single(whole, part, group=group)
+    if device.type != "cpu" or group is None:
+        return lambda: all_gather_single(whole, part, group=group)
+    messages = SerialMessages(world.timeout_s)
+    return lambda: messages.gather(whole, part, group).result()
 
 
 LIBRARY_GATHER, LIBRARY_SCATTER = "library/all_gather", "library/reduce_scatter"

@@ -3,13 +3,15 @@
 A gather is begun where FSDP2 asks for it and waited for where FSDP2 needs it. FSDP2 does not wait for reduce-scatters:
 one is left under way only where nothing reads its result before backward ends, and then waited for before `backward()`
 returns, and before more of them take memory than the plan has buffers for, as on accelerators. Messages follow one
-another on a group of their own, as on one communicator of NCCL; each is the library's own ring, so that sums are the
-same bits as without.
+another, and each sends the bytes that NCCL's would. Sums of two ranks are the same bits as without; those of more are
+added up in another order, as they are where groups of modules are others.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from datetime import timedelta
 from typing import Any
 
@@ -19,18 +21,10 @@ from torch import Tensor, nn
 
 from runtime.comm.world import MIN_TIMEOUT_S, World, check_timeout_s
 from runtime.errors import InputError
+from runtime.fully_sharded.messages import SerialMessages
 from runtime.plan import FullyShardPlan
 from runtime.plan.fully_sharded import ROOT
-from runtime.torch_compat import (
-    OUTSIDE,
-    Lent,
-    SerialGloo,
-    all_gather_single,
-    current_backward_id,
-    is_sharded,
-    queue_backward_callback,
-    wait_for,
-)
+from runtime.torch_compat import OUTSIDE, current_backward_id, is_sharded, queue_backward_callback
 
 
 def overlap_on_hosts(model: nn.Module, plan: FullyShardPlan, timeout_s: float = MIN_TIMEOUT_S) -> HostCollectives:
@@ -62,11 +56,10 @@ class HostCollectives:
     """The messages of one model, in order."""
 
     def __init__(self, model: nn.Module, plan: FullyShardPlan, group: dist.ProcessGroup, timeout_s: float) -> None:
-        ranks = dist.get_process_group_ranks(group)
         self.world = World.over(group, timeout_s)
-        self.serial = SerialGloo(ranks, timedelta(seconds=timeout_s))
-        self.arrived: Callable[[], None] | None = None
-        """Called whenever a message is there for which this rank had to wait."""
+        self.messages = SerialMessages(timeout_s)
+        self.arrived: Callable[[float], None] | None = None
+        """Called whenever a message is there, with the seconds for which this rank has waited for it."""
         self._buffers = plan.reduce_scatter_max_input_buffers or 1
         self._left: list[NamedWork] = []
         self._backward = OUTSIDE
@@ -110,23 +103,18 @@ def _own(module: nn.Module, others: set[int]) -> list[nn.Parameter]:
 
 
 class NamedWork(dist.Work):
-    """A message that names itself where it fails, and whose memory is free when the wait for it returns."""
+    """A message that names itself where it fails."""
 
-    def __init__(self, work: dist.Work, lent: Lent, collectives: HostCollectives, what: str) -> None:
+    def __init__(self, message: Future[None], collectives: HostCollectives, what: str) -> None:
         super().__init__()
-        self._work: dist.Work | None = work
-        self._lent, self._collectives, self._what = lent, collectives, what
+        self._message, self._collectives, self._what = message, collectives, what
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        if self._work is None:
-            return True
-        early = not self._work.is_completed()
+        started_s = time.perf_counter()
         with self._collectives.world.error_context(self._what):
-            wait_for(self._work, timeout)
-        self._work = None
-        self._lent.take_back()
-        if early and self._collectives.arrived is not None:
-            self._collectives.arrived()
+            self._message.result(None if timeout is None else timeout.total_seconds())
+        if self._collectives.arrived is not None:
+            self._collectives.arrived(time.perf_counter() - started_s)
         return True
 
 
@@ -147,13 +135,7 @@ class HostGather(_Allocating):
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> dist.Work:
         ours = self._collectives
-        # Parts that stay after forward are gathered among fewer ranks, over a group that FSDP2 has made.
-        lent = Lent(output_tensor, input_tensor)
-        if group.size() == ours.world.ranks:
-            work = ours.serial.begin_gather(*lent.tensors)
-        else:
-            work = all_gather_single(*lent.tensors, group=group, async_op=True)
-        return NamedWork(work, lent, ours, self._what)
+        return NamedWork(ours.messages.gather(output_tensor, input_tensor, group), ours, self._what)
 
 
 class HostScatter(_Allocating):
@@ -171,17 +153,17 @@ class HostScatter(_Allocating):
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
     ) -> None:
         ours = self._collectives
-        lent = Lent(output_tensor, input_tensor)
-        work = NamedWork(ours.serial.begin_scatter(*lent.tensors, op=op), lent, ours, self._what)
-        if self._read_at_once(output_tensor, op):
+        average = op == dist.ReduceOp.AVG
+        message = ours.messages.reduce_scatter(output_tensor, input_tensor, group, average=average)
+        work = NamedWork(message, ours, self._what)
+        if self._read_at_once(output_tensor, average):
             work.wait()
         else:
             ours.leave(work)
 
-    def _read_at_once(self, output: Tensor, op: Any) -> bool:
+    def _read_at_once(self, output: Tensor, average: bool) -> bool:
         """Whether FSDP2, or a hook, reads the result before backward ends: divides, casts, adds or looks at it."""
-        averages = op == dist.ReduceOp.AVG or self._collectives.world.ranks == 1
-        return not averages or any(
+        return not (average or self._collectives.world.ranks == 1) or any(
             parameter.grad is not None
             or parameter.dtype != output.dtype
             or getattr(parameter, "_post_accumulate_grad_hooks", None)

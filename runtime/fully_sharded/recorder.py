@@ -1,11 +1,8 @@
-"""The order in which FSDP2 sends its messages, recorded from a real run; nothing else about it changes.
-
-But that a message's memory is free as soon as it is done: what is counted then follows the program and not the clock.
-"""
+"""The order in which FSDP2 sends its messages, recorded from a real run; nothing else about it changes."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -14,7 +11,7 @@ from torch import Tensor, nn
 
 from runtime.plan import FullyShardPlan
 from runtime.plan.fully_sharded import ROOT
-from runtime.torch_compat import Lent, all_gather_single, reduce_scatter_single
+from runtime.torch_compat import all_gather_single, reduce_scatter_single
 
 ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE = "all_gather", "reduce_scatter", "all_reduce"
 
@@ -64,7 +61,7 @@ class _Gather(_Recording):
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> Any:
         self._sent.append(Collective(ALL_GATHER, self._name, output_tensor.nbytes))
-        return _sent(all_gather_single, Lent(output_tensor, input_tensor), group=group, async_op=async_op)
+        return all_gather_single(output_tensor, input_tensor, group=group, async_op=async_op)
 
 
 class _Scatter(_Recording):
@@ -72,11 +69,4 @@ class _Scatter(_Recording):
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
     ) -> Any:
         self._sent.append(Collective(REDUCE_SCATTER, self._name, input_tensor.nbytes))
-        return _sent(reduce_scatter_single, Lent(output_tensor, input_tensor), group=group, op=op, async_op=async_op)
-
-
-def _sent(send: Callable[..., Any], lent: Lent, **options: Any) -> Any:
-    work = send(*lent.tensors, **options)
-    if work is None:
-        lent.take_back()
-    return work
+        return reduce_scatter_single(output_tensor, input_tensor, group=group, op=op, async_op=async_op)

