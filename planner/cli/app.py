@@ -96,13 +96,13 @@ def optimize(
 ) -> None:
     """Decide how gradients travel, and how far that is from optimal."""
     others = {
-        "--accuracy": None if accuracy == "exact" else accuracy, "--allow": allow, "--print-after": print_after,
+        "--allow": allow, "--print-after": print_after,
         "--passes": None if passes == DEFAULT_PASSES else passes, "--solver": None if solver == "dp" else solver,
         "--solver-limit": solver_limit, "--compress": compress, "--max-ratio": max_ratio, "--protect": protect,
         "--max-delay": max_delay,
     }  # fmt: skip
     if for_fsdp2(parallel, others):
-        optimize_fsdp2(profile, cluster, output, max_memory_mib)
+        optimize_fsdp2(profile, cluster, output, accuracy, max_memory_mib)  # type: ignore[arg-type]
         return
     from planner.decide.optimize import optimize as decide
     from planner.decide.solvers import SOLVER_SKIPPED

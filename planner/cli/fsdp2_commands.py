@@ -11,6 +11,7 @@ import typer
 from planner.cli.options import Flags, print_json
 from planner.jobs.rank_options import RankOptions
 from runtime.errors import CheckFailed, InputError, PlanMismatch
+from runtime.plan import Accuracy
 
 FSDP2 = "fsdp2"
 ALIKE = 1e-3
@@ -75,13 +76,15 @@ def compare_fsdp2(
         )
 
 
-def optimize_fsdp2(profile: str, cluster: str | None, output: str, max_memory_mib: float | None) -> None:
+def optimize_fsdp2(
+    profile: str, cluster: str | None, output: str, accuracy: Accuracy, max_memory_mib: float | None
+) -> None:
     """Decide, save and print."""
     from planner.decide.fsdp2 import optimize_fsdp2 as decide
     from planner.report.files import check_writable
 
     check_writable(output, profile, cluster)
-    plan = decide(profile, cluster, max_memory_mib=max_memory_mib)
+    plan = decide(profile, cluster, accuracy=accuracy, max_memory_mib=max_memory_mib)
     plan.save(output)
     if Flags.as_json:
         print_json(plan.to_document())

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
+from typing import Literal
 
 from planner.cost.curve import CostCurve
 from planner.cost.halves import ALL_GATHER, REDUCE_SCATTER
@@ -20,13 +21,14 @@ from planner.documents.profile import DTYPE_BYTES, Cluster, Profile
 from planner.documents.text import mib
 from planner.documents.units import Unit, Units, UnitWeight
 from planner.emit.sources import describe_sources
+from planner.ir import ACCURACIES
 from planner.model.fsdp2 import FORWARD, GATHER, REDUCE, Shape, shape_of
 from planner.model.fsdp2_step import COMPUTE, LANES, Cost, Costs, Executor, Step, simulate
 from planner.model.fully_sharded import SLOWDOWN, messages_on
 from planner.model.problem import Problem, make_problem
 from planner.search.fsdp2 import Ahead, Choice, Found, Wrappings, least_memory, search, with_ahead
 from runtime.errors import InputError
-from runtime.plan import FullyShardPlan, Plan, PlanWorld
+from runtime.plan import Accuracy, FullyShardPlan, Plan, PlanWorld
 from runtime.plan.fully_sharded import ROOT, MemoryPoint
 from runtime.plan.predicted import Certificate, PredictedTask, Prediction
 
@@ -37,6 +39,8 @@ FRONTIER = 12
 """Points of time over memory."""
 MARGIN = 0.005
 """Of a limit, what is left free: allocators round up, and optimizers count steps; predicted peaks say nothing of it."""
+NARROW: Literal["bfloat16"] = "bfloat16"
+"""In which bounded plans may add gradients up."""
 WORDS = {GATHER: "all-gather", "reduce_scatter": "reduce-scatter", REDUCE: "all-reduce"}
 _BLOCK = re.compile(r"(.*?\.\d+)\.", re.ASCII)
 _NUMBERED = re.compile(r"\.\d+$", re.ASCII)
@@ -49,6 +53,10 @@ class Setting:
     problem: Problem
     units: Units
     executor: Executor
+    narrow: bool = False
+    """Whether gradients are added up in `NARROW`."""
+    host_us: float = 0.0
+    """See `Costs`."""
 
     @property
     def ranks(self) -> int:
@@ -56,7 +64,8 @@ class Setting:
 
     @property
     def shape(self) -> Shape:
-        return shape_of(self.units, self.ranks)
+        shape = shape_of(self.units, self.ranks)
+        return replace(shape, reduce_bytes=DTYPE_BYTES[NARROW]) if self.narrow else shape
 
     def costs(self, shard_ranks: int | None) -> Costs:
         """Return what messages cost. Raises InputError where a cost is not known."""
@@ -74,7 +83,7 @@ class Setting:
             gather_us=gather, scatter_us=scatter,
             reduce_us=None if shard_ranks is None else lambda part: messages.reduce_us(part * parts),
             gather_inside_us=_inside(cluster), compute_factor=compute, network_factor=network,
-            update_us=(self.units.update_us or self.problem.update_us) / parts,
+            update_us=(self.units.update_us or self.problem.update_us) / parts, host_us=self.host_us,
         )  # fmt: skip
 
 
@@ -172,6 +181,7 @@ def optimize_fsdp2(
     profile: Profile | str | Path,
     cluster: Cluster | str | Path | None = None,
     *,
+    accuracy: Accuracy = "exact",
     max_memory_mib: float | None = None,
     ranks: int | None = None,
 ) -> Plan:
@@ -181,17 +191,35 @@ def optimize_fsdp2(
         profile: with `units` as `planner profile --parallel fsdp2` measures them; without, blocks are made of its
             gradients' names.
         cluster: as for `optimize`.
+        accuracy: the riskiest class; from bounded on gradients may be added up in bfloat16 on accelerators.
         max_memory_mib: what each rank has for everything; default: the accelerator's, as profiled, if known.
         ranks: default: the cluster's.
 
     Raises InputError: a document is wrong; no wrapping takes as little memory as the limit (says the least that one
         does).
     """
-    return plan_for(make_setting(profile, cluster, ranks), max_memory_mib)
+    if accuracy not in ACCURACIES:
+        raise InputError(f"accuracy: found {accuracy!r}, expected one of: {', '.join(ACCURACIES)}")
+    setting = make_setting(profile, cluster, ranks)
+    plan = plan_for(setting, max_memory_mib)
+    # On hosts reduce-scatters whose result is cast are waited for at once.
+    if accuracy == "exact" or setting.executor != "accelerator" or setting.units.element_bytes <= DTYPE_BYTES[NARROW]:
+        return plan
+    narrow = plan_for(replace(setting, narrow=True), max_memory_mib)
+    assert plan.predicted is not None
+    assert narrow.predicted is not None
+    if narrow.predicted.iteration_us >= plan.predicted.iteration_us:
+        return replace(plan, notes=(*plan.notes, f"to add gradients up in {NARROW} would gain nothing"))
+    assert narrow.fsdp2 is not None
+    exact_ms = plan.predicted.iteration_us / 1e3
+    return replace(
+        narrow, accuracy="bounded", fsdp2=replace(narrow.fsdp2, reduce_dtype=NARROW), baselines=plan.baselines,
+        notes=(*narrow.notes, f"gradients are added up in {NARROW}, which rounds them; without, {exact_ms:.2f} ms"),
+    )  # fmt: skip
 
 
 def plan_for(setting: Setting, max_memory_mib: float | None = None) -> Plan:
-    """Decide as `optimize_fsdp2`, on what is known already."""
+    """Decide as `optimize_fsdp2`, on what is known already, in one dtype."""
     asked = _limit(setting, check_memory(max_memory_mib))
     limit = None if asked is None else int((1.0 - MARGIN) * asked)
     shards: list[int | None] = [None]
@@ -202,7 +230,11 @@ def plan_for(setting: Setting, max_memory_mib: float | None = None) -> Plan:
     least: list[tuple[FullyShardPlan, int]] = []
     for shard in shards:
         try:
-            wrappings = Wrappings(setting.shape, setting.costs(shard), setting.executor, shard)
+            costs = setting.costs(shard)
+            in_parts = shard is None and costs.gather_inside_us is not None
+            wrappings = Wrappings(
+                setting.shape, costs, setting.executor, shard, machines.ranks_per_node if in_parts else None
+            )
         except InputError:
             if shard is None:
                 raise
@@ -240,8 +272,8 @@ def _limit(setting: Setting, max_memory_mib: float | None) -> int | None:
 def _cannot(setting: Setting, limit: int | None, least: int, asked: float | None) -> str:
     where = "--max-memory-mib" if asked is not None else "the accelerator's memory"
     return (
-        f"{where}: found {mib(limit or 0)}, expected at least {mib(least)}, which every unit in a group of its own "
-        f"takes on {setting.ranks} ranks: allow that, use more ranks, or compute blocks twice (checkpointing)"
+        f"{where}: found {mib(limit or 0)}, expected at least {mib(least)}, which the smallest wrapping takes on "
+        f"{setting.ranks} ranks: allow that, use more ranks, or compute blocks twice (checkpointing)"
     )
 
 

@@ -6,8 +6,9 @@ The host's program decides everything but times. Its rules, for groups of module
   that it has to fetch ahead are begun. After the forward of the last of its modules they are freed, or kept.
 - When the gradient of the last module's output is there, parameters that were freed are gathered again; then the group
   whose forward ended before is fetched, or what is listed in its place.
-- When the gradient of the first module's input is there, parameters are freed and gradients reduce-scattered; where
-  that input needs no gradient, at the end of backward, in the order of the model's modules.
+- When the gradient of the first module's input is there, parameters are freed and gradients reduce-scattered, the last
+  parameter's being held meanwhile; where that input needs no gradient, at the end of backward, in the order of the
+  model's modules.
 - A gather lies in a buffer of its own until it is copied out; in forward, unless the host waits for messages itself,
   until the next one is. Before a reduce-scatter begins, the input of the one before is waited for and freed.
 
@@ -201,6 +202,8 @@ class _Group:
     places: list[int] = field(default_factory=list)
     held_bytes: int = 0
     """Of gradients that were computed."""
+    last: tuple[int, int] = (-1, 0)
+    """Of its last trainable parameter, the place of its module in the group, and the bytes of its gradient."""
 
     @property
     def has_parameters(self) -> bool:
@@ -273,6 +276,9 @@ class _Host:
                 # Its gradient is there when the first leaf that has it, backward the last, has been computed.
                 leaf = first_leaf(shape, weight.modules)
                 self.gradients[leaf].append((number, weight.numel * shape.element_bytes))
+                place = group.modules.index(_above(weight.modules[0], group.modules))
+                if place >= group.last[0]:
+                    group.last = place, weight.numel * shape.element_bytes
         self.fixed = parts + round(shape.state_factor * parts)
 
     def _owner_of(self, module: str) -> int:
@@ -447,13 +453,16 @@ class _Host:
         if not group.scattered_bytes:
             return
         part_bytes = group.scattered_bytes // self.shard
+        # FSDP2 lets go of gradients when they are copied, but of the last one when all of this is over.
+        held_bytes = min(group.last[1], group.held_bytes)
         self._take(group.scattered_bytes)
-        self._take(-group.held_bytes)
+        self._take(held_bytes - group.held_bytes)
         self._take(part_bytes)
         self._do(Action(SCATTER, number, size_bytes=group.scattered_bytes))
         if self.copies > 1:
             self._do(Action(REDUCE, number, size_bytes=part_bytes))
         self._take(group.part_bytes - part_bytes)
+        self._take(-held_bytes)
         self.inputs.append((number, group.scattered_bytes))
 
 

@@ -16,9 +16,10 @@ from planner.model.lanes import Lane, Op, run_lanes
 from runtime.plan import FullyShardPlan
 
 Executor = Literal["accelerator", "hosts", "blocking"]
-COMPUTE, NETWORK, BETWEEN, INSIDE = range(4)
-"""Lanes: computation; the communicator of a copy's ranks; between copies; among ranks that share kept parameters."""
-LANES = ("compute", "network", "between copies", "inside nodes")
+COMPUTE, NETWORK, BETWEEN, INSIDE, HOST = range(5)
+"""Lanes: computation; the communicator of a copy's ranks; between copies; among ranks that share kept parameters; what
+a host does itself before it begins a message."""
+LANES = ("compute", "network", "between copies", "inside nodes", "host")
 Cost = Callable[[float], float]
 """Bytes → µs."""
 
@@ -39,6 +40,8 @@ class Costs:
     """… and a message beside computation."""
     update_us: float = 0.0
     """Of a rank's own part of the weights."""
+    host_us: float = 0.0
+    """What a host that waits for messages itself does before each: hooks, and copies to and from where messages lie."""
 
     @property
     def contended(self) -> bool:
@@ -78,8 +81,8 @@ class _Lanes:
     """Ops by lane, in order; each waits for one op of one other lane at the most."""
 
     def __init__(self) -> None:
-        self.ops: list[list[Op]] = [[], [], [], []]
-        self.what: list[list[tuple[str, int, int, int]]] = [[], [], [], []]
+        self.ops: list[list[Op]] = [[] for _ in LANES]
+        self.what: list[list[tuple[str, int, int, int]]] = [[] for _ in LANES]
 
     def add(
         self, lane: int, kind: str, time_us: float, after: tuple[int, int], group: int = -1, leaf: int = -1,
@@ -104,12 +107,17 @@ def lay_out(shape: Shape, program: Program, costs: Costs, executor: Executor) ->
     scattered: dict[int, tuple[int, int]] = {}
     left = len(shape.leaves)
     """Forwards that are still to come: then the buffer that forward has kept is free."""
+
+    def begun() -> tuple[int, int]:
+        """When the host has done what comes before a message."""
+        return lanes.add(HOST, WAIT, costs.host_us, last) if costs.host_us else last
+
     for kind, group, leaf, size_bytes, among in program.actions:
         if kind == GATHER:
             inside = bool(among) and among < _whole(program)
             lane, cost = (INSIDE, costs.gather_inside_us) if inside else (NETWORK, costs.gather_us)
             assert cost is not None
-            after = gate if executor == "accelerator" else last
+            after = gate if executor == "accelerator" else begun()
             gathered[group] = lanes.add(lane, kind, cost(size_bytes), after, group, -1, size_bytes, factors)
         elif kind == WAIT:
             before, last = copied, lanes.add(COMPUTE, kind, 0.0, gathered.pop(group), group)
@@ -125,7 +133,8 @@ def lay_out(shape: Shape, program: Program, costs: Costs, executor: Executor) ->
                 last = lanes.add(COMPUTE, kind, 0.0, scattered[group], group)
         elif kind == SCATTER:
             time_us = costs.scatter_us(size_bytes)
-            scattered[group] = lanes.add(NETWORK, kind, time_us, last, group, -1, size_bytes, factors)
+            after = last if executor == "accelerator" else begun()
+            scattered[group] = lanes.add(NETWORK, kind, time_us, after, group, -1, size_bytes, factors)
             if executor == "blocking":
                 last = lanes.add(COMPUTE, WAIT, 0.0, scattered[group], group)
         elif kind == REDUCE:
@@ -168,7 +177,7 @@ def simulate(
     return Step(
         iteration_us=end_us + costs.update_us,
         compute_us=sum(leaf.forward_us + leaf.backward_us for leaf in shape.leaves),
-        network_us=max(sum(op.time_us for op in ops) for ops in lanes.ops[NETWORK:]),
+        network_us=max(sum(op.time_us for op in ops) for ops in lanes.ops[NETWORK:HOST]),
         peak_bytes=program.peak_bytes,
         bars=tuple(sorted(found, key=lambda bar: (bar.start_us, bar.lane))),
         groups=program.groups,

@@ -42,6 +42,15 @@ class Accelerator:
         self._left_s = self._host_s = time.perf_counter()
         self._device_s = max(self._device_s, self._host_s)
 
+    def arrived(self, waited_s: float) -> None:
+        """Note that a message is there, for which the host has just waited so long: what comes next begins now at the
+        earliest. What the host did before, and does from now on, goes on under work as ever.
+        """
+        now_s = time.perf_counter()
+        self._host_s += now_s - self._left_s - waited_s
+        self._left_s = now_s
+        self._device_s = max(self._device_s, now_s)
+
     def queue(self, work_us: float, *, awaited: bool = False) -> None:
         """Put work at the end of the queue; `awaited`: it had to wait for a message, for which no host is late."""
         now_s = time.perf_counter()

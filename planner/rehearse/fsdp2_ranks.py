@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from planner.comparison.fsdp2 import WARM_UP, Taken, Variant, take_turns, variants_of, weight_differences
 from planner.decide.fsdp2 import Setting, plan_for
-from planner.documents.profile import Cluster
+from planner.model.fsdp2 import host_program, shape_of
 from planner.model.fsdp2_step import simulate
 from planner.profile.links import LIBRARY_GATHER, LIBRARY_SCATTER, SMALLEST_BYTES, measure_links, timed_us
 from planner.profile.progress import Progress
@@ -33,15 +33,19 @@ from planner.rehearse.ranks import (
 )
 from planner.rehearse.scale import Scale
 from planner.rehearse.units import UnitsModel
+from planner.search.fsdp2 import Ahead, groupable_units, with_ahead
 from runtime.comm.world import World
 from runtime.errors import InputError
 from runtime.fully_sharded.hosts import overlap_on_hosts
 from runtime.fully_sharded.wrap import fully_shard
-from runtime.plan import ModelReference, Plan
+from runtime.plan import FullyShardPlan, ModelReference, Plan, PlanWorld
 
 CPU = torch.device("cpu")
 ROUNDS_SHARE = 0.6
 """Of the time left, what the fewest rounds may take where the dilation is chosen."""
+COPIES = 4.0
+"""Before a reduce-scatter begins, hosts copy gradients twice, and whole parameters behind each gather."""
+HALVINGS = 30
 FIRST_STEPS = 2
 """Of each variant, before any counts: FSDP2 sets itself up in the first. In the last memory is counted."""
 Decided = tuple[Plan, list[Variant], dict[str, float]]
@@ -53,7 +57,7 @@ def rehearse_rank_units(asked: AskedUnits, started_s: float, show_progress: bool
     with joined(None, TIMEOUT_S) as world:
         progress = Progress(show_progress and world.rank == 0)
         say = Teller(world.rank == 0)
-        scale = begin(world, asked, say, lambda: _most_dilate(asked, asked.left_s(started_s)))
+        scale = begin(world, asked, say, lambda: _most_dilate(asked, asked.left_s(started_s)), COPIES)
         own_us = _own_us(asked, world, scale)
         plan, variants, from_constants_us = _decide(asked, world, scale, progress, own_us)
         rounds = world.gather(_rounds(asked, variants, scale, asked.left_s(started_s)), "agreeing on rounds")[0]
@@ -110,11 +114,14 @@ def _decide(asked: AskedUnits, world: World, scale: Scale, progress: Progress, o
     each_s = LINK_SHARE * asked.minutes * 60.0 / len(names)
     smallest_bytes = max(LEAST_BYTES * world.ranks, round(SMALLEST_BYTES / scale.shrink))
     times = measure_links(world, CPU, size_bytes, progress, names, each_s, smallest_bytes)
-    cluster = asked.flat(samples=unscaled(times.samples, scale))
+    setting = asked.setting(asked.flat(samples=unscaled(times.samples, scale)))
+    host_us = _host_us(asked, world, scale, setting)
     mine: Decided | InputError | None = None
     if world.rank == 0:
         try:
-            mine = _variants(asked, cluster, own_us)
+            # Each rank updates a part, and each has what is its own.
+            units = replace(asked.units, update_us=asked.units.update_us + own_us * world.ranks)
+            mine = _variants(asked, replace(setting, units=units, host_us=host_us))
         except InputError as error:
             mine = error
     found = world.gather(mine, "deciding")[0]
@@ -123,10 +130,57 @@ def _decide(asked: AskedUnits, world: World, scale: Scale, progress: Progress, o
     return found  # type: ignore[no-any-return]
 
 
-def _variants(asked: AskedUnits, cluster: Cluster, own_us: float) -> Decided:
-    # Each rank updates a part, and each has what is its own.
-    units = replace(asked.units, update_us=asked.units.update_us + own_us * asked.cluster.ranks)
-    setting = replace(asked.setting(cluster), units=units)
+def _host_us(asked: AskedUnits, world: World, scale: Scale, setting: Setting) -> float:
+    """Return what a host does itself before each message, undilated, as this machine's cores are shared.
+
+    It is what the step of a model lasts longer than its messages that computes nothing, weighs next to nothing, and has
+    a group for each of the units. What is compared is not looked at.
+    """
+    light = replace(
+        asked.units, update_us=0.0, loss_working_bytes=0,
+        units=tuple(
+            replace(unit, forward_us=0.0, backward_us=0.0, activation_bytes=0, forward_working_bytes=0,
+                    backward_working_bytes=0)
+            for unit in asked.units.units
+        ),
+        weights=tuple(replace(weight, shape=(world.ranks,)) for weight in asked.units.weights),
+    )  # fmt: skip
+    alone = with_ahead(
+        FullyShardPlan(groups=tuple((unit,) for unit in groupable_units(shape_of(light, world.ranks)))), Ahead(1)
+    )
+    plain, wrapped = (UnitsModel(light, world.rank, world.ranks, scale.dilate) for _ in range(2))
+    plan = Plan(
+        model=ModelReference(name=asked.name), world=PlanWorld(ranks=world.ranks), accuracy="exact", buckets=(),
+        fsdp2=alone,
+    )  # fmt: skip
+    fully_shard(wrapped, plan, timeout_s=TIMEOUT_S)
+    overlap_on_hosts(wrapped, alone, TIMEOUT_S).arrived = wrapped.device.arrived
+    longer_us = (_lasting_us(wrapped, world) - _lasting_us(plain, world)) / scale.dilate
+    weightless = replace(setting, units=light)
+
+    def predicted_us(host_us: float) -> float:
+        costs = replace(weightless.costs(None), update_us=0.0, host_us=host_us)
+        return simulate(weightless.shape, alone, costs, setting.executor, bars=False).iteration_us
+
+    messages = sum(1 for _ in host_program(weightless.shape, alone, waits=True).messages())
+    low, high = 0.0, max(0.0, longer_us)
+    for _ in range(HALVINGS if messages else 0):
+        middle = (low + high) / 2
+        low, high = (middle, high) if predicted_us(middle) < longer_us else (low, middle)
+    return low
+
+
+def _lasting_us(model: UnitsModel, world: World) -> float:
+    """Return how long a step lasts on the last rank."""
+    mine = []
+    for _ in range(FIRST_STEPS + OWN_STEPS):
+        dist.barrier(group=world.group)
+        mine.append(timed_us(model.step, CPU))
+    everyone: list[list[float]] = world.gather(mine[FIRST_STEPS:], "steps that compute nothing")
+    return float(statistics.median(max(of_ranks) for of_ranks in zip(*everyone, strict=True)))
+
+
+def _variants(asked: AskedUnits, setting: Setting) -> Decided:
     plan = plan_for(setting, asked.max_memory_mib)
     assert plan.fsdp2 is not None
     variants = variants_of(setting, plan.fsdp2)
@@ -147,8 +201,7 @@ def _wrapped(asked: AskedUnits, plan: Plan, variant: Variant, world: World, scal
     """Return the scaled model, wrapped by stock FSDP2 as the variant says, after its first step."""
     model = UnitsModel(scale.units(asked.units), world.rank, world.ranks, scale.dilate)
     fully_shard(model, replace(plan, fsdp2=variant.spec), timeout_s=TIMEOUT_S)
-    # The accelerator stands still while its host waits for a message.
-    overlap_on_hosts(model, variant.spec, TIMEOUT_S).arrived = model.device.synchronize
+    overlap_on_hosts(model, variant.spec, TIMEOUT_S).arrived = model.device.arrived
     for _ in range(FIRST_STEPS - 1):
         model.step()
     return model

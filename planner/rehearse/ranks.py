@@ -131,10 +131,11 @@ def rehearse_rank(asked: Asked, started_s: float, show_progress: bool) -> Rehear
         )  # fmt: skip
 
 
-def begin(world: World, asked: OnHosts, say: Teller, most_dilate: Callable[[], float]) -> Scale:
+def begin(world: World, asked: OnHosts, say: Teller, most_dilate: Callable[[], float], copies: float = 1.0) -> Scale:
     """Agree on the scale, and hold this host's links to it; every rank calls it.
 
-    `most_dilate` returns the most that there is time for; the first rank calls it, where none is asked for.
+    `most_dilate` returns the most that there is time for; the first rank calls it, where none is asked for. `copies`:
+    how many times more bytes are to be shrunk than the machine's sockets ask for, as hosts copy them as well.
     """
     # A thread that wakes must not take the core from one that holds a lock of gloo's, or it spins there until the other
     # is on again: with eight ranks on two cores an all-reduce starts up three times more slowly then.
@@ -147,6 +148,8 @@ def begin(world: World, asked: OnHosts, say: Teller, most_dilate: Callable[[], f
         links, machine, asked.profile, world.ranks, most_dilate=most, dilate=asked.dilate, shrink=asked.shrink
     )
     scale: Scale = world.gather(mine, "agreeing on the scale")[0]
+    if asked.shrink is None:
+        scale = replace(scale, shrink=round(copies * scale.shrink, 1))
     say(
         f"dilated {scale.dilate:g} times, shrunk {scale.shrink:g} times: an all-reduce starts up in "
         f"{machine.start_up_us / scale.dilate:.0f} us (asked {links.start_up_us:.0f})"

@@ -19,7 +19,7 @@ from typing import NamedTuple
 from planner.model.fsdp2 import GATHER, SCATTER, Shape, host_program
 from planner.model.fsdp2_step import Costs, Executor, Step, simulate
 from runtime.plan import FullyShardPlan
-from runtime.plan.fully_sharded import ROOT
+from runtime.plan.fully_sharded import ROOT, contains
 
 EXACT_UNITS = 8
 """2 · 3^7 ways to group and keep them, for each way to fetch."""
@@ -40,11 +40,17 @@ class Ahead(NamedTuple):
 
 
 class Choice(NamedTuple):
-    """One wrapping: the first unit of each group, the groups that are kept (by number), and how far is fetched."""
+    """One wrapping: the first unit of each group, the groups that are kept (by number), how far is fetched."""
 
     starts: tuple[int, ...]
     kept: frozenset[int]
     ahead: Ahead
+    parted: frozenset[int] = frozenset()
+    """Groups that every node keeps in parts (by number), where nodes have several ranks."""
+
+    def keeping(self, kept: frozenset[int]) -> Choice:
+        """Return the same wrapping with these groups kept whole."""
+        return self._replace(kept=kept, parted=self.parted - kept)
 
 
 class Point(NamedTuple):
@@ -80,8 +86,13 @@ def aheads_of(executor: Executor) -> tuple[Ahead, ...]:
 class Wrappings:
     """The class of wrappings of one model, and what each comes to."""
 
-    def __init__(self, shape: Shape, costs: Costs, executor: Executor, shard_ranks: int | None = None) -> None:
+    def __init__(
+        self, shape: Shape, costs: Costs, executor: Executor, shard_ranks: int | None = None,
+        node_ranks: int | None = None,
+    ) -> None:  # fmt: skip
+        """`node_ranks`: of a node, where its ranks may keep parameters in parts after forward."""
         self.shape, self.costs, self.executor, self.shard_ranks = shape, costs, executor, shard_ranks
+        self.node_ranks = node_ranks
         self.units = groupable_units(shape)
         self.aheads = aheads_of(executor)
         self.known: dict[Choice, Point] = {}
@@ -92,6 +103,7 @@ class Wrappings:
         groups = tuple(tuple(self.units[a:b]) for a, b in zip(choice.starts, ends, strict=True))
         names = [group[0] for group in groups]
         reshard: dict[str, bool | int] = {name: number not in choice.kept for number, name in enumerate(names)}
+        reshard |= {names[number]: self.node_ranks or True for number in choice.parted}
         if root_freed:
             reshard[ROOT] = True
         return with_ahead(
@@ -110,6 +122,13 @@ class Wrappings:
         unbuffered = frozenset(group[0] for group in plan.groups[:undecided])
         return host_program(self.shape, plan, waits=self.executor == "hosts", unbuffered=unbuffered).peak_bytes
 
+    def freed(self, starts: tuple[int, ...]) -> Point:
+        """Return what a partition comes to of which nothing is kept."""
+        return self.point(Choice(starts, frozenset(), Ahead()))
+
+    def peak_bytes(self, plan: FullyShardPlan) -> int:
+        return host_program(self.shape, plan, waits=self.executor == "hosts").peak_bytes
+
     def partitions(self) -> Iterator[tuple[int, ...]]:
         """Every way to cut the chain of units, whole first."""
         count = len(self.units)
@@ -120,16 +139,17 @@ class Wrappings:
 def groupable_units(shape: Shape) -> tuple[str, ...]:
     """Return the leaves that can be grouped: those with parameters, none of which another module has too."""
     tied = {module for weight in shape.weights if len(weight.modules) > 1 for module in weight.modules}
-
-    def holds(leaf: str, module: str) -> bool:
-        return module == leaf or module.startswith(f"{leaf}.")
-
     own = [weight.modules[0] for weight in shape.weights]
     return tuple(
         leaf.module
         for leaf in shape.leaves
-        if any(holds(leaf.module, module) for module in own) and not any(holds(leaf.module, module) for module in tied)
+        if any(_holds(leaf.module, module) for module in own)
+        and not any(_holds(leaf.module, module) for module in tied)
     )
+
+
+def _holds(unit: str, module: str) -> bool:
+    return module == unit or contains(unit, module)
 
 
 def with_ahead(plan: FullyShardPlan, ahead: Ahead) -> FullyShardPlan:
@@ -203,37 +223,44 @@ def _keeping(wrappings: Wrappings, choice: Choice, limit: float, best: Choice | 
     """Decide which of a partition's groups are kept, the last ones first: branch and bound over time and memory."""
     count = len(choice.starts)
 
-    def look(kept: frozenset[int], left: int) -> None:
+    def look(kept: frozenset[int], parted: frozenset[int], left: int) -> None:
         """Groups from `left` on are decided: the others, all kept, bound the time."""
         nonlocal best
-        least = choice._replace(kept=kept)
+        least = choice._replace(kept=kept, parted=parted)
         if left and limit < math.inf and wrappings.least_bytes(least, left) > limit:
             return
-        most = choice._replace(kept=kept | frozenset(range(left)))
+        most = choice._replace(kept=kept | frozenset(range(left)), parted=parted)
         if best is not None and _worse(wrappings.point(most), wrappings.point(best)):
             return
         if left:
-            look(kept | {left - 1}, left - 1)
-            look(kept, left - 1)
+            look(kept | {left - 1}, parted, left - 1)
+            if wrappings.node_ranks:
+                look(kept, parted | {left - 1}, left - 1)
+            look(kept, parted, left - 1)
             return
         point = wrappings.point(least)
         if point.peak_bytes <= limit and _better(point, None if best is None else wrappings.point(best)):
             best = least
 
-    look(frozenset(), count)
+    look(frozenset(), frozenset(), count)
     return best
 
 
 def _searched(wrappings: Wrappings, limit: float) -> Choice | None:
     """From runs of equal length, move borders while that helps; of kept groups the last ones are tried first."""
     count = len(wrappings.units)
-    starts = {tuple(range(0, count, length)) for length in range(1, count + 1)}
+    smallest = min(_small_partitions(wrappings), key=lambda one: wrappings.freed(one).peak_bytes)
+    starts = {smallest, *(tuple(range(0, count, length)) for length in range(1, count + 1))}
     begun: list[Choice] = []
     for cut in sorted(starts, key=lambda one: (len(one), one)):
         for ahead in wrappings.aheads:
             found = _kept_behind(wrappings, Choice(cut, frozenset(), ahead), limit)
-            if found is not None:
-                begun.append(found)
+            if found is None:
+                continue
+            begun.append(found)
+            if wrappings.node_ranks:
+                parted = found._replace(parted=frozenset(range(len(cut))) - found.kept)
+                begun += [parted] if wrappings.point(parted).peak_bytes <= limit else []
     if not begun:
         return None
     begun.sort(key=lambda choice: (wrappings.point(choice), choice.starts))
@@ -248,14 +275,14 @@ def _searched(wrappings: Wrappings, limit: float) -> Choice | None:
 def _kept_behind(wrappings: Wrappings, choice: Choice, limit: float) -> Choice | None:
     """Keep as many of the last groups as fit; None where not even none does."""
     groups = len(choice.starts)
-    fits = choice._replace(kept=frozenset())
+    fits = choice.keeping(frozenset())
     if wrappings.point(fits).peak_bytes > limit:
-        fits = choice._replace(kept=frozenset({groups - 1}))
+        fits = choice.keeping(frozenset({groups - 1}))
         return fits if wrappings.point(fits).peak_bytes <= limit else None
     low, high = 0, groups
     while low < high:
         middle = (low + high + 1) // 2
-        tried = choice._replace(kept=frozenset(range(groups - middle, groups)))
+        tried = choice.keeping(frozenset(range(groups - middle, groups)))
         if wrappings.point(tried).peak_bytes <= limit:
             low, fits = middle, tried
         else:
@@ -290,31 +317,60 @@ def _neighbours(wrappings: Wrappings, choice: Choice, limit: float) -> Iterator[
         if 0 < place + way < count and place + way not in cuts
     ]  # fmt: skip
     for one in moved:
-        found = _kept_behind(wrappings, choice._replace(starts=tuple(sorted(one)), kept=frozenset()), limit)
+        found = _kept_behind(wrappings, Choice(tuple(sorted(one)), frozenset(), choice.ahead), limit)
         if found is not None:
             yield found
     groups = range(len(choice.starts))
     for number in groups:
-        yield choice._replace(kept=choice.kept ^ {number})
+        yield choice.keeping(choice.kept ^ {number})
+        if wrappings.node_ranks:
+            yield choice._replace(kept=choice.kept - {number}, parted=choice.parted ^ {number})
     for into in set(groups) - choice.kept:
         for out in sorted(choice.kept):
-            yield choice._replace(kept=choice.kept - {out} | {into})
+            yield choice.keeping(choice.kept - {out} | {into})
 
 
 def least_memory(wrappings: Wrappings) -> tuple[FullyShardPlan, Point]:
-    """Return the wrapping that takes the least memory: every unit alone, and freed, the root as well.
+    """Return the wrapping that takes the least memory: nothing kept, the root's neither.
 
-    One unit may be kept: at the peak its parameters can take less than they and the buffer of their gather.
+    One group may be kept: at the peak its parameters can take less than they and the buffer of their gather.
     """
-    alone = Choice(tuple(range(len(wrappings.units))), frozenset(), Ahead())
-    kept = [frozenset[int](), *(frozenset({number}) for number in alone.starts)]
-    options = [wrappings.plan(alone._replace(kept=some), root_freed=freed) for some in kept for freed in (False, True)]
+    options = []
+    for starts in _small_partitions(wrappings):
+        kept = [frozenset[int](), *(frozenset({number}) for number in range(len(starts)))]
+        options += [
+            wrappings.plan(Choice(starts, some, Ahead()), root_freed=freed) for some in kept for freed in (False, True)
+        ]
+    peaks = [wrappings.peak_bytes(plan) for plan in options]
 
     def point(plan: FullyShardPlan) -> Point:
         step = simulate(wrappings.shape, plan, wrappings.costs, wrappings.executor, bars=False)
         return Point(step.iteration_us, step.peak_bytes)
 
-    return min(((plan, point(plan)) for plan in options), key=lambda one: (one[1].peak_bytes, one[1].iteration_us))
+    least = [plan for plan, peak in zip(options, peaks, strict=True) if peak == min(peaks)]
+    return min(((plan, point(plan)) for plan in least), key=lambda one: one[1].iteration_us)
+
+
+def _small_partitions(wrappings: Wrappings) -> list[tuple[int, ...]]:
+    """Return partitions of which one takes the least memory: all, or of many units the one where no merge takes less.
+
+    Every unit alone is not always the least: FSDP2 holds the gradient of a group's last parameter while the group's are
+    reduce-scattered, which of a group with one parameter are all.
+    """
+    count = len(wrappings.units)
+    if count <= EXACT_UNITS:
+        return list(wrappings.partitions())
+
+    parameters = [
+        sum(weight.trainable and _holds(unit, weight.modules[0]) for weight in wrappings.shape.weights)
+        for unit in wrappings.units
+    ]
+    best = tuple(range(count))
+    borders = [place for place in range(1, count) if 1 in parameters[place - 1 : place + 1]]
+    for place in borders:
+        merged = tuple(start for start in best if start != place)
+        best = min(merged, best, key=lambda one: wrappings.freed(one).peak_bytes)
+    return [best]
 
 
 def lower_bound_us(wrappings: Wrappings) -> float:

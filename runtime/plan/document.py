@@ -372,6 +372,11 @@ def _buckets_problem(plan: Plan, path: str) -> str | None:
     for name in ("delay", "local_async", "updates", "fallback"):
         if getattr(plan, name) is not None:
             return f"{path}.{name}: found it beside fsdp2, expected null: FSDP2 exchanges gradients itself; take it out"
+    if plan.fsdp2.reduce_dtype is not None and plan.accuracy == "exact":
+        return (
+            f"{path}.fsdp2.reduce_dtype: found {plan.fsdp2.reduce_dtype} in an exact plan, whose gradients it would "
+            f"round; expected accuracy bounded: plan with --accuracy bounded, or take it out"
+        )
     return plan.fsdp2.problem(plan.world.ranks, f"{path}.fsdp2")
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -52,6 +52,8 @@ class FullyShardPlan(Record):
     """Ranks that hold one copy of the parameters (HSDP's inner dimension); absent: all."""
     reduce_scatter_max_input_buffers: PositiveCount | None = None
     """Reduce-scatters under way before the next one waits; absent: 1, FSDP2's own."""
+    reduce_dtype: Literal["bfloat16"] | None = None
+    """In which gradients are added up, which rounds them: of bounded plans alone; absent: in their own."""
     peak_bytes: Count | None = None
     """Predicted, of one rank."""
     memory_bytes: Count | None = None

@@ -1,4 +1,6 @@
-"""`planner rehearse` on two emulated hosts: it ends in time, with every row, undilated, and leaves nothing."""
+"""`planner rehearse` on two emulated hosts: it ends in time, with every row, undilated, and leaves nothing; also under
+FSDP2.
+"""
 
 from __future__ import annotations
 
@@ -40,3 +42,35 @@ def test_a_small_model_is_predicted_and_measured(tmp_path: Path) -> None:
         assert row["predicted_us"] > computed_us
         assert row["from_constants_us"] > computed_us
         assert row["same_training"] is not False
+
+
+@needs_namespaces
+def test_wrappings_are_predicted_measured_and_counted(tmp_path: Path) -> None:
+    document = usual_document()
+    document["cluster"] = {
+        "schema": "planner.cluster/1", "nodes": 2, "inter": {"latency": "300us", "bandwidth": "1gbit"},
+    }  # fmt: skip
+    names = ["embed", *(f"layers.{number}" for number in range(3)), "head"]
+    document["units"] = {
+        "units": [
+            {"module": name, "forward_us": 3000.0, "backward_us": 6000.0, "activation_bytes": 400_000,
+             "input_requires_grad": name != "embed"}
+            for name in names
+        ],
+        "weights": [{"modules": [name], "shape": [100_000]} for name in names],
+        "state_factor": 2.0,
+    }  # fmt: skip
+    before = machine()
+    found = commands.result(
+        "rehearse", str(write(tmp_path / "profile.json", document)), "--parallel", "fsdp2", "--minutes", "0.6",
+        "--dilate", "2", "--shrink", "2",
+    )  # fmt: skip
+    assert machine() == before
+    rows = {row["name"]: row for row in found["rows"]}
+    assert {"plan", "per_block", "one_unit", "torchtitan"} == rows.keys()
+    for row in rows.values():
+        assert row["median_us"] >= 0.99 * 9000.0 * len(names)
+        assert row["predicted_us"] > 9000.0 * len(names)
+        assert row["difference"] <= 1e-6
+        assert row["counted_bytes"] == pytest.approx(row["peak_bytes"], rel=0.01)
+    assert rows["one_unit"]["counted_bytes"] > rows["per_block"]["counted_bytes"]

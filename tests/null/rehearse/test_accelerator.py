@@ -73,6 +73,24 @@ def test_gaps_are_replayed_not_ends(clock: Clock) -> None:
     assert ends_s[3] == pytest.approx(7.0, abs=0.1)  # it was queued meanwhile
 
 
+def test_work_behind_a_message_begins_when_it_is_there_and_the_host_s_own_time_goes_on_under_it(clock: Clock) -> None:
+    device = Accelerator()
+    device.synchronize()
+    start_s = clock.now_s
+    device.run(1000.0)
+    clock.now_s += 2e-3  # the message comes, for which the host waits
+    device.arrived(2e-3)
+    clock.now_s += 0.5e-3  # it copies
+    device.run(1000.0)
+    assert clock.now_s - start_s == pytest.approx(4e-3, abs=1e-4)
+    device.arrived(0.0)  # one that was there already
+    device.run(1000.0)
+    assert clock.now_s - start_s == pytest.approx(5e-3, abs=1e-4)
+    clock.now_s += 4e-3  # a host that takes longer than all of it
+    device.run(1000.0)
+    assert clock.now_s - start_s > 9e-3
+
+
 @pytest.fixture
 def compute() -> ComputeProfile:
     return find_profile("resnet50").compute

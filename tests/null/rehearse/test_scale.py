@@ -6,10 +6,14 @@ from dataclasses import replace
 
 import pytest
 
+from planner.decide.fsdp2 import baselines_of
 from planner.decide.optimize import optimize
 from planner.documents.catalog import find_cluster, find_profile
+from planner.model.fsdp2 import shape_of
+from planner.model.fsdp2_step import simulate
 from planner.model.modes import model_of
 from planner.model.problem import make_problem
+from planner.rehearse.fsdp2 import make_asked_units
 from planner.rehearse.rehearsal import make_asked, scaled_plan
 from planner.rehearse.scale import Links, Machine, Scale, check_profile, choose_scale, links_of, on_hosts
 from planner.strategies.baselines import wfbp
@@ -36,6 +40,25 @@ def test_a_scaled_step_is_the_step_dilated(name: str) -> None:
     step_us = model_of(schedule).step_us(problem, schedule)
     assert model_of(schedule).step_us(scaled, schedule) / scale.dilate == pytest.approx(step_us, rel=1e-3)
     assert 8e6 / slow.beta_us_per_byte == pytest.approx(scale.rate(links_of(cluster).inter_bits_per_s))
+
+
+def test_scaled_units_are_the_units_dilated_and_shrunk() -> None:
+    """A wrapping's step takes D times as long over links of the scaled rate, and an S-th of the memory."""
+    asked = make_asked_units(
+        "bert-large", "v100-16x8-25gbe", "4x1", max_memory_mib=None, minutes=1.0, dilate=None, shrink=None
+    )
+    scale, setting = Scale(dilate=6.0, shrink=4.0), asked.setting(asked.cluster)
+    costs = setting.costs(None)
+    slow = replace(
+        costs, update_us=costs.update_us * scale.dilate,
+        gather_us=lambda size: scale.dilate * costs.gather_us(size * scale.shrink),
+        scatter_us=lambda size: scale.dilate * costs.scatter_us(size * scale.shrink),
+    )  # fmt: skip
+    for plan in baselines_of(setting).values():
+        step = simulate(setting.shape, plan, costs, "hosts")
+        scaled = simulate(shape_of(scale.units(asked.units), 4), plan, slow, "hosts")
+        assert scaled.iteration_us / scale.dilate == pytest.approx(step.iteration_us, rel=1e-3)
+        assert scaled.peak_bytes * scale.shrink == pytest.approx(step.peak_bytes, rel=1e-3)
 
 
 def test_a_lossy_plan_fits_the_scaled_model() -> None:

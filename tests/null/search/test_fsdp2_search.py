@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from itertools import chain, combinations
+from itertools import product
 
 import pytest
 from fsdp2_cases import chain_of, even, fixed_costs, lines, shapes
@@ -19,10 +19,10 @@ from planner.search.fsdp2 import Choice, Wrappings, groupable_units, least_memor
 def every_choice(wrappings: Wrappings) -> Iterator[Choice]:
     """All of the class, seen one by one."""
     for starts in wrappings.partitions():
-        groups = range(len(starts))
-        for kept in chain.from_iterable(combinations(groups, count) for count in range(len(starts) + 1)):
+        for ways in product("fkp" if wrappings.node_ranks else "fk", repeat=len(starts)):
+            kept, parted = (frozenset(at for at, way in enumerate(ways) if way == one) for one in "kp")
             for ahead in wrappings.aheads:
-                yield Choice(starts, frozenset(kept), ahead)
+                yield Choice(starts, kept, ahead, parted)
 
 
 def best_of_all(wrappings: Wrappings, limit_bytes: float) -> float | None:
@@ -30,12 +30,16 @@ def best_of_all(wrappings: Wrappings, limit_bytes: float) -> float | None:
     return min((point.iteration_us for point in points if point.peak_bytes <= limit_bytes), default=None)
 
 
-def compare(shape: Shape, costs: Costs, executor: Executor, share: float) -> None:
+def compare(shape: Shape, costs: Costs, executor: Executor, share: float, node_ranks: int | None = None) -> None:
     """The search beside all wrappings, at a limit between the least and the most that they take."""
-    every = Wrappings(shape, costs, executor)
+
+    def made() -> Wrappings:
+        return Wrappings(shape, costs, executor, node_ranks=node_ranks)
+
+    every = made()
     peaks = [every.point(choice).peak_bytes for choice in every_choice(every)]
     limit = int(min(peaks) + share * (max(peaks) - min(peaks)))
-    found = search(Wrappings(shape, costs, executor), limit)
+    found = search(made(), limit)
     best_us = best_of_all(every, limit)
     assert found is not None
     assert best_us is not None
@@ -43,9 +47,9 @@ def compare(shape: Shape, costs: Costs, executor: Executor, share: float) -> Non
     assert found.step.peak_bytes <= limit
     assert found.exact
     assert lower_bound_us(every) <= min(every.point(choice).iteration_us for choice in every_choice(every)) + 1e-6
-    assert search(Wrappings(shape, costs, executor), min(peaks) - 1) is None
+    assert search(made(), min(peaks) - 1) is None
     assert least_memory(every)[1].peak_bytes <= min(peaks)
-    again = search(Wrappings(shape, costs, executor), limit)
+    again = search(made(), limit)
     assert again == found
 
 
@@ -53,6 +57,17 @@ def compare(shape: Shape, costs: Costs, executor: Executor, share: float) -> Non
 @settings(max_examples=30)
 def test_as_good_as_trying_all(shape: Shape, costs: Costs, executor: Executor, share: float) -> None:
     compare(shape, costs, executor, share)
+
+
+@given(shapes(most=3), lines(), st.floats(0.05, 0.9), st.floats(0.0, 1.0))
+@settings(max_examples=20)
+def test_as_good_as_trying_all_where_nodes_may_keep_parts(
+    shape: Shape, costs: Costs, inside: float, share: float
+) -> None:
+    """Of four or eight ranks two share a node."""
+    shape = replace(shape, ranks=max(4, shape.ranks))
+    nearer = replace(costs, gather_inside_us=lambda size: inside * costs.gather_us(size))
+    compare(shape, nearer, "accelerator", share, node_ranks=2)
 
 
 @pytest.mark.long
