@@ -34,7 +34,7 @@ import planner
 from benchmarks.marked import write_part
 from benchmarks.overhead import convolutions, encoder
 from benchmarks.resumable import kept
-from planner.comparison.variants import CAPS_MIB, distinct_caps
+from planner.comparison.variants import distinct_caps
 from planner.documents.catalog import find_profile
 from planner.jobs.demo_job import ResNet20
 from planner.jobs.job import TrainingJob
@@ -43,6 +43,7 @@ from planner.jobs.training import weights_sha256
 from planner.online.attach import PlannedSession
 from planner.rehearse.accelerator import make_job
 from planner.rehearse.scale import Scale
+from planner.strategies.baselines import CAPS_MIB
 from planner.testbed.hosts import parse_emulation
 from runtime.plan import Plan
 

@@ -9,7 +9,7 @@ from typing import Literal
 from planner.decide.strategies import make_schedule
 from planner.emit.lower import lower
 from planner.model.problem import Problem
-from planner.strategies.baselines import ddp_buckets
+from planner.strategies.baselines import CAPS_MIB, ddp_buckets
 from runtime.errors import InputError
 from runtime.plan import Plan
 
@@ -17,9 +17,6 @@ Hook = Literal["fp16", "powersgd"]
 
 HOOKS: tuple[Hook, ...] = ("fp16", "powersgd")
 """DDP's own communication hooks that are tried: gradients as float16, and PowerSGD of rank 1."""
-
-CAPS_MIB = (0.25, 1.0, 2.0, 5.0, 10.0, 25.0, 50.0, 100.0, 1024.0)
-"""Values of `bucket_cap_mb` that DDP is tuned over."""
 
 NO_COMMUNICATION, DDP, BEST_DDP, PLAN = "none", "ddp", "ddp:best", "plan"
 

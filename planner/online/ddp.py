@@ -12,12 +12,15 @@ from runtime.plan import ModelReference, Plan, PlanBucket, PlanWorld
 
 
 def ddp_plan(
-    parameters: Mapping[str, nn.Parameter], order: Sequence[str], model: ModelReference, world: PlanWorld
-) -> Plan:
-    """Return the plan; `order` has the names of all parameters in the order in which gradients become ready."""
+    parameters: Mapping[str, nn.Parameter], order: Sequence[str], model: ModelReference, world: PlanWorld,
+    cap_mib: float | None = None,
+) -> Plan:  # fmt: skip
+    """Return the plan; `order` has the names of all parameters in the order in which gradients become ready, `cap_mib`
+    is DDP's `bucket_cap_mb`, by default its own.
+    """
     sizes_bytes = [parameters[name].numel() * parameters[name].element_size() for name in order]
     kinds = {dtype: at for at, dtype in enumerate(dict.fromkeys(dtype_name(parameters[n].dtype) for n in order))}
-    members = ddp_buckets(sizes_bytes, [kinds[dtype_name(parameters[name].dtype)] for name in order])
+    members = ddp_buckets(sizes_bytes, [kinds[dtype_name(parameters[name].dtype)] for name in order], cap_mib)
     return Plan(
         model=model,
         world=world,
@@ -26,7 +29,7 @@ def ddp_plan(
             PlanBucket(
                 gradients=tuple(order[at] for at in bucket),
                 size_bytes=sum(sizes_bytes[at] for at in bucket),
-                reason="as DistributedDataParallel cuts",
+                reason="as DistributedDataParallel cuts" + ("" if cap_mib is None else f" at {cap_mib:g} MiB"),
             )
             for bucket in members
         ),

@@ -35,8 +35,9 @@ from planner.online.measuring import (
     probe_sizes,
     with_own_messages,
 )
-from planner.online.trying import BLOCK_STEPS, judge
+from planner.online.trying import BLOCK_STEPS, climb, judge
 from planner.profile.request import LOGGER, heard
+from planner.strategies.baselines import CAPS_MIB
 from runtime.errors import CacheWarning, PlannerError
 from runtime.monitor.verdict import Verdict
 from runtime.plan import Plan, parse_plan
@@ -59,6 +60,8 @@ POLL_S = 0.5
 """How often, at most, ranks ask rank 0 for its plan."""
 WORTH_TRYING = 0.01
 """Predicted gain from which a plan is tried, beside half of what predictions of the plans before were off."""
+FAR_OFF = 0.05
+"""Error of a predicted step from which predictions are no guide, and numbers of buckets are tried one after another."""
 MOST_TRIALS, MAY_LOSE = 3, 0.004
 """Trials of one search; and the share of the time so far that each may lose with a plan that is slower."""
 WATCHED_STEPS, WINDOW_STEPS = 50, 10
@@ -105,6 +108,8 @@ class Pilot:
         self._profile: Profile | None = None
         self._expected = self._doubt = 0.0
         """Predicted gain of the last plan; by how much the simulator is not to be believed."""
+        self._off = 0.0
+        """By how much the first prediction of a plan was off."""
         remembered = self.opening.remembered
         if remembered is not None:
             self.decided, self._profile = remembered.plan, remembered.profile
@@ -212,7 +217,7 @@ class Pilot:
             self.tell("nothing was measured: no step was seen from the model's forward to the end of backward; call "
                       "the model itself, or give a plan", aloud=True)  # fmt: skip
             return
-        tried, self._doubt = {_digest(self._present)}, 0.0
+        tried, self._doubt, self._off = {_digest(self._present)}, 0.0, 0.0
         contention: Contention | None = None
         seen: list[Seen] = []
 
@@ -234,6 +239,8 @@ class Pilot:
                 f"compute beside messages takes {slowed.compute:.2f} times as long, messages beside compute "
                 f"{slowed.network:.2f} times"
             )
+        if self._off > FAR_OFF and not self._present.sharded:
+            yield from self._try_sizes(tried)
         self._remember()
 
     def _measure(self) -> Steps[tuple[list[RankSample], Curve]]:
@@ -344,6 +351,8 @@ class Pilot:
         self.tell(verdict.text, aloud=True)
         # The simulator was wrong by this; half of it, for the next plan is made with what the trial has shown.
         gain = 1.0 - verdict.step_us / verdict.other_us
+        if plan.predicted is not None:
+            self._off = self._off or abs(1.0 - plan.predicted.iteration_us / verdict.step_us)
         self._doubt = max(0.0, self._expected - gain) / 2.0
         self._switch(plans["new" if verdict.good else "old"])
         ranks: list[dict[str, list[Overlap]]] = self._gather(seen, "comparing what plans overlap")
@@ -351,8 +360,30 @@ class Pilot:
             return []
         return [Seen(tuple(_sizes(plans[name])), tuple(_mean(one[name]) for one in ranks)) for name in plans]
 
+    def _try_sizes(self, tried: set[str]) -> Steps[None]:
+        """Try DDP's buckets of other sizes, and keep what is faster: as it would be tuned by hand."""
+        session, present = self.session, self._present
+        plans: dict[int, Plan] = {}
+        for cap_mib in CAPS_MIB:
+            plan = ddp_plan(session.parameters, present.gradients, present.model, present.world, cap_mib)
+            if _digest(plan) not in tried:
+                plans.setdefault(len(plan.buckets), plan)
+        sizes = climb(sorted(plans), len(present.buckets))
+        count = next(sizes, None)
+        if count is not None:
+            self.tell(f"the simulator was {self._off:.0%} off here: other sizes of buckets are tried")
+        while count is not None:
+            yield from self._try(plans[count])
+            try:
+                count = sizes.send(self._present is plans[count])
+            except StopIteration:
+                count = None
+
     def _called(self, plan: Plan) -> str:
-        return "DDP's buckets" if plan.predicted is None else f"the plan of {pluralize(len(plan.buckets), 'bucket')}"
+        if plan.predicted is not None:
+            return f"the plan of {pluralize(len(plan.buckets), 'bucket')}"
+        _, at, size = (plan.buckets[0].reason or "").partition(" at ")
+        return f"DDP's buckets{at}{size}"
 
     def _drifted(self, reference_us: float | None) -> Steps[bool]:
         """Watch until steps have become longer or shorter than the first ones (or than `reference_us`)."""

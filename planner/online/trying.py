@@ -1,16 +1,22 @@
-"""Whether another plan really is faster: judged round by round, each with a block of steps of both. Torch-free."""
+"""Whether another plan really is faster: judged round by round, each with a block of steps of both; and which ones to
+try where no prediction tells. Torch-free.
+"""
 
 from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 
 from runtime.monitor.verdict import Z_SCORE, Verdict
 
 BLOCK_STEPS = 5
 """The first one of each, which has come from another plan, is not counted."""
 FEWEST_ROUNDS, MOST_ROUNDS = 4, 8
+MOST_SIZES = 4
+"""Trials of other numbers of buckets."""
+APART = 1.25
+"""How many times as many buckets a trial has at the least."""
 
 
 def judge(
@@ -37,3 +43,28 @@ def judge(
         f"the run goes on with {names[0] if good else names[1]}"
     )
     return Verdict(good=good, step_us=new_us, other_us=old_us, noise_us=noise_us, text=text)
+
+
+def climb(counts: Sequence[int], present: int) -> Generator[int, bool, None]:
+    """Give numbers of buckets to try: fewer ones than at present while that is faster; where it never is, more.
+
+    Is sent whether the one that it gave was faster.
+
+    Args:
+        counts: those that can be had.
+        present: what training has now.
+    """
+    left = MOST_SIZES
+    for fewer in (True, False):
+        at = present
+        while left:
+            further = [one for one in counts if (at >= APART * one if fewer else one >= APART * at)]
+            if not further:
+                break
+            following = max(further) if fewer else min(further)
+            left -= 1
+            if not (yield following):
+                break
+            at = following
+        if at != present:
+            return

@@ -77,6 +77,10 @@ def by_chance(problem: Problem, argument: str | None = None) -> Schedule:
     return Schedule.from_boundaries([*sorted(draw.sample(range(1, problem.count), buckets - 1)), problem.count])
 
 
+CAPS_MIB = (0.25, 1.0, 2.0, 5.0, 10.0, 25.0, 50.0, 100.0, 1024.0)
+"""Values of `bucket_cap_mb` that DDP is tuned over."""
+
+
 def ddp_buckets(
     sizes_bytes: Sequence[int], dtypes: Sequence[int], cap_mib: float | Sequence[float] | None = None
 ) -> list[list[int]]:

@@ -28,7 +28,6 @@ from planner.comparison.statistics import (
     verdict,
 )
 from planner.comparison.variants import (
-    CAPS_MIB,
     DDP,
     NO_COMMUNICATION,
     PLAN,
@@ -40,7 +39,7 @@ from planner.comparison.variants import (
 from planner.decide.strategies import make_schedule
 from planner.documents.profile import parse_profile
 from planner.model.problem import Problem, make_problem
-from planner.strategies.baselines import ddp_buckets
+from planner.strategies.baselines import CAPS_MIB, ddp_buckets
 from runtime.errors import InputError
 from runtime.plan import LocalAsyncSpec
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import time
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -16,7 +18,7 @@ from planner.cost.model import scale
 from planner.documents.profile import parse_profile
 from planner.online.deciding import Decision, decide, names_of
 from planner.online.measuring import LinkProbe, Overlap, Seen, curve_of, find_contention, probe_sizes, with_own_messages
-from planner.online.trying import FEWEST_ROUNDS, MOST_ROUNDS, judge
+from planner.online.trying import APART, FEWEST_ROUNDS, MOST_ROUNDS, MOST_SIZES, climb, judge
 from runtime.plan import parse_plan
 
 NAMES = ("the plan of 3 buckets", "DDP's buckets")
@@ -48,6 +50,31 @@ def test_a_trial_ends_where_it_has_lost_what_it_may() -> None:
     assert count == FEWEST_ROUNDS
     assert verdict.good
     assert "the run goes on with the plan of 3 buckets" in verdict.text
+
+
+@given(st.sets(st.integers(1, 200), max_size=9), st.integers(1, 200), st.integers(1, 200))
+def test_trials_of_sizes_go_where_steps_become_shorter(counts: set[int], present: int, best: int) -> None:
+    """Steps are the longer the further, by ratio, a number of buckets is from the best one."""
+
+    def step(count: int) -> float:
+        return abs(math.log(count / best))
+
+    at, tried = present, []
+    sizes = climb(sorted(counts), present)
+    with suppress(StopIteration):
+        count = next(sizes)
+        while True:
+            tried.append(count)
+            assert count in counts
+            assert max(count / at, at / count) >= APART
+            faster = step(count) < step(at)
+            at = count if faster else at
+            count = sizes.send(faster)
+    assert len(tried) <= MOST_SIZES
+    assert len(set(tried)) == len(tried)
+    assert step(at) <= step(present)
+    if len(tried) < MOST_SIZES:
+        assert all(step(at) <= step(one) for one in counts if not at / APART < one < at * APART)
 
 
 def seen(shared_us: float, lost: float, network: float) -> Seen:
