@@ -102,14 +102,14 @@ def _random(classes: int, *shape: int, words: int = 0) -> Batch:
 COMPUTED: dict[str, tuple[Callable[[], nn.Module], Batch]] = {
     "resnet20": (ResNet20, _random(10, 64, 1, 16, 16)),
     "convolutions": (convolutions, _random(10, 16, 1, 16, 16)),
-    "encoder": (encoder, _random(10, 16, 1, 16, 16)),
-    "perceptron": (perceptron, _random(10, 64, 1024)),
+    "encoder": (encoder, _random(10, 6, 1, 16, 16)),
+    "perceptron": (perceptron, _random(10, 32, 1024)),
     "lstm": (Recurrent, _random(4000, 8, 16, words=4000)),
     "language": (Language, _random(8000, 8, 32, words=8000)),
 }
 LOOPBACK = "loopback"
 CELLS = (
-    *(f"{job}@2x1@2gbit" for job in COMPUTED if job != "lstm"),
+    *(f"{job}@2x1@5gbit" for job in COMPUTED if job != "lstm"),
     *(f"{job}@{LOOPBACK}" for job in ("perceptron", "language", "lstm")),
     *("googlenet/3@2x1@6gbit", "googlenet/3@2x1@3gbit", "densenet201/3@2x1@6gbit", "resnet50-k80-b32/3@2x1@6gbit"),
 )
@@ -185,6 +185,11 @@ def with_ddp(job: str, steps: int, cap_mib: float | None) -> Trained:
     return Trained(times, weights_sha256(run.model), 0)
 
 
+def swept(job: str, caps_mib: Sequence[float | None]) -> list[list[float]]:
+    """On one rank: some steps of DDP with buckets of each size."""
+    return [with_ddp(job, SWEPT_STEPS, cap_mib).step_us for cap_mib in caps_mib]
+
+
 def with_planner(job: str, steps: int, cache: str, plan: Plan | None = None) -> Trained:
     """On one rank: the one line, with a cache; or a plan that was made offline."""
     os.environ["PLANNER_CACHE"] = cache
@@ -214,10 +219,9 @@ def measure(cell: str, steps: int) -> dict[str, Any]:
 
     default_us, default = longest(with_ddp, steps, None)
     sizes = [p.numel() * p.element_size() for p in parameters_of(job)]
-    caps = distinct_caps(sizes, [0] * len(sizes), CAPS_MIB)
-    swept = {cap: float(np.median(longest(with_ddp, SWEPT_STEPS, cap)[0][5:])) for cap in caps}
-    swept[None] = float(np.median(default_us[5:SWEPT_STEPS]))  # type: ignore[index]
-    best = min(swept, key=lambda cap: swept[cap])
+    caps: list[float | None] = [None, *distinct_caps(sizes, [0] * len(sizes), CAPS_MIB)]
+    sweep_us = np.max(run_ranks(world, swept, job, caps), axis=0)
+    best = caps[int(np.argmin(np.median(sweep_us[:, 5:], axis=1)))]
     with tempfile.TemporaryDirectory() as cache:
         before_us, _ = longest(with_ddp, min(BESIDE_STEPS, steps), best)
         found_us, found = longest(with_planner, steps, cache)
