@@ -26,6 +26,7 @@ from planner.model.fsdp2 import FORWARD, GATHER, REDUCE, Shape, shape_of
 from planner.model.fsdp2_step import COMPUTE, LANES, Cost, Costs, Executor, Step, simulate
 from planner.model.fully_sharded import SLOWDOWN, messages_on
 from planner.model.problem import Problem, make_problem
+from planner.passes.base import GAIN
 from planner.search.fsdp2 import Ahead, Choice, Found, Wrappings, least_memory, search, with_ahead
 from runtime.errors import InputError
 from runtime.plan import Accuracy, FullyShardPlan, Plan, PlanWorld
@@ -201,21 +202,25 @@ def optimize_fsdp2(
     if accuracy not in ACCURACIES:
         raise InputError(f"accuracy: found {accuracy!r}, expected one of: {', '.join(ACCURACIES)}")
     setting = make_setting(profile, cluster, ranks)
-    plan = plan_for(setting, max_memory_mib)
     # On hosts reduce-scatters whose result is cast are waited for at once.
-    if accuracy == "exact" or setting.executor != "accelerator" or setting.units.element_bytes <= DTYPE_BYTES[NARROW]:
-        return plan
+    may_round = accuracy != "exact" and setting.executor == "accelerator"
+    if not may_round or setting.units.element_bytes <= DTYPE_BYTES[NARROW]:
+        return plan_for(setting, max_memory_mib)
     narrow = plan_for(replace(setting, narrow=True), max_memory_mib)
-    assert plan.predicted is not None
-    assert narrow.predicted is not None
-    if narrow.predicted.iteration_us >= plan.predicted.iteration_us:
-        return replace(plan, notes=(*plan.notes, f"to add gradients up in {NARROW} would gain nothing"))
     assert narrow.fsdp2 is not None
+    assert narrow.predicted is not None
+    narrow = replace(narrow, accuracy="bounded", fsdp2=replace(narrow.fsdp2, reduce_dtype=NARROW))
+    rounds = f"gradients are added up in {NARROW}, which rounds them"
+    try:
+        plan = plan_for(setting, max_memory_mib)
+    except InputError as error:
+        return replace(narrow, notes=(*narrow.notes, f"{rounds}; without, {error}"))
+    assert plan.predicted is not None
+    if narrow.predicted.iteration_us > (1.0 - GAIN) * plan.predicted.iteration_us:
+        return replace(plan, notes=(*plan.notes, f"to add gradients up in {NARROW} would gain less than {GAIN:.0%}"))
     exact_ms = plan.predicted.iteration_us / 1e3
-    return replace(
-        narrow, accuracy="bounded", fsdp2=replace(narrow.fsdp2, reduce_dtype=NARROW), baselines=plan.baselines,
-        notes=(*narrow.notes, f"gradients are added up in {NARROW}, which rounds them; without, {exact_ms:.2f} ms"),
-    )  # fmt: skip
+    notes = (*narrow.notes, f"{rounds}; without, {exact_ms:.2f} ms")
+    return replace(narrow, baselines=plan.baselines, notes=notes)
 
 
 def plan_for(setting: Setting, max_memory_mib: float | None = None) -> Plan:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import weakref
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
@@ -14,6 +15,7 @@ import torch.distributed as dist
 from step_checks import raised
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as stock
 from torch.nn import functional
 
@@ -23,6 +25,7 @@ from planner.model.fsdp2 import host_program, shape_of
 from planner.profile.units import LiveBytes, candidate_units, measure_units
 from runtime.comm.world import World
 from runtime.fully_sharded.hosts import overlap_on_hosts
+from runtime.fully_sharded.messages import PIECE_BYTES, SerialMessages
 from runtime.fully_sharded.recorder import record_collectives
 from runtime.plan import FullyShardPlan, ModelReference, Plan, PlanWorld
 from runtime.plan.fully_sharded import nesting_order
@@ -91,6 +94,7 @@ WRAPPINGS: dict[str, FullyShardPlan] = {
         backward_prefetch={"norm": ("layers.3", "layers.2"), "layers.3": ("layers.2", "layers.1"),
                            "layers.1": ("embed",)},
     ),
+    "reduced in bfloat16": FullyShardPlan(groups=ALL, reduce_dtype="bfloat16"),
     "nested": FullyShardPlan(groups=NESTED),
     "nested, outer first": FullyShardPlan(groups=(EACH[0], ("layers.0.wide",), ("layers.2.mix", "layers.3.wide"))),
 }  # fmt: skip
@@ -113,8 +117,8 @@ def cases() -> dict[str, tuple[FullyShardPlan, bool]]:
 
 
 def plan_for(spec: FullyShardPlan) -> Plan:
-    ranks = PlanWorld(ranks=dist.get_world_size())
-    return Plan(model=ModelReference(name="tower"), world=ranks, accuracy="exact", buckets=(), fsdp2=spec)
+    ranks, accuracy = PlanWorld(ranks=dist.get_world_size()), "exact" if spec.reduce_dtype is None else "bounded"
+    return Plan(model=ModelReference(name="tower"), world=ranks, accuracy=accuracy, buckets=(), fsdp2=spec)  # type: ignore[arg-type]
 
 
 def made(tied: bool) -> Tower:
@@ -142,12 +146,15 @@ def mesh_for(spec: FullyShardPlan) -> Any:
 
 def by_hand(model: nn.Module, spec: FullyShardPlan) -> nn.Module:
     """The same wrapping, as a script would write it."""
-    mesh, modules = mesh_for(spec), dict(model.named_modules())
+    modules: dict[str, Any] = dict(model.named_modules())
+    given: dict[str, Any] = {"mesh": mesh_for(spec)}
+    if spec.reduce_dtype is not None:
+        given["mp_policy"] = MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)
     for index in nesting_order(spec.groups) or []:
         group = spec.groups[index]
-        options = {"mesh": mesh, "reshard_after_forward": spec.reshard_after_forward.get(group[0])}
+        options = given | {"reshard_after_forward": spec.reshard_after_forward.get(group[0])}
         stock([modules[name] for name in group], **options) if group[1:] else stock(modules[group[0]], **options)
-    stock(model, mesh=mesh, reshard_after_forward=spec.reshard_after_forward.get(""))
+    stock(model, reshard_after_forward=spec.reshard_after_forward.get(""), **given)
     for name, ahead in spec.forward_prefetch.items():
         modules[name].set_modules_to_forward_prefetch([modules[one] for one in ahead])
     for name, ahead in spec.backward_prefetch.items():
@@ -203,7 +210,8 @@ def everything() -> dict[str, Any]:
         first = list(sent)
         sent.clear()
         loss_of(planned, 1).backward()
-        program = host_program(shape_of(units[tied], ranks), spec)
+        shape = shape_of(units[tied], ranks)
+        program = host_program(replace(shape, reduce_bytes=4 if spec.reduce_dtype is None else 2), spec)
         result = {
             "recorded": [tuple(one) for one in first],
             "simulated": list(program.messages()),
@@ -217,9 +225,42 @@ def everything() -> dict[str, Any]:
             result["off on hosts"] = max(float((a - b).abs().max()) for a, b in zip(*apart, strict=True))
         found[name] = result
     found["memory"] = memory()
+    found["messages"] = messages()
     found["failed backward"] = after_a_failed_backward()
     found["refusals"] = refusals()
     return found
+
+
+def messages() -> tuple[float, int]:
+    """How far gathers and reduce-scatters are from their definitions, relative to what a dtype holds, over sizes of one
+    piece and of several; and how often memory was still held when the wait for its message had returned.
+    """
+    rank, ranks, group = dist.get_rank(), dist.get_world_size(), dist.group.WORLD
+    assert group is not None
+    serial, worst, held = SerialMessages(60.0), 0.0, 0
+    generator = torch.Generator().manual_seed(rank)
+    for dtype in (torch.float32, torch.bfloat16, torch.float64):
+        for numel in (1, 7, PIECE_BYTES // 4, 2 * PIECE_BYTES // dtype.itemsize + 13):
+            given = torch.randn(ranks * numel, generator=generator).to(dtype)
+            everyone = [torch.empty_like(given) for _ in range(ranks)]
+            dist.all_gather(everyone, given)
+            whole, own, average = torch.empty_like(given), given.new_empty(numel), numel % 2 == 1
+            mine = slice(rank * numel, (rank + 1) * numel)
+            part = (whole[mine] if average else own.clone()).copy_(given[:numel])
+            begun = [
+                serial.gather(whole, part, group),
+                serial.reduce_scatter(own, given.clone(), group, average=average),
+            ]
+            for message in begun:
+                message.result()
+            assert torch.equal(whole, torch.cat([one[:numel] for one in everyone]))
+            summed: Tensor = sum(one[mine].double() for one in everyone)  # type: ignore[assignment]
+            expected = summed / ranks if average else summed
+            worst = max(worst, float((own.double() - expected).abs().max()) / torch.finfo(dtype).eps)
+            lent = [weakref.ref(whole), weakref.ref(own)]
+            del whole, own, part
+            held += sum(one() is not None for one in lent)
+    return worst, held
 
 
 class Stack(nn.Module):
@@ -342,11 +383,11 @@ def refusals() -> dict[str, str]:
     mixed.layers[0].mix.double()
     ranks = dist.get_world_size()
 
-    def refuse(model: Any, given: Any, mesh: Any = None) -> str:
+    def refuse(model: Any, given: Any, mesh: Any = None, **options: Any) -> str:
         before = (
             copy.deepcopy([parameter.shape for parameter in model.parameters()]) if isinstance(model, nn.Module) else []
         )
-        said = raised(lambda: planner.fully_shard(model, given, mesh))
+        said = raised(lambda: planner.fully_shard(model, given, mesh, **options))
         if isinstance(model, nn.Module):
             assert [parameter.shape for parameter in model.parameters()] == before
         return said
@@ -369,6 +410,11 @@ def refusals() -> dict[str, str]:
         "twice": refuse(made(False), other(groups=(("embed",), ("norm", "embed")))),
         "prefetch": refuse(made(False), other(forward_prefetch={"head": ("embed",)})),
         "divisor": refuse(made(False), other(reshard_after_forward={"embed": 3})),
+        "policy": refuse(
+            made(False),
+            plan_for(WRAPPINGS["reduced in bfloat16"]),
+            mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32),
+        ),
         "no module": refuse(3, plan),
         "one rank alone": refuse(made(False), plan if dist.get_rank() else other(groups=EACH)),
         "attach": raised(lambda: planner.attach(made(False), None, plan)),

@@ -46,6 +46,13 @@ def test_memory_is_as_it_is_counted(ranks: list[dict[str, Any]]) -> None:
                 assert predicted <= 1.02 * one, name
 
 
+def test_messages_are_what_they_are_called_and_let_go_of_memory(ranks: list[dict[str, Any]]) -> None:
+    for rank in ranks:
+        off, held = rank["messages"]
+        assert off < 16.0  # sums of a few numbers of about 1
+        assert held == 0
+
+
 def test_units_are_found(ranks: list[dict[str, Any]]) -> None:
     blocks = [f"layers.{number}" for number in range(fsdp2_checks.BLOCKS)]
     for rank in ranks:
@@ -85,6 +92,10 @@ def test_units_are_found(ranks: list[dict[str, Any]]) -> None:
         ("twice", "the plan's fsdp2.groups[1][1]: found 'embed', which is in group 0 already; expected each once"),
         ("prefetch", "the plan's fsdp2.forward_prefetch.head: found 'head', expected the first module of a group"),
         ("divisor", "the plan's fsdp2.reshard_after_forward.embed: found 3 of"),
+        (
+            "policy",
+            "PlanMismatch: mp_policy: found reduce_dtype float32, expected bfloat16, as the plan says: pass",
+        ),
         ("no module", "InputError: model: found a int, expected a torch.nn.Module"),
         ("one rank alone", "PlanMismatch: ranks hold different plans"),
         ("attach", "PlanMismatch: the plan has groups of modules for FSDP2 and no buckets; expected buckets, which at"),

@@ -13,7 +13,7 @@ from planner.cli.app import main
 from planner.decide.fsdp2 import optimize_fsdp2
 from planner.documents.profile import parse_profile
 from runtime.errors import InputError
-from runtime.plan import load_plan
+from runtime.plan import load_plan, parse_plan
 
 WIDE = 256
 
@@ -72,6 +72,28 @@ def test_a_plan_is_as_fast_as_what_users_have_and_within_its_limit() -> None:
     assert [point.peak_bytes for point in points] == sorted(point.peak_bytes for point in points)
     assert [point.iteration_us for point in points] == sorted((point.iteration_us for point in points), reverse=True)
     assert free == decided(document())[0]
+
+
+def test_gradients_are_added_up_in_bfloat16_only_where_that_is_allowed_and_pays() -> None:
+    dear = cluster_document((40.0, 4e-2))
+    exact, bounded = (optimize_fsdp2(parse_profile(document(**dear)), accuracy=one) for one in ("exact", "bounded"))
+    assert exact.fsdp2 is not None
+    assert bounded.fsdp2 is not None
+    assert (exact.accuracy, exact.fsdp2.reduce_dtype) == ("exact", None)
+    assert (bounded.accuracy, bounded.fsdp2.reduce_dtype) == ("bounded", "bfloat16")
+    assert exact.predicted is not None
+    assert bounded.predicted is not None
+    assert bounded.predicted.iteration_us < exact.predicted.iteration_us
+    assert any("which rounds them" in note for note in bounded.notes)
+    assert parse_plan(bounded.to_document()) == bounded
+    with pytest.raises(InputError, match=r"fsdp2\.reduce_dtype: found bfloat16 in an exact plan"):
+        parse_plan(bounded.to_document() | {"accuracy": "exact"})
+    nothing = optimize_fsdp2(parse_profile(document(**cluster_document((0.001, 1e-9)))), accuracy="bounded")
+    assert nothing.accuracy == "exact"
+    assert any("would gain less than 2%" in note for note in nothing.notes)
+    on_hosts = document(**dear)
+    on_hosts["world"]["device"] = "cpu"
+    assert optimize_fsdp2(parse_profile(on_hosts), accuracy="bounded").accuracy == "exact"
 
 
 def test_a_limit_that_cannot_be_met_says_the_least_that_can() -> None:
