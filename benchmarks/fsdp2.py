@@ -83,7 +83,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=str(__doc__).partition("\n")[0])
     parser.add_argument("--results", type=Path, default=RESULTS, help=f"JSON lines: not measured again; {RESULTS}")
     parser.add_argument("--only", default="", help="cells with this in their names")
-    parser.add_argument("--minutes", type=float, default=4.0, help="of each cell")
+    parser.add_argument("--minutes", type=float, default=3.0, help="of each cell")
     parser.add_argument("--hosts", type=int, default=HOSTS, help="other than these: to try it out")
     parser.add_argument("--write", action="store_true", help=f"put what is known into {DOCUMENT}")
     options = parser.parse_args()
