@@ -209,6 +209,7 @@ def optimize_fsdp2(
     narrow = plan_for(replace(setting, narrow=True), max_memory_mib)
     assert narrow.fsdp2 is not None
     assert narrow.predicted is not None
+    narrow_us = narrow.predicted.iteration_us
     narrow = replace(narrow, accuracy="bounded", fsdp2=replace(narrow.fsdp2, reduce_dtype=NARROW))
     rounds = f"gradients are added up in {NARROW}, which rounds them"
     try:
@@ -216,7 +217,7 @@ def optimize_fsdp2(
     except InputError as error:
         return replace(narrow, notes=(*narrow.notes, f"{rounds}; without, {error}"))
     assert plan.predicted is not None
-    if narrow.predicted.iteration_us > (1.0 - GAIN) * plan.predicted.iteration_us:
+    if narrow_us > (1.0 - GAIN) * plan.predicted.iteration_us:
         return replace(plan, notes=(*plan.notes, f"to add gradients up in {NARROW} would gain less than {GAIN:.0%}"))
     exact_ms = plan.predicted.iteration_us / 1e3
     notes = (*narrow.notes, f"{rounds}; without, {exact_ms:.2f} ms")

@@ -215,8 +215,13 @@ def compiled_unused_and_dropped() -> dict[str, bool]:
             side = online(make())
             steps(side, range(100))
             results |= {f"{name}: {what}": right for what, right in compare(expected, outcome(side)).items()}
-            results[f"{name}: planned"] = len(session_of(side).plan.buckets) > 1
+            known = session_of(side).pilot
+            results[f"{name}: planned"] = known is not None and any("it is tried" in line for line in known.story)
             side.close()
+            sizes = (
+                any("other sizes of buckets are tried" in line for line in known.story) if known is not None else False
+            )
+            results["other sizes tried"] = results.get("other sizes tried", False) or sizes
     with hurried():
         side = online()
         steps(side, range(5))
