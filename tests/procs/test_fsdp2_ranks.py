@@ -29,7 +29,8 @@ def test_weights_and_messages_are_those_of_stock_fsdp2(ranks: list[dict[str, Any
             continue
         found = rank[case]
         assert found["planned"] == found["by hand"]
-        assert found.get("off on hosts", 0.0) <= (0.0 if len(ranks) == 2 else 1e-4)
+        rounds = 2e-2 if "bfloat16" in case else 1e-4
+        assert found.get("off on hosts", 0.0) <= (0.0 if len(ranks) == 2 else rounds)
         assert found["recorded"] == found["simulated"]
         assert found["again"] == found["recorded"]
         assert {"all_gather", "reduce_scatter"} <= {kind for kind, *_ in found["recorded"]}
