@@ -133,8 +133,7 @@ def lay_out(shape: Shape, program: Program, costs: Costs, executor: Executor) ->
                 last = lanes.add(COMPUTE, kind, 0.0, scattered[group], group)
         elif kind == SCATTER:
             time_us = costs.scatter_us(size_bytes)
-            after = last if executor == "accelerator" else begun()
-            scattered[group] = lanes.add(NETWORK, kind, time_us, after, group, -1, size_bytes, factors)
+            scattered[group] = lanes.add(NETWORK, kind, time_us, begun(), group, -1, size_bytes, factors)
             if executor == "blocking":
                 last = lanes.add(COMPUTE, WAIT, 0.0, scattered[group], group)
         elif kind == REDUCE:

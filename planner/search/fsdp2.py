@@ -40,7 +40,7 @@ class Ahead(NamedTuple):
 
 
 class Choice(NamedTuple):
-    """One wrapping: the first unit of each group, the groups that are kept (by number), how far is fetched."""
+    """One wrapping: the first unit of each group, the groups that are kept (by number), and how far is fetched."""
 
     starts: tuple[int, ...]
     kept: frozenset[int]
@@ -120,14 +120,15 @@ class Wrappings:
         """Return a peak that no way to treat the first so many groups is below; of the others it is the choice's."""
         plan = self.plan(choice)
         unbuffered = frozenset(group[0] for group in plan.groups[:undecided])
-        return host_program(self.shape, plan, waits=self.executor == "hosts", unbuffered=unbuffered).peak_bytes
+        return self.peak_bytes(plan, unbuffered)
 
     def freed(self, starts: tuple[int, ...]) -> Point:
         """Return what a partition comes to of which nothing is kept."""
         return self.point(Choice(starts, frozenset(), Ahead()))
 
-    def peak_bytes(self, plan: FullyShardPlan) -> int:
-        return host_program(self.shape, plan, waits=self.executor == "hosts").peak_bytes
+    def peak_bytes(self, plan: FullyShardPlan, unbuffered: frozenset[str] = frozenset()) -> int:
+        """Return a wrapping's peak, without its step; `unbuffered` as of `host_program`."""
+        return host_program(self.shape, plan, waits=self.executor == "hosts", unbuffered=unbuffered).peak_bytes
 
     def partitions(self) -> Iterator[tuple[int, ...]]:
         """Every way to cut the chain of units, whole first."""
@@ -347,7 +348,8 @@ def least_memory(wrappings: Wrappings) -> tuple[FullyShardPlan, Point]:
         step = simulate(wrappings.shape, plan, wrappings.costs, wrappings.executor, bars=False)
         return Point(step.iteration_us, step.peak_bytes)
 
-    least = [plan for plan, peak in zip(options, peaks, strict=True) if peak == min(peaks)]
+    lowest = min(peaks)
+    least = [plan for plan, peak in zip(options, peaks, strict=True) if peak == lowest]
     return min(((plan, point(plan)) for plan in least), key=lambda one: one[1].iteration_us)
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
+from typing import Any
 
 import commands
 import pytest
@@ -13,12 +14,15 @@ from builders import usual_document, write
 from test_testbed import machine, needs_namespaces
 
 
+def on_two_hosts() -> dict[str, Any]:
+    """The usual profile, with a link between hosts."""
+    cluster = {"schema": "planner.cluster/1", "nodes": 2, "inter": {"latency": "300us", "bandwidth": "1gbit"}}
+    return usual_document() | {"cluster": cluster}
+
+
 @needs_namespaces
 def test_a_small_model_is_predicted_and_measured(tmp_path: Path) -> None:
-    document = usual_document()
-    document["cluster"] = {
-        "schema": "planner.cluster/1", "nodes": 2, "inter": {"latency": "300us", "bandwidth": "1gbit"},
-    }  # fmt: skip
+    document = on_two_hosts()
     for gradient in document["compute"]["gradients"]:
         gradient |= {"backward_us": 4000.0, "numel": 50_000}
     before, started_s = machine(), time.monotonic()
@@ -46,10 +50,7 @@ def test_a_small_model_is_predicted_and_measured(tmp_path: Path) -> None:
 
 @needs_namespaces
 def test_wrappings_are_predicted_measured_and_counted(tmp_path: Path) -> None:
-    document = usual_document()
-    document["cluster"] = {
-        "schema": "planner.cluster/1", "nodes": 2, "inter": {"latency": "300us", "bandwidth": "1gbit"},
-    }  # fmt: skip
+    document = on_two_hosts()
     names = ["embed", *(f"layers.{number}" for number in range(3)), "head"]
     document["units"] = {
         "units": [
