@@ -62,8 +62,12 @@ WORTH_TRYING = 0.01
 """Predicted gain from which a plan is tried, beside half of what predictions of the plans before were off."""
 FAR_OFF = 0.05
 """Error of a predicted step from which predictions are no guide, and numbers of buckets are tried one after another."""
-MOST_TRIALS, MAY_LOSE = 3, 0.004
-"""Trials of one search; and the share of the time so far that each may lose with a plan that is slower."""
+MOST_TRIALS = 3
+"""Trials of one search."""
+MAY_LOSE, LEAST_LOSS_STEPS = 0.01, 0.5
+"""Of the steps so far, how many all trials together may cost by plans that are slower; and how many of them have to be
+left for another trial to begin.
+"""
 WATCHED_STEPS, WINDOW_STEPS = 50, 10
 WATCH_S = 2.0
 DRIFT = 0.2
@@ -110,6 +114,8 @@ class Pilot:
         """Predicted gain of the last plan; by how much the simulator is not to be believed."""
         self._off = 0.0
         """By how much the first prediction of a plan was off."""
+        self._lost_steps = 0.0
+        """What trials have cost, in steps of the plans that they began with."""
         remembered = self.opening.remembered
         if remembered is not None:
             self.decided, self._profile = remembered.plan, remembered.profile
@@ -326,10 +332,14 @@ class Pilot:
     def _try(self, plan: Plan) -> Steps[list[Seen]]:
         """Train by both plans in interleaved blocks and go on with the faster; return what was seen of the present one
         and of the plan, nothing where a rank cannot lay the plan out.
+
+        Waits until trials may cost something again.
         """
+        enough = math.ceil((self._lost_steps + LEAST_LOSS_STEPS) / MAY_LOSE)
+        yield from self._wait(max(0, enough - self.session.step))
         plans = {"new": plan, "old": self._present}
         rounds: list[tuple[float, float]] = []
-        begun = self.session.step
+        may_lose_steps = MAY_LOSE * self.session.step - self._lost_steps
         seen: dict[str, list[Overlap]] = {"new": [], "old": []}
         verdict: Verdict | None = None
         while verdict is None:
@@ -346,8 +356,9 @@ class Pilot:
                     seen[name].append(sample.overlap)
             everyone: list[dict[str, float]] = self._gather(times, "comparing plans")
             rounds.append((max(one["new"] for one in everyone), max(one["old"] for one in everyone)))
-            may_lose_us = MAY_LOSE * begun * rounds[0][1]
-            verdict = judge(rounds, (self._called(plan), self._called(plans["old"])), may_lose_us)
+            names = (self._called(plan), self._called(plans["old"]))
+            verdict = judge(rounds, names, may_lose_steps * rounds[0][1])
+        self._lost_steps += BLOCK_STEPS * max(0.0, sum(new / old - 1.0 for new, old in rounds))
         self.tell(verdict.text, aloud=True)
         # The simulator was wrong by this; half of it, for the next plan is made with what the trial has shown.
         gain = 1.0 - verdict.step_us / verdict.other_us
