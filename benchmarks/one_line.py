@@ -4,11 +4,12 @@
     python -m benchmarks.one_line --results cells.jsonl --only encoder --steps 400
     python -m benchmarks.one_line --results cells.jsonl --write    # puts what is known into the document
 
-Every way to train has processes of its own, begun from the same seed; DDP, by default and with its best bucket size,
-runs before and after the run that plans, so that a machine that changes hits both. Jobs that are rehearsed,
-`googlenet/5`, wait as long as an accelerator would compute that is five times as fast as the model's profile says, and
-have a quarter of its bytes; others compute on the cores that also send. Emulated links need root. The machine has to do
-nothing else.
+From step 300 on a twin of the model takes steps with DDP at its best bucket size between those of the run that plans;
+after its last step that run goes on by turns with its own plan and with the one that was made offline: ratios are of
+steps of the same processes. First steps stand beside those of two other processes, one before and one after. Jobs that
+are rehearsed, `googlenet/5`, wait as long as an accelerator would compute that is five times as fast as the model's
+profile says, and have a quarter of its bytes; others compute on the cores that also send. Emulated links need root. The
+machine has to do nothing else.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ import planner
 from benchmarks.marked import write_part
 from benchmarks.overhead import convolutions, encoder
 from benchmarks.resumable import kept
+from planner.comparison.statistics import Interval, ratio_interval
 from planner.comparison.variants import distinct_caps
 from planner.documents.catalog import find_profile
 from planner.jobs.demo_job import ResNet20
@@ -55,7 +57,10 @@ SMALLER = 4.0
 """By how much rehearsed jobs are smaller than their models: what is sent costs the cores time as well."""
 SPIN_LESS = 4.0
 """By how much the ends of waits that are not slept are shorter: deep models have a gradient every 100 us."""
-SWEPT_STEPS, BESIDE_STEPS, OFFLINE_STEPS, AGAIN_STEPS = 40, 150, 150, 60
+SWEPT_STEPS, AGAIN_STEPS = 40, 60
+PLANNED_STEPS, BESIDE_STEPS = 20, 10
+"""Of a block of the run that plans, and of one of what stands beside it; the first one of each does not count."""
+OFFLINE_ROUNDS = 10
 LIMITS = {"first": 1.02, "steady": 1.01, "offline": 1.02}
 
 
@@ -119,15 +124,20 @@ CELLS = (
 )
 
 
+Rounds = list[list[float]]
+
+
 @dataclass(frozen=True)
 class Trained:
-    """One run, on one rank."""
+    """A run that planned, on one rank; times in microseconds, from the end of one step to that of the next."""
 
     step_us: list[float]
-    """From the end of one step to that of the next."""
     weights_sha256: str
     buckets: int
-    story: tuple[str, ...] = ()
+    story: tuple[str, ...]
+    beside_ddp_us: tuple[Rounds, Rounds]
+    """Blocks of its steps, and those of DDP that followed each."""
+    beside_offline_us: tuple[Rounds, Rounds]
 
 
 def _world(link: str) -> LocalWorld:
@@ -174,37 +184,53 @@ class Run:
         self.loss(forward, number).backward()
         self.optimizer.step()
 
-    def times_us(self, forward: nn.Module, steps: int) -> list[float]:
+    def times_us(self, forward: nn.Module, steps: int, begin: int = 0) -> list[float]:
         times = []
-        for number in range(steps):
+        for number in range(begin, begin + steps):
             begun = time.perf_counter()
             self.step(forward, number)
             times.append((time.perf_counter() - begun) * 1e6)
         return times
 
 
-def with_ddp(job: str, steps: int, cap_mib: float | None) -> Trained:
-    """On one rank: DDP, with its default buckets or of one size."""
+def with_ddp(job: str, steps: int, cap_mib: float | None) -> tuple[list[float], str]:
+    """On one rank: DDP, with its default buckets or of one size; times of steps, and the weights' digest."""
     run = Run(job)
     times = run.times_us(DistributedDataParallel(run.model, bucket_cap_mb=cap_mib), steps)
-    return Trained(times, weights_sha256(run.model), 0)
+    return times, weights_sha256(run.model)
 
 
 def swept(job: str, caps_mib: Sequence[float | None]) -> list[list[float]]:
     """On one rank: some steps of DDP with buckets of each size."""
-    return [with_ddp(job, SWEPT_STEPS, cap_mib).step_us for cap_mib in caps_mib]
+    return [with_ddp(job, SWEPT_STEPS, cap_mib)[0] for cap_mib in caps_mib]
 
 
-def with_planner(job: str, steps: int, cache: str, plan: Plan | None = None) -> Trained:
-    """On one rank: the one line, with a cache; or a plan that was made offline."""
+def with_planner(job: str, steps: int, first: int, cache: str, cap_mib: float | None, offline: Plan | None) -> Trained:
+    """On one rank: the one line, with a cache; beside DDP from step `first` on, and beside an offline plan at last."""
     os.environ["PLANNER_CACHE"] = cache
     run = Run(job)
-    session: PlannedSession = planner.attach(run.model, run.optimizer, plan)
-    times = run.times_us(run.model, steps)
+    session: PlannedSession = planner.attach(run.model, run.optimizer)
+    times = run.times_us(run.model, first)
+    beside_ddp: tuple[Rounds, Rounds] = ([], [])
+    if len(times) < steps:
+        twin = Run(job)
+        ddp = DistributedDataParallel(twin.model, bucket_cap_mb=cap_mib)
+        twin.times_us(ddp, BESIDE_STEPS)
+    while len(times) < steps:
+        block = run.times_us(run.model, PLANNED_STEPS, len(times))
+        times += block
+        beside_ddp[0].append(block[1:])
+        beside_ddp[1].append(twin.times_us(ddp, BESIDE_STEPS)[1:])
     story = tuple(session.pilot.story) if session.pilot else ()
-    trained = Trained(times, weights_sha256(run.model), len(session.plan.buckets), story)
+    found, weights = session.plan, weights_sha256(run.model)
+    beside_offline: tuple[Rounds, Rounds] = ([], [])
+    for _ in range(0 if offline is None else OFFLINE_ROUNDS):
+        for blocks, plan in zip(beside_offline, (found, offline), strict=True):
+            assert plan is not None
+            session.switch(plan)
+            blocks.append(run.times_us(run.model, BESIDE_STEPS)[1:])
     session.detach()
-    return trained
+    return Trained(times, weights, len(found.buckets), story, beside_ddp, beside_offline)
 
 
 def offline_plan(job: str) -> Plan:
@@ -213,40 +239,49 @@ def offline_plan(job: str) -> Plan:
     return planner.optimize(planner.profile_step(run.model, lambda: run.loss(run.model, 0).backward(), run.optimizer))
 
 
+def _ratio(ranks: Sequence[tuple[Rounds, Rounds]]) -> tuple[Interval, float, float]:
+    """Return the ratio of the medians of two ways' steps on the slowest rank, and both medians in microseconds."""
+    ours, other = (np.max([one[way] for one in ranks], axis=0) for way in range(2))
+    ours = ours[:, : other.shape[1]]
+    return ratio_interval(ours, other), float(np.median(ours)), float(np.median(other))
+
+
 def measure(cell: str, steps: int) -> dict[str, Any]:
     """Train one cell every way; return its row."""
     job, _, link = cell.partition("@")
     world, first = _world(link), min(FIRST_STEPS, steps // 2)
-
-    def longest(function: Callable[..., Trained], *arguments: Any) -> tuple[np.ndarray, list[Trained]]:
-        ranks = run_ranks(world, function, job, *arguments)
-        return np.max([one.step_us for one in ranks], axis=0), ranks
-
+    plan = run_ranks(world, offline_plan, job)[0]
     sizes = [p.numel() * p.element_size() for p in parameters_of(job)]
     caps: list[float | None] = [None, *distinct_caps(sizes, [0] * len(sizes), CAPS_MIB)]
     sweep_us = np.max(run_ranks(world, swept, job, caps), axis=0)
     best = caps[int(np.argmin(np.median(sweep_us[:, 5:], axis=1)))]
     with tempfile.TemporaryDirectory() as cache:
-        default_us, default = longest(with_ddp, steps, None)
-        before_us, _ = longest(with_ddp, min(BESIDE_STEPS, steps), best)
-        found_us, found = longest(with_planner, steps, cache)
-        after_us, _ = longest(with_ddp, min(BESIDE_STEPS, steps), best)
-        default_after_us, _ = longest(with_ddp, first, None)
-        _, again = longest(with_planner, AGAIN_STEPS, cache)
-    plan = run_ranks(world, offline_plan, job)[0]
-    offline_us, _ = longest(with_planner, min(OFFLINE_STEPS, steps), "", plan)
-    steady_us = float(np.median(found_us[first:]))
-    best_us = float(np.median(np.concatenate([before_us[5:], after_us[5:]])))
-    firsts = [float(found_us[:first].sum() / one[:first].sum()) for one in (default_us, default_after_us)]
+        before = run_ranks(world, with_ddp, job, steps, None)
+        found = run_ranks(world, with_planner, job, steps, first, cache, best, plan)
+        after = run_ranks(world, with_ddp, job, first, None)
+        again = run_ranks(world, with_planner, job, AGAIN_STEPS, AGAIN_STEPS, cache, None, None)
+    found_us = np.max([one.step_us for one in found], axis=0)
+    firsts = [
+        float(found_us[:first].sum() / np.max([times for times, _ in ddp], axis=0)[:first].sum())
+        for ddp in (before, after)
+    ]
+    steady, steady_us, best_us = _ratio([one.beside_ddp_us for one in found])
+    offline, _, offline_us = _ratio([one.beside_offline_us for one in found])
     return {
-        "cell": cell, "steps": steps, "ddp_us": float(np.median(default_us[first:])), "best_ddp_us": best_us,
-        "best_cap_mib": best, "steady_us": steady_us, "offline_us": float(np.median(offline_us[5:])),
-        "first": statistics.harmonic_mean(firsts), "firsts": firsts, "steady": steady_us / best_us,
-        "offline": steady_us / float(np.median(offline_us[5:])), "buckets": found[0].buckets,
-        "offline_buckets": len(plan.buckets), "same_weights": found[0].weights_sha256 == default[0].weights_sha256,
+        "cell": cell, "steps": steps, "best_cap_mib": best, "steady_us": steady_us, "best_ddp_us": best_us,
+        "ddp_us": float(np.median(np.max([times for times, _ in before], axis=0)[first:])), "offline_us": offline_us,
+        "first": statistics.harmonic_mean(firsts), "first_interval": sorted(firsts),
+        "steady": steady.value, "steady_interval": [steady.low, steady.high],
+        "offline": offline.value, "offline_interval": [offline.low, offline.high],
+        "buckets": found[0].buckets, "offline_buckets": len(plan.buckets), "story": list(found[0].story),
+        "same_weights": found[0].weights_sha256 == before[0][1],
         "second_run_planned": any("step 0: planned from the first step" in line for line in again[0].story),
-        "story": list(found[0].story),
     }  # fmt: skip
+
+
+def _figure(row: dict[str, Any], name: str) -> str:
+    low, high = row[f"{name}_interval"]
+    return f"{row[name]:.3f} ({low:.3f} to {high:.3f}){'' if row[name] <= LIMITS[name] else ' over'}"
 
 
 def table(rows: Sequence[dict[str, Any]]) -> list[str]:
@@ -257,7 +292,7 @@ def table(rows: Sequence[dict[str, Any]]) -> list[str]:
         "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
     for row in rows:
-        figures = " | ".join(f"{row[name]:.3f}{'' if row[name] <= LIMITS[name] else ' (over)'}" for name in LIMITS)
+        figures = " | ".join(_figure(row, name) for name in LIMITS)
         times = " | ".join(f"{row[name] / 1e3:.1f}" for name in ("ddp_us", "best_ddp_us", "steady_us"))
         signs = " | ".join("yes" if row[name] else "no" for name in ("second_run_planned", "same_weights"))
         lines.append(f"| {row['cell']} | {times} | {figures} | {signs} |")
