@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import platform
+import subprocess
+import sys
 from typing import Any
 
 import all_checks
 import pytest
 import step_checks
+from started import PATHS
 
 from planner.jobs.launch import LocalWorld, run_ranks
 from runtime.plan.measured import MeasuredStep
@@ -154,6 +159,31 @@ def test_attach_adds_one_copy_of_the_gradients(pair: list[dict[str, Any]]) -> No
     for rank in pair:
         buffers, gradients = rank["memory_of_attach"]
         assert gradients <= buffers <= gradients + 64
+
+
+FREED_BY_STEPS = """
+import resource, torch, planner
+model = torch.nn.Linear(2, 2)
+{attach}
+def faults(steps):
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    for _ in range(steps):
+        outputs = [torch.ones(1 << 18) for _ in range(40)]
+        del outputs
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+faults(2)
+print(faults(20))
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another heap")
+def test_what_a_step_frees_is_not_faulted_in_again() -> None:
+    def faults(attach: str) -> int:
+        command = [sys.executable, "-c", FREED_BY_STEPS.format(attach=attach)]
+        environment = {**os.environ, "PYTHONPATH": PATHS, "PLANNER": "off"}
+        return int(subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout)
+
+    assert faults("planner.attach(model, torch.optim.SGD(model.parameters()))") * 10 < faults("")
 
 
 def test_more_ranks_agree_with_ddp(many: list[dict[str, Any]]) -> None:
