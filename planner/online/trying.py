@@ -46,7 +46,7 @@ def judge(
 
 
 def climb(counts: Sequence[int], present: int) -> Generator[int, bool, None]:
-    """Give numbers of buckets to try: fewer ones than at present while that is faster; where it never is, more.
+    """Give numbers of buckets to try: fewer ones than at present while that is faster, then more than the best so far.
 
     Is sent whether the one that it gave was faster.
 
@@ -54,17 +54,15 @@ def climb(counts: Sequence[int], present: int) -> Generator[int, bool, None]:
         counts: those that can be had.
         present: what training has now.
     """
-    left = MOST_SIZES
+    best, tried = present, {present}
     for fewer in (True, False):
-        at = present
-        while left:
-            further = [one for one in counts if (at >= APART * one if fewer else one >= APART * at)]
+        while len(tried) <= MOST_SIZES:
+            further = [one for one in counts if one not in tried]
+            further = [one for one in further if (best >= APART * one if fewer else one >= APART * best)]
             if not further:
                 break
             following = max(further) if fewer else min(further)
-            left -= 1
+            tried.add(following)
             if not (yield following):
                 break
-            at = following
-        if at != present:
-            return
+            best = following

@@ -1,4 +1,4 @@
-"""Sends buckets in plan order, one at a time, beside backward; every wait has a deadline."""
+"""Sends buckets in plan order beside backward, one after the other; every wait has a deadline."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from runtime.comm.collectives import Collective
+from runtime.comm.collectives.direct import library_all_reduce
 from runtime.comm.world import World, first_line, note
 from runtime.errors import CommunicationError
 from runtime.torch_compat import backend_of, is_of_backend, result_of, wait_for
@@ -26,6 +27,11 @@ GRACE_S = 5.0
 
 THROUGH_HOST = "gloo"
 """The backend that carries a device's tensors through the host's memory, where waiting for a message stops the host."""
+
+AT_ONCE = 2
+"""All-reduces that the host's backend carries beside each other: gloo has two threads for each group. A ring waits for
+its neighbour in every phase; meanwhile another one uses the link.
+"""
 
 EXIT_S, SETTLING_S = 5.0, 0.01
 """How long the end of a script waits for messages on their way, and how often it looks."""
@@ -62,8 +68,11 @@ class _Task:
     sent: CommTiming
     last: bool
     """Whether it is its bucket's last."""
+    alone: bool
+    """Whether it shares the link with no other one: several phases have to be called in one order everywhere."""
     phases: Iterator[dist.Work] = field(default_factory=lambda: iter(()))
     work: dist.Work | None = None
+    done: bool = False
 
 
 def nothing() -> None:
@@ -124,20 +133,22 @@ def describe_failure(world: World, label: str, error: BaseException) -> Communic
 
 
 class HostCommunicator:
-    """CPU tensors: one message at a time, so that messages never share the link with each other.
+    """CPU tensors: messages follow one another, and of the backend's own all-reduces the next one begins when the one
+    before the last has ended.
 
-    A message that finds the link busy waits in a queue; whoever notices first that the one before it has ended, the
-    backend's own thread or the waiting main thread, starts it. No thread of ours stands between them, which would cost
-    two wake-ups per message.
+    A message that finds the link busy waits in a queue; whoever notices first that one has ended, the backend's own
+    thread or the waiting main thread, starts the next. No thread of ours stands between them, which would cost two
+    wake-ups per message. A message counts as started when all before it have ended, so that times of messages add up to
+    how long the link was busy.
     """
 
     def __init__(self, world: World, collectives: list[Collective], whole: World | None = None) -> None:
         self._world, self._collectives, self._whole = world, collectives, whole or world
-        # Reentrant: the callback of a message that has ended already runs at once, inside `_start_next`, which then
-        # starts the message after it.
+        # Reentrant: the callback of a message that has ended already runs at once, inside `_start`.
         self._lock = threading.RLock()
         self._queue: deque[_Task] = deque()
-        self._current: _Task | None = None
+        self._on_way: deque[_Task] = deque()
+        """In the order in which they were started; those that have ended leave it in this order."""
         self._failure: Exception | None = None
         self._callbacks = 0
         """How many the backend's thread has yet to call."""
@@ -147,11 +158,11 @@ class HostCommunicator:
         prepare()
         # A step that was given up may have marked it.
         sent.launch, sent.start, sent.end = time.perf_counter(), None, None
+        alone = self._collectives[bucket.index] is not library_all_reduce
         with self._lock:
             for message in bucket.messages:
-                self._queue.append(_Task(bucket, message, sent, last=message is bucket.messages[-1]))
-            if self._current is None:
-                self._keeping(self._start_next)
+                self._queue.append(_Task(bucket, message, sent, last=message is bucket.messages[-1], alone=alone))
+            self._start()
 
     def wait(self, until: CommTiming | None = None) -> None:
         """See `Communicator.wait`. After a failure every later wait fails alike: the group is broken."""
@@ -162,7 +173,7 @@ class HostCommunicator:
     def _drain(self, until: CommTiming | None = None) -> None:
         while until is None or until.end is None:
             with self._lock:  # not between one message's end and the next one's start
-                task = self._current
+                task = self._on_way[0] if self._on_way else None
                 work = None if task is None else task.work
             if task is None or work is None:
                 return
@@ -187,37 +198,45 @@ class HostCommunicator:
         while self._callbacks > 0 and time.monotonic() < deadline:
             time.sleep(SETTLING_S)
 
-    def _start_next(self) -> None:
-        """Start the first message of the queue, if any; the lock is held."""
-        self._current = None
-        if not self._queue or self._failure is not None:
-            return
-        group = self._world.group
-        assert group is not None
-        task = self._current = self._queue.popleft()
-        if task.sent.start is None:
-            task.sent.start = time.perf_counter()
-        task.phases = self._collectives[task.bucket.index](task.message, group)
-        self._advance(task)
+    def _start(self) -> None:
+        """Start what may be on its way now; the lock is held."""
+        while self._queue and self._failure is None:
+            others = [task for task in self._on_way if not task.done]
+            task = self._queue[0]
+            if others and (len(others) == AT_ONCE or task.alone or others[-1].alone):
+                return
+            self._queue.popleft()
+            self._on_way.append(task)
+            self._mark()
+            group = self._world.group
+            assert group is not None
+            try:
+                task.phases = self._collectives[task.bucket.index](task.message, group)
+                self._advance(task)
+            except Exception as error:  # kept for the next `wait`: nobody else hears of it on the backend's thread
+                self._fail(task, error)
 
     def _advance(self, task: _Task) -> None:
-        """Start the message's next phase, or, after the last one, the next message; the lock is held."""
+        """Start the message's next phase, if there is one; the lock is held."""
         task.work = next(task.phases, None)
         if task.work is None:
-            if task.last:
-                task.sent.end = time.perf_counter()
-            self._start_next()
+            task.done = True
+            self._mark()
             return
         self._callbacks += 1
         task.work.get_future().add_done_callback(partial(self._on_done, task, task.work))
 
-    def _keeping(self, go_on: Callable[[], None]) -> None:
-        """Go on; what is raised is kept for the next `wait`. The lock is held."""
-        try:
-            go_on()
-        except Exception as error:  # nobody else hears of it on the backend's thread
-            if self._current is not None:
-                self._fail(self._current, error)
+    def _mark(self) -> None:
+        """Note which messages have ended, and which one has begun; the lock is held."""
+        now = time.perf_counter()
+        while self._on_way and self._on_way[0].done:
+            task = self._on_way.popleft()
+            if task.sent.start is None:  # it ended behind one that took longer
+                task.sent.start = now
+            if task.last:
+                task.sent.end = now
+        if self._on_way and self._on_way[0].sent.start is None:
+            self._on_way[0].sent.start = now
 
     def _on_done(self, task: _Task, work: dist.Work, future: torch.futures.Future[Any]) -> None:
         """Called on the backend's thread."""
@@ -233,15 +252,19 @@ class HostCommunicator:
 
     def _ended(self, task: _Task, work: dist.Work) -> None:
         with self._lock:
-            if self._current is not task or task.work is not work:
+            if task.work is not work or task not in self._on_way:
                 return  # the other thread was first
-            self._keeping(partial(self._advance, task))
+            try:
+                self._advance(task)
+            except Exception as error:
+                self._fail(task, error)
+            self._start()
 
     def _fail(self, task: _Task, error: Exception) -> None:
         with self._lock:
             self._failure = self._failure or failure_of(self._whole, task.bucket.label, error)
             self._queue.clear()
-            self._current = None
+            self._on_way.clear()
 
 
 to_settle: weakref.WeakSet[Any] = weakref.WeakSet()

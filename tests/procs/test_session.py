@@ -100,7 +100,7 @@ def test_a_plan_that_does_not_fit_is_refused_on_all_ranks_alike(
         assert word in first
 
 
-def test_buckets_start_in_plan_order_one_at_a_time(pair: list[dict[str, Any]]) -> None:
+def test_buckets_start_in_plan_order(pair: list[dict[str, Any]]) -> None:
     for rank in pair:
         timeline = rank["measured_timeline"]
         assert timeline["steps"] == 5
