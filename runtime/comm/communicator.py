@@ -262,7 +262,9 @@ class HostCommunicator:
 
     def _fail(self, task: _Task, error: Exception) -> None:
         with self._lock:
-            self._failure = self._failure or failure_of(self._whole, task.bucket.label, error)
+            # Of several that are on their way any may fail first where a rank is lost.
+            first = self._on_way[0] if self._on_way and is_of_backend(error) else task
+            self._failure = self._failure or failure_of(self._whole, first.bucket.label, error)
             self._queue.clear()
             self._on_way.clear()
 
