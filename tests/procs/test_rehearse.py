@@ -35,7 +35,7 @@ def test_a_small_model_is_predicted_and_measured(tmp_path: Path) -> None:
     assert (found["dilate"], found["shrink"], found["hosts"]) == (3.0, 2.0, "2x1")
     rows = {row["name"]: row for row in found["rows"]}
     assert {"none", "ddp", "single", "plan"} <= rows.keys()
-    assert found["bound_us"] <= rows["plan"]["predicted_us"]
+    assert found["bound_us"] <= rows["plan"]["predicted_us"] * (1.0 + 1e-9)  # both are sums of many terms
     gradients = document["compute"]["gradients"]
     computed_us = document["compute"]["forward_us"] + 4000.0 * len(gradients) + document["compute"]["update_us"]
     assert rows["none"]["from_constants_us"] == pytest.approx(computed_us)
