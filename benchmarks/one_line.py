@@ -261,15 +261,13 @@ def measure(cell: str, steps: int) -> dict[str, Any]:
         after = run_ranks(world, with_ddp, job, first, None)
         again = run_ranks(world, with_planner, job, AGAIN_STEPS, AGAIN_STEPS, cache, None, None)
     found_us = np.max([one.step_us for one in found], axis=0)
-    firsts = [
-        float(found_us[:first].sum() / np.max([times for times, _ in ddp], axis=0)[:first].sum())
-        for ddp in (before, after)
-    ]
+    before_us, after_us = (np.max([times for times, _ in ddp], axis=0) for ddp in (before, after))
+    firsts = [float(found_us[:first].sum() / ddp_us[:first].sum()) for ddp_us in (before_us, after_us)]
     steady, steady_us, best_us = _ratio([one.beside_ddp_us for one in found])
     offline, _, offline_us = _ratio([one.beside_offline_us for one in found])
     return {
         "cell": cell, "steps": steps, "best_cap_mib": best, "steady_us": steady_us, "best_ddp_us": best_us,
-        "ddp_us": float(np.median(np.max([times for times, _ in before], axis=0)[first:])), "offline_us": offline_us,
+        "ddp_us": float(np.median(before_us[first:])), "offline_us": offline_us,
         "first": statistics.harmonic_mean(firsts), "first_interval": sorted(firsts),
         "steady": steady.value, "steady_interval": [steady.low, steady.high],
         "offline": offline.value, "offline_interval": [offline.low, offline.high],

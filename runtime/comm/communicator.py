@@ -70,7 +70,8 @@ class _Task:
     """Whether it is its bucket's last."""
     alone: bool
     """Whether it shares the link with no other one: several phases have to be called in one order everywhere."""
-    phases: Iterator[dist.Work] = field(default_factory=lambda: iter(()))
+    phases: Iterator[dist.Work] | None = None
+    """None until it is started."""
     work: dist.Work | None = None
     done: bool = False
 
@@ -208,23 +209,24 @@ class HostCommunicator:
             self._queue.popleft()
             self._on_way.append(task)
             self._mark()
-            group = self._world.group
-            assert group is not None
-            try:
-                task.phases = self._collectives[task.bucket.index](task.message, group)
-                self._advance(task)
-            except Exception as error:  # kept for the next `wait`: nobody else hears of it on the backend's thread
-                self._fail(task, error)
+            self._advance(task)
 
     def _advance(self, task: _Task) -> None:
         """Start the message's next phase, if there is one; the lock is held."""
-        task.work = next(task.phases, None)
-        if task.work is None:
-            task.done = True
-            self._mark()
-            return
-        self._callbacks += 1
-        task.work.get_future().add_done_callback(partial(self._on_done, task, task.work))
+        try:
+            if task.phases is None:
+                group = self._world.group
+                assert group is not None
+                task.phases = self._collectives[task.bucket.index](task.message, group)
+            task.work = next(task.phases, None)
+            if task.work is None:
+                task.done = True
+                self._mark()
+                return
+            self._callbacks += 1
+            task.work.get_future().add_done_callback(partial(self._on_done, task, task.work))
+        except Exception as error:  # kept for the next `wait`: nobody else hears of it on the backend's thread
+            self._fail(task, error)
 
     def _mark(self) -> None:
         """Note which messages have ended, and which one has begun; the lock is held."""
@@ -254,10 +256,7 @@ class HostCommunicator:
         with self._lock:
             if task.work is not work or task not in self._on_way:
                 return  # the other thread was first
-            try:
-                self._advance(task)
-            except Exception as error:
-                self._fail(task, error)
+            self._advance(task)
             self._start()
 
     def _fail(self, task: _Task, error: Exception) -> None:
