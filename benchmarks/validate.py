@@ -176,8 +176,8 @@ def _asc() -> Section:
         remarks=(
             "ASC-WFBP comes out a quarter too fast, for it is given the gain of two all-reduces at once without "
             "interruption and the best merging for it. A link that sends one message at a time cannot show this gain "
-            "at all; the runtime here sends one at a time, so its plans neither have nor promise it. The gains by "
-            "number of nodes are measured; those from the others show what interpolation does."
+            "at all; the runtime here has two on their way over gloo, and plans do not promise what that gains. The "
+            "gains by number of nodes are measured; those from the others show what interpolation does."
         ),
     )
 

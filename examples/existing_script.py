@@ -231,6 +231,9 @@ def main() -> None:
     else:
         train(arguments, rank, ranks, device)
     if dist.is_initialized():
+        # Nobody leaves while rank 0 evaluates: an interpreter that ends just behind its last message may be aborted by
+        # the backend's thread, which still holds that message's tensors.
+        dist.barrier()
         dist.destroy_process_group()
 
 
