@@ -36,7 +36,15 @@ def test_every_trial_ends_with_the_faster(rounds: list[tuple[float, float]]) -> 
     count, verdict = until_decided(rounds)
     assert count >= FEWEST_ROUNDS
     assert verdict.good == (verdict.step_us < verdict.other_us)
-    assert verdict.step_us == pytest.approx(sum(new for new, _ in rounds[:count]) / count)
+    assert min(new for new, _ in rounds) <= verdict.step_us <= max(new for new, _ in rounds)
+
+
+def test_an_interrupted_block_does_not_decide() -> None:
+    rounds = [(102.0 + index % 3, 100.0) for index in range(MOST_ROUNDS)]
+    count, verdict = until_decided([*rounds[:2], (102.0, 190.0), *rounds[3:]])
+    assert count == MOST_ROUNDS
+    assert not verdict.good
+    assert (verdict.step_us, verdict.other_us) == (pytest.approx(102.5), 100.0)
 
 
 def test_a_trial_ends_where_it_has_lost_what_it_may() -> None:
