@@ -138,14 +138,18 @@ def curve_of(sizes_bytes: Sequence[int], ranks: Sequence[Sequence[float]]) -> Cu
     return undisturbed(list(zip(map(float, sizes_bytes), np.median(sent_us, axis=0) / calls, strict=True)))
 
 
-def own_messages(sizes_bytes: Sequence[int], ranks: Sequence[Overlap]) -> dict[float, float]:
-    """Return time by size of the steps' own messages beside which nothing was computed, on the rank that came last."""
+def own_messages(
+    sizes_bytes: Sequence[int], ranks: Sequence[Overlap], most_beside: float = ALONE
+) -> dict[float, float]:
+    """Return time by size of the steps' own messages on the rank that came last: of those of which less than
+    `most_beside` lay in backward, by default those beside which nothing was computed.
+    """
     if not all(len(one.sent_us) == len(sizes_bytes) for one in ranks):
         return {}
     return {
         float(size): min(one.sent_us[at] for one in ranks)
         for at, size in enumerate(sizes_bytes)
-        if max(one.beside[at] for one in ranks) < ALONE
+        if max(one.beside[at] for one in ranks) < most_beside
     }
 
 

@@ -39,6 +39,7 @@ from planner.online.trying import BLOCK_STEPS, climb, judge
 from planner.profile.request import LOGGER, heard
 from planner.strategies.baselines import CAPS_MIB
 from runtime.errors import CacheWarning, PlannerError
+from runtime.monitor.drift import complete
 from runtime.monitor.verdict import Verdict
 from runtime.plan import Plan, parse_plan
 from runtime.session.session import Session
@@ -113,7 +114,9 @@ class Pilot:
         self._expected = self._doubt = 0.0
         """Predicted gain of the last plan; by how much the simulator is not to be believed."""
         self._off = 0.0
-        """By how much the first prediction of a plan was off."""
+        """By how much predictions were off at most: of steps before the first trial, and of what was tried."""
+        self._outside_us = 0.0
+        """What of a step is in no prediction, on rank 0."""
         self._lost_steps = 0.0
         """What trials have cost, in steps of the plans that they began with."""
         remembered = self.opening.remembered
@@ -195,6 +198,14 @@ class Pilot:
         """Return the median of so many last steps; where the recorder was begun anew and has none, a usual time."""
         return statistics.median(self._intervals_us()[-last:] or [USUAL_STEP_US])
 
+    def _seen_outside_us(self) -> float:
+        """Return what lies between an update and the next forward, and in no prediction: input, other micro-batches."""
+        clock = self.session.recorder.clock
+        steps = complete(self.session.recorder.steps, clock)[-WATCHED_STEPS:]
+        return statistics.median(
+            [clock.between_us(a.update_end or a.end, b.forward) for a, b in pairwise(steps)] or [0.0]
+        )
+
     def _try_scaled(self) -> Steps[None]:
         """Try the plan that measurements on another number of ranks give for this one, before any are taken here."""
         key = self.opening.key
@@ -245,7 +256,7 @@ class Pilot:
                 f"compute beside messages takes {slowed.compute:.2f} times as long, messages beside compute "
                 f"{slowed.network:.2f} times"
             )
-        if self._off > FAR_OFF and not self._present.sharded:
+        if self._off > FAR_OFF and self.opening.way == "auto" and not self._present.sharded:
             yield from self._try_sizes(tried)
         self._remember()
 
@@ -257,7 +268,8 @@ class Pilot:
         if not all(sample for sample, _ in first):
             return [], ()
         step_us = max(step for _, step in first)
-        own = own_messages(_sizes(self._present), [sample.overlap for sample, _ in first if sample])
+        # Also those beside backward: what waits for its end may be a few bytes long, and says nothing of a byte's time.
+        own = own_messages(_sizes(self._present), [sample.overlap for sample, _ in first if sample], math.inf)
         us_per_byte = min((time_us / size for size, time_us in own.items() if size), default=US_PER_BYTE)
         sizes = probe_sizes(sum(_sizes(self._present)))
         begun, spent_us, probe = session.step, 0.0, LinkProbe(session, sizes)
@@ -304,12 +316,15 @@ class Pilot:
             if self._decision is not None and (answer := self._decision.poll()) is not None:
                 self._decision = None
             answer = {"problem": problem} if problem is not None else answer
-            answer = self._gather(answer, "asking for rank 0's plan")[0]
+            mine = (answer, self._step_us(), self._seen_outside_us())
+            answer, step_us, self._outside_us = self._gather(mine, "asking for rank 0's plan")[0]
         if "problem" in answer:
             self.tell(f"no plan was made, the run goes on with its buckets: {answer['problem']}", aloud=True)
             return None
         plan = self.decided = parse_plan(answer["plan"])
-        predicted_us, present_us = plan.predicted.iteration_us if plan.predicted else 0.0, answer["present_us"]
+        predicted_us = self._predicted_us(plan) or 0.0
+        present_us = answer["present_us"] + self._outside_us
+        self._off = self._off or abs(1.0 - present_us / step_us)
         words = (
             f"a plan of {pluralize(len(plan.buckets), 'bucket')} is predicted to take {predicted_us / 1e3:.2f} ms a "
             f"step, the present one {present_us / 1e3:.2f} ms"
@@ -362,8 +377,8 @@ class Pilot:
         self.tell(verdict.text, aloud=True)
         # The simulator was wrong by this; half of it, for the next plan is made with what the trial has shown.
         gain = 1.0 - verdict.step_us / verdict.other_us
-        if plan.predicted is not None:
-            self._off = self._off or abs(1.0 - plan.predicted.iteration_us / verdict.step_us)
+        if (predicted_us := self._predicted_us(plan)) is not None:
+            self._off = max(self._off, abs(1.0 - predicted_us / verdict.step_us))
         self._doubt = max(0.0, self._expected - gain) / 2.0
         self._switch(plans["new" if verdict.good else "old"])
         ranks: list[dict[str, list[Overlap]]] = self._gather(seen, "comparing what plans overlap")
@@ -389,6 +404,10 @@ class Pilot:
                 count = sizes.send(self._present is plans[count])
             except StopIteration:
                 count = None
+
+    def _predicted_us(self, plan: Plan) -> float | None:
+        """Return how far the end of an update is expected to lie behind that of the one before."""
+        return plan.predicted.iteration_us + self._outside_us if plan.predicted is not None else None
 
     def _called(self, plan: Plan) -> str:
         if plan.predicted is not None:

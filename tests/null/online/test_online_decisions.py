@@ -17,7 +17,16 @@ from planner import optimize, simulate
 from planner.cost.model import scale
 from planner.documents.profile import parse_profile
 from planner.online.deciding import Decision, decide, names_of
-from planner.online.measuring import LinkProbe, Overlap, Seen, curve_of, find_contention, probe_sizes, with_own_messages
+from planner.online.measuring import (
+    LinkProbe,
+    Overlap,
+    Seen,
+    curve_of,
+    find_contention,
+    own_messages,
+    probe_sizes,
+    with_own_messages,
+)
 from planner.online.trying import APART, FEWEST_ROUNDS, MOST_ROUNDS, MOST_SIZES, climb, judge
 from runtime.plan import parse_plan
 
@@ -116,6 +125,12 @@ def test_a_curve_is_of_the_rank_that_came_last_and_goes_on_with_the_steps_own_me
     curve = curve_of(sizes, [[*alone, *waited, *alone], [*waited, *alone, *waited]])
     assert [time_us for _, time_us in curve] == pytest.approx([100.0 + size * 1e-3 for size in sizes])
     assert with_own_messages(curve, {500.0: 1.0, 2e7: 20e3, 3e7: 1.0})[len(curve) :] == ((2e7, 20e3),)
+
+
+def test_a_short_message_that_waits_for_backward_does_not_tell_what_a_byte_takes() -> None:
+    ranks = [Overlap(1e4, 3e3, (3e3 + late, 5e3 + late), (1.0, 0.0)) for late in (0.0, 900.0)]
+    assert own_messages((10**6, 500), ranks) == {500.0: 5e3}
+    assert own_messages((10**6, 500), ranks, math.inf) == {1e6: 3e3, 500.0: 5e3}
 
 
 def request() -> dict[str, Any]:
