@@ -60,7 +60,7 @@ SPIN_LESS = 4.0
 SWEPT_STEPS, AGAIN_STEPS = 40, 60
 PLANNED_STEPS, BESIDE_STEPS = 20, 10
 """Of a block of the run that plans, and of one of what stands beside it; the first one of each does not count."""
-OFFLINE_ROUNDS = 10
+OFFLINE_ROUNDS = 20
 LIMITS = {"first": 1.02, "steady": 1.01, "offline": 1.02}
 
 

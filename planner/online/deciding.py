@@ -2,10 +2,10 @@
 
 `python -m planner.online.deciding` reads a request from standard input and writes the answer to standard output:
 
-    {"profile": {…}, "accuracy": "exact", "allow": [], "present": [["fc.weight", …], …]}
-    {"plan": {…}, "present_us": 41200.0}    or    {"problem": "…"}
+    {"profile": {…}, "accuracy": "exact", "allow": [], "others": [[["fc.weight", …], …], …]}
+    {"plan": {…}, "others_us": [41200.0, …]}    or    {"problem": "…"}
 
-`present_us` is what a step takes with the buckets of `present`, by the same simulator.
+`others_us` is what a step takes with the buckets of each of `others`, by the same simulator.
 """
 
 from __future__ import annotations
@@ -42,10 +42,12 @@ def decide(request: dict[str, Any]) -> dict[str, Any]:
     profile = parse_profile(request["profile"])
     plan = optimize(profile, accuracy=request["accuracy"], allow=tuple(request["allow"]))
     index = {gradient.name: at for at, gradient in enumerate(profile.compute.gradients)}
-    present = Schedule(
-        buckets=tuple(Bucket(gradients=tuple(index[name] for name in bucket)) for bucket in request["present"])
-    )
-    return {"plan": plan.to_document(), "present_us": predict(make_problem(profile), present).iteration_us}
+    others = [
+        Schedule(buckets=tuple(Bucket(gradients=tuple(index[name] for name in bucket)) for bucket in buckets))
+        for buckets in request["others"]
+    ]
+    problem = make_problem(profile)
+    return {"plan": plan.to_document(), "others_us": [predict(problem, other).iteration_us for other in others]}
 
 
 def main() -> None:

@@ -29,6 +29,8 @@ ALONE, BESIDE = 0.1, 0.5
 """Nothing is computed beside a message of which less than this part lies in backward; something, where more does."""
 FEWEST_SHARED = 0.05
 """Plans overlap alike where the time that messages share with backward differs by less than this part of backward."""
+US_PER_BYTE = 2e-3
+"""What a byte of a message is expected to take before one has been seen."""
 MOST_SHARED, MOST_SLOWED = 0.7, 5.0
 """Bounds of what is believed: of 1 − 1/c, and of the network's factor."""
 
@@ -138,19 +140,24 @@ def curve_of(sizes_bytes: Sequence[int], ranks: Sequence[Sequence[float]]) -> Cu
     return undisturbed(list(zip(map(float, sizes_bytes), np.median(sent_us, axis=0) / calls, strict=True)))
 
 
-def own_messages(
-    sizes_bytes: Sequence[int], ranks: Sequence[Overlap], most_beside: float = ALONE
-) -> dict[float, float]:
-    """Return time by size of the steps' own messages on the rank that came last: of those of which less than
-    `most_beside` lay in backward, by default those beside which nothing was computed.
-    """
+def own_messages(sizes_bytes: Sequence[int], ranks: Sequence[Overlap]) -> dict[float, float]:
+    """Return time by size of the steps' own messages beside which nothing was computed, on the rank that came last."""
     if not all(len(one.sent_us) == len(sizes_bytes) for one in ranks):
         return {}
     return {
         float(size): min(one.sent_us[at] for one in ranks)
         for at, size in enumerate(sizes_bytes)
-        if max(one.beside[at] for one in ranks) < most_beside
+        if max(one.beside[at] for one in ranks) < ALONE
     }
+
+
+def us_per_byte(ranks: Sequence[Overlap], model_bytes: int) -> float:
+    """Return what a byte of the steps' own messages took, on the rank that waited least for others.
+
+    Of all messages together: two at a time share the link, and what waits for the end of backward may be a few bytes.
+    """
+    known_us = [sum(one.sent_us) for one in ranks if one.sent_us]
+    return min(known_us) / model_bytes if known_us else US_PER_BYTE
 
 
 def with_own_messages(curve: Curve, own: Mapping[float, float]) -> Curve:

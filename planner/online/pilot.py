@@ -33,6 +33,7 @@ from planner.online.measuring import (
     observe,
     own_messages,
     probe_sizes,
+    us_per_byte,
     with_own_messages,
 )
 from planner.online.trying import BLOCK_STEPS, climb, judge
@@ -55,8 +56,8 @@ WARM_UP_STEPS, MEASURED_STEPS = 10, 20
 USUAL_STEP_US = 1e5
 LINKS_SHARE, PASSES = 0.018, 3
 """What messages that time the links may take of the steps that they are sent behind; and how often each size is."""
-START_UP_US, US_PER_BYTE = 500.0, 2e-3
-"""What a message is expected to take before one has been seen."""
+START_UP_US = 500.0
+"""What a message is expected to take, beside the time of its bytes, before one has been seen."""
 POLL_S = 0.5
 """How often, at most, ranks ask rank 0 for its plan."""
 WORTH_TRYING = 0.01
@@ -115,6 +116,8 @@ class Pilot:
         """Predicted gain of the last plan; by how much the simulator is not to be believed."""
         self._off = 0.0
         """By how much predictions were off at most: of steps before the first trial, and of what was tried."""
+        self._others: dict[int, tuple[Plan, float]] = {}
+        """DDP's buckets of other sizes by their number, and their predicted step over that of the present ones."""
         self._outside_us = 0.0
         """What of a step is in no prediction, on rank 0."""
         self._lost_steps = 0.0
@@ -268,19 +271,18 @@ class Pilot:
         if not all(sample for sample, _ in first):
             return [], ()
         step_us = max(step for _, step in first)
-        # Also those beside backward: what waits for its end may be a few bytes long, and says nothing of a byte's time.
-        own = own_messages(_sizes(self._present), [sample.overlap for sample, _ in first if sample], math.inf)
-        us_per_byte = min((time_us / size for size, time_us in own.items() if size), default=US_PER_BYTE)
-        sizes = probe_sizes(sum(_sizes(self._present)))
+        model_bytes = sum(_sizes(self._present))
+        byte_us = us_per_byte([sample.overlap for sample, _ in first if sample], model_bytes)
+        sizes = probe_sizes(model_bytes)
+        expected_us = [LinkProbe.calls(size) * (START_UP_US + size * byte_us) for size in sizes]
         begun, spent_us, probe = session.step, 0.0, LinkProbe(session, sizes)
         try:
             for number in range(PASSES):
-                for size in sizes:
-                    expected_us = probe.calls(size) * (START_UP_US + size * us_per_byte)
-                    yield from self._wait(max(1, math.ceil(expected_us / (LINKS_SHARE * step_us))))
+                for size, time_us in zip(sizes, expected_us, strict=True):
+                    yield from self._wait(max(1, math.ceil(time_us / (LINKS_SHARE * step_us))))
                     probe.send(size)
                 ranks: list[list[float]] = self._gather(probe.times_us(), "comparing times of messages")
-                spent_us = max(map(sum, ranks))
+                spent_us, expected_us = max(map(sum, ranks)), [*map(max, zip(*ranks, strict=True))][-len(sizes) :]
                 if number + 1 < PASSES:  # what was not expected is made up for
                     yield from self._wait(max(0, math.ceil(spent_us / (LINKS_SHARE * step_us)) - session.step + begun))
         finally:
@@ -300,11 +302,13 @@ class Pilot:
         that were tried.
         """
         problem: str | None = None
+        sized = self._sized()
         if self.session.world.rank == 0:
             try:
+                others = [names_of(plan.buckets) for plan in (self._present, *sized.values())]
                 request = {
                     "profile": profile().to_document(), "accuracy": self.opening.key.accuracy,
-                    "allow": list(self.opening.allow), "present": names_of(self._present.buckets),
+                    "allow": list(self.opening.allow), "others": others,
                 }  # fmt: skip
                 self._decision = Decision(request)
             except Exception as error:  # the other ranks wait for the answer
@@ -323,8 +327,12 @@ class Pilot:
             return None
         plan = self.decided = parse_plan(answer["plan"])
         predicted_us = self._predicted_us(plan) or 0.0
-        present_us = answer["present_us"] + self._outside_us
+        present_us, *sized_us = (other_us + self._outside_us for other_us in answer["others_us"])
         self._off = self._off or abs(1.0 - present_us / step_us)
+        self._others = {
+            count: (plan, other_us / present_us)
+            for (count, plan), other_us in zip(sized.items(), sized_us, strict=True)
+        }
         words = (
             f"a plan of {pluralize(len(plan.buckets), 'bucket')} is predicted to take {predicted_us / 1e3:.2f} ms a "
             f"step, the present one {present_us / 1e3:.2f} ms"
@@ -387,14 +395,15 @@ class Pilot:
         return [Seen(tuple(_sizes(plans[name])), tuple(_mean(one[name]) for one in ranks)) for name in plans]
 
     def _try_sizes(self, tried: set[str]) -> Steps[None]:
-        """Try DDP's buckets of other sizes, and keep what is faster: as it would be tuned by hand."""
-        session, present = self.session, self._present
-        plans: dict[int, Plan] = {}
-        for cap_mib in CAPS_MIB:
-            plan = ddp_plan(session.parameters, present.gradients, present.model, present.world, cap_mib)
-            if _digest(plan) not in tried:
-                plans.setdefault(len(plan.buckets), plan)
-        sizes = climb(sorted(plans), len(present.buckets))
+        """Try DDP's buckets of other sizes, and keep what is faster: as it would be tuned by hand.
+
+        Not those that are predicted to be slower by more than predictions were off.
+        """
+        plans = {
+            count: plan for count, (plan, ratio) in self._others.items()
+            if ratio <= 1.0 + self._off and _digest(plan) not in tried
+        }  # fmt: skip
+        sizes = climb(sorted(plans), len(self._present.buckets))
         count = next(sizes, None)
         if count is not None:
             self.tell(f"the simulator was {self._off:.0%} off here: other sizes of buckets are tried")
@@ -404,6 +413,14 @@ class Pilot:
                 count = sizes.send(self._present is plans[count])
             except StopIteration:
                 count = None
+
+    def _sized(self) -> dict[int, Plan]:
+        """Return DDP's buckets of other sizes, by their number."""
+        present, plans = self._present, dict[int, Plan]()
+        for cap_mib in CAPS_MIB:
+            plan = ddp_plan(self.session.parameters, present.gradients, present.model, present.world, cap_mib)
+            plans.setdefault(len(plan.buckets), plan)
+        return plans
 
     def _predicted_us(self, plan: Plan) -> float | None:
         """Return how far the end of an update is expected to lie behind that of the one before."""

@@ -50,7 +50,8 @@ def judge(
 
 
 def climb(counts: Sequence[int], present: int) -> Generator[int, bool, None]:
-    """Give numbers of buckets to try: fewer ones than at present while that is faster, then more than the best so far.
+    """Give numbers of buckets to try: the fewest, with which little is sent beside compute; then fewer ones than the
+    best so far while that is faster, then more.
 
     Is sent whether the one that it gave was faster.
 
@@ -59,6 +60,11 @@ def climb(counts: Sequence[int], present: int) -> Generator[int, bool, None]:
         present: what training has now.
     """
     best, tried = present, {present}
+    fewest = min(counts, default=present)
+    if present >= APART * fewest:
+        tried.add(fewest)
+        if (yield fewest):
+            best = fewest
     for fewer in (True, False):
         while len(tried) <= MOST_SIZES:
             further = [one for one in counts if one not in tried]

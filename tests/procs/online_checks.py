@@ -47,7 +47,10 @@ class Given:
     def __init__(self, request: dict[str, Any]) -> None:
         Given.made += 1
         problem = make_problem(parse_profile(request["profile"]))
-        self._answer = {"plan": lower(problem, make_schedule(problem, "wfbp")).to_document(), "present_us": 1e9}
+        self._answer = {
+            "plan": lower(problem, make_schedule(problem, "wfbp")).to_document(),
+            "others_us": [1e9] * len(request["others"]),
+        }
         self._asked = 0
 
     def poll(self) -> dict[str, Any] | None:
@@ -211,7 +214,7 @@ def compiled_unused_and_dropped() -> dict[str, bool]:
         steps(reference, range(100))
         expected = outcome(reference)
         reference.close()
-        with hurried():
+        with hurried(CAPS_MIB=(1e-4, 25.0)):
             side = online(make())
             steps(side, range(100))
             results |= {f"{name}: {what}": right for what, right in compare(expected, outcome(side)).items()}
