@@ -25,19 +25,19 @@ def judge(
     """Return the verdict of rounds of (step of the new plan, step of the old one) in microseconds on the slowest rank;
     None where another round is needed. `names` are those of the plans.
 
-    A trial ends early where it has lost more than it may. At last means decide: to stay has no merit of its own. Where
-    rounds differ by more than the plans do, they are means of the middle half of the rounds: something else on the
-    machine or the network interrupts one plan's block as likely as the other's, and outweighs all other rounds.
+    A trial ends early where it has lost more than it may, unless rounds differ by more than the plans do: something
+    else on the machine or the network interrupts one plan's block as likely as the other's, and outweighs all other
+    rounds. At last means decide, to stay has no merit of its own; there those of the middle half of the rounds.
     """
     gains_us = [old - new for new, old in rounds]
     count = len(rounds)
     noise_us = Z_SCORE * statistics.stdev(gains_us) / count**0.5 if count > 1 else 0.0
     gain_us = statistics.fmean(gains_us)
-    if -BLOCK_STEPS * sum(gains_us) <= may_lose_us and (
-        count < FEWEST_ROUNDS or (abs(gain_us) <= noise_us and count < MOST_ROUNDS)
-    ):
+    alike = count > 1 and abs(gain_us) <= noise_us
+    lost = -BLOCK_STEPS * sum(gains_us) > may_lose_us and not alike
+    if not lost and (count < FEWEST_ROUNDS or (alike and count < MOST_ROUNDS)):
         return None
-    cut = count // 4 if abs(gain_us) <= noise_us else 0
+    cut = count // 4 if alike else 0
     kept = sorted(rounds, key=lambda one: one[1] - one[0])[cut : count - cut]
     new_us, old_us = (statistics.fmean(column) for column in zip(*kept, strict=True))
     good = new_us < old_us

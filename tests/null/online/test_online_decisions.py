@@ -69,6 +69,8 @@ def test_a_trial_ends_where_it_has_lost_what_it_may() -> None:
     verdict = judge(slower[:3], NAMES, may_lose_us=200.0)
     assert verdict is not None
     assert not verdict.good
+    assert judge([(180.0, 100.0), (90.0, 100.0)], NAMES, may_lose_us=200.0) is None
+    assert judge([(180.0, 100.0)], NAMES, may_lose_us=200.0) is not None
     count, verdict = until_decided([(90.0, 100.0), (91.0, 100.0)] * 5)
     assert count == FEWEST_ROUNDS
     assert verdict.good
