@@ -157,7 +157,7 @@ def us_per_byte(ranks: Sequence[Overlap], model_bytes: int) -> float:
     Of all messages together: two at a time share the link, and what waits for the end of backward may be a few bytes.
     """
     known_us = [sum(one.sent_us) for one in ranks if one.sent_us]
-    return min(known_us) / model_bytes if known_us else US_PER_BYTE
+    return min(known_us) / model_bytes if known_us and model_bytes else US_PER_BYTE
 
 
 def with_own_messages(curve: Curve, own: Mapping[float, float]) -> Curve:

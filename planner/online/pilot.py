@@ -282,7 +282,8 @@ class Pilot:
                     yield from self._wait(max(1, math.ceil(time_us / (LINKS_SHARE * step_us))))
                     probe.send(size)
                 ranks: list[list[float]] = self._gather(probe.times_us(), "comparing times of messages")
-                spent_us, expected_us = max(map(sum, ranks)), [*map(max, zip(*ranks, strict=True))][-len(sizes) :]
+                spent_us = max(map(sum, ranks))
+                expected_us = [*map(min, expected_us, *(one[-len(sizes) :] for one in ranks))]
                 if number + 1 < PASSES:  # what was not expected is made up for
                     yield from self._wait(max(0, math.ceil(spent_us / (LINKS_SHARE * step_us)) - session.step + begun))
         finally:
@@ -395,22 +396,18 @@ class Pilot:
         return [Seen(tuple(_sizes(plans[name])), tuple(_mean(one[name]) for one in ranks)) for name in plans]
 
     def _try_sizes(self, tried: set[str]) -> Steps[None]:
-        """Try DDP's buckets of other sizes, and keep what is faster: as it would be tuned by hand.
-
-        Not those that are predicted to be slower by more than predictions were off.
-        """
-        plans = {
-            count: plan for count, (plan, ratio) in self._others.items()
-            if ratio <= 1.0 + self._off and _digest(plan) not in tried
-        }  # fmt: skip
-        sizes = climb(sorted(plans), len(self._present.buckets))
+        """Try DDP's buckets of other sizes, and keep what is faster: as it would be tuned by hand."""
+        others = {count: other for count, other in self._others.items() if _digest(other[0]) not in tried}
+        predicted = {count: ratio for count, (_, ratio) in others.items()}
+        sizes = climb(predicted, len(self._present.buckets), self._off)
         count = next(sizes, None)
         if count is not None:
             self.tell(f"the simulator was {self._off:.0%} off here: other sizes of buckets are tried")
         while count is not None:
-            yield from self._try(plans[count])
+            plan, _ = others[count]
+            yield from self._try(plan)
             try:
-                count = sizes.send(self._present is plans[count])
+                count = sizes.send(self._present is plan)
             except StopIteration:
                 count = None
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Mapping, Sequence
 
 from runtime.monitor.verdict import Z_SCORE, Verdict
 
@@ -49,16 +49,18 @@ def judge(
     return Verdict(good=good, step_us=new_us, other_us=old_us, noise_us=noise_us, text=text)
 
 
-def climb(counts: Sequence[int], present: int) -> Generator[int, bool, None]:
+def climb(predicted: Mapping[int, float], present: int, off: float) -> Generator[int, bool, None]:
     """Give numbers of buckets to try: the fewest, with which little is sent beside compute; then fewer ones than the
     best so far while that is faster, then more.
 
     Is sent whether the one that it gave was faster.
 
     Args:
-        counts: those that can be had.
+        predicted: those that can be had, and the predicted step of each over that of `present`.
         present: what training has now.
+        off: what is predicted to be slower by more than this is not tried.
     """
+    counts = sorted(count for count, ratio in predicted.items() if ratio <= 1.0 + off)
     best, tried = present, {present}
     fewest = min(counts, default=present)
     if present >= APART * fewest:
