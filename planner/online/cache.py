@@ -95,6 +95,8 @@ class Entry(Record):
     """A step with the plan, on the slowest rank."""
     story: tuple[str, ...] = ()
     """How it came to the plan."""
+    settled: bool = True
+    """Whether the run has tried all that it would."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,13 +108,15 @@ class Remembered:
     profile: Profile | None
     step_us: float
     story: tuple[str, ...]
+    settled: bool = True
 
     def to_document(self) -> dict[str, Any]:
         """Return plain JSON types."""
         profile = None if self.profile is None else self.profile.to_document()
         entry = Entry(
-            key=self.key, plan=self.plan.to_document(), profile=profile, step_us=self.step_us, story=self.story
-        )
+            key=self.key, plan=self.plan.to_document(), profile=profile, step_us=self.step_us, story=self.story,
+            settled=self.settled,
+        )  # fmt: skip
         document: dict[str, Any] = dump(entry)
         return document
 
@@ -135,7 +139,9 @@ def parse_remembered(document: Any, key: Key, where: str, *, any_ranks: bool = F
     if plan.model.fingerprint != key.model or plan.world.ranks != key.ranks:
         raise InputError(f"{where}: $.plan: found a plan of another model or number of ranks than $.key says; {HINT}")
     profile = None if entry.profile is None else parse_profile(entry.profile, f"{where}: $.profile")
-    return Remembered(key=key, plan=plan, profile=profile, step_us=entry.step_us, story=entry.story)
+    return Remembered(
+        key=key, plan=plan, profile=profile, step_us=entry.step_us, story=entry.story, settled=entry.settled
+    )
 
 
 def cache_folder(environment: Mapping[str, str] = os.environ) -> Path:

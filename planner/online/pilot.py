@@ -157,8 +157,10 @@ class Pilot:
             if self.opening.way == "auto" and self.opening.measured_on is not None:
                 yield from self._try_scaled()
             yield from self._improve()
-        else:
+        elif self.opening.remembered.settled or self.opening.way != "auto":
             reference_us = self.opening.remembered.step_us
+        else:
+            yield from self._improve()
         while self.opening.way == "auto" and self.watches:
             if (yield from self._drifted(reference_us)):
                 yield from self._improve()
@@ -339,8 +341,10 @@ class Pilot:
             f"step, the present one {present_us / 1e3:.2f} ms"
         )
         if _digest(plan) in tried:
-            self.tell(f"{words}: it is the present one, or has been tried", aloud=self.opening.way == "report")
-            if _digest(plan) == _digest(self._present) and _extrapolated(self._present):
+            same = _digest(plan) == _digest(self._present)
+            self.tell(f"{words}: it {'is the present one' if same else 'has been tried'}",
+                      aloud=self.opening.way == "report")  # fmt: skip
+            if same and _extrapolated(self._present):
                 self._switch(plan)  # the same buckets, with what was measured here
             return None
         self._expected = 1.0 - predicted_us / present_us
@@ -390,6 +394,8 @@ class Pilot:
             self._off = max(self._off, abs(1.0 - predicted_us / verdict.step_us))
         self._doubt = max(0.0, self._expected - gain) / 2.0
         self._switch(plans["new" if verdict.good else "old"])
+        if verdict.good:  # the run may end before it has tried everything
+            self._remember(verdict.step_us, settled=False)
         ranks: list[dict[str, list[Overlap]]] = self._gather(seen, "comparing what plans overlap")
         if not all(one["new"] and one["old"] for one in ranks):
             return []
@@ -451,15 +457,17 @@ class Pilot:
                           aloud=True)  # fmt: skip
                 return True
 
-    def _remember(self, step_us: float | None = None) -> None:
-        """Leave the present plan to the next run; rank 0 does, and says once where it cannot."""
+    def _remember(self, step_us: float | None = None, *, settled: bool = True) -> None:
+        """Leave the present plan to the next run, which goes on trying where it is not `settled`; rank 0 does, and says
+        once where it cannot.
+        """
         if self.cache is None or self.session.world.rank != 0 or self.opening.way != "auto":
             return
         if step_us is None:
             step_us = self._step_us()
         kept = Remembered(
             key=self.opening.key, plan=self._present, profile=self._profile, step_us=round(step_us, 3),
-            story=tuple(self.story[-20:]),
+            story=tuple(self.story[-20:]), settled=settled,
         )  # fmt: skip
         try:
             self.cache.write(kept)

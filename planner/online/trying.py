@@ -43,7 +43,7 @@ def judge(
     good = new_us < old_us
     text = (
         f"steps with {names[0]} take {new_us / 1e3:.2f} ms, with {names[1]} {old_us / 1e3:.2f} ms "
-        f"(noise ± {noise_us / 1e3:.2f} ms, {count * 2 * BLOCK_STEPS} steps): "
+        f"({f'noise ± {noise_us / 1e3:.2f} ms, ' if count > 1 else ''}{count * 2 * BLOCK_STEPS} steps): "
         f"the run goes on with {names[0] if good else names[1]}"
     )
     return Verdict(good=good, step_us=new_us, other_us=old_us, noise_us=noise_us, text=text)

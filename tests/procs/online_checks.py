@@ -77,6 +77,7 @@ def hurried(good: bool | None = True, **changes: Any) -> Iterator[Path]:
     dist.broadcast_object_list(folder)
     values: dict[str, Any] = {"LINKS_SHARE": 1e9, "POLL_S": 1e-6, "WATCH_S": 1e-6, "Decision": Given, "MOST_TRIALS": 1}
     values["MAY_LOSE"] = 1e9
+    values["FAR_OFF"] = 1e9  # what is given predicts nothing
     values |= {} if good is None else {"judge": always(good)}
     environment = {"PLANNER_CACHE": str(Path(folder[0]) / f"rank{dist.get_rank()}")}
     with mock.patch.multiple(pilot, **(values | changes)), mock.patch.dict(os.environ, environment):
@@ -214,7 +215,7 @@ def compiled_unused_and_dropped() -> dict[str, bool]:
         steps(reference, range(100))
         expected = outcome(reference)
         reference.close()
-        with hurried(CAPS_MIB=(1e-4, 25.0)):
+        with hurried(CAPS_MIB=(1e-4, 25.0), FAR_OFF=0.0):
             side = online(make())
             steps(side, range(100))
             results |= {f"{name}: {what}": right for what, right in compare(expected, outcome(side)).items()}
@@ -332,7 +333,7 @@ def ways() -> dict[str, bool]:
 
 
 def interrupted() -> dict[str, bool]:
-    """Ctrl-C on all ranks in the middle of a trial; training can go on, or the session end."""
+    """Ctrl-C on all ranks in the middle of a trial, training can go on; an end right behind a trial."""
     done = 40
     reference = with_ddp(mlp())
     steps(reference, range(200))
@@ -361,6 +362,20 @@ def interrupted() -> dict[str, bool]:
         steps(side, range(done, 200))
         results |= compare(expected, outcome(side))
         results["it went on"] = len(session.plan.buckets) == 6
+        side.close()
+    with hurried() as folder:
+        side = online()
+        story = known.story if (known := session_of(side).pilot) else []
+        for step in range(200):
+            steps(side, range(step, step + 1))
+            if any("good" in line for line in story):
+                break
+        side.close()
+        side = online()
+        results["what a run found that ended early"] = len(session_of(side).plan.buckets) == 6
+        steps(side, range(60))
+        story = known.story if (known := session_of(side).pilot) else []
+        results[f"is where the next goes on: {story}"] = any("measured" in line for line in story)
         side.close()
         left = sorted(path.name for path in folder.iterdir()) if folder.exists() else []
         results[f"nothing half-written: {left}"] = not any(name.endswith(".tmp") for name in left)
@@ -421,8 +436,7 @@ def other_ranks(folder: str, measured_on: int | None, good: bool = True) -> dict
     expected = outcome(reference)
     reference.close()
     mine = folder if dist.get_rank() == 0 else f"{folder}/of_rank_{dist.get_rank()}"
-    # What is given here predicts nothing: no other sizes are to be tried for that.
-    with hurried(good, FAR_OFF=1e9), mock.patch.dict(os.environ, {"PLANNER_CACHE": mine}):
+    with hurried(good), mock.patch.dict(os.environ, {"PLANNER_CACHE": mine}):
         side = online(drift=False)
         session = session_of(side)
         results = {"begins with DDP's": len(session.plan.buckets) == 1}
