@@ -117,7 +117,7 @@ class Pilot:
         self._off = 0.0
         """By how much predictions were off at most: of steps before the first trial, and of what was tried."""
         self._others: dict[int, tuple[Plan, float]] = {}
-        """DDP's buckets of other sizes by their number, and their predicted step over that of the present ones."""
+        """DDP's buckets of other sizes by number, and their predicted step over that of the plan before the decision."""
         self._outside_us = 0.0
         """What of a step is in no prediction, on rank 0."""
         self._lost_steps = 0.0
@@ -322,16 +322,17 @@ class Pilot:
             yield from self._wait(every)
             if self._decision is not None and (answer := self._decision.poll()) is not None:
                 self._decision = None
+                answer |= {"step_us": self._step_us(), "outside_us": self._seen_outside_us()}
             answer = {"problem": problem} if problem is not None else answer
-            mine = (answer, self._step_us(), self._seen_outside_us())
-            answer, step_us, self._outside_us = self._gather(mine, "asking for rank 0's plan")[0]
+            answer = self._gather(answer, "asking for rank 0's plan")[0]
         if "problem" in answer:
             self.tell(f"no plan was made, the run goes on with its buckets: {answer['problem']}", aloud=True)
             return None
         plan = self.decided = parse_plan(answer["plan"])
+        self._outside_us = answer["outside_us"]
         predicted_us = self._predicted_us(plan) or 0.0
         present_us, *sized_us = (other_us + self._outside_us for other_us in answer["others_us"])
-        self._off = self._off or abs(1.0 - present_us / step_us)
+        self._off = self._off or abs(1.0 - present_us / answer["step_us"])
         self._others = {
             count: (plan, other_us / present_us)
             for (count, plan), other_us in zip(sized.items(), sized_us, strict=True)
