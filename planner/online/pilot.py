@@ -117,7 +117,7 @@ class Pilot:
         self._off = 0.0
         """By how much predictions were off at most: of steps before the first trial, and of what was tried."""
         self._others: dict[int, tuple[Plan, float]] = {}
-        """DDP's buckets of other sizes by number, and their predicted step over that of the plan before the decision."""
+        """DDP's buckets of other sizes by number, and their predicted step over that of the plan decided from."""
         self._outside_us = 0.0
         """What of a step is in no prediction, on rank 0."""
         self._lost_steps = 0.0
