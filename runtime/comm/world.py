@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
@@ -34,6 +35,30 @@ def check_timeout_s(timeout_s: float, name: str = "timeout_s") -> float:
     )
 
 
+def check_joined() -> None:
+    """Raise InputError where a launcher started several ranks, and this one has no process group: it would train alone,
+    as each of the others, without a word.
+    """
+    found = os.environ.get("WORLD_SIZE", "").strip()
+    if not found.isdecimal() or int(found) < 2 or (dist.is_available() and dist.is_initialized()):
+        return
+    raise InputError(
+        f"found no process group, but WORLD_SIZE is {found} in the environment (torchrun sets it): each of the {found} "
+        f"ranks would train alone; expected a group of them: call torch.distributed.init_process_group() first, with "
+        f'"nccl" or "gloo"; for a process that is meant to be alone unset WORLD_SIZE'
+    )
+
+
+def check_still_alone() -> None:
+    """Raise InputError where a process that had no process group at attach has one of several ranks now."""
+    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        raise InputError(
+            f"the model was attached before torch.distributed.init_process_group, so that this rank would train alone, "
+            f"but {dist.get_world_size()} ranks have a process group now; expected attach behind it: call "
+            f"session.detach() and attach again, or attach with process_group= of one rank if that is meant"
+        )
+
+
 def bounded_timeout_s(seconds: float) -> float:
     """Return a default deadline: what was computed, or the least or longest one that may be given."""
     return min(max(seconds, MIN_TIMEOUT_S), LONGEST_TIMEOUT_S)
@@ -56,6 +81,8 @@ class World:
     """The last exchange that this rank completed: says in an error how far the ranks had got."""
     topology: Topology | str | None = None
     """Which ranks share a node, or why that cannot be told; None where ranks have not agreed on it."""
+    before_group: bool = False
+    """Whether this process is alone, for torch.distributed had no process group yet."""
     _owned: bool = field(default=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -64,16 +91,21 @@ class World:
             self._dropped.atexit = False
 
     @classmethod
-    def join(cls, process_group: dist.ProcessGroup | None = None, timeout_s: float = MIN_TIMEOUT_S) -> World:
+    def join(
+        cls, process_group: dist.ProcessGroup | None = None, timeout_s: float = MIN_TIMEOUT_S, *, alone: bool = False
+    ) -> World:
         """Make a private group over the ranks of `process_group` (default: all), with a deadline on every wait.
 
-        Private, so that nothing the user sends can come between the buckets. All its ranks must call this.
+        Private, so that nothing the user sends can come between the buckets. All its ranks must call this. `alone`:
+        whether a process may do without the others, where a launcher started several and they have no group.
 
         Raises:
-            InputError: the deadline is none.
+            InputError: the deadline is none, or a launcher started several ranks and they have no process group.
             CommunicationError: not all ranks came within the deadline.
         """
         check_timeout_s(timeout_s)
+        if not alone:
+            check_joined()
         parent = cls.over(process_group, timeout_s)
         if parent.group is None:
             return parent
@@ -99,7 +131,9 @@ class World:
     @classmethod
     def over(cls, process_group: dist.ProcessGroup | None = None, timeout_s: float = MIN_TIMEOUT_S) -> World:
         """Take the group of `process_group` (default: all) itself: what is sent on it has to be in order."""
-        if not dist.is_available() or not dist.is_initialized() or dist.get_world_size(process_group) == 1:
+        if not dist.is_available() or not dist.is_initialized():
+            return cls(timeout_s=timeout_s, before_group=True)
+        if dist.get_world_size(process_group) == 1:
             return cls(timeout_s=timeout_s)
         group = process_group or dist.group.WORLD
         return cls(

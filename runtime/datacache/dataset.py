@@ -101,7 +101,7 @@ class CachedDataset(Dataset[Any]):
             EnvironmentFailure: a rank died or missed the deadline; memory cannot be shared.
         """
         self.transform = transform
-        world = World.join(group, check_timeout_s(timeout_s))
+        world = World.join(group, check_timeout_s(timeout_s), alone=True)
         try:
             mine: CacheRequest | PlannerError
             try:

@@ -23,7 +23,7 @@ from runtime.comm.collectives import has_phases
 from runtime.comm.communicator import CommTiming, Communicator
 from runtime.comm.phased_communicator import make_phased_communicator
 from runtime.comm.topology import Topology
-from runtime.comm.world import Grid, RankInfo, World, agree, first_line
+from runtime.comm.world import Grid, RankInfo, World, agree, check_still_alone, first_line
 from runtime.core.backward import BackwardTracker
 from runtime.core.buffers import BufferSync
 from runtime.core.closures import LossAveraging
@@ -123,6 +123,8 @@ class Session:
             self._handles += LossAveraging(world, self.device).install(self.optimizer)
         self._backward.install_exchange(self.exchange)
         self._handles += self._backward.install()
+        if world.before_group:
+            self._handles.append(model.register_forward_pre_hook(ModuleHook(lambda *_: check_still_alone())))
         self.monitor.begin(self.mode, self.exchange)
         self.mode.begin(self.exchange)
         attached.add(model)

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 import typer
 from started import PATHS
 from torch import nn, ones
@@ -207,6 +208,12 @@ def test_the_loop_of_the_readme_runs(tmp_path: Path, monkeypatch: pytest.MonkeyP
         "loss_of": lambda model, batch: model(batch).sum(),
     }
     before = [parameter.clone() for parameter in model.parameters()]
-    exec(compile(loop, "README.md", "exec"), names)
+    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}.items():
+        monkeypatch.setenv(name, value)
+    try:
+        exec(compile(loop, "README.md", "exec"), names)
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
     assert any((old != new).any() for old, new in zip(before, model.parameters(), strict=True))
     names["session"].detach()
