@@ -61,6 +61,11 @@ def accumulator_of(parameter: torch.Tensor) -> Any:
     return node
 
 
+def names_ignored_by_ddp(model: torch.nn.Module) -> frozenset[str]:
+    """The names of parameters and buffers that DistributedDataParallel would leave out of a model's exchange."""
+    return frozenset(getattr(model, "_ddp_params_and_buffers_to_ignore", ()))
+
+
 def is_wrapped(model: torch.nn.Module) -> str | None:
     """The name of the wrapper that already exchanges this model's gradients, or None."""
     from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel

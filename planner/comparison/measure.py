@@ -30,6 +30,7 @@ from planner.profile.step import joined
 from planner.strategies.baselines import BUCKET_BYTES, FIRST_BUCKET_BYTES, MIB
 from runtime.checks.plan import trainable_parameters
 from runtime.comm.world import World, first_line
+from runtime.core.members import exchanged_buffers, exchanged_parameters
 from runtime.errors import CommunicationError, InputError, PlanMismatch
 from runtime.monitor.clock import make_clock
 from runtime.monitor.preserve import generators, restore_generators
@@ -388,7 +389,7 @@ def compare_rank(
     built = build(spec, device)
     with joined(None, timeout_s) as world:
         if world.ranks > 1:
-            world.broadcast([*built.model.parameters(), *built.model.buffers()])
+            world.broadcast([*exchanged_parameters(built.model), *exchanged_buffers(built.model)])
         for seed in (random.seed, np.random.seed, torch.manual_seed):
             seed(SEED + 1 + world.rank)  # ranks drop out other activations, as those of DDP's users do
         runner = VariantRunner(TrainedJob(built), world, timeout_s)

@@ -27,8 +27,9 @@ from planner.profile.progress import Progress
 from planner.profile.request import LOGGER, Request, heard
 from planner.profile.step import TIMEOUT_S, check_same_model, deadline_s, joined, measure
 from planner.testbed.hosts import Emulation, emulation_here
-from runtime.checks.plan import model_fingerprint
+from runtime.checks.plan import model_fingerprint, trainable_parameters
 from runtime.comm.world import World, first_line
+from runtime.core.members import ignored_ids
 from runtime.errors import CommunicationError, InputError, PlannerError
 from runtime.monitor.preserve import preserved
 from runtime.plan import Plan
@@ -213,7 +214,7 @@ def _join_for_ddp(built: BuiltJob, timeout_s: float | None) -> tuple[World, bool
     everyone = world.gather(mine, "comparing the first step")
     missing, step_us = (max(column) for column in zip(*everyone, strict=True))
     if timeout_s is None:
-        size_bytes = sum(p.numel() * p.element_size() for p in built.model.parameters() if p.requires_grad)
+        size_bytes = sum(p.numel() * p.element_size() for p in trainable_parameters(built.model).values())
         world.leave()
         world = World.join(None, deadline_s(step_us, size_bytes))
     return world, bool(missing)
@@ -282,9 +283,9 @@ def train_rank(
 
 
 def weights_sha256(model: nn.Module) -> str:
-    """Return SHA-256 over the bytes of all parameters, in order of name."""
-    digest = hashlib.sha256()
-    for _, parameter in sorted(model.named_parameters()):
+    """Return SHA-256 over the bytes of all parameters that ranks exchange, in order of name."""
+    digest, ignored = hashlib.sha256(), ignored_ids(model)
+    for parameter in (one for _, one in sorted(model.named_parameters()) if id(one) not in ignored):
         raw = parameter.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
         digest.update(raw.numpy().tobytes())
     return digest.hexdigest()

@@ -207,7 +207,7 @@ def _begin(
     way, problem, fingerprint = os.environ.get("PLANNER", "auto").strip().lower() or "auto", None, ""
     try:
         problem = check_model(model)
-        fingerprint = model_fingerprint(model)
+        fingerprint = "" if problem else model_fingerprint(model)
         check_allow(allow)
         if way not in get_args(Way):
             raise InputError(f"PLANNER: found {way!r}, expected one of: {', '.join(get_args(Way))}; or leave it out")

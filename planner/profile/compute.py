@@ -116,7 +116,7 @@ def _make_communicator(world: World, model: nn.Module) -> Communicator | None:
     """Return one whose message has the model's size, or less where that takes long; a small one says how long."""
     if world.group is None:
         return None
-    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    parameters = list(trainable_parameters(model).values())
     most_bytes = min(MESSAGE_BYTES, sum(p.numel() * p.element_size() for p in parameters))
     size_bytes, tried = min(FIRST_MESSAGE_BYTES, most_bytes), False
     while True:

@@ -69,7 +69,7 @@ class Measuring:
         self._nodes, self._parts = count_nodes(nodes), parts_of(nodes)
         self._request, self._progress = request, progress
         self._parameters = trainable_parameters(model)
-        self._device = next(model.parameters()).device
+        self._device = next(iter(self._parameters.values())).device
         self._flat, self._apart = LinkTimes(), LinkTimes()
         self._beside: Mapping[str, tuple[SizeFactors, ...]] = {}
         """Factors of contention by kind of message."""

@@ -18,7 +18,7 @@ from planner.profile.measuring import Measuring, count_nodes, now
 from planner.profile.progress import Progress
 from planner.profile.request import BUDGET_S, Request, heard
 from planner.testbed.hosts import emulation_here
-from runtime.checks.plan import model_fingerprint, trainable_parameters
+from runtime.checks.plan import check_model, model_fingerprint, trainable_parameters
 from runtime.comm.topology import node_name
 from runtime.comm.world import World, bounded_timeout_s
 from runtime.errors import InputError
@@ -110,7 +110,7 @@ def measure(
         everyone: list[tuple[str | None, str]] = world.gather(_problem(model), "comparing models")
         refuse_alike([problem for problem, _ in everyone])
         check_same_model([print_ for _, print_ in everyone])
-        device, emulation = next(model.parameters()).device, emulation_here()
+        device, emulation = next(iter(trainable_parameters(model).values())).device, emulation_here()
         nodes: list[str] = world.gather(node_name(), "counting machines")
         described = ProfileWorld(
             ranks=world.ranks,
@@ -194,6 +194,8 @@ def _problem(model: nn.Module) -> tuple[str | None, str]:
     if wrapper is not None:
         return f"the model is wrapped in {wrapper}, expected a plain one; profile the inner module (model.module)", ""
     try:
+        if (problem := check_model(model)) is not None:
+            return problem, ""
         found = model_fingerprint(model)
     except InputError as error:
         return str(error), ""

@@ -19,6 +19,7 @@ from runtime.comm.collectives import (
     TWO_SHOT,
     form_of,
 )
+from runtime.core.members import exchanged_parameters, ignored_ids
 from runtime.errors import InputError
 from runtime.modes import asked_modes
 from runtime.plan import HINT, Plan, PlanBucket, combinations, gathers_problem, interface_problem
@@ -38,18 +39,23 @@ SHOWN = 5
 
 
 def trainable_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Return trainable parameters by canonical name, a shared one once. Raises InputError where two have one name."""
+    """Return trainable parameters that ranks exchange (`runtime.core.members`) by canonical name, a shared one once.
+
+    Raises InputError where two have one name.
+    """
     found: dict[str, nn.Parameter] = {}
     full: dict[str, str] = {}
+    ignored = ignored_ids(model)
     for name, parameter in model.named_parameters():
+        if not parameter.requires_grad or id(parameter) in ignored:
+            continue
         short = canonical_name(name)
-        if parameter.requires_grad and short in found:
+        if short in found:
             raise InputError(
                 f"the parameters {full[short]!r} and {name!r} are both called {short!r} once the prefixes of wrappers "
                 f"(module., _orig_mod.) are taken off; expected different names: rename one of them"
             )
-        if parameter.requires_grad:
-            found[short], full[short] = parameter, name
+        found[short], full[short] = parameter, name
     return found
 
 
@@ -68,12 +74,13 @@ def parameters_fingerprint(parameters: Mapping[str, nn.Parameter]) -> str:
 
 def check_attached(model: nn.Module, attached: Iterable[nn.Module]) -> str | None:
     """Return what speaks against attaching this model beside those that are attached already, or None."""
-    mine = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+    ignored = ignored_ids(model)
+    mine = [(n, p) for n, p in model.named_parameters() if p.requires_grad and id(p) not in ignored]
     for other in attached:
         if other is model:
             return "the model is attached already; call session.detach() first"
         # By identity: tensors that are compared compare their elements.
-        theirs = {id(parameter) for parameter in other.parameters()}
+        theirs = set(map(id, exchanged_parameters(other)))
         shared = next((name for name, parameter in mine if id(parameter) in theirs), None)
         if shared is not None:
             return (
@@ -92,7 +99,10 @@ def check_model(model: nn.Module) -> str | None:
             f"the model is wrapped in {wrapper}, which exchanges gradients itself; expected a plain module: pass the "
             f"inner one (model.module) and drop the wrapper"
         )
+    ignored = ignored_ids(model)
     for name, tensor in chain(model.named_parameters(), model.named_buffers()):
+        if id(tensor) in ignored:
+            continue
         if isinstance(tensor, nn.UninitializedParameter | nn.UninitializedBuffer):
             return f"{name} has no shape yet (a lazy module); expected one: run one forward before attach"
         if is_sharded(tensor):
@@ -107,13 +117,14 @@ def check_model(model: nn.Module) -> str | None:
                 f"{name} has the grad_dtype {found}; expected that of the parameter, {tensor.dtype}, which buckets "
                 f"have: leave grad_dtype as it is"
             )
-    devices = {str(p.device) for p in model.parameters()}
+    devices = {str(p.device) for p in exchanged_parameters(model)}
     if len(devices) > 1:
         return f"the parameters are on several devices ({', '.join(sorted(devices))}); expected one device per rank"
     if "meta" in devices:
         return "the parameters are on the device meta and have no data; expected real ones: model.to_empty(device=...)"
     for name, module in model.named_modules():
-        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
+        sparse = isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse
+        if sparse and id(module.weight) not in ignored:
             return f"{name or 'the model'} is an embedding with sparse=True gradients; expected sparse=False"
     return None
 

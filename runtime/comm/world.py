@@ -325,6 +325,8 @@ class RankInfo:
     local_async: str = "null"
     """What the plan says of local updaters, in words."""
     where: NodeInfo | None = None
+    followed: str = ""
+    """Fingerprint of the parameters and buffers that follow rank 0 at attach."""
 
 
 def agree(world: World, mine: RankInfo) -> list[RankInfo]:
@@ -345,6 +347,12 @@ def agree(world: World, mine: RankInfo) -> list[RankInfo]:
         ("local_async", "local_async in their plans", "give every rank the same plan.json"),
         ("plan_digest", "plans", "give every rank the same plan.json"),
         ("model", "models (fingerprints of the trainable parameters)", "build the same model on every rank"),
+        (
+            "followed",
+            "parameters and buffers (names, shapes, dtypes) that follow rank 0, frozen ones too",
+            "build the same model on every rank, or have DDP ignore those that are a rank's own "
+            "(DistributedDataParallel._set_params_and_buffers_to_ignore_for_model)",
+        ),
         ("parameters", "orders of parameters", "give every rank the same plan.json"),
         ("device", "kinds of device", "use one kind of device"),
         ("step", "numbers of steps done", "call switch between the same two steps on every rank"),

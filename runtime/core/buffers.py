@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from runtime.comm.communicator import raise_failure
 from runtime.comm.world import World
+from runtime.core.members import ignored_ids
 from runtime.torch_compat import ModuleHook
 
 ALIGNMENT_BYTES = 16
@@ -72,8 +73,8 @@ class BufferSync:
 
 
 def _places(model: nn.Module) -> list[tuple[dict[str, Tensor], str]]:
-    """Where each buffer hangs: looking there takes a tenth of the time of walking through all modules."""
-    known: set[int] = set()
+    """Where each buffer that is exchanged hangs: looking there takes a tenth of the time of walking through modules."""
+    known = ignored_ids(model)
     places: list[tuple[dict[str, Tensor], str]] = []
     for module in model.modules():
         for name, buffer in module._buffers.items():

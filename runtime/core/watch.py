@@ -10,6 +10,7 @@ from typing import Any, NoReturn
 from torch import Tensor, nn
 
 from runtime.core.buckets import BucketBuffer
+from runtime.core.members import ignored_ids
 from runtime.errors import InputError
 from runtime.plan.names import canonical_name, shorten
 from runtime.torch_compat import is_wrapped, running_ddp
@@ -29,6 +30,7 @@ class ModelWatch:
         self._model = model
         self._known = dict(trainable)
         self._known_ids = {id(parameter) for parameter in trainable.values()}
+        self._ignored = ignored_ids(model)
         self._frozen_then = [p for p in model.parameters() if not p.requires_grad]
         self._remember()
 
@@ -52,7 +54,8 @@ class ModelWatch:
         self._empty = [table for table in tables if not table]
         self._values = [table.values() for table in tables if table]
         self._members = list(chain.from_iterable(self._values))
-        self._frozen = [p for p in self._model.parameters() if not p.requires_grad and id(p) not in self._known_ids]
+        passed = self._known_ids | self._ignored
+        self._frozen = [p for p in self._model.parameters() if not p.requires_grad and id(p) not in passed]
 
     def _unchanged(self) -> bool:
         # A loop, which costs less than a generator: this runs before every forward.
@@ -74,7 +77,7 @@ class ModelWatch:
             )
         reasons = []
         for name, parameter in self._model.named_parameters():
-            known = id(parameter) in self._known_ids or not isinstance(parameter, nn.Parameter)
+            known = id(parameter) in self._known_ids | self._ignored or not isinstance(parameter, nn.Parameter)
             if parameter.requires_grad and not known:
                 short = canonical_name(name)
                 why = "replaced by another parameter" if short in self._known else "new"

@@ -17,7 +17,8 @@ from runtime.comm.world import MIN_TIMEOUT_S, RankInfo, World, agree
 from runtime.errors import InputError
 from runtime.plan import HINT, FullyShardPlan, Plan, load_plan
 from runtime.plan.fully_sharded import ROOT, nesting_order
-from runtime.torch_compat import is_compiled, is_sharded, is_wrapped
+from runtime.plan.names import shorten
+from runtime.torch_compat import is_compiled, is_sharded, is_wrapped, names_ignored_by_ddp
 from runtime.version import __version__
 
 if TYPE_CHECKING:
@@ -158,6 +159,11 @@ def _model_problem(model: nn.Module) -> str | None:
         return (
             "the model is compiled, and FSDP2's hooks would be outside of what was compiled; expected a plain module: "
             "call torch.compile after planner.fully_shard, or pass the inner one (model._orig_mod)"
+        )
+    if names := names_ignored_by_ddp(model):
+        return (
+            f"the model has DistributedDataParallel ignore {shorten(sorted(names))}, which FSDP2 would shard all the "
+            f"same; expected none to be left out: use planner.attach, or torch's fully_shard with ignored_params="
         )
     wrapper = is_wrapped(model)
     sharded = next((name for name, parameter in model.named_parameters() if is_sharded(parameter)), None)

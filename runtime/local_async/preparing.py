@@ -25,7 +25,9 @@ from runtime.local_async.shared import Layout
 from runtime.local_async.updaters import check_start_method
 from runtime.monitor.preserve import preserved
 from runtime.plan import LocalAsyncSpec, Plan, load_plan
+from runtime.plan.names import shorten
 from runtime.session.attaching import STEPS_PER_DEADLINE
+from runtime.torch_compat import names_ignored_by_ddp
 from runtime.version import __version__
 
 ON_LOST = ("continue", "stop")
@@ -132,6 +134,12 @@ def _make(request: Request, spec: LocalAsyncSpec) -> tuple[LocalJob, Layout]:
     job = made(request.make)
     if len({parameter.device for parameter in job.model.parameters()}) > 1:
         raise InputError("the model's parameters are on several devices; expected one device per rank")
+    if names := names_ignored_by_ddp(job.model):
+        raise InputError(
+            f"the model has DistributedDataParallel ignore {shorten(sorted(names))}, but local updaters average whole "
+            f"models; expected none to be left out: use planner.attach, or take "
+            f"_set_params_and_buffers_to_ignore_for_model out"
+        )
     optimizer = job.optimizer(p for p in job.model.parameters() if p.requires_grad)
     if isinstance(optimizer, DECIDE_BY_LOSS):
         raise InputError(

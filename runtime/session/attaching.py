@@ -3,24 +3,35 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.parameter import UninitializedTensorMixin
 
 from runtime.checks.backend import check_backend
 from runtime.checks.optimizer import check_optimizer, warn_of_selection
-from runtime.checks.plan import check_attached, check_model, check_plan, model_fingerprint, trainable_parameters
+from runtime.checks.plan import (
+    check_attached,
+    check_model,
+    check_plan,
+    dtype_name,
+    model_fingerprint,
+    trainable_parameters,
+)
 from runtime.checks.topology import adapt, check_topology
 from runtime.comm.topology import NodeInfo, find_topology, node_info
 from runtime.comm.world import RankInfo, World, agree, bounded_timeout_s
+from runtime.core.members import exchanged_buffers, exchanged_parameters, ignored_ids
 from runtime.errors import InputError, PlanMismatch
 from runtime.modes import asked_modes
 from runtime.monitor.drift import warn_of_torch
 from runtime.optimizers.kinds import inner_optimizer
 from runtime.plan import Plan, load_plan
+from runtime.plan.names import canonical_name, fingerprint
 from runtime.session.session import Session, attached
 from runtime.version import __version__
 
@@ -125,14 +136,14 @@ def attach_as(
         timeout_s = bounded_timeout_s(STEPS_PER_DEADLINE * predicted_us / 1e6)
     world = World.join(process_group, timeout_s)
     try:
-        plan = _agree(world, model, loaded, problem, mesh)
+        plan = _agree(world, model, loaded, problem, mesh, _form_of(model) if sync else "")
         world.take_down_dropped()  # all ranks are known to attach now
         if world.rank == 0 and world.ranks > 1:
             warn_of_selection(plan, inner_optimizer(optimizer))
         if drift and world.rank == 0:
             warn_of_torch(plan)
         if sync:
-            world.broadcast([*model.parameters(), *model.buffers()])
+            world.broadcast([*exchanged_parameters(model), *exchanged_buffers(model)])
         return kind(
             model, optimizer, plan, world, broadcast_buffers=broadcast_buffers, drift=drift, loss_scale=loss_scale,
             guard=guard,
@@ -142,8 +153,21 @@ def attach_as(
         raise
 
 
-def _agree(world: World, model: nn.Module, plan: Plan | None, problem: str | None, mesh: DeviceMesh | None) -> Plan:
-    """Compare plans, models and problems of all ranks; return the plan as it is executed on their nodes."""
+def _form_of(model: nn.Module) -> str:
+    """Return names, shapes and dtypes of what follows rank 0 at attach, as a fingerprint."""
+    ignored = ignored_ids(model)
+    named = [(n, t) for n, t in chain(model.named_parameters(), model.named_buffers()) if id(t) not in ignored]
+    if any(isinstance(tensor, UninitializedTensorMixin) for _, tensor in named):
+        return ""  # refused by name
+    return fingerprint((canonical_name(name), tuple(tensor.shape), dtype_name(tensor.dtype)) for name, tensor in named)
+
+
+def _agree(
+    world: World, model: nn.Module, plan: Plan | None, problem: str | None, mesh: DeviceMesh | None, followed: str
+) -> Plan:
+    """Compare plans, models and problems of all ranks, and the `followed` fingerprint of what rank 0 gives them; return
+    the plan as it is executed on their nodes.
+    """
     digest, print_ = "", ""
     parameters: tuple[str, ...] = ()
     where: NodeInfo | None = None
@@ -158,8 +182,11 @@ def _agree(world: World, model: nn.Module, plan: Plan | None, problem: str | Non
             digest, parameters, print_ = plan.digest(), plan.gradients, model_fingerprint(model)
     except InputError as error:
         problem = str(error)
-    devices = sorted({parameter.device.type for parameter in model.parameters()})
-    mine = RankInfo(__version__, torch.__version__, digest, print_, parameters, ",".join(devices), problem, where=where)
+    devices = sorted({parameter.device.type for parameter in exchanged_parameters(model)})
+    mine = RankInfo(
+        __version__, torch.__version__, digest, print_, parameters, ",".join(devices), problem, where=where,
+        followed=followed,
+    )  # fmt: skip
     everyone = agree(world, mine)
     assert plan is not None
     world.topology = find_topology([one.where for one in everyone if one.where is not None])

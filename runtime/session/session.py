@@ -28,6 +28,7 @@ from runtime.core.backward import BackwardTracker
 from runtime.core.buffers import BufferSync
 from runtime.core.closures import LossAveraging
 from runtime.core.exchange import Exchange
+from runtime.core.members import exchanged_buffers
 from runtime.core.watch import ModelWatch
 from runtime.errors import FallbackWarning, InputError
 from runtime.modes import Mode, make_mode
@@ -146,7 +147,7 @@ class Session:
         return found if isinstance(found, Topology) else Topology.of_one_rank_each(self.world.ranks)
 
     def synced_buffers(self) -> list[Tensor]:
-        return list(self.model.buffers()) if self._broadcast_buffers else []
+        return exchanged_buffers(self.model) if self._broadcast_buffers else []
 
     def _connect(self, exchange: Exchange) -> None:
         """Give an exchange whose collectives have phases its communicator; all ranks are here, for groups are made."""

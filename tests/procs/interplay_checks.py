@@ -15,6 +15,7 @@ from interplay_copies_checks import COPY_CHECKS
 from interplay_gradients_checks import GRADIENT_CHECKS
 from interplay_harness import guarded
 from interplay_hooks_checks import HOOK_CHECKS
+from interplay_ignored_checks import IGNORED_CHECKS
 from interplay_interface_checks import INTERFACE_CHECKS
 from interplay_models_checks import MODEL_CHECKS
 from interplay_outputs_checks import OUTPUT_CHECKS
@@ -29,6 +30,7 @@ CHECKS: dict[str, Callable[[], dict[str, Any]]] = {
     **INTERFACE_CHECKS,
     **GRADIENT_CHECKS,
     **MODEL_CHECKS,
+    **IGNORED_CHECKS,
     **OUTPUT_CHECKS,
     **COPY_CHECKS,
     **TRAINING_CHECKS,

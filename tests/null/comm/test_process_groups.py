@@ -75,7 +75,7 @@ def test_a_group_made_after_attach_is_refused_at_the_next_forward(two_ranks: Cal
     session = runtime.attach(net, optimizer, PLAN)
     net(torch.ones(1, 2))
     two_ranks()
-    with pytest.raises(InputError, match="attached before torch.distributed.init_process_group"):
+    with pytest.raises(InputError, match=r"attached before torch\.distributed\.init_process_group"):
         net(torch.ones(1, 2))
     session.detach()
     net(torch.ones(1, 2))
