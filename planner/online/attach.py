@@ -25,6 +25,7 @@ from planner.report.tables import make_console, print_plan
 from runtime.checks.plan import check_model, model_fingerprint, trainable_parameters
 from runtime.comm.topology import node_name
 from runtime.errors import CacheWarning, InputError, PlanMismatch, PlannerError
+from runtime.optimizers.kinds import inner_optimizer
 from runtime.plan import Accuracy, ModelReference, Plan, PlanWorld, load_plan
 from runtime.plan.files import write_text
 from runtime.plan.measured import MeasuredStep
@@ -150,18 +151,36 @@ def attach(
             f"model: found a {type(model).__name__}, expected a torch.nn.Module; call planner.attach(model, optimizer)"
         )
     timeout_s = TIMEOUT_S if timeout_s is None else timeout_s
-    beginning = _begin(model, process_group, timeout_s, accuracy or "exact", tuple(allow or ()))
+    beginning = _begin(model, optimizer, process_group, timeout_s, accuracy or "exact", tuple(allow or ()))
     session = attach_as(
         PlannedSession, model, optimizer, beginning.plan, process_group, sync=sync,
         broadcast_buffers=broadcast_buffers, timeout_s=timeout_s, drift=False, loss_scale=loss_scale, guard=guard,
         mesh=mesh,
     )  # fmt: skip
     if session.world.ranks > 1:
+        opening = _begin_with_remembered(session, beginning.opening)
         session.recorder.each_gradient = True  # in the first step, whose order DDP's buckets follow
-        session.director = session.pilot = Pilot(
-            session, beginning.opening, beginning.cache, beginning.other, watches=drift
-        )
+        session.director = session.pilot = Pilot(session, opening, beginning.cache, beginning.other, watches=drift)
     return session
+
+
+def _begin_with_remembered(session: PlannedSession, opening: Opening) -> Opening:
+    """Switch to the remembered plan before the first step. Where it is none that this run could have found, or does not
+    fit model, optimizer or cluster, all ranks stay with DDP's buckets alike, and rank 0 warns.
+    """
+    if opening.remembered is None:
+        return opening
+    plan, key = opening.remembered.plan, opening.key
+    try:
+        _check_permitted(plan, key.accuracy, key.allow)
+        if missing := session.parameters.keys() - set(plan.gradients):
+            raise PlanMismatch(f"the plan has no bucket with {sorted(missing)[0]}, expected one for each parameter")
+        session.switch(plan)
+    except PlanMismatch as error:
+        if session.world.rank == 0:
+            _warn_unused(error)
+        return replace(opening, remembered=None)
+    return opening
 
 
 def _check_permitted(plan: Plan, accuracy: Accuracy | None, allow: Sequence[str] | None) -> None:
@@ -186,9 +205,6 @@ class _Mine:
     fingerprint: str
     node: str
     way: str
-    key: Key | None = None
-    document: object = None
-    """What rank 0 remembers."""
 
 
 @dataclass(frozen=True)
@@ -201,7 +217,8 @@ class _Beginning:
 
 
 def _begin(
-    model: nn.Module, group: dist.ProcessGroup | None, timeout_s: float, accuracy: Accuracy, allow: tuple[str, ...]
+    model: nn.Module, optimizer: object, group: dist.ProcessGroup | None, timeout_s: float, accuracy: Accuracy,
+    allow: tuple[str, ...],
 ) -> _Beginning:
     """Agree with all ranks on how the run begins: rank 0's environment and cache count."""
     way, problem, fingerprint = os.environ.get("PLANNER", "auto").strip().lower() or "auto", None, ""
@@ -231,6 +248,7 @@ def _begin(
             model=fingerprint, ranks=world.ranks, nodes=nodes, backend=world.backend,
             device=device.type if device.type == "cpu" else torch.cuda.get_device_name(device),
             cores=os.cpu_count() or 0, torch=torch.__version__, planner=__version__, accuracy=accuracy, allow=allow,
+            optimizer=_class_name(optimizer),
         )  # fmt: skip
         found: Remembered | None = None
         other: Remembered | None = None
@@ -248,7 +266,7 @@ def _begin(
     where = PlanWorld(ranks=key.ranks, nodes=key.nodes, torch=key.torch)
     first = ddp_plan(parameters, list(reversed(parameters)), reference, where)
     return _Beginning(
-        plan=first if remembered is None else remembered.plan,
+        plan=first,
         opening=Opening(
             way=chosen, key=key, remembered=remembered, measured_on=measured_on, allow=allow,  # type: ignore[arg-type]
         ),
@@ -266,6 +284,16 @@ def _read_cache(key: Key) -> tuple[Cache | None, Remembered | None, Remembered |
         cache = Cache(cache_folder())
         found = cache.read(key)
         return cache, found, cache.read_other_ranks(key) if found is None else None
-    except (PlannerError, OSError) as error:
-        warnings.warn(f"what earlier runs found is not used: {error}", CacheWarning, stacklevel=2)
+    except Exception as error:  # the other ranks wait for what is read here
+        _warn_unused(error)
         return cache, None, None
+
+
+def _warn_unused(error: Exception) -> None:
+    warnings.warn(f"what earlier runs found is not used: {error}", CacheWarning, stacklevel=4)
+
+
+def _class_name(optimizer: object) -> str:
+    """Return the class of an optimizer, after that of what wraps it."""
+    kinds = [type(one) for one in (optimizer, inner_optimizer(optimizer))]
+    return " of ".join(dict.fromkeys(f"{kind.__module__}.{kind.__qualname__}" for kind in kinds))

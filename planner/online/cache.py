@@ -19,6 +19,7 @@ from typing import Any, Literal
 from planner.documents.profile import Profile, parse_profile
 from runtime.errors import InputError
 from runtime.plan import Accuracy, Plan, parse_plan
+from runtime.plan.files import replace_file
 from runtime.plan.strict_json import (
     Count,
     Name,
@@ -29,7 +30,6 @@ from runtime.plan.strict_json import (
     dump,
     read_json,
     validate,
-    write_json,
 )
 
 SCHEMA: Literal["planner.cache/1"] = "planner.cache/1"
@@ -56,6 +56,8 @@ class Key(Record):
     """Of each node, as they compete with the exchange."""
     torch: Name
     planner: Name
+    optimizer: Name
+    """Its class, and that of what wraps it: not every plan can update by every optimizer."""
     accuracy: Accuracy
     allow: tuple[Name, ...] = ()
 
@@ -144,6 +146,13 @@ def parse_remembered(document: Any, key: Key, where: str, *, any_ranks: bool = F
     )
 
 
+def _read(path: str | Path) -> Any:
+    """Parse one file of the folder. Raises InputError; also for a link, which no run leaves and another user may."""
+    if os.path.islink(path):
+        raise InputError(f"{path}: found a symbolic link, expected a file; {HINT}")
+    return read_json(path)
+
+
 def cache_folder(environment: Mapping[str, str] = os.environ) -> Path:
     """Return PLANNER_CACHE, or `planner` in the user's folder for caches. Raises InputError where there is none."""
     if given := environment.get("PLANNER_CACHE"):
@@ -167,11 +176,11 @@ class Cache:
     def read(self, key: Key) -> Remembered | None:
         """Return what is remembered of this model here, or None."""
         path = self.path(key)
-        if not path.exists():
+        if not os.path.lexists(path):
             return None
-        found = parse_remembered(read_json(path), key, str(path))
+        found = parse_remembered(_read(path), key, str(path))
         with suppress(OSError):  # of a folder that may only be read
-            os.utime(path)
+            os.utime(path, follow_symlinks=False)
         return found
 
     def read_other_ranks(self, key: Key) -> Remembered | None:
@@ -183,23 +192,26 @@ class Cache:
         with suppress(OSError):
             for entry in os.scandir(self.folder):
                 if entry.name.startswith(key.file_names) and NAME.fullmatch(entry.name):
-                    found.append((entry.stat().st_mtime, entry.path))
+                    found.append((entry.stat(follow_symlinks=False).st_mtime, entry.path))
         for _, path in sorted(found, reverse=True):
-            other = parse_remembered(read_json(path), key, path, any_ranks=True)
+            other = parse_remembered(_read(path), key, path, any_ranks=True)
             if other.profile is not None and other.key.ranks != key.ranks:
                 return other
         return None
 
     def write(self, remembered: Remembered) -> Path:
-        """Write whole or not at all, then make room."""
+        """Write a new file whole or not at all, whatever has its name in a folder that others may write to; then make
+        room.
+        """
+        path, what = self.path(remembered.key), "made"
         try:
             self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            what = "written to"
+            replace_file(path, json.dumps(remembered.to_document()).encode())
         except OSError as error:
             raise InputError(
-                f"{self.folder}: cannot be made: {error.strerror}; set PLANNER_CACHE to a folder that may be written"
+                f"{self.folder}: cannot be {what}: {error.strerror}; set PLANNER_CACHE to a folder that may be written"
             ) from None
-        path = self.path(remembered.key)
-        write_json(path, remembered.to_document())
         self.make_room()
         return path
 
@@ -210,7 +222,8 @@ class Cache:
         with suppress(OSError):
             for entry in os.scandir(self.folder):
                 with suppress(OSError):  # gone meanwhile
-                    size_bytes, used_s = entry.stat().st_size, entry.stat().st_mtime
+                    status = entry.stat(follow_symlinks=False)
+                    size_bytes, used_s = status.st_size, status.st_mtime
                     if NAME.fullmatch(entry.name):
                         found.append((used_s, size_bytes, entry.path))
                     elif TEMPORARY.fullmatch(entry.name) and now - used_s > STALE_S:

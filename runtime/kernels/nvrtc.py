@@ -12,12 +12,14 @@ import importlib.util
 import os
 import re
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import torch
 
 from runtime.errors import EnvironmentFailure
 from runtime.kernels.source import Program
+from runtime.plan.files import replace_file
 
 OPTIONS = ("--std=c++17", "--fmad=false", "--diag-suppress=177")
 """Sums are rounded as they are written; numbers that are nearly 0 stay what they are (the default). 177: constants that
@@ -131,14 +133,9 @@ def machine_code(program: Program, capability: int) -> bytes:
         return path.read_bytes()
     except OSError:
         code, _ = found.compile(program, capability)
-        # Written beside and renamed, or another process might read half of it.
-        own = path.with_suffix(f".{os.getpid()}")
-        try:
+        with suppress(OSError):  # the next process compiles again
             path.parent.mkdir(parents=True, exist_ok=True)
-            own.write_bytes(code)
-            own.replace(path)
-        except OSError:  # the next process compiles again
-            own.unlink(missing_ok=True) if own.parent.is_dir() else None
+            replace_file(path, code)
         return code
 
 

@@ -75,7 +75,7 @@ def write_text(path: str | Path, text: str) -> None:
             with os.fdopen(handle, "wb") as file:
                 file.write(text.encode())
         else:
-            _replace(target, text.encode())
+            replace_file(target, text.encode())
     except OSError as error:
         if error.errno in FULL:
             raise InputError(
@@ -110,16 +110,20 @@ def check_output(path: str | Path) -> Path:
     return target
 
 
-def _replace(target: Path, content: bytes) -> None:
+def replace_file(target: Path, content: bytes) -> None:
+    """Write a new file next to `target` and rename it to that: a symbolic link there is replaced, not followed.
+
+    For names that a user did not choose, in folders that others may write to. Raises OSError.
+    """
     handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=".planner-", suffix=".tmp")
     try:
         with os.fdopen(handle, "wb") as file:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
-        mask = os.umask(0)  # there is no other way to ask for it
-        os.umask(mask)
-        os.chmod(temporary, 0o666 & ~mask)
+            mask = os.umask(0)  # there is no other way to ask for it
+            os.umask(mask)
+            os.fchmod(file.fileno(), 0o666 & ~mask)  # by its handle: the name may lead elsewhere by now
         os.replace(temporary, target)
     except BaseException:
         with suppress(FileNotFoundError):

@@ -37,6 +37,7 @@ from runtime.checks.plan import model_fingerprint
 from runtime.errors import CacheWarning
 from runtime.monitor.verdict import Verdict
 from runtime.plan import Plan
+from runtime.plan.document import CompressorSpec, DelaySpec, LocalAsyncSpec, StepPlan, UpdatePlan
 
 
 class Given:
@@ -418,14 +419,59 @@ def slowed_link() -> dict[str, bool]:
     return results
 
 
-def remember(folder: Path, net: nn.Module, plan: Plan, step_us: float) -> None:
+def remember(
+    folder: Path, net: nn.Module, plan: Plan, step_us: float, kind: type[torch.optim.Optimizer] = torch.optim.SGD,
+    allow: tuple[str, ...] = (),
+) -> None:  # fmt: skip
     """Leave a plan as an earlier run would have."""
     known = replace(plan, model=replace(plan.model, fingerprint=model_fingerprint(net)))
     wanted = Key(
         model=model_fingerprint(net), ranks=2, nodes=1, backend="gloo", device="cpu", cores=os.cpu_count() or 0,
-        torch=torch.__version__, planner=planner.__version__, accuracy="exact",
+        torch=torch.__version__, planner=planner.__version__, accuracy="exact", allow=allow,
+        optimizer=f"{kind.__module__}.{kind.__qualname__}",
     )  # fmt: skip
     Cache(folder).write(Remembered(key=wanted, plan=known, profile=None, step_us=step_us, story=()))
+
+
+def plans_of_others() -> dict[str, bool]:
+    """What the cache holds is no plan that this run could have found: a warning, and DDP's buckets on all ranks."""
+    problem = make_problem(profile_of(mlp()))
+    plan = lower(problem, make_schedule(problem, "wfbp"))
+    narrow = CompressorSpec(name="wire", dtype="bfloat16")
+    first, *rest = plan.buckets
+    sharded = replace(plan, interface=("sharded-step",), updates=UpdatePlan(step=StepPlan(sharded=True)))
+    sgd, adafactor, allow = torch.optim.SGD, torch.optim.Adafactor, ("sharded-step",)
+    spoiled: dict[str, tuple[Plan, type[torch.optim.Optimizer], tuple[str, ...]]] = {
+        "bounded": (replace(plan, accuracy="bounded", buckets=(replace(first, compressor=narrow), *rest)), sgd, ()),
+        "narrow, and says exact": (replace(plan, buckets=(replace(first, compressor=narrow), *rest)), sgd, ()),
+        "relaxed": (replace(plan, accuracy="relaxed", delay=DelaySpec(steps=2)), sgd, ()),
+        "delayed, and says exact": (replace(plan, delay=DelaySpec(steps=2)), sgd, ()),
+        "local updaters": (replace(plan, accuracy="relaxed", local_async=LocalAsyncSpec(updaters=2)), sgd, ()),
+        "sharded": (sharded, sgd, ()),
+        "sharded, for another optimizer": (sharded, adafactor, allow),
+        "no collective": (replace(plan, buckets=(replace(first, collective="all_reduse"), *rest)), sgd, ()),
+        "no algorithm": (replace(plan, buckets=(replace(first, algorithm="librar"), *rest)), sgd, ()),
+        "a gradient less": (replace(plan, buckets=tuple(rest)), sgd, ()),
+    }
+    results: dict[str, bool] = {}
+    with hurried() as folder:
+        for name, (left, kind, allowed) in spoiled.items():
+            if dist.get_rank() == 0:
+                remember(folder, mlp(), left, 1.0, kind, allowed)
+
+            def train(kind: type[torch.optim.Optimizer] = kind, allowed: tuple[str, ...] = allowed) -> Plan:
+                net = mlp()
+                side = Side(net, net, (held := kind(net.parameters(), lr=0.01)), None)
+                side.session = planner.attach(net, held, timeout_s=60, allow=allowed)
+                steps(side, range(2))
+                found = session_of(side).plan
+                side.close()
+                return found
+
+            found, said = caught(train)
+            results[f"{name}: {said}"] = len(said) == (dist.get_rank() == 0)
+            results[f"{name}: DDP's buckets"] = len(found.buckets) == 1 and found.accuracy == "exact"
+    return results
 
 
 def other_ranks(folder: str, measured_on: int | None, good: bool = True) -> dict[str, bool]:
@@ -465,7 +511,7 @@ CHECKS: dict[str, Callable[[], dict[str, bool]]] = {
     check.__name__: check
     for check in (
         switch_inside, compiled_unused_and_dropped, buckets_like_ddp, decided_for_real, caches, ways, interrupted,
-        slowed_link,
+        slowed_link, plans_of_others,
     )
 }  # fmt: skip
 

@@ -21,7 +21,7 @@ from runtime.plan import ModelReference
 
 PRINT = "sha256:" + "a" * 64
 KEY = Key(model=PRINT, ranks=4, nodes=4, backend="gloo", device="cpu", cores=2, torch="2.13.0", planner="0.1.0",
-          accuracy="exact")  # fmt: skip
+          optimizer="torch.optim.adamw.AdamW", accuracy="exact")  # fmt: skip
 
 
 def remembered(key: Key = KEY) -> Remembered:
@@ -46,7 +46,8 @@ def test_what_was_written_is_read_again(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "change", [{"torch": "2.14.0"}, {"ranks": 8}, {"nodes": 2}, {"model": "sha256:" + "b" * 64}, {"device": "H100"},
-               {"backend": "nccl"}, {"allow": ("sharded-step",)}, {"cores": 64}],
+               {"backend": "nccl"}, {"allow": ("sharded-step",)}, {"cores": 64},
+               {"optimizer": "torch.optim.adafactor.Adafactor"}],
 )  # fmt: skip
 def test_another_model_torch_or_cluster_has_another_file(tmp_path: Path, change: dict[str, Any]) -> None:
     cache, other = Cache(tmp_path), replace(KEY, **change)
@@ -134,6 +135,25 @@ def test_it_bounds_its_own_size_and_touches_nothing_else(tmp_path: Path, monkeyp
     monkeypatch.setattr(cache_module, "MOST_BYTES", 1)
     cache.write(remembered())
     assert set(os.listdir(tmp_path)) == {"notes.json", cache.path(KEY).name}  # the newest one stays in any case
+
+
+def test_links_in_a_shared_folder_are_replaced_and_never_followed(tmp_path: Path) -> None:
+    cache, mine = Cache(tmp_path / "shared"), tmp_path / "mine.txt"
+    path = cache.write(remembered())
+    kept = path.rename(tmp_path / "kept.json")
+    os.utime(kept, (1000, 1000))
+    path.symlink_to(kept)
+    with pytest.raises(InputError, match="found a symbolic link"):
+        cache.read(KEY)
+    assert kept.stat().st_mtime == 1000
+    path.unlink()
+    mine.write_text("mine")
+    mine.chmod(0o600)
+    path.symlink_to(mine)
+    cache.write(remembered())
+    assert (mine.read_text(), mine.stat().st_mode & 0o777) == ("mine", 0o600)
+    assert not path.is_symlink()
+    assert cache.read(KEY) == remembered()
 
 
 def test_a_folder_that_cannot_be_made_is_an_error_of_ours(tmp_path: Path) -> None:
