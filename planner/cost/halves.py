@@ -12,7 +12,7 @@ from planner.cost import nccl
 from planner.cost.collectives import Coefficients, collective_cost
 from planner.cost.curve import CostCurve
 from planner.cost.model import CommunicationCost
-from planner.cost.phases import LinkName, Phase, flat_link, measured_curve, measured_flat, phase_of
+from planner.cost.phases import LinkName, Phase, flat_hop, measured_curve, measured_flat, phase_of
 from planner.documents.profile import Cluster
 from runtime.errors import InputError
 
@@ -88,8 +88,7 @@ def half(cost: CommunicationCost, collective: str) -> Half:
         return Half(curve=measured, source="measured")
     if (shape := nccl.shape_of(cluster)) is not None:
         return Half(curve=nccl.curve(collective, shape), source=nccl.describe(collective, shape))
-    link = cluster.inter if flat_link(cluster) == "inter" else cluster.intra
-    if link is not None:
+    if (link := flat_hop(cluster)) is not None:
         formula = f"{collective}/ring"
         curve = CostCurve.from_line(collective_cost(formula, cluster.ranks, link))
         return Half(curve=curve, source=f"{formula} with link constants")

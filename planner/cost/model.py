@@ -13,6 +13,7 @@ from numpy.typing import ArrayLike, NDArray
 from planner.cost import nccl
 from planner.cost.collectives import Coefficients, collective_cost, solve_link
 from planner.cost.curve import CostCurve, fit_line
+from planner.cost.phases import flat_hop
 from planner.documents.profile import Cluster, Contention, Line, Link, Sample, SizeFactors
 from runtime.errors import InputError
 from runtime.plan.strict_json import MAX_RANKS
@@ -216,7 +217,7 @@ def _emulated(cluster: Cluster) -> str:
 
 def _from_formula(cluster: Cluster, target: Cluster, key: str) -> CommunicationCost:
     formula = f"all_reduce/{cluster.all_reduce_algorithm}"
-    link, origin = target.intra if target.nodes == 1 and target.ranks > 1 else target.inter, "link constants"
+    link, origin = flat_hop(target), "link constants"
     if link is None and cluster.ranks > 1:
         link = _implied_link(cluster, formula, key)
         origin = f"link solved from {cluster.ranks} ranks{_emulated(cluster)}"

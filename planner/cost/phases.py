@@ -117,8 +117,32 @@ def measured_curve(cluster: Cluster, key: str, *, queued: bool = False) -> CostC
 
 
 def flat_link(cluster: Cluster) -> LinkName:
-    """What limits messages that pass through all ranks."""
+    """Return the network that messages through all ranks occupy."""
     return "inter" if cluster.nodes > 1 else "intra"
+
+
+def flat_hop(cluster: Cluster) -> Link | None:
+    """Return the link whose constants formulas of flat collectives take; None where it is not known."""
+    link = cluster.inter if flat_link(cluster) == "inter" else cluster.intra
+    return None if link is None else slowest_hop(cluster, link)
+
+
+def slowest_hop(cluster: Cluster, link: Link) -> Link:
+    """Return the link at whose pace a flat collective proceeds, given the one that limits it between nodes.
+
+    Ranks send in steps, and each step waits for its slowest hop. Where nodes have several ranks and the link inside
+    them takes longer per byte, that is the pace: in a ring all hops but one of each node are inside. The start-up time
+    of each step is then the larger one: never less than formulas have where the link inside is the faster one.
+    """
+    inside = cluster.intra
+    if inside is None or 1 in (cluster.nodes, cluster.ranks_per_node) or not _slower(inside, link):
+        return link
+    return replace(inside, alpha_us=max(inside.alpha_us, link.alpha_us))
+
+
+def _slower(link: Link, other: Link) -> bool:
+    """Whether a byte takes longer on `link`, to send and to add."""
+    return link.beta_us_per_byte + link.gamma_us_per_byte > other.beta_us_per_byte + other.gamma_us_per_byte
 
 
 def measured_flat(cluster: Cluster, collective: str, *, queued: bool = False) -> CostCurve | None:

@@ -17,7 +17,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from planner.cost.collectives import collective_cost
 from planner.cost.curve import CostCurve
-from planner.cost.phases import LinkName, flat_link, link_of, measured_flat, phase_of
+from planner.cost.phases import LinkName, flat_hop, flat_link, link_of, measured_flat, phase_of, slowest_hop
 from planner.documents.profile import Cluster, Link, SelectionLine
 from runtime.errors import InputError
 
@@ -57,7 +57,7 @@ def flat(cluster: Cluster, otherwise: Link | None = None) -> tuple[SparsePhase, 
         return ()
     curve = measured_flat(cluster, "all_gather", queued=True)
     if curve is None:
-        link = link_of(cluster, name, otherwise)
+        link = slowest_hop(cluster, link_of(cluster, name, otherwise))
         curve = CostCurve.from_line(collective_cost("all_gather/recursive_doubling", ranks, link))
     return (
         SparsePhase(
@@ -76,8 +76,7 @@ def naive_all_gather(cluster: Cluster, otherwise: Link | None = None) -> tuple[S
 
 def flat_is_implied(cluster: Cluster) -> bool:
     """Whether the cluster says nothing about a flat gather, so that it follows from the all-reduce."""
-    link = cluster.inter if flat_link(cluster) == "inter" else cluster.intra
-    return cluster.ranks > 1 and link is None and measured_flat(cluster, "all_gather") is None
+    return cluster.ranks > 1 and flat_hop(cluster) is None and measured_flat(cluster, "all_gather") is None
 
 
 def hitopk(cluster: Cluster, otherwise: Link | None = None) -> tuple[SparsePhase, ...]:

@@ -14,7 +14,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from planner.cost.phases import LinkName
+from planner.cost.phases import LinkName, flat_link, slowest_hop
 from planner.documents.estimate import scale_compute
 from planner.documents.local_async import LocalAsyncProfile
 from planner.documents.nccl import Nccl
@@ -102,13 +102,16 @@ def scale_updaters(measured: LocalAsyncProfile, step: float, update: float) -> L
 
 def relink(cluster: Cluster, name: LinkName, link: Link) -> Cluster:
     """Another link inside (`intra`) or between (`inter`) nodes; what was measured over the old one is dropped."""
-    flat_over = "inter" if cluster.nodes > 1 else "intra"
+    flat_over = {flat_link(cluster)}
+    inter, either = cluster.inter, (cluster, replace(cluster, intra=link if name == "intra" else cluster.intra))
+    if inter is not None and any(slowest_hop(each, inter) is not inter for each in either):
+        flat_over.add("intra")  # flat collectives proceed at its pace, before or after the change
 
     def kept(curves: dict[str, T] | None) -> dict[str, T] | None:
         left = {
             key: curve
             for key, curve in (curves or {}).items()
-            if (key.partition("/")[0] if key.startswith(("intra/", "inter/")) else flat_over) != name
+            if name not in ({key.partition("/")[0]} if key.startswith(("intra/", "inter/")) else flat_over)
         }
         return left or None
 

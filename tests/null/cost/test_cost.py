@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from planner.cost import sparse
 from planner.cost.collectives import COLLECTIVE_COSTS, Coefficients, collective_cost, solve_link
 from planner.cost.curve import CostCurve, fit_line, merge_duplicates
+from planner.cost.halves import half
 from planner.cost.model import CommunicationCost, communication_cost, resize, scale
 from planner.documents.profile import Cluster, Link, parse_cluster
 from runtime.errors import InputError
@@ -189,6 +190,44 @@ def test_link_of_a_flat_all_reduce() -> None:
     assert cost(ranks=4, **two_nodes).all_reduce.start_up_us == pytest.approx(6 * 5.0)
     assert cost(ranks=16, **two_nodes).all_reduce.start_up_us == pytest.approx(30 * 45.0)
     assert cost(**{**two_nodes, "nodes": 1}).all_reduce.start_up_us == pytest.approx(6 * 5.0)
+
+
+PCIE, CARD = {"alpha_us": 2.5, "beta_us_per_byte": 1 / 6e3}, {"alpha_us": 5.0, "beta_us_per_byte": 1 / 25e3}
+
+
+@pytest.mark.parametrize("algorithm", ["ring", "recursive_doubling", "halving_doubling", "binary_tree"])
+def test_a_slow_link_inside_nodes_sets_the_pace_of_flat_collectives(algorithm: str) -> None:
+    """Two nodes of 8 on PCIe of 6 GB/s, joined by 25 GB/s: all hops of a ring but two cross PCIe."""
+    two = {"line": None, "nodes": 2, "ranks_per_node": 8, "inter": CARD, "all_reduce_algorithm": algorithm}
+    found = cost(**two, intra=PCIE)
+    by_hand = collective_cost(f"all_reduce/{algorithm}", 16, Link(alpha_us=5.0, beta_us_per_byte=1 / 6e3))
+    assert found.all_reduce.line == by_hand
+    for name in ("reduce_scatter", "all_gather"):
+        assert half(found, name).curve.line == pytest.approx((15 * 5.0, 15 / 16 / 6e3))
+    # The exchanges of a gather of selected elements share a card: 25 / 8 GB/s are less than PCIe has.
+    assert sparse.flat(found.cluster)[0].curve.line.per_byte_us == pytest.approx(15 / 16 * 8 / 25e3)
+    roomy = replace(found.cluster, nics_per_node=8)
+    assert sparse.flat(roomy)[0].curve.line.per_byte_us == pytest.approx(15 / 16 / 6e3)
+    assert cost(**two, intra={**PCIE, "beta_us_per_byte": 1 / 26e3}).all_reduce.line == (
+        collective_cost(f"all_reduce/{algorithm}", 16, Link(alpha_us=5.0, beta_us_per_byte=1 / 25e3))
+    )
+
+
+@given(st.lists(st.floats(0.0, 100.0), min_size=4, max_size=4), st.floats(1.0, 10.0), st.sampled_from(range(4)))
+def test_a_slower_link_never_makes_a_flat_collective_faster(values: list[float], factor: float, which: int) -> None:
+    """As long as messages start up no slower inside nodes than between them, as everywhere."""
+    slower = [value * (factor if at == which else 1.0) for at, value in enumerate(values)]
+
+    def curve(constants: list[float]) -> CostCurve:
+        first_us, inside, second_us, between = constants
+        return cost(
+            line=None, nodes=2, ranks_per_node=4,
+            intra={"alpha_us": min(first_us, second_us), "beta_us_per_byte": inside},
+            inter={"alpha_us": second_us, "beta_us_per_byte": between},
+        ).all_reduce  # fmt: skip
+
+    for size in (0.0, 1.0, 1e6):
+        assert curve(slower).at(size) >= curve(values).at(size)
 
 
 def test_links_measured_apart() -> None:

@@ -56,6 +56,10 @@ def test_what_was_measured_over_the_old_link_is_dropped() -> None:
     assert set(relink(measured, "inter", link).samples or {}) == {"intra/all_gather"}
     assert set(relink(measured, "intra", link).samples or {}) == {"all_reduce", "inter/all_reduce"}
     assert set(relink(replace(measured, nodes=1), "intra", link).samples or {}) == {"inter/all_reduce"}
+    # A link inside nodes that sets the pace of flat collectives, before the change or after it.
+    slow = replace(measured, ranks_per_node=2, intra=Link(alpha_us=2.0, beta_us_per_byte=1.0))
+    assert set(relink(slow, "intra", link).samples or {}) == {"inter/all_reduce"}
+    assert set(relink(replace(slow, intra=link), "intra", slow.intra).samples or {}) == {"inter/all_reduce"}  # type: ignore[arg-type]
 
 
 def test_jitter_gives_quantiles_of_the_slowest_rank() -> None:
