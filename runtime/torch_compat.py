@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import AllgatherOptions, PrefixStore, ProcessGroupGloo, TCPStore
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils import _pytree
+from torch.utils.hooks import RemovableHandle
 
 
 def queue_backward_callback(callback: Callable[[], None]) -> None:
@@ -43,6 +44,18 @@ def runs_without_python(module: torch.nn.Module) -> bool:
 
     compiled = getattr(module, "_compiled_call_impl", None) is not None
     return compiled or isinstance(module, OptimizedModule | torch.jit.ScriptModule)
+
+
+def hook_before_forward(module: torch.nn.Module, hook: ModuleHook, *, prepend: bool = True) -> RemovableHandle:
+    """Register a hook that is called before a module's forward, first of all where not told otherwise; a script, which
+    has no method for that, calls it all the same.
+    """
+    return torch.nn.Module.register_forward_pre_hook(module, hook, prepend=prepend)
+
+
+def hook_after_forward(module: torch.nn.Module, hook: ModuleHook) -> RemovableHandle:
+    """See `hook_before_forward`."""
+    return torch.nn.Module.register_forward_hook(module, hook)
 
 
 def is_tracing() -> bool:

@@ -24,7 +24,15 @@ from runtime.core.exchange import Exchange
 from runtime.core.hooks import HookWatch
 from runtime.core.watch import ModelWatch
 from runtime.errors import InputError
-from runtime.torch_compat import OUTSIDE, ModuleHook, current_backward_id, queue_backward_callback, tree_leaves
+from runtime.torch_compat import (
+    OUTSIDE,
+    ModuleHook,
+    current_backward_id,
+    hook_after_forward,
+    hook_before_forward,
+    queue_backward_callback,
+    tree_leaves,
+)
 
 
 class BackwardTracker:
@@ -50,8 +58,8 @@ class BackwardTracker:
 
     def install(self) -> list[Any]:
         return [
-            self._model.register_forward_pre_hook(ModuleHook(self._before_forward), prepend=True),
-            self._model.register_forward_hook(ModuleHook(self._after_forward)),
+            hook_before_forward(self._model, ModuleHook(self._before_forward)),
+            hook_after_forward(self._model, ModuleHook(self._after_forward)),
         ]
 
     def install_exchange(self, exchange: Exchange) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from runtime.comm.communicator import raise_failure
 from runtime.comm.world import World
 from runtime.core.members import ignored_ids
-from runtime.torch_compat import ModuleHook
+from runtime.torch_compat import ModuleHook, hook_before_forward
 
 ALIGNMENT_BYTES = 16
 """Of the largest element there is, so that any dtype may begin at a multiple of it."""
@@ -42,7 +42,7 @@ class BufferSync:
         """Hook the model's forward; returns the handles. Nothing to do without buffers or with one rank."""
         if not self._buffers or self._world.group is None:
             return []
-        return [self._model.register_forward_pre_hook(ModuleHook(self._before_forward), prepend=True)]
+        return [hook_before_forward(self._model, ModuleHook(self._before_forward))]
 
     def _before_forward(self, _module: nn.Module, _arguments: Any) -> None:
         if not (torch.is_grad_enabled() and self._model.training):
@@ -53,7 +53,9 @@ class BufferSync:
 
     def _collect(self) -> None:
         """Take the buffers that the model has now; a forward may have replaced some."""
-        buffers = [buffer for owner, name in self._places if (buffer := owner.get(name)) is not None]
+        # By lookup: a script's table has no `get`.
+        found = [owner[name] for owner, name in self._places if name in owner]
+        buffers = [buffer for buffer in found if buffer is not None]
         if len(buffers) != len(self._buffers) or any(a is not b for a, b in zip(buffers, self._buffers, strict=True)):
             self._buffers = buffers
             self._flat, self._views = _pack(buffers)

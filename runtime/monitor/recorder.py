@@ -11,7 +11,7 @@ from torch import nn
 
 from runtime.comm.communicator import CommTiming
 from runtime.monitor.clock import Clock
-from runtime.torch_compat import ModuleHook
+from runtime.torch_compat import ModuleHook, hook_after_forward, hook_before_forward
 
 KEPT_STEPS = 60
 """More than `runtime.monitor.drift` judges: the last ones may still be on their way through a device."""
@@ -76,8 +76,8 @@ class Recorder:
 
     def observe(self, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Iterator[Any]:
         """Hook forward and the optimizer's step; yield the handles."""
-        yield model.register_forward_pre_hook(ModuleHook(self._before_forward), prepend=True)
-        yield model.register_forward_hook(ModuleHook(self._after_forward))
+        yield hook_before_forward(model, ModuleHook(self._before_forward))
+        yield hook_after_forward(model, ModuleHook(self._after_forward))
         if optimizer is not None:
             yield optimizer.register_step_pre_hook(self._before_update)
             yield optimizer.register_step_post_hook(self._after_update)

@@ -39,7 +39,14 @@ from runtime.plan import Plan, load_plan
 from runtime.session.monitor import Monitor
 from runtime.session.report import Report, make_report
 from runtime.sparse.samples import Sampled
-from runtime.torch_compat import OUTSIDE, ModuleHook, current_backward_id, is_out_of_memory, leave_uncompiled
+from runtime.torch_compat import (
+    OUTSIDE,
+    ModuleHook,
+    current_backward_id,
+    hook_before_forward,
+    is_out_of_memory,
+    leave_uncompiled,
+)
 from runtime.version import __version__
 
 attached: weakref.WeakSet[nn.Module] = weakref.WeakSet()
@@ -113,7 +120,7 @@ class Session:
         if updated is not None and world.ranks > 1:
             self._handles.append(updated.register_step_pre_hook(self._before_update))
             self._handles.append(updated.register_step_post_hook(self._after_update))
-            self._handles.append(model.register_forward_pre_hook(ModuleHook(self._before_forward), prepend=True))
+            self._handles.append(hook_before_forward(model, ModuleHook(self._before_forward)))
         if broadcast_buffers:
             synchronizing, own = lambda: self._backward.synchronizing, lambda: self.mode.own_weights
             self._handles += BufferSync(world, model, synchronizing, own).install()
@@ -125,7 +132,7 @@ class Session:
         self._backward.install_exchange(self.exchange)
         self._handles += self._backward.install()
         if world.before_group:
-            self._handles.append(model.register_forward_pre_hook(ModuleHook(lambda *_: check_still_alone())))
+            self._handles.append(hook_before_forward(model, ModuleHook(lambda *_: check_still_alone())))
         self.monitor.begin(self.mode, self.exchange)
         self.mode.begin(self.exchange)
         attached.add(model)

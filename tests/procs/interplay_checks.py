@@ -20,6 +20,7 @@ from interplay_interface_checks import INTERFACE_CHECKS
 from interplay_models_checks import MODEL_CHECKS
 from interplay_outputs_checks import OUTPUT_CHECKS
 from interplay_refusal_checks import REFUSAL_CHECKS
+from interplay_scripts_checks import SCRIPT_CHECKS
 from interplay_steps_checks import STEP_CHECKS
 from interplay_training_checks import TRAINING_CHECKS
 from interplay_wrappers_checks import WRAPPER_CHECKS
@@ -31,6 +32,7 @@ CHECKS: dict[str, Callable[[], dict[str, Any]]] = {
     **GRADIENT_CHECKS,
     **MODEL_CHECKS,
     **IGNORED_CHECKS,
+    **SCRIPT_CHECKS,
     **OUTPUT_CHECKS,
     **COPY_CHECKS,
     **TRAINING_CHECKS,
@@ -42,6 +44,7 @@ COMPILED = {f"compile-{name}": check for name, check in COMPILE_CHECKS.items()}
 WITH_TWO = [*CHECKS, *COMPILED]
 ONLY_TWO = (
     "own-",
+    "script-",
     "outputs-",
     "ema-",
     "optimizer-",
