@@ -16,6 +16,7 @@ from planner.comparison.report import Comparison, summarize
 from planner.comparison.trained import TrainedScript
 from planner.comparison.variants import make_variants, sweep
 from planner.documents.profile import Profile, load_profile
+from planner.documents.text import as_names
 from planner.jobs.job import find_job
 from planner.jobs.training import attribute_user_errors
 from planner.model.problem import make_problem
@@ -66,10 +67,10 @@ def compare(
     *,
     plan: Plan | str | Path | None = None,
     profile: Profile | str | Path | None = None,
-    strategies: Sequence[str] = (),
+    strategies: str | Sequence[str] = (),
     steps: int = STEPS,
     rounds: int | None = None,
-    also: Sequence[Stateful] = (),
+    also: Stateful | Sequence[Stateful] = (),
     timeout_s: float | None = None,
 ) -> Comparison:
     """Measure no communication, DDP, its hooks and a plan in interleaved blocks, with the step of a running script.
@@ -101,7 +102,7 @@ def compare(
     asked = _asked or Asked(
         plan=session.plan if plan is None else plan if isinstance(plan, Plan) else load_plan(plan),
         profile=profile if profile is None or isinstance(profile, Profile) else load_profile(profile),
-        strategies=tuple(strategies),
+        strategies=as_names(strategies),
         steps=steps,
         rounds=check_rounds(steps, rounds),
         timeout_s=timeout_s,
@@ -113,7 +114,8 @@ def compare(
         raise InputError("planner.compare: found no optimizer; expected planner.attach(model, optimizer, plan)")
     problem = None if asked.profile is None else make_problem(asked.profile)
     them, caps = make_variants(asked.plan, problem, asked.strategies), sweep(asked.plan, problem)
-    trained = TrainedScript(session.model, session.optimizer, step, also)
+    changed = also if isinstance(also, Sequence) else (also,)
+    trained = TrainedScript(session.model, session.optimizer, step, changed)
     with (
         session.aside("planner.compare", lambda: trained.no_sync()),
         joined(session.world.group, asked.timeout_s) as world,

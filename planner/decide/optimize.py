@@ -54,7 +54,7 @@ def optimize(
     cluster: Cluster | str | Path | None = None,
     *,
     accuracy: Accuracy = "exact",
-    allow: Sequence[str] = (),
+    allow: str | Sequence[str] = (),
     passes: str = DEFAULT_PASSES,
     after_pass: AfterPass | None = None,
     solver: str = "dp",

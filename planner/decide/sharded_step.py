@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from planner.decide.pipeline import run_passes
-from planner.documents.text import mib, ms
+from planner.documents.text import as_names, mib, ms
 from planner.ir import Schedule
 from planner.model.modes import describe, step_us
 from planner.model.modes.late_gather import LateGather, described_needs
@@ -41,10 +41,9 @@ def check_memory(memory_mib: float | None) -> float | None:
     return memory_mib
 
 
-def check_allow(allow: Sequence[str]) -> tuple[str, ...]:
-    """The names with those that they imply; raises InputError where one is unknown."""
-    if isinstance(allow, str):
-        raise InputError(f"allow: found {allow!r}, expected a list of names; pass [{allow!r}]")
+def check_allow(allow: str | Sequence[str]) -> tuple[str, ...]:
+    """The names (or the one name) with those that they imply; raises InputError where one is unknown."""
+    allow = as_names(allow)
     for name in allow:
         if (problem := name_problem(name)) is not None:
             raise InputError(f"--allow: {problem}; correct it, or leave it out: plans then are drop-in")

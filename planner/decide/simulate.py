@@ -17,6 +17,7 @@ from planner.decide.solvers import SOLVABLE, check_solver, solve_strategy
 from planner.decide.strategies import accuracy_of, make_schedule
 from planner.documents.catalog import find_cluster, find_profile
 from planner.documents.profile import Cluster, Profile
+from planner.documents.text import as_names
 from planner.ir import Schedule
 from planner.model.delay import CycleTimeline
 from planner.model.modes import model_of
@@ -68,7 +69,7 @@ def simulate(
     profile: Profile | str | Path,
     cluster: Cluster | str | Path | None = None,
     *,
-    strategies: Sequence[str] = DEFAULT_STRATEGIES,
+    strategies: str | Sequence[str] = DEFAULT_STRATEGIES,
     ranks: Sequence[int] | None = None,
     what_if: WhatIf | None = None,
     critical_path: bool = False,
@@ -96,8 +97,7 @@ def simulate(
     Raises:
         InputError: a document is wrong, there is no cluster, a strategy is unknown, or ranks do not fill nodes.
     """
-    if isinstance(strategies, str):
-        raise InputError(f"strategies: found {strategies!r}, expected a list of names; pass [{strategies!r}]")
+    strategies = as_names(strategies)
     limit = check_solver(solver, solver_limit)
     if solver != "dp" and not set(strategies) & set(SOLVABLE):
         raise InputError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from runtime.errors import InputError
@@ -48,6 +49,11 @@ def describe_contention(factors: Contention) -> str:
         sizes = sorted(factors.by_size)
         network = f"{sizes[-1][2]:.3g} (large messages) to {sizes[0][2]:.3g} (small ones)"
     return f"compute takes {factors.compute:.3g} × and the network {network} × as long"
+
+
+def as_names(given: str | Iterable[str]) -> tuple[str, ...]:
+    """Return the names that a caller gave: several, or one as a string."""
+    return (given,) if isinstance(given, str) else tuple(given)
 
 
 def milliseconds(time_us: float | None) -> str:

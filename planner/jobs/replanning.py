@@ -88,7 +88,7 @@ def replan(
     profile: Profile | str | Path | None = None,
     *,
     passes: str = DEFAULT_PASSES,
-    allow: Sequence[str] | None = None,
+    allow: str | Sequence[str] | None = None,
     switch: bool = True,
     at_step: int | None = None,
 ) -> Plan:

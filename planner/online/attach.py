@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from itertools import chain, count
 from pathlib import Path
 from typing import TYPE_CHECKING, get_args
 
@@ -15,6 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 from planner.decide.sharded_step import check_allow
+from planner.documents.text import as_names
 from planner.online.cache import Cache, Key, Remembered, cache_folder, parse_remembered
 from planner.online.ddp import ddp_plan
 from planner.online.pilot import Opening, Pilot, Way
@@ -38,7 +40,7 @@ if TYPE_CHECKING:
 
 TIMEOUT_S = 1800.0
 """Deadline of every wait where nothing is predicted yet: what torch gives ranks by default."""
-PAGE = "planner.html"
+PAGE = Path("planner.html")
 CLASSES: tuple[Accuracy, ...] = ("exact", "bounded", "relaxed")
 
 
@@ -46,6 +48,8 @@ class PlannedSession(Session):
     """A session that `planner.attach` made; without a plan it has a pilot, which finds one."""
 
     pilot: Pilot | None = None
+    _page: Path | None = None
+    """Where this session has put its page."""
 
     def switch(self, plan: Plan | str | Path, at_step: int | None = None) -> None:
         """See `Session.switch`; from then on the caller decides, and the run plans no more."""
@@ -66,7 +70,8 @@ class PlannedSession(Session):
         """Return what happened, the plan and the measured step in words; rank 0 prints that and saves a page.
 
         Args:
-            path: where the page goes, None for none. It needs plotly; without, that is said in place of it.
+            path: where the page goes, None for none; default: planner.html, or planner-2.html and so on where there is
+                a file that is not this session's. It needs plotly; without, that is said in place of it.
         """
         story = tuple(self.pilot.story) if self.pilot is not None else ()
         plan, decided = self.plan, self.pilot.decided if self.pilot is not None else None
@@ -81,6 +86,8 @@ class PlannedSession(Session):
         lines = [*story, shown.get().rstrip(), str(report)]
         if self.world.rank != 0:
             return "\n".join(lines)
+        if path is PAGE:
+            path = self._page = self._page or _unused(PAGE)
         if path is not None:
             try:
                 measured = None
@@ -96,6 +103,12 @@ class PlannedSession(Session):
         return "\n".join(lines)
 
 
+def _unused(path: Path) -> Path:
+    """Return a path at which there is no file yet: this one, or with a number behind the name."""
+    paths = chain([path], (path.with_stem(f"{path.stem}-{number}") for number in count(2)))
+    return next(one for one in paths if not one.exists())
+
+
 def attach(
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None,
@@ -103,7 +116,7 @@ def attach(
     process_group: dist.ProcessGroup | None = None,
     *,
     accuracy: Accuracy | None = None,
-    allow: Sequence[str] | None = None,
+    allow: str | Sequence[str] | None = None,
     sync: bool = True,
     broadcast_buffers: bool = True,
     timeout_s: float | None = None,
@@ -128,7 +141,7 @@ def attach(
         model, optimizer, process_group, sync, broadcast_buffers, loss_scale, guard, mesh: see `runtime.attach`.
         plan: a plan, or the path of plan.json, which is executed as it is.
         accuracy: the riskiest class of plan; default: the given plan's, without one exact.
-        allow: interfaces beside drop-in, as for `optimize`; default: the given plan's, without one none.
+        allow: interfaces (or one) beside drop-in, as for `optimize`; default: the given plan's, without one none.
         timeout_s: deadline of every wait; default: with a plan 20 predicted steps, at least 30 s; without 1,800 s.
         drift: warn where steps become longer than the plan predicts (with a plan), or plan again (without).
 
@@ -151,7 +164,7 @@ def attach(
             f"model: found a {type(model).__name__}, expected a torch.nn.Module; call planner.attach(model, optimizer)"
         )
     timeout_s = TIMEOUT_S if timeout_s is None else timeout_s
-    beginning = _begin(model, optimizer, process_group, timeout_s, accuracy or "exact", tuple(allow or ()))
+    beginning = _begin(model, optimizer, process_group, timeout_s, accuracy or "exact", as_names(allow or ()))
     session = attach_as(
         PlannedSession, model, optimizer, beginning.plan, process_group, sync=sync,
         broadcast_buffers=broadcast_buffers, timeout_s=timeout_s, drift=False, loss_scale=loss_scale, guard=guard,
@@ -183,7 +196,9 @@ def _begin_with_remembered(session: PlannedSession, opening: Opening) -> Opening
     return opening
 
 
-def _check_permitted(plan: Plan, accuracy: Accuracy | None, allow: Sequence[str] | None) -> None:
+def _check_permitted(plan: Plan, accuracy: Accuracy | None, allow: str | Sequence[str] | None) -> None:
+    if accuracy is not None and accuracy not in CLASSES:
+        raise InputError(f"accuracy: found {accuracy!r}, expected one of: {', '.join(CLASSES)}; or leave it out")
     if accuracy is not None and CLASSES.index(plan.accuracy) > CLASSES.index(accuracy):
         raise PlanMismatch(
             f"the plan's accuracy is {plan.accuracy}, expected at most {accuracy}; pass accuracy={plan.accuracy!r} if "

@@ -53,6 +53,22 @@ def check_optimizer(plan: Plan, given: object, parameters: Mapping[str, nn.Param
     )
 
 
+def check_owner(model: nn.Module, given: object) -> str | None:
+    """Return why an optimizer cannot be this model's, or None. It may hold others' parameters, too, or some alone; a
+    wrapper may hold copies of them.
+    """
+    if not isinstance(given, torch.optim.Optimizer) or inner_optimizer(given) is not given:
+        return None
+    held = {id(parameter) for group in given.param_groups for parameter in group["params"]}
+    if not held.isdisjoint(map(id, model.parameters())):
+        return None
+    return (
+        f"optimizer: found {type(given).__name__} of {len(held)} parameters, none of which is the model's "
+        f"({type(model).__name__}); expected the model's optimizer: pass that, made after what replaces parameters, or "
+        f"None where the optimizer updates copies (master weights)"
+    )
+
+
 def warn_of_selection(plan: Plan, optimizer: torch.optim.Optimizer | None) -> None:
     """Warn where a plan selects elements for an optimizer that divides by their size."""
     selected = sum(bucket.collective == "sparse" for bucket in plan.buckets)

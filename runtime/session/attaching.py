@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.parameter import UninitializedTensorMixin
 
 from runtime.checks.backend import check_backend
-from runtime.checks.optimizer import check_optimizer, warn_of_selection
+from runtime.checks.optimizer import check_optimizer, check_owner, warn_of_selection
 from runtime.checks.plan import (
     check_attached,
     check_model,
@@ -62,9 +62,10 @@ def attach(
 
     Args:
         model: the bare module, on its device; the same on every rank.
-        optimizer: its optimizer; its step is timed, and LBFGS is given the average of the ranks' losses. None is
-            allowed for every other one, but not with a delay. Of an object with a `step` that holds one optimizer (a
-            wrapper), that one counts; plans that do a part of the step themselves (delay, a shared step) refuse it.
+        optimizer: its optimizer, which may hold a part of its parameters, or others, too; its step is timed, and LBFGS
+            is given the average of the ranks' losses. None is allowed for every other one, but not with a delay. Of an
+            object with a `step` that holds one optimizer (a wrapper), that one counts; plans that do a part of the step
+            themselves (delay, a shared step) refuse it.
         plan: a plan, or the path of plan.json; the same on every rank.
         process_group: the ranks that train together; default: all of torch.distributed, or this process alone.
         sync: overwrite parameters and buffers with rank 0's, as DDP does.
@@ -124,7 +125,7 @@ def attach_as(
     loaded: Plan | None = None
     try:  # what is wrong on this rank is reported to all ranks, so that none waits for this one
         loaded = plan if isinstance(plan, Plan) else load_plan(plan)
-        problem = check_attached(model, attached)
+        problem = check_attached(model, attached) or check_owner(model, optimizer)
         problem = problem or check_optimizer(loaded, optimizer, dict(model.named_parameters()))
     except InputError as error:
         problem = str(error)

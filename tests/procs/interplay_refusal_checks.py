@@ -14,6 +14,7 @@ from interplay_harness import (
     like_ddp,
     loss_of,
     mlp,
+    ranks_agree,
     steps,
     told,
     with_ddp,
@@ -117,6 +118,17 @@ def unplanned() -> dict[str, Any]:
     return told(message, ["4.", "the plan does not hold it", "profile again"])
 
 
+def other_optimizer() -> dict[str, Any]:
+    """One whose parameters are another model's; nothing has been changed then."""
+    model = mlp()
+    with torch.no_grad():
+        model[0].weight += dist.get_rank()
+    made = torch.optim.SGD(mlp().parameters(), lr=0.1)
+    message = raised(lambda: runtime.attach(model, made, plan_of(model, 2), timeout_s=20))
+    results = told(message, ["SGD of 6 parameters, none of which is the model's", "master weights"])
+    return results | {"not broadcast": not ranks_agree(model[0].weight)}
+
+
 def functional_sparse() -> dict[str, Any]:
     """`functional.embedding(sparse=True)` is seen only when its gradient comes."""
 
@@ -199,6 +211,7 @@ def rank_without_gradient() -> dict[str, Any]:
 
 
 REFUSAL_CHECKS: dict[str, Callable[[], dict[str, Any]]] = {
+    "other optimizer": other_optimizer,
     **{f"attach-{case}": partial(at_attach, case) for case in AT_ATTACH},
     "functional sparse": functional_sparse,
     "unplanned": unplanned,

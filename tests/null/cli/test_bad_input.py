@@ -361,8 +361,6 @@ def test_absurd_options(command: Command, tmp_path: Path, arguments: list[str], 
 def test_ranks_of_a_program(ranks: Any) -> None:
     with pytest.raises(InputError, match="expected a list of integers"):
         simulate(parse_profile(usual_document()), ranks=ranks)
-    with pytest.raises(InputError, match="expected a list of names"):
-        simulate(parse_profile(usual_document()), strategies="ddp")
 
 
 def test_totals_that_no_model_has() -> None:

@@ -195,7 +195,7 @@ def test_lossy_plans_are_drop_in_too() -> None:
         ),
         ({"allow": ["bfloat16-weights"]}, "which no plan of `planner optimize` asks for yet"),
         ({"passes": "merge,late_gather{when=always}"}, "expected --allow late-gather beside it"),
-        ({"allow": "sharded-step"}, "allow: found 'sharded-step', expected a list of names; pass ['sharded-step']"),
+        ({"allow": "shared-step"}, "--allow: found 'shared-step', which is unknown"),
         ({"passes": "merge,shard_updates{step=always}"}, "expected --allow sharded-step beside it"),
     ],
 )
