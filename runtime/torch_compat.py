@@ -81,10 +81,11 @@ def names_ignored_by_ddp(model: torch.nn.Module) -> frozenset[str]:
 
 def is_wrapped(model: torch.nn.Module) -> str | None:
     """The name of the wrapper that already exchanges this model's gradients, or None."""
+    from torch.distributed._composable.replicate import DDP as Replicated
     from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
     from torch.nn.parallel import DataParallel
 
-    wrappers = (DistributedDataParallel, DataParallel, FullyShardedDataParallel, FSDPModule)
+    wrappers = (DistributedDataParallel, DataParallel, FullyShardedDataParallel, FSDPModule, Replicated)
     for module in model.modules():
         if isinstance(module, wrappers):
             return type(module).__name__
@@ -98,6 +99,11 @@ def is_compiled(model: torch.nn.Module) -> bool:
     return any(
         isinstance(module, OptimizedModule) or module._compiled_call_impl is not None for module in model.modules()
     )
+
+
+def is_updated_in_backward(tensor: torch.Tensor) -> bool:
+    """Return whether `_apply_optimizer_in_backward` has given a parameter an optimizer that steps in backward."""
+    return bool(getattr(tensor, "_in_backward_optimizers", None))
 
 
 def is_sharded(tensor: torch.Tensor) -> bool:

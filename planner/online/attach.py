@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import chain, count
 from pathlib import Path
 from typing import TYPE_CHECKING, get_args
@@ -16,7 +17,7 @@ import torch.distributed as dist
 from torch import nn
 
 from planner.decide.sharded_step import check_allow
-from planner.documents.text import as_names
+from planner.documents.text import as_names, pluralize
 from planner.online.cache import Cache, Key, Remembered, cache_folder, parse_remembered
 from planner.online.ddp import ddp_plan
 from planner.online.pilot import Opening, Pilot, Way
@@ -24,15 +25,17 @@ from planner.profile.measuring import count_nodes
 from planner.profile.step import check_same_model, joined, refuse_alike
 from planner.report.page import page_text
 from planner.report.tables import make_console, print_plan
-from runtime.checks.plan import check_model, model_fingerprint, trainable_parameters
+from runtime.checks.plan import check_model, parameters_fingerprint, trainable_parameters
 from runtime.comm.topology import node_name
-from runtime.errors import CacheWarning, InputError, PlanMismatch, PlannerError
+from runtime.errors import CacheWarning, CommunicationError, InputError, PlanMismatch, PlannerError
 from runtime.optimizers.kinds import inner_optimizer
 from runtime.plan import Accuracy, ModelReference, Plan, PlanWorld, load_plan
 from runtime.plan.files import write_text
 from runtime.plan.measured import MeasuredStep
+from runtime.plan.names import shorten
 from runtime.session.attaching import attach_as
 from runtime.session.session import Session
+from runtime.torch_compat import OUTSIDE, current_backward_id
 from runtime.version import __version__
 
 if TYPE_CHECKING:
@@ -50,6 +53,38 @@ class PlannedSession(Session):
     pilot: Pilot | None = None
     _page: Path | None = None
     """Where this session has put its page."""
+
+    begin_again: Callable[[Iterable[nn.Parameter]], _Beginning] | None = None
+    """Agrees with all ranks on how a run begins in which these parameters train, too; with a pilot."""
+
+    def thawed(self, names: Sequence[str]) -> bool:
+        """See `Session.thawed`: the run begins again with all parameters, unless the caller decides on plans.
+
+        Every rank comes here before the same step.
+        """
+        if self.pilot is None or self.director is None or self.begin_again is None or current_backward_id() != OUTSIDE:
+            return False
+        try:
+            beginning = self.begin_again(self.parameters.values())
+        except CommunicationError as error:
+            raise CommunicationError(
+                f"{shorten(names)}: requires_grad was set on this rank before step {self.step}, which every rank has "
+                f"to do before the same step, so that gradients can be averaged; {error}"
+            ) from error
+        before = self.pilot
+        before.close()
+        self.take_in(trainable_parameters(self.model, self.parameters.values()), beginning.plan)
+        before.tell(f"{pluralize(len(names), 'parameter')} more to train ({shorten(names)}): planned again", aloud=True)
+        self._fly(beginning, watches=before.watches, story=before.story)
+        return True
+
+    def _fly(self, beginning: _Beginning, *, watches: bool, story: Sequence[str] = ()) -> None:
+        """Have the run planned from its next step on."""
+        opening = _begin_with_remembered(self, beginning.opening)
+        self.recorder.each_gradient = True  # in the first step, whose order DDP's buckets follow
+        self.director = self.pilot = Pilot(
+            self, opening, beginning.cache, beginning.other, watches=watches, story=list(story)
+        )
 
     def switch(self, plan: Plan | str | Path, at_step: int | None = None) -> None:
         """See `Session.switch`; from then on the caller decides, and the run plans no more."""
@@ -164,16 +199,16 @@ def attach(
             f"model: found a {type(model).__name__}, expected a torch.nn.Module; call planner.attach(model, optimizer)"
         )
     timeout_s = TIMEOUT_S if timeout_s is None else timeout_s
-    beginning = _begin(model, optimizer, process_group, timeout_s, accuracy or "exact", as_names(allow or ()))
+    begin = partial(_begin, model, optimizer, process_group, timeout_s, accuracy or "exact", as_names(allow or ()))
+    beginning = begin()
     session = attach_as(
         PlannedSession, model, optimizer, beginning.plan, process_group, sync=sync,
         broadcast_buffers=broadcast_buffers, timeout_s=timeout_s, drift=False, loss_scale=loss_scale, guard=guard,
         mesh=mesh,
     )  # fmt: skip
     if session.world.ranks > 1:
-        opening = _begin_with_remembered(session, beginning.opening)
-        session.recorder.each_gradient = True  # in the first step, whose order DDP's buckets follow
-        session.director = session.pilot = Pilot(session, opening, beginning.cache, beginning.other, watches=drift)
+        session.begin_again = begin
+        session._fly(beginning, watches=drift)
     return session
 
 
@@ -233,13 +268,17 @@ class _Beginning:
 
 def _begin(
     model: nn.Module, optimizer: object, group: dist.ProcessGroup | None, timeout_s: float, accuracy: Accuracy,
-    allow: tuple[str, ...],
-) -> _Beginning:
-    """Agree with all ranks on how the run begins: rank 0's environment and cache count."""
+    allow: tuple[str, ...], also: Iterable[nn.Parameter] = (),
+) -> _Beginning:  # fmt: skip
+    """Agree with all ranks on how the run begins: rank 0's environment and cache count. `also` are parameters that are
+    trained, though they are frozen now.
+    """
     way, problem, fingerprint = os.environ.get("PLANNER", "auto").strip().lower() or "auto", None, ""
+    parameters: dict[str, nn.Parameter] = {}
     try:
         problem = check_model(model)
-        fingerprint = "" if problem else model_fingerprint(model)
+        parameters = {} if problem else trainable_parameters(model, also)
+        fingerprint = parameters_fingerprint(parameters)
         check_allow(allow)
         if way not in get_args(Way):
             raise InputError(f"PLANNER: found {way!r}, expected one of: {', '.join(get_args(Way))}; or leave it out")
@@ -250,7 +289,6 @@ def _begin(
             )
     except InputError as error:
         problem = problem or str(error)
-    parameters = {} if problem else trainable_parameters(model)
     problem = problem or (None if parameters else "the model has no trainable parameter; expected at least one")
     cache: Cache | None = None
     with joined(group, timeout_s) as world:

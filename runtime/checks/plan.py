@@ -27,7 +27,7 @@ from runtime.plan.names import canonical_name, fingerprint, shorten
 from runtime.sparse.compressed import layer_runs
 from runtime.sparse.compressors import COMPRESSORS, make_compressor
 from runtime.sparse.compressors.wire import BETWEEN_NODES, EIGHT_BITS, make_wire
-from runtime.torch_compat import is_sharded, is_wrapped
+from runtime.torch_compat import is_sharded, is_updated_in_backward, is_wrapped
 
 SELECTING = ("topk", "randomk")
 """Compressors that send some elements as they are, by sparse collectives."""
@@ -38,16 +38,16 @@ SUMMED = (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.com
 SHOWN = 5
 
 
-def trainable_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+def trainable_parameters(model: nn.Module, also: Iterable[nn.Parameter] = ()) -> dict[str, nn.Parameter]:
     """Return trainable parameters that ranks exchange (`runtime.core.members`) by canonical name, a shared one once.
 
-    Raises InputError where two have one name.
+    `also` are parameters that count as trainable. Raises InputError where two have one name.
     """
     found: dict[str, nn.Parameter] = {}
     full: dict[str, str] = {}
-    ignored = ignored_ids(model)
+    ignored, counted = ignored_ids(model), set(map(id, also))
     for name, parameter in model.named_parameters():
-        if not parameter.requires_grad or id(parameter) in ignored:
+        if not (parameter.requires_grad or id(parameter) in counted) or id(parameter) in ignored:
             continue
         short = canonical_name(name)
         if short in found:
@@ -109,6 +109,11 @@ def check_model(model: nn.Module) -> str | None:
             return (
                 f"{name} is a DTensor (tensor parallelism or FSDP2), of which each rank holds a part; expected whole "
                 f"parameters, the same on every rank: train it with the wrapper that made it"
+            )
+        if is_updated_in_backward(tensor):
+            return (
+                f"{name} has an optimizer that steps in backward (_apply_optimizer_in_backward), before ranks have "
+                f"averaged gradients; expected optimizers that step behind it: make an ordinary one, and call its step"
             )
         if tensor.layout != torch.strided:
             return f"{name} is sparse ({tensor.layout}); expected dense parameters: call to_dense() on it"

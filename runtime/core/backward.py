@@ -150,7 +150,8 @@ class BackwardTracker:
         if not self._abandoned():
             raise InputError(
                 f"the gradient of {slot.name} became ready twice in one backward; expected once: reentrant activation "
-                f"checkpointing of a shared parameter does that, use checkpoint(..., use_reentrant=False)"
+                f"checkpointing of a shared parameter does that (DDP takes it with static_graph=True alone), use "
+                f"checkpoint(..., use_reentrant=False)"
             )
         self._forget_backward()
         self._exchange().gradient_ready(slot)

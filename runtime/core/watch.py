@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 from operator import is_
 from typing import Any, NoReturn
@@ -16,20 +16,28 @@ from runtime.plan.names import canonical_name, shorten
 from runtime.torch_compat import is_wrapped, running_ddp
 
 HINT = "call session.detach(), profile the model again as it is now, and attach with the new plan"
+THAW_HINT = (
+    "attach without a plan (planner.attach(model, optimizer), PlannerStrategy()), which takes thawed parameters in, or "
+    "let them be trainable at attach and freeze them behind it"
+)
 
 
 class ModelWatch:
-    """Refuses parameters that became trainable after attach: each rank would train them alone, without a word.
+    """Refuses parameters that became trainable after attach, unless the session takes them in: each rank would train
+    them alone, without a word.
 
     Parameters that were frozen or taken off since are borne like unused ones. Called at every training forward, so
     it looks only at the tables in which modules keep parameters and submodules (some microseconds for a ResNet); a
     walk through the model follows where one of them has changed.
     """
 
-    def __init__(self, model: nn.Module, trainable: Mapping[str, nn.Parameter]) -> None:
-        self._model = model
-        self._known = dict(trainable)
-        self._known_ids = {id(parameter) for parameter in trainable.values()}
+    def __init__(
+        self, model: nn.Module, trainable: Mapping[str, nn.Parameter], take_in: Callable[[Sequence[str]], bool]
+    ) -> None:
+        """`take_in`: called with the names of parameters that train now and did not at attach; returns whether they are
+        in `trainable` from then on.
+        """
+        self._model, self._known, self._take_in = model, trainable, take_in
         self._ignored = ignored_ids(model)
         self._frozen_then = [p for p in model.parameters() if not p.requires_grad]
         self._remember()
@@ -48,6 +56,10 @@ class ModelWatch:
         # Plain tensors stand in for parameters inside `torch.func.functional_call`: to be forgotten at once.
         if all(isinstance(parameter, nn.Parameter) for parameter in self._model.parameters()):
             self._remember()
+
+    @property
+    def _known_ids(self) -> set[int]:
+        return set(map(id, self._known.values()))
 
     def _remember(self) -> None:
         tables = [table for module in self._model.modules() for table in (module._parameters, module._modules)]
@@ -75,19 +87,23 @@ class ModelWatch:
                 f"the model was wrapped in {wrapper} after attach, which exchanges gradients itself; expected the "
                 f"plain module: drop the wrapper, or call session.detach() first"
             )
-        reasons = []
+        reasons, names, thawed = [], list[str](), True
+        passed = self._known_ids | self._ignored
         for name, parameter in self._model.named_parameters():
-            known = id(parameter) in self._known_ids | self._ignored or not isinstance(parameter, nn.Parameter)
+            known = id(parameter) in passed or not isinstance(parameter, nn.Parameter)
             if parameter.requires_grad and not known:
                 short = canonical_name(name)
+                names.append(short)
                 why = "replaced by another parameter" if short in self._known else "new"
                 if any(parameter is one for one in self._frozen_then):
                     why = "frozen then, requires_grad now"
+                else:
+                    thawed = False
                 reasons.append(f"{short} ({why})")
-        if reasons:
+        if reasons and not (thawed and self._take_in(names)):
             raise InputError(
                 f"parameters are trainable now that were not when the model was attached: {shorten(reasons)}; no "
-                f"bucket of the plan holds them, each rank would train them alone; {HINT}"
+                f"bucket of the plan holds them, each rank would train them alone; {THAW_HINT if thawed else HINT}"
             )
 
 

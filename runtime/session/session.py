@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any, Protocol
@@ -98,9 +98,10 @@ class Session:
         self._pending: tuple[int, Mode, Exchange] | None = None
         self._elsewhere: Callable[[], AbstractContextManager[None]] | None = None
         """The `no_sync` of what trains the model while the session is aside."""
-        self.parameters = trainable_parameters(model)
+        # Behind `aside` those that have been frozen meanwhile are in the plan, too.
+        self.parameters = trainable_parameters(model, vars(self).get("parameters", {}).values())
         self.device = next(iter(self.parameters.values())).device
-        watch = ModelWatch(model, self.parameters)
+        watch = ModelWatch(model, self.parameters, lambda names: self.thawed(names))
         self._backward = BackwardTracker(model, watch, lambda: self.exchange, self._step_done)
         leave_uncompiled()
         if self.device.type == "cpu":
@@ -294,6 +295,27 @@ class Session:
         self.monitor.try_plan(prepared[0].plan)
         if at_step == self.step:
             self._change_over()
+
+    def thawed(self, names: Sequence[str]) -> bool:
+        """Return whether parameters that have become trainable since attach are in buckets from now on; called before a
+        forward, or in a backward. A given plan stays as it is.
+        """
+        return False
+
+    def take_in(self, parameters: Mapping[str, nn.Parameter], plan: Plan) -> None:
+        """Train these parameters from the next step on, by a plan of all of them; see `switch`."""
+        before = dict(self.parameters)
+        self._set_parameters(parameters)
+        try:
+            Session.switch(self, plan)
+        except BaseException:
+            self._set_parameters(before)
+            raise
+
+    def _set_parameters(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        # In place: the exchange, the optimizer's norms and the watch look there.
+        self.parameters.clear()
+        self.parameters.update(parameters)
 
     def pause(self, what: str) -> None:
         """Make the link quiet between two steps, for `what` the user called. Raises InputError in a backward, or after

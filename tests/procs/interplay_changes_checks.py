@@ -63,7 +63,7 @@ def _shard(side: Side) -> None:
 
 
 AFTER_ATTACH: dict[str, tuple[Callable[[Side], None], list[str]]] = {
-    "unfrozen": (_unfreeze, ["0.weight (frozen then, requires_grad now)", CURE]),
+    "unfrozen": (_unfreeze, ["0.weight (frozen then, requires_grad now)", "attach without a plan"]),
     "replaced parameter": (_replace_parameter, ["2.weight (replaced by another parameter)", CURE]),
     "replaced layer": (_replace_layer, ["4.weight (replaced", "4.bias (replaced", CURE]),
     "added layer": (_add_layer, ["5.weight (new)", CURE]),

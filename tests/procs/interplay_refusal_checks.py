@@ -23,8 +23,10 @@ from interplay_harness import (
 from session_checks import plan_of
 from step_checks import raised
 from torch import Tensor, nn
+from torch.distributed._composable.replicate import replicate
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.optim import _apply_optimizer_in_backward
 from torch.distributed.tensor import DTensor, Replicate
 from torch.nn import functional
 from torch.nn.parallel import DataParallel, DistributedDataParallel
@@ -79,6 +81,17 @@ def _lazy() -> nn.Module:
     return nn.Sequential(nn.Linear(6, 8), nn.LazyLinear(3))
 
 
+def _replicated() -> nn.Module:
+    model: nn.Module = replicate(mlp())
+    return model
+
+
+def _updated_in_backward() -> nn.Module:
+    model = mlp()
+    _apply_optimizer_in_backward(torch.optim.SGD, model.parameters(), {"lr": 0.1})
+    return model
+
+
 AT_ATTACH: dict[str, tuple[Callable[[], nn.Module], list[str]]] = {
     "sparse embedding": (lambda: nn.Sequential(nn.Embedding(4, 4, sparse=True)), ["0 is an embedding", "sparse=False"]),
     "sparse embedding bag": (lambda: nn.Sequential(nn.EmbeddingBag(4, 4, sparse=True, mode="sum")), ["sparse=False"]),
@@ -95,6 +108,8 @@ AT_ATTACH: dict[str, tuple[Callable[[], nn.Module], list[str]]] = {
     "several devices": (_two_devices, ["cpu, meta", "one device per rank"]),
     "no data": (lambda: mlp().to("meta"), ["meta", "no data"]),
     "grad_dtype": (_other_grad_dtype, ["0.weight has the grad_dtype torch.bfloat16", "leave grad_dtype"]),
+    "replicate": (_replicated, ["wrapped in DDPSequential"]),
+    "optimizer in backward": (_updated_in_backward, ["0.weight has an optimizer that steps in backward"]),
     "lazy": (_lazy, ["1.weight has no shape yet", "one forward before attach"]),
 }
 
