@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,26 +11,37 @@ from typing import Any
 import lightning
 from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
 from lightning.pytorch.trainer.states import TrainerFn
+from torch.optim import Optimizer
 
 from planner.integrations import check_version
-from planner.online.attach import PlannedSession, attach
+from planner.integrations.attaching import REFUSED, Options, attach_arguments, detach, model_state
+from planner.online.attach import PlannedSession
 from runtime.plan import Accuracy, Plan
 
 check_version("lightning", lightning.__version__, "2.6")
 
 
 class PlannerStrategy(DDPStrategy):  # type: ignore[misc, unused-ignore]
-    """DDPStrategy whose model is attached where it would be wrapped; takes its arguments, too, but for those of DDP."""
+    """DDPStrategy whose model is attached where it would be wrapped.
+
+    Takes `plan`, `accuracy`, `allow` and `timeout_s` as `planner.attach` does, and the arguments of `DDPStrategy`. Of
+    those for DistributedDataParallel they count as far as `planner.attach` has the like; what else of them would change
+    results raises InputError.
+    """
 
     strategy_name = "planner"
 
     def __init__(
         self, plan: Plan | str | Path | None = None, accuracy: Accuracy | None = None,
-        allow: Sequence[str] | None = None, **keywords: Any,
+        allow: Sequence[str] | None = None, timeout_s: float | None = None, **keywords: Any,
     ) -> None:  # fmt: skip
         super().__init__(**keywords)
-        self._planned = plan, accuracy, allow
+        self._planned = Options(plan, accuracy, allow, timeout_s)
+        own = inspect.signature(DDPStrategy).parameters.keys() - REFUSED.keys()
+        told = {name: value for name, value in keywords.items() if name not in own}
+        self._arguments = attach_arguments(told, type(self).__name__)
         self.session: PlannedSession | None = None
+        """That of the last `fit`, which is detached at its end."""
 
     def configure_ddp(self) -> None:
         """Leave the model plain."""
@@ -39,9 +51,10 @@ class PlannerStrategy(DDPStrategy):  # type: ignore[misc, unused-ignore]
         super().setup(trainer)
         if trainer.state.fn != TrainerFn.FITTING or self.model is None:
             return
-        plan, accuracy, allow = self._planned
         optimizer = self.optimizers[0] if len(self.optimizers) == 1 else None
-        self.session = attach(self.model, optimizer, plan, accuracy=accuracy, allow=allow)
+        scaler = getattr(self.precision_plugin, "scaler", None)
+        scale = None if scaler is None else scaler.get_scale
+        self.session = self._planned.attach(self.model, optimizer, self._arguments, scale)
 
     def training_step(self, *arguments: Any, **keywords: Any) -> Any:
         """See `Strategy.training_step`; goes through the module's own call, which says when a forward begins."""
@@ -61,11 +74,21 @@ class PlannerStrategy(DDPStrategy):  # type: ignore[misc, unused-ignore]
         with self.session.no_sync():
             yield
 
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """See `Strategy.lightning_module_state_dict`."""
+        return model_state(self.session, super().lightning_module_state_dict)
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """See `Strategy.optimizer_state`; every rank calls this."""
+        if self.session is None or not self.session.is_attached:
+            return super().optimizer_state(optimizer)
+        with self.session.whole_optimizer_state():
+            return super().optimizer_state(optimizer)
+
     def teardown(self) -> None:
         """See `DDPStrategy.teardown`; the model is plain again."""
         if self.session is not None:
-            self.session.detach()
-            self.session = None
+            detach(self.session)
         super().teardown()
 
     @classmethod

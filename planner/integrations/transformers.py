@@ -11,23 +11,33 @@ from transformers import Trainer
 
 from planner.integrations import check_version
 from planner.integrations.accelerate import PlannerAccelerator
+from planner.integrations.attaching import Options, whole_states
 from runtime.plan import Accuracy, Plan
 
 check_version("transformers", transformers.__version__, "5.0")
 
 
 class PlannerTrainer(Trainer):
-    """Takes the arguments of `Trainer`, and `plan`, `accuracy` and `allow` as `planner.attach` does."""
+    """Takes the arguments of `Trainer`, and `plan`, `accuracy`, `allow` and `timeout_s` as `planner.attach` does."""
 
     def __init__(
         self, *arguments: Any, plan: Plan | str | Path | None = None, accuracy: Accuracy | None = None,
-        allow: Sequence[str] | None = None, **keywords: Any,
+        allow: Sequence[str] | None = None, timeout_s: float | None = None, **keywords: Any,
     ) -> None:  # fmt: skip
-        self._planned = plan, accuracy, allow
+        self._planned = Options(plan, accuracy, allow, timeout_s)
         super().__init__(*arguments, **keywords)
 
     def create_accelerator_and_postprocess(self) -> None:
         """See `Trainer`, which makes an Accelerator by its own name: it becomes one that attaches."""
         super().create_accelerator_and_postprocess()
         self.accelerator.__class__ = PlannerAccelerator
-        self.accelerator.plan, self.accelerator.accuracy, self.accelerator.allow = self._planned
+        self.accelerator.take(self._planned)
+
+    def save_model(self, *arguments: Any, **keywords: Any) -> None:
+        """See `Trainer.save_model`; with a plan that is not drop-in every rank calls this."""
+        with whole_states(self.accelerator.sessions):
+            super().save_model(*arguments, **keywords)
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        with whole_states(self.accelerator.sessions):
+            super()._save_optimizer_and_scheduler(output_dir)

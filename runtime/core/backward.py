@@ -46,6 +46,8 @@ class BackwardTracker:
         self._hooks = HookWatch(model)
         self.synchronizing = True
         """Whether forwards are now followed by an exchange; False in `no_sync`."""
+        self.forced = False
+        """Whether backwards exchange now, whatever their forwards decided."""
         self._reached: bool | None = None
         """Whether this backward has reached an output of a forward that exchanges; None: it has reached none."""
         self._returned_leaf: bool | None = None
@@ -101,10 +103,11 @@ class BackwardTracker:
     def _on_first_grad(self) -> bool:
         """Begin a step, if this backward, whose first gradient is here, exchanges.
 
-        As with DDP the forward decides: one outside of `no_sync` is enough. If none was seen, the backward does.
+        As with DDP the forward decides: one outside of `no_sync` is enough. If none was seen, the backward does; so it
+        does where it is `forced`.
         """
         seen = self._reached is not None or self._returned_leaf is not None
-        if not (self._reached or self._returned_leaf if seen else self.synchronizing):
+        if not (self.forced or (self._reached or self._returned_leaf if seen else self.synchronizing)):
             if not self._declined:
                 self._declined = True
                 self._await_end()
@@ -163,7 +166,8 @@ class BackwardTracker:
             self._exchange().accumulated()
         if self._exchange().open or self._declined:  # gradients have come: `torch.autograd.grad` brings none
             self._returned_leaf, self._declined = None, False
-        if self._exchange().open or (reached and not self._exchange().slots):  # one rank only reports
+        alone = not self._exchange().slots  # one rank only reports
+        if self._exchange().open or (alone and (reached or (self.forced and reached is not None))):
             self._exchange().finish()
             self._step_done()
 

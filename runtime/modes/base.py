@@ -207,8 +207,9 @@ class Mode:
             "or save the model inside session.global_weights() there, and load the state without its weights"
         )
 
-    def optimizer_state_dict(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        return optimizer.state_dict()
+    def whole_optimizer_state(self) -> AbstractContextManager[None]:
+        """See `Session.whole_optimizer_state`."""
+        return nullcontext()
 
     lingers: ClassVar[bool] = False
     """Whether it has to be asked around the optimizer's steps, and closed, also when another mode has followed it."""

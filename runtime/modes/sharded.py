@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
 
@@ -136,10 +136,10 @@ class Sharded(Mode):
         else:
             self._step.load_masters(saved)
 
-    def optimizer_state_dict(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        """See `Mode.optimizer_state_dict`: put together of all ranks' parts, on the host."""
+    def whole_optimizer_state(self) -> AbstractContextManager[None]:
+        """See `Mode.whole_optimizer_state`: gathered from all ranks, on the host."""
         assert self._step is not None
-        return self._step.optimizer_state_dict()
+        return self._step.whole_optimizer_state()
 
     def end(self) -> None:
         step, self._step = self._step, None

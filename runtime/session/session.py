@@ -149,6 +149,11 @@ class Session:
         return self.mode.plan
 
     @property
+    def is_attached(self) -> bool:
+        """Whether the model trains by this session: until `detach`."""
+        return bool(self._handles)
+
+    @property
     def topology(self) -> Topology:
         """Which ranks share a node; where that is not known, none do."""
         found = self.world.topology
@@ -238,6 +243,20 @@ class Session:
             yield
         finally:
             self._backward.synchronizing = before
+
+    @contextmanager
+    def sync_in_backward(self) -> Iterator[None]:
+        """Backwards inside exchange what has accumulated, also where all their forwards were in `no_sync`.
+
+        Forwards inside are as outside of `no_sync`. Every rank calls it for the same backward.
+        """
+        tracker = self._backward
+        before = tracker.synchronizing, tracker.forced
+        tracker.synchronizing = tracker.forced = True
+        try:
+            yield
+        finally:
+            tracker.synchronizing, tracker.forced = before
 
     @contextmanager
     def global_weights(self) -> Iterator[None]:
@@ -382,14 +401,24 @@ class Session:
         `optimizer.load_state_dict` takes it on any number of ranks, before or after `attach`. Raises InputError without
         an optimizer, in a backward and after `detach`, CommunicationError where a rank does not come in time.
         """
-        self.pause("session.optimizer_state_dict")
         if self._given is None:
             raise InputError(
                 "session.optimizer_state_dict: found no optimizer; expected attach(model, optimizer, plan)"
             )
-        if self._given is not self.optimizer:  # a wrapper's, which never is of a part
+        with self.whole_optimizer_state():
             return self._given.state_dict()
-        return self.mode.optimizer_state_dict(self._given)
+
+    @contextmanager
+    def whole_optimizer_state(self) -> Iterator[None]:
+        """Inside, `optimizer.state_dict()` is what `optimizer_state_dict` returns: for code that calls it by itself.
+
+        Every rank calls it between the same two steps; inside, a rank may read the state alone. Nothing happens unless
+        the step is sharded. Raises InputError in a backward and after `detach`, CommunicationError where a rank does
+        not come in time.
+        """
+        self.pause("session.whole_optimizer_state")
+        with self.mode.whole_optimizer_state():
+            yield
 
     def load_state_dict(self, state: dict[str, Any] | Sequence[dict[str, Any]]) -> None:
         """Continue from `state_dict()`, before the first step, with the same plan bit for bit.

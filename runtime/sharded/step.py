@@ -4,7 +4,7 @@ while ranks share   parameters lie in flat buffers, one for each message, which 
 optimizer.step()    in the groups of the user's own optimizer this rank's pieces stand in for parameters until it is
                     done, or raises; afterwards the buffers are all-gathered, which makes them the weights of all ranks
 between steps       groups and schedulers see parameters; the optimizer's state is by piece, so that each rank keeps
-                    that of its part alone; `optimizer_state_dict` puts the whole together
+                    that of its part alone; `whole_optimizer_state` puts the whole together
 
 Where the plan gathers weights in bfloat16, all ranks, the owner too, see and compute with rounded weights as long as
 they share the step, from its beginning on. Each rank's optimizer updates its part in float32 (`OwnPart.master`): a
@@ -294,16 +294,13 @@ class ShardedStep:
         found = gathered_state(self._exchange.parts, mine, self._world, device)
         return {self._exchange.slots[index].parameter: values for index, values in found.items()}
 
-    def optimizer_state_dict(self) -> dict[str, Any]:
+    @contextmanager
+    def whole_optimizer_state(self) -> Iterator[None]:
+        """Inside, the optimizer has the state of all ranks, on the host, in the order of its parameters; all ranks must
+        call this.
+        """
         self._swap_back()
         whole = self._whole_state(torch.device("cpu"))
-        with self._holding(whole):
-            state: dict[str, Any] = self._optimizer.state_dict()
-        return state
-
-    @contextmanager
-    def _holding(self, whole: Mapping[nn.Parameter, dict[str, Any]]) -> Iterator[None]:
-        """Let the optimizer have a whole state, in the order of its parameters, as if nobody shared anything."""
         kept, self._gathering = self._optimizer.state, True
         mine = {*self._slots, *map(id, self._pieces.values())}
         others = {one: value for one, value in kept.items() if id(one) not in mine}

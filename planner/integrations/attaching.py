@@ -1,0 +1,154 @@
+"""How every framework attaches a model: what scripts tell DDP through it becomes arguments of `planner.attach`."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from planner.online.attach import PlannedSession, attach
+from runtime.errors import InputError
+from runtime.plan import Accuracy, Plan
+
+COUNTERPARTS: Mapping[str, str] = {
+    "broadcast_buffers": "broadcast_buffers", "init_sync": "sync", "process_group": "process_group"
+}  # fmt: skip
+"""Argument of DDP → of `planner.attach`."""
+
+WITHOUT_EFFECT = frozenset((
+    "batched_grad_copy", "bucket_cap_mb", "bucket_cap_mb_list", "check_reduction", "device_ids", "dim",
+    "find_unused_parameters", "gradient_as_bucket_view", "output_device", "skip_all_reduce_unused_params",
+    "static_graph",
+))  # fmt: skip
+"""Arguments of DDP that say how it comes to its gradients, and not to which: buckets are the plan's, and unused
+parameters are found."""
+
+_HOOK = (
+    "gradients are sent as the plan says: leave it out, and for compressed gradients attach a bounded plan "
+    "(`planner optimize --accuracy bounded`)"
+)
+REFUSED: Mapping[str, str] = {
+    **dict.fromkeys(("comm_hook", "ddp_comm_hook", "ddp_comm_state", "ddp_comm_wrapper"), _HOOK),
+    "model_averaging_period": "models are averaged by local updaters (planner.run_local_async): leave it out",
+    "mixed_precision": "leave it out, and take the framework's own mixed precision (autocast)",
+    "device_mesh": "planner trains replicas: leave it out, or take the framework's own strategy for meshes",
+    "forward_sync_buffers": "pass broadcast_buffers=False, with which buffers are each rank's own from the start on",
+    "delay_all_reduce_named_params": "planner says when gradients are sent: leave it out",
+    "param_to_hook_all_reduce": "planner says when gradients are sent: leave it out",
+}  # fmt: skip
+"""Arguments of DDP, and of what frameworks register with it, without a counterpart → what to do."""
+
+_DEFAULTS = {name: one.default for name, one in inspect.signature(DistributedDataParallel).parameters.items()}
+
+
+def attach_arguments(given: Mapping[str, object], where: str) -> dict[str, Any]:
+    """Return the arguments of `planner.attach` that come to the same as these of DDP.
+
+    Args:
+        given: arguments of DistributedDataParallel, or what a framework registers with it, by name; None is a default.
+        where: the framework's class that was given them, for messages.
+
+    Raises:
+        InputError: one that changes results has no counterpart, or is unknown.
+    """
+    asked: dict[str, Any] = {}
+    for name, value in given.items():
+        default = _DEFAULTS.get(name)
+        if value is None or name in WITHOUT_EFFECT or (default is not None and value == default):
+            continue
+        if name in COUNTERPARTS:
+            asked[COUNTERPARTS[name]] = value
+        elif name != "forward_sync_buffers" or value is not True:
+            advice = REFUSED.get(name, "it is unknown here: leave it out, or take the framework's own DDP")
+            raise InputError(f"{where}: found {name}={value!r}, expected none, for planner takes DDP's place; {advice}")
+    return asked
+
+
+@dataclass(frozen=True)
+class Options:
+    """What a framework's class takes for `planner.attach`, whose arguments these are."""
+
+    plan: Plan | str | Path | None = None
+    accuracy: Accuracy | None = None
+    allow: Sequence[str] | None = None
+    timeout_s: float | None = None
+
+    def attach(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer | None, arguments: Mapping[str, Any],
+        loss_scale: Callable[[], float] | None = None,
+    ) -> PlannedSession:  # fmt: skip
+        """Attach a model that the framework would wrap in DDP; `arguments` are of `attach_arguments`."""
+        session = attach(
+            model, optimizer, self.plan, accuracy=self.accuracy, allow=self.allow, timeout_s=self.timeout_s,
+            loss_scale=loss_scale, **arguments,
+        )  # fmt: skip
+        model.no_sync = NoSync(session)  # type: ignore[assignment]
+        return session
+
+
+class NoSync:
+    """`Session.no_sync` as `model.no_sync`, where DDP has it and frameworks look for it.
+
+    Copies of the model and files of it, which are of no session, have one that does nothing.
+    """
+
+    def __init__(self, session: PlannedSession) -> None:
+        self.session = session
+
+    def __call__(self) -> Any:
+        return self.session.no_sync()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return partial, (nullcontext,)
+
+
+def detach(session: PlannedSession) -> None:
+    """Make the model plain again; all ranks call this."""
+    with suppress(AttributeError):
+        del session.model.no_sync
+    session.detach()
+
+
+def session_of(model: nn.Module) -> PlannedSession | None:
+    """Return the session that a framework has attached a model to, if any."""
+    found = getattr(model, "no_sync", None)
+    return found.session if isinstance(found, NoSync) else None
+
+
+@contextmanager
+def whole_states(sessions: Iterable[PlannedSession]) -> Iterator[None]:
+    """Inside, `state_dict()` of models and optimizers are what a checkpoint needs; all ranks call this."""
+    with ExitStack() as stack:
+        for session in sessions:
+            if session.is_attached:
+                stack.enter_context(session.whole_optimizer_state())
+                stack.enter_context(session.global_weights())
+        yield
+
+
+def model_state(session: PlannedSession | None, state_dict: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """Return a model's `state_dict()` for a checkpoint; of copies where the plan is not drop-in, for there weights may
+    be rounded, a rank's own, or parts of one storage. All ranks call this.
+    """
+    if session is None or not session.is_attached:
+        return state_dict()
+    if session.plan.accuracy == "exact" and not session.plan.interfaces:
+        return state_dict()
+    with session.global_weights():
+        state = state_dict()
+        copies: dict[Any, torch.Tensor] = {}
+        for name, value in state.items():
+            if isinstance(value, torch.Tensor):
+                key = value.data_ptr(), value.shape, value.dtype  # tied ones stay tied
+                if key not in copies:
+                    copies[key] = value.detach().clone()
+                state[name] = copies[key]
+        return state
