@@ -219,7 +219,7 @@ def _describe(
         adaptive=isinstance(optimizer, ADAPTIVE),
         elementwise=find_not_elementwise(optimizer) is None,
         holds_all=find_missing(optimizer, parameters) is None,
-        state_bytes=state_bytes(optimizer),
+        state_bytes=state_bytes(optimizer.state),
     )
 
 

@@ -335,7 +335,9 @@ def measure_units(
         loss_working_bytes=max(loss for _, loss in memory),
         weights=weights_of(model),
         element_bytes=next(model.parameters()).element_size(),
-        state_factor=round(state_bytes(optimizer) / parameters_bytes, 3) if optimizer and parameters_bytes else 0.0,
+        state_factor=(
+            round(state_bytes(optimizer.state) / parameters_bytes, 3) if optimizer and parameters_bytes else 0.0
+        ),
         passes_through=(ROOT,) if observer.passes_through else (),
         update_us=update_us,
     )  # fmt: skip

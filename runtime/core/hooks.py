@@ -1,12 +1,16 @@
-"""Hooks that are run after the user's own, and whether there are any of the user's."""
+"""Hooks that are run after the user's own, or within them, and whether there are any of the user's."""
 
 from __future__ import annotations
 
+import functools
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from typing import Any
 
 from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from runtime.torch_compat import ModuleHook, accumulator_of
@@ -108,3 +112,48 @@ class ModulePreHook:
 
     def take_off(self, module: nn.Module) -> None:
         module._forward_pre_hooks.pop(self._key, None)
+
+
+class UpdateHooks:
+    """Are called right before and right after an optimizer's update: all hooks of the user's on the step, whenever they
+    were registered, run outside of them, as they do where nobody shares or delays the step.
+    """
+
+    def __init__(
+        self, optimizer: Optimizer, begin: Callable[[], None], before: Callable[..., Any], after: Callable[..., Any]
+    ) -> None:
+        """Register the hooks: `before` and `after` are torch's pre- and post-hooks of the step; `begin` is called
+        before all hooks on it, also where a derived class's step calls its base class's, which has hooks, too.
+        """
+        self._begin = begin
+        self._handles = [optimizer.register_step_pre_hook(before), optimizer.register_step_post_hook(after)]
+        self._of = _update_hooks.setdefault(optimizer, [])
+        self._of.append(weakref.ref(self))
+        _watch_updates()
+
+    def take_places(self) -> None:
+        """Become the last pre-hook and the first post-hook; the step goes through neither of them yet."""
+        for handle, last in zip(self._handles, (True, False), strict=True):
+            hooks: Any = handle.hooks_dict_ref()  # an ordered dict
+            hooks.move_to_end(handle.id, last=last)
+        self._begin()
+
+    def remove(self) -> None:
+        self._of.remove(weakref.ref(self))
+        for handle in self._handles:
+            handle.remove()
+
+
+_update_hooks: weakref.WeakKeyDictionary[Optimizer, list[weakref.ref[UpdateHooks]]] = weakref.WeakKeyDictionary()
+
+
+@functools.cache
+def _watch_updates() -> None:
+    """Once in a process, for good: torch calls the hooks on all optimizers before it looks at those of one."""
+
+    def before_any_step(optimizer: Optimizer, *_: Any) -> None:
+        for reference in _update_hooks.get(optimizer, ()):
+            if (hooks := reference()) is not None:
+                hooks.take_places()
+
+    register_optimizer_step_pre_hook(before_any_step)

@@ -151,6 +151,9 @@ class Mode:
     def wait_for_weights(self) -> None:
         """See `Session.wait_for_weights`."""
 
+    def begin_step(self) -> None:
+        """The optimizer's step begins, or that of its base class in it; hooks on it come next."""
+
     def before_step(self, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
         """Return what the optimizer's step is called with in place of these arguments, or None for the same."""
         return None

@@ -106,6 +106,10 @@ class Sharded(Mode):
         if self._step is not None:
             self._step.wait_for_weights()
 
+    def begin_step(self) -> None:
+        if self._step is not None:
+            self._step.begin_step()
+
     def before_step(self, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
         return None if self._step is None else self._step.before_step(arguments, keywords)
 

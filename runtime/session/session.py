@@ -28,6 +28,7 @@ from runtime.core.backward import BackwardTracker
 from runtime.core.buffers import BufferSync
 from runtime.core.closures import LossAveraging
 from runtime.core.exchange import Exchange
+from runtime.core.hooks import UpdateHooks
 from runtime.core.members import exchanged_buffers
 from runtime.core.watch import ModelWatch
 from runtime.errors import FallbackWarning, InputError
@@ -119,8 +120,7 @@ class Session:
         self._norms = PlannedNorms(updated, self.parameters, world, clock)
         self._norms.follow(plan)
         if updated is not None and world.ranks > 1:
-            self._handles.append(updated.register_step_pre_hook(self._before_update))
-            self._handles.append(updated.register_step_post_hook(self._after_update))
+            self._handles.append(UpdateHooks(updated, self._begin_update, self._before_update, self._after_update))
             self._handles.append(hook_before_forward(model, ModuleHook(self._before_forward)))
         if broadcast_buffers:
             synchronizing, own = lambda: self._backward.synchronizing, lambda: self.mode.own_weights
@@ -171,6 +171,10 @@ class Session:
 
     def _before_forward(self, *_: Any) -> None:
         self.mode.before_forward()
+
+    def _begin_update(self) -> None:
+        for mode in self.modes:
+            mode.begin_step()
 
     def _before_update(self, _: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
         replaced = None

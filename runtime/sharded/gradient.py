@@ -1,4 +1,5 @@
-"""The `.grad` of a parameter whose gradient ranks share: each holds the average of its own part alone.
+"""Tensors of which each rank holds a part alone: the `.grad` of a parameter whose gradient ranks share, its average,
+and what the optimizer keeps by element.
 
 What a script does to gradients between backward and step goes on working where it can be done by parts: scaling and
 clamping in place, zeroing, a GradScaler's check, and norms, which ranks add up (so `clip_grad_norm_` is right).
@@ -11,7 +12,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 import torch
 import torch.distributed as dist
@@ -23,7 +24,7 @@ from runtime.torch_compat import is_tracing
 
 IN_PLACE = frozenset((
     "mul_", "multiply_", "div_", "divide_", "true_divide_", "clamp_", "clip_", "clamp_min_", "clamp_max_", "neg_",
-    "nan_to_num_", "zero_",
+    "nan_to_num_", "zero_", "fill_",
 ))  # fmt: skip
 """Element by element, with numbers."""
 FOREACH_IN_PLACE = frozenset((
@@ -31,10 +32,14 @@ FOREACH_IN_PLACE = frozenset((
 ))  # fmt: skip
 SHAPES = frozenset((
     "__len__", "__hash__", "__repr__", "__str__", "_is_view", "_is_zerotensor", "detach", "detach_", "dim",
-    "element_size", "get_device", "is_complex", "is_conj", "is_contiguous", "is_floating_point", "is_inference",
-    "is_neg", "ndimension", "nelement", "numel", "requires_grad_", "size", "storage_offset", "stride", "type",
+    "element_size", "empty_like", "full_like", "get_device", "is_complex", "is_conj", "is_contiguous",
+    "is_floating_point", "is_inference", "is_neg", "ndimension", "nelement", "new_empty", "new_full", "new_ones",
+    "new_zeros", "numel", "ones_like", "requires_grad_", "size", "storage_offset", "stride", "type", "zeros_like",
 ))  # fmt: skip
 """What asks nothing of the numbers."""
+CONVERSIONS = frozenset(("cpu", "cuda", "to"))
+"""Those that give the tensor itself where nothing is to be converted."""
+COPIES = frozenset(("__deepcopy__", "clone"))
 MEMORY = frozenset(("data_ptr", "untyped_storage"))
 """What leads to numbers; `torch.compile` asks it, and `SHAPES`, of a parameter whose forward it traces."""
 PARTS_OF_NUMBERS = frozenset(("H", "T", "imag", "mH", "mT", "real"))
@@ -61,38 +66,30 @@ class Owned(Protocol):
         ...
 
 
-class ShardedGradient(Tensor):
-    """Shape, dtype and device of the whole gradient, without its memory."""
+class PartialTensor(Tensor):
+    """Shape, dtype and device of a whole tensor, without its memory."""
 
-    _owner: weakref.ref[Owned]
-    """Weakly: a parameter's `.grad` is where no garbage collector looks."""
     whose: str
+    """As in "found … on …"."""
     place: int
-    """In the plan."""
+    """Of its parameter, in the plan."""
     zeroed: bool
+    expected = ""
+    """What can be done with it."""
 
-    @staticmethod
-    def of(parameter: Tensor, name: str, place: int, owner: Owned) -> ShardedGradient:
-        nothing = torch.full((), math.nan, dtype=parameter.dtype, device=parameter.device)
-        made = nothing.expand(parameter.shape).as_subclass(ShardedGradient)
-        made.whose, made.place, made._owner, made.zeroed = name, place, weakref.ref(owner), False
+    @classmethod
+    def _of(cls, like: Tensor, dtype: torch.dtype, whose: str, place: int) -> Self:
+        nothing = torch.full(
+            (), math.nan if dtype.is_floating_point or dtype.is_complex else 0, dtype=dtype, device=like.device
+        )
+        made = nothing.expand(like.shape).as_subclass(cls)
+        made.whose, made.place, made.zeroed = whose, place, False
         return made
-
-    @property
-    def owner(self) -> Owned:
-        """Whom it belongs to. Raises InputError where that is gone."""
-        owner = self._owner()
-        if owner is None:
-            raise InputError(
-                f"the gradient of {self.whose} was shared by ranks in a session that is gone, and no rank has all of "
-                f"it; expected the model to be kept as long as its gradients: keep it, or call session.detach() first"
-            )
-        return owner
 
     @property
     def part(self) -> Tensor:
         """This rank's, 1-D."""
-        return self.owner.part(self.place)
+        raise NotImplementedError
 
     @classmethod
     def __torch_function__(
@@ -103,39 +100,96 @@ class ShardedGradient(Tensor):
             return _served(func, tuple(args), options)
 
 
+class ShardedGradient(PartialTensor):
+    """The average over ranks, as `.grad`."""
+
+    _owner: weakref.ref[Owned]
+    """Weakly: a parameter's `.grad` is where no garbage collector looks."""
+    expected = (
+        "norms (clip_grad_norm_, on every rank), scaling or clamping in place, or zeroing: leave it out, or plan "
+        "without sharing (`planner optimize` without --allow sharded-step)"
+    )
+
+    @staticmethod
+    def of(parameter: Tensor, name: str, place: int, owner: Owned) -> ShardedGradient:
+        made = ShardedGradient._of(parameter, parameter.dtype, f"the gradient of {name}", place)
+        made._owner = weakref.ref(owner)
+        return made
+
+    @property
+    def owner(self) -> Owned:
+        """Whom it belongs to. Raises InputError where that is gone."""
+        owner = self._owner()
+        if owner is None:
+            raise InputError(
+                f"{self.whose} was shared by ranks in a session that is gone, and no rank has all of it; expected the "
+                f"model to be kept as long as its gradients: keep it, or call session.detach() first"
+            )
+        return owner
+
+    @property
+    def part(self) -> Tensor:
+        return self.owner.part(self.place)
+
+
+class ShardedEntry(PartialTensor):
+    """What the optimizer's state has by element of a parameter."""
+
+    _part: Tensor
+    expected = (
+        "scaling, clamping, filling or zeroing in place, another tensor in its place, or "
+        "session.optimizer_state_dict(), called on every rank, to read it: do that, or plan without sharing (`planner "
+        "optimize` without --allow sharded-step)"
+    )
+
+    @staticmethod
+    def of(parameter: Tensor, whose: str, place: int, part: Tensor) -> ShardedEntry:
+        made = ShardedEntry._of(parameter, part.dtype, whose, place)
+        made._part = part
+        return made
+
+    @property
+    def part(self) -> Tensor:
+        return self._part
+
+
 def _served(func: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any]) -> Any:
     name = str(getattr(func, "__name__", func))
     if name in ("__get__", "__set__"):
         return _attribute(func, name, args)
+    first = _first(args)
+    if isinstance(first, ShardedEntry) and name in COPIES:
+        return ShardedEntry.of(first, first.whose, first.place, first.part.clone())
+    if name in CONVERSIONS and func(*args, **options) is first:
+        return first
     if name in IN_PLACE and _numbers(args[1:]) and _numbers(options.values()):
         return _in_place(func, name, args, options)
     if name in FOREACH_IN_PLACE and _numbers(args[1:]) and _numbers(options.values()):
         func([_part(gradient) for gradient in args[0]], *args[1:], **options)
         for gradient in args[0] if name == "_foreach_zero_" else ():
-            if isinstance(gradient, ShardedGradient):
+            if isinstance(gradient, PartialTensor):
                 gradient.zeroed = True
         return None
-    if name in NORMS:
+    if name in NORMS and isinstance(first, ShardedGradient):
         return _norm(name, args, options)
     if name == SCALER:
         return _unscale(func, args, options)
     if name in SHAPES or (name in MEMORY and is_tracing()):
         return _shape(func, name, args, options)
-    raise refusal(_first(args), name)
+    raise refusal(first, name)
 
 
-def refusal(gradient: ShardedGradient | None, what: str) -> InputError:
-    """Return why something cannot be done with a sharded gradient."""
-    whose = "a gradient" if gradient is None else f"the gradient of {gradient.whose}"
+def refusal(tensor: PartialTensor | None, what: str) -> InputError:
+    """Return why something cannot be done with a tensor of which this rank has a part."""
+    found, expected = ("a gradient", ShardedGradient.expected) if tensor is None else (tensor.whose, tensor.expected)
     return InputError(
-        f"found {what} on {whose}, but ranks share the optimizer's step, so that each has the average of its own part "
-        f"alone; expected norms (clip_grad_norm_, on every rank), scaling or clamping in place, or zeroing: leave it "
-        f"out, or plan without sharing (`planner optimize` without --allow sharded-step)"
+        f"found {what} on {found}, but ranks share the optimizer's step, so that each has its own part of that alone; "
+        f"expected {expected}"
     )
 
 
-def _first(given: Any) -> ShardedGradient | None:
-    if isinstance(given, ShardedGradient):
+def _first(given: Any) -> PartialTensor | None:
+    if isinstance(given, PartialTensor):
         return given
     if isinstance(given, list | tuple):
         return next((found for found in map(_first, given) if found is not None), None)
@@ -143,7 +197,7 @@ def _first(given: Any) -> ShardedGradient | None:
 
 
 def _part(gradient: Tensor) -> Tensor:
-    return gradient.part if isinstance(gradient, ShardedGradient) else gradient
+    return gradient.part if isinstance(gradient, PartialTensor) else gradient
 
 
 def _numbers(arguments: Any) -> bool:
@@ -163,10 +217,10 @@ def _attribute(func: Callable[..., Any], name: str, args: tuple[Any, ...]) -> An
 
 def _in_place(func: Callable[..., Any], name: str, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
     gradient = args[0]
-    if not isinstance(gradient, ShardedGradient):  # a plain tensor, changed by this one
+    if not isinstance(gradient, PartialTensor):  # a plain tensor, changed by this one
         raise refusal(_first(args), name)
     func(gradient.part, *args[1:], **options)
-    gradient.zeroed = gradient.zeroed or name == "zero_"
+    gradient.zeroed = name == "zero_" or (gradient.zeroed and name != "fill_")
     return gradient
 
 
@@ -175,7 +229,7 @@ def _shape(func: Callable[..., Any], name: str, args: tuple[Any, ...], options: 
     if name == "type" and (len(args) > 1 or options):
         raise refusal(gradient, name)
     if name in ("__repr__", "__str__"):
-        return f"ShardedGradient(of {gradient.whose}, shape {tuple(gradient.shape)}, {gradient.dtype})"
+        return f"{type(gradient).__name__}({gradient.whose}, shape {tuple(gradient.shape)}, {gradient.dtype})"
     if name in ("detach", "detach_"):
         return gradient
     return func(*args, **options)
@@ -205,7 +259,7 @@ def _unscale(func: Callable[..., Any], args: tuple[Any, ...], options: dict[str,
     """A GradScaler's: parts are unscaled, and all ranks hear of what is not finite on any of them."""
     gradients, found, *rest = args
     first = _first(gradients)
-    assert first is not None
+    assert isinstance(first, ShardedGradient)
     parts = [_part(gradient) for gradient in gradients]
     func([part for part in parts if part.numel()], found, *rest, **options)
     # torch does not count this as a change, and norms that were asked for before would be taken for those after.

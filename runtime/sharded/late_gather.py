@@ -304,7 +304,7 @@ class LateStep(ShardedStep):
             ),
             waited_us=statistics.median(sum(between(*wait) for wait in marks.waited) for marks in steps),
             predicted_gather_us=predicted_gather_us,
-            state_bytes=state_bytes(self._optimizer),
+            state_bytes=state_bytes(self._own_state),
         )
 
 

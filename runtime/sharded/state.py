@@ -28,15 +28,23 @@ float32) and the parameter's `stride`."""
 
 def cut(whole: Values, slot: Slot, place: slice) -> dict[str, Any]:
     """Return the state of the elements in `place`, in memory order, of a parameter's."""
-    found: dict[str, Any] = {}
-    for key, value in whole.items():
-        if isinstance(value, Tensor) and value.shape == slot.parameter.shape:
-            flat = value.new_empty(slot.parameter.numel())
-            view_of(flat, 0, slot.view).copy_(value.detach())
-            found[key] = flat[place].clone()
-        else:
-            found[key] = value.detach().clone() if isinstance(value, Tensor) else copy.deepcopy(value)
-    return found
+    return {key: cut_value(value, slot, place) for key, value in whole.items()}
+
+
+def cut_value(value: Any, slot: Slot, place: slice) -> Any:
+    """Return a copy of one entry of a parameter's state, for the elements in `place` alone where it is by element."""
+    if not isinstance(value, Tensor):
+        return copy.deepcopy(value)
+    if value.shape != slot.parameter.shape:
+        return value.detach().clone()
+    flat = value.new_empty(slot.parameter.numel())
+    view_of(flat, 0, slot.view).copy_(value.detach())
+    return flat[place].clone()
+
+
+def is_by_element(value: Any, length: int) -> bool:
+    """Tell whether an entry of the state of a piece, of so many elements, is by element."""
+    return isinstance(value, Tensor) and value.shape == (length,)
 
 
 def gathered_state(
@@ -73,7 +81,7 @@ def gathered_state(
 def _form(value: Any, length: int) -> Any:
     """Return the dtype of what is by element (of pieces: as long as they are); else a value, as it is on the host."""
     if isinstance(value, Tensor):
-        return value.dtype if value.shape == (length,) else _OnDevice(value.detach().cpu(), value.device.type)
+        return value.dtype if is_by_element(value, length) else _OnDevice(value.detach().cpu(), value.device.type)
     return _Plain(value)
 
 
@@ -156,8 +164,8 @@ def load_masters(parts: Sequence[OwnPart], states: Sequence[Masters]) -> None:
         own.copy_(given)
 
 
-def state_bytes(optimizer: torch.optim.Optimizer) -> int:
-    """Return what the optimizer keeps from step to step on this rank, scalars left out."""
-    values = [value for state in optimizer.state.values() for value in state.values()]
+def state_bytes(state: Mapping[Any, Values]) -> int:
+    """Return what an optimizer with this state keeps from step to step on this rank, scalars left out."""
+    values = [value for entries in state.values() for value in entries.values()]
     tensors = [value for value in values if isinstance(value, Tensor) and value.dim() > 0]
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)

@@ -3,8 +3,9 @@
 while ranks share   parameters lie in flat buffers, one for each message, which are cut into equal parts
 optimizer.step()    in the groups of the user's own optimizer this rank's pieces stand in for parameters until it is
                     done, or raises; afterwards the buffers are all-gathered, which makes them the weights of all ranks
-between steps       groups and schedulers see parameters; the optimizer's state is by piece, so that each rank keeps
-                    that of its part alone; `whole_optimizer_state` puts the whole together
+between steps       groups, schedulers and hooks on the step see parameters; the optimizer's state is that of this
+                    rank's part alone (`ShardedState`), and what a script puts in its place, by `load_state_dict` say,
+                    is cut in the next step; `whole_optimizer_state` puts the whole together
 
 Where the plan gathers weights in bfloat16, all ranks, the owner too, see and compute with rounded weights as long as
 they share the step, from its beginning on. Each rank's optimizer updates its part in float32 (`OwnPart.master`): a
@@ -36,8 +37,9 @@ from runtime.monitor.clock import Clock
 from runtime.monitor.recorder import KEPT_STEPS
 from runtime.sharded.exchange import ReduceScatter
 from runtime.sharded.gradient import ShardedGradient
+from runtime.sharded.optimizer_state import ShardedState
 from runtime.sharded.part import OwnPart
-from runtime.sharded.state import Masters, cut, gathered_state, load_masters, master_state, state_bytes
+from runtime.sharded.state import Masters, gathered_state, load_masters, master_state, state_bytes
 from runtime.torch_compat import OUTSIDE, current_backward_id, storage_uses
 
 NEVER = "`planner optimize` without --allow sharded-step"
@@ -96,14 +98,18 @@ class ShardedStep:
         self._marks: deque[list[Any]] = deque(maxlen=KEPT_STEPS)
         """Of each step: before its first all-gather, and after that of each bucket."""
         self._gathering = False
-        self._shard_state()
+        self._own_state: defaultdict[Any, Any] = defaultdict(dict)
+        """The optimizer's, by piece."""
+        places = {
+            index: slice(start, start + place.stop - place.start)
+            for part in exchange.parts for index, (start, place) in part.places.items()
+        }  # fmt: skip
+        self._state = ShardedState(optimizer, self._own_state, self._slots, self._pieces, places)
+        self._take_state()
         self._step_before, self._guarded = vars(optimizer).get("step"), self._guarded_step()
         optimizer.step = self._guarded  # type: ignore[method-assign]
         optimizer.__getstate__ = _refuse_copy  # type: ignore[method-assign]
-        self._handles = [
-            optimizer.register_state_dict_pre_hook(self._refuse_part),
-            optimizer.register_load_state_dict_post_hook(lambda _: self._shard_state()),
-        ]
+        self._handle = optimizer.register_state_dict_pre_hook(self._refuse_part)
 
     # One step, in the order in which it happens.
 
@@ -128,6 +134,12 @@ class ShardedStep:
 
         return types.MethodType(guarded, self._optimizer)  # schedulers wrap methods only
 
+    def begin_step(self) -> None:
+        """Hooks on a step come next, and look at parameters: also in the step of a base class, and after a step has
+        raised that was called past the instance.
+        """
+        self._give_up()
+
     def before_step(self, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
         """Return other arguments for the optimizer's step, or None. Raises InputError in a backward."""
         if current_backward_id() != OUTSIDE:
@@ -136,7 +148,6 @@ class ShardedStep:
                 "not added gradients up yet; expected it after backward: call it then, or plan without sharing "
                 "(`planner optimize` without --allow sharded-step)"
             )
-        self._swap_back()  # a step before this one may have raised that was called past the instance
         if any(map(is_closure, (*arguments, *keywords.values()))):
             return with_closures(self._beside, arguments, keywords)
         self._swap_in()
@@ -156,6 +167,9 @@ class ShardedStep:
     @torch.no_grad()
     def _swap_in(self) -> None:
         self._collect_weights()
+        self._take_state()
+        self._state.begin_step()
+        self._optimizer.state = self._own_state
         for key, piece in self._pieces.items():
             piece.grad = self._exchange.gradient_of(self._slots[key])
         groups = self._optimizer.param_groups
@@ -176,11 +190,16 @@ class ShardedStep:
         for group, parameters in zip(self._optimizer.param_groups, self._groups, strict=True):
             group["params"] = parameters
         self._groups = None
+        self._take_state()
         for piece in self._pieces.values():
             piece.grad = None  # else a second name of the bucket's memory
 
     def after_step(self) -> None:
-        """Give every rank all parts, of which the optimizer has updated this rank's."""
+        """Give every rank all parts, of which the optimizer has updated this rank's, unless the step of its base class
+        has done so.
+        """
+        if self._groups is None:
+            return
         self._swap_back()
         self._gather_weights()
         # As any optimizer's step, so that autograd refuses a backward through what has changed.
@@ -203,10 +222,10 @@ class ShardedStep:
 
     @torch.no_grad()
     def _give_up(self) -> None:
-        """After a step that has raised this rank's weights are what that has made of them, also if they are rounded."""
+        """In the middle of a step parameters stand in the groups again, with what it has made of this rank's part."""
         began = self._groups is not None
         self._swap_back()
-        for home in self._homes if began and self._rounds else ():
+        for home in self._homes if began else ():
             home.part.round_own()
             home.hand_out()
 
@@ -271,16 +290,16 @@ class ShardedStep:
 
     # State.
 
-    def _shard_state(self) -> None:
-        """Cut what the optimizer has of whole parameters, as after `load_state_dict`, to this rank's parts."""
-        state = self._optimizer.state
-        for part in self._exchange.parts:
-            for slot in part.message.slots:
-                whole = state.pop(slot.parameter, None)
-                if whole and slot.index in part.places:
-                    start, place = part.places[slot.index]
-                    piece = self._pieces[id(slot.parameter)]
-                    state[piece] = cut(whole, slot, slice(start, start + place.stop - place.start))
+    def _take_state(self) -> None:
+        """Show the state of this rank's parts as the optimizer's; what a script, or the step itself, has put in its
+        place, as `load_state_dict` does, is cut to them.
+        """
+        given: Any = self._optimizer.state
+        if given is not self._state and given is not self._own_state:
+            self._own_state.clear()
+            for key, value in given.items():
+                self._state[key] = value
+        self._optimizer.state = self._state  # type: ignore[assignment]
 
     def _refuse_part(self, _: torch.optim.Optimizer) -> None:
         if not self._gathering:
@@ -288,8 +307,9 @@ class ShardedStep:
 
     def _whole_state(self, device: torch.device | None = None) -> dict[nn.Parameter, dict[str, Any]]:
         """Return the state by parameter, of all ranks' pieces; all ranks must call this."""
+        self._take_state()
         owned = {slot.index: self._pieces[key] for key, slot in self._slots.items() if key in self._pieces}
-        state = self._optimizer.state
+        state = self._own_state
         mine = {index: dict(state[piece]) for index, piece in owned.items() if state.get(piece)}
         found = gathered_state(self._exchange.parts, mine, self._world, device)
         return {self._exchange.slots[index].parameter: values for index, values in found.items()}
@@ -301,17 +321,21 @@ class ShardedStep:
         """
         self._swap_back()
         whole = self._whole_state(torch.device("cpu"))
-        kept, self._gathering = self._optimizer.state, True
-        mine = {*self._slots, *map(id, self._pieces.values())}
-        others = {one: value for one, value in kept.items() if id(one) not in mine}
-        listed = [one for group in self._optimizer.param_groups for one in group["params"]]
-        found: dict[Any, dict[str, Any]] = {**others, **whole}
-        ordered = {one: found.pop(one) for one in listed if one in found}
-        self._optimizer.state = defaultdict(dict, {**ordered, **found})
+        self._optimizer.state, self._gathering = self._with_others(whole), True
         try:
             yield
         finally:
-            self._optimizer.state, self._gathering = kept, False
+            self._gathering = False
+            self._optimizer.state = self._state  # type: ignore[assignment]
+
+    def _with_others(self, whole: Mapping[nn.Parameter, dict[str, Any]]) -> defaultdict[Any, Any]:
+        """Return a whole state, with that of parameters which are not in the plan, in the order of the groups."""
+        mine = {*self._slots, *map(id, self._pieces.values())}
+        others = {one: value for one, value in self._own_state.items() if id(one) not in mine}
+        listed = [one for group in self._optimizer.param_groups for one in group["params"]]
+        found: dict[Any, dict[str, Any]] = {**others, **whole}
+        ordered = {one: found.pop(one) for one in listed if one in found}
+        return defaultdict(dict, {**ordered, **found})
 
     # The end, and what a report says.
 
@@ -320,8 +344,7 @@ class ShardedStep:
         this.
         """
         self._swap_back()
-        for handle in self._handles:
-            handle.remove()
+        self._handle.remove()
         if vars(self._optimizer).get("step") is self._guarded:  # where somebody has wrapped it since, it does nothing
             if self._step_before is None:
                 del self._optimizer.step
@@ -340,11 +363,7 @@ class ShardedStep:
                 views = part.views(self._world.gather_parts(part.total, "gathering the gradients that ranks share"))
                 gradients.update((slot.index, views[slot.name].clone()) for slot in part.message.slots)
         finally:
-            state = self._optimizer.state
-            for piece in self._pieces.values():
-                state.pop(piece, None)
-            for parameter, values in whole.items():
-                state[parameter] = values
+            self._optimizer.state = self._with_others(whole)
             self._leave(gradients)
 
     @torch.no_grad()
@@ -368,7 +387,7 @@ class ShardedStep:
             gather_us=statistics.median(map(sum, steps)),
             gathers_us=tuple(map(statistics.median, zip(*steps, strict=True))),
             predicted_gather_us=predicted_gather_us,
-            state_bytes=state_bytes(self._optimizer),
+            state_bytes=state_bytes(self._own_state),
         )
 
 

@@ -318,7 +318,7 @@ def states() -> dict[str, Any]:
         "whole": same(flat_state(whole), flat_state(expected)),
         "form": whole["param_groups"] == expected["param_groups"],
         "as before": beside.optimizer_state_dict().keys() == expected.keys(),
-        "part": state_bytes(optimizer) <= state_bytes(reference) / dist.get_world_size() + 8 * 3 * 6,
+        "part": session.report().step.state_bytes <= state_bytes(reference.state) / dist.get_world_size() + 8 * 3 * 6,
     }
     weights = copy.deepcopy(model.state_dict())
     plain(model, optimizer, session, 3)

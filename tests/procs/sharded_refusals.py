@@ -10,6 +10,7 @@ import torch.distributed as dist
 from session_checks import plan_of
 from sharded_checks import CHECKS as STEP_CHECKS
 from sharded_checks import MAKERS, SHARED, Net, loss_of, made
+from sharded_habits_checks import CHECKS as HABIT_CHECKS
 from sharded_memory_checks import memory
 from sharded_narrow_checks import CHECKS as NARROW_CHECKS
 from step_checks import raised
@@ -18,7 +19,7 @@ import runtime
 from runtime.optimizers import LARS
 from runtime.plan import DelaySpec, Plan
 
-CHECKS = {**STEP_CHECKS, **NARROW_CHECKS, "memory": memory}
+CHECKS = {**STEP_CHECKS, **NARROW_CHECKS, **HABIT_CHECKS, "memory": memory}
 
 
 def misfits() -> dict[str, str]:

@@ -74,7 +74,7 @@ def test_one_rank_goes_on_alone_with_what_several_have_saved(ranks: Results) -> 
         ("transposed", "InputError: found .T on the gradient of out.weight"),
         ("norm in backward", "InputError: norms of gradients were asked for while a backward runs"),
         ("step in backward", "InputError: the optimizer's step was called while a backward runs"),
-        ("said", "ShardedGradient(of out.weight, shape (5, 288), torch.float64)"),
+        ("said", "ShardedGradient(the gradient of out.weight, shape (5, 288), torch.float64)"),
     ],
 )
 def test_what_is_refused(ranks: Results, case: str, words: str) -> None:
