@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from runtime.comm.communicator import Payload
 from runtime.errors import InputError
 from runtime.plan import Plan, PlanBucket
-from runtime.torch_compat import held_by_torch
+from runtime.torch_compat import held_by_torch, own_memory
 
 LARGE_BYTES = 64 * 1024
 """Gradients of at least this size are moved into the bucket one by one, smaller ones together."""
@@ -304,11 +304,14 @@ def lay_out(
     return messages
 
 
-def view_of(flat: Tensor, offset: int, parameter: Tensor) -> Tensor:
-    """Return the parameter's part of the buffer, with its strides where they are dense (channels-last, say)."""
+def view_of(flat: Tensor, offset: int, parameter: Tensor, *, alone: bool = False) -> Tensor:
+    """Return the parameter's part of the buffer, with its strides where they are dense (channels-last, say).
+    `alone`: as a tensor whose storage has nothing else of the buffer.
+    """
     strides = parameter.stride() if is_dense(parameter) else torch.empty(parameter.shape, device="meta").stride()
     # Not a view in autograd's books: those may not be changed in place by `.grad.detach_()`.
-    return flat.new_empty(0).set_(flat.untyped_storage(), offset, parameter.size(), strides)
+    storage = own_memory(flat[offset : offset + parameter.numel()]) if alone else flat.untyped_storage()
+    return flat.new_empty(0).set_(storage, 0 if alone else offset, parameter.size(), strides)
 
 
 def is_dense(tensor: Tensor) -> bool:
@@ -341,10 +344,10 @@ class Part:
                 yield slot, start - offset, slice(start - first, stop - first)
             offset += slot.parameter.numel()
 
-    def views(self, whole: Tensor) -> dict[str, Tensor]:
-        """Return the gradients' or weights' places in a vector of all parts. Shapes as the parameters'."""
+    def views(self, whole: Tensor, *, alone: bool = False) -> dict[str, Tensor]:
+        """Return the gradients' or weights' places in a vector of all parts; see `view_of`. Shapes: the parameters'."""
         found, offset = {}, 0
         for slot in self.message.slots:  # laid out as gradients are, whatever becomes of the parameter's own layout
-            found[slot.name] = view_of(whole, offset, slot.view)
+            found[slot.name] = view_of(whole, offset, slot.view, alone=alone)
             offset += slot.parameter.numel()
         return found

@@ -116,8 +116,7 @@ class Gather:
         self._uses = self._count_uses()
 
     def _count_uses(self) -> int:
-        memory = [part.whole.untyped_storage() for part in self.parts]
-        return sum(storage_uses(one) + sys.getrefcount(one) for one in memory)
+        return sum(storage_uses(one) + sys.getrefcount(one) for home in self.homes for one in home.memory)
 
     @property
     def seen_through(self) -> bool:

@@ -435,7 +435,8 @@ _ALONE = _uses_of_one()
 
 
 class Home:
-    """Where the parameters of one message lie: in the buffer of all weights, or where a script has put them.
+    """Where the parameters of one message lie: in the buffer of all weights, or where a script has put them. Each has a
+    storage of its own, also in the buffer.
 
     `parameter.data = …` gives a parameter other memory, and the place that it leaves may be another parameter's from
     then on (`a.data, b.data = b.data, a.data`) or a tensor of the script's (an EMA that has changed places with it). So
@@ -459,8 +460,10 @@ class Home:
         self._addresses = [slot.parameter.data_ptr() for slot, _ in self._views]
 
     def _lay_out(self) -> None:
-        views = self.part.views(self.part.whole)
+        views = self.part.views(self.part.whole, alone=True)  # else writers of checkpoints take them for tied
         self._views = [(slot, views[slot.name]) for slot in self.part.message.slots]
+        self.memory = [self.part.whole.untyped_storage(), *(view.untyped_storage() for _, view in self._views)]
+        """All that weights lie in: the buffer, and of every parameter its part of it."""
 
     @property
     def apart(self) -> bool:

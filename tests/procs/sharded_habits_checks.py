@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import copy
+import io
+import tempfile
 import warnings
 from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_model
 from session_checks import plan_of
 from sharded_checks import LATE, SHARED, Net, loss_of, plain, same
 from step_checks import raised
@@ -216,4 +219,29 @@ def resets() -> dict[str, bool]:
     return results
 
 
-CHECKS: dict[str, Callable[[], dict[str, bool]]] = {"hooks": hooks, "resets": resets}
+def _bytes_of(saved: Any) -> int:
+    file = io.BytesIO()
+    torch.save(saved, file)
+    return len(file.getvalue())
+
+
+def storages() -> dict[str, bool]:
+    """Parameters look as unrelated as they are to all that writes or copies them."""
+    results = {}
+    for how in ("shared", "late"):
+        model, fresh = Net().double(), Net().double()
+        optimizer = adam(model.parameters())
+        _, session = _attached(model, optimizer, how)
+        plain(model, optimizer, session, 0)
+        with tempfile.NamedTemporaryFile() as file:
+            save_model(model, file.name)
+            fresh.load_state_dict(load_file(file.name))  # strictly: nothing is left out
+        results[f"{how}: safetensors"] = same(model.parameters(), fresh.parameters())
+        for (name, p), q in zip(model.named_parameters(), fresh.parameters(), strict=True):
+            form = p.untyped_storage().nbytes(), p.storage_offset(), p.stride()
+            results[f"{how}: {name}"] = form == (q.nbytes, 0, q.stride()) and _bytes_of(p) == _bytes_of(q)
+        session.detach()
+    return results
+
+
+CHECKS: dict[str, Callable[[], dict[str, bool]]] = {"hooks": hooks, "resets": resets, "storages": storages}

@@ -84,6 +84,13 @@ def as_vector(model: nn.Module, kept: Kept, step: int) -> None:
         vector_to_parameters(kept["vector"], model.parameters())
 
 
+def in_shared_memory(model: nn.Module, _: Kept, step: int) -> None:
+    """One parameter moves to memory that other processes may have."""
+    if step == 1:
+        one, _two = _twins(model)
+        one.share_memory_()
+
+
 def laid_out_otherwise(model: nn.Module, _: Kept, step: int) -> None:
     """The same values in another order in memory: DDP of torch 2.13 averages their gradients wrongly."""
     if step == 1:
@@ -100,7 +107,7 @@ def swapped(model: nn.Module, _: Kept, step: int) -> None:
 
 
 HABITS: tuple[Habit, ...] = (
-    exchanged, average_for_good, average_as_parameter, average_to_evaluate, as_vector,
+    exchanged, average_for_good, average_as_parameter, average_to_evaluate, as_vector, in_shared_memory,
 )  # fmt: skip
 
 
