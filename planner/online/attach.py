@@ -23,6 +23,7 @@ from planner.online.ddp import ddp_plan
 from planner.online.pilot import Opening, Pilot, Way
 from planner.profile.measuring import count_nodes
 from planner.profile.step import check_same_model, joined, refuse_alike
+from planner.report.accumulation import per_optimizer_step
 from planner.report.page import page_text
 from planner.report.tables import make_console, print_plan
 from runtime.checks.plan import check_model, parameters_fingerprint, trainable_parameters
@@ -31,7 +32,6 @@ from runtime.errors import CacheWarning, CommunicationError, InputError, PlanMis
 from runtime.optimizers.kinds import inner_optimizer
 from runtime.plan import Accuracy, ModelReference, Plan, PlanWorld, load_plan
 from runtime.plan.files import write_text
-from runtime.plan.measured import MeasuredStep
 from runtime.plan.names import shorten
 from runtime.session.attaching import attach_as
 from runtime.session.session import Session
@@ -112,12 +112,14 @@ class PlannedSession(Session):
         plan, decided = self.plan, self.pilot.decided if self.pilot is not None else None
         ddp = None if decided is None else (decided.baselines or {}).get("ddp")
         if plan.predicted is None and decided is not None and ddp is not None and ddp.buckets == len(plan.buckets):
-            plan = replace(plan, predicted=ddp, baselines=decided.baselines)
+            sources = {**(decided.sources or {}), **(plan.sources or {})}
+            plan = replace(plan, predicted=ddp, baselines=decided.baselines, sources=sources)
+        report = self.report()
+        plan = per_optimizer_step(plan, *report.micro_batches)
         console = make_console()
         with console.capture() as shown:
             print_plan(plan, console, buckets=True)
         plan = replace(plan, notes=(*plan.notes, *story))
-        report = self.report()
         lines = [*story, shown.get().rstrip(), str(report)]
         if self.world.rank != 0:
             return "\n".join(lines)
@@ -125,12 +127,7 @@ class PlannedSession(Session):
             path = self._page = self._page or _unused(PAGE)
         if path is not None:
             try:
-                measured = None
-                if report.steps:
-                    measured = MeasuredStep.of(
-                        report.timeline, model=report.model, rank=report.rank, ranks=report.ranks, steps=report.steps
-                    )
-                write_text(path, page_text(plan, measured))
+                write_text(path, page_text(plan, report.measured if report.steps else None))
                 lines.append(f"wrote {path}")
             except PlannerError as error:
                 lines.append(f"no page was written: {error}")

@@ -21,6 +21,7 @@ def ddp_plan(
     sizes_bytes = [parameters[name].numel() * parameters[name].element_size() for name in order]
     kinds = {dtype: at for at, dtype in enumerate(dict.fromkeys(dtype_name(parameters[n].dtype) for n in order))}
     members = ddp_buckets(sizes_bytes, [kinds[dtype_name(parameters[name].dtype)] for name in order], cap_mib)
+    cut = "as DistributedDataParallel cuts" + ("" if cap_mib is None else f" at {cap_mib:g} MiB")
     return Plan(
         model=model,
         world=world,
@@ -29,8 +30,9 @@ def ddp_plan(
             PlanBucket(
                 gradients=tuple(order[at] for at in bucket),
                 size_bytes=sum(sizes_bytes[at] for at in bucket),
-                reason="as DistributedDataParallel cuts" + ("" if cap_mib is None else f" at {cap_mib:g} MiB"),
+                reason=cut,
             )
             for bucket in members
         ),
+        sources={"buckets": f"{cut}, made in the run, from the order in which gradients became ready"},
     )

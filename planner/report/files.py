@@ -6,6 +6,7 @@ import os
 from collections.abc import Mapping
 from os.path import realpath
 
+from planner.report.accumulation import per_optimizer_step
 from planner.report.page import page_text
 from planner.report.trace import trace_text
 from runtime.errors import InputError
@@ -51,6 +52,8 @@ def explain(plan: str, measured: str | None, outputs: Mapping[str, str]) -> Plan
             f"{plan}: $.predicted.timeline: found none, expected tasks to draw; make the plan with `planner optimize`, "
             f"or give a measured step with --measured"
         )
+    if step is not None:
+        loaded = per_optimizer_step(loaded, step.micro_batches or 1, step.exchanged or 1)
     texts = {}
     if TRACE in outputs:
         texts[TRACE] = trace_text(loaded, step)

@@ -49,6 +49,8 @@ class StepTimes:
     update_us: float
     buckets_us: tuple[float, ...]
     """How long each bucket had the link to itself; empty where unknown."""
+    alone_us: float = 0.0
+    """Forward and backward of a micro-batch that only accumulates, as predicted."""
 
     @property
     def step_us(self) -> float:
@@ -76,6 +78,7 @@ def predicted_times(plan: Plan) -> StepTimes | None:
         compute_us=backward_end_us or said.iteration_us - update_us,
         update_us=update_us,
         buckets_us=tuple(task.end_us - task.start_us for task in sent) if len(sent) == len(plan.buckets) else (),
+        alone_us=computed_us or backward_end_us,
     )
 
 
@@ -135,16 +138,21 @@ def judge(steps: Sequence[StepMarks], predicted: StepTimes, clock: Clock, *, dri
     medians = [statistics.median(clock.between_us(s.forward, s.end) for s in window) for window in windows]
     slower = min(medians) + measured.update_us > (1.0 + SLOWER) * predicted.step_us
     still = drifting and measured.step_us > (1.0 + NOT_SLOWER) * predicted.step_us
-    step_us, predicted_us = measured.step_us, predicted.step_us
+    # Judged is what begins with the forward that exchanges; micro-batches before it are in what is said of the step.
+    before, earlier_us = _earlier(last, clock)
+    planned_earlier_us = before * predicted.alone_us
+    step_us, predicted_us = measured.step_us + earlier_us, predicted.step_us + planned_earlier_us
     cause: Cause = "none"
-    text = f"steps take {_compared(step_us, predicted_us)}"
+    of = f" of {before + 1} micro-batches" if before else ""
+    text = f"steps{of} take {_compared(step_us, predicted_us)}"
     if slower or still:
         measured = measured_times(last, clock)
         cause = find_cause(measured, predicted)
         found_us, planned_us = measured.buckets_us, predicted.buckets_us
         if cause == "compute":
-            planned = predicted.compute_us + predicted.update_us
-            why = f"computation is slower on this rank ({_compared(measured.compute_us + measured.update_us, planned)})"
+            planned = predicted.compute_us + predicted.update_us + planned_earlier_us
+            found = measured.compute_us + measured.update_us + earlier_us
+            why = f"computation is slower on this rank ({_compared(found, planned)})"
         elif cause == "rank":
             first = _compared(found_us[0], planned_us[0])
             why = f"another rank is a straggler: the first message waits ({first}), the others hardly do"
@@ -154,6 +162,15 @@ def judge(steps: Sequence[StepMarks], predicted: StepTimes, clock: Clock, *, dri
             why = f"the network is slower than it was, or another rank is a straggler{messages}"
         text += f"; likely cause: {why}"
     return Verdict(good=cause == "none", step_us=step_us, other_us=predicted_us, text=text, cause=cause)
+
+
+def _earlier(steps: Sequence[StepMarks], clock: Clock) -> tuple[int, float]:
+    """Return how many micro-batches most steps accumulate before the one that exchanges, and the median of their time
+    together.
+    """
+    usual = statistics.mode(len(step.micro_batches) for step in steps)
+    of_usual = [step.micro_batches for step in steps if len(step.micro_batches) == usual]
+    return usual, statistics.median(sum(clock.between_us(start, end) for start, _, end in one) for one in of_usual)
 
 
 def find_cause(measured: StepTimes, predicted: StepTimes) -> Cause:

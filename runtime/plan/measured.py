@@ -13,7 +13,18 @@ from pydantic import Field
 
 from runtime.errors import InputError
 from runtime.plan.document import ModelReference, Plan
-from runtime.plan.strict_json import MAX_RANKS, Count, Name, Record, TimeUs, check_schema, dump, read_json, validate
+from runtime.plan.strict_json import (
+    MAX_RANKS,
+    Count,
+    Name,
+    PositiveCount,
+    Record,
+    TimeUs,
+    check_schema,
+    dump,
+    read_json,
+    validate,
+)
 from runtime.plan.timeline import Timeline, busy_us
 
 TIMELINE_SCHEMA: Literal["planner.timeline/1"] = "planner.timeline/1"
@@ -44,11 +55,20 @@ class MeasuredStep(Record):
     forward_us: TimeUs
     backward_us: TimeUs
     update_us: TimeUs
+    micro_batches: PositiveCount | None = None
+    """Of one step of the optimizer; absent: one."""
+    exchanged: PositiveCount | None = None
+    """How many of them exchanged gradients; absent: the last one."""
     timeline: Annotated[tuple[MeasuredTask, ...], Field(min_length=1)]
 
     @classmethod
-    def of(cls, timeline: Timeline, *, model: ModelReference, rank: int, ranks: int, steps: int) -> MeasuredStep:
+    def of(
+        cls, timeline: Timeline, *, model: ModelReference, rank: int, ranks: int, steps: int,
+        micro_batches: int | None = None, exchanged: int | None = None,
+    ) -> MeasuredStep:  # fmt: skip
         return cls(
+            micro_batches=micro_batches,
+            exchanged=exchanged,
             model=model,
             rank=rank,
             ranks=ranks,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Literal
 
 from pydantic import Field
@@ -50,6 +50,51 @@ class Prediction(Record):
     extrapolated: bool | None = None
     """True where costs were derived for another number of ranks than was measured."""
     timeline: tuple[PredictedTask, ...] | None = None
+
+    def accumulated_us(self, micro_batches: int, exchanged: int = 1, iteration_us: float | None = None) -> float | None:
+        """Return how long a step of the optimizer takes with gradient accumulation, in microseconds: all micro-batches
+        and one update. None where the parts of the step are not known.
+
+        Args:
+            micro_batches: their number, each as large as the batch that was profiled.
+            exchanged: how many of them exchange gradients (backward outside of `no_sync`).
+            iteration_us: the step with one micro-batch, of another schedule of the same work; default: this one's.
+        """
+        iteration_us = self.iteration_us if iteration_us is None else iteration_us
+        if micro_batches == 1:
+            return iteration_us
+        if self.forward_us is None or self.backward_us is None or self.update_us is None:
+            return None
+        alone_us = (micro_batches - exchanged) * (self.forward_us + self.backward_us)
+        return exchanged * (iteration_us - self.update_us) + alone_us + self.update_us
+
+    def accumulated(self, micro_batches: int, exchanged: int = 1) -> Prediction | None:
+        """Return the whole prediction of such a step, drawn as measured ones are: the last micro-batch in full."""
+        whole_us = self.accumulated_us(micro_batches, exchanged)
+        if micro_batches == 1 or whole_us is None or self.forward_us is None or self.backward_us is None:
+            return self if micro_batches == 1 else None
+        before, offset_us = micro_batches - 1, whole_us - self.iteration_us
+        earlier, start_us = [], 0.0
+        for name, end_us in (("forward", before * self.forward_us), ("backward", offset_us)):
+            task = f"{name} of {before} micro-batches before"
+            earlier.append(PredictedTask(task=task, resource="compute", start_us=start_us, end_us=end_us))
+            start_us = end_us
+        later = [
+            replace(
+                task, start_us=task.start_us + offset_us, end_us=task.end_us + offset_us,
+                ready_us=None if task.ready_us is None else task.ready_us + offset_us,
+            )
+            for task in self.timeline or ()
+        ]  # fmt: skip
+        return replace(
+            self,
+            iteration_us=whole_us,
+            forward_us=micro_batches * self.forward_us,
+            backward_us=micro_batches * self.backward_us,
+            exposed_us=None if self.exposed_us is None else exchanged * self.exposed_us,
+            compute_spread_us=None if self.compute_spread_us is None else micro_batches * self.compute_spread_us,
+            timeline=None if self.timeline is None else (*earlier, *later),
+        )
 
     def bucket_times(self, count: int) -> list[tuple[float, float] | None]:
         """(start_us, end_us) of the communication of each of `count` buckets; None where it is not known.

@@ -20,6 +20,7 @@ from runtime.monitor.verdict import cause_of_error
 from runtime.optimizers.planned_norms import NormReport
 from runtime.plan import ModelReference, Plan
 from runtime.plan.measured import MeasuredStep
+from runtime.plan.predicted import Prediction
 from runtime.plan.strict_json import write_json
 from runtime.plan.timeline import Span, Timeline
 from runtime.sharded.step import LateGather, StepReport
@@ -187,11 +188,25 @@ class Report:
         bucket = None if gather.buckets[1:] else gather.buckets[0]
         return Span(task=f"{which} all_gather", resource="network", start_us=start_us, end_us=end_us, bucket=bucket)
 
-    def to_document(self) -> dict[str, Any]:
-        """Return the measured step as plain JSON types, in the form that `planner explain --measured` reads."""
+    @property
+    def micro_batches(self) -> tuple[int, int]:
+        """Return (micro-batches of a step, how many of them exchanged)."""
+        before = self.accumulated
+        return (1, 1) if before is None else (before.micro_batches + 1, before.exchanged + 1)
+
+    @property
+    def measured(self) -> MeasuredStep:
+        """The measured step, in the form that `planner explain --measured` reads."""
+        several = self.accumulated is not None
+        micro_batches, exchanged = self.micro_batches if several else (None, None)
         return MeasuredStep.of(
-            self.timeline, model=self.model, rank=self.rank, ranks=self.ranks, steps=self.steps
-        ).to_document()
+            self.timeline, model=self.model, rank=self.rank, ranks=self.ranks, steps=self.steps,
+            micro_batches=micro_batches, exchanged=exchanged,
+        )  # fmt: skip
+
+    def to_document(self) -> dict[str, Any]:
+        """Return `measured` as plain JSON types."""
+        return self.measured.to_document()
 
     def save(self, path: str | Path) -> None:
         write_json(path, self.to_document())
@@ -329,20 +344,6 @@ def _script_us(steps: Sequence[_Step], next_forward: Any, clock: Clock) -> float
     return max(0.0, statistics.median(rests)) if rests else 0.0
 
 
-def _predicted_us(plan: Plan, kind: tuple[int, int]) -> float | None:
-    """Return what the plan predicts of a step with so many micro-batches, of which so many exchange, or None."""
-    said = plan.predicted
-    if said is None:
-        return None
-    micro_batches, exchanged = kind
-    if micro_batches == 1:
-        return said.iteration_us
-    if said.forward_us is None or said.backward_us is None or said.update_us is None:
-        return None
-    alone_us = (micro_batches - exchanged) * (said.forward_us + said.backward_us)
-    return exchanged * (said.iteration_us - said.update_us) + alone_us + said.update_us
-
-
 def make_report(
     plan: Plan, recorder: Recorder, world: World, samples: Mapping[int, Sequence[Sampled]] | None = None,
     norms: NormReport | None = None, step: StepReport | None = None, sends: str | None = None,
@@ -355,7 +356,8 @@ def make_report(
     kind = middle[0].kind if middle else (1, 1)
     forward_us, backward_us, wait_us, update_us = _means([one.parts for one in middle], 4)
     iteration_us = forward_us + backward_us + wait_us + update_us
-    predicted_us = _predicted_us(plan, kind)
+    predicted = plan.predicted.accumulated(*kind) if plan.predicted is not None else None
+    predicted_us = predicted.iteration_us if predicted is not None else None
     earlier_us = _means([one.earlier for one in middle], 3)
     return Report(
         model=plan.model,
@@ -374,7 +376,7 @@ def make_report(
         ),
         predicted_us=predicted_us,
         error=predicted_us / iteration_us - 1.0 if predicted_us is not None and iteration_us > 0.0 else None,
-        buckets=tuple(_buckets(plan, middle, recorder.clock, samples or {}, sends)),
+        buckets=tuple(_buckets(plan, predicted, middle, recorder.clock, samples or {}, sends)),
         norms=norms,
         step=step,
         interfaces=plan.interfaces,
@@ -403,8 +405,9 @@ def _means(rows: Sequence[Sequence[float]], columns: int) -> list[float]:
 
 
 def _buckets(
-    plan: Plan, steps: Sequence[_Step], clock: Clock, samples: Mapping[int, Sequence[Sampled]], sends: str | None
-) -> Iterable[BucketReport]:
+    plan: Plan, said: Prediction | None, steps: Sequence[_Step], clock: Clock,
+    samples: Mapping[int, Sequence[Sampled]], sends: str | None,
+) -> Iterable[BucketReport]:  # fmt: skip
     lasts = [step.backwards[-1].marks for step in steps]
     if not any(marks.sent and marks.sent[0].end is not None for marks in lasts):
         return
@@ -414,7 +417,7 @@ def _buckets(
         known = [step.until(mark, clock) for step, mark in zip(steps, marks_of, strict=True) if mark is not None]
         return statistics.fmean(known) if known else 0.0
 
-    predicted = plan.predicted.bucket_times(len(plan.buckets)) if plan.predicted else [None] * len(plan.buckets)
+    predicted = said.bucket_times(len(plan.buckets)) if said else [None] * len(plan.buckets)
     last = -1
     for index, bucket in enumerate(plan.buckets):
         first, last = last + 1, last + len(bucket.gradients)

@@ -150,6 +150,7 @@ def test_the_parts_of_a_report_add_up(
             assert drawn_us == pytest.approx(getattr(report, f"{name}_us")) == getattr(page, f"{name}_us")
         assert max(task.end_us for task in page.timeline) == pytest.approx(page.iteration_us) == report.iteration_us
         assert page.exposed_us == pytest.approx(report.wait_us)
+        assert (page.micro_batches or 1) == micro_batches
         begun_us = before.total_us if before else 0.0
         assert all(begun_us <= bucket.ready_us <= bucket.end_us <= report.iteration_us for bucket in report.buckets)
         assert ("of 3 micro-batches" in str(report)) == (micro_batches == 3)

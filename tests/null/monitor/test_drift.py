@@ -149,6 +149,23 @@ def test_without_an_optimizer_the_update_is_left_out() -> None:
     assert verdict([marks(update=False, network=3.0)] * STEPS).cause == "network"
 
 
+def test_a_step_of_micro_batches_is_told_whole() -> None:
+    def accumulated(**changes: float) -> StepMarks:
+        step = marks(**changes)
+        step.micro_batches = [(start, start + 0.01, start + 0.03 * changes.get("compute", 1.0)) for start in (1.0, 2.0)]
+        return step
+
+    planned = replace(predicted(), alone_us=30e3)
+    found = judge([*[marks()] * 9, *[accumulated()] * (STEPS - 9)], planned, CLOCK)  # some steps are shorter
+    assert found is not None
+    assert (found.good, found.step_us) == (True, pytest.approx(planned.step_us + 2 * 30e3))
+    assert "steps of 3 micro-batches take" in found.text
+    slow = judge([accumulated(compute=1.5)] * STEPS, planned, CLOCK)
+    assert slow is not None
+    assert slow.cause == "compute"
+    assert slow.other_us == pytest.approx(planned.step_us + 2 * 30e3)
+
+
 @given(st.data())
 def test_noise_is_no_drift(data: st.DataObject) -> None:
     """Every step up to a tenth off, and in every window of ten up to four that take any time."""
@@ -230,7 +247,8 @@ def test_without_a_prediction_the_guard_says_nothing() -> None:
 
 
 def test_the_prediction_is_read_from_the_plan() -> None:
-    assert predicted_times(plan_of(predicted())) == predicted()
+    planned = predicted()
+    assert predicted_times(plan_of(planned)) == replace(planned, alone_us=planned.compute_us)
 
 
 class Device:

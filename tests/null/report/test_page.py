@@ -9,6 +9,7 @@ import re
 import sys
 from dataclasses import replace
 from html.parser import HTMLParser
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,12 +23,15 @@ from planner import optimize
 from planner.documents.profile import parse_profile
 from planner.documents.text import milliseconds
 from planner.emit.timelines import MAX_BARS, join_neighbours
+from planner.report.accumulation import per_optimizer_step
 from planner.report.figures import scaling_figure, shorten, timeline_figure
+from planner.report.files import HTML, explain
 from planner.report.page import certificate_words, headline, page_text
 from planner.report.tracks import plan_tracks
 from runtime.errors import EnvironmentFailure
 from runtime.plan import Plan, parse_plan
-from runtime.plan.predicted import Certificate, PredictedTask
+from runtime.plan.predicted import Certificate, PredictedTask, Prediction
+from runtime.plan.strict_json import write_json
 
 HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(2)>&amp;%{x}"
 
@@ -367,3 +371,27 @@ def test_pages_of_equal_plans_are_equal() -> None:
     first, second = (optimize(problem.profile, problem.cost.cluster) for _ in range(2))
     assert page_text(first) == page_text(second)
     assert not re.search(r"\d{4}-\d\d-\d\dT", page_text(first).split("plotly.js v")[0])
+
+
+def test_a_measured_step_of_micro_batches_meets_a_prediction_of_as_many() -> None:
+    plan = small_plan()  # forward 100, backward 250, 100 exposed, update 10 µs
+    plan = replace(plan, baselines={"ddp": replace(plan.predicted, iteration_us=500.0)} if plan.predicted else None)
+    assert headline(plan, measured_step(plan, iteration_us=460.0))[-1].endswith("off by +0.0%.")
+    for exchanged, whole_us in ((1, 350.0 + 460.0), (2, 2 * 450.0 + 10.0)):
+        whole = per_optimizer_step(plan, 2, exchanged)
+        assert headline(whole, measured_step(plan, iteration_us=whole_us))[-1].endswith("off by +0.0%.")
+        assert whole.predicted is not None
+        assert whole.predicted.exposed_us == pytest.approx(exchanged * 100.0)
+        assert max(task.end_us for task in whole.predicted.timeline or ()) == pytest.approx(whole_us)
+        assert (whole.baselines or {})["ddp"].iteration_us == pytest.approx(whole_us + exchanged * 40.0)
+    bare = replace(plan, predicted=Prediction(iteration_us=460.0))
+    assert per_optimizer_step(bare, 2, 1).predicted is None
+
+
+def test_explaining_a_saved_step_of_micro_batches_compares_whole_steps(tmp_path: Path) -> None:
+    plan = small_plan()
+    plan.save(tmp_path / "plan.json")
+    step = measured_step(plan, iteration_us=810.0, micro_batches=2, exchanged=1)
+    write_json(tmp_path / "measured.json", step.to_document())
+    explain(str(tmp_path / "plan.json"), str(tmp_path / "measured.json"), {HTML: str(tmp_path / "page.html")})
+    assert "the prediction is off by +0.0%" in (tmp_path / "page.html").read_text()
