@@ -46,6 +46,7 @@ def _k80() -> Iterator[Cluster]:
     yield Cluster(
         name="k80-10gbe",
         nodes=8,
+        accelerator="k80",
         inter=Link(alpha_us=45.25, beta_us_per_byte=0.0009934107462565104, gamma_us_per_byte=0.0025),
         source=simulator,
         notes=(
@@ -57,6 +58,7 @@ def _k80() -> Iterator[Cluster]:
     yield Cluster(
         name="k80-8x1-10gbe-osu",
         nodes=8,
+        accelerator="k80",
         samples={"all_reduce": _rounded(collectives.osu_knots(8))},
         source=sources.BCAFFE.format(what="logdata, OSU MPI_Allreduce v5.4.0"),
         notes=(
@@ -71,6 +73,7 @@ def _testbed() -> Iterator[Cluster]:
     for network, rate in (("10GbE", "10 Gbit/s Ethernet"), ("56GbIB", "56 Gbit/s InfiniBand")):
         yield replace(
             tpds.fitted_cluster(network, models),
+            accelerator="v100",
             source=f"{sources.TPDS} on {rate}",
             notes=(
                 "α: the authors' line for 16 workers (distributed_optimizer.py)",
@@ -103,6 +106,7 @@ def _p102() -> Cluster:
     return Cluster(
         name="p102-1gbe",
         nodes=16,
+        accelerator="p102-100",
         inter=Link(alpha_us=436.0, beta_us_per_byte=9e-3),
         sparsify=sparsify_line(("Inception-v4", "LSTM-PTB")),
         source=f"{sources.GTOPK}: point-to-point α and β; sparsification: {sources.OMGS}",
@@ -119,6 +123,7 @@ def _commlib() -> Cluster:
         name="v100-16x8-25gbe",
         nodes=16,
         ranks_per_node=8,
+        accelerator="v100",
         intra=NVLINK_V100,
         inter=ddl2020.fitted_cluster("100gbe", tuple(ddl2020.MODELS)).inter,
         source=(
@@ -141,6 +146,7 @@ def _a100() -> Iterator[Cluster]:
         name="a100-1x8",
         nodes=1,
         ranks_per_node=8,
+        accelerator="a100-40gb",
         intra=collectives.ring_link("reduce_scatter", 8, collectives.a100_collective("reducescatter")),
         samples=dict(curves),
         source=sources.SUPERBENCH,
@@ -153,6 +159,7 @@ def _a100() -> Iterator[Cluster]:
             name=f"a100-8x8-{gbit}gb",
             nodes=8,
             ranks_per_node=8,
+            accelerator="a100-40gb",
             intra=intra,
             inter=Link(alpha_us=H100_ALPHA_US, beta_us_per_byte=GBIT / gbit),
             samples=dict(inside),
@@ -167,6 +174,7 @@ def _h100() -> Iterator[Cluster]:
             name=f"h100-8x8-{gbit}gb",
             nodes=8,
             ranks_per_node=8,
+            accelerator="h100",
             intra=H100_INTRA,
             inter=Link(alpha_us=H100_ALPHA_US, beta_us_per_byte=GBIT / gbit),
             source=f"inside a node: {sources.ASTRA}; between nodes: {gbit} Gbit/s a node, and {sources.GCP}",
@@ -176,6 +184,7 @@ def _h100() -> Iterator[Cluster]:
         name="h100-2x8-a3mega",
         nodes=2,
         ranks_per_node=8,
+        accelerator="h100",
         intra=H100_INTRA,
         inter=Link(alpha_us=H100_ALPHA_US, beta_us_per_byte=GBIT / 1600),
         samples={"all_reduce": _rounded(collectives.h100_gcp_all_reduce())},
@@ -191,6 +200,7 @@ def _h100() -> Iterator[Cluster]:
         name="h100-8x8-efa3200",
         nodes=8,
         ranks_per_node=8,
+        accelerator="h100",
         intra=H100_INTRA,
         inter=collectives.fit_ring((2, 4, 8)),
         samples={"all_reduce": _rounded(collectives.h100_efa_all_reduce(8))},
@@ -261,6 +271,7 @@ def _described() -> Iterator[Cluster]:
             name=name,
             nodes=nodes,
             ranks_per_node=per_node,
+            accelerator="a100-40gb" if "A100 40 GB" in source else None,
             library="nccl",
             nccl=machine,
             source=f"{source}; costs by NCCL's own model (github.com/NVIDIA/nccl, 2.30.7), nothing measured",

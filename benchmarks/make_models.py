@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from benchmarks import sources
-from benchmarks.make_shapes import estimated_profile, shapes
+from benchmarks.make_shapes import shapes
 from benchmarks.published.common import DATA
 from benchmarks.traces import (
     by_matrix_size,
@@ -20,6 +20,7 @@ from benchmarks.traces import (
     with_step,
 )
 from planner.documents.profile import Profile
+from planner.documents.shapes import estimated_profile
 
 FORWARD_RULE = "forward is not in the source; rule: half of backward"
 STEP_RULE = "only forward + backward is in the source; rule: backward takes twice as long as forward"

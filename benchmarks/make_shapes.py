@@ -1,97 +1,16 @@
-"""Models of the catalogue by shape: parameters of a published architecture, compute from FLOPs and a stated share.
-
-Forward FLOPs are 2 for each multiply-add of matrices, convolutions and attention; backward is twice forward. A
-gradient's share of backward is its weight's share of the FLOPs. Activations kept for backward are counted at 34 bytes
-for each token and channel of a transformer block (Korthikanti et al. 2022; flash attention keeps no scores),
-checkpoints at 2 bytes. The update moves 28 bytes for each parameter (bfloat16 weights and gradients, FP32 weights and
-two moments).
-"""
+"""Models of the catalogue by shape: published architectures, and the published shares of peaks that they reach."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
-from planner.documents.nccl import GPUS
-from planner.documents.profile import (
-    ComputeEstimate,
-    ComputeProfile,
-    Gradient,
-    OptimizerProfile,
-    Profile,
-    ProfileWorld,
-)
-from runtime.plan import ModelReference
+from planner.documents.shapes import ACTIVATION_BYTES, ModelShape, Weight, decoder, transformer_weights
 
 LLM_FOUNDRY = (
     "github.com/mosaicml/llm-foundry, commit 8c8dd48, scripts/train/benchmarking/README.md, Apache-2.0: MFU of MPT "
     "models on 8 GPUs, sequences of 2048"
 )
-UPDATE_BYTES, UPDATE_SHARE = 28, 0.7
-ACTIVATION_BYTES = 34
-OTHER = 0.35
-
-
-@dataclass(frozen=True)
-class Weight:
-    """One parameter: its FLOPs are of forward, for one sample."""
-
-    name: str
-    numel: int
-    flops: float = 0.0
-
-
-@dataclass(frozen=True)
-class ModelShape:
-    """A model, in forward order."""
-
-    name: str
-    weights: tuple[Weight, ...]
-    parameters: int
-    """As published; checked."""
-    batch: int
-    kept_bytes: float
-    """Of one sample, for backward."""
-    checkpoint_bytes: float
-    efficiency: dict[str, float]
-    source: str
-    notes: tuple[str, ...]
-
-
-def transformer_weights(
-    name: str, width: int, tokens: int, matrices: list[tuple[str, int, int]], vectors: list[tuple[str, int]],
-    attention_width: int,
-) -> Iterator[Weight]:  # fmt: skip
-    """One block. `attention_width` is heads × head size; scores and values are credited to its first matrix."""
-    for at, (which, rows, columns) in enumerate(matrices):
-        extra = 4.0 * tokens * tokens * attention_width if at == 0 else 0.0
-        yield Weight(f"{name}.{which}.weight", rows * columns, 2.0 * rows * columns * tokens + extra)
-    for which, numel in vectors:
-        yield Weight(f"{name}.{which}", numel)
-
-
-def llama(
-    name: str, layers: int, width: int, hidden: int, heads: int, key_heads: int, parameters: int, *, tied: bool,
-    tokens: int, batch: int, efficiency: dict[str, float], source: str,
-) -> ModelShape:  # fmt: skip
-    vocabulary, keys = 128256, width // heads * key_heads
-    matrices = [
-        ("self_attn.q_proj", width, width), ("self_attn.k_proj", keys, width), ("self_attn.v_proj", keys, width),
-        ("self_attn.o_proj", width, width), ("mlp.gate_proj", hidden, width), ("mlp.up_proj", hidden, width),
-        ("mlp.down_proj", width, hidden),
-    ]  # fmt: skip
-    vectors = [("input_layernorm.weight", width), ("post_attention_layernorm.weight", width)]
-    head = 2.0 * vocabulary * width * tokens
-    weights = [Weight("model.embed_tokens.weight", vocabulary * width, head if tied else 0.0)]
-    for layer in range(layers):
-        weights += transformer_weights(f"model.layers.{layer}", width, tokens, matrices, vectors, width)
-    weights.append(Weight("model.norm.weight", width))
-    if not tied:
-        weights.append(Weight("lm_head.weight", vocabulary * width, head))
-    return ModelShape(
-        name, tuple(weights), parameters, batch, ACTIVATION_BYTES * tokens * width * layers,
-        2.0 * tokens * width * layers, efficiency, source, (f"sequences of {tokens} tokens, {batch} for each rank",),
-    )  # fmt: skip
+LLAMA_VOCABULARY = 128_256
 
 
 def olmoe(tokens: int = 2048, batch: int = 8) -> ModelShape:
@@ -281,18 +200,21 @@ def diffusion_unet(batch: int = 16) -> ModelShape:
 def shapes() -> Iterator[ModelShape]:
     """All of them."""
     llama_sizes = "sizes: {} (Grattafiori et al. 2024); shares of peak: {}"
-    yield llama(
-        "llama-1b", 16, 2048, 8192, 32, 8, 1_235_814_400, tied=True, tokens=2048, batch=8,
+    yield decoder(
+        "llama-1b", layers=16, width=2048, hidden=8192, heads=32, key_heads=8, vocabulary=LLAMA_VOCABULARY,
+        parameters=1_235_814_400, tied=True, tokens=2048, batch=8,
         efficiency={"a100": 0.562, "h100": 0.418, "h200": 0.418},
         source=llama_sizes.format("Llama 3.2 1B", f"{LLM_FOUNDRY}, 1b"),
     )  # fmt: skip
-    yield llama(
-        "llama-8b", 32, 4096, 14336, 32, 8, 8_030_261_248, tied=False, tokens=2048, batch=2,
+    yield decoder(
+        "llama-8b", layers=32, width=4096, hidden=14336, heads=32, key_heads=8, vocabulary=LLAMA_VOCABULARY,
+        parameters=8_030_261_248, tied=False, tokens=2048, batch=2,
         efficiency={"a100": 0.642, "h100": 0.464, "h200": 0.464},
         source=llama_sizes.format("Llama 3.1 8B", f"{LLM_FOUNDRY}, 7b"),
     )  # fmt: skip
-    yield llama(
-        "llama-70b", 80, 8192, 28672, 64, 8, 70_553_706_496, tied=False, tokens=2048, batch=1,
+    yield decoder(
+        "llama-70b", layers=80, width=8192, hidden=28672, heads=64, key_heads=8, vocabulary=LLAMA_VOCABULARY,
+        parameters=70_553_706_496, tied=False, tokens=2048, batch=1,
         efficiency={"a100": 0.69, "h100": 0.578, "h200": 0.578},
         source=llama_sizes.format("Llama 3.1 70B", f"{LLM_FOUNDRY}: HFU, for blocks are computed twice"),
     )  # fmt: skip
@@ -300,62 +222,3 @@ def shapes() -> Iterator[ModelShape]:
     yield vit_large()
     yield bert_large()
     yield diffusion_unet()
-
-
-def estimated_profile(shape: ModelShape, gpu: str = "h100") -> Profile:
-    """The profile of a shape: times of FLOPs at a share of the peak.
-
-    Raises ValueError: the parameters are not as many as published.
-    """
-    numel = sum(weight.numel for weight in shape.weights)
-    if numel != shape.parameters:
-        raise ValueError(f"{shape.name}: {numel} parameters, {shape.parameters} published")
-    forward = sum(weight.flops for weight in shape.weights) * shape.batch
-    share = shape.efficiency.get(gpu, OTHER)
-    rate = GPUS[gpu].dense_flops * share / 1e6  # FLOP/µs
-    gradients = tuple(
-        Gradient(
-            name=weight.name,
-            layer=weight.name.rpartition(".")[0] or weight.name,
-            numel=weight.numel,
-            dtype="bfloat16",
-            backward_us=float(f"{2.0 * weight.flops * shape.batch / rate:.5g}"),
-        )
-        for weight in reversed(shape.weights)
-    )
-    update_us = UPDATE_BYTES * numel / (UPDATE_SHARE * GPUS[gpu].memory_bytes_per_s) * 1e6
-    named = f"; assumed where no accelerator is listed: {OTHER:.0%} of its peak"
-    return Profile(
-        model=ModelReference(name=shape.name),
-        world=ProfileWorld(
-            ranks=1,
-            device="cuda",
-            accelerator=gpu,
-            memory_bytes=int(GPUS[gpu].memory_bytes),
-            batch_per_rank=shape.batch,
-        ),
-        compute=ComputeProfile(
-            forward_us=float(f"{forward / rate:.6g}"),
-            update_us=float(f"{update_us:.5g}"),
-            gradients=gradients,
-            optimizer=OptimizerProfile(
-                name="AdamW", adaptive=True, elementwise=True, holds_all=True, state_bytes=12 * numel
-            ),
-            estimate=ComputeEstimate(
-                gpu=gpu,
-                flops=float(f"{3.0 * forward:.6g}"),
-                efficiency=shape.efficiency,
-                other_efficiency=OTHER,
-                activation_bytes=int(shape.kept_bytes * shape.batch),
-                checkpoint_bytes=int(shape.checkpoint_bytes * shape.batch),
-                source=shape.source + named,
-            ),
-        ),
-        source=shape.source,
-        notes=(
-            "not measured: compute is FLOPs (twice each multiply-add; backward is twice forward) over a share of the "
-            f"peak of the cluster's accelerator{named}; a gradient's part of backward is that of its weight's FLOPs",
-            "weights and gradients in bfloat16; state of AdamW and a copy of weights in FP32",
-            *shape.notes,
-        ),
-    )

@@ -143,12 +143,16 @@ def make_profile(
     )
 
 
-def with_step(profile: Profile, step_us: float) -> Profile:
-    """The same model, its forward and backward scaled so that together they take `step_us`."""
+def with_step(profile: Profile, step_us: float, accelerator: str | None = None) -> Profile:
+    """The same model, its forward and backward scaled so that together they take `step_us`: on which accelerator, if
+    it is not the profile's.
+    """
     compute = profile.compute
     factor = step_us / (compute.forward_us + sum(gradient.backward_us for gradient in compute.gradients))
     gradients = tuple(replace(gradient, backward_us=gradient.backward_us * factor) for gradient in compute.gradients)
-    return replace(profile, compute=replace(compute, forward_us=compute.forward_us * factor, gradients=gradients))
+    world = replace(profile.world, accelerator=accelerator or profile.world.accelerator)
+    compute = replace(compute, forward_us=compute.forward_us * factor, gradients=gradients)
+    return replace(profile, world=world, compute=compute)
 
 
 def in_dtype(profile: Profile, dtype: str) -> Profile:

@@ -35,7 +35,7 @@ def profile_of(nodes: int) -> Profile:
     [single] = [line for line in rows() if line["nodes"] == "1"]
     [line] = [line for line in rows() if int(line["nodes"]) == nodes]
     samples = int(line["batch_per_gpu"]) * int(line["accumulation_steps"]) * GPUS_PER_NODE
-    return in_dtype(with_step(model("bert-large"), samples / float(single["throughput"]) * 1e6), "float16")
+    return in_dtype(with_step(model("bert-large"), samples / float(single["throughput"]) * 1e6, "a100-40gb"), "float16")
 
 
 def cluster() -> Cluster:

@@ -10,16 +10,21 @@ A100; those of H100 were held back. BERT-Large with DDP (NVIDIA DeepLearningExam
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import cache
 from itertools import groupby
 
 from benchmarks.published.common import Comparison, model, predict_s, table
 from benchmarks.traces import in_dtype, with_step
 from planner.cost.model import resize
+from planner.decide.fsdp2 import units_of_gradients
+from planner.documents.accelerators import ACCELERATORS
 from planner.documents.catalog import find_cluster, find_profile
-from planner.documents.nccl import GPUS
-from planner.model.fully_sharded import SLOWDOWN, Block, Messages, blocks_of, messages_on, sharded_step
+from planner.model.fsdp2 import Leaf, Shape, Weight, shape_of
+from planner.model.fsdp2_costs import SLOWDOWN, message_costs
+from planner.model.fsdp2_step import Costs, simulate
 from planner.model.problem import make_problem
+from runtime.plan import FullyShardPlan
 
 SHAPES = {
     "125m": (768, 12), "350m": (1024, 24), "760m": (1536, 24), "1b": (2048, 24), "3b": (2560, 32), "7b": (4096, 32),
@@ -36,40 +41,49 @@ Line = dict[str, str]
 
 
 @cache
-def _messages(machine: str, ranks: int, reduce_factor: float) -> Messages:
-    return messages_on(resize(find_cluster(machine), ranks), None, reduce_factor)
+def _costs(machine: str, ranks: int) -> Costs:
+    return message_costs(resize(find_cluster(machine), ranks))
 
 
 def _gpu(line: Line) -> str:
     return line["gpu"].partition("_")[0]
 
 
-def blocks(line: Line, share: float) -> list[Block]:
-    """An MPT model's blocks at a share of the accelerator's peak."""
+def shape(line: Line, share: float) -> Shape:
+    """An MPT model in blocks, at a share of the accelerator's peak."""
     width, layers = SHAPES[line["model"]]
     tokens = int(line["micro_batch"]) * int(line["sequence_length"])
-    rate = GPUS[_gpu(line)].dense_flops * share / 1e6
+    rate = ACCELERATORS[_gpu(line)].dense_flops * share / 1e6
     embedding = VOCABULARY * width
-    weights = (float(line["parameters"]) - embedding) / layers
+    weights = round((float(line["parameters"]) - embedding) / layers)
     layer_us = (2.0 * weights * tokens + 4.0 * int(line["sequence_length"]) * width * tokens) / rate
     head_us = 2.0 * embedding * tokens / rate
-    found = [Block("embedding", 2.0 * embedding, 0.0, 0.0)]
-    found += [Block(f"layer {at}", 2.0 * weights, layer_us, 2.0 * layer_us) for at in range(layers - 1)]
-    return [*found, Block("head", 2.0 * weights, layer_us + head_us, 2.0 * (layer_us + head_us))]
+    times = {"embedding": 0.0, **{f"layer{at}": layer_us for at in range(layers - 1)}, "head": layer_us + head_us}
+    backward = 3.0 if line["checkpointing"] == "True" else 2.0  # blocks are then computed once more
+    return Shape(
+        leaves=tuple(
+            Leaf(module=name, forward_us=time_us, backward_us=backward * time_us) for name, time_us in times.items()
+        ),
+        weights=tuple(
+            Weight(modules=(name,), rows=embedding if name == "embedding" else weights) for name in times
+        ),
+        element_bytes=2, reduce_bytes=2 if line["precision"] == "bf16" else 4, ranks=int(line["gpus"]),
+    )  # fmt: skip
 
 
 def throughput(line: Line, share: float, slowdown: float = SLOWDOWN) -> float:
     """Predicted tokens per second of one GPU."""
-    ranks, gpu = int(line["gpus"]), GPUS[_gpu(line)]
+    ranks, gpu = int(line["gpus"]), ACCELERATORS[_gpu(line)]
     update_us = UPDATE_BYTES * float(line["parameters"]) / ranks / (UPDATE_SHARE * gpu.memory_bytes_per_s) * 1e6
-    step = sharded_step(
-        blocks(line, share),
-        _messages(MACHINES[line["gpu"]], ranks, 1.0 if line["precision"] == "bf16" else 2.0),
-        update_us / int(line["accumulation_steps"]),
-        recompute=line["checkpointing"] == "True",
-        keep_weights=line["sharding"] == "SHARD_GRAD_OP",
-        slowdown=slowdown,
-    )
+    model_shape = shape(line, share)
+    groups = tuple((leaf.module,) for leaf in model_shape.leaves)
+    kept = {name: False for (name,) in groups} if line["sharding"] == "SHARD_GRAD_OP" else {}
+    costs = replace(
+        _costs(MACHINES[line["gpu"]], ranks), compute_factor=slowdown,
+        update_us=update_us / int(line["accumulation_steps"]),
+    )  # fmt: skip
+    plan = FullyShardPlan(groups=groups, reshard_after_forward=kept)
+    step = simulate(model_shape, plan, costs, bars=False)
     return int(line["micro_batch"]) * int(line["sequence_length"]) / step.iteration_us * 1e6
 
 
@@ -129,7 +143,9 @@ def unchanged_error(kind: str) -> float:
 
 def torchtitan_rows() -> list[Comparison]:
     """Llama 3.1 8B with FSDP2 on 128 H100, from 8; gradients are reduced in FP32."""
-    found = blocks_of(make_problem(find_profile("llama-8b"), find_cluster("dgx-h100")))
+    cluster = find_cluster("dgx-h100")
+    units = units_of_gradients(make_problem(find_profile("llama-8b"), cluster))
+    plan = FullyShardPlan(groups=tuple((unit.module,) for unit in units.units))
     lines = table("torchtitan/llama31_8b_h100.csv")
     rows = []
     for line in lines:
@@ -138,11 +154,13 @@ def torchtitan_rows() -> list[Comparison]:
         [first] = [one for one in lines if one["technique"] == line["technique"] and one["gpus"] == "8"]
 
         def rate(run: Line, factor: float) -> float:
-            longer = [
-                Block(block.name, block.size_bytes, factor * block.forward_us, factor * block.backward_us)
-                for block in found
-            ]
-            step = sharded_step(longer, _messages("dgx-h100", int(run["gpus"]), 2.0), 0.0)
+            longer = tuple(
+                replace(unit, forward_us=factor * unit.forward_us, backward_us=factor * unit.backward_us)
+                for unit in units.units
+            )
+            found = replace(shape_of(replace(units, units=longer), int(run["gpus"])), reduce_bytes=4)
+            costs = replace(_costs("dgx-h100", int(run["gpus"])), compute_factor=SLOWDOWN)
+            step = simulate(found, plan, costs, bars=False)
             return int(run["local_batch"]) * int(run["sequence_length"]) / step.iteration_us * 1e6
 
         low, high = 0.1, 100.0
@@ -177,7 +195,7 @@ def bert_rows() -> list[Comparison]:
         base = single[line["precision"], line["sequence_length"]]
         samples = int(line["batch_per_gpu"]) * int(line["accumulation_steps"]) * 8
         dtype = "float16" if line["precision"] == "mixed" else "float32"
-        profile = in_dtype(with_step(model("bert-large"), samples / float(base["throughput"]) * 1e6), dtype)
+        profile = in_dtype(with_step(model("bert-large"), samples / float(base["throughput"]) * 1e6, "a100"), dtype)
         step_s = predict_s(profile, find_cluster("dgx-a100"), "ddp", nodes * 8)
         rows.append(
             Comparison(

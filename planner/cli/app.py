@@ -232,6 +232,11 @@ def _counts(text: str | None) -> list[int] | None:
     return [int(item) for item in items]
 
 
+OfCluster = Annotated[
+    str | None, typer.Option("--accelerator", help="The cluster's, where it does not name it: a100, h100, ...")
+]
+
+
 @app.command()
 def advise(
     profile: ProfileName,
@@ -239,16 +244,20 @@ def advise(
     ranks: Annotated[int | None, typer.Option(help="Number of ranks; default: the cluster's.")] = None,
     max_memory_mib: MaxMemory = None,
     accuracy: Annotated[str, typer.Option(help="exact, or bounded: may messages lose digits?")] = "exact",
+    accelerator: OfCluster = None,
 ) -> None:
     """Say what to use for a model on a cluster, and why."""
     from planner.decide.advise import advise as decide
 
-    advice = decide(profile, cluster, ranks=ranks, max_memory_mib=max_memory_mib, accuracy=accuracy)
+    advice = decide(
+        profile, cluster, ranks=ranks, max_memory_mib=max_memory_mib, accuracy=accuracy, accelerator=accelerator
+    )
     if Flags.as_json:
         print_json(advice.to_document())
         return
-    from planner.report.tables import advice_lines, advice_table, make_console, print_table
+    from planner.report.tables import advice_lines, advice_table, computed_line, make_console, print_table
 
+    typer.echo(computed_line(advice))
     print_table(make_console(), advice_table(advice))
     for line in advice_lines(advice):
         typer.echo(line)
@@ -258,7 +267,9 @@ def advise(
 def sweep(
     models: Annotated[str, typer.Argument(help="Profiles or names, comma-separated.")],
     clusters: Annotated[str, typer.Argument(help="Clusters or names, comma-separated.")],
-    ranks: Annotated[str | None, typer.Option(help="Numbers of ranks, comma-separated; default: 8 to 16384.")] = None,
+    ranks: Annotated[
+        str | None, typer.Option(help="Numbers of ranks, comma-separated; default: 8 to 16384, and the cluster's own.")
+    ] = None,
     jitter: Annotated[float, typer.Option(help="Spread of a rank's compute from step to step, as a share.")] = 0.0,
     slow_share: Annotated[float, typer.Option(help="Share of ranks that are slow in a step.")] = 0.0,
     slow_factor: Annotated[float, typer.Option(help="By what factor those are slow.")] = 1.0,
@@ -268,9 +279,10 @@ def sweep(
     checkpoint_s: Annotated[float, typer.Option(help="Seconds that a checkpoint takes.")] = 60.0,
     restart_s: Annotated[float, typer.Option(help="Seconds that a restart takes.")] = 600.0,
     html: Annotated[str | None, typer.Option(help="Write a page with curves here that needs no network.")] = None,
+    accelerator: OfCluster = None,
 ) -> None:
-    """Predict models on clusters of 8 to 16384 ranks."""
-    from planner.decide.at_scale import DEFAULT_RANKS, MTBF_HOURS, Scenario
+    """Predict models on clusters of 8 to 16384 ranks, by the way that `advise` would use there."""
+    from planner.decide.at_scale import MTBF_HOURS, Scenario
     from planner.decide.at_scale import sweep as predict
     from planner.report.files import check_writable
 
@@ -280,8 +292,8 @@ def sweep(
         jitter=jitter, slow_share=slow_share, slow_factor=slow_factor,
         mtbf_hours=MTBF_HOURS if mtbf_hours is None else mtbf_hours, checkpoint_s=checkpoint_s, restart_s=restart_s,
     )  # fmt: skip
-    counts = _counts(ranks) or DEFAULT_RANKS
-    points = predict(_items("MODELS", models), _items("CLUSTERS", clusters), counts, scenario)
+    counts = _counts(ranks)
+    points = predict(_items("MODELS", models), _items("CLUSTERS", clusters), counts, scenario, accelerator)
     if html is not None:
         from planner.report.scale_page import scale_page
         from runtime.plan.files import write_text
@@ -290,10 +302,12 @@ def sweep(
     if Flags.as_json:
         print_json([point.to_document() for point in points])
         return
-    from planner.report.tables import make_console, print_table, sweep_table
+    from planner.report.tables import computed_line, make_console, print_table, sweep_table
 
+    for line in dict.fromkeys(map(computed_line, points)):
+        typer.echo(line)
     print_table(make_console(), sweep_table(points))
-    if rounded := sorted({point.ranks for point in points} - set(counts)):
+    if counts is not None and (rounded := sorted({point.ranks for point in points} - set(counts))):
         typer.echo(f"rounded up to whole nodes: {', '.join(map(str, rounded))} ranks")
     if html is not None:
         typer.echo(f"wrote {html}")

@@ -16,6 +16,7 @@ from numpy.typing import ArrayLike, NDArray
 from planner.cost.curve import CostCurve
 from planner.cost.sparse import FREE
 from planner.cost.wire import LAUNCH_US, WIDE_BYTES, line_us
+from planner.documents.accelerators import ACCELERATORS
 from planner.documents.profile import Cluster, Line, LowRankLines
 
 Floats = NDArray[np.float64]
@@ -92,9 +93,9 @@ def low_rank_lines(cluster: Cluster, rank: int) -> tuple[LowRankLines, str]:
     """
     if cluster.low_rank:
         return _at_rank({int(name): lines for name, lines in cluster.low_rank.items()}, rank), "measured"
-    rate = 0.0 if cluster.nccl is None else cluster.nccl.kind.memory_bytes_per_s
-    if rate <= 0.0:
+    if (name := cluster.computes_on) is None:
         return LowRankLines(**dict.fromkeys(PARTS, FREE)), "free"
+    rate = ACCELERATORS[name].memory_bytes_per_s
     lines = {
         part: Line(alpha_us=count * LAUNCH_US, beta_us_per_byte=passes / rate * 1e6)
         for part, passes, count in zip(PARTS, MOVED, LAUNCHES, strict=True)

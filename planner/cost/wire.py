@@ -18,6 +18,7 @@ from numpy.typing import ArrayLike, NDArray
 from planner.cost.curve import CostCurve
 from planner.cost.phases import Phase
 from planner.cost.sparse import FREE
+from planner.documents.accelerators import ACCELERATORS
 from planner.documents.profile import Cluster, Line
 
 TWO_SHOT, NATIVE = "two_shot", "native"
@@ -91,9 +92,9 @@ def encoding(cluster: Cluster, dtype: str) -> tuple[Line, Line, str]:
     encode, decode = ((lines or {}).get(dtype) for lines in (cluster.encode, cluster.decode))
     if encode is not None and decode is not None:
         return encode, decode, "measured"
-    rate = 0.0 if cluster.nccl is None else cluster.nccl.kind.memory_bytes_per_s
-    if rate <= 0.0:
+    if (name := cluster.computes_on) is None:
         return FREE, FREE, "free"
+    rate = ACCELERATORS[name].memory_bytes_per_s
     # Read gradient and residual, write codes and the new residual; then read codes, write sums.
     moved = 3.0 * WIDE_BYTES + ELEMENT_BYTES[dtype], WIDE_BYTES + ELEMENT_BYTES[dtype]
     lines = [Line(alpha_us=LAUNCH_US, beta_us_per_byte=each / WIDE_BYTES / rate * 1e6) for each in moved]

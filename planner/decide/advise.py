@@ -1,24 +1,27 @@
-"""`planner advise`: what to use for a model on a cluster, from costs alone, least risky first. Never imports torch.
-
-What this runtime does not do itself (FSDP2) is predicted from costs, and marked so.
-"""
+"""`planner advise`: what to use for a model on a cluster, from costs alone, least risky first. Never imports torch."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from planner.cost import nccl
+from planner.cost.model import communication_cost
 from planner.cost.wire import ELEMENT_BYTES
+from planner.decide.defaults import ROOM
+from planner.decide.fsdp2 import PER_BLOCK, Setting, baselines_of, setting_of
 from planner.decide.optimize import name_of
 from planner.decide.strategies import make_schedule
+from planner.documents.accelerators import ACCELERATORS, find_accelerator
 from planner.documents.catalog import find_cluster, find_profile
-from planner.documents.nccl import GPUS
-from planner.documents.profile import Cluster, Profile
+from planner.documents.estimate import ComputeBasis, check_accelerators, scale_profile
+from planner.documents.profile import Cluster, ComputeEstimate, Profile
 from planner.documents.text import mib, ms
+from planner.documents.units import Units
 from planner.model.compression import NARROWED
-from planner.model.fully_sharded import blocks_of, messages_on, sharded_step
+from planner.model.fsdp2_step import Step, simulate
 from planner.model.modes import simulate_schedule
 from planner.model.modes.sharded import can_share, memory_bytes, replicated_bytes, sharded_bytes
 from planner.model.problem import Problem, make_problem
@@ -27,8 +30,35 @@ from runtime.errors import InputError
 WORTH, WORTH_ASKING, WORTH_LOSING = 0.02, 0.05, 0.10
 """By what share a way has to shorten the step against less risky ones: a drop-in one, one that scripts have to know of,
 and one that loses digits."""
-ROOM = 0.92
-"""Of an accelerator's memory: the rest is the library's buffers and fragments."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ComputedWith:
+    """What a prediction rests on."""
+
+    accelerator: str | None
+    batch_per_rank: int | None
+    dtype: str
+    """Of gradients; several are joined by +."""
+    optimizer: str | None
+    memory_bytes: int | None
+    """What a rank has."""
+    compute: ComputeBasis
+    messages_within: float | None
+    """By what share 9 of 10 messages lie off at most; None where a formula or samples say what they cost."""
+
+    def __str__(self) -> str:
+        """In words, on one line."""
+        known = (
+            self.accelerator or "accelerator not stated",
+            "batch not stated" if self.batch_per_rank is None else f"batch {self.batch_per_rank} per rank",
+            self.dtype,
+            self.optimizer or "optimizer not stated",
+            "memory not known" if self.memory_bytes is None else f"{self.memory_bytes / 1e9:.3g} GB memory",
+            str(self.compute),
+            *(() if self.messages_within is None else (f"messages ± {self.messages_within:.0%}",)),
+        )
+        return ", ".join(known)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,10 +73,12 @@ class Option:
     fits: bool | None
     interface: str
     """`drop-in`, or what a script has to know of."""
-    runs_here: bool
-    """Whether this runtime does it; others follow from costs alone."""
+    executed_by: str
+    """Which call trains that way."""
     lossy: bool
     reason: str
+    interval_us: tuple[float, float] | None = None
+    """Of the step: with all messages and all computation as fast, and as slow, as `ComputedWith` allows."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,6 +89,7 @@ class Advice:
     cluster: str
     ranks: int
     nodes: int
+    computed_with: ComputedWith
     use: str
     """The name of an option; `ddp` with `nothing_to_gain` where nothing riskier pays."""
     nothing_to_gain: bool
@@ -64,6 +97,8 @@ class Advice:
     if_lossy: str | None
     """The name of an option that is worth it where messages may lose digits; None: there is none, or it is allowed and
     so in `use`."""
+    next_command: str | None
+    """The command to continue with; None where stock DDP is all that is needed."""
     memory_limit_bytes: int | None
     cost_source: str
     extrapolated: bool
@@ -72,6 +107,11 @@ class Advice:
     interval: float | None
     options: tuple[Option, ...]
 
+    @property
+    def chosen(self) -> Option:
+        """The option to use."""
+        return next(option for option in self.options if option.name == self.use)
+
     def to_document(self) -> dict[str, Any]:
         """Return plain JSON types."""
         return asdict(self) | {"options": [asdict(option) for option in self.options]}
@@ -79,7 +119,7 @@ class Advice:
 
 def advise(
     profile: Profile | str | Path, cluster: Cluster | str | Path | None = None, *, ranks: int | None = None,
-    max_memory_mib: float | None = None, accuracy: str = "exact",
+    max_memory_mib: float | None = None, accuracy: str = "exact", accelerator: str | None = None,
 ) -> Advice:  # fmt: skip
     """Say what to use for a model on a cluster.
 
@@ -89,46 +129,145 @@ def advise(
         ranks: how many; default: the cluster's.
         max_memory_mib: what a rank has; default: its accelerator's.
         accuracy: `bounded` lets what to use be lossy; with `exact` such ways are listed only.
+        accelerator: the cluster's, where it does not name it.
 
-    Raises InputError: a document is wrong, there is no cluster, or ranks do not fill nodes.
+    Raises InputError: a document is wrong, there is no cluster, ranks do not fill nodes, or it cannot be known how long
+        the model computes on the cluster's accelerators.
     """
     if accuracy not in ("exact", "bounded"):
         raise InputError(f"--accuracy: found {accuracy!r}, expected exact or bounded")
     loaded = find_profile(profile)
-    machines = None if cluster is None else find_cluster(cluster)
-    problem = make_problem(loaded, machines, ranks, where=name_of(profile if cluster is None else cluster))
-    limit = _limit(problem, max_memory_mib)
-    options = list(_options(problem, limit))
+    machines = loaded.cluster if cluster is None else find_cluster(cluster)
+    where = name_of(profile if cluster is None else cluster)
+    advice = advice_on(
+        loaded, machines and with_accelerator(machines, accelerator), ranks, max_memory_mib=max_memory_mib,
+        accuracy=accuracy, where=where,
+    )  # fmt: skip
+    command = _command(advice, str(profile), None if cluster is None else str(cluster))
+    named = isinstance(profile, str | Path) and (cluster is None or isinstance(cluster, str | Path))
+    return replace(advice, next_command=command if named else None)
+
+
+def with_accelerator(cluster: Cluster, name: str | None) -> Cluster:
+    """Return the cluster with this accelerator. Raises InputError: it is not known, or the cluster has another."""
+    if name is None:
+        return cluster
+    if name not in ACCELERATORS:
+        raise InputError(f"--accelerator: found {name!r}, expected one of: {', '.join(ACCELERATORS)}")
+    if cluster.computes_on not in (None, name):
+        raise InputError(
+            f"--accelerator: found {name}, and {cluster.name or 'the cluster'} has {cluster.computes_on}; take it out, "
+            f"or choose another cluster"
+        )
+    return replace(cluster, accelerator=name)
+
+
+def advice_on(
+    profile: Profile, cluster: Cluster | None, ranks: int | None, *, max_memory_mib: float | None = None,
+    accuracy: str = "exact", where: str = "profile", lossy: bool = True, intervals: bool = True,
+) -> Advice:  # fmt: skip
+    """Return the advice on records, as `advise` and `sweep` give it.
+
+    Args:
+        profile: as it was measured.
+        cluster: with its accelerator.
+        ranks: how many; default: the cluster's.
+        max_memory_mib: what a rank has; default: its accelerator's.
+        accuracy: as for `advise`.
+        where: what holds the cluster, in messages.
+        lossy: also look at lossy ways.
+        intervals: also give intervals of steps.
+
+    Raises InputError: as `advise`.
+    """
+    problem = make_problem(profile, cluster, ranks, where=where)
+    check_accelerators(profile, problem.cost.cluster)
+    basis = problem.basis
+    assert basis is not None
+    limit = _limit(problem, basis, max_memory_mib)
+    options = list(_options(problem, limit, lossy))
+    if intervals:
+        options = _with_intervals(problem, basis, limit, options, lossy)
     chosen, reason = _choose([option for option in options if not option.lossy])
-    lossy, lossy_reason = _choose(options)
+    best, best_reason = _choose(options)
     if accuracy == "bounded":
-        chosen, reason = lossy, lossy_reason
+        chosen, reason = best, best_reason
     found = problem.cost.cluster
     return Advice(
-        model=loaded.model.name, cluster=found.name or "(unnamed)", ranks=problem.ranks, nodes=found.nodes,
-        use=chosen.name, nothing_to_gain=chosen.name == "ddp" and chosen.fits is not False, reason=reason,
-        if_lossy=lossy.name if lossy.lossy and not chosen.lossy else None, memory_limit_bytes=limit,
+        model=profile.model.name, cluster=found.name or "(unnamed)", ranks=problem.ranks, nodes=found.nodes,
+        computed_with=_computed_with(problem, basis, limit), use=chosen.name,
+        nothing_to_gain=chosen.name == "ddp" and chosen.fits is not False, reason=reason,
+        if_lossy=best.name if best.lossy and not chosen.lossy else None, next_command=None, memory_limit_bytes=limit,
         cost_source=problem.cost.source, extrapolated=problem.cost.extrapolated,
-        estimated=loaded.compute.estimate is not None, interval=problem.cost.interval, options=tuple(options),
+        estimated=profile.compute.estimate is not None, interval=problem.cost.interval, options=tuple(options),
     )  # fmt: skip
 
 
-def _limit(problem: Problem, given_mib: float | None) -> int | None:
+def _computed_with(problem: Problem, basis: ComputeBasis, limit: int | None) -> ComputedWith:
+    compute = problem.profile.compute
+    return ComputedWith(
+        accelerator=basis.accelerator, batch_per_rank=problem.profile.world.batch_per_rank,
+        dtype="+".join(dict.fromkeys(gradient.dtype for gradient in compute.gradients)),
+        optimizer=None if compute.optimizer is None else compute.optimizer.name, memory_bytes=limit, compute=basis,
+        messages_within=problem.cost.interval,
+    )  # fmt: skip
+
+
+def _command(advice: Advice, profile: str, cluster: str | None) -> str | None:
+    """Return the command that makes the plan of the chosen way."""
+    option = advice.chosen
+    if option.name == "ddp" or option.fits is False:
+        return None
+    asked = {"sharded-step": " --allow sharded-step", "fsdp2": " --parallel fsdp2", "bounded": " --accuracy bounded"}
+    on = "" if cluster is None else f" --cluster {cluster}"
+    return f"planner optimize {profile}{on}{asked.get(option.interface, '')} -o plan.json"
+
+
+def _limit(problem: Problem, basis: ComputeBasis, given_mib: float | None) -> int | None:
     if given_mib is not None and not 0 < given_mib <= 1e12:
         raise InputError(f"--max-memory-mib: found {given_mib}, expected more than 0, such as 40000; correct it")
-    machine = problem.cost.cluster.nccl
+    name = find_accelerator(basis.accelerator)
     known = memory_bytes(problem, given_mib or 0.0)
-    return known or (int(GPUS[machine.gpu].memory_bytes) if machine is not None else None)
+    return known or (None if name is None else int(ACCELERATORS[name].memory_bytes))
 
 
-def _options(problem: Problem, limit: int | None) -> Iterator[Option]:
+def _with_intervals(
+    problem: Problem, basis: ComputeBasis, limit: int | None, options: Sequence[Option], lossy: bool
+) -> list[Option]:
+    """Return the options with what they take where all is as fast, and as slow, as the intervals allow."""
+    ends = []
+    for sign in (-1, 1):
+        other = _off_by(problem, basis.within or 0.0, problem.cost.interval or 0.0, sign)
+        if other is None:
+            return list(options)
+        ends.append({option.name: option.iteration_us for option in _options(other, limit, lossy)})
+    fast, slow = ends
+    return [replace(option, interval_us=(fast[option.name], slow[option.name])) for option in options]
+
+
+def _off_by(problem: Problem, compute: float, messages: float, sign: int) -> Problem | None:
+    """Return the problem at one end of its intervals; None where there are none."""
+    if not compute and not messages:
+        return None
+    profile = scale_profile(problem.profile, *2 * [(1.0 + compute) ** sign])
+    cost, machine = problem.cost, problem.cost.cluster.nccl
+    if messages and machine is not None:
+        slower = nccl.scaled(machine, (1.0 + messages) ** sign)
+        cost = communication_cost(replace(cost.cluster, nccl=slower))
+    return Problem(profile=profile, cost=cost)
+
+
+def _options(problem: Problem, limit: int | None, lossy: bool) -> Iterator[Option]:
     """All ways, least risky first: drop-in, then what a script has to know of, then what changes sums."""
     base = simulate_schedule(problem, make_schedule(problem, "ddp"))
     whole = replicated_bytes(problem)
     option = _Maker(base.iteration_us, limit)
 
     hidden = f"{ms(base.exposed_us)} of communication are exposed"
-    yield option("ddp", base.iteration_us, whole, f"PyTorch's buckets; {hidden}", exposed_us=base.exposed_us)
+    yield option(
+        "ddp", base.iteration_us, whole, f"PyTorch's buckets; {hidden}", exposed_us=base.exposed_us,
+        executed_by="DistributedDataParallel",
+    )  # fmt: skip
     if problem.ranks == 1:
         return
     best = simulate_schedule(problem, make_schedule(problem, "optimal"))
@@ -143,7 +282,8 @@ def _options(problem: Problem, limit: int | None) -> Iterator[Option]:
             exposed_us=taken.exposed_us,
         )  # fmt: skip
         yield from _fully_sharded(problem, option)
-    yield from _narrow(problem, option, whole)
+    if lossy:
+        yield from _narrow(problem, option, whole)
 
 
 @dataclass(frozen=True)
@@ -155,7 +295,7 @@ class _Maker:
 
     def __call__(
         self, name: str, iteration_us: float, memory: int | None, reason: str, *, exposed_us: float,
-        interface: str = "drop-in", runs_here: bool = True, lossy: bool = False,
+        interface: str = "drop-in", executed_by: str = "planner.attach", lossy: bool = False,
     ) -> Option:  # fmt: skip
         limit = self.limit_bytes
         fits = None if memory is None or limit is None else memory <= ROOM * limit
@@ -164,40 +304,51 @@ class _Maker:
         room = "" if fits is not False or limit is None else f"; needs {mib(memory or 0)} of {mib(int(ROOM * limit))}"
         return Option(
             name=name, iteration_us=iteration_us, exposed_us=exposed_us, memory_bytes=memory, fits=fits,
-            interface=interface, runs_here=runs_here, lossy=lossy, reason=f"{reason}{versus}{room}",
+            interface=interface, executed_by=executed_by, lossy=lossy, reason=f"{reason}{versus}{room}",
         )  # fmt: skip
 
 
 def _fully_sharded(problem: Problem, option: _Maker) -> Iterator[Option]:
-    cluster = problem.cost.cluster
-    blocks = blocks_of(problem)
-    state = problem.profile.compute.optimizer
-    estimate = problem.profile.compute.estimate
-    weights = int(problem.size_bytes.sum())
+    """FSDP2 by its own rules, with a group for each block, on all ranks or inside nodes."""
+    cluster, setting = problem.cost.cluster, setting_of(problem)
+    optimizer, estimate = problem.profile.compute.optimizer, problem.profile.compute.estimate
+    known = optimizer is not None and optimizer.state_bytes is not None
     groups: list[tuple[str, int | None]] = [("fsdp2", None)]
     if cluster.nodes > 1 and cluster.ranks_per_node > 1:
         groups.append(("hsdp", cluster.ranks_per_node))
     for name, shard_ranks in groups:
-        try:
-            messages = messages_on(cluster, shard_ranks)
-        except InputError:
-            continue  # what a group's messages cost is not known on this cluster
-        parts = shard_ranks or problem.ranks
-        largest = max(block.size_bytes for block in blocks)
         for recompute in (False, True) if estimate is not None else (False,):
-            step = sharded_step(blocks, messages, problem.update_us / parts, recompute=recompute)
-            kept = 0 if estimate is None else estimate.checkpoint_bytes if recompute else estimate.activation_bytes
-            if recompute and estimate is not None:
-                kept += estimate.activation_bytes // max(1, len(blocks))  # of the block that is computed again
-            state_bytes = None if state is None else state.state_bytes
-            memory = None if state_bytes is None else (2 * weights + state_bytes) // parts + int(3 * largest) + kept
+            units = _recomputed(setting.units, estimate) if recompute and estimate is not None else setting.units
+            try:
+                step = _wrapped_step(replace(setting, units=units), shard_ranks)
+            except InputError:
+                break  # what a group's messages cost is not known on this cluster
             where = "on all ranks" if shard_ranks is None else "inside nodes, all-reduced between them"
             again = ", blocks computed twice" if recompute else ""
             yield option(
-                f"{name}{', recomputed' if recompute else ''}", step.iteration_us, memory,
-                f"weights, gradients and state sharded {where}{again}, from costs alone", interface="fsdp2",
-                runs_here=False, exposed_us=step.exposed_us,
+                f"{name}{', recomputed' if recompute else ''}", step.iteration_us, step.peak_bytes if known else None,
+                f"weights, gradients and state sharded {where}{again}", interface="fsdp2",
+                executed_by="planner.fully_shard", exposed_us=step.exposed_us,
             )  # fmt: skip
+
+
+def _wrapped_step(setting: Setting, shard_ranks: int | None) -> Step:
+    costs = setting.costs(shard_ranks)
+    plan = replace(baselines_of(setting)[PER_BLOCK], shard_ranks=shard_ranks)
+    return simulate(setting.shape, plan, costs, setting.executor, bars=False)
+
+
+def _recomputed(units: Units, estimate: ComputeEstimate) -> Units:
+    """Return the units where only inputs are kept for backward, which computes each unit once more."""
+    share = estimate.checkpoint_bytes / max(1, estimate.activation_bytes)
+    found = []
+    for unit in units.units:
+        kept = int(share * unit.activation_bytes)
+        found.append(replace(
+            unit, backward_us=unit.backward_us + unit.forward_us, activation_bytes=kept,
+            backward_working_bytes=unit.backward_working_bytes + unit.activation_bytes - kept,
+        ))  # fmt: skip
+    return replace(units, units=tuple(found))
 
 
 def _narrow(problem: Problem, option: _Maker, whole: int | None) -> Iterator[Option]:

@@ -15,21 +15,14 @@ from pathlib import Path
 from statistics import NormalDist
 from typing import Any
 
-from planner.cost.model import communication_cost, resize
-from planner.decide.advise import ROOM
-from planner.decide.strategies import make_schedule
+from planner.decide.advise import ComputedWith, advice_on, with_accelerator
 from planner.documents.catalog import find_cluster, find_profile
-from planner.documents.estimate import on_accelerator
-from planner.documents.nccl import GPUS
 from planner.documents.profile import Cluster, Profile
-from planner.model.fully_sharded import blocks_of, messages_on, sharded_step
-from planner.model.modes import simulate_schedule
-from planner.model.modes.sharded import memory_bytes, replicated_bytes
-from planner.model.problem import Problem
 from runtime.errors import InputError
 from runtime.plan.strict_json import MAX_RANKS
 
 DEFAULT_RANKS = (8, 64, 128, 512, 1024, 4096, 8192, 16384)
+"""And the cluster's own number."""
 MTBF_HOURS = 50_676.0
 """Of one accelerator with its share of the machine: 419 unexpected interruptions of 16,384 H100 in 54 days (Llama 3,
 Grattafiori et al. 2024, Section 3.3.4)."""
@@ -107,7 +100,8 @@ class ScalePoint:
     cluster: str
     ranks: int
     strategy: str
-    """`ddp` where a rank holds everything, else `fsdp2`, or that with blocks computed twice."""
+    """What `advise` would use there."""
+    computed_with: ComputedWith
     fits: bool | None
     step_us: float
     """As profiled: no rank is late."""
@@ -130,32 +124,34 @@ class ScalePoint:
 
 def sweep(
     models: Sequence[Profile | str | Path], clusters: Sequence[Cluster | str | Path],
-    ranks: Sequence[int] = DEFAULT_RANKS, scenario: Scenario | None = None,
+    ranks: Sequence[int] | None = None, scenario: Scenario | None = None, accelerator: str | None = None,
 ) -> list[ScalePoint]:  # fmt: skip
-    """Predict every model on every cluster's machines on every number of ranks that fills their nodes.
+    """Predict every model on every cluster's machines, each by the way that `advise` would use there.
 
     Args:
         models: profiles, paths or names.
         clusters: clusters, paths or names; each must say what messages cost on other numbers of ranks.
-        ranks: how many; those that do not fill whole nodes are rounded up to ones that do.
+        ranks: how many; those that do not fill whole nodes are rounded up to ones that do. Default: `DEFAULT_RANKS` and
+            the cluster's own.
         scenario: jitter, stragglers and failures.
+        accelerator: the clusters', where they do not name it.
 
-    Raises InputError: a document is wrong, a number of ranks is none, or costs are not known.
+    Raises InputError: a document is wrong, a number of ranks is none, costs are not known, or it cannot be known how
+        long a model computes on a cluster's accelerators.
     """
-    if not models or not clusters or not ranks:
+    if not models or not clusters or (ranks is not None and not ranks):
         raise InputError("found no model, cluster or number of ranks; expected at least one of each")
-    for count in ranks:
+    for count in ranks or ():
         if not 1 <= count <= MAX_RANKS:
             raise InputError(f"ranks: found {count}, expected between 1 and {MAX_RANKS}; correct it")
     change = scenario or Scenario()
     profiles = [find_profile(model) for model in models]
     points = []
     for given in clusters:
-        cluster = find_cluster(given)
-        for count in dict.fromkeys(_filled(cluster, count) for count in ranks):
-            cost = communication_cost(cluster, count)
-            for profile in profiles:
-                points.append(_point(Problem(profile=on_accelerator(profile, cluster), cost=cost), cluster, change))
+        cluster = with_accelerator(find_cluster(given), accelerator)
+        counts = sorted({*DEFAULT_RANKS, cluster.ranks}) if ranks is None else ranks
+        for count in dict.fromkeys(_filled(cluster, count) for count in counts):
+            points += [_point(profile, cluster, count, change) for profile in profiles]
     return points
 
 
@@ -164,45 +160,22 @@ def _filled(cluster: Cluster, ranks: int) -> int:
     return ranks if ranks <= per_node else -(-ranks // per_node) * per_node
 
 
-def _point(problem: Problem, cluster: Cluster, change: Scenario) -> ScalePoint:
-    compute_us = problem.forward_us + problem.backward_us + problem.update_us
-    machine = cluster.nccl
-    limit = memory_bytes(problem) or (None if machine is None else int(GPUS[machine.gpu].memory_bytes))
-    whole = replicated_bytes(problem)
-    fits = None if whole is None or limit is None else whole <= ROOM * limit
-    if fits is False and problem.ranks > 1:
-        strategy, step_us, fits, compute_us = _sharded(problem, cluster, limit or 0)
-    else:
-        strategy, step_us = "ddp", simulate_schedule(problem, make_schedule(problem, "ddp")).iteration_us
-    slow = [change.slowest(problem.ranks, quantile) for quantile in (0.5, 0.99)]
+def _point(profile: Profile, cluster: Cluster, ranks: int, change: Scenario) -> ScalePoint:
+    where = cluster.name or "cluster"
+    advice = advice_on(profile, cluster, ranks, where=where, lossy=False, intervals=False)
+    chosen = advice.chosen
+    step_us, compute_us = chosen.iteration_us, chosen.iteration_us - chosen.exposed_us
+    slow = [change.slowest(ranks, quantile) for quantile in (0.5, 0.99)]
     # What waits for the slowest rank is compute; messages take as long as they did.
     median_us, p99_us = (step_us + (factor - 1.0) * compute_us for factor in slow)
-    goodput, batch = change.goodput(problem.ranks), problem.profile.world.batch_per_rank
+    goodput, batch = change.goodput(ranks), profile.world.batch_per_rank
     return ScalePoint(
-        model=problem.profile.model.name, cluster=cluster.name or "(unnamed)", ranks=problem.ranks, strategy=strategy,
-        fits=fits, step_us=step_us, median_us=median_us, p99_us=p99_us, compute_us=compute_us,
-        efficiency=compute_us / median_us if median_us else 1.0, goodput=goodput,
-        samples_per_s=None if batch is None or not median_us else batch * problem.ranks / median_us * 1e6 * goodput,
-        cost_source=problem.cost.source,
+        model=advice.model, cluster=advice.cluster, ranks=ranks, strategy=chosen.name,
+        computed_with=advice.computed_with, fits=chosen.fits, step_us=step_us, median_us=median_us, p99_us=p99_us,
+        compute_us=compute_us, efficiency=compute_us / median_us if median_us else 1.0, goodput=goodput,
+        samples_per_s=None if batch is None or not median_us else batch * ranks / median_us * 1e6 * goodput,
+        cost_source=advice.cost_source,
     )  # fmt: skip
-
-
-def _sharded(problem: Problem, cluster: Cluster, limit: int) -> tuple[str, float, bool, float]:
-    """FSDP2, with blocks computed twice where their activations would not fit: (name, step, fits, compute)."""
-    blocks, weights = blocks_of(problem), int(problem.size_bytes.sum())
-    state, estimate = problem.profile.compute.optimizer, problem.profile.compute.estimate
-    shared = (2 * weights + (state.state_bytes or 0 if state else 0)) // problem.ranks
-    shared += int(3 * max(block.size_bytes for block in blocks))
-    kept = 0 if estimate is None else estimate.activation_bytes
-    recompute = estimate is not None and shared + kept > ROOM * limit
-    if recompute and estimate is not None:
-        kept = estimate.checkpoint_bytes + estimate.activation_bytes // len(blocks)
-    messages = messages_on(resize(cluster, problem.ranks))
-    update_us = problem.update_us / problem.ranks
-    step = sharded_step(blocks, messages, update_us, recompute=recompute)
-    compute_us = step.iteration_us - step.exposed_us
-    name = "fsdp2, recomputed" if recompute else "fsdp2"
-    return name, step.iteration_us, shared + kept <= ROOM * limit, compute_us
 
 
 def curves(points: Sequence[ScalePoint]) -> Iterator[tuple[str, str, list[ScalePoint]]]:

@@ -12,8 +12,8 @@ from typing import Literal
 
 from planner.cost.curve import CostCurve
 from planner.cost.halves import ALL_GATHER, REDUCE_SCATTER
-from planner.cost.phases import measured_curve, phase_of
-from planner.decide.advise import ROOM
+from planner.cost.phases import measured_curve
+from planner.decide.defaults import ROOM
 from planner.decide.optimize import name_of
 from planner.decide.sharded_step import check_memory
 from planner.documents.catalog import find_cluster, find_profile
@@ -23,8 +23,8 @@ from planner.documents.units import Unit, Units, UnitWeight
 from planner.emit.sources import describe_sources
 from planner.ir import ACCURACIES
 from planner.model.fsdp2 import FORWARD, GATHER, REDUCE, Shape, shape_of
+from planner.model.fsdp2_costs import SLOWDOWN, message_costs
 from planner.model.fsdp2_step import COMPUTE, LANES, Cost, Costs, Executor, Step, simulate
-from planner.model.fully_sharded import SLOWDOWN, messages_on
 from planner.model.problem import Problem, make_problem
 from planner.passes.base import GAIN
 from planner.search.fsdp2 import Ahead, Choice, Found, Wrappings, least_memory, search, with_ahead
@@ -71,19 +71,18 @@ class Setting:
     def costs(self, shard_ranks: int | None) -> Costs:
         """Return what messages cost. Raises InputError where a cost is not known."""
         cluster = self.problem.cost.cluster
-        messages = messages_on(cluster, shard_ranks)
-        gather, scatter = messages.gather_us, messages.scatter_us
+        messages = message_costs(cluster, shard_ranks)
         if shard_ranks is None:
-            gather = _measured(cluster, LIBRARY_GATHER, gather)
-            scatter = _measured(cluster, LIBRARY_SCATTER, scatter)
+            messages = replace(
+                messages, gather_us=_measured(cluster, LIBRARY_GATHER, messages.gather_us),
+                scatter_us=_measured(cluster, LIBRARY_SCATTER, messages.scatter_us),
+            )  # fmt: skip
         parts = shard_ranks or self.ranks
         compute, network = self.problem.contention.compute, self.problem.contention.network
         if cluster.contention is None and self.executor == "accelerator" and cluster.library is not None:
             compute = SLOWDOWN
-        return Costs(
-            gather_us=gather, scatter_us=scatter,
-            reduce_us=None if shard_ranks is None else lambda part: messages.reduce_us(part * parts),
-            gather_inside_us=_inside(cluster), compute_factor=compute, network_factor=network,
+        return replace(
+            messages, compute_factor=compute, network_factor=network,
             update_us=(self.units.update_us or self.problem.update_us) / parts, host_us=self.host_us,
         )  # fmt: skip
 
@@ -91,16 +90,6 @@ class Setting:
 def _measured(cluster: Cluster, key: str, otherwise: Cost) -> Cost:
     curve: CostCurve | None = measured_curve(cluster, key)
     return otherwise if curve is None else curve.at
-
-
-def _inside(cluster: Cluster) -> Cost | None:
-    if cluster.nodes == 1 or cluster.ranks_per_node == 1:
-        return None
-    try:
-        phase = phase_of(cluster, ALL_GATHER, "ring", "intra", cluster.ranks_per_node)
-    except InputError:
-        return None
-    return None if phase is None else phase.time_us
 
 
 def make_setting(
@@ -111,6 +100,11 @@ def make_setting(
     problem = make_problem(find_profile(profile), None if cluster is None else find_cluster(cluster), ranks, where)
     if problem.ranks == 1:
         raise InputError(f"{where}: found one rank, expected at least two: a single one has nothing to gather")
+    return setting_of(problem)
+
+
+def setting_of(problem: Problem) -> Setting:
+    """Return what is planned, of units that were measured or that gradients' names tell."""
     units = problem.profile.units or units_of_gradients(problem)
     on_host = problem.profile.world.device == "cpu" and problem.cost.cluster.library is None
     return Setting(problem=problem, units=units, executor="hosts" if on_host else "accelerator")
@@ -321,11 +315,9 @@ def _plan(
 def prediction(shape: Shape, step: Step, *, timeline: bool = False) -> Prediction:
     """Return a step as plans hold it; `timeline`: with every message and computation."""
     forward_us = sum(leaf.forward_us for leaf in shape.leaves)
-    update_us = step.iteration_us - max((bar.end_us for bar in step.bars), default=step.iteration_us)
     return Prediction(
         iteration_us=step.iteration_us, forward_us=forward_us, backward_us=step.compute_us - forward_us,
-        update_us=max(0.0, update_us),
-        exposed_us=max(0.0, step.iteration_us - step.compute_us - max(0.0, update_us)),
+        update_us=step.update_us, exposed_us=step.exposed_us,
         buckets=len({bar.group for bar in step.bars if bar.group >= 0}),
         timeline=tuple(_task(shape, step, index) for index in range(len(step.bars))) if timeline else None,
     )  # fmt: skip

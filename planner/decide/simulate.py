@@ -140,6 +140,8 @@ def _simulation(problem: Problem, schedule: Schedule, strategy: str, change: Wha
     dtype = next((bucket.dtype for bucket in schedule.buckets if bucket.dtype is not None), None)
     if dtype is not None and (known := encoding(problem.cost.cluster, dtype)[2]) != "measured":
         source.append(f"encoding {known} (no `encode` given)")
+    if problem.basis is not None and problem.basis.basis == "scaled":
+        source.append(str(problem.basis))
     if any(bucket.collective == "sparse" for bucket in schedule.buckets):
         if flat_is_implied(problem.cost.cluster):
             source.append("gathers follow from the all-reduce")

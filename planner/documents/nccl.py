@@ -31,27 +31,23 @@ class Gpu(NamedTuple):
     """Whether its switches can add up (NVLS)."""
     domain: int = 8
     """How many of them one NVLink domain holds at most."""
-    dense_flops: float = 0.0
-    """Dense tensor-core FLOP/s in BF16 (FP16 on Volta)."""
-    memory_bytes: float = 0.0
-    memory_bytes_per_s: float = 0.0
 
 
 _GB = 1e9
 GPUS: Mapping[str, Gpu] = {
-    "v100": Gpu("volta", 6 * 20 * _GB, 300 * _GB, False, 16, 125e12, 32e9, 900e9),
-    "a100": Gpu("ampere", 12 * 20 * _GB, 600 * _GB, False, 16, 312e12, 80e9, 2039e9),
-    "h100": Gpu("hopper", 18 * 20.6 * _GB, 900 * _GB, True, 8, 989.4e12, 80e9, 3350e9),
-    "h200": Gpu("hopper", 18 * 20.6 * _GB, 900 * _GB, True, 8, 989.4e12, 141e9, 4800e9),
-    "b200": Gpu("blackwell", 18 * 40.1 * _GB, 1800 * _GB, True, 8, 2250e12, 180e9, 8000e9),
-    "gb200": Gpu("blackwell", 18 * 40.1 * _GB, 1800 * _GB, True, 72, 2500e12, 186e9, 8000e9),
-    "a10g": Gpu("ampere", 0.0, 0.0, False, 8, 70e12, 24e9, 600e9),
-    "a40": Gpu("ampere", 0.0, 0.0, False, 8, 149.7e12, 48e9, 696e9),
-    "l40s": Gpu("ampere", 0.0, 0.0, False, 8, 362e12, 48e9, 864e9),
-    "rtx4090": Gpu("ampere", 0.0, 0.0, False, 8, 165.2e12, 24e9, 1008e9),
+    "v100": Gpu("volta", 6 * 20 * _GB, 300 * _GB, False, 16),
+    "a100": Gpu("ampere", 12 * 20 * _GB, 600 * _GB, False, 16),
+    "h100": Gpu("hopper", 18 * 20.6 * _GB, 900 * _GB, True, 8),
+    "h200": Gpu("hopper", 18 * 20.6 * _GB, 900 * _GB, True, 8),
+    "b200": Gpu("blackwell", 18 * 40.1 * _GB, 1800 * _GB, True, 8),
+    "gb200": Gpu("blackwell", 18 * 40.1 * _GB, 1800 * _GB, True, 72),
+    "a10g": Gpu("ampere", 0.0, 0.0),
+    "a40": Gpu("ampere", 0.0, 0.0),
+    "l40s": Gpu("ampere", 0.0, 0.0),
+    "rtx4090": Gpu("ampere", 0.0, 0.0),
 }
-"""By name. Rates of memory and tensor cores: NVIDIA's data sheets. Ada (L40S, 4090) has no constants of its own in
-NCCL, which gives everything from 8.0 to 8.9 those of Ampere. A 4090 counts with FP32 accumulation."""
+"""By name; `planner.documents.accelerators` has their peak rates and memory. Ada (L40S, 4090) has no constants of its
+own in NCCL, which gives everything from 8.0 to 8.9 those of Ampere."""
 
 MAX_PCIE_BYTES_PER_S = 128e9
 """16 lanes of PCIe 6.0."""

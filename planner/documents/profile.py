@@ -10,8 +10,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from planner.documents.accelerators import ACCELERATORS, kind_of
 from planner.documents.local_async import LocalAsyncProfile
-from planner.documents.nccl import GPUS, Nccl
+from planner.documents.nccl import Nccl
 from planner.documents.text import parse_bandwidth, parse_latency_us, us_per_byte
 from planner.documents.units import Units
 from runtime.errors import InputError
@@ -154,7 +155,7 @@ class ComputeIntervals(Record):
 class ComputeEstimate(Record):
     """That compute times were not measured: FLOPs over a stated share of an accelerator's peak."""
 
-    gpu: Literal[tuple(GPUS)]  # type: ignore[valid-type]
+    gpu: Literal[tuple(ACCELERATORS)]  # type: ignore[valid-type]
     """For which the times are; on a cluster of others they are scaled by peak and share."""
     flops: Annotated[float, Field(gt=0.0)]
     """Of forward and backward of one step of one rank; nothing computed twice."""
@@ -172,7 +173,7 @@ class ComputeEstimate(Record):
 
     def share_of(self, gpu: str) -> float:
         """Return which share of its peak an accelerator reaches."""
-        return self.efficiency.get(gpu, self.other_efficiency)
+        return self.efficiency.get(gpu, self.efficiency.get(kind_of(gpu), self.other_efficiency))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -336,6 +337,8 @@ class Cluster(Document):
     nodes: PositiveCount
     ranks_per_node: PositiveCount = 1
     nics_per_node: PositiveCount = 1
+    accelerator: Literal[tuple(ACCELERATORS)] | None = None  # type: ignore[valid-type]
+    """Of each rank; by default the one that `nccl` names, else not known. Of that kind where both are given."""
     intra: Link | None = None
     inter: Link | None = None
     collectives: dict[str, Line] | None = None
@@ -377,6 +380,11 @@ class Cluster(Document):
     @property
     def ranks(self) -> int:
         return self.nodes * self.ranks_per_node
+
+    @property
+    def computes_on(self) -> str | None:
+        """The name of its accelerator in `ACCELERATORS`; None where it is not known."""
+        return self.accelerator or (None if self.nccl is None else self.nccl.gpu)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -489,6 +497,11 @@ def _check_library(cluster: Cluster | None, where: str) -> None:
     if cluster.nics_per_node not in (1, cards):
         raise InputError(
             f"{where}.nics_per_node: found {cluster.nics_per_node}, and {cards} in nccl; expected the same, or one"
+        )
+    if cluster.accelerator is not None and kind_of(cluster.accelerator) != cluster.nccl.gpu:
+        raise InputError(
+            f"{where}.accelerator: found {cluster.accelerator}, and {cluster.nccl.gpu} in nccl; expected that kind, or "
+            f"none: correct one of them"
         )
     cluster.nccl.check(cluster.nodes, cluster.ranks_per_node, f"{where}.nccl.")
 

@@ -13,7 +13,7 @@ def describe_sources(problem: Problem) -> dict[str, str]:
     return {
         "model": _model(problem),
         "cluster": _cluster(problem.cost.cluster),
-        "compute": _compute(problem.profile),
+        "compute": _compute(problem),
         "communication": _communication(problem),
         "planner": f"version {__version__}",
     }
@@ -48,8 +48,10 @@ def _link(link: Link) -> str:
     return f"{link.alpha_us:,.3g} µs start-up and {speed}"
 
 
-def _compute(profile: Profile) -> str:
+def _compute(problem: Problem) -> str:
+    profile, basis = problem.profile, problem.basis
     world = profile.world
+    scaled = [] if basis is None or basis.basis != "scaled" else [str(basis)]
     here = [world.accelerator or world.device, world.backend, f"torch {world.torch}" if world.torch else None]
     if world.batch_per_rank is not None:
         here.append(f"batch of {world.batch_per_rank} a rank")
@@ -60,7 +62,7 @@ def _compute(profile: Profile) -> str:
     text += f" ({known})" if known else ""
     text += f", measured {world.measured}" if world.measured else ", without a date"
     text += f", medians of {pluralize(profile.compute.repeats, 'step')}" if profile.compute.repeats else ""
-    return "; ".join([text, *_origin(profile)])
+    return "; ".join([text, *scaled, *_origin(profile)])
 
 
 def _communication(problem: Problem) -> str:

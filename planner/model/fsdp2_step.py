@@ -75,6 +75,12 @@ class Step:
     groups: tuple[str, ...]
     memory: tuple[tuple[float, int], ...] = ()
     """(time, bytes from then on), in the order of the host's program."""
+    update_us: float = 0.0
+
+    @property
+    def exposed_us(self) -> float:
+        """What messages add to computation and update."""
+        return max(0.0, self.iteration_us - self.compute_us - self.update_us)
 
 
 class _Lanes:
@@ -181,6 +187,7 @@ def simulate(
         bars=tuple(sorted(found, key=lambda bar: (bar.start_us, bar.lane))),
         groups=program.groups,
         memory=_over_time(program, ran, lanes) if bars else (),
+        update_us=costs.update_us,
     )
 
 

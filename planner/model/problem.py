@@ -17,7 +17,7 @@ from planner.cost.model import CommunicationCost, communication_cost
 from planner.cost.phases import PHASES, Phase, measured_flat, phase_of
 from planner.cost.sparse import SPARSE_PHASES, SelectionCost, SparsePhase, selector_line
 from planner.cost.wire import NATIVE, TWO_SHOT, WireCost, wire_cost
-from planner.documents.estimate import on_accelerator
+from planner.documents.estimate import ComputeBasis, compute_basis, on_accelerator
 from planner.documents.profile import Cluster, Contention, LayerNorm, Profile
 from planner.ir import Bucket, Places
 from runtime.errors import InputError
@@ -36,6 +36,8 @@ class Problem:
 
     profile: Profile
     cost: CommunicationCost
+    basis: ComputeBasis | None = None
+    """What the compute times rest on; None where that was not asked."""
 
     @property
     def ranks(self) -> int:
@@ -369,6 +371,9 @@ def make_problem(
             f"(`planner catalog` lists names), or a profile made by `planner profile` on the machines in question"
         )
     try:
-        return Problem(profile=on_accelerator(profile, chosen), cost=communication_cost(chosen, ranks))
+        return Problem(
+            profile=on_accelerator(profile, chosen), cost=communication_cost(chosen, ranks),
+            basis=compute_basis(profile, chosen),
+        )  # fmt: skip
     except InputError as error:
         raise InputError(f"{where}: $.cluster: {error}" if cluster is None else f"{where}: {error}") from error

@@ -15,8 +15,7 @@ from typing import TypeVar
 import numpy as np
 
 from planner.cost.phases import LinkName, flat_link, slowest_hop
-from planner.documents.estimate import scale_compute
-from planner.documents.local_async import LocalAsyncProfile
+from planner.documents.estimate import scale_compute, scale_profile
 from planner.documents.nccl import Nccl
 from planner.documents.profile import Cluster, Link, Profile
 from planner.documents.text import parse_bandwidth, parse_latency_us, us_per_byte
@@ -62,42 +61,13 @@ class WhatIf:
         """The profile of the changed step, with its cluster changed too."""
         slow = self.straggler / self.compute_speed
         cluster = None if profile.cluster is None else self.cluster(profile.cluster)
-        compute = scale_compute(profile.compute, slow * self.batch, slow)
-        local_async = profile.local_async and scale_updaters(profile.local_async, slow * self.batch, slow)
-        return replace(profile, compute=compute, local_async=local_async, cluster=cluster)
+        return replace(scale_profile(profile, slow * self.batch, slow), cluster=cluster)
 
     def cluster(self, cluster: Cluster) -> Cluster:
         for name, link in (("intra", self.intra), ("inter", self.inter)):
             if link is not None:
                 cluster = relink(cluster, name, link)  # type: ignore[arg-type]
         return cluster
-
-
-def scale_updaters(measured: LocalAsyncProfile, step: float, update: float) -> LocalAsyncProfile:
-    """Backward times `step`, updates times `update`, and minibatches by what they spend on either."""
-    if step == 1.0 and update == 1.0:
-        return measured
-    updating = min(1.0, sum(layer.update_us for layer in measured.layers) / measured.curve[0].minibatch_us)
-    both = step * (1.0 - updating) + update * updating
-    layers = [
-        replace(
-            layer,
-            grad_weight_us=layer.grad_weight_us * step,
-            grad_input_us=layer.grad_input_us * step,
-            update_us=layer.update_us * update,
-        )
-        for layer in measured.layers
-    ]
-    curve = [
-        replace(
-            point,
-            minibatch_us=point.minibatch_us * both,
-            averaging_us=None if point.averaging_us is None else point.averaging_us * both,
-        )
-        for point in measured.curve
-    ]
-    before = {name: getattr(measured, name) * step for name in ("batch_us", "forward_us", "loss_us")}
-    return replace(measured, **before, layers=tuple(layers), curve=tuple(curve))
 
 
 def relink(cluster: Cluster, name: LinkName, link: Link) -> Cluster:

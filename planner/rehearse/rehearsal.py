@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from planner.comparison.report import Comparison, Row
 from planner.decide.bounded import split_passes
 from planner.documents.catalog import find_cluster, find_profile
+from planner.documents.estimate import on_accelerator
 from planner.documents.profile import Cluster, ComputeProfile, OptimizerProfile, Profile
 from planner.documents.text import milliseconds
 from planner.ir import ACCURACIES
@@ -200,8 +201,9 @@ def make_asked(
     split_passes((), accuracy, compress=compress)  # refuses what does not go with that accuracy
     chosen = hosts_of(name, profile, cluster, hosts, minutes)
     return Asked(
-        name=name, profile=replace(profile, cluster=None), cluster=chosen, strategies=tuple(strategies),
-        accuracy=accuracy, allow=tuple(allow), compress=compress, minutes=minutes, dilate=dilate, shrink=shrink,
+        name=name, profile=replace(on_accelerator(profile, chosen), cluster=None), cluster=chosen,
+        strategies=tuple(strategies), accuracy=accuracy, allow=tuple(allow), compress=compress, minutes=minutes,
+        dilate=dilate, shrink=shrink,
     )  # fmt: skip
 
 

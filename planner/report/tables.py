@@ -303,29 +303,43 @@ def fitted_tables(fitted: FittedCluster) -> list[Table]:
     return [errors, predicted]
 
 
+def computed_line(result: Advice | ScalePoint) -> str:
+    """Return what a prediction was computed with, on one line."""
+    return f"{sanitize(result.model)} on {sanitize(result.cluster)}: computed with {result.computed_with}"
+
+
 def advice_table(advice: Advice) -> Table:
     """Every way to train, least risky first."""
     columns = ["way", "step (ms)", "exposed (ms)", "memory", "fits", "asks for", "why"]
+    ranged = any(option.interval_us for option in advice.options)
+    if ranged:
+        columns.insert(2, "between (ms)")
     table = make_table(
         f"{sanitize(advice.model)} on {sanitize(advice.cluster)}, {pluralize(advice.ranks, 'rank')}: least risky first",
         columns, left=("way", "fits", "asks for", "why"),
     )  # fmt: skip
     for option in advice.options:
         fits = "not known" if option.fits is None else "yes" if option.fits else "no"
-        asks = option.interface + ("" if option.runs_here else ", not by this runtime")
-        times = milliseconds(option.iteration_us), milliseconds(option.exposed_us)
+        asks = option.interface if option.executed_by != "planner.fully_shard" else "fsdp2: planner.fully_shard"
+        times = [milliseconds(option.iteration_us), milliseconds(option.exposed_us)]
+        if ranged:
+            times.insert(1, " to ".join(map(milliseconds, option.interval_us or ())))
         mark = f"{option.name} ←" if option.name == advice.use else option.name
         table.add_row(mark, *times, mebibytes(option.memory_bytes), fits, asks, option.reason)
     return table
 
 
 def advice_lines(advice: Advice) -> list[str]:
-    """What to use and why, and what that rests on."""
+    """What to use and why, what that rests on, and how to continue."""
     lines = [f"use {advice.use}: {advice.reason}", f"messages: {advice.cost_source}"]
     if advice.if_lossy is not None:
         lines.insert(1, f"where messages may lose digits (--accuracy bounded): {advice.if_lossy}")
-    if advice.estimated:
-        lines.append("compute: FLOPs over a stated share of the accelerator's peak, not measured")
+    if advice.interval is not None:
+        lines.append(f"messages are within ± {advice.interval:.0%} for 9 of 10")
+    lines.append(str(advice.computed_with.compute))
+    executor = advice.chosen.executed_by
+    if advice.next_command is not None:
+        lines.append(f"continue with: {advice.next_command}; {executor} executes the plan in your script")
     return lines
 
 

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
-from builders import run_json, usual_cluster, usual_profile
+from builders import run, run_json, usual_cluster, usual_profile
 
 from planner.decide.advise import WORTH_ASKING, advise
-from planner.documents.catalog import find_cluster, find_profile
-from planner.model.fully_sharded import Block, Messages, blocks_of, sharded_step
+from planner.decide.at_scale import sweep
+from planner.decide.fsdp2 import PER_BLOCK, optimize_fsdp2
+from planner.documents.accelerators import find_accelerator, kind_of, speed_ratio
+from planner.documents.catalog import find_cluster, find_profile, names
+from planner.documents.estimate import check_accelerators, compute_basis
 from planner.model.problem import make_problem
 from runtime.errors import InputError
 
@@ -53,9 +58,10 @@ def test_lossy_ways_are_only_taken_where_allowed() -> None:
     assert exact.if_lossy == bounded.use == "ddp, int8 on the wire"
     assert bounded.if_lossy is None
     # That cluster's all-reduce is far slower than its links' constants: half of the bytes gain no more than half.
-    steps = {option.name: option.exposed_us for option in advise("gpt2@k80-10gbe").options}
+    slow = advise(find_profile("gpt2"), replace(find_cluster("k80-10gbe"), accelerator=None))
+    steps = {option.name: option.exposed_us for option in slow.options}
     assert steps["ddp, bfloat16 on the wire"] > 0.4 * steps["ddp"]
-    assert all(option.runs_here for option in exact.options if option.lossy)
+    assert all(option.executed_by == "planner.attach" for option in exact.options if option.lossy)
 
 
 def test_memory_decides() -> None:
@@ -96,39 +102,145 @@ def test_wrong_words(capsys: pytest.CaptureFixture[str]) -> None:
 def test_estimated_compute_goes_with_the_clusters_accelerator() -> None:
     profile = find_profile("llama-8b")
     times = {
-        name: make_problem(profile, find_cluster(name)).forward_us for name in ("dgx-a100", "dgx-h100", "dgx-b200")
+        name: make_problem(profile, find_cluster(name)).forward_us
+        for name in ("a100-8x8-100gb", "dgx-a100", "dgx-h100", "dgx-b200")
     }
     assert times["dgx-h100"] == profile.compute.forward_us
     assert times["dgx-a100"] == pytest.approx(profile.compute.forward_us * 989.4 * 0.464 / (312 * 0.642), rel=1e-6)
+    assert times["a100-8x8-100gb"] == times["dgx-a100"]
     assert times["dgx-b200"] < times["dgx-h100"] < times["dgx-a100"]
+
+
+def test_measured_compute_is_scaled_to_the_clusters_accelerator() -> None:
     measured = find_profile("resnet50")
-    assert make_problem(measured, find_cluster("dgx-b200")).forward_us == measured.compute.forward_us
+    scaled = make_problem(measured, find_cluster("dgx-h100"))
+    assert scaled.forward_us == pytest.approx(measured.compute.forward_us / speed_ratio("v100", "h100"))
+    assert make_problem(measured, find_cluster("v100-16x8-25gbe")).forward_us == measured.compute.forward_us
+    # No accelerator is named there: times are taken as they are, and that is said.
+    assert make_problem(measured, find_cluster("hkbu-8x4-10gbe")).forward_us == measured.compute.forward_us
+    assert advise("resnet50@hkbu-8x4-10gbe").computed_with.compute.basis == "as profiled"
 
 
-def test_blocks_hold_every_byte_and_all_of_the_step() -> None:
-    for name in ("llama-70b", "sd15-unet", "resnet50", "bert-large-s128"):
-        problem = make_problem(find_profile(name), find_cluster("dgx-h100"))
-        blocks = blocks_of(problem)
-        assert sum(block.size_bytes for block in blocks) == problem.size_bytes.sum()
-        assert sum(block.forward_us for block in blocks) == pytest.approx(problem.forward_us)
-        assert sum(block.backward_us for block in blocks) == pytest.approx(problem.backward_us)
-    assert len(blocks_of(make_problem(find_profile("llama-70b"), find_cluster("dgx-h100")))) == 82
+def computes(model: str, cluster: str) -> str:
+    """What has to be said of a pair, from what the documents name alone."""
+    profile, machines = find_profile(model), find_cluster(cluster)
+    there = machines.accelerator or (machines.nccl.gpu if machines.nccl is not None else None)
+    if profile.compute.estimate is not None:
+        return "estimated" if there else "refused"
+    if there is None:
+        return "as profiled"
+    device = (profile.world.accelerator or "").lower()
+    if not device:
+        return "refused"
+    return "measured" if kind_of(there) in device else "scaled"
 
 
-def test_a_sharded_step_by_hand() -> None:
-    """Two blocks; a gather takes 10, a scatter 20, forward 100 and backward 200 each.
+@pytest.mark.parametrize("cluster", names("cluster"))
+def test_every_pair_says_what_it_was_computed_with(cluster: str) -> None:
+    """All of the catalogue, by the functions behind `advise`, without its simulations."""
+    machines = find_cluster(cluster)
+    for model in names("model"):
+        profile, expected = find_profile(model), computes(model, cluster)
+        if expected == "refused":
+            with pytest.raises(InputError, match="accelerator"):
+                check_accelerators(profile, machines)
+            continue
+        check_accelerators(profile, machines)
+        found = compute_basis(profile, machines)
+        assert found.basis == expected, model
+        assert found.accelerator == (machines.computes_on or find_accelerator(profile.world.accelerator)
+                                     or profile.world.accelerator or profile.world.device)  # fmt: skip
+        problem = make_problem(profile, machines)
+        factor = profile.compute.forward_us / problem.forward_us
+        assert factor == pytest.approx(found.speed if expected in ("scaled", "estimated") else 1.0)
+        assert (found.within is not None) == (expected in ("scaled", "estimated"))
+        if expected == "scaled":
+            assert factor == pytest.approx(speed_ratio(find_accelerator(profile.world.accelerator), found.accelerator))  # type: ignore[arg-type]
 
-    Forward: gather 0 (10), block 0 to 110 beside gather 1, block 1 to 210. Backward: block 1 at 210 to 410 beside
-    gather 0 (to 220) and then its scatter (410 to 430); block 0 at 410 to 610, its scatter to 630.
-    """
-    blocks = [Block("0", 1.0, 100.0, 200.0), Block("1", 1.0, 100.0, 200.0)]
-    messages = Messages(gather_us=lambda _: 10.0, scatter_us=lambda _: 20.0, reduce_us=lambda _: 0.0)
-    step = sharded_step(blocks, messages, 5.0, slowdown=1.0)
-    assert (step.iteration_us, step.exposed_us, step.busy_us) == (635.0, 30.0, 70.0)
-    kept = sharded_step(blocks, messages, 5.0, slowdown=1.0, keep_weights=True)
-    assert (kept.iteration_us, kept.busy_us) == (635.0, 60.0)
-    again = sharded_step(blocks, messages, 5.0, slowdown=1.0, recompute=True)
-    assert again.iteration_us == 835.0
-    assert sharded_step(blocks, messages, 5.0, slowdown=1.5).iteration_us == 635.0 + 0.5 * 40.0
-    slow = Messages(gather_us=lambda _: 1000.0, scatter_us=lambda _: 0.0, reduce_us=lambda _: 0.0)
-    assert sharded_step(blocks, slow, 0.0, slowdown=1.0).iteration_us == 1000.0 + 1000.0 + 100.0 + 1000.0 + 200.0
+
+SAID = [
+    ("llama-8b", "a100-8x8-25gb", ["a100-40gb", "batch 2 per rank", "bfloat16", "AdamW", "40 GB memory", "estimated"]),
+    ("gpt2", "dgx-h100", ["h100", "batch not stated", "float32", "optimizer not stated", "80 GB memory",
+                          "scaled from Tesla V100 32 GB", "± 35%"]),
+    ("resnet50", "v100-4x4-10gbe", ["v100", "compute measured"]),
+    ("googlenet", "hkbu-8x4-10gbe", ["k80", "batch 64 per rank", "as profiled"]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("model", "cluster", "words"), SAID)
+def test_text_and_json_say_what_was_computed_with(
+    model: str, cluster: str, words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    document = run_json(capsys, "advise", f"{model}@{cluster}")
+    run("advise", f"{model}@{cluster}")
+    first, *lines = capsys.readouterr().out.splitlines()
+    assert first.startswith(f"{model} on {cluster}: computed with ")
+    for word in words:
+        assert word in first
+    told = document["computed_with"]
+    assert told["accelerator"] in first
+    assert told["dtype"] in first
+    assert f"{told['memory_bytes'] / 1e9:.3g} GB memory" in first
+    rows = [[cell.strip(" ←") for cell in line.strip("│").split("│")] for line in lines if line.startswith("│")]
+    assert [row[0] for row in rows] == [option["name"] for option in document["options"]]
+    for row, option in zip(rows, document["options"], strict=True):
+        assert float(row[1].replace(",", "")) == pytest.approx(option["iteration_us"] / 1e3, rel=1e-3)
+        if option["interval_us"]:
+            low, high = (float(value.replace(",", "")) for value in row[2].split(" to "))
+            assert [low, high] == pytest.approx([end / 1e3 for end in option["interval_us"]], rel=1e-3)
+            assert low < option["iteration_us"] / 1e3 < high
+    within = document["interval"]
+    assert (within is None) or any(f"± {within:.0%} for 9 of 10" in line for line in lines)
+
+
+def test_an_a100_is_not_an_h100() -> None:
+    a100, h100 = (advise(f"llama-8b@{kind}-8x8-400gb") for kind in ("a100", "h100"))
+    assert a100.memory_limit_bytes == 40 * 10**9
+    assert h100.memory_limit_bytes == 80 * 10**9
+    ratio = 989.4 * 0.464 / (312 * 0.642)
+    times = [one.options[0].iteration_us - one.options[0].exposed_us for one in (a100, h100)]
+    assert times[0] / times[1] == pytest.approx(ratio, rel=0.1)
+
+
+def test_the_clusters_accelerator_can_be_named() -> None:
+    with pytest.raises(InputError, match="hkbu-8x4-10gbe does not name its accelerator; expected one: `--accelerator"):
+        advise("llama-1b@hkbu-8x4-10gbe")
+    assert advise("llama-1b@hkbu-8x4-10gbe", accelerator="v100").computed_with.accelerator == "v100"
+    with pytest.raises(InputError, match="--accelerator: found a100, and dgx-h100 has h100"):
+        advise("llama-1b@dgx-h100", accelerator="a100")
+    with pytest.raises(InputError, match="alexnet: measured on cuda, whose rates are not known, and dgx-h100 has h100"):
+        advise("alexnet@dgx-h100")
+
+
+def test_a_sweep_gives_what_advise_does() -> None:
+    """At the cluster's own number of ranks, which the default has, and at others."""
+    for model, cluster, ranks in (
+        ("llama-8b", "gcp-a2-highgpu", 32), ("resnet50", "dgx-h100", None), ("llama-1b", "hkbu-8x4-10gbe", None),
+    ):  # fmt: skip
+        advice = advise(f"{model}@{cluster}", ranks=ranks, accelerator="v100" if "hkbu" in cluster else None)
+        points = sweep(
+            [model], [cluster], None if ranks is None else [ranks], accelerator=advice.computed_with.accelerator
+        )
+        [point] = [point for point in points if point.ranks == advice.ranks]
+        assert (point.strategy, point.step_us) == (advice.use, advice.chosen.iteration_us)
+        assert point.computed_with == advice.computed_with
+
+
+def test_the_command_to_continue_with() -> None:
+    commands = {pair: advise(pair).next_command for pair, _ in PAIRS if pair.startswith(("llama", "resnet"))}
+    assert commands["resnet50@dgx-a100"] is None
+    assert commands["llama-70b@aws-p5"] == "planner optimize llama-70b@aws-p5 --parallel fsdp2 -o plan.json"
+    assert commands["llama-8b@dgx-h100"] == "planner optimize llama-8b@dgx-h100 --allow sharded-step -o plan.json"
+
+
+def test_fsdp2_is_what_the_planner_of_fsdp2_predicts() -> None:
+    advice = advise("llama-1b@dgx-h100")
+    options = {option.name: option for option in advice.options}
+    planned = optimize_fsdp2("llama-1b@dgx-h100")
+    assert options["fsdp2"].iteration_us == planned.baselines[PER_BLOCK].iteration_us  # type: ignore[index]
+    assert options["fsdp2"].executed_by == "planner.fully_shard"
+    assert options["fsdp2, recomputed"].memory_bytes < options["fsdp2"].memory_bytes  # type: ignore[operator]
+    again_us = options["fsdp2, recomputed"].iteration_us - options["fsdp2"].iteration_us
+    assert again_us == pytest.approx(
+        make_problem(find_profile("llama-1b"), find_cluster("dgx-h100")).forward_us, rel=0.1
+    )

@@ -54,7 +54,7 @@ def test_a_sweep_fills_nodes_and_keeps_what_memory_asks_for() -> None:
     assert {point.ranks for point in points if point.cluster == "gb200-nvl72"} == {8, 144, 16416}
     by_hand = {(point.model, point.cluster): point.strategy for point in points if point.ranks == 8}
     assert by_hand["vit-l16", "dgx-h100"] == "ddp"
-    assert by_hand["llama-8b", "dgx-h100"].startswith("fsdp2")
+    assert by_hand["llama-8b", "dgx-h100"] not in ("ddp", "ddp, planned buckets")
     for point in points:
         assert 0.0 < point.efficiency <= 1.0 + 1e-9
         assert point.p99_us >= point.median_us >= point.step_us > 0.0
