@@ -18,6 +18,7 @@ import typer
 
 from planner.cli.cluster_commands import clusters
 from planner.cli.fsdp2_commands import Parallel, for_fsdp2, optimize_fsdp2
+from planner.cli.model_commands import models
 from planner.cli.options import (
     Allow,
     ClusterName,
@@ -334,6 +335,7 @@ def catalog(
 
 
 app.add_typer(clusters, name="cluster")
+app.add_typer(models, name="model")
 
 
 @app.command()
