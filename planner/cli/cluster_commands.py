@@ -26,7 +26,7 @@ def new(
         str | None, typer.Option(help="Another link inside a node in one direction, such as PCIe: 32gbyte.")
     ] = None,
     nic_latency: Annotated[
-        str | None, typer.Option(help="Start-up time of a message between nodes; default: 5us.")
+        str | None, typer.Option(help="Start-up time of a message between nodes; default: the network's.")
     ] = None,
     intra_latency: Annotated[
         str | None, typer.Option(help="Start-up time of a message inside a node; default: 2.5us.")
@@ -36,18 +36,17 @@ def new(
         typer.Option(help="Use NCCL's cost model for this accelerator, such as h100, in place of latencies."),
     ] = None,
     network: Annotated[
-        str | None, typer.Option(help="With --gpu: infiniband, roce, efa or tcp; default: infiniband.")
+        str | None,
+        typer.Option(help="Between nodes: infiniband, roce, efa, or tcp (also ethernet); default: infiniband."),
     ] = None,
     output: Output = "cluster.json",
 ) -> None:
     """Write the cluster that a description of its machines gives, from line rates."""
-    from planner.documents.machines import INTRA_LATENCY, NIC_LATENCY, describe_machines, describe_nccl
+    from planner.documents.machines import INTRA_LATENCY, describe_machines, describe_nccl
     from planner.report.files import check_writable
     from runtime.errors import InputError
 
     check_writable(output)
-    if gpu is None and network is not None:
-        raise InputError(f"--network: found {network} without --gpu, which it goes with; add --gpu, or take it out")
     if gpu is not None:
         for option, value in (("--nic-latency", nic_latency), ("--intra-latency", intra_latency)):
             if value is not None:
@@ -56,12 +55,12 @@ def new(
                 )
         cluster = describe_nccl(
             nodes=nodes, gpus=gpus, gpu=gpu, nic=nic, nvlink=nvlink, intra=intra,
-            network=network or "infiniband", name=Path(output).stem,
+            network=network, name=Path(output).stem,
         )  # fmt: skip
     else:
         cluster = describe_machines(
             nodes=nodes, gpus=gpus, nic=nic, nvlink=nvlink, intra=intra,
-            nic_latency=nic_latency or NIC_LATENCY, intra_latency=intra_latency or INTRA_LATENCY,
+            nic_latency=nic_latency, network=network, intra_latency=intra_latency or INTRA_LATENCY,
             name=Path(output).stem,
         )  # fmt: skip
     cluster.save(output)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from typing import get_args
 
 from planner.documents.nccl import GPUS, Nccl, Network
@@ -13,7 +14,15 @@ from runtime.plan.strict_json import MAX_RANKS
 
 _CARDS = re.compile(r"(?:(\d{1,4})x)?(.+)", re.DOTALL)
 
-NIC_LATENCY, INTRA_LATENCY = "5us", "2.5us"
+INTRA_LATENCY = "2.5us"
+NIC_LATENCY: Mapping[str, str] = {"infiniband": "5us", "roce": "5us", "efa": "7.5us", "tcp": "18us"}
+"""By network, the start-up time of a message between nodes. RDMA: 16 H100 on two nodes took 123 µs for the smallest
+all-reduce, 30 hops (GCP A3 Mega); EFA: of `h100-8x8-efa3200`; TCP: of `hkbu-8x4-100gbe`."""
+ALSO_CALLED: Mapping[str, Network] = {"ethernet": "tcp"}
+ASSUMED_NETWORK = (
+    "network: not stated, so taken as infiniband; on Ethernet name it, for start-up times are others: --network roce "
+    "(with RDMA) or tcp (without), or efa on AWS"
+)
 
 
 def describe_machines(
@@ -23,7 +32,8 @@ def describe_machines(
     nic: str | None = None,
     nvlink: str | None = None,
     intra: str | None = None,
-    nic_latency: str = NIC_LATENCY,
+    nic_latency: str | None = None,
+    network: str | None = None,
     intra_latency: str = INTRA_LATENCY,
     name: str | None = None,
 ) -> Cluster:
@@ -35,8 +45,8 @@ def describe_machines(
         nic: network cards of one node, `8x400gbit` or `25gbit`. All of them together are the link `inter`.
         nvlink: rate of one accelerator's NVLink as vendors state it, both directions added; half of it counts.
         intra: rate of any other link inside a node (PCIe, say), in one direction.
-        nic_latency: start-up time of a message between nodes; 16 H100 on two nodes with RDMA took 123 µs for the
-            smallest all-reduce, 30 hops.
+        nic_latency: start-up time of a message between nodes; default: the network's.
+        network: infiniband (default), roce, efa or tcp, which is also called ethernet.
         intra_latency: the same inside a node; 8 A100 took 35 µs, 14 hops.
 
     Raises InputError: a number, rate or time is wrong; a link that the machines need is missing, or named twice.
@@ -58,10 +68,18 @@ def describe_machines(
     elif intra is not None:
         within = Link(alpha_us=intra_us, beta_us_per_byte=us_per_byte(parse_bandwidth(intra, "--intra")))
         notes.append(f"intra: {intra} in each direction; {intra_latency} per message")
+    if nic_latency is not None and network is not None:
+        raise InputError(
+            f"--nic-latency, --network: found {nic_latency} and {network}, expected one of them: both are the start-up "
+            f"time of a message between nodes"
+        )
+    known = parse_network(network or "infiniband")
     if nic is not None:
+        nic_latency, assumed = nic_latency or NIC_LATENCY[known], network is None and nic_latency is None
         nic_us = parse_latency_us(nic_latency, "--nic-latency")
         between = Link(alpha_us=nic_us, beta_us_per_byte=us_per_byte(_cards_rate(nic)))
         notes.append(f"inter: {nic}, all cards of a node as one; {nic_latency} per message")
+        notes += [ASSUMED_NETWORK] if assumed and nodes > 1 else []
     notes.append("line rates, which are an upper bound, and assumed start-up times: measure with `planner profile`")
     return Cluster(
         name=name, nodes=nodes, ranks_per_node=gpus, intra=within, inter=between,
@@ -77,7 +95,7 @@ def describe_nccl(
     nic: str | None = None,
     nvlink: str | None = None,
     intra: str | None = None,
-    network: str = "infiniband",
+    network: str | None = None,
     name: str | None = None,
 ) -> Cluster:
     """Return a cluster that NCCL's cost model describes; `intra` is PCIe's rate, of machines without NVLink.
@@ -87,8 +105,7 @@ def describe_nccl(
     _check_counts(nodes, gpus)
     if gpu not in GPUS:
         raise InputError(f"--gpu: found {gpu!r}, expected one of: {', '.join(GPUS)}")
-    if network not in get_args(Network):
-        raise InputError(f"--network: found {network!r}, expected one of: {', '.join(get_args(Network))}")
+    known = parse_network(network or "infiniband")
     if nvlink is not None and intra is not None:
         raise InputError("--nvlink, --intra: found both, expected one of them: both are the link inside a node")
     cards, rate = (1, None) if nic is None else parse_cards(nic)
@@ -96,14 +113,25 @@ def describe_nccl(
         nvlink = "none"
     machine = Nccl(
         gpu=gpu, nvlink=nvlink, pcie=intra, nics_per_node=cards, nic=rate,
-        network=network,  # type: ignore[arg-type]
+        network=known,
     )  # fmt: skip
     machine.check(nodes, gpus, "--")
+    where = "it" if nodes == 1 else "two of them"
+    model = f"costs by NCCL's own model of these machines: run nccl-tests on {where} and `planner cluster fit`"
     return Cluster(
         name=name, nodes=nodes, ranks_per_node=gpus, library="nccl", nccl=machine,
         source="described by `planner cluster new`, not measured",
-        notes=("costs by NCCL's own model of these machines: run nccl-tests on two of them and `planner cluster fit`",),
+        notes=(model, *((ASSUMED_NETWORK,) if network is None and nodes > 1 else ())),
     )  # fmt: skip
+
+
+def parse_network(name: str) -> Network:
+    """Return the network of that name. Raises InputError: it is not known."""
+    known = get_args(Network)
+    found = ALSO_CALLED.get(name, name)
+    if found not in known:
+        raise InputError(f"--network: found {name!r}, expected one of: {', '.join((*known, *ALSO_CALLED))}")
+    return found  # type: ignore[return-value]
 
 
 def parse_cards(nic: str) -> tuple[int, str]:

@@ -7,9 +7,11 @@ the machine itself costs then weighs less: a start-up D times less, a byte moved
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Literal
 
+from planner.cost import nccl
 from planner.cost.model import communication_cost
-from planner.documents.profile import DTYPE_BYTES, Cluster, Gradient, Profile
+from planner.documents.profile import DTYPE_BYTES, Cluster, Gradient, Link, Profile
 from planner.documents.units import Units
 from runtime.errors import InputError
 
@@ -114,37 +116,44 @@ def on_hosts(cluster: Cluster, hosts: int, ranks_per_host: int) -> Cluster:
     """
     if (cluster.nodes, cluster.ranks_per_node) == (hosts, ranks_per_host):
         return cluster
-    inter = cluster.inter
+    inter, intra = _link(cluster, "inter"), _link(cluster, "intra")
     # What was measured over all ranks says something of one link only where there is but one.
     if inter is None and cluster.ranks_per_node == 1:
         inter = communication_cost(cluster).link
     if hosts > 1 and inter is None:
+        measured = f"{cluster.nodes}x{cluster.ranks_per_node}" if cluster.samples or cluster.collectives else None
         raise InputError(
             f"--hosts {hosts}x{ranks_per_host}: the cluster {cluster.name or ''} has no link constants between nodes "
-            f'("inter"), from which {hosts} hosts could be made; expected them, or the hosts that were measured, '
-            f"{cluster.nodes}x{cluster.ranks_per_node}"
+            f'("inter"), from which {hosts} hosts could be made; expected them'
+            + ("" if measured is None else f", or the hosts that were measured, {measured}")
         )
-    if ranks_per_host > 1 and cluster.intra is None:
+    if ranks_per_host > 1 and intra is None:
         raise InputError(
             f"--hosts {hosts}x{ranks_per_host}: the cluster {cluster.name or ''} has no link constants inside nodes "
             f'("intra"); expected them, or one rank a host: --hosts {hosts * ranks_per_host}x1'
         )
     return replace(
-        cluster, nodes=hosts, ranks_per_node=ranks_per_host, inter=inter, samples=None, back_to_back=None,
-        collectives=None, contention=None,
+        cluster, nodes=hosts, ranks_per_node=ranks_per_host, inter=inter, intra=intra, samples=None,
+        back_to_back=None, collectives=None, contention=None,
     )  # fmt: skip
+
+
+def _link(cluster: Cluster, name: Literal["inter", "intra"]) -> Link | None:
+    """Return the constants of a link: as written, else those of the machines that are described for NCCL's model."""
+    written: Link | None = getattr(cluster, name)
+    return written or nccl.link_of(cluster, name)
 
 
 def links_of(cluster: Cluster) -> Links:
     """Return what is asked of the links. Raises InputError where no rate follows from what is known."""
     cost = communication_cost(cluster)
-    inter = cluster.inter or (cost.link if cluster.ranks_per_node == 1 else None)
+    inter = _link(cluster, "inter") or (cost.link if cluster.ranks_per_node == 1 else None)
     if inter is None or inter.beta_us_per_byte <= 0.0:
         raise InputError(
             f"cluster {cluster.name or '(unnamed)'}: no rate of the link between nodes is known, expected "
             f'"inter" with beta_us_per_byte or bandwidth; add it'
         )
-    intra = cluster.intra if cluster.ranks_per_node > 1 else None
+    intra = _link(cluster, "intra") if cluster.ranks_per_node > 1 else None
     small_us = float(cost.all_reduce(SMALL_BYTES))
     large_bytes = 2.0**26
     return Links(

@@ -12,7 +12,7 @@ from builders import run, run_json, usual_document, write
 from planner.cli.app import main
 from planner.cost.model import communication_cost
 from planner.documents.catalog import search
-from planner.documents.machines import describe_machines
+from planner.documents.machines import describe_machines, describe_nccl
 from planner.documents.profile import load_cluster, parse_cluster, parse_profile
 from planner.documents.text import parse_bandwidth, parse_latency_us
 from runtime.errors import InputError
@@ -149,7 +149,11 @@ def test_descriptions_that_are_wrong(options: dict[str, Any], message: str) -> N
         (["--gpu", "l40s", "--nic", "100gbit", "--intra", "600gbyte"], "--intra: found 600gbyte, expected at most 128"),
         (["--gpu", "h100", "--nic", "300x400gbit"], "--nic: found 300 cards in a node"),
         (["--gpu", "h100", "--nic", "400gbit", "--nic-latency", "9us"], "--nic-latency: found 9us beside --gpu"),
-        (["--nvlink", "900gbyte", "--nic", "400gbit", "--network", "tcp"], "--network: found tcp without --gpu"),
+        (
+            ["--nvlink", "900gbyte", "--nic", "400gbit", "--network", "tcp", "--nic-latency", "9us"],
+            "--nic-latency, --network: found 9us and tcp, expected one of them",
+        ),
+        (["--gpu", "h100", "--nic", "400gbit", "--network", "wifi"], "--network: found 'wifi', expected one of: infin"),
     ],
 )
 def test_options_that_contradict(
@@ -165,6 +169,28 @@ def test_options_that_contradict(
     assert ended.value.code == 2
     assert message in capsys.readouterr().err
     assert not Path("cluster.json").exists()
+
+
+@pytest.mark.parametrize("gpu", [[], ["--gpu", "l40s"]])
+def test_a_network_that_is_not_named_is_said_to_be_assumed(
+    gpu: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    described = ["cluster", "new", "--nodes", "2", "--gpus", "8", "--intra", "24gbyte", "--nic", "100gbit", *gpu]
+    message_us = {}
+    for network in (None, "infiniband", "roce", "efa", "tcp", "ethernet"):
+        run(*described, *(() if network is None else ("--network", network)))
+        said, cluster = capsys.readouterr().out, load_cluster("cluster.json")
+        assert ("taken as infiniband" in said) == (network is None)
+        assert ("taken as infiniband" in " ".join(cluster.notes or ())) == (network is None)
+        message_us[network] = communication_cost(cluster).all_reduce.at(1024)
+    assert message_us[None] == message_us["infiniband"] < message_us["tcp"] == message_us["ethernet"]
+
+
+def test_what_to_measure_fits_the_number_of_nodes() -> None:
+    one, two = (describe_nccl(nodes=nodes, gpus=8, gpu="h100", nic="400gbit") for nodes in (1, 2))
+    assert "run nccl-tests on it and" in " ".join(one.notes or ())
+    assert "run nccl-tests on two of them" in " ".join(two.notes or ())
 
 
 def test_the_catalog_filters_and_shows_one_whole(capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,6 +9,7 @@ import pytest
 from planner.decide.fsdp2 import baselines_of
 from planner.decide.optimize import optimize
 from planner.documents.catalog import find_cluster, find_profile
+from planner.documents.machines import describe_nccl
 from planner.model.fsdp2 import shape_of
 from planner.model.fsdp2_step import simulate
 from planner.model.modes import model_of
@@ -116,6 +117,29 @@ def test_what_cannot_be_rehearsed_is_refused() -> None:
     one_kind = replace(find_cluster("v100-16x8-25gbe"), intra=None)
     with pytest.raises(InputError, match="--hosts 8x1"):
         on_hosts(one_kind, 4, 2)
+
+
+def test_described_machines_are_rehearsed_on_any_hosts() -> None:
+    """No link is measured there: rates are those of the cards, and of what joins accelerators of a node."""
+    machines = describe_nccl(nodes=2, gpus=8, gpu="a40", nic="2x100gbit", intra="24gbyte", network="roce")
+    for hosts, each in ((8, 1), (4, 2), (2, 8)):
+        found = links_of(on_hosts(machines, hosts, each))
+        assert found.inter_bits_per_s == pytest.approx(200e9)
+        assert found.intra_bits_per_s == (None if each == 1 else pytest.approx(192e9))
+    alone = describe_nccl(nodes=1, gpus=8, gpu="a100")
+    with pytest.raises(InputError, match=r'no link constants between nodes \("inter"\).*expected them$'):
+        on_hosts(alone, 4, 2)
+    measured = find_cluster("v100-4x4-10gbe")
+    with pytest.raises(InputError, match="or the hosts that were measured, 4x4"):
+        on_hosts(measured, 4, 2)
+
+
+def test_what_is_rehearsed_computes_as_long_as_on_the_clusters_accelerator() -> None:
+    asked = make_asked(
+        "gpt2@dgx-h100", None, "4x1", strategies=(), accuracy="exact", allow=(), minutes=1.0, dilate=None, shrink=None
+    )
+    problem = make_problem(find_profile("gpt2"), find_cluster("dgx-h100"))
+    assert asked.profile.compute.forward_us == problem.forward_us
 
 
 @pytest.mark.parametrize(
