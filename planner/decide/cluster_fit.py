@@ -13,9 +13,10 @@ from typing import get_args
 from planner.cost import nccl
 from planner.cost.nccl import Shape
 from planner.cost.nccl_fit import Measured, attempt, finish
-from planner.documents.nccl import GPUS, Nccl, Network
+from planner.documents.nccl import Nccl, Network, find_gpu
 from planner.documents.nccl_tests import NcclLog, read_log
 from planner.documents.profile import Cluster
+from planner.documents.text import sanitize
 from runtime.errors import InputError
 from runtime.plan.strict_json import MAX_RANKS
 
@@ -68,7 +69,7 @@ def fit_cluster(
     Args:
         logs: at least one; all of the same GPUs a node (or of fewer, within one node).
         machine: a description to start from; else it is made of what follows, and what is not said is told from logs.
-        gpu: a name of `planner.documents.nccl.GPUS`.
+        gpu: names one of `planner.documents.nccl.GPUS`.
         nics: cards of a node. nic: line rate of one.
         network: infiniband, roce, efa or tcp; by default that which explains the logs best.
         in_place: take the columns of buffers that are also results.
@@ -97,9 +98,10 @@ def fit_cluster(
         for (nodes, inside, _), found in read.items()
         for one in found
     ]
+    gpu = None if gpu is None else find_gpu(gpu, "--gpu")
     said = gpu if machine is None else machine.gpu
     for (_, _, path), found in read.items():
-        if said in GPUS and (other := found[0].gpu) not in (None, said):
+        if said is not None and (other := found[0].gpu) not in (None, said):
             option = "--gpu" if machine is None else "--machine"
             raise InputError(f"{option}: found {said}, but {path} was made on {other}; correct it, or take it out")
     if machine is None:
@@ -154,9 +156,9 @@ def _describe(
         gpu = next((one.gpu for _, found in read for one in found if one.gpu), None)
     if gpu is None:
         gpu = _gpu_by_rate(read)
-        assumed.append(f"accelerator taken as {gpu}, by its rates: no log names it; say --gpu where that is wrong")
-    elif gpu not in GPUS:
-        raise InputError(f"--gpu: found {gpu!r}, expected one of: {', '.join(GPUS)}")
+        device = next((one.device for _, found in read for one in found if one.device), None)
+        why = "no log names it" if device is None else f"{sanitize(device, 60)} of the logs is none that is known here"
+        assumed.append(f"accelerator taken as {gpu}, by its rates: {why}; say --gpu where that is wrong")
     if any(nodes > 1 for (nodes, _, _), _ in read):
         nics = nics or per_node
         if nic is None:

@@ -45,6 +45,7 @@ ACCELERATORS: Mapping[str, Accelerator] = {
     "l40s": Accelerator(362e12, 91.6e12, 48e9, 864e9),
     "rtx4090": Accelerator(165.2e12, 82.6e12, 24e9, 1008e9),
     "mi300x": Accelerator(1307.4e12, 163.4e12, 192e9, 5300e9),
+    "mi325x": Accelerator(1307.4e12, 163.4e12, 256e9, 6000e9),
 }
 """Registry by name, `KIND` or `KIND-VARIANT`: a further accelerator is a row here. Sources: data sheets of NVIDIA and
 AMD, without sparsity; of a K80 one of its two GPUs, with boost; P102-100 from its 3,200 cores at 1.68 GHz and its bus.

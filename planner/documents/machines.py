@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from typing import get_args
 
-from planner.documents.nccl import GPUS, Nccl, Network
+from planner.documents.nccl import GPUS, Nccl, Network, find_gpu
 from planner.documents.profile import Cluster, Link
 from planner.documents.text import parse_bandwidth, parse_latency_us, us_per_byte
 from runtime.errors import InputError
@@ -103,9 +103,7 @@ def describe_nccl(
     Raises InputError: a word or a rate is wrong, or they contradict one another.
     """
     _check_counts(nodes, gpus)
-    if gpu not in GPUS:
-        raise InputError(f"--gpu: found {gpu!r}, expected one of: {', '.join(GPUS)}")
-    known = parse_network(network or "infiniband")
+    gpu, known = find_gpu(gpu, "--gpu"), parse_network(network or "infiniband")
     if nvlink is not None and intra is not None:
         raise InputError("--nvlink, --intra: found both, expected one of them: both are the link inside a node")
     cards, rate = (1, None) if nic is None else parse_cards(nic)

@@ -12,6 +12,7 @@ from typing import Annotated, Literal, NamedTuple
 
 from pydantic import Field
 
+from planner.documents.accelerators import find_accelerator, kind_of
 from planner.documents.text import parse_bandwidth, parse_latency_us
 from runtime.errors import InputError
 from runtime.plan.strict_json import Count, PositiveCount, Ranks, Record, TimeUs
@@ -45,9 +46,29 @@ GPUS: Mapping[str, Gpu] = {
     "a40": Gpu("ampere", 0.0, 0.0),
     "l40s": Gpu("ampere", 0.0, 0.0),
     "rtx4090": Gpu("ampere", 0.0, 0.0),
+    "mi300x": Gpu("hopper", 7 * 48 * _GB, 896 * _GB),
+    "mi325x": Gpu("hopper", 7 * 48 * _GB, 896 * _GB),
 }
 """By name; `planner.documents.accelerators` has their peak rates and memory. Ada (L40S, 4090) has no constants of its
-own in NCCL, which gives everything from 8.0 to 8.9 those of Ampere."""
+own in NCCL, which gives everything from 8.0 to 8.9 those of Ampere. MI300X and MI325X have 7 links of 64 GB/s in one
+direction to the 7 others of a node, which RCCL counts with 48 (GFX94X_XGMI_WIDTH, src/graph/topo.h,
+github.com/ROCm/rccl, commit 0cbce2a); it is NCCL's model with constants of its own, in whose place those of Hopper
+stand until a fit moves them."""
+
+
+def gpu_named(text: str) -> str | None:
+    """Return the accelerator of `GPUS` that a text names in any usual way: `A100-SXM4-80GB`, `RTX 4090`; else None."""
+    found = find_accelerator(text)
+    return None if found is None or kind_of(found) not in GPUS else kind_of(found)
+
+
+def find_gpu(text: str, where: str) -> str:
+    """Return the same of an option, or raise InputError with all names."""
+    found = gpu_named(text)
+    if found is None:
+        raise InputError(f"{where}: found {text[:60]!r}, expected one of: {', '.join(GPUS)}")
+    return found
+
 
 MAX_PCIE_BYTES_PER_S = 128e9
 """16 lanes of PCIe 6.0."""

@@ -1,35 +1,23 @@
-"""What nccl-tests printed: times of collectives by size. Torch-free.
+"""What nccl-tests and rccl-tests measured: times of collectives by size. Torch-free.
 
 Logs come from many versions and launchers, so a row counts only where its own numbers agree: its bandwidth is its size
 over its time (which also tells the unit of the time), and bus over algorithm bandwidth tells collective and ranks
-(github.com/NVIDIA/nccl-tests, doc/PERFORMANCE.md).
+(github.com/NVIDIA/nccl-tests, doc/PERFORMANCE.md). `planner.documents.nccl_printed` reads their forms.
 """
 
 from __future__ import annotations
 
-import math
-import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 
-from planner.documents.nccl import GPUS
+from planner.documents.nccl import gpu_named
+from planner.documents.nccl_printed import Printed, Row, read_printed
 from runtime.errors import InputError
 from runtime.plan.files import read_text
 
-_TAG = re.compile(r"\[\d+(?:,\d+)*\](?:<std(?:out|err)>:?)?|^\s*\d+:\s(?=\s)", re.ASCII)
-_NAME = re.compile(r"\b(all_reduce|reduce_scatter|all_gather)_perf", re.ASCII)
-_OTHER = re.compile(r"\b(broadcast|reduce|alltoall|sendrecv|scatter|gather|hypercube)_perf", re.ASCII)
-_RANK = re.compile(r"^#?\s*Rank\s+(\d{1,7})\b.*?\bon\s+(\S+)\s+device\s+(\d+\s+\[[^\]]*\])\s*(.*)$", re.ASCII)
-_FAILED = re.compile(
-    r"Test (?:NCCL|CUDA) failure|NCCL failure|unhandled (?:cuda|system) error|Out of bounds values\s*:\s*[1-9]|"
-    r"mpirun noticed|Segmentation fault|NCCL WARN",
-    re.ASCII,
-)
-_VALUE = re.compile(r"\d+(?:\.\d+)?(?:[eE][+-]?\d+)?", re.ASCII)
 _NAMES = {"allreduce": "all_reduce", "reducescatter": "reduce_scatter", "allgather": "all_gather"}
-_STARTS = re.compile(r"Collective test starting:\s*(\w+?)(?:_perf)?\s*$", re.ASCII)
 
 TIME_UNITS = {"ns": 1e-3, "us": 1.0, "ms": 1e3, "s": 1e6}
 AGREE = 0.06
@@ -38,7 +26,6 @@ SURE_GB_PER_S = 1.0
 """Below, two decimals are too few to tell anything by."""
 WARM_UP = 1.25
 """A first row so many times as slow as the next one is a warm-up."""
-MAX_LINES = 1_000_000
 LEAST_US, MOST_US, MOST_GB_PER_S = 0.1, 1e10, 1e4
 """No call is shorter, no test lasts longer, and no accelerator's memory is as fast."""
 
@@ -52,18 +39,10 @@ class NcclLog:
     """(bytes, µs), sorted; a size that was run several times counts by its median."""
     gpu: str | None
     """As the catalogue of accelerators names it, where the log says."""
+    device: str | None
+    """The accelerator in the log's own words."""
     notes: tuple[str, ...]
     """What was left out, and why."""
-
-
-@dataclass(frozen=True)
-class _Row:
-    size_bytes: float
-    times: tuple[float, ...]
-    """Out of place, in place; in the log's unit; none where they are no numbers."""
-    algorithm_gb_per_s: tuple[float, ...]
-    bus_gb_per_s: tuple[float, ...]
-    wrong: bool
 
 
 def read_log(path: str | Path, ranks: int, *, per_node: int | None = None, in_place: bool = False) -> list[NcclLog]:
@@ -79,27 +58,20 @@ def parse_log(
     text: str, ranks: int, where: str, *, per_node: int | None = None, in_place: bool = False
 ) -> list[NcclLog]:
     """Parse a log's text; as `read_log`."""
-    lines = [_TAG.sub(" ", line) for line in text.splitlines()[:MAX_LINES]]
-    failures = [line.strip() for line in lines if _FAILED.search(line)]
-    _check_ranks(lines, ranks, per_node, where)
-    blocks = _blocks(lines)
-    if not any(row.times for _, _, rows in blocks for row in rows):
-        cause = f"; it says: {failures[0][:120]}" if failures else ""
-        raise InputError(
-            f"{where}: found no row of results{cause}; expected the output of nccl-tests, lines of size, count, type, "
-            f"redop, root, time, algbw, busbw: run for example all_reduce_perf -b 8 -e 8G -f 2"
-        )
-    gpu = _gpu(lines)
+    printed = read_printed(text, where)
+    _check_ranks(printed, ranks, per_node, where)
+    measured = [table for table in printed.tables if any(row.times for row in table.rows)]
+    if not measured:
+        raise InputError(f"{where}: {_without_rows(printed)}")
+    device = next((one.name for one in printed.devices if one.name), None)
     logs, skipped = [], []
-    for name, unit, rows in blocks:
-        if not any(row.times for row in rows):
-            continue
-        collective = _collective(name, rows, ranks, where)
+    for table in measured:
+        collective = _collective(table.collective, table.rows, ranks, where)
         if collective is None:
-            skipped.append(name or "an unknown collective")
+            skipped.append(table.collective or "an unknown collective")
             continue
-        log = _log(collective, unit, rows, in_place, where, gpu)
-        if name is None and collective != "all_reduce":
+        log = _log(collective, table.unit, table.rows, in_place, where, device)
+        if table.collective is None and collective != "all_reduce":
             note = f"{where}: taken as {collective}, by its bandwidths, which all_gather shares: no line names it"
             log = replace(log, notes=(*log.notes, note))
         logs.append(log)
@@ -107,117 +79,50 @@ def parse_log(
         raise InputError(
             f"{where}: found {', '.join(sorted(set(skipped)))}; expected all_reduce, reduce_scatter or all_gather"
         )
-    said = tuple(f"{where}: {failure[:120]}" for failure in failures[:1])
+    said = (*printed.notes, *(f"{where}: {failure[:120]}" for failure in printed.failures[:1]))
     merged = []
     for collective in dict.fromkeys(log.collective for log in logs):
         same = [log for log in logs if log.collective == collective]
         samples = _by_size(sample for log in same for sample in log.samples)
         notes = tuple(dict.fromkeys(note for log in same for note in log.notes))
-        merged.append(NcclLog(collective=collective, samples=samples, gpu=gpu, notes=(*notes, *said)))
+        merged.append(replace(same[0], samples=samples, notes=(*notes, *said)))
     return merged
 
 
-def _blocks(lines: Sequence[str]) -> list[tuple[str | None, str | None, list[_Row]]]:
-    """(collective as named, unit of time as named, rows) of each table in the log."""
-    name: str | None = None
-    unit: str | None = None
-    columns: list[str] | None = None
-    blocks: list[tuple[str | None, str | None, list[_Row]]] = [(None, None, [])]
-    for line in lines:
-        started = _STARTS.search(line)
-        called = started or _NAME.search(line) or _OTHER.search(line)
-        if called:
-            name = called[1]
-        words = line.replace("#wrong", "wrong").lstrip("# \t").split()
-        if "size" in words and "time" in words:
-            columns = words
-            blocks.append((name, unit, []))
-            continue
-        units = re.findall(r"\((ns|us|ms|s)\)", line)
-        if columns and units and line.lstrip().startswith("#"):
-            unit = units[0]
-            blocks[-1] = (name, unit, blocks[-1][2])
-            continue
-        if called and not blocks[-1][2]:
-            blocks[-1] = (name, unit, [])
-        row = _row(line, columns)
-        if row is not None:
-            blocks[-1][2].append(row)
-    return blocks
+def _without_rows(printed: Printed) -> str:
+    """Why a log without times is none."""
+    if any(table.rows for table in printed.tables):
+        cause = "whose times are numbers"
+    elif len(printed.tables) > 1:
+        cause = "under the head of its table: the run ended before its first result"
+    elif printed.first:
+        cause = f"in a text that begins with {printed.first!r}"
+    else:
+        cause = "in an empty file"
+    said = f"; it says: {printed.failures[0][:120]}" if printed.failures else ""
+    return (
+        f"found no row of results {cause}{said}; expected the output of nccl-tests, lines of size, count, type, redop, "
+        f"root, time, algbw, busbw, or what it or rccl-tests write as JSON or CSV: run for example all_reduce_perf "
+        f"-b 8 -e 8G -f 2"
+    )
 
 
-def _row(line: str, columns: Sequence[str] | None) -> _Row | None:
-    words = line.split("|")[0].split()
-    if len(words) < 7 or not words[0].isdecimal() or not words[1].isdecimal():
-        return None
-    if not columns or len(columns) < len(words):
-        columns = _usual(len(words))
-    at = [index for index, name in enumerate(columns) if name == "time"]
-    times: list[float] = []
-    algorithm: list[float] = []
-    bus: list[float] = []
-    wrong = False
-    for place in at:
-        numbers = words[place : place + 3]
-        if len(numbers) < 3 or not all(_VALUE.fullmatch(number) for number in numbers):
-            return _finished(words[0], times, algorithm, bus, wrong)
-        times.append(float(numbers[0]))
-        algorithm.append(float(numbers[1]))
-        bus.append(float(numbers[2]))
-        check = words[place + 3] if place + 3 < len(words) else "0"
-        # Old versions print the largest error of a sum, new ones how many elements were wrong.
-        wrong = wrong or (check.isdecimal() and bool(check.strip("0"))) or check.lower() in ("nan", "inf", "failed")
-    return _finished(words[0], times, algorithm, bus, wrong) if times else None
-
-
-def _finished(size: str, times: Sequence[float], algorithm: Sequence[float], bus: Sequence[float], wrong: bool) -> _Row:
-    return _Row(float(size), tuple(times), tuple(algorithm), tuple(bus), wrong)
-
-
-def _usual(count: int) -> list[str]:
-    """The columns of a row of so many, in versions with and without `root` and the check of results."""
-    head = ["size", "count", "type", "redop"]
-    pair = ["time", "algbw", "busbw", "wrong"]
-    rooted = [*head, "root"]
-    for start, tail in ((head, pair * 2), (rooted, pair * 2), (head[:3], pair * 2), (head, pair), (rooted, pair)):
-        if len(start) + len(tail) == count:
-            return [*start, *tail]
-    return [*head, "root", *pair, *pair]
-
-
-def _check_ranks(lines: Sequence[str], ranks: int, per_node: int | None, where: str) -> None:
-    found = [match for line in lines if (match := _RANK.match(line.strip()))]
-    listed = {int(match[1]) for match in found}
-    if listed and max(listed) + 1 != ranks:
-        raise InputError(
-            f"{where}: found a log of {max(listed) + 1} ranks, expected {ranks}, as its name says; "
-            f"write the nodes and the GPUs of each before it, for example 2x8:{Path(where).name}"
-        )
+def _check_ranks(printed: Printed, ranks: int, per_node: int | None, where: str) -> None:
+    advice = f"write the nodes and the GPUs of each before it, for example 2x8:{Path(where).name}"
+    if printed.ranks not in (None, ranks):
+        raise InputError(f"{where}: found a log of {printed.ranks} ranks, expected {ranks}, as its name says; {advice}")
     hosts: dict[str, set[str]] = {}
-    for match in found:
+    for one in printed.devices:
         # Containers may share a name: what counts is how many accelerators differ in number or bus.
-        hosts.setdefault(match[2], set()).add(match[3])
+        hosts.setdefault(one.host, set()).add(one.device)
     for host, devices in hosts.items():
         if per_node is not None and len(devices) > per_node:
             raise InputError(
-                f"{where}: found {len(devices)} GPUs on {host}, expected at most {per_node}, as its name says; write "
-                f"the nodes and the GPUs of each before it, for example 2x8:{Path(where).name}"
+                f"{where}: found {len(devices)} GPUs on {host}, expected at most {per_node}, as its name says; {advice}"
             )
 
 
-def _gpu(lines: Sequence[str]) -> str | None:
-    for line in lines:
-        match = _RANK.match(line.strip())
-        if match is None:
-            continue
-        words = re.findall(r"[a-z0-9]+", match[4].lower())
-        for name in sorted(GPUS, key=len, reverse=True):
-            if name in words or name.removeprefix("rtx") in words:
-                return name
-    return None
-
-
-def _collective(name: str | None, rows: Sequence[_Row], ranks: int, where: str) -> str | None:
+def _collective(name: str | None, rows: Sequence[Row], ranks: int, where: str) -> str | None:
     """The collective by its name, held against what bus over algorithm bandwidth says; None for another one."""
     ratios = [
         bus / algorithm
@@ -231,7 +136,7 @@ def _collective(name: str | None, rows: Sequence[_Row], ranks: int, where: str) 
     expected = {"all_reduce": 2.0 * (ranks - 1) / ranks, "half": (ranks - 1) / ranks}
     if ratios:
         seen = median(ratios)
-        kind = min(expected, key=lambda key: abs(math.log(expected[key] / seen)))
+        kind = min(expected, key=lambda key: abs(expected[key] - seen))
         # Two decimals of at least 5 GB/s tell 0.2 %; neighbouring powers of two of ranks differ by more up to 256.
         if abs(seen / expected[kind] - 1.0) > max(0.004, 0.4 / ranks):
             raise InputError(
@@ -247,7 +152,7 @@ def _collective(name: str | None, rows: Sequence[_Row], ranks: int, where: str) 
 
 
 def _log(
-    collective: str, unit: str | None, rows: Sequence[_Row], in_place: bool, where: str, gpu: str | None
+    collective: str, unit: str | None, rows: Sequence[Row], in_place: bool, where: str, device: str | None
 ) -> NcclLog:
     notes = []
     readable = [row for row in rows if row.times]
@@ -265,11 +170,9 @@ def _log(
     kept, odd = [], 0
     for row in good:
         time_us = row.times[column] * scale
-        if row.size_bytes <= 0 or time_us <= 0:
-            continue
         rate = row.algorithm_gb_per_s[column]
-        unlike = rate >= SURE_GB_PER_S and not abs(row.size_bytes / time_us / 1e3 / rate - 1.0) <= 0.1
-        impossible = not LEAST_US <= time_us <= MOST_US or not row.size_bytes <= time_us * MOST_GB_PER_S * 1e3
+        unlike = rate >= SURE_GB_PER_S and time_us > 0 and not abs(row.size_bytes / time_us / 1e3 / rate - 1.0) <= 0.1
+        impossible = not LEAST_US <= time_us <= MOST_US or not 0 < row.size_bytes <= time_us * MOST_GB_PER_S * 1e3
         if unlike or impossible:
             odd += 1
             continue
@@ -283,10 +186,12 @@ def _log(
         kept = kept[1:]
     if not kept:
         raise InputError(f"{where}: found no row of {collective} with right results and possible times; run it again")
-    return NcclLog(collective=collective, samples=_by_size(kept), gpu=gpu, notes=tuple(notes))
+    return NcclLog(
+        collective=collective, samples=_by_size(kept), gpu=gpu_named(device or ""), device=device, notes=tuple(notes)
+    )  # fmt: skip
 
 
-def _scale(rows: Sequence[_Row], unit: str | None, column: int, where: str) -> float:
+def _scale(rows: Sequence[Row], unit: str | None, column: int, where: str) -> float:
     """Microseconds of one unit of the log's times: as rows' own bandwidths say, else as its head does."""
     implied = [
         row.size_bytes / row.times[column] / 1e3 / row.algorithm_gb_per_s[column]

@@ -32,7 +32,7 @@ HEAD = """\
 
 def log_text(
     samples: tuple[tuple[float, float], ...] = SAMPLES, ranks: int = 16, share: float | None = None, unit: str = "us",
-    tag: str = "", wrong: str = "0", root: bool = True, gpu: str = "NVIDIA H100 80GB HBM3",
+    wrong: str = "0", root: bool = True, gpu: str = "NVIDIA H100 80GB HBM3",
 ) -> str:  # fmt: skip
     """A log as nccl-tests prints it; in place everything takes 10 % longer."""
     share = 2.0 * (ranks - 1) / ranks if share is None else share
@@ -45,12 +45,62 @@ def log_text(
     for size, time in samples:
         rate, slow = size / time / 1e3, size / time / 1.1e3
         lines.append(
-            f"{tag}{int(size):12} {int(size) // 4:12}     float     sum {'     -1' if root else ''} "
+            f"{int(size):12} {int(size) // 4:12}     float     sum {'     -1' if root else ''} "
             f"{time * scale:10.6g} {rate:7.2f} {rate * share:7.2f} {wrong:>6} "
             f"{1.1 * time * scale:10.6g} {slow:7.2f} {slow * share:7.2f} {wrong:>6}"
         )
-    head = HEAD.format(devices=listed, unit=unit)
+    head = HEAD.format(devices=listed, unit=unit).replace("" if root else "    root", "")
     return head + "\n".join(lines) + "\n# Out of bounds values : 0 OK\n# Avg bus bandwidth    : 100.0\n"
+
+
+def before_lines(text: str, before: str, rest: str = "") -> str:
+    """A log as launchers pass it on; `%d` is the number of a line, which grows in width."""
+    return "\n".join(f"{before.replace('%d', str(at))}{line}{rest}" for at, line in enumerate(text.splitlines(), 95))
+
+
+def records(world: int = 16, **more: object) -> list[dict[str, object]]:
+    """What rccl-tests -Z json writes: out of place and in place, which takes 10 % longer."""
+    return [
+        {
+            "numCycle": 0, "name": "AllReduce", "nodes": 1, "ranks": world, "ranksPerNode": world, "gpusPerRank": 1,
+            "size": int(size), "type": "float", "redop": "sum", "inPlace": in_place, "time": time * longer,
+            "algBw": size / time / longer / 1e3, "busBw": size / time / longer / 1e3 * 2 * (world - 1) / world,
+            "wrong": "0", **more,
+        }
+        for size, time in SAMPLES
+        for in_place, longer in ((0, 1.0), (1, 1.1))
+    ]  # fmt: skip
+
+
+def as_csv(written: list[dict[str, object]]) -> str:
+    """The same as rccl-tests -Z csv writes it, with its other names of columns."""
+    head = "numCycle,collective,nodes,ranks,ranksPerNode,gpusPerRank,size,type,redop,inplace,time,algbw,busbw,#wrong\n"
+    return head + "".join(
+        ",".join(f'"{value}"' if isinstance(value, str) else str(value) for value in one.values()) + "\n"
+        for one in written
+    )
+
+
+def as_object(ranks: int = 16, time: str = "time", device: str = "AMD Instinct MI300X") -> str:
+    """What nccl-tests -J writes."""
+    half = [
+        {time: one["time"], "alg_bw": one["algBw"], "bus_bw": one["busBw"], "nwrong": 0.0} for one in records(ranks)
+    ]
+    results = [
+        {"size": int(size), "count": 2, "type": "float", "redop": "sum", "root": "    -1",
+         "out_of_place": half[2 * at], "in_place": half[2 * at + 1], "actual_iterations": 20}
+        for at, (size, _) in enumerate(SAMPLES)
+    ]  # fmt: skip
+    devices = [
+        {"rank": rank, "group": 0, "pid": 1, "hostname": f"host{rank // 8}", "device": rank % 8,
+         "device_hex": f"0000:{rank % 8:02x}:00", "device_info": device}
+        for rank in range(ranks)
+    ]  # fmt: skip
+    document = {
+        "version": 3, "args": ["./build/all_reduce_perf", "-b", "8"], "env": [], "nccl_version": 22807,
+        "config": {"nthreads": 1, "ngpus": 1, "devices": devices}, "results": results, "errors": [""],
+    }  # fmt: skip
+    return json.dumps(document)
 
 
 def test_a_log() -> None:
@@ -65,8 +115,22 @@ def test_a_log() -> None:
     [
         log_text(unit="ms"),
         log_text(unit="ns"),
-        log_text(tag="[0] "),
-        log_text(tag="[1,0]<stdout>:"),
+        before_lines(log_text(), "[0] "),
+        before_lines(log_text(), "0: "),
+        before_lines(log_text(), " 0: "),
+        before_lines(log_text(), "[1,0]<stdout>:"),
+        before_lines(log_text(), "[prterun-host7-4711@1,0]<stdout>: "),
+        before_lines(log_text(), "2026-02-03T10:20:30.%dZ "),
+        before_lines(log_text(), "[2026-02-03 10:20:30,%d] 0: "),
+        before_lines(log_text(), "Tue Feb  3 10:20:%d 2026[1,0]<stdout>:"),
+        before_lines(log_text(), "Feb %d 10:20:30 host7 run.sh[%d]: "),
+        before_lines(log_text(), "\x1b[36m0: \x1b[0m", "\x1b[K"),
+        before_lines("\n".join(line for line in log_text().splitlines() if not line.startswith("#")), "0: "),
+        log_text(root=False),
+        as_object(),
+        json.dumps(records()),
+        as_csv(records()),
+        json.dumps(records(16, ranks=2, gpusPerRank=8)),
         log_text(wrong="N/A"),
         log_text(wrong="2e-07"),
         log_text().replace("(us)", "(ms)"),
@@ -75,12 +139,105 @@ def test_a_log() -> None:
         "mpirun -np 16 ./build/all_reduce_perf -b 8 -e 1G\n" + log_text(),
         log_text().replace("\n", "\r\n"),
     ],
-    ids=["ms", "ns", "tag", "rank-tag", "unchecked", "old-check", "wrong-head", "bare", "twice", "command", "crlf"],
+    ids=[
+        "ms",
+        "ns",
+        "hydra",
+        "srun",
+        "srun-padded",
+        "mpirun",
+        "prterun",
+        "kubectl",
+        "stamp-and-label",
+        "timestamp-output",
+        "journal",
+        "colours",
+        "bare-label",
+        "rootless",
+        "object",
+        "records",
+        "csv",
+        "threads",
+        "unchecked",
+        "old-check",
+        "wrong-head",
+        "bare",
+        "twice",
+        "command",
+        "crlf",
+    ],
 )
 def test_the_same_numbers_in_other_clothes(text: str) -> None:
     [log] = parse_log(text, 16, "a.log")
     assert [size for size, _ in log.samples] == [size for size, _ in SAMPLES]
     assert [time for _, time in log.samples] == pytest.approx([time for _, time in SAMPLES], rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("head", "more"),
+    [("timestamp", "2026-02-03 10:20:30"), ("algo proto nchannels", "RING LL 24"), ("i_min i_p99", "1 9")],
+)
+def test_columns_behind_the_known_ones(head: str, more: str) -> None:
+    rows = "\n".join(
+        f"{int(size)} 2 float sum -1 {time} {size / time / 1e3:.2f} {size / time / 1e3 * 1.875:.2f} 0 {more}"
+        for size, time in SAMPLES
+    )
+    [log] = parse_log(f"# size count type redop root time algbw busbw #wrong {head}\n{rows}\n", 16, "a.log")
+    assert log.samples == SAMPLES
+
+
+[ROW] = [line for line in log_text().splitlines() if line.split()[:1] == ["1048576"]]
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        (ROW, "0: " + ROW, "line 25: found '0:' before the row, expected '' as in line 22"),
+        (ROW, "7 " + ROW, "line 25: found '7' before the row"),
+        (ROW, ROW.replace("sum", "   "), "line 25: found 12 columns, expected the 13 of line 22 (size count type"),
+        (ROW, ROW + " 0", "line 25: found 14 columns, expected the 13"),
+        (" time ", " cputime ", "line 22: found cputime among the columns, expected the time of the collective"),
+    ],
+)
+def test_columns_that_do_not_fit(old: str, new: str, said: str) -> None:
+    assert old in log_text()
+    with pytest.raises(InputError) as raised:
+        parse_log(log_text().replace(old, new), 16, "a.log")
+    assert said in str(raised.value)
+
+
+def test_a_row_in_which_the_log_ends() -> None:
+    text = log_text()
+    [log] = parse_log(text[: text.index("8200") + 2], 16, "a.log")
+    assert log.samples == SAMPLES[:-1]
+    assert log.notes == ("a.log: left out its last line, which ends before its last column",)
+
+
+def test_a_bus_bandwidth_of_nothing() -> None:
+    """What a column less does to the numbers behind it."""
+    rows = "\n".join(f"{int(size)} 2 float sum -1 {time} {size / time / 1e3} 0 0" for size, time in SAMPLES)
+    with pytest.raises(InputError, match=r"found bus bandwidths of 0\.0000 times the algorithm's"):
+        parse_log(rows, 16, "a.log")
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (as_object()[:900], "found JSON that cannot be read"),
+        ("{}", 'found JSON without "results"'),
+        (json.dumps([{"size": 8}]), "record 1: found no time, algbw, busbw"),
+        (as_csv(records()).replace(',"sum"', ""), "columns, expected the 14 of its head"),
+        (as_csv(records()).replace("AllReduce", "AlltoAll"), "found AlltoAll; expected all_reduce"),
+        (as_object(8), "found a log of 8 ranks, expected 16"),
+        (json.dumps(records(16, gpusPerRank=2)), "found a log of 32 ranks, expected 16"),
+        (as_object(time="cpu_time"), "found cpu_time, expected the time of the collective"),
+        ("[]", "found no row of results"),
+    ],
+)
+def test_files_that_cannot_be_used(text: str, said: str) -> None:
+    with pytest.raises(InputError) as raised:
+        parse_log(text, 16, "a.json")
+    assert said in str(raised.value)
 
 
 def test_collectives_are_told_by_name_and_by_bandwidths() -> None:
@@ -124,7 +281,7 @@ def test_numbers_of_any_length() -> None:
     assert parse_log(log_text().replace("Rank  0", f"Rank {long}"), 16, "a.log")[0].samples == SAMPLES
     with pytest.raises(InputError, match="no row of all_reduce with right results"):
         parse_log(log_text(wrong=long), 16, "a.log")
-    [log] = parse_log(log_text(SAMPLES[1:]) + f"{long} 2 float sum -1 25 0.00 0.00 0\n", 16, "a.log")
+    [log] = parse_log(log_text(SAMPLES[1:]) + f"{long} 2 float sum -1 25 0.00 0.00 0 25 0.00 0.00 0\n", 16, "a.log")
     assert log.samples == SAMPLES[1:]
     assert "disagree" in log.notes[0]
 
@@ -143,9 +300,17 @@ def test_times_in_place_that_are_not_there() -> None:
     assert "out of place" in log.notes[0]
 
 
-@pytest.mark.parametrize(("name", "gpu"), [("NVIDIA A100-SXM4-80GB", "a100"), ("NVIDIA RTX A1000", None)])
+@pytest.mark.parametrize(
+    ("name", "gpu"),
+    [
+        ("NVIDIA A100-SXM4-80GB", "a100"), ("NVIDIA RTX A1000", None), ("NVIDIA GeForce RTX 4090", "rtx4090"),
+        ("AMD Instinct MI300X", "mi300x"), ("AMD Instinct MI300X OAM", "mi300x"), ("AMD Instinct MI250X", None),
+    ],
+)  # fmt: skip
 def test_accelerators_are_told_by_whole_words(name: str, gpu: str | None) -> None:
-    assert parse_log(log_text(gpu=name), 16, "a.log")[0].gpu == gpu
+    for text in (log_text(gpu=name), as_object(device=name)):
+        [log] = parse_log(text, 16, "a.log")
+        assert (log.gpu, log.device) == (gpu, name)
 
 
 def test_a_failure_in_a_log_is_said_with_what_it_measured_before() -> None:
@@ -158,14 +323,16 @@ def test_a_failure_in_a_log_is_said_with_what_it_measured_before() -> None:
 @pytest.mark.parametrize(
     ("text", "ranks", "said"),
     [
-        ("", 16, "found no row of results; expected the output of nccl-tests"),
+        ("", 16, "found no row of results in an empty file; expected the output of nccl-tests"),
+        ("hello\n", 16, "found no row of results in a text that begins with 'hello'"),
+        (HEAD, 16, "under the head of its table: the run ended before its first result"),
         ("Test NCCL failure common.cu:958\n", 16, "it says: Test NCCL failure common.cu:958"),
         (log_text(), 32, "found a log of 16 ranks, expected 32"),
         (log_text().replace("Rank", "rank"), 32, "found bus bandwidths of 1.8750 times the algorithm's"),
         (log_text(wrong="3"), 16, "found no row of all_reduce with right results"),
         (log_text().replace("8200 ", "820000 ").replace("700 ", "70000 "), 16, "do not fit together"),
     ],
-    ids=["empty", "failed", "listed", "ranks", "all-wrong", "units"],
+    ids=["empty", "text", "head", "failed", "listed", "ranks", "all-wrong", "units"],
 )
 def test_logs_that_cannot_be_used(text: str, ranks: int, said: str) -> None:
     with pytest.raises(InputError) as raised:
@@ -176,7 +343,7 @@ def test_logs_that_cannot_be_used(text: str, ranks: int, said: str) -> None:
 
 @given(st.text(max_size=400), st.integers(2, 64))
 def test_any_text_is_read_or_refused(text: str, ranks: int) -> None:
-    for whole in (text, log_text() + text):
+    for whole in (text, log_text() + text, as_csv(records()) + text):
         with suppress(InputError):
             assert parse_log(whole, ranks, "a.log")
 
