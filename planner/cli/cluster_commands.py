@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
@@ -12,6 +14,9 @@ from planner.cli.options import Flags, clusters_beginning, print_json
 clusters = typer.Typer(no_args_is_help=True, help="Write a cluster.json.")
 Output = Annotated[str, typer.Option("-o", "--output", help="Where to write the cluster.")]
 Nic = Annotated[str | None, typer.Option(help="All network cards of one node, as 8x400gbit or 25gbit per second.")]
+
+QUIET_S = 3.0
+"""A command that ends earlier says nothing of its progress."""
 
 
 @clusters.command()
@@ -72,6 +77,17 @@ def new(
     typer.echo(f"wrote {output}; use it with `planner simulate PROFILE --cluster {output}`")
 
 
+def _progress() -> Callable[[str], None]:
+    """Lines on standard error, once a command has run for some seconds."""
+    began = time.monotonic()
+
+    def say(line: str) -> None:
+        if time.monotonic() - began > QUIET_S:
+            typer.echo(f"planner: {line}", err=True)
+
+    return say
+
+
 @clusters.command()
 def fit(
     logs: Annotated[
@@ -114,11 +130,9 @@ def fit(
             if value is not None:
                 raise InputError(f"{option}: found it beside --machine, which says it; expected one of them")
     cards = (None, None) if nic is None else parse_cards(nic)
-    if described is None and network is None and any(argument.nodes > 1 for argument in arguments):
-        typer.echo("planner: trying which network explains the logs best, some 20 s; --network saves that", err=True)
     fitted = fit_cluster(
         arguments, described, gpu=gpu, nics=cards[0], nic=cards[1], network=network, in_place=in_place,
-        name=Path(output).stem,
+        name=Path(output).stem, progress=_progress(),
     )  # fmt: skip
     fitted.cluster.save(output)
     if Flags.as_json:

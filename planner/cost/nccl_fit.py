@@ -9,7 +9,7 @@ shows another choice than the tuner's (a plugin, or variables that were set), ch
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
@@ -19,9 +19,13 @@ from numpy.typing import NDArray
 from planner.cost import nccl
 from planner.cost.nccl import Shape
 from planner.documents.nccl import Family, Interval, Nccl, NcclFit
+from planner.documents.text import pluralize
 from runtime.errors import InputError
 
 Floats = NDArray[np.float64]
+Indices = NDArray[np.int64]
+Progress = Callable[[str], None]
+"""Gets a line about what is done next."""
 
 NOISE = 0.05
 """Spread of repeated measurements, as a logarithm."""
@@ -36,8 +40,11 @@ USUAL_COST = 1.5
 """Of a row that the model explains; only beyond are other choices than the tuner's looked for."""
 DEPARTURE_COST, MAX_ROUNDS = 12.0, 6
 """Of a run of sizes that departs from the tuner."""
-CONVERGED = 1e-11
-"""Of least squares: smaller relative changes of cost and constants are none."""
+CONVERGED, MAX_STEPS, MOST_DAMPING = 1e-9, 400, 1e12
+"""Of least squares: smaller changes of constants are none, so that processors, which add in different orders, agree on
+the digits that are kept; most steps; and the damping beyond which no step gains."""
+MOVES_SOLVED = 8
+"""Other choices that are solved for in a round: those which a step of least squares finds best."""
 SHIFTS = (-8, -4, -2, -1, 1, 2, 4, 8)
 SHARE, LEAST_INTERVAL = 0.9, 0.03
 USELESS = 0.4
@@ -62,27 +69,11 @@ class Measured:
 
 
 @dataclass(frozen=True)
-class _Row:
-    """All sizes of one log that take one algorithm and protocol."""
-
-    family: Family
-    half: bool
-    inside: bool
-    latency_us: float
-    transfer_us: Floats
-    measured_us: Floats
-
-
-@dataclass(frozen=True)
 class _Solution:
     values: Floats
     """Logarithms: launch, overlap between nodes and inside (over their defaults), latency and transfer of all, then
     of each family over those latency, transfer, and transfer of its halves."""
-    names: list[Family]
     cost: float
-
-
-Chosen = dict[tuple[str, int], list[Family]]
 
 
 @dataclass(frozen=True)
@@ -110,7 +101,7 @@ def attempt(machine: Nccl, logs: Sequence[Measured]) -> Trial:
     return Trial(replace(plain, fit=found), cost)
 
 
-def finish(trial: Trial, logs: Sequence[Measured]) -> Nccl:
+def finish(trial: Trial, logs: Sequence[Measured], progress: Progress | None = None) -> Nccl:
     """Return the fitted machine with its interval: residuals, and what leaving out one number of nodes shows."""
     used, fitted = _used(logs), trial.machine
     plain, found = replace(fitted, fit=None), fitted.fit
@@ -127,6 +118,8 @@ def finish(trial: Trial, logs: Sequence[Measured]) -> Nccl:
     if len(counts) > 1:
         beyond = inside
         for nodes in counts:
+            if progress is not None:
+                progress(f"fitting without the logs of {pluralize(nodes, 'node')}, for the interval")
             without = replace(plain, fit=_best(plain, [log for log in used if log.nodes != nodes])[0])
             beyond = max(beyond, _quantile(_errors(without, [log for log in used if log.nodes == nodes])))
     else:
@@ -151,85 +144,151 @@ def _used(logs: Sequence[Measured]) -> list[Measured]:
 
 def _best(machine: Nccl, logs: Sequence[Measured]) -> tuple[NcclFit, float]:
     """The fit with the tuner's choice, or with its changes at other sizes where that explains the logs much better."""
-    shapes = {log.key: Shape(machine, log.nodes, log.per_node) for log in logs}
-    told: Chosen = {log.key: nccl.choice(log.collective, shapes[log.key], _sizes(log)) for log in logs}
-    best, chosen = _solve(machine, logs, told), told
-    rows = sum(len(log.samples) for log in logs)
+    problem = _Problem.of(machine, logs)
+    chosen = problem.told
+    best = problem.solve(chosen, np.zeros(len(problem.priors)))
     for _ in range(MAX_ROUNDS):
-        if best.cost <= USUAL_COST * rows:
+        if best.cost <= USUAL_COST * len(chosen):
             break
+        moves = [moved for run in problem.runs for moved in _moves(run, chosen)]
         tried = []
-        for log in logs:
-            for moved in _moves(log, chosen[log.key]):
-                other = chosen | {log.key: moved}
-                solved = _solve(machine, logs, other)
-                departures = sum(_departures(other[key], told[key]) for key in told)
-                tried.append((replace(solved, cost=solved.cost + DEPARTURE_COST * departures), other))
-        solution, current = min(tried, key=lambda trial: trial[0].cost, default=(best, chosen))
-        if solution.cost >= best.cost - 1e-6:
+        for at in np.argsort(problem.estimates(chosen, moves, best.values), kind="stable")[:MOVES_SOLVED]:
+            solved = problem.solve(moves[at], best.values)
+            tried.append((solved.cost + DEPARTURE_COST * problem.departures(moves[at]), solved, moves[at]))
+        cost, solution, current = min(tried, key=lambda trial: trial[0], default=(best.cost, best, chosen))
+        if cost >= best.cost - 1e-6:
             break
-        best, chosen = solution, current
-    changed = {collective for collective, ranks in told if chosen[collective, ranks] != told[collective, ranks]}
-    return _record(best, logs, {key: chosen[key] for key in chosen if key[0] in changed}), best.cost
+        best, chosen = replace(solution, cost=cost), current
+    return _record(problem, best, chosen), best.cost
 
 
 def _sizes(log: Measured) -> Floats:
     return np.array([size for size, _ in log.samples])
 
 
-def _departures(chosen: Sequence[Family], told: Sequence[Family]) -> int:
-    """How many runs of sizes depart from what the tuner says."""
-    runs, before = 0, None
-    for mine, other in zip(chosen, told, strict=True):
-        now = None if mine == other else mine
-        runs += now is not None and now != before
-        before = now
-    return runs
+@dataclass(frozen=True)
+class _Problem:
+    """Logs as arrays: each sample's latency and transfer by family, as logarithms. A choice is a family's index in
+    `names` for each sample."""
 
+    logs: Sequence[Measured]
+    names: list[Family]
+    runs: list[slice]
+    """The samples of each log, by size."""
+    told: Indices
+    """What the tuner takes."""
+    measured_us: Floats
+    latency: Floats
+    transfer: Floats
+    inside: NDArray[np.bool_]
+    half: NDArray[np.bool_]
+    priors: Floats
 
-def _rows(machine: Nccl, logs: Sequence[Measured], chosen: Mapping[tuple[str, int], Sequence[Family]]) -> list[_Row]:
-    rows = []
-    for log in logs:
-        shape = Shape(machine, log.nodes, log.per_node)
-        sizes, times = (np.array(column) for column in zip(*log.samples, strict=True))
-        taken = np.array(chosen[log.key])
-        for family in dict.fromkeys(taken.tolist()):
-            here = taken == family
-            rows.append(_row(family, log, shape, sizes[here], times[here]))
-    return rows
+    @classmethod
+    def of(cls, machine: Nccl, logs: Sequence[Measured]) -> _Problem:
+        shapes = [Shape(machine, log.nodes, log.per_node) for log in logs]
+        told = [nccl.choice(log.collective, shape, _sizes(log)) for log, shape in zip(logs, shapes, strict=True)]
+        names = sorted({family for taken in told for family in taken})
+        ends = np.cumsum([len(log.samples) for log in logs]).tolist()
+        runs = [slice(end - len(log.samples), end) for end, log in zip(ends, logs, strict=True)]
+        latency = np.full((ends[-1], len(names)), np.nan)
+        transfer = latency.copy()
+        for log, shape, run, taken in zip(logs, shapes, runs, told, strict=True):
+            for family in set(taken):  # changes between others do not move
+                at = names.index(family)
+                latency[run, at] = np.log(nccl.latency_us(family, log.collective, shape))
+                transfer[run, at] = np.log(_sizes(log) / nccl.bytes_per_us(family, log.collective, shape))
+        lengths = [len(log.samples) for log in logs]
+        return cls(
+            logs, names, runs, np.array([names.index(family) for taken in told for family in taken]),
+            np.array([time for log in logs for _, time in log.samples]), latency, transfer,
+            np.repeat([log.nodes == 1 for log in logs], lengths),
+            np.repeat([log.collective != "all_reduce" for log in logs], lengths),
+            np.array(
+                [LAUNCH_PRIOR, OVERLAP_PRIOR, OVERLAP_PRIOR, LATENCY_PRIOR, TRANSFER_PRIOR]
+                + [LATENCY_OWN_PRIOR, TRANSFER_OWN_PRIOR, HALVES_PRIOR] * len(names)
+            ),
+        )  # fmt: skip
 
+    def residuals(self, chosen: Indices, values: Floats, where: Indices | slice) -> tuple[Floats, Floats]:
+        """Return log(predicted / measured) over the noise of the samples `where`, and its derivatives by `values`.
 
-def _row(family: Family, log: Measured, shape: Shape, sizes: Floats, times: Floats) -> _Row:
-    return _Row(
-        family=family,
-        half=log.collective != "all_reduce",
-        inside=log.nodes == 1,
-        latency_us=nccl.latency_us(family, log.collective, shape),
-        transfer_us=sizes / nccl.bytes_per_us(family, log.collective, shape),
-        measured_us=times,
-    )
+        With w and m the logarithms of the multiplied latency and transfer and p the overlap, a call takes
+        launch + exp(s), s = log(exp(p·w) + exp(p·m)) / p.
+        """
+        taken, inside, half = chosen[where], self.inside[where], self.half[where]
+        rows, own = np.arange(len(taken)), 5 + 3 * taken
+        launch_us, starts = nccl.LAUNCH_US * math.exp(values[0]), np.where(inside, 2, 1)
+        power = np.where(inside, nccl.OVERLAP_INSIDE, nccl.OVERLAP_BETWEEN) * np.exp(values[starts])
+        wait = self.latency[where][rows, taken] + values[3] + values[own]
+        move = self.transfer[where][rows, taken] + values[4] + values[own + 1] + half * values[own + 2]
+        larger, apart = np.maximum(wait, move), power * (wait - move)
+        total = larger + np.log1p(np.exp(-np.abs(apart))) / power
+        share = 0.5 * (1.0 + np.tanh(0.5 * apart))  # of the latency
+        sum_us = np.exp(total)
+        predicted = launch_us + sum_us
+        weight = sum_us / predicted / NOISE
+        slopes = np.zeros((len(taken), len(values)))
+        slopes[:, 0] = launch_us / predicted / NOISE
+        slopes[rows, starts] = weight * (share * wait + (1.0 - share) * move - total)
+        slopes[:, 3] = slopes[rows, own] = weight * share
+        slopes[:, 4] = slopes[rows, own + 1] = weight * (1.0 - share)
+        slopes[rows, own + 2] = half * slopes[:, 4]
+        return np.log(predicted / self.measured_us[where]) / NOISE, slopes
 
+    def solve(self, chosen: Indices, start: Floats) -> _Solution:
+        """Least squares of logarithms, with priors: Levenberg and Marquardt's method, reweighted for outliers."""
+        lowest = np.full(len(start), -np.inf)
+        lowest[1:3] = -np.log([nccl.OVERLAP_BETWEEN, nccl.OVERLAP_INSIDE])  # an exponent of less than 1 is none
+        values, everything, damping = start, slice(None), 1e-3
+        apart, slopes = self.residuals(chosen, values, everything)
+        cost = _cost(apart, values / self.priors)
+        for _ in range(MAX_STEPS):
+            weighted = _weights(apart)[:, None] * slopes
+            gradient = weighted.T @ apart + values / self.priors**2
+            matrix = weighted.T @ slopes + np.diag(1.0 / self.priors**2)
+            free = (values > lowest) | (gradient < 0.0)
+            step = np.zeros(len(values))
+            step[free] = np.linalg.solve((matrix + damping * np.diag(np.diag(matrix)))[free][:, free], -gradient[free])
+            moved = np.maximum(values + step, lowest)
+            there, slopes_there = self.residuals(chosen, moved, everything)
+            reached = _cost(there, moved / self.priors)
+            if reached > cost:
+                if damping > MOST_DAMPING:
+                    break
+                damping *= 8.0
+                continue
+            done = np.max(np.abs(moved - values)) < CONVERGED
+            values, apart, slopes, cost, damping = moved, there, slopes_there, reached, damping / 8.0
+            if done:
+                break
+        return _Solution(values, cost)
 
-def _solve(machine: Nccl, logs: Sequence[Measured], chosen: Mapping[tuple[str, int], Sequence[Family]]) -> _Solution:
-    """Least squares of logarithms, with priors."""
-    from scipy.optimize import least_squares
+    def estimates(self, chosen: Indices, moves: Sequence[Indices], values: Floats) -> Floats:
+        """Return what each choice would cost after one step of least squares from `values`, with its departures."""
+        apart, slopes = self.residuals(chosen, values, slice(None))
+        weighted = _weights(apart)[:, None] * slopes
+        gradient = weighted.T @ apart + values / self.priors**2
+        matrix = weighted.T @ slopes + np.diag(1.0 / self.priors**2)
+        cost = _cost(apart, values / self.priors)
+        found = []
+        for moved in moves:
+            where = np.flatnonzero(moved != chosen)
+            there, slopes_there = self.residuals(moved, values, where)
+            weighted_there = _weights(there)[:, None] * slopes_there
+            changed = gradient + weighted_there.T @ there - weighted[where].T @ apart[where]
+            bent = matrix + weighted_there.T @ slopes_there - weighted[where].T @ slopes[where]
+            gained = changed @ np.linalg.solve(bent, changed)
+            more = _loss(there).sum() - _loss(apart[where]).sum()
+            found.append(cost + more - gained + DEPARTURE_COST * self.departures(moved))
+        return np.array(found)
 
-    rows = _rows(machine, logs, chosen)
-    names = sorted({row.family for row in rows})
-    priors = np.array(
-        [LAUNCH_PRIOR, OVERLAP_PRIOR, OVERLAP_PRIOR, LATENCY_PRIOR, TRANSFER_PRIOR]
-        + [LATENCY_OWN_PRIOR, TRANSFER_OWN_PRIOR, HALVES_PRIOR] * len(names)
-    )
-
-    def residuals(values: Floats) -> Floats:
-        parts = [np.log(_predicted(values, names, row) / row.measured_us) / NOISE for row in rows]
-        apart = np.concatenate(parts)
-        return np.concatenate([np.sign(apart) * np.sqrt(_loss(apart)), values / priors])
-
-    # Converged so far that processors, which add in different orders, agree on the digits that are kept.
-    close = {"ftol": CONVERGED, "xtol": CONVERGED, "gtol": CONVERGED}
-    found = least_squares(residuals, np.zeros(len(priors)), method="trf", max_nfev=400, **close)
-    return _Solution(found.x, names, float(2.0 * found.cost))
+    def departures(self, chosen: Indices) -> int:
+        """How many runs of sizes depart from what the tuner says."""
+        apart = np.where(chosen == self.told, -1, chosen)
+        before = np.concatenate([[-1], apart[:-1]])
+        before[[run.start for run in self.runs]] = -1
+        return int(np.sum((apart >= 0) & (apart != before)))
 
 
 def _loss(apart: Floats) -> Floats:
@@ -238,54 +297,48 @@ def _loss(apart: Floats) -> Floats:
     return np.where(size > OUTLIER, OUTLIER * (2.0 * np.maximum(size, OUTLIER) - OUTLIER), size**2)
 
 
-def _predicted(values: Floats, names: Sequence[Family], row: _Row) -> Floats:
-    launch, overlap, factors = _constants(values, names, row.family, row.inside, row.half)
-    return nccl.family_us(row.latency_us, row.transfer_us, launch, overlap, factors)
+def _weights(apart: Floats) -> Floats:
+    """Of squares that touch `_loss` from above."""
+    return OUTLIER / np.maximum(np.abs(apart), OUTLIER)
 
 
-def _constants(
-    values: Floats, names: Sequence[Family], family: Family, inside: bool = False, half: bool = False
-) -> tuple[float, float, tuple[float, float]]:
-    launch = nccl.LAUNCH_US * math.exp(values[0])
-    overlap = (nccl.OVERLAP_INSIDE if inside else nccl.OVERLAP_BETWEEN) * math.exp(values[2 if inside else 1])
-    latency, transfer = values[3], values[4]
-    if family in names:
-        at = 5 + 3 * names.index(family)
-        latency, transfer = latency + values[at], transfer + values[at + 1] + half * values[at + 2]
-    return launch, max(1.0, overlap), (math.exp(latency), math.exp(transfer))
+def _cost(apart: Floats, from_priors: Floats) -> float:
+    return float(np.sum(_loss(apart)) + np.sum(from_priors**2))
 
 
-def _moves(log: Measured, chosen: Sequence[Family]) -> Iterator[list[Family]]:
-    """Every choice in which one change between two algorithms comes some sizes earlier or later."""
-    order = np.argsort(_sizes(log), kind="stable").tolist()
-    for at in range(1, len(order)):
-        before, after = chosen[order[at - 1]], chosen[order[at]]
+def _moves(run: slice, chosen: Indices) -> Iterator[Indices]:
+    """Every choice in which one change between two algorithms of a log comes some sizes earlier or later."""
+    for at in range(run.start + 1, run.stop):
+        before, after = chosen[at - 1], chosen[at]
         if before == after:
             continue
         for shift in SHIFTS:
-            moved = list(chosen)
-            for place in order[at : at + shift]:
-                moved[place] = before
-            for place in order[max(0, at + shift) : at]:
-                moved[place] = after
+            moved = chosen.copy()
+            if shift > 0:
+                moved[at : min(at + shift, run.stop)] = before
+            else:
+                moved[max(run.start, at + shift) : at] = after
             yield moved
 
 
-def _record(solution: _Solution, logs: Sequence[Measured], changed: Mapping[tuple[str, int], list[Family]]) -> NcclFit:
-    values, names = solution.values, solution.names
-    factors = {family: _constants(values, names, family)[2] for family in names}
-    launch, overlap, _ = _constants(values, names, names[0])
-    halves = {family: float(values[5 + 3 * at + 2]) for at, family in enumerate(names)}
+def _record(problem: _Problem, solution: _Solution, chosen: Indices) -> NcclFit:
+    values, logs = solution.values, problem.logs
+    used = {problem.names[at]: values[5 + 3 * at : 8 + 3 * at] for at in sorted(set(chosen.tolist()))}
+    taken = [[problem.names[at] for at in chosen[run]] for run in problem.runs]
+    changed = {
+        log.collective for log, run in zip(logs, problem.runs, strict=True) if np.any(chosen[run] != problem.told[run])
+    }
     choice: dict[str, dict[str, tuple[tuple[float, Family], ...]]] = {}
-    for log in logs:
-        if log.key in changed:
-            choice.setdefault(log.collective, {})[str(log.key[1])] = _table(log, changed[log.key])
+    for log, families in zip(logs, taken, strict=True):
+        if log.collective in changed:
+            choice.setdefault(log.collective, {})[str(log.key[1])] = _table(log, families)
     return NcclFit(
-        launch_us=_rounded(launch), overlap=_rounded(overlap),
-        overlap_inside=_rounded(_constants(values, names, names[0], True)[1]),
-        latency={family: _rounded(waits) for family, (waits, _) in factors.items()},
-        transfer={family: _rounded(moves) for family, (_, moves) in factors.items()},
-        halves={family: _rounded(math.exp(value)) for family, value in halves.items() if abs(value) > 1e-5},
+        launch_us=_rounded(nccl.LAUNCH_US * math.exp(values[0])),
+        overlap=_rounded(nccl.OVERLAP_BETWEEN * math.exp(values[1])),
+        overlap_inside=_rounded(nccl.OVERLAP_INSIDE * math.exp(values[2])),
+        latency={family: _rounded(math.exp(values[3] + own[0])) for family, own in used.items()},
+        transfer={family: _rounded(math.exp(values[4] + own[1])) for family, own in used.items()},
+        halves={family: _rounded(math.exp(own[2])) for family, own in used.items() if abs(own[2]) > 1e-5},
         other_latency=_rounded(math.exp(values[3])), other_transfer=_rounded(math.exp(values[4])),
         choice=choice or None, interval=Interval(inside=0.0, beyond=0.0),
         measured_on=tuple(sorted({log.key[1] for log in logs})), samples=sum(len(log.samples) for log in logs),

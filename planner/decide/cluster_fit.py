@@ -12,7 +12,7 @@ from typing import get_args
 
 from planner.cost import nccl
 from planner.cost.nccl import Shape
-from planner.cost.nccl_fit import Measured, attempt, finish
+from planner.cost.nccl_fit import Measured, Progress, attempt, finish
 from planner.documents.nccl import Nccl, Network, find_gpu
 from planner.documents.nccl_tests import NcclLog, read_log
 from planner.documents.profile import Cluster
@@ -63,6 +63,7 @@ def parse_log_argument(text: str) -> LogFile:
 def fit_cluster(
     logs: Sequence[LogFile], machine: Nccl | None = None, *, gpu: str | None = None, nics: int | None = None,
     nic: str | None = None, network: str | None = None, in_place: bool = False, name: str | None = None,
+    progress: Progress | None = None,
 ) -> FittedCluster:  # fmt: skip
     """Fit NCCL's constants to logs.
 
@@ -74,6 +75,7 @@ def fit_cluster(
         network: infiniband, roce, efa or tcp; by default that which explains the logs best.
         in_place: take the columns of buffers that are also results.
         name: the cluster's.
+        progress: gets a line before each fit.
 
     Raises InputError: a log is wrong, was made on other ranks than its name says, or logs and description contradict.
     """
@@ -113,14 +115,18 @@ def fit_cluster(
     nodes = max(log.nodes for log in logs)
     for candidate in candidates:
         candidate.check(nodes, per_node, "--")
-    trials = [attempt(candidate, measured) for candidate in candidates]
+    trials = []
+    for candidate in candidates:
+        if progress is not None and len(candidates) > 1:
+            progress(f"trying {candidate.network}, {candidate.cpu}, {candidate.tuner}; --network saves some of that")
+        trials.append(attempt(candidate, measured))
     best = min(trials, key=lambda trial: trial.cost)
     if len(trials) > 1:
         notes.append(
             f"network taken as {best.machine.network}, cpu as {best.machine.cpu}, algorithms as chosen by "
             f"{best.machine.tuner}: these explain the logs best; say --network where you know it"
         )
-    fitted = finish(best, measured)
+    fitted = finish(best, measured, progress)
     fit = fitted.fit
     assert fit is not None
     sizes = ", ".join(f"{log.nodes}x{log.per_node} ({Path(log.path).name})" for log in logs)

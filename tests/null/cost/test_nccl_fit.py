@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from benchmarks.published import nccl as published
 from planner.cost import nccl
 from planner.cost.nccl import Shape
-from planner.cost.nccl_fit import Measured, fit
+from planner.cost.nccl_fit import Measured, _loss, _Problem, fit
 from planner.documents.nccl import Interval, Nccl, NcclFit
 from runtime.errors import InputError
 
@@ -47,6 +47,36 @@ def test_what_made_the_measurements_is_found_again(latency: float, transfer: flo
     assert found.fit.interval.beyond >= found.fit.interval.inside >= 0.03
 
 
+def problem_of(nodes: tuple[int, ...]) -> _Problem:
+    return _Problem.of(MACHINE, [log_of(made_by(1.4, 1.1, 15.0), count, 0.2) for count in nodes])
+
+
+def test_derivatives_are_those_of_the_model() -> None:
+    problem = problem_of((1, 2, 4))
+    values = 0.1 * np.random.default_rng(0).standard_normal(len(problem.priors))
+    _, slopes = problem.residuals(problem.told, values, slice(None))
+    for at in range(len(values)):
+        step = 1e-6 * (np.arange(len(values)) == at)
+        above, below = (problem.residuals(problem.told, values + sign * step, slice(None))[0] for sign in (1, -1))
+        assert slopes[:, at] == pytest.approx((above - below) / 2e-6, rel=1e-5, abs=1e-5)
+
+
+def test_no_other_solver_finds_less() -> None:
+    from scipy.optimize import least_squares
+
+    problem = problem_of((1, 2))
+    found = problem.solve(problem.told, np.zeros(len(problem.priors)))
+
+    def residuals(values: np.ndarray) -> np.ndarray:  # type: ignore[type-arg]
+        apart = problem.residuals(problem.told, values, slice(None))[0]
+        return np.concatenate([np.sqrt(_loss(apart)), values / problem.priors])
+
+    other = least_squares(
+        residuals, np.zeros(len(problem.priors)), bounds=([-9, -0.5, 0] + [-9] * (len(problem.priors) - 3), 9)
+    )
+    assert found.cost <= 2.0 * other.cost * (1 + 1e-6)
+
+
 def test_a_single_disturbed_row_moves_little() -> None:
     truth = made_by(1.3, 1.1, 20.0)
     log = log_of(truth, 2)
@@ -72,6 +102,17 @@ def test_another_choice_than_nccls_is_seen_and_goes_with_the_number_of_ranks() -
 def test_the_same_logs_give_the_same_fit_in_any_order() -> None:
     logs = [log_of(made_by(1.2, 1.1, 20.0), nodes, 0.05) for nodes in (2, 4)]
     assert fit(MACHINE, logs) == fit(MACHINE, logs[::-1])
+
+
+def test_ten_logs_of_another_network() -> None:
+    """The most that is searched through: every log shows other changes than this network's tuner makes."""
+    truth = made_by(1.3, 1.15, 12.0)
+    tcp = Nccl(gpu="h100", nics_per_node=8, nic="400gbit", network="tcp", cpu="amd")
+    logs = [log_of(truth, nodes, 0.05, kind) for kind in ("all_reduce", "all_gather") for nodes in (1, 2, 4, 8, 16)]
+    found = fit(tcp, logs)
+    assert found.fit is not None
+    assert found.fit.mean_error < 0.06
+    assert found.fit.samples == 10 * len(SIZES)
 
 
 def test_times_that_no_machine_has() -> None:
