@@ -43,8 +43,9 @@ DEPARTURE_COST, MAX_ROUNDS = 12.0, 6
 CONVERGED, MAX_STEPS, MOST_DAMPING = 1e-9, 400, 1e12
 """Of least squares: smaller changes of constants are none, so that processors, which add in different orders, agree on
 the digits that are kept; most steps; and the damping beyond which no step gains."""
-MOVES_SOLVED = 8
-"""Other choices that are solved for in a round: those which a step of least squares finds best."""
+MOVES_SOLVED, ROUGHLY = 8, 1e-3
+"""Other choices that are solved for in a round: those which a step of least squares finds best; and how far, to find
+the best of them."""
 SHIFTS = (-8, -4, -2, -1, 1, 2, 4, 8)
 SHARE, LEAST_INTERVAL = 0.9, 0.03
 USELESS = 0.4
@@ -153,12 +154,13 @@ def _best(machine: Nccl, logs: Sequence[Measured]) -> tuple[NcclFit, float]:
         moves = [moved for run in problem.runs for moved in _moves(run, chosen)]
         tried = []
         for at in np.argsort(problem.estimates(chosen, moves, best.values), kind="stable")[:MOVES_SOLVED]:
-            solved = problem.solve(moves[at], best.values)
-            tried.append((solved.cost + DEPARTURE_COST * problem.departures(moves[at]), solved, moves[at]))
-        cost, solution, current = min(tried, key=lambda trial: trial[0], default=(best.cost, best, chosen))
+            solved = problem.solve(moves[at], best.values, ROUGHLY)
+            tried.append((solved.cost + DEPARTURE_COST * problem.departures(moves[at]), solved.values, moves[at]))
+        cost, values, current = min(tried, key=lambda trial: trial[0], default=(best.cost, best.values, chosen))
         if cost >= best.cost - 1e-6:
             break
-        best, chosen = replace(solution, cost=cost), current
+        best, chosen = problem.solve(current, values), current
+        best = replace(best, cost=best.cost + DEPARTURE_COST * problem.departures(chosen))
     return _record(problem, best, chosen), best.cost
 
 
@@ -236,7 +238,7 @@ class _Problem:
         slopes[rows, own + 2] = half * slopes[:, 4]
         return np.log(predicted / self.measured_us[where]) / NOISE, slopes
 
-    def solve(self, chosen: Indices, start: Floats) -> _Solution:
+    def solve(self, chosen: Indices, start: Floats, close: float = CONVERGED) -> _Solution:
         """Least squares of logarithms, with priors: Levenberg and Marquardt's method, reweighted for outliers."""
         lowest = np.full(len(start), -np.inf)
         lowest[1:3] = -np.log([nccl.OVERLAP_BETWEEN, nccl.OVERLAP_INSIDE])  # an exponent of less than 1 is none
@@ -258,7 +260,7 @@ class _Problem:
                     break
                 damping *= 8.0
                 continue
-            done = np.max(np.abs(moved - values)) < CONVERGED
+            done = np.max(np.abs(moved - values)) < close
             values, apart, slopes, cost, damping = moved, there, slopes_there, reached, damping / 8.0
             if done:
                 break
