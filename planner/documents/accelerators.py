@@ -77,7 +77,8 @@ def find_accelerator(text: str | None) -> str | None:
     if text is None:
         return None
     spelled = re.sub(r"(\d+)\s*gi?b\b", r"\1gb", text.lower())
-    words = set(_WORD.findall(re.sub(r"\brtx\s+(\d)", r"rtx\1", spelled)))
+    spelled = re.sub(r"(?<=\d)(sxm|pcie|nvl)", r" \1", re.sub(r"\b(?:rtx\s*)?(\d{4})\b", r"rtx\1", spelled))
+    words = set(_WORD.findall(spelled))
     if "laptop" in words:
         return None  # fewer units under the name of the desktop's
     found = [name for name in ACCELERATORS if set(_WORD.findall(name)) <= words]
