@@ -135,12 +135,10 @@ def whole_states(sessions: Iterable[PlannedSession]) -> Iterator[None]:
 
 
 def model_state(session: PlannedSession | None, state_dict: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """Return a model's `state_dict()` for a checkpoint; of copies where the plan is not drop-in, for there weights may
-    be rounded, a rank's own, or parts of one storage. All ranks call this.
+    """Return a model's `state_dict()` for a checkpoint; copies where the plan is not exact, for there ranks may have
+    weights of their own, or rounded ones. All ranks call this.
     """
-    if session is None or not session.is_attached:
-        return state_dict()
-    if session.plan.accuracy == "exact" and not session.plan.interfaces:
+    if session is None or not session.is_attached or session.plan.accuracy == "exact":
         return state_dict()
     with session.global_weights():
         state = state_dict()

@@ -130,9 +130,13 @@ class Recorder:
         self._now = StepMarks(*self._shape)
 
     def _before_update(self, *_: Any) -> None:
-        if self.steps:
+        if self.steps and self.steps[-1].update_end is None:  # else a closure is about to make the next step
             self.steps[-1].update = self.clock.mark()
 
     def _after_update(self, *_: Any) -> None:
-        if self.steps:
-            self.steps[-1].update_end = self.clock.mark()
+        if not self.steps:
+            return
+        marks = self.steps[-1]
+        if marks.update is None:
+            marks.update = marks.end
+        marks.update_end = self.clock.mark()

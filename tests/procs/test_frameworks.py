@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import importlib.util
+import inspect
 import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from started import PATHS, started
 
 from planner.integrations import check_version
-from runtime.errors import EnvironmentFailure
+from planner.jobs.launch import LocalWorld, run_ranks
+from runtime.errors import EnvironmentFailure, InputError
 
 ROOT = Path(__file__).parents[2]
 EXCHANGES = {"accelerate_loop": ["24"], "trainer_script": ["16", "8"], "lightning_module": ["24", "8"]}
@@ -43,6 +46,73 @@ def test_an_example_trains_as_with_ddp(tmp_path: Path, example: str) -> None:
     expected, found = printed(example, tmp_path / "ddp", "--ddp"), printed(example, tmp_path / "planner")
     assert [line for line in found if line.startswith("loss")] == expected
     assert [line.split()[1] for line in found if line.startswith("exchanges")] == EXCHANGES[example]
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What both ranks of two found with Accelerate."""
+    pytest.importorskip("accelerate")
+    import accelerate_checks
+
+    return run_ranks(LocalWorld(ranks=2), accelerate_checks.run, str(tmp_path_factory.mktemp("accelerate")))
+
+
+@pytest.mark.parametrize("check", ["synchronized", "copies", "accelerate"])
+def test_scripts_of_accelerate_come_out_as_with_ddp(pair: list[dict[str, Any]], check: str) -> None:
+    """`synchronized` has its calls around steps, `accelerate` its checkpoints, also where the step is sharded."""
+    for rank, results in enumerate(pair):
+        assert results[check]
+        assert not [what for what, good in results[check].items() if good is not True], rank
+
+
+@pytest.mark.long
+def test_runs_of_lightning_and_transformers_go_on_from_their_checkpoints_as_with_ddp(tmp_path: Path) -> None:
+    """Also where the step is sharded; what their DDP is told counts, and Lightning's session is there after `fit`."""
+    for package in ("accelerate", "lightning", "transformers"):
+        pytest.importorskip(package)
+    import framework_checks
+
+    for rank, results in enumerate(run_ranks(LocalWorld(ranks=2), framework_checks.run, str(tmp_path))):
+        for framework, found in results.items():
+            assert found
+            assert not [what for what, good in found.items() if good is not True], (rank, framework)
+
+
+def test_what_has_no_counterpart_is_refused_on_all_ranks_alike(pair: list[dict[str, Any]]) -> None:
+    first, second = (rank["refusals"] for rank in pair)
+    assert first == second
+    assert "found even_batches=False and a model that planner trains, expected as many batches" in first["uneven"]
+    assert "PlannerAccelerator: found comm_hook='fp16', expected none, for planner takes DDP's place" in first["hook"]
+
+
+def test_ddp_s_arguments_come_to_attach_s_or_are_refused() -> None:
+    from planner.integrations.attaching import attach_arguments
+
+    told = {"broadcast_buffers": False, "init_sync": False, "find_unused_parameters": True, "static_graph": True,
+            "forward_sync_buffers": True, "mixed_precision": None, "device_mesh": None}  # fmt: skip
+    assert attach_arguments(told, "here") == {"broadcast_buffers": False, "sync": False}
+    for name in ("forward_sync_buffers", "ddp_comm_hook", "model_averaging_period", "mixed_precision", "find_unused"):
+        with pytest.raises(InputError, match=f"^here: found {name}=0, expected none.*; .*(leave it out|pass)"):
+            attach_arguments({name: 0}, "here")
+
+
+def test_every_argument_of_ddp_is_known() -> None:
+    """A new version of torch may add some."""
+    from torch.nn.parallel import DistributedDataParallel
+
+    from planner.integrations.attaching import COUNTERPARTS, REFUSED, WITHOUT_EFFECT
+
+    asked = inspect.signature(DistributedDataParallel).parameters.keys() - {"module"}
+    assert not asked - COUNTERPARTS.keys() - REFUSED.keys() - WITHOUT_EFFECT
+
+
+def test_what_lightning_s_strategy_is_told_counts_or_is_refused() -> None:
+    pytest.importorskip("lightning")
+    from planner.integrations.lightning import PlannerStrategy
+
+    PlannerStrategy(start_method="fork", process_group_backend="gloo", find_unused_parameters=True)
+    with pytest.raises(InputError, match=r"PlannerStrategy: found model_averaging_period=4, expected none"):
+        PlannerStrategy(model_averaging_period=4)
 
 
 def test_a_framework_that_is_too_old_is_named() -> None:

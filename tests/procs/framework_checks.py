@@ -1,0 +1,108 @@
+"""Runs of Lightning and the HF Trainer that are interrupted and go on, on every rank: with DDP and with planner."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import lightning
+import torch
+from accelerate_checks import PLANS, net, plan_for, prepare_environment, same, sgd, state
+from lightning.pytorch.plugins.environments import TorchElasticEnvironment
+from torch import Tensor, nn
+from torch.nn.functional import mse_loss
+from torch.utils.data import DataLoader, TensorDataset
+from transformers import Trainer, TrainingArguments
+
+from planner.integrations.lightning import PlannerStrategy
+from planner.integrations.transformers import PlannerTrainer
+
+
+class Module(lightning.LightningModule):
+    """The net, with a checkpoint after each epoch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = net()
+
+    def training_step(self, batch: list[Tensor], _index: int) -> Tensor:
+        return mse_loss(self.net(batch[0]), batch[1])
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return sgd(self)
+
+
+def rows() -> TensorDataset:
+    generator = torch.Generator().manual_seed(3)
+    return TensorDataset(torch.randn(32, 6, generator=generator), torch.randn(32, 1, generator=generator))
+
+
+def lightning_runs(folder: Path) -> dict[str, Any]:
+    """Lightning saves after each epoch, and goes on from there; afterwards its strategy has the session."""
+    results: dict[str, Any] = {}
+    ends = []
+    for name, updates in {"ddp": None, **PLANS}.items():
+        checkpoint = None
+        for epochs in (2, 3):
+            module: Module = Module()
+            strategy: Any = PlannerStrategy(plan_for(module, updates), timeout_s=66.0, broadcast_buffers=True)
+            trainer = lightning.Trainer(
+                accelerator="cpu", devices=2, strategy="ddp" if name == "ddp" else strategy, max_epochs=epochs,
+                plugins=[TorchElasticEnvironment()], logger=False, enable_progress_bar=False,
+                enable_model_summary=False, default_root_dir=folder / name, accumulate_grad_batches=2,
+            )  # fmt: skip
+            trainer.fit(module, DataLoader(rows(), batch_size=4), ckpt_path=checkpoint, weights_only=False)
+            checkpoint = trainer.checkpoint_callback.best_model_path  # type: ignore[union-attr]
+        ends.append(state(module))
+        results[name] = same(ends[0], ends[-1])
+        trainer.save_checkpoint(folder / name / "after.ckpt")
+        if name != "ddp":
+            results[f"{name}, session"] = strategy.session.step == 2 and not strategy.session.is_attached
+            results[f"{name}, timeout"] = strategy.session.world.timeout_s == 66.0
+            results[f"{name}, explained"] = "buckets in launch order" in strategy.session.explain(path=None)
+            results[f"{name}, measured"] = strategy.session.report().update_us > 0  # its closure holds the whole step
+    return results
+
+
+class Loss(nn.Module):
+    """As the HF Trainer calls models."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = net()
+
+    def forward(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+        return {"loss": mse_loss(self.net(x), y)}
+
+
+def trainer_runs(folder: Path) -> dict[str, bool]:
+    """The HF Trainer with buffers of each rank's own, and with plans that shard the step, goes on from a checkpoint."""
+    items = [{"x": x, "y": y} for x, y in rows()]
+    results, ends = {}, []
+    for name, updates in {"ddp": None, **PLANS}.items():
+        for steps, resume in ((2, False), (4, True)):
+            model = Loss()
+            arguments = TrainingArguments(
+                output_dir=str(folder / name), use_cpu=True, per_device_train_batch_size=4, max_steps=steps,
+                save_steps=2, report_to=[], seed=0, disable_tqdm=True, learning_rate=0.1,
+                ddp_broadcast_buffers=False,
+            )  # fmt: skip
+            if name == "ddp":
+                trainer = Trainer(model=model, args=arguments, train_dataset=items)
+            else:
+                trainer = PlannerTrainer(
+                    model=model, args=arguments, train_dataset=items, plan=plan_for(model, updates), timeout_s=55.0
+                )
+            trainer.train(resume_from_checkpoint=resume)
+            if name != "ddp":
+                results[f"{name}, timeout"] = trainer.accelerator.sessions[0].world.timeout_s == 55.0
+        ends.append(state(model))
+        results[name] = same(ends[0], ends[-1])
+        trainer.accelerator.free_memory()
+    return results
+
+
+def run(folder: str) -> dict[str, Any]:
+    """Both."""
+    where = prepare_environment(folder)
+    return {"transformers": trainer_runs(where / "trainer"), "lightning": lightning_runs(where / "lightning")}
