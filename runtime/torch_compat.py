@@ -9,6 +9,7 @@ import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
@@ -121,6 +122,11 @@ def running_ddp() -> torch.nn.Module | None:
 def storage_uses(storage: torch.UntypedStorage) -> int:
     """How many tensors of different shape, or handles, share the memory."""
     return torch._C._storage_Use_Count(storage._cdata)
+
+
+def makes_parameter(frame: FrameType) -> bool:
+    """Tell whether a frame makes a `torch.nn.Parameter` of a tensor."""
+    return frame.f_code is torch.nn.Parameter.__new__.__code__
 
 
 def own_memory(flat: torch.Tensor) -> torch.UntypedStorage:

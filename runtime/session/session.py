@@ -282,10 +282,11 @@ class Session:
         """Return when the weights of the last step have come, where a plan has them come beside the next forward.
 
         Whoever reads a parameter through torch waits for it by itself: modules and any other forward, `state_dict`,
-        copies, moving averages, `p.data`. Call this before what torch does not see: a CUDA graph's replay, C++ or
-        another process that is handed a parameter outside of a module's call, another CUDA stream than the step's,
-        `torch.tensor(p)`, `torch.func` of a bare parameter. Any rank may call it, at any time; on a GPU the current
-        stream waits. Raises CommunicationError where a rank did not come within the deadline.
+        copies, moving averages, `p.data`. Call this before what does not ask a parameter's class: a CUDA graph's
+        replay, C++ that is handed a parameter outside of a module's call, another CUDA stream than the step's,
+        `torch.tensor(p)` and its like, `q.data = p`, `torch.func` of a bare parameter; docs/concepts/sharded-step.md
+        has all. Any rank may call it, at any time; on a GPU the current stream waits. Raises CommunicationError where a
+        rank did not come within the deadline.
         """
         self.mode.wait_for_weights()
 

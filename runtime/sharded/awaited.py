@@ -7,14 +7,18 @@ class than before; it stays the same object, in the same memory. What asks nothi
 from __future__ import annotations
 
 import copy
+import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from multiprocessing.reduction import ForkingPickler
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import reduce_tensor
 
 from runtime.errors import InputError
+from runtime.torch_compat import makes_parameter
 
 ATTRIBUTES = frozenset((
     "_backward_hooks", "_post_accumulate_grad_hooks", "_version", "device", "dtype", "grad", "grad_dtype", "grad_fn",
@@ -46,6 +50,10 @@ class AwaitedParameter(nn.Parameter):
     # Weakly: torch may keep a parameter where no garbage collector looks.
     _from: tuple[weakref.ref[Awaiting], int]
 
+    def __new__(cls, *given: Any, **named: Any) -> nn.Parameter:  # type: ignore[misc]
+        """Return a plain one: `type(parameter)(tensor)`, by which scripts make one parameter from another."""
+        return nn.Parameter(*given, **named)
+
     @property
     def grad(self) -> Tensor | None:
         """As of any parameter; every step looks at it, so by a shorter way than other attributes."""
@@ -72,7 +80,15 @@ class AwaitedParameter(nn.Parameter):
                 return func(*args, **options)
         for parameter in _awaited_in((args, options)):
             come(parameter)
-        return func(*args, **options)  # of plain parameters now: of another class that has a say, if any
+        found = func(*args, **options)  # of plain parameters now: of another class that has a say, if any
+        if func is Tensor.detach and makes_parameter(sys._getframe(1)):
+            found.__class__ = nn.Parameter  # which is expected of a class other than torch's
+        return found
+
+    def as_subclass(self, cls: Any) -> Any:
+        """As of any tensor, of which torch does not ask its class."""
+        come(self)
+        return self.as_subclass(cls)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         come(self)
@@ -81,6 +97,15 @@ class AwaitedParameter(nn.Parameter):
     def __reduce_ex__(self, protocol: Any) -> Any:
         come(self)
         return self.__reduce_ex__(protocol)
+
+
+def _reduce_shared(parameter: AwaitedParameter) -> Any:
+    """As torch sends a parameter to another process: memory that both have from then on."""
+    come(parameter)
+    return reduce_tensor(parameter)
+
+
+ForkingPickler.register(AwaitedParameter, _reduce_shared)
 
 
 def _asks_nothing(func: Callable[..., Any]) -> bool:
@@ -127,3 +152,5 @@ def come(parameter: AwaitedParameter) -> None:
             f"model is there: do that first, or keep the model"
         )
     owner.wait_for(gather)
+    if type(parameter) is AwaitedParameter:  # another object has changed places with the model's own
+        make_plain(parameter)

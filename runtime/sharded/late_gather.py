@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import atexit
 import math
+import os
 import statistics
 import sys
 import threading
@@ -175,6 +176,7 @@ class LateStep(ShardedStep):
         for gather in self._gathers:
             gather.remember()
         _running[self._communicator] = device
+        _steps.add(self)
         # In a process that multiprocessing has started, where nothing else is called at its end.
         self._at_exit = Finalize(
             self._communicator, _finish, args=(weakref.ref(self._communicator), device), exitpriority=0
@@ -309,6 +311,18 @@ class LateStep(ShardedStep):
 
 _running: weakref.WeakKeyDictionary[Communicator, torch.device] = weakref.WeakKeyDictionary()
 """Those that gather, also of models that are gone."""
+
+
+_steps: weakref.WeakSet[LateStep] = weakref.WeakSet()
+
+
+def _before_fork() -> None:
+    """Have all weights here before the process is copied: no gather ends in the copy, a DataLoader's worker, say."""
+    for step in list(_steps):
+        step.wait_for_weights()
+
+
+os.register_at_fork(before=_before_fork)
 
 
 def _finish(communicator: weakref.ref[Communicator], device: torch.device) -> None:

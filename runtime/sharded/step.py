@@ -372,7 +372,8 @@ class ShardedStep:
             home.leave()
         for slot in self._exchange.slots:
             if isinstance(slot.parameter.grad, ShardedGradient):
-                slot.parameter.grad = gradients.get(slot.index)
+                gradient = gradients.get(slot.index)  # a script may have converted the parameter
+                slot.parameter.grad = None if gradient is None else gradient.to(slot.parameter.dtype)
             elif slot.parameter.grad is slot.view:
                 slot.parameter.grad = slot.view.clone()
         self._exchange.release()
