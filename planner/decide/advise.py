@@ -14,7 +14,7 @@ from planner.decide.defaults import ROOM
 from planner.decide.fsdp2 import PER_BLOCK, Setting, baselines_of, setting_of
 from planner.decide.optimize import name_of
 from planner.decide.strategies import make_schedule
-from planner.documents.accelerators import ACCELERATORS, find_accelerator
+from planner.documents.accelerators import ACCELERATORS, find_accelerator, kind_of
 from planner.documents.catalog import find_cluster, find_profile
 from planner.documents.estimate import ComputeBasis, check_accelerators, scale_profile
 from planner.documents.profile import Cluster, ComputeEstimate, Profile
@@ -77,6 +77,8 @@ class Option:
     """Which call trains that way."""
     lossy: bool
     reason: str
+    recomputed: bool = False
+    """Whether blocks are computed once more in backward, which the script has to ask for (activation checkpointing)."""
     interval_us: tuple[float, float] | None = None
     """Of the step: with all messages and all computation as fast, and as slow, as `ComputedWith` allows."""
 
@@ -98,7 +100,8 @@ class Advice:
     """The name of an option that is worth it where messages may lose digits; None: there is none, or it is allowed and
     so in `use`."""
     next_command: str | None
-    """The command to continue with; None where stock DDP is all that is needed."""
+    """The command to continue with; None where stock DDP is all that is needed, nothing fits, blocks have to be
+    checkpointed first, or the cluster was changed, whose plan needs a cluster.json of its own."""
     memory_limit_bytes: int | None
     cost_source: str
     extrapolated: bool
@@ -143,23 +146,29 @@ def advise(
         loaded, machines and with_accelerator(machines, accelerator), ranks, max_memory_mib=max_memory_mib,
         accuracy=accuracy, where=where,
     )  # fmt: skip
-    command = _command(advice, str(profile), None if cluster is None else str(cluster))
-    named = isinstance(profile, str | Path) and (cluster is None or isinstance(cluster, str | Path))
-    return replace(advice, next_command=command if named else None)
+    # A plan is of the cluster as it is written.
+    written = accelerator is None and machines is not None and advice.ranks == machines.ranks
+    if isinstance(profile, Profile) or isinstance(cluster, Cluster) or not written:
+        return advice
+    on = "" if cluster is None else f" --cluster {cluster}"
+    memory = "" if max_memory_mib is None else f" --max-memory-mib {max_memory_mib:g}"
+    return replace(advice, next_command=_command(advice, f"{profile}{on}", memory))
 
 
 def with_accelerator(cluster: Cluster, name: str | None) -> Cluster:
     """Return the cluster with this accelerator. Raises InputError: it is not known, or the cluster has another."""
     if name is None:
         return cluster
-    if name not in ACCELERATORS:
+    found, known = find_accelerator(name), cluster.computes_on
+    if found is None:
         raise InputError(f"--accelerator: found {name!r}, expected one of: {', '.join(ACCELERATORS)}")
-    if cluster.computes_on not in (None, name):
+    # What `nccl` names is a kind, of which this may be a variant.
+    if known not in (None, found) and (cluster.accelerator is not None or kind_of(found) != known):
         raise InputError(
-            f"--accelerator: found {name}, and {cluster.name or 'the cluster'} has {cluster.computes_on}; take it out, "
-            f"or choose another cluster"
+            f"--accelerator: found {name}, and {cluster.name or 'the cluster'} has {known}; take it out, or choose "
+            f"another cluster"
         )
-    return replace(cluster, accelerator=name)
+    return replace(cluster, accelerator=found)
 
 
 def advice_on(
@@ -213,14 +222,13 @@ def _computed_with(problem: Problem, basis: ComputeBasis, limit: int | None) -> 
     )  # fmt: skip
 
 
-def _command(advice: Advice, profile: str, cluster: str | None) -> str | None:
-    """Return the command that makes the plan of the chosen way."""
+def _command(advice: Advice, of: str, memory: str) -> str | None:
+    """Return the command that makes the plan of the chosen way, if any."""
     option = advice.chosen
-    if option.name == "ddp" or option.fits is False:
+    if option.name == "ddp" or option.fits is False or option.recomputed:
         return None
     asked = {"sharded-step": " --allow sharded-step", "fsdp2": " --parallel fsdp2", "bounded": " --accuracy bounded"}
-    on = "" if cluster is None else f" --cluster {cluster}"
-    return f"planner optimize {profile}{on}{asked.get(option.interface, '')} -o plan.json"
+    return f"planner optimize {of}{asked.get(option.interface, '')}{memory} -o plan.json"
 
 
 def _limit(problem: Problem, basis: ComputeBasis, given_mib: float | None) -> int | None:
@@ -325,11 +333,12 @@ def _fully_sharded(problem: Problem, option: _Maker) -> Iterator[Option]:
                 break  # what a group's messages cost is not known on this cluster
             where = "on all ranks" if shard_ranks is None else "inside nodes, all-reduced between them"
             again = ", blocks computed twice" if recompute else ""
-            yield option(
+            found = option(
                 f"{name}{', recomputed' if recompute else ''}", step.iteration_us, step.peak_bytes if known else None,
                 f"weights, gradients and state sharded {where}{again}", interface="fsdp2",
                 executed_by="planner.fully_shard", exposed_us=step.exposed_us,
             )  # fmt: skip
+            yield replace(found, recomputed=recompute)
 
 
 def _wrapped_step(setting: Setting, shard_ranks: int | None) -> Step:

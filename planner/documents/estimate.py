@@ -52,7 +52,10 @@ class ComputeBasis:
             how = "estimated: FLOPs over a share of the peak"
         else:
             how = self.basis
-        return f"compute {how}" + ("" if self.within is None else f", ± {self.within:.0%}")
+        if self.within is None:
+            return f"compute {how}"
+        off = f"± {self.within:.0%}" if self.within < 1.0 else f"within a factor of {1.0 + self.within:g}"
+        return f"compute {how}, {off}"
 
 
 def compute_basis(profile: Profile, cluster: Cluster) -> ComputeBasis:

@@ -32,7 +32,8 @@ def scale_page(points: Sequence[ScalePoint], scenario: Scenario) -> str:
         )  # fmt: skip
         listed = table(f"{name}, predicted", COLUMNS, rows, texts=(0, 2))
         sections.append(f"<section>\n<h2>{escape(shorten(name, NAME_WIDTH))}</h2>\n{drawn}\n{listed}\n</section>")
-    sources = {
+    sources = {f"{point.model} on {point.cluster}": f"computed with {point.computed_with}" for point in points}
+    sources |= {
         f"{point.cluster}, {point.ranks} ranks": point.cost_source for point in points if point.model == models[0]
     }
     head = paragraphs([f"{len(points)} predictions: {len(models)} models. {_caption(scenario)}"])

@@ -337,9 +337,20 @@ def advice_lines(advice: Advice) -> list[str]:
     if advice.interval is not None:
         lines.append(f"messages are within ± {advice.interval:.0%} for 9 of 10")
     lines.append(str(advice.computed_with.compute))
-    executor = advice.chosen.executed_by
+    chosen = advice.chosen
     if advice.next_command is not None:
-        lines.append(f"continue with: {advice.next_command}; {executor} executes the plan in your script")
+        lines.append(f"continue with: {advice.next_command}; {chosen.executed_by} executes the plan in your script")
+    elif chosen.fits is False:
+        lines.append("continue with: --ranks, another cluster, or a smaller batch")
+    elif chosen.recomputed:
+        lines.append("continue with: checkpoint each block in the script, then planner profile JOB --parallel fsdp2")
+    elif chosen.name == "ddp":
+        lines.append("continue with: DistributedDataParallel as it is")
+    else:
+        lines.append(
+            f'continue with: these machines in a cluster.json ("nodes": {advice.nodes}, "accelerator": '
+            f'"{advice.computed_with.accelerator}"), and planner advise on it'
+        )
     return lines
 
 

@@ -14,6 +14,7 @@ from planner.documents.accelerators import find_accelerator, kind_of, speed_rati
 from planner.documents.catalog import find_cluster, find_profile, names
 from planner.documents.estimate import check_accelerators, compute_basis
 from planner.model.problem import make_problem
+from planner.report.tables import advice_lines
 from runtime.errors import InputError
 
 PAIRS = [
@@ -206,6 +207,7 @@ def test_the_clusters_accelerator_can_be_named() -> None:
     with pytest.raises(InputError, match="hkbu-8x4-10gbe does not name its accelerator; expected one: `--accelerator"):
         advise("llama-1b@hkbu-8x4-10gbe")
     assert advise("llama-1b@hkbu-8x4-10gbe", accelerator="v100").computed_with.accelerator == "v100"
+    assert advise("llama-1b@dgx-a100", accelerator="A100-SXM4-40GB").memory_limit_bytes == 40 * 10**9
     with pytest.raises(InputError, match="--accelerator: found a100, and dgx-h100 has h100"):
         advise("llama-1b@dgx-h100", accelerator="a100")
     with pytest.raises(InputError, match="alexnet: measured on cuda, whose rates are not known, and dgx-h100 has h100"):
@@ -231,6 +233,13 @@ def test_the_command_to_continue_with() -> None:
     assert commands["resnet50@dgx-a100"] is None
     assert commands["llama-70b@aws-p5"] == "planner optimize llama-70b@aws-p5 --parallel fsdp2 -o plan.json"
     assert commands["llama-8b@dgx-h100"] == "planner optimize llama-8b@dgx-h100 --allow sharded-step -o plan.json"
+    tight = advise("llama-1b", "dgx-h100", max_memory_mib=24_000)
+    assert tight.next_command is not None
+    assert "llama-1b --cluster dgx-h100" in tight.next_command
+    assert "--max-memory-mib 24000" in tight.next_command
+    changed = advise("llama-8b@dgx-h100", ranks=32)
+    assert changed.next_command is None
+    assert any('"nodes": 4' in line for line in advice_lines(changed))
 
 
 def test_fsdp2_is_what_the_planner_of_fsdp2_predicts() -> None:

@@ -83,6 +83,7 @@ def test_the_command_and_its_page(tmp_path: Path, capsys: pytest.CaptureFixture[
     text = page.read_text(encoding="utf-8")
     assert "Nothing here is measured" in text
     assert "default-src 'none'" in text
+    assert "computed with h100, batch 2 per rank, bfloat16, AdamW, 80 GB memory" in text
     run("sweep", "resnet50", "dgx-a100", "--ranks", "8,12")
     assert "rounded up to whole nodes: 16 ranks" in capsys.readouterr().out
 
