@@ -72,7 +72,9 @@ def compare_fsdp2(
     odd = [row.name for row in found.rows if row.difference > ALIKE]
     if odd:
         raise CheckFailed(
-            f"{', '.join(odd)}: weights differ from those of a group for each block by more than {ALIKE:g}"
+            f"{', '.join(odd)}: weights differ from those of a group for each block by more than {ALIKE:g}, though all "
+            f"were given the same batches and seeds; expected a job in which batch(step, rank) and the loss depend on "
+            f"nothing else, such as a counter or a generator of their own"
         )
 
 

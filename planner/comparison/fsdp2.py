@@ -118,7 +118,9 @@ def compare_rank_fsdp2(
     job: str, plan: Plan, variants: Sequence[Variant], rounds: int, steps: int, device: str, timeout_s: float
 ) -> Taken:
     """Measure all variants on this rank; every rank calls it."""
-    from planner.jobs.training import build
+    import torch
+
+    from planner.jobs.training import KEPT_BATCHES, SEED, build
     from runtime.comm.world import World
     from runtime.fully_sharded.hosts import overlap_on_hosts
     from runtime.fully_sharded.wrap import fully_shard
@@ -132,11 +134,14 @@ def compare_rank_fsdp2(
             overlap_on_hosts(model, variant.spec, timeout_s)
         built.optimizer = built.job.optimizer(p for p in model.parameters() if p.requires_grad)
         runs[variant.name] = built
+    # Made once, so that all variants train on the same ones, also where a job draws others at each call.
+    batches = [built.batch(step) for step in range(KEPT_BATCHES)]
     done = dict.fromkeys(runs, 0)
 
     def prepare(name: str) -> Callable[[], None]:
         built = runs[name]
-        batch = built.batch(done[name])
+        batch = batches[done[name] % KEPT_BATCHES]
+        torch.manual_seed(SEED + 1 + done[name] * world.ranks + world.rank)  # of dropout, say
         done[name] += 1
 
         def step() -> None:
