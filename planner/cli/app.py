@@ -34,6 +34,7 @@ from planner.cli.options import (
     SolverLimit,
     entries_beginning,
     print_json,
+    rate_option,
     strategies_beginning,
 )
 from planner.cli.rank_commands import compare, demo, profile, rehearse, run
@@ -171,8 +172,8 @@ def simulate(
     ] = None,
     compute_speed: Annotated[float, typer.Option(help="What if the accelerator were so many times as fast?")] = 1.0,
     batch: Annotated[float, typer.Option(help="What if each rank's batch were so many times as large?")] = 1.0,
-    intra: Annotated[str | None, typer.Option(help="What if links inside nodes were like 3us,600gbit?")] = None,
-    inter: Annotated[str | None, typer.Option(help="What if links between nodes were like 5us,100gbit?")] = None,
+    intra: Annotated[str | None, rate_option("What if links inside nodes were like 3us,600gbit?")] = None,
+    inter: Annotated[str | None, rate_option("What if links between nodes were like 5us,100gbit?")] = None,
     straggler: Annotated[float, typer.Option(help="What if one rank computed so many times slower?")] = 1.0,
     jitter: Annotated[
         float, typer.Option(help="Standard deviation of ranks' compute times, as a share: gives quantiles.")

@@ -9,11 +9,11 @@ from typing import Annotated
 
 import typer
 
-from planner.cli.options import Flags, clusters_beginning, print_json
+from planner.cli.options import Flags, clusters_beginning, print_json, rate_option
 
 clusters = typer.Typer(no_args_is_help=True, help="Write a cluster.json.")
 Output = Annotated[str, typer.Option("-o", "--output", help="Where to write the cluster.")]
-Nic = Annotated[str | None, typer.Option(help="All network cards of one node, as 8x400gbit or 25gbit per second.")]
+Nic = Annotated[str | None, rate_option("All network cards of one node, as 8x400gbit or 25gbit per second.")]
 
 QUIET_S = 3.0
 """A command that ends earlier says nothing of its progress."""
@@ -25,10 +25,10 @@ def new(
     gpus: Annotated[int, typer.Option(help="Accelerators, and so ranks, of each.")],
     nic: Nic = None,
     nvlink: Annotated[
-        str | None, typer.Option(help="NVLink of one GPU as vendors state it, both directions added: 900gbyte.")
+        str | None, rate_option("NVLink of one GPU as vendors state it, both directions added: 900gbyte.")
     ] = None,
     intra: Annotated[
-        str | None, typer.Option(help="Another link inside a node in one direction, such as PCIe: 32gbyte.")
+        str | None, rate_option("Another link inside a node in one direction, such as PCIe: 32gbyte.")
     ] = None,
     nic_latency: Annotated[
         str | None, typer.Option(help="Start-up time of a message between nodes; default: the network's.")

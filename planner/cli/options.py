@@ -7,6 +7,22 @@ from typing import Annotated, Any
 
 import typer
 
+from planner.documents.text import spell_rate
+
+
+def _spelled(parameter: typer.CallbackParam, value: str | None) -> str | None:
+    """An option with a rate; says how one is read that others read otherwise."""
+    spelled = None if value is None else spell_rate(value)
+    if spelled != value:
+        typer.echo(f"planner: {parameter.opts[0]} {value}: read as {spelled}", err=True)
+    return spelled
+
+
+def rate_option(help: str) -> Any:
+    """Return an option whose text ends in a rate."""
+    return typer.Option(help=help, callback=_spelled)
+
+
 Device = Annotated[str, typer.Option(help="auto, cpu or cuda.")]
 Backend = Annotated[str | None, typer.Option(help="Backend of torch.distributed; default: nccl on GPUs, else gloo.")]
 Ranks = Annotated[
@@ -20,9 +36,7 @@ Timeout = Annotated[
 ]
 Emulate = Annotated[
     str | None,
-    typer.Option(
-        help="Run on an emulated cluster HOSTSxRANKS@RATE on this machine, for example 4x1@1gbit (needs root)."
-    ),
+    rate_option("Run on an emulated cluster HOSTSxRANKS@RATE on this machine, for example 4x1@1gbit (needs root)."),
 ]
 Job = Annotated[
     str, typer.Argument(help="path/to/file.py:name or package.module:name of a function that returns a TrainingJob.")

@@ -13,7 +13,7 @@ from typing import get_args
 from planner.cost import nccl
 from planner.cost.nccl import Shape
 from planner.cost.nccl_fit import Measured, Progress, attempt, finish
-from planner.documents.nccl import Nccl, Network, find_gpu
+from planner.documents.nccl import Nccl, Network, find_gpu, is_on_pcie
 from planner.documents.nccl_tests import NcclLog, read_log
 from planner.documents.profile import Cluster
 from planner.documents.text import sanitize
@@ -100,6 +100,7 @@ def fit_cluster(
         for (nodes, inside, _), found in read.items()
         for one in found
     ]
+    named = gpu or next((one.device for found in read.values() for one in found if one.device), None)
     gpu = None if gpu is None else find_gpu(gpu, "--gpu")
     said = gpu if machine is None else machine.gpu
     for (_, _, path), found in read.items():
@@ -107,7 +108,7 @@ def fit_cluster(
             option = "--gpu" if machine is None else "--machine"
             raise InputError(f"{option}: found {said}, but {path} was made on {other}; correct it, or take it out")
     if machine is None:
-        machine, assumed = _describe(list(read.items()), per_node, gpu, nics, nic)
+        machine, assumed = _describe(list(read.items()), per_node, gpu, named, nics, nic)
         notes += assumed
         candidates = _candidates(machine, network, per_node)
     else:
@@ -154,7 +155,7 @@ Read = tuple[tuple[int, int, str], list[NcclLog]]
 
 
 def _describe(
-    read: Sequence[Read], per_node: int, gpu: str | None, nics: int | None, nic: str | None
+    read: Sequence[Read], per_node: int, gpu: str | None, named: str | None, nics: int | None, nic: str | None
 ) -> tuple[Nccl, list[str]]:
     """The machines as options and logs have them, and what was assumed."""
     assumed = []
@@ -162,15 +163,18 @@ def _describe(
         gpu = next((one.gpu for _, found in read for one in found if one.gpu), None)
     if gpu is None:
         gpu = _gpu_by_rate(read)
-        device = next((one.device for _, found in read for one in found if one.device), None)
-        why = "no log names it" if device is None else f"{sanitize(device, 60)} of the logs is none that is known here"
+        why = "no log names it" if named is None else f"{sanitize(named, 60)} of the logs is none that is known here"
         assumed.append(f"accelerator taken as {gpu}, by its rates: {why}; say --gpu where that is wrong")
     if any(nodes > 1 for (nodes, _, _), _ in read):
         nics = nics or per_node
         if nic is None:
             nic = f"{_card_gbit(read, nics)}gbit"
             assumed.append(f"taken as {nics} cards of {nic} a node, by rates; say --nic where that is wrong")
-    return Nccl(gpu=gpu, nics_per_node=nics or 1, nic=nic), assumed
+    nvlink = None
+    if is_on_pcie(named or ""):
+        nvlink = "none"
+        assumed.append(f"taken without NVLink, for {sanitize(named or '', 60)} is on PCIe")
+    return Nccl(gpu=gpu, nvlink=nvlink, nics_per_node=nics or 1, nic=nic), assumed
 
 
 def _rates(read: Sequence[Read], *, several: bool) -> list[float]:

@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from typing import get_args
 
-from planner.documents.nccl import GPUS, Nccl, Network, find_gpu
+from planner.documents.nccl import GPUS, Nccl, Network, find_gpu, is_on_pcie
 from planner.documents.profile import Cluster, Link
 from planner.documents.text import parse_bandwidth, parse_latency_us, us_per_byte
 from runtime.errors import InputError
@@ -103,7 +103,12 @@ def describe_nccl(
     Raises InputError: a word or a rate is wrong, or they contradict one another.
     """
     _check_counts(nodes, gpus)
-    gpu, known = find_gpu(gpu, "--gpu"), parse_network(network or "infiniband")
+    named, gpu, known = gpu, find_gpu(gpu, "--gpu"), parse_network(network or "infiniband")
+    if is_on_pcie(named) and nvlink is None and intra is None:
+        raise InputError(
+            f"--gpu: found {named!r} without a link inside nodes, expected --intra with the rate of its PCIe, such as "
+            f"24gbyte, or --nvlink with that of its bridges; add one"
+        )
     if nvlink is not None and intra is not None:
         raise InputError("--nvlink, --intra: found both, expected one of them: both are the link inside a node")
     cards, rate = (1, None) if nic is None else parse_cards(nic)

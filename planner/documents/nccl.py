@@ -62,6 +62,12 @@ def gpu_named(text: str) -> str | None:
     return None if found is None or kind_of(found) not in GPUS else kind_of(found)
 
 
+def is_on_pcie(text: str) -> bool:
+    """Return whether a text names the form of an accelerator that has PCIe in place of NVLink: `A100-PCIE-40GB`."""
+    name = gpu_named(text)
+    return name is not None and GPUS[name].nvlink_bytes_per_s > 0.0 and "pcie" in text.lower()
+
+
 def find_gpu(text: str, where: str) -> str:
     """Return the same of an option, or raise InputError with all names."""
     found = gpu_named(text)

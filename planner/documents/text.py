@@ -12,7 +12,9 @@ if TYPE_CHECKING:
     from planner.documents.profile import Contention
 
 _NUMBER = r"\s*(\d{1,12}(?:\.\d{1,12})?)\s*"
-_RATE = re.compile(_NUMBER + r"([kmgt])(bit|bits|byte|bytes)(?:/s|ps)?\s*", re.ASCII | re.IGNORECASE)
+_RATE_UNIT = r"([kmgt])(?:(bit|byte)s?(?:/s|ps)?|(b)(e|ps|/s)?)\s*"
+_RATE = re.compile(_NUMBER + _RATE_UNIT, re.ASCII | re.IGNORECASE)
+_RATE_AT_END = re.compile(r"(\d)\s*" + _RATE_UNIT + "$", re.ASCII | re.IGNORECASE)
 _TIME = re.compile(_NUMBER + r"(ns|us|µs|ms|s)\s*", re.IGNORECASE)
 _PREFIX = {"k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
 _TIMES_US = {"ns": 1e-3, "us": 1.0, "µs": 1.0, "ms": 1e3, "s": 1e6}
@@ -95,20 +97,43 @@ def mib(size_bytes: int) -> str:
 
 
 def parse_bandwidth(text: object, where: str) -> float:
-    """Return the bytes per second that a text such as `400gbit`, `50gbyte` or `25 Gbit/s` stands for.
+    """Return the bytes per second that a text such as `400gbit`, `100Gbps`, `10GbE`, `50gbyte` or `25 GB/s` stands for.
 
     Raises InputError: anything else, `400gb` too, which some read as bits and some as bytes; starts with `where`.
     """
     match = _RATE.fullmatch(text) if isinstance(text, str) else None
-    rate = 0.0
+    rate, expected = 0.0, "in kbit, mbit, gbit, tbit, or in kbyte, mbyte, gbyte, tbyte, such as"
     if match is not None:
-        rate = float(match[1]) * _PREFIX[match[2].lower()] / (8 if match[3].lower().startswith("bit") else 1)
+        unit, sure = _rate_unit(*match.groups()[1:])
+        rate = float(match[1]) * _PREFIX[match[2].lower()] / (8 if unit == "bit" else 1)
+        if not sure:
+            rate, expected = 0.0, "in bits or in bytes, for it is read as both:"
     if not SLOWEST <= rate <= FASTEST:
         raise InputError(
-            f"{where}: found {repr(text)[:60]}, expected a rate per second in kbit, mbit, gbit, tbit, or in kbyte, "
-            f'mbyte, gbyte, tbyte, such as "400gbit" or "50gbyte"; write it so'
+            f"{where}: found {repr(text)[:60]}, expected a rate per second {expected} "
+            f'"400gbit" (also 400Gbps, 400GbE) or "50gbyte" (also 50GB/s); write it so'
         )
     return rate
+
+
+def _rate_unit(prefix: str, word: str | None, letter: str | None, rest: str | None) -> tuple[str, bool]:
+    """`bit` or `byte`, and whether everybody reads it so."""
+    if word is not None:
+        return word.lower(), True
+    rest = rest or ""
+    if rest.lower() == "e":  # Ethernet
+        return "bit", True
+    if letter == "b":
+        return "bit", rest.lower() == "ps" or (rest != "" and prefix.isupper())
+    return "byte", rest in ("ps", "/s", "/S")
+
+
+def spell_rate(text: str) -> str:
+    """Return an option with a rate at its end, such as `8x100gb`, with `b` written out as bits and `B` as bytes."""
+    match = _RATE_AT_END.search(text)
+    if match is None or _rate_unit(*match.groups()[1:])[1]:
+        return text
+    return f"{text[: match.end(1)]}{match[2].lower()}{_rate_unit(*match.groups()[1:])[0]}"
 
 
 def parse_latency_us(text: object, where: str) -> float:

@@ -26,7 +26,10 @@ VARIABLE = "PLANNER_EMULATED"
 """Tells a process on an emulated host which cluster that is of, by `Emulation.spec`."""
 
 _UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
-_SPEC = re.compile(r"(?:namespaces:)?(\d{1,9})x(\d{1,9})@(\d{1,9}(?:\.\d{1,9})?)(kbit|mbit|gbit)", re.ASCII)
+_SPEC = re.compile(
+    r"(?:namespaces:)?(\d{1,9})x(\d{1,9})@(\d{1,9}(?:\.\d{1,9})?)([kmg])(?:bits?(?:/s|ps)?|(?-i:b)ps|be)",
+    re.ASCII | re.IGNORECASE,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,13 +63,14 @@ def parse_emulation(text: str, option: str = "--emulate") -> Emulation:
 
     Raises InputError: anything else, or more than one machine can stand; `option` names the place.
     """
-    match = _SPEC.fullmatch(text.strip().lower())
+    match = _SPEC.fullmatch(text.strip())
     if match is None:
         raise InputError(
             f"{option}: found {text[:80]!r}, expected HOSTSxRANKS@RATE with the rate of each host's link in kbit, mbit "
             f"or gbit (per second), for example 4x1@1gbit or 2x2@200mbit"
         )
-    hosts, ranks, number, unit = match.groups()
+    hosts, ranks, number = match.groups()[:3]
+    unit = f"{match[4].lower()}bit"
     spec = f"{int(hosts)}x{int(ranks)}@{number}{unit}"
     bits_per_s = float(number) * _UNITS[unit]
     found = Emulation(hosts=int(hosts), ranks_per_host=int(ranks), bits_per_s=bits_per_s, spec=spec)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from planner.cost.model import communication_cost
 from planner.documents.catalog import search
 from planner.documents.machines import describe_machines, describe_nccl
 from planner.documents.profile import load_cluster, parse_cluster, parse_profile
-from planner.documents.text import parse_bandwidth, parse_latency_us
+from planner.documents.text import parse_bandwidth, parse_latency_us, spell_rate
 from runtime.errors import InputError
 
 
@@ -27,6 +28,14 @@ from runtime.errors import InputError
         ("1tbit", 125e9),
         ("2.5mbyte", 2.5e6),
         ("8kbits", 1e3),
+        ("100Gbps", 12.5e9),
+        ("100gbps", 12.5e9),
+        ("100 Gb/s", 12.5e9),
+        ("10gbe", 1.25e9),
+        ("10GbE", 1.25e9),
+        ("400GB/s", 400e9),
+        ("400GBps", 400e9),
+        ("900GByte/s", 900e9),
     ],
 )
 def test_rates(text: str, bytes_per_s: float) -> None:
@@ -35,11 +44,55 @@ def test_rates(text: str, bytes_per_s: float) -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["", "400", "400gb", "400GB", "gbit", "-1gbit", "0gbit", "1e3gbit", "4gbit x", 400, None, "9999tbyte"],
+    [
+        "",
+        "400",
+        "400gb",
+        "400GB",
+        "400gb/s",
+        "400GBPS",
+        "4gibit",
+        "gbit",
+        "-1gbit",
+        "0gbit",
+        "1e3gbit",
+        "4gbit x",
+        400,
+        None,
+        "9999tbyte",
+    ],
 )
 def test_rates_that_are_none(text: object) -> None:
     with pytest.raises(InputError, match=r"^here: found .*, expected a rate per second .*\"400gbit\""):
         parse_bandwidth(text, "here")
+
+
+@pytest.mark.parametrize(
+    ("text", "spelled"),
+    [("8x100gb", "8x100gbit"), ("100GB", "100gbyte"), ("5us,100gb/s", "5us,100gbit"), ("4x1@1Gb", "4x1@1gbit"),
+     ("100Gbps", "100Gbps"), ("25gbit", "25gbit"), ("400GB/s", "400GB/s"), ("lots", "lots")],
+)  # fmt: skip
+def test_options_spell_out_what_is_read_in_two_ways(text: str, spelled: str) -> None:
+    assert spell_rate(text) == spelled
+
+
+def test_usual_spellings_of_options(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with suppress(SystemExit):
+        main(["cluster", "new", "--nodes", "2", "--gpus", "8", "--gpu", "A100-SXM4-80GB", "--nic", "8x100gb"])
+    assert "planner: --nic 8x100gb: read as 8x100gbit" in capsys.readouterr().err
+    machine = load_cluster("cluster.json").nccl
+    assert machine is not None
+    assert (machine.gpu, machine.nic) == ("a100", "100gbit")
+    for gpu, said in (
+        ("a1000", "--gpu: found 'a1000', expected one of: v100, a100, "),
+        ("A100-PCIE-40GB", "--gpu: found 'A100-PCIE-40GB' without a link inside nodes"),
+    ):
+        with pytest.raises(SystemExit):
+            main(["cluster", "new", "--nodes", "2", "--gpus", "8", "--gpu", gpu, "--nic", "8x100Gbps"])
+        assert said in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
