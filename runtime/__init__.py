@@ -16,6 +16,7 @@ from runtime.errors import (
     CacheWarning,
     DriftWarning,
     FallbackWarning,
+    LongWaitWarning,
     LostUpdaterWarning,
 )
 from runtime.version import __version__
@@ -27,8 +28,8 @@ if TYPE_CHECKING:
     from runtime.session.session import Session
 
 __all__ = [
-    "AccuracyWarning", "AdaptedWarning", "CacheWarning", "DriftWarning", "FallbackWarning", "LostUpdaterWarning",
-    "Plan", "Report", "Session", "__version__", "attach", "load_plan", "parse_plan",
+    "AccuracyWarning", "AdaptedWarning", "CacheWarning", "DriftWarning", "FallbackWarning", "LongWaitWarning",
+    "LostUpdaterWarning", "Plan", "Report", "Session", "__version__", "attach", "load_plan", "parse_plan",
 ]  # fmt: skip
 
 _WHERE = {

@@ -56,5 +56,10 @@ class LostUpdaterWarning(UserWarning):
     """An updater of a run with local updaters was killed or hung; the text says which, and how the run goes on."""
 
 
+class LongWaitWarning(UserWarning):
+    """A rank waits for another one for long, which may be busy outside of a step; the text says where, and until
+    when."""
+
+
 class CommunicationError(EnvironmentFailure):
     """A collective failed or missed its deadline; names rank, bucket and collective."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
+import os
 import pkgutil
 import traceback
 from collections.abc import Callable
@@ -112,6 +114,13 @@ def is_sharded(tensor: torch.Tensor) -> bool:
     from torch.distributed.tensor import DTensor
 
     return isinstance(tensor, DTensor)
+
+
+def has_all_reduce_hook(module: torch.nn.Module) -> bool:
+    """Tell whether `set_all_reduce_hook` was called on a module of FSDP2: the hook reads what was reduced at once."""
+    state: Any = module._get_fsdp_state()  # type: ignore[operator]
+    groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
+    return any(group is not None and group._all_reduce_hook is not None for group in groups)
 
 
 def running_ddp() -> torch.nn.Module | None:
@@ -238,6 +247,36 @@ def backend_of(group: dist.ProcessGroup, device: torch.device) -> str:
     """The backend that carries a device's tensors in a group, which may have another one for each kind: `nccl`, say."""
     name: str = group._get_backend(device).name()
     return name.lower()
+
+
+def timeout_of(group: dist.ProcessGroup) -> timedelta:
+    """The deadline of a group's collectives, with which the script has made it."""
+    for device in group._device_types:
+        options = getattr(group._get_backend(device), "options", None)
+        if options is not None:
+            found: timedelta = options._timeout
+            return found
+    return dist.default_pg_timeout  # of a backend that has none
+
+
+def object_device(group: dist.ProcessGroup) -> torch.device:
+    """Where the tensors are in which a group carries what is pickled."""
+    return torch.device(dist.distributed_c10d._get_object_coll_device(group))
+
+
+def break_off(group: dist.ProcessGroup, peer: int) -> None:
+    """Let all that is under way in a gloo group fail now, on its threads too; afterwards the group is broken.
+
+    Threads that wait for a lost rank would hold the process up where it ends. gloo's own `abort` does not wake them; a
+    receive that ends by its deadline closes the connections of all ranks.
+    """
+    contexts = len(os.environ.get("GLOO_SOCKET_IFNAME", "").split(","))  # tags go round them
+    for tag in range(_BREAK_OFF_TAG, _BREAK_OFF_TAG + contexts):
+        with contextlib.suppress(RuntimeError):
+            group.recv([torch.empty(1)], peer, tag).wait(timedelta(milliseconds=1))
+
+
+_BREAK_OFF_TAG = 0x5E0000
 
 
 def all_gather_on(group: dist.ProcessGroup, whole: torch.Tensor, part: torch.Tensor) -> dist.Work:

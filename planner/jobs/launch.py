@@ -26,7 +26,6 @@ from datetime import timedelta
 from multiprocessing.connection import wait as wait_for_any
 from multiprocessing.context import SpawnProcess
 from multiprocessing.reduction import DupFd
-from pathlib import Path
 from typing import Any, BinaryIO, NoReturn, TypeVar, cast
 
 import torch
@@ -34,6 +33,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
 
 from planner.testbed.hosts import Emulation, Place, places_for
+from runtime.comm.waits import is_stopped
 from runtime.comm.world import MIN_TIMEOUT_S
 from runtime.errors import CommunicationError, EnvironmentFailure, PlannerError
 from runtime.local_async.processes import end_with_parent, on_signal
@@ -138,11 +138,7 @@ class _Rank:
 
     def is_stopped(self) -> bool:
         """Return whether a signal has stopped the process; False where that cannot be known (not on Linux)."""
-        try:
-            status = Path(f"/proc/{self.process.pid}/stat").read_text()
-        except OSError:
-            return False
-        return status.rpartition(")")[2].split()[0] == "T"
+        return is_stopped(self.process.pid)
 
     def end(self, why: str = "") -> None:
         """Kill the rank and what it started."""

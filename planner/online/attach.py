@@ -28,6 +28,7 @@ from planner.report.page import page_text
 from planner.report.tables import make_console, print_plan
 from runtime.checks.plan import check_model, parameters_fingerprint, trainable_parameters
 from runtime.comm.topology import node_name
+from runtime.comm.world import deadlines
 from runtime.errors import CacheWarning, CommunicationError, InputError, PlanMismatch, PlannerError
 from runtime.optimizers.kinds import inner_optimizer
 from runtime.plan import Accuracy, ModelReference, Plan, PlanWorld, load_plan
@@ -41,8 +42,6 @@ from runtime.version import __version__
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-TIMEOUT_S = 1800.0
-"""Deadline of every wait where nothing is predicted yet: what torch gives ranks by default."""
 PAGE = Path("planner.html")
 CLASSES: tuple[Accuracy, ...] = ("exact", "bounded", "relaxed")
 
@@ -174,7 +173,7 @@ def attach(
         plan: a plan, or the path of plan.json, which is executed as it is.
         accuracy: the riskiest class of plan; default: the given plan's, without one exact.
         allow: interfaces (or one) beside drop-in, as for `optimize`; default: the given plan's, without one none.
-        timeout_s: deadline of every wait; default: with a plan 20 predicted steps, at least 30 s; without 1,800 s.
+        timeout_s: deadline of every wait; default: the process group's own (see `runtime.attach`).
         drift: warn where steps become longer than the plan predicts (with a plan), or plan again (without).
 
     Raises:
@@ -195,7 +194,6 @@ def attach(
         raise InputError(
             f"model: found a {type(model).__name__}, expected a torch.nn.Module; call planner.attach(model, optimizer)"
         )
-    timeout_s = TIMEOUT_S if timeout_s is None else timeout_s
     begin = partial(_begin, model, optimizer, process_group, timeout_s, accuracy or "exact", as_names(allow or ()))
     beginning = begin()
     session = attach_as(
@@ -264,7 +262,7 @@ class _Beginning:
 
 
 def _begin(
-    model: nn.Module, optimizer: object, group: dist.ProcessGroup | None, timeout_s: float, accuracy: Accuracy,
+    model: nn.Module, optimizer: object, group: dist.ProcessGroup | None, timeout_s: float | None, accuracy: Accuracy,
     allow: tuple[str, ...], also: Iterable[nn.Parameter] = (),
 ) -> _Beginning:  # fmt: skip
     """Agree with all ranks on how the run begins: rank 0's environment and cache count. `also` are parameters that are
@@ -288,7 +286,7 @@ def _begin(
         problem = problem or str(error)
     problem = problem or (None if parameters else "the model has no trainable parameter; expected at least one")
     cache: Cache | None = None
-    with joined(group, timeout_s) as world:
+    with joined(group, *deadlines(timeout_s, group)) as world:
         everyone: list[_Mine] = world.gather(_Mine(problem, fingerprint, node_name(), way), "comparing models")
         refuse_alike([one.problem for one in everyone])
         check_same_model([one.fingerprint for one in everyone])

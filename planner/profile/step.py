@@ -78,9 +78,9 @@ def profile_step(
 
 
 @contextmanager
-def joined(group: dist.ProcessGroup | None, timeout_s: float | None) -> Iterator[World]:
-    """Join the ranks of a group, with a deadline of their own (default: 300 s), until this ends."""
-    world = World.join(group, TIMEOUT_S if timeout_s is None else timeout_s)
+def joined(group: dist.ProcessGroup | None, timeout_s: float | None, notice_s: float | None = None) -> Iterator[World]:
+    """Join the ranks of a group, with a deadline of their own (default: 300 s), until this ends; see `World.join`."""
+    world = World.join(group, TIMEOUT_S if timeout_s is None else timeout_s, notice_s)
     try:
         yield world
     finally:

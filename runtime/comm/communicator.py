@@ -9,7 +9,6 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from datetime import timedelta
 from functools import partial
 from typing import Any, NoReturn, Protocol
 
@@ -18,12 +17,10 @@ import torch.distributed as dist
 
 from runtime.comm.collectives import Collective
 from runtime.comm.collectives.direct import library_all_reduce
+from runtime.comm.waits import wait_watched, work_is_over
 from runtime.comm.world import World, first_line, note
 from runtime.errors import CommunicationError
 from runtime.torch_compat import backend_of, is_of_backend, result_of, wait_for
-
-GRACE_S = 5.0
-"""How much longer than the backend's own deadline the waiting thread gives it."""
 
 THROUGH_HOST = "gloo"
 """The backend that carries a device's tensors through the host's memory, where waiting for a message stops the host."""
@@ -111,6 +108,8 @@ class NullCommunicator:
 
 def failure_of(world: World, label: str, error: Exception) -> Exception:
     """Return what to raise where a collective failed: what others may have to do with it, or this process's error."""
+    if isinstance(error, CommunicationError):
+        return error
     if is_of_backend(error):
         return describe_failure(world, label, error)
     note(error, world, label)
@@ -179,7 +178,7 @@ class HostCommunicator:
             if task is None or work is None:
                 return
             try:
-                wait_for(work, timedelta(seconds=self._world.timeout_s + GRACE_S))
+                wait_watched(partial(work_is_over, work), self._whole, task.bucket.label)
             except RuntimeError as error:
                 self._fail(task, error)
                 break
@@ -263,7 +262,8 @@ class HostCommunicator:
         with self._lock:
             # Of several that are on their way any may fail first where a rank is lost.
             first = self._on_way[0] if self._on_way and is_of_backend(error) else task
-            self._failure = self._failure or failure_of(self._whole, first.bucket.label, error)
+            if self._failure is None or isinstance(error, CommunicationError):  # which says more than what follows
+                self._failure = failure_of(self._whole, first.bucket.label, error)
             self._queue.clear()
             self._on_way.clear()
 

@@ -16,8 +16,10 @@ from typing import Generic, TypeVar
 
 import torch.distributed as dist
 
-from runtime.comm.communicator import EXIT_S, GRACE_S, CommTiming, describe_failure, failure_of, to_settle
+from runtime.comm.communicator import EXIT_S, CommTiming, describe_failure, failure_of, to_settle
+from runtime.comm.waits import GRACE_S, Watch, slice_of
 from runtime.comm.world import World
+from runtime.errors import CommunicationError
 from runtime.torch_compat import wait_for
 
 Entry = TypeVar("Entry")
@@ -76,11 +78,19 @@ class ThreadedCommunicator(ABC, Generic[LaneName, Entry]):
         """Wait, and keep what fails; the lock is held."""
         limit_s = self._world.timeout_s + 2 * GRACE_S  # a thread's own wait ends first, and says what it was for
         self._moved_at = time.monotonic()
+        watch = Watch(self._whole, what := "what was launched")
         while self._failure is None and self._is_pending(until):
-            self._changed.wait(limit_s)
+            if self._changed.wait(slice_of(self._whole, limit_s)):
+                watch = Watch(self._whole, what)
+                continue
             if time.monotonic() > self._moved_at + limit_s:
                 nothing_moved = TimeoutError("nothing has moved")
-                self._fail(describe_failure(self._whole, "what was launched", nothing_moved))
+                self._fail(describe_failure(self._whole, what, nothing_moved))
+                return
+            try:
+                watch.look()
+            except CommunicationError as error:
+                self._fail(error)
 
     def close(self) -> None:
         """Wait for what a backward that raised left on its way, then end the threads."""

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 import os
+import pickle
 import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,8 +19,17 @@ import torch.distributed as dist
 from torch import Tensor
 
 from runtime.comm.topology import NodeInfo, Topology
+from runtime.comm.waits import RankProcess, wait_watched, work_is_over
 from runtime.errors import CommunicationError, InputError, PlanMismatch, PlannerError
-from runtime.torch_compat import all_gather_single, is_of_backend
+from runtime.torch_compat import (
+    all_gather_single,
+    backend_of,
+    break_off,
+    is_of_backend,
+    object_device,
+    timeout_of,
+    wait_for,
+)
 
 MIN_TIMEOUT_S = 30.0
 SHORTEST_TIMEOUT_S, LONGEST_TIMEOUT_S = 1.0, 7 * 24 * 3600.0
@@ -64,8 +75,28 @@ def bounded_timeout_s(seconds: float) -> float:
     return min(max(seconds, MIN_TIMEOUT_S), LONGEST_TIMEOUT_S)
 
 
+def deadlines(
+    timeout_s: float | None, process_group: dist.ProcessGroup | None = None, expected_s: float = 0.0
+) -> tuple[float, float | None]:
+    """Return the deadline of every wait of ranks, and after how many seconds a wait is long (None: none is).
+
+    A deadline that was given is exact. Without one that of the script's group counts, as for DDP: a rank may be busy
+    for long outside of a step. A wait is long then from `expected_s` and 30 s on; see `runtime.comm.waits`.
+    """
+    if timeout_s is not None:
+        return check_timeout_s(timeout_s), None
+    if not dist.is_available() or not dist.is_initialized():
+        return MIN_TIMEOUT_S, None
+    group = process_group or dist.group.WORLD
+    assert group is not None
+    limit_s = min(max(timeout_of(group).total_seconds(), SHORTEST_TIMEOUT_S), LONGEST_TIMEOUT_S)
+    return limit_s, bounded_timeout_s(expected_s)
+
+
 _dropped: deque[dist.ProcessGroup] = deque()
 """Of worlds that were collected."""
+_private: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
+"""The groups that worlds have made and not given back."""
 
 
 @dataclass
@@ -77,6 +108,12 @@ class World:
     group: dist.ProcessGroup | None = None
     backend: str = "none"
     timeout_s: float = MIN_TIMEOUT_S
+    notice_s: float | None = None
+    """After how many seconds a wait is long, so that this rank looks at others and says so; None: no wait is."""
+    noticed: bool = False
+    """Whether a long wait has been said."""
+    neighbours: tuple[RankProcess, ...] = ()
+    """The processes of the other ranks that are on this machine; known where `notice_s` is."""
     last: str = ""
     """The last exchange that this rank completed: says in an error how far the ranks had got."""
     topology: Topology | str | None = None
@@ -92,12 +129,14 @@ class World:
 
     @classmethod
     def join(
-        cls, process_group: dist.ProcessGroup | None = None, timeout_s: float = MIN_TIMEOUT_S, *, alone: bool = False
-    ) -> World:
+        cls, process_group: dist.ProcessGroup | None = None, timeout_s: float = MIN_TIMEOUT_S,
+        notice_s: float | None = None, *, alone: bool = False,
+    ) -> World:  # fmt: skip
         """Make a private group over the ranks of `process_group` (default: all), with a deadline on every wait.
 
-        Private, so that nothing the user sends can come between the buckets. All its ranks must call this. `alone`:
-        whether a process may do without the others, where a launcher started several and they have no group.
+        Private, so that nothing the user sends can come between the buckets. All its ranks must call this. For both
+        times see `deadlines`. `alone`: whether a process may do without the others, where a launcher started several
+        and they have no group.
 
         Raises:
             InputError: the deadline is none, or a launcher started several ranks and they have no process group.
@@ -106,7 +145,7 @@ class World:
         check_timeout_s(timeout_s)
         if not alone:
             check_joined()
-        parent = cls.over(process_group, timeout_s)
+        parent = cls.over(process_group, timeout_s, notice_s)
         if parent.group is None:
             return parent
         whole = parent.ranks == dist.get_world_size()
@@ -126,28 +165,42 @@ class World:
             ) from error
         # torch names a locally made group after its ranks and the number of groups: given back, its name, and with it
         # stale addresses, would come again. Such a group stays until the process ends.
+        _private.add(group)
         return replace(parent, rank=dist.get_rank(group), group=group, _owned=whole)
 
     @classmethod
-    def over(cls, process_group: dist.ProcessGroup | None = None, timeout_s: float = MIN_TIMEOUT_S) -> World:
-        """Take the group of `process_group` (default: all) itself: what is sent on it has to be in order."""
+    def over(
+        cls, process_group: dist.ProcessGroup | None = None, timeout_s: float = MIN_TIMEOUT_S,
+        notice_s: float | None = None,
+    ) -> World:  # fmt: skip
+        """Take the group of `process_group` (default: all) itself: what is sent on it has to be in order. All its ranks
+        must call this, where waits may be long (`notice_s`).
+        """
         if not dist.is_available() or not dist.is_initialized():
             return cls(timeout_s=timeout_s, before_group=True)
         if dist.get_world_size(process_group) == 1:
             return cls(timeout_s=timeout_s)
         group = process_group or dist.group.WORLD
-        return cls(
+        world = cls(
             rank=dist.get_rank(group),
             ranks=dist.get_world_size(group),
             group=group,
             backend=dist.get_backend(group),
             timeout_s=timeout_s,
+            notice_s=notice_s,
         )
+        if notice_s is not None:
+            # On the script's group a rank that died is noticed at once, and who comes late is waited for.
+            here = RankProcess.here(world.rank)
+            found = world.gather(here, "meeting to make a process group")
+            world.neighbours = tuple(one for one in found if one and here and one.is_neighbour_of(here))
+        return world
 
     def leave(self) -> None:
         """Give the private group back."""
         if self._owned and self.group is not None:
             self._dropped.detach()
+            _private.discard(self.group)
             if dist.is_initialized():
                 dist.destroy_process_group(self.group)
         self._owned = False
@@ -191,6 +244,8 @@ class World:
                 )
             if part is mine:
                 group = made
+                if len(part) > 1:
+                    _private.add(made)
         return World(
             rank=mine.index(self.rank),
             ranks=len(mine),
@@ -224,15 +279,37 @@ class World:
                 f"({first_line(error)})"
             ) from error
 
+    def wait(self, work: dist.Work, what: str, device: torch.device | None = None) -> None:
+        """Return when the backend has done what it carries: at a deadline on the host (default), else where the device
+        has queued what comes next. Raises what the backend raised, or CommunicationError.
+        """
+        if device is None or device.type == "cpu":
+            wait_watched(partial(work_is_over, work), self, what)
+        else:
+            wait_for(work)
+
+    def break_off(self, rank: int) -> None:
+        """Let all fail that worlds have under way with a lost rank: no thread of the backend waits for it then."""
+        assert self.group is not None
+        lost = dist.get_process_group_ranks(self.group)[rank]
+        for group in list(_private):
+            with suppress(KeyError, ValueError):  # the script has ended torch.distributed meanwhile
+                ranks = dist.get_process_group_ranks(group)
+                if lost in ranks and backend_of(group, torch.device("cpu")) == "gloo":
+                    break_off(group, ranks.index(lost))
+
     def gather(self, value: Any, what: str) -> list[Any]:
         """Gather every rank's picklable `value`, in order of rank; `what` names the exchange in errors."""
         if self.group is None:
             return [value]
-        values: list[Any] = [None] * self.ranks
-        with self.error_context(what):
-            dist.all_gather_object(values, value, group=self.group)
+        device = object_device(self.group)
+        own = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+        sizes = self.gather_parts(torch.tensor([own.numel()], device=device), what).tolist()
+        padded = torch.zeros(max(sizes), dtype=torch.uint8)
+        padded[: own.numel()] = own
+        rows = self.gather_parts(padded.to(device), what).cpu().view(self.ranks, -1)
         self.last = what
-        return values
+        return [pickle.loads(row[:size].numpy().tobytes()) for row, size in zip(rows, sizes, strict=True)]
 
     def gather_parts(self, part: Tensor, what: str, out: Tensor | None = None) -> Tensor:
         """Gather every rank's `part` (1-D, of equal length and dtype), one after the other; `out` has memory for it, of
@@ -241,7 +318,9 @@ class World:
         whole = part.new_empty(self.ranks * part.numel()) if out is None else out
         with self.error_context(what):
             # As bytes: backends know few dtypes.
-            all_gather_single(whole.view(torch.uint8), part.contiguous().view(torch.uint8), group=self.group)
+            given = part.contiguous().view(torch.uint8)
+            work = all_gather_single(whole.view(torch.uint8), given, group=self.group, async_op=True)
+            self.wait(work, what, part.device)
         return whole
 
     def broadcast(self, tensors: Iterable[Tensor]) -> None:
@@ -250,9 +329,11 @@ class World:
             return
         for chunk in _chunks(tensors):
             flat = torch.cat([tensor.detach().reshape(-1) for tensor in chunk])
-            with self.error_context("the broadcast of rank 0's parameters and buffers"):
+            what = "the broadcast of rank 0's parameters and buffers"
+            with self.error_context(what):
                 # As bytes: backends know few dtypes.
-                dist.broadcast(flat.view(torch.uint8), group=self.group, group_src=0)
+                work = dist.broadcast(flat.view(torch.uint8), group=self.group, group_src=0, async_op=True)
+                self.wait(work, what, flat.device)
             if self.rank != 0:
                 parts = flat.split([tensor.numel() for tensor in chunk])
                 with torch.no_grad():

@@ -65,10 +65,12 @@ class BufferSync:
         self._collect()
         if self._world.rank == 0:
             torch._foreach_copy_(self._views, self._buffers)
+        what = "the broadcast of buffers before forward"
         try:
-            dist.broadcast(self._flat, group=self._world.group, group_src=0)
+            work = dist.broadcast(self._flat, group=self._world.group, group_src=0, async_op=True)
+            self._world.wait(work, what, self._flat.device)
         except RuntimeError as error:
-            raise_failure(self._world, "the broadcast of buffers before forward", error)
+            raise_failure(self._world, what, error)
         if self._world.rank != 0:
             # By `.data`, as no change that autograd counts: a graph of an earlier forward may have saved the buffers.
             torch._foreach_copy_([buffer.data for buffer in self._buffers], self._views)

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from runtime.checks.plan import dtype_name, model_fingerprint
-from runtime.comm.world import MIN_TIMEOUT_S, RankInfo, World, agree
+from runtime.comm.world import RankInfo, World, agree, deadlines
 from runtime.errors import InputError
 from runtime.plan import HINT, FullyShardPlan, Plan, load_plan
 from runtime.plan.fully_sharded import ROOT, nesting_order
@@ -34,7 +34,7 @@ def fully_shard(
     mesh: DeviceMesh | None = None,
     *,
     mp_policy: MixedPrecisionPolicy | None = None,
-    timeout_s: float = MIN_TIMEOUT_S,
+    timeout_s: float | None = None,
 ) -> nn.Module:
     """Wrap a plain model in FSDP2 with the groups, prefetches and kept parameters of a plan.
 
@@ -48,7 +48,7 @@ def fully_shard(
             dimension of which holds one copy of the parameters; default: made of all ranks.
         mp_policy: FSDP2's, for every group; a plan with `reduce_dtype` adds that. Predictions are of parameters that
             travel in their own dtype.
-        timeout_s: deadline for the other ranks to come here.
+        timeout_s: deadline for the other ranks to come here; default: the process group's own.
 
     Returns:
         The model itself, which is a `torch.distributed.fsdp.FSDPModule` now.
@@ -64,7 +64,7 @@ def fully_shard(
         raise InputError(
             f"model: found a {type(model).__name__}, expected a torch.nn.Module; call planner.fully_shard(model, plan)"
         )
-    world = World.join(None, timeout_s)
+    world = World.join(None, *deadlines(timeout_s))
     try:
         loaded = _agreed(world, model, plan, mesh, mp_policy)
     finally:

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from runtime.comm.communicator import GRACE_S
+from runtime.comm.waits import GRACE_S
 from runtime.comm.world import World
 from runtime.errors import CommunicationError
 from runtime.local_async.report import KEPT, Averaging

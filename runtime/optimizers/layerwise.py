@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from runtime.comm.world import MIN_TIMEOUT_S, World
+from runtime.comm.world import World, deadlines
 from runtime.errors import InputError
 from runtime.monitor.clock import Clock
 from runtime.optimizers.norms import LayerNorms, norm_dtype
@@ -120,7 +120,7 @@ class LayerwiseOptimizer(torch.optim.Optimizer):
 
     # Who computes the norms.
 
-    def share_norms(self, process_group: dist.ProcessGroup | None = None, *, timeout_s: float = MIN_TIMEOUT_S) -> None:
+    def share_norms(self, process_group: dist.ProcessGroup | None = None, *, timeout_s: float | None = None) -> None:
         """Share the work of computing norms from the next step on (PTO), whose results stay the same bit for bit.
 
         Weights and gradients have to be the same on all ranks, as they are with data parallelism. Each rank gets a
@@ -128,7 +128,7 @@ class LayerwiseOptimizer(torch.optim.Optimizer):
 
         Args:
             process_group: the ranks; default: all of torch.distributed. Each of them has to call this.
-            timeout_s: deadline of every wait.
+            timeout_s: deadline of every wait; default: the group's own.
 
         Raises:
             InputError: ranks hold other parameters, or norms are shared already.
@@ -136,7 +136,7 @@ class LayerwiseOptimizer(torch.optim.Optimizer):
         """
         if self._norms.split is not None:
             raise InputError("norms are shared already; call stop_sharing() first")
-        world = World.join(process_group, timeout_s)
+        world = World.join(process_group, *deadlines(timeout_s, process_group))
         try:
             layers = self.adapted()
             sizes = [layer.numel() for layer in layers]

@@ -19,8 +19,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from runtime.comm.communicator import GRACE_S
-from runtime.comm.world import MIN_TIMEOUT_S, World, check_timeout_s
+from runtime.comm.waits import GRACE_S
+from runtime.comm.world import World, deadlines
 from runtime.errors import InputError, PlanMismatch
 from runtime.plan.lpt import longest_first
 from runtime.torch_compat import all_gather_single, wait_for
@@ -114,7 +114,7 @@ def parallel_tensor_op(
     owners: Sequence[int] | None = None,
     shape: tuple[int, ...] = (),
     dtype: torch.dtype = torch.float32,
-    timeout_s: float = MIN_TIMEOUT_S,
+    timeout_s: float | None = None,
 ) -> Pending:
     """Split work on replicated tensors over the ranks of a group and gather the small results in one message.
 
@@ -133,14 +133,14 @@ def parallel_tensor_op(
         owners: by item, the rank that computes it; default: by number of elements, the largest first.
         shape: of one result; default: a scalar.
         dtype: of the results.
-        timeout_s: deadline of every wait.
+        timeout_s: deadline of every wait; default: the group's own.
 
     Raises:
         PlanMismatch: ranks came with other numbers or sizes of tensors, or other owners; found when sizes are new.
         InputError: `op` gives something else than it should, or `owners` are none.
         CommunicationError: another rank died or missed the deadline.
     """
-    world = World.over(group, check_timeout_s(timeout_s))
+    world = World.over(group, deadlines(timeout_s, group)[0])
     sizes = [sum(tensor.numel() for tensor in _tensors(item)) for item in tensors]
     if owners is not None and len(owners) != len(sizes):
         raise InputError(f"owners: found {len(owners)} for {len(sizes)} tensors, expected one for each; correct them")

@@ -24,7 +24,7 @@ from runtime.checks.plan import (
 )
 from runtime.checks.topology import adapt, check_topology
 from runtime.comm.topology import NodeInfo, find_topology, node_info
-from runtime.comm.world import RankInfo, World, agree, bounded_timeout_s
+from runtime.comm.world import RankInfo, World, agree, deadlines
 from runtime.core.members import exchanged_buffers, exchanged_parameters, ignored_ids
 from runtime.errors import InputError, PlanMismatch
 from runtime.modes import asked_modes
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 S = TypeVar("S", bound=Session)
 
 STEPS_PER_DEADLINE = 20
-"""A collective may take this many predicted steps (and at least 30 s) before its peers are given up."""
+"""A wait of this many predicted steps (and at least 30 s) is long."""
 
 
 def attach(
@@ -70,7 +70,9 @@ def attach(
         process_group: the ranks that train together; default: all of torch.distributed, or this process alone.
         sync: overwrite parameters and buffers with rank 0's, as DDP does.
         broadcast_buffers: overwrite buffers (BatchNorm) with rank 0's before each training forward, as DDP does.
-        timeout_s: deadline of every wait; default: 20 predicted steps, at least 30 s.
+        timeout_s: deadline of every wait; default: the process group's own, as for DDP, so that a rank may be busy for
+            long outside of a step. A wait of 20 predicted steps, and at least 30 s, is said then, once
+            (`runtime.LongWaitWarning`), and a rank on the same machine whose process is stopped is not waited for.
         drift: warn (`runtime.DriftWarning`, once for each plan, on each rank that sees it) when the last 50 steps took
             more than 20 % longer than the plan predicts; see `runtime.monitor.drift`. On rank 0 also at once, where the
             plan was profiled with another version of torch.
@@ -132,10 +134,8 @@ def attach_as(
     scale: object = loss_scale  # of any type, where callers are not checked
     if problem is None and scale is not None and not callable(scale):
         problem = f"loss_scale: found {scale!r}, expected a function such as scaler.get_scale; pass that"
-    if timeout_s is None:
-        predicted_us = loaded.predicted.iteration_us if loaded and loaded.predicted else 0.0
-        timeout_s = bounded_timeout_s(STEPS_PER_DEADLINE * predicted_us / 1e6)
-    world = World.join(process_group, timeout_s)
+    predicted_us = loaded.predicted.iteration_us if loaded and loaded.predicted else 0.0
+    world = World.join(process_group, *deadlines(timeout_s, process_group, STEPS_PER_DEADLINE * predicted_us / 1e6))
     try:
         plan = _agree(world, model, loaded, problem, mesh, _form_of(model) if sync else "")
         world.take_down_dropped()  # all ranks are known to attach now

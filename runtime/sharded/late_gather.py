@@ -151,7 +151,7 @@ class LateStep(ShardedStep):
 
         Raises CommunicationError where a rank does not come.
         """
-        self._gather_world = World.join(world.group, world.timeout_s)
+        self._gather_world = World.join(world.group, world.timeout_s, world.notice_s)
         super().__init__(optimizer, exchange, world, clock)
         self._model, self._compiled = model, False
         self._lock = threading.RLock()

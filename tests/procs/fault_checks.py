@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import signal
 import time
+import warnings
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -113,6 +115,46 @@ def late_rank() -> tuple[str, float]:
         return str(error), time.monotonic() - started
     session.detach()
     return "no error", 0.0
+
+
+def busy_rank() -> list[str]:
+    """Rank 1 is busy outside of two steps for longer than a wait is long, without a deadline that was given: what is
+    said.
+    """
+    model = Weighted()
+    session = runtime.attach(model, None, plan_of(model, 2))
+    session.world.notice_s = 1.5
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            if dist.get_rank() == 1:
+                time.sleep(2.5)
+            model.zero_grad()
+            model([torch.ones_like(w) for w in model.weights]).backward()
+            assert all(w.grad is not None and bool((w.grad == 1.0).all()) for w in model.weights)
+    session.detach()
+    return [str(one.message) for one in said if one.category is runtime.LongWaitWarning]
+
+
+def stopped_rank(algorithm: str) -> str:
+    """Rank 1 is stopped in the same place: what rank 0 is told, which can take its group down before rank 1 is back."""
+    model = Weighted()
+    plan = plan_of(model, 2)
+    plan = replace(plan, buckets=tuple(replace(bucket, algorithm=algorithm) for bucket in plan.buckets))
+    session = runtime.attach(model, None, plan)
+    session.world.notice_s = 1.5
+    if dist.get_rank() == 1:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    try:
+        model([torch.ones_like(w) for w in model.weights]).backward()
+    except CommunicationError as error:
+        if dist.get_rank() == 0:
+            [other] = session.world.neighbours
+            session.exchange.close()
+            session.world.leave()
+            os.kill(other.pid, signal.SIGCONT)
+        return str(error)
+    return "no error"
 
 
 def missing_rank() -> tuple[str, float]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import re
 
 import fault_checks
 import pytest
@@ -27,6 +28,18 @@ def test_a_late_rank_is_named_within_the_deadline() -> None:
     assert "rank 0: bucket 0 (all_reduce/library" in message
     assert "deadline 3 s" in message
     assert 2.0 < waited_s < 9.0
+
+
+def test_a_rank_that_is_busy_for_long_is_waited_for_and_that_is_said_once() -> None:
+    [said], _ = run_ranks(TWO, fault_checks.busy_rank)
+    assert re.match(r"rank 0: bucket 0 \(all_reduce/library, .*\) has waited \d+ s for rank 1, busy outside", said)
+    assert "it is waited for up to 120 s, the timeout of the process group" in said
+
+
+@pytest.mark.parametrize("algorithm", ["library", "tree"])
+def test_a_stopped_rank_is_not_waited_for_until_the_timeout_of_the_group(algorithm: str) -> None:
+    said, _ = run_ranks(TWO, fault_checks.stopped_rank, algorithm)
+    assert re.search(r"^rank 0: .* did not complete: rank 1 \(process \d+\) is stopped \(SIGSTOP\), and for", said)
 
 
 def test_a_rank_that_never_attaches_is_given_up_within_the_deadline() -> None:

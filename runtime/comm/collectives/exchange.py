@@ -95,6 +95,10 @@ class _Exchange:
         for work in self._works:
             wait_for(work, limit)
 
+    def is_completed(self) -> bool:
+        """As of a `dist.Work` whose future was asked for."""
+        return self._over.is_set()
+
     def wait(self, limit: timedelta | None = None) -> bool:
         """As of a `dist.Work`."""
         if self._future is None:
