@@ -9,9 +9,11 @@ added up in another order, as they are where groups of modules are others.
 
 from __future__ import annotations
 
+import itertools
 import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, wait
 from datetime import timedelta
 from typing import Any
 
@@ -19,23 +21,33 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from runtime.comm.world import MIN_TIMEOUT_S, World, check_timeout_s
+from runtime.comm.waits import wait_watched
+from runtime.comm.world import World, deadlines
 from runtime.errors import InputError
 from runtime.fully_sharded.messages import SerialMessages
 from runtime.plan import FullyShardPlan
 from runtime.plan.fully_sharded import ROOT
-from runtime.torch_compat import OUTSIDE, current_backward_id, is_sharded, queue_backward_callback
+from runtime.torch_compat import (
+    OUTSIDE,
+    current_backward_id,
+    has_all_reduce_hook,
+    is_sharded,
+    queue_backward_callback,
+)
+
+_numbers: weakref.WeakKeyDictionary[dist.ProcessGroup, Iterator[int]] = weakref.WeakKeyDictionary()
+"""Of models whose messages go over one group: what one rank sends for a model must not come to another one's."""
 
 
-def overlap_on_hosts(model: nn.Module, plan: FullyShardPlan, timeout_s: float = MIN_TIMEOUT_S) -> HostCollectives:
+def overlap_on_hosts(model: nn.Module, plan: FullyShardPlan, timeout_s: float | None = None) -> HostCollectives:
     """Let the collectives of a model that `fully_shard` has wrapped go on beside its computation, on CPUs.
 
-    Every rank calls it. Do not set all-reduce hooks on the model then: they would read what has not come.
+    Every rank calls it, for several models in the same order. `timeout_s`: deadline of every wait; default: the process
+    group's own.
 
     Raises InputError: the model is not wrapped, not on CPUs, or copies of it are all-reduced (HSDP), which would read
     what reduce-scatters have not brought yet.
     """
-    check_timeout_s(timeout_s)
     first = next((parameter for parameter in model.parameters() if is_sharded(parameter)), None)
     mesh: Any = None if first is None else first.device_mesh  # type: ignore[attr-defined]
     if mesh is None:
@@ -55,9 +67,12 @@ def overlap_on_hosts(model: nn.Module, plan: FullyShardPlan, timeout_s: float = 
 class HostCollectives:
     """The messages of one model, in order."""
 
-    def __init__(self, model: nn.Module, plan: FullyShardPlan, group: dist.ProcessGroup, timeout_s: float) -> None:
-        self.world = World.over(group, timeout_s)
-        self.messages = SerialMessages(timeout_s)
+    def __init__(
+        self, model: nn.Module, plan: FullyShardPlan, group: dist.ProcessGroup, timeout_s: float | None
+    ) -> None:
+        self.world = World.over(group, *deadlines(timeout_s, group))
+        number = next(_numbers.setdefault(group, itertools.count()))
+        self.messages = SerialMessages(self.world.timeout_s, number)
         self.arrived: Callable[[float], None] | None = None
         """Called whenever a message is there, with the seconds for which this rank has waited for it."""
         self._buffers = plan.reduce_scatter_max_input_buffers or 1
@@ -70,7 +85,7 @@ class HostCollectives:
             parameters = [each for part in parts for each in _own(modules[part], grouped - {id(modules[part])})]
             if parameters:
                 modules[name].set_custom_all_gather(HostGather(self, name))
-                modules[name].set_custom_reduce_scatter(HostScatter(self, name, parameters))
+                modules[name].set_custom_reduce_scatter(HostScatter(self, name, modules[name], parameters))
 
     def leave(self, work: NamedWork) -> None:
         """Leave a message under way until backward ends."""
@@ -112,10 +127,16 @@ class NamedWork(dist.Work):
     def wait(self, timeout: timedelta | None = None) -> bool:
         started_s = time.perf_counter()
         with self._collectives.world.error_context(self._what):
-            self._message.result(None if timeout is None else timeout.total_seconds())
+            wait_watched(self._is_over, self._collectives.world, self._what)
         if self._collectives.arrived is not None:
             self._collectives.arrived(time.perf_counter() - started_s)
         return True
+
+    def _is_over(self, seconds: float) -> bool:
+        over = bool(wait([self._message], seconds).done)
+        if over:
+            self._message.result()  # raises what has failed
+        return over
 
 
 class _Allocating:
@@ -141,9 +162,11 @@ class HostGather(_Allocating):
 class HostScatter(_Allocating):
     """For `set_custom_reduce_scatter`."""
 
-    def __init__(self, collectives: HostCollectives, name: str, parameters: Sequence[nn.Parameter]) -> None:
+    def __init__(
+        self, collectives: HostCollectives, name: str, module: nn.Module, parameters: Sequence[nn.Parameter]
+    ) -> None:
         self._collectives, self._what = collectives, f"the reduce-scatter of {name or 'the model itself'}"
-        self._parameters = parameters
+        self._module, self._parameters = module, parameters
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         self._collectives.make_room()
@@ -153,17 +176,25 @@ class HostScatter(_Allocating):
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
     ) -> None:
         ours = self._collectives
-        average = op == dist.ReduceOp.AVG
-        message = ours.messages.reduce_scatter(output_tensor, input_tensor, group, average=average)
+        average, scaled = op == dist.ReduceOp.AVG, op == dist.ReduceOp.PREMUL_SUM
+        if not (average or scaled or op == dist.ReduceOp.SUM):
+            raise InputError(
+                f"{self._what}: found {getattr(op, 'op', op)}, expected a sum, an average or a sum of scaled gradients"
+            )
+        # As set_gradient_divide_factor asks for, of which gloo's own reduce-scatter knows nothing.
+        factor = op.factor if scaled else None
+        message = ours.messages.reduce_scatter(output_tensor, input_tensor, group, average=average, factor=factor)
         work = NamedWork(message, ours, self._what)
-        if self._read_at_once(output_tensor, average):
+        if self._read_at_once(output_tensor, divided=average or scaled):
             work.wait()
         else:
             ours.leave(work)
 
-    def _read_at_once(self, output: Tensor, average: bool) -> bool:
+    def _read_at_once(self, output: Tensor, *, divided: bool) -> bool:
         """Whether FSDP2, or a hook, reads the result before backward ends: divides, casts, adds or looks at it."""
-        return not (average or self._collectives.world.ranks == 1) or any(
+        if not divided or has_all_reduce_hook(self._module):
+            return True
+        return any(
             parameter.grad is not None
             or parameter.dtype != output.dtype
             or getattr(parameter, "_post_accumulate_grad_hooks", None)

@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
+from functools import partial
 from itertools import product
 
 import torch
@@ -19,7 +20,7 @@ from torch import Tensor
 from runtime.comm.world import check_timeout_s
 from runtime.torch_compat import receive, send, wait_for
 
-TAG = 0x5D
+TAG = 0x5D0000
 """Tells these messages from what else ranks of a group send one another."""
 PIECE_BYTES = 2**18
 """What is received before it is added up: one piece comes while another one is added."""
@@ -34,9 +35,10 @@ class SerialMessages:
     than `timeout_s`, so that every message ends. Memory is free when the wait for its message returns.
     """
 
-    def __init__(self, timeout_s: float) -> None:
+    def __init__(self, timeout_s: float, number: int = 0) -> None:
+        """`number`: the same on all ranks, and another one than that of others with messages on the same group."""
         check_timeout_s(timeout_s)
-        self._limit = timedelta(seconds=timeout_s)
+        self._limit, self._tag = timedelta(seconds=timeout_s), TAG + number
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="planner fsdp2")
         self._pieces = torch.empty(2, PIECE_BYTES, dtype=torch.uint8)
         self._failure: BaseException | None = None
@@ -45,9 +47,15 @@ class SerialMessages:
         """Begin to gather every rank's part (1-D, n), one after the other (ranks · n), of which it may be one."""
         return self._begin(self._gather, whole, part, group)
 
-    def reduce_scatter(self, own: Tensor, given: Tensor, group: dist.ProcessGroup, *, average: bool) -> Future[None]:
-        """Begin to add up, or average, what ranks give (1-D, ranks · n; destroyed), of which this one gets n."""
-        return self._begin(self._average if average else self._sum, own, given, group)
+    def reduce_scatter(
+        self, own: Tensor, given: Tensor, group: dist.ProcessGroup, *, average: bool = False,
+        factor: float | Tensor | None = None,
+    ) -> Future[None]:  # fmt: skip
+        """Begin to add up, or average, what ranks give (1-D, ranks · n; destroyed), of which this one gets n. With a
+        factor (a number, or a tensor of one element) each rank's is multiplied by it before it is added up.
+        """
+        ring = self._average if average else self._sum if factor is None else partial(self._scaled_sum, factor)
+        return self._begin(ring, own, given, group)
 
     def _begin(self, ring: _Ring, to: Tensor, of: Tensor, group: dist.ProcessGroup) -> Future[None]:
         # The executor keeps what it was given until after it has told that the call is over.
@@ -68,10 +76,10 @@ class SerialMessages:
         if rows[rank].data_ptr() != part.data_ptr():
             rows[rank].copy_(part.view(torch.uint8))
         before, after = (rank - 1) % ranks, (rank + 1) % ranks
-        coming = [receive(group, rows[(rank - 1 - step) % ranks], before, TAG) for step in range(ranks - 1)]
+        coming = [receive(group, rows[(rank - 1 - step) % ranks], before, self._tag) for step in range(ranks - 1)]
         going = []
         for step, row in enumerate(coming):
-            going.append(send(group, rows[(rank - step) % ranks], after, TAG))
+            going.append(send(group, rows[(rank - step) % ranks], after, self._tag))
             wait_for(row, self._limit)
         for one in going:
             wait_for(one, self._limit)
@@ -79,6 +87,9 @@ class SerialMessages:
     def _average(self, own: Tensor, given: Tensor, group: dist.ProcessGroup) -> None:
         self._sum(own, given, group)
         own.div_(group.size())
+
+    def _scaled_sum(self, factor: float | Tensor, own: Tensor, given: Tensor, group: dist.ProcessGroup) -> None:
+        self._sum(own, given.mul_(factor), group)
 
     def _sum(self, own: Tensor, given: Tensor, group: dist.ProcessGroup) -> None:
         rank, ranks = group.rank(), group.size()
@@ -96,17 +107,17 @@ class SerialMessages:
         def begin(turn: int) -> tuple[Tensor, dist.Work]:
             _, piece = turns[turn]
             got = buffers[turn % 2, : piece.stop - piece.start]
-            return got, receive(group, got.view(torch.uint8), before, TAG)
+            return got, receive(group, got.view(torch.uint8), before, self._tag)
 
         coming = deque(begin(turn) for turn in range(min(2, len(turns))))
-        going = [send(group, rows[(rank - 1) % ranks, piece].view(torch.uint8), after, TAG) for piece in pieces]
+        going = [send(group, rows[(rank - 1) % ranks, piece].view(torch.uint8), after, self._tag) for piece in pieces]
         for turn, (row, piece) in enumerate(turns):
             got, work = coming.popleft()
             wait_for(work, self._limit)
             if row == rank:
                 torch.add(got, rows[row, piece], out=own[piece])
             else:
-                going.append(send(group, rows[row, piece].add_(got).view(torch.uint8), after, TAG))
+                going.append(send(group, rows[row, piece].add_(got).view(torch.uint8), after, self._tag))
             if turn + 2 < len(turns):
                 coming.append(begin(turn + 2))
         for one in going:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from step_checks import raised
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as stock
 from torch.nn import functional
 
@@ -228,7 +228,59 @@ def everything() -> dict[str, Any]:
     found["messages"] = messages()
     found["failed backward"] = after_a_failed_backward()
     found["refusals"] = refusals()
+    found["reductions"] = reductions()
     return found
+
+
+def reductions() -> dict[str, float]:
+    """How far weights are from stock FSDP2's, by how gradients are reduced. Stock raises for a divide factor over gloo,
+    unless it divides by itself behind a sum.
+    """
+    spec = WRAPPINGS["everything in groups"]
+
+    def off(change: Callable[[Any], None], reference: Callable[[Any], None]) -> float:
+        pair = by_hand(made(False), spec), on_hosts(False, spec)
+        for model, changed in zip(pair, (reference, change), strict=True):
+            for module in model.modules():
+                changed(module)
+        theirs, ours = (trained(model, adaptive=False) for model in pair)
+        return max(float((a - b).abs().max()) for a, b in zip(theirs, ours, strict=True))
+
+    def divide(module: Any) -> None:
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(8.0)
+
+    def divide_behind(module: Any) -> None:
+        divide(module)
+        if isinstance(module, FSDPModule):
+            module.set_force_sum_reduction_for_comms(True)
+
+    def hook(module: Any) -> None:
+        if isinstance(module, FSDPModule):
+            module.set_all_reduce_hook(lambda reduced: reduced.mul_(2.0))
+
+    return {
+        "divide factor": off(divide, divide_behind),
+        "divide factor behind a sum": off(divide_behind, divide_behind),
+        "all-reduce hook": off(hook, hook),
+        "two models": two_models(),
+    }
+
+
+def two_models() -> float:
+    """Of two models whose messages are under way at the same time, begun in another order on each rank."""
+    spec, ranks, group = WRAPPINGS["one unit"], dist.get_world_size(), dist.group.WORLD
+    assert group is not None
+    wrapped = [planner.fully_shard(made(False), plan_for(spec)) for _ in range(2)]
+    senders = [overlap_on_hosts(model, spec).messages for model in wrapped]
+    wholes = [torch.zeros(ranks * 5) for _ in senders]
+    under_way = []
+    for number in (0, 1) if dist.get_rank() % 2 else (1, 0):
+        under_way.append(senders[number].gather(wholes[number], torch.full((5,), 1.0 + number), group))
+        dist.barrier()
+    for message in under_way:
+        message.result()
+    return max(float((whole - 1.0 - number).abs().max()) for number, whole in enumerate(wholes))
 
 
 def messages() -> tuple[float, int]:
@@ -419,7 +471,15 @@ def refusals() -> dict[str, str]:
         "one rank alone": refuse(made(False), plan if dist.get_rank() else other(groups=EACH)),
         "attach": raised(lambda: planner.attach(made(False), None, plan)),
         "hosts": raised(lambda: overlap_on_hosts(made(False), spec)),
+        "maximum": raised(lambda: reduce_by(dist.ReduceOp.MAX)),
     }
+
+
+def reduce_by(op: Any) -> None:
+    """Let a group of a model on hosts reduce by another operation."""
+    model: Any = on_hosts(False, WRAPPINGS["one unit"])
+    scatter = model._get_fsdp_state()._fsdp_param_groups[0]._reduce_scatter_comm
+    scatter(torch.zeros(1), torch.zeros(dist.get_world_size()), dist.group.WORLD, op)
 
 
 def without_the_setter() -> str:

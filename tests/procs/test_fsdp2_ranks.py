@@ -54,6 +54,13 @@ def test_messages_are_what_they_are_called_and_let_go_of_memory(ranks: list[dict
         assert held == 0
 
 
+def test_gradients_are_reduced_as_the_script_asks(ranks: list[dict[str, Any]]) -> None:
+    for rank in ranks:
+        rounds = 0.0 if len(ranks) == 2 else 1e-4
+        assert rank["reductions"].keys() >= {"divide factor", "all-reduce hook", "two models"}
+        assert {name: off for name, off in rank["reductions"].items() if off > rounds} == {}
+
+
 def test_units_are_found(ranks: list[dict[str, Any]]) -> None:
     blocks = [f"layers.{number}" for number in range(fsdp2_checks.BLOCKS)]
     for rank in ranks:
@@ -101,6 +108,7 @@ def test_units_are_found(ranks: list[dict[str, Any]]) -> None:
         ("one rank alone", "PlanMismatch: ranks hold different plans"),
         ("attach", "PlanMismatch: the plan has groups of modules for FSDP2 and no buckets; expected buckets, which at"),
         ("hosts", "InputError: the model is not wrapped, expected one from planner.fully_shard; call that first"),
+        ("maximum", "InputError: the reduce-scatter of the model itself: found RedOpType.MAX, expected a sum, an av"),
     ],
 )
 def test_what_is_refused_on_all_ranks(ranks: list[dict[str, Any]], case: str, words: str) -> None:
