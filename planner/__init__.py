@@ -32,6 +32,7 @@ from runtime.errors import (  # noqa: E402 - after the check, for its message na
     CacheWarning,
     DriftWarning,
     FallbackWarning,
+    LongWaitWarning,
     LostUpdaterWarning,
 )
 from runtime.version import __version__  # noqa: E402
@@ -58,7 +59,7 @@ if TYPE_CHECKING:
 __all__ = [
     "LAMB", "LARS", "AccuracyWarning", "AdaptedWarning", "CacheStats", "CacheWarning", "CachedDataset", "CachedSampler",
     "Cluster", "Comparison", "DriftWarning", "FallbackWarning", "LocalJob", "LocalReport", "LocalRun",
-    "LostUpdaterWarning", "PartSampler", "Plan", "Profile", "RawDataset", "Report", "Session", "Simulation",
+    "LongWaitWarning", "LostUpdaterWarning", "PartSampler", "Plan", "Profile", "RawDataset", "Report", "Session", "Simulation",
     "TrainingJob", "__version__", "attach", "compare", "fully_shard", "load_cluster", "load_plan", "load_profile",
     "optimize", "parallel_tensor_op", "parse_plan", "profile_step", "replan", "run_local_async", "simulate",
 ]  # fmt: skip
