@@ -59,9 +59,10 @@ if TYPE_CHECKING:
 __all__ = [
     "LAMB", "LARS", "AccuracyWarning", "AdaptedWarning", "CacheStats", "CacheWarning", "CachedDataset", "CachedSampler",
     "Cluster", "Comparison", "DriftWarning", "FallbackWarning", "LocalJob", "LocalReport", "LocalRun",
-    "LongWaitWarning", "LostUpdaterWarning", "PartSampler", "Plan", "Profile", "RawDataset", "Report", "Session", "Simulation",
-    "TrainingJob", "__version__", "attach", "compare", "fully_shard", "load_cluster", "load_plan", "load_profile",
-    "optimize", "parallel_tensor_op", "parse_plan", "profile_step", "replan", "run_local_async", "simulate",
+    "LongWaitWarning", "LostUpdaterWarning", "PartSampler", "Plan", "Profile", "RawDataset", "Report", "Session",
+    "Simulation", "TrainingJob", "__version__", "attach", "compare", "fully_shard", "load_cluster", "load_plan",
+    "load_profile", "optimize", "parallel_tensor_op", "parse_plan", "profile_step", "replan", "run_local_async",
+    "simulate",
 ]  # fmt: skip
 
 _WHERE = {
