@@ -96,7 +96,19 @@ def deadlines(
 _dropped: deque[dist.ProcessGroup] = deque()
 """Of worlds that were collected."""
 _private: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
-"""The groups that worlds have made and not given back."""
+"""The groups that worlds have made, as long as they are in memory."""
+_of_parent: list[dist.ProcessGroup] = []
+
+
+def _keep_groups() -> None:
+    """In a forked process (a DataLoader worker) keep all groups: one that its garbage collector found would wait, when
+    it is taken down, for threads that a fork does not copy.
+    """
+    _of_parent.extend(_private)
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_keep_groups)
 
 
 @dataclass
@@ -200,7 +212,6 @@ class World:
         """Give the private group back."""
         if self._owned and self.group is not None:
             self._dropped.detach()
-            _private.discard(self.group)
             if dist.is_initialized():
                 dist.destroy_process_group(self.group)
         self._owned = False
@@ -244,8 +255,7 @@ class World:
                 )
             if part is mine:
                 group = made
-                if len(part) > 1:
-                    _private.add(made)
+                _private.add(made)
         return World(
             rank=mine.index(self.rank),
             ranks=len(mine),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import time
@@ -155,6 +156,29 @@ def stopped_rank(algorithm: str) -> str:
             os.kill(other.pid, signal.SIGCONT)
         return str(error)
     return "no error"
+
+
+def forked_behind_a_session() -> bool:
+    """Whether a forked process ends whose garbage collector finds the group of a session that its parent dropped."""
+    model = Weighted()
+    gc.collect()
+    gc.disable()
+    session = runtime.attach(model, None, plan_of(model, 2))
+    model([torch.ones_like(w) for w in model.weights]).backward()
+    session.detach()
+    del session
+    worker = os.fork()
+    if worker == 0:
+        gc.collect()
+        os._exit(0)
+    until = time.monotonic() + 20
+    while os.waitpid(worker, os.WNOHANG) == (0, 0):
+        if time.monotonic() > until:
+            os.kill(worker, signal.SIGKILL)
+            os.waitpid(worker, 0)
+            return False
+        time.sleep(0.01)
+    return True
 
 
 def missing_rank() -> tuple[str, float]:

@@ -42,6 +42,10 @@ def test_a_stopped_rank_is_not_waited_for_until_the_timeout_of_the_group(algorit
     assert re.search(r"^rank 0: .* did not complete: rank 1 \(process \d+\) is stopped \(SIGSTOP\), and for", said)
 
 
+def test_workers_are_forked_from_ranks_whose_sessions_are_gone() -> None:
+    assert run_ranks(TWO, fault_checks.forked_behind_a_session) == [True, True]
+
+
 def test_a_rank_that_never_attaches_is_given_up_within_the_deadline() -> None:
     message, waited_s = run_ranks(TWO, fault_checks.missing_rank)[0]
     assert "within 3 s" in message
