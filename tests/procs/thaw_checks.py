@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 from unittest import mock
 
@@ -102,6 +102,21 @@ def with_a_plan() -> dict[str, Any]:
     return told(said, ["2.weight (frozen then, requires_grad now)", "attach without a plan", "PlannerStrategy()"])
 
 
+def put_aside() -> dict[str, Any]:
+    """`planner.compare` and the like may come while a layer is frozen that the plan holds; it is thawed after that."""
+    side = without_ddp(plan_of(backbone(frozen=True), 2))
+    session, head = session_of(side), side.model.get_submodule("4")
+    head.get_parameter("bias").requires_grad_(False)
+    with session.aside("test", nullcontext):
+        loss_of(side, 0).backward()
+    head.requires_grad_(True)
+    side.optimizer.zero_grad()
+    loss_of(side, 1).backward()
+    results = {"averaged": ranks_agree([p.grad for p in head.parameters()]), "bias": head.bias.grad is not None}
+    side.close()
+    return results
+
+
 def unlike() -> dict[str, Any]:
     """Ranks that thaw other layers are told so, alike, and nothing has changed."""
     side = without_ddp()
@@ -131,6 +146,7 @@ CHECKS: dict[str, Callable[[], dict[str, Any]]] = {
     "with DDP's buckets": lambda: like_ddp(not_planned, 12),
     "planned": lambda: like_ddp(hurried, 300),
     "with a plan": with_a_plan,
+    "put aside": put_aside,
     "unlike": unlike,
     "alone": alone,
 }
