@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, TypeVar
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn.parameter import UninitializedTensorMixin
 
 from runtime.checks.backend import check_backend
 from runtime.checks.optimizer import check_optimizer, check_owner, warn_of_selection
@@ -158,7 +157,7 @@ def _form_of(model: nn.Module) -> str:
     """Return names, shapes and dtypes of what follows rank 0 at attach, as a fingerprint."""
     ignored = ignored_ids(model)
     named = [(n, t) for n, t in chain(model.named_parameters(), model.named_buffers()) if id(t) not in ignored]
-    if any(isinstance(tensor, UninitializedTensorMixin) for _, tensor in named):
+    if any(isinstance(tensor, nn.UninitializedParameter | nn.UninitializedBuffer) for _, tensor in named):
         return ""  # refused by name
     return fingerprint((canonical_name(name), tuple(tensor.shape), dtype_name(tensor.dtype)) for name, tensor in named)
 
