@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -75,7 +75,7 @@ class PlannerAccelerator(Accelerator):  # type: ignore[misc]
 
     @property
     def sessions(self) -> list[PlannedSession]:
-        """The session of each model, in the order of `prepare`; after `end_training` they are detached."""
+        """The session of each model, in the order of `prepare`, since `free_memory`; `end_training` detaches them."""
         found: list[PlannedSession] = self.__dict__.setdefault("_sessions", [])
         return found
 
@@ -105,6 +105,11 @@ class PlannerAccelerator(Accelerator):  # type: ignore[misc]
                     f"({', '.join(map(str, WITH_DDP))}), of which planner takes the place: use accelerate.Accelerator"
                 )
             self._arguments()
+            before = session_of(model)
+            if before is not None:  # of training before `free_memory`, or of a copied model
+                detach(before)
+            with suppress(AttributeError):
+                del model._is_accelerate_prepared
         prepared: nn.Module = super().prepare_model(model, device_placement, evaluation_mode=True)
         if attaches:
             if self._waiting is None:
@@ -115,7 +120,8 @@ class PlannerAccelerator(Accelerator):  # type: ignore[misc]
 
     def _trains_already(self, model: nn.Module) -> bool:
         session = session_of(model)
-        return (session is not None and session.is_attached) or any(model is one for one in self._waiting or ())
+        attached = session is not None and session.is_attached and any(session is one for one in self.sessions)
+        return attached or any(model is one for one in self._waiting or ())
 
     def _attach(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
         mine = {id(parameter) for parameter in model.parameters()}
@@ -165,9 +171,7 @@ class PlannerAccelerator(Accelerator):  # type: ignore[misc]
     # Ends.
 
     def free_memory(self, *objects: Any) -> Any:
-        """See `Accelerator.free_memory`; models are plain again."""
-        for session in self.sessions:
-            detach(session)
+        """See `Accelerator.free_memory`; models that the script keeps are synchronized still, as with DDP."""
         self.sessions.clear()
         return super().free_memory(*objects)
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import transformers
+from torch import nn
 from transformers import Trainer
 
 from planner.integrations import check_version
@@ -32,6 +33,10 @@ class PlannerTrainer(Trainer):
         super().create_accelerator_and_postprocess()
         self.accelerator.__class__ = PlannerAccelerator
         self.accelerator.take(self._planned)
+
+    def _wrap_model(self, model: nn.Module, training: bool = True, *arguments: Any, **keywords: Any) -> nn.Module:
+        # `Trainer` goes on with what it has wrapped and compiled before; here each training attaches the model itself.
+        return super()._wrap_model(self.model if training else model, training, *arguments, **keywords)
 
     def save_model(self, *arguments: Any, **keywords: Any) -> None:
         """See `Trainer.save_model`; with a plan that is not drop-in every rank calls this."""

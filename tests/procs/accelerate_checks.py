@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
 from planner.integrations.accelerate import PlannerAccelerator
+from planner.integrations.attaching import detach
 from runtime.plan import Plan
 
 Make = Callable[..., Accelerator]
@@ -118,7 +119,9 @@ def ordinary(accelerator: Accelerator, model: nn.Module, optimizer: Any, steps: 
 
 
 def prepared_again(make: Make) -> dict[str, Tensor]:
-    """A model that is prepared already, a copy of it, and one whose accelerator was cleared."""
+    """A model that is prepared already, a copy of it, and one whose accelerator was cleared, before and after it is
+    prepared again.
+    """
     accelerator = make(cpu=True)
     model = accelerator.prepare(net())
     raw = accelerator.unwrap_model(model)
@@ -128,8 +131,9 @@ def prepared_again(make: Make) -> dict[str, Tensor]:
     other, another = accelerator.prepare(other, sgd(other))
     ordinary(accelerator, other, another, range(2, 4))
     accelerator.free_memory()
-    model, optimizer = accelerator.prepare(raw, sgd(raw))
     ordinary(accelerator, model, optimizer, range(4, 6))
+    model, optimizer = accelerator.prepare(raw, sgd(raw))
+    ordinary(accelerator, model, optimizer, range(6, 8))
     return state(model, other)
 
 
@@ -156,7 +160,7 @@ def copies() -> dict[str, bool]:
             with other.no_sync():
                 other(data(0)[0]).sum().backward()
         results[name] = (other[0].weight.grad is not None) == (dist.get_rank() == 0)
-    accelerator.free_memory()
+    detach(accelerator.sessions[0])
     return results | {"plain again": not hasattr(model, "no_sync")}
 
 
@@ -199,7 +203,7 @@ def resumed(folder: Path) -> dict[str, bool]:
             ordinary(accelerator, model, optimizer, range(3))
             if interrupted:
                 where = folder / name
-                accelerator.save_state(where, safe_serialization=updates is None)
+                accelerator.save_state(where)
                 accelerator.free_memory()
                 accelerator, model, optimizer = planned(updates, seed=5)
                 accelerator.load_state(where)

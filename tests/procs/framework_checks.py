@@ -102,7 +102,26 @@ def trainer_runs(folder: Path) -> dict[str, bool]:
     return results
 
 
+def compiled_again(folder: Path) -> bool:
+    """The HF Trainer trains a model that it has compiled, and trains it again."""
+    items = [{"x": x, "y": y} for x, y in rows()]
+    ends = []
+    for kind in (Trainer, PlannerTrainer):
+        model = Loss()
+        arguments = TrainingArguments(
+            output_dir=str(folder), use_cpu=True, per_device_train_batch_size=4, max_steps=2, save_strategy="no",
+            report_to=[], seed=0, disable_tqdm=True, torch_compile=True, torch_compile_backend="eager",
+        )  # fmt: skip
+        trainer = kind(model=model, args=arguments, train_dataset=items)
+        trainer.train()
+        trainer.train()
+        ends.append(state(model))
+    return same(*ends)
+
+
 def run(folder: str) -> dict[str, Any]:
     """Both."""
     where = prepare_environment(folder)
-    return {"transformers": trainer_runs(where / "trainer"), "lightning": lightning_runs(where / "lightning")}
+    trained = trainer_runs(where / "trainer")
+    trained["compiled, again"] = compiled_again(where)
+    return {"transformers": trained, "lightning": lightning_runs(where / "lightning")}
