@@ -16,9 +16,16 @@ from session_checks import plan_of
 from sharded_checks import LATE, SHARED, Net, loss_of, plain, same
 from step_checks import raised
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import lr_scheduler
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.optim.swa_utils import SWALR, AveragedModel
 
 import runtime
 
@@ -219,6 +226,78 @@ def resets() -> dict[str, bool]:
     return results
 
 
+# What libraries do: (model, optimizer, what the script keeps).
+
+
+def _averaged(model: nn.Module, optimizer: Optimizer, kept: dict[str, Any]) -> Any:
+    kept.setdefault("average", AveragedModel(model)).update_parameters(model)
+    if "scheduler" in kept:
+        kept["scheduler"].step()
+    kept.setdefault("scheduler", SWALR(optimizer, 0.05))
+    return [one.clone() for one in kept["average"].parameters()]
+
+
+def _checkpointed(model: nn.Module, optimizer: Optimizer, kept: dict[str, Any]) -> Any:
+    """By torch.distributed.checkpoint, which reads the model, and writes the model and the optimizer."""
+    weights = get_model_state_dict(model)
+    set_model_state_dict(model, {name: value * 0.9 for name, value in weights.items()})
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    state = {
+        name: {"step": torch.tensor(3.0)} | {key: torch.full_like(p, 0.1) for key in ("exp_avg", "exp_avg_sq")}
+        for p, name in names.items()
+    }
+    groups = [group | {"params": [names[p] for p in group["params"]]} for group in optimizer.param_groups]
+    set_optimizer_state_dict(model, optimizer, {"state": state, "param_groups": groups})
+    return list(weights.values())
+
+
+def _moved(model: nn.Module, optimizer: Optimizer, kept: dict[str, Any]) -> Any:
+    """As Lightning moves state to its device."""
+    for parameter, state in optimizer.state.items():
+        optimizer.state[parameter] = {key: value.to("cpu") for key, value in state.items()}
+    return []
+
+
+def _keyed(model: nn.Module, optimizer: Optimizer, kept: dict[str, Any]) -> Any:
+    """Who is in groups and state, in which order, and in which form."""
+    listed = [p for group in optimizer.param_groups for p in group["params"]]
+    places = {id(p): number for number, p in enumerate(model.parameters())}
+    forms = [[(key, tuple(v.shape), v.dtype) for key, v in optimizer.state[p].items()] for p in listed]
+    return [[places[id(p)] for p in listed], [places[id(p)] for p in optimizer.state], forms]
+
+
+def _profiled(model: nn.Module, optimizer: Optimizer, kept: dict[str, Any]) -> Any:
+    with torch.profiler.profile(profile_memory=True, with_stack=True):
+        optimizer.step()
+    return []
+
+
+def _used(how: str, use: Callable[[nn.Module, Optimizer, dict[str, Any]], Any]) -> list[Any]:
+    model, seen, kept = Net().double(), list[Any](), dict[str, Any]()
+    optimizer = adam(model.parameters())
+    call, session = _attached(model, optimizer, how)
+    for number in range(3):
+        plain(call, optimizer, session, number)
+        seen += use(model, optimizer, kept)
+    if session is not None:
+        if use is _checkpointed:
+            said = raised(lambda: get_optimizer_state_dict(model, optimizer))
+            assert "expected session.optimizer_state_dict(), called on every rank" in said
+        session.detach()
+    return [*seen, *(p.detach().clone() for p in model.parameters())]
+
+
+def libraries() -> dict[str, bool]:
+    """Averages, checkpoints, profilers and what moves state find what they find with DDP."""
+    results = {}
+    for use in (_averaged, _checkpointed, _moved, _keyed, _profiled):
+        expected, *found = [_used(how, use) for how in HOWS]
+        results |= {
+            f"{use.__name__}, {how}": equal(expected, one) for how, one in zip(list(HOWS)[1:], found, strict=True)
+        }
+    return results
+
+
 def _bytes_of(saved: Any) -> int:
     file = io.BytesIO()
     torch.save(saved, file)
@@ -244,4 +323,6 @@ def storages() -> dict[str, bool]:
     return results
 
 
-CHECKS: dict[str, Callable[[], dict[str, bool]]] = {"hooks": hooks, "resets": resets, "storages": storages}
+CHECKS: dict[str, Callable[[], dict[str, bool]]] = {
+    "hooks": hooks, "resets": resets, "libraries": libraries, "storages": storages,
+}  # fmt: skip
