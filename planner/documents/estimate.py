@@ -126,10 +126,10 @@ def scale_profile(profile: Profile, step: float, update: float) -> Profile:
     if step == 1.0 and update == 1.0:
         return profile
     layers = profile.layers and tuple(
-        replace(layer, **{
-            name: None if (time_us := getattr(layer, name)) is None else time_us * step
-            for name in ("forward_us", "grad_input_us", "grad_weight_us")
-        })
+        replace(
+            layer, forward_us=_times(layer.forward_us, step), grad_input_us=_times(layer.grad_input_us, step),
+            grad_weight_us=_times(layer.grad_weight_us, step),
+        )
         for layer in profile.layers
     )  # fmt: skip
     return replace(
@@ -139,6 +139,10 @@ def scale_profile(profile: Profile, step: float, update: float) -> Profile:
         units=profile.units and _scale_units(profile.units, step, update),
         local_async=profile.local_async and _scale_updaters(profile.local_async, step, update),
     )
+
+
+def _times(time_us: float | None, factor: float) -> float | None:
+    return None if time_us is None else time_us * factor
 
 
 def scale_compute(compute: ComputeProfile, step: float, update: float) -> ComputeProfile:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
 
 import pytest
 from builders import run, run_json, usual_cluster, usual_profile
@@ -12,7 +13,8 @@ from planner.decide.at_scale import sweep
 from planner.decide.fsdp2 import PER_BLOCK, optimize_fsdp2
 from planner.documents.accelerators import find_accelerator, kind_of, speed_ratio
 from planner.documents.catalog import find_cluster, find_profile, names
-from planner.documents.estimate import check_accelerators, compute_basis
+from planner.documents.estimate import check_accelerators, compute_basis, on_accelerator
+from planner.documents.profile import Cluster, Profile
 from planner.model.problem import make_problem
 from planner.report.tables import advice_lines
 from runtime.errors import InputError
@@ -122,9 +124,11 @@ def test_measured_compute_is_scaled_to_the_clusters_accelerator() -> None:
     assert advise("resnet50@hkbu-8x4-10gbe").computed_with.compute.basis == "as profiled"
 
 
-def computes(model: str, cluster: str) -> str:
+known_profile = cache(find_profile)
+
+
+def computes(profile: Profile, machines: Cluster) -> str:
     """What has to be said of a pair, from what the documents name alone."""
-    profile, machines = find_profile(model), find_cluster(cluster)
     there = machines.accelerator or (machines.nccl.gpu if machines.nccl is not None else None)
     if profile.compute.estimate is not None:
         return "estimated" if there else "refused"
@@ -141,7 +145,8 @@ def test_every_pair_says_what_it_was_computed_with(cluster: str) -> None:
     """All of the catalogue, by the functions behind `advise`, without its simulations."""
     machines = find_cluster(cluster)
     for model in names("model"):
-        profile, expected = find_profile(model), computes(model, cluster)
+        profile = known_profile(model)
+        expected = computes(profile, machines)
         if expected == "refused":
             with pytest.raises(InputError, match="accelerator"):
                 check_accelerators(profile, machines)
@@ -151,8 +156,7 @@ def test_every_pair_says_what_it_was_computed_with(cluster: str) -> None:
         assert found.basis == expected, model
         assert found.accelerator == (machines.computes_on or find_accelerator(profile.world.accelerator)
                                      or profile.world.accelerator or profile.world.device)  # fmt: skip
-        problem = make_problem(profile, machines)
-        factor = profile.compute.forward_us / problem.forward_us
+        factor = profile.compute.forward_us / on_accelerator(profile, machines).compute.forward_us
         assert factor == pytest.approx(found.speed if expected in ("scaled", "estimated") else 1.0)
         assert (found.within is not None) == (expected in ("scaled", "estimated"))
         if expected == "scaled":
@@ -229,13 +233,12 @@ def test_a_sweep_gives_what_advise_does() -> None:
 
 
 def test_the_command_to_continue_with() -> None:
-    commands = {pair: advise(pair).next_command for pair, _ in PAIRS if pair.startswith(("llama", "resnet"))}
-    assert commands["resnet50@dgx-a100"] is None
-    assert commands["llama-70b@aws-p5"] == "planner optimize llama-70b@aws-p5 --parallel fsdp2 -o plan.json"
-    assert commands["llama-8b@dgx-h100"] == "planner optimize llama-8b@dgx-h100 --allow sharded-step -o plan.json"
+    assert advise("resnet50@dgx-a100").next_command is None
+    sharded = "planner optimize llama-8b@dgx-h100 --allow sharded-step -o plan.json"
+    assert advise("llama-8b@dgx-h100").next_command == sharded
     tight = advise("llama-1b", "dgx-h100", max_memory_mib=24_000)
     assert tight.next_command is not None
-    assert "llama-1b --cluster dgx-h100" in tight.next_command
+    assert "llama-1b --cluster dgx-h100 --parallel fsdp2" in tight.next_command
     assert "--max-memory-mib 24000" in tight.next_command
     changed = advise("llama-8b@dgx-h100", ranks=32)
     assert changed.next_command is None
