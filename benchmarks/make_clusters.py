@@ -81,7 +81,7 @@ def _testbed() -> Iterator[Cluster]:
                 "DenseNet-161 and Inception-v4; the authors' own β is lower than the link allows",
                 "contention: one factor for both networks, least mean log error of the rows of WFBP and MG-WFBP of "
                 "these models",
-                "checked in docs/results/validation.md: there constants of each model are fitted on the others",
+                "checked in `planner docs results/validation`: there constants of each model are fitted on the others",
             ),
         )
 
@@ -96,8 +96,8 @@ def _hkbu() -> Iterator[Cluster]:
             notes=(
                 "α and β of a flat ring: least mean log error of the throughput of BSP-A2A and WFBP-A2A with "
                 "ResNet-50, BERT-Base and BERT-Large on 8 to 32 GPUs; MG-WFBP's rows were not fitted to",
-                "checked in docs/results/validation.md: there constants of each model are fitted on the others",
-                "overlap is taken as free: see docs/results/validation.md",
+                "checked in `planner docs results/validation`: there constants of each model are fitted on the others",
+                "overlap is taken as free: see `planner docs results/validation`",
             ),
         )
 
@@ -131,7 +131,7 @@ def _commlib() -> Cluster:
         ),
         notes=(
             "the paper gives no link constants; no number was fitted to its tables, but this rate between nodes was "
-            "chosen over the line rate with its Table 3 in view: docs/results/validation.md shows both",
+            "chosen over the line rate with its Table 3 in view: `planner docs results/validation` shows both",
             "inter: the link of hkbu-8x4-100gbe, which is what TCP between nodes did on a card of 100 Gbit/s: "
             "18.5 Gbit/s, less than this card's line rate of 25; assumed: TCP here does as well, and no better",
             NVLINK_NOTE,
@@ -209,7 +209,7 @@ def _h100() -> Iterator[Cluster]:
             "samples: measured on 64 GPUs, 32 MiB to 8 GiB (size / bandwidth; sizes taken as MiB); smaller messages "
             "follow the first segment",
             "inter: for other numbers of nodes; a flat ring, all cards of a node as one, least mean log error of the "
-            "all-reduces on 2, 4 and 8 nodes; leaving one of these out: see docs/results/validation.md",
+            "all-reduces on 2, 4 and 8 nodes; leaving one of these out: see `planner docs results/validation`",
             H100_INTRA_NOTE,
         ),
     )
@@ -276,7 +276,7 @@ def _described() -> Iterator[Cluster]:
             nccl=machine,
             source=f"{source}; costs by NCCL's own model (github.com/NVIDIA/nccl, 2.30.7), nothing measured",
             notes=(
-                "any number of nodes: `--ranks`; how far off such predictions are: docs/results/validation.md",
+                "any number of nodes: `--ranks`; how far off such predictions are: `planner docs results/validation`",
                 *((PCIE_NOTE,) if machine.pcie else ()),
             ),
         )
@@ -297,7 +297,7 @@ def _aws_p5(nodes: int, per_node: int, machine: Nccl, source: str) -> Cluster:
         source=f"{source}; costs by NCCL's own model (github.com/NVIDIA/nccl, 2.30.7), fitted to {sources.AWS}",
         notes=(
             "fitted on all-reduces on 2, 4 and 8 nodes and all-gathers on 2 to 32, 32 MiB to 8 GiB; leaving 8 nodes "
-            "out, and nothing measured: docs/results/validation.md",
+            "out, and nothing measured: `planner docs results/validation`",
             "any number of nodes: `--ranks`",
         ),
     )

@@ -406,6 +406,23 @@ for command in (run, compare, rehearse, demo):
 
 
 @app.command()
+def docs(
+    name: Annotated[str, typer.Argument(help="A page, such as concepts/merging; default: list all.")] = "",
+) -> None:
+    """Print a page of the documentation."""
+    from runtime.pages import find_pages
+
+    pages = find_pages()
+    known = name.removeprefix("docs/").removesuffix(".md")
+    if name and known not in pages:
+        raise InputError(f"NAME: found {name!r}, expected one of: {', '.join(pages) or 'none, for none is installed'}")
+    if Flags.as_json:
+        print_json({known: pages[known].read_text(encoding="utf-8")} if name else list(pages))
+    else:
+        typer.echo(pages[known].read_text(encoding="utf-8") if name else "\n".join(pages))
+
+
+@app.command()
 def doctor() -> None:
     """Look at what is installed and works here, with cures."""
     from planner.cli.doctor import examine

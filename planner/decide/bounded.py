@@ -30,6 +30,7 @@ from planner.passes.sparsify import Sparsify
 from planner.search.cpsat_joint import MAX_PLACES, fits, solve_joint
 from planner.search.tables import Form
 from runtime.errors import InputError
+from runtime.pages import page
 from runtime.plan import Accuracy, Plan
 from runtime.plan.predicted import Certificate, FrontierPoint, SolverBound
 
@@ -165,7 +166,7 @@ def choose(
     if optimizer is not None and optimizer.adaptive and unasked:
         left_out = (
             f"sending selected elements was not looked at, for that trains a worse model with {optimizer.name}, which "
-            f"divides gradients by their own size (docs/results/lags.md; --compress all looks at it nevertheless)"
+            f"divides gradients by their own size ({page('results/lags')}; --compress all looks at it nevertheless)"
         )
         exact = replace(exact, notes=(*exact.notes, left_out))
     offers = [offer]
@@ -385,7 +386,7 @@ def _low_rank_notes(problem: Problem, low_rank: Sequence[Bucket]) -> list[str]:
         f"{pluralize(len(low_rank), 'bucket')} of rank {ranks}: {mib(int(problem.size_bytes[members].sum()))} of "
         f"gradients travel as {mib(WIDE_BYTES * sum(_sent(problem, bucket) for bucket in low_rank))} of factors",
         "low rank may cost much of the loss, and nothing watches that: small models of ours lost 3 to 25 % at rank 4, "
-        "more at rank 1, from the first step on (docs/results/narrow-accuracy.md); train first steps with the "
+        f"more at rank 1, from the first step on ({page('results/narrow-accuracy')}); train first steps with the "
         "fallback, go over by session.switch, and compare; --compress wire leaves it out",
         *_unmeasured("making factors", "low_rank", sources),
     ]
@@ -409,7 +410,7 @@ def _sparse_notes(problem: Problem, schedule: Schedule, frontier: Frontier) -> l
     sent_bytes = SELECTED_BYTES * sum(_sent(problem, bucket) for bucket in sparse)
     notes = [
         "what is held back is learnt late, and costs most in the first steps: train those with the fallback, and go "
-        "over by session.switch (docs/concepts/compression.md)",
+        f"over by session.switch ({page('concepts/compression')})",
         f"{pluralize(len(sparse), 'sparse bucket')} of {len(schedule.buckets)}: "
         f"{mib(int(problem.size_bytes[members].sum()))} of gradients travel as {mib(sent_bytes)} of values "
         f"and indices from each rank; largest ratio {max(ratio_of(problem, bucket) for bucket in sparse):,.4g}",

@@ -25,6 +25,7 @@ from planner.passes.base import GAIN, Pass
 from planner.passes.late_gather import LateGathers, late_gathers, needed_bytes
 from planner.passes.shard_updates import ShardUpdates
 from runtime.errors import InputError
+from runtime.pages import page
 from runtime.plan import Plan, StepPlan, UpdatePlan
 from runtime.plan.interfaces import BFLOAT16_WEIGHTS, INTERFACES, LATE_GATHER, SHARDED_STEP, granted, name_problem
 
@@ -50,7 +51,7 @@ def check_allow(allow: str | Sequence[str]) -> tuple[str, ...]:
         if name == BFLOAT16_WEIGHTS:
             raise InputError(
                 f"--allow: found {name}, which no plan of `planner optimize` asks for yet; expected none of it: leave "
-                f"it out, and write updates.step.weights into a plan yourself (docs/concepts/sharded-step.md)"
+                f"it out, and write updates.step.weights into a plan yourself ({page('concepts/sharded-step')})"
             )
     return tuple(name for name in INTERFACES if name in granted(allow))
 
@@ -80,7 +81,7 @@ def allowed_passes(passes: Sequence[Pass], allow: Sequence[str]) -> tuple[Pass, 
     if sharing is not None and sharing.step == "always":
         raise InputError(
             f"--passes: found shard_updates{{step=always}}, where ranks share the optimizer's step, so that some lines "
-            f"which work with DDP do not (docs/concepts/sharded-step.md); expected --allow {SHARDED_STEP} beside it: "
+            f"which work with DDP do not ({page('concepts/sharded-step')}); expected --allow {SHARDED_STEP} beside it: "
             f"add that, or leave step=always out"
         )
     return tuple(replace(sharing, step="never") if sharing and each.decides_update else each for each in passes)
@@ -180,7 +181,7 @@ def with_gain(problem: Problem, plan: Plan, exact: Plan, sharing: ShardUpdates |
     line = (
         f"allowed to share the optimizer's step (as ZeRO-1), ranks would take {ms(step.sharded_us)} a step instead of "
     )
-    line += f"{ms(own_us)}{memory}; some lines that work with DDP then do not: docs/concepts/sharded-step.md, {ALLOW}"
+    line += f"{ms(own_us)}{memory}; some lines that work with DDP then do not: {page('concepts/sharded-step')}, {ALLOW}"
     return replace(plan, notes=(*plan.notes, line))
 
 
@@ -204,7 +205,7 @@ def _too_large(step: StepPlan) -> str:
     if shared > has:
         return f"{text}; sharing the optimizer's step would take {mib(shared)}, too much as well: {SMALLER}"
     text += f"; sharing the optimizer's step (as ZeRO-1) would fit, with {mib(shared)}, and is {_times(step)}"
-    return f"{text}; some lines that work with DDP then do not: docs/concepts/sharded-step.md, {ALLOW}"
+    return f"{text}; some lines that work with DDP then do not: {page('concepts/sharded-step')}, {ALLOW}"
 
 
 def _times(step: StepPlan) -> str:

@@ -18,6 +18,7 @@ from runtime.errors import AccuracyWarning
 from runtime.modes import asked_modes
 from runtime.optimizers import LayerwiseOptimizer
 from runtime.optimizers.kinds import ADAPTIVE, inner_optimizer
+from runtime.pages import page
 from runtime.plan import Plan
 
 
@@ -76,7 +77,7 @@ def warn_of_selection(plan: Plan, optimizer: torch.optim.Optimizer | None) -> No
         warnings.warn(
             f"{selected} of {len(plan.buckets)} buckets send selected elements, and {type(optimizer).__name__} divides "
             f"gradients by their own size, so that what was held back is mostly lost when it comes; expect a worse "
-            f"model after the same steps (docs/results/lags.md has figures): use torch.optim.SGD, or an exact plan",
+            f"model after the same steps ({page('results/lags')} has figures): use torch.optim.SGD, or an exact plan",
             AccuracyWarning,
             stacklevel=3,
         )

@@ -16,6 +16,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from runtime.errors import InputError
+from runtime.pages import page
 from runtime.plan.fully_sharded import FullyShardPlan
 from runtime.plan.interfaces import BFLOAT16_WEIGHTS, DROP_IN, LATE_GATHER, SHARDED_STEP, granted, name_problem
 from runtime.plan.predicted import (
@@ -392,7 +393,7 @@ def interface_problem(plan: Plan, path: str = "the plan") -> str | None:
         return (
             f"{path}.interface: found none of {BFLOAT16_WEIGHTS}, beside {path}.updates.step.weights, by which the "
             f"model's weights are rounded while attached; expected it beside {SHARDED_STEP}: add that if the script is "
-            f"made for it (docs/concepts/sharded-step.md), or leave weights out"
+            f"made for it ({page('concepts/sharded-step')}), or leave weights out"
         )
     both = {path: plan} | ({} if plan.fallback is None else {f"{path}.fallback": plan.fallback})
     asking = {where: SHARDED_STEP if one.gathers is None else LATE_GATHER for where, one in both.items() if one.sharded}

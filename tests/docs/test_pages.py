@@ -5,6 +5,7 @@ A fenced block behind `<!-- file: NAME -->` is written to a file, one behind `<!
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 import json
 import re
@@ -22,6 +23,7 @@ from torch.optim import SGD
 import planner
 from planner.cli.app import app
 from planner.documents.profile import parse_cluster
+from runtime.pages import find_pages
 
 RESULTS = ROOT / "docs" / "results"
 MAX_WORDS = 20_000
@@ -57,6 +59,25 @@ def test_named_functions_exist(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
     names = set(re.findall(r"`planner\.(\w+)[(`]", text)) | set(re.findall(r"^\s*.*\bplanner\.(\w+)\(", text, re.M))
     assert names <= {*planner.__all__, "profile"}, page  # `planner.profile` is a logger, too
+
+
+def test_messages_name_pages_that_every_installation_has() -> None:
+    """A wheel has no folder `docs`; comments and docstrings are for readers of a checkout."""
+    known, named = find_pages(), set()
+    for path in (path for package in ("planner", "runtime") for path in (ROOT / package).rglob("*.py")):
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        alone = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in alone:
+                assert not re.search(r"docs/\S+\.md", node.value), f"{path}:{node.lineno}: {node.value}"
+            if isinstance(node, ast.Call) and ast.unparse(node.func) == "page":
+                named.add(ast.literal_eval(node.args[0]))
+    for path in (ROOT / "profiles").rglob("*.json"):
+        text = path.read_text(encoding="utf-8")
+        assert not re.search(r"docs/\S+\.md", text), path
+        named |= set(re.findall(r"`planner docs ([\w/-]+)`", text))
+    assert named
+    assert named <= set(known)
 
 
 def test_the_folder_map_is_the_tree() -> None:

@@ -52,3 +52,8 @@ def test_the_wheel_holds_code_data_and_licence(tmp_path: Path) -> None:
     )
     assert found.returncode == 0, found.stderr
     assert "128" in found.stdout
+    program = "from planner.cli.app import main; main(['docs', 'concepts/sharded-step'])"
+    found = subprocess.run(
+        [sys.executable, "-c", program], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60
+    )
+    assert found.stdout.startswith("# "), found.stderr
