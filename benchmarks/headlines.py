@@ -154,7 +154,7 @@ def measure(headline: Headline) -> dict[str, Any]:
     ways = [way for way in (headline.reference, *headline.ratios) if way != DDP]
     asked = asked_on(
         cluster, headline.catalog, strategies=ways, accuracy=headline.accuracy, allow=(), minutes=MINUTES, dilate=None,
-        shrink=None,
+        shrink=None, compress=None if headline.accuracy == "exact" else "all",
     )  # fmt: skip
     return rehearse(replace(asked, profile=headline.profile()), show_progress=True).to_document()
 

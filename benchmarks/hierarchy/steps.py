@@ -40,7 +40,7 @@ def schedules(problem: Problem) -> dict[str, Schedule]:
     made = {name: make_schedule(problem, name) for name in NAMED}
     made["merge"] = Merge().apply(best_baseline(problem), problem).schedule
     made["topology"] = Topology().apply(made["merge"], problem).schedule
-    made["joint"] = Joint(max_ratio=100.0, protect="none").apply(made["topology"], problem).schedule
+    made["joint"] = Joint(max_ratio=100.0, protect="none", compress="all").apply(made["topology"], problem).schedule
     return made
 
 

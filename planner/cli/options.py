@@ -52,8 +52,7 @@ CompressBy = Annotated[
     str | None,
     typer.Option(
         help="Lossy plans: wire (all elements in fewer bytes), lowrank (products in place of matrices), sparse (the "
-        "largest elements), several with commas between, all or none (default: wire,lowrank with Adam and the like, "
-        "else all)."
+        "largest elements), several with commas between, all or none (default: wire)."
     ),
 ]
 MaxRank = Annotated[

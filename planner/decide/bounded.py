@@ -24,7 +24,7 @@ from planner.model.norms import update_us
 from planner.model.problem import Problem
 from planner.passes.base import GAIN, Bound, Frontier, Pass, Result
 from planner.passes.delay import Delay, check_max_delay
-from planner.passes.joint import Joint, check_compress, check_max_rank
+from planner.passes.joint import DEFAULT_COMPRESS, Joint, check_compress, check_max_rank, compress_of
 from planner.passes.local_async import LocalAsync
 from planner.passes.sparsify import Sparsify
 from planner.search.cpsat_joint import MAX_PLACES, fits, solve_joint
@@ -83,10 +83,30 @@ def split_passes(
     for risk, usual in defaults.items():
         if risk in allowed:
             lossy += [each for each in passes if each.accuracy == risk] or usual
-    return exact, with_options(
-        lossy, max_ratio=max_ratio, protect=protect, max_delay=max_delay, compress=compress, max_rank=max_rank
+    lossy = list(
+        with_options(
+            lossy, max_ratio=max_ratio, protect=protect, max_delay=max_delay, compress=compress, max_rank=max_rank
+        )
     )
+    for option, value, needed in (("--max-ratio", max_ratio, "sparse"), ("--max-rank", max_rank, "lowrank")):
+        if value is not None and not any(_plans(each, needed) for each in lossy):
+            raise InputError(
+                f"{option} {value:g}: found it with --compress {compress or DEFAULT_COMPRESS}, which plans none of "
+                f"what it limits; expected {needed} or all: add --compress {needed}, or leave {option} out"
+            )
+    return exact, tuple(lossy)
 
+
+def _plans(each: Pass, name: str) -> bool:
+    """Whether a pass may use this one of `COMPRESS`."""
+    if isinstance(each, Joint | Delay):
+        asked = check_compress(name)
+        return compress_of(each.compress) | asked == compress_of(each.compress)
+    return isinstance(each, Sparsify) and name == "sparse"
+
+
+MORE = "bounded:all"
+"""The alternative that says what `--compress all` would give, where less is planned by default."""
 
 NO_GAIN = "nothing to gain: "
 """How the note begins that the plan is hardly shorter than what users have without one."""
@@ -161,14 +181,8 @@ def choose(
     """
     bounded = [each for each in passes if each.accuracy == "bounded"]
     offer, fields = _bounded_offer(problem, schedule, bounded, after_pass, solver_limit)
-    optimizer = problem.profile.compute.optimizer
-    unasked = any(isinstance(each, Joint) and not each.compress for each in bounded)
-    if optimizer is not None and optimizer.adaptive and unasked:
-        left_out = (
-            f"sending selected elements was not looked at, for that trains a worse model with {optimizer.name}, which "
-            f"divides gradients by their own size ({page('results/lags')}; --compress all looks at it nevertheless)"
-        )
-        exact = replace(exact, notes=(*exact.notes, left_out))
+    more = _more_offer(problem, schedule, bounded, offer)
+    beyond = [] if more is None else [_more_note(problem, offer, more)]
     offers = [offer]
     relaxed = [each for each in passes if each.accuracy == "relaxed"]
     for each in relaxed:
@@ -182,9 +196,9 @@ def choose(
     chosen, refused = choose_offer(step_us(problem, schedule), offers)
     if chosen is None or chosen.plan is None:
         why = f"{accuracy}{ALLOWED}{', and '.join(refused.values())}: the plan is exact"
-        return replace(exact, alternatives=_others(offers, "exact") or None, notes=(*exact.notes, why))
+        return replace(exact, alternatives=_others(offers, "exact", more) or None, notes=(*exact.notes, why, *beyond))
     riskier = [refused[offer.what] for offer in offers[offers.index(chosen) + 1 :] if offer.what in refused]
-    beyond = [f"relaxed{ALLOWED}{', and '.join(riskier)}"] if riskier else []
+    beyond += [f"relaxed{ALLOWED}{', and '.join(riskier)}"] if riskier else []
     return replace(
         chosen.plan,
         baselines=exact.baselines,
@@ -192,7 +206,7 @@ def choose(
         sources=exact.sources,
         **fields,
         fallback=beside,
-        alternatives={"exact": beside, **_others(offers, chosen.accuracy)},
+        alternatives={"exact": beside, **_others(offers, chosen.accuracy, more)},
         # What holds of the exact plan does not of this one.
         notes=(
             *(note.replace(NO_GAIN, f"exact plans have {NO_GAIN}") for note in exact.notes),
@@ -202,13 +216,41 @@ def choose(
     )
 
 
-def _others(offers: Sequence[Offer], taken: str) -> dict[str, Plan]:
-    """The best plan of each class that was looked at, but for the one that was taken."""
+def _more_offer(problem: Problem, schedule: Schedule, passes: Sequence[Pass], offer: Offer) -> Offer | None:
+    """What `--compress all` would give in place of what is planned by default; None where that is not 2 % more, or
+    passes were told what to look at.
+    """
+    every = [
+        replace(each, compress="all") if isinstance(each, Joint) and not each.compress else each for each in passes
+    ]
+    if every == list(passes):
+        return None
+    more, _ = _bounded_offer(problem, schedule, every, None, None)
+    return more if more.plan is not None and more.step_us <= offer.step_us * (1.0 - GAIN) else None
+
+
+def _more_note(problem: Problem, offer: Offer, more: Offer) -> str:
+    optimizer, why = problem.profile.compute.optimizer, ""
+    if optimizer is not None and optimizer.adaptive:
+        why = (
+            f"; selected elements train a worse model with {optimizer.name}, which divides gradients by their own size "
+            f"(docs/results/lags.md)"
+        )
+    return (
+        f"--compress all would take {ms(more.step_us)} in place of {ms(offer.step_us)}, by low rank or by sending "
+        f"selected elements, which may cost much of the loss: compare first (docs/concepts/compression.md){why}"
+    )
+
+
+def _others(offers: Sequence[Offer], taken: str, more: Offer | None) -> dict[str, Plan]:
+    """The best plan of each class that was looked at, but for the one that was taken; and what `all` would give."""
     found: dict[str, Offer] = {}
     for offer in offers:
         before = found.get(offer.accuracy)
         if offer.plan is not None and offer.accuracy != taken and (before is None or offer.own_us < before.own_us):
             found[offer.accuracy] = offer
+    if more is not None:
+        found[MORE] = more
     return {accuracy: replace(offer.plan, notes=()) for accuracy, offer in found.items() if offer.plan is not None}
 
 

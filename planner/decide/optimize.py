@@ -84,7 +84,7 @@ def optimize(
         solver_limit: deterministic time that it may take; equal on all machines, a second or a few for each 1.0.
         compress: for lossy plans, what may be done to a bucket: `wire` (all its elements in fewer bytes), `lowrank`
             (products in place of its matrices), `sparse` (its largest elements), several with commas between, `all` or
-            `none`; default: `wire,lowrank` with Adam and the like, else `all`.
+            `none`; default: `wire`; what `all` would give is among the plan's `alternatives`.
         max_rank: for lossy plans, the largest rank of such a product; default: 4.
         max_ratio: for lossy plans, the largest ratio of a layer's elements to those that travel; default: 1000, and 250
             for recurrent and embedding layers.

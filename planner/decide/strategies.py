@@ -68,14 +68,14 @@ def best_baseline(problem: Problem) -> Schedule:
 
 
 def joint(problem: Problem, argument: str | None = None) -> Schedule:
-    """Buckets and their forms together, as bounded plans have them; `joint:MAX_RATIO` looks at sparse buckets alone,
-    with that as the largest ratio of all but biases and norms.
+    """Buckets and their forms together, as `--compress all` does; `joint:MAX_RATIO` looks at sparse buckets alone, with
+    that as the largest ratio of all but biases and norms.
     """
     max_ratio = 0.0
     if argument is not None:
         max_ratio = positive_number("joint", argument, "times of compression", at_most=MAX_RATIO, at_least=1.0)
-    sparse = "" if argument is None else "sparse"
-    return Joint(max_ratio=max_ratio, compress=sparse).apply(optimal(problem), problem).schedule
+    compress = "all" if argument is None else "sparse"
+    return Joint(max_ratio=max_ratio, compress=compress).apply(optimal(problem), problem).schedule
 
 
 def ssd(problem: Problem, argument: str | None = None) -> Schedule:

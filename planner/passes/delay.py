@@ -116,7 +116,7 @@ class Delay(Pass):
         options = candidates(problem, schedule)
         limits = ratio_limits(problem, self.max_ratio or None, self.protect)
         selected = None
-        if compress_of(problem, self.compress).selects:
+        if compress_of(self.compress).selects:
             selected = best_selected(
                 problem, limits, lambda schedule: step_us(problem, replace(schedule, mode=Delayed(largest)))
             )

@@ -71,8 +71,7 @@ class Joint(Pass):
     densities: str = DENSITIES
     """Shares of elements that a bucket may send, separated by `|`."""
     compress: str = ""
-    """How, names of `COMPRESS` separated by `|`; by default `wire|lowrank` where the optimizer divides gradients by
-    their size, else `all`."""
+    """How, names of `COMPRESS` separated by `|`; by default `wire`, whose cost in accuracy is the least."""
     max_rank: int = 0
     """The largest rank of products in place of matrices; 0: 4."""
 
@@ -84,7 +83,7 @@ class Joint(Pass):
     def frontier(self, schedule: Schedule, problem: Problem) -> Frontier:
         """The best schedule for each form, from the least to the most compression, beginning with the one given."""
         limits = make_limits(problem, self.max_ratio or None, self.protect)
-        compress = compress_of(problem, self.compress)
+        compress = compress_of(self.compress)
         ratios = parse_densities(self.densities)
         ranks = ranks_up_to(check_max_rank(self.max_rank or MAX_RANK)) if compress.factors else ()
         low_rank = low_rank_forms(problem, limits, ranks)
@@ -114,16 +113,12 @@ COMPRESS: Mapping[str, Compress] = {
 }
 
 
-def compress_of(problem: Problem, name: str = "") -> Compress:
-    """Return what is allowed by a name of `COMPRESS`, or without one by the profile's optimizer.
+DEFAULT_COMPRESS = "wire"
 
-    Selected elements train far worse with Adam and the like: see `runtime.checks.optimizer`.
 
-    Raises InputError: an unknown name.
-    """
-    optimizer = problem.profile.compute.optimizer
-    usual = "wire|lowrank" if optimizer is not None and optimizer.adaptive else "all"
-    return check_compress(name or usual)
+def compress_of(names: str) -> Compress:
+    """Return what the option of a pass allows, by default `wire`. Raises InputError: an unknown name."""
+    return check_compress(names or DEFAULT_COMPRESS)
 
 
 def check_compress(names: str) -> Compress:

@@ -11,7 +11,7 @@ from planner.cost import nccl
 from planner.cost.wire import NATIVE
 from planner.decide.advise import Advice
 from planner.decide.at_scale import ScalePoint
-from planner.decide.bounded import ALLOWED
+from planner.decide.bounded import ALLOWED, MORE
 from planner.decide.cluster_fit import FittedCluster
 from planner.decide.simulate import Simulation
 from planner.documents.profile import Profile
@@ -124,7 +124,7 @@ def _uncertainty(spread_us: float, whole_us: float) -> tuple[str, float, str]:
     """Return (± of a time in ms with two digits, its share of the whole, advice where that is large)."""
     half_us = spread_us / 2.0
     share = half_us / whole_us if whole_us > 0.0 else 0.0
-    advice = "; profile again when the machine has nothing else to do" if share > NOISY else ""
+    advice = "; measure again when the machine has nothing else to do" if share > NOISY else ""
     return f"± {float(f'{half_us / 1000:.2g}'):,g}", share, advice
 
 
@@ -168,6 +168,8 @@ def accuracy_lines(plan: Plan, unmeasured: Mapping[str, str] | None = None) -> l
         else:
             why = "nothing makes the step shorter" if looked_at else f"not looked at: --accuracy {name} does"
             lines.append(f"{name}  {why}")
+        if name == "bounded" and MORE in classes:
+            lines.append(f"bounded, --compress all  {_accuracy_line(classes[MORE])}")
     exact = _accuracy_line(classes["exact"]) if "exact" in classes else "not kept in this plan"
     return [f"exact    {exact}", *lines]
 

@@ -258,7 +258,7 @@ class Plan(Record):
     """Where the numbers came from, in words: `model`, `cluster`, `compute`, `communication`, `planner`."""
     fallback: Plan | None = None
     alternatives: dict[str, Plan] | None = None
-    """Accuracy class → the best plan of that class."""
+    """Accuracy class → the best plan of that class; `bounded:all` → what `--compress all` would give."""
     phase_order: tuple[tuple[Count, Count], ...] | None = None
     """(bucket, phase) pairs in launch order, for collectives of several phases."""
     updates: UpdatePlan | None = None

@@ -265,7 +265,7 @@ def test_same_input_same_bytes(command: Command) -> None:
 
 
 def test_lossy_plans_where_they_pay_and_exact_ones_that_say_so_where_not(command: Command) -> None:
-    outcome = command("optimize", "p.json", "--accuracy", "bounded", "--print-after", "joint")
+    outcome = command("optimize", "p.json", "--accuracy", "bounded", "--compress", "all", "--print-after", "joint")
     assert outcome.code == 0
     assert outcome.err.startswith("after joint (")
     plan = load_plan("plan.json")
@@ -283,7 +283,7 @@ def test_lossy_plans_where_they_pay_and_exact_ones_that_say_so_where_not(command
 
 def test_delay_where_it_pays(command: Command) -> None:
     """Without compression all that is exposed can hide behind the next step."""
-    arguments = ["optimize", "p.json", "--accuracy", "relaxed", "--max-ratio", "1", "--max-delay", "3"]
+    arguments = ["optimize", "p.json", "--accuracy", "relaxed", "--compress", "none", "--max-delay", "3"]
     outcome = command(*arguments, "--print-after", "delay")
     assert outcome.code == 0
     assert outcome.err.startswith("after delay (")

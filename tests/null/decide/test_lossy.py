@@ -22,6 +22,7 @@ from hypothesis import given, settings
 from rich.console import Console
 
 from planner import optimize, simulate
+from planner.decide.bounded import MORE
 from planner.decide.strategies import make_schedule
 from planner.documents.profile import parse_cluster, parse_profile
 from planner.emit.lower import compressor_of, lower
@@ -54,7 +55,7 @@ def printed(plan: Plan) -> str:
     return console.export_text()
 
 
-@settings(max_examples=40)
+@settings(max_examples=25)
 @given(problems(max_count=7, mixed=True, contention=True))
 def test_any_plan_is_sound_and_no_slower(problem: Problem) -> None:
     """Lossy only where it wins by enough; reads back; equal inputs give equal bytes; `exact` never selects."""
@@ -79,7 +80,7 @@ def test_any_plan_is_sound_and_no_slower(problem: Problem) -> None:
     assert plan.predicted.iteration_us <= (1 - GAIN) * exact.predicted.iteration_us
     assert plan.fallback is not None
     assert plan.fallback.buckets == exact.buckets
-    assert plan.alternatives == {"exact": plan.fallback}
+    assert {name: of for name, of in (plan.alternatives or {}).items() if name != MORE} == {"exact": plan.fallback}
     assert plan.baselines == exact.baselines
     assert plan.gradients == exact.gradients
 
@@ -192,20 +193,39 @@ def test_passes_by_name() -> None:
     assert [point.max_ratio for point in own.frontier or ()] == [1.0, 4.0, 16.0, 20.0]
 
 
-def test_optimizers_that_divide_by_the_size_of_gradients_get_no_selected_elements_unasked() -> None:
+@pytest.mark.parametrize("optimizer", [None, {"name": "SGD", "adaptive": False}, {"name": "AdamW", "adaptive": True}])
+def test_alone_narrow_buckets_are_planned_and_more_compression_is_named(optimizer: dict[str, Any] | None) -> None:
     document = usual_document()
-    document["compute"]["optimizer"] = {"name": "AdamW", "adaptive": True}
+    if optimizer is not None:
+        document["compute"]["optimizer"] = optimizer
+    for gradient in document["compute"]["gradients"]:
+        add_matrix(gradient)
     profile = parse_profile(document)
     plan = optimize(profile, slow(), accuracy="bounded")
     assert plan.accuracy == "bounded"
-    assert all(bucket.collective == "all_reduce" for bucket in plan.buckets)
-    assert any("trains a worse model with AdamW" in note for note in plan.notes)
-    assert not any(point.sparse_buckets for point in plan.frontier or ())
-    assert optimize(profile, slow(), accuracy="bounded", compress="none").accuracy == "exact"
+    assert {bucket.compressor.name for bucket in plan.buckets} <= {"none", "wire"}
+    assert not any(point.sparse_buckets or point.low_rank_buckets for point in plan.frontier or ())
     every = optimize(profile, slow(), accuracy="bounded", compress="all")
-    assert any(bucket.collective == "sparse" for bucket in every.buckets)
-    document["compute"]["optimizer"] = {"name": "SGD", "adaptive": False}
-    assert optimize(parse_profile(document), slow(), accuracy="bounded").buckets == every.buckets
+    assert {bucket.compressor.name for bucket in every.buckets} & {"topk", "powersgd"}
+    assert (plan.alternatives or {})[MORE].buckets == every.buckets
+    assert MORE not in (every.alternatives or {})
+    [note] = [note for note in plan.notes if note.startswith("--compress all would take")]
+    assert ("selected elements train a worse model with AdamW" in note) == bool(optimizer and optimizer["adaptive"])
+    assert accuracy_lines(plan)[2].startswith("bounded, --compress all  ")
+    assert optimize(profile, slow(), accuracy="bounded", compress="none").accuracy == "exact"
+
+
+@pytest.mark.parametrize(("option", "needed"), [("max_ratio", "sparse"), ("max_rank", "lowrank")])
+def test_a_limit_of_what_is_not_planned_is_refused(option: str, needed: str) -> None:
+    limit: dict[str, Any] = {option: 4}
+    for compress in (None, "wire", "none"):
+        with pytest.raises(InputError, match=rf"expected {needed} or all: add --compress {needed}"):
+            optimize(usual_profile(), slow(), accuracy="bounded", compress=compress, **limit)
+    assert optimize(usual_profile(), slow(), accuracy="bounded", compress=needed, **limit).frontier
+
+
+def test_an_unknown_way_to_compress_is_refused() -> None:
+    profile = usual_profile()
     with pytest.raises(InputError, match="--compress: found 'zip', expected one of all, wire, lowrank, sparse, none"):
         optimize(profile, slow(), accuracy="bounded", compress="zip")
 
@@ -229,21 +249,19 @@ def test_the_least_compression_within_two_percent_is_taken() -> None:
 
 
 def test_products_are_planned_where_matrices_are_known() -> None:
-    """With Adam as well, at the largest rank within two percent; without shapes not."""
+    """Where they are asked for, at the largest rank within two percent; without shapes not."""
     document = profile_document([(1_000_000, 9000.0), (1000, 10.0)] * 3)
-    document["compute"]["optimizer"] = {"name": "AdamW", "adaptive": True}
     without = parse_profile(document)
     for gradient in document["compute"]["gradients"]:
         add_matrix(gradient)
     profile = parse_profile(document)
-    plan = optimize(profile, slow(), accuracy="bounded")
+    plan = optimize(profile, slow(), accuracy="bounded", compress="wire,lowrank")
     assert 4 in {bucket.compressor.rank for bucket in plan.buckets}
     assert any("of factors" in note for note in plan.notes)
     assert any("nothing watches that" in note and "--compress wire leaves it out" in note for note in plan.notes)
     assert any("making factors is taken to be free" in note for note in plan.notes)
-    for options in ({"compress": "wire"}, {"protect": "*"}):
-        assert not any(b.compressor.rank for b in optimize(profile, slow(), accuracy="bounded", **options).buckets)
-    assert not any(bucket.compressor.rank for bucket in optimize(without, slow(), accuracy="bounded").buckets)
+    for of, options in ((profile, {"compress": "all", "protect": "*"}), (without, {"compress": "all"})):
+        assert not any(b.compressor.rank for b in optimize(of, slow(), accuracy="bounded", **options).buckets)
     both = optimize(profile, slow(), accuracy="bounded", compress="wire,lowrank", max_rank=1)
     assert {bucket.compressor.rank for bucket in both.buckets} & {1, 2, 4} == {1}
     assert optimize(profile, slow(), accuracy="bounded", passes="merge,joint{compress=lowrank,max_rank=2}").frontier
@@ -342,14 +360,14 @@ def test_layers_that_come_back_in_a_bucket_are_numbered() -> None:
 def test_the_strategy_is_what_a_plan_gets() -> None:
     problem = line_problem([(1000, 50.0), (9000, 100.0), (100, 30.0)], 300.0, 0.05)
     [record] = simulate(problem.profile, problem.cost.cluster, strategies=["joint"])
-    plan = optimize(problem.profile, problem.cost.cluster, accuracy="bounded")
+    plan = optimize(problem.profile, problem.cost.cluster, accuracy="bounded", compress="all")
     assert plan.predicted is not None
     assert record.iteration_us == plan.predicted.iteration_us
     assert record.cost_source.endswith("selection free (no `sparsify` given)")
     [limited] = simulate(problem.profile, problem.cost.cluster, strategies=["joint:5"])
     assert limited.iteration_us > record.iteration_us
     schedule = make_schedule(problem, "joint")
-    assert schedule == Joint().apply(make_schedule(problem, "optimal"), problem).schedule
+    assert schedule == Joint(compress="all").apply(make_schedule(problem, "optimal"), problem).schedule
     assert lower(problem, schedule).accuracy == "bounded"
 
 

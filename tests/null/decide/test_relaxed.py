@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from rich.console import Console
 
 from planner import optimize, simulate
-from planner.decide.bounded import Offer, choose_offer
+from planner.decide.bounded import MORE, Offer, choose_offer
 from planner.decide.strategies import make_schedule
 from planner.documents.profile import Cluster, parse_cluster, parse_profile
 from planner.emit.lower import lower
@@ -161,7 +161,7 @@ def test_pushes_may_be_selected_from() -> None:
     problem = make(profile, document)
     exact = make_schedule(problem, "optimal")
     whole = min(step_us(problem, replace(option, mode=Delayed(4))) for option in candidates(problem, exact))
-    found = Delay(protect="g0|g2|none").apply(exact, problem).schedule
+    found = Delay(protect="g0|g2|none", compress="sparse").apply(exact, problem).schedule
     assert [bucket.compressor for bucket in found.buckets] == ["none", "topk", "none"]
     assert step_us(problem, found) < whole / 4  # pulls are whole, once in four steps at the most
     load = StepWork.of(problem, found)
@@ -173,10 +173,12 @@ def test_pushes_may_be_selected_from() -> None:
     assert plan.accuracy == "relaxed"
     assert plan.buckets[1].compressor.density == pytest.approx((k + 0.5) / 500_000)
     assert "elements: reduce_scatter" in (plan.buckets[1].reason or "")
-    protected = Delay(protect="g1|none").apply(exact, problem).schedule
+    protected = Delay(protect="g1|none", compress="sparse").apply(exact, problem).schedule
     assert {bucket.compressor for bucket in protected.buckets} == {"none"}
     free = make(profile, cluster_document((20.0, 0.01), local_update=FREE))
-    assert {bucket.compressor for bucket in Delay(protect="none").apply(exact, free).schedule.buckets} == {"none"}
+    assert {
+        bucket.compressor for bucket in Delay(protect="none", compress="sparse").apply(exact, free).schedule.buckets
+    } == {"none"}
 
 
 def test_a_local_update_that_nobody_measured_is_no_gain() -> None:
@@ -244,7 +246,7 @@ def test_any_plan_is_sound_and_wins_by_enough(problem: Problem) -> None:
         return
     assert plan.fallback == others["exact"]
     assert plan.fallback.buckets == exact.buckets
-    less_risky = [other for name, other in others.items() if name != "relaxed"]
+    less_risky = [other for name, other in others.items() if name not in ("relaxed", MORE)]
     if plan.accuracy == "relaxed":
         assert all(mean_us(plan) <= mean_us(other) * (1 - GAIN) for other in less_risky)
         assert mean_us(plan) == step_us(problem, schedule_of(plan, problem))
@@ -318,7 +320,7 @@ def test_what_a_relaxed_plan_says() -> None:
 def test_compression_may_gain_more_than_delay_and_then_delay_is_an_alternative() -> None:
     link = {"alpha_us": 20.0, "beta_us_per_byte": 0.01}
     cluster = parse_cluster(cluster_document((200.0, 0.05), inter=link, sparsify=FREE, local_update=FREE))
-    plan = optimize(usual_profile(), cluster, accuracy="relaxed")
+    plan = optimize(usual_profile(), cluster, accuracy="relaxed", compress="all")
     assert plan.accuracy == "bounded"
     assert plan.delay is None
     assert set(plan.alternatives or {}) == {"exact", "relaxed"}

@@ -116,12 +116,16 @@ def test_plans_carry_the_order_of_phases() -> None:
 def test_hitopk_in_joint_where_nothing_is_protected() -> None:
     rows = [(200_000, 100.0), (300_000, 100.0)]
     of = make(profile_document(rows), two_nodes(slow=0.5, fast=0.0001))
-    found = Joint(protect="none").apply(Topology().apply(Schedule.from_boundaries([2]), of).schedule, of).schedule
+    found = (
+        Joint(protect="none", compress="all")
+        .apply(Topology().apply(Schedule.from_boundaries([2]), of).schedule, of)
+        .schedule
+    )
     assert {bucket.algorithm for bucket in found.buckets} == {"hitopk"}
     [first, *_] = found.buckets
     assert first.k is not None
     profile = parse_profile(profile_document(rows, cluster=two_nodes(slow=0.5, fast=0.0001)))
-    plan = optimize(profile, accuracy="bounded", protect="none")
+    plan = optimize(profile, accuracy="bounded", protect="none", compress="all")
     assert plan.accuracy == "bounded"
     spec = plan.buckets[0].compressor
     assert (plan.buckets[0].algorithm, spec.name, spec.scope) == ("hitopk", "topk", "bucket")
@@ -137,7 +141,8 @@ def test_the_crossover_between_dense_and_selected_is_predicted() -> None:
     kinds = []
     for slow in (1e-5, 1e-3, 1.0):
         machines = parse_cluster(two_nodes(slow, 1e-5, sparsify={"alpha_us": 50.0, "beta_us_per_byte": 1e-4}))
-        kinds.append(optimize(profile, machines, accuracy="bounded", protect="none").buckets[0].algorithm)
+        plan = optimize(profile, machines, accuracy="bounded", protect="none", compress="all")
+        kinds.append(plan.buckets[0].algorithm)
     assert kinds[0] in ("library", "torus_2d")
     assert kinds[-1] == "hitopk"
 

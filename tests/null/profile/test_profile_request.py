@@ -150,7 +150,7 @@ def test_a_prediction_says_how_uncertain_it_is() -> None:
     assert plan.predicted is not None
     assert plan.predicted.compute_spread_us == 200.0
     assert " ms ± 0.1: compute varied by " in uncertainty_line(plan)
-    assert "profile again" in uncertainty_line(plan)
+    assert "measure again" in uncertainty_line(plan)
 
 
 @pytest.mark.parametrize(
